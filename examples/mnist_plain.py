@@ -1,0 +1,68 @@
+"""The MNIST loop of the tutorials: one process, one device."""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hpctrain.data import load
+
+
+class Net(nn.Module):
+    def __init__(self, height, width, classes):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, 5, padding=2)
+        self.norm1 = nn.BatchNorm2d(16)
+        self.conv2 = nn.Conv2d(16, 32, 5, padding=2)
+        self.norm2 = nn.BatchNorm2d(32)
+        self.linear = nn.Linear((height // 4) * (width // 4) * 32, classes)
+
+    def forward(self, images):
+        images = F.max_pool2d(F.relu(self.norm1(self.conv1(images))), 2)
+        images = F.max_pool2d(F.relu(self.norm2(self.conv2(images))), 2)
+        return self.linear(images.flatten(1))
+
+
+def evaluate(model, loader, device):
+    model.eval()
+    correct = count = 0
+    with torch.no_grad():
+        for images, targets in loader:
+            images, targets = images.to(device), targets.to(device)
+            correct += (model(images).argmax(1) == targets).sum().item()
+            count += len(targets)
+    model.train()
+    return correct / count
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", default="digits")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    train_set, test_set = load(args.data)
+    train_loader = DataLoader(train_set, args.batch_size, shuffle=True)
+    test_loader = DataLoader(test_set, 256)
+    model = Net(*train_set.size, train_set.classes).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+
+    for epoch in range(args.epochs):
+        for images, targets in train_loader:
+            images, targets = images.to(device), targets.to(device)
+            loss = F.cross_entropy(model(images), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print(f"epoch {epoch} loss {loss.item():.4f} top1 {evaluate(model, test_loader, device):.4f}")
+
+
+if __name__ == "__main__":
+    main()

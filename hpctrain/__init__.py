@@ -1,0 +1,54 @@
+"""hpctrain: one PyTorch training script, unchanged, under every launcher of an HPC cluster.
+
+What this module offers is imported when it is first used, so `import hpctrain` costs nothing and
+needs no torch. (This file and `__main__` are read by any Python 3, to say which one is needed.)
+"""
+
+from typing import TYPE_CHECKING
+
+from hpctrain._version import __version__
+
+if TYPE_CHECKING:
+    from hpctrain.allocation import Allocation
+    from hpctrain.errors import HpctrainError
+    from hpctrain.launchers import detect
+    from hpctrain.arguments import options
+    from hpctrain.run import Run
+    from hpctrain.session import Session
+    from hpctrain.world import World
+
+__all__ = [
+    "Allocation",
+    "HpctrainError",
+    "Run",
+    "Session",
+    "World",
+    "__version__",
+    "detect",
+    "options",
+]
+
+_HOME = {
+    "Allocation": "allocation",
+    "HpctrainError": "errors",
+    "Run": "run",
+    "Session": "session",
+    "World": "world",
+    "detect": "launchers",
+    "options": "arguments",
+}
+
+
+def __getattr__(name):  # type: ignore[no-untyped-def]
+    if name not in _HOME:
+        raise AttributeError("module 'hpctrain' has no attribute {!r}".format(name))
+    from importlib import import_module
+
+    value = getattr(import_module("hpctrain." + _HOME[name]), name)
+    # `hpctrain.arguments` is a module as well: the name stays with the function.
+    globals()[name] = value
+    return value
+
+
+def __dir__():  # type: ignore[no-untyped-def]
+    return sorted(__all__)

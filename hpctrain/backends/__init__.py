@@ -1,0 +1,65 @@
+"""How do the ranks talk? One protocol, and a table of those who speak it."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from hpctrain.errors import ContradictionError
+from hpctrain.meeting import Meeting
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpctrain.backends.base import Backend
+
+__all__ = ["BACKENDS", "choose", "open_backend"]
+
+# A name and the class behind it, imported when it is asked for.
+BACKENDS = {
+    "single": "hpctrain.backends.single:Single",
+    "ddp": "hpctrain.backends.ddp:DDP",
+}
+
+
+def choose(name: str, world_size: int) -> str:
+    """The backend behind `auto`: nobody to talk to, or torch.distributed.
+
+    Raises:
+        ContradictionError: `single` for several ranks, which would each train alone.
+    """
+    if name == "auto":
+        return "single" if world_size == 1 else "ddp"
+    if name == "single" and world_size > 1:
+        raise ContradictionError(
+            f"--backend single in a world of {world_size} ranks",
+            "a backend that lets them talk",
+            "--backend ddp, or start one process",
+        )
+    return name
+
+
+def open_backend(
+    name: str, meeting: Meeting, device: "torch.device", timeout: float
+) -> "Backend":
+    """Open a backend by name and hold it against the World.
+
+    Args:
+        name: a key of the table.
+        meeting: the outcome of the roll call.
+        device: of this rank.
+        timeout: seconds that a collective may take.
+
+    Raises:
+        ContradictionError: the backend counts other ranks than the launcher.
+    """
+    module, _, kind = BACKENDS[name].partition(":")
+    backend: Backend = getattr(import_module(module), kind)(meeting, device, timeout)
+    world = meeting.world
+    if (backend.rank, backend.world_size) != (world.rank, world.world_size):
+        backend.close()
+        raise ContradictionError(
+            f"{name} says rank {backend.rank} of {backend.world_size}, {world.launcher} says rank "
+            f"{world.rank} of {world.world_size}",
+            "the same in both",
+            "hpctrain explain    shows where the launcher's numbers came from",
+        )
+    return backend

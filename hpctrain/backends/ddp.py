@@ -1,0 +1,216 @@
+"""torch.distributed: DistributedDataParallel over NCCL on GPUs and gloo on CPUs.
+
+The only module that names torch.distributed.
+"""
+
+import datetime
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain.backends.base import Backend, Later
+from hpctrain.errors import StartError, UsageError
+from hpctrain.meeting import Meeting
+
+__all__ = ["DDP"]
+
+T = TypeVar("T")
+_SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address, linux/sockios.h
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+class DDP(Backend):
+    """torch.distributed's default process group, made from the meeting's address and nonce."""
+
+    name = "ddp"
+
+    def __init__(self, meeting: Meeting, device: torch.device, timeout: float) -> None:
+        if dist.is_initialized():
+            raise UsageError(
+                "torch.distributed is initialized already",
+                "that the Session does it",
+                "remove the script's own init_process_group(), or close the Session before",
+            )
+        self.device = device
+        self.transport = "nccl" if device.type == "cuda" else "gloo"
+        self._replaced: dict[str, str | None] = {}
+        world, limit = meeting.world, datetime.timedelta(seconds=timeout)
+        own = meeting.roll.addresses[world.rank]
+        if self.transport == "gloo":
+            # gloo takes the interface from the environment alone, and by default the one that
+            # the host's own name resolves to: on many clusters 127.0.1.1.
+            self._set(_GLOO_INTERFACE, interface_of(own))
+        try:
+            dist.init_process_group(
+                self.transport,
+                store=dist.PrefixStore(meeting.nonce, _store(meeting, limit)),
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=limit,
+                device_id=device if device.type == "cuda" else None,
+            )
+        except (RuntimeError, ValueError) as error:
+            self._put_back()
+            raise StartError(
+                f"torch.distributed did not start over {self.transport} at "
+                f"{meeting.roll.addresses[0]}: {error}",
+                "a connection between all ranks",
+                f"hosts of the ranks: {', '.join(world.hosts or ())}; look for a firewall or a "
+                f"wrong interface ({own})",
+            ) from None
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model inside of DistributedDataParallel; as it is when it has nothing to train."""
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        devices = [self.device] if self.device.type == "cuda" else None
+        # Buffers are aligned before an evaluation, not at every step: a step then has no
+        # collective but that of its gradients.
+        return _Transparent(
+            model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+
+    def synchronize(self, model: nn.Module, wanted: bool) -> None:
+        """What DistributedDataParallel.no_sync() switches, without its context manager."""
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = wanted
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """An all-reduce."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def sum_later(self, tensor: Tensor) -> Later:
+        """An all-reduce that is not waited for."""
+        return Later(tensor, dist.all_reduce(tensor, async_op=True))
+
+    def share(self, thing: T) -> T:
+        """A broadcast of rank 0's object."""
+        box = [thing]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def align(self, model: nn.Module) -> None:
+        """A broadcast of rank 0's buffers."""
+        works = [
+            dist.broadcast(buffer, src=0, async_op=True)
+            for _, buffer in model.named_buffers()
+            if buffer.numel()
+        ]
+        for work in works:
+            work.wait()
+
+    def barrier(self) -> None:
+        """torch.distributed's barrier."""
+        if self.device.type == "cuda":
+            dist.barrier(device_ids=[self.device.index])
+        else:
+            dist.barrier()
+
+    def close(self, failed: bool = False) -> None:
+        """Destroy the process group and put the environment back."""
+        if dist.is_initialized() and not (failed and self.transport == "nccl"):
+            # NCCL's communicators wait for the others, who may be gone: then the end of the
+            # process frees them.
+            dist.destroy_process_group()
+        self._put_back()
+
+    def _set(self, name: str, value: str | None) -> None:
+        if value is not None and name not in os.environ:
+            self._replaced[name] = os.environ.get(name)
+            os.environ[name] = value
+
+    def _put_back(self) -> None:
+        for name, value in self._replaced.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._replaced.clear()
+
+
+class _Transparent(DistributedDataParallel):
+    """DistributedDataParallel that shows the model inside: its attributes, names and state."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the model inside, without a prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the state of the model inside."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The names of the model inside, without a prefix."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The names of the model inside, without a prefix."""
+        return self.module.named_buffers(*args, **kwargs)
+
+
+def _store(meeting: Meeting, timeout: datetime.timedelta) -> dist.TCPStore:
+    """The store on the socket that the meeting bound, at an address all ranks have reached."""
+    world, roll = meeting.world, meeting.roll
+    listener = meeting.listener
+    try:
+        return dist.TCPStore(
+            roll.addresses[0],
+            roll.port,
+            world.world_size,
+            is_master=listener is not None,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener is not None else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise StartError(
+            f"rank {world.rank} cannot open the store at {roll.addresses[0]} port {roll.port}: "
+            f"{error}",
+            "rank 0's store there",
+            "look for the first error in the log of rank 0",
+        ) from None
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has an address; None where it is not found."""
+    if ":" in address:
+        return _interface_of_ipv6(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # it has no IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def _interface_of_ipv6(address: str) -> str | None:
+    packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    try:
+        with open("/proc/net/if_inet6") as table:
+            for line in table:
+                fields = line.split()
+                if fields[0] == packed:
+                    return fields[-1]
+    except OSError:
+        return None
+    return None

@@ -1,0 +1,52 @@
+"""One process: nothing to exchange, and nothing to pay for it."""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.backends.base import Backend, Later
+from hpctrain.meeting import Meeting
+
+__all__ = ["Single"]
+
+T = TypeVar("T")
+
+
+class Single(Backend):
+    """A world of one rank."""
+
+    name = "single"
+    transport = "none"
+
+    def __init__(self, meeting: Meeting, device: torch.device, timeout: float) -> None:
+        del meeting, timeout
+        self.rank, self.world_size, self.device = 0, 1, device
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model itself."""
+        return model
+
+    def synchronize(self, model: nn.Module, wanted: bool) -> None:
+        """Nothing: gradients are ready as they are."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The tensor is its own sum."""
+        return tensor
+
+    def sum_later(self, tensor: Tensor) -> Later:
+        """The tensor is its own sum."""
+        return Later(tensor)
+
+    def share(self, thing: T) -> T:
+        """The object itself."""
+        return thing
+
+    def align(self, model: nn.Module) -> None:
+        """Nothing."""
+
+    def barrier(self) -> None:
+        """Nothing."""
+
+    def close(self, failed: bool = False) -> None:
+        """Nothing."""

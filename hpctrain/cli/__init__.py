@@ -1,0 +1,41 @@
+"""The command line: one file for each command, and the table that names them."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hpctrain._version import __version__
+from hpctrain.cli import explain, hostlist, run
+from hpctrain.errors import HpctrainError
+
+__all__ = ["main"]
+
+# Each module has `add(subparsers)`, which sets the default `command` to a function of the parsed
+# arguments that returns an exit code.
+COMMANDS = (run, explain, hostlist)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; an exit code.
+
+    Args:
+        arguments: without the program's name (default: those of this process).
+    """
+    parser = argparse.ArgumentParser(
+        prog="hpctrain",
+        description="One PyTorch training script, unchanged, under every launcher.",
+    )
+    parser.add_argument("--version", action="version", version=f"hpctrain {__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add(subparsers)
+    parsed = parser.parse_args(arguments)
+    try:
+        return int(parsed.command(parsed))
+    except HpctrainError as error:
+        sys.stderr.write(f"hpctrain: error: {error}\n")
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of a pipe left, as in `hpctrain hostlist … | head -1`.
+        sys.stderr.close()
+        return 0

@@ -1,0 +1,230 @@
+"""Data sets of small images in MNIST's file format, found by name or by folder.
+
+Source of the format: the section "FILE FORMATS FOR THE MNIST DATABASE" of MNIST's home page.
+"""
+
+import fcntl
+import gzip
+import math
+import os
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hpctrain import seeds, variables
+from hpctrain.errors import UsageError
+
+__all__ = ["Images", "load"]
+
+_SYSTEM = Path("/usr/share/datasets")
+_CARRIED = Path(__file__).parent / "digits"
+_NAMES = ("digits", "fashion-mnist", "mnist", "synthetic")
+_TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}
+# Besides the folder itself: where torchvision puts the files.
+_BELOW = ("", "raw", "MNIST/raw", "FashionMNIST/raw")
+_FILES = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+_UNSIGNED_BYTES = 0x08
+
+
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """Images and their classes, in memory.
+
+    A sample is a float32 tensor of shape (1, height, width), brought to mean 0 and standard
+    deviation 1 over the training set, and an int64 class.
+
+    Args:
+        images: uint8, of shape (samples, height, width).
+        targets: int64, of shape (samples,).
+        mean, std: of the training set's pixels.
+    """
+
+    def __init__(self, images: Tensor, targets: Tensor, mean: float, std: float) -> None:
+        self.images = images
+        self.targets = targets
+        self.mean = mean
+        self.std = std
+
+    @property
+    def classes(self) -> int:
+        """The number of classes."""
+        return int(self.targets.max()) + 1
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.images.shape[1], self.images.shape[2]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Several samples at once, as torch's loaders ask for a batch."""
+        chosen = torch.as_tensor(indices)
+        images = self.images[chosen].unsqueeze(1).float().sub_(self.mean).div_(self.std)
+        return list(zip(images, self.targets[chosen], strict=True))
+
+
+def load(
+    name: str, download: bool = False, env: Mapping[str, str] = os.environ
+) -> tuple[Images, Images]:
+    """The training set and the test set.
+
+    Args:
+        name: `digits` (carried by the package), `fashion-mnist`, `mnist`, `synthetic`, any other
+            name of a folder in $HPCTRAIN_DATA or /usr/share/datasets, or the path of a folder.
+        download: fetch `mnist` or `fashion-mnist` into the cache when it is found nowhere.
+        env: for $HPCTRAIN_DATA and $HPCTRAIN_CACHE.
+
+    Raises:
+        UsageError: it is not there, or its files are damaged.
+    """
+    if name == "synthetic":
+        return _synthetic(4096, 0), _synthetic(1024, 1)
+    folder = _CARRIED if name == "digits" else _find(name, download, env)
+    train_images, train_targets = _read(folder, "train")
+    mean, std = _moments(train_images)
+    test_images, test_targets = _read(folder, "test")
+    return (
+        Images(train_images, train_targets, mean, std),
+        Images(test_images, test_targets, mean, std),
+    )
+
+
+def _places(name: str, env: Mapping[str, str]) -> list[Path]:
+    """The folders that may hold a data set, in the order in which they are asked."""
+    if os.sep in name or name in (".", ".."):
+        return [Path(name).expanduser()]
+    places = [Path(name)] if Path(name).is_dir() and name not in _NAMES else []
+    if env.get(variables.DATA):
+        places.append(Path(env[variables.DATA]) / name)
+    return [*places, _SYSTEM / name, _cache(env) / name]
+
+
+def _cache(env: Mapping[str, str]) -> Path:
+    cache = env.get(variables.CACHE) or os.path.join(os.path.expanduser("~"), ".cache", "hpctrain")
+    return Path(cache) / "data"
+
+
+def _find(name: str, download: bool, env: Mapping[str, str]) -> Path:
+    """The folder with the four files."""
+    places = _places(name, env)
+    for place in places:
+        for below in _BELOW:
+            if _file(place / below, _FILES["train"][0]) is not None:
+                return place / below
+    if download and name in _TORCHVISION:
+        return _download(name, _cache(env) / name)
+    fix = "--data PATH of a folder that has them"
+    if name == "fashion-mnist":
+        fix = "apt-get install dataset-fashion-mnist, or --download, or " + fix
+    elif name in _TORCHVISION:
+        fix = "--download, or " + fix
+    raise UsageError(
+        f"--data {name}: no data set in {', '.join(map(str, places))}",
+        f"the files {', '.join(f for files in _FILES.values() for f in files)} (or with .gz) in a "
+        f"folder, or one of {', '.join(_NAMES)}",
+        fix,
+    )
+
+
+def _download(name: str, target: Path) -> Path:
+    """Fetch a data set once for all ranks that share the cache."""
+    try:
+        from torchvision import datasets
+    except ImportError:
+        raise UsageError(
+            f"--download of {name}, and torchvision is not installed",
+            "torchvision, which knows where it is",
+            "pip install 'hpctrain[vision]'",
+        ) from None
+    target.mkdir(parents=True, exist_ok=True)
+    with open(target / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            getattr(datasets, _TORCHVISION[name])(target, download=True)
+        except (OSError, RuntimeError) as error:
+            raise UsageError(
+                f"--download of {name} failed: {error}",
+                "a connection to the data set's home",
+                "fetch it on a machine that has one, and give its folder with --data PATH",
+            ) from None
+    return target / _TORCHVISION[name] / "raw"
+
+
+def _file(folder: Path, name: str) -> Path | None:
+    for candidate in (folder / name, folder / f"{name}.gz"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def _read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
+    """Images and targets of one split."""
+    tensors = []
+    for name in _FILES[split]:
+        path = _file(folder, name)
+        if path is None:
+            raise UsageError(
+                f"{folder} has no {name} and no {name}.gz",
+                "all four files of the data set",
+                "fetch the missing file, or choose another folder with --data PATH",
+            )
+        tensors.append(_idx(path))
+    images, targets = tensors
+    if images.dim() != 3 or targets.dim() != 1 or len(images) != len(targets) or not len(images):
+        raise UsageError(
+            f"{folder}: {split} images of shape {tuple(images.shape)} and labels of shape "
+            f"{tuple(targets.shape)}",
+            "as many labels as images, and at least one",
+            "fetch the files again",
+        )
+    return images, targets.long()
+
+
+def _idx(path: Path) -> Tensor:
+    """A tensor from a file of unsigned bytes in MNIST's format, packed by gzip or not."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        zeros, kind, dimensions = struct.unpack_from(">HBB", data)
+        shape = struct.unpack_from(f">{dimensions}I", data, 4)
+    except (OSError, EOFError, struct.error, zlib.error) as error:
+        raise UsageError(f"{path} is damaged: {error}", "a whole file", "fetch it again") from None
+    start = 4 + 4 * dimensions
+    if zeros or kind != _UNSIGNED_BYTES or len(data) - start != math.prod(shape):
+        raise UsageError(
+            f"{path} is damaged: its head says shape {shape}, and {len(data) - start} bytes follow",
+            "unsigned bytes in MNIST's format",
+            "fetch it again",
+        )
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=start)
+    return flat.reshape(shape)
+
+
+def _moments(images: Tensor) -> tuple[float, float]:
+    """Mean and standard deviation of the pixels, from counts: the same on every machine."""
+    counts = torch.bincount(images.flatten(), minlength=256).tolist()
+    total = sum(counts)
+    mean = sum(value * count for value, count in enumerate(counts)) / total
+    square = sum(value * value * count for value, count in enumerate(counts)) / total
+    return mean, math.sqrt(max(square - mean * mean, 1e-12))
+
+
+def _synthetic(samples: int, part: int) -> Images:
+    """Noise with a bright bar whose place is the class: what a step costs without any files."""
+    generator = torch.Generator().manual_seed(seeds.derive("synthetic", part))
+    images = torch.randint(0, 128, (samples, 28, 28), dtype=torch.uint8, generator=generator)
+    targets = torch.randint(0, 10, (samples,), generator=generator)
+    rows = 4 + 2 * targets
+    images[torch.arange(samples), rows] += 100
+    return Images(images, targets, 67.0, 42.0)

@@ -1,0 +1,94 @@
+"""Which samples does a rank see, and when? The same steps in every world.
+
+A step is the next `global_batch` indices of the epoch's order, cut into micro-batches in that
+order. Micro-batch i belongs to rank i mod world_size, at accumulation index i div world_size.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import Sampler
+
+from hpctrain import seeds
+from hpctrain.errors import UsageError
+from hpctrain.arguments import Batches
+from hpctrain.world import World
+
+__all__ = ["EvaluationSampler", "TrainingSampler"]
+
+
+class TrainingSampler(Sampler[list[int]]):
+    """The micro-batches of one rank in a shuffled epoch.
+
+    The last samples of an epoch that do not fill a global batch are left out; the order is another
+    in the next epoch, so they are others.
+
+    Args:
+        length: the number of samples.
+        batches: how a step is cut up.
+        world: the rank.
+        seed: of the order; the same on all ranks.
+
+    Attributes:
+        epoch: whose order the next iteration has.
+        first_step: the step of the epoch that it begins with.
+
+    Raises:
+        UsageError: there are fewer samples than one step takes.
+    """
+
+    def __init__(self, length: int, batches: Batches, world: World, seed: int) -> None:
+        if length < batches.global_batch:
+            raise UsageError(
+                f"{length} samples, and a global batch of {batches.global_batch}",
+                "at least one global batch of samples",
+                f"--global-batch {max(length // world.world_size, 1) * world.world_size}",
+            )
+        self.length = length
+        self.batches = batches
+        self.world = world
+        self.seed = seed
+        self.epoch = 0
+        self.first_step = 0
+
+    @property
+    def steps(self) -> int:
+        """The steps of a whole epoch."""
+        return self.length // self.batches.global_batch
+
+    def __len__(self) -> int:
+        return (self.steps - self.first_step) * self.batches.accumulate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(seeds.derive("order", self.seed, self.epoch))
+        order = torch.randperm(self.length, generator=generator).tolist()
+        size = self.batches.batch_size
+        for step in range(self.first_step, self.steps):
+            for index in range(self.batches.accumulate):
+                micro_batch = index * self.world.world_size + self.world.rank
+                start = step * self.batches.global_batch + micro_batch * size
+                yield order[start : start + size]
+
+
+class EvaluationSampler(Sampler[list[int]]):
+    """Every sample once, in order, over all ranks: nothing is padded, so shards can be uneven.
+
+    Args:
+        length: the number of samples.
+        batch_size: of one batch of one rank.
+        world: the rank.
+    """
+
+    def __init__(self, length: int, batch_size: int, world: World) -> None:
+        self.length = length
+        self.batch_size = batch_size
+        self._starts = range(
+            world.rank * batch_size, length, batch_size * world.world_size
+        )
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in self._starts:
+            yield list(range(start, min(start + self.batch_size, self.length)))

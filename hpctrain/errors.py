@@ -1,0 +1,88 @@
+"""What goes wrong, said in three lines: what was found, what was expected, what to type."""
+
+import atexit
+import os
+import sys
+from types import TracebackType
+
+__all__ = [
+    "CheckpointError",
+    "ContradictionError",
+    "HpctrainError",
+    "StartError",
+    "UsageError",
+    "report_uncaught",
+]
+
+
+class HpctrainError(Exception):
+    """An error that a person can mend.
+
+    Args:
+        found: what is there, with the name of the variable, option or file it came from.
+        expected: what should have been there; may be empty where `found` says it all.
+        fix: what to type; may be empty where nothing can be typed.
+    """
+
+    exit_code = 1
+
+    def __init__(self, found: str, expected: str = "", fix: str = "") -> None:
+        super().__init__(found, expected, fix)
+        self.found = found
+        self.expected = expected
+        self.fix = fix
+
+    def __str__(self) -> str:
+        lines = [self.found]
+        if self.expected:
+            lines.append(f"  expected: {self.expected}")
+        if self.fix:
+            lines.append(f"  to mend:  {self.fix}")
+        return "\n".join(lines)
+
+
+class UsageError(HpctrainError):
+    """Wrong use: an option, a path or a combination of them that cannot work."""
+
+    exit_code = 2
+
+
+class ContradictionError(UsageError):
+    """The environment that a launcher left is partial or contradicts itself."""
+
+
+class StartError(HpctrainError):
+    """The ranks did not come together."""
+
+
+class CheckpointError(HpctrainError):
+    """A checkpoint could not be written or read."""
+
+
+def report_uncaught() -> None:
+    """Let an `HpctrainError` that nobody catches end the process without a traceback.
+
+    The message goes to standard error and the process leaves with the error's exit code. Other
+    exceptions go to the hook that was there before. Calling this again changes nothing. (IPython
+    does not use `sys.excepthook`: in a notebook the exception is shown as any other.)
+    """
+    if getattr(sys.excepthook, "reports_hpctrain_errors", False):
+        return
+    previous = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if not isinstance(error, HpctrainError):
+            previous(kind, error, traceback)
+            return
+        sys.stdout.flush()
+        sys.stderr.write(f"hpctrain: error: {error}\n")
+        sys.stderr.flush()
+        # Python gives every uncaught exception exit code 1 and offers no way to change it, so
+        # the process is left here, after what it would have run at its end.
+        atexit._run_exitfuncs()
+        os._exit(error.exit_code)
+
+    hook.reports_hpctrain_errors = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

@@ -1,0 +1,164 @@
+"""Which directory does a run have, and is what lies in it this run?"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain import variables
+from hpctrain._version import __version__
+from hpctrain.allocation import Allocation
+from hpctrain.errors import UsageError
+from hpctrain.arguments import Options
+from hpctrain.rundir import DONE, STATUS, RunDirectory, create
+from hpctrain.world import World
+
+__all__ = ["claim", "note_start"]
+
+FORMAT = 1
+# What makes two runs the same run; anything else may change from one start to the next.
+_IDENTITY = ("name", "data", "model")
+_GIT_SECONDS = 5.0
+
+
+def claim(
+    name: str,
+    model: str,
+    options: Options,
+    world: World,
+    job: Allocation | None,
+    env: Mapping[str, str],
+) -> tuple[RunDirectory, bool]:
+    """Find or make the run directory. Called by rank 0 alone.
+
+    Args:
+        name: of the run.
+        model: the signature of its models.
+        options: of the session; `run`, `resume` and `data` matter.
+        world: of the session, for run.json.
+        job: the scheduler's, for the default name and the restart count.
+        env: for $HPCTRAIN_RUN.
+
+    Returns:
+        The directory, and whether the run in it is finished.
+
+    Raises:
+        UsageError: the directory has a run in it and `--resume` was not given, or another run,
+            or files of somebody else, or cannot be written.
+    """
+    said = {"name": name, "data": options.data, "model": model}
+    resume = options.resume
+    if resume is None:
+        resume = job is not None and job.restart_count > 0
+    path = options.run or env.get(variables.RUN) or _default(name, job)
+    directory = RunDirectory(path)
+    before = directory.read(directory.identity)
+    if before is None:
+        _refuse_strangers(directory)
+        facts = {"format": FORMAT, **said, "created": time.time(), "world": asdict(world)}
+        try:
+            create(directory.identity, json.dumps(facts, indent=1) + "\n")
+            return directory, False
+        except FileExistsError:
+            before = directory.read(directory.identity)  # another start was faster
+            resume = False
+        except OSError as error:
+            raise UsageError(
+                f"the run directory {directory.path} cannot be made: {error}",
+                "a place that can be written",
+                "--run DIR",
+            ) from None
+    if not resume:
+        raise UsageError(
+            f"{directory.path} has a run in it",
+            "an empty or new run directory",
+            "--resume to go on with it, or --run DIR for another",
+        )
+    for key in _IDENTITY:
+        if before.get(key) != said[key]:
+            raise UsageError(
+                f"{directory.path} belongs to another run: its {key} is {before.get(key)!r}, "
+                f"this one's is {said[key]!r}",
+                "the run that began there",
+                "--run DIR for another directory",
+            )
+    summary = directory.read(directory.summary)
+    return directory, bool(summary) and summary.get("status") == STATUS[DONE]
+
+
+def _default(name: str, job: Allocation | None) -> str:
+    """runs/NAME-JOBID, or runs/NAME-DATE-TIME without a job."""
+    label = job.label if job else time.strftime("%Y%m%d-%H%M%S")
+    path = os.path.join("runs", f"{name}-{label}")
+    count = 1
+    while job is None and os.path.exists(path):  # two starts within a second
+        count += 1
+        path = os.path.join("runs", f"{name}-{label}-{count}")
+    return path
+
+
+def _refuse_strangers(directory: RunDirectory) -> None:
+    """A directory with files but without run.json is somebody else's."""
+    try:
+        names = sorted(os.listdir(directory.path))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(
+            f"the run directory {directory.path} cannot be read: {error}",
+            "a directory",
+            "--run DIR",
+        ) from None
+    # Log files may be there first: a batch script opens them before any rank starts.
+    strangers = [n for n in names if not n.startswith(".") and n != directory.logs.name]
+    if strangers:
+        raise UsageError(
+            f"{directory.path} is not empty ({', '.join(strangers[:5])}), and no run is in it",
+            "an empty or new run directory",
+            "--run DIR for another",
+        )
+
+
+def note_start(
+    directory: RunDirectory, options: Options, world: World, job: Allocation | None
+) -> None:
+    """Append to starts.jsonl how the run was started this time."""
+    line = {
+        "time": time.time(),
+        "command": sys.argv,
+        "options": asdict(options),
+        "versions": {
+            "hpctrain": __version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+        },
+        "commit": _commit(),
+        "world": asdict(world),
+        "job": asdict(job) if job else None,
+    }
+    with open(directory.starts, "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _commit() -> str | None:
+    """The git commit of the script's folder, where there is one."""
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(sys.argv[0]).resolve().parent,
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()

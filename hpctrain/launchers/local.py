@@ -1,0 +1,54 @@
+"""`hpctrain run`: ranks started on this machine by this project."""
+
+from collections.abc import Sequence
+
+from hpctrain import variables
+from hpctrain.launchers.base import Claim, Claims, Environ, Launcher
+from hpctrain.world import World
+
+__all__ = ["HpctrainRun"]
+
+
+class HpctrainRun(Launcher):
+    """The variables that `hpctrain run` sets."""
+
+    name = "hpctrain"
+    reason = "first: it scrubs what others set before it starts a rank, so it is the nearest"
+    inside = frozenset({"torchrun", "slurm", "env"})
+    variables = {
+        "rank": ("HPCTRAIN_RANK",),
+        "world_size": ("HPCTRAIN_WORLD_SIZE",),
+        "local_rank": ("HPCTRAIN_LOCAL_RANK",),
+        "local_world_size": ("HPCTRAIN_LOCAL_WORLD_SIZE",),
+        "node_rank": ("HPCTRAIN_NODE_RANK",),
+        "num_nodes": ("HPCTRAIN_NUM_NODES",),
+    }
+
+    def matches(self, env: Environ) -> bool:
+        """A rank of ours."""
+        return bool(env.get("HPCTRAIN_RANK"))
+
+    def claims(self, env: Environ) -> Claims:
+        """The numbers, and the hosts where they are named."""
+        claims = super().claims(env)
+        hosts = env.get("HPCTRAIN_HOSTS")
+        if hosts:
+            claims["hosts"] = Claim(tuple(hosts.split(",")), "HPCTRAIN_HOSTS")
+        return claims
+
+    def key(self, env: Environ) -> str:
+        """The name of the start."""
+        return f"hpctrain/{env.get(variables.START, '')}"
+
+    def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
+        """All of World."""
+        return {
+            variables.START: str(start),
+            "HPCTRAIN_RANK": str(world.rank),
+            "HPCTRAIN_WORLD_SIZE": str(world.world_size),
+            "HPCTRAIN_LOCAL_RANK": str(world.local_rank),
+            "HPCTRAIN_LOCAL_WORLD_SIZE": str(tasks_per_node[world.node_rank or 0]),
+            "HPCTRAIN_NODE_RANK": str(world.node_rank),
+            "HPCTRAIN_NUM_NODES": str(world.num_nodes),
+            "HPCTRAIN_HOSTS": ",".join(world.hosts or ()),
+        }

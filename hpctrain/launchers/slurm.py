@@ -1,0 +1,140 @@
+"""srun: a task of a Slurm step.
+
+The batch shell and salloc's shell are no tasks: they carry the job's variables, SLURM_PROCID=0
+among them, but no step that a person started.
+
+Source: OUTPUT ENVIRONMENT VARIABLES in srun(1) and sbatch(1), Slurm 22.05.
+"""
+
+import re
+from collections.abc import Sequence
+
+from hpctrain.errors import ContradictionError
+from hpctrain.hostlist import expand
+from hpctrain.launchers.base import Claim, Claims, Environ, Launcher
+from hpctrain.world import World
+
+__all__ = ["SlurmStep", "expand_counts"]
+
+# Step ids from here on are Slurm's own: batch script, external, interactive (slurm.h, 22.05).
+_FIRST_OWN_STEP = 0xFFFFFFF0
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?\Z", re.ASCII)
+# The distributions that put rank 0 on the first host of the list; "arbitrary" follows a file.
+_FIRST_HOST_FIRST = ("block", "cyclic", "plane", "unknown", "")
+
+
+class SlurmStep(Launcher):
+    """The variables of a step, which can be smaller than its job; the job's only as a stand-in."""
+
+    name = "slurm"
+    reason = "before env://: batch scripts export RANK and MASTER_ADDR on top of srun"
+    variables = {
+        "rank": ("SLURM_PROCID",),
+        "world_size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        "local_rank": ("SLURM_LOCALID",),
+        "node_rank": ("SLURM_NODEID",),
+        "num_nodes": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    }
+
+    def matches(self, env: Environ) -> bool:
+        """A step with a number of its own, and a place in it."""
+        step = env.get("SLURM_STEP_ID", "")
+        return step.isdigit() and int(step) < _FIRST_OWN_STEP and bool(env.get("SLURM_PROCID"))
+
+    def claims(self, env: Environ) -> Claims:
+        """The numbers, the hosts, and the tasks on this host."""
+        claims = super().claims(env)
+        hosts = env.get("SLURM_STEP_NODELIST")
+        if hosts:
+            claims["hosts"] = Claim(tuple(expand(hosts)), "SLURM_STEP_NODELIST")
+        counts = env.get("SLURM_STEP_TASKS_PER_NODE")
+        if counts and "node_rank" in claims:
+            local = _tasks_here(counts, claims)
+            claims["local_world_size"] = Claim(local, "SLURM_STEP_TASKS_PER_NODE")
+        return claims
+
+    def key(self, env: Environ) -> str:
+        """Job, step and restart."""
+        names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        return "/".join(["slurm", *(env.get(name, "") for name in names)])
+
+    def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
+        """An address that the batch script exported, else the first host of the step."""
+        address, port = super().main(env, world)
+        if address is None and world.hosts:
+            distribution = env.get("SLURM_DISTRIBUTION", "").split(":")[0].split(",")[0]
+            if len(world.hosts) == 1 or distribution in _FIRST_HOST_FIRST:
+                address = world.hosts[0]
+        return address, port
+
+    def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
+        """What srun sets for a job of that layout; the job id follows from `start`."""
+        hosts = ",".join(world.hosts or ())
+        counts = _compress_counts(tasks_per_node)
+        size, nodes = str(world.world_size), str(world.num_nodes)
+        return {
+            "SLURM_JOB_ID": str(start % 10**8),
+            "SLURM_JOB_NODELIST": hosts,
+            "SLURM_JOB_NUM_NODES": nodes,
+            "SLURM_NNODES": nodes,
+            "SLURM_NTASKS": size,
+            "SLURM_TASKS_PER_NODE": counts,
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NODELIST": hosts,
+            "SLURM_STEP_NUM_NODES": nodes,
+            "SLURM_STEP_NUM_TASKS": size,
+            "SLURM_STEP_TASKS_PER_NODE": counts,
+            "SLURM_DISTRIBUTION": "block",
+            "SLURM_PROCID": str(world.rank),
+            "SLURM_LOCALID": str(world.local_rank),
+            "SLURM_NODEID": str(world.node_rank),
+        }
+
+
+def expand_counts(text: str) -> list[int]:
+    """`2(x3),1` is 2, 2, 2, 1.
+
+    Raises:
+        ContradictionError: the text has another form.
+    """
+    counts: list[int] = []
+    for piece in text.split(","):
+        match = _COUNT.match(piece)
+        if match is None:
+            raise ContradictionError(
+                f"SLURM_STEP_TASKS_PER_NODE={text!r}", "tasks per node such as 2(x3),1"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _compress_counts(counts: Sequence[int]) -> str:
+    pieces: list[str] = []
+    start = 0
+    for end in range(1, len(counts) + 1):
+        if end == len(counts) or counts[end] != counts[start]:
+            times = end - start
+            pieces.append(f"{counts[start]}(x{times})" if times > 1 else str(counts[start]))
+            start = end
+    return ",".join(pieces)
+
+
+def _tasks_here(text: str, claims: Claims) -> int:
+    """The number of tasks on this host, checked against what else the step says."""
+    counts = expand_counts(text)
+    node = claims["node_rank"].value
+    if not 0 <= node < len(counts):
+        raise ContradictionError(
+            f"SLURM_NODEID={node} and SLURM_STEP_TASKS_PER_NODE={text} ({len(counts)} nodes)",
+            "a node id below the number of nodes",
+            "start the ranks with srun, and do not export SLURM_* by hand",
+        )
+    size = claims.get("world_size")
+    if size is not None and sum(counts) != size.value:
+        raise ContradictionError(
+            f"{size.source}={size.value} and SLURM_STEP_TASKS_PER_NODE={text} "
+            f"({sum(counts)} tasks)",
+            "the same number of tasks in both",
+            "start the ranks with srun, and do not export SLURM_* by hand",
+        )
+    return counts[node]

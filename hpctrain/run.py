@@ -1,0 +1,367 @@
+"""A run: its directory, its position in the loop, its metrics and checkpoints."""
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hpctrain import checkpoint, identity, rundir, seeds, speech
+from hpctrain.allocation import Allocation
+from hpctrain.backends.base import Backend
+from hpctrain.data import Loader, TrainingSampler
+from hpctrain.data.loader import move
+from hpctrain.errors import HpctrainError, StartError, UsageError
+from hpctrain.metrics import Metrics
+from hpctrain.arguments import Batches, Options
+from hpctrain.precision import Precision
+from hpctrain.rundir import RunDirectory
+from hpctrain.speech import logger
+from hpctrain.world import World
+
+__all__ = ["Run"]
+
+
+class Parts(Protocol):
+    """What a run needs of its session."""
+
+    world: World
+    allocation: Allocation | None
+    device: torch.device
+    backend: Backend
+    precision: Precision
+    options: Options
+    batches: Batches
+
+    @property
+    def models(self) -> Sequence[nn.Module]: ...
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]: ...
+
+
+class Run:
+    """What `session.run()` gives: a context manager that resumes by itself when told to.
+
+    Attributes:
+        directory: of the run, the same on all ranks.
+        step: optimizer steps done.
+        epoch: the epoch under way, from 0.
+    """
+
+    directory: RunDirectory
+
+    def __init__(self, session: Parts, state: dict[str, Any], name: str | None) -> None:
+        self._session = session
+        self._state = state
+        self._name = name or Path(sys.argv[0]).stem or "run"
+        self.step = 0
+        self.epoch = 0
+        self._epoch_step = 0  # steps of this epoch that are done
+        self._epochs: int | None = None
+        self._cut_short = False  # whether --max-steps ended the epoch under way
+        self._due = False  # whether the step under way ends in a row of metrics
+        self._in_step = False
+        self._seconds = 0.0
+        self._trained = 0
+        self._log: logging.Handler | None = None
+
+    def __enter__(self) -> Self:
+        session = self._session
+        env = os.environ
+        self.directory, finished = self._agree(env)
+        self._log = speech.keep(self.directory.log(session.world.rank))
+        if finished:
+            logger.info("%s is finished; --run DIR begins another", self.directory.path)
+            raise SystemExit(rundir.DONE)
+        rows = self._resume()
+        self._metrics = Metrics(
+            session.backend,
+            self.directory,
+            rows,
+            session.batches.accumulate * session.world.world_size,
+        )
+        if session.world.rank == 0:
+            identity.note_start(
+                self.directory, session.options, session.world, session.allocation
+            )
+            self.directory.summary.unlink(missing_ok=True)
+        logger.info("run directory %s", self.directory.path)
+        return self
+
+    def _agree(self, env: Any) -> tuple[RunDirectory, bool]:
+        """Rank 0's choice of a directory, or its error, on all ranks."""
+        session = self._session
+        answer: tuple[str, Any, Any] = ("", None, None)
+        if session.world.rank == 0:
+            try:
+                directory, finished = identity.claim(
+                    self._name,
+                    _signature(session.models),
+                    session.options,
+                    session.world,
+                    session.allocation,
+                    env,
+                )
+                answer = ("ok", str(directory.path), finished)
+            except HpctrainError as error:
+                answer = ("error", [error.found, error.expected, error.fix], error.exit_code)
+        kind, what, more = session.backend.share(answer)
+        if kind == "error":
+            raise (UsageError if more == rundir.WRONG_USE else StartError)(*what)
+        return RunDirectory(what), more
+
+    def epochs(self, default: int | None = None) -> Iterator[int]:
+        """The epochs that are left, each with a checkpoint at its end.
+
+        Args:
+            default: how many there are when neither `--epochs` nor `--max-steps` was given.
+
+        Raises:
+            UsageError: nothing says how long to train.
+        """
+        options = self._session.options
+        self._epochs = options.epochs or (None if options.max_steps else default)
+        if self._epochs is None and options.max_steps is None:
+            raise UsageError(
+                "nothing says how long to train", "an end", "--epochs N or --max-steps N"
+            )
+        while (self._epochs is None or self.epoch < self._epochs) and not self._enough():
+            before, self._cut_short = self.step, False
+            yield self.epoch
+            if self.step == before and self._epochs is None and not self._epoch_step:
+                raise UsageError(
+                    f"epoch {self.epoch} had no step, so --max-steps {options.max_steps} is "
+                    "never reached",
+                    "run.batches(loader) over a loader with samples",
+                )
+            if not self._cut_short:
+                self.epoch += 1
+                self._epoch_step = 0
+            self.save()
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The micro-batches that are left of this epoch, up to `--max-steps`.
+
+        Args:
+            loader: of `session.loader()`; or any iterable of batches, which are moved to the
+                device. The latter cannot skip, so a run that resumes inside of an epoch fetches
+                what it has seen once more and drops it.
+        """
+        session = self._session
+        options, rank = session.options, session.world.rank
+        accumulate, every = session.batches.accumulate, options.log_every
+        global_batch = session.batches.global_batch
+        save_every = options.checkpoint_every
+        torch.manual_seed(seeds.derive("epoch", options.seed, self.epoch, rank))
+        iterator = self._iterate(loader)
+        lap_start, lap_step = time.perf_counter(), self.step
+        started, first = lap_start, self.step
+        try:
+            while not self._enough():
+                self._due = (self.step + 1) % every == 0
+                self._in_step = True
+                for index in range(accumulate):
+                    batch = next(iterator, _END)
+                    if batch is _END:
+                        return
+                    if options.deterministic:
+                        micro_batch = index * session.world.world_size + rank
+                        torch.manual_seed(
+                            seeds.derive("step", options.seed, self.step, micro_batch)
+                        )
+                    yield batch
+                self._in_step = False
+                self.step += 1
+                self._epoch_step += 1
+                if self._due:
+                    now = time.perf_counter()
+                    speed = (self.step - lap_step) * global_batch / (now - lap_start)
+                    lap_start, lap_step = now, self.step
+                    self._end_row(speed)
+                else:
+                    self._metrics.poll()
+                if save_every and self.step % save_every == 0:
+                    self.save()
+            self._cut_short = next(iterator, _END) is not _END
+        finally:
+            self._in_step = False
+            self._seconds += time.perf_counter() - started
+            self._trained += (self.step - first) * global_batch
+
+    def log(self, **values: Any) -> None:
+        """Note numbers under names.
+
+        Inside of `batches` they belong to the step under way: every `--log-every` steps they are
+        averaged over all its micro-batches and ranks, and tensors stay on their device until they
+        are needed. Outside they are a row of their own and have to be the same on all ranks, as
+        an evaluation's totals are.
+
+        Args:
+            values: numbers, or tensors of one element.
+        """
+        if not self._in_step:
+            self._metrics.write(self._head(), values)
+        elif self._due:
+            self._metrics.add(values)
+
+    def save(self) -> None:
+        """Commit a checkpoint of all that makes the next step; called by all ranks."""
+        session = self._session
+        self._metrics.flush()
+        if session.world.rank != 0:
+            return
+        state = {
+            "model": [model.state_dict() for model in session.models],
+            "optimizer": [optimizer.state_dict() for optimizer in session.optimizers],
+            "precision": session.precision.state_dict(),
+            "state": {name: thing.state_dict() for name, thing in self._state.items()},
+            "position": {
+                "step": self.step,
+                "epoch": self.epoch,
+                "epoch_step": self._epoch_step,
+                "rows": self._metrics.rows,
+                "global_batch": session.batches.global_batch,
+            },
+        }
+        facts = {"time": time.time(), "world": asdict(session.world)}
+        checkpoint.save(self.directory, self.step, state, facts)
+
+    def _resume(self) -> int:
+        """Load the newest checkpoint where there is one; the rows of metrics to keep."""
+        loaded = checkpoint.load_newest(self.directory)
+        if loaded is None:
+            return 0
+        _, state = loaded
+        session, position = self._session, state["position"]
+        if position["global_batch"] != session.batches.global_batch:
+            raise UsageError(
+                f"the run in {self.directory.path} has a global batch of "
+                f"{position['global_batch']}, this start one of {session.batches.global_batch}",
+                "the same global batch, so that its samples go on where they stopped",
+                f"--global-batch {position['global_batch']}",
+            )
+        groups: tuple[tuple[str, Sequence[Any]], ...] = (
+            ("model", session.models),
+            ("optimizer", session.optimizers),
+        )
+        for part, things in groups:
+            if len(state[part]) != len(things):
+                raise UsageError(
+                    f"the checkpoint has {len(state[part])} {part}s, the script prepared "
+                    f"{len(things)}",
+                    "the same script",
+                    "--run DIR for another directory",
+                )
+            for thing, thing_state in zip(things, state[part], strict=True):
+                thing.load_state_dict(thing_state)
+        session.precision.load_state_dict(state["precision"])
+        for name, thing in self._state.items():
+            if name in state["state"]:
+                thing.load_state_dict(state["state"][name])
+            else:
+                logger.warning("the checkpoint has no %s; it starts anew", name)
+        self.step, self.epoch = position["step"], position["epoch"]
+        self._epoch_step = position["epoch_step"]
+        logger.info("resumed at step %d, epoch %d", self.step, self.epoch)
+        return int(position["rows"])
+
+    def _enough(self) -> bool:
+        limit = self._session.options.max_steps
+        return limit is not None and self.step >= limit
+
+    def _iterate(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The micro-batches of this epoch from the position on."""
+        if isinstance(loader, Loader) and isinstance(loader.sampler, TrainingSampler):
+            loader.sampler.epoch = self.epoch
+            loader.sampler.first_step = self._epoch_step
+            return iter(loader)
+        session = self._session
+        iterator = (move(b, session.device, session.precision.dtype) for b in loader)
+        seen = self._epoch_step * session.batches.accumulate
+        if seen:
+            logger.warning("this loader cannot skip: %d batches are fetched and dropped", seen)
+            for _ in range(seen):
+                next(iterator, None)
+        return iterator
+
+    def _end_row(self, speed: float) -> None:
+        optimizers = self._session.optimizers
+        tail = {"samples_per_second": speed}
+        if optimizers:
+            tail = {"lr": float(optimizers[0].param_groups[0]["lr"]), **tail}
+        self._metrics.end_step(self._head(), tail)
+
+    def _head(self) -> dict[str, Any]:
+        return {"step": self.step, "epoch": self.epoch}
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        code = rundir.DONE if error is None else rundir.FAILED
+        if error is None:
+            self._metrics.flush()
+        self._metrics.close()
+        if self._session.world.rank == 0:
+            self._summarise(code)
+        if self._log is not None:
+            logger.removeHandler(self._log)
+            self._log.close()
+
+    def _summarise(self, code: int) -> None:
+        """Write summary.json, and say in a few lines how it went."""
+        session = self._session
+        speed = self._trained / self._seconds if self._seconds else 0.0
+        summary = {
+            "status": rundir.STATUS[code],
+            "step": self.step,
+            "epoch": self.epoch,
+            "metrics": self._metrics.last,
+            "seconds": self._seconds,
+            "samples_per_second": speed,
+            "world_size": session.world.world_size,
+            "backend": session.backend.name,
+            "precision": session.options.precision,
+        }
+        rundir.replace(self.directory.summary, json.dumps(summary, indent=1) + "\n")
+        if code != rundir.DONE:
+            return
+        shown = {
+            "top-1": f"{self._metrics.last['top1']:.4f}" if "top1" in self._metrics.last else "-",
+            "images/s": f"{speed:,.0f}",
+            "time": f"{self._seconds:.1f} s",
+            "ranks": str(session.world.world_size),
+            "backend": f"{session.backend.name} ({session.backend.transport})",
+            "precision": session.options.precision,
+            "run": str(self.directory.path),
+        }
+        for name, value in shown.items():
+            sys.stdout.write(f"{name:<10} {value}\n")
+        sys.stdout.flush()
+
+
+_END = object()
+
+
+def _signature(models: Sequence[nn.Module]) -> str:
+    """Names and shapes of all weights, short: what has to agree before a state is loaded."""
+    shapes = [
+        (name, list(tensor.shape))
+        for model in models
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    ]
+    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]

@@ -1,0 +1,167 @@
+"""The names and formats of a run directory and of the verdict, and their readers.
+
+    run.json                    what run this is: name, data, model, and the world it started in
+    starts.jsonl                a line for each start: command, options, versions, commit, world
+    metrics.jsonl               a line for each logged step: step, epoch, time, then values
+    checkpoints/step-00000042/  .pt files and a manifest
+    logs/rank-0.log             what each rank had to say
+    summary.json                how the run ended
+"""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import UsageError
+
+__all__ = [
+    "DONE",
+    "FAILED",
+    "GIVEN_UP",
+    "STATUS",
+    "STOPPED",
+    "WRONG_USE",
+    "RunDirectory",
+    "create",
+    "read_verdict",
+    "replace",
+    "write_verdict",
+]
+
+# The exit codes of the outermost hpctrain process, and the code of a verdict.
+DONE = 0
+FAILED = 1
+WRONG_USE = 2
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: stopped at a safe point, run me again
+GIVEN_UP = 76  # restarted too often without progress
+
+STATUS = {DONE: "done", FAILED: "failed", STOPPED: "stopped", GIVEN_UP: "given-up"}
+
+_STEP = re.compile(r"step-(\d{8,})\Z", re.ASCII)
+
+
+class RunDirectory:
+    """The places inside of a run directory.
+
+    Args:
+        path: the directory; it need not exist.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.identity = self.path / "run.json"
+        self.starts = self.path / "starts.jsonl"
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.logs = self.path / "logs"
+        self.summary = self.path / "summary.json"
+
+    def log(self, rank: int) -> Path:
+        """The log file of a rank."""
+        return self.logs / f"rank-{rank}.log"
+
+    def checkpoint(self, step: int) -> Path:
+        """The directory of the checkpoint of a step."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """The steps that have a committed checkpoint, rising."""
+        if not self.checkpoints.is_dir():
+            return []
+        matches = (_STEP.match(entry.name) for entry in self.checkpoints.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def read(self, path: Path) -> Any:
+        """The content of one of the JSON files; None where it is not there.
+
+        Raises:
+            UsageError: it cannot be read, or is not JSON.
+        """
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"{path} cannot be read: {error}",
+                "a file that hpctrain wrote",
+                "mend or remove it, or choose another directory with --run DIR",
+            ) from None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl; a last line that was cut off is left out."""
+        rows = []
+        try:
+            text = self.metrics.read_text()
+        except FileNotFoundError:
+            return []
+        for line in text.splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+        return rows
+
+
+def create(path: Path, text: str) -> None:
+    """Write a file whole, only where there is none: of two writers at once one fails.
+
+    Raises:
+        FileExistsError: there is one.
+        OSError: it could not be written.
+    """
+    _write(path, text, os.link)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all: under a temporary name, then renamed.
+
+    Raises:
+        OSError: it could not be written; what was there before is still there.
+    """
+    _write(path, text, os.replace)
+
+
+def _write(path: Path, text: str, commit: Callable[[str, Path], None]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            # mkstemp makes private files; a run directory is as open as its owner's umask says.
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        commit(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_verdict(path: str, code: int, reason: str) -> None:
+    """Tell whoever started the ranks how the run ended.
+
+    Args:
+        path: the value of $HPCTRAIN_VERDICT.
+        code: one of the exit codes above.
+        reason: one line for people.
+    """
+    replace(Path(path), json.dumps({"code": code, "reason": reason}) + "\n")
+
+
+def read_verdict(path: str | os.PathLike[str]) -> tuple[int, str] | None:
+    """The code and the reason; None where there is no verdict or it is not whole."""
+    try:
+        verdict = json.loads(Path(path).read_text())
+        return int(verdict["code"]), str(verdict["reason"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,371 @@
+"""Session: the only place where World, Backend and Precision meet."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from hpctrain import (
+    backends,
+    data,
+    device,
+    evaluation,
+    launchers,
+    meeting,
+    rundir,
+    seeds,
+    speech,
+    variables,
+)
+from hpctrain.errors import HpctrainError, UsageError, report_uncaught
+from hpctrain.arguments import Options, plan_batches
+from hpctrain.precision import PRECISIONS
+from hpctrain.run import Run
+from hpctrain.speech import logger
+
+__all__ = ["Session"]
+
+
+class Session:
+    """One rank among those that train together, from the start to the end of the process group.
+
+    Opening it finds out who this process is, meets the other ranks, and opens the backend. An
+    `HpctrainError` that nobody catches then ends the process with one message and its exit code.
+
+    Args:
+        namespace: a command line parsed by `hpctrain.options()`.
+        keywords: the same options by name (`backend="ddp"`, `precision="bf16"`, …); they win.
+
+    Attributes:
+        world: this rank, complete: nothing in it is None.
+        allocation: the scheduler's job, or None.
+        device: of this rank.
+        backend: how the ranks talk.
+        precision: how numbers are kept.
+        options: as given.
+        batches: global batch, micro-batch and accumulation.
+        roll: what the ranks said of themselves.
+
+    Raises:
+        UsageError: wrong options, or an environment that contradicts itself (exit code 2).
+        StartError: the ranks did not come together within `start_timeout` seconds.
+    """
+
+    def __init__(self, namespace: argparse.Namespace | None = None, **keywords: Any) -> None:
+        report_uncaught()
+        self.options = Options.of(namespace, keywords)
+        start = launchers.survey(os.environ)
+        speech.speak(start.world.rank)
+        self._verdict = os.environ.get(variables.VERDICT) if start.world.rank == 0 else None
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
+        self._micro_batch = 0
+        self._closed = False
+        try:
+            self._open(start)
+        except HpctrainError as error:
+            self._write_verdict(error.exit_code, error.found)
+            raise
+
+    def _open(self, start: launchers.Start) -> None:
+        opts, world = self.options, start.world
+        self.allocation = start.allocation
+        for warning in start.warnings:
+            logger.warning("%s", warning)
+        self.batches = plan_batches(opts, world.world_size)
+        name = backends.choose(opts.backend, world.world_size)
+        self.device, error = torch.device("cpu"), None
+        try:
+            self.device = device.choose(world)
+        except UsageError as mistake:
+            error = mistake  # told to all ranks, so that none of them waits for this one
+        met = meeting.meet(
+            world,
+            start.meeting_point,
+            {"gpu": device.identity(self.device)},
+            opts.start_timeout,
+            logger.info,
+            error,
+        )
+        self.world, self.roll = met.world, met.roll
+        _refuse_shared_gpus(met.roll)
+        self._flags = _Flags(opts.deterministic, self.device)
+        self.backend = backends.open_backend(name, met, self.device, opts.timeout)
+        self.precision = PRECISIONS[opts.precision](self.device)
+        # The same on all ranks, so that they make the same weights.
+        torch.manual_seed(opts.seed)
+        logger.info(
+            "%d rank%s on %s by %s, %s over %s, %s, global batch %d = %d × %d × %d",
+            world.world_size,
+            "s" if world.world_size > 1 else "",
+            ", ".join(self.world.hosts or ()),
+            world.launcher,
+            self.backend.name,
+            self.backend.transport if world.world_size > 1 else self.device,
+            opts.precision,
+            self.batches.global_batch,
+            self.batches.batch_size,
+            self.batches.accumulate,
+            world.world_size,
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and saves."""
+        return self.world.rank == 0
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The prepared models, in their order."""
+        return self._models
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The prepared optimizers, in their order."""
+        return self._optimizers
+
+    def prepare(self, *things: nn.Module | Optimizer) -> Any:
+        """Bring models and optimizers to the device and precision, and let the ranks share them.
+
+        All ranks begin with rank 0's weights. A model's attributes, `state_dict()` and parameter
+        names stay as they were. An optimizer keeps working on its parameters, so it can be made
+        before or after.
+
+        Returns:
+            The things, in their order; a single one alone.
+
+        Raises:
+            UsageError: something that is neither a model nor an optimizer.
+        """
+        prepared: list[nn.Module | Optimizer] = []
+        for thing in things:
+            if isinstance(thing, nn.Module):
+                self.precision.convert(thing)
+                thing.to(self.device)
+                model = self.backend.wrap(thing)
+                self._models.append(model)
+                prepared.append(model)
+            elif isinstance(thing, Optimizer):
+                if thing.state:
+                    # Some optimizers make their state at once; loading it moves it as well.
+                    thing.load_state_dict(thing.state_dict())
+                self._optimizers.append(thing)
+                prepared.append(thing)
+            else:
+                raise UsageError(
+                    f"prepare() got a {type(thing).__name__}",
+                    "models (torch.nn.Module) and optimizers (torch.optim.Optimizer)",
+                    "session.loader(dataset) is for data",
+                )
+        self._arm()
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        *,
+        train: bool = True,
+        batch_size: int | None = None,
+        **arguments: Any,
+    ) -> data.Loader:
+        """The batches of this rank, on its device.
+
+        Args:
+            dataset: with a length.
+            train: a new order in each epoch, in steps of `global_batch` samples (see
+                `TrainingSampler`); otherwise every sample once, in order, over all ranks.
+            batch_size: of an evaluation; a training has that of the session.
+            arguments: more for `torch.utils.data.DataLoader`, such as `collate_fn`.
+
+        Raises:
+            UsageError: fewer samples than a step takes, or a batch size for a training.
+        """
+        length = len(dataset)  # type: ignore[arg-type]
+        if train and batch_size is not None:
+            raise UsageError(
+                f"loader(…, batch_size={batch_size}) for a training",
+                "the micro-batch of the session",
+                f"--batch-size {batch_size}    or: Session(batch_size={batch_size})",
+            )
+        sampler: data.TrainingSampler | data.EvaluationSampler
+        if train:
+            sampler = data.TrainingSampler(length, self.batches, self.world, self.options.seed)
+        else:
+            size = batch_size or max(self.batches.batch_size, 256)
+            sampler = data.EvaluationSampler(length, size, self.world)
+        return data.Loader(
+            dataset,
+            sampler,
+            self.device,
+            self.precision.dtype,
+            self.options.workers,
+            seeds.derive(self.options.seed, self.world.rank),
+            (lambda: None) if train else self._align,
+            **arguments,
+        )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Around the forward pass and the loss: the precision that was asked for."""
+        return self.precision.autocast()
+
+    def step(self, loss: Tensor, *optimizers: Optimizer) -> bool:
+        """What follows a loss: backward pass, and after the last micro-batch of a step the update.
+
+        Gradients are averaged over the micro-batches of all ranks, unscaled, clipped, applied and
+        cleared.
+
+        Args:
+            loss: the mean over a micro-batch, of shape ().
+            optimizers: those to step; all prepared ones when none is named.
+
+        Returns:
+            Whether the optimizers were stepped.
+        """
+        accumulate = self.batches.accumulate
+        precision = self.precision
+        precision.backward(loss if accumulate == 1 else loss / accumulate)
+        self._micro_batch += 1
+        if self._micro_batch < accumulate:
+            self._arm()
+            return False
+        self._micro_batch = 0
+        for optimizer in optimizers or self._optimizers:
+            if self.options.clip_norm is not None:
+                precision.unscale(optimizer)
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                nn.utils.clip_grad_norm_(parameters, self.options.clip_norm)
+            precision.step(optimizer)
+            optimizer.zero_grad()
+        precision.update()
+        self._arm()
+        return True
+
+    def _arm(self) -> None:
+        """Let only the last micro-batch of a step synchronise the gradients."""
+        if self.batches.accumulate > 1:
+            last = self._micro_batch == self.batches.accumulate - 1
+            for model in self._models:
+                self.backend.synchronize(model, last)
+
+    def sum(self, *values: Any) -> Any:
+        """Each value summed over all ranks, exactly; see `evaluation.total`.
+
+        Returns:
+            As many Python numbers; a single one alone.
+        """
+        sums = evaluation.total(self.backend, *values)
+        return sums[0] if len(sums) == 1 else sums
+
+    def run(self, state: dict[str, Any] | None = None, name: str | None = None) -> Run:
+        """A run: its directory, its position in the loop, its metrics and checkpoints.
+
+        Args:
+            state: by name, what besides the prepared models and optimizers belongs into a
+                checkpoint: things with `state_dict()` and `load_state_dict()`.
+            name: of the run (default: that of the script).
+        """
+        return Run(self, state or {}, name)
+
+    def _align(self) -> None:
+        for model in self._models:
+            self.backend.align(model)
+
+    def close(self, code: int = rundir.DONE, reason: str = "done") -> None:
+        """Leave together: the verdict is written before any rank is gone.
+
+        Args:
+            code: an exit code of `rundir`; another than 0 does not wait for the others.
+            reason: a line for people.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        failed = code != rundir.DONE
+        if not failed:
+            self.backend.barrier()
+        self._write_verdict(code, reason)
+        if not failed:
+            self.backend.barrier()
+        self.backend.close(failed)
+        self._flags.put_back()
+
+    def _write_verdict(self, code: int, reason: str) -> None:
+        if self._verdict:
+            try:
+                rundir.write_verdict(self._verdict, code, reason)
+            except OSError as error:
+                logger.error("the verdict could not be written to %s: %s", self._verdict, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        elif isinstance(error, HpctrainError):
+            self.close(error.exit_code, error.found)
+        else:
+            self.close(rundir.FAILED, f"{type(error).__name__}: {error}")
+
+
+def _refuse_shared_gpus(roll: meeting.Roll) -> None:
+    """Two ranks on one GPU are a wrong launch; no process can see it alone.
+
+    Raises:
+        UsageError: naming the ranks.
+    """
+    seen: dict[tuple[int, str], int] = {}
+    for rank, entry in enumerate(roll.entries):
+        gpu = entry["gpu"]
+        if gpu is None:
+            continue
+        host = roll.host_of_rank[rank]
+        other = seen.setdefault((host, gpu), rank)
+        if other != rank:
+            raise UsageError(
+                f"ranks {other} and {rank} share one GPU ({gpu}) of {roll.hosts[host]}",
+                "a GPU of its own for each rank",
+                "start as many ranks on each host as it has GPUs, or hide the GPUs: "
+                "export CUDA_VISIBLE_DEVICES=",
+            )
+
+
+class _Flags:
+    """torch's switches for bit-equal repeats, and what they were before.
+
+    Source: "Reproducibility" in torch's notes.
+    """
+
+    _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+    def __init__(self, deterministic: bool, device: torch.device) -> None:
+        self._before = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cudnn.benchmark,
+            os.environ.get(self._WORKSPACE),
+        )
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+            if device.type == "cuda":
+                # cuBLAS reads it from nowhere else.
+                os.environ.setdefault(self._WORKSPACE, ":4096:8")
+
+    def put_back(self) -> None:
+        algorithms, benchmark, workspace = self._before
+        torch.use_deterministic_algorithms(algorithms)
+        torch.backends.cudnn.benchmark = benchmark
+        if workspace is None:
+            os.environ.pop(self._WORKSPACE, None)

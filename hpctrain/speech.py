@@ -1,0 +1,42 @@
+"""Who speaks: rank 0 to people, every rank to a log file of its own."""
+
+import logging
+import sys
+from pathlib import Path
+
+__all__ = ["keep", "logger", "speak"]
+
+logger = logging.getLogger("hpctrain")
+
+
+class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what `sys.stderr` is at the time: tests and notebooks replace it."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def speak(rank: int) -> None:
+    """Rank 0 says everything on standard error; the others say only what is wrong."""
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    for handler in [h for h in logger.handlers if isinstance(h, _StandardError)]:
+        logger.removeHandler(handler)
+    handler = _StandardError()
+    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    name = "hpctrain" if rank == 0 else f"hpctrain rank {rank}"
+    handler.setFormatter(logging.Formatter(f"{name}: %(message)s"))
+    logger.addHandler(handler)
+
+
+def keep(path: Path) -> logging.Handler:
+    """Write all that this rank says to a file as well; `logger.removeHandler` ends it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    return handler

@@ -1,0 +1,100 @@
+"""World: who a process is among the ranks that train together."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from hpctrain.errors import ContradictionError
+
+__all__ = ["World"]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The place of one rank, computed once by a launcher and passed on as a value.
+
+    `rank`, `world_size` and `local_rank` are always there. The others are None where the launcher
+    has no variable for them; the roll call fills them in, so `session.world` is complete.
+
+    Attributes:
+        rank: 0 to world_size - 1.
+        world_size: the number of ranks.
+        local_rank: the place among the ranks of this host, from 0.
+        local_world_size: the number of ranks on this host.
+        node_rank: the index of this host, from 0.
+        num_nodes: the number of hosts.
+        hosts: the names of the hosts, by node rank.
+        launcher: the name of the launcher that said so.
+
+    Raises:
+        ContradictionError: the numbers do not fit each other.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int | None = None
+    node_rank: int | None = None
+    num_nodes: int | None = None
+    hosts: tuple[str, ...] | None = None
+    launcher: str = "none"
+
+    def __post_init__(self) -> None:
+        below = (
+            ("rank", self.rank, "world_size", self.world_size),
+            ("local_rank", self.local_rank, "local_world_size", self.local_world_size),
+            ("local_rank", self.local_rank, "world_size", self.world_size),
+            ("node_rank", self.node_rank, "num_nodes", self.num_nodes),
+        )
+        for name, value, limit_name, limit in below:
+            if value is not None and limit is not None and not 0 <= value < limit:
+                raise ContradictionError(
+                    f"{name} {value} and {limit_name} {limit}, as {self.launcher} has it",
+                    f"{name} from 0 to {limit_name} - 1",
+                    "hpctrain explain    shows the variable that each value came from",
+                )
+        at_most = (
+            ("local_world_size", self.local_world_size, "world_size", self.world_size),
+            ("num_nodes", self.num_nodes, "world_size", self.world_size),
+        )
+        for name, value, limit_name, limit in at_most:
+            if value is not None and value > limit:
+                raise ContradictionError(
+                    f"{name} {value} and {limit_name} {limit}, as {self.launcher} has it",
+                    f"at most as many as {limit_name}",
+                    "hpctrain explain    shows the variable that each value came from",
+                )
+        if self.hosts is not None and self.num_nodes is not None:
+            if len(self.hosts) != self.num_nodes:
+                raise ContradictionError(
+                    f"{len(self.hosts)} hosts ({', '.join(self.hosts)}) and num_nodes "
+                    f"{self.num_nodes}, as {self.launcher} has it",
+                    "one host for each node",
+                    "hpctrain explain    shows the variable that each value came from",
+                )
+
+    @property
+    def on_one_host(self) -> bool | None:
+        """Whether all ranks share one host; None where the launcher does not say."""
+        if self.world_size == 1 or self.num_nodes == 1:
+            return True
+        if self.num_nodes is not None:
+            return False
+        if self.local_world_size is not None:
+            return self.local_world_size == self.world_size
+        return None
+
+    def completed(self, hosts: tuple[str, ...], host_of_rank: tuple[int, ...]) -> "World":
+        """This world with what the roll call saw in place of what the launcher left open.
+
+        Args:
+            hosts: the names of the hosts, by node rank.
+            host_of_rank: for each rank, the index of its host in `hosts`.
+        """
+        node_rank = host_of_rank[self.rank]
+        return dataclasses.replace(
+            self,
+            local_world_size=host_of_rank.count(node_rank),
+            node_rank=node_rank,
+            num_nodes=len(hosts),
+            hosts=hosts,
+        )
