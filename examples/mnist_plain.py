@@ -61,7 +61,9 @@ def main():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        print(f"epoch {epoch} loss {loss.item():.4f} top1 {evaluate(model, test_loader, device):.4f}")
+        print(
+            f"epoch {epoch} loss {loss.item():.4f} top1 {evaluate(model, test_loader, device):.4f}"
+        )
 
 
 if __name__ == "__main__":

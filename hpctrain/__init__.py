@@ -10,9 +10,9 @@ from hpctrain._version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.allocation import Allocation
+    from hpctrain.arguments import options
     from hpctrain.errors import HpctrainError
     from hpctrain.launchers import detect
-    from hpctrain.arguments import options
     from hpctrain.run import Run
     from hpctrain.session import Session
     from hpctrain.world import World

@@ -1,9 +1,9 @@
 """The training options: one table, from which come the command line and the keyword arguments.
 
-    parser = hpctrain.options()
-    parser.add_argument("--width", type=int, default=64)
-    session = hpctrain.Session(parser.parse_args())
-    session = hpctrain.Session(backend="ddp", precision="bf16")
+parser = hpctrain.options()
+parser.add_argument("--width", type=int, default=64)
+session = hpctrain.Session(parser.parse_args())
+session = hpctrain.Session(backend="ddp", precision="bf16")
 """
 
 import argparse
@@ -60,46 +60,87 @@ _FROM_ZERO = _whole(0)
 class Options:
     """What a user may choose. Each field is an option and a keyword argument of `Session`."""
 
-    data: str = _option("--data", "digits", "a folder, or a name: digits, fashion-mnist, mnist, "
-                        "synthetic. Names are sought in $HPCTRAIN_DATA/NAME, then "
-                        "/usr/share/datasets/NAME", metavar="PATH|NAME")
-    download: bool = _option("--download", False, "fetch a data set that is not there",
-                             action="store_true")
-    run: str | None = _option("--run", None, "run directory (default: $HPCTRAIN_RUN, else "
-                              "runs/NAME-JOBID, else runs/NAME-DATE-TIME)", metavar="DIR")
-    resume: bool | None = _option("--resume", None, "go on from the newest whole checkpoint, or "
-                                  "from the start when there is none",
-                                  action=argparse.BooleanOptionalAction)
-    backend: str = _option("--backend", "auto", "how ranks talk (auto: ddp for several)",
-                           choices=("auto", *BACKENDS))
-    precision: str = _option("--precision", "fp32", "how numbers are kept", choices=tuple(PRECISIONS))
-    global_batch: int | None = _option("--global-batch", None, "samples of one optimizer step, "
-                                       "over all ranks", _COUNT, metavar="N")
-    batch_size: int | None = _option("--batch-size", None, "samples of one micro-batch, on one "
-                                     f"rank (default: {_DEFAULT_BATCH_SIZE} where --global-batch "
-                                     "is not given)", _COUNT, metavar="N")
-    accumulate: int | None = _option("--accumulate", None, "micro-batches of one step on one "
-                                     "rank (default: what the batches need)", _COUNT, metavar="N")
+    data: str = _option(
+        "--data",
+        "digits",
+        "a folder, or a name: digits, fashion-mnist, mnist, "
+        "synthetic. Names are sought in $HPCTRAIN_DATA/NAME, then "
+        "/usr/share/datasets/NAME",
+        metavar="PATH|NAME",
+    )
+    download: bool = _option(
+        "--download", False, "fetch a data set that is not there", action="store_true"
+    )
+    run: str | None = _option(
+        "--run",
+        None,
+        "run directory (default: $HPCTRAIN_RUN, else runs/NAME-JOBID, else runs/NAME-DATE-TIME)",
+        metavar="DIR",
+    )
+    resume: bool | None = _option(
+        "--resume",
+        None,
+        "go on from the newest whole checkpoint, or from the start when there is none",
+        action=argparse.BooleanOptionalAction,
+    )
+    backend: str = _option(
+        "--backend", "auto", "how ranks talk (auto: ddp for several)", choices=("auto", *BACKENDS)
+    )
+    precision: str = _option(
+        "--precision", "fp32", "how numbers are kept", choices=tuple(PRECISIONS)
+    )
+    global_batch: int | None = _option(
+        "--global-batch", None, "samples of one optimizer step, over all ranks", _COUNT, metavar="N"
+    )
+    batch_size: int | None = _option(
+        "--batch-size",
+        None,
+        "samples of one micro-batch, on one "
+        f"rank (default: {_DEFAULT_BATCH_SIZE} where --global-batch "
+        "is not given)",
+        _COUNT,
+        metavar="N",
+    )
+    accumulate: int | None = _option(
+        "--accumulate",
+        None,
+        "micro-batches of one step on one rank (default: what the batches need)",
+        _COUNT,
+        metavar="N",
+    )
     epochs: int | None = _option("--epochs", None, "times through the data", _COUNT, metavar="N")
-    max_steps: int | None = _option("--max-steps", None, "optimizer steps; without --epochs as "
-                                    "many epochs as they need", _COUNT, metavar="N")
-    seed: int = _option("--seed", 0, "of weights, order and augmentation", _FROM_ZERO,
-                        metavar="N")
-    deterministic: bool = _option("--deterministic", False, "bit-equal repeats; slower on GPUs",
-                                  action="store_true")
+    max_steps: int | None = _option(
+        "--max-steps",
+        None,
+        "optimizer steps; without --epochs as many epochs as they need",
+        _COUNT,
+        metavar="N",
+    )
+    seed: int = _option("--seed", 0, "of weights, order and augmentation", _FROM_ZERO, metavar="N")
+    deterministic: bool = _option(
+        "--deterministic", False, "bit-equal repeats; slower on GPUs", action="store_true"
+    )
     workers: int = _option("--workers", 0, "loader processes of a rank", _FROM_ZERO, metavar="N")
     lr: float = _option("--lr", 1e-3, "learning rate", _positive, metavar="X")
-    clip_norm: float | None = _option("--clip-norm", None, "largest norm of the gradients",
-                                      _positive, metavar="X")
-    log_every: int = _option("--log-every", 10, "steps from one row of metrics to the next",
-                             _COUNT, metavar="STEPS")
-    checkpoint_every: int | None = _option("--checkpoint-every", None, "steps from one checkpoint "
-                                           "to the next, besides the end of each epoch", _COUNT,
-                                           metavar="STEPS")
-    start_timeout: float = _option("--start-timeout", 300.0, "seconds to wait for all ranks",
-                                   _positive, metavar="S")
-    timeout: float = _option("--timeout", 1800.0, "seconds that a collective may take", _positive,
-                             metavar="S")
+    clip_norm: float | None = _option(
+        "--clip-norm", None, "largest norm of the gradients", _positive, metavar="X"
+    )
+    log_every: int = _option(
+        "--log-every", 10, "steps from one row of metrics to the next", _COUNT, metavar="STEPS"
+    )
+    checkpoint_every: int | None = _option(
+        "--checkpoint-every",
+        None,
+        "steps from one checkpoint to the next, besides the end of each epoch",
+        _COUNT,
+        metavar="STEPS",
+    )
+    start_timeout: float = _option(
+        "--start-timeout", 300.0, "seconds to wait for all ranks", _positive, metavar="S"
+    )
+    timeout: float = _option(
+        "--timeout", 1800.0, "seconds that a collective may take", _positive, metavar="S"
+    )
 
     @classmethod
     def of(cls, namespace: argparse.Namespace | None, keywords: dict[str, Any]) -> "Options":
@@ -136,9 +177,9 @@ def _check(field: Any, value: Any) -> None:
             f"{spec['flag']} {near[0] if near else choices[0]}",
         )
     least = getattr(spec.get("type"), "least", None)
-    if least is not None and value is not None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UsageError(f"{spec['flag']} {value!r}", f"a whole number from {least} on")
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if least is not None and value is not None and not (whole and value >= least):
+        raise UsageError(f"{spec['flag']} {value!r}", f"a whole number from {least} on")
 
 
 def options(**parser_arguments: Any) -> argparse.ArgumentParser:

@@ -50,8 +50,9 @@ def save(
     temporary = final.with_name(f".{final.name}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
-        files = {f"{part}.pt": _write(temporary / f"{part}.pt", value)
-                 for part, value in state.items()}
+        files = {
+            f"{part}.pt": _write(temporary / f"{part}.pt", value) for part, value in state.items()
+        }
         manifest = {"format": FORMAT, "step": step, "files": files, **facts}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         _sync(temporary / _MANIFEST)

@@ -9,15 +9,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hpctrain import variables
 from hpctrain._version import __version__
 from hpctrain.allocation import Allocation
-from hpctrain.errors import UsageError
 from hpctrain.arguments import Options
+from hpctrain.errors import UsageError
 from hpctrain.rundir import DONE, STATUS, RunDirectory, create
 from hpctrain.world import World
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -107,7 +107,7 @@ def _worlds(tasks_per_node: Sequence[int]) -> list[World]:
     hosts = tuple(f"node{index + 1}" for index in range(len(tasks_per_node)))
     if len(hosts) == 1:
         hosts = (os.uname().nodename,)
-    worlds = []
+    worlds: list[World] = []
     for node_rank, tasks in enumerate(tasks_per_node):
         for local_rank in range(tasks):
             worlds.append(
@@ -183,7 +183,7 @@ class _Watch:
         first: _Rank | None = None
         interrupted = 0
         limit: float | None = None
-        escalation = iter(())
+        escalation: Iterator[int] = iter(())
         while running:
             try:
                 event = self.left.get(timeout=limit)

@@ -222,8 +222,9 @@ class _Host:
                 raise self._missing()
             if now >= news:
                 waiting = _ranks(sorted(set(range(self.world.world_size)) - set(self.entries)))
-                self.announce(f"waiting for {waiting} of {self.world.world_size} since "
-                              f"{now - started:.0f} s")
+                self.announce(
+                    f"waiting for {waiting} of {self.world.world_size} since {now - started:.0f} s"
+                )
                 news = now + _NEWS_SECONDS
             for key, _ in self.selector.select(min(news, started + self.timeout) - now):
                 if key.data is None:
@@ -401,9 +402,7 @@ def _join(
     )
 
 
-def _ask(
-    address: str, port: int, hello: dict[str, Any], deadline: float
-) -> dict[str, Any] | None:
+def _ask(address: str, port: int, hello: dict[str, Any], deadline: float) -> dict[str, Any] | None:
     """Rank 0's last word, or None where somebody else has this port.
 
     Raises:

@@ -56,7 +56,7 @@ class Metrics:
             for row in kept:
                 self._remember(row)
             rundir.replace(directory.metrics, "".join(json.dumps(row) + "\n" for row in kept))
-            self._file = open(directory.metrics, "a", buffering=1)
+            self._file = open(directory.metrics, "a", buffering=1)  # noqa: SIM115, closed by close()
 
     def add(self, values: Mapping[str, Any]) -> None:
         """The values of one micro-batch; of a tensor only a copy on its device is taken."""

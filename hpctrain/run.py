@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from hpctrain import checkpoint, identity, rundir, seeds, speech
 from hpctrain.allocation import Allocation
+from hpctrain.arguments import Batches, Options
 from hpctrain.backends.base import Backend
 from hpctrain.data import Loader, TrainingSampler
 from hpctrain.data.loader import move
 from hpctrain.errors import HpctrainError, StartError, UsageError
 from hpctrain.metrics import Metrics
-from hpctrain.arguments import Batches, Options
 from hpctrain.precision import Precision
 from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
@@ -92,9 +92,7 @@ class Run:
             session.batches.accumulate * session.world.world_size,
         )
         if session.world.rank == 0:
-            identity.note_start(
-                self.directory, session.options, session.world, session.allocation
-            )
+            identity.note_start(self.directory, session.options, session.world, session.allocation)
             self.directory.summary.unlink(missing_ok=True)
         logger.info("run directory %s", self.directory.path)
         return self

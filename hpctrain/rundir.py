@@ -1,11 +1,11 @@
 """The names and formats of a run directory and of the verdict, and their readers.
 
-    run.json                    what run this is: name, data, model, and the world it started in
-    starts.jsonl                a line for each start: command, options, versions, commit, world
-    metrics.jsonl               a line for each logged step: step, epoch, time, then values
-    checkpoints/step-00000042/  .pt files and a manifest
-    logs/rank-0.log             what each rank had to say
-    summary.json                how the run ended
+run.json                    what run this is: name, data, model, and the world it started in
+starts.jsonl                a line for each start: command, options, versions, commit, world
+metrics.jsonl               a line for each logged step: step, epoch, time, then values
+checkpoints/step-00000042/  .pt files and a manifest
+logs/rank-0.log             what each rank had to say
+summary.json                how the run ended
 """
 
 import json

@@ -24,8 +24,8 @@ from hpctrain import (
     speech,
     variables,
 )
-from hpctrain.errors import HpctrainError, UsageError, report_uncaught
 from hpctrain.arguments import Options, plan_batches
+from hpctrain.errors import HpctrainError, UsageError, report_uncaught
 from hpctrain.precision import PRECISIONS
 from hpctrain.run import Run
 from hpctrain.speech import logger

@@ -63,14 +63,13 @@ class World:
                     f"at most as many as {limit_name}",
                     "hpctrain explain    shows the variable that each value came from",
                 )
-        if self.hosts is not None and self.num_nodes is not None:
-            if len(self.hosts) != self.num_nodes:
-                raise ContradictionError(
-                    f"{len(self.hosts)} hosts ({', '.join(self.hosts)}) and num_nodes "
-                    f"{self.num_nodes}, as {self.launcher} has it",
-                    "one host for each node",
-                    "hpctrain explain    shows the variable that each value came from",
-                )
+        if self.hosts and self.num_nodes and len(self.hosts) != self.num_nodes:
+            raise ContradictionError(
+                f"{len(self.hosts)} hosts ({', '.join(self.hosts)}) and num_nodes "
+                f"{self.num_nodes}, as {self.launcher} has it",
+                "one host for each node",
+                "hpctrain explain    shows the variable that each value came from",
+            )
 
     @property
     def on_one_host(self) -> bool | None:

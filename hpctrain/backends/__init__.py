@@ -37,9 +37,7 @@ def choose(name: str, world_size: int) -> str:
     return name
 
 
-def open_backend(
-    name: str, meeting: Meeting, device: "torch.device", timeout: float
-) -> "Backend":
+def open_backend(name: str, meeting: Meeting, device: "torch.device", timeout: float) -> "Backend":
     """Open a backend by name and hold it against the World.
 
     Args:

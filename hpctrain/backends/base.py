@@ -28,13 +28,13 @@ class Later:
                 work.wait()  # makes the stream wait, not the host
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def ready(self) -> bool:
         """Whether `values` returns at once."""
         if self._event is not None:
-            return self._event.query()
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
         return self._work is None or self._work.is_completed()
 
     def values(self) -> list[float]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.backends.base import Backend, Later
@@ -51,7 +52,7 @@ class DDP(Backend):
         try:
             dist.init_process_group(
                 self.transport,
-                store=dist.PrefixStore(meeting.nonce, _store(meeting, limit)),
+                store=PrefixStore(meeting.nonce, _store(meeting, limit)),
                 rank=world.rank,
                 world_size=world.world_size,
                 timeout=limit,
@@ -107,7 +108,8 @@ class DDP(Backend):
             if buffer.numel()
         ]
         for work in works:
-            work.wait()
+            if work is not None:
+                work.wait()
 
     def barrier(self) -> None:
         """torch.distributed's barrier."""
@@ -157,19 +159,19 @@ class _Transparent(DistributedDataParallel):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The names of the model inside, without a prefix."""
-        return self.module.named_parameters(*args, **kwargs)
+        yield from self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The names of the model inside, without a prefix."""
-        return self.module.named_buffers(*args, **kwargs)
+        yield from self.module.named_buffers(*args, **kwargs)
 
 
-def _store(meeting: Meeting, timeout: datetime.timedelta) -> dist.TCPStore:
+def _store(meeting: Meeting, timeout: datetime.timedelta) -> TCPStore:
     """The store on the socket that the meeting bound, at an address all ranks have reached."""
     world, roll = meeting.world, meeting.roll
     listener = meeting.listener
     try:
-        return dist.TCPStore(
+        return TCPStore(
             roll.addresses[0],
             roll.port,
             world.world_size,

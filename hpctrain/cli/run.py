@@ -16,6 +16,7 @@ def add(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "run",
+        allow_abbrev=False,  # what follows SCRIPT is its own
         help="start ranks on this machine",
         description="Start a Python script once for each rank, on this machine. Several nodes are "
         "pretended. The output of each rank comes with its number in front.",

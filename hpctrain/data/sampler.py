@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import Sampler
 
 from hpctrain import seeds
-from hpctrain.errors import UsageError
 from hpctrain.arguments import Batches
+from hpctrain.errors import UsageError
 from hpctrain.world import World
 
 __all__ = ["EvaluationSampler", "TrainingSampler"]
@@ -82,9 +82,7 @@ class EvaluationSampler(Sampler[list[int]]):
     def __init__(self, length: int, batch_size: int, world: World) -> None:
         self.length = length
         self.batch_size = batch_size
-        self._starts = range(
-            world.rank * batch_size, length, batch_size * world.world_size
-        )
+        self._starts = range(world.rank * batch_size, length, batch_size * world.world_size)
 
     def __len__(self) -> int:
         return len(self._starts)

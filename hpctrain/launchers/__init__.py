@@ -1,5 +1,6 @@
 """Who started me? One file for each launcher, and the table that orders them."""
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -97,7 +98,9 @@ def _compare(launcher: Launcher, other: Launcher, env: Mapping[str, str]) -> Non
     ours, theirs = launcher.claims(env), other.claims(env)
     for field in ("rank", "world_size", "local_rank"):
         if field in ours and field in theirs and ours[field].value != theirs[field].value:
-            unwanted = sorted({c.source for c in theirs.values()} - {c.source for c in ours.values()})
+            unwanted = sorted(
+                {c.source for c in theirs.values()} - {c.source for c in ours.values()}
+            )
             raise ContradictionError(
                 f"{ours[field].source}={ours[field].value} ({launcher.name}) and "
                 f"{theirs[field].source}={theirs[field].value} ({other.name})",
@@ -127,8 +130,7 @@ class Explanation:
         start = self.start
         world, job = (start.world, start.allocation) if start else (None, None)
         point = start.meeting_point if start else None
-        fields = ("launcher", "rank", "world_size", "local_rank", "local_world_size")
-        fields += ("node_rank", "num_nodes", "hosts")
+        fields = [field.name for field in dataclasses.fields(World)]
         return {
             **{field: getattr(world, field, None) for field in fields},
             "main_address": point.address if point else None,

@@ -122,7 +122,7 @@ def _compress_counts(counts: Sequence[int]) -> str:
 def _tasks_here(text: str, claims: Claims) -> int:
     """The number of tasks on this host, checked against what else the step says."""
     counts = expand_counts(text)
-    node = claims["node_rank"].value
+    node: int = claims["node_rank"].value
     if not 0 <= node < len(counts):
         raise ContradictionError(
             f"SLURM_NODEID={node} and SLURM_STEP_TASKS_PER_NODE={text} ({len(counts)} nodes)",
