@@ -22,7 +22,11 @@ def total(backend: Backend, *values: Any) -> tuple[float, ...]:
     Returns:
         Python numbers, the same on all ranks, in the order of the values.
     """
-    tensors = [torch.as_tensor(value).detach() for value in values]
+    # A Python float is a float64; torch would make it a float32.
+    tensors = [
+        torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None).detach()
+        for value in values
+    ]
     whole = [not (t.is_floating_point() or t.is_complex()) for t in tensors]
     sums: list[float] = [0.0] * len(tensors)
     for kind, dtype in ((True, torch.int64), (False, torch.float64)):

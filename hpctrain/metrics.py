@@ -61,8 +61,8 @@ class Metrics:
     def add(self, values: Mapping[str, Any]) -> None:
         """The values of one micro-batch; of a tensor only a copy on its device is taken."""
         for name, value in values.items():
-            number = torch.as_tensor(value, device=self._backend.device).detach()
-            number = number.to(torch.float64).reshape(())
+            number = torch.as_tensor(value, dtype=torch.float64, device=self._backend.device)
+            number = number.detach().reshape(())
             known = self._step.get(name)
             self._step[name] = number if known is None else known + number
 

@@ -351,6 +351,8 @@ class _Flags:
     _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
     def __init__(self, deterministic: bool, device: torch.device) -> None:
+        # Not touched where not asked for: torch imports its compiler to switch the first one.
+        self._changed = deterministic
         self._before = (
             torch.are_deterministic_algorithms_enabled(),
             torch.backends.cudnn.benchmark,
@@ -364,6 +366,8 @@ class _Flags:
                 os.environ.setdefault(self._WORKSPACE, ":4096:8")
 
     def put_back(self) -> None:
+        if not self._changed:
+            return
         algorithms, benchmark, workspace = self._before
         torch.use_deterministic_algorithms(algorithms)
         torch.backends.cudnn.benchmark = benchmark

@@ -5,6 +5,7 @@ The only module that names torch.distributed.
 
 import datetime
 import fcntl
+import inspect
 import os
 import socket
 import struct
@@ -74,10 +75,8 @@ class DDP(Backend):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        # Buffers are aligned before an evaluation, not at every step: a step then has no
-        # collective but that of its gradients.
         return _Transparent(
-            model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
+            model, device_ids=devices, gradient_as_bucket_view=True, **_NO_BUFFERS_IN_FORWARD
         )
 
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
@@ -138,6 +137,14 @@ class DDP(Backend):
             else:
                 os.environ[name] = value
         self._replaced.clear()
+
+
+# Buffers are aligned before an evaluation, not at every step: a step then has no collective but
+# that of its gradients. torch 2.15 renamed the argument.
+_PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
+_NO_BUFFERS_IN_FORWARD: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers": False
+}
 
 
 class _Transparent(DistributedDataParallel):

@@ -1,0 +1,112 @@
+"""What every test gets: an environment without launchers, and a check that it leaves nothing."""
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from hpctrain import variables
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+TOP = Path(__file__).resolve().parent.parent
+# What a run of the tests may own; where it does, a skipped test of that part is an error.
+PARTS = ("slurm", "fashion-mnist")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--require",
+        action="append",
+        default=[],
+        choices=PARTS,
+        help="a part that has to be there: its tests may not be skipped",
+    )
+
+
+@pytest.fixture(scope="session")
+def lacking(request):
+    """Skip for want of a part, or fail where this run owns it."""
+
+    def lack(part: str, why: str):
+        if part in request.config.getoption("--require"):
+            pytest.fail(f"{part} was required: {why}")
+        pytest.skip(f"{part}: {why}")
+
+    return lack
+
+
+@pytest.fixture(scope="session")
+def fashion_mnist(lacking):
+    folder = Path("/usr/share/datasets/fashion-mnist")
+    if not folder.is_dir():
+        lacking("fashion-mnist", "apt-get install dataset-fashion-mnist")
+    return folder
+
+
+def _scrubbed():
+    names = (name for name in os.environ if not name.startswith("HPCTRAIN_"))
+    kept = variables.scrubbed({name: os.environ[name] for name in names})
+    if "HPCTRAIN_CACHE" in os.environ:
+        kept["HPCTRAIN_CACHE"] = os.environ["HPCTRAIN_CACHE"]
+    return kept
+
+
+def _children():
+    """The processes that this one started and has not reaped, but for multiprocessing's own."""
+    children = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except (OSError, ValueError):
+            continue
+        if parent == os.getpid() and "multiprocessing." not in command:
+            children[int(folder.name)] = command
+    return children
+
+
+def _listening():
+    """The inodes of sockets on which this process listens."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else ():
+            fields = line.split()
+            if fields[3] == "0A":
+                inodes.add(fields[9])
+    own = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            own.add(target[8:-1])
+    return inodes & own
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(tmp_path, monkeypatch):
+    """No launcher's variables at the start; no variable, process, thread or port at the end."""
+    clean = _scrubbed()
+    for name in set(os.environ) - set(clean):
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    hook = sys.excepthook
+    before = dict(os.environ), _children(), _listening(), set(threading.enumerate())
+    yield
+    sys.excepthook = hook
+    environ, children, ports, threads = before
+    after = dict(os.environ)
+    after.pop("PYTEST_CURRENT_TEST", None)
+    environ.pop("PYTEST_CURRENT_TEST", None)
+    new = {pid: cmd for pid, cmd in _children().items() if pid not in children}
+    assert not new, f"processes left: {new}"
+    assert _listening() <= ports, "a listening socket is left"
+    left = [t for t in set(threading.enumerate()) - threads if not t.daemon]
+    assert not left, f"threads left: {left}"
+    changed = {k for k in environ.keys() | after.keys() if environ.get(k) != after.get(k)}
+    patched = {entry[1] for entry in monkeypatch._setitem}
+    assert changed <= patched, f"variables changed: {changed - patched}"

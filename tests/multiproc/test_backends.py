@@ -1,0 +1,288 @@
+"""One battery of checks for every backend: what a session promises, over one rank and more."""
+
+import os
+
+import pytest
+import ranks
+import torch
+from torch import nn
+
+import hpctrain
+import hpctrain.rundir
+from hpctrain.data import Images
+
+WORLDS = pytest.mark.parametrize("size", [1, 3, 4])
+
+
+def small_model():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10)
+    )
+
+
+def images(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 255, (count, 8, 8), dtype=torch.uint8, generator=generator)
+    return Images(pixels, torch.randint(0, 10, (count,), generator=generator), 127.0, 60.0)
+
+
+def train(session, steps, model=None, lr=0.05):
+    """Losses of the first steps, and the model."""
+    model = model or small_model()
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr, 0.9))
+    loader = session.loader(images(240))
+    losses = []
+    with session.run(name="battery") as run:
+        for _ in run.epochs():
+            for batch, targets in run.batches(loader):
+                with session.autocast():
+                    loss = nn.functional.cross_entropy(model(batch), targets)
+                session.step(loss)
+                run.log(loss=loss)
+            assert run.step <= steps
+        path = run.directory.path
+    if session.is_main:
+        losses = [row["loss"] for row in hpctrain.rundir.RunDirectory(path).rows()]
+    return losses, model
+
+
+def identity():
+    with hpctrain.Session(batch_size=2) as session:
+        return session.world, session.backend.rank, session.backend.world_size
+
+
+@pytest.mark.parametrize("layout", [(1,), (3,), (2, 1), (1, 1, 2)])
+def test_every_rank_knows_the_whole_world(layout):
+    size = sum(layout)
+    results = ranks.values(ranks.run(size, identity, layout=layout))
+    for rank, (world, backend_rank, backend_size) in enumerate(results):
+        assert (world.rank, world.world_size) == (rank, size) == (backend_rank, backend_size)
+        assert world.num_nodes == len(layout)
+        assert world.local_world_size == layout[world.node_rank]
+        assert len(world.hosts) == len(layout)
+    assert [r[0].node_rank for r in results] == [n for n, t in enumerate(layout) for _ in range(t)]
+
+
+def sums():
+    with hpctrain.Session(batch_size=2) as session:
+        rank = session.world.rank
+        whole, real, tensor = session.sum(2**53 + rank, 0.1 * rank, torch.tensor(rank))
+        one = session.sum(rank)
+        shared = session.backend.share({"from": rank})
+        return whole, real, tensor, one, shared
+
+
+@WORLDS
+def test_sums_are_exact_and_the_same_on_all_ranks(size):
+    results = ranks.values(ranks.run(size, sums))
+    whole = sum(2**53 + rank for rank in range(size))
+    ones = sum(range(size))
+    for result in results:
+        assert result[0] == whole
+        assert isinstance(result[0], int)
+        assert result[1] == pytest.approx(0.1 * ones, rel=1e-15)
+        assert result[2:] == (ones, ones, {"from": 0})
+
+
+def same_steps(accumulate_from):
+    with hpctrain.Session(
+        global_batch=12,
+        batch_size=1 if accumulate_from == "one" else None,
+        precision="fp64",
+        max_steps=12,
+        log_every=1,
+        run="run",
+    ) as session:
+        losses, model = train(session, 12)
+        return losses, session.batches, {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def test_worlds_differ_only_in_the_order_of_sums(tmp_path, monkeypatch):
+    """Equal micro-batches in one process that accumulates and in worlds of 2, 3 and 4 ranks."""
+    found = {}
+    for size in (1, 2, 3, 4):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        results = ranks.values(ranks.run(size, same_steps, "one"))
+        losses, batches, weights = results[0]
+        assert batches.accumulate == 12 // size
+        assert len(losses) == 12
+        found[size] = losses
+        for _, _, others in results[1:]:
+            for name in weights:
+                if "running" not in name:
+                    assert torch.equal(weights[name], others[name]), f"{name} differs by rank"
+    for size in (2, 3, 4):
+        assert found[size] == pytest.approx(found[1], rel=1e-9)
+    assert len(set(found[1])) == 12
+
+
+def plain_attributes():
+    with hpctrain.Session(batch_size=2) as session:
+        model = small_model()
+        model.note = "mine"
+        names = list(model.state_dict())
+        parameters = [name for name, _ in model.named_parameters()]
+        prepared = session.prepare(model)
+        assert prepared.note == "mine"
+        assert list(prepared.state_dict()) == names
+        assert [name for name, _ in prepared.named_parameters()] == parameters
+        prepared.load_state_dict(small_model().state_dict())
+        with pytest.raises(AttributeError, match="nothing_of_this_name"):
+            _ = prepared.nothing_of_this_name
+    return True
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_prepared_model_looks_like_the_plain_one(size):
+    assert all(ranks.values(ranks.run(size, plain_attributes)))
+
+
+def uneven_evaluation():
+    with hpctrain.Session(batch_size=2) as session:
+        model = small_model()
+        if session.world.rank == 1:
+            model[1].running_mean += 5  # statistics of its own, as training leaves them
+        model = session.prepare(model)
+        loader = session.loader(images(101), train=False, batch_size=7)
+        model.eval()
+        correct = count = loss = 0
+        with torch.no_grad():
+            for batch, targets in loader:
+                out = model(batch)
+                correct += (out.argmax(1) == targets).sum()
+                loss += nn.functional.cross_entropy(out, targets, reduction="sum").double()
+                count += len(targets)
+        return session.sum(correct, count, loss)
+
+
+def test_an_evaluation_counts_each_sample_once_in_every_world():
+    alone = ranks.values(ranks.run(1, uneven_evaluation))[0]
+    assert alone[1] == 101
+    for size in (2, 3, 4):
+        for result in ranks.values(ranks.run(size, uneven_evaluation)):
+            assert result[:2] == alone[:2]
+            assert result[2] == pytest.approx(alone[2], rel=1e-6)
+
+
+def counts_reductions():
+    with hpctrain.Session(global_batch=24, batch_size=2, max_steps=3, run="run") as session:
+        model = small_model()
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        seen = []
+        model.register_comm_hook(seen, _count)
+        steps = []
+        with session.run() as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(session.loader(images(240))):
+                    before = len(seen)
+                    loss = nn.functional.cross_entropy(model(batch), targets)
+                    stepped = session.step(loss)
+                    steps.append((stepped, len(seen) > before))
+        return steps
+
+
+def _count(seen, bucket):
+    seen.append(1)
+    return torch.distributed.all_reduce(
+        bucket.buffer() / torch.distributed.get_world_size(), async_op=True
+    ).get_future().then(lambda future: future.value()[0])
+
+
+def test_only_the_last_micro_batch_of_a_step_talks():
+    for steps in ranks.values(ranks.run(3, counts_reductions)):
+        assert steps == [(False, False)] * 3 + [(True, True)] + (
+            [(False, False)] * 3 + [(True, True)]
+        ) * 2
+
+
+def precisions(precision, clip):
+    with hpctrain.Session(
+        batch_size=8, max_steps=12, precision=precision, clip_norm=clip, log_every=1, run="run"
+    ) as session:
+        losses, model = train(session, 12)
+        dtypes = {p.dtype for p in model.parameters()}
+        return losses, dtypes, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
+def test_every_precision_trains_the_same_on_all_ranks(precision, clip):
+    results = ranks.values(ranks.run(3, precisions, precision, clip))
+    losses = results[0][0]
+    assert all(loss == loss for loss in losses)
+    assert sum(losses[-3:]) < sum(losses[:3])
+    expected = torch.float64 if precision == "fp64" else torch.float32
+    for _, dtypes, weights in results:
+        assert dtypes == {expected}
+        assert torch.equal(weights, results[0][2])
+
+
+def clipping(precision):
+    with hpctrain.Session(batch_size=8, precision=precision, clip_norm=0.01) as session:
+        model = small_model()
+        before = [p.detach().clone() for p in model.parameters()]
+        model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        batch, targets = next(iter(session.loader(images(240))))
+        with session.autocast():
+            loss = nn.functional.cross_entropy(model(batch), targets)
+        session.step(loss)
+        moved = [(a - b).flatten() for a, b in zip(model.parameters(), before, strict=True)]
+        return torch.cat(moved).norm().item()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_clipping_holds_the_true_norm_also_under_a_loss_scale(precision):
+    for norm in ranks.values(ranks.run(3, clipping, precision)):
+        assert norm == pytest.approx(0.01, rel=1e-2)
+
+
+def two_sessions():
+    first = dict(os.environ)
+    with hpctrain.Session(batch_size=2) as session:
+        inside = session.sum(1)
+    changed = set(os.environ.items()) ^ set(first.items())
+    assert not changed, changed
+    assert not torch.distributed.is_initialized()
+    with hpctrain.Session(batch_size=2) as session:
+        return inside, session.sum(session.world.rank)
+
+
+def test_a_second_session_in_the_same_process_works_and_the_environment_is_put_back():
+    assert ranks.values(ranks.run(3, two_sessions)) == [(3, 3)] * 3
+
+
+def too_early():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0,
+                                         world_size=1)
+    try:
+        hpctrain.Session(batch_size=2)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_process_group_of_the_script_is_refused():
+    for result in ranks.run(2, too_early):
+        assert isinstance(result, hpctrain.HpctrainError)
+        assert result.exit_code == 2
+        assert "init_process_group" in str(result)
+
+
+def repeat_with_dropout():
+    with hpctrain.Session(
+        global_batch=12, batch_size=2, max_steps=6, precision="fp64", deterministic=True,
+        log_every=1, run="run",
+    ) as session:
+        model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
+        return train(session, 6, model)[0]
+
+
+def test_with_deterministic_dropout_follows_step_and_micro_batch(tmp_path, monkeypatch):
+    found = {}
+    for size in (1, 2, 3):
+        (tmp_path / str(size)).mkdir()
+        monkeypatch.chdir(tmp_path / str(size))
+        found[size] = ranks.values(ranks.run(size, repeat_with_dropout))[0]
+    assert found[2] == pytest.approx(found[1], rel=1e-9)
+    assert found[3] == pytest.approx(found[1], rel=1e-9)

@@ -1,0 +1,133 @@
+"""Ranks for tests: real processes that meet and talk, forked from a server that knows torch.
+
+Where the launcher is not the subject this takes 0.1 s instead of the seconds that importing torch
+costs each rank.
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hpctrain.launchers.local import HpctrainRun
+from hpctrain.world import World
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# torch._dynamo is what the first step of any optimizer imports.
+_CONTEXT.set_forkserver_preload(["hpctrain.session", "torch._dynamo"])
+
+
+def run(
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    layout: Sequence[int] = (),
+    timeout: float = 60.0,
+    absent: Sequence[int] = (),
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """What a function of a test module returns on each rank; an exception is a result too.
+
+    Args:
+        size: ranks.
+        function: called on each rank in the current folder, with the variables of
+            `hpctrain run`; what it returns is pickled.
+        arguments: of the function.
+        layout: ranks on each pretended host (default: all on one).
+        timeout: seconds; ranks that are left then are killed and the test fails.
+        absent: ranks that are never started.
+        env: more variables for all ranks.
+    """
+    layout = layout or (size,)
+    number = secrets.randbelow(2**31)
+    pipes, processes = {}, {}
+    hosts = tuple(f"node{n + 1}" for n in range(len(layout)))
+    rank = 0
+    for node_rank, tasks in enumerate(layout):
+        for local_rank in range(tasks):
+            world = World(
+                rank, size, local_rank, tasks, node_rank, len(layout), hosts, "hpctrain"
+            )
+            environ = {
+                **HpctrainRun().environ(world, layout, number),
+                "HPCTRAIN_MAIN_ADDRESS": "127.0.0.1",
+                "HPCTRAIN_HOSTNAME": hosts[node_rank],
+                "OMP_NUM_THREADS": "1",
+                **(env or {}),
+            }
+            if rank not in absent:
+                ours, theirs = _CONTEXT.Pipe(duplex=False)
+                process = _CONTEXT.Process(
+                    target=_rank, args=(theirs, os.getcwd(), environ, function, arguments)
+                )
+                process.start()
+                theirs.close()
+                pipes[rank], processes[rank] = ours, process
+            rank += 1
+    try:
+        return _collect(size, pipes, time.monotonic() + timeout)
+    finally:
+        for process in processes.values():
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        for pipe in pipes.values():
+            pipe.close()
+
+
+def _collect(size: int, pipes: dict[int, Any], deadline: float) -> list[Any]:
+    results: list[Any] = [None] * size
+    waiting = dict(pipes)
+    while waiting:
+        ready = multiprocessing.connection.wait(
+            list(waiting.values()), max(0.0, deadline - time.monotonic())
+        )
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting)} did not finish in time")
+        for rank in [r for r, pipe in waiting.items() if pipe in ready]:
+            try:
+                results[rank] = pickle.loads(waiting[rank].recv_bytes())
+            except EOFError:
+                results[rank] = RuntimeError("the process ended without a result")
+            del waiting[rank]
+    return results
+
+
+def values(results: Sequence[Any]) -> list[Any]:
+    """The results of ranks that all went well; otherwise the first error is raised."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return list(results)
+
+
+def _rank(
+    pipe: Any, folder: str, environ: dict[str, str], function: Any, arguments: tuple[Any, ...]
+) -> None:
+    os.chdir(folder)
+    os.environ.update(environ)
+    sys.argv = ["test.py"]
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        result = function(*arguments)
+    except SystemExit as leave:
+        result = ("exit", leave.code)
+    except BaseException as error:
+        error.add_note(traceback.format_exc())
+        result = error
+    try:
+        # Plain pickle: multiprocessing shares tensors with a process that may be gone by then.
+        pipe.send_bytes(pickle.dumps(result))
+    except Exception as error:
+        pipe.send_bytes(pickle.dumps(RuntimeError(f"{result!r} cannot be sent: {error}")))
+    pipe.close()
