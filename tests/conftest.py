@@ -1,5 +1,6 @@
 """What every test gets: an environment without launchers, and a check that it leaves nothing."""
 
+import json
 import os
 import sys
 import threading
@@ -110,3 +111,16 @@ def _leaves_nothing(tmp_path, monkeypatch):
     changed = {k for k in environ.keys() | after.keys() if environ.get(k) != after.get(k)}
     patched = {entry[1] for entry in monkeypatch._setitem}
     assert changed <= patched, f"variables changed: {changed - patched}"
+
+
+@pytest.fixture(scope="session")
+def sameness_reference(fashion_mnist, tmp_path_factory):
+    """One process, which accumulates: the losses that every other start has to show."""
+    import launches
+
+    folder = tmp_path_factory.mktemp("one-process")
+    command = [*launches.LOCAL["python"], str(launches.TWICE), *launches.SAMENESS]
+    done = launches.start(command, folder)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "fp64" / "run.json").read_text())["world"]["world_size"] == 1
+    return folder

@@ -1,0 +1,189 @@
+"""The example, unchanged, on four hosts of a real Slurm, over the network between them."""
+
+import json
+import time
+from pathlib import Path
+
+import launches
+import pytest
+
+pytestmark = pytest.mark.slurm
+SRUN = ["srun", "--kill-on-bad-exit=1"]
+
+
+def test_srun_on_four_hosts_has_the_losses_of_one_process(cluster, sameness_reference, tmp_path):
+    done = cluster.run(
+        [*SRUN, "-N4", "--ntasks-per-node=1", launches.PYTHON, launches.TWICE, *launches.SAMENESS],
+        cwd=tmp_path,
+        env={**cluster.environ(), "OMP_NUM_THREADS": "1"},
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    launches.same_losses(tmp_path, sameness_reference)
+    world = json.loads((tmp_path / "fp64" / "run.json").read_text())["world"]
+    assert world["hosts"] == list(cluster.hosts)
+    assert world["launcher"] == "slurm"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder that looks like the top of the repository, for scripts that write into it."""
+    for name in ("sbatch", "examples"):
+        (tmp_path / name).symlink_to(launches.TOP / name)
+    return tmp_path
+
+
+def submit(cluster, folder, *arguments):
+    """Submit, wait for the end, and give the job's exit code and log."""
+    done = cluster.run(
+        ["sbatch", "--parsable", "--wait", *arguments],
+        cwd=folder,
+        env={**cluster.environ(), "HPCTRAIN_PYTHON": launches.PYTHON},
+        timeout=400,
+    )
+    assert done.stdout.strip(), done.stderr
+    job = done.stdout.strip().splitlines()[0]
+    log = "".join(path.read_text() for path in folder.glob(f"*{job}.*"))
+    return job, done.returncode, log
+
+
+def test_sbatch_mnist_trains_fashion_mnist_on_four_hosts(cluster, fashion_mnist, checkout):
+    job, code, log = submit(cluster, checkout, "--cpus-per-task=1", "sbatch/mnist.sh")
+    assert code == 0, log
+    assert (checkout / f"mnist-{job}.log").is_file()
+    run = checkout / "runs" / f"mnist-{job}"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "done"
+    assert summary["world_size"] == 4
+    assert summary["metrics"]["top1"] >= 0.88
+    assert not list((checkout / "runs").glob(".verdict*"))
+
+
+def test_wrong_use_ends_the_job_with_2_and_its_message(cluster, checkout):
+    _, code, log = submit(cluster, checkout, "sbatch/mnist.sh", "--data", "no-such-set")
+    assert code == 2
+    assert "--data no-such-set" in log
+    assert "Traceback" not in log
+
+
+EXPLAIN = [launches.PYTHON, "-m", "hpctrain", "explain", "--json"]
+
+
+def explained(cluster, folder, *options, env=None):
+    done = cluster.run(
+        ["srun", *options, *EXPLAIN], cwd=folder, env={**cluster.environ(), **(env or {})}
+    )
+    assert done.returncode == 0, done.stderr
+    worlds = [json.loads(line) for line in done.stdout.splitlines()]
+    return sorted(worlds, key=lambda world: world["rank"])
+
+
+def test_every_layout_of_a_step_is_read_right(cluster, tmp_path):
+    keys = ("node_rank", "local_rank", "local_world_size")
+
+    def places(worlds):
+        assert [world["rank"] for world in worlds] == list(range(len(worlds)))
+        assert {world["world_size"] for world in worlds} == {len(worlds)}
+        return [tuple(world[key] for key in keys) for world in worlds]
+
+    two = ("-w", "node1,node2", "-N2", "-n4")
+    cyclic = explained(cluster, tmp_path, *two, "--distribution=cyclic", "--ntasks-per-node=2")
+    assert places(cyclic) == [(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)]
+    uneven = explained(cluster, tmp_path, *two, "--distribution=plane=3")
+    assert places(uneven) == [(0, 0, 3), (0, 1, 3), (0, 2, 3), (1, 0, 1)]
+    assert {tuple(world["hosts"]) for world in uneven} == {("node1", "node2")}
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node2\nnode1\nnode1\nnode1\n")
+    arbitrary = explained(
+        cluster, tmp_path, "-n4", "--distribution=arbitrary", env={"SLURM_HOSTFILE": str(hosts)}
+    )
+    assert places(arbitrary) == [(1, 0, 1), (0, 0, 3), (0, 1, 3), (0, 2, 3)]
+
+
+def test_the_batch_shell_is_no_rank_and_a_step_can_be_smaller_than_its_job(cluster, tmp_path):
+    script = tmp_path / "job.sh"
+    line = " ".join(EXPLAIN)
+    script.write_text(f"#!/bin/bash\n{line}\nsrun -N2 -n2 {line}\n")
+    _, code, log = submit(cluster, tmp_path, "-N4", "-n4", "--output=job-%j.log", str(script))
+    assert code == 0, log
+    shell, *step = (json.loads(line) for line in log.splitlines())
+    assert (shell["launcher"], shell["rank"], shell["world_size"]) == ("none", 0, 1)
+    assert "srun" in shell["warnings"][0]
+    assert sorted((world["rank"], world["world_size"]) for world in step) == [(0, 2), (1, 2)]
+    assert {len(world["hosts"]) for world in step} == {2}
+    assert {world["job_id"] for world in [shell, *step]} == {shell["job_id"]}
+
+
+NEVER_COMES = """
+import os, sys, time
+if os.environ["SLURM_PROCID"] == "2":
+    time.sleep(600)
+import hpctrain
+hpctrain.Session(batch_size=1, start_timeout=3)
+"""
+
+
+def test_a_rank_that_never_comes_is_named(cluster, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(NEVER_COMES)
+    done = cluster.run([*SRUN, "-N3", "-n3", launches.PYTHON, script], cwd=tmp_path)
+    assert done.returncode != 0
+    assert "rank 2 of 3 did not come within 3 s" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+DIES = """
+import os, sys, torch
+import hpctrain
+with hpctrain.Session(batch_size=1) as session:
+    session.sum(1)
+    if session.world.rank == 1:
+        os.kill(os.getpid(), 9)
+    session.sum(1)
+"""
+
+
+def test_a_killed_rank_ends_the_job(cluster, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(DIES)
+    done = cluster.run([*SRUN, "-N3", "-n3", launches.PYTHON, script], cwd=tmp_path)
+    assert done.returncode != 0
+
+
+TWO_JOBS = """
+import hpctrain
+with hpctrain.Session(batch_size=1) as session:
+    totals = {session.sum(1) for _ in range(50)}
+    if session.is_main:
+        print(sorted(totals), session.world.hosts, flush=True)
+"""
+
+
+def test_two_jobs_at_once_with_one_first_port_do_not_mix(cluster, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TWO_JOBS)
+    job = tmp_path / "job.sh"
+    job.write_text(f"#!/bin/bash\nsrun -N3 -n3 --kill-on-bad-exit=1 {launches.PYTHON} {script}\n")
+    env = {**cluster.environ(), "HPCTRAIN_MAIN_PORT": "23456", "OMP_NUM_THREADS": "1"}
+    ids = []
+    for _ in range(2):
+        done = cluster.run(
+            ["sbatch", "--parsable", "-w", "node[1-3]", "-n3", "-N3", "--output=%j.log", job],
+            cwd=tmp_path,
+            env=env,
+        )
+        ids.append(done.stdout.strip())
+    for number in ids:
+        log = wait_for(cluster, number, tmp_path / f"{number}.log")
+        assert log.splitlines()[-1] == "[3] ('node1', 'node2', 'node3')"
+
+
+def wait_for(cluster, job, log: Path) -> str:
+    """The log of a job that has ended."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        state = cluster.run(["squeue", "-h", "-j", job, "-o", "%T"], timeout=60).stdout.strip()
+        if state in ("", "COMPLETED", "FAILED"):
+            return log.read_text()
+        time.sleep(0.5)
+    raise AssertionError(f"job {job} did not end: {log.read_text()}")
