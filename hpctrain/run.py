@@ -69,6 +69,9 @@ class Run:
         self.epoch = 0
         self._epoch_step = 0  # steps of this epoch that are done
         self._epochs: int | None = None
+        self._index = 0  # micro-batches of the step under way that are done
+        self._in_hand = False  # whether a micro-batch was handed out and not yet counted
+        self._lap, self._lap_step = 0.0, 0  # when and where the last row of metrics was
         self._cut_short = False  # whether --max-steps ended the epoch under way
         self._due = False  # whether the step under way ends in a row of metrics
         self._in_step = False
@@ -137,6 +140,7 @@ class Run:
         while (self._epochs is None or self.epoch < self._epochs) and not self._enough():
             before, self._cut_short = self.step, False
             yield self.epoch
+            self._settle()
             if self.step == before and self._epochs is None and not self._epoch_step:
                 raise UsageError(
                     f"epoch {self.epoch} had no step, so --max-steps {options.max_steps} is "
@@ -156,46 +160,61 @@ class Run:
                 device. The latter cannot skip, so a run that resumes inside of an epoch fetches
                 what it has seen once more and drops it.
         """
+        self._settle()
         session = self._session
-        options, rank = session.options, session.world.rank
-        accumulate, every = session.batches.accumulate, options.log_every
-        global_batch = session.batches.global_batch
-        save_every = options.checkpoint_every
-        torch.manual_seed(seeds.derive("epoch", options.seed, self.epoch, rank))
+        options, world = session.options, session.world
+        torch.manual_seed(seeds.derive("epoch", options.seed, self.epoch, world.rank))
         iterator = self._iterate(loader)
-        lap_start, lap_step = time.perf_counter(), self.step
-        started, first = lap_start, self.step
+        self._lap = started = time.perf_counter()
+        first = self._lap_step = self.step
         try:
             while not self._enough():
-                self._due = (self.step + 1) % every == 0
+                batch = next(iterator, _END)
+                if batch is _END:
+                    return
+                if self._index == 0:
+                    self._due = (self.step + 1) % options.log_every == 0
+                if options.deterministic:
+                    micro_batch = self._index * world.world_size + world.rank
+                    torch.manual_seed(seeds.derive("step", options.seed, self.step, micro_batch))
                 self._in_step = True
-                for index in range(accumulate):
-                    batch = next(iterator, _END)
-                    if batch is _END:
-                        return
-                    if options.deterministic:
-                        micro_batch = index * session.world.world_size + rank
-                        torch.manual_seed(
-                            seeds.derive("step", options.seed, self.step, micro_batch)
-                        )
+                try:
                     yield batch
-                self._in_step = False
-                self.step += 1
-                self._epoch_step += 1
-                if self._due:
-                    now = time.perf_counter()
-                    speed = (self.step - lap_step) * global_batch / (now - lap_start)
-                    lap_start, lap_step = now, self.step
-                    self._end_row(speed)
-                else:
-                    self._metrics.poll()
-                if save_every and self.step % save_every == 0:
-                    self.save()
+                finally:
+                    self._in_step = False
+                    self._in_hand = True
+                self._settle()
             self._cut_short = next(iterator, _END) is not _END
         finally:
-            self._in_step = False
             self._seconds += time.perf_counter() - started
-            self._trained += (self.step - first) * global_batch
+            self._trained += (self.step - first) * session.batches.global_batch
+
+    def _settle(self) -> None:
+        """Count the micro-batch that was handed out last, and with the last of a step the step.
+
+        A loop that is left by a break never asks for the next batch: then the next call of this
+        run does it. (Closing a generator is no place for it: that also happens after an error.)
+        """
+        if not self._in_hand:
+            return
+        self._in_hand = False
+        session = self._session
+        self._index += 1
+        if self._index < session.batches.accumulate:
+            return
+        self._index = 0
+        self.step += 1
+        self._epoch_step += 1
+        if self._due:
+            now = time.perf_counter()
+            samples = (self.step - self._lap_step) * session.batches.global_batch
+            self._end_row(samples / (now - self._lap))
+            self._lap, self._lap_step = now, self.step
+        else:
+            self._metrics.poll()
+        every = session.options.checkpoint_every
+        if every and self.step % every == 0:
+            self.save()
 
     def log(self, **values: Any) -> None:
         """Note numbers under names.
@@ -209,6 +228,7 @@ class Run:
             values: numbers, or tensors of one element.
         """
         if not self._in_step:
+            self._settle()
             self._metrics.write(self._head(), values)
         elif self._due:
             self._metrics.add(values)

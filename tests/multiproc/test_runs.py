@@ -1,0 +1,239 @@
+"""A run directory: what is written, how a run goes on, and what is refused."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from test_backends import images, small_model
+from torch import nn
+
+import hpctrain
+from hpctrain.rundir import RunDirectory
+
+
+def train(die_at=None, seed=0, width=None, name="example", **options):
+    """Four epochs of four steps, with a schedule; the weights at the end."""
+    with hpctrain.Session(
+        **{"global_batch": 12, "epochs": 4, "log_every": 2, "run": "run", "seed": seed, **options}
+    ) as session:
+        model = small_model() if width is None else nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        model, optimizer = session.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        )
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        loader = session.loader(images(50))
+        steps = []
+        with session.run(state={"schedule": schedule}, name=name) as run:
+            for epoch in run.epochs():
+                for batch, targets in run.batches(loader):
+                    loss = nn.functional.cross_entropy(model(batch), targets)
+                    session.step(loss)
+                    schedule.step()
+                    run.log(loss=loss)
+                    steps.append(run.step)
+                    if run.step == die_at:
+                        os._exit(9)
+                run.log(top1=epoch / 10)
+        return steps, torch.cat([p.detach().flatten().double() for p in model.parameters()])
+
+
+def rows():
+    return [
+        {k: v for k, v in row.items() if k not in ("time", "samples_per_second")}
+        for row in RunDirectory("run").rows()
+    ]
+
+
+def test_a_run_directory_has_what_it_promises():
+    ranks.values(ranks.run(3, train))
+    run = RunDirectory("run")
+    identity = json.loads(run.identity.read_text())
+    assert identity["name"] == "example"
+    assert set(identity["world"]) == set(hpctrain.World.__dataclass_fields__)
+    (start,) = [json.loads(line) for line in run.starts.read_text().splitlines()]
+    assert {"command", "options", "versions", "commit", "world"} <= set(start)
+    training = [row for row in rows() if "loss" in row]
+    assert [row["step"] for row in training] == list(range(2, 17, 2))
+    assert all(set(row) == {"step", "epoch", "loss", "lr"} for row in training)
+    assert [row["top1"] for row in rows() if "top1" in row] == [0.0, 0.1, 0.2, 0.3]
+    assert all((run.logs / f"rank-{rank}.log").is_file() for rank in range(3))
+    summary = json.loads(run.summary.read_text())
+    assert (summary["status"], summary["step"]) == ("done", 16)
+    assert summary["metrics"]["top1"] == 0.3
+    assert run.steps() == [8, 12, 16]
+    for folder in run.checkpoints.iterdir():
+        assert {path.suffix for path in folder.iterdir()} == {".pt", ".json"}
+
+
+def mean_loss(global_batch):
+    with hpctrain.Session(
+        global_batch=global_batch, batch_size=2, max_steps=1, log_every=1, run="run"
+    ) as session:
+        model = session.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        optimizer = session.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        losses = []
+        with session.run() as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(session.loader(images(50))):
+                    loss = nn.functional.cross_entropy(model(batch), targets)
+                    losses.append(loss.item())
+                    session.step(loss, optimizer)
+                    run.log(loss=loss, half=0.5)
+        return losses
+
+
+def test_the_logged_loss_is_the_mean_over_the_global_batch():
+    seen = [loss for losses in ranks.values(ranks.run(3, mean_loss, 12)) for loss in losses]
+    assert len(seen) == 6
+    (row,) = RunDirectory("run").rows()
+    assert row["loss"] == pytest.approx(sum(seen) / 6, rel=1e-12)
+    assert row["half"] == 0.5
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("die_at", [1, 6, 9])
+def test_a_killed_run_goes_on_where_its_checkpoint_was(size, die_at, tmp_path, monkeypatch):
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    options = {"checkpoint_every": 3, "precision": "fp64"}
+    whole = ranks.values(ranks.run(size, train_with, options))
+    expected = rows()
+    monkeypatch.chdir(tmp_path)
+    assert all(
+        isinstance(result, BaseException) for result in ranks.run(size, train_with,
+                                                                  {**options, "die_at": die_at})
+    )
+    resumed = ranks.values(ranks.run(size, train_with, {**options, "resume": True}))
+    done = max(step for step in (0, 3, 4, 6, 8, 9) if step <= die_at)
+    assert resumed[0][0] == list(range(done, 16))
+    assert [{**row, "loss": 0} for row in rows()] == [{**row, "loss": 0} for row in expected]
+    for row, wanted in zip(rows(), expected, strict=True):
+        assert row.get("loss", 0) == pytest.approx(wanted.get("loss", 0), rel=1e-9)
+    # At three ranks and more torch sums in another order after a restart.
+    assert torch.allclose(resumed[0][1], whole[0][1], rtol=1e-9, atol=0)
+    if size == 1:
+        assert torch.equal(resumed[0][1], whole[0][1])
+    assert len(RunDirectory("run").starts.read_text().splitlines()) == 2
+
+
+def train_with(options):
+    return train(**options)
+
+
+def test_a_finished_run_says_so_and_is_left_alone():
+    ranks.values(ranks.run(3, train))
+    before = Path("run/metrics.jsonl").read_bytes()
+    assert ranks.run(3, train_with, {"resume": True}) == [("exit", 0)] * 3
+    assert "run is finished" in Path("run/logs/rank-0.log").read_text()
+    assert Path("run/metrics.jsonl").read_bytes() == before
+
+
+def test_resume_without_a_checkpoint_begins():
+    results = ranks.values(ranks.run(2, train_with, {"resume": True}))
+    assert results[0][0] == list(range(16))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "has a run in it"),
+        ({"resume": True, "name": "other"}, "its name is 'example'"),
+        ({"resume": True, "data": "mnist"}, "its data is 'digits'"),
+        ({"resume": True, "width": 1}, "its model is"),
+        ({"resume": True, "global_batch": 24}, "a global batch of 12"),
+    ],
+)
+def test_a_directory_of_another_run_is_refused_and_left_alone(options, words):
+    ranks.values(ranks.run(1, train_with, {"max_steps": 5}))
+    Path("run/summary.json").write_text('{"status": "stopped"}')
+    before = {path: path.read_bytes() for path in Path("run").rglob("*")
+              if path.is_file() and "logs" not in path.parts}
+    for result in ranks.run(3, train_with, options):
+        assert isinstance(result, hpctrain.HpctrainError)
+        assert result.exit_code == 2
+        assert words in str(result)
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_files_of_somebody_else_are_not_written_between():
+    Path("run").mkdir()
+    Path("run/thesis.tex").write_text("years")
+    for result in ranks.run(2, train):
+        assert isinstance(result, hpctrain.HpctrainError)
+        assert "thesis.tex" in str(result)
+    assert os.listdir("run") == ["thesis.tex"]
+
+
+def test_max_steps_ends_inside_of_an_epoch_and_lifts_the_limit_on_epochs():
+    steps, _ = ranks.values(ranks.run(1, train_with, {"max_steps": 6, "epochs": None}))[0]
+    assert steps == list(range(6))
+    assert json.loads(Path("run/summary.json").read_text())["step"] == 6
+
+
+def without_end():
+    with hpctrain.Session(global_batch=12, run="run") as session, session.run() as run:
+        next(run.epochs())
+
+
+def test_a_loop_without_end_is_refused():
+    (result,) = ranks.run(1, without_end)
+    assert isinstance(result, hpctrain.HpctrainError)
+    assert "--epochs N or --max-steps N" in str(result)
+
+
+def own_loader():
+    with hpctrain.Session(
+        batch_size=4, max_steps=7, precision="fp64", log_every=1, run="run"
+    ) as session:
+        model = session.prepare(nn.Linear(3, 1))
+        optimizer = session.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        batches = [{"x": torch.ones(4, 3), "names": ["a"]}] * 5
+        steps = []
+        with session.run() as run:
+            for _ in run.epochs():
+                for batch in run.batches(batches):
+                    assert batch["x"].dtype == torch.float64
+                    session.step(model(batch["x"]).mean(), optimizer)
+                    steps.append(run.step)
+                    if run.step == 3:
+                        break
+        return steps, run.step
+
+
+def test_a_loader_of_ones_own_and_leaving_an_epoch_early():
+    assert ranks.values(ranks.run(1, own_loader)) == [([0, 1, 2, 3, 4, 5, 6], 7)]
+
+
+def test_the_default_directory_has_the_job_or_the_date(monkeypatch):
+    job = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
+    ranks.values(ranks.run(2, train_with, {"run": None}, env=job))
+    ranks.values(ranks.run(2, train_with, {"run": None}))
+    ranks.values(ranks.run(2, train_with, {"run": None}, env={"HPCTRAIN_RUN": "named"}))
+    names = sorted(path.name for path in Path("runs").iterdir())
+    assert names[1] == "example-70_3" or names[0] == "example-70_3"
+    assert sum(name.startswith("example-20") for name in names) == 1
+    assert Path("named/run.json").is_file()
+
+
+def test_a_requeued_job_resumes_by_itself():
+    job = {"SLURM_JOB_ID": "78"}
+    assert all(
+        isinstance(result, BaseException)
+        for result in ranks.run(2, train_with, {"run": None, "die_at": 6}, env=job)
+    )
+    job["SLURM_RESTART_COUNT"] = "1"
+    assert ranks.values(ranks.run(2, train_with, {"run": None}, env=job))[0][0][0] == 4
+
+
+def test_the_verdict_is_there_before_any_rank_leaves(tmp_path):
+    env = {"HPCTRAIN_VERDICT": str(tmp_path / "verdict")}
+    ranks.values(ranks.run(3, train, env=env))
+    assert json.loads((tmp_path / "verdict").read_text())["code"] == 0
+    (tmp_path / "verdict").unlink()
+    ranks.run(3, train, env=env)
+    verdict = json.loads((tmp_path / "verdict").read_text())
+    assert verdict["code"] == 2
+    assert "has a run in it" in verdict["reason"]

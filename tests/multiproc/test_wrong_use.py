@@ -1,0 +1,126 @@
+"""Bad input: one clear error, found, expected and what to type, exit code 2, no traceback."""
+
+import sys
+
+import launches
+import pytest
+import ranks
+import torch
+
+import hpctrain
+from hpctrain import device
+
+
+def refused(done, *words):
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert done.stderr.count("error:") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--backend", "mpi"], ["--backend", "'auto', 'single', 'ddp'"]),
+        (["--precision", "fp8"], ["--precision", "fp16"]),
+        (["--global-batch", "0"], ["--global-batch"]),
+    ],
+)
+def test_the_command_line_says_what_it_takes(options, words, tmp_path):
+    done = launches.start([launches.PYTHON, launches.EXAMPLE, *options], tmp_path)
+    refused(done, *words)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "words"),
+    [
+        (["--data", "no-such-set"], {}, ["--data no-such-set", "fashion-mnist", "/usr/share"]),
+        (["--global-batch", "10", "--batch-size", "4"], {}, ["--global-batch 8 or 12"]),
+        (["--global-batch", "9999"], {}, ["1437 samples", "--global-batch 1437"]),
+        ([], {"RANK": "0"}, ["WORLD_SIZE", "unset"]),
+        ([], {"RANK": "0", "WORLD_SIZE": "x", "LOCAL_RANK": "0"}, ["WORLD_SIZE='x'"]),
+        ([], {"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, ["RANK=4", "WORLD_SIZE=4"]),
+        ([], {"HPCTRAIN_LAUNCHER": "pbs"}, ["HPCTRAIN_LAUNCHER=pbs", "slurm"]),
+        (["--backend", "single"], {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ["single"]),
+        (["--run", "/proc/nowhere"], {}, ["/proc/nowhere", "--run DIR"]),
+    ],
+)
+def test_an_example_refuses_before_it_trains(options, env, words, tmp_path):
+    command = [launches.PYTHON, launches.EXAMPLE, "--max-steps", "1", *options]
+    refused(launches.start(command, tmp_path, **env), *words)
+    assert not list(tmp_path.iterdir())
+
+
+def on_gpus(visible, uuids):
+    """A rank whose torch claims to see GPUs: there are none here to see."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: visible
+    torch.cuda.set_device = lambda device: None
+    rank = hpctrain.detect().rank
+    device.identity = lambda _: uuids[rank]
+    hpctrain.Session(batch_size=1, start_timeout=20)
+
+
+def test_a_world_larger_than_the_gpus_is_refused_on_all_ranks():
+    for result in ranks.run(3, on_gpus, 2, ["a", "b", "c"]):
+        assert isinstance(result, hpctrain.HpctrainError)
+        assert result.exit_code == 2
+        assert "rank 2 on" in str(result)
+        assert "2 visible GPUs" in str(result)
+
+
+def test_two_ranks_on_one_gpu_are_refused_on_all_ranks():
+    for result in ranks.run(3, on_gpus, 1, ["a", "b", "a"]):
+        assert isinstance(result, hpctrain.HpctrainError)
+        assert result.exit_code == 2
+        assert "ranks 0 and 2 share one GPU" in str(result)
+
+
+def waits():
+    hpctrain.Session(batch_size=1, start_timeout=1.5)
+
+
+def test_a_start_with_a_rank_missing_ends_and_names_it_on_all_ranks():
+    results = ranks.run(4, waits, absent=(1, 3))
+    for rank in (0, 2):
+        assert isinstance(results[rank], hpctrain.HpctrainError)
+        assert "ranks 1, 3 of 4 did not come within 2 s" in str(results[rank])
+    assert results[0].exit_code == 1
+
+
+def test_a_start_without_rank_0_ends_and_says_where_it_was_sought():
+    results = ranks.run(3, waits_shortly, absent=(0,))
+    for rank in (1, 2):
+        assert isinstance(results[rank], hpctrain.HpctrainError)
+        assert f"rank {rank} on node1 did not find rank 0 at 127.0.0.1" in str(results[rank])
+
+
+def waits_shortly():
+    from hpctrain import meeting
+
+    meeting._GRACE_SECONDS = 0.0
+    hpctrain.Session(batch_size=1, start_timeout=1)
+
+
+def test_a_keyword_that_is_no_option_is_named():
+    (result,) = ranks.run(1, misspelt)
+    assert "precison= is no option" in str(result)
+    assert "precision=…" in str(result)
+
+
+def misspelt():
+    hpctrain.Session(precison="fp64")
+
+
+UNCAUGHT = """
+import hpctrain
+hpctrain.Session(precision="fp12")
+"""
+
+
+def test_an_error_that_nobody_catches_ends_with_its_code_and_no_traceback(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(UNCAUGHT)
+    refused(launches.start([sys.executable, script], tmp_path), "--precision fp12", "fp16")

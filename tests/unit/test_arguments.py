@@ -1,0 +1,188 @@
+"""The training options: one meaning on the command line and as keyword arguments."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hpctrain
+from hpctrain.arguments import Batches, Options, options, plan_batches
+from hpctrain.errors import UsageError
+
+
+def test_the_command_line_and_the_keywords_have_the_same_defaults():
+    assert hpctrain.options is options
+    parsed = vars(options().parse_args([]))
+    assert parsed == dataclasses.asdict(Options())
+    assert Options.of(options().parse_args([]), {}) == Options.of(None, {}) == Options()
+
+
+def test_every_option_reaches_its_field():
+    line = (
+        "--data mnist --download --run there --no-resume --backend ddp --precision bf16 "
+        "--global-batch 96 --batch-size 8 --accumulate 3 --epochs 2 --max-steps 7 --seed 5 "
+        "--deterministic --workers 4 --lr 0.5 --clip-norm 1.5 --log-every 1 "
+        "--checkpoint-every 20 --start-timeout 30 --timeout 60"
+    )
+    read = Options.of(options().parse_args(line.split()), {})
+    assert read == Options(
+        "mnist", True, "there", False, "ddp", "bf16", 96, 8, 3, 2, 7, 5, True, 4, 0.5, 1.5, 1,
+        20, 30.0, 60.0,
+    )  # fmt: skip
+    assert Options.of(None, dataclasses.asdict(read)) == read
+    unlike = [f.name for f in dataclasses.fields(Options) if getattr(read, f.name) == f.default]
+    assert unlike == []
+
+
+def test_keywords_beat_the_command_line_and_own_arguments_of_a_script_are_left_alone():
+    parser = options(description="mine")
+    parser.add_argument("--width", type=int, default=64)
+    namespace = parser.parse_args(["--width", "8", "--lr", "0.5", "--seed", "3"])
+    read = Options.of(namespace, {"lr": 0.25, "batch_size": 16})
+    assert (read.lr, read.seed, read.batch_size) == (0.25, 3, 16)
+    assert namespace.width == 8
+    assert Options.of(argparse.Namespace(width=8), {}) == Options()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "found", "fix"),
+    [
+        ({"batchsize": 8}, "batchsize=", "batch_size=…"),
+        ({"learning_rate": 1}, "learning_rate=", ""),
+        ({"precison": "bf16"}, "precison=", "precision=…"),
+        ({"precision": "bf61"}, "--precision bf61", "--precision bf16"),
+        ({"backend": "dpd"}, "--backend dpd", "--backend ddp"),
+        ({"backend": None}, "--backend None", "--backend "),
+        ({"batch_size": 0}, "--batch-size 0", ""),
+        ({"batch_size": 2.0}, "--batch-size 2.0", ""),
+        ({"batch_size": "8"}, "--batch-size '8'", ""),
+        ({"accumulate": True}, "--accumulate True", ""),
+        ({"workers": -1}, "--workers -1", ""),
+        ({"seed": -1}, "--seed -1", ""),
+        ({"seed": None}, "--seed None", ""),
+        ({"log_every": None}, "--log-every None", ""),
+        ({"max_steps": 0}, "--max-steps 0", ""),
+        ({"lr": 0}, "--lr 0", ""),
+        ({"lr": -1.0}, "--lr -1.0", ""),
+        ({"lr": float("nan")}, "--lr nan", ""),
+        ({"lr": "0.1"}, "--lr '0.1'", ""),
+        ({"lr": None}, "--lr None", ""),
+        ({"clip_norm": 0.0}, "--clip-norm 0.0", ""),
+        ({"timeout": float("inf")}, "--timeout inf", ""),
+        ({"deterministic": "yes"}, "--deterministic 'yes'", ""),
+        ({"data": 3}, "--data 3", ""),
+    ],
+)
+def test_keywords_are_held_to_what_the_command_line_takes(keywords, found, fix):
+    with pytest.raises(UsageError) as caught:
+        Options.of(None, keywords)
+    assert found in caught.value.found
+    assert caught.value.expected
+    assert fix in caught.value.fix
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"lr": 1},
+        {"clip_norm": None, "epochs": None, "resume": None, "run": None},
+        {"workers": 0, "seed": 0, "batch_size": 1},
+    ],
+)
+def test_values_at_the_edge_are_taken(keywords):
+    read = Options.of(None, keywords)
+    assert {name: getattr(read, name) for name in keywords} == keywords
+
+
+def test_paths_may_be_path_objects():
+    read = Options.of(None, {"run": Path("runs/a"), "data": Path("sets/b")})
+    assert (read.run, read.data) == ("runs/a", "sets/b")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--batch-size 0",
+        "--batch-size 8.0",
+        "--seed -1",
+        "--lr 0",
+        "--lr nan",
+        "--timeout inf",
+        "--precision fp8",
+        "--backend mpi",
+        "--batch 8",  # no abbreviations: a script may have options of its own
+    ],
+)
+def test_the_command_line_refuses_what_cannot_be(line, capsys):
+    with pytest.raises(SystemExit) as caught:
+        options().parse_args(line.split())
+    assert caught.value.code == 2
+    assert line.split()[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("total", "size", "times", "world", "expected"),
+    [
+        (None, None, None, 1, (32, 32, 1)),
+        (None, None, None, 4, (128, 32, 1)),
+        (None, 8, None, 4, (32, 8, 1)),
+        (None, None, 3, 2, (192, 32, 3)),
+        (None, 8, 3, 2, (48, 8, 3)),
+        (96, None, None, 4, (96, 24, 1)),
+        (96, None, 3, 4, (96, 8, 3)),
+        (96, 8, None, 4, (96, 8, 3)),
+        (96, 8, 3, 4, (96, 8, 3)),
+        (1, None, None, 1, (1, 1, 1)),
+    ],
+)
+def test_what_is_missing_of_the_batches_is_derived(total, size, times, world, expected):
+    chosen = Options(global_batch=total, batch_size=size, accumulate=times)
+    assert plan_batches(chosen, world) == Batches(*expected)
+
+
+@pytest.mark.parametrize(
+    ("total", "size", "times", "world", "found", "fix"),
+    [
+        (10, None, None, 4, "4 ranks", "--global-batch 8 or 12"),
+        (3, None, None, 4, "4 ranks", "--global-batch 4"),
+        (100, None, 3, 4, "4 ranks × 3 accumulated", "--global-batch 96 or 108"),
+        (100, 8, None, 4, "4 ranks × 8 (--batch-size)", "--global-batch 96 or 128"),
+        (16, 8, None, 4, "4 ranks × 8 (--batch-size)", "--global-batch 32"),
+        (96, 8, 2, 4, "--batch-size 8 × --accumulate 2 = 64", "--global-batch 64, or"),
+    ],
+)
+def test_batches_that_do_not_divide_are_refused_with_the_nearest_that_do(
+    total, size, times, world, found, fix
+):
+    chosen = Options(global_batch=total, batch_size=size, accumulate=times)
+    with pytest.raises(UsageError) as caught:
+        plan_batches(chosen, world)
+    assert f"--global-batch {total}" in caught.value.found
+    assert found in caught.value.found
+    assert caught.value.fix.startswith(fix)
+    assert caught.value.exit_code == 2
+
+
+_SOME = st.none() | st.integers(1, 40)
+
+
+@given(st.none() | st.integers(1, 400), _SOME, _SOME, st.integers(1, 9))
+def test_a_plan_keeps_what_was_given_and_its_sizes_multiply(total, size, times, world):
+    chosen = Options(global_batch=total, batch_size=size, accumulate=times)
+    try:
+        plan = plan_batches(chosen, world)
+    except UsageError as error:
+        assert total is not None
+        assert total % (world * (size or 1) * (times or 1)) or (size and times)
+        mended = int(error.fix.split()[1].rstrip(","))
+        plan = plan_batches(dataclasses.replace(chosen, global_batch=mended), world)
+        assert plan.global_batch == mended
+    else:
+        assert plan.global_batch == plan.batch_size * plan.accumulate * world
+        assert total in (None, plan.global_batch)
+        assert size in (None, plan.batch_size)
+        assert times in (None, plan.accumulate)

@@ -1,0 +1,267 @@
+"""Checkpoints are whole or not there, and a damaged one does not end the run."""
+
+import dataclasses
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain import checkpoint
+from hpctrain.checkpoint import load_newest, save
+from hpctrain.errors import CheckpointError
+from hpctrain.rundir import RunDirectory
+
+
+def state_of(step):
+    return {
+        "model": {"weight": torch.full((3, 2), float(step)), "name": "w"},
+        "position": {"step": step, "random": torch.get_rng_state()},
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory(tmp_path / "run")
+
+
+@pytest.fixture
+def saved(run):
+    """A run with checkpoints of steps 1 and 2."""
+    for step in (1, 2):
+        save(run, step, state_of(step), {})
+    return run
+
+
+def newest(run):
+    step, state = load_newest(run)
+    assert torch.equal(state["model"]["weight"], torch.full((3, 2), float(step)))
+    assert state["position"]["step"] == step
+    return step
+
+
+def names(run):
+    return sorted(entry.name for entry in run.checkpoints.iterdir())
+
+
+def test_what_was_saved_comes_back(run):
+    assert load_newest(run) is None
+    state = state_of(7)
+    folder = save(run, 7, state, {"world": {"world_size": 2}})
+    assert folder == run.checkpoint(7)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "manifest.json",
+        "model.pt",
+        "position.pt",
+    ]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["step"] == 7
+    assert manifest["world"] == {"world_size": 2}
+    step, loaded = load_newest(run)
+    assert step == 7
+    assert loaded.keys() == state.keys()
+    assert loaded["model"]["name"] == "w"
+    assert torch.equal(loaded["model"]["weight"], state["model"]["weight"])
+    assert torch.equal(loaded["position"]["random"], state["position"]["random"])
+
+
+def test_the_newest_three_are_kept_and_the_newest_is_loaded(run):
+    for step in (5, 10, 99_999_999, 100_000_000, 100_000_001):
+        save(run, step, state_of(0), {})
+    assert run.steps() == [99_999_999, 100_000_000, 100_000_001]
+    assert len(names(run)) == 3
+    assert load_newest(run)[0] == 100_000_001
+
+
+def test_a_step_that_is_saved_again_is_the_later_one(saved):
+    save(saved, 2, state_of(2), {"again": True})
+    assert names(saved) == ["step-00000001", "step-00000002"]
+    assert json.loads((saved.checkpoint(2) / "manifest.json").read_text())["again"] is True
+    assert newest(saved) == 2
+
+
+def cut_short(folder):
+    path = folder / "model.pt"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_byte(folder):
+    path = folder / "position.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def lose_a_part(folder):
+    (folder / "model.pt").unlink()
+
+
+def lose_the_manifest(folder):
+    (folder / "manifest.json").unlink()
+
+
+def cut_the_manifest(folder):
+    path = folder / "manifest.json"
+    path.write_text(path.read_text()[:-10])
+
+
+def turn_the_manifest_into_a_list(folder):
+    (folder / "manifest.json").write_text("[]")
+
+
+def come_from_the_future(folder):
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
+
+
+def be_empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+DAMAGES = [
+    cut_short,
+    flip_a_byte,
+    lose_a_part,
+    lose_the_manifest,
+    cut_the_manifest,
+    turn_the_manifest_into_a_list,
+    come_from_the_future,
+    be_empty,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(saved, damage, caplog):
+    damage(saved.checkpoint(2))
+    caplog.set_level("ERROR", logger="hpctrain")
+    checkpoint.logger.addHandler(caplog.handler)
+    try:
+        assert newest(saved) == 1
+    finally:
+        checkpoint.logger.removeHandler(caplog.handler)
+    assert "step-00000002" in caplog.text
+    damage(saved.checkpoint(1))
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints") as caught:
+        load_newest(saved)
+    assert str(saved.checkpoints) in caught.value.found
+    assert caught.value.fix
+
+
+def test_one_wrong_byte_anywhere_in_a_manifest_is_survived(saved):
+    path = saved.checkpoint(2) / "manifest.json"
+    content = path.read_bytes()
+    taken = set()
+    for position in range(len(content)):
+        changed = bytearray(content)
+        changed[position] ^= 1
+        path.write_bytes(changed)
+        taken.add(newest(saved))
+    assert taken == {1, 2}  # not every byte matters
+
+
+class FullDisk:
+    """A torch.save that writes half of a file and then fails."""
+
+    def __init__(self, error, good):
+        self.error, self.good, self.save = error, good, torch.save
+
+    def __call__(self, value, path):
+        if self.good:
+            self.good -= 1
+            self.save(value, path)
+            return
+        Path(path).write_bytes(b"half")
+        raise self.error
+
+
+@pytest.mark.parametrize("good", [0, 1])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ],
+    ids=["torch", "system"],
+)
+def test_a_write_that_fails_leaves_nothing_and_what_was_there_is_still_good(
+    saved, monkeypatch, error, good
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", FullDisk(error, good))
+        for step in (2, 3):
+            with pytest.raises(
+                CheckpointError, match=f"step {step} could not be written"
+            ) as caught:
+                save(saved, step, state_of(step), {})
+            assert caught.value.fix.startswith("df ")
+    assert names(saved) == ["step-00000001", "step-00000002"]
+    assert newest(saved) == 2
+    save(saved, 3, state_of(3), {})
+    assert newest(saved) == 3
+
+
+@pytest.mark.parametrize("fails", ["fsync", "rename"])
+def test_a_commit_that_fails_leaves_nothing(saved, monkeypatch, fails):
+    def fail(*arguments, **keywords):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        if fails == "fsync":
+            patch.setattr("os.fsync", fail)
+        else:
+            patch.setattr(Path, "rename", fail)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            save(saved, 3, state_of(3), {})
+    assert names(saved) == ["step-00000001", "step-00000002"]
+    assert newest(saved) == 2
+
+
+def test_a_state_that_cannot_be_written_leaves_nothing(saved):
+    with pytest.raises((CheckpointError, AttributeError, TypeError)):
+        save(saved, 3, {**state_of(3), "schedule": lambda step: step}, {})
+    assert names(saved) == ["step-00000001", "step-00000002"]
+
+
+@dataclasses.dataclass
+class Schedule:
+    """A class of a user: reading it back would run code."""
+
+    step: int
+
+
+def test_a_state_that_only_code_could_read_is_refused_and_not_run(run):
+    save(run, 3, {"schedule": Schedule(3)}, {})
+    with pytest.raises(CheckpointError):
+        load_newest(run)
+
+
+def test_temporaries_are_no_checkpoints(saved):
+    shutil.copytree(saved.checkpoint(2), saved.checkpoints / ".step-00000003.4711")
+    (saved.checkpoints / "step-00000004.old").mkdir()
+    (saved.checkpoints / "step-5").mkdir()
+    (saved.checkpoints / "notes").write_text("mine")
+    assert saved.steps() == [1, 2]
+    assert newest(saved) == 2
+
+
+@pytest.mark.parametrize("next_process", [7, 8])
+def test_what_a_killed_process_left_behind_stops_nobody_and_goes(saved, monkeypatch, next_process):
+    def kill(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: 7)
+        patch.setattr(Path, "rename", kill)
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(KeyboardInterrupt):
+            save(saved, 3, state_of(3), {})
+    assert len(names(saved)) == 3
+    assert newest(saved) == 2
+    # In a container every start can have the same process number.
+    monkeypatch.setattr("os.getpid", lambda: next_process)
+    save(saved, 3, state_of(3), {})
+    assert newest(saved) == 3
+    assert names(saved) == [f"step-0000000{step}" for step in (1, 2, 3)]

@@ -1,0 +1,257 @@
+"""What the command line answers, without torch and on any Python."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+import hpctrain
+from hpctrain import __main__, variables
+from hpctrain.cli import COMMANDS, main
+
+PACKAGE = Path(hpctrain.__file__).parent
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
+
+
+def hpctrain_command(*arguments, env=None, python=("-m", "hpctrain")):
+    """Run the command as a user does."""
+    return subprocess.run(
+        [sys.executable, *python, *arguments],
+        env={**variables.scrubbed(os.environ), "COLUMNS": "200", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_names_every_command_and_each_has_help_of_its_own(capsys):
+    assert COMMANDS
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    told = capsys.readouterr().out
+    for command in COMMANDS:
+        name = command.__name__.rpartition(".")[2]
+        assert f"\n    {name} " in told
+        with pytest.raises(SystemExit) as caught:
+            main([name, "--help"])
+        assert caught.value.code == 0
+        assert f"usage: hpctrain {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["explain", "--no-such-option"]])
+def test_wrong_use_leaves_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: hpctrain" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"hpctrain {hpctrain.__version__}\n"
+
+
+def test_explain_says_who_this_is_in_json():
+    done = hpctrain_command("explain", "--json", env=TORCHRUN)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = json.loads(done.stdout)
+    assert (said["launcher"], said["rank"], said["world_size"]) == ("torchrun", 3, 4)
+    assert said["hosts"] is None
+    assert said["sources"]["node_rank"] == "GROUP_RANK"
+    assert said.keys() == {
+        "launcher",
+        "rank",
+        "world_size",
+        "local_rank",
+        "local_world_size",
+        "node_rank",
+        "num_nodes",
+        "hosts",
+        "main_address",
+        "main_port",
+        "job_id",
+        "restart_count",
+        "sources",
+        "warnings",
+    }
+
+
+def test_explain_shows_people_each_value_with_its_variable(monkeypatch, capsys):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert main(["explain"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for field, value, source in (
+        ("rank", "3", "RANK"),
+        ("world_size", "4", "WORLD_SIZE"),
+        ("local_rank", "1", "LOCAL_RANK"),
+        ("node_rank", "1", "GROUP_RANK"),
+    ):
+        assert [field, value, source] in lines
+    assert ["hosts", "?", "the", "roll", "call", "finds", "out"] in lines
+    assert lines[0][:2] == ["launcher", "torchrun"]
+
+
+@pytest.mark.parametrize("options", [(), ("--json",), ("--strict",)])
+def test_explain_refuses_a_contradiction_with_one_error(options):
+    done = hpctrain_command("explain", *options, env={"RANK": "1"})
+    assert done.returncode == 2
+    assert done.stderr.startswith("hpctrain: error: RANK=1, but no WORLD_SIZE")
+    assert done.stderr.count("error") == 1
+    assert "Traceback" not in done.stderr
+    if "--json" in options:
+        said = json.loads(done.stdout)
+        assert said.pop("sources") == {}
+        assert said.pop("warnings") == []
+        assert set(said.values()) == {None}
+
+
+def test_a_warning_is_an_error_where_that_is_asked_for(monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_JOB_ID", "815")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert main(["explain"]) == 0
+    assert "warning: this process trains alone" in capsys.readouterr().out
+    assert main(["explain", "--strict"]) == 2
+
+
+def test_hostlist_prints_one_host_a_line_and_refuses_what_is_none(capsys):
+    assert main(["hostlist", "rack[1-2]n[08-09],login"]) == 0
+    assert capsys.readouterr().out == "rack1n08\nrack1n09\nrack2n08\nrack2n09\nlogin\n"
+    assert main(["hostlist", "n[3-1]"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("hpctrain: error: host list 'n[3-1]', position 2")
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "hpctrain", "hostlist", "n[1-60000]"],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["missing.py"], "missing.py is no file"),
+        (["."], ". is no file"),
+        (["--nodes", "0", "script.py"], "--nodes 0"),
+        (["--nproc-per-node", "none", "script.py"], "--nproc-per-node none"),
+        (["--nodes", "3", "--ntasks-per-node", "2,1", "script.py"], "--nproc-per-node 2,1 for 3"),
+    ],
+)
+def test_run_refuses_what_it_cannot_start(tmp_path, arguments, found, capsys):
+    (tmp_path / "script.py").touch()
+    arguments = [str(tmp_path / "script.py") if a == "script.py" else a for a in arguments]
+    assert main(["run", *arguments]) == 2
+    assert found in capsys.readouterr().err
+
+
+def test_run_starts_a_script_with_its_own_arguments_and_leaves_with_its_code(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from hpctrain import detect\n"
+        "world = detect()\n"
+        "print(world.rank, world.world_size, *sys.argv[1:])\n"
+        "sys.exit(5 * world.rank)\n"
+    )
+    arguments = ["run", "--nproc-per-node", "2", str(script), "--nodes", "9", "--json"]
+    done = hpctrain_command(*arguments, env={"RANK": "7"})
+    assert done.returncode == 5
+    assert sorted(done.stdout.splitlines()) == [
+        "0: 0 2 --nodes 9 --json",
+        "1: 1 2 --nodes 9 --json",
+    ]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import hpctrain, hpctrain.errors; hpctrain.World; hpctrain.detect(); dir(hpctrain)",
+        "main(['--help'])",
+        "main(['run', '--help'])",
+        "main(['run', 'no-script.py'])",
+        "main(['explain'])",
+        "main(['hostlist', 'n[1-2]'])",
+    ],
+)
+def test_what_needs_no_torch_does_not_import_it(code):
+    done = hpctrain_command(
+        python=(
+            "-c",
+            "import sys\n"
+            "from hpctrain.__main__ import main as start\n"
+            "def main(arguments):\n"
+            "    sys.argv[1:] = arguments\n"
+            "    try: start()\n"
+            "    except SystemExit: pass\n"
+            f"{code}\n"
+            "loaded = {name.partition('.')[0] for name in sys.modules}\n"
+            "sys.exit(3 if loaded & {'torch', 'numpy'} else 0)",
+        )
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "__main__.py", "_version.py"])
+def test_an_old_python_can_read_what_tells_it_that_it_is_too_old(name):
+    ast.parse((PACKAGE / name).read_text(), feature_version=(3, 6))
+
+
+@pytest.mark.parametrize("version", [(2, 7), (3, 6), (3, 10)])
+def test_an_old_python_gets_one_line_that_says_how_to_get_another(monkeypatch, capsys, version):
+    info = namedtuple("info", "major minor micro releaselevel serial")
+    monkeypatch.setattr(__main__.sys, "version_info", info(*version, 8, "final", 0))
+    code = __main__.main()
+    monkeypatch.undo()
+    told = capsys.readouterr()
+    assert code == 2
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert "needs Python 3.11 or newer, this is {}.{}".format(*version) in told.err
+
+
+def test_the_oldest_python_is_the_one_that_the_package_asks_for():
+    from importlib.metadata import metadata
+
+    assert metadata("hpctrain")["Requires-Python"] == ">={}.{}".format(*__main__.OLDEST)
+
+
+def test_every_public_name_can_be_imported_and_is_listed():
+    assert dir(hpctrain) == sorted(hpctrain.__all__)
+    for name in hpctrain.__all__:
+        assert getattr(hpctrain, name) is not None
+    namespace = {}
+    exec("from hpctrain import *", namespace)
+    assert set(hpctrain.__all__) <= namespace.keys()
+    with pytest.raises(AttributeError, match="no attribute 'trainer'"):
+        hpctrain.trainer  # noqa: B018

@@ -1,0 +1,326 @@
+"""Every world sees the same samples in the same steps; data sets are found and read whole."""
+
+import gzip
+import shutil
+import struct
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain import data
+from hpctrain.arguments import Batches
+from hpctrain.data import EvaluationSampler, Images, Loader, TrainingSampler, load
+from hpctrain.data.loader import move
+from hpctrain.errors import UsageError
+from hpctrain.world import World
+
+CARRIED = Path(data.__file__).parent / "digits"
+TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+CPU = torch.device("cpu")
+
+
+def worlds(size):
+    return [World(rank, size, rank, size, 0, 1) for rank in range(size)]
+
+
+def epoch_of(length, batches, size, epoch=0, first_step=0, seed=3):
+    """By step, the micro-batches of all ranks in the order of the global batch."""
+    streams = []
+    for world in worlds(size):
+        sampler = TrainingSampler(length, batches, world, seed)
+        sampler.epoch, sampler.first_step = epoch, first_step
+        streams.append(list(sampler))
+        assert len(streams[-1]) == len(sampler)
+    in_order = [each for together in zip(*streams, strict=True) for each in together]
+    each = batches.accumulate * size
+    return [in_order[start : start + each] for start in range(0, len(in_order), each)]
+
+
+@given(
+    batch_size=st.integers(1, 5),
+    factor=st.integers(1, 3),
+    steps=st.integers(1, 4),
+    rest=st.integers(0, 11),
+    epoch=st.integers(0, 3),
+)
+def test_a_step_has_the_same_micro_batches_in_every_world(batch_size, factor, steps, rest, epoch):
+    # 12 micro-batches and their multiples are cut up by one to four ranks.
+    total = batch_size * 12 * factor
+    length = total * steps + rest
+    alone = epoch_of(length, Batches(total, batch_size, 12 * factor), 1, epoch)
+    assert len(alone) == length // total
+    order = [index for step in alone for micro_batch in step for index in micro_batch]
+    assert len(set(order)) == len(order) == total * (length // total)
+    assert set(order) <= set(range(length))
+    for size in (2, 3, 4):
+        batches = Batches(total, batch_size, 12 * factor // size)
+        assert epoch_of(length, batches, size, epoch) == alone
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("accumulate", [1, 2, 5])
+def test_a_step_takes_the_next_samples_of_the_order_whatever_its_cut(size, accumulate):
+    (whole,) = zip(*epoch_of(1000, Batches(60, 60, 1), 1), strict=True)
+    order = [index for step in whole for index in step]
+    total = 3 * accumulate * size
+    for number, step in enumerate(epoch_of(1000, Batches(total, 3, accumulate), size)[:4]):
+        samples = [index for micro_batch in step for index in micro_batch]
+        assert samples == order[number * total : (number + 1) * total]
+
+
+def test_a_resumed_epoch_goes_on_where_it_stopped():
+    batches = Batches(12, 2, 2)
+    whole = epoch_of(100, batches, 3, epoch=1)
+    for first_step in range(len(whole) + 1):
+        assert epoch_of(100, batches, 3, epoch=1, first_step=first_step) == whole[first_step:]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own_and_repeats_have_the_same():
+    batches = Batches(10, 10, 1)
+    orders = [
+        str(epoch_of(100, batches, 1, epoch, seed=seed)) for epoch in range(3) for seed in range(3)
+    ]
+    assert len(set(orders)) == 9
+    assert orders[0] == str(epoch_of(100, batches, 1, 0, seed=0))
+
+
+def test_fewer_samples_than_a_step_takes_are_refused_with_a_size_that_fits():
+    with pytest.raises(UsageError, match=r"100 samples, and a global batch of 128") as caught:
+        TrainingSampler(100, Batches(128, 64, 1), worlds(2)[0], 0)
+    assert caught.value.fix == "--global-batch 100"
+    assert TrainingSampler(100, Batches(100, 50, 1), worlds(2)[0], 0).steps == 1
+
+
+@given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 6))
+def test_an_evaluation_sees_every_sample_once(length, batch_size, size):
+    batches = []
+    for world in worlds(size):
+        sampler = EvaluationSampler(length, batch_size, world)
+        own = list(sampler)
+        assert len(own) == len(sampler)
+        assert all(1 <= len(batch) <= batch_size for batch in own)
+        batches += own
+    assert sorted(index for batch in batches for index in batch) == list(range(length))
+
+
+def test_the_digits_come_with_the_package_and_both_parts_have_all_classes_alike():
+    train, test = load("digits", env={})
+    assert (len(train), len(test)) == (1437, 360)
+    assert train.classes == test.classes == 10
+    assert train.size == test.size == (8, 8)
+    for digit in range(10):
+        held, kept = (int((part.targets == digit).sum()) for part in (test, train))
+        assert abs(held - 0.2 * (held + kept)) <= 2
+
+
+def test_samples_are_normalised_over_the_training_set_alone_and_come_in_batches():
+    train, test = load("digits", env={})
+    images = torch.stack([image for image, _ in train.__getitems__(range(len(train)))])
+    assert images.shape == (1437, 1, 8, 8)
+    assert images.dtype == torch.float32
+    assert abs(float(images.mean())) < 1e-5
+    assert abs(float(images.std()) - 1) < 1e-3
+    assert (test.mean, test.std) == (train.mean, train.std)
+    image, target = train[5]
+    assert torch.equal(image, images[5])
+    assert target.dtype == torch.int64
+    assert int(target) == int(train.targets[5])
+
+
+def test_synthetic_data_is_the_same_each_time_and_needs_no_files():
+    (train, test), (again, _) = load("synthetic", env={}), load("synthetic", env={})
+    assert torch.equal(train.images, again.images)
+    assert train.size == test.size == (28, 28)
+    assert not torch.equal(train.images[: len(test)], test.images)
+
+
+@pytest.fixture
+def digits(tmp_path):
+    """A copy of the digits that a test may damage."""
+    return shutil.copytree(CARRIED, tmp_path / "sets" / "scans")
+
+
+def unpacked(folder):
+    for name in FILES:
+        packed = folder / f"{name}.gz"
+        (folder / name).write_bytes(gzip.decompress(packed.read_bytes()))
+        packed.unlink()
+    return folder
+
+
+@pytest.mark.parametrize("below", ["", "raw", "MNIST/raw", "FashionMNIST/raw"])
+@pytest.mark.parametrize("how", ["path", "name", "unpacked"])
+def test_a_data_set_is_found_by_path_or_by_name(digits, tmp_path, below, how):
+    home = digits.rename(tmp_path / "moved")
+    digits.parent.joinpath("scans", below).parent.mkdir(parents=True, exist_ok=True)
+    home.rename(digits / below) if below else home.rename(digits)
+    if how == "unpacked":
+        unpacked(digits / below)
+    name, env = (
+        (str(digits), {}) if how != "name" else ("scans", {"HPCTRAIN_DATA": str(digits.parent)})
+    )
+    train, test = load(name, env=env)
+    known, _ = load("digits", env={})
+    assert torch.equal(train.images, known.images)
+    assert torch.equal(train.targets, known.targets)
+    assert len(test) == 360
+
+
+def test_a_data_set_that_is_nowhere_is_refused_with_every_place_that_was_asked(tmp_path):
+    env = {"HPCTRAIN_DATA": str(tmp_path / "sets"), "HPCTRAIN_CACHE": str(tmp_path / "cache")}
+    with pytest.raises(UsageError, match="--data scans") as caught:
+        load("scans", env=env)
+    for place in ("sets/scans", "cache/data/scans"):
+        assert str(tmp_path / place) in caught.value.found
+    for name in FILES:
+        assert name in caught.value.expected
+    with pytest.raises(UsageError, match="no data set in"):
+        load(str(tmp_path), env=env)
+
+
+def remove(path):
+    path.unlink()
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def cut_to_nothing(path):
+    path.write_bytes(b"")
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def no_gzip(path):
+    path.write_bytes(b"<html>404</html>")
+
+
+def repacked(change):
+    def damage(path):
+        path.write_bytes(gzip.compress(change(gzip.decompress(path.read_bytes()))))
+
+    damage.__name__ = change.__name__
+    return damage
+
+
+@repacked
+def pixels_missing(content):
+    return content[:-1]
+
+
+@repacked
+def pixels_left_over(content):
+    return content + b"\0"
+
+
+@repacked
+def head_cut_off(content):
+    return content[:6]
+
+
+@repacked
+def no_content(content):
+    return b""
+
+
+@repacked
+def another_type(content):
+    return content[:2] + b"\x0d" + content[3:]
+
+
+@repacked
+def no_samples(content):
+    dimensions = content[3]
+    return content[:4] + struct.pack(f">{dimensions}I", 0, *[8] * (dimensions - 1))
+
+
+@pytest.mark.parametrize("name", [TRAIN_IMAGES, TEST_LABELS])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        remove,
+        cut_short,
+        cut_to_nothing,
+        flip_a_byte,
+        no_gzip,
+        pixels_missing,
+        pixels_left_over,
+        head_cut_off,
+        no_content,
+        another_type,
+        no_samples,
+    ],
+)
+def test_a_damaged_file_is_refused_by_its_folder(digits, name, damage):
+    damage(digits / f"{name}.gz")
+    with pytest.raises(UsageError) as caught:
+        load(str(digits), env={})
+    assert str(digits) in caught.value.found
+    assert caught.value.exit_code == 2
+    assert caught.value.fix
+
+
+def test_a_plain_file_that_is_cut_short_is_refused(digits):
+    cut_short(unpacked(digits) / TEST_IMAGES)
+    with pytest.raises(UsageError, match=f"{TEST_IMAGES} is damaged"):
+        load(str(digits), env={})
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        (TRAIN_LABELS, TEST_LABELS),  # fewer labels than images
+        (TRAIN_LABELS, TRAIN_IMAGES),  # images in place of labels
+        (TRAIN_IMAGES, TRAIN_LABELS),
+    ],
+)
+def test_labels_that_do_not_belong_to_the_images_are_refused(digits, name, instead):
+    shutil.copy(CARRIED / f"{instead}.gz", digits / f"{name}.gz")
+    with pytest.raises(UsageError, match="as many labels as images"):
+        load(str(digits), env={})
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_batches_of_any_shape_go_to_the_device_and_only_floats_change_their_type():
+    numbers, classes = torch.ones(2), torch.arange(2)
+    batch = {"x": [numbers, "name"], "y": (classes, None), "z": Pair(numbers, 7)}
+    meta = torch.device("meta")
+    moved = move(batch, meta, torch.float64)
+    assert moved["x"][0].device == moved["y"][0].device == meta
+    assert moved["x"][0].dtype == torch.float64
+    assert moved["y"][0].dtype == torch.int64
+    assert moved["x"][1] == "name"
+    assert moved["y"][1] is None
+    assert isinstance(moved["y"], tuple)
+    assert isinstance(moved["z"], Pair)
+    assert moved["z"].right == 7
+    assert move(numbers, CPU).dtype == torch.float32
+    assert move(numbers, CPU) is numbers
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_a_loader_gives_the_samples_of_its_sampler(dtype):
+    images = Images(torch.arange(24, dtype=torch.uint8).reshape(6, 2, 2), torch.arange(6), 0.0, 1.0)
+    sampler = EvaluationSampler(6, 2, World(1, 2, 1))
+    loader = Loader(images, sampler, CPU, dtype, workers=0, seed=0)
+    ((pixels, targets),) = list(loader)
+    assert len(loader) == 1
+    assert targets.tolist() == [2, 3]
+    assert pixels.dtype == (dtype or torch.float32)
+    assert pixels[:, 0, 0, 0].tolist() == [8.0, 12.0]

@@ -1,0 +1,432 @@
+"""Each launcher is recognised, read to the letter, and refused where it contradicts itself."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.errors import ContradictionError, HpctrainError, UsageError
+from hpctrain.launchers import LAUNCHERS, detect, explain, survey
+from hpctrain.world import World
+
+# What sbatch gives to the shell that runs the script: 4 tasks on 2 hosts.
+BATCH = {
+    "SLURM_CLUSTER_NAME": "maple",
+    "SLURM_JOB_ID": "815",
+    "SLURM_JOBID": "815",
+    "SLURM_JOB_NAME": "bash",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NODELIST": "node[1-2]",
+    "SLURM_NNODES": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "3,1",
+    "SLURM_SUBMIT_DIR": "/home/ada",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_GTIDS": "0",
+}
+# What srun adds and changes in it: task 3, alone on the second host.
+STEP = {
+    **BATCH,
+    "SLURM_DISTRIBUTION": "block",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "3,1",
+    "SLURM_PROCID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_GTIDS": "3",
+}
+# The second agent's first rank, two agents with two ranks each.
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "RANK": "2",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "ROLE_RANK": "2",
+    "ROLE_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+    "OMP_NUM_THREADS": "1",
+}
+BY_HAND = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
+HPCTRAIN = {
+    "HPCTRAIN_START": "77",
+    "HPCTRAIN_RANK": "2",
+    "HPCTRAIN_WORLD_SIZE": "3",
+    "HPCTRAIN_LOCAL_RANK": "0",
+    "HPCTRAIN_LOCAL_WORLD_SIZE": "1",
+    "HPCTRAIN_NODE_RANK": "1",
+    "HPCTRAIN_NUM_NODES": "2",
+    "HPCTRAIN_HOSTS": "node1,node2",
+    "HPCTRAIN_MAIN_ADDRESS": "127.0.0.1",
+    "HPCTRAIN_HOSTNAME": "node2",
+}
+ALONE = World(0, 1, 0, 1, 0, 1, launcher="none")
+
+
+def changed(env, **changes):
+    """The environment with some variables set, or unset by None."""
+    merged = {**env, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("env", "world"),
+    [
+        ({}, ALONE),
+        ({"PATH": "/bin", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}, ALONE),
+        (BATCH, ALONE),
+        # salloc's shell, and the interactive step that it can be: no rank of four.
+        (changed(BATCH, SLURM_PROCID=None, SLURM_LOCALID=None, SLURM_NODEID=None), ALONE),
+        (changed(BATCH, SLURM_STEP_ID="4294967290"), ALONE),
+        (changed(BATCH, SLURM_STEP_ID="4294967291"), ALONE),
+        (STEP, World(3, 4, 0, 1, 1, 2, ("node1", "node2"), "slurm")),
+        (TORCHRUN, World(2, 4, 0, 2, 1, 2, None, "torchrun")),
+        ({**STEP, **TORCHRUN}, World(2, 4, 0, 2, 1, 2, None, "torchrun")),
+        ({**BATCH, **TORCHRUN}, World(2, 4, 0, 2, 1, 2, None, "torchrun")),
+        (BY_HAND, World(1, 2, 1, launcher="env")),
+        (
+            changed(BY_HAND, LOCAL_WORLD_SIZE="2"),
+            World(1, 2, 1, 2, launcher="env"),
+        ),
+        (
+            changed(BY_HAND, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"),
+            World(0, 1, 0, launcher="env"),
+        ),
+        ({**BATCH, **BY_HAND}, World(1, 2, 1, launcher="env")),
+        (HPCTRAIN, World(2, 3, 0, 1, 1, 2, ("node1", "node2"), "hpctrain")),
+    ],
+)
+def test_the_launcher_is_recognised_and_says_who_this_is(env, world):
+    assert detect(env) == world
+
+
+def test_the_environment_of_the_process_is_read_where_none_is_given(monkeypatch):
+    for name in [*STEP, *TORCHRUN, *HPCTRAIN, "HPCTRAIN_LAUNCHER"]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in BY_HAND.items():
+        monkeypatch.setenv(name, value)
+    assert detect() == World(1, 2, 1, launcher="env")
+
+
+def test_a_step_smaller_than_its_job_counts_its_own_tasks():
+    env = changed(
+        STEP,
+        SLURM_NTASKS="8",
+        SLURM_NNODES="4",
+        SLURM_TASKS_PER_NODE="2(x4)",
+        SLURM_JOB_NODELIST="node[1-4]",
+        SLURM_NODELIST="node[1-4]",
+        SLURM_STEP_NODELIST="node[2-3]",
+        SLURM_STEP_NUM_TASKS="2",
+        SLURM_STEP_TASKS_PER_NODE="1(x2)",
+        SLURM_PROCID="1",
+    )
+    assert detect(env) == World(1, 2, 0, 1, 1, 2, ("node2", "node3"), "slurm")
+
+
+def test_tasks_that_are_spread_unevenly_are_counted_on_each_host():
+    seen = []
+    places = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+    for rank, (node, local) in enumerate(places):
+        env = changed(
+            STEP,
+            SLURM_STEP_NODELIST="node[1-4]",
+            SLURM_STEP_NUM_NODES="4",
+            SLURM_STEP_NUM_TASKS="7",
+            SLURM_STEP_TASKS_PER_NODE="2(x3),1",
+            SLURM_PROCID=str(rank),
+            SLURM_NODEID=str(node),
+            SLURM_LOCALID=str(local),
+        )
+        world = detect(env)
+        seen.append((world.rank, world.node_rank, world.local_rank, world.local_world_size))
+    assert seen == [(r, n, lo, 1 if n == 3 else 2) for r, (n, lo) in enumerate(places)]
+
+
+_LAYOUT = st.lists(st.integers(1, 5), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda one: one.name)
+@given(layout=_LAYOUT, start=st.integers(0, 2**31))
+def test_what_a_launcher_sets_is_what_it_reads(launcher, layout, start):
+    if launcher.name == "none":
+        assert launcher.environ(ALONE, (1,), start) == {}
+        return
+    hosts = tuple(f"node{n}" for n in range(len(layout)))
+    size, keys = sum(layout), set()
+    ranks = [(node, local) for node, tasks in enumerate(layout) for local in range(tasks)]
+    for rank, (node, local) in enumerate(ranks):
+        world = World(rank, size, local, layout[node], node, len(hosts), hosts, launcher.name)
+        env = launcher.environ(world, layout, start)
+        said = survey(env)
+        assert said.world.launcher == launcher.name
+        for field in ("rank", "world_size", "local_rank", "local_world_size"):
+            assert getattr(said.world, field) == getattr(world, field)
+        for field in ("node_rank", "num_nodes", "hosts"):
+            assert getattr(said.world, field) in (getattr(world, field), None)
+        if launcher.name != "env":
+            assert (said.world.node_rank, said.world.num_nodes) == (node, len(layout))
+        if launcher.name != "hpctrain":  # whose ranks are told an address by their starter
+            assert said.meeting_point.address == hosts[0]
+        keys.add(said.meeting_point.key)
+    assert len(keys) == 1
+    assert survey(launcher.environ(world, layout, start + 1)).meeting_point.key not in keys
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("SLURM_JOB_ID", "816"),
+        ("SLURM_STEP_ID", "1"),
+        ("SLURM_RESTART_COUNT", "1"),
+        ("SLURM_CLUSTER_NAME", "oak"),
+    ],
+)
+def test_every_step_and_every_restart_meets_by_itself(name, other):
+    assert survey(STEP).meeting_point.key != survey({**STEP, name: other}).meeting_point.key
+
+
+@pytest.mark.parametrize(
+    ("env", "address", "port"),
+    [
+        (STEP, "node1", None),
+        (changed(STEP, SLURM_DISTRIBUTION="cyclic:block"), "node1", None),
+        # Rank 0 need not be on the first host of the list.
+        (changed(STEP, SLURM_DISTRIBUTION="arbitrary"), None, None),
+        (changed(STEP, MASTER_ADDR="node9", MASTER_PORT="1234"), "node9", 1234),
+        # The agent itself listens on its port.
+        (TORCHRUN, "node1", None),
+        (BY_HAND, "node1", 29500),
+        (changed(BY_HAND, HPCTRAIN_MAIN_ADDRESS="ib-node1"), "ib-node1", None),
+        (changed(BY_HAND, HPCTRAIN_MAIN_PORT="1234"), "node1", 1234),
+        (HPCTRAIN, "127.0.0.1", None),
+        ({}, None, None),
+    ],
+)
+def test_the_ranks_meet_where_a_person_or_the_launcher_says(env, address, port):
+    point = survey(env).meeting_point
+    assert (point.address, point.port) == (address, port)
+
+
+def test_the_name_of_the_host_can_be_given():
+    assert survey(HPCTRAIN).meeting_point.host == "node2"
+
+
+def test_variables_of_torch_that_agree_with_srun_change_nothing():
+    exported = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "node1"}
+    said = survey({**STEP, **exported})
+    assert said.world == detect(STEP)
+    assert [launcher.name for launcher in said.outer] == ["env"]
+
+
+@pytest.mark.parametrize(
+    ("exported", "names"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "4"}, ("SLURM_PROCID=3", "RANK=2")),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, ("SLURM_STEP_NUM_TASKS=4", "WORLD_SIZE=8")),
+        ({"WORLD_SIZE": "2"}, ("SLURM_STEP_NUM_TASKS=4", "WORLD_SIZE=2")),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"},
+            ("SLURM_LOCALID=0", "LOCAL_RANK=3"),
+        ),
+    ],
+)
+def test_variables_of_torch_that_disagree_with_srun_are_refused(exported, names):
+    with pytest.raises(ContradictionError) as caught:
+        detect({**STEP, **exported})
+    for name in names:
+        assert name in caught.value.found
+    unset = caught.value.fix.split("    or:")[0]
+    assert unset == f"unset {' '.join(sorted(exported))}"
+    # Either remedy, typed as it stands, works.
+    assert detect(changed(STEP, **dict.fromkeys(unset.split()[1:]))) == detect(STEP)
+    assert "export HPCTRAIN_LAUNCHER=env" in caught.value.fix
+
+
+def test_a_person_has_the_last_word():
+    exported = {**BY_HAND, "RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}
+    assert detect({**STEP, **exported, "HPCTRAIN_LAUNCHER": "env"}).rank == 2
+    assert detect({**STEP, **exported, "HPCTRAIN_LAUNCHER": "slurm"}).rank == 3
+    assert detect({**STEP, **exported, "HPCTRAIN_LAUNCHER": "none"}) == ALONE
+    assert detect({**STEP, **TORCHRUN, "HPCTRAIN_LAUNCHER": "slurm"}).rank == 3
+    assert detect({**STEP, "HPCTRAIN_LAUNCHER": ""}).launcher == "slurm"
+    with pytest.raises(UsageError, match="HPCTRAIN_LAUNCHER=pbs") as caught:
+        detect({"HPCTRAIN_LAUNCHER": "pbs"})
+    for launcher in LAUNCHERS:
+        assert launcher.name in caught.value.expected
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("env", "present", "missing"),
+    [
+        ({"RANK": "1"}, "RANK=1", "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2", "RANK"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE=2", "LOCAL_RANK"),
+        ({"RANK": "1", "LOCAL_RANK": "0"}, "LOCAL_RANK=0", "WORLD_SIZE"),
+        (changed(TORCHRUN, RANK=None), "WORLD_SIZE=4", "RANK"),
+        (changed(TORCHRUN, LOCAL_RANK=None), "RANK=2", "LOCAL_RANK"),
+        (changed(STEP, SLURM_LOCALID=None), "SLURM_PROCID=3", "SLURM_LOCALID"),
+        (
+            changed(STEP, SLURM_STEP_NUM_TASKS=None, SLURM_NTASKS=None),
+            "SLURM_PROCID=3",
+            "SLURM_STEP_NUM_TASKS or SLURM_NTASKS",
+        ),
+        (changed(HPCTRAIN, HPCTRAIN_LOCAL_RANK=None), "HPCTRAIN_RANK=2", "HPCTRAIN_LOCAL_RANK"),
+        ({"HPCTRAIN_LAUNCHER": "slurm"}, "no value", "SLURM_PROCID"),
+    ],
+)
+def test_half_an_environment_is_refused_with_what_is_missing(env, present, missing):
+    with pytest.raises(ContradictionError) as caught:
+        detect(env)
+    assert present in caught.value.found
+    assert f"no {missing}:" in caught.value.found
+    assert f"export {missing.split()[0]}=" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("env", "variable"),
+    [
+        (changed(BY_HAND, RANK="one"), "RANK='one'"),
+        (changed(BY_HAND, RANK="1.0"), "RANK='1.0'"),
+        (changed(BY_HAND, RANK=" "), "RANK=' '"),
+        (changed(BY_HAND, WORLD_SIZE="2 ranks"), "WORLD_SIZE='2 ranks'"),
+        (changed(BY_HAND, LOCAL_RANK="$SLURM_LOCALID"), "LOCAL_RANK='$SLURM_LOCALID'"),
+        (changed(BY_HAND, MASTER_PORT="tcp"), "MASTER_PORT='tcp'"),
+        (changed(BY_HAND, MASTER_PORT="70000"), "MASTER_PORT"),
+        (changed(BY_HAND, MASTER_PORT="-1"), "MASTER_PORT"),
+        (changed(BY_HAND, HPCTRAIN_MAIN_PORT="70000"), "HPCTRAIN_MAIN_PORT"),
+        (changed(BY_HAND, RANK="2"), "RANK=2"),
+        (changed(BY_HAND, RANK="-1"), "RANK=-1"),
+        (changed(BY_HAND, WORLD_SIZE="0"), "WORLD_SIZE=0"),
+        (changed(BY_HAND, LOCAL_RANK="2"), "LOCAL_RANK=2"),
+        (changed(BY_HAND, LOCAL_WORLD_SIZE="1"), "LOCAL_WORLD_SIZE=1"),
+        (changed(BY_HAND, LOCAL_WORLD_SIZE="3"), "LOCAL_WORLD_SIZE=3"),
+        (changed(TORCHRUN, RANK="4"), "RANK=4"),
+        (changed(TORCHRUN, GROUP_RANK="2"), "GROUP_RANK=2"),
+        (changed(TORCHRUN, GROUP_WORLD_SIZE="5"), "GROUP_WORLD_SIZE=5"),
+        (changed(TORCHRUN, LOCAL_RANK="2"), "LOCAL_RANK=2"),
+        (changed(TORCHRUN, GROUP_RANK="0", GROUP_WORLD_SIZE="1"), "LOCAL_WORLD_SIZE=2"),
+        (changed(STEP, SLURM_PROCID="4"), "SLURM_PROCID=4"),
+        (changed(STEP, SLURM_PROCID="x"), "SLURM_PROCID='x'"),
+        (changed(STEP, SLURM_LOCALID="1"), "SLURM_LOCALID=1"),
+        (changed(STEP, SLURM_NODEID="2"), "SLURM_NODEID=2"),
+        (changed(STEP, SLURM_NODEID="-1"), "SLURM_NODEID=-1"),
+        (changed(STEP, SLURM_STEP_NUM_TASKS="5"), "SLURM_STEP_NUM_TASKS=5"),
+        (changed(STEP, SLURM_STEP_TASKS_PER_NODE="3;1"), "SLURM_STEP_TASKS_PER_NODE"),
+        (changed(STEP, SLURM_STEP_TASKS_PER_NODE="2(x2"), "SLURM_STEP_TASKS_PER_NODE"),
+        (changed(STEP, SLURM_STEP_TASKS_PER_NODE="4"), "SLURM_STEP_TASKS_PER_NODE=4"),
+        (changed(STEP, SLURM_STEP_NUM_NODES="3"), "SLURM_STEP_NUM_NODES=3"),
+        (changed(STEP, SLURM_STEP_NODELIST="node[1-"), "SLURM_STEP_NODELIST"),
+        (changed(STEP, SLURM_RESTART_COUNT="often"), "SLURM_RESTART_COUNT='often'"),
+        (changed(STEP, SLURM_ARRAY_TASK_ID="1-3"), "SLURM_ARRAY_TASK_ID='1-3'"),
+        (changed(HPCTRAIN, HPCTRAIN_RANK="3"), "HPCTRAIN_RANK=3"),
+        (changed(HPCTRAIN, HPCTRAIN_NUM_NODES="3"), "HPCTRAIN_NUM_NODES=3"),
+        # A rank of `hpctrain run` starts torchrun: its workers are not that rank.
+        ({**HPCTRAIN, **TORCHRUN}, "HPCTRAIN_WORLD_SIZE=3"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_with_their_variable(env, variable):
+    error = explain(env).error
+    assert isinstance(error, HpctrainError)
+    assert error.exit_code == 2
+    assert variable in error.found
+    assert error.expected
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted({*STEP, *TORCHRUN, *HPCTRAIN, "SLURM_RESTART_COUNT"})),
+        st.sampled_from(
+            ["0", "1", "2", "3", "4", "-1", "", "x", "²", "1(x2)", "node[1-2]", "9" * 30]
+        ),
+    ),
+    st.sampled_from([{}, STEP, TORCHRUN, BY_HAND, HPCTRAIN]),
+)
+def test_no_environment_leads_to_anything_but_a_world_or_a_refusal(noise, env):
+    explanation = explain({**env, **noise})
+    if explanation.start is None:
+        assert explanation.error.exit_code == 2
+    else:
+        world = explanation.start.world
+        assert 0 <= world.rank < world.world_size
+        assert 0 <= world.local_rank < world.world_size
+    json.dumps(explanation.as_json())
+
+
+@pytest.mark.parametrize(
+    ("extra", "label", "restarts"),
+    [
+        ({}, "815", 0),
+        ({"SLURM_RESTART_COUNT": "2"}, "815", 2),
+        ({"SLURM_ARRAY_JOB_ID": "812", "SLURM_ARRAY_TASK_ID": "3"}, "812_3", 0),
+        ({"SLURM_ARRAY_JOB_ID": "815", "SLURM_ARRAY_TASK_ID": "0"}, "815_0", 0),
+    ],
+)
+@pytest.mark.parametrize("env", [BATCH, STEP, {**STEP, **TORCHRUN}])
+def test_the_job_comes_from_slurm_whoever_started_the_rank(env, extra, label, restarts):
+    said = explain({**env, **extra}).as_json()
+    assert (said["job_id"], said["restart_count"]) == (label, restarts)
+
+
+def test_an_explanation_has_the_promised_keys_and_the_source_of_each_value():
+    assert explain(STEP).as_json() == {
+        "launcher": "slurm",
+        "rank": 3,
+        "world_size": 4,
+        "local_rank": 0,
+        "local_world_size": 1,
+        "node_rank": 1,
+        "num_nodes": 2,
+        "hosts": ("node1", "node2"),
+        "main_address": "node1",
+        "main_port": None,
+        "job_id": "815",
+        "restart_count": 0,
+        "sources": {
+            "rank": "SLURM_PROCID",
+            "world_size": "SLURM_STEP_NUM_TASKS",
+            "local_rank": "SLURM_LOCALID",
+            "local_world_size": "SLURM_STEP_TASKS_PER_NODE",
+            "node_rank": "SLURM_NODEID",
+            "num_nodes": "SLURM_STEP_NUM_NODES",
+            "hosts": "SLURM_STEP_NODELIST",
+        },
+        "warnings": [],
+    }
+
+
+@pytest.mark.parametrize("env", [{}, TORCHRUN, BY_HAND, HPCTRAIN, {"RANK": "0"}])
+def test_an_explanation_has_every_key_whatever_the_environment(env):
+    said = explain(env).as_json()
+    assert said.keys() == explain(STEP).as_json().keys()
+    known = {name: value for name, value in said.items() if value not in (None, {}, [])}
+    for field in known.get("sources", ()):
+        assert known[field] is not None
+    if env == {"RANK": "0"}:
+        assert known == {}
+
+
+def test_a_batch_script_without_srun_is_warned_of_its_idle_tasks():
+    (warning,) = explain(BATCH).as_json()["warnings"]
+    assert "3 of the 4 tasks of job 815" in warning
+    assert "srun" in warning
+    assert explain(changed(BATCH, SLURM_NTASKS="1")).as_json()["warnings"] == []
+    assert explain(changed(BATCH, SLURM_NTASKS=None)).as_json()["warnings"] == []

@@ -1,0 +1,218 @@
+"""Ranks are started with their place, heard with their number, and ended together."""
+
+import json
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain import local
+from hpctrain.errors import UsageError
+from hpctrain.local import layout, start
+
+INHERITED = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_PROCID": "7",
+    "SLURM_STEP_ID": "0",
+    "OMPI_COMM_WORLD_RANK": "7",
+    "PMI_RANK": "7",
+    "TORCHELASTIC_RUN_ID": "other",
+    "RANK": "7",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "7",
+    "MASTER_ADDR": "elsewhere",
+    "MASTER_PORT": "1",
+    "HPCTRAIN_RANK": "7",
+    "HPCTRAIN_VERDICT": "/elsewhere",
+    "HPCTRAIN_LAUNCHER": "env",
+}
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    """Starts ranks that run some lines of Python in an empty folder."""
+    monkeypatch.setattr(local, "_SECONDS_TO_FAIL", 0.5)
+    monkeypatch.setattr(local, "_SECONDS_TO_STOP", 0.5)
+    script = tmp_path / "script.py"
+
+    def run(lines, tasks_per_node=(3,), env=None, **more):
+        script.write_text(
+            "import json, os, signal, subprocess, sys, time\n"
+            "from hpctrain.launchers import detect\n"
+            f"os.chdir({str(tmp_path)!r})\n"
+            "world = detect()\n" + lines
+        )
+        env = {**os.environ, **(env or {})}
+        return start([sys.executable, str(script)], tasks_per_node, env, **more)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "gpus", "expected"),
+    [
+        (1, "auto", 0, (1,)),
+        (1, "auto", 4, (4,)),
+        (2, "auto", 4, (4, 4)),
+        (1, "3", 8, (3,)),
+        (3, "2", 0, (2, 2, 2)),
+        (2, "2,1", 0, (2, 1)),
+        (1, "5", 0, (5,)),
+    ],
+)
+def test_the_ranks_are_laid_out_over_the_hosts(nodes, per_node, gpus, expected):
+    assert layout(nodes, per_node, gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node"),
+    [
+        (1, "0"),
+        (1, "-1"),
+        (1, "many"),
+        (1, ""),
+        (1, "1.5"),
+        (1, "2,1"),
+        (3, "2,1"),
+        (2, "2,"),
+        (2, "2,0"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(nodes, per_node):
+    with pytest.raises(UsageError) as caught:
+        layout(nodes, per_node, 0)
+    assert f"--nproc-per-node {per_node} for {nodes} node" in caught.value.found
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("style", list(local.AS))
+def test_every_rank_knows_its_place_and_nothing_of_other_launchers(ranks, tmp_path, style):
+    lines = (
+        "import dataclasses\n"
+        "said = {'world': dataclasses.asdict(world), 'env': dict(os.environ)}\n"
+        "open(f'rank-{world.rank}', 'w').write(json.dumps(said))\n"
+    )
+    assert ranks(lines, (2, 1), INHERITED, style=style) == 0
+    said = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(3)]
+    for rank, (node, local_rank, size) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 1)]):
+        world, env = said[rank]["world"], said[rank]["env"]
+        assert world == {
+            "rank": rank,
+            "world_size": 3,
+            "local_rank": local_rank,
+            "local_world_size": size,
+            "node_rank": node,
+            "num_nodes": 2,
+            "hosts": ["node1", "node2"],
+            "launcher": local.AS[style],
+        }
+        for name, value in INHERITED.items():
+            assert env.get(name) != value or (name.startswith("SLURM_") and style == "slurm")
+        assert env["HPCTRAIN_HOSTNAME"] == f"node{node + 1}"
+        assert env["HPCTRAIN_MAIN_ADDRESS"] == "127.0.0.1"
+        assert int(env["OMP_NUM_THREADS"]) >= 1
+        assert env["PATH"] == os.environ["PATH"]
+    assert len({one["env"]["HPCTRAIN_VERDICT"] for one in said}) == 1
+    assert not Path(said[0]["env"]["HPCTRAIN_VERDICT"]).parent.exists()
+
+
+@pytest.mark.parametrize("tasks", [(1,), (3,)])
+def test_the_output_of_each_rank_carries_its_number_where_there_are_several(ranks, capfd, tasks):
+    lines = (
+        "sys.stdout.buffer.write(b'first \\xff\\n' + b'x' * 100_000 + b'\\n')\n"
+        "sys.stderr.write('no end of line')\n"
+    )
+    assert ranks(lines, tasks) == 0
+    out, err = capfd.readouterr()
+    expected_out, expected_err = [], []
+    for rank in range(sum(tasks)):
+        label = f"{rank}: " if len(range(sum(tasks))) > 1 else ""
+        expected_out += [label + "first \ufffd", label + "x" * 100_000]
+        expected_err += [label + "no end of line"]
+    assert sorted(out.splitlines()) == sorted(expected_out)
+    assert sorted(err.splitlines()) == sorted(expected_err)
+
+
+def test_the_first_rank_that_fails_gives_the_code_and_its_last_words_are_repeated(ranks, capfd):
+    lines = (
+        "if world.rank == 1:\n"
+        "    print('the cause', file=sys.stderr)\n"
+        "    open('pid.new', 'w').write(str(os.getpid()))\n"
+        "    os.rename('pid.new', 'pid')\n"
+        "    sys.exit(3)\n"
+        "while not os.path.exists('pid'): time.sleep(0.01)\n"
+        "while os.path.exists('/proc/' + open('pid').read()): time.sleep(0.01)\n"
+        "sys.exit('a consequence')\n"
+    )
+    assert ranks(lines) == 3
+    told = capfd.readouterr().err
+    assert told.endswith("hpctrain: rank 1 failed first, with exit code 3. It said:\n  the cause\n")
+    assert "0: a consequence" in told
+
+
+def test_a_rank_that_a_signal_ends_counts_as_a_shell_counts_it(ranks, capfd):
+    lines = "if world.rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+    assert ranks(lines) == 137
+    assert "rank 2 failed first, with signal SIGKILL" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_ranks_that_hang_after_another_failed_are_ended(ranks, capfd, deaf):
+    lines = "if world.rank == 0: sys.exit(4)\n"
+    if deaf:
+        lines += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    assert ranks(lines + "time.sleep(3600)\n") == 4
+    assert "rank 0 failed first" in capfd.readouterr().err
+
+
+def test_the_verdict_of_rank_0_counts_whatever_the_ranks_leave_with(ranks, capfd):
+    lines = (
+        "from hpctrain.rundir import write_verdict\n"
+        "if world.rank == 0: write_verdict(os.environ['HPCTRAIN_VERDICT'], {code}, 'why')\n"
+        "sys.exit({leave})\n"
+    )
+    assert ranks(lines.format(code=75, leave=0)) == 75
+    assert ranks(lines.format(code=75, leave=1)) == 75
+    assert ranks(lines.format(code=76, leave=0), (1,)) == 76
+    assert ranks(lines.format(code=0, leave=0)) == 0
+
+
+def test_what_the_ranks_started_ends_with_them(ranks, tmp_path):
+    lines = (
+        "child = subprocess.Popen(['sleep', '3600'])\n"
+        "open(f'child-{world.rank}', 'w').write(str(child.pid))\n"
+    )
+    assert ranks(lines) == 0
+    for rank in range(3):
+        try:
+            handle = os.pidfd_open(int((tmp_path / f"child-{rank}").read_text()))
+        except ProcessLookupError:
+            continue
+        ended, _, _ = select.select([handle], [], [], 10.0)
+        os.close(handle)
+        assert ended
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_passed_on_and_the_handler_is_put_back(ranks, number):
+    def handler(caught, frame):
+        raise AssertionError("nobody took the signal")
+
+    before = signal.signal(number, handler)
+    lines = (
+        f"signal.signal({int(number)}, lambda number, frame: sys.exit(0))\n"
+        "open(f'ready-{world.rank}', 'w').close()\n"
+        "while world.rank == 0 and len([n for n in os.listdir() if 'ready' in n]) < 3:\n"
+        "    time.sleep(0.01)\n"
+        f"if world.rank == 0: os.kill(os.getppid(), {int(number)})\n"
+        "time.sleep(20)\n"
+        "sys.exit(9)\n"
+    )
+    try:
+        assert ranks(lines) == 0
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)

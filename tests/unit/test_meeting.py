@@ -1,0 +1,347 @@
+"""Ranks find each other, count each other, and say who is missing."""
+
+import json
+import socket
+import threading
+import time
+import uuid
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain import meeting
+from hpctrain.errors import CheckpointError, StartError, UsageError
+from hpctrain.launchers.base import MeetingPoint
+from hpctrain.meeting import meet, ports
+from hpctrain.world import World
+
+HOME = "127.0.0.1"
+PATIENCE = 20.0  # seconds until a hang is called one; nothing that works comes near it
+
+
+def meeting_point(host="a", key=None, port=None):
+    return MeetingPoint(key or uuid.uuid4().hex, host, HOME, port)
+
+
+@pytest.fixture
+def key():
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def start():
+    """Runs one rank in a thread; called again without arguments gives what came of all."""
+    threads, outcomes = [], []
+
+    def one(world, point, entry=None, timeout=PATIENCE, **more):
+        place = len(outcomes)
+        outcomes.append(None)
+
+        def run():
+            try:
+                outcomes[place] = meet(world, point, entry or {}, timeout, **more)
+            except Exception as error:
+                outcomes[place] = error
+
+        threads.append(threading.Thread(target=run, daemon=True))
+        threads[-1].start()
+        return threads[-1]
+
+    def ended(thread=None):
+        for each in [thread] if thread else threads:
+            each.join(PATIENCE)
+            assert not each.is_alive(), "a rank still waits"
+        return outcomes
+
+    one.ended = ended
+    yield one
+    for outcome in ended():
+        if isinstance(outcome, meeting.Meeting) and outcome.listener is not None:
+            outcome.listener.close()
+
+
+def start_all(start, key, hosts, local_ranks, port=None, **more):
+    for rank, (host, local_rank) in enumerate(zip(hosts, local_ranks, strict=True)):
+        world = World(rank, len(hosts), local_rank, launcher="env")
+        start(world, meeting_point(host, key, port), {"said": rank}, **more)
+    return start.ended()
+
+
+def knock(port):
+    """A connection to whoever listens on a port, as soon as somebody does."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return socket.create_connection((HOME, port), timeout=PATIENCE)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, "nobody listens"
+            time.sleep(0.005)
+
+
+def is_sent_away(connection):
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("hosts", "local_ranks", "nodes"),
+    [
+        ("aaa", (0, 1, 2), (0, 0, 0)),
+        ("aab", (0, 1, 0), (0, 0, 1)),
+        ("abab", (0, 0, 1, 1), (0, 1, 0, 1)),
+        ("baaca", (0, 0, 1, 0, 2), (0, 1, 1, 2, 1)),
+    ],
+)
+def test_all_ranks_learn_the_same_and_their_worlds_are_complete(
+    start, key, hosts, local_ranks, nodes
+):
+    meetings = start_all(start, key, hosts, local_ranks)
+    names = tuple(dict.fromkeys(hosts))
+    for rank, met in enumerate(meetings):
+        assert met.world == World(
+            rank,
+            len(hosts),
+            local_ranks[rank],
+            hosts.count(hosts[rank]),
+            nodes[rank],
+            len(names),
+            names,
+            "env",
+        )
+        assert met.roll == meetings[0].roll
+        assert met.nonce == meetings[0].nonce
+        assert (met.listener is None) == (rank > 0)
+    roll = meetings[0].roll
+    assert [entry["said"] for entry in roll.entries] == list(range(len(hosts)))
+    assert [entry["host"] for entry in roll.entries] == list(hosts)
+    assert roll.addresses == (HOME,) * len(hosts)
+    assert roll.port == meetings[0].listener.getsockname()[1]
+    socket.create_connection((HOME, roll.port), timeout=PATIENCE).close()
+
+
+def test_the_names_and_numbers_of_the_launcher_count_where_it_has_them(start, key):
+    hosts = ("node1", "node2")
+    for rank, node in enumerate((1, 0, 1)):
+        world = World(rank, 3, rank // 2, (1, 2)[node], node, 2, hosts, "slurm")
+        start(world, meeting_point("the-same-name-everywhere", key))
+    meetings = start.ended()
+    assert [(m.world.node_rank, m.world.local_world_size) for m in meetings] == [
+        (1, 2),
+        (0, 1),
+        (1, 2),
+    ]
+    assert {m.world.hosts for m in meetings} == {hosts}
+    assert all(met.roll == meetings[0].roll for met in meetings)
+
+
+STRANGERS = {
+    "a browser": b"GET / HTTP/1.1\r\nHost: node1\r\n\r\n",
+    "no JSON": b"\xff\x00\xfe\n",
+    "a JSON list": b"[1, 2]\n",
+    "no nonce": b"{}\n",
+    "another job": b'{"nonce": "0123456789abcdef0123456789abcdef", "rank": 1}\n',
+    "a nonce of another alphabet": '{"nonce": "\u00e9"}\n'.encode(),
+    "an escaped nonce": b'{"nonce": "\\u00e9"}\n',
+    "deep nesting": b"[" * 60_000 + b"\n",
+    "no end": b"x" * 70_000,
+}
+
+
+@pytest.mark.parametrize("words", STRANGERS.values(), ids=STRANGERS)
+def test_strangers_are_sent_away_and_nobody_waits_for_those_who_say_nothing(start, key, words):
+    point = meeting_point(key=key)
+    start(World(0, 2, 0), point)
+    with knock(ports(point)[0]) as silent, knock(ports(point)[0]) as stranger:
+        stranger.sendall(words)
+        assert is_sent_away(stranger)
+        start(World(1, 2, 1), meeting_point(key=key))
+        for met in start.ended():
+            assert [entry["host"] for entry in met.roll.entries] == ["a", "a"]
+        assert is_sent_away(silent)
+
+
+@contextmanager
+def occupied(port, answer):
+    """Somebody else on a port, who answers callers with some bytes, or with nothing at all."""
+    with socket.create_server((HOME, port)) as server:
+        leave = threading.Event()
+
+        def serve():
+            held = []
+            while not leave.is_set():
+                connection, _ = server.accept()
+                held.append(connection)
+                if answer is not None:
+                    connection.sendall(answer)
+                    connection.close()
+            for connection in held:
+                connection.close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            leave.set()
+            socket.create_connection((HOME, port), timeout=PATIENCE).close()
+            thread.join(PATIENCE)
+
+
+@pytest.mark.parametrize("answer", [None, b"", b"SSH-2.0\r\n", b"{}\n", b"\xff\n"])
+def test_an_occupied_port_is_passed_over_by_all_ranks(start, key, monkeypatch, answer):
+    monkeypatch.setattr(meeting, "_ANSWER_SECONDS", 0.1)
+    given_port = ports(meeting_point())[0]
+    with occupied(given_port, answer):
+        meetings = start_all(start, key, "aab", (0, 1, 0), given_port)
+        assert all(met.roll == meetings[0].roll for met in meetings)
+
+
+def test_two_starts_on_one_port_both_finish_and_never_mix(start):
+    keys = {job: uuid.uuid4().hex for job in "AB"}
+    port = ports(meeting_point())[0]
+
+    def rank(job, number):
+        point = meeting_point(key=keys[job], port=port)
+        return start(World(number, 3, number), point, {"job": job})
+
+    rank("A", 0)
+    rank("A", 1)
+    knock(port).close()
+    # All of B come and go while A still waits on the port that both were given.
+    for thread in [rank("B", number) for number in range(3)]:
+        start.ended(thread)
+    rank("A", 2)
+    for job, met in zip("AABBBA", start.ended(), strict=True):
+        assert [entry["job"] for entry in met.roll.entries] == [job] * 3
+
+
+@pytest.mark.parametrize(
+    ("came", "named"),
+    [((0, 1, 3), "rank 2 of 4"), ((0, 2), "ranks 1, 3 of 4"), ((0,), "ranks 1, 2, 3 of 4")],
+)
+def test_ranks_that_never_come_are_named_to_all_that_did(start, key, came, named):
+    for rank in came:
+        start(World(rank, 4, rank), meeting_point(key=key), timeout=1.0)
+    for outcome in start.ended():
+        assert isinstance(outcome, StartError)
+        assert outcome.found.startswith(f"{named} did not come")
+        for rank in came:
+            assert f"{rank} on a" in outcome.found
+
+
+def test_a_rank_that_came_and_died_is_missing(start, key):
+    point = meeting_point(key=key)
+    start(World(0, 3, 0), point, timeout=1.0)
+    nonce = meet(World(0, 1, 0), point, {}).nonce
+    entry = {"host": "a", "pid": 1, "world": {}}
+    hello = {"nonce": nonce, "rank": 1, "world_size": 3, "entry": entry}
+    with knock(ports(point)[0]) as dying:
+        dying.sendall(json.dumps(hello).encode() + b"\n")
+        assert json.loads(dying.makefile().readline()) == {"nonce": nonce}
+    (outcome,) = start.ended()
+    assert isinstance(outcome, StartError)
+    assert outcome.found.startswith("ranks 1, 2 of 3 did not come")
+
+
+def test_a_rank_that_finds_no_rank_0_says_where_it_looked(start, key, monkeypatch):
+    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 0.0)
+    point = meeting_point("b", key)
+    start(World(1, 2, 0), point, timeout=0.2)
+    (outcome,) = start.ended()
+    assert isinstance(outcome, StartError)
+    assert outcome.found.startswith("rank 1 on b did not find rank 0 at 127.0.0.1")
+    assert str(ports(point)[0]) in outcome.found
+    assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fix
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_nobody_told_where_to_meet_say_so_at_once(start, rank):
+    start(World(rank, 2, 0, launcher="somebody"), MeetingPoint("key", "a"))
+    (outcome,) = start.ended()
+    assert isinstance(outcome, StartError)
+    assert "somebody started 2 ranks and does not say where rank 0 is" in outcome.found
+    assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fix
+
+
+def test_two_processes_with_one_rank_and_all_others_are_told(start, key, monkeypatch):
+    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 1.0)
+    for rank, host in ((0, "a"), (1, "b"), (1, "c")):
+        start(World(rank, 3, 0), meeting_point(host, key), timeout=2.0)
+    for outcome in start.ended():
+        assert isinstance(outcome, UsageError)
+        assert "two processes say that they are rank 1: " in outcome.found
+        assert "b pid" in outcome.found
+        assert "c pid" in outcome.found
+
+
+def test_ranks_that_count_differently_are_told(start, key):
+    for rank, size in ((0, 3), (2, 4)):
+        start(World(rank, size, rank), meeting_point("ab"[rank // 2], key))
+    for outcome in start.ended():
+        assert isinstance(outcome, UsageError)
+        assert "rank 2 on b says 4 ranks, rank 0 on a says 3" in outcome.found
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("kind", [UsageError, CheckpointError])
+def test_an_error_that_one_rank_brings_is_raised_by_all(start, key, culprit, kind):
+    error = kind("torch is too old", "torch 2.6", "pip install torch")
+    for rank, host in enumerate("aab"):
+        point = meeting_point(host, key)
+        start(World(rank, 3, rank % 2), point, error=error if rank == culprit else None)
+    for outcome in start.ended():
+        assert outcome.found == f"rank {culprit} on {'aab'[culprit]}: torch is too old"
+        assert (outcome.expected, outcome.fix) == (error.expected, error.fix)
+        assert outcome.exit_code == kind.exit_code
+
+
+@pytest.mark.parametrize(
+    ("hosts", "local_ranks", "named"),
+    [
+        ("aab", (0, 0, 0), ("ranks 0 and 1", "local rank 0", "on a")),
+        ("abb", (0, 1, 1), ("ranks 1 and 2", "local rank 1", "on b")),
+        # LOCAL_RANK exported as the rank, on two hosts: nobody is left to wait for the others.
+        ("ab", (0, 1), ("rank 1", "local rank 1", "on b")),
+        ("aabb", (0, 1, 2, 3), ("rank 2", "local rank 2", "on b")),
+    ],
+)
+def test_local_ranks_that_their_hosts_have_no_place_for_are_refused_by_all(
+    start, key, hosts, local_ranks, named
+):
+    for outcome in start_all(start, key, hosts, local_ranks):
+        assert isinstance(outcome, UsageError)
+        for text in named:
+            assert text in outcome.found
+
+
+def test_one_process_meets_nobody_and_opens_no_socket(monkeypatch):
+    def refuse(*arguments, **keywords):
+        raise AssertionError("a socket")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    met = meet(World(0, 1, 0), MeetingPoint("key", "laptop"), {"said": 1})
+    assert met.world == World(0, 1, 0, 1, 0, 1, ("laptop",))
+    assert met.listener is None
+    assert met.roll.entries[0]["said"] == 1
+    with pytest.raises(UsageError, match=r"^torch is too old"):
+        meet(World(0, 1, 0), MeetingPoint("k", "a"), {}, error=UsageError("torch is too old"))
+
+
+@given(st.text(), st.none() | st.integers(1, 65535))
+def test_the_ports_to_try_follow_from_the_start_and_stay_out_of_the_way(key, given_port):
+    point = MeetingPoint(key, "a", port=given_port)
+    tried = ports(point)
+    assert tried == ports(MeetingPoint(key, "elsewhere", HOME, given_port))
+    assert len(set(tried)) == len(tried) >= 8
+    if given_port is not None:
+        assert tried[0] == given_port
+    assert all(20000 <= port < 32000 for port in tried if port != given_port)
+
+
+def test_jobs_whose_numbers_are_alike_try_other_ports():
+    first = [ports(MeetingPoint(f"slurm//{job}/0/", "a"))[0] for job in range(100_000, 100_500)]
+    assert len(set(first)) > 450

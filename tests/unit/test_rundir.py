@@ -1,0 +1,124 @@
+"""Files of a run are written whole or not at all, and read with what a crash can leave."""
+
+import errno
+import os
+import stat
+
+import pytest
+
+from hpctrain.errors import UsageError
+from hpctrain.rundir import (
+    RunDirectory,
+    create,
+    read_verdict,
+    replace,
+    write_verdict,
+)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 75, 76])
+def test_a_verdict_comes_back_as_it_was_written(tmp_path, code):
+    path = tmp_path / "not-there-yet" / "verdict"
+    assert read_verdict(path) is None
+    write_verdict(str(path), code, 'stopped: "USR2", 10 s left\n')
+    assert read_verdict(path) == (code, 'stopped: "USR2", 10 s left\n')
+    write_verdict(str(path), 1, "later")
+    assert read_verdict(path) == (1, "later")
+    assert [entry.name for entry in path.parent.iterdir()] == ["verdict"]
+
+
+def test_half_a_verdict_is_none(tmp_path):
+    path = tmp_path / "verdict"
+    write_verdict(str(path), 75, "stopped")
+    whole = path.read_bytes()
+    for length in range(len(whole) - 1):  # the last byte ends the line
+        path.write_bytes(whole[:length])
+        assert read_verdict(path) is None
+    for strange in (
+        b"75",
+        b"[]",
+        b"null",
+        b'{"code": "soon", "reason": ""}',
+        b"\xff",
+        b'{"code": 1}',
+    ):
+        path.write_bytes(strange)
+        assert read_verdict(path) is None
+    assert read_verdict(tmp_path) is None
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace", "fdopen"])
+def test_a_replacement_that_fails_leaves_what_was_there(tmp_path, monkeypatch, fails):
+    path = tmp_path / "summary.json"
+    replace(path, "old")
+
+    def fail(*arguments, **keywords):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, fails, fail)
+        with pytest.raises(OSError, match="No space left"):
+            replace(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    replace(path, "new")
+    assert path.read_text() == "new"
+
+
+def test_a_file_is_created_once_and_the_second_writer_is_told(tmp_path):
+    path = tmp_path / "run" / "run.json"
+    create(path, "first")
+    with pytest.raises(FileExistsError):
+        create(path, "second")
+    assert path.read_text() == "first"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o002])
+@pytest.mark.parametrize("write", [create, replace])
+def test_files_are_as_open_as_the_umask_says(tmp_path, mask, write):
+    before = os.umask(mask)
+    try:
+        write(tmp_path / "file", "")
+        assert os.umask(mask) == mask
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~mask
+
+
+def test_rows_end_where_a_line_was_cut_off(tmp_path):
+    run = RunDirectory(tmp_path)
+    assert run.rows() == []
+    lines = '{"step": 10, "loss": 0.5}\n{"step": 20, "loss": NaN}\n'
+    run.metrics.write_text(lines)
+    assert [row["step"] for row in run.rows()] == [10, 20]
+    whole = '{"step": 30, "loss": 0.25}'
+    for length in range(len(whole)):
+        run.metrics.write_text(lines + whole[:length])
+        assert [row["step"] for row in run.rows()] == [10, 20]
+    run.metrics.write_text(lines + whole)
+    assert run.rows()[2] == {"step": 30, "loss": 0.25}
+
+
+def test_a_file_that_is_not_there_is_none_and_one_that_is_damaged_is_refused(tmp_path):
+    run = RunDirectory(tmp_path)
+    assert run.read(run.identity) is None
+    replace(run.identity, '{"name": "digits"}')
+    assert run.read(run.identity) == {"name": "digits"}
+    run.identity.write_bytes(b'{"name": "dig')
+    with pytest.raises(UsageError, match=r"run\.json cannot be read"):
+        run.read(run.identity)
+
+
+def test_the_names_in_a_run_directory_are_those_that_are_promised(tmp_path):
+    run = RunDirectory(tmp_path)
+    places = [run.identity, run.starts, run.metrics, run.summary, run.log(3), run.checkpoint(42)]
+    assert [str(place.relative_to(tmp_path)) for place in places] == [
+        "run.json",
+        "starts.jsonl",
+        "metrics.jsonl",
+        "summary.json",
+        "logs/rank-3.log",
+        "checkpoints/step-00000042",
+    ]
+    assert run.steps() == []
