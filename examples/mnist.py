@@ -1,4 +1,4 @@
-"""The MNIST loop of the tutorials, under every launcher, over any number of ranks."""
+"""The MNIST loop of the tutorials."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""The MNIST loop of the tutorials: one process, one device."""
+"""The MNIST loop of the tutorials."""
 
 import argparse
 
@@ -40,6 +40,7 @@ def evaluate(model, loader, device):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", default="digits")
+    parser.add_argument("--download", action="store_true")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -48,7 +49,7 @@ def main():
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    train_set, test_set = load(args.data)
+    train_set, test_set = load(args.data, args.download)
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True)
     test_loader = DataLoader(test_set, 256)
     model = Net(*train_set.size, train_set.classes).to(device)
@@ -61,9 +62,7 @@ def main():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        print(
-            f"epoch {epoch} loss {loss.item():.4f} top1 {evaluate(model, test_loader, device):.4f}"
-        )
+        print(epoch, loss.item(), evaluate(model, test_loader, device))
 
 
 if __name__ == "__main__":

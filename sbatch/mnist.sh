@@ -37,7 +37,8 @@ export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 # srun does not take over --cpus-per-task from sbatch in every version of Slurm, and without
 # --kill-on-bad-exit the ranks that are left wait for a dead one.
 command=(srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}"
-    "$python" examples/mnist.py --data fashion-mnist --global-batch 256 --epochs 2 "$@")
+    "$python" examples/mnist.py --data fashion-mnist --global-batch 256 --lr 0.002
+    --epochs 2 "$@")
 echo "job $job on $SLURM_JOB_NODELIST: ${command[*]}"
 
 code=0

@@ -187,3 +187,13 @@ def wait_for(cluster, job, log: Path) -> str:
             return log.read_text()
         time.sleep(0.5)
     raise AssertionError(f"job {job} did not end: {log.read_text()}")
+
+
+def test_slurm_accepts_what_the_readme_submits(cluster, checkout):
+    text = (launches.TOP / "README.md").read_text()
+    commands = [line for line in text.splitlines() if line.startswith(("sbatch ", "srun "))]
+    assert len(commands) == 3
+    for command in commands:
+        program, _, rest = command.partition(" ")
+        done = cluster.run(["bash", "-c", f"{program} --test-only {rest}"], cwd=checkout)
+        assert done.returncode == 0, done.stderr

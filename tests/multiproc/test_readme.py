@@ -1,0 +1,74 @@
+"""What the README shows is what happens."""
+
+import json
+import re
+import subprocess
+
+import launches
+import pytest
+
+README = (launches.TOP / "README.md").read_text()
+
+
+def blocks(kind):
+    return re.findall(rf"^```{kind}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
+LOCAL = [line for line in COMMANDS if line.split()[0] in ("python", "hpctrain", "torchrun")]
+
+
+def test_the_difference_is_the_one_between_the_two_examples():
+    done = subprocess.run(
+        ["diff", "-w", "-U0", "examples/mnist_plain.py", "examples/mnist.py"],
+        cwd=launches.TOP,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = [
+        line
+        for line in done.stdout.splitlines()
+        if not line.startswith(("@@", "---", "+++")) and line[1:].strip()
+    ]
+    assert blocks("diff") == ["\n".join(lines) + "\n"]
+    assert sum(line.startswith("+") for line in lines) == 16
+
+
+def test_every_command_is_one_that_a_test_runs():
+    known = {"python", "hpctrain", "torchrun", "sbatch", "srun"}
+    others = [line for line in COMMANDS if line.split()[0] not in known]
+    assert others == ["bash examples/quickstart.sh", "bash tests/run.sh"]
+    assert len(LOCAL) == 5
+
+
+@pytest.mark.parametrize("command", LOCAL)
+def test_a_command_works_as_it_is_printed(command, tmp_path):
+    (tmp_path / "examples").symlink_to(launches.TOP / "examples")
+    path = f"{launches.BIN}:{launches.environ()['PATH']}"
+    done = launches.start(["bash", "-c", command], tmp_path, PATH=path)
+    assert done.returncode == 0, done.stderr
+    if "mnist.py" in command:
+        (run,) = (tmp_path / "runs").iterdir()
+        assert json.loads((run / "summary.json").read_text())["metrics"]["top1"] > 0.5
+
+
+def test_the_plain_example_trains(tmp_path):
+    command = [launches.PYTHON, launches.TOP / "examples" / "mnist_plain.py", "--epochs", "1"]
+    done = launches.start(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) > 0.5
+
+
+def test_quickstart_trains_the_digits_to_98_percent(tmp_path):
+    if not (launches.TOP / ".venv").is_dir():
+        pytest.fail("tests/run.sh makes the .venv that the quickstart uses")
+    command = ["bash", launches.TOP / "examples" / "quickstart.sh", "--run", tmp_path / "run"]
+    done = launches.start(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["metrics"]["top1"] >= 0.98
+    assert summary["world_size"] >= 1
+    table = dict(line.removeprefix("0: ").split(None, 1) for line in done.stdout.splitlines()[-7:])
+    assert set(table) == {"top-1", "images/s", "time", "ranks", "backend", "precision", "run"}
+    assert table["run"] == str(tmp_path / "run")

@@ -1,0 +1,48 @@
+#!/bin/bash
+# Sets up everything that the tests need, and passes them.
+#
+#     bash tests/run.sh [--long] [options of pytest]
+#
+# As root on Debian or Ubuntu it installs a real Slurm, starts it on four hosts that live in network
+# namespaces of this machine, and stops it again. Without root it runs what it can, and its last
+# lines say what was left out.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. examples/setup.sh
+
+long=
+if [ "${1:-}" = --long ]; then
+    long=--long
+    shift
+fi
+
+packages=(slurm-wlm munge iproute2 dataset-fashion-mnist shellcheck)
+set_up test
+missing=()
+for package in "${packages[@]}"; do
+    dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' ||
+        missing+=("$package")
+done
+left_out=()
+if [ ${#missing[@]} -gt 0 ] && ! apt_install "${missing[@]}"; then
+    left_out+=("what needs the packages ${missing[*]}: sudo apt-get install ${missing[*]}")
+fi
+
+cluster() { .venv/bin/python tests/slurm/cluster.py "$@"; }
+required=()
+[ ! -d /usr/share/datasets/fashion-mnist ] || required+=(--require fashion-mnist)
+! command -v shellcheck >/dev/null || required+=(--require shellcheck)
+why=$(PYTHONPATH=tests/slurm .venv/bin/python -c 'import cluster; print(cluster.available())')
+if [ -z "$why" ]; then
+    required+=(--require slurm)
+    # Also what an earlier run that was killed has left.
+    cluster stop
+    trap 'cluster stop' EXIT
+else
+    left_out+=("the tests on a real Slurm: $why")
+fi
+
+code=0
+.venv/bin/python -m pytest -rs "${required[@]}" $long "$@" || code=$?
+for line in "${left_out[@]}"; do say "left out: $line"; done
+exit "$code"

@@ -1,0 +1,73 @@
+"""The source itself: format, lint, types, layers, scripts, and what a clone must not hold."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+SCRIPTS = sorted(str(path.relative_to(TOP)) for path in TOP.glob("[a-z]*/*.sh"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ruff", "format", "--check", "--no-cache", "."],
+        ["ruff", "check", "--no-cache", "."],
+        ["mypy"],
+        ["lint-imports", "--no-cache"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_the_checkers_find_nothing(command):
+    done = subprocess.run(
+        [BIN / command[0], *command[1:]], cwd=TOP, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_shellcheck_finds_nothing(script, lacking):
+    if shutil.which("shellcheck") is None:
+        lacking("shellcheck", "apt-get install shellcheck")
+    done = subprocess.run(
+        ["shellcheck", "--shell=bash", "--exclude=SC1091", script],
+        cwd=TOP,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def _tracked():
+    done = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=TOP, capture_output=True, text=True
+    )
+    return [TOP / line for line in done.stdout.splitlines() if (TOP / line).is_file()]
+
+
+def test_the_top_level_holds_what_it_should_and_nothing_else():
+    expected = {"setup.cfg", "setup.py", "README.md", "hpctrain", "sbatch", "tests", "examples"}
+    expected |= {"docs", "benchmarks", "LICENSE", "CHANGELOG.md"}
+    found = {path.relative_to(TOP).parts[0] for path in _tracked()}
+    assert {name for name in found if not name.startswith(".")} == expected
+
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+def test_every_link_between_our_pages_leads_somewhere():
+    pages = [path for path in _tracked() if path.suffix == ".md"]
+    assert len(pages) > 3
+    dead = [
+        f"{page.relative_to(TOP)}: {target}"
+        for page in pages
+        for target in LINK.findall(page.read_text())
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert not dead
