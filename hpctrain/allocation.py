@@ -74,5 +74,5 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
         end_time=number("SLURM_JOB_END_TIME"),
         submit_dir=env.get("SLURM_SUBMIT_DIR"),
         tasks=number("SLURM_NTASKS"),
-        gpus=int(gpus) if gpus and gpus.isdigit() else None,
+        gpus=int(gpus) if gpus and gpus.isdecimal() else None,
     )

@@ -9,6 +9,7 @@ session = hpctrain.Session(backend="ddp", precision="bf16")
 import argparse
 import dataclasses
 import difflib
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +160,10 @@ class Options:
                     f"{near[0]}=…" if near else "",
                 )
         given = {k: v for k, v in vars(namespace or argparse.Namespace()).items() if k in fields}
-        values = {**given, **keywords}
+        values = {
+            name: os.fspath(value) if isinstance(value, os.PathLike) else value
+            for name, value in {**given, **keywords}.items()
+        }
         for name, value in values.items():
             _check(fields[name], value)
         return cls(**values)
@@ -176,10 +180,20 @@ def _check(field: Any, value: Any) -> None:
             f"one of {', '.join(choices)}",
             f"{spec['flag']} {near[0] if near else choices[0]}",
         )
-    least = getattr(spec.get("type"), "least", None)
+    if value is None and field.default is None:
+        return
+    kind = spec.get("type")
+    least = getattr(kind, "least", None)
     whole = isinstance(value, int) and not isinstance(value, bool)
-    if least is not None and value is not None and not (whole and value >= least):
+    if least is not None and not (whole and value >= least):
         raise UsageError(f"{spec['flag']} {value!r}", f"a whole number from {least} on")
+    number = whole or isinstance(value, float)
+    if kind is _positive and not (number and 0 < value < float("inf")):
+        raise UsageError(f"{spec['flag']} {value!r}", "a number above 0")
+    if "action" in spec and not isinstance(value, bool):
+        raise UsageError(f"{spec['flag']} {value!r}", "True or False")
+    if kind is str and not isinstance(value, str):
+        raise UsageError(f"{spec['flag']} {value!r}", "text")
 
 
 def options(**parser_arguments: Any) -> argparse.ArgumentParser:

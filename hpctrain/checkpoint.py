@@ -11,6 +11,7 @@ files, never code.
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,6 +49,8 @@ def save(
     """
     final = directory.checkpoint(step)
     temporary = final.with_name(f".{final.name}.{os.getpid()}")
+    for left in directory.checkpoints.glob(".step-*"):
+        shutil.rmtree(left, ignore_errors=True)  # a start before was killed while it wrote
     try:
         temporary.mkdir(parents=True)
         files = {
@@ -64,12 +67,13 @@ def save(
         _sync(final.parent)
     # torch.save turns the OSError of a full disk into a RuntimeError.
     except (OSError, RuntimeError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written to {final.parent}: {error}",
             "a file system with room",
             f"df -h {final.parent}",
         ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # there only if it was not committed
     for old in directory.steps()[:-_KEEP]:
         shutil.rmtree(directory.checkpoint(old), ignore_errors=True)
     return final
@@ -121,7 +125,14 @@ def _load(folder: Path) -> dict[str, Any]:
             if path.stat().st_size != said["size"] or _hash(path) != said["sha256"]:
                 raise CheckpointError(f"{path} is not what was written")
             state[path.stem] = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+            LookupError,
+            TypeError,
+            pickle.UnpicklingError,
+        ) as error:
             raise CheckpointError(f"{path} cannot be read ({error})") from None
     return state
 

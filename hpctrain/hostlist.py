@@ -5,6 +5,7 @@ of the lower end of their range.
 """
 
 import itertools
+import math
 import re
 
 from hpctrain.errors import UsageError
@@ -14,6 +15,7 @@ __all__ = ["expand", "first"]
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?\Z", re.ASCII)
 # Slurm's own limit on the hosts of one expression (MAX_RANGE in its hostlist.c, 22.05).
 _MOST_HOSTS = 65536
+_LONGEST_RANGE = 100
 
 
 def expand(expression: str) -> list[str]:
@@ -26,8 +28,10 @@ def expand(expression: str) -> list[str]:
     start = 0
     while start <= len(expression):
         term, end = _term(expression, start)
-        if term:
+        if term.strip():
             hosts += _names(expression, term, start)
+            if len(hosts) > _MOST_HOSTS:
+                raise _malformed(expression, start, f"more than {_MOST_HOSTS} hosts")
         start = end + 1
     return hosts
 
@@ -74,7 +78,9 @@ def _names(expression: str, term: str, start: int) -> list[str]:
         elif piece:
             parts.append([piece])
         position += len(piece)
-    return ["".join(pieces) for pieces in itertools.product(*parts)]
+    if math.prod(map(len, parts)) > _MOST_HOSTS:
+        raise _malformed(expression, start, f"more than {_MOST_HOSTS} hosts in {term}")
+    return ["".join(pieces).strip() for pieces in itertools.product(*parts)]
 
 
 def _numbers(expression: str, body: str, position: int) -> list[str]:
@@ -86,6 +92,8 @@ def _numbers(expression: str, body: str, position: int) -> list[str]:
             raise _malformed(expression, position, f"{piece!r} is not a number or a range")
         low = match[1]
         high = match[2] or low
+        if len(piece) > _LONGEST_RANGE:
+            raise _malformed(expression, position, "a range of absurdly many digits")
         if int(high) < int(low):
             raise _malformed(expression, position, f"the range {piece} runs backwards")
         if int(high) - int(low) >= _MOST_HOSTS:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,7 +169,7 @@ class _Watch:
             thread.start()
         before = {
             number: signal.signal(number, lambda caught, _: self.left.put(caught))
-            for number in (signal.SIGINT, signal.SIGTERM)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         }
         try:
             return self._watch(pumps)
@@ -200,9 +201,10 @@ class _Watch:
             if event.process.returncode and first is None:
                 first = event
                 limit, escalation = _SECONDS_TO_FAIL, iter((signal.SIGTERM,))
+        # Something that a rank started may hold its pipe open; it is killed right after.
+        end = time.monotonic() + 1.0
         for thread in pumps:
-            # Something that a rank started may hold its pipe open; it is killed right after.
-            thread.join(timeout=1.0)
+            thread.join(timeout=max(0.0, end - time.monotonic()))
         if first is None:
             return 0
         self._tell(first)
@@ -235,6 +237,8 @@ class _Watch:
             text = line.decode(errors="replace")
             if target is sys.stderr:
                 rank.last_lines.append(text)
+            if label and not text.endswith("\n"):
+                text += "\n"  # or the line of another rank would follow on this one
             with self.lock:
                 target.write(label + text)  # type: ignore[attr-defined]
                 target.flush()  # type: ignore[attr-defined]

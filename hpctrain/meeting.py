@@ -14,6 +14,7 @@ The messages are lines of JSON:
 The nonce keeps two jobs apart that use one port by accident. It is no protection against malice.
 """
 
+import dataclasses
 import hashlib
 import hmac
 import json
@@ -138,7 +139,7 @@ def _places(world: World) -> dict[str, Any]:
     return {
         "local_rank": world.local_rank,
         "node_rank": world.node_rank,
-        "hosts": world.hosts,
+        "hosts": list(world.hosts) if world.hosts else None,  # as JSON has it: all rolls are equal
         "launcher": world.launcher,
     }
 
@@ -195,12 +196,12 @@ class _Host:
         """The roll, and the socket for the backend's store."""
         try:
             self._wait()
-            first = self._addresses()[0]
+            roll = _call(self._in_order(), self._addresses(), 0)
+            first = roll.addresses[0]
             family = socket.AF_INET6 if ":" in first else socket.AF_INET
             listener = socket.create_server((first, 0), family=family, backlog=4096)
-            port = listener.getsockname()[1]
-            roll = _call(self._in_order(), self._addresses(), port)
-            self._tell({"roll": [roll.entries, roll.addresses, port]})
+            roll = dataclasses.replace(roll, port=listener.getsockname()[1])
+            self._tell({"roll": [roll.entries, roll.addresses, roll.port]})
         except HpctrainError as error:
             fields = [error.found, error.expected, error.fix]
             self._tell({"error": fields, "code": error.exit_code})
@@ -256,7 +257,9 @@ class _Host:
 
     def _welcome(self, caller: _Caller, line: bytes) -> None:
         hello = _parse(line)
-        if hello is None or not hmac.compare_digest(str(hello.get("nonce")), self.nonce):
+        if hello is None or not hmac.compare_digest(
+            str(hello.get("nonce")).encode(errors="replace"), self.nonce.encode()
+        ):
             self._dismiss(caller)
             return
         rank, entry = hello["rank"], hello["entry"]
@@ -267,11 +270,10 @@ class _Host:
             self._dismiss(caller)
             return
         caller.rank = rank
-        known = self.entries.get(rank)
+        self._check(hello, self.entries.get(rank))
         if rank in self.callers:
-            self.callers[rank].rank = None
+            self.callers[rank].rank = None  # the same process came again
         self.callers[rank] = caller
-        self._check(hello, known)
         self.entries[rank] = entry
 
     def _check(self, hello: dict[str, Any], known: Entry | None) -> None:
@@ -300,7 +302,11 @@ class _Host:
             self.entries.pop(caller.rank, None)
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for caller in self.callers.values():
+        # Also to those who are counted nowhere, because they are what is wrong.
+        callers = [key.data for key in self.selector.get_map().values() if key.data is not None]
+        for caller in callers:
+            if caller.rank is None:
+                continue
             try:
                 caller.connection.settimeout(_GRACE_SECONDS)
                 caller.connection.sendall(_line(message))
@@ -460,6 +466,13 @@ def _call(entries: tuple[Entry, ...], addresses: tuple[str, ...], port: int) -> 
                 "a local rank of its own for each rank of a host",
                 "export LOCAL_RANK as the place of the rank on its host, from 0",
             )
+        if place["local_rank"] >= host_of_rank.count(host):
+            raise ContradictionError(
+                f"rank {rank} has local rank {place['local_rank']}, and there are only "
+                f"{host_of_rank.count(host)} ranks on {hosts[host]}",
+                "local ranks that count the ranks of one host",
+                "export LOCAL_RANK as the place of the rank on its host, from 0",
+            )
     return Roll(entries, addresses, hosts, host_of_rank, port)
 
 
@@ -482,6 +495,6 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """A message, or None for anything that is none."""
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None

@@ -28,6 +28,7 @@ _OF_ONE_RANK = (
     "HPCTRAIN_NODE_RANK",
     "HPCTRAIN_NUM_NODES",
     "HPCTRAIN_HOSTS",
+    LAUNCHER,
     HOSTNAME,
     START,
     MAIN_ADDRESS,
@@ -71,10 +72,14 @@ SCRUB_PREFIXES = (
 )
 
 
+# Where the site's Slurm is: no job's variable, though it looks like one.
+_SITE_NAMES = frozenset({"SLURM_CONF"})
+
+
 def scrubbed(env: Mapping[str, str]) -> dict[str, str]:
     """A copy of the environment without what any launcher or scheduler put there."""
     return {
         name: value
         for name, value in env.items()
-        if name not in SCRUB_NAMES and not name.startswith(SCRUB_PREFIXES)
+        if name in _SITE_NAMES or (name not in SCRUB_NAMES and not name.startswith(SCRUB_PREFIXES))
     }

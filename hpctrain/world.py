@@ -63,6 +63,22 @@ class World:
                     f"at most as many as {limit_name}",
                     "hpctrain explain    shows the variable that each value came from",
                 )
+        local, nodes = self.local_world_size, self.num_nodes
+        if nodes is not None and (
+            nodes < 1
+            or (
+                local is not None
+                and (
+                    local != self.world_size if nodes == 1 else local + nodes - 1 > self.world_size
+                )
+            )
+        ):
+            raise ContradictionError(
+                f"local_world_size {local}, num_nodes {nodes} and world_size {self.world_size}, as "
+                f"{self.launcher} has it",
+                "all ranks on one host, or at least one rank on each",
+                "hpctrain explain    shows the variable that each value came from",
+            )
         if self.hosts and self.num_nodes and len(self.hosts) != self.num_nodes:
             raise ContradictionError(
                 f"{len(self.hosts)} hosts ({', '.join(self.hosts)}) and num_nodes "

@@ -18,6 +18,7 @@ PARTS = ("slurm", "fashion-mnist", "shellcheck")
 
 
 def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="also the tests that take minutes")
     parser.addoption(
         "--require",
         action="append",
@@ -25,6 +26,13 @@ def pytest_addoption(parser):
         choices=PARTS,
         help="a part that has to be there: its tests may not be skipped",
     )
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--long"):
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
 
 
 @pytest.fixture(scope="session")
@@ -58,34 +66,36 @@ def _scrubbed():
 def _children():
     """The processes that this one started and has not reaped, but for multiprocessing's own."""
     children = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except (OSError, ValueError):
-            continue
-        if parent == os.getpid() and "multiprocessing." not in command:
-            children[int(folder.name)] = command
+    for table in Path("/proc/self/task").glob("*/children"):
+        for pid in table.read_text().split():
+            command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if "multiprocessing." not in command:
+                children[int(pid)] = command
     return children
 
 
-def _listening():
-    """The inodes of sockets on which this process listens."""
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else ():
-            fields = line.split()
-            if fields[3] == "0A":
-                inodes.add(fields[9])
-    own = set()
+def _sockets():
+    """The inodes of this process's sockets."""
+    sockets = set()
     for link in Path("/proc/self/fd").iterdir():
         try:
             target = os.readlink(link)
         except OSError:
-            continue
+            continue  # the folder's own, closed by now
         if target.startswith("socket:["):
-            own.add(target[8:-1])
-    return inodes & own
+            sockets.add(target[8:-1])
+    return sockets
+
+
+def _listening(sockets):
+    """Those on which a process listens."""
+    lines = [
+        line.split()
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        if Path(table).exists()
+        for line in Path(table).read_text().splitlines()[1:]
+    ]
+    return sockets & {fields[9] for fields in lines if fields[3] == "0A"}
 
 
 @pytest.fixture(autouse=True)
@@ -96,16 +106,17 @@ def _leaves_nothing(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     hook = sys.excepthook
-    before = dict(os.environ), _children(), _listening(), set(threading.enumerate())
+    before = dict(os.environ), _children(), _sockets(), set(threading.enumerate())
     yield
     sys.excepthook = hook
-    environ, children, ports, threads = before
+    environ, children, sockets, threads = before
     after = dict(os.environ)
     after.pop("PYTEST_CURRENT_TEST", None)
     environ.pop("PYTEST_CURRENT_TEST", None)
     new = {pid: cmd for pid, cmd in _children().items() if pid not in children}
     assert not new, f"processes left: {new}"
-    assert _listening() <= ports, "a listening socket is left"
+    fresh = _sockets() - sockets
+    assert not fresh or not _listening(fresh), "a listening socket is left"
     left = [t for t in set(threading.enumerate()) - threads if not t.daemon]
     assert not left, f"threads left: {left}"
     changed = {k for k in environ.keys() | after.keys() if environ.get(k) != after.get(k)}

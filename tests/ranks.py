@@ -51,9 +51,7 @@ def run(
     rank = 0
     for node_rank, tasks in enumerate(layout):
         for local_rank in range(tasks):
-            world = World(
-                rank, size, local_rank, tasks, node_rank, len(layout), hosts, "hpctrain"
-            )
+            world = World(rank, size, local_rank, tasks, node_rank, len(layout), hosts, "hpctrain")
             environ = {
                 **HpctrainRun().environ(world, layout, number),
                 "HPCTRAIN_MAIN_ADDRESS": "127.0.0.1",

@@ -207,6 +207,8 @@ def _idx(path: Path) -> Tensor:
             "unsigned bytes in MNIST's format",
             "fetch it again",
         )
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=torch.uint8)  # frombuffer takes nothing that is empty
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=start)
     return flat.reshape(shape)
 

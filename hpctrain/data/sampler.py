@@ -42,7 +42,8 @@ class TrainingSampler(Sampler[list[int]]):
             raise UsageError(
                 f"{length} samples, and a global batch of {batches.global_batch}",
                 "at least one global batch of samples",
-                f"--global-batch {max(length // world.world_size, 1) * world.world_size}",
+                f"--global-batch {max(length // world.world_size, 1) * world.world_size}, without "
+                "--batch-size and --accumulate",
             )
         self.length = length
         self.batches = batches

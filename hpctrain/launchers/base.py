@@ -150,10 +150,22 @@ class Launcher(ABC):
             key=self.key(env),
             host=env.get(variables.HOSTNAME) or socket.gethostname(),
             address=address,
-            port=number(env, variables.MAIN_PORT) or port,
+            port=_port(env, variables.MAIN_PORT) or port,
         )
 
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
         """The address of rank 0's host and the first port to try, as far as this launcher knows."""
         del world
-        return env.get("MASTER_ADDR") or None, number(env, "MASTER_PORT")
+        return env.get("MASTER_ADDR") or None, _port(env, "MASTER_PORT")
+
+
+def _port(env: Environ, name: str) -> int | None:
+    """The port in a variable; None where it is unset, empty or 0.
+
+    Raises:
+        ContradictionError: it holds no port.
+    """
+    port = number(env, name)
+    if port is not None and not 0 <= port < 1 << 16:
+        raise ContradictionError(f"{name}={port}", "a port from 1 to 65535", f"unset {name}")
+    return port or None

@@ -14,7 +14,6 @@ class HpctrainRun(Launcher):
 
     name = "hpctrain"
     reason = "first: it scrubs what others set before it starts a rank, so it is the nearest"
-    inside = frozenset({"torchrun", "slurm", "env"})
     variables = {
         "rank": ("HPCTRAIN_RANK",),
         "world_size": ("HPCTRAIN_WORLD_SIZE",),

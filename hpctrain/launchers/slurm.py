@@ -9,7 +9,7 @@ Source: OUTPUT ENVIRONMENT VARIABLES in srun(1) and sbatch(1), Slurm 22.05.
 import re
 from collections.abc import Sequence
 
-from hpctrain.errors import ContradictionError
+from hpctrain.errors import ContradictionError, UsageError
 from hpctrain.hostlist import expand
 from hpctrain.launchers.base import Claim, Claims, Environ, Launcher
 from hpctrain.world import World
@@ -39,14 +39,19 @@ class SlurmStep(Launcher):
     def matches(self, env: Environ) -> bool:
         """A step with a number of its own, and a place in it."""
         step = env.get("SLURM_STEP_ID", "")
-        return step.isdigit() and int(step) < _FIRST_OWN_STEP and bool(env.get("SLURM_PROCID"))
+        return step.isdecimal() and int(step) < _FIRST_OWN_STEP and bool(env.get("SLURM_PROCID"))
 
     def claims(self, env: Environ) -> Claims:
         """The numbers, the hosts, and the tasks on this host."""
         claims = super().claims(env)
         hosts = env.get("SLURM_STEP_NODELIST")
         if hosts:
-            claims["hosts"] = Claim(tuple(expand(hosts)), "SLURM_STEP_NODELIST")
+            try:
+                claims["hosts"] = Claim(tuple(expand(hosts)), "SLURM_STEP_NODELIST")
+            except UsageError as error:
+                raise ContradictionError(
+                    f"SLURM_STEP_NODELIST: {error.found}", error.expected, error.fix
+                ) from None
         counts = env.get("SLURM_STEP_TASKS_PER_NODE")
         if counts and "node_rank" in claims:
             local = _tasks_here(counts, claims)

@@ -29,7 +29,7 @@ def images(count, seed=0):
 def train(session, steps, model=None, lr=0.05):
     """Losses of the first steps, and the model."""
     model = model or small_model()
-    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr, 0.9))
+    model, _optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr, 0.9))
     loader = session.loader(images(240))
     losses = []
     with session.run(name="battery") as run:
@@ -169,7 +169,7 @@ def test_an_evaluation_counts_each_sample_once_in_every_world():
 def counts_reductions():
     with hpctrain.Session(global_batch=24, batch_size=2, max_steps=3, run="run") as session:
         model = small_model()
-        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        model, _optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         seen = []
         model.register_comm_hook(seen, _count)
         steps = []
@@ -185,16 +185,21 @@ def counts_reductions():
 
 def _count(seen, bucket):
     seen.append(1)
-    return torch.distributed.all_reduce(
-        bucket.buffer() / torch.distributed.get_world_size(), async_op=True
-    ).get_future().then(lambda future: future.value()[0])
+    return (
+        torch.distributed.all_reduce(
+            bucket.buffer() / torch.distributed.get_world_size(), async_op=True
+        )
+        .get_future()
+        .then(lambda future: future.value()[0])
+    )
 
 
 def test_only_the_last_micro_batch_of_a_step_talks():
     for steps in ranks.values(ranks.run(3, counts_reductions)):
-        assert steps == [(False, False)] * 3 + [(True, True)] + (
-            [(False, False)] * 3 + [(True, True)]
-        ) * 2
+        assert (
+            steps
+            == [(False, False)] * 3 + [(True, True)] + ([(False, False)] * 3 + [(True, True)]) * 2
+        )
 
 
 def precisions(precision, clip):
@@ -254,8 +259,9 @@ def test_a_second_session_in_the_same_process_works_and_the_environment_is_put_b
 
 
 def too_early():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0,
-                                         world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         hpctrain.Session(batch_size=2)
     finally:
@@ -271,8 +277,13 @@ def test_a_process_group_of_the_script_is_refused():
 
 def repeat_with_dropout():
     with hpctrain.Session(
-        global_batch=12, batch_size=2, max_steps=6, precision="fp64", deterministic=True,
-        log_every=1, run="run",
+        global_batch=12,
+        batch_size=2,
+        max_steps=6,
+        precision="fp64",
+        deterministic=True,
+        log_every=1,
+        run="run",
     ) as session:
         model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
         return train(session, 6, model)[0]

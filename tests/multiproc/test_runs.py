@@ -103,8 +103,8 @@ def test_a_killed_run_goes_on_where_its_checkpoint_was(size, die_at, tmp_path, m
     expected = rows()
     monkeypatch.chdir(tmp_path)
     assert all(
-        isinstance(result, BaseException) for result in ranks.run(size, train_with,
-                                                                  {**options, "die_at": die_at})
+        isinstance(result, BaseException)
+        for result in ranks.run(size, train_with, {**options, "die_at": die_at})
     )
     resumed = ranks.values(ranks.run(size, train_with, {**options, "resume": True}))
     done = max(step for step in (0, 3, 4, 6, 8, 9) if step <= die_at)
@@ -149,8 +149,11 @@ def test_resume_without_a_checkpoint_begins():
 def test_a_directory_of_another_run_is_refused_and_left_alone(options, words):
     ranks.values(ranks.run(1, train_with, {"max_steps": 5}))
     Path("run/summary.json").write_text('{"status": "stopped"}')
-    before = {path: path.read_bytes() for path in Path("run").rglob("*")
-              if path.is_file() and "logs" not in path.parts}
+    before = {
+        path: path.read_bytes()
+        for path in Path("run").rglob("*")
+        if path.is_file() and "logs" not in path.parts
+    }
     for result in ranks.run(3, train_with, options):
         assert isinstance(result, hpctrain.HpctrainError)
         assert result.exit_code == 2

@@ -96,7 +96,7 @@ def test_epochs_and_seeds_have_orders_of_their_own_and_repeats_have_the_same():
 def test_fewer_samples_than_a_step_takes_are_refused_with_a_size_that_fits():
     with pytest.raises(UsageError, match=r"100 samples, and a global batch of 128") as caught:
         TrainingSampler(100, Batches(128, 64, 1), worlds(2)[0], 0)
-    assert caught.value.fix == "--global-batch 100"
+    assert caught.value.fix == "--global-batch 100, without --batch-size and --accumulate"
     assert TrainingSampler(100, Batches(100, 50, 1), worlds(2)[0], 0).steps == 1
 
 

@@ -46,7 +46,11 @@ def test_shellcheck_finds_nothing(script, lacking):
 
 def _tracked():
     done = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=TOP, capture_output=True, text=True
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=TOP,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return [TOP / line for line in done.stdout.splitlines() if (TOP / line).is_file()]
 
