@@ -11,6 +11,7 @@ __all__ = [
     "HpctrainError",
     "StartError",
     "UsageError",
+    "repeated",
     "report_uncaught",
 ]
 
@@ -26,6 +27,9 @@ class HpctrainError(Exception):
 
     exit_code = 1
 
+    #: Whether this rank only repeats what rank 0 says in full.
+    told_by_rank_0 = False
+
     def __init__(self, found: str, expected: str = "", fix: str = "") -> None:
         super().__init__(found, expected, fix)
         self.found = found
@@ -39,6 +43,13 @@ class HpctrainError(Exception):
         if self.fix:
             lines.append(f"  to mend:  {self.fix}")
         return "\n".join(lines)
+
+
+def repeated(found: str, expected: str, fix: str, exit_code: int) -> HpctrainError:
+    """Rank 0's error, to be raised by another rank: of it, only the first line is shown there."""
+    error = (UsageError if exit_code == UsageError.exit_code else StartError)(found, expected, fix)
+    error.told_by_rank_0 = True
+    return error
 
 
 class UsageError(HpctrainError):
@@ -77,8 +88,11 @@ def report_uncaught() -> None:
             previous(kind, error, traceback)
             return
         sys.stdout.flush()
-        sys.stderr.write(f"hpctrain: error: {error}\n")
-        sys.stderr.flush()
+        # torch.distributed puts its own hook before this one and holds back what goes to
+        # sys.stderr until this one returns, which it does not.
+        stream = sys.__stderr__ or sys.stderr
+        stream.write(f"hpctrain: error: {error.found if error.told_by_rank_0 else error}\n")
+        stream.flush()
         # Python gives every uncaught exception exit code 1 and offers no way to change it, so
         # the process is left here, after what it would have run at its end.
         atexit._run_exitfuncs()

@@ -27,7 +27,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain import variables
-from hpctrain.errors import ContradictionError, HpctrainError, StartError, UsageError
+from hpctrain.errors import (
+    ContradictionError,
+    HpctrainError,
+    StartError,
+    UsageError,
+    repeated,
+)
 from hpctrain.launchers.base import MeetingPoint
 from hpctrain.world import World
 
@@ -428,8 +434,8 @@ def _ask(address: str, port: int, hello: dict[str, Any], deadline: float) -> dic
 
 def _read(answer: dict[str, Any]) -> Roll:
     if "error" in answer:
-        kind = UsageError if answer["code"] == UsageError.exit_code else StartError
-        raise kind(*answer["error"])
+        found, expected, fix = answer["error"]
+        raise repeated(found, expected, fix, answer["code"])
     entries, addresses, port = answer["roll"]
     return _call(tuple(entries), tuple(addresses), port)
 

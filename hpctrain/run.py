@@ -22,7 +22,7 @@ from hpctrain.arguments import Batches, Options
 from hpctrain.backends.base import Backend
 from hpctrain.data import Loader, TrainingSampler
 from hpctrain.data.loader import move
-from hpctrain.errors import HpctrainError, StartError, UsageError
+from hpctrain.errors import HpctrainError, UsageError, repeated
 from hpctrain.metrics import Metrics
 from hpctrain.precision import Precision
 from hpctrain.rundir import RunDirectory
@@ -104,6 +104,7 @@ class Run:
         """Rank 0's choice of a directory, or its error, on all ranks."""
         session = self._session
         answer: tuple[str, Any, Any] = ("", None, None)
+        mistake: HpctrainError | None = None
         if session.world.rank == 0:
             try:
                 directory, finished = identity.claim(
@@ -116,10 +117,14 @@ class Run:
                 )
                 answer = ("ok", str(directory.path), finished)
             except HpctrainError as error:
+                mistake = error
                 answer = ("error", [error.found, error.expected, error.fix], error.exit_code)
         kind, what, more = session.backend.share(answer)
+        if mistake is not None:
+            raise mistake
         if kind == "error":
-            raise (UsageError if more == rundir.WRONG_USE else StartError)(*what)
+            found, expected, fix = what
+            raise repeated(found, expected, fix, more)
         return RunDirectory(what), more
 
     def epochs(self, default: int | None = None) -> Iterator[int]:

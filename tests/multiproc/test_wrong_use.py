@@ -124,3 +124,16 @@ def test_an_error_that_nobody_catches_ends_with_its_code_and_no_traceback(tmp_pa
     script = tmp_path / "train.py"
     script.write_text(UNCAUGHT)
     refused(launches.start([sys.executable, script], tmp_path), "--precision fp12", "fp16")
+
+
+def test_ranks_that_talk_already_say_what_is_wrong_too(tmp_path):
+    """torch.distributed holds back what an exception hook prints."""
+    command = [launches.BIN / "hpctrain", "run", "--nproc-per-node", "3", launches.EXAMPLE]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("years")
+    done = launches.start([*command, "--run", "run"], tmp_path)
+    assert done.returncode == 2
+    assert "0: hpctrain: error: run is not empty (thesis.tex)" in done.stderr
+    assert done.stderr.count("0:   to mend:  --run DIR for another") == 1
+    assert "2:   to mend" not in done.stderr
+    assert "Traceback" not in done.stderr
