@@ -3,6 +3,7 @@
 Never imports torch.
 """
 
+import ctypes
 import os
 import queue
 import secrets
@@ -84,23 +85,32 @@ def start(
     number = secrets.randbelow(2**31)
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
         verdict = Path(folder) / "verdict"
-        ranks = []
-        for world in _worlds(tasks_per_node):
-            environ = {
-                **variables.scrubbed(env),
-                **launcher.environ(world, tasks_per_node, number),
-                variables.MAIN_ADDRESS: "127.0.0.1",
-                variables.VERDICT: str(verdict),
-            }
-            if len(tasks_per_node) > 1 and world.hosts and world.node_rank is not None:
-                environ[variables.HOSTNAME] = world.hosts[world.node_rank]
-            # Several ranks that each take all cores are slower than one.
-            threads = max(1, len(os.sched_getaffinity(0)) // world.world_size)
-            environ.setdefault("OMP_NUM_THREADS", str(threads))
-            ranks.append(_Rank(world.rank, _popen(command, environ)))
-        code = _Watch(ranks).wait()
+        ranks: list[_Rank] = []
+        try:
+            for world in _worlds(tasks_per_node):
+                environ = {
+                    **_environ(world, env),
+                    **launcher.environ(world, tasks_per_node, number),
+                    variables.VERDICT: str(verdict),
+                }
+                ranks.append(_Rank(world.rank, _popen(command, environ)))
+            code = _Watch(ranks).wait()
+        finally:
+            for rank in ranks:
+                rank.signal(signal.SIGKILL)
         said = rundir.read_verdict(verdict)
     return said[0] if said else code
+
+
+def _environ(world: World, env: Mapping[str, str]) -> dict[str, str]:
+    """What a rank gets whatever the launcher: a clean environment, one place to meet, its cores."""
+    environ = {**variables.scrubbed(env), variables.MAIN_ADDRESS: "127.0.0.1"}
+    if world.num_nodes != 1 and world.hosts and world.node_rank is not None:
+        environ[variables.HOSTNAME] = world.hosts[world.node_rank]
+    # Several ranks that each take all cores are slower than one.
+    threads = max(1, len(os.sched_getaffinity(0)) // world.world_size)
+    environ.setdefault("OMP_NUM_THREADS", str(threads))
+    return environ
 
 
 def _worlds(tasks_per_node: Sequence[int]) -> list[World]:
@@ -135,7 +145,17 @@ def _popen(command: Sequence[str], environ: Mapping[str, str]) -> "subprocess.Po
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=_die_with_parent,  # noqa: PLW1509, there are no threads yet
     )
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def _die_with_parent() -> None:
+    """Even a kill -9 of `hpctrain run` leaves no rank behind."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(slots=True)
@@ -174,8 +194,6 @@ class _Watch:
         try:
             return self._watch(pumps)
         finally:
-            for rank in self.ranks:
-                rank.signal(signal.SIGKILL)
             for number, handler in before.items():
                 signal.signal(number, handler)
 

@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -216,3 +217,23 @@ def test_a_signal_is_passed_on_and_the_handler_is_put_back(ranks, number):
         assert signal.getsignal(number) is handler
     finally:
         signal.signal(number, before)
+
+
+def test_no_rank_outlives_a_killed_launcher(tmp_path):
+    script = tmp_path / "sleeps.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path(os.environ['HPCTRAIN_RANK'] + '.pid').write_text(str(os.getpid()))\n"
+        "print('here', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "hpctrain", "run", "--nproc-per-node", "3", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        for _ in range(3):
+            assert launcher.stdout.readline().endswith("here\n")
+        pids = [int((tmp_path / f"{rank}.pid").read_text()) for rank in range(3)]
+        waits = [os.pidfd_open(pid) for pid in pids]
+        launcher.kill()
+    for pidfd in waits:
+        assert select.select([pidfd], [], [], 20)[0], "a rank is still there"
+        os.close(pidfd)
