@@ -17,6 +17,9 @@ from hpctrain.speech import logger
 
 __all__ = ["Metrics"]
 
+# People cannot read more, and saying a row costs more than writing it.
+_SECONDS_BETWEEN_LINES = 1.0
+
 
 @dataclass(slots=True)
 class _Row:
@@ -46,9 +49,11 @@ class Metrics:
     ) -> None:
         self._backend = backend
         self._micro_batches = micro_batches
-        self._step: dict[str, Tensor] = {}
+        self._on_host = backend.device.type == "cpu"
+        self._step: dict[str, Any] = {}  # tensors on a GPU, Python floats on a CPU
         self._under_way: deque[_Row] = deque()
         self._file: IO[str] | None = None
+        self._said = 0.0  # when the last training row was said
         self.rows = keep
         self.last: dict[str, float] = {}
         if backend.rank == 0:
@@ -61,8 +66,13 @@ class Metrics:
     def add(self, values: Mapping[str, Any]) -> None:
         """The values of one micro-batch; of a tensor only a copy on its device is taken."""
         for name, value in values.items():
-            number = torch.as_tensor(value, dtype=torch.float64, device=self._backend.device)
-            number = number.detach().reshape(())
+            number: Any
+            if self._on_host:
+                # No device to wait for, and far cheaper than arithmetic on tensors.
+                number = value.item() if isinstance(value, Tensor) else float(value)
+            else:
+                number = torch.as_tensor(value, dtype=torch.float64, device=self._backend.device)
+                number = number.detach().reshape(())
             known = self._step.get(name)
             self._step[name] = number if known is None else known + number
 
@@ -76,7 +86,11 @@ class Metrics:
         if not self._step:
             return
         names = sorted(self._step)
-        vector = torch.stack([self._step[name] for name in names])
+        numbers = [self._step[name] for name in names]
+        if self._on_host:
+            vector = torch.tensor(numbers, dtype=torch.float64)
+        else:
+            vector = torch.stack(numbers)
         self._step = {}
         head["time"] = time.time()
         self._under_way.append(_Row(head, names, self._backend.sum_later(vector), tail))
@@ -96,6 +110,7 @@ class Metrics:
         self.flush()
         numbers = {name: float(value) for name, value in values.items()}
         self._write({**head, "time": time.time(), **numbers})
+        self._say({**head, **numbers})
 
     def close(self) -> None:
         """Close the file; rows that are under way are lost unless `flush` was called."""
@@ -104,13 +119,21 @@ class Metrics:
 
     def _finish(self, row: _Row) -> None:
         values = [value / self._micro_batches for value in row.sums.values()]
-        self._write({**row.head, **dict(zip(row.names, values, strict=True)), **row.tail})
+        numbers = {**dict(zip(row.names, values, strict=True)), **row.tail}
+        self._write({**row.head, **numbers})
+        if row.head["time"] >= self._said + _SECONDS_BETWEEN_LINES:
+            self._said = row.head["time"]
+            self._say({**row.head, **numbers})
 
     def _write(self, row: dict[str, Any]) -> None:
         self.rows += 1
         self._remember(row)
         if self._file is not None:
             self._file.write(json.dumps(row) + "\n")
+
+    def _say(self, row: Mapping[str, Any]) -> None:
+        """Show a row to people; all of them are in the file."""
+        if self._file is not None:
             shown = (f"{name} {value:.5g}" for name, value in row.items() if name != "time")
             logger.info("%s", "  ".join(shown))
 
