@@ -116,7 +116,7 @@ def _commit() -> str | None:
     """The commit of this file's folder, with a + where something in it has changed."""
     try:
         answer = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
+            ["git", "--no-optional-locks", "describe", "--always", "--dirty=+", "--abbrev=12"],
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,
