@@ -19,23 +19,28 @@ __all__ = ["Metrics"]
 
 # People cannot read more, and saying a row costs more than writing it.
 _SECONDS_BETWEEN_LINES = 1.0
+# A sum over the ranks takes about this long to come by, or this many rows.
+_SECONDS_BETWEEN_SUMS = 1.0
+_MOST_ROWS = 32
 
 
 @dataclass(slots=True)
 class _Row:
-    """A training row whose averages are still under way."""
+    """A row that is not written yet: its numbers are sums of this rank until it is `done`."""
 
     head: dict[str, Any]
     names: list[str]
-    sums: Later
+    numbers: list[Any]
     tail: dict[str, float]
+    done: bool = False
 
 
 class Metrics:
     """The rows of `metrics.jsonl`; rank 0 writes them.
 
-    A training row is averaged over all micro-batches of its step, on all ranks. The sum is begun
-    at the step and read when it has arrived, so no step waits for it.
+    A training row is averaged over all micro-batches of its step, on all ranks. That takes one
+    sum for all rows of about a second, begun at the same row on every rank and read when it has
+    arrived, so no step waits for it and quick steps do not pay for it.
 
     Args:
         backend: over whose ranks to average.
@@ -51,7 +56,12 @@ class Metrics:
         self._micro_batches = micro_batches
         self._on_host = backend.device.type == "cpu"
         self._step: dict[str, Any] = {}  # tensors on a GPU, Python floats on a CPU
-        self._under_way: deque[_Row] = deque()
+        self._unwritten: deque[_Row] = deque()
+        self._gathered: list[_Row] = []  # the rows of the next sum
+        self._rows_per_sum = 1
+        self._sum: tuple[list[_Row], Later] | None = None  # under way
+        self._sum_begun = time.perf_counter()
+        self._seconds_per_row = 0.0  # a mean over the ranks, so it is the same on all of them
         self._file: IO[str] | None = None
         self._said = 0.0  # when the last training row was said
         self.rows = keep
@@ -77,7 +87,7 @@ class Metrics:
             self._step[name] = number if known is None else known + number
 
     def end_step(self, head: dict[str, Any], tail: dict[str, float]) -> None:
-        """Begin to average what the micro-batches of a step have added.
+        """Make a row of what the micro-batches of a step have added; called by all ranks.
 
         Args:
             head: the row's step and epoch.
@@ -86,50 +96,77 @@ class Metrics:
         if not self._step:
             return
         names = sorted(self._step)
-        numbers = [self._step[name] for name in names]
-        if self._on_host:
-            vector = torch.tensor(numbers, dtype=torch.float64)
-        else:
-            vector = torch.stack(numbers)
-        self._step = {}
         head["time"] = time.time()
-        self._under_way.append(_Row(head, names, self._backend.sum_later(vector), tail))
+        row = _Row(head, names, [self._step[name] for name in names], tail)
+        self._step = {}
+        self._unwritten.append(row)
+        self._gathered.append(row)
+        if len(self._gathered) >= self._rows_per_sum:
+            self._begin()
 
     def poll(self) -> None:
-        """Write the rows that have arrived."""
-        while self._under_way and self._under_way[0].sums.ready():
-            self._finish(self._under_way.popleft())
+        """Write the rows whose sum has arrived."""
+        if self._sum is not None and self._sum[1].ready():
+            self._finish()
 
     def flush(self) -> None:
-        """Wait for all rows and write them."""
-        while self._under_way:
-            self._finish(self._under_way.popleft())
+        """Average and write all rows; called by all ranks."""
+        if self._gathered:
+            self._begin()
+        self._finish()
 
     def write(self, head: dict[str, Any], values: Mapping[str, Any]) -> None:
         """A row of values that are the same on all ranks, such as those of an evaluation."""
-        self.flush()
         numbers = {name: float(value) for name, value in values.items()}
-        self._write({**head, "time": time.time(), **numbers})
+        self._unwritten.append(_Row({**head, "time": time.time()}, [], [], numbers, done=True))
         self._say({**head, **numbers})
+        self._write()
 
     def close(self) -> None:
-        """Close the file; rows that are under way are lost unless `flush` was called."""
+        """Close the file; rows that are not averaged yet are lost unless `flush` was called."""
         if self._file is not None:
             self._file.close()
 
-    def _finish(self, row: _Row) -> None:
-        values = [value / self._micro_batches for value in row.sums.values()]
-        numbers = {**dict(zip(row.names, values, strict=True)), **row.tail}
-        self._write({**row.head, **numbers})
-        if row.head["time"] >= self._said + _SECONDS_BETWEEN_LINES:
-            self._said = row.head["time"]
-            self._say({**row.head, **numbers})
+    def _begin(self) -> None:
+        """Begin the sum of the gathered rows, when that before it is there."""
+        self._finish()
+        if self._seconds_per_row:
+            # Only here, where all ranks are at the same row, or they would gather unlike.
+            wanted = int(_SECONDS_BETWEEN_SUMS / self._seconds_per_row)
+            self._rows_per_sum = max(1, min(wanted, 2 * self._rows_per_sum, _MOST_ROWS))
+        now = time.perf_counter()
+        numbers = [number for row in self._gathered for number in row.numbers]
+        sums = self._backend.sum_later([*numbers, now - self._sum_begun])
+        self._sum, self._gathered, self._sum_begun = (self._gathered, sums), [], now
 
-    def _write(self, row: dict[str, Any]) -> None:
-        self.rows += 1
-        self._remember(row)
-        if self._file is not None:
-            self._file.write(json.dumps(row) + "\n")
+    def _finish(self) -> None:
+        """Wait for the sum that is under way, and write its rows."""
+        if self._sum is None:
+            return
+        rows, sums = self._sum
+        self._sum = None
+        *values, seconds = sums.values()
+        self._seconds_per_row = seconds / self._backend.world_size / len(rows)
+        position = 0
+        for row in rows:
+            end = position + len(row.numbers)
+            row.numbers = [value / self._micro_batches for value in values[position:end]]
+            row.done = True
+            position = end
+        self._write()
+
+    def _write(self) -> None:
+        """Write the rows that are done, in their order."""
+        while self._unwritten and self._unwritten[0].done:
+            row = self._unwritten.popleft()
+            numbers = {**dict(zip(row.names, row.numbers, strict=True)), **row.tail}
+            self.rows += 1
+            self._remember(numbers)
+            if self._file is not None:
+                self._file.write(json.dumps({**row.head, **numbers}) + "\n")
+            if row.names and row.head["time"] >= self._said + _SECONDS_BETWEEN_LINES:
+                self._said = row.head["time"]
+                self._say({**row.head, **numbers})
 
     def _say(self, row: Mapping[str, Any]) -> None:
         """Show a row to people; all of them are in the file."""

@@ -172,14 +172,16 @@ class Run:
         iterator = self._iterate(loader)
         self._lap = started = time.perf_counter()
         first = self._lap_step = self.step
+        deterministic, every = options.deterministic, options.log_every
+        limit = sys.maxsize if options.max_steps is None else options.max_steps
         try:
-            while not self._enough():
+            while self.step < limit:
                 batch = next(iterator, _END)
                 if batch is _END:
                     return
                 if self._index == 0:
-                    self._due = (self.step + 1) % options.log_every == 0
-                if options.deterministic:
+                    self._due = (self.step + 1) % every == 0
+                if deterministic:
                     micro_batch = self._index * world.world_size + world.rank
                     torch.manual_seed(seeds.derive("step", options.seed, self.step, micro_batch))
                 self._in_step = True

@@ -1,33 +1,34 @@
 """The protocol that every backend speaks; a process that is alone speaks it too."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Backend", "Later"]
+__all__ = ["Backend", "Later", "vector"]
 
 T = TypeVar("T")
 
 
 class Later:
-    """A sum that is under way, read without waiting for the device.
+    """Sums that are under way, read without waiting for the device.
 
     Args:
-        tensor: the sum, when it is done.
-        work: what torch.distributed gave for it, if anything.
+        sums: when they are done; Python's numbers are.
+        work: what torch.distributed gave for them, if anything.
     """
 
-    def __init__(self, tensor: Tensor, work: Any = None) -> None:
+    def __init__(self, sums: Tensor | Sequence[float], work: Any = None) -> None:
         self._work = work
         self._event: torch.cuda.Event | None = None
-        self._host = tensor
-        if tensor.is_cuda:
+        self._host = sums
+        if isinstance(sums, Tensor) and sums.is_cuda:
             if work is not None:
                 work.wait()  # makes the stream wait, not the host
-            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
+            self._host = torch.empty_like(sums, device="cpu", pin_memory=True)
+            self._host.copy_(sums, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
@@ -43,7 +44,14 @@ class Later:
             self._event.synchronize()
         elif self._work is not None:
             self._work.wait()
-        return self._host.tolist()
+        return self._host.tolist() if isinstance(self._host, Tensor) else list(self._host)
+
+
+def vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Numbers, some of them perhaps tensors of one element, as one float64 tensor."""
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=torch.float64)
+    return torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers])
 
 
 class Backend(ABC):
@@ -75,8 +83,12 @@ class Backend(ABC):
         """Sum a tensor over the ranks, in place."""
 
     @abstractmethod
-    def sum_later(self, tensor: Tensor) -> Later:
-        """Begin to sum a tensor over the ranks, in place."""
+    def sum_later(self, numbers: Sequence[Any]) -> Later:
+        """Begin to sum each of some numbers over the ranks, in float64.
+
+        Args:
+            numbers: Python's, and on a GPU also tensors of one element on the device.
+        """
 
     @abstractmethod
     def share(self, thing: T) -> T:

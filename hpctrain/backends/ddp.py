@@ -9,7 +9,7 @@ import inspect
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.backends.base import Backend, Later
+from hpctrain.backends.base import Backend, Later, vector
 from hpctrain.errors import StartError, UsageError
 from hpctrain.meeting import Meeting
 
@@ -89,8 +89,9 @@ class DDP(Backend):
         dist.all_reduce(tensor)
         return tensor
 
-    def sum_later(self, tensor: Tensor) -> Later:
+    def sum_later(self, numbers: Sequence[Any]) -> Later:
         """An all-reduce that is not waited for."""
+        tensor = vector(numbers, self.device)
         return Later(tensor, dist.all_reduce(tensor, async_op=True))
 
     def share(self, thing: T) -> T:

@@ -1,11 +1,12 @@
 """One process: nothing to exchange, and nothing to pay for it."""
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from hpctrain.backends.base import Backend, Later
+from hpctrain.backends.base import Backend, Later, vector
 from hpctrain.meeting import Meeting
 
 __all__ = ["Single"]
@@ -34,9 +35,9 @@ class Single(Backend):
         """The tensor is its own sum."""
         return tensor
 
-    def sum_later(self, tensor: Tensor) -> Later:
-        """The tensor is its own sum."""
-        return Later(tensor)
+    def sum_later(self, numbers: Sequence[Any]) -> Later:
+        """The numbers are their own sums; on a CPU no tensor is needed to say so."""
+        return Later(numbers if self.device.type == "cpu" else vector(numbers, self.device))
 
     def share(self, thing: T) -> T:
         """The object itself."""
