@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
 
@@ -28,6 +28,9 @@ __all__ = ["load_newest", "save"]
 FORMAT = 1
 _MANIFEST = "manifest.json"
 _KEEP = 3
+# Parts below this many bytes are read back at once: a state that torch refuses to load is found
+# when it is written, not when it is needed.
+_SMALL = 1 << 20
 
 
 def save(
@@ -46,11 +49,12 @@ def save(
 
     Raises:
         CheckpointError: it could not be written; those before it are untouched.
+        UsageError: a state holds what cannot be loaded again.
     """
     final = directory.checkpoint(step)
     temporary = final.with_name(f".{final.name}.{os.getpid()}")
-    for left in directory.checkpoints.glob(".step-*"):
-        shutil.rmtree(left, ignore_errors=True)  # a start before was killed while it wrote
+    replaced = final.with_name(f".{final.name}.old")
+    _clear(directory)  # a start before may have been killed while it wrote
     try:
         temporary.mkdir(parents=True)
         files = {
@@ -61,22 +65,30 @@ def save(
         _sync(temporary / _MANIFEST)
         _sync(temporary)
         if final.exists():
-            # A resumed run that came to this step again: the older one is the same.
-            shutil.rmtree(final)
+            # The same step at another place of the loop, such as the end of its epoch.
+            final.rename(replaced)
         temporary.rename(final)
         _sync(final.parent)
     # torch.save turns the OSError of a full disk into a RuntimeError.
     except (OSError, RuntimeError) as error:
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written to {final.parent}: {error}",
             "a file system with room",
             f"df -h {final.parent}",
         ) from None
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # there only if it was not committed
+        _clear(directory)
     for old in directory.steps()[:-_KEEP]:
         shutil.rmtree(directory.checkpoint(old), ignore_errors=True)
     return final
+
+
+def _clear(directory: RunDirectory) -> None:
+    """Remove what is not committed, or was replaced."""
+    for left in directory.checkpoints.glob(".step-*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def load_newest(directory: RunDirectory) -> tuple[int, dict[str, Any]] | None:
@@ -106,6 +118,16 @@ def _write(path: Path, value: Any) -> dict[str, Any]:
     """Write one part and describe it for the manifest."""
     torch.save(value, path)
     _sync(path)
+    if path.stat().st_size < _SMALL:
+        try:
+            torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise UsageError(
+                f"the state of {path.stem!r} holds what no checkpoint can give back: "
+                f"{str(error).splitlines()[0]}",
+                "tensors and plain values in every state_dict()",
+                "float(x) for a number of NumPy's; strings and lists for objects",
+            ) from None
     return {"size": path.stat().st_size, "sha256": _hash(path)}
 
 

@@ -1,5 +1,7 @@
 """Which device belongs to a rank?"""
 
+import os
+
 import torch
 
 from hpctrain.errors import UsageError
@@ -48,8 +50,8 @@ def index_of(world: World, visible: int) -> int:
 
 
 def identity(device: torch.device) -> str | None:
-    """What tells one GPU from any other on its host; None for a CPU."""
+    """What tells one GPU from any other anywhere; None for a CPU."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
-    return str(getattr(properties, "uuid", device.index))
+    return str(getattr(properties, "uuid", None) or f"{os.uname().nodename}:{device.index}")

@@ -13,7 +13,7 @@ def total(backend: Backend, *values: Any) -> tuple[float, ...]:
     """Each value summed over all ranks.
 
     Whole numbers are summed as int64 and stay whole, others as float64; the ranks may have seen
-    different numbers of samples, and each calls this once, with values of the same kinds.
+    different numbers of samples, and each calls this once, with as many values.
 
     Args:
         backend: of the session.
@@ -22,17 +22,15 @@ def total(backend: Backend, *values: Any) -> tuple[float, ...]:
     Returns:
         Python numbers, the same on all ranks, in the order of the values.
     """
-    # A Python float is a float64; torch would make it a float32.
-    tensors = [
-        torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None).detach()
-        for value in values
-    ]
-    whole = [not (t.is_floating_point() or t.is_complex()) for t in tensors]
-    sums: list[float] = [0.0] * len(tensors)
-    for kind, dtype in ((True, torch.int64), (False, torch.float64)):
-        places = [place for place, is_whole in enumerate(whole) if is_whole is kind]
-        if places:
-            flat = [tensors[place].reshape(()).to(backend.device, dtype) for place in places]
-            for place, number in zip(places, backend.sum(torch.stack(flat)).tolist(), strict=True):
-                sums[place] = number
-    return tuple(sums)
+    whole = torch.zeros(2, len(values), dtype=torch.int64)  # sums, and how many are not whole
+    parts = torch.zeros(len(values), dtype=torch.float64)
+    for place, value in enumerate(values):
+        number = value.item() if isinstance(value, torch.Tensor) else value
+        if isinstance(number, int):
+            whole[0, place] = number
+        else:
+            whole[1, place], parts[place] = 1, number
+    # Always two sums of the same lengths: a rank without samples brings 0 for another's 0.5.
+    sums, fractional = backend.sum(whole.to(backend.device)).tolist()
+    rest = backend.sum(parts.to(backend.device)).tolist()
+    return tuple(n + r if f else n for n, f, r in zip(sums, fractional, rest, strict=True))

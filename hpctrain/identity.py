@@ -117,7 +117,8 @@ def _refuse_strangers(directory: RunDirectory) -> None:
             "--run DIR",
         ) from None
     # Log files may be there first: a batch script opens them before any rank starts.
-    strangers = [n for n in names if not n.startswith(".") and n != directory.logs.name]
+    logs = directory.logs.name if directory.logs.is_dir() else None
+    strangers = [name for name in names if not name.startswith(".") and name != logs]
     if strangers:
         raise UsageError(
             f"{directory.path} is not empty ({', '.join(strangers[:5])}), and no run is in it",

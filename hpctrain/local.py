@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from hpctrain import rundir, variables
 from hpctrain.errors import UsageError
@@ -26,8 +26,8 @@ from hpctrain.world import World
 
 __all__ = ["AS", "layout", "start"]
 
-# What `--as` takes, and the launcher whose variables the ranks then get.
-AS = {"hpctrain": "hpctrain", "slurm": "slurm"}
+# What `--as` takes: the launchers whose variables the ranks can get.
+AS = ("hpctrain", "slurm")
 
 _LAST_LINES = 20
 # A rank that lost another one ends by itself within seconds, with an error worth reading.
@@ -40,7 +40,8 @@ def layout(nodes: int, per_node: str, gpus: int) -> tuple[int, ...]:
 
     Args:
         nodes: hosts.
-        per_node: a number, `auto` (the GPUs, or one rank where there is none), or a list such as
+        per_node: a number, `auto` (this machine's GPUs, dealt out to
+            the hosts, or one rank where there is none), or a list such as
             `2,1` with a number for each host.
         gpus: of this machine.
 
@@ -48,7 +49,7 @@ def layout(nodes: int, per_node: str, gpus: int) -> tuple[int, ...]:
         UsageError: no number, none at all, or a list of another length.
     """
     if per_node == "auto":
-        return (max(gpus, 1),) * nodes
+        return (max(gpus // nodes, 1),) * nodes
     try:
         counts = tuple(int(piece) for piece in per_node.split(","))
     except ValueError:
@@ -69,6 +70,7 @@ def start(
     tasks_per_node: Sequence[int],
     env: Mapping[str, str],
     style: str = "hpctrain",
+    gpus: Sequence[str] = (),
 ) -> int:
     """Start a command once for each rank, and wait for all of them.
 
@@ -76,12 +78,14 @@ def start(
         command: program and arguments, the same for all ranks.
         tasks_per_node: ranks on each host; several hosts are pretended, over loopback.
         env: the environment to start from; what launchers left in it is taken out.
-        style: a key of `AS`: whose variables the ranks get.
+        style: one of `AS`: whose variables the ranks get.
+        gpus: of this machine, as CUDA_VISIBLE_DEVICES names them. Pretended hosts get their own
+            ones, or none where they do not go round.
 
     Returns:
         The code of the verdict where rank 0 left one, else that of the first rank that failed.
     """
-    launcher = next(one for one in LAUNCHERS if one.name == AS[style])
+    launcher = next(one for one in LAUNCHERS if one.name == style)
     number = secrets.randbelow(2**31)
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
         verdict = Path(folder) / "verdict"
@@ -90,6 +94,7 @@ def start(
             for world in _worlds(tasks_per_node):
                 environ = {
                     **_environ(world, env),
+                    **_own_gpus(world, tasks_per_node, gpus),
                     **launcher.environ(world, tasks_per_node, number),
                     variables.VERDICT: str(verdict),
                 }
@@ -99,7 +104,8 @@ def start(
             for rank in ranks:
                 rank.signal(signal.SIGKILL)
         said = rundir.read_verdict(verdict)
-    return said[0] if said else code
+    # A verdict of 0 does not cover what a rank did after its session.
+    return said[0] if said and (said[0] or not code) else code
 
 
 def _environ(world: World, env: Mapping[str, str]) -> dict[str, str]:
@@ -110,7 +116,18 @@ def _environ(world: World, env: Mapping[str, str]) -> dict[str, str]:
     # Several ranks that each take all cores are slower than one.
     threads = max(1, len(os.sched_getaffinity(0)) // world.world_size)
     environ.setdefault("OMP_NUM_THREADS", str(threads))
+    environ.setdefault("PYTHONUNBUFFERED", "1")  # a pipe would hold lines back
     return environ
+
+
+def _own_gpus(world: World, tasks_per_node: Sequence[int], gpus: Sequence[str]) -> dict[str, str]:
+    """The GPUs of a pretended host: real hosts do not share theirs."""
+    if not gpus or world.node_rank is None or len(tasks_per_node) == 1:
+        return {}
+    if sum(tasks_per_node) > len(gpus):
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    first = sum(tasks_per_node[: world.node_rank])
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + tasks_per_node[world.node_rank]])}
 
 
 def _worlds(tasks_per_node: Sequence[int]) -> list[World]:
@@ -249,7 +266,7 @@ class _Watch:
         for thread in threads:
             thread.join()
 
-    def _copy(self, rank: _Rank, source: BinaryIO, target: object) -> None:
+    def _copy(self, rank: _Rank, source: BinaryIO, target: TextIO) -> None:
         label = f"{rank.rank}: " if len(self.ranks) > 1 else ""
         for line in source:
             text = line.decode(errors="replace")
@@ -257,15 +274,21 @@ class _Watch:
                 rank.last_lines.append(text)
             if label and not text.endswith("\n"):
                 text += "\n"  # or the line of another rank would follow on this one
-            with self.lock:
-                target.write(label + text)  # type: ignore[attr-defined]
-                target.flush()  # type: ignore[attr-defined]
+            encoding = target.encoding or "utf-8"
+            text = (label + text).encode(encoding, "replace").decode(encoding)
+            try:
+                with self.lock:
+                    target.write(text)
+                    target.flush()
+            except OSError:
+                continue  # the reader left; but a rank whose pipe nobody empties would hang
 
     def _tell(self, first: _Rank) -> None:
         """The first rank that failed has the cause; what the others say comes of it."""
-        if len(self.ranks) == 1:
-            return
         code = first.process.returncode
+        # Of wrong use every rank has said the same, in a few lines.
+        if len(self.ranks) == 1 or code == UsageError.exit_code:
+            return
         how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
         sys.stderr.write(f"hpctrain: rank {first.rank} failed first, with {how}. It said:\n")
         sys.stderr.write("".join(f"  {line}" for line in first.last_lines))

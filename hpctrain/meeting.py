@@ -145,7 +145,8 @@ def _places(world: World) -> dict[str, Any]:
     return {
         "local_rank": world.local_rank,
         "node_rank": world.node_rank,
-        "hosts": list(world.hosts) if world.hosts else None,  # as JSON has it: all rolls are equal
+        # As JSON has it, so that all rolls are equal; one rank says it for all.
+        "hosts": list(world.hosts) if world.hosts and world.rank == 0 else None,
         "launcher": world.launcher,
     }
 
@@ -308,6 +309,7 @@ class _Host:
             self.entries.pop(caller.rank, None)
 
     def _tell(self, message: dict[str, Any]) -> None:
+        line = _line(message)
         # Also to those who are counted nowhere, because they are what is wrong.
         callers = [key.data for key in self.selector.get_map().values() if key.data is not None]
         for caller in callers:
@@ -315,7 +317,7 @@ class _Host:
                 continue
             try:
                 caller.connection.settimeout(_GRACE_SECONDS)
-                caller.connection.sendall(_line(message))
+                caller.connection.sendall(line)
             except OSError:
                 continue  # it died; the backend's own time-out names it
 
@@ -455,9 +457,10 @@ def _call(entries: tuple[Entry, ...], addresses: tuple[str, ...], port: int) -> 
             raise kind(where + found, expected, fix)
     places = [entry["world"] for entry in entries]
     # The names and numbers of the launcher count where every rank has them.
-    if all(p["node_rank"] is not None and p["hosts"] for p in places):
-        hosts = tuple(places[0]["hosts"])
+    if all(p["node_rank"] is not None for p in places):
         host_of_rank = tuple(p["node_rank"] for p in places)
+        names = [entries[host_of_rank.index(node)]["host"] for node in sorted(set(host_of_rank))]
+        hosts = tuple(places[0]["hosts"] or names)
     else:
         names = [entry["host"] for entry in entries]
         hosts = tuple(dict.fromkeys(names))

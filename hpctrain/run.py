@@ -22,7 +22,7 @@ from hpctrain.arguments import Batches, Options
 from hpctrain.backends.base import Backend
 from hpctrain.data import Loader, TrainingSampler
 from hpctrain.data.loader import move
-from hpctrain.errors import HpctrainError, UsageError, repeated
+from hpctrain.errors import CheckpointError, HpctrainError, UsageError, repeated
 from hpctrain.metrics import Metrics
 from hpctrain.precision import Precision
 from hpctrain.rundir import RunDirectory
@@ -66,12 +66,14 @@ class Run:
         self._state = state
         self._name = name or Path(sys.argv[0]).stem or "run"
         self.step = 0
+        self._saved = 0  # the step of the newest checkpoint
         self.epoch = 0
         self._epoch_step = 0  # steps of this epoch that are done
         self._epochs: int | None = None
         self._index = 0  # micro-batches of the step under way that are done
         self._in_hand = False  # whether a micro-batch was handed out and not yet counted
         self._lap, self._lap_step = 0.0, 0  # when and where the last row of metrics was
+        self._begun = False  # whether the batches of this epoch were asked for
         self._cut_short = False  # whether --max-steps ended the epoch under way
         self._due = False  # whether the step under way ends in a row of metrics
         self._in_step = False
@@ -84,10 +86,15 @@ class Run:
         env = os.environ
         self.directory, finished = self._agree(env)
         self._log = speech.keep(self.directory.log(session.world.rank))
+        try:
+            rows = self._resume() if not finished else 0
+        except HpctrainError:
+            speech.drop(self._log)
+            raise
         if finished:
             logger.info("%s is finished; --run DIR begins another", self.directory.path)
+            speech.drop(self._log)
             raise SystemExit(rundir.DONE)
-        rows = self._resume()
         self._metrics = Metrics(
             session.backend,
             self.directory,
@@ -115,7 +122,7 @@ class Run:
                     session.allocation,
                     env,
                 )
-                answer = ("ok", str(directory.path), finished)
+                answer = ("ok", str(directory.path.absolute()), finished)
             except HpctrainError as error:
                 mistake = error
                 answer = ("error", [error.found, error.expected, error.fix], error.exit_code)
@@ -143,7 +150,7 @@ class Run:
                 "nothing says how long to train", "an end", "--epochs N or --max-steps N"
             )
         while (self._epochs is None or self.epoch < self._epochs) and not self._enough():
-            before, self._cut_short = self.step, False
+            before, self._cut_short, self._begun = self.step, False, False
             yield self.epoch
             self._settle()
             if self.step == before and self._epochs is None and not self._epoch_step:
@@ -164,8 +171,18 @@ class Run:
             loader: of `session.loader()`; or any iterable of batches, which are moved to the
                 device. The latter cannot skip, so a run that resumes inside of an epoch fetches
                 what it has seen once more and drops it.
+
+        Raises:
+            UsageError: it is the second time in this epoch.
         """
         self._settle()
+        if self._begun:
+            raise UsageError(
+                f"run.batches() for the second time in epoch {self.epoch}",
+                "once in each epoch, as the position in the epoch is that of one loader",
+                "for epoch in run.epochs(): for batch in run.batches(loader): …",
+            )
+        self._begun = True
         session = self._session
         options, world = session.options, session.world
         torch.manual_seed(seeds.derive("epoch", options.seed, self.epoch, world.rank))
@@ -232,7 +249,7 @@ class Run:
         an evaluation's totals are.
 
         Args:
-            values: numbers, or tensors of one element.
+            values: numbers, or tensors of one element; the same names on all ranks.
         """
         if not self._in_step:
             self._settle()
@@ -244,6 +261,7 @@ class Run:
         """Commit a checkpoint of all that makes the next step; called by all ranks."""
         session = self._session
         self._metrics.flush()
+        self._saved = self.step
         if session.world.rank != 0:
             return
         state = {
@@ -264,7 +282,7 @@ class Run:
 
     def _resume(self) -> int:
         """Load the newest checkpoint where there is one; the rows of metrics to keep."""
-        loaded = checkpoint.load_newest(self.directory)
+        loaded = self._load()
         if loaded is None:
             return 0
         _, state = loaded
@@ -298,8 +316,37 @@ class Run:
                 logger.warning("the checkpoint has no %s; it starts anew", name)
         self.step, self.epoch = position["step"], position["epoch"]
         self._epoch_step = position["epoch_step"]
+        self._saved = self.step
         logger.info("resumed at step %d, epoch %d", self.step, self.epoch)
         return int(position["rows"])
+
+    def _load(self) -> tuple[int, dict[str, Any]] | None:
+        """The newest checkpoint, the same on all ranks.
+
+        Raises:
+            CheckpointError: it cannot be read, or ranks find another than rank 0.
+        """
+        session = self._session
+        loaded, mistake = None, None
+        try:
+            loaded = checkpoint.load_newest(self.directory)
+        except CheckpointError as error:
+            mistake = error
+        here = -1 if loaded is None else loaded[0]
+        first = session.backend.share(here)
+        unlike = torch.tensor(int(mistake is not None or here != first), device=session.device)
+        ranks = int(session.backend.sum(unlike).item())
+        if mistake is not None:
+            raise mistake
+        if ranks:
+            raise CheckpointError(
+                f"{ranks} of {session.world.world_size} ranks do not find in "
+                f"{self.directory.path} the checkpoint that rank 0 finds"
+                + (f" (step {first})" if first >= 0 else " (none)"),
+                "a run directory on a file system that all hosts share",
+                "--run DIR",
+            )
+        return loaded
 
     def _enough(self) -> bool:
         limit = self._session.options.max_steps
@@ -336,15 +383,18 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        code = rundir.DONE if error is None else rundir.FAILED
-        if error is None:
+        well = error is None or (isinstance(error, SystemExit) and not error.code)
+        code = rundir.DONE if well else rundir.FAILED
+        if well:
+            self._settle()
+            if self.step != self._saved:
+                self.save()  # the loop was left by a break
             self._metrics.flush()
         self._metrics.close()
         if self._session.world.rank == 0:
             self._summarise(code)
         if self._log is not None:
-            logger.removeHandler(self._log)
-            self._log.close()
+            speech.drop(self._log)
 
     def _summarise(self, code: int) -> None:
         """Write summary.json, and say in a few lines how it went."""

@@ -24,7 +24,6 @@ __all__ = [
     "GIVEN_UP",
     "STATUS",
     "STOPPED",
-    "WRONG_USE",
     "RunDirectory",
     "create",
     "read_verdict",
@@ -35,7 +34,6 @@ __all__ = [
 # The exit codes of the outermost hpctrain process, and the code of a verdict.
 DONE = 0
 FAILED = 1
-WRONG_USE = 2
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: stopped at a safe point, run me again
 GIVEN_UP = 76  # restarted too often without progress
 
@@ -82,7 +80,10 @@ class RunDirectory:
             UsageError: it cannot be read, or is not JSON.
         """
         try:
-            return json.loads(path.read_text())
+            content = json.loads(path.read_text())
+            if not isinstance(content, dict):
+                raise ValueError(f"a {type(content).__name__}")
+            return content
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:

@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -68,6 +69,9 @@ class Session:
         self._optimizers: list[Optimizer] = []
         self._micro_batch = 0
         self._closed = False
+        if self._verdict:
+            # That of an earlier session of this process says nothing about this one.
+            Path(self._verdict).unlink(missing_ok=True)
         try:
             self._open(start)
         except HpctrainError as error:
@@ -91,11 +95,11 @@ class Session:
             start.meeting_point,
             {"gpu": device.identity(self.device)},
             opts.start_timeout,
-            logger.info,
+            logger.info if world.rank == 0 else logger.warning,
             error,
         )
         self.world, self.roll = met.world, met.roll
-        _refuse_shared_gpus(met.roll)
+        _check_gpus(met.roll)
         self._flags = _Flags(opts.deterministic, self.device)
         self.backend = backends.open_backend(name, met, self.device, opts.timeout)
         self.precision = PRECISIONS[opts.precision](self.device)
@@ -144,26 +148,29 @@ class Session:
         Raises:
             UsageError: something that is neither a model nor an optimizer.
         """
-        prepared: list[nn.Module | Optimizer] = []
         for thing in things:
-            if isinstance(thing, nn.Module):
-                self.precision.convert(thing)
-                thing.to(self.device)
-                model = self.backend.wrap(thing)
-                self._models.append(model)
-                prepared.append(model)
-            elif isinstance(thing, Optimizer):
-                if thing.state:
-                    # Some optimizers make their state at once; loading it moves it as well.
-                    thing.load_state_dict(thing.state_dict())
-                self._optimizers.append(thing)
-                prepared.append(thing)
-            else:
+            if not isinstance(thing, (nn.Module, Optimizer)):
                 raise UsageError(
                     f"prepare() got a {type(thing).__name__}",
                     "models (torch.nn.Module) and optimizers (torch.optim.Optimizer)",
                     "session.loader(dataset) is for data",
                 )
+        for thing in things:
+            if isinstance(thing, nn.Module):
+                self.precision.convert(thing)
+                thing.to(self.device)
+        prepared: list[nn.Module | Optimizer] = []
+        for thing in things:
+            if isinstance(thing, nn.Module):
+                model = self.backend.wrap(thing)
+                prepared.append(model)
+                self._models.append(model)
+            else:
+                if thing.state:
+                    # Some optimizers make their state at once; loading it moves it as well.
+                    thing.load_state_dict(thing.state_dict())
+                prepared.append(thing)
+                self._optimizers.append(thing)
         self._arm()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -185,8 +192,16 @@ class Session:
             arguments: more for `torch.utils.data.DataLoader`, such as `collate_fn`.
 
         Raises:
-            UsageError: fewer samples than a step takes, or a batch size for a training.
+            UsageError: fewer samples than a step takes, or an argument that the session sets.
         """
+        own = sorted(_OWN_LOADER_ARGUMENTS & arguments.keys())
+        if own:
+            raise UsageError(
+                f"loader(…, {', '.join(own)})",
+                "arguments that the session does not set itself",
+                "--workers N; loader(dataset, train=False) for a fixed order; and any loader of "
+                "your own can go into run.batches()",
+            )
         length = len(dataset)  # type: ignore[arg-type]
         if train and batch_size is not None:
             raise UsageError(
@@ -226,10 +241,19 @@ class Session:
             optimizers: those to step; all prepared ones when none is named.
 
         Returns:
-            Whether the optimizers were stepped.
+            Whether it was the last micro-batch of its step.
+
+        Raises:
+            UsageError: optimizers are named while micro-batches accumulate.
         """
         accumulate = self.batches.accumulate
         precision = self.precision
+        if optimizers and accumulate > 1:
+            raise UsageError(
+                f"session.step(loss, optimizer), and {accumulate} micro-batches accumulate",
+                "session.step(loss), one loss for all optimizers",
+                "--accumulate 1",
+            )
         precision.backward(loss if accumulate == 1 else loss / accumulate)
         self._micro_batch += 1
         if self._micro_batch < accumulate:
@@ -242,6 +266,8 @@ class Session:
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
                 nn.utils.clip_grad_norm_(parameters, self.options.clip_norm)
             precision.step(optimizer)
+        # Of all: the loss of one model leaves gradients in the others that it went through.
+        for optimizer in self._optimizers:
             optimizer.zero_grad()
         precision.update()
         self._arm()
@@ -316,26 +342,42 @@ class Session:
             self.close()
         elif isinstance(error, HpctrainError):
             self.close(error.exit_code, error.found)
+        elif isinstance(error, SystemExit) and isinstance(error.code, int):
+            self.close(error.code, f"the script left with {error.code}")
         else:
             self.close(rundir.FAILED, f"{type(error).__name__}: {error}")
 
 
-def _refuse_shared_gpus(roll: meeting.Roll) -> None:
-    """Two ranks on one GPU are a wrong launch; no process can see it alone.
+# What `session.loader` decides: order, size, and processes.
+_OWN_LOADER_ARGUMENTS = {
+    *("shuffle", "sampler", "batch_sampler", "drop_last", "generator"),
+    *("num_workers", "persistent_workers", "pin_memory"),
+}
+
+
+def _check_gpus(roll: meeting.Roll) -> None:
+    """Refuse what no process can see alone: one GPU for two ranks, or one for only some.
 
     Raises:
         UsageError: naming the ranks.
     """
-    seen: dict[tuple[int, str], int] = {}
-    for rank, entry in enumerate(roll.entries):
-        gpu = entry["gpu"]
+    seen: dict[str, int] = {}
+    gpus = [entry["gpu"] for entry in roll.entries]
+    for rank, gpu in enumerate(gpus):
+        host = roll.hosts[roll.host_of_rank[rank]]
         if gpu is None:
+            if any(gpus):
+                raise UsageError(
+                    f"torch sees no GPU at rank {rank} on {host} ({gpus.count(None)} such ranks "
+                    f"of {len(gpus)}), the others have one",
+                    "a GPU for every rank, or for none",
+                    "look at nvidia-smi there; or hide all GPUs: export CUDA_VISIBLE_DEVICES=",
+                )
             continue
-        host = roll.host_of_rank[rank]
-        other = seen.setdefault((host, gpu), rank)
+        other = seen.setdefault(gpu, rank)
         if other != rank:
             raise UsageError(
-                f"ranks {other} and {rank} share one GPU ({gpu}) of {roll.hosts[host]}",
+                f"ranks {other} and {rank} share one GPU ({gpu}) of {host}",
                 "a GPU of its own for each rank",
                 "start as many ranks on each host as it has GPUs, or hide the GPUs: "
                 "export CUDA_VISIBLE_DEVICES=",

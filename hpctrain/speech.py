@@ -4,7 +4,7 @@ import logging
 import sys
 from pathlib import Path
 
-__all__ = ["keep", "logger", "speak"]
+__all__ = ["drop", "keep", "logger", "speak"]
 
 logger = logging.getLogger("hpctrain")
 
@@ -34,9 +34,15 @@ def speak(rank: int) -> None:
 
 
 def keep(path: Path) -> logging.Handler:
-    """Write all that this rank says to a file as well; `logger.removeHandler` ends it."""
+    """Write all that this rank says to a file as well, until `drop`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     return handler
+
+
+def drop(handler: logging.Handler) -> None:
+    """Write no more to the file of `keep`."""
+    logger.removeHandler(handler)
+    handler.close()

@@ -44,7 +44,9 @@ echo "job $job on $SLURM_JOB_NODELIST: ${command[*]}"
 code=0
 "${command[@]}" || code=$?
 if [ -s "$HPCTRAIN_VERDICT" ]; then
-    code=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$HPCTRAIN_VERDICT")
+    said=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$HPCTRAIN_VERDICT")
+    # A verdict of 0 does not cover what a rank did after its session.
+    if [ "$said" != 0 ]; then code=$said; fi
     rm -f "$HPCTRAIN_VERDICT"
 fi
 exit "$code"

@@ -43,7 +43,7 @@ class DDP(Backend):
             )
         self.device = device
         self.transport = "nccl" if device.type == "cuda" else "gloo"
-        self._replaced: dict[str, str | None] = {}
+        self._added: list[str] = []  # variables of the environment
         world, limit = meeting.world, datetime.timedelta(seconds=timeout)
         own = meeting.roll.addresses[world.rank]
         if self.transport == "gloo":
@@ -59,6 +59,9 @@ class DDP(Backend):
                 timeout=limit,
                 device_id=device if device.type == "cuda" else None,
             )
+        except StartError:
+            self._put_back()
+            raise
         except (RuntimeError, ValueError) as error:
             self._put_back()
             raise StartError(
@@ -73,11 +76,14 @@ class DDP(Backend):
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model inside of DistributedDataParallel; as it is when it has nothing to train."""
         if not any(parameter.requires_grad for parameter in model.parameters()):
+            _broadcast([*model.parameters(), *model.buffers()])
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        return _Transparent(
+        wrapped = _Transparent(
             model, device_ids=devices, gradient_as_bucket_view=True, **_NO_BUFFERS_IN_FORWARD
         )
+        self.align(wrapped)
+        return wrapped
 
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
         """What DistributedDataParallel.no_sync() switches, without its context manager."""
@@ -102,14 +108,7 @@ class DDP(Backend):
 
     def align(self, model: nn.Module) -> None:
         """A broadcast of rank 0's buffers."""
-        works = [
-            dist.broadcast(buffer, src=0, async_op=True)
-            for _, buffer in model.named_buffers()
-            if buffer.numel()
-        ]
-        for work in works:
-            if work is not None:
-                work.wait()
+        _broadcast(list(model.buffers()))
 
     def barrier(self) -> None:
         """torch.distributed's barrier."""
@@ -128,16 +127,21 @@ class DDP(Backend):
 
     def _set(self, name: str, value: str | None) -> None:
         if value is not None and name not in os.environ:
-            self._replaced[name] = os.environ.get(name)
             os.environ[name] = value
+            self._added.append(name)
 
     def _put_back(self) -> None:
-        for name, value in self._replaced.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        self._replaced.clear()
+        for name in self._added:
+            os.environ.pop(name, None)
+        self._added.clear()
+
+
+def _broadcast(tensors: Sequence[Tensor]) -> None:
+    """Give every rank the tensors of rank 0, in place."""
+    works = [dist.broadcast(t.detach(), src=0, async_op=True) for t in tensors if t.numel()]
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 # Buffers are aligned before an evaluation, not at every step: a step then has no collective but
@@ -183,10 +187,11 @@ def _store(meeting: Meeting, timeout: datetime.timedelta) -> TCPStore:
             roll.addresses[0],
             roll.port,
             world.world_size,
-            is_master=listener is not None,
+            is_master=world.rank == 0,
             timeout=timeout,
             wait_for_workers=False,
             master_listen_fd=listener.detach() if listener is not None else None,
+            use_libuv=False,  # which takes a bound socket only from torch 2.8 on
         )
     except (RuntimeError, ValueError) as error:
         raise StartError(

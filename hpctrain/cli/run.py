@@ -33,7 +33,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--as",
         dest="style",
-        choices=tuple(local.AS),
+        choices=local.AS,
         default="hpctrain",
         help="give the ranks the variables that this launcher would give them",
     )
@@ -51,14 +51,15 @@ def _main(arguments: argparse.Namespace) -> int:
             "a Python script",
             "hpctrain run [options] SCRIPT [its arguments]",
         )
-    counts = local.layout(arguments.nodes, arguments.nproc_per_node, _gpus())
+    gpus = _gpus()
+    counts = local.layout(arguments.nodes, arguments.nproc_per_node, len(gpus))
     command = [sys.executable, arguments.script, *arguments.arguments]
-    return local.start(command, counts, os.environ, arguments.style)
+    return local.start(command, counts, os.environ, arguments.style, gpus)
 
 
-def _gpus() -> int:
+def _gpus() -> list[str]:
     """The GPUs of this machine, without importing torch: what is visible, else the devices."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([name for name in visible.split(",") if name.strip()])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    return [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]

@@ -7,6 +7,7 @@ import fcntl
 import gzip
 import math
 import os
+import shutil
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -119,12 +120,14 @@ def _cache(env: Mapping[str, str]) -> Path:
 def _find(name: str, download: bool, env: Mapping[str, str]) -> Path:
     """The folder with the four files."""
     places = _places(name, env)
-    for place in places:
-        for below in _BELOW:
-            if _file(place / below, _FILES["train"][0]) is not None:
-                return place / below
     if download and name in _TORCHVISION:
-        return _download(name, _cache(env) / name)
+        # Not among the places asked without a lock: another rank may be fetching it there.
+        cache = places.pop()
+        found = _among(places)
+        return found if found is not None else _download(name, cache)
+    found = _among(places)
+    if found is not None:
+        return found
     fix = "--data PATH of a folder that has them"
     if name == "fashion-mnist":
         fix = "apt-get install dataset-fashion-mnist, or --download, or " + fix
@@ -138,8 +141,17 @@ def _find(name: str, download: bool, env: Mapping[str, str]) -> Path:
     )
 
 
+def _among(places: Sequence[Path]) -> Path | None:
+    """The first folder that holds a data set, or holds a folder that does."""
+    for place in places:
+        for below in _BELOW:
+            if _file(place / below, _FILES["train"][0]) is not None:
+                return place / below
+    return None
+
+
 def _download(name: str, target: Path) -> Path:
-    """Fetch a data set once for all ranks that share the cache."""
+    """Fetch a data set once for all ranks that share the cache; whole or not at all."""
     try:
         from torchvision import datasets
     except ImportError:
@@ -148,17 +160,23 @@ def _download(name: str, target: Path) -> Path:
             "torchvision, which knows where it is",
             "pip install 'hpctrain[vision]'",
         ) from None
-    target.mkdir(parents=True, exist_ok=True)
-    with open(target / ".lock", "w") as lock:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.with_name(f".{name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        found = _among([target])
+        if found is not None:
+            return found
+        part = target.with_name(f".{name}.part")
+        shutil.rmtree(part, ignore_errors=True)
         try:
-            getattr(datasets, _TORCHVISION[name])(target, download=True)
+            getattr(datasets, _TORCHVISION[name])(part, download=True)
         except (OSError, RuntimeError) as error:
             raise UsageError(
                 f"--download of {name} failed: {error}",
                 "a connection to the data set's home",
                 "fetch it on a machine that has one, and give its folder with --data PATH",
             ) from None
+        part.rename(target)
     return target / _TORCHVISION[name] / "raw"
 
 

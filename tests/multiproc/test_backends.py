@@ -297,3 +297,60 @@ def test_with_deterministic_dropout_follows_step_and_micro_batch(tmp_path, monke
         found[size] = ranks.values(ranks.run(size, repeat_with_dropout))[0]
     assert found[2] == pytest.approx(found[1], rel=1e-9)
     assert found[3] == pytest.approx(found[1], rel=1e-9)
+
+
+def sums_of_empty_shards():
+    with hpctrain.Session(batch_size=2) as session:
+        loss = 0.5 if session.world.rank == 0 else 0
+        return session.sum(loss, session.world.rank)
+
+
+def test_a_rank_that_saw_no_sample_may_bring_a_whole_zero():
+    assert ranks.values(ranks.run(3, sums_of_empty_shards)) == [(0.5, 3)] * 3
+
+
+def two_models():
+    with hpctrain.Session(batch_size=2) as session:
+        torch.manual_seed(session.world.rank)
+        critic, maker = nn.Linear(4, 1), nn.Linear(4, 4)
+        for parameter in (frozen := nn.Linear(2, 2)).parameters():
+            parameter.requires_grad = False
+        first = torch.optim.SGD(critic.parameters(), 0.1)
+        second = torch.optim.SGD(maker.parameters(), 0.1)
+        critic, maker, first, second, frozen = session.prepare(critic, maker, first, second, frozen)
+        start = critic.weight.detach().clone()
+        session.step(critic(torch.ones(2, 4)).mean(), first)
+        moved = critic.weight.detach().clone()
+        session.step(critic(maker(torch.ones(2, 4))).mean(), second)
+        left = [p.grad for p in critic.parameters() if p.grad is not None]
+        return start, moved, critic.weight.detach().clone(), left, frozen.weight
+
+
+def test_two_models_step_one_at_a_time_and_leave_each_other_no_gradients():
+    results = ranks.values(ranks.run(3, two_models))
+    for start, moved, end, left, frozen in results:
+        assert not torch.equal(start, moved)
+        assert torch.equal(moved, end)
+        assert not left
+        assert torch.equal(start, results[0][0])
+        assert torch.equal(frozen, results[0][4])
+
+
+def ddp_alone():
+    with hpctrain.Session(batch_size=2, backend="ddp", timeout=20) as session:
+        return session.backend.name, session.sum(5)
+
+
+def test_ddp_also_serves_a_process_that_is_alone():
+    assert ranks.values(ranks.run(1, ddp_alone)) == [("ddp", 5)]
+
+
+def refused_loader_arguments():
+    with hpctrain.Session(batch_size=2) as session:
+        session.loader(images(20), shuffle=True, num_workers=2)
+
+
+def test_what_the_session_decides_of_a_loader_is_refused_by_name():
+    (result,) = ranks.run(1, refused_loader_arguments)
+    assert isinstance(result, hpctrain.HpctrainError)
+    assert "num_workers, shuffle" in str(result)

@@ -73,14 +73,14 @@ def mean_loss(global_batch):
         global_batch=global_batch, batch_size=2, max_steps=1, log_every=1, run="run"
     ) as session:
         model = session.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
-        optimizer = session.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        session.prepare(torch.optim.SGD(model.parameters(), 0.1))
         losses = []
         with session.run() as run:
             for _ in run.epochs():
                 for batch, targets in run.batches(session.loader(images(50))):
                     loss = nn.functional.cross_entropy(model(batch), targets)
                     losses.append(loss.item())
-                    session.step(loss, optimizer)
+                    session.step(loss)
                     run.log(loss=loss, half=0.5)
         return losses
 
@@ -240,3 +240,78 @@ def test_the_verdict_is_there_before_any_rank_leaves(tmp_path):
     verdict = json.loads((tmp_path / "verdict").read_text())
     assert verdict["code"] == 2
     assert "has a run in it" in verdict["reason"]
+
+
+def leaves_early():
+    with hpctrain.Session(global_batch=12, epochs=3, log_every=1, run="run") as session:
+        model = session.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        optimizer = session.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        loader = session.loader(images(50))
+        with session.run() as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(loader):
+                    loss = nn.functional.cross_entropy(model(batch), targets)
+                    session.step(loss, optimizer)
+                    run.log(loss=loss)
+                    if run.step == 2:
+                        break
+                break
+
+
+def test_a_loop_that_is_left_keeps_its_last_step():
+    ranks.values(ranks.run(3, leaves_early))
+    assert [row["step"] for row in rows()] == [1, 2, 3]
+    assert RunDirectory("run").steps() == [3]
+    assert json.loads(Path("run/summary.json").read_text())["step"] == 3
+
+
+def twice_in_an_epoch():
+    with hpctrain.Session(global_batch=12, epochs=1, run="run") as session, session.run() as run:
+        loader = session.loader(images(50))
+        for _ in run.epochs():
+            for _ in range(2):
+                for _ in run.batches(loader):
+                    pass
+
+
+def test_a_second_pass_within_an_epoch_is_refused():
+    (result,) = ranks.run(1, twice_in_an_epoch)
+    assert "run.batches() for the second time in epoch 0" in str(result)
+
+
+class Stubborn:
+    def state_dict(self):
+        return {"best": Path("not plain")}
+
+    def load_state_dict(self, state):
+        raise AssertionError("never loaded")
+
+
+def unloadable():
+    with (
+        hpctrain.Session(global_batch=12, epochs=1, run="run") as session,
+        session.run(state={"mine": Stubborn()}) as run,
+    ):
+        run.save()
+
+
+def test_a_state_that_could_not_be_loaded_again_is_found_when_it_is_saved():
+    (result,) = ranks.run(1, unloadable)
+    assert isinstance(result, hpctrain.HpctrainError)
+    assert "'state'" in str(result)
+    assert RunDirectory("run").steps() == []
+
+
+def unlike_checkpoints():
+    if hpctrain.detect().rank == 2:
+        from hpctrain import checkpoint
+
+        checkpoint.load_newest = lambda directory: None  # a host without the shared file system
+    return train(resume=True)
+
+
+def test_ranks_that_find_different_checkpoints_do_not_train():
+    ranks.run(3, train_with, {"die_at": 6})
+    for result in ranks.run(3, unlike_checkpoints):
+        assert isinstance(result, hpctrain.HpctrainError)
+        assert "1 of 3 ranks do not find" in str(result)

@@ -11,7 +11,7 @@ import torch
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint import load_newest, save
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.rundir import RunDirectory
 
 
@@ -233,9 +233,9 @@ class Schedule:
 
 
 def test_a_state_that_only_code_could_read_is_refused_and_not_run(run):
-    save(run, 3, {"schedule": Schedule(3)}, {})
-    with pytest.raises(CheckpointError):
-        load_newest(run)
+    with pytest.raises(UsageError, match="'schedule' holds what no checkpoint can give back"):
+        save(run, 3, {"schedule": Schedule(3)}, {})
+    assert load_newest(run) is None
 
 
 def test_temporaries_are_no_checkpoints(saved):

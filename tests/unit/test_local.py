@@ -57,7 +57,7 @@ def ranks(tmp_path, monkeypatch):
     [
         (1, "auto", 0, (1,)),
         (1, "auto", 4, (4,)),
-        (2, "auto", 4, (4, 4)),
+        (2, "auto", 4, (2, 2)),
         (1, "3", 8, (3,)),
         (3, "2", 0, (2, 2, 2)),
         (2, "2,1", 0, (2, 1)),
@@ -108,7 +108,7 @@ def test_every_rank_knows_its_place_and_nothing_of_other_launchers(ranks, tmp_pa
             "node_rank": node,
             "num_nodes": 2,
             "hosts": ["node1", "node2"],
-            "launcher": local.AS[style],
+            "launcher": style,
         }
         for name, value in INHERITED.items():
             assert env.get(name) != value or (name.startswith("SLURM_") and style == "slurm")
@@ -237,3 +237,39 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path):
     for pidfd in waits:
         assert select.select([pidfd], [], [], 20)[0], "a rank is still there"
         os.close(pidfd)
+
+
+def test_pretended_hosts_have_gpus_of_their_own(tmp_path, capfd):
+    script = tmp_path / "gpus.py"
+    script.write_text("import os; print('GPUs', os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))\n")
+    command = [sys.executable, str(script)]
+
+    def seen(tasks, gpus):
+        assert start(command, tasks, os.environ, gpus=gpus) == 0
+        return sorted(capfd.readouterr().out.splitlines())
+
+    assert seen((2, 1), ["0", "1", "5"]) == ["0: GPUs 0,1", "1: GPUs 0,1", "2: GPUs 5"]
+    assert seen((2, 1), ["0"]) == ["0: GPUs ", "1: GPUs ", "2: GPUs "]
+    assert seen((2,), ["0"]) == ["0: GPUs all", "1: GPUs all"]
+
+
+def test_a_reader_that_leaves_does_not_hold_up_the_ranks(tmp_path):
+    script = tmp_path / "talks.py"
+    script.write_text("for _ in range(20000): print('a line that fills the pipe', flush=False)\n")
+    command = f"{sys.executable} -m hpctrain run --nproc-per-node 2 {script} | head -1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("a line that fills the pipe\n")
+
+
+def test_a_rank_that_fails_after_its_verdict_is_a_failure(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "path = pathlib.Path(os.environ['HPCTRAIN_VERDICT'])\n"
+        'path.write_text(\'{"code": 0, "reason": "done"}\')\n'
+        "sys.exit(3)\n"
+    )
+    assert start([sys.executable, str(script)], (1,), os.environ) == 3
