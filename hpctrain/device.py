@@ -1,13 +1,14 @@
 """Which device belongs to a rank?"""
 
 import os
+from collections.abc import Sequence
 
 import torch
 
 from hpctrain.errors import UsageError
 from hpctrain.world import World
 
-__all__ = ["choose", "identity", "index_of"]
+__all__ = ["check_all", "choose", "identity", "index_of"]
 
 
 def choose(world: World) -> torch.device:
@@ -55,3 +56,34 @@ def identity(device: torch.device) -> str | None:
         return None
     properties = torch.cuda.get_device_properties(device)
     return str(getattr(properties, "uuid", None) or f"{os.uname().nodename}:{device.index}")
+
+
+def check_all(gpus: Sequence[str | None], hosts: Sequence[str]) -> None:
+    """Refuse what no process can see alone: one GPU for two ranks, or one for only some.
+
+    Args:
+        gpus: by rank, its identity.
+        hosts: by rank, the name of its host.
+
+    Raises:
+        UsageError: naming the ranks.
+    """
+    seen: dict[str, int] = {}
+    for rank, (gpu, host) in enumerate(zip(gpus, hosts, strict=True)):
+        if gpu is None:
+            if any(gpus):
+                raise UsageError(
+                    f"torch sees no GPU at rank {rank} on {host} ({list(gpus).count(None)} such "
+                    f"ranks of {len(gpus)}), the others have one",
+                    "a GPU for every rank, or for none",
+                    "look at nvidia-smi there; or hide all GPUs: export CUDA_VISIBLE_DEVICES=",
+                )
+            continue
+        other = seen.setdefault(gpu, rank)
+        if other != rank:
+            raise UsageError(
+                f"ranks {other} and {rank} share one GPU ({gpu}) of {host}",
+                "a GPU of its own for each rank",
+                "start as many ranks on each host as it has GPUs, or hide the GPUs: "
+                "export CUDA_VISIBLE_DEVICES=",
+            )

@@ -1,16 +1,18 @@
 """Which directory does a run have, and is what lies in it this run?"""
 
+import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hpctrain import variables
 from hpctrain._version import __version__
@@ -30,7 +32,7 @@ _GIT_SECONDS = 5.0
 
 def claim(
     name: str,
-    model: str,
+    models: Sequence[nn.Module],
     options: Options,
     world: World,
     job: Allocation | None,
@@ -40,7 +42,7 @@ def claim(
 
     Args:
         name: of the run.
-        model: the signature of its models.
+        models: whose weights it has.
         options: of the session; `run`, `resume` and `data` matter.
         world: of the session, for run.json.
         job: the scheduler's, for the default name and the restart count.
@@ -53,7 +55,7 @@ def claim(
         UsageError: the directory has a run in it and `--resume` was not given, or another run,
             or files of somebody else, or cannot be written.
     """
-    said = {"name": name, "data": options.data, "model": model}
+    said = {"name": name, "data": options.data, "model": _signature(models)}
     resume = options.resume
     if resume is None:
         resume = job is not None and job.restart_count > 0
@@ -162,3 +164,14 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip()
+
+
+def _signature(models: Sequence[nn.Module]) -> str:
+    """Names and shapes of all weights, short: what has to agree before a state is loaded."""
+    shapes = [
+        (name, list(tensor.shape))
+        for model in models
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    ]
+    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]

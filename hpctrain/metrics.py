@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -15,7 +16,7 @@ from hpctrain.backends.base import Backend, Later
 from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "table"]
 
 # People cannot read more, and saying a row costs more than writing it.
 _SECONDS_BETWEEN_LINES = 1.0
@@ -176,3 +177,24 @@ class Metrics:
 
     def _remember(self, row: Mapping[str, Any]) -> None:
         self.last.update({k: v for k, v in row.items() if k not in ("step", "epoch", "time")})
+
+
+def table(summary: Mapping[str, Any], transport: str, path: Path) -> str:
+    """A run in a few lines for people.
+
+    Args:
+        summary: the content of summary.json.
+        transport: what carried the numbers, such as "gloo".
+        path: of the run directory.
+    """
+    top1 = summary["metrics"].get("top1")
+    shown = {
+        "top-1": "-" if top1 is None else f"{top1:.4f}",
+        "images/s": f"{summary['samples_per_second']:,.0f}",
+        "time": f"{summary['seconds']:.1f} s",
+        "ranks": str(summary["world_size"]),
+        "backend": f"{summary['backend']} ({transport})",
+        "precision": summary["precision"],
+        "run": str(path),
+    }
+    return "".join(f"{name:<10} {value}\n" for name, value in shown.items())

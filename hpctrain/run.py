@@ -1,6 +1,5 @@
 """A run: its directory, its position in the loop, its metrics and checkpoints."""
 
-import hashlib
 import json
 import logging
 import os
@@ -23,7 +22,7 @@ from hpctrain.backends.base import Backend
 from hpctrain.data import Loader, TrainingSampler
 from hpctrain.data.loader import move
 from hpctrain.errors import CheckpointError, HpctrainError, UsageError, repeated
-from hpctrain.metrics import Metrics
+from hpctrain.metrics import Metrics, table
 from hpctrain.precision import Precision
 from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
@@ -116,7 +115,7 @@ class Run:
             try:
                 directory, finished = identity.claim(
                     self._name,
-                    _signature(session.models),
+                    session.models,
                     session.options,
                     session.world,
                     session.allocation,
@@ -412,31 +411,9 @@ class Run:
             "precision": session.options.precision,
         }
         rundir.replace(self.directory.summary, json.dumps(summary, indent=1) + "\n")
-        if code != rundir.DONE:
-            return
-        shown = {
-            "top-1": f"{self._metrics.last['top1']:.4f}" if "top1" in self._metrics.last else "-",
-            "images/s": f"{speed:,.0f}",
-            "time": f"{self._seconds:.1f} s",
-            "ranks": str(session.world.world_size),
-            "backend": f"{session.backend.name} ({session.backend.transport})",
-            "precision": session.options.precision,
-            "run": str(self.directory.path),
-        }
-        for name, value in shown.items():
-            sys.stdout.write(f"{name:<10} {value}\n")
-        sys.stdout.flush()
+        if code == rundir.DONE:
+            sys.stdout.write(table(summary, session.backend.transport, self.directory.path))
+            sys.stdout.flush()
 
 
 _END = object()
-
-
-def _signature(models: Sequence[nn.Module]) -> str:
-    """Names and shapes of all weights, short: what has to agree before a state is loaded."""
-    shapes = [
-        (name, list(tensor.shape))
-        for model in models
-        for name, tensor in model.state_dict().items()
-        if isinstance(tensor, torch.Tensor)
-    ]
-    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]

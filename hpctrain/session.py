@@ -26,6 +26,7 @@ from hpctrain import (
     variables,
 )
 from hpctrain.arguments import Options, plan_batches
+from hpctrain.determinism import Determinism
 from hpctrain.errors import HpctrainError, UsageError, report_uncaught
 from hpctrain.precision import PRECISIONS
 from hpctrain.run import Run
@@ -99,8 +100,11 @@ class Session:
             error,
         )
         self.world, self.roll = met.world, met.roll
-        _check_gpus(met.roll)
-        self._flags = _Flags(opts.deterministic, self.device)
+        device.check_all(
+            [entry["gpu"] for entry in met.roll.entries],
+            [met.roll.hosts[host] for host in met.roll.host_of_rank],
+        )
+        self._determinism = Determinism(opts.deterministic, self.device)
         self.backend = backends.open_backend(name, met, self.device, opts.timeout)
         self.precision = PRECISIONS[opts.precision](self.device)
         # The same on all ranks, so that they make the same weights.
@@ -320,7 +324,7 @@ class Session:
         if not failed:
             self.backend.barrier()
         self.backend.close(failed)
-        self._flags.put_back()
+        self._determinism.put_back()
 
     def _write_verdict(self, code: int, reason: str) -> None:
         if self._verdict:
@@ -353,65 +357,3 @@ _OWN_LOADER_ARGUMENTS = {
     *("shuffle", "sampler", "batch_sampler", "drop_last", "generator"),
     *("num_workers", "persistent_workers", "pin_memory"),
 }
-
-
-def _check_gpus(roll: meeting.Roll) -> None:
-    """Refuse what no process can see alone: one GPU for two ranks, or one for only some.
-
-    Raises:
-        UsageError: naming the ranks.
-    """
-    seen: dict[str, int] = {}
-    gpus = [entry["gpu"] for entry in roll.entries]
-    for rank, gpu in enumerate(gpus):
-        host = roll.hosts[roll.host_of_rank[rank]]
-        if gpu is None:
-            if any(gpus):
-                raise UsageError(
-                    f"torch sees no GPU at rank {rank} on {host} ({gpus.count(None)} such ranks "
-                    f"of {len(gpus)}), the others have one",
-                    "a GPU for every rank, or for none",
-                    "look at nvidia-smi there; or hide all GPUs: export CUDA_VISIBLE_DEVICES=",
-                )
-            continue
-        other = seen.setdefault(gpu, rank)
-        if other != rank:
-            raise UsageError(
-                f"ranks {other} and {rank} share one GPU ({gpu}) of {host}",
-                "a GPU of its own for each rank",
-                "start as many ranks on each host as it has GPUs, or hide the GPUs: "
-                "export CUDA_VISIBLE_DEVICES=",
-            )
-
-
-class _Flags:
-    """torch's switches for bit-equal repeats, and what they were before.
-
-    Source: "Reproducibility" in torch's notes.
-    """
-
-    _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-
-    def __init__(self, deterministic: bool, device: torch.device) -> None:
-        # Not touched where not asked for: torch imports its compiler to switch the first one.
-        self._changed = deterministic
-        self._before = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.backends.cudnn.benchmark,
-            os.environ.get(self._WORKSPACE),
-        )
-        if deterministic:
-            torch.use_deterministic_algorithms(True)
-            torch.backends.cudnn.benchmark = False
-            if device.type == "cuda":
-                # cuBLAS reads it from nowhere else.
-                os.environ.setdefault(self._WORKSPACE, ":4096:8")
-
-    def put_back(self) -> None:
-        if not self._changed:
-            return
-        algorithms, benchmark, workspace = self._before
-        torch.use_deterministic_algorithms(algorithms)
-        torch.backends.cudnn.benchmark = benchmark
-        if workspace is None:
-            os.environ.pop(self._WORKSPACE, None)

@@ -100,7 +100,7 @@ def test_a_start_without_rank_0_ends_and_says_where_it_was_sought():
 def waits_shortly():
     from hpctrain import meeting
 
-    meeting._GRACE_SECONDS = 0.0
+    meeting.GRACE_SECONDS = 0.0
     hpctrain.Session(batch_size=1, start_timeout=1)
 
 

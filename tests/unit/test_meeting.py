@@ -193,7 +193,7 @@ def occupied(port, answer):
 
 @pytest.mark.parametrize("answer", [None, b"", b"SSH-2.0\r\n", b"{}\n", b"\xff\n"])
 def test_an_occupied_port_is_passed_over_by_all_ranks(start, key, monkeypatch, answer):
-    monkeypatch.setattr(meeting, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(meeting.guest, "_ANSWER_SECONDS", 0.1)
     given_port = ports(meeting_point())[0]
     with occupied(given_port, answer):
         meetings = start_all(start, key, "aab", (0, 1, 0), given_port)
@@ -248,7 +248,7 @@ def test_a_rank_that_came_and_died_is_missing(start, key):
 
 
 def test_a_rank_that_finds_no_rank_0_says_where_it_looked(start, key, monkeypatch):
-    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.0)
     point = meeting_point("b", key)
     start(World(1, 2, 0), point, timeout=0.2)
     (outcome,) = start.ended()
@@ -268,7 +268,7 @@ def test_ranks_that_nobody_told_where_to_meet_say_so_at_once(start, rank):
 
 
 def test_two_processes_with_one_rank_and_all_others_are_told(start, key, monkeypatch):
-    monkeypatch.setattr(meeting, "_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(meeting, "GRACE_SECONDS", 1.0)
     for rank, host in ((0, "a"), (1, "b"), (1, "c")):
         start(World(rank, 3, 0), meeting_point(host, key), timeout=2.0)
     for outcome in start.ended():
