@@ -22,6 +22,7 @@ from typing import BinaryIO, TextIO
 from hpctrain import rundir, variables
 from hpctrain.errors import UsageError
 from hpctrain.launchers import LAUNCHERS
+from hpctrain.speech import abandon
 from hpctrain.world import World
 
 __all__ = ["AS", "layout", "start"]
@@ -276,12 +277,12 @@ class _Watch:
                 text += "\n"  # or the line of another rank would follow on this one
             encoding = target.encoding or "utf-8"
             text = (label + text).encode(encoding, "replace").decode(encoding)
-            try:
-                with self.lock:
+            with self.lock:
+                try:
                     target.write(text)
                     target.flush()
-            except OSError:
-                continue  # the reader left; but a rank whose pipe nobody empties would hang
+                except OSError:
+                    abandon(target)  # and go on: a rank whose pipe nobody empties would hang
 
     def _tell(self, first: _Rank) -> None:
         """The first rank that failed has the cause; what the others say comes of it."""

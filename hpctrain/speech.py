@@ -1,10 +1,12 @@
 """Who speaks: rank 0 to people, every rank to a log file of its own."""
 
 import logging
+import os
 import sys
 from pathlib import Path
+from typing import TextIO
 
-__all__ = ["drop", "keep", "logger", "speak"]
+__all__ = ["abandon", "drop", "keep", "logger", "speak"]
 
 logger = logging.getLogger("hpctrain")
 
@@ -46,3 +48,14 @@ def drop(handler: logging.Handler) -> None:
     """Write no more to the file of `keep`."""
     logger.removeHandler(handler)
     handler.close()
+
+
+def abandon(stream: TextIO) -> None:
+    """Let what is written to a stream go nowhere: its reader has left, as `head` does.
+
+    Otherwise Python would try to write the rest at its end, and fail.
+    Source: the note on SIGPIPE in the documentation of Python's signal module.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

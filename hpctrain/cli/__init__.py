@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hpctrain._version import __version__
 from hpctrain.cli import explain, hostlist, run
 from hpctrain.errors import HpctrainError
+from hpctrain.speech import abandon
 
 __all__ = ["main"]
 
@@ -31,11 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add(subparsers)
     parsed = parser.parse_args(arguments)
     try:
-        return int(parsed.command(parsed))
+        code = int(parsed.command(parsed))
+        sys.stdout.flush()
+        return code
     except HpctrainError as error:
         sys.stderr.write(f"hpctrain: error: {error}\n")
         return error.exit_code
     except BrokenPipeError:
         # The reader of a pipe left, as in `hpctrain hostlist … | head -1`.
-        sys.stderr.close()
+        abandon(sys.stdout)
         return 0
