@@ -257,7 +257,18 @@ class Run:
             self._metrics.add(values)
 
     def save(self) -> None:
-        """Commit a checkpoint of all that makes the next step; called by all ranks."""
+        """Commit a checkpoint of all that makes the next step; called by all ranks.
+
+        Raises:
+            UsageError: a step is under way, so weights and position would not belong together.
+            CheckpointError: it could not be written.
+        """
+        if self._in_step:
+            raise UsageError(
+                "run.save() inside of run.batches(), where a step is under way",
+                "a place between two steps",
+                "--checkpoint-every STEPS, or save after the loop over the batches",
+            )
         session = self._session
         self._metrics.flush()
         self._saved = self.step

@@ -315,3 +315,15 @@ def test_ranks_that_find_different_checkpoints_do_not_train():
     for result in ranks.run(3, unlike_checkpoints):
         assert isinstance(result, hpctrain.HpctrainError)
         assert "1 of 3 ranks do not find" in str(result)
+
+
+def saves_within_a_step():
+    with hpctrain.Session(global_batch=12, epochs=1, run="run") as session, session.run() as run:
+        for _ in run.epochs():
+            for _ in run.batches(session.loader(images(50))):
+                run.save()
+
+
+def test_a_checkpoint_within_a_step_is_refused():
+    (result,) = ranks.run(1, saves_within_a_step)
+    assert "--checkpoint-every STEPS" in str(result)
