@@ -1,13 +1,17 @@
-"""Host lists mean what `scontrol show hostnames` makes of them."""
+"""Host lists mean what `scontrol show hostnames` makes of them; tests/slurm asks it."""
 
+import io
 import re
+import sys
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.cli import main
 from hpctrain.errors import UsageError
-from hpctrain.hostlist import expand, first
+from hpctrain.hostlist import compress, expand, first
 
 
 @pytest.mark.parametrize(
@@ -16,9 +20,12 @@ from hpctrain.hostlist import expand, first
         ("login", ["login"]),
         ("n1,n2", ["n1", "n2"]),
         ("n[0-2]", ["n0", "n1", "n2"]),
+        ("n[8-11]", ["n8", "n9", "n10", "n11"]),
         ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
         ("n[001-3]", ["n001", "n002", "n003"]),
         ("n[9-011]", ["n9", "n10", "n11"]),
+        ("n[1,01,001]", ["n1", "n01", "n001"]),
         ("n[1,3-4,3]", ["n1", "n3", "n4", "n3"]),
         ("n[2-3],m,n[2-3]", ["n2", "n3", "m", "n2", "n3"]),
         (
@@ -26,14 +33,22 @@ from hpctrain.hostlist import expand, first
             ["rack1node3", "rack1node4", "rack2node3", "rack2node4"],
         ),
         ("n[1-2][3-4]", ["n13", "n14", "n23", "n24"]),
-        ("a[1-2]b", ["a1b", "a2b"]),
-        ("[1-2]x", ["1x", "2x"]),
-        ("gpu-a100-[7].site.org", ["gpu-a100-7.site.org"]),
+        ("a[1]b[2]c[3]d[4-5]", ["a1b2c3d4", "a1b2c3d5"]),
+        # Not in the order that one would think, but in scontrol's.
+        ("n[1-2]m[3-4]k[5]", ["n1m3k5", "n2m3k5", "n1m4k5", "n2m4k5"]),
+        ("[1-2]", ["1", "2"]),
+        ("gpu-a100.site-[7]", ["gpu-a100.site-7"]),
+        ("n01[1-2]", ["n011", "n012"]),
         ("", []),
+        (" ,\t,", []),
         ("n1,", ["n1"]),
         (",n1", ["n1"]),
         ("n1,,n2", ["n1", "n2"]),
-        ("n1, n2", ["n1", "n2"]),
+        (" n1, n2\tn3 ", ["n1", "n2", "n3"]),
+        ("n [1-2] m", ["n", "1", "2", "m"]),
+        ("n[18446744073709551613-18446744073709551614]", [f"n{2**64 - 3}", f"n{2**64 - 2}"]),
+        (f"n{2**64}[1]", [f"n{2**64}1"]),
+        ("n\u00e9(1)*;\u0661", ["n\u00e9(1)*;\u0661"]),
     ],
 )
 def test_an_expression_stands_for_these_hosts(expression, hosts):
@@ -41,64 +56,316 @@ def test_an_expression_stands_for_these_hosts(expression, hosts):
 
 
 @pytest.mark.parametrize(
-    ("expression", "position"),
+    ("low", "high", "width"),
     [
-        ("n[1", 1),
-        ("m,n[1", 3),
-        ("n]1", 1),
-        ("n[1]]", 4),
-        ("n[[1]]", 2),
-        ("n[]", 2),
-        ("n[a]", 2),
-        ("n[1-]", 2),
-        ("n[1,]", 4),
-        ("n[1-2-3]", 2),
-        ("n[7,5-3]", 4),
-        ("ok[1-2],n[-1]", 10),
-        ("n[\u0661-\u0663]", 2),  # digits, but none that Slurm writes
-        ("n[0-65536]", 2),
-        ("n[1-9999999999999]", 2),
+        (0, 9999, 5),
+        (0, 9999, 1),
+        (0, 1000, 2),
+        (0, 250, 3),
+        (1, 65536, 1),
+        (98, 301, 2),
+        (99, 300, 3),
+        (100, 299, 3),
+        (100, 299, 20),
+        (101, 298, 3),
+        (12345, 23456, 5),
+        (99_950, 100_250, 5),
     ],
 )
+def test_a_long_range_has_all_numbers_in_order_and_width(low, high, width):
+    expected = [str(number).zfill(width) for number in range(low, high + 1)]
+    assert expand(f"[{low:0{width}d}-{high}]") == expected
+    assert expand(f"n[{low:0{width}d}-{high}],m") == [*(f"n{number}" for number in expected), "m"]
+
+
+def test_more_hosts_than_one_range_may_have_are_expanded():
+    assert len(expand("n[0-40000],m[0-40000]")) == 80_002
+    assert len(expand("n[0-40000,0-40000]")) == 80_002
+    hosts = expand("a[0-999]b[0-999]")
+    assert (len(hosts), hosts[0], hosts[-1]) == (1_000_000, "a0b0", "a999b999")
+
+
+# What is wrong with brackets, or with the text before them.
+MALFORMED = [
+    ("n[1", 1),
+    ("n[1,2", 1),
+    ("m,n[1", 3),
+    ("n]1", 1),
+    ("n1]", 2),
+    ("n[1]]", 4),
+    ("n[1]m]", 5),
+    ("n[[1]]", 2),
+    ("n[1[2]]", 3),
+    ("n[1-2,y[3]", 7),
+    ("n[]", 2),
+    ("n[a]", 2),
+    ("n[1-]", 2),
+    ("n[,1]", 2),
+    ("n[1,]", 4),
+    ("n[1,,2]", 4),
+    ("n[1-2-3]", 2),
+    ("n[1--2]", 2),
+    ("n[3-1]", 2),
+    ("n[7,5-3]", 4),
+    ("ok[1-2],n[-1]", 10),
+    ("n[1]m[x]", 6),
+    ("n[+1]", 2),
+    ("n[0x1]", 2),
+    ("n[1.5]", 2),
+    ("n[1_0]", 2),
+    ("n[ 1-2]", 2),
+    ("n[1 -2]", 2),
+    ("n[1,\t2]", 4),
+    ("n[1 2]", 2),
+    ("n[\u0661-\u0663]", 2),  # digits, but none that Slurm writes
+    ("n[1-2]m", 6),
+    ("x,n[1-2].site.org,y", 8),
+    ("n[1-2]3", 6),
+    ("n1,n[1]m[2]k,x", 11),
+    ("n[0-65536]", 2),
+    ("n[1-9999999999999]", 2),
+    ("x,n[0-40000,0-40000]m[1]", 2),
+    ("n[18446744073709551615]", 2),
+    ("n[1-18446744073709551616]", 2),
+    ("n\n[1]", 1),
+    ("n[1]\n", 4),
+    ("\x1bn[1]", 0),
+    ("n[1]m\x7f[2]", 5),
+    ("n1,n\udcff[1]", 4),
+]
+# What is wrong with plain names.
+MISNAMED = [
+    ("n1\n", 2),
+    ("n1\0", 2),
+    ("n[1],m\u00a02", 6),
+    ("n1,n018446744073709551615,m", 4),
+    ("99999999999999999999", 0),
+]
+
+
+@pytest.mark.parametrize(("expression", "position"), MALFORMED + MISNAMED)
 def test_a_malformed_expression_is_refused_with_the_position(expression, position):
     with pytest.raises(UsageError) as caught:
         expand(expression)
     assert f"position {position}:" in caught.value.found
-    assert expression in caught.value.found
+    assert repr(expression) in caught.value.found
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("expression", ["r[0-255]n[0-511]", f"n[0-{'9' * 5000}]"])
+@pytest.mark.parametrize(("expression", "position"), MALFORMED)
+def test_first_refuses_wrong_brackets_wherever_they_stand(expression, position):
+    with pytest.raises(UsageError, match=f"position {position}:"):
+        first(expression)
+    with pytest.raises(UsageError, match=f"position {position + 8}:"):
+        first("n1,n[2]," + expression)
+
+
+@pytest.mark.parametrize("name", ["n\0", "n\n", "n99999999999999999999"])
+def test_first_looks_at_plain_names_as_far_as_the_first(name):
+    assert first(f"n1,{name}") == "n1"
+    with pytest.raises(UsageError, match=r"position [23]:"):
+        first(f", {name},n1")
+
+
+def test_zeros_do_not_make_a_number_large_and_text_after_it_makes_it_none():
+    names = ["n18446744073709551614", "n" + "1".zfill(5000), "99999999999999999999-ib"]
+    assert expand(",".join(names)) == names
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "a[1-999]b[1-999]c[1-999]",
+        f"n[0-{'9' * 5000}]",
+        f"n[{'0' * 5000}-{'9' * 5000}]",
+        "[0-65535]" * 100_000,
+        "[]" * 500_000,
+        "[" * 1_000_000,
+        "]" * 1_000_000,
+        "n[" + "1" * 1_000_000,
+        "1" * 1_000_000,
+        "x" * 100_000 + "[1-60000]",
+        f"n[{'0' * 100_000}1-60000]",
+        ",".join(["n[0-65535]"] * 17),
+        "n[" + ",".join(["0-65535"] * 17) + "]",
+        "a," * (2**20 + 1),
+    ],
+    ids=lambda expression: expression[:20],
+)
 def test_an_absurd_expression_is_refused_rather_than_tried(expression):
-    with pytest.raises(UsageError, match="position"):
+    with pytest.raises(UsageError, match="position") as caught:
         expand(expression)
+    assert len(str(caught.value)) < 1000
 
 
-def test_the_first_host_is_the_first_of_all_and_there_must_be_one():
-    assert first("rack[1-2]node[3-4],z") == "rack1node3"
+def test_a_long_expression_is_shown_where_it_is_wrong():
+    with pytest.raises(UsageError, match=r"'…?.*n1,n1,n\[7-5\],n1.*position 3002:"):
+        expand("n1," * 1000 + "n[7-5]" + ",n1" * 1000)
+
+
+@pytest.mark.parametrize(
+    ("expression", "host"),
+    [
+        ("rack[1-2]node[3-4],z", "rack1node3"),
+        (" ,n[08-11,3]", "n08"),
+        (",, a b,n[1]", "a"),
+        ("z,n[1]", "z"),
+    ],
+)
+def test_the_first_host_is_the_first_of_all(expression, host):
+    assert first(expression) == host == expand(expression)[0]
+
+
+@pytest.mark.parametrize("expression", ["", ",", " \t"])
+def test_there_must_be_a_first_host(expression):
     with pytest.raises(UsageError, match="empty"):
-        first(",")
+        first(expression)
 
 
-_TEXT = st.from_regex(re.compile(r"[a-z][a-z-]{0,4}"), fullmatch=True)
-_RANGE = st.tuples(st.integers(0, 120), st.integers(0, 7), st.integers(1, 4))
+@pytest.mark.parametrize(
+    ("hosts", "expression"),
+    [
+        ([], ""),
+        (["n1"], "n1"),
+        (["n1", "n2", "n3"], "n[1-3]"),
+        (["n9", "n10", "n11"], "n[9-11]"),
+        (["n09", "n10", "n011"], "n[09-10,011]"),
+        (["n1", "n01", "n001"], "n[1,01,001]"),
+        (["n08", "n9", "n10"], "n[08,9-10]"),
+        (["n3", "n2", "n2", "n1"], "n[3,2,2,1]"),
+        (["n1", "m1", "n2"], "n1,m1,n2"),
+        (["n", "n", "n1", "n2"], "n,n,n[1-2]"),
+        (["r1n1", "r1n2", "r2n1", "r2n2"], "r1n[1-2],r2n[1-2]"),
+        (["n1-ib", "n2-ib"], "n1-ib,n2-ib"),
+        (["00", "01", "7"], "[00-01,7]"),
+        (["n\u0661", "n\u0662"], "n\u0661,n\u0662"),
+        ([f"n{2**64 - 3}", f"n{2**64 - 2}"], f"n[{2**64 - 3}-{2**64 - 2}]"),
+    ],
+)
+def test_names_are_compressed_in_their_order(hosts, expression):
+    assert compress(iter(hosts)) == expression
+    assert expand(expression) == hosts
+
+
+def test_a_range_is_written_no_longer_than_slurm_reads_it():
+    hosts = [f"n{number}" for number in range(70_000)]
+    assert compress(hosts) == "n[0-65535,65536-69999]"
+    assert expand(compress(hosts)) == hosts
+
+
+@pytest.mark.parametrize(
+    "name", ["", "n1,n2", "n[1]", "]", "n 1", "n\t1", "n\n", "n\0", "n\udcff", f"n{2**64 - 1}"]
+)
+def test_a_name_that_no_host_list_can_hold_is_refused(name):
+    with pytest.raises(UsageError):
+        compress(["n1", name])
+
+
+def test_more_names_than_can_be_expanded_are_refused():
+    with pytest.raises(UsageError, match="more than 1048576 hosts"):
+        compress(["n"] * (2**20 + 1))
+    with pytest.raises(UsageError, match="characters"):
+        compress(["n" * 2**20] * 65)
+
+
+def test_the_command_compresses_names_also_from_standard_input(monkeypatch, capsys):
+    assert main(["hostlist", "--compress", "n1", "n2", "m"]) == 0
+    assert capsys.readouterr().out == "n[1-2],m\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"n1\nn2\nn3 x\n")))
+    assert main(["hostlist", "--compress", "n0", "-", "y"]) == 0
+    assert capsys.readouterr().out == "n[0-3],x,y\n"
+
+
+def test_the_command_expands_expressions_also_from_standard_input(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"n[1-2],m\nx\n")))
+    assert main(["hostlist", "-", "y[3]"]) == 0
+    assert capsys.readouterr().out == "n1\nn2\nm\nx\ny3\n"
+
+
+@pytest.mark.parametrize("arguments", [["-"], ["--compress", "-"]])
+def test_the_command_refuses_what_is_no_text_and_what_never_ends(monkeypatch, capsys, arguments):
+    class Endless(io.RawIOBase):
+        def readable(self):
+            return True
+
+        def readinto(self, buffer):
+            buffer[:] = b"y" * len(buffer)
+            return len(buffer)
+
+    for stream, found in (
+        (io.BytesIO(b"n1\nn\xff\0\n"), "n\\udcff"),
+        (io.BufferedReader(Endless()), "bytes on standard input"),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
+        assert main(["hostlist", *arguments]) == 2
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert found in told.err
+
+
+_TEXT = st.text("abz019-._", max_size=4)
+_RANGE = st.tuples(st.integers(0, 120), st.integers(0, 7) | st.just(250), st.integers(1, 4))
 _BRACKET = st.lists(_RANGE, min_size=1, max_size=3)
-_TERM = st.tuples(_TEXT, st.lists(st.tuples(_BRACKET, st.just("") | _TEXT), max_size=2))
+_TERM = st.lists(st.tuples(_TEXT, _BRACKET), min_size=1, max_size=2) | st.text(
+    "abz019-._", min_size=1, max_size=6
+)
+_SEPARATOR = st.sampled_from([",", ", ", " ", ",,", "\t"])
 
 
-@given(st.lists(_TERM, max_size=4))
-def test_any_expression_put_together_from_parts_gives_their_hosts_in_order(terms):
-    written, expected = [], []
-    for text, brackets in terms:
-        expression, names = text, [text]
-        for ranges, after in brackets:
+def written_and_meant(terms):
+    """An expression put together from parts, and its names, made the slow way."""
+    written, meant = "", []
+    for term, separator in terms:
+        if isinstance(term, str):
+            written, meant = written + term + separator, [*meant, term]
+            continue
+        lists = []
+        for text, ranges in term:
             pieces, numbers = [], []
             for low, more, width in ranges:
                 start = str(low).zfill(width)
                 pieces.append(f"{start}-{low + more}" if more else start)
                 numbers += [str(n).rjust(len(start), "0") for n in range(low, low + more + 1)]
-            expression += "[" + ",".join(pieces) + "]" + after
-            names = [name + number + after for name in names for number in numbers]
-        written.append(expression)
-        expected += names
-    assert expand(",".join(written)) == expected
+            written += f"{text}[{','.join(pieces)}]"
+            lists += [[text], numbers]
+        written += separator
+        meant += ["".join(name) for name in product(*lists)]
+    return written, meant
+
+
+@given(st.lists(st.tuples(_TERM, _SEPARATOR), max_size=4))
+def test_any_expression_put_together_from_parts_gives_their_hosts_in_order(terms):
+    written, meant = written_and_meant(terms)
+    assert expand(written) == meant
+    assert expand(compress(meant)) == meant
+    if meant:
+        assert first(written) == meant[0]
+
+
+# The grammar in one pattern, without the sizes.
+_NUMBERS = r"\[\d+(-\d+)?(,\d+(-\d+)?)*\]"
+_GRAMMAR = re.compile(rf"[, ]*((([n\d-]*{_NUMBERS})+|[n\d-]+)([, ]+|\Z))*")
+
+
+def is_well_formed(text):
+    inside = ",".join(re.findall(r"\[([^]]*)\]", text))
+    return _GRAMMAR.fullmatch(text) and all(
+        0 <= int(high) - int(low) < 65536 for low, high in re.findall(r"(\d+)-(\d+)", inside)
+    )
+
+
+@given(st.text("n019[],- ", max_size=14))
+def test_any_text_near_the_grammar_is_expanded_or_refused_with_a_position(text):
+    if not is_well_formed(text):
+        with pytest.raises(UsageError, match="position"):
+            expand(text)
+        return
+    hosts = expand(text)
+    assert all(re.fullmatch(r"[n019-]+", host) for host in hosts)
+    if hosts:
+        assert first(text) == hosts[0]
+
+
+@given(st.lists(st.from_regex(r"[ab]?[0-9]{0,2}", fullmatch=True).filter(bool), max_size=30))
+def test_what_is_compressed_is_expanded_to_the_same_names(hosts):
+    assert expand(compress(hosts)) == hosts

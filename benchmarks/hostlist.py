@@ -1,0 +1,119 @@
+"""What does a host list cost? Three of 10,000 hosts, against the plainest loop for the same names.
+
+    python benchmarks/hostlist.py [--rounds 60] [--save FILE]
+
+The arms take turns, and each is compared with the comprehension of its own round, so whatever else
+the machine does falls on all of them.
+"""
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+
+from measure import describe, facts, order, save, summary, table, verdict
+
+from hpctrain.hostlist import compress, expand, first
+
+HOSTS = 10_000
+
+
+def comprehension() -> list[str]:
+    """The names of the first list, by hand."""
+    return [f"n{i:05d}" for i in range(HOSTS)]
+
+
+NAMES = comprehension()
+LISTS = {
+    "n[00000-09999]": "n[00000-09999]",
+    "rack[00-99]node[00-99]": "rack[00-99]node[00-99]",
+    "n00000,n00001,…": ",".join(NAMES),
+}
+BASE = 'f"n{i:05d}"'
+# A new arm is a line here. Where there is a target, it is a multiple of the base, or microseconds.
+ARMS: dict[str, Callable[[], object]] = {
+    BASE: comprehension,
+    **{f"expand {name}": lambda text=text: expand(text) for name, text in LISTS.items()},
+    **{f"first {name}": lambda text=text: first(text) for name, text in LISTS.items()},
+    "compress n00000, n00001, …": lambda: compress(NAMES),
+}
+MOST_TIMES = {f"expand {name}": 0.7 for name in LISTS}
+MOST_MICROSECONDS = {f"first {name}": 50.0 for name in LISTS}
+# Alike in time, so that no arm is measured within the noise of the clock.
+CALLS = {name: 500 if name.startswith("first") else 5 for name in ARMS}
+
+
+def microseconds(arm: Callable[[], object], calls: int) -> float:
+    """One call, on average over some in a row."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        arm()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def measure(rounds: int) -> dict[str, list[float]]:
+    """The times of each arm, one for each round."""
+    for name, text in LISTS.items():
+        hosts = expand(text)
+        if len(hosts) != HOSTS or first(text) != hosts[0]:
+            raise SystemExit(f"{name}: not what is to be measured")
+    if not expand(LISTS["n[00000-09999]"]) == expand(LISTS["n00000,n00001,…"]) == NAMES:
+        raise SystemExit("the names are not those of the comprehension")
+    times: dict[str, list[float]] = {name: [] for name in ARMS}
+    gc.disable()  # as timeit does
+    for number in range(rounds):
+        for name in order(list(ARMS), number):
+            times[name].append(microseconds(ARMS[name], CALLS[name]))
+    gc.enable()
+    return times
+
+
+def evaluate(times: dict[str, list[float]]) -> dict[str, dict]:
+    """Per arm the time, and what multiple it is of the base in the same round."""
+    results: dict[str, dict] = {}
+    for name, own in times.items():
+        us = summary(own)
+        ratio = summary([a / b for a, b in zip(own, times[BASE], strict=True)])
+        results[name] = {"us": us, "times_base": ratio, "all_us": own}
+        if name in MOST_TIMES:
+            limit = MOST_TIMES[name]
+            results[name] |= {"target": f"≤ {limit:g} ×", "verdict": verdict(ratio, limit)}
+        elif name in MOST_MICROSECONDS:
+            limit = MOST_MICROSECONDS[name]
+            results[name] |= {"target": f"≤ {limit:g} µs", "verdict": verdict(us, limit)}
+    return results
+
+
+def show(results: dict[str, dict]) -> str:
+    """The results for people."""
+    rows = [("", "µs", f"× {BASE}", "target", "", "rounds")]
+    for name, result in results.items():
+        rows.append(
+            (
+                name,
+                describe(result["us"]),
+                describe(result["times_base"], ".3f"),
+                result.get("target", ""),
+                result.get("verdict", ""),
+                str(result["us"]["count"]),
+            )
+        )
+    return table(rows) + "\nMedians, with their 95 % intervals."
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description="The cost of host lists.")
+    parser.add_argument("--rounds", type=int, default=60, metavar="N", help="default: 60")
+    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error("a spread needs --rounds 2 or more")
+    record = facts(["hpctrain"])
+    results = evaluate(measure(arguments.rounds))
+    print(show(results))
+    save(arguments.save, {"benchmark": "hostlist", **record, "results": results})
+
+
+if __name__ == "__main__":
+    main()

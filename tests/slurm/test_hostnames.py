@@ -1,0 +1,222 @@
+"""Host lists against the real scontrol, which needs no daemon to expand one.
+
+What scontrol of Slurm 22.05.8 does with an odd form, and what is done with it here, is a line of
+TABLE. Not in it: `n[18446744073709551616]m[1]`, on which scontrol never ends, and
+`n[18446744073709551614],n18446744073709551615`, on which it ends with a segmentation fault.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.errors import UsageError
+from hpctrain.hostlist import compress, expand, first
+
+pytestmark = pytest.mark.slurm
+in_turn = settings(
+    max_examples=300, deadline=None, derandomize=True, database=None, print_blob=False
+)
+REFUSED = None
+
+
+@pytest.fixture(scope="module")
+def scontrol(lacking, tmp_path_factory):
+    """`scontrol show WHAT EXPRESSION`: lines of output, or REFUSED."""
+    if shutil.which("scontrol") is None:
+        lacking("slurm", "no scontrol here: type apt-get install slurm-client")
+    configuration = tmp_path_factory.mktemp("slurm") / "slurm.conf"
+    configuration.write_text("ClusterName=none\nSlurmctldHost=localhost\n")
+    environ = {**os.environ, "SLURM_CONF": str(configuration)}
+
+    def show(what, expression):
+        done = subprocess.run(
+            ["scontrol", "show", what, "--", expression],
+            env=environ,
+            capture_output=True,
+            timeout=60,
+        )
+        # It leaves with 0 whatever it says, and of several wrong brackets may say only one.
+        said = done.stderr.decode()
+        assert done.returncode == 0, said
+        if "Invalid" in said or "Too many" in said:
+            assert not done.stdout.strip()
+            return REFUSED
+        assert not said
+        return [line for line in done.stdout.decode().split("\n") if line]
+
+    return show
+
+
+SAME = "the same"
+# The expression, what scontrol makes of it, and whether that is done here too.
+TABLE = [
+    # Well-formed.
+    ("", [], SAME),
+    (",", [], SAME),
+    ("n1,", ["n1"], SAME),
+    (",n1", ["n1"], SAME),
+    ("n1,,n2", ["n1", "n2"], SAME),
+    (" n1, n2\tn1 ", ["n1", "n2", "n1"], SAME),
+    ("n [1-2] m", ["n", "1", "2", "m"], SAME),
+    ("N1,n1", ["N1", "n1"], SAME),
+    ("[1-2]", ["1", "2"], SAME),
+    ("n01[1-2]", ["n011", "n012"], SAME),
+    ("n[8-11]", ["n8", "n9", "n10", "n11"], SAME),
+    ("n[08-11]", ["n08", "n09", "n10", "n11"], SAME),
+    ("n[098-101]", ["n098", "n099", "n100", "n101"], SAME),
+    ("n[9-011]", ["n9", "n10", "n11"], SAME),
+    ("n[001-3]", ["n001", "n002", "n003"], SAME),
+    ("n[1,01,001]", ["n1", "n01", "n001"], SAME),
+    ("n[2,1-2,1]", ["n2", "n1", "n2", "n1"], SAME),
+    ("n09,n[10],n[011]", ["n09", "n10", "n011"], SAME),
+    ("a0[1],a00[2]", ["a01", "a002"], SAME),
+    ("n[1-2][3-4]", ["n13", "n14", "n23", "n24"], SAME),
+    ("n[1-2]m[3]-k[4]", ["n1m3-k4", "n2m3-k4"], SAME),
+    ("n[1-2]m[3-4]k[5]", ["n1m3k5", "n2m3k5", "n1m4k5", "n2m4k5"], SAME),
+    ("n[1-2][3-4][5-6]j[7]", [f"n{a}{b}{c}j7" for c in "56" for b in "34" for a in "12"], SAME),
+    ("a.b-c_d[1]", ["a.b-c_d1"], SAME),
+    ("-n[1]", ["-n1"], SAME),
+    ("(null)", ["(null)"], SAME),
+    ("n{1-2}", ["n{1-2}"], SAME),
+    ("n*;é", ["n*;é"], SAME),
+    ("n18446744073709551614", ["n18446744073709551614"], SAME),
+    ("n18446744073709551616[1]", ["n184467440737095516161"], SAME),
+    # Text after the last bracket: "unit[0-31]rack" is invalid, says slurm.conf(5).
+    ("n[1-2]m", REFUSED, REFUSED),
+    ("n[1-2]3", REFUSED, REFUSED),
+    ("n[1-2].site.org", REFUSED, REFUSED),
+    ("n[1]m[2]k", REFUSED, REFUSED),
+    ("n[1]\n", REFUSED, REFUSED),
+    # Brackets that do not pair. What is never closed, scontrol closes after the name.
+    ("n[1]]", REFUSED, REFUSED),
+    ("n[[1]]", REFUSED, REFUSED),
+    ("n[1[2]]", REFUSED, REFUSED),
+    ("n[1", ["n]"], REFUSED),
+    ("n[1,2", ["n]", "2"], REFUSED),
+    ("n[1,2]m[3", ["n[1,2]m]"], REFUSED),
+    ("n[1-2,y[3]", ["n[1-2,y3"], REFUSED),
+    ("[1", ["1"], REFUSED),
+    ("n1]", ["n1]"], REFUSED),
+    ("n]m[1]", ["n]m1"], REFUSED),
+    # Inside of a bracket. White space and signs count as digits of the width.
+    ("n[]", REFUSED, REFUSED),
+    ("n[1,]", REFUSED, REFUSED),
+    ("n[a]", REFUSED, REFUSED),
+    ("n[-1]", REFUSED, REFUSED),
+    ("n[3-1]", REFUSED, REFUSED),
+    ("n[1-2-3]", REFUSED, REFUSED),
+    ("n[0x1]", REFUSED, REFUSED),
+    ("n[1x2]", REFUSED, REFUSED),
+    ("n[1 2]", REFUSED, REFUSED),
+    ("n[1-2 ]", REFUSED, REFUSED),
+    ("n[٣]", REFUSED, REFUSED),
+    ("n[1-]", ["n1"], REFUSED),
+    ("n[+1]", ["n01"], REFUSED),
+    ("n[ 1-2]", ["n01", "n02"], REFUSED),
+    ("n[1 -2]", ["n01", "n02"], REFUSED),
+    ("n[1- 2]", ["n1", "n2"], REFUSED),
+    ("n[1,\t2]", ["n1", "n02"], REFUSED),
+    # Sizes. With three brackets scontrol loses hosts where it would refuse them with two.
+    ("n[0-65536]", REFUSED, REFUSED),
+    ("n[0-40000,0-40000]m[1]", REFUSED, REFUSED),
+    ("n[0-40000,0-40000]m[1]k[1]", [f"n{n}m1k1" for n in range(40001)], REFUSED),
+    ("n[18446744073709551616]", ["n18446744073709551615"], REFUSED),
+    ("n18446744073709551616", ["n18446744073709551615"], REFUSED),
+    ("n[18446744073709551615],n0", ["n1844674407370955", "n0"], REFUSED),
+    # Control characters are part of a name: only comma, space and tab part names.
+    ("n1\nm2", ["n1", "m2"], REFUSED),  # one name on two lines
+    ("n1\x01", ["n1\x01"], REFUSED),
+]
+
+
+@pytest.mark.parametrize(("expression", "theirs", "ours"), TABLE)
+def test_what_is_done_with_an_odd_form(scontrol, expression, theirs, ours):
+    assert scontrol("hostnames", expression) == theirs
+    if ours is SAME:
+        assert expand(expression) == theirs
+    else:
+        with pytest.raises(UsageError, match="position"):
+            expand(expression)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "n[00000-09999]",
+        "n[0-65535]",
+        "n[98-1001]",
+        "rack[00-99]node[00-99]",
+        "n[0-40000],m[0-40000]",
+        "n[0-40000,0-40000]",
+        "r[0-255]n[0-511]",
+        "n[" + ",".join(map(str, range(0, 20_000, 2))) + "]",
+        "x" * 5000 + "[8-11]y[1-2]",
+        "n[" + "0" * 2000 + "1-3]",
+    ],
+    ids=lambda expression: expression[:40],
+)
+def test_large_lists_are_the_same(scontrol, expression):
+    assert expand(expression) == scontrol("hostnames", expression)
+
+
+_TEXT = st.text("ab019.-_", max_size=4)
+_NUMBER = st.from_regex(r"[0-9]{1,4}", fullmatch=True)
+
+
+def _ranges(most):
+    range_ = st.tuples(_NUMBER, st.integers(0, most), st.integers(1, 4)).map(
+        lambda parts: f"{parts[0]}-{int(parts[0]) + parts[1]:0{parts[2]}d}"
+    )
+    return st.lists(_NUMBER | range_, min_size=1, max_size=3).map(",".join)
+
+
+def _bracketed(most, brackets):
+    parts = st.lists(st.tuples(_TEXT, _ranges(most)), min_size=1, max_size=brackets)
+    return parts.map(lambda parts: "".join(f"{text}[{inside}]" for text, inside in parts))
+
+
+_TERMS = st.tuples(
+    _bracketed(150, 1) | _bracketed(2, 4) | _TEXT, st.sampled_from([",", ", ", " ", "\t", ",,"])
+)
+
+
+@in_turn
+@given(terms=st.lists(_TERMS, max_size=6))
+def test_well_formed_expressions_are_the_same(scontrol, terms):
+    expression = "".join(term + separator for term, separator in terms)
+    hosts = expand(expression)
+    assert hosts == scontrol("hostnames", expression)
+    if hosts:
+        assert first(expression) == hosts[0]
+
+
+# What scontrol takes in a bracket without being told: a range without an end, and white space.
+_TAKEN = re.compile(r"\[[^]]*(-[],]|[ \t])")
+
+
+@in_turn
+@given(text=st.text("n0123[],-\t", max_size=12) | st.text("n01[]", max_size=8))
+def test_text_near_the_grammar_is_the_same_or_refused_with_reason(scontrol, text):
+    theirs = scontrol("hostnames", text)
+    unpaired = set("[]") & set(re.sub(r"\[[^][]*\]", "", text))
+    if theirs is REFUSED or unpaired or _TAKEN.search(text):
+        with pytest.raises(UsageError, match="position"):
+            expand(text)
+    else:
+        assert expand(text) == theirs
+
+
+_NAMES = st.lists(st.from_regex(r"[ab]?[0-9]{0,2}", fullmatch=True).filter(bool), min_size=1)
+
+
+@in_turn
+@given(names=_NAMES | st.lists(st.integers(0, 120).map("n{}".format), min_size=1))
+def test_names_are_compressed_as_scontrol_does_it(scontrol, names):
+    expression = compress(names)
+    assert expression == "".join(scontrol("hostlist", ",".join(names)))
+    assert scontrol("hostnames", expression) == names
