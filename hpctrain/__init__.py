@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hpctrain.arguments import options
     from hpctrain.errors import HpctrainError
     from hpctrain.launchers import detect
+    from hpctrain.local import spawn
     from hpctrain.run import Run
     from hpctrain.session import Session
     from hpctrain.world import World
@@ -26,6 +27,7 @@ __all__ = [
     "__version__",
     "detect",
     "options",
+    "spawn",
 ]
 
 _HOME = {
@@ -36,6 +38,7 @@ _HOME = {
     "World": "world",
     "detect": "launchers",
     "options": "arguments",
+    "spawn": "local",
 }
 
 

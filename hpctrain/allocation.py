@@ -3,9 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.errors import ContradictionError
+from hpctrain.variables import number
 
 __all__ = ["Allocation", "detect"]
+
+# The schedulers whose jobs are known by name alone: id, and index in an array. LSF numbers the
+# tasks of an array from 1 and gives other jobs the index 0; PBS has the index in the id.
+# Sources: "Environment variables" of IBM Spectrum LSF's reference; PBS Professional's reference
+# guide, chapter "Environment Variables"; flux-environment(7).
+_OTHERS = (
+    ("lsf", "LSB_JOBID", "LSB_JOBINDEX"),
+    ("pbs", "PBS_JOBID", ""),
+    ("flux", "FLUX_JOB_ID", ""),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,13 +23,14 @@ class Allocation:
     """What a scheduler says about the job. Without a scheduler there is none.
 
     Attributes:
-        scheduler: "slurm".
+        scheduler: "slurm", "lsf", "pbs" or "flux".
         job_id: the scheduler's name for the job; of an array task, its own number.
         array_job_id, array_task: the array's id and the index in it, where there is one.
         restart_count: how often the job was requeued.
         end_time: seconds since the epoch at which the time limit strikes, where it is known.
         submit_dir: the folder in which the job was submitted.
-        tasks: the number of tasks that the job may start, where it is known.
+        tasks: the number of tasks that the step, or outside of one the job, is to start; where
+            nobody gave a number one for each node; None where it is not known.
         gpus: the GPUs of this host that belong to the job, where it is known.
     """
 
@@ -42,37 +53,32 @@ class Allocation:
 
 
 def detect(env: Mapping[str, str]) -> Allocation | None:
-    """Read the job from Slurm's variables; None outside of one.
-
-    Source: the sections INPUT and OUTPUT ENVIRONMENT VARIABLES of sbatch(1) and srun(1).
+    """Read the job from its scheduler's variables; None outside of one.
 
     Raises:
         ContradictionError: a variable that should hold a number does not.
     """
-    job_id = env.get("SLURM_JOB_ID")
-    if not job_id:
-        return None
+    if env.get("SLURM_JOB_ID"):
+        return _slurm(env)
+    for scheduler, name, index in _OTHERS:
+        if env.get(name):
+            return Allocation(scheduler, env[name], array_task=number(env, index) or None)
+    return None
 
-    def number(name: str) -> int | None:
-        text = env.get(name)
-        if not text:
-            return None
-        try:
-            return int(text)
-        except ValueError:
-            raise ContradictionError(
-                f"{name}={text!r}", "a whole number", f"unset {name}"
-            ) from None
 
-    gpus = env.get("SLURM_GPUS_ON_NODE")
+def _slurm(env: Mapping[str, str]) -> Allocation:
+    """Source: the sections INPUT and OUTPUT ENVIRONMENT VARIABLES of sbatch(1) and srun(1)."""
+    # In a step srun sets SLURM_NTASKS to the step's own number.
+    tasks = number(env, "SLURM_NTASKS") or number(env, "SLURM_JOB_NUM_NODES")
+    gpus = env.get("SLURM_GPUS_ON_NODE", "")
     return Allocation(
         scheduler="slurm",
-        job_id=job_id,
+        job_id=env["SLURM_JOB_ID"],
         array_job_id=env.get("SLURM_ARRAY_JOB_ID"),
-        array_task=number("SLURM_ARRAY_TASK_ID"),
-        restart_count=number("SLURM_RESTART_COUNT") or 0,
-        end_time=number("SLURM_JOB_END_TIME"),
+        array_task=number(env, "SLURM_ARRAY_TASK_ID"),
+        restart_count=number(env, "SLURM_RESTART_COUNT") or 0,
+        end_time=number(env, "SLURM_JOB_END_TIME"),
         submit_dir=env.get("SLURM_SUBMIT_DIR"),
-        tasks=number("SLURM_NTASKS"),
-        gpus=int(gpus) if gpus and gpus.isdecimal() else None,
+        tasks=tasks,
+        gpus=int(gpus) if gpus.isdecimal() else None,
     )

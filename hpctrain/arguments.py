@@ -210,6 +210,13 @@ def options(**parser_arguments: Any) -> argparse.ArgumentParser:
         if field.default not in (None, False):
             spec["help"] += " (default: %(default)s)"
         group.add_argument(flag, dest=field.name, default=field.default, **spec)
+    # torch.distributed.launch gives it to every script; `launchers` reads it from there.
+    parser.add_argument(
+        *("--local_rank", "--local-rank"),
+        type=int,
+        help=argparse.SUPPRESS,
+        default=argparse.SUPPRESS,
+    )
     return parser
 
 

@@ -92,7 +92,7 @@ def compress(hosts: Iterable[str]) -> str:
     Raises:
         UsageError: a name cannot stand in a host list, or there are more than 1048576.
     """
-    names = list(hosts)
+    names = [hosts] if isinstance(hosts, str) else list(hosts)
     if len(names) > _MOST_HOSTS or sum(map(len, names)) > _MOST_CHARACTERS:
         raise UsageError(_TOO_MANY, "a list that can be expanded again")
     split = []

@@ -3,7 +3,7 @@
 import argparse
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,6 +31,7 @@ from hpctrain.errors import HpctrainError, UsageError, report_uncaught
 from hpctrain.precision import PRECISIONS
 from hpctrain.run import Run
 from hpctrain.speech import logger
+from hpctrain.threads import Threads
 
 __all__ = ["Session"]
 
@@ -63,38 +64,44 @@ class Session:
     def __init__(self, namespace: argparse.Namespace | None = None, **keywords: Any) -> None:
         report_uncaught()
         self.options = Options.of(namespace, keywords)
-        start = launchers.survey(os.environ)
+        start = launchers.survey()
         speech.speak(start.world.rank)
         self._verdict = os.environ.get(variables.VERDICT) if start.world.rank == 0 else None
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._micro_batch = 0
         self._closed = False
+        self._undo = ExitStack()  # what a session changes in its process, and puts back
         if self._verdict:
             # That of an earlier session of this process says nothing about this one.
             Path(self._verdict).unlink(missing_ok=True)
         try:
             self._open(start)
-        except HpctrainError as error:
-            self._write_verdict(error.exit_code, error.found)
+        except BaseException as error:
+            self._undo.close()
+            if isinstance(error, HpctrainError):
+                self._write_verdict(error.exit_code, error.found)
             raise
 
     def _open(self, start: launchers.Start) -> None:
         opts, world = self.options, start.world
+        if start.stray:
+            raise start.stray
         self.allocation = start.allocation
-        for warning in start.warnings:
-            logger.warning("%s", warning)
         self.batches = plan_batches(opts, world.world_size)
         name = backends.choose(opts.backend, world.world_size)
-        self.device, error = torch.device("cpu"), None
+        threads = Threads.here(os.environ)
+        self._undo.callback(threads.put_back)
+        self.device, error = torch.device("cpu"), start.waste
         try:
-            self.device = device.choose(world)
+            device.take_slice(world, os.environ, self._undo)
+            self.device = device.choose(world, start.allocation, os.environ)
         except UsageError as mistake:
-            error = mistake  # told to all ranks, so that none of them waits for this one
+            error = error or mistake  # told to all ranks, so that none of them waits for this one
         met = meeting.meet(
             world,
             start.meeting_point,
-            {"gpu": device.identity(self.device)},
+            {"gpu": device.identity(self.device), **threads.entry()},
             opts.start_timeout,
             logger.info if world.rank == 0 else logger.warning,
             error,
@@ -104,7 +111,8 @@ class Session:
             [entry["gpu"] for entry in met.roll.entries],
             [met.roll.hosts[host] for host in met.roll.host_of_rank],
         )
-        self._determinism = Determinism(opts.deterministic, self.device)
+        threads.fit(met.roll.entries, met.roll.host_of_rank, world.rank, opts.workers)
+        self._undo.callback(Determinism(opts.deterministic, self.device).put_back)
         self.backend = backends.open_backend(name, met, self.device, opts.timeout)
         self.precision = PRECISIONS[opts.precision](self.device)
         # The same on all ranks, so that they make the same weights.
@@ -324,7 +332,7 @@ class Session:
         if not failed:
             self.backend.barrier()
         self.backend.close(failed)
-        self._determinism.put_back()
+        self._undo.close()
 
     def _write_verdict(self, code: int, reason: str) -> None:
         if self._verdict:

@@ -4,9 +4,15 @@ Launchers read them, and what starts new processes scrubs them: a rank that inhe
 else's is the oldest way to train in the wrong world.
 """
 
+import re
 from collections.abc import Mapping
 
-__all__ = ["scrubbed"]
+from hpctrain.errors import ContradictionError
+
+__all__ = ["number", "of_the_job", "scrubbed"]
+
+# `int` alone would take 1_0 and the digits of other scripts; no launcher writes twenty digits.
+_NUMBER = re.compile(r"-?[0-9]{1,20}\Z")
 
 # hpctrain's own variables, as a person or a launcher sets them.
 LAUNCHER = "HPCTRAIN_LAUNCHER"  # overrides detection
@@ -52,6 +58,9 @@ SCRUB_NAMES = frozenset(
         "MASTER_PORT",
         "MPI_LOCALRANKID",
         "MPI_LOCALNRANKS",
+        "HYDI_CONTROL_FD",
+        "I_MPI_HYDRA_UUID",
+        "PRTE_LAUNCHED",
     }
 )
 SCRUB_PREFIXES = (
@@ -65,13 +74,35 @@ SCRUB_PREFIXES = (
     "PMIX_",
     "HOROVOD_",
     "MV2_",
+    "MPISPAWN_",
     "PALS_",
     "JSM_",
     "FLUX_",
     "SUBMITIT_",
+    "LSB_",
+    "PBS_",
 )
 
-
+# What a scheduler says of a job, and not of one of its tasks: it holds for whatever is started in
+# the job. `allocation` reads these.
+OF_THE_JOB = (
+    "SLURM_CLUSTER_NAME",
+    "SLURM_JOB_ID",
+    "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_RESTART_COUNT",
+    "SLURM_JOB_END_TIME",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_JOB_NODELIST",
+    "SLURM_SUBMIT_DIR",
+    "SLURM_NTASKS",
+    "SLURM_STEP_ID",
+    "SLURM_GPUS_ON_NODE",
+    "LSB_JOBID",
+    "LSB_JOBINDEX",
+    "PBS_JOBID",
+    "FLUX_JOB_ID",
+)
 # Where the site's Slurm is: no job's variable, though it looks like one.
 _SITE_NAMES = frozenset({"SLURM_CONF"})
 
@@ -83,3 +114,22 @@ def scrubbed(env: Mapping[str, str]) -> dict[str, str]:
         for name, value in env.items()
         if name in _SITE_NAMES or (name not in SCRUB_NAMES and not name.startswith(SCRUB_PREFIXES))
     }
+
+
+def of_the_job(env: Mapping[str, str]) -> dict[str, str]:
+    """What the environment says of the scheduler's job."""
+    return {name: env[name] for name in OF_THE_JOB if name in env}
+
+
+def number(env: Mapping[str, str], name: str) -> int | None:
+    """The whole number in a variable; None where it is unset or empty.
+
+    Raises:
+        ContradictionError: it holds something else.
+    """
+    text = env.get(name, "")
+    if not text:
+        return None
+    if not _NUMBER.match(text):
+        raise ContradictionError(f"{name}={text!r}", f"{name} is a whole number", f"unset {name}")
+    return int(text)

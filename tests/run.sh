@@ -16,7 +16,7 @@ if [ "${1:-}" = --long ]; then
     shift
 fi
 
-packages=(slurm-wlm munge iproute2 dataset-fashion-mnist shellcheck)
+packages=(slurm-wlm munge iproute2 dataset-fashion-mnist shellcheck openmpi-bin mpich)
 set_up test
 missing=()
 for package in "${packages[@]}"; do
@@ -32,6 +32,8 @@ cluster() { .venv/bin/python tests/slurm/cluster.py "$@"; }
 required=()
 [ ! -d /usr/share/datasets/fashion-mnist ] || required+=(--require fashion-mnist)
 ! command -v shellcheck >/dev/null || required+=(--require shellcheck)
+! command -v mpirun.openmpi >/dev/null || required+=(--require openmpi)
+! command -v mpirun.mpich >/dev/null || required+=(--require mpich)
 why=$(PYTHONPATH=tests/slurm .venv/bin/python -c 'import cluster; print(cluster.available())')
 if [ -z "$why" ]; then
     required+=(--require slurm)

@@ -1,14 +1,18 @@
 """`hpctrain explain`: what the launcher said, and which variable said it."""
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-from hpctrain.launchers import LAUNCHERS, Explanation, Start, explain
+from hpctrain.errors import HpctrainError
+from hpctrain.launchers import Process, Reading, Start, readings, survey
+from hpctrain.world import World
 
-__all__ = ["add"]
+__all__ = ["add", "as_json"]
 
 _FIELDS = (
     "rank",
@@ -27,7 +31,8 @@ def add(subparsers: Any) -> None:
         "explain",
         help="say who this process is, and how it is known",
         description="What the launcher of this process says, each value with the variable that "
-        "it came from. Put it in place of your script: srun hpctrain explain",
+        "it came from, and the variables that did not count. Put it in place of your script: "
+        "srun hpctrain explain",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--strict", action="store_true", help="a warning is an error, exit code 2")
@@ -35,36 +40,76 @@ def add(subparsers: Any) -> None:
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    explanation = explain(os.environ)
-    if arguments.json:
-        sys.stdout.write(json.dumps(explanation.as_json()) + "\n")
-    elif explanation.start is not None:
-        sys.stdout.write(_text(explanation, explanation.start))
-    if explanation.error is not None:
-        raise explanation.error
-    assert explanation.start is not None
-    return 2 if arguments.strict and explanation.start.warnings else 0
+    process = Process.current()
+    found = list(readings({**os.environ, **process.facts()}))
+    try:
+        start = survey(os.environ, process)
+    except HpctrainError as error:
+        sys.stdout.write(
+            json.dumps(as_json(None, found)) + "\n" if arguments.json else _table("found", found)
+        )
+        raise error from None
+    sys.stdout.write(
+        json.dumps(as_json(start, found)) + "\n" if arguments.json else _text(start, found)
+    )
+    return 2 if arguments.strict and _warnings(start) else 0
 
 
-def _text(explanation: Explanation, start: Start) -> str:
-    """A table for people."""
-    reason = next(one.reason for one in LAUNCHERS if one.name == start.world.launcher)
-    lines = [f"launcher          {start.world.launcher}    ({reason})"]
-    values = explanation.as_json()
+def as_json(start: Start | None, found: Sequence[Reading]) -> dict[str, Any]:
+    """What `--json` shows; what is not known is None.
+
+    Args:
+        start: None where the environment contradicts itself.
+        found: all variables that hold a value of the world.
+    """
+    world, job = (start.world, start.allocation) if start else (None, None)
+    point = start.meeting_point if start else None
+    return {
+        **{field.name: getattr(world, field.name, None) for field in dataclasses.fields(World)},
+        "main_address": point.address if point else None,
+        "main_port": point.port if point else None,
+        "job_id": job.label if job else None,
+        "restart_count": job.restart_count if job else None,
+        "sources": {f: c.source for f, c in start.claims.items()} if start else {},
+        "ignored": [dataclasses.asdict(one) for one in found if one.lost or not start],
+        "warnings": _warnings(start) if start else [],
+    }
+
+
+def _warnings(start: Start) -> list[str]:
+    """What opening a session would refuse."""
+    refusals = [error for error in (start.stray, start.waste) if error]
+    return [f"{error.found}; to mend: {error.fix}" for error in refusals]
+
+
+def _text(start: Start, found: Sequence[Reading]) -> str:
+    """For people."""
+    world = start.world
+    lines = [f"launcher          {world.launcher}    ({start.launcher.reason})"]
     for field in _FIELDS:
-        value = values[field]
-        if isinstance(value, (list, tuple)):
+        value = getattr(world, field)
+        if field == "hosts" and value:
             value = ",".join(value)
         source = start.claims[field].source if field in start.claims else "the roll call finds out"
         lines.append(f"{field:<17} {'?' if value is None else value}    {source}")
-    point = start.meeting_point
-    if start.world.world_size > 1:
-        where = "this host" if start.world.on_one_host else point.address or "not known"
+    if world.world_size > 1:
+        where = "this host" if world.on_one_host else start.meeting_point.address or "not known"
         lines.append(f"ranks meet at     {where}")
     if start.allocation is not None:
         job = start.allocation
         lines.append(f"job               {job.scheduler} {job.label}, restart {job.restart_count}")
-    for other in start.outer:
-        lines.append(f"also there        {other.name}")
-    lines += [f"warning: {warning}" for warning in start.warnings]
-    return "\n".join(lines) + "\n"
+    lines += [f"warning: {warning}" for warning in _warnings(start)]
+    ignored = [one for one in found if one.lost]
+    return "\n".join(lines) + "\n" + _table("not counted", ignored)
+
+
+def _table(title: str, found: Sequence[Reading]) -> str:
+    if not found:
+        return ""
+    rows = [f"{one.variable}={one.value}" for one in found]
+    width = max(map(len, rows))
+    lines = [
+        f"  {row:<{width}}  {one.field} of {one.launcher}" + (f": {one.lost}" if one.lost else "")
+        for row, one in zip(rows, found, strict=True)
+    ]
+    return "\n".join([f"{title}:", *lines]) + "\n"

@@ -11,6 +11,8 @@ from hpctrain.errors import UsageError
 
 __all__ = ["add"]
 
+_BY_HAND = "hpctrain run --nodes 2 --node-rank 0 --main-address HOST --main-port 8888 SCRIPT"
+
 
 def add(subparsers: Any) -> None:
     """Add the command."""
@@ -18,10 +20,11 @@ def add(subparsers: Any) -> None:
         "run",
         allow_abbrev=False,  # what follows SCRIPT is its own
         help="start ranks on this machine",
-        description="Start a Python script once for each rank, on this machine. Several nodes are "
-        "pretended. The output of each rank comes with its number in front.",
+        description="Start a Python script once for each rank, on this machine. The output of each "
+        "rank comes with its number in front. Several nodes are pretended, unless this machine is "
+        "one of several real ones: then the same command is typed on each, with its --node-rank.",
     )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--nodes", type=int, metavar="N", help="default: 1")
     parser.add_argument(
         "--nproc-per-node",
         "--ntasks-per-node",
@@ -33,9 +36,17 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--as",
         dest="style",
-        choices=local.AS,
-        default="hpctrain",
-        help="give the ranks the variables that this launcher would give them",
+        choices=list(local.AS),
+        help="give the ranks the variables that this launcher would give them (default: hpctrain)",
+    )
+    real = parser.add_argument_group("one of several real hosts")
+    real.add_argument("--node-rank", type=int, metavar="I", help="of this host, from 0")
+    real.add_argument("--main-address", metavar="HOST", help="name or address of host 0")
+    real.add_argument(
+        "--main-port", type=int, metavar="PORT", help="a port that is free there, from 1 to 65535"
+    )
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m"
     )
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="for SCRIPT")
@@ -43,23 +54,69 @@ def add(subparsers: Any) -> None:
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    if arguments.nodes < 1:
-        raise UsageError(f"--nodes {arguments.nodes}", "a number from 1 on", "--nodes 1")
-    if not Path(arguments.script).is_file():
+    nodes = 1 if arguments.nodes is None else arguments.nodes
+    if nodes < 1:
+        raise UsageError(f"--nodes {nodes}", "a number from 1 on", "--nodes 1")
+    host = _real_host(arguments)
+    if not arguments.module:
+        _check_script(arguments.script)
+    gpus = local.gpus_of(os.environ)
+    counts = local.layout(nodes, arguments.nproc_per_node, len(gpus), pretended=host is None)
+    module = ["-m"] if arguments.module else []
+    command = [sys.executable, *module, arguments.script, *arguments.arguments]
+    return local.start(command, counts, os.environ, arguments.style or "hpctrain", gpus, host)
+
+
+def _check_script(script: str) -> None:
+    path = Path(script)
+    if path.is_dir():
+        found = f"{script} is no file but a folder" if script else "an empty name for the script"
+    elif not path.exists():
+        found = f"{script} is no file"
+    elif not os.access(path, os.R_OK):
+        found = f"{script} cannot be read by this user"
+    else:
+        return
+    raise UsageError(found, "a Python script", "hpctrain run [options] SCRIPT [its arguments]")
+
+
+def _real_host(arguments: argparse.Namespace) -> local.RealHost | None:
+    """This machine as one of several real ones; None where it pretends to be all of them.
+
+    Raises:
+        UsageError: options that are missing, or do not fit each other.
+    """
+    given = {
+        "--node-rank": arguments.node_rank,
+        "--main-address": arguments.main_address,
+        "--main-port": arguments.main_port,
+    }
+    if all(value is None for value in given.values()):
+        return None
+    missing = [
+        name for name, value in {"--nodes": arguments.nodes, **given}.items() if value is None
+    ]
+    if missing:
+        there = " and ".join(name for name, value in given.items() if value is not None)
         raise UsageError(
-            f"{arguments.script} is no file",
-            "a Python script",
-            "hpctrain run [options] SCRIPT [its arguments]",
+            f"{there} without {' and '.join(missing)}",
+            "all of them for one of several real hosts, or --nodes alone to pretend hosts here",
+            _BY_HAND,
         )
-    gpus = _gpus()
-    counts = local.layout(arguments.nodes, arguments.nproc_per_node, len(gpus))
-    command = [sys.executable, arguments.script, *arguments.arguments]
-    return local.start(command, counts, os.environ, arguments.style, gpus)
-
-
-def _gpus() -> list[str]:
-    """The GPUs of this machine, without importing torch: what is visible, else the devices."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name.strip() for name in visible.split(",") if name.strip()]
-    return [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+    if arguments.style is not None:
+        raise UsageError(
+            f"--as {arguments.style} together with --node-rank",
+            "one of them: --as pretends all of the hosts on this machine",
+            _BY_HAND,
+        )
+    if not 0 <= arguments.node_rank < arguments.nodes:
+        raise UsageError(
+            f"--node-rank {arguments.node_rank} of --nodes {arguments.nodes}",
+            f"a node rank from 0 to {arguments.nodes - 1}, another one on each host",
+            _BY_HAND,
+        )
+    if not arguments.main_address.strip():
+        raise UsageError("an empty --main-address", "name or address of host 0", _BY_HAND)
+    if not 1 <= arguments.main_port < 1 << 16:
+        raise UsageError(f"--main-port {arguments.main_port}", "a port from 1 to 65535", _BY_HAND)
+    return local.RealHost(arguments.node_rank, arguments.main_address, arguments.main_port)

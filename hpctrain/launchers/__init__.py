@@ -1,45 +1,102 @@
 """Who started me? One file for each launcher, and the table that orders them."""
 
-import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hpctrain import allocation, variables
 from hpctrain.allocation import Allocation
-from hpctrain.errors import ContradictionError, HpctrainError, UsageError
-from hpctrain.launchers.base import Claims, Launcher, MeetingPoint
+from hpctrain.errors import ContradictionError, UsageError
+from hpctrain.launchers import refusals
+from hpctrain.launchers.base import Claims, Environ, Launcher, MeetingPoint
 from hpctrain.launchers.env import ByHand
+from hpctrain.launchers.flux import Flux
+from hpctrain.launchers.horovodrun import Horovodrun
+from hpctrain.launchers.jsrun import Jsrun
 from hpctrain.launchers.local import HpctrainRun
+from hpctrain.launchers.mpich import Hydra
+from hpctrain.launchers.mvapich import MVAPICH2
 from hpctrain.launchers.none import NoLauncher
+from hpctrain.launchers.openmpi import OpenMPI
+from hpctrain.launchers.pals import PALS
+from hpctrain.launchers.pmi import Prterun, UnknownPMI
+from hpctrain.launchers.process import Process
 from hpctrain.launchers.slurm import SlurmStep
+from hpctrain.launchers.submitit import SubmititLocal
 from hpctrain.launchers.torchrun import Torchrun
 from hpctrain.world import World
 
-__all__ = ["LAUNCHERS", "Explanation", "MeetingPoint", "Start", "detect", "explain", "survey"]
+__all__ = [
+    "LAUNCHERS",
+    "MeetingPoint",
+    "Process",
+    "Reading",
+    "Start",
+    "detect",
+    "readings",
+    "survey",
+]
 
-# The first one that recognises the environment has the word; each `reason` says why it stands
-# where it does.
+# The nearest first: the first one that recognises the environment has the word. Each `reason` says
+# why it stands where it does.
 LAUNCHERS: tuple[Launcher, ...] = (
     HpctrainRun(),
     Torchrun(),
+    Horovodrun(),
+    Jsrun(),
+    OpenMPI(),
+    MVAPICH2(),
+    Hydra(),
+    Flux(),
+    SubmititLocal(),
+    Prterun(),
     SlurmStep(),
+    PALS(),
     ByHand(),
+    UnknownPMI(),
     NoLauncher(),
 )
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """A variable that holds a value of the world.
+
+    Attributes:
+        variable, value: as found.
+        field: of World.
+        launcher: whose variable it is.
+        lost: why it did not count; "" for one that did.
+    """
+
+    variable: str
+    value: str
+    field: str
+    launcher: str
+    lost: str
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
-    """All that the environment says about the start of this process."""
+    """All that is known about the start of this process.
+
+    Attributes:
+        world: who it is, as the launcher has it.
+        launcher: whose word counts.
+        claims: the variable that each value came from.
+        meeting_point: where the ranks find each other.
+        allocation: the scheduler's job, or None.
+        stray: why this process is no rank of its own, so that it may not train; or None.
+        waste: what would lie idle if it trained, and how to say that this is meant; or None.
+    """
 
     world: World
+    launcher: Launcher
     claims: Claims
     meeting_point: MeetingPoint
     allocation: Allocation | None
-    outer: tuple[Launcher, ...]
-    warnings: tuple[str, ...]
+    stray: UsageError | None = None
+    waste: UsageError | None = None
 
 
 def detect(env: Mapping[str, str] | None = None) -> World:
@@ -52,32 +109,43 @@ def detect(env: Mapping[str, str] | None = None) -> World:
     return survey(env).world
 
 
-def survey(env: Mapping[str, str] | None = None) -> Start:
-    """Everything that the environment says; raises what `detect` raises."""
-    if env is None:
-        env = os.environ
+def survey(env: Mapping[str, str] | None = None, process: Process | None = None) -> Start:
+    """Everything that is known about the start of a process.
+
+    Args:
+        env: its environment (default: this process's own).
+        process: its other facts (default: this process's own, or none with an `env`).
+
+    Raises:
+        ContradictionError, UsageError: as in `detect`.
+    """
+    if process is None:
+        process = Process.current() if env is None else Process()
+    env = {**(os.environ if env is None else env), **process.facts()}
     launcher = _choose(env)
     world = launcher.world(env)
-    others = [
-        other
-        for other in LAUNCHERS
-        if other is not launcher and other.name != "none" and other.matches(env)
-    ]
+    others = _others(launcher, env)
     for other in others:
         if other.name not in launcher.inside:
             _compare(launcher, other, env)
-    job = allocation.detect(env)
+    claims, job = launcher.claims(env), allocation.detect(env)
+    meant = bool(env.get(variables.LAUNCHER))
     return Start(
         world=world,
-        claims=launcher.claims(env),
+        launcher=launcher,
+        claims=claims,
         meeting_point=launcher.meeting_point(env, world),
         allocation=job,
-        outer=tuple(others),
-        warnings=tuple(_warnings(world, job)),
+        stray=None
+        if meant
+        else refusals.child(claims, env, process) or refusals.dropped(world, job, process),
+        waste=None
+        if meant
+        else refusals.idle(world, job, any(one.name == "slurm" for one in others), process),
     )
 
 
-def _choose(env: Mapping[str, str]) -> Launcher:
+def _choose(env: Environ) -> Launcher:
     """The launcher that a person named, else the first of the table that matches."""
     wanted = env.get(variables.LAUNCHER)
     if wanted:
@@ -91,7 +159,16 @@ def _choose(env: Mapping[str, str]) -> Launcher:
     return next(launcher for launcher in LAUNCHERS if launcher.matches(env))
 
 
-def _compare(launcher: Launcher, other: Launcher, env: Mapping[str, str]) -> None:
+def _others(launcher: Launcher, env: Environ) -> list[Launcher]:
+    """The launchers whose variables are there as well."""
+    return [
+        other
+        for other in LAUNCHERS
+        if other is not launcher and other.name != "none" and other.matches(env)
+    ]
+
+
+def _compare(launcher: Launcher, other: Launcher, env: Environ) -> None:
     """Refuse two launchers that neither started the other and disagree on who this is."""
     if env.get(variables.LAUNCHER):
         return
@@ -109,42 +186,32 @@ def _compare(launcher: Launcher, other: Launcher, env: Mapping[str, str]) -> Non
             )
 
 
-def _warnings(world: World, job: Allocation | None) -> list[str]:
-    if world.launcher == "none" and job and job.tasks and job.tasks > 1:
-        return [
-            f"this process trains alone, and {job.tasks - 1} of the {job.tasks} tasks of job "
-            f"{job.job_id} are idle: put srun before the command"
-        ]
-    return []
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """What `hpctrain explain` shows: the start, or the error that there is none."""
-
-    start: Start | None
-    error: HpctrainError | None
-
-    def as_json(self) -> dict[str, Any]:
-        """The keys that `hpctrain explain --json` promises; what is not known is None."""
-        start = self.start
-        world, job = (start.world, start.allocation) if start else (None, None)
-        point = start.meeting_point if start else None
-        fields = [field.name for field in dataclasses.fields(World)]
-        return {
-            **{field: getattr(world, field, None) for field in fields},
-            "main_address": point.address if point else None,
-            "main_port": point.port if point else None,
-            "job_id": job.label if job else None,
-            "restart_count": job.restart_count if job else None,
-            "sources": {f: c.source for f, c in start.claims.items()} if start else {},
-            "warnings": list(start.warnings) if start else [],
-        }
-
-
-def explain(env: Mapping[str, str] | None = None) -> Explanation:
-    """What the launcher said, and why; an environment that contradicts itself is an answer too."""
+def readings(env: Environ) -> Iterator[Reading]:
+    """All variables that hold a value of the world, and which of them count; raises nothing."""
     try:
-        return Explanation(survey(env), None)
-    except HpctrainError as error:
-        return Explanation(None, error)
+        chosen = _choose(env)
+    except UsageError:
+        chosen = LAUNCHERS[-1]
+    taken: set[str] = set()
+    # Several launchers set PMI's: what is there belongs to one that is recognised.
+    others = sorted(LAUNCHERS, key=lambda one: (one is not chosen, not one.matches(env)))
+    for launcher in others:
+        for field, names in launcher.variables.items():
+            best, *rest = [name for name in names if env.get(name) and name not in taken] or [""]
+            if best:
+                lost = "" if launcher is chosen else _why(chosen, launcher, env)
+                yield Reading(best, env[best], field, launcher.name, lost)
+            for name in rest:
+                lost = "says the same" if env[name] == env[best] else f"{best} is nearer"
+                yield Reading(name, env[name], field, launcher.name, lost)
+            taken.update((best, *rest))
+
+
+def _why(chosen: Launcher, other: Launcher, env: Environ) -> str:
+    if not other.matches(env):
+        return f"no {other.recognised_by}"
+    if other.name in chosen.inside:
+        return f"of the {other.name} process from which {chosen.name} started this one"
+    if env.get(variables.LAUNCHER):
+        return f"{variables.LAUNCHER}={chosen.name}"
+    return f"{chosen.name} comes first, and they have to agree"

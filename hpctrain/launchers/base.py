@@ -7,13 +7,28 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hpctrain import variables
-from hpctrain.errors import ContradictionError
+from hpctrain.errors import ContradictionError, UsageError
+from hpctrain.hostlist import expand
 from hpctrain.world import World
 
-__all__ = ["Claim", "Claims", "Environ", "Launcher", "MeetingPoint", "number"]
+__all__ = [
+    "MPI",
+    "SCHEDULERS",
+    "Claim",
+    "Claims",
+    "Environ",
+    "Launcher",
+    "MeetingPoint",
+    "first_host_of_job",
+    "host_list",
+]
 
 Environ = Mapping[str, str]
 _REQUIRED = ("rank", "world_size", "local_rank")
+
+# For `Launcher.inside`: who starts tasks in a job, and who starts the ranks of an MPI program.
+SCHEDULERS = frozenset({"slurm", "flux", "pals", "jsrun", "submitit", "prterun", "pmi"})
+MPI = frozenset({"openmpi", "mvapich2", "hydra"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +59,29 @@ class MeetingPoint:
     port: int | None = None
 
 
-def number(env: Environ, name: str) -> int | None:
-    """The whole number in a variable; None where it is unset or empty.
+def host_list(env: Environ, name: str) -> tuple[str, ...]:
+    """The hosts in a variable that holds a Slurm host list; none where it is unset or empty.
 
     Raises:
-        ContradictionError: it holds something else.
+        ContradictionError: it is malformed.
     """
-    text = env.get(name, "")
-    if not text:
-        return None
     try:
-        return int(text)
-    except ValueError:
-        raise ContradictionError(
-            f"{name}={text!r}", f"{name} is a whole number", f"unset {name}"
-        ) from None
+        return tuple(expand(env.get(name, "")))
+    except UsageError as error:
+        raise ContradictionError(f"{name}: {error.found}", error.expected, error.fix) from None
+
+
+def first_host_of_job(env: Environ) -> str | None:
+    """Where MPI's launchers put rank 0 in a job, unless they are told otherwise.
+
+    Source: they take a job's hosts in the scheduler's order; "Running jobs under Slurm" in Open
+    MPI's FAQ, "Hydra with resource managers" in MPICH's documentation.
+
+    Raises:
+        ContradictionError: SLURM_JOB_NODELIST is no host list.
+    """
+    hosts = host_list(env, "SLURM_JOB_NODELIST") or tuple(env.get("LSB_MCPU_HOSTS", "").split())
+    return hosts[0] if hosts else None
 
 
 class Launcher(ABC):
@@ -67,23 +90,19 @@ class Launcher(ABC):
     Attributes:
         name: what `World.launcher` and `$HPCTRAIN_LAUNCHER` call it.
         reason: why it stands at its place in the table.
+        marks: the variables that only it sets: one of them, and it is recognised.
         inside: the launchers that may have started this one. Their variables are inherited and
             speak of other processes. Any other launcher whose variables are there has to agree.
         variables: for each field of World the variables that may hold it, the best one first.
+        starts: the variables that tell one start of ranks from any other.
     """
 
     name: ClassVar[str]
     reason: ClassVar[str]
+    marks: ClassVar[tuple[str, ...]] = ()
     inside: ClassVar[frozenset[str]] = frozenset()
     variables: ClassVar[Mapping[str, tuple[str, ...]]]
-
-    @abstractmethod
-    def matches(self, env: Environ) -> bool:
-        """Whether this launcher's variables are there."""
-
-    @abstractmethod
-    def key(self, env: Environ) -> str:
-        """What tells this start from any other; the same for all of its ranks."""
+    starts: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
@@ -95,6 +114,23 @@ class Launcher(ABC):
             start: a number that no other start has.
         """
 
+    def matches(self, env: Environ) -> bool:
+        """Whether this launcher's variables are there.
+
+        A single mark is enough, so that an environment of which a part was lost is refused when
+        it is read, and never taken for a process that is alone.
+        """
+        return any(env.get(name) for name in self.marks)
+
+    @property
+    def recognised_by(self) -> str:
+        """What has to be there, in words."""
+        return " or ".join(self.marks)
+
+    def key(self, env: Environ) -> str:
+        """What tells this start from any other; the same for all of its ranks."""
+        return "/".join([self.name, *(env.get(name, "") for name in self.starts)])
+
     def claims(self, env: Environ) -> Claims:
         """What the variables say, field by field; a field that nothing names is left out.
 
@@ -104,7 +140,7 @@ class Launcher(ABC):
         claims: Claims = {}
         for field, names in self.variables.items():
             for name in names:
-                value = number(env, name)
+                value = variables.number(env, name)
                 if value is not None:
                     claims[field] = Claim(value, name)
                     break
@@ -117,16 +153,17 @@ class Launcher(ABC):
             ContradictionError: rank, size or local rank is missing, or values contradict.
         """
         claims = self.claims(env)
-        for field in _REQUIRED:
-            if field not in claims:
-                names = " or ".join(self.variables[field])
-                present = ", ".join(f"{c.source}={c.value}" for c in claims.values())
-                raise ContradictionError(
-                    f"{present or 'no value'}, but no {names}: {self.name} left no {field}",
-                    f"all of rank, world size and local rank; {names} has the {field}",
-                    f"export {self.variables[field][0]}=…, or unset the others to train as a "
-                    "single process",
-                )
+        missing = [field for field in _REQUIRED if field not in claims]
+        if missing:
+            names = [self.variables[field] for field in missing]
+            present = ", ".join(f"{c.source}={c.value}" for c in claims.values())
+            raise ContradictionError(
+                f"{present or 'no value'}, but no {' and no '.join(map(' or '.join, names))}: "
+                f"{self.name} left no {' and no '.join(missing)}",
+                "all of rank, world size and local rank",
+                f"export {' '.join(f'{one[0]}=…' for one in names)}    or, to train as a single "
+                f"process: export {variables.LAUNCHER}=none",
+            )
         try:
             return World(**{k: c.value for k, c in claims.items()}, launcher=self.name)
         except ContradictionError as error:
@@ -165,7 +202,7 @@ def _port(env: Environ, name: str) -> int | None:
     Raises:
         ContradictionError: it holds no port.
     """
-    port = number(env, name)
+    port = variables.number(env, name)
     if port is not None and not 0 <= port < 1 << 16:
         raise ContradictionError(f"{name}={port}", "a port from 1 to 65535", f"unset {name}")
     return port or None

@@ -1,11 +1,17 @@
 """The env:// variables of torch.distributed, set by hand or by an older launcher.
 
-Source: the section "Environment variable initialization" of torch.distributed's documentation.
+The older launchers are torch.distributed.launch and its copies: before torch 1.9 they said the
+local rank to the script alone, as `--local_rank=N`, and later ones say it there too.
+
+Source: the section "Environment variable initialization" of torch.distributed's documentation, and
+torch/distributed/launch.py.
 """
 
 from collections.abc import Sequence
 
-from hpctrain.launchers.base import Environ, Launcher
+from hpctrain.errors import ContradictionError
+from hpctrain.launchers.base import Claims, Environ, Launcher
+from hpctrain.launchers.process import LOCAL_RANK_ARGUMENT
 from hpctrain.world import World
 
 __all__ = ["ByHand"]
@@ -16,21 +22,32 @@ class ByHand(Launcher):
 
     name = "env"
     reason = "after the launchers that say more: scripts export these on top of them"
+    marks = ("RANK", "WORLD_SIZE")
     variables = {
         "rank": ("RANK",),
         "world_size": ("WORLD_SIZE",),
-        "local_rank": ("LOCAL_RANK",),
+        "local_rank": ("LOCAL_RANK", LOCAL_RANK_ARGUMENT),
         "local_world_size": ("LOCAL_WORLD_SIZE",),
     }
+    # There is nothing else that all ranks share. Sizes that differ are found at the roll call.
+    starts = ("MASTER_ADDR", "MASTER_PORT")
 
-    def matches(self, env: Environ) -> bool:
-        """A rank or a size is set; one without the other is refused when it is read."""
-        return bool(env.get("RANK") or env.get("WORLD_SIZE"))
+    def claims(self, env: Environ) -> Claims:
+        """The numbers.
 
-    def key(self, env: Environ) -> str:
-        """Address, port and size: there is nothing else that all ranks share."""
-        names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
-        return "/".join(["env", *(env.get(name, "") for name in names)])
+        Raises:
+            ContradictionError: the argument and the variable name different local ranks.
+        """
+        claims = super().claims(env)
+        names = self.variables["local_rank"]
+        said = {name: env[name] for name in names if env.get(name)}
+        if len(set(said.values())) > 1:
+            raise ContradictionError(
+                " and ".join(f"{name}={value}" for name, value in said.items()),
+                "one local rank",
+                "unset LOCAL_RANK    (the old torch.distributed.launch gives the argument)",
+            )
+        return claims
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """The five variables; the port follows from `start`."""

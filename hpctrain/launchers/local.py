@@ -1,19 +1,23 @@
-"""`hpctrain run`: ranks started on this machine by this project."""
+"""`hpctrain run` and `hpctrain.spawn`: ranks started on this machine by this project."""
 
 from collections.abc import Sequence
 
-from hpctrain import variables
 from hpctrain.launchers.base import Claim, Claims, Environ, Launcher
+from hpctrain.variables import START
 from hpctrain.world import World
 
 __all__ = ["HpctrainRun"]
 
 
 class HpctrainRun(Launcher):
-    """The variables that `hpctrain run` sets."""
+    """The variables that `hpctrain run` and `hpctrain.spawn` set."""
 
     name = "hpctrain"
     reason = "first: it scrubs what others set before it starts a rank, so it is the nearest"
+    marks = ("HPCTRAIN_RANK", "HPCTRAIN_WORLD_SIZE")
+    # The variables of the job stay, and its step's number.
+    inside = frozenset({"slurm"})
+    starts = (START,)
     variables = {
         "rank": ("HPCTRAIN_RANK",),
         "world_size": ("HPCTRAIN_WORLD_SIZE",),
@@ -23,10 +27,6 @@ class HpctrainRun(Launcher):
         "num_nodes": ("HPCTRAIN_NUM_NODES",),
     }
 
-    def matches(self, env: Environ) -> bool:
-        """A rank of ours."""
-        return bool(env.get("HPCTRAIN_RANK"))
-
     def claims(self, env: Environ) -> Claims:
         """The numbers, and the hosts where they are named."""
         claims = super().claims(env)
@@ -35,19 +35,15 @@ class HpctrainRun(Launcher):
             claims["hosts"] = Claim(tuple(hosts.split(",")), "HPCTRAIN_HOSTS")
         return claims
 
-    def key(self, env: Environ) -> str:
-        """The name of the start."""
-        return f"hpctrain/{env.get(variables.START, '')}"
-
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """All of World."""
+        """All of World; the hosts only where they are known."""
         return {
-            variables.START: str(start),
+            START: str(start),
             "HPCTRAIN_RANK": str(world.rank),
             "HPCTRAIN_WORLD_SIZE": str(world.world_size),
             "HPCTRAIN_LOCAL_RANK": str(world.local_rank),
             "HPCTRAIN_LOCAL_WORLD_SIZE": str(tasks_per_node[world.node_rank or 0]),
             "HPCTRAIN_NODE_RANK": str(world.node_rank),
             "HPCTRAIN_NUM_NODES": str(world.num_nodes),
-            "HPCTRAIN_HOSTS": ",".join(world.hosts or ()),
+            **({"HPCTRAIN_HOSTS": ",".join(world.hosts)} if world.hosts else {}),
         }

@@ -20,6 +20,11 @@ class NoLauncher(Launcher):
         del env
         return True
 
+    @property
+    def recognised_by(self) -> str:
+        """Nothing."""
+        return "nothing of the others"
+
     def claims(self, env: Environ) -> Claims:
         """Rank 0 of 1, as nothing says otherwise."""
         del env
@@ -32,11 +37,6 @@ class NoLauncher(Launcher):
             "num_nodes": 1,
         }
         return {field: Claim(value, "no launcher") for field, value in alone.items()}
-
-    def key(self, env: Environ) -> str:
-        """A process that is alone meets nobody."""
-        del env
-        return "none"
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """Nothing."""

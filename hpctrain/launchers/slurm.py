@@ -9,9 +9,9 @@ Source: OUTPUT ENVIRONMENT VARIABLES in srun(1) and sbatch(1), Slurm 22.05.
 import re
 from collections.abc import Sequence
 
-from hpctrain.errors import ContradictionError, UsageError
-from hpctrain.hostlist import expand
-from hpctrain.launchers.base import Claim, Claims, Environ, Launcher
+from hpctrain.errors import ContradictionError
+from hpctrain.launchers.base import Claim, Claims, Environ, Launcher, host_list
+from hpctrain.launchers.process import SLURM_STEP
 from hpctrain.world import World
 
 __all__ = ["SlurmStep", "expand_counts"]
@@ -35,33 +35,36 @@ class SlurmStep(Launcher):
         "node_rank": ("SLURM_NODEID",),
         "num_nodes": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     }
+    starts = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 
     def matches(self, env: Environ) -> bool:
-        """A step with a number of its own, and a place in it."""
+        """A step with a number of its own.
+
+        A job that is submitted from inside of a step inherits that step's variables, so its batch
+        shell would pass for a task; slurmstepd's title, where it can be seen, tells them apart.
+        """
         step = env.get("SLURM_STEP_ID", "")
-        return step.isdecimal() and int(step) < _FIRST_OWN_STEP and bool(env.get("SLURM_PROCID"))
+        if not step.isdecimal() or int(step) >= _FIRST_OWN_STEP:
+            return False
+        return env.get(SLURM_STEP, step).isdecimal()
+
+    @property
+    def recognised_by(self) -> str:
+        """The number."""
+        return "SLURM_STEP_ID of a step that srun started"
 
     def claims(self, env: Environ) -> Claims:
         """The numbers, the hosts, and the tasks on this host."""
         claims = super().claims(env)
-        hosts = env.get("SLURM_STEP_NODELIST")
+        hosts = host_list(env, "SLURM_STEP_NODELIST")
         if hosts:
-            try:
-                claims["hosts"] = Claim(tuple(expand(hosts)), "SLURM_STEP_NODELIST")
-            except UsageError as error:
-                raise ContradictionError(
-                    f"SLURM_STEP_NODELIST: {error.found}", error.expected, error.fix
-                ) from None
+            claims["hosts"] = Claim(hosts, "SLURM_STEP_NODELIST")
+            _check_hosts(env, hosts)
         counts = env.get("SLURM_STEP_TASKS_PER_NODE")
         if counts and "node_rank" in claims:
             local = _tasks_here(counts, claims)
             claims["local_world_size"] = Claim(local, "SLURM_STEP_TASKS_PER_NODE")
         return claims
-
-    def key(self, env: Environ) -> str:
-        """Job, step and restart."""
-        names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        return "/".join(["slurm", *(env.get(name, "") for name in names)])
 
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
         """An address that the batch script exported, else the first host of the step."""
@@ -94,6 +97,21 @@ class SlurmStep(Launcher):
             "SLURM_LOCALID": str(world.local_rank),
             "SLURM_NODEID": str(world.node_rank),
         }
+
+
+def _check_hosts(env: Environ, hosts: Sequence[str]) -> None:
+    """Refuse the step of another job: see `SlurmStep.matches`."""
+    job = host_list(env, "SLURM_JOB_NODELIST")
+    # A component of a heterogeneous job may name its own hosts alone.
+    if not job or "SLURM_HET_SIZE" in env or set(hosts) <= set(job):
+        return
+    raise ContradictionError(
+        f"SLURM_STEP_NODELIST={env['SLURM_STEP_NODELIST']} and "
+        f"SLURM_JOB_NODELIST={env['SLURM_JOB_NODELIST']}",
+        "the hosts of a step among those of its job; a job that was submitted from inside of a "
+        "step inherits that step's variables",
+        "unset ${!SLURM_STEP_*}    and start the ranks with srun",
+    )
 
 
 def expand_counts(text: str) -> list[int]:

@@ -1,7 +1,9 @@
 """What the README shows is what happens."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 
 import launches
@@ -15,7 +17,11 @@ def blocks(kind):
 
 
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
-LOCAL = [line for line in COMMANDS if line.split()[0] in ("python", "hpctrain", "torchrun")]
+STARTED_HERE = ("python", "hpctrain", "torchrun", "mpirun")
+LOCAL = [line for line in COMMANDS if line.split()[0] in STARTED_HERE]
+PATH = f"{launches.BIN}:{os.environ['PATH']}"
+# Open MPI's own words for what a container's root may do.
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def test_the_difference_is_the_one_between_the_two_examples():
@@ -36,17 +42,18 @@ def test_the_difference_is_the_one_between_the_two_examples():
 
 
 def test_every_command_is_one_that_a_test_runs():
-    known = {"python", "hpctrain", "torchrun", "sbatch", "srun"}
+    known = {"python", "hpctrain", "torchrun", "mpirun", "sbatch", "srun"}
     others = [line for line in COMMANDS if line.split()[0] not in known]
     assert others == ["bash examples/quickstart.sh", "bash tests/run.sh"]
-    assert len(LOCAL) == 5
+    assert len(LOCAL) == 6
 
 
 @pytest.mark.parametrize("command", LOCAL)
-def test_a_command_works_as_it_is_printed(command, tmp_path):
+def test_a_command_works_as_it_is_printed(command, tmp_path, lacking):
+    if shutil.which(command.split()[0], path=PATH) is None:
+        lacking("openmpi", f"no {command.split()[0]} here")
     (tmp_path / "examples").symlink_to(launches.TOP / "examples")
-    path = f"{launches.BIN}:{launches.environ()['PATH']}"
-    done = launches.start(["bash", "-c", command], tmp_path, PATH=path)
+    done = launches.start(["bash", "-c", command], tmp_path, PATH=PATH, **AS_ROOT)
     assert done.returncode == 0, done.stderr
     if "mnist.py" in command:
         (run,) = (tmp_path / "runs").iterdir()

@@ -91,6 +91,7 @@ def test_explain_says_who_this_is_in_json():
         "job_id",
         "restart_count",
         "sources",
+        "ignored",
         "warnings",
     }
 
@@ -122,6 +123,8 @@ def test_explain_refuses_a_contradiction_with_one_error(options):
         said = json.loads(done.stdout)
         assert said.pop("sources") == {}
         assert said.pop("warnings") == []
+        (found,) = said.pop("ignored")
+        assert (found["variable"], found["value"], found["launcher"]) == ("RANK", "1", "env")
         assert set(said.values()) == {None}
 
 

@@ -1,5 +1,6 @@
 """Ranks are started with their place, heard with their number, and ended together."""
 
+import dataclasses
 import json
 import os
 import select
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain import local
+from hpctrain import variables
 from hpctrain.errors import UsageError
-from hpctrain.local import layout, start
+from hpctrain.launchers import LAUNCHERS
+from hpctrain.local import AS, layout, start, watch
+from hpctrain.world import World
 
 INHERITED = {
     "SLURM_JOB_ID": "1",
@@ -35,8 +38,8 @@ INHERITED = {
 @pytest.fixture
 def ranks(tmp_path, monkeypatch):
     """Starts ranks that run some lines of Python in an empty folder."""
-    monkeypatch.setattr(local, "_SECONDS_TO_FAIL", 0.5)
-    monkeypatch.setattr(local, "_SECONDS_TO_STOP", 0.5)
+    monkeypatch.setattr(watch, "_SECONDS_TO_FAIL", 0.5)
+    monkeypatch.setattr(watch, "_SECONDS_TO_STOP", 0.5)
     script = tmp_path / "script.py"
 
     def run(lines, tasks_per_node=(3,), env=None, **more):
@@ -89,7 +92,7 @@ def test_a_layout_that_cannot_be_is_refused(nodes, per_node):
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("style", list(local.AS))
+@pytest.mark.parametrize("style", list(AS))
 def test_every_rank_knows_its_place_and_nothing_of_other_launchers(ranks, tmp_path, style):
     lines = (
         "import dataclasses\n"
@@ -100,18 +103,16 @@ def test_every_rank_knows_its_place_and_nothing_of_other_launchers(ranks, tmp_pa
     said = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(3)]
     for rank, (node, local_rank, size) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 1)]):
         world, env = said[rank]["world"], said[rank]["env"]
-        assert world == {
-            "rank": rank,
-            "world_size": 3,
-            "local_rank": local_rank,
-            "local_world_size": size,
-            "node_rank": node,
-            "num_nodes": 2,
-            "hosts": ["node1", "node2"],
-            "launcher": style,
-        }
-        for name, value in INHERITED.items():
-            assert env.get(name) != value or (name.startswith("SLURM_") and style == "slurm")
+        full = World(rank, 3, local_rank, size, node, 2, ("node1", "node2"), AS[style])
+        for name, value in dataclasses.asdict(full).items():
+            told = world[name] is not None or style == "hpctrain"
+            assert world[name] == (list(value) if name == "hosts" else value) or not told
+        assert None not in (world["rank"], world["world_size"], world["local_rank"])
+        own = next(one for one in LAUNCHERS if one.name == AS[style]).environ(full, (2, 1), 5)
+        job = variables.of_the_job(INHERITED) if style == "hpctrain" else {}
+        assert job.items() <= env.items()
+        for name in INHERITED.keys() - own.keys() - job.keys() - {"HPCTRAIN_VERDICT"}:
+            assert name not in env
         assert env["HPCTRAIN_HOSTNAME"] == f"node{node + 1}"
         assert env["HPCTRAIN_MAIN_ADDRESS"] == "127.0.0.1"
         assert int(env["OMP_NUM_THREADS"]) >= 1
@@ -134,7 +135,9 @@ def test_the_output_of_each_rank_carries_its_number_where_there_are_several(rank
         expected_out += [label + "first \ufffd", label + "x" * 100_000]
         expected_err += [label + "no end of line"]
     assert sorted(out.splitlines()) == sorted(expected_out)
-    assert sorted(err.splitlines()) == sorted(expected_err)
+    first = err.splitlines()[:1] if len(expected_err) > 1 else []
+    assert all(line.startswith("hpctrain: OMP_NUM_THREADS=") for line in first)
+    assert sorted(err.splitlines()[len(first) :]) == sorted(expected_err)
 
 
 def test_the_first_rank_that_fails_gives_the_code_and_its_last_words_are_repeated(ranks, capfd):
@@ -145,13 +148,85 @@ def test_the_first_rank_that_fails_gives_the_code_and_its_last_words_are_repeate
         "    os.rename('pid.new', 'pid')\n"
         "    sys.exit(3)\n"
         "while not os.path.exists('pid'): time.sleep(0.01)\n"
-        "while os.path.exists('/proc/' + open('pid').read()): time.sleep(0.01)\n"
+        "stat = '/proc/' + open('pid').read() + '/stat'\n"
+        "while open(stat).read().split()[2] != 'Z': time.sleep(0.01)\n"
         "sys.exit('a consequence')\n"
     )
     assert ranks(lines) == 3
     told = capfd.readouterr().err
     assert told.endswith("hpctrain: rank 1 failed first, with exit code 3. It said:\n  the cause\n")
     assert "0: a consequence" in told
+
+
+def test_wrong_use_of_one_rank_alone_is_told_too(ranks, capfd):
+    lines = (
+        "if world.rank == 1:\n"
+        "    print('no such option', file=sys.stderr)\n"
+        "    sys.exit(2)\n"
+        "time.sleep(3600)\n"
+    )
+    assert ranks(lines) == 2
+    told = capfd.readouterr().err
+    assert told.endswith("rank 1 failed first, with exit code 2. It said:\n  no such option\n")
+
+
+def test_wrong_use_of_all_ranks_is_not_told_again(ranks, capfd):
+    assert ranks("print('no such option', file=sys.stderr)\nsys.exit(2)\n") == 2
+    assert "failed first" not in capfd.readouterr().err
+
+
+def test_a_rank_that_was_interrupted_may_save_for_as_long_as_it_takes(ranks, tmp_path):
+    lines = (
+        "try:\n"
+        "    open(f'ready-{world.rank}', 'w').close()\n"
+        "    if world.rank == 0:\n"
+        "        while len([n for n in os.listdir() if 'ready' in n]) < 3: time.sleep(0.01)\n"
+        "        os.kill(os.getppid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n"
+        "    if world.rank: raise\n"
+        "    time.sleep(2)\n"  # longer than a rank has that hangs after another one failed
+        "    open('saved', 'w').close()\n"
+    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert ranks(lines) == 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_signal_that_is_ignored_stays_so_as_nohup_wants_it(ranks):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert ranks("os.kill(os.getppid(), signal.SIGHUP); os.kill(0, signal.SIGHUP)") == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_exit_codes_are_known_where_the_parent_ignored_its_children(ranks):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert ranks("sys.exit(7)", (1,)) == 7
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_the_verdict_is_repeated_to_whoever_waits_for_one(ranks, tmp_path):
+    lines = (
+        "from hpctrain.rundir import write_verdict\n"
+        "write_verdict(os.environ['HPCTRAIN_VERDICT'], 75, 'stopped')\n"
+    )
+    outer = tmp_path / "outer"
+    assert ranks(lines, (1,), {"HPCTRAIN_VERDICT": str(outer)}) == 75
+    assert json.loads(outer.read_text()) == {"code": 75, "reason": "stopped"}
+
+
+def test_a_person_may_insist_on_the_launcher_that_it_is(ranks):
+    lines = "sys.exit(os.environ.get('HPCTRAIN_LAUNCHER') != 'hpctrain')\n"
+    assert ranks(lines, (1,), {"HPCTRAIN_LAUNCHER": "hpctrain"}) == 0
+    assert ranks(lines, (1,), {"HPCTRAIN_LAUNCHER": "slurm"}) == 1
 
 
 def test_a_rank_that_a_signal_ends_counts_as_a_shell_counts_it(ranks, capfd):

@@ -1,0 +1,126 @@
+"""Which GPUs the environment lets a process see: CUDA's, MIG's and ROCm's variables. No torch.
+
+Sources: "Environment Variables" in the CUDA C++ Programming Guide, NVIDIA's Multi-Instance GPU
+User Guide ("Device Enumeration"), and "GPU isolation techniques" in ROCm's documentation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import ContradictionError, UsageError
+
+__all__ = ["CUDA", "Visible", "check_rocm", "here", "own_slice", "visible"]
+
+CUDA = "CUDA_VISIBLE_DEVICES"
+# ROCR filters first, for the whole process; HIP counts among what is left, and takes CUDA's name
+# for its own.
+_ROCR = "ROCR_VISIBLE_DEVICES"
+_HIP = ("HIP_VISIBLE_DEVICES", CUDA)
+# CUDA stops at the first entry that names no device; Slurm writes NoDevFiles for "none".
+_NO_DEVICE = ("-1", "NoDevFiles")
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """The GPUs that a variable names, in its order.
+
+    Attributes:
+        names: indices or UUIDs; empty where it hides all.
+        source: the variable.
+    """
+
+    names: tuple[str, ...]
+    source: str
+
+
+def visible(env: Mapping[str, str], *variables: str) -> Visible | None:
+    """What the first of the variables that is set lets a process see; None without any.
+
+    Args:
+        env: the environment.
+        variables: default: those of HIP, CUDA and ROCR.
+    """
+    for source in variables or (*_HIP, _ROCR):
+        if source in env:
+            names: list[str] = []
+            for entry in env[source].split(","):
+                if not entry.strip() or entry.strip() in _NO_DEVICE:
+                    break
+                names.append(entry.strip())
+            return Visible(tuple(names), source)
+    return None
+
+
+def here() -> list[str]:
+    """The GPUs of this machine by index, as far as its device files tell."""
+    nvidia = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
+    # Each of the kernel's nodes is a CPU or a GPU; only GPUs have SIMD units: amdkfd in Linux.
+    nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")
+    amd = sum("simd_count 0\n" not in _read(node) for node in nodes)
+    return sorted(nvidia, key=int) or [str(index) for index in range(amd)]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return "simd_count 0\n"
+
+
+def own_slice(env: Mapping[str, str], local_rank: int) -> str | None:
+    """The MIG slice of a rank where several are visible; None without slices, or with one alone.
+
+    CUDA shows a process the first slice only, whatever the variable names, so every rank has to
+    be given its own before CUDA starts.
+
+    Raises:
+        UsageError: more ranks than slices, or slices beside whole GPUs.
+    """
+    seen = visible(env, CUDA)
+    names = seen.names if seen else ()
+    slices = [name for name in names if name.startswith("MIG-")]
+    if len(names) < 2 or not slices:
+        return None
+    if len(slices) < len(names):
+        raise ContradictionError(
+            f"{CUDA}={env[CUDA]}: MIG slices beside whole GPUs",
+            "only one kind",
+            f"env {CUDA}={','.join(slices)} python SCRIPT    (srun sets it anew in each task)",
+        )
+    if local_rank >= len(slices):
+        raise UsageError(
+            f"local rank {local_rank} and {len(slices)} MIG slices in {CUDA}",
+            "a slice for each rank of this host",
+            f"start {len(slices)} ranks on each host",
+        )
+    return slices[local_rank]
+
+
+def check_rocm(env: Mapping[str, str]) -> None:
+    """Refuse variables that together hide every GPU from ROCm, which says nothing about it.
+
+    Raises:
+        ContradictionError: HIP's variable counts beyond what ROCR's leaves, or two variables that
+            HIP takes for one disagree.
+    """
+    first, second = (visible(env, name) for name in _HIP)
+    if first and second and first.names != second.names:
+        raise ContradictionError(
+            f"{_HIP[0]}={env[_HIP[0]]} and {_HIP[1]}={env[_HIP[1]]}",
+            "one of them: HIP takes the second for the first",
+            f"env -u {_HIP[1]} python SCRIPT    (srun sets it anew in each task)",
+        )
+    rocr, hip = visible(env, _ROCR), visible(env, *_HIP)
+    if rocr is None or hip is None:
+        return
+    # No number is too long for a float.
+    beyond = [name for name in hip.names if name.isdecimal() and float(name) >= len(rocr.names)]
+    if beyond:
+        raise ContradictionError(
+            f"{_ROCR}={env[_ROCR]} leaves {len(rocr.names)} "
+            f"GPU{'s' if len(rocr.names) != 1 else ''}, and {hip.source}="
+            f"{env[hip.source]} asks for number {beyond[0]} of them",
+            f"numbers below {len(rocr.names)}: {hip.source} counts what {_ROCR} leaves",
+            f"env -u {hip.source} python SCRIPT    (srun sets it anew in each task)",
+        )

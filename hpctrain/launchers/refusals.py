@@ -1,0 +1,97 @@
+"""What is refused although the launcher's word is plain: waste, and processes that are no rank.
+
+Each check gives the error that opening a session raises, and of which `hpctrain explain` warns.
+`$HPCTRAIN_LAUNCHER` says that it is meant.
+"""
+
+import shlex
+
+from hpctrain import variables
+from hpctrain.allocation import Allocation
+from hpctrain.errors import UsageError
+from hpctrain.launchers.base import Claims, Environ
+from hpctrain.launchers.process import Process
+from hpctrain.world import World
+
+__all__ = ["child", "dropped", "idle"]
+
+# The launchers of which a step's tasks start one each, and how they come to know each other.
+_AGENTS = {
+    "torchrun": "srun torchrun --nnodes=$SLURM_NNODES --rdzv-backend=c10d "
+    "--rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=HOST:PORT …",
+    "hpctrain": "srun without hpctrain run",
+}
+
+
+def idle(
+    world: World, job: Allocation | None, in_step: bool, process: Process
+) -> UsageError | None:
+    """Tasks that were asked for and have nothing to do, or that all train the same.
+
+    Args:
+        world: of this process.
+        job: the scheduler's.
+        in_step: whether a task of a Slurm step started the launcher.
+        process: of which the command line is.
+    """
+    if world.launcher == "slurm" or job is None or not job.tasks:
+        return None
+    meant = f"or, if it is meant: export {variables.LAUNCHER}={world.launcher}"
+    if in_step and world.launcher in _AGENTS and (world.num_nodes or 1) < job.tasks:
+        return UsageError(
+            f"{job.tasks} tasks of a step of job {job.label} each started {world.launcher}, and "
+            f"the one of this process knows {world.num_nodes or 1}: several trainings at once",
+            "agents that know each other, one on each host",
+            f"{_AGENTS[world.launcher]}    {meant}",
+        )
+    if job.tasks <= world.world_size:
+        return None
+    if world.launcher == "none":
+        who, fix = "this process trains alone", _corrected(process)
+    else:
+        ranks = f"{world.world_size} rank" + "s" * (world.world_size > 1)
+        who = f"{world.launcher} started {ranks}"
+        fix = f"start {job.tasks} ranks, or ask for as many tasks as ranks: {world.world_size}"
+    return UsageError(
+        f"{who}, and {job.tasks - world.world_size} of the {job.tasks} tasks of job {job.label} "
+        "are idle",
+        "a rank for each task",
+        f"{fix}    {meant}",
+    )
+
+
+def _corrected(process: Process) -> str:
+    """What to type instead of the command line."""
+    if any("ipykernel" in argument for argument in process.arguments):
+        return "in a notebook: hpctrain.spawn(FUNCTION, N)"
+    command = shlex.join(process.arguments) or "COMMAND"
+    return f"put srun before the command: srun --kill-on-bad-exit=1 {command}"
+
+
+def dropped(world: World, job: Allocation | None, process: Process) -> UsageError | None:
+    """A launcher's process, whose environment did not come through."""
+    found = process.launched_by
+    if world.launcher != "none" or found is None or (found.launcher == "slurm" and job):
+        return None
+    return UsageError(
+        f"no launcher's variable is set, but this process descends from {found.program} (pid "
+        f"{found.pid}): a container, sudo or env -i dropped the environment",
+        f"the variables of {found.launcher}, or every rank would train alone",
+        "pass the environment on (apptainer exec without --cleanenv, sudo -E)    or, to train "
+        f"alone: export {variables.LAUNCHER}=none",
+    )
+
+
+def child(claims: Claims, env: Environ, process: Process) -> UsageError | None:
+    """A child of multiprocessing that has its parent's place, or none, as all its siblings."""
+    before = process.inherited
+    rank, size = claims["rank"], claims["world_size"]
+    if before is None or any(env.get(c.source) != before.get(c.source) for c in (rank, size)):
+        return None
+    return UsageError(
+        "this process was started by multiprocessing (mp.spawn, Process, Pool), and its place is "
+        f"that of its parent: rank {rank.value} ({rank.source})",
+        "ranks that a launcher starts, each with a place of its own",
+        "hpctrain run --nproc-per-node N SCRIPT    or: hpctrain.spawn(FUNCTION, N)    or, to "
+        f"train alone: export {variables.LAUNCHER}=none",
+    )

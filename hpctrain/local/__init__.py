@@ -1,0 +1,80 @@
+"""Starts ranks on this machine, passes their output on with the rank in front, and ends them.
+
+`places` says who each rank is, `watch` starts the ranks and waits for them, `output` reads what
+they say, `guard` outlives this process where it is killed. Never imports torch.
+"""
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpctrain import rundir, variables
+from hpctrain.errors import UsageError
+from hpctrain.local import places, watch
+from hpctrain.local.output import say
+from hpctrain.local.places import AS, RealHost, gpus_of, layout
+from hpctrain.local.spawning import spawn
+
+__all__ = ["AS", "RealHost", "gpus_of", "layout", "spawn", "start"]
+
+
+def start(
+    command: Sequence[str],
+    tasks_per_node: Sequence[int],
+    env: Mapping[str, str],
+    style: str = "hpctrain",
+    gpus: Sequence[str] = (),
+    host: RealHost | None = None,
+) -> int:
+    """Start a command once for each rank of this machine, and wait for all of them.
+
+    Args:
+        command: program and arguments, the same for all ranks.
+        tasks_per_node: ranks on each host.
+        env: the environment to start from; what launchers left in it is taken out.
+        style: one of `AS`: whose variables the ranks get.
+        gpus: of this machine, as CUDA_VISIBLE_DEVICES names them. Pretended hosts get their own
+            ones, or none where they do not go round.
+        host: this machine as one of several real ones (default: all hosts are pretended here,
+            over loopback).
+
+    Returns:
+        The code of the verdict where rank 0 left one here, else that of the first rank that
+        failed, else 128 and the signal that ended the ranks; 0 when all went well.
+
+    Raises:
+        UsageError: more ranks than a machine takes.
+        StartError: the system lets no more processes start.
+    """
+    environs = places.environs(tasks_per_node, env, style, gpus, host)
+    places.tell_threads(env, environs)
+    with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
+        verdict = Path(folder) / "verdict"
+        outcome = watch.run(command, environs, verdict, labelled=sum(tasks_per_node) > 1)
+        said = rundir.read_verdict(verdict)
+    if not (said and said[0] == rundir.STOPPED):
+        _tell(outcome)
+    _pass_on(said, env.get(variables.VERDICT))
+    # A verdict of 0 does not cover what a rank did after its session.
+    return said[0] if said and (said[0] or not outcome.code) else outcome.code
+
+
+def _tell(outcome: watch.Outcome) -> None:
+    """The first rank that failed has the cause; what the others say comes of it."""
+    first = outcome.first
+    if first is None or len(outcome.ranks) == 1:
+        return
+    # Of wrong use every rank has said the same, in a few lines.
+    if all(rank.code == UsageError.exit_code for rank in outcome.ranks):
+        return
+    say(f"hpctrain: rank {first.number} failed first, {first.how()}\n")
+
+
+def _pass_on(said: tuple[int, str] | None, path: str | None) -> None:
+    """Repeat the verdict to whoever started this process and waits for one."""
+    if said and path:
+        try:
+            rundir.write_verdict(path, *said)
+        except OSError as error:
+            sys.stderr.write(f"hpctrain: the verdict could not be written to {path}: {error}\n")

@@ -1,0 +1,402 @@
+"""`hpctrain run` as a person types it: real processes, and nothing of them left afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import launches
+import pytest
+
+from hpctrain import variables
+from hpctrain.local import AS
+
+RUN = [launches.PYTHON, "-m", "hpctrain", "run"]
+MEETS = """
+import dataclasses, json, os
+from hpctrain import meeting, rundir
+from hpctrain.launchers import survey
+start = survey()
+met = meeting.meet(start.world, start.meeting_point, {}, 20)
+if met.world.rank == 0 and "CODE" in os.environ:
+    rundir.write_verdict(os.environ["HPCTRAIN_VERDICT"], int(os.environ["CODE"]), "why")
+print(json.dumps({**dataclasses.asdict(met.world), "key": start.meeting_point.key}))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script, and gives its name."""
+
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def background():
+    """Starts commands that are killed at the end, should they still run."""
+    running = []
+
+    def begin(command, **more):
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        running.append(
+            subprocess.Popen(
+                command,
+                env=launches.environ(**more),
+                process_group=0,
+                # Where the tests run in the background of a script, Ctrl-C is ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+                **streams,
+            )
+        )
+        return running[-1]
+
+    yield begin
+    for process in running:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=20)
+
+
+def worlds(text):
+    """What the ranks of MEETS printed, by rank."""
+    told = [json.loads(line.partition(": ")[2]) for line in text.splitlines()]
+    return sorted(told, key=lambda world: world["rank"])
+
+
+def marked(text):
+    """The processes that have a text in the environment they were started with."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if text.encode() in (process / "environ").read_bytes():
+                found.append((int(process.name), (process / "cmdline").read_bytes()))
+        except OSError:
+            continue  # gone by now
+    return found
+
+
+def settles(condition, seconds=20.0):
+    """Wait until a condition holds; whether it does after all."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def guards(folder):
+    """The processes that have a folder in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder).encode() in path.read_bytes():
+                found.append(path)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("style", list(AS))
+def test_ranks_that_a_launcher_seems_to_have_started_meet(style, script, tmp_path):
+    command = [*RUN, "--nodes", "2", "--nproc-per-node", "2,1", "--as", style, script(MEETS)]
+    done = launches.start(command, tmp_path, SLURM_JOB_ID="4711", SLURM_PROCID="9")
+    assert done.returncode == 0, done.stderr
+    told = worlds(done.stdout)
+    assert [world["rank"] for world in told] == [0, 1, 2]
+    for world in told:
+        assert world["launcher"] == AS[style]
+        assert world["hosts"] == ["node1", "node2"]
+        assert world["node_rank"] == (0, 0, 1)[world["rank"]]
+        assert world["local_world_size"] == (2, 2, 1)[world["rank"]]
+
+
+def test_a_job_stays_a_job_and_a_pretended_one_is_another(script, tmp_path):
+    path = script("import os; print(sorted(n for n in os.environ if n.startswith('SLURM_JOB_ID')))")
+    for style, expected in (("hpctrain", "['SLURM_JOB_ID']"), ("torchrun", "[]")):
+        done = launches.start([*RUN, "--as", style, path], tmp_path, SLURM_JOB_ID="4711")
+        assert done.stdout.strip() == expected
+    assert "SLURM_JOB_ID" in variables.OF_THE_JOB
+
+
+def by_hand(rank, nodes, counts, port):
+    """The options for one of several real hosts."""
+    place = ["--nodes", str(nodes), "--node-rank", str(rank), "--nproc-per-node", counts]
+    return [*RUN, *place, "--main-address", "127.0.0.1", "--main-port", str(port)]
+
+
+def test_three_hosts_started_by_hand_make_one_world_and_rank_0_speaks_on_its_own(
+    script, background
+):
+    path, port = script(MEETS), 20000 + os.getpid() % 10000
+    starts = [
+        background(
+            [*by_hand(rank, 3, "2,1,1", port), path], HPCTRAIN_HOSTNAME=f"real{rank}", CODE="75"
+        )
+        for rank in (2, 0, 1)
+    ]
+    outputs = [start.communicate(timeout=60) for start in starts]
+    assert [start.returncode for start in starts] == [0, 75, 0], outputs
+    told = worlds("".join(out for out, _ in outputs))
+    assert [world["rank"] for world in told] == [0, 1, 2, 3]
+    assert [world["node_rank"] for world in told] == [0, 0, 1, 2]
+    assert [world["local_rank"] for world in told] == [0, 1, 0, 0]
+    assert all(world["hosts"] == ["real0", "real1", "real2"] for world in told)
+    assert {world["key"] for world in told} == {f"hpctrain/127.0.0.1:{port}"}
+
+
+def test_hosts_whose_numbers_differ_end_with_both_numbers(script, background):
+    path, port = script(MEETS), 20000 + (os.getpid() + 1) % 10000
+    first = background([*by_hand(0, 2, "2", port), path])
+    second = background([*by_hand(1, 2, "1", port), path])
+    for start in (first, second):
+        _, err = start.communicate(timeout=60)
+        assert start.returncode in (1, 2)
+        assert "ContradictionError" in err or "error" in err
+        assert "2 ranks" in err
+        assert "4" in err
+
+
+HAND = ("--nodes", "2", "--node-rank", "0", "--main-address", "h0", "--main-port", "8888")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (HAND[:4], ["--node-rank without --main-address and --main-port", "--main-port 8888"]),
+        (HAND[4:6], ["--main-address without --nodes"]),
+        (HAND[6:], ["--main-port without"]),
+        (HAND[2:], ["without --nodes"]),
+        ((*HAND, "--node-rank", "2"), ["--node-rank 2 of --nodes 2", "0 to 1"]),
+        ((*HAND, "--node-rank", "-1"), ["--node-rank -1"]),
+        ((*HAND, "--main-port", "70000"), ["--main-port 70000", "65535"]),
+        ((*HAND, "--main-address", ""), ["empty --main-address"]),
+        ((*HAND, "--as", "slurm"), ["--as slurm together with --node-rank"]),
+        ((*HAND, "--nproc-per-node", "1,1,1"), ["1,1,1 for 2 nodes"]),
+        (("--nodes", "0"), ["--nodes 0"]),
+        (("--nproc-per-node", "0"), ["--nproc-per-node 0"]),
+        (("--nproc-per-node", "10000"), ["10000 ranks", "at most"]),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_a_rank_starts(options, words, script, tmp_path):
+    done = launches.start([*RUN, *options, script("print('a rank')")], tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("error:") == 1
+    assert "to mend:" in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [("", "empty"), ("no-such.py", "is no file"), (".", "no file but a folder")]
+)
+def test_a_script_that_is_none_is_refused(name, word, tmp_path):
+    done = launches.start([*RUN, "--nproc-per-node", "3", name], tmp_path)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert done.stderr.count("error:") == 1
+
+
+def test_without_room_for_all_ranks_none_is_left(script, background):
+    path = script("import time; time.sleep(600)")
+    command = f"ulimit -n 24; exec {' '.join(RUN)} --nproc-per-node 60 {path}"
+    start = background(["bash", "-c", command], MARK="no-room")
+    _, err = start.communicate(timeout=60)
+    assert start.returncode == 1
+    assert "cannot be started on this machine" in err
+    assert "ulimit -n" in err
+    assert settles(lambda: not marked("MARK=no-room"))
+
+
+FAMILY = """
+import multiprocessing, os, subprocess, sys, time
+context = multiprocessing.get_context("fork")
+workers = [context.Process(target=time.sleep, args=(600,)) for _ in range(2)]
+for worker in workers: worker.start()
+sleep = "import time; time.sleep(600)"
+subprocess.Popen(["sh", "-c", "sleep 600 & wait"])
+subprocess.Popen(["setsid", "sleep", "600"])
+subprocess.Popen(["sh", "-c", "sleep 600 & wait"], env={"LEFT": os.environ["MARK"]})
+print("ready", os.path.dirname(os.environ["HPCTRAIN_VERDICT"]), flush=True)
+time.sleep(600)
+"""
+
+
+def test_kill_9_leaves_neither_ranks_nor_what_they_started_nor_files(script, background):
+    mark = f"kill-nine-{os.getpid()}"
+    start = background([*RUN, "--nproc-per-node", "3", script(FAMILY)], MARK=mark)
+    lines = [start.stdout.readline() for _ in range(3)]
+    assert all("ready" in line for line in lines), lines
+    assert len(marked(mark)) >= 3 * 6
+    os.kill(start.pid, signal.SIGKILL)
+    start.wait(timeout=20)
+    assert settles(lambda: not marked(mark))
+    folder = Path(lines[0].split()[2])
+    assert settles(lambda: not folder.exists() and not guards(folder))
+
+
+def test_a_normal_end_leaves_nothing_either(script, background):
+    mark = f"normal-end-{os.getpid()}"
+    text = FAMILY.replace("time.sleep(600)\n", "os._exit(0)\n").replace("print", "0 and print")
+    start = background([*RUN, "--nproc-per-node", "2", script(text)], MARK=mark)
+    start.communicate(timeout=60)
+    assert start.returncode == 0
+    assert not marked(mark)
+
+
+SAVES = """
+import os, pathlib, signal, sys, time
+rank = os.environ["HPCTRAIN_RANK"]
+if rank == "2" and "IGNORE" in os.environ:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+worker = os.fork()
+if worker == 0:
+    time.sleep(60); os._exit(0)
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    stat = pathlib.Path(f"/proc/{worker}/stat").read_text()
+    pathlib.Path(f"saved-{rank}").write_text(stat)
+    if "IGNORE" in os.environ: print("saved", flush=True)
+"""
+
+
+def test_ctrl_c_comes_once_and_to_the_rank_alone(script, background, tmp_path):
+    start = background([*RUN, "--nproc-per-node", "3", script(SAVES)])
+    assert all("ready" in start.stdout.readline() for _ in range(3))
+    os.kill(start.pid, signal.SIGINT)
+    _, err = start.communicate(timeout=30)
+    assert start.returncode == 0, err
+    assert "SIGINT is passed on" in err
+    assert "Traceback" not in err
+    for rank in range(3):
+        # What a rank started was not interrupted: loader workers are needed until it has saved.
+        assert (tmp_path / f"saved-{rank}").read_text().split()[2] in "SRD"
+
+
+def test_a_second_ctrl_c_ends_a_rank_that_ignores_the_first(script, background):
+    start = background([*RUN, "--nproc-per-node", "3", script(SAVES)], IGNORE="1")
+    assert all("ready" in start.stdout.readline() for _ in range(3))
+    os.kill(start.pid, signal.SIGINT)
+    assert all("saved" in start.stdout.readline() for _ in range(2))
+    os.kill(start.pid, signal.SIGINT)
+    start.communicate(timeout=30)
+    assert start.returncode == 128 + signal.SIGINT
+
+
+SLOW_TO_LEAVE = """
+import atexit, os, pathlib, sys, time
+rank = os.environ["HPCTRAIN_RANK"]
+def until(name):
+    while not pathlib.Path(name).exists(): time.sleep(0.01)
+def ended(pid):
+    return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "Z"
+def linger():
+    until("consequence")
+    pid = int(pathlib.Path("consequence").read_text())
+    while not ended(pid): time.sleep(0.01)
+if rank == "2":
+    atexit.register(linger)
+    sys.excepthook = lambda *error: (
+        sys.__excepthook__(*error), sys.stderr.flush(), pathlib.Path("cause").touch()
+    )
+    def deep(n):
+        if n: deep(n - 1) if n % 2 else deep(n - 1)
+        raise ValueError("the cause")
+    deep(60)
+until("cause")
+if rank == "0":
+    pathlib.Path("pid").write_text(str(os.getpid()))
+    os.rename("pid", "consequence")
+    print("x" * 100, file=sys.stderr)
+    raise RuntimeError("lost rank 2")
+"""
+
+
+def test_the_cause_is_told_last_also_where_its_rank_leaves_last(script, tmp_path):
+    done = launches.start([*RUN, "--nproc-per-node", "3", script(SLOW_TO_LEAVE)], tmp_path)
+    assert done.returncode == 1
+    told = done.stderr.rpartition("hpctrain: rank 2 failed first, with exit code 1. It said:\n")[2]
+    assert told != done.stderr
+    lines = told.splitlines()
+    assert lines[0].startswith("  Traceback")
+    assert lines[-1] == "  ValueError: the cause"
+
+
+def test_a_hundred_megabytes_without_an_end_of_line_take_little_memory(script, tmp_path):
+    path = script(
+        "import sys\nfor _ in range(1600): sys.stdout.buffer.write(b'x' * 65536)\n"
+        "sys.stdout.buffer.write(b'\\xff\\0 the end')\n"
+    )
+    measured = (
+        "import resource, subprocess, sys\n"
+        f"command = {[*RUN, '--nproc-per-node', '2', path]!r}\n"
+        "code = subprocess.call(command, stdout=open('out', 'wb'))\n"
+        "print(code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
+    )
+    done = launches.start([sys.executable, "-c", measured], tmp_path)
+    code, kilobytes = map(int, done.stdout.split())
+    assert code == 0
+    assert kilobytes < 80_000
+    lines = (tmp_path / "out").read_bytes().splitlines()
+    assert sum(line.count(b"x") for line in lines) == 2 * 1600 * 65536
+    assert sum(line.endswith(b"\xff\0 the end") for line in lines) == 2
+    assert all(line[:3] in (b"0: ", b"1: ") for line in lines)
+
+
+def test_the_output_of_one_rank_is_passed_on_to_the_byte(script, tmp_path):
+    path = script("import sys; sys.stdout.buffer.write(bytes(range(256)) * 300)")
+    with open(tmp_path / "out", "wb") as out:
+        subprocess.run([*RUN, path], stdout=out, env=launches.environ(), timeout=60, check=True)
+    assert (tmp_path / "out").read_bytes() == bytes(range(256)) * 300
+
+
+def test_two_starts_in_one_folder_do_not_meet_each_other(script, background):
+    path = script(MEETS)
+    starts = [background([*RUN, "--nproc-per-node", "2", path]) for _ in range(2)]
+    keys = set()
+    for start in starts:
+        out, err = start.communicate(timeout=60)
+        assert start.returncode == 0, err
+        told = worlds(out)
+        assert [world["rank"] for world in told] == [0, 1]
+        keys |= {world["key"] for world in told}
+    assert len(keys) == 2
+
+
+def test_threads_are_shared_and_that_is_said_once(script, tmp_path):
+    path = script("import os; print(os.environ['OMP_NUM_THREADS'])")
+    environ = {name: value for name, value in launches.environ().items() if "OMP_NUM" not in name}
+    cores = len(os.sched_getaffinity(0))
+
+    def run(*options, **more):
+        done = subprocess.run(
+            [*RUN, *options, path], env={**environ, **more}, capture_output=True, text=True
+        )
+        return done.stdout.split(), done.stderr
+
+    share = str(max(1, cores // 3))
+    out, err = run("--nproc-per-node", "3")
+    assert sorted(out) == sorted(["0:", share, "1:", share, "2:", share])
+    assert err.startswith(f"hpctrain: OMP_NUM_THREADS={share} for each of 3 ranks: {cores} core")
+    assert err.count("\n") == 1
+    assert run("--nproc-per-node", "1") == ([str(cores)], "")
+    out, err = run("--nproc-per-node", "2", OMP_NUM_THREADS="5")
+    assert sorted(out) == ["0:", "1:", "5", "5"]
+    assert err == ""
+
+
+def test_a_module_can_be_started_in_place_of_a_file(tmp_path):
+    done = launches.start(
+        [*RUN, "--nproc-per-node", "2", "-m", "hpctrain", "explain", "--json"], tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert [world["world_size"] for world in worlds(done.stdout)] == [2, 2]

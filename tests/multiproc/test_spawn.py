@@ -1,0 +1,271 @@
+"""`hpctrain.spawn`: a function on several ranks, from a script, a thread or a notebook."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import launches
+import pytest
+
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.local import spawn
+
+
+def test_every_rank_gets_the_arguments_and_the_results_come_by_rank():
+    more = 7
+
+    def place(base, *, factor):
+        from hpctrain.launchers import detect
+
+        world = detect()
+        return world.rank, world.world_size, world.launcher, base * factor + more
+
+    told = spawn(place, 3, args=(5,), kwargs={"factor": 2})
+    assert told == [(rank, 3, "hpctrain", 17) for rank in range(3)]
+
+
+def test_a_lambda_on_one_rank_is_enough(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert spawn(lambda: os.environ["HPCTRAIN_WORLD_SIZE"]) == ["1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert spawn(lambda: os.environ["HPCTRAIN_WORLD_SIZE"]) == ["2", "2"]
+
+
+def test_what_the_ranks_print_comes_with_their_number(capfd):
+    spawn(lambda: print("here"), 3)
+    assert sorted(capfd.readouterr().out.splitlines()) == ["0: here", "1: here", "2: here"]
+
+
+class Cell(io.TextIOBase):
+    """Standard output as a notebook has it: text, and no file behind it."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        assert isinstance(text, str)
+        self.text += text
+        return len(text)
+
+
+def test_a_notebook_gets_the_output_in_its_cell(monkeypatch):
+    out, err = Cell(), Cell()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    spawn(lambda: (print("ä"), print("wrong", file=sys.stderr)), 2)
+    assert sorted(out.text.splitlines()) == ["0: ä", "1: ä"]
+    assert {"0: wrong", "1: wrong"} < set(err.text.splitlines())
+
+
+def test_it_works_off_the_main_thread():
+    told = []
+    thread = threading.Thread(target=lambda: told.extend(spawn(os.getpid, 2)))
+    thread.start()
+    thread.join(60)
+    assert len(set(told)) == 2
+
+
+def test_files_of_a_start_are_private_and_gone_afterwards():
+    def look():
+        folder = os.path.dirname(os.environ["HPCTRAIN_VERDICT"])
+        return folder, os.stat(folder).st_mode & 0o777
+
+    ((folder, mode),) = spawn(look, 1)
+    assert mode == 0o700
+    assert not Path(folder).exists()
+
+
+def test_the_rank_that_failed_first_is_named_with_its_traceback():
+    def fails():
+        if os.environ["HPCTRAIN_RANK"] == "1":
+            raise ValueError("the cause")
+
+    with pytest.raises(HpctrainError) as caught:
+        spawn(fails, 3)
+    assert caught.value.exit_code == 1
+    assert caught.value.found.startswith("rank 1 of 3 failed first, with exit code 1. It said:\n")
+    assert "Traceback (most recent call last)" in caught.value.found
+    assert caught.value.found.endswith("ValueError: the cause")
+
+
+def test_wrong_use_in_a_rank_is_wrong_use():
+    def refuses():
+        from hpctrain.errors import UsageError
+
+        raise UsageError("this", "that", "type this")
+
+    with pytest.raises(UsageError, match="to mend:  type this"):
+        spawn(refuses, 2)
+
+
+def test_the_verdict_of_rank_0_gives_the_code():
+    def stops():
+        from hpctrain.rundir import write_verdict
+
+        if os.environ["HPCTRAIN_RANK"] == "0":
+            write_verdict(os.environ["HPCTRAIN_VERDICT"], 75, "stopped at step 7")
+        raise SystemExit(0)
+
+    with pytest.raises(HpctrainError, match="stopped at step 7") as caught:
+        spawn(stops, 2)
+    assert caught.value.exit_code == 75
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "word"),
+    [
+        ((4, len), {}, "spawn(4, …)"),
+        ((len, 0), {}, "nproc=0"),
+        ((len, "all"), {}, "nproc='all'"),
+        ((len, 2.0), {}, "nproc=2.0"),
+        ((len, 10_000), {}, "10000 ranks"),
+        ((len, 2, "ab"), {}, "args=(ARGUMENT,)"),
+        ((len, 2), {"args": {"a": 1}}, "with a dict"),
+        ((len, 2, (threading.Lock(),)), {}, "len and its arguments cannot be sent to the ranks"),
+        ((threading.Lock, 2), {}, "what the function returned on rank"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, keywords, word):
+    with pytest.raises(UsageError) as caught:
+        spawn(*arguments, **keywords)
+    assert word in str(caught.value)
+
+
+def test_ranks_do_not_spawn(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UsageError, match=r"spawn\(\) in rank 1 of 4, which env started"):
+        spawn(len, 2)
+
+
+SCRIPT = """
+import dataclasses, os, sys
+import beside
+from hpctrain.local import spawn
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+def train(scale):
+    import pickle
+    pickle.dumps(Point(1))  # as torch.save does it
+    assert "torch" not in sys.modules
+    return Point(scale * beside.VALUE), sys.argv[1:], os.getcwd()
+
+for point, argv, cwd in spawn(train, 3, args=(2,)):
+    assert isinstance(point, Point)
+    print(point.x, argv, cwd == os.getcwd())
+assert "torch" not in sys.modules
+"""
+
+
+def test_a_script_needs_no_main_guard_and_its_neighbours_are_found(tmp_path):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "beside.py").write_text("VALUE = 21\n")
+    (tmp_path / "code" / "train.py").write_text(SCRIPT)
+    done = launches.start([launches.PYTHON, "code/train.py", "--lr", "1"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["42 ['--lr', '1'] True"] * 3
+
+
+def test_a_module_that_spawns_when_it_is_imported_ends(tmp_path):
+    (tmp_path / "forever.py").write_text(
+        "from hpctrain.local import spawn\ndef train(): pass\nspawn(train, 2)\n"
+    )
+    done = launches.start([launches.PYTHON, "-c", "import forever"], tmp_path)
+    assert done.returncode == 2
+    assert "which hpctrain started" in done.stderr
+    assert '__name__ == "__main__"' in done.stderr
+
+
+@pytest.mark.parametrize(("error", "code"), [("ValueError(1)", 1), ("SystemExit(2)", 2)])
+def test_a_script_leaves_with_the_code_and_shows_no_traceback_of_its_own(error, code, tmp_path):
+    (tmp_path / "train.py").write_text(
+        f"from hpctrain.local import spawn\ndef train(): raise {error}\nspawn(train, 2)\n"
+    )
+    done = launches.start([launches.PYTHON, "train.py"], tmp_path)
+    assert done.returncode == code
+    assert "hpctrain: error: rank " in done.stderr
+    assert done.stderr.count("\nTraceback") == 0  # those of the ranks have something in front
+
+
+INTERRUPTED = """
+import os, pathlib, time
+from hpctrain.local import spawn
+
+def train():
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        pathlib.Path("saved-" + os.environ["HPCTRAIN_RANK"]).touch()
+
+try:
+    spawn(train, 2)
+except KeyboardInterrupt:
+    print("interrupted", len(list(pathlib.Path().glob("saved-*"))), flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Starts a script that is killed at the end, should it still run."""
+    running = []
+
+    def begin(text, **more):
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        running.append(
+            subprocess.Popen(
+                [launches.PYTHON, path],
+                env=launches.environ(**more),
+                stdout=subprocess.PIPE,
+                text=True,
+                # Where the tests run in the background of a script, Ctrl-C is ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+            )
+        )
+        return running[-1]
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+def test_ctrl_c_is_raised_when_the_ranks_have_left(script):
+    process = script(INTERRUPTED)
+    assert all("ready" in process.stdout.readline() for _ in range(2))
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30)[0].strip() == "interrupted 2"
+
+
+def test_kill_9_leaves_nothing(script, tmp_path):
+    process = script(INTERRUPTED, TMPDIR=str(tmp_path))
+    assert all("ready" in process.stdout.readline() for _ in range(2))
+    (folder,) = tmp_path.glob("hpctrain-*")
+
+    def left():
+        found = [folder] if folder.exists() else []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if str(folder).encode() in (path / "cmdline").read_bytes():
+                    found.append(path)
+            except OSError:
+                continue  # gone by now
+        return found
+
+    assert len(left()) == 1 + 2 + 1  # the folder, the ranks, and their guard
+    process.kill()
+    process.wait(timeout=20)
+    deadline = time.monotonic() + 20
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left()

@@ -1,0 +1,139 @@
+"""Starts under a real Slurm: nested launchers come out right, and forgotten ones are refused."""
+
+import shutil
+
+import launches
+import pytest
+
+pytestmark = pytest.mark.slurm
+
+TRAIN = """
+import hpctrain
+with hpctrain.Session(batch_size=1, start_timeout=60) as session:
+    world = session.world
+    places = (world.rank, world.local_rank, world.local_world_size, world.hosts[world.node_rank])
+    total = session.sum(world.rank + 1)
+    # In one write: what mpirun reads at once it passes on at once.
+    print(f"{world.launcher} {places} {world.hosts} {total} {session.allocation.job_id}\\n", end="")
+"""
+# Four tasks on three hosts are 2, 1, 1.
+PLACES = [(0, 0, 2, "node1"), (1, 1, 2, "node1"), (2, 0, 1, "node2"), (3, 0, 1, "node3")]
+
+
+def job(cluster, folder, *lines, options=("-N3", "-n4")):
+    """Submit a batch script, wait for its end, and give its number, code and log."""
+    (folder / "train.py").write_text(TRAIN)
+    script = folder / "job.sh"
+    python = f"export PATH={launches.BIN}:$PATH OMP_NUM_THREADS=1"
+    script.write_text("\n".join(["#!/bin/bash", python, *lines, ""]))
+    done = cluster.run(
+        ["sbatch", "--parsable", "--wait", *options, "--output=%j.log", str(script)],
+        cwd=folder,
+        timeout=240,
+    )
+    number = done.stdout.strip()
+    return number, done.returncode, (folder / f"{number}.log").read_text()
+
+
+def trained(log, launcher, number, places=PLACES):
+    """Whether every rank found its place and the sum over all."""
+    hosts = tuple(dict.fromkeys(place[3] for place in places))
+    total = sum(range(len(places) + 1))
+    said = sorted(line for line in log.splitlines() if line.startswith(f"{launcher} ("))
+    assert said == [f"{launcher} {place} {hosts} {total} {number}" for place in places], log
+
+
+@pytest.mark.parametrize(
+    ("command", "part", "launcher"),
+    [
+        ("mpirun.openmpi --allow-run-as-root -np 4", "openmpi", "openmpi"),
+        ("mpirun.mpich -n 4", "mpich", "hydra"),
+    ],
+)
+def test_mpirun_in_a_job_has_its_ranks_on_all_hosts(
+    cluster, tmp_path, lacking, command, part, launcher
+):
+    if shutil.which(command.split()[0]) is None:
+        lacking(part, f"no {command.split()[0]} here")
+    number, code, log = job(cluster, tmp_path, f"{command} python train.py")
+    assert code == 0, log
+    trained(log, launcher, number)
+
+
+TORCHRUN = (
+    "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID "
+    "--rdzv-endpoint=node1:29501"
+)
+
+
+def test_srun_torchrun_is_one_training_and_two_lone_agents_are_refused(cluster, tmp_path):
+    number, code, log = job(
+        cluster,
+        tmp_path,
+        f"srun -l {TORCHRUN} -- train.py && echo agents that know each other: done",
+        "srun torchrun --standalone --nproc-per-node=1 -- train.py",
+        options=("-N2", "-n2"),
+    )
+    assert code != 0
+    before, _, after = log.partition("agents that know each other: done")
+    said = [line.partition(": ")[2] for line in before.splitlines() if ": torchrun (" in line]
+    # torchrun numbers its agents as they come.
+    assert {line.split(") (")[0] for line in said} in (
+        {f"torchrun ({r}, {r % 2}, 2, '{host}'" for r, host in enumerate(order)}
+        for order in (["node1"] * 2 + ["node2"] * 2, ["node2"] * 2 + ["node1"] * 2)
+    ), before
+    assert all(line.endswith(f" 10 {number}") for line in said)
+    assert f"2 tasks of a step of job {number} each started torchrun" in after
+    assert "torchrun (" not in after
+
+
+def test_a_forgotten_srun_is_refused_with_the_corrected_line(cluster, tmp_path):
+    number, code, log = job(
+        cluster,
+        tmp_path,
+        "python train.py",
+        "echo code $?",
+        "HPCTRAIN_LAUNCHER=none python train.py",
+    )
+    assert code == 0, log
+    refused, _, meant = log.partition("code 2\n")
+    assert f"this process trains alone, and 3 of the 4 tasks of job {number} are idle" in refused
+    assert "to mend:  put srun before the command: srun --kill-on-bad-exit=1 " in refused
+    assert "python train.py    or, if it is meant: export HPCTRAIN_LAUNCHER=none" in refused
+    assert "Traceback" not in refused
+    trained(meant, "none", number, places=[(0, 0, 1, "node1")])
+
+
+def test_a_step_whose_environment_was_dropped_is_refused_and_not_n_trainings(cluster, tmp_path):
+    _, code, log = job(cluster, tmp_path, "srun -n4 env -i PATH=$PATH python train.py")
+    assert code == 2
+    assert log.count("this process descends from slurmstepd") == 4
+    assert "none (" not in log
+
+
+def test_gpus_that_torch_cannot_use_are_refused_once_and_can_be_hidden(cluster, tmp_path):
+    number, code, log = job(
+        cluster,
+        tmp_path,
+        "srun python train.py",
+        "echo code $?",
+        # What the message says; an export before srun would be lost in its tasks.
+        "srun env CUDA_VISIBLE_DEVICES= python train.py",
+        options=("-N1", "-n3", "--gpus-per-node=3"),
+    )
+    assert code == 0, log
+    refused, _, hidden = log.partition("code 2\n")
+    assert refused.count("to mend:") == 1
+    assert f"job {number} has 3 GPUs on this host, and torch" in refused
+    trained(hidden, "slurm", number, places=[(r, r, 3, "node1") for r in range(3)])
+
+
+def test_a_job_submitted_from_inside_of_a_step_is_not_taken_for_that_step(cluster, tmp_path):
+    inner = tmp_path / "inner.sh"
+    inner.write_text("#!/bin/bash\nenv | grep ^SLURM_STEP_ID=\nhpctrain explain\n")
+    submit = f"sbatch --wait -N1 -n1 --output=inner.log {inner}"
+    _, code, log = job(cluster, tmp_path, f"srun -n1 -N1 {submit}", options=("-N1", "-n2"))
+    assert code == 0, log
+    said = (tmp_path / "inner.log").read_text().splitlines()
+    assert said[0] == "SLURM_STEP_ID=0"  # inherited: the trap is there
+    assert said[1].split()[:2] == ["launcher", "none"]
