@@ -1,5 +1,6 @@
 """Allocation: the job that a scheduler gave, apart from who started the ranks in it."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ _OTHERS = (
     ("pbs", "PBS_JOBID", ""),
     ("flux", "FLUX_JOB_ID", ""),
 )
+
+_GPUS = re.compile(r"[0-9]{1,4}\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,5 +83,5 @@ def _slurm(env: Mapping[str, str]) -> Allocation:
         end_time=number(env, "SLURM_JOB_END_TIME"),
         submit_dir=env.get("SLURM_SUBMIT_DIR"),
         tasks=tasks,
-        gpus=int(gpus) if gpus.isdecimal() else None,
+        gpus=int(gpus) if _GPUS.match(gpus) else None,
     )

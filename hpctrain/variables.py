@@ -131,5 +131,6 @@ def number(env: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     if not _NUMBER.match(text):
-        raise ContradictionError(f"{name}={text!r}", f"{name} is a whole number", f"unset {name}")
+        fix = f"unset {name}" if name.isidentifier() else f"take {name} out of the command"
+        raise ContradictionError(f"{name}={text[:200]!r}", f"{name} is a whole number", fix)
     return int(text)

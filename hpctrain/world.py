@@ -7,6 +7,9 @@ from hpctrain.errors import ContradictionError
 
 __all__ = ["World"]
 
+# More than any machine has; a slip or a stranger's variable, and rank 0 would wait for all of them.
+_MOST_RANKS = 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -39,6 +42,12 @@ class World:
     launcher: str = "none"
 
     def __post_init__(self) -> None:
+        if self.world_size > _MOST_RANKS:
+            raise ContradictionError(
+                f"world_size {self.world_size}, as {self.launcher} has it",
+                f"at most {_MOST_RANKS}",
+                "hpctrain explain    shows the variable that each value came from",
+            )
         below = (
             ("rank", self.rank, "world_size", self.world_size),
             ("local_rank", self.local_rank, "local_world_size", self.local_world_size),

@@ -154,7 +154,7 @@ def _choose(env: Environ) -> Launcher:
                 return launcher
         names = ", ".join(launcher.name for launcher in LAUNCHERS)
         raise UsageError(
-            f"{variables.LAUNCHER}={wanted}", f"one of {names}", f"unset {variables.LAUNCHER}"
+            f"{variables.LAUNCHER}={wanted!r}", f"one of {names}", f"unset {variables.LAUNCHER}"
         )
     return next(launcher for launcher in LAUNCHERS if launcher.matches(env))
 
@@ -182,8 +182,18 @@ def _compare(launcher: Launcher, other: Launcher, env: Environ) -> None:
                 f"{ours[field].source}={ours[field].value} ({launcher.name}) and "
                 f"{theirs[field].source}={theirs[field].value} ({other.name})",
                 f"one {field.replace('_', ' ')}",
-                f"unset {' '.join(unwanted)}    or: export {variables.LAUNCHER}={other.name}",
+                f"unset {' '.join(unwanted)}    or: export {variables.LAUNCHER}="
+                f"{other.name if _speaks(other, env) else launcher.name}",
             )
+
+
+def _speaks(launcher: Launcher, env: Environ) -> bool:
+    """Whether it could have the word."""
+    try:
+        launcher.world(env)
+    except UsageError:
+        return False
+    return True
 
 
 def readings(env: Environ) -> Iterator[Reading]:
@@ -196,7 +206,8 @@ def readings(env: Environ) -> Iterator[Reading]:
     # Several launchers set PMI's: what is there belongs to one that is recognised.
     others = sorted(LAUNCHERS, key=lambda one: (one is not chosen, not one.matches(env)))
     for launcher in others:
-        for field, names in launcher.variables.items():
+        composed = {field: (name,) for field, name in launcher.composed.items()}
+        for field, names in (*launcher.variables.items(), *composed.items()):
             best, *rest = [name for name in names if env.get(name) and name not in taken] or [""]
             if best:
                 lost = "" if launcher is chosen else _why(chosen, launcher, env)

@@ -94,6 +94,7 @@ class Launcher(ABC):
         inside: the launchers that may have started this one. Their variables are inherited and
             speak of other processes. Any other launcher whose variables are there has to agree.
         variables: for each field of World the variables that may hold it, the best one first.
+        composed: for a field of World the variable that holds more than a number.
         starts: the variables that tell one start of ranks from any other.
     """
 
@@ -102,6 +103,7 @@ class Launcher(ABC):
     marks: ClassVar[tuple[str, ...]] = ()
     inside: ClassVar[frozenset[str]] = frozenset()
     variables: ClassVar[Mapping[str, tuple[str, ...]]]
+    composed: ClassVar[Mapping[str, str]] = {}
     starts: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
@@ -156,7 +158,8 @@ class Launcher(ABC):
         missing = [field for field in _REQUIRED if field not in claims]
         if missing:
             names = [self.variables[field] for field in missing]
-            present = ", ".join(f"{c.source}={c.value}" for c in claims.values())
+            seen = dict.fromkeys((*self.marks, *(claim.source for claim in claims.values())))
+            present = ", ".join(f"{name}={env[name]}" for name in seen if env.get(name))
             raise ContradictionError(
                 f"{present or 'no value'}, but no {' and no '.join(map(' or '.join, names))}: "
                 f"{self.name} left no {' and no '.join(missing)}",
@@ -167,9 +170,7 @@ class Launcher(ABC):
         try:
             return World(**{k: c.value for k, c in claims.items()}, launcher=self.name)
         except ContradictionError as error:
-            sources = ", ".join(
-                f"{c.source}={c.value}" for c in claims.values() if isinstance(c.value, int)
-            )
+            sources = ", ".join(f"{c.source}={env[c.source]}" for c in claims.values())
             raise ContradictionError(
                 f"{error.found}: {sources}", error.expected, error.fix
             ) from None

@@ -45,7 +45,8 @@ class ByHand(Launcher):
             raise ContradictionError(
                 " and ".join(f"{name}={value}" for name, value in said.items()),
                 "one local rank",
-                "unset LOCAL_RANK    (the old torch.distributed.launch gives the argument)",
+                f"take {LOCAL_RANK_ARGUMENT} out of the command    or, where the old "
+                "torch.distributed.launch gives it: unset LOCAL_RANK",
             )
         return claims
 

@@ -27,6 +27,8 @@ class HpctrainRun(Launcher):
         "num_nodes": ("HPCTRAIN_NUM_NODES",),
     }
 
+    composed = {"hosts": "HPCTRAIN_HOSTS"}
+
     def claims(self, env: Environ) -> Claims:
         """The numbers, and the hosts where they are named."""
         claims = super().claims(env)

@@ -38,6 +38,10 @@ class NoLauncher(Launcher):
         }
         return {field: Claim(value, "no launcher") for field, value in alone.items()}
 
+    def world(self, env: Environ) -> World:
+        """Rank 0 of 1."""
+        return World(**{field: claim.value for field, claim in self.claims(env).items()})
+
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """Nothing."""
         del world, tasks_per_node, start

@@ -18,15 +18,20 @@ __all__ = ["SlurmStep", "expand_counts"]
 
 # Step ids from here on are Slurm's own: batch script, external, interactive (slurm.h, 22.05).
 _FIRST_OWN_STEP = 0xFFFFFFF0
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?\Z", re.ASCII)
+_STEP = re.compile(r"[0-9]{1,10}\Z")
+# Slurm itself has at most 65,536 nodes in a list; the digits are bounded for the same reason.
+_COUNT = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,5})\))?\Z")
 # The distributions that put rank 0 on the first host of the list; "arbitrary" follows a file.
 _FIRST_HOST_FIRST = ("block", "cyclic", "plane", "unknown", "")
+
+_FIX = "start the ranks with srun, and do not export SLURM_* by hand"
 
 
 class SlurmStep(Launcher):
     """The variables of a step, which can be smaller than its job; the job's only as a stand-in."""
 
     name = "slurm"
+    marks = ("SLURM_STEP_ID",)
     reason = "before env://: batch scripts export RANK and MASTER_ADDR on top of srun"
     variables = {
         "rank": ("SLURM_PROCID",),
@@ -34,6 +39,10 @@ class SlurmStep(Launcher):
         "local_rank": ("SLURM_LOCALID",),
         "node_rank": ("SLURM_NODEID",),
         "num_nodes": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    }
+    composed = {
+        "local_world_size": "SLURM_STEP_TASKS_PER_NODE",
+        "hosts": "SLURM_STEP_NODELIST",
     }
     starts = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 
@@ -44,9 +53,9 @@ class SlurmStep(Launcher):
         shell would pass for a task; slurmstepd's title, where it can be seen, tells them apart.
         """
         step = env.get("SLURM_STEP_ID", "")
-        if not step.isdecimal() or int(step) >= _FIRST_OWN_STEP:
+        if not _STEP.match(step) or int(step) >= _FIRST_OWN_STEP:
             return False
-        return env.get(SLURM_STEP, step).isdecimal()
+        return bool(_STEP.match(env.get(SLURM_STEP, step)))
 
     @property
     def recognised_by(self) -> str:
@@ -125,7 +134,7 @@ def expand_counts(text: str) -> list[int]:
         match = _COUNT.match(piece)
         if match is None:
             raise ContradictionError(
-                f"SLURM_STEP_TASKS_PER_NODE={text!r}", "tasks per node such as 2(x3),1"
+                f"SLURM_STEP_TASKS_PER_NODE={text[:200]!r}", "tasks per node such as 2(x3),1", _FIX
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
@@ -150,7 +159,7 @@ def _tasks_here(text: str, claims: Claims) -> int:
         raise ContradictionError(
             f"SLURM_NODEID={node} and SLURM_STEP_TASKS_PER_NODE={text} ({len(counts)} nodes)",
             "a node id below the number of nodes",
-            "start the ranks with srun, and do not export SLURM_* by hand",
+            _FIX,
         )
     size = claims.get("world_size")
     if size is not None and sum(counts) != size.value:
@@ -158,6 +167,6 @@ def _tasks_here(text: str, claims: Claims) -> int:
             f"{size.source}={size.value} and SLURM_STEP_TASKS_PER_NODE={text} "
             f"({sum(counts)} tasks)",
             "the same number of tasks in both",
-            "start the ranks with srun, and do not export SLURM_* by hand",
+            _FIX,
         )
     return counts[node]

@@ -16,6 +16,7 @@ class SubmititLocal(Launcher):
 
     name = "submitit"
     reason = "before Slurm: its tasks inherit the variables of the step that it was called in"
+    marks = ("SUBMITIT_EXECUTOR",)
     inside = frozenset({"slurm", "pmi"})
     variables = {
         "rank": ("SUBMITIT_LOCAL_GLOBALID",),

@@ -42,7 +42,7 @@ def test_the_command_line_says_what_it_takes(options, words, tmp_path):
         ([], {"RANK": "0"}, ["WORLD_SIZE", "unset"]),
         ([], {"RANK": "0", "WORLD_SIZE": "x", "LOCAL_RANK": "0"}, ["WORLD_SIZE='x'"]),
         ([], {"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, ["RANK=4", "WORLD_SIZE=4"]),
-        ([], {"HPCTRAIN_LAUNCHER": "pbs"}, ["HPCTRAIN_LAUNCHER=pbs", "slurm"]),
+        ([], {"HPCTRAIN_LAUNCHER": "pbs"}, ["HPCTRAIN_LAUNCHER='pbs'", "slurm"]),
         (["--backend", "single"], {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ["single"]),
         (["--run", "/proc/nowhere"], {}, ["/proc/nowhere", "--run DIR"]),
     ],

@@ -1,0 +1,187 @@
+"""Ranks that share cores divide them; what somebody decided stays; and rank 0 says so once.
+
+The ranks here share one machine, and those with `layout` pretend to be on several: pretended hosts
+share nothing. A stand-in for the affinity gives them more cores than the machine has; where two
+are enough the affinity is real.
+"""
+
+import logging
+import os
+
+import pytest
+import ranks
+import torch
+
+import hpctrain
+
+CORES = sorted(os.sched_getaffinity(0))
+two_cores = pytest.mark.skipif(len(CORES) < 2, reason="the ranks are bound to a core each")
+
+
+class Keep(logging.Handler):
+    """What a rank says on standard error, without the line that every session has."""
+
+    def __init__(self, level):
+        super().__init__(level)
+        self.lines = []
+
+    def emit(self, record):
+        if "cores" in record.getMessage():
+            self.lines.append((record.levelname, record.getMessage()))
+
+
+def computes(affinity=None, threads=8, workers=0, decided=None):
+    """A rank's threads before, inside and after a session, and what it says of cores.
+
+    Args:
+        affinity: by rank, the cores (default: the eight of a stand-in).
+        threads: that torch begins with.
+        workers: of the loader.
+        decided: by rank, OMP_NUM_THREADS; torch has read it by now, and begins with it.
+    """
+    rank = hpctrain.detect().rank
+    own = decided[rank] if decided else ""
+    os.environ["OMP_NUM_THREADS"] = own
+    torch.set_num_threads(int(own or threads))
+    if affinity:
+        bound = set(affinity[rank])
+        if bound <= set(CORES):
+            os.sched_setaffinity(0, bound)
+    else:
+        bound = set(range(8))
+    if bound != os.sched_getaffinity(0):
+        os.sched_getaffinity = lambda pid: bound
+    keep = Keep(logging.INFO if rank == 0 else logging.WARNING)
+    logging.getLogger("hpctrain").addHandler(keep)
+    before = torch.get_num_threads()
+    with hpctrain.Session(batch_size=1, start_timeout=30, workers=workers):
+        inside = torch.get_num_threads()
+    return (before, inside, torch.get_num_threads()), keep.lines
+
+
+def shares(results):
+    """By rank, the threads inside; before and after they have to be the same."""
+    counts = [counts for counts, _ in ranks.values(results)]
+    assert all(before == after for before, _, after in counts)
+    return [inside for _, inside, _ in counts]
+
+
+def said(results):
+    """What rank 0 says; the others say nothing."""
+    lines = [lines for _, lines in ranks.values(results)]
+    assert not any(lines[1:])
+    return lines[0]
+
+
+def test_ranks_on_the_same_cores_divide_them_until_the_session_closes():
+    results = ranks.run(3, computes)
+    assert shares(results) == [2, 2, 2]
+    assert said(results) == [
+        (
+            "INFO",
+            "OMP_NUM_THREADS is not set: 3 of 3 ranks share cores and have at most 2 threads each",
+        )
+    ]
+
+
+@two_cores
+def test_ranks_that_are_bound_to_their_own_cores_keep_them():
+    first, second = CORES[:2]
+    results = ranks.run(2, computes, [{first}, {second}], 1)
+    assert shares(results) == [1, 1]
+    assert said(results) == []
+
+
+@two_cores
+def test_of_a_shared_core_nobody_has_less_than_a_thread():
+    first, second = CORES[:2]
+    results = ranks.run(3, computes, [{first, second}, {first, second}, {first}], 2)
+    assert shares(results) == [1, 1, 2]  # torch's own number, where nothing is divided
+    ((level, line),) = said(results)
+    assert level == "INFO"
+    assert "2 of 3 ranks share cores and have at most 1 thread each" in line
+
+
+def test_of_overlapping_cores_each_has_its_part():
+    affinity = [range(8), range(8), range(4)]
+    results = ranks.run(3, computes, affinity)
+    assert shares(results) == [2, 2, 1]
+    ((_, line),) = said(results)
+    assert "3 of 3 ranks share cores and have at most 1 to 2 threads each" in line
+
+
+def test_who_is_alone_on_a_host_keeps_its_cores_and_tells_of_the_others():
+    results = ranks.run(3, computes, layout=(2, 1))
+    assert shares(results) == [4, 4, 8]
+    results = ranks.run(3, computes, layout=(1, 2))
+    assert shares(results) == [8, 4, 4]
+    ((_, line),) = said(results)
+    assert "2 of 3 ranks share cores and have at most 4 threads each" in line
+
+
+def test_torch_never_gets_more_threads_than_it_began_with():
+    """It begins with one for each whole core, and the affinity counts half ones too."""
+    assert shares(ranks.run(2, computes, None, 3)) == [3, 3]
+
+
+@pytest.mark.parametrize("decided", [("2", "2", "2"), ("1", "2", "1")])
+def test_what_the_environment_decides_stays(decided):
+    results = ranks.run(3, computes, None, 8, 0, decided)
+    assert shares(results) == [int(one) for one in decided]
+    assert said(results) == []
+
+
+def test_who_decided_nothing_divides_and_the_others_stay():
+    results = ranks.run(3, computes, None, 8, 0, ("1", "", ""))
+    assert shares(results) == [1, 2, 2]
+    ((_, line),) = said(results)
+    assert "2 of 3 ranks" in line
+
+
+def test_one_rank_alone_has_all_cores_and_says_nothing():
+    results = ranks.run(1, computes)
+    assert shares(results) == [8]
+    assert said(results) == []
+
+
+def test_more_threads_than_cores_are_warned_of_with_their_ranks():
+    results = ranks.run(3, computes, None, 8, 0, ("1", "6", "6"))
+    ((level, line),) = said(results)
+    assert level == "WARNING"
+    assert "too few cores for 2 ranks, the first rank 1 on node1: each has 2, for 6 threads" in line
+    assert "srun --cpus-per-task=6" in line
+    assert "OMP_NUM_THREADS=2" in line
+
+
+def test_more_workers_than_cores_are_warned_of_on_the_host_that_is_short():
+    """Three of a host have 2 cores each, and the one alone has 8."""
+    results = ranks.run(4, computes, None, 8, 4, layout=(3, 1))
+    (info, (level, line)) = said(results)
+    assert (info[0], level) == ("INFO", "WARNING")
+    assert "too few cores for 3 ranks, the first rank 0 on node1: each has 2" in line
+    assert "4 loader workers" in line
+    assert "srun --cpus-per-task=4" in line
+    results = ranks.run(4, computes, None, 8, 4, layout=(1, 3))
+    assert "for 3 ranks, the first rank 1 on node2" in said(results)[1][1]
+
+
+def test_as_many_workers_as_cores_are_fine():
+    results = ranks.run(2, computes, None, 8, 4)
+    assert [level for level, _ in said(results)] == ["INFO"]
+
+
+def fails():
+    os.environ["OMP_NUM_THREADS"] = ""
+    torch.set_num_threads(8)
+    os.sched_getaffinity = lambda pid: set(range(8))
+    if hpctrain.detect().rank == 2:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "MIG-a,0"
+    try:
+        hpctrain.Session(batch_size=1, start_timeout=30)
+    except hpctrain.HpctrainError:
+        return torch.get_num_threads()
+    return None
+
+
+def test_a_session_that_does_not_open_leaves_the_threads_as_they_were():
+    assert ranks.run(3, fails) == [8, 8, 8]

@@ -1,0 +1,219 @@
+"""Waste, and processes that are no rank: what is refused, when it is not, and what to type."""
+
+import dataclasses
+import re
+
+import pytest
+
+from hpctrain import arguments, launchers
+from hpctrain.arguments import Options
+from hpctrain.errors import ContradictionError, UsageError
+from hpctrain.launchers import Process, survey
+from hpctrain.launchers.process import LAUNCHING, Ancestor
+from hpctrain.world import World
+
+# Four tasks on two hosts: the shell of a batch script, and a task of a step.
+JOB = {
+    "SLURM_JOB_ID": "815",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+}
+STEP = {
+    **JOB,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+# Those that say all that a rank needs.
+NAMES = [one.name for one in launchers.LAUNCHERS if "local_rank" in one.variables]
+
+
+def started(name, size, nodes=1):
+    """What that launcher sets in rank 0 of so many, spread evenly."""
+    (launcher,) = (one for one in launchers.LAUNCHERS if one.name == name)
+    local = size // nodes
+    hosts = tuple(f"node{n + 1}" for n in range(nodes))
+    world = World(0, size, 0, local, 0, nodes, hosts, name)
+    return launcher.environ(world, (local,) * nodes, 77)
+
+
+def meant(error):
+    """The environment that the remedy at the end of a fix makes."""
+    name, value = re.search(r"export (HPCTRAIN_LAUNCHER)=(\w+)\Z", error.fix).groups()
+    return {name: value}
+
+
+def test_a_batch_script_without_srun_is_told_to_put_it_before_its_command():
+    process = Process(("python", "train.py", "--name", "two words"))
+    error = survey(JOB, process).waste
+    assert isinstance(error, UsageError)
+    assert error.found == ("this process trains alone, and 3 of the 4 tasks of job 815 are idle")
+    assert "srun" in error.fix
+    assert "python train.py --name 'two words'" in error.fix
+    assert survey({**JOB, **meant(error)}, process).waste is None
+    assert survey({**JOB, **meant(error)}, process).world.launcher == "none"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"},
+        {"SLURM_NTASKS": None, "SLURM_JOB_NUM_NODES": "1"},
+        {"SLURM_NTASKS": None, "SLURM_JOB_NUM_NODES": None},
+        {"SLURM_NTASKS": "", "SLURM_JOB_NUM_NODES": ""},
+        {"SLURM_NTASKS": "0", "SLURM_JOB_NUM_NODES": "0"},
+    ],
+)
+def test_a_job_of_one_task_may_train_alone(changes):
+    env = {name: value for name, value in {**JOB, **changes}.items() if value is not None}
+    assert survey(env).waste is None
+
+
+def test_a_second_host_without_a_task_is_idle_too():
+    env = {name: value for name, value in JOB.items() if name != "SLURM_NTASKS"}
+    assert "1 of the 2 tasks of job 815" in survey(env).waste.found
+
+
+def test_a_task_of_an_array_is_named_as_slurm_names_it():
+    env = {**JOB, "SLURM_ARRAY_JOB_ID": "800", "SLURM_ARRAY_TASK_ID": "7"}
+    assert "job 800_7" in survey(env).waste.found
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("slurm", "hpctrain")])
+def test_fewer_ranks_than_tasks_are_refused_whoever_started_them(name):
+    env = {**JOB, **started(name, 2)}
+    error = survey(env).waste
+    assert f"{name} started 2 ranks, and 2 of the 4 tasks of job 815 are idle" in error.found
+    assert error.fix.startswith("start 4 ranks, or ask for ")
+    assert survey({**env, **meant(error)}).waste is None
+    assert survey({**env, **meant(error)}).world.world_size == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [4, 8])
+def test_as_many_ranks_as_tasks_or_more_are_no_waste(name, size):
+    assert survey({**JOB, **started(name, size)}).waste is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 16])
+def test_every_task_of_a_step_starting_agents_that_do_not_know_each_other_is_refused(size):
+    """As many trainings as tasks, each of which believes that it is the only one."""
+    env = {**STEP, **started("torchrun", size)}
+    error = survey(env).waste
+    assert "4 tasks of a step of job 815 each started torchrun" in error.found
+    assert "several trainings at once" in error.found
+    assert "--rdzv-endpoint" in error.fix
+    assert survey({**env, **meant(error)}).waste is None
+
+
+def test_agents_that_know_each_other_are_no_waste():
+    step = {**STEP, "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    assert survey({**step, **started("torchrun", 8, nodes=2)}).waste is None
+    assert survey({**step, **started("torchrun", 2, nodes=2)}).waste is None
+
+
+def test_outside_of_a_job_nothing_is_idle():
+    for name in NAMES:
+        if name != "slurm":
+            assert survey(started(name, 2)).waste is None
+
+
+@pytest.mark.parametrize("program", sorted(LAUNCHING))
+def test_a_launchers_process_without_its_variables_is_refused(program):
+    process = Process(launched_by=Ancestor(4711, program, LAUNCHING[program]))
+    error = survey({}, process).stray
+    assert isinstance(error, UsageError)
+    assert f"descends from {program} (pid 4711)" in error.found
+    assert LAUNCHING[program] in error.expected
+    assert survey(meant(error), process).stray is None
+    assert survey(meant(error), process).world.launcher == "none"
+
+
+def test_a_launcher_that_came_through_explains_its_process():
+    for name in NAMES:
+        process = Process(launched_by=Ancestor(4711, "orted", "openmpi"))
+        assert survey(started(name, 2), process).stray is None
+
+
+def test_a_batch_shell_descends_from_slurm_and_is_no_lost_rank():
+    process = Process(launched_by=Ancestor(4711, "slurmstepd", "slurm"))
+    assert survey(JOB, process).stray is None
+    assert "slurmstepd" in survey({}, process).stray.found
+    # In the same job mpirun's processes are lost without mpirun's variables.
+    process = Process(launched_by=Ancestor(4712, "orted", "openmpi"))
+    assert "orted" in survey(JOB, process).stray.found
+
+
+@pytest.mark.parametrize("name", ["none", *NAMES])
+def test_a_child_of_multiprocessing_in_its_parents_place_is_refused(name):
+    env = {} if name == "none" else started(name, 2)
+    error = survey(env, Process(inherited=env)).stray
+    assert isinstance(error, UsageError)
+    assert "multiprocessing" in error.found
+    assert "rank 0" in error.found
+    for remedy in ("hpctrain run --nproc-per-node N", "hpctrain.spawn(FUNCTION, N)"):
+        assert remedy in error.fix
+    alone = {**env, **meant(error)}
+    assert survey(alone, Process(inherited=env)).stray is None
+    assert survey(alone, Process(inherited=env)).world.world_size == 1
+
+
+@pytest.mark.parametrize("inherited", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
+@pytest.mark.parametrize("rank", ["0", "1", "2"])
+def test_a_child_with_a_place_of_its_own_is_a_rank(inherited, rank):
+    """Also the first of several, whose rank is 0 as that of the parent alone."""
+    env = {**inherited, "RANK": rank, "WORLD_SIZE": "3", "LOCAL_RANK": rank}
+    start = survey(env, Process(inherited=inherited))
+    assert (start.stray, start.world.rank, start.world.world_size) == (None, int(rank), 3)
+
+
+def test_a_child_that_is_given_only_a_local_rank_is_refused():
+    before = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert survey({**before, "LOCAL_RANK": "1"}, Process(inherited=before)).stray is not None
+
+
+def test_a_process_that_only_asks_who_it_is_is_never_refused():
+    assert launchers.detect(JOB).launcher == "none"
+    assert launchers.detect({**STEP, **started("torchrun", 2)}).world_size == 2
+
+
+BY_HAND = {"RANK": "2", "WORLD_SIZE": "3"}
+
+
+@pytest.mark.parametrize(
+    "argument", [("--local_rank", "2"), ("--local_rank=2",), ("--local-rank", "2")]
+)
+def test_the_argument_of_the_old_launcher_is_the_local_rank(argument):
+    process = Process(("python", "train.py", *argument))
+    for env in (BY_HAND, {**BY_HAND, "LOCAL_RANK": "2"}, {**BY_HAND, "LOCAL_RANK": ""}):
+        start = survey(env, process)
+        assert (start.world.local_rank, start.stray, start.waste) == (2, None, None)
+    # Without the variables it means nothing: a script may have an argument of that name.
+    assert survey({}, process).world == World(0, 1, 0, 1, 0, 1, launcher="none")
+    assert survey(STEP, process).world.local_rank == 0
+
+
+def test_an_argument_and_a_variable_that_disagree_are_refused():
+    process = Process(("python", "train.py", "--local_rank=2"))
+    with pytest.raises(ContradictionError) as caught:
+        survey({**BY_HAND, "LOCAL_RANK": "1"}, process)
+    assert "LOCAL_RANK=1" in caught.value.found
+    assert "--local-rank=2" in caught.value.found
+    assert caught.value.fix.startswith("take --local-rank out of the command")
+    assert caught.value.fix.endswith("unset LOCAL_RANK")
+    assert survey(BY_HAND, process).world.local_rank == 2
+
+
+@pytest.mark.parametrize(
+    "argument", [["--local_rank", "2"], ["--local_rank=2"], ["--local-rank=2"], []]
+)
+def test_a_script_takes_the_argument_and_makes_nothing_of_it(argument):
+    parsed = arguments.options().parse_args(["--lr", "0.5", *argument])
+    options = Options.of(parsed, {})
+    assert options.lr == 0.5
+    assert "local_rank" not in {field.name for field in dataclasses.fields(options)}
+    assert "local" not in arguments.options().format_help()
