@@ -14,7 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 TOP = Path(__file__).resolve().parent.parent
 # What a run of the tests may own; where it does, a skipped test of that part is an error.
-PARTS = ("slurm", "fashion-mnist", "shellcheck", "openmpi", "mpich", "horovod")
+PARTS = (
+    *("slurm", "fashion-mnist", "shellcheck", "openmpi", "mpich", "pmix", "submitit"),
+    *("horovod", "openmpi5", "intelmpi"),
+)
 
 
 def pytest_addoption(parser):

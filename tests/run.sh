@@ -16,7 +16,7 @@ if [ "${1:-}" = --long ]; then
     shift
 fi
 
-packages=(slurm-wlm munge iproute2 dataset-fashion-mnist shellcheck openmpi-bin mpich)
+packages=(slurm-wlm munge iproute2 dataset-fashion-mnist shellcheck openmpi-bin mpich libpmix-dev)
 set_up test
 missing=()
 for package in "${packages[@]}"; do
@@ -29,11 +29,12 @@ if [ ${#missing[@]} -gt 0 ] && ! apt_install "${missing[@]}"; then
 fi
 
 cluster() { .venv/bin/python tests/slurm/cluster.py "$@"; }
-required=()
+required=(--require submitit)
 [ ! -d /usr/share/datasets/fashion-mnist ] || required+=(--require fashion-mnist)
-! command -v shellcheck >/dev/null || required+=(--require shellcheck)
-! command -v mpirun.openmpi >/dev/null || required+=(--require openmpi)
-! command -v mpirun.mpich >/dev/null || required+=(--require mpich)
+for part in shellcheck:shellcheck openmpi:mpirun.openmpi mpich:mpirun.mpich; do
+    ! command -v "${part#*:}" >/dev/null || required+=(--require "${part%:*}")
+done
+! dpkg-query -W libpmix-dev >/dev/null 2>&1 || required+=(--require pmix)
 why=$(PYTHONPATH=tests/slurm .venv/bin/python -c 'import cluster; print(cluster.available())')
 if [ -z "$why" ]; then
     required+=(--require slurm)

@@ -44,6 +44,7 @@ class Horovodrun(Launcher):
             "HOROVOD_HOSTNAME": world.hosts[node] if world.hosts else "localhost",
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_IFACE": "lo",
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(20000 + start % 12000),
         }

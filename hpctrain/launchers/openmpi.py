@@ -51,6 +51,11 @@ class OpenMPI(Launcher):
             "OMPI_COMM_WORLD_LOCAL_SIZE": str(tasks_per_node[world.node_rank or 0]),
             "OMPI_COMM_WORLD_NODE_RANK": str(world.local_rank),
             "OMPI_MCA_orte_num_nodes": str(world.num_nodes),
+            "OMPI_APP_CTX_NUM_PROCS": str(world.world_size),
+            "OMPI_FIRST_RANKS": "0",
+            "OMPI_NUM_APP_CTX": "1",
+            "OMPI_UNIVERSE_SIZE": str(world.world_size),
+            "PMIX_HOSTNAME": world.hosts[world.node_rank or 0] if world.hosts else "localhost",
             "PMIX_NAMESPACE": job,
             "PMIX_RANK": str(world.rank),
         }

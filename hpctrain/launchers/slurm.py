@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 
 from hpctrain.errors import ContradictionError
+from hpctrain.hostlist import compress
 from hpctrain.launchers.base import Claim, Claims, Environ, Launcher, host_list
 from hpctrain.launchers.process import SLURM_STEP
 from hpctrain.world import World
@@ -86,17 +87,28 @@ class SlurmStep(Launcher):
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """What srun sets for a job of that layout; the job id follows from `start`."""
-        hosts = ",".join(world.hosts or ())
+        hosts = compress(world.hosts or ())
         counts = _compress_counts(tasks_per_node)
-        size, nodes = str(world.world_size), str(world.num_nodes)
+        size, nodes, job = str(world.world_size), str(world.num_nodes), str(start % 10**8)
+        here = world.node_rank or 0
+        before = sum(tasks_per_node[:here])
         return {
-            "SLURM_JOB_ID": str(start % 10**8),
+            "SLURM_JOB_ID": job,
+            "SLURM_JOBID": job,
+            "SLURM_JOB_NAME": "python",
             "SLURM_JOB_NODELIST": hosts,
+            "SLURM_NODELIST": hosts,
             "SLURM_JOB_NUM_NODES": nodes,
             "SLURM_NNODES": nodes,
             "SLURM_NTASKS": size,
+            "SLURM_NPROCS": size,
             "SLURM_TASKS_PER_NODE": counts,
+            "SLURM_JOB_CPUS_PER_NODE": counts,
+            "SLURM_CPUS_ON_NODE": str(tasks_per_node[here]),
+            "SLURMD_NODENAME": world.hosts[here] if world.hosts else "localhost",
+            "SLURM_GTIDS": ",".join(str(before + n) for n in range(tasks_per_node[here])),
             "SLURM_STEP_ID": "0",
+            "SLURM_STEPID": "0",
             "SLURM_STEP_NODELIST": hosts,
             "SLURM_STEP_NUM_NODES": nodes,
             "SLURM_STEP_NUM_TASKS": size,

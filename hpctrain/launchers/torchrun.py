@@ -40,6 +40,7 @@ class Torchrun(Launcher):
         return {
             "TORCHELASTIC_RUN_ID": f"hpctrain-{start}",
             "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
             # There is no agent whose store could be used: rank 0 has to serve one.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "RANK": str(world.rank),
@@ -48,6 +49,7 @@ class Torchrun(Launcher):
             "LOCAL_WORLD_SIZE": str(tasks_per_node[world.node_rank or 0]),
             "GROUP_RANK": str(world.node_rank),
             "GROUP_WORLD_SIZE": str(world.num_nodes),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             "ROLE_NAME": "default",
             "ROLE_RANK": str(world.rank),
             "ROLE_WORLD_SIZE": str(world.world_size),

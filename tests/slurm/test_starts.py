@@ -137,3 +137,42 @@ def test_a_job_submitted_from_inside_of_a_step_is_not_taken_for_that_step(cluste
     said = (tmp_path / "inner.log").read_text().splitlines()
     assert said[0] == "SLURM_STEP_ID=0"  # inherited: the trap is there
     assert said[1].split()[:2] == ["launcher", "none"]
+
+
+SUBMIT = """
+import sys, submitit
+
+def train():
+    import hpctrain
+    with hpctrain.Session(batch_size=1, start_timeout=60) as session:
+        world = session.world
+        return world.launcher, world.rank, world.local_rank, world.num_nodes, session.sum(1)
+
+if __name__ == "__main__":
+    executor = submitit.AutoExecutor("jobs", cluster=sys.argv[1])
+    nodes = {"nodes": 2} if sys.argv[1] == "slurm" else {}
+    executor.update_parameters(timeout_min=5, tasks_per_node=int(sys.argv[2]), **nodes)
+    for result in executor.submit(train).results():
+        print(result)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "tasks", "seen"),
+    [
+        ("slurm", 2, [("slurm", rank, rank % 2, 2, 4) for rank in range(4)]),
+        ("local", 3, [("submitit", rank, rank, 1, 3) for rank in range(3)]),
+    ],
+)
+def test_submitit_starts_ranks_on_slurm_and_here(cluster, tmp_path, where, tasks, seen):
+    (tmp_path / "submit.py").write_text(SUBMIT)
+    done = cluster.run(
+        [launches.PYTHON, "submit.py", where, str(tasks)],
+        cwd=tmp_path,
+        env={**cluster.environ(), "OMP_NUM_THREADS": "1"},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    # submitit's results come by rank; it warns that this Slurm keeps no accounts.
+    said = [line for line in done.stdout.splitlines() if line.startswith("(")]
+    assert said == [str(one) for one in seen]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -457,6 +458,31 @@ def test_an_explanation_has_every_key_whatever_the_environment(env):
     if env == {"RANK": "0"}:
         assert known == {}
         assert [(one["variable"], one["value"]) for one in ignored] == [("RANK", "0")]
+
+
+def test_the_variables_that_lose_are_explained():
+    lost = {one.variable: one.lost for one in readings({**STEP, **TORCHRUN}) if one.lost}
+    assert lost["SLURM_PROCID"] == "of the slurm process from which torchrun started this one"
+    assert {"SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST"} <= lost.keys()
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & lost.keys()
+    lost = {one.variable: one.lost for one in readings(BATCH) if one.lost}
+    assert lost["SLURM_PROCID"] == "no SLURM_STEP_ID of a step that srun started"
+    lost = {one.variable: one.lost for one in readings({**STEP, "HPCTRAIN_LAUNCHER": "none"})}
+    assert lost["SLURM_PROCID"] == "HPCTRAIN_LAUNCHER=none"
+
+
+def test_the_documentation_has_a_row_for_each_launcher_in_their_order():
+    text = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text()
+    order, _, proofs = text.partition("## How each was proved")
+    rows = {line.split()[1]: line for line in order.splitlines() if line.startswith("| ")}
+    names = [launcher.name for launcher in LAUNCHERS]
+    assert [name for name in rows if name in names] == names
+    for launcher in LAUNCHERS:
+        variables = {name for names in launcher.variables.values() for name in names}
+        for variable in {*variables, *launcher.composed.values()}:
+            assert f"`{variable}`" in rows[launcher.name]
+        assert all(mark in rows[launcher.name] for mark in launcher.marks)
+        assert re.search(rf"^\|.*\b{launcher.name}\b.*\|", proofs, re.MULTILINE)
 
 
 def test_a_batch_script_without_srun_is_warned_of_its_idle_tasks():
