@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.launchers import Process, Reading, Start, readings, survey
 from hpctrain.world import World
 
@@ -52,7 +52,7 @@ def _main(arguments: argparse.Namespace) -> int:
     sys.stdout.write(
         json.dumps(as_json(start, found)) + "\n" if arguments.json else _text(start, found)
     )
-    return 2 if arguments.strict and _warnings(start) else 0
+    return 2 if arguments.strict and _refusals(start) else 0
 
 
 def as_json(start: Start | None, found: Sequence[Reading]) -> dict[str, Any]:
@@ -72,14 +72,15 @@ def as_json(start: Start | None, found: Sequence[Reading]) -> dict[str, Any]:
         "restart_count": job.restart_count if job else None,
         "sources": {f: c.source for f, c in start.claims.items()} if start else {},
         "ignored": [dataclasses.asdict(one) for one in found if one.lost or not start],
-        "warnings": _warnings(start) if start else [],
+        "warnings": [f"{one.found}; to mend: {one.fix}" for one in _refusals(start)]
+        if start
+        else [],
     }
 
 
-def _warnings(start: Start) -> list[str]:
-    """What opening a session would refuse."""
-    refusals = [error for error in (start.stray, start.waste) if error]
-    return [f"{error.found}; to mend: {error.fix}" for error in refusals]
+def _refusals(start: Start) -> list[UsageError]:
+    """What opening a session would raise."""
+    return [error for error in (start.stray, start.waste) if error]
 
 
 def _text(start: Start, found: Sequence[Reading]) -> str:
@@ -98,7 +99,8 @@ def _text(start: Start, found: Sequence[Reading]) -> str:
     if start.allocation is not None:
         job = start.allocation
         lines.append(f"job               {job.scheduler} {job.label}, restart {job.restart_count}")
-    lines += [f"warning: {warning}" for warning in _warnings(start)]
+    for error in _refusals(start):
+        lines += [f"warning: {error.found}", f"  to mend:  {error.fix}"]
     ignored = [one for one in found if one.lost]
     return "\n".join(lines) + "\n" + _table("not counted", ignored)
 
@@ -106,10 +108,12 @@ def _text(start: Start, found: Sequence[Reading]) -> str:
 def _table(title: str, found: Sequence[Reading]) -> str:
     if not found:
         return ""
-    rows = [f"{one.variable}={one.value}" for one in found]
+    # Quoted where it would move the cursor or break the line.
+    values = (one.value if one.value.isprintable() else repr(one.value) for one in found)
+    rows = [f"{one.variable}={value}" for one, value in zip(found, values, strict=True)]
     width = max(map(len, rows))
     lines = [
-        f"  {row:<{width}}  {one.field} of {one.launcher}" + (f": {one.lost}" if one.lost else "")
+        f"  {row:<{width}}  {one.field} ({one.launcher})" + (f": {one.lost}" if one.lost else "")
         for row, one in zip(rows, found, strict=True)
     ]
     return "\n".join([f"{title}:", *lines]) + "\n"

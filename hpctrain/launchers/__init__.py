@@ -202,27 +202,30 @@ def readings(env: Environ) -> Iterator[Reading]:
         chosen = _choose(env)
     except UsageError:
         chosen = LAUNCHERS[-1]
+    counted: dict[str, str] = {}  # by field, the variable that counts
     taken: set[str] = set()
     # Several launchers set PMI's: what is there belongs to one that is recognised.
     others = sorted(LAUNCHERS, key=lambda one: (one is not chosen, not one.matches(env)))
-    for launcher in others:
-        composed = {field: (name,) for field, name in launcher.composed.items()}
-        for field, names in (*launcher.variables.items(), *composed.items()):
-            best, *rest = [name for name in names if env.get(name) and name not in taken] or [""]
-            if best:
-                lost = "" if launcher is chosen else _why(chosen, launcher, env)
-                yield Reading(best, env[best], field, launcher.name, lost)
-            for name in rest:
-                lost = "says the same" if env[name] == env[best] else f"{best} is nearer"
-                yield Reading(name, env[name], field, launcher.name, lost)
-            taken.update((best, *rest))
+    for launcher, field, name in ((one, *pair) for one in others for pair in one.readable()):
+        if not env.get(name) or name in taken:
+            continue
+        taken.add(name)
+        if launcher is chosen and field not in counted:
+            counted[field], lost = name, ""
+        elif field in counted and env[name] == env[counted[field]]:
+            lost = f"says the same as {counted[field]}"
+        elif launcher is chosen:
+            lost = f"{counted[field]} is nearer"
+        else:
+            lost = _why(chosen, launcher, env)
+        yield Reading(name, env[name], field, launcher.name, lost)
 
 
 def _why(chosen: Launcher, other: Launcher, env: Environ) -> str:
     if not other.matches(env):
         return f"no {other.recognised_by}"
     if other.name in chosen.inside:
-        return f"of the {other.name} process from which {chosen.name} started this one"
+        return f"speaks of the process in which {chosen.name} was started"
     if env.get(variables.LAUNCHER):
         return f"{variables.LAUNCHER}={chosen.name}"
     return f"{chosen.name} comes first, and they have to agree"

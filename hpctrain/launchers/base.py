@@ -2,7 +2,7 @@
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -128,6 +128,12 @@ class Launcher(ABC):
     def recognised_by(self) -> str:
         """What has to be there, in words."""
         return " or ".join(self.marks)
+
+    def readable(self) -> Iterator[tuple[str, str]]:
+        """Each field of World with a variable that may hold it, the best one of a field first."""
+        for field, names in self.variables.items():
+            yield from ((field, name) for name in names)
+        yield from self.composed.items()
 
     def key(self, env: Environ) -> str:
         """What tells this start from any other; the same for all of its ranks."""

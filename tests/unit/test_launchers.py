@@ -249,7 +249,7 @@ def test_variables_of_torch_that_agree_with_srun_change_nothing():
     said = survey({**STEP, **exported})
     assert said.world == detect(STEP)
     told = {one.variable: one.lost for one in readings({**STEP, **exported})}
-    assert told["RANK"] == "slurm comes first, and they have to agree"
+    assert told["RANK"] == "says the same as SLURM_PROCID"
     assert told["SLURM_PROCID"] == ""
 
 
@@ -433,14 +433,14 @@ def test_an_explanation_has_the_promised_keys_and_the_source_of_each_value():
                 "value": "4",
                 "field": "world_size",
                 "launcher": "slurm",
-                "lost": "says the same",
+                "lost": "says the same as SLURM_STEP_NUM_TASKS",
             },
             {
                 "variable": "SLURM_NNODES",
                 "value": "2",
                 "field": "num_nodes",
                 "launcher": "slurm",
-                "lost": "says the same",
+                "lost": "says the same as SLURM_STEP_NUM_NODES",
             },
         ],
         "warnings": [],
@@ -462,7 +462,7 @@ def test_an_explanation_has_every_key_whatever_the_environment(env):
 
 def test_the_variables_that_lose_are_explained():
     lost = {one.variable: one.lost for one in readings({**STEP, **TORCHRUN}) if one.lost}
-    assert lost["SLURM_PROCID"] == "of the slurm process from which torchrun started this one"
+    assert lost["SLURM_PROCID"] == "speaks of the process in which torchrun was started"
     assert {"SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST"} <= lost.keys()
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & lost.keys()
     lost = {one.variable: one.lost for one in readings(BATCH) if one.lost}
