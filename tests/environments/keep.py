@@ -1,0 +1,52 @@
+"""What is kept of an environment, with nothing of the machine that it is captured on."""
+
+from collections.abc import Mapping
+
+from environments.record import MARK
+from hpctrain import variables
+
+# What stands in the files in place of this machine's own folders and user.
+HOME = "/home/ada"
+WORK = f"{HOME}/work"
+USER = {
+    "SLURM_CONF": "/etc/slurm/slurm.conf",
+    "SLURM_JOB_USER": "ada",
+    "SLURM_JOB_UID": "1000",
+    "SLURM_JOB_GID": "1000",
+}
+
+# Of launchers and schedulers, besides what `hpctrain.variables` knows.
+PREFIXES = (
+    *variables.SCRUB_PREFIXES,
+    *("HPCTRAIN_", "SALLOC_", "PMI", "MPI_", "MPIR_", "MPIEXEC_", "HYDRA", "HYDI", "I_MPI_"),
+    *("PRTE_", "LSB_", "LS_", "LSF_", "PBS_", "FLUX_", "CUDA_VISIBLE_", "TORCH_", "NCCL_"),
+)
+NAMES = variables.SCRUB_NAMES | {
+    "ENVIRONMENT",
+    "GPU_DEVICE_ORDINAL",
+    "HIP_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+}
+OURS = {MARK, "HPCTRAIN_TEST_CLUSTER"}
+OF_THE_MACHINE = "I_MPI_INFO_"
+
+
+def kept(env: Mapping[str, str], neutral: Mapping[str, str]) -> dict[str, str]:
+    """The launchers' variables, by name.
+
+    Args:
+        env: all variables of a process.
+        neutral: what to write in place of each text of this machine, in this order.
+    """
+    found = {}
+    for name in sorted(env):
+        launchers = name in NAMES or name.startswith(PREFIXES)
+        if not launchers or name in OURS or name.startswith(OF_THE_MACHINE):
+            continue
+        value = env[name]
+        for ours, theirs in neutral.items():
+            value = value.replace(ours, theirs)
+        found[name] = USER.get(name, value)
+    return found

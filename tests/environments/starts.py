@@ -1,0 +1,138 @@
+"""What a start of ranks is, and a program that makes some."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# What each launcher's variables tell of the world; the rest is null in the files.
+BASICS = ("rank", "world_size", "local_rank")
+LOCAL = (*BASICS, "local_world_size")
+PLACE = (*LOCAL, "node_rank", "num_nodes")
+TOLD = {
+    "slurm": (*PLACE, "hosts"),
+    "hpctrain": (*PLACE, "hosts"),
+    "torchrun": PLACE,
+    "none": PLACE,
+    "horovodrun": LOCAL,
+    "openmpi": (*LOCAL, "num_nodes"),
+    "hydra": LOCAL,
+    "submitit": (*BASICS, "node_rank", "num_nodes"),
+    "env": BASICS,
+    "prterun": ("rank",),
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of ranks.
+
+    Attributes:
+        name: of the file, and the last argument of train.py.
+        launcher: what `hpctrain.detect` has to say.
+        layout: the host of each rank, by rank.
+        hosts: the hosts by node rank, where that is not the order in which the layout has them.
+        how: the command line, where it is no line of the program's texts.
+        where: the shell or script that it is typed in, where that is not the program's own.
+        through_ssh: it enters another host with the script that stands in ssh's place.
+        told: the fields of World that the variables tell, where not all that is in TOLD.
+        local_ranks: by rank, where a launcher does not number the ranks of a host by rank.
+        pretended: all ranks are on one host, and the launcher says otherwise.
+    """
+
+    name: str
+    launcher: str
+    layout: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
+    how: str = ""
+    where: str = ""
+    through_ssh: bool = False
+    told: tuple[str, ...] = ()
+    local_ranks: tuple[int, ...] = ()
+    pretended: bool = False
+
+    def world(self, rank: int) -> dict[str, Any]:
+        """The true place of a rank, all of it."""
+        true = place(self.layout, self.hosts or tuple(dict.fromkeys(self.layout)), rank)
+        if self.local_ranks:
+            true["local_rank"] = self.local_ranks[rank]
+        if self.launcher == "none":
+            true["world_size"] = 1
+        return true
+
+    def told_world(self, rank: int) -> dict[str, Any]:
+        """The true place of a rank, as far as the launcher's variables tell."""
+        told = self.told or TOLD[self.launcher]
+        return {name: true if name in told else None for name, true in self.world(rank).items()}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A script, and the starts that it makes.
+
+    Attributes:
+        name: of its folder.
+        script: the commands.
+        starts: what they start.
+        typed: what is typed to run the script, `sbatch … job.sh` or `salloc … bash job.sh`; ""
+            for a script that is typed line by line.
+        host: where it is typed: the login host, which is a cluster's, or a host by itself.
+        needs: the programs without which it cannot run, by the part that a test names.
+        files: other files in its folder.
+    """
+
+    name: str
+    script: str
+    starts: tuple[Start, ...]
+    typed: str = ""
+    host: str = "login"
+    needs: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def in_background(self) -> bool:
+        """Whether the command returns before the ranks have run."""
+        return self.typed.startswith("sbatch") or self.name == "submitit-slurm"
+
+    def how(self, start: Start) -> str:
+        """The command line of a start as a person types it, and where."""
+        parts = [start.how or self._line(start)]
+        if start.where:
+            parts.append(start.where)
+        if self.typed.startswith("sbatch"):
+            parts.append(f"in the script that was submitted with: {self.typed}")
+        elif self.typed.startswith("salloc"):
+            parts.append(f"on the login host, in the shell of: {self.typed}")
+        else:
+            parts.append(f"on {self.host}")
+        how = "    ".join(parts)
+        if start.through_ssh:
+            how += "; ssh is a script there, which enters the other host of the test cluster"
+        return how
+
+    def _line(self, start: Start) -> str:
+        """The one line that makes a start, without its name."""
+        mark = re.compile(rf"(train\.py) {re.escape(start.name)}(?![\w-])")
+        lines = [
+            line.strip()
+            for text in (self.script, *self.files.values())
+            for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines()
+        ]
+        (line,) = (mark.sub(r"\1", line) for line in lines if mark.search(line))
+        return line
+
+
+def place(layout: Sequence[str], hosts: Sequence[str], rank: int) -> dict[str, Any]:
+    """All of World for one rank of a layout."""
+    host = layout[rank]
+    return {
+        "rank": rank,
+        "world_size": len(layout),
+        "local_rank": layout[:rank].count(host),
+        "local_world_size": layout.count(host),
+        "node_rank": hosts.index(host),
+        "num_nodes": len(hosts),
+        "hosts": list(hosts),
+    }

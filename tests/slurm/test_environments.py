@@ -1,0 +1,30 @@
+"""The launchers of this machine still say what the files in tests/env/ hold."""
+
+import environments
+import pytest
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture(scope="session")
+def captured(cluster, tmp_path_factory):
+    """Every start whose programs are here, captured once."""
+    names = [
+        name
+        for name, (program, _) in environments.BY_START.items()
+        if not environments.lacks(program, cluster)[0]
+    ]
+    return environments.capture(names, cluster, tmp_path_factory.mktemp("environments"))
+
+
+@pytest.mark.parametrize("name", environments.BY_START)
+def test_the_launcher_says_what_it_said(name, cluster, captured, lacking):
+    program, start = environments.BY_START[name]
+    part, why = environments.lacks(program, cluster)
+    if part:
+        lacking(part, why)
+    document = captured[name]
+    if isinstance(document, environments.CaptureError):
+        pytest.fail(str(document))
+    found = environments.differences(start, environments.load(name), document)
+    assert not found, "\n".join(found)
