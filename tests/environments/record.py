@@ -23,6 +23,8 @@ def parents() -> list[str]:
         ours = f"{MARK}=1".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if ours or title[0].startswith("slurmstepd"):
             words = [word.rpartition("/")[2] for word in title[:3] if len(word) < 80]
+            # A virtual environment's programs name python or python3 in their first line.
+            words[0] = words[0].replace("python3", "python")
             found.append(title[0] if title[0].startswith("slurmstepd") else " ".join(words))
         if not ours:
             return found

@@ -39,7 +39,7 @@ def test_the_command_line_says_what_it_takes(options, words, tmp_path):
         (["--data", "no-such-set"], {}, ["--data no-such-set", "fashion-mnist", "/usr/share"]),
         (["--global-batch", "10", "--batch-size", "4"], {}, ["--global-batch 8 or 12"]),
         (["--global-batch", "9999"], {}, ["1437 samples", "--global-batch 1437"]),
-        ([], {"RANK": "0"}, ["WORLD_SIZE", "unset"]),
+        ([], {"RANK": "0"}, ["WORLD_SIZE", "HPCTRAIN_LAUNCHER=none"]),
         ([], {"RANK": "0", "WORLD_SIZE": "x", "LOCAL_RANK": "0"}, ["WORLD_SIZE='x'"]),
         ([], {"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, ["RANK=4", "WORLD_SIZE=4"]),
         ([], {"HPCTRAIN_LAUNCHER": "pbs"}, ["HPCTRAIN_LAUNCHER='pbs'", "slurm"]),
