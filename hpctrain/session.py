@@ -66,7 +66,9 @@ class Session:
         self.options = Options.of(namespace, keywords)
         start = launchers.survey()
         speech.speak(start.world.rank)
-        self._verdict = os.environ.get(variables.VERDICT) if start.world.rank == 0 else None
+        # The verdict is that of the start; a process that is none of its ranks leaves it alone.
+        belongs = start.world.rank == 0 and not start.stray and not start.overruled
+        self._verdict = os.environ.get(variables.VERDICT) if belongs else None
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._micro_batch = 0

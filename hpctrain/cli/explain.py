@@ -92,25 +92,29 @@ def _text(start: Start, found: Sequence[Reading]) -> str:
         if field == "hosts" and value:
             value = ",".join(value)
         source = start.claims[field].source if field in start.claims else "the roll call finds out"
-        lines.append(f"{field:<17} {'?' if value is None else value}    {source}")
+        lines.append(f"{field:<17} {'?' if value is None else _plain(value)}    {source}")
     if world.world_size > 1:
         where = "this host" if world.on_one_host else start.meeting_point.address or "not known"
-        lines.append(f"ranks meet at     {where}")
+        lines.append(f"ranks meet at     {_plain(where)}")
     if start.allocation is not None:
         job = start.allocation
-        lines.append(f"job               {job.scheduler} {job.label}, restart {job.restart_count}")
+        label = _plain(job.label)
+        lines.append(f"job               {job.scheduler} {label}, restart {job.restart_count}")
     for error in _refusals(start):
         lines += [f"warning: {error.found}", f"  to mend:  {error.fix}"]
     ignored = [one for one in found if one.lost]
     return "\n".join(lines) + "\n" + _table("not counted", ignored)
 
 
+def _plain(value: object) -> str:
+    """Without what would move a terminal's cursor or begin a line of its own."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
+
+
 def _table(title: str, found: Sequence[Reading]) -> str:
     if not found:
         return ""
-    # Quoted where it would move the cursor or break the line.
-    values = (one.value if one.value.isprintable() else repr(one.value) for one in found)
-    rows = [f"{one.variable}={value}" for one, value in zip(found, values, strict=True)]
+    rows = [f"{one.variable}={_plain(one.value)}" for one in found]
     width = max(map(len, rows))
     lines = [
         f"  {row:<{width}}  {one.field} ({one.launcher})" + (f": {one.lost}" if one.lost else "")

@@ -87,6 +87,7 @@ class Start:
         meeting_point: where the ranks find each other.
         allocation: the scheduler's job, or None.
         stray: why this process is no rank of its own, so that it may not train; or None.
+        overruled: a person took this process out of the start that its environment speaks of.
         waste: what would lie idle if it trained, and how to say that this is meant; or None.
     """
 
@@ -97,6 +98,7 @@ class Start:
     allocation: Allocation | None
     stray: UsageError | None = None
     waste: UsageError | None = None
+    overruled: bool = False
 
 
 def detect(env: Mapping[str, str] | None = None) -> World:
@@ -136,6 +138,7 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
         claims=claims,
         meeting_point=launcher.meeting_point(env, world),
         allocation=job,
+        overruled=meant and launcher.name == "none" and bool(others),
         stray=None
         if meant
         else refusals.child(claims, env, process) or refusals.dropped(world, job, process),
@@ -190,7 +193,7 @@ def _compare(launcher: Launcher, other: Launcher, env: Environ) -> None:
 def _speaks(launcher: Launcher, env: Environ) -> bool:
     """Whether it could have the word."""
     try:
-        launcher.world(env)
+        launcher.meeting_point(env, launcher.world(env))
     except UsageError:
         return False
     return True

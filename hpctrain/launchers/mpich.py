@@ -7,7 +7,7 @@ Developer Reference, "Hydra Environment Variables".
 from collections.abc import Sequence
 
 from hpctrain.launchers.base import SCHEDULERS, Environ, Launcher, first_host_of_job
-from hpctrain.launchers.process import PARENT
+from hpctrain.launchers.process import CONTROL_PORT, PARENT
 from hpctrain.world import World
 
 __all__ = ["Hydra"]
@@ -30,11 +30,14 @@ class Hydra(Launcher):
     def key(self, env: Environ) -> str:
         """Intel MPI's id of the start.
 
-        MPICH sets nothing that tells one start from the next, so the job has to, and the address
-        that a person gave, and on a single host the proxy's process.
+        MPICH sets nothing that tells one start from the next: the port of its mpiexec does, which
+        the proxies were started with. Where /proc does not show them, the job has to, and the
+        address that a person gave, and on a single host the proxy's process.
         """
         if env.get("I_MPI_HYDRA_UUID"):
             return f"{self.name}/{env['I_MPI_HYDRA_UUID']}"
+        if env.get(CONTROL_PORT):
+            return f"{self.name}/{env[CONTROL_PORT]}"
         names = ["SLURM_JOB_ID", "SLURM_RESTART_COUNT", "LSB_JOBID", "PBS_JOBID"]
         names += ["MASTER_ADDR", "MASTER_PORT"]
         if env.get("MPI_LOCALNRANKS") == env.get("PMI_SIZE"):

@@ -4,6 +4,7 @@ That is its arguments, its ancestors, and whether multiprocessing made it. Linux
 where there is none, nothing is known, and nothing is refused.
 """
 
+import itertools
 import os
 import re
 import sys
@@ -11,18 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LOCAL_RANK_ARGUMENT", "PARENT", "SLURM_STEP", "Ancestor", "Process"]
+__all__ = ["CONTROL_PORT", "LOCAL_RANK_ARGUMENT", "PARENT", "SLURM_STEP", "Ancestor", "Process"]
 
 # Facts that a launcher reads beside the variables, under names that no variable can have.
 LOCAL_RANK_ARGUMENT = "--local-rank"  # of the old torch.distributed.launch
 PARENT = "--launching-process"  # `name/pid` of the nearest ancestor that launches
-SLURM_STEP = "--slurm-step"  # the step's number, or batch, interactive or extern
+SLURM_STEP = "--slurm-step"  # `job.step` of slurmstepd; the step is a number, batch, extern, …
+CONTROL_PORT = "--control-port"  # of the mpiexec that started this host's hydra_pmi_proxy
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank(?:=(.*))?\Z", re.DOTALL)
 # The options of Python that take a value, alone or after others: `-X dev`, `-um MODULE`.
 _VALUED = re.compile(r"-[^-cmWX]*([cmWX])(.*)\Z", re.DOTALL)
 # slurmstepd writes job and step into its title; with het jobs also the component.
-_TITLE = re.compile(r"slurmstepd: \[[0-9]+(?:\+[0-9]+)?\.([a-z0-9]+)(?:\+[0-9]+)?\]")
+_TITLE = re.compile(r"slurmstepd: \[([0-9]+)(?:\+[0-9]+)?\.([a-z0-9]+)(?:\+[0-9]+)?\]")
 
 # The programs that launch ranks, and the launchers (by `Launcher.name`) whose variables they set.
 LAUNCHING = {
@@ -54,12 +56,14 @@ class Ancestor:
         program: as `LAUNCHING` has it.
         launcher: whose variables it sets.
         title: its command line, as far as the first argument.
+        control: of hydra_pmi_proxy, `host:port` of the mpiexec that all of a start report to.
     """
 
     pid: int
     program: str
     launcher: str
     title: str = ""
+    control: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,9 @@ class Process:
             facts[PARENT] = f"{self.launched_by.program}/{self.launched_by.pid}"
             step = _TITLE.match(self.launched_by.title)
             if step:
-                facts[SLURM_STEP] = step[1]
+                facts[SLURM_STEP] = f"{step[1]}.{step[2]}"
+            if self.launched_by.control:
+                facts[CONTROL_PORT] = self.launched_by.control
         return facts
 
 
@@ -130,7 +136,9 @@ def _launches(pid: int) -> Ancestor | None:
         names.append(_script(command[1:]))
     for program in names:
         if program in LAUNCHING:
-            return Ancestor(pid, program, LAUNCHING[program], command[0])
+            following = dict(itertools.pairwise(command))
+            control = following.get(CONTROL_PORT, "") if program == "hydra_pmi_proxy" else ""
+            return Ancestor(pid, program, LAUNCHING[program], command[0], control)
     return None
 
 
@@ -154,7 +162,8 @@ def _inherited() -> dict[str, str] | None:
     if process is None or process.parent_process() is None:
         return None
     try:
-        block = Path("/proc/self/environ").read_bytes()
+        # Of the parent: what it set since then, it set for its children.
+        block = Path(f"/proc/{process.parent_process().pid}/environ").read_bytes()
     except OSError:
         return None
     pairs = (entry.partition(b"=") for entry in block.split(b"\0") if entry)

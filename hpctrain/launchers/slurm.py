@@ -56,7 +56,9 @@ class SlurmStep(Launcher):
         step = env.get("SLURM_STEP_ID", "")
         if not _STEP.match(step) or int(step) >= _FIRST_OWN_STEP:
             return False
-        return bool(_STEP.match(env.get(SLURM_STEP, step)))
+        job, _, title = env.get(SLURM_STEP, "").partition(".")
+        # Another job's slurmstepd says nothing about this one, as under `hpctrain run --as slurm`.
+        return not title or job != env.get("SLURM_JOB_ID") or bool(_STEP.match(title))
 
     @property
     def recognised_by(self) -> str:

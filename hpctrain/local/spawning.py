@@ -72,8 +72,14 @@ def spawn(
         verdict = folder / "verdict"
         # A rank of ours binds itself to this thread: here other threads may run.
         outcome = watch.run(command, environs, verdict, labelled=count > 1, bind=False)
-        _interrupt(outcome)
-        return _results(folder, outcome, rundir.read_verdict(verdict))
+        try:
+            results, failure = _results(folder, outcome, rundir.read_verdict(verdict)), None
+        except HpctrainError as error:
+            results, failure = [], error
+    _interrupt(outcome)  # not before the folder is gone: it may end this process at once
+    if failure is not None:
+        raise failure
+    return results
 
 
 def _count(nproc: int | str) -> int:

@@ -69,7 +69,7 @@ def of_every_launcher():
         yield Case(f"{name} {variable} no number", env, (f"{variable}={value!r}",))
 
 
-BY_HAND = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}
 
 # Whole numbers to `int`, but to no launcher.
 HOSTILE = ("1\n", "\n1", "1_0", "+1", " 1", "1 ", "0x1", "1e0", "²", "٣", "\uff11", "9" * 21, "\t")
@@ -144,6 +144,7 @@ SINGLE = (
         ("OMPI_COMM_WORLD_RANK",),
     ),
     Case("a port of one alone", {"MASTER_PORT": "tcp"}, ("MASTER_PORT='tcp'",)),
+    Case("no port", {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, ("MASTER_PORT",)),
     Case("a port that is none", {**BY_HAND, "MASTER_PORT": "65536"}, ("MASTER_PORT=65536",)),
     Case(
         "a port of ours that is none",
@@ -450,6 +451,7 @@ if __name__ == "__main__":
     ours, theirs = context.Pipe()
     process = context.Process(target=child, args=(theirs,))
     process.start()
+    theirs.close()
     rank, stray = ours.recv()
     process.join()
     print(rank, survey().stray, stray)
@@ -538,5 +540,5 @@ def test_the_argument_is_read_from_the_command_line_of_a_script(tmp_path):
     (tmp_path / "train.py").write_text("import hpctrain; print(hpctrain.detect().local_rank)")
     command = [sys.executable, "-u", "train.py", "--lr", "1", "--local_rank"]
     for rank in range(3):
-        done = launches.start([*command, str(rank)], tmp_path, **place(rank))
+        done = launches.start([*command, str(rank)], tmp_path, **place(rank, MASTER_PORT="29500"))
         assert (done.returncode, done.stdout) == (0, f"{rank}\n"), done.stderr

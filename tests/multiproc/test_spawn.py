@@ -139,6 +139,7 @@ def test_what_cannot_be_is_refused(arguments, keywords, word):
 def test_ranks_do_not_spawn(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(UsageError, match=r"spawn\(\) in rank 1 of 4, which env started"):
         spawn(len, 2)

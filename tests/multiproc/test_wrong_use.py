@@ -33,6 +33,9 @@ def test_the_command_line_says_what_it_takes(options, words, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
+
+
 @pytest.mark.parametrize(
     ("options", "env", "words"),
     [
@@ -43,7 +46,7 @@ def test_the_command_line_says_what_it_takes(options, words, tmp_path):
         ([], {"RANK": "0", "WORLD_SIZE": "x", "LOCAL_RANK": "0"}, ["WORLD_SIZE='x'"]),
         ([], {"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, ["RANK=4", "WORLD_SIZE=4"]),
         ([], {"HPCTRAIN_LAUNCHER": "pbs"}, ["HPCTRAIN_LAUNCHER='pbs'", "slurm"]),
-        (["--backend", "single"], {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ["single"]),
+        (["--backend", "single"], TWO_RANKS, ["--backend single in a world of 2 ranks"]),
         (["--run", "/proc/nowhere"], {}, ["/proc/nowhere", "--run DIR"]),
     ],
 )

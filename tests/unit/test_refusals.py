@@ -166,13 +166,14 @@ def test_a_child_of_multiprocessing_in_its_parents_place_is_refused(name):
 @pytest.mark.parametrize("rank", ["0", "1", "2"])
 def test_a_child_with_a_place_of_its_own_is_a_rank(inherited, rank):
     """Also the first of several, whose rank is 0 as that of the parent alone."""
-    env = {**inherited, "RANK": rank, "WORLD_SIZE": "3", "LOCAL_RANK": rank}
+    place = {"RANK": rank, "WORLD_SIZE": "3", "LOCAL_RANK": rank, "MASTER_PORT": "29500"}
+    env = {**inherited, **place}
     start = survey(env, Process(inherited=inherited))
     assert (start.stray, start.world.rank, start.world.world_size) == (None, int(rank), 3)
 
 
 def test_a_child_that_is_given_only_a_local_rank_is_refused():
-    before = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    before = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
     assert survey({**before, "LOCAL_RANK": "1"}, Process(inherited=before)).stray is not None
 
 
@@ -181,7 +182,7 @@ def test_a_process_that_only_asks_who_it_is_is_never_refused():
     assert launchers.detect({**STEP, **started("torchrun", 2)}).world_size == 2
 
 
-BY_HAND = {"RANK": "2", "WORLD_SIZE": "3"}
+BY_HAND = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
