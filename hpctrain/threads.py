@@ -114,8 +114,8 @@ def _warn(entries: Sequence[Mapping[str, Any]], shares: Sequence[int], workers: 
     for (share, threads), ranks in short.items():
         logger.warning(
             "too few cores for %d rank%s, the first rank %d on %s: each has %d, for %d threads and "
-            "%d loader workers; to mend: srun --cpus-per-task=%d    (srun does not take it from "
-            "sbatch), or fewer --workers, or export OMP_NUM_THREADS=%d",
+            "%d loader workers; to mend: fewer --workers, or export OMP_NUM_THREADS=%d, or in a "
+            "Slurm job srun --cpus-per-task=%d    (it does not take that from sbatch)",
             len(ranks),
             "s" if len(ranks) > 1 else "",
             ranks[0],
@@ -123,6 +123,6 @@ def _warn(entries: Sequence[Mapping[str, Any]], shares: Sequence[int], workers: 
             share,
             threads,
             workers,
-            max(workers, threads),
             share,
+            max(workers, threads),
         )

@@ -1,7 +1,7 @@
 """Who started me? One file for each launcher, and the table that orders them."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain import allocation, variables
@@ -132,19 +132,18 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
             _compare(launcher, other, env)
     claims, job = launcher.claims(env), allocation.detect(env)
     meant = bool(env.get(variables.LAUNCHER))
+    point = launcher.meeting_point(env, world)
     return Start(
         world=world,
         launcher=launcher,
         claims=claims,
-        meeting_point=launcher.meeting_point(env, world),
+        meeting_point=point,
         allocation=job,
         overruled=meant and launcher.name == "none" and bool(others),
-        stray=None
-        if meant
-        else refusals.child(claims, env, process) or refusals.dropped(world, job, process),
-        waste=None
-        if meant
-        else refusals.idle(world, job, any(one.name == "slurm" for one in others), process),
+        stray=refusals.nameless(world, point)
+        or (None if meant else refusals.child(claims, env, process))
+        or (None if meant else refusals.dropped(world, job, process)),
+        waste=None if meant else refusals.idle(world, job, _in_step(others, env), process),
     )
 
 
@@ -185,9 +184,14 @@ def _compare(launcher: Launcher, other: Launcher, env: Environ) -> None:
                 f"{ours[field].source}={ours[field].value} ({launcher.name}) and "
                 f"{theirs[field].source}={theirs[field].value} ({other.name})",
                 f"one {field.replace('_', ' ')}",
-                f"unset {' '.join(unwanted)}    or: export {variables.LAUNCHER}="
-                f"{other.name if _speaks(other, env) else launcher.name}",
+                f"unset {' '.join(unwanted)}    or: env {variables.LAUNCHER}="
+                f"{other.name if _speaks(other, env) else launcher.name} COMMAND",
             )
+
+
+def _in_step(others: Sequence[Launcher], env: Environ) -> bool:
+    """Whether each task of a step does the same; `srun --pty` gives a person a shell of one."""
+    return any(one.name == "slurm" for one in others) and not env.get("SLURM_PTY_PORT")
 
 
 def _speaks(launcher: Launcher, env: Environ) -> bool:

@@ -171,7 +171,7 @@ class Launcher(ABC):
                 f"{self.name} left no {' and no '.join(missing)}",
                 "all of rank, world size and local rank",
                 f"export {' '.join(f'{one[0]}=…' for one in names)}    or, to train as a single "
-                f"process: export {variables.LAUNCHER}=none",
+                f"process: env {variables.LAUNCHER}=none COMMAND",
             )
         try:
             return World(**{k: c.value for k, c in claims.items()}, launcher=self.name)

@@ -9,7 +9,6 @@ torch/distributed/launch.py.
 
 from collections.abc import Sequence
 
-from hpctrain import variables
 from hpctrain.errors import ContradictionError
 from hpctrain.launchers.base import Claims, Environ, Launcher
 from hpctrain.launchers.process import LOCAL_RANK_ARGUMENT
@@ -50,21 +49,6 @@ class ByHand(Launcher):
                 "torch.distributed.launch gives it: unset LOCAL_RANK",
             )
         return claims
-
-    def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
-        """Where torch.distributed would meet.
-
-        Raises:
-            ContradictionError: no port: nothing else tells this start from another one.
-        """
-        address, port = super().main(env, world)
-        if world.world_size > 1 and port is None and not env.get(variables.MAIN_PORT):
-            raise ContradictionError(
-                f"RANK={world.rank}, WORLD_SIZE={world.world_size}, but no MASTER_PORT",
-                "a port of its own for each start, the same on all of its ranks",
-                "export MASTER_ADDR=… MASTER_PORT=…",
-            )
-        return address, port
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """The five variables; the port follows from `start`."""

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 __all__ = ["CONTROL_PORT", "LOCAL_RANK_ARGUMENT", "PARENT", "SLURM_STEP", "Ancestor", "Process"]
@@ -57,6 +57,7 @@ class Ancestor:
         launcher: whose variables it sets.
         title: its command line, as far as the first argument.
         control: of hydra_pmi_proxy, `host:port` of the mpiexec that all of a start report to.
+        started: the environment that it gave the child from which this process descends.
     """
 
     pid: int
@@ -64,6 +65,7 @@ class Ancestor:
     launcher: str
     title: str = ""
     control: str = ""
+    started: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,7 @@ class Process:
     @classmethod
     def current(cls) -> "Process":
         """Of this process."""
-        launching = (found for pid in _ancestors(os.getpid()) if (found := _launches(pid)))
-        return cls(tuple(sys.orig_argv), next(launching, None), _inherited())
+        return cls(tuple(sys.orig_argv), _launched_by(os.getpid()), _inherited())
 
     def facts(self) -> dict[str, str]:
         """What launchers read beside the variables."""
@@ -124,6 +125,15 @@ def _ancestors(pid: int) -> Iterator[int]:
         yield pid
 
 
+def _launched_by(pid: int) -> Ancestor | None:
+    for parent in _ancestors(pid):
+        found = _launches(parent)
+        if found:
+            return replace(found, started=_environ(pid) or {})
+        pid = parent
+    return None
+
+
 def _launches(pid: int) -> Ancestor | None:
     try:
         name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
@@ -159,11 +169,15 @@ def _script(arguments: Sequence[str]) -> str:
 def _inherited() -> dict[str, str] | None:
     # Where it is not imported, it did not start this process.
     process = sys.modules.get("multiprocessing.process")
-    if process is None or process.parent_process() is None:
-        return None
+    parent = process.parent_process() if process else None
+    # The parent's first environment: what it set since then, it set for its children.
+    return None if parent is None else _environ(parent.pid)
+
+
+def _environ(pid: int) -> dict[str, str] | None:
+    """The environment that a process was started with; None where this one may not see it."""
     try:
-        # Of the parent: what it set since then, it set for its children.
-        block = Path(f"/proc/{process.parent_process().pid}/environ").read_bytes()
+        block = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return None
     pairs = (entry.partition(b"=") for entry in block.split(b"\0") if entry)

@@ -1,19 +1,20 @@
 """What is refused although the launcher's word is plain: waste, and processes that are no rank.
 
 Each check gives the error that opening a session raises, and of which `hpctrain explain` warns.
-`$HPCTRAIN_LAUNCHER` says that it is meant.
+`$HPCTRAIN_LAUNCHER` says that it is meant: right before the command, as an export would hold for a
+later srun too, and each of its tasks would train alone.
 """
 
 import shlex
 
-from hpctrain import variables
+from hpctrain import allocation, variables
 from hpctrain.allocation import Allocation
 from hpctrain.errors import UsageError
-from hpctrain.launchers.base import Claims, Environ
-from hpctrain.launchers.process import Process
+from hpctrain.launchers.base import Claims, Environ, MeetingPoint
+from hpctrain.launchers.process import SLURM_STEP, Process
 from hpctrain.world import World
 
-__all__ = ["child", "dropped", "idle"]
+__all__ = ["child", "dropped", "idle", "nameless"]
 
 # The launchers of which a step's tasks start one each, and how they come to know each other.
 _AGENTS = {
@@ -36,7 +37,7 @@ def idle(
     """
     if world.launcher == "slurm" or job is None or not job.tasks:
         return None
-    meant = f"or, if it is meant: export {variables.LAUNCHER}={world.launcher}"
+    meant = f"or, if it is meant: env {variables.LAUNCHER}={world.launcher} COMMAND"
     if in_step and world.launcher in _AGENTS and (world.num_nodes or 1) < job.tasks:
         return UsageError(
             f"{job.tasks} tasks of a step of job {job.label} each started {world.launcher}, and "
@@ -60,6 +61,17 @@ def idle(
     )
 
 
+def nameless(world: World, point: MeetingPoint) -> UsageError | None:
+    """A start by hand that nothing tells from another one: their ranks would meet each other's."""
+    if world.launcher != "env" or world.world_size == 1 or point.port:
+        return None
+    return UsageError(
+        f"RANK={world.rank} and WORLD_SIZE={world.world_size}, but no MASTER_PORT",
+        "a port of its own for each start, the same on all of its ranks",
+        "export MASTER_ADDR=… MASTER_PORT=…",
+    )
+
+
 def _corrected(process: Process) -> str:
     """What to type instead of the command line."""
     if any("ipykernel" in argument for argument in process.arguments):
@@ -73,12 +85,17 @@ def dropped(world: World, job: Allocation | None, process: Process) -> UsageErro
     found = process.launched_by
     if world.launcher != "none" or found is None or (found.launcher == "slurm" and job):
         return None
+    if process.facts().get(SLURM_STEP, "").endswith(".batch"):
+        # The batch script is one process: what it was started with says whether more were meant.
+        meant = allocation.detect(found.started)
+        if meant is None or not meant.tasks or meant.tasks == 1:
+            return None
     return UsageError(
         f"no launcher's variable is set, but this process descends from {found.program} (pid "
         f"{found.pid}): a container, sudo or env -i dropped the environment",
         f"the variables of {found.launcher}, or every rank would train alone",
         "pass the environment on (apptainer exec without --cleanenv, sudo -E)    or, to train "
-        f"alone: export {variables.LAUNCHER}=none",
+        f"alone: env {variables.LAUNCHER}=none COMMAND",
     )
 
 
@@ -93,5 +110,5 @@ def child(claims: Claims, env: Environ, process: Process) -> UsageError | None:
         f"that of its parent: rank {rank.value} ({rank.source})",
         "ranks that a launcher starts, each with a place of its own",
         "hpctrain run --nproc-per-node N SCRIPT    or: hpctrain.spawn(FUNCTION, N)    or, to "
-        f"train alone: export {variables.LAUNCHER}=none",
+        f"train alone: env {variables.LAUNCHER}=none COMMAND",
     )

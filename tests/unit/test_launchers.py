@@ -274,7 +274,7 @@ def test_variables_of_torch_that_disagree_with_srun_are_refused(exported, names)
     assert unset == f"unset {' '.join(sorted(exported))}"
     # Either remedy, typed as it stands, works.
     assert detect(changed(STEP, **dict.fromkeys(unset.split()[1:]))) == detect(STEP)
-    named = re.search(r"export HPCTRAIN_LAUNCHER=(\w+)", caught.value.fix)[1]
+    named = re.search(r"env HPCTRAIN_LAUNCHER=(\w+)", caught.value.fix)[1]
     assert detect({**STEP, **exported, "HPCTRAIN_LAUNCHER": named}).launcher == named
 
 

@@ -43,7 +43,7 @@ def started(name, size, nodes=1):
 
 def meant(error):
     """The environment that the remedy at the end of a fix makes."""
-    name, value = re.search(r"export (HPCTRAIN_LAUNCHER)=(\w+)\Z", error.fix).groups()
+    name, value = re.search(r"env (HPCTRAIN_LAUNCHER)=(\w+) COMMAND\Z", error.fix).groups()
     return {name: value}
 
 
@@ -218,3 +218,34 @@ def test_a_script_takes_the_argument_and_makes_nothing_of_it(argument):
     assert options.lr == 0.5
     assert "local_rank" not in {field.name for field in dataclasses.fields(options)}
     assert "local" not in arguments.options().format_help()
+
+
+def test_a_start_by_hand_needs_a_port_that_tells_it_from_others():
+    place = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}
+    for env in (place, {**place, "HPCTRAIN_LAUNCHER": "env"}):
+        start = survey(env)
+        assert start.world.rank == 1  # it is known who this is, but not whom it would meet
+        assert "no MASTER_PORT" in start.stray.found
+    assert survey({**place, "MASTER_PORT": "29500"}).stray is None
+    assert survey({**place, "HPCTRAIN_MAIN_PORT": "29500"}).stray is None
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert survey(alone).stray is None
+
+
+def test_a_batch_script_of_one_task_may_clean_its_environment():
+    def batch(**started):
+        title = "slurmstepd: [815.batch]"
+        found = Ancestor(7, "slurmstepd", "slurm", title, started=started)
+        return survey({}, Process(launched_by=found)).stray
+
+    assert batch() is None
+    assert batch(SLURM_JOB_ID="815", SLURM_NTASKS="1") is None
+    assert "environment" in batch(SLURM_JOB_ID="815", SLURM_NTASKS="4").found
+    step = Ancestor(7, "slurmstepd", "slurm", "slurmstepd: [815.0]", started={})
+    assert survey({}, Process(launched_by=step)).stray is not None
+
+
+def test_one_shell_of_several_tasks_may_start_torchrun():
+    env = {**started("slurm", 4), **started("torchrun", 4)}
+    assert "several trainings" in survey(env).waste.found
+    assert survey({**env, "SLURM_PTY_PORT": "40000"}).waste is None  # srun --pty
