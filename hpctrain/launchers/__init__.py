@@ -133,6 +133,7 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
     claims, job = launcher.claims(env), allocation.detect(env)
     meant = bool(env.get(variables.LAUNCHER))
     point = launcher.meeting_point(env, world)
+    names = [other.name for other in others]
     return Start(
         world=world,
         launcher=launcher,
@@ -142,6 +143,7 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
         overruled=meant and launcher.name == "none" and bool(others),
         stray=refusals.nameless(world, point)
         or (None if meant else refusals.child(claims, env, process))
+        or (None if meant else refusals.stale(launcher.name, names, process))
         or (None if meant else refusals.dropped(world, job, process)),
         waste=None if meant else refusals.idle(world, job, _in_step(others, env), process),
     )

@@ -6,15 +6,16 @@ later srun too, and each of its tasks would train alone.
 """
 
 import shlex
+from collections.abc import Sequence
 
 from hpctrain import allocation, variables
 from hpctrain.allocation import Allocation
 from hpctrain.errors import UsageError
 from hpctrain.launchers.base import Claims, Environ, MeetingPoint
-from hpctrain.launchers.process import SLURM_STEP, Process
+from hpctrain.launchers.process import LAUNCHING, SLURM_STEP, Process
 from hpctrain.world import World
 
-__all__ = ["child", "dropped", "idle", "nameless"]
+__all__ = ["child", "dropped", "idle", "nameless", "stale"]
 
 # The launchers of which a step's tasks start one each, and how they come to know each other.
 _AGENTS = {
@@ -96,6 +97,26 @@ def dropped(world: World, job: Allocation | None, process: Process) -> UsageErro
         f"the variables of {found.launcher}, or every rank would train alone",
         "pass the environment on (apptainer exec without --cleanenv, sudo -E)    or, to train "
         f"alone: env {variables.LAUNCHER}=none COMMAND",
+    )
+
+
+def stale(name: str, others: Sequence[str], process: Process) -> UsageError | None:
+    """Variables that are older than the launcher that is nearest among the ancestors.
+
+    Args:
+        name: the launcher whose variables would count.
+        others: the launchers whose variables are there as well.
+        process: whose ancestors are known.
+    """
+    found = process.launched_by
+    # A launcher that is never seen among ancestors may well stand inside of the one that is.
+    if found is None or found.launcher not in others or name not in LAUNCHING.values():
+        return None
+    return UsageError(
+        f"the variables of {name} are there, but this process was started by {found.program} (pid "
+        f"{found.pid}), and has those of {found.launcher} too: {name}'s are of an outer process",
+        f"the variables of {found.launcher} alone",
+        f"env {variables.LAUNCHER}={found.launcher} COMMAND",
     )
 
 

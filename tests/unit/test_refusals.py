@@ -249,3 +249,18 @@ def test_one_shell_of_several_tasks_may_start_torchrun():
     env = {**started("slurm", 4), **started("torchrun", 4)}
     assert "several trainings" in survey(env).waste.found
     assert survey({**env, "SLURM_PTY_PORT": "40000"}).waste is None  # srun --pty
+
+
+def test_variables_older_than_the_nearest_launcher_are_refused():
+    """As those of a rank of torchrun that starts mpirun, or submits a job."""
+    for program, inner in (("mpirun", "openmpi"), ("slurmstepd", "slurm")):
+        env = {**started("torchrun", 2), **started(inner, 2)}
+        process = Process(launched_by=Ancestor(7, program, inner))
+        assert f"started by {program} (pid 7)" in survey(env, process).stray.found
+        named = survey({**env, "HPCTRAIN_LAUNCHER": inner}, process)
+        assert (named.world.launcher, named.stray) == (inner, None)
+        agent = Process(launched_by=Ancestor(7, "torchrun", "torchrun"))
+        assert survey(env, agent).stray is None
+    submitit = {**started("slurm", 2), **started("submitit", 2)}
+    step = Process(launched_by=Ancestor(7, "slurmstepd", "slurm"))
+    assert survey(submitit, step).stray is None  # its own process is not known by its name
