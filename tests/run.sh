@@ -34,6 +34,8 @@ required=(--require submitit)
 for part in shellcheck:shellcheck openmpi:mpirun.openmpi mpich:mpirun.mpich; do
     ! command -v "${part#*:}" >/dev/null || required+=(--require "${part%:*}")
 done
+[ "$(nproc)" -lt 2 ] || required+=(--require two-cores)
+[ -e /dev/nvidiactl ] || required+=(--require no-driver)
 ! dpkg-query -W libpmix-dev >/dev/null 2>&1 || required+=(--require pmix)
 why=$(PYTHONPATH=tests/slurm .venv/bin/python -c 'import cluster; print(cluster.available())')
 if [ -z "$why" ]; then

@@ -7,7 +7,7 @@ from hpctrain import variables
 
 # What stands in the files in place of this machine's own folders and user.
 HOME = "/home/ada"
-WORK = f"{HOME}/work"
+WORK = f"{HOME}/project"
 USER = {
     "SLURM_CONF": "/etc/slurm/slurm.conf",
     "SLURM_JOB_USER": "ada",

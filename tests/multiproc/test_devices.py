@@ -18,10 +18,11 @@ CUDA = "CUDA_VISIBLE_DEVICES"
 SLICES = tuple(f"MIG-0a1b2c3d-3b6a-4bb1-9f0e-00000000000{n}" for n in range(4))
 JOB = {"SLURM_JOB_ID": "815", "SLURM_GPUS_ON_NODE": "4"}
 
-without_driver = pytest.mark.skipif(
-    torch.cuda.is_available() or torch.version.cuda is None,
-    reason="it is the CUDA build of torch without a driver that is shown here",
-)
+
+@pytest.fixture
+def without_driver(lacking):
+    if torch.cuda.is_available() or torch.version.cuda is None:
+        lacking("no-driver", "it is the CUDA build of torch without a driver that is shown here")
 
 
 def opened(**changes):
@@ -111,13 +112,13 @@ def test_of_other_builds_of_torch_rocms_variables_are_nobodys_business():
     assert ranks.run(1, refused_here, env=env) == [None]
 
 
-@without_driver
+@pytest.mark.usefixtures("without_driver")
 def test_gpus_of_the_job_without_a_driver_are_refused_on_all_ranks():
     results = ranks.run(3, opened, env=JOB)
     refused(results, "job 815 has 4 GPUs on this host", "driver", "nvidia-smi", "--nv", CUDA)
 
 
-@without_driver
+@pytest.mark.usefixtures("without_driver")
 def test_gpus_that_only_one_rank_has_are_told_to_all():
     refused(ranks.run(3, in_the_job_is, 2), "rank 2 on node1", "job 815 has 4 GPUs")
 
@@ -126,7 +127,7 @@ def in_the_job_is(rank):
     return opened(**(JOB if hpctrain.detect().rank == rank else {}))
 
 
-@without_driver
+@pytest.mark.usefixtures("without_driver")
 @pytest.mark.parametrize(
     "meant",
     [
@@ -193,7 +194,7 @@ def warned():
     return lines
 
 
-@without_driver
+@pytest.mark.usefixtures("without_driver")
 def test_at_home_a_gpu_that_torch_cannot_use_is_a_warning():
     (lines,) = ranks.values(ranks.run(1, warned))
     (line,) = lines

@@ -15,7 +15,12 @@ import torch
 import hpctrain
 
 CORES = sorted(os.sched_getaffinity(0))
-two_cores = pytest.mark.skipif(len(CORES) < 2, reason="the ranks are bound to a core each")
+
+
+@pytest.fixture
+def two_cores(lacking):
+    if len(CORES) < 2:
+        lacking("two-cores", "the ranks are bound to a core each")
 
 
 class Keep(logging.Handler):
@@ -84,7 +89,7 @@ def test_ranks_on_the_same_cores_divide_them_until_the_session_closes():
     ]
 
 
-@two_cores
+@pytest.mark.usefixtures("two_cores")
 def test_ranks_that_are_bound_to_their_own_cores_keep_them():
     first, second = CORES[:2]
     results = ranks.run(2, computes, [{first}, {second}], 1)
@@ -92,7 +97,7 @@ def test_ranks_that_are_bound_to_their_own_cores_keep_them():
     assert said(results) == []
 
 
-@two_cores
+@pytest.mark.usefixtures("two_cores")
 def test_of_a_shared_core_nobody_has_less_than_a_thread():
     first, second = CORES[:2]
     results = ranks.run(3, computes, [{first, second}, {first, second}, {first}], 2)
