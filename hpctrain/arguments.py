@@ -32,6 +32,10 @@ def _option(
     return dataclasses.field(default=default, metadata=spec)
 
 
+# What each host may have in its own way, or what rank 0 decides for all.
+_MAY_DIFFER = {"data", "download", "run", "resume", "workers", "start_timeout", "timeout"}
+
+
 def _whole(least: int) -> Any:
     """A type for argparse: whole numbers from `least` on."""
 
@@ -167,6 +171,11 @@ class Options:
         for name, value in values.items():
             _check(fields[name], value)
         return cls(**values)
+
+    def deciding(self) -> dict[str, Any]:
+        """By flag, the options that have to be the same on all ranks: they decide the numbers."""
+        fields = [f for f in dataclasses.fields(self) if f.name not in _MAY_DIFFER]
+        return {field.metadata["flag"]: getattr(self, field.name) for field in fields}
 
 
 def _check(field: Any, value: Any) -> None:

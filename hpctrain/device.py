@@ -1,6 +1,5 @@
 """Which device belongs to a rank?"""
 
-import os
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from hpctrain.errors import UsageError
 from hpctrain.speech import logger
 from hpctrain.world import World
 
-__all__ = ["check_all", "choose", "identity", "index_of", "take_slice"]
+__all__ = ["choose", "index_of", "take_slice"]
 
 # Not as an export before srun, which sets the variable anew in each task.
 _HIDE = f"to train on the CPU: env {gpus.CUDA}= python SCRIPT"
@@ -136,41 +135,3 @@ def index_of(world: World, visible: int) -> int:
             f"start {visible} ranks on each host, or, {_HIDE}",
         )
     return world.local_rank
-
-
-def identity(device: torch.device) -> str | None:
-    """What tells one GPU from any other anywhere; None for a CPU."""
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    return str(getattr(properties, "uuid", None) or f"{os.uname().nodename}:{device.index}")
-
-
-def check_all(gpus: Sequence[str | None], hosts: Sequence[str]) -> None:
-    """Refuse what no process can see alone: one GPU for two ranks, or one for only some.
-
-    Args:
-        gpus: by rank, its identity.
-        hosts: by rank, the name of its host.
-
-    Raises:
-        UsageError: naming the ranks.
-    """
-    seen: dict[str, int] = {}
-    for rank, (gpu, host) in enumerate(zip(gpus, hosts, strict=True)):
-        if gpu is None:
-            if any(gpus):
-                raise UsageError(
-                    f"torch sees no GPU at rank {rank} on {host} ({list(gpus).count(None)} such "
-                    f"ranks of {len(gpus)}), the others have one",
-                    "a GPU for every rank, or for none",
-                    f"look at nvidia-smi there; or, {_HIDE}",
-                )
-            continue
-        other = seen.setdefault(gpu, rank)
-        if other != rank:
-            raise UsageError(
-                f"ranks {other} and {rank} share one GPU ({gpu}) of {host}",
-                "a GPU of its own for each rank",
-                f"start as many ranks on each host as it has GPUs, or, {_HIDE}",
-            )

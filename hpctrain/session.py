@@ -20,6 +20,8 @@ from hpctrain import (
     evaluation,
     launchers,
     meeting,
+    open_files,
+    proof,
     rundir,
     seeds,
     speech,
@@ -27,7 +29,7 @@ from hpctrain import (
 )
 from hpctrain.arguments import Options, plan_batches
 from hpctrain.determinism import Determinism
-from hpctrain.errors import HpctrainError, UsageError, report_uncaught
+from hpctrain.errors import HpctrainError, StartError, UsageError, report_uncaught
 from hpctrain.precision import PRECISIONS
 from hpctrain.run import Run
 from hpctrain.speech import logger
@@ -94,28 +96,24 @@ class Session:
         name = backends.choose(opts.backend, world.world_size)
         threads = Threads.here(os.environ)
         self._undo.callback(threads.put_back)
-        self.device, error = torch.device("cpu"), start.waste
-        try:
-            device.take_slice(world, os.environ, self._undo)
-            self.device = device.choose(world, start.allocation, os.environ)
-        except UsageError as mistake:
-            error = error or mistake  # told to all ranks, so that none of them waits for this one
+        entry, error = self._introduce(start)
         met = meeting.meet(
             world,
             start.meeting_point,
-            {"gpu": device.identity(self.device), **threads.entry()},
+            {**entry, **threads.entry()},
             opts.start_timeout,
             logger.info if world.rank == 0 else logger.warning,
             error,
+            check=_prove,
+            store=backends.agent_store(start.meeting_point, opts.start_timeout),
+            folder=Path(opts.run or os.environ.get(variables.RUN) or "runs"),
         )
         self.world, self.roll = met.world, met.roll
-        device.check_all(
-            [entry["gpu"] for entry in met.roll.entries],
-            [met.roll.hosts[host] for host in met.roll.host_of_rank],
-        )
         threads.fit(met.roll.entries, met.roll.host_of_rank, world.rank, opts.workers)
         self._undo.callback(Determinism(opts.deterministic, self.device).put_back)
-        self.backend = backends.open_backend(name, met, self.device, opts.timeout)
+        self.backend = backends.open_backend(
+            name, met, self.device, opts.timeout, opts.start_timeout
+        )
         self.precision = PRECISIONS[opts.precision](self.device)
         # The same on all ranks, so that they make the same weights.
         torch.manual_seed(opts.seed)
@@ -133,6 +131,26 @@ class Session:
             self.batches.accumulate,
             world.world_size,
         )
+
+    def _introduce(self, start: launchers.Start) -> tuple[dict[str, Any], HpctrainError | None]:
+        """What this rank says of itself, and what is wrong with it.
+
+        An error is told to all ranks, so that none of them waits for this one.
+        """
+        try:
+            self._undo.callback(open_files.make_room(start.world.world_size))
+            device.take_slice(start.world, os.environ, self._undo)
+            self.device = device.choose(start.world, start.allocation, os.environ)
+            return proof.entry(self.device, self.options.deciding()), start.waste
+        except UsageError as mistake:
+            return {}, start.waste or mistake
+        except RuntimeError as failure:  # of CUDA
+            reason = (str(failure).strip().splitlines() or ["no reason given"])[0]
+            return {}, start.waste or StartError(
+                f"its GPU cannot be used: {reason}",
+                "a GPU that works and is free",
+                "nvidia-smi    on that host; then hpctrain doctor",
+            )
 
     @property
     def is_main(self) -> bool:
@@ -360,6 +378,11 @@ class Session:
             self.close(error.code, f"the script left with {error.code}")
         else:
             self.close(rundir.FAILED, f"{type(error).__name__}: {error}")
+
+
+def _prove(roll: meeting.Roll) -> None:
+    """The start-up proof, by rank 0 for all."""
+    proof.check(roll.entries, [roll.hosts[host] for host in roll.host_of_rank])
 
 
 # What `session.loader` decides: order, size, and processes.

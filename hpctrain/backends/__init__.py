@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ContradictionError
-from hpctrain.meeting import Meeting
+from hpctrain.launchers import MeetingPoint
+from hpctrain.meeting import Board, Meeting
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,26 @@ def choose(name: str, world_size: int) -> str:
     return name
 
 
-def open_backend(name: str, meeting: Meeting, device: "torch.device", timeout: float) -> "Backend":
+def agent_store(point: MeetingPoint, timeout: float) -> Board | None:
+    """The store of torchrun's agent, where its ranks may use it.
+
+    Args:
+        point: where the ranks meet.
+        timeout: seconds to find it.
+
+    Raises:
+        StartError: it does not answer.
+    """
+    if point.store is None or point.store.kind != "torchrun":
+        return None
+    from hpctrain.backends.ddp import AgentStore
+
+    return AgentStore(point.store, timeout)
+
+
+def open_backend(
+    name: str, meeting: Meeting, device: "torch.device", timeout: float, start_timeout: float
+) -> "Backend":
     """Open a backend by name and hold it against the World.
 
     Args:
@@ -45,12 +65,13 @@ def open_backend(name: str, meeting: Meeting, device: "torch.device", timeout: f
         meeting: the outcome of the roll call.
         device: of this rank.
         timeout: seconds that a collective may take.
+        start_timeout: seconds that it may take to connect the ranks.
 
     Raises:
         ContradictionError: the backend counts other ranks than the launcher.
     """
     module, _, kind = BACKENDS[name].partition(":")
-    backend: Backend = getattr(import_module(module), kind)(meeting, device, timeout)
+    backend: Backend = getattr(import_module(module), kind)(meeting, device, timeout, start_timeout)
     world = meeting.world
     if (backend.rank, backend.world_size) != (world.rank, world.world_size):
         backend.close()

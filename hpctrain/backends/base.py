@@ -55,7 +55,7 @@ def vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
 
 
 class Backend(ABC):
-    """How ranks talk. All methods but `rank` and `world_size` are called by all ranks alike.
+    """How ranks talk. All methods but `between` are called by all ranks alike.
 
     Attributes:
         name: as in `--backend`.
@@ -97,6 +97,10 @@ class Backend(ABC):
     @abstractmethod
     def align(self, model: nn.Module) -> None:
         """Give every rank the buffers of rank 0, such as the statistics of batch norm."""
+
+    @abstractmethod
+    def between(self, tensor: Tensor, source: int, target: int) -> None:
+        """Send a tensor from one rank to another, in place; called by these two alone."""
 
     @abstractmethod
     def barrier(self) -> None:

@@ -4,29 +4,74 @@ The only module that names torch.distributed.
 """
 
 import datetime
-import fcntl
 import inspect
 import os
-import socket
-import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.backends.base import Backend, Later, vector
 from hpctrain.errors import StartError, UsageError
+from hpctrain.launchers import base as launching
 from hpctrain.meeting import Meeting
+from hpctrain.meeting.interfaces import interface_of
+from hpctrain.variables import GLOO_INTERFACE
 
-__all__ = ["DDP"]
+__all__ = ["DDP", "AgentStore"]
 
 T = TypeVar("T")
-_SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address, linux/sockios.h
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+class AgentStore:
+    """The TCPStore that torchrun's first agent serves: a board, and the process group's store.
+
+    Source: `_create_c10d_store` in torch/distributed/rendezvous.py, torch 2.15.
+
+    Args:
+        place: where the agent serves it.
+        timeout: seconds to find it.
+
+    Raises:
+        StartError: it does not answer.
+    """
+
+    def __init__(self, place: launching.Store, timeout: float) -> None:
+        self.where = f"torchrun's store at {place.address} port {place.port}"
+        try:
+            self.store = TCPStore(
+                place.address,
+                place.port,
+                is_master=False,
+                timeout=datetime.timedelta(seconds=timeout),
+                wait_for_workers=False,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise StartError(
+                f"{self.where} does not answer within {timeout:.0f} s: {_first_line(error)}",
+                "torchrun's first agent there",
+                "look for the first error of the torchrun on that host",
+            ) from None
+
+    def write(self, name: str, word: bytes) -> None:
+        """Leave a word."""
+        self.store.set(f"hpctrain/{name}", word.decode())
+
+    def read(self, name: str) -> bytes | None:
+        """The word, or None."""
+        try:
+            key = f"hpctrain/{name}"
+            return bytes(self.store.get(key)) if self.store.check([key]) else None
+        except RuntimeError:
+            return None  # the agent is gone; who waits for the word says so in the end
+
+    def clear(self, name: str) -> None:
+        """Take the word away: an agent may start its ranks again."""
+        self.store.delete_key(f"hpctrain/{name}")
 
 
 class DDP(Backend):
@@ -34,7 +79,9 @@ class DDP(Backend):
 
     name = "ddp"
 
-    def __init__(self, meeting: Meeting, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, meeting: Meeting, device: torch.device, timeout: float, start_timeout: float
+    ) -> None:
         if dist.is_initialized():
             raise UsageError(
                 "torch.distributed is initialized already",
@@ -44,32 +91,35 @@ class DDP(Backend):
         self.device = device
         self.transport = "nccl" if device.type == "cuda" else "gloo"
         self._added: list[str] = []  # variables of the environment
-        world, limit = meeting.world, datetime.timedelta(seconds=timeout)
-        own = meeting.roll.addresses[world.rank]
+        world, own = meeting.world, meeting.roll.addresses[meeting.world.rank]
+        limits = [datetime.timedelta(seconds=seconds) for seconds in (start_timeout, timeout)]
         if self.transport == "gloo":
             # gloo takes the interface from the environment alone, and by default the one that
             # the host's own name resolves to: on many clusters 127.0.1.1.
-            self._set(_GLOO_INTERFACE, interface_of(own))
+            self._set(GLOO_INTERFACE, interface_of(own))
         try:
+            store = _store(meeting, limits[0])
             dist.init_process_group(
                 self.transport,
-                store=PrefixStore(meeting.nonce, _store(meeting, limit)),
+                store=PrefixStore(meeting.nonce, store),
                 rank=world.rank,
                 world_size=world.world_size,
-                timeout=limit,
+                timeout=limits[0],
                 device_id=device if device.type == "cuda" else None,
             )
+            _set_timeout(limits[1])
+            store.set_timeout(limits[1])
         except StartError:
             self._put_back()
             raise
         except (RuntimeError, ValueError) as error:
             self._put_back()
             raise StartError(
-                f"torch.distributed did not start over {self.transport} at "
-                f"{meeting.roll.addresses[0]}: {error}",
+                f"torch.distributed did not connect rank {world.rank} over {self.transport} from "
+                f"{own} within {start_timeout:.0f} s: {_named(error, meeting)}",
                 "a connection between all ranks",
-                f"hosts of the ranks: {', '.join(world.hosts or ())}; look for a firewall or a "
-                f"wrong interface ({own})",
+                f"hosts of the ranks: {', '.join(world.hosts or ())}; look for a host that cannot "
+                "be reached, a firewall or a wrong interface (HPCTRAIN_INTERFACE=NAME)",
             ) from None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
@@ -109,6 +159,13 @@ class DDP(Backend):
     def align(self, model: nn.Module) -> None:
         """A broadcast of rank 0's buffers."""
         _broadcast(list(model.buffers()))
+
+    def between(self, tensor: Tensor, source: int, target: int) -> None:
+        """Point to point."""
+        if self.rank == source:
+            dist.send(tensor, target)
+        else:
+            dist.recv(tensor, source)
 
     def barrier(self) -> None:
         """torch.distributed's barrier."""
@@ -178,9 +235,14 @@ class _Transparent(DistributedDataParallel):
         yield from self.module.named_buffers(*args, **kwargs)
 
 
-def _store(meeting: Meeting, timeout: datetime.timedelta) -> TCPStore:
-    """The store on the socket that the meeting bound, at an address all ranks have reached."""
+def _store(meeting: Meeting, timeout: datetime.timedelta) -> Store:
+    """The launcher's own store, else one on the socket that the meeting bound.
+
+    That is at an address which all ranks have reached.
+    """
     world, roll = meeting.world, meeting.roll
+    if isinstance(meeting.store, AgentStore):
+        return meeting.store.store
     listener = meeting.listener
     try:
         return TCPStore(
@@ -196,36 +258,27 @@ def _store(meeting: Meeting, timeout: datetime.timedelta) -> TCPStore:
     except (RuntimeError, ValueError) as error:
         raise StartError(
             f"rank {world.rank} cannot open the store at {roll.addresses[0]} port {roll.port}: "
-            f"{error}",
-            "rank 0's store there",
+            f"{_first_line(error)}",
+            f"rank 0's store there, on {world.hosts[0] if world.hosts else 'its host'}",
             "look for the first error in the log of rank 0",
         ) from None
 
 
-def interface_of(address: str) -> str | None:
-    """The name of the network interface that has an address; None where it is not found."""
-    if ":" in address:
-        return _interface_of_ipv6(address)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # it has no IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+def _set_timeout(timeout: datetime.timedelta) -> None:
+    """From now on, of each collective. torch 2.15 renamed the function."""
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    change(timeout)
 
 
-def _interface_of_ipv6(address: str) -> str | None:
-    packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-    try:
-        with open("/proc/net/if_inet6") as table:
-            for line in table:
-                fields = line.split()
-                if fields[0] == packed:
-                    return fields[-1]
-    except OSError:
-        return None
-    return None
+def _named(error: Exception, meeting: Meeting) -> str:
+    """The message of torch, with the ranks and hosts behind the addresses in it."""
+    roll, text = meeting.roll, _first_line(error)
+    for rank, address in reversed(list(enumerate(roll.addresses))):
+        host = roll.hosts[roll.host_of_rank[rank]]
+        if address in text and host not in text:
+            text += f" ({address} is {host}, with rank {rank})"
+    return text
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

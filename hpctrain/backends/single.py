@@ -20,8 +20,10 @@ class Single(Backend):
     name = "single"
     transport = "none"
 
-    def __init__(self, meeting: Meeting, device: torch.device, timeout: float) -> None:
-        del meeting, timeout
+    def __init__(
+        self, meeting: Meeting, device: torch.device, timeout: float, start_timeout: float
+    ) -> None:
+        del meeting, timeout, start_timeout
         self.rank, self.world_size, self.device = 0, 1, device
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -45,6 +47,9 @@ class Single(Backend):
 
     def align(self, model: nn.Module) -> None:
         """Nothing."""
+
+    def between(self, tensor: Tensor, source: int, target: int) -> None:
+        """Nothing: the only rank has it."""
 
     def barrier(self) -> None:
         """Nothing."""

@@ -1,5 +1,7 @@
 """What a launcher is: a way to recognise who started this process, and to read what it said."""
 
+import dataclasses
+import re
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +21,17 @@ __all__ = [
     "Environ",
     "Launcher",
     "MeetingPoint",
-    "first_host_of_job",
+    "Store",
     "host_list",
+    "hosts_of_job",
 ]
 
 Environ = Mapping[str, str]
 _REQUIRED = ("rank", "world_size", "local_rank")
+# What leads to the host that asks, whichever that is. (127.0.1.1 is a host's own name for itself.)
+_LOOPBACK = re.compile(r"(?:localhost|127\..*|::1)\Z")
+# Agents that found each other at that address before they started the ranks.
+_MEETS_ITSELF = frozenset({"torchrun"})
 
 # For `Launcher.inside`: who starts tasks in a job, and who starts the ranks of an MPI program.
 SCHEDULERS = frozenset({"slurm", "flux", "pals", "jsrun", "submitit", "prterun", "pmi"})
@@ -43,6 +50,20 @@ Claims = dict[str, Claim]
 
 
 @dataclass(frozen=True, slots=True)
+class Store:
+    """The launcher's own store, which it serves for its ranks.
+
+    Attributes:
+        kind: "torchrun" (a TCPStore of torch) or "horovodrun" (values by HTTP).
+        address, port: where it listens.
+    """
+
+    kind: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class MeetingPoint:
     """Where a launcher lets the ranks of one start find each other.
 
@@ -51,12 +72,26 @@ class MeetingPoint:
         host: the name of this host at the roll call.
         address: the name or address of rank 0's host; None where the launcher does not know it.
         port: the first port to try there; None for ports that follow from the key.
+        sure: rank 0 is at `address`, and not only likely to be.
+        others: the hosts where rank 0 may be as well.
+        only_port: nothing but the port tells this start from another one, so no other is tried.
+        store: the launcher's own, or None.
+        interface: the network interface that the ranks are to use, or None.
+        pretended: this machine stands for several hosts, which loopback connects.
+        secret: what only the ranks of this start know; may be empty.
     """
 
     key: str
     host: str
     address: str | None = None
     port: int | None = None
+    sure: bool = True
+    others: tuple[str, ...] = ()
+    only_port: bool = False
+    store: Store | None = None
+    interface: str | None = None
+    pretended: bool = False
+    secret: str = dataclasses.field(default="", repr=False)
 
 
 def host_list(env: Environ, name: str) -> tuple[str, ...]:
@@ -71,17 +106,18 @@ def host_list(env: Environ, name: str) -> tuple[str, ...]:
         raise ContradictionError(f"{name}: {error.found}", error.expected, error.fix) from None
 
 
-def first_host_of_job(env: Environ) -> str | None:
-    """Where MPI's launchers put rank 0 in a job, unless they are told otherwise.
+def hosts_of_job(env: Environ) -> tuple[str, ...]:
+    """The hosts of the scheduler's job, in its order: MPI's launchers put rank 0 on the first one.
 
-    Source: they take a job's hosts in the scheduler's order; "Running jobs under Slurm" in Open
-    MPI's FAQ, "Hydra with resource managers" in MPICH's documentation.
+    Unless they are told otherwise. Source: they take a job's hosts in the scheduler's order;
+    "Running jobs under Slurm" in Open MPI's FAQ, "Hydra with resource managers" in MPICH's
+    documentation.
 
     Raises:
         ContradictionError: SLURM_JOB_NODELIST is no host list.
     """
-    hosts = host_list(env, "SLURM_JOB_NODELIST") or tuple(env.get("LSB_MCPU_HOSTS", "").split())
-    return hosts[0] if hosts else None
+    listed = env.get("LSB_MCPU_HOSTS", "").split()[::2]
+    return host_list(env, "SLURM_JOB_NODELIST") or tuple(dict.fromkeys(listed))
 
 
 class Launcher(ABC):
@@ -96,6 +132,7 @@ class Launcher(ABC):
         variables: for each field of World the variables that may hold it, the best one first.
         composed: for a field of World the variable that holds more than a number.
         starts: the variables that tell one start of ranks from any other.
+        knows_rank_0: the address of `main` is where rank 0 is, and not only likely to be.
     """
 
     name: ClassVar[str]
@@ -105,6 +142,7 @@ class Launcher(ABC):
     variables: ClassVar[Mapping[str, tuple[str, ...]]]
     composed: ClassVar[Mapping[str, str]] = {}
     starts: ClassVar[tuple[str, ...]] = ()
+    knows_rank_0: ClassVar[bool] = False
 
     @abstractmethod
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
@@ -185,22 +223,62 @@ class Launcher(ABC):
         """Where the ranks meet: the address that a person gave, else what the launcher knows.
 
         Raises:
-            ContradictionError: a port that is no number.
+            ContradictionError: a port that is no number, an address that several hosts cannot
+                share, two interfaces.
         """
         address, port = self.main(env, world)
-        if env.get(variables.MAIN_ADDRESS):
-            address, port = env[variables.MAIN_ADDRESS], None
+        given = env.get(variables.MAIN_ADDRESS)
+        pretended = bool(env.get(variables.HOSTNAME))
+        if not given and not pretended:
+            self._refuse_loopback(env, world, address)
         return MeetingPoint(
             key=self.key(env),
             host=env.get(variables.HOSTNAME) or socket.gethostname(),
-            address=address,
-            port=_port(env, variables.MAIN_PORT) or port,
+            address=given or address,
+            port=_port(env, variables.MAIN_PORT) or (None if given else port),
+            sure=bool(given or env.get("MASTER_ADDR") or (self.knows_rank_0 and address)),
+            others=() if given else self.others(env, world),
+            only_port=self.only_port(env),
+            store=None if given else self.store(env),
+            interface=_interface(env),
+            pretended=pretended,
+            secret=env.get(variables.SECRET, ""),
         )
 
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
         """The address of rank 0's host and the first port to try, as far as this launcher knows."""
         del world
         return env.get("MASTER_ADDR") or None, _port(env, "MASTER_PORT")
+
+    def others(self, env: Environ, world: World) -> tuple[str, ...]:
+        """The hosts where rank 0 may be, if it is not at the address of `main`."""
+        del world
+        return () if env.get("MASTER_ADDR") or self.knows_rank_0 else hosts_of_job(env)
+
+    def store(self, env: Environ) -> Store | None:
+        """The store that the launcher serves."""
+        del env
+        return None
+
+    def only_port(self, env: Environ) -> bool:
+        """Whether only the port tells this start from another."""
+        del env
+        return False
+
+    def _refuse_loopback(self, env: Environ, world: World, address: str | None) -> None:
+        if (
+            self.name not in _MEETS_ITSELF
+            and world.on_one_host is False
+            and _LOOPBACK.match(address or "")
+        ):
+            raise ContradictionError(
+                f"MASTER_ADDR={address}, and the ranks of {self.name} are on "
+                f"{world.num_nodes or 'several'} hosts: from each of them it leads to itself",
+                "an address of rank 0's host that the others reach",
+                "unset MASTER_ADDR"
+                if self.knows_rank_0 or hosts_of_job(env)
+                else "export MASTER_ADDR=HOST    (the host of rank 0, the same on all ranks)",
+            )
 
 
 def _port(env: Environ, name: str) -> int | None:
@@ -213,3 +291,20 @@ def _port(env: Environ, name: str) -> int | None:
     if port is not None and not 0 <= port < 1 << 16:
         raise ContradictionError(f"{name}={port}", "a port from 1 to 65535", f"unset {name}")
     return port or None
+
+
+def _interface(env: Environ) -> str | None:
+    """The interface that a person chose: for all of this, or for gloo alone.
+
+    Raises:
+        ContradictionError: two different ones.
+    """
+    ours, gloo = env.get(variables.INTERFACE), env.get(variables.GLOO_INTERFACE)
+    first = (gloo or "").split(",")[0]
+    if ours and gloo and ours != first:
+        raise ContradictionError(
+            f"{variables.INTERFACE}={ours} and {variables.GLOO_INTERFACE}={gloo}",
+            "one network interface",
+            f"unset {variables.GLOO_INTERFACE}",
+        )
+    return ours or first or None

@@ -16,6 +16,8 @@ from hpctrain.world import World
 
 __all__ = ["ByHand"]
 
+_JOBS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
+
 
 class ByHand(Launcher):
     """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
@@ -29,8 +31,17 @@ class ByHand(Launcher):
         "local_rank": ("LOCAL_RANK", LOCAL_RANK_ARGUMENT),
         "local_world_size": ("LOCAL_WORLD_SIZE",),
     }
-    # There is nothing else that all ranks share. Sizes that differ are found at the roll call.
-    starts = ("MASTER_ADDR", "MASTER_PORT")
+    # Outside of a job there is nothing else that all ranks share, so there only the port is tried.
+    starts = ("MASTER_ADDR", "MASTER_PORT", *_JOBS)
+
+    def only_port(self, env: Environ) -> bool:
+        """Without a job."""
+        return not any(env.get(name) for name in _JOBS)
+
+    def others(self, env: Environ, world: World) -> tuple[str, ...]:
+        """None: a person says where rank 0 is."""
+        del env, world
+        return ()
 
     def claims(self, env: Environ) -> Claims:
         """The numbers.

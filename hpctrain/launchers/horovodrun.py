@@ -5,7 +5,8 @@ Source: horovod/runner/gloo_run.py, Horovod 0.28.1.
 
 from collections.abc import Sequence
 
-from hpctrain.launchers.base import SCHEDULERS, Launcher
+from hpctrain import variables
+from hpctrain.launchers.base import SCHEDULERS, Environ, Launcher, Store
 from hpctrain.world import World
 
 __all__ = ["Horovodrun"]
@@ -29,6 +30,12 @@ class Horovodrun(Launcher):
         "local_world_size": ("HOROVOD_LOCAL_SIZE",),
     }
     starts = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+
+    def store(self, env: Environ) -> Store | None:
+        """Its rendezvous server."""
+        address = env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+        port = variables.number(env, "HOROVOD_GLOO_RENDEZVOUS_PORT")
+        return Store(self.name, address, port) if address and port else None
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """What horovodrun sets; the rendezvous, which nobody serves, follows from `start`."""

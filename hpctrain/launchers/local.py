@@ -29,6 +29,10 @@ class HpctrainRun(Launcher):
 
     composed = {"hosts": "HPCTRAIN_HOSTS"}
 
+    def only_port(self, env: Environ) -> bool:
+        """Of hosts by hand, which share nothing but rank 0's address and port."""
+        return ":" in env.get(START, "")
+
     def claims(self, env: Environ) -> Claims:
         """The numbers, and the hosts where they are named."""
         claims = super().claims(env)

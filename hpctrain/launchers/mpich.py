@@ -6,7 +6,7 @@ Developer Reference, "Hydra Environment Variables".
 
 from collections.abc import Sequence
 
-from hpctrain.launchers.base import SCHEDULERS, Environ, Launcher, first_host_of_job
+from hpctrain.launchers.base import SCHEDULERS, Environ, Launcher, hosts_of_job
 from hpctrain.launchers.process import CONTROL_PORT, PARENT
 from hpctrain.world import World
 
@@ -47,7 +47,8 @@ class Hydra(Launcher):
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
         """The first host of the job."""
         address, port = super().main(env, world)
-        return address or first_host_of_job(env), port
+        hosts = hosts_of_job(env)
+        return address or (hosts[0] if hosts else None), port
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """What hydra sets; the port where the ranks meet follows from `start`."""

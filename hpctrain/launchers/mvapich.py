@@ -5,7 +5,7 @@ Source: MVAPICH2 2.3 User Guide, and src/pm/mpirun/mpispawn.c of its source pack
 
 from collections.abc import Sequence
 
-from hpctrain.launchers.base import SCHEDULERS, Environ, Launcher, first_host_of_job
+from hpctrain.launchers.base import SCHEDULERS, Environ, Launcher, hosts_of_job
 from hpctrain.world import World
 
 __all__ = ["MVAPICH2"]
@@ -32,7 +32,8 @@ class MVAPICH2(Launcher):
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
         """The first host of the job."""
         address, port = super().main(env, world)
-        return address or first_host_of_job(env), port
+        hosts = hosts_of_job(env)
+        return address or (hosts[0] if hosts else None), port
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """What mpirun_rsh sets; its own id follows from `start`."""

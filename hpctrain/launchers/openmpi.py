@@ -7,7 +7,7 @@ Open MPI 4.1.
 import re
 from collections.abc import Sequence
 
-from hpctrain.launchers.base import SCHEDULERS, Environ, Launcher, first_host_of_job
+from hpctrain.launchers.base import SCHEDULERS, Environ, Launcher, hosts_of_job
 from hpctrain.world import World
 
 __all__ = ["OpenMPI"]
@@ -39,7 +39,8 @@ class OpenMPI(Launcher):
         """The first host of the job, else mpirun's own."""
         address, port = super().main(env, world)
         uri = _URI.search(env.get("OMPI_MCA_orte_hnp_uri", ""))
-        return address or first_host_of_job(env) or (uri[1] if uri else None), port
+        hosts = hosts_of_job(env)
+        return address or (hosts[0] if hosts else None) or (uri[1] if uri else None), port
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """What mpirun sets; the names of its job follow from `start`."""

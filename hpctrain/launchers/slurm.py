@@ -45,6 +45,7 @@ class SlurmStep(Launcher):
         "local_world_size": "SLURM_STEP_TASKS_PER_NODE",
         "hosts": "SLURM_STEP_NODELIST",
     }
+    knows_rank_0 = True
     starts = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 
     def matches(self, env: Environ) -> bool:
@@ -81,11 +82,13 @@ class SlurmStep(Launcher):
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
         """An address that the batch script exported, else the first host of the step."""
         address, port = super().main(env, world)
-        if address is None and world.hosts:
-            distribution = env.get("SLURM_DISTRIBUTION", "").split(":")[0].split(",")[0]
-            if len(world.hosts) == 1 or distribution in _FIRST_HOST_FIRST:
-                address = world.hosts[0]
+        if address is None and world.hosts and _first_host_first(env, world):
+            address = world.hosts[0]
         return address, port
+
+    def others(self, env: Environ, world: World) -> tuple[str, ...]:
+        """All hosts of the step, where a file says which task goes to which."""
+        return () if _first_host_first(env, world) else world.hosts or ()
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """What srun sets for a job of that layout; the job id follows from `start`."""
@@ -120,6 +123,12 @@ class SlurmStep(Launcher):
             "SLURM_LOCALID": str(world.local_rank),
             "SLURM_NODEID": str(world.node_rank),
         }
+
+
+def _first_host_first(env: Environ, world: World) -> bool:
+    """Whether rank 0 is on the first host of the step."""
+    distribution = env.get("SLURM_DISTRIBUTION", "").split(":")[0].split(",")[0]
+    return len(world.hosts or ()) == 1 or distribution in _FIRST_HOST_FIRST
 
 
 def _check_hosts(env: Environ, hosts: Sequence[str]) -> None:

@@ -5,7 +5,8 @@ Source: the section "Environment Variables" of torch.distributed.run's documenta
 
 from collections.abc import Sequence
 
-from hpctrain.launchers.base import MPI, SCHEDULERS, Environ, Launcher
+from hpctrain import variables
+from hpctrain.launchers.base import MPI, SCHEDULERS, Environ, Launcher, Store
 from hpctrain.world import World
 
 __all__ = ["Torchrun"]
@@ -28,12 +29,25 @@ class Torchrun(Launcher):
         "num_nodes": ("GROUP_WORLD_SIZE",),
     }
     # The id alone is "none" for every static rendezvous.
-    starts = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+    starts = (
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+    knows_rank_0 = True
 
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
         """MASTER_ADDR is where the first agent and so rank 0 is; its port is the agent's own."""
         del world
         return env.get("MASTER_ADDR") or None, None
+
+    def store(self, env: Environ) -> Store | None:
+        """The first agent's, where it says that its ranks may use it."""
+        port = variables.number(env, "MASTER_PORT")
+        if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not env.get("MASTER_ADDR"):
+            return None
+        return Store(self.name, env["MASTER_ADDR"], port) if port else None
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """What an agent sets; the run id follows from `start`."""

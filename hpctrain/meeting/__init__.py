@@ -1,35 +1,44 @@
 """Where do the ranks meet, and who is there? Plain sockets, no torch.
 
 Rank 0 listens on the first free of a few ports that follow from the start's key. The others ask
-those ports in turn until one answers with the nonce, and say who they are. When all are there,
-rank 0 sends the roll to everyone, with the address and port of a second socket that it has bound
-for the backend's store.
+those ports, at rank 0's host or at all hosts where it may be, until one answers with the proof
+that it belongs to this start, and say who they are. Where no host is known, rank 0 leaves word on
+a board. When all are there, rank 0 sends everyone the roll, with the address and port of a second
+socket that it has bound for the backend's store, and when all have heard it they begin.
 
 The messages are lines of JSON:
 
-    rank → rank 0   {"nonce": …, "rank": …, "world_size": …, "entry": {…}}
-    rank 0 → rank   {"nonce": …}                    at once: this is the right place
-    rank 0 → rank   {"roll": […], …}, or {"error": [found, expected, fix], "code": …}
+    rank → rank 0   {"start": …, "challenge": …}
+    rank 0 → rank   {"start": …, "proof": …, "challenge": …}      at once: this is the right place
+    rank → rank 0   {"proof": …, "hello": "[rank, world size, entry]"}
+    rank 0 → rank   {"roll": …, "addresses": […], "port": …, "nonce": …}
+    rank → rank 0   {"heard": …}
+    rank 0 → rank   {"begin": true}         or, in place of roll or begin,
+                    {"error": [found, expected, fix], "code": …}
 
-The nonce keeps two jobs apart that use one port by accident. It is no protection against malice.
+`messages.Credentials` says what the proofs prove.
 """
 
-import hashlib
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.launchers.base import MeetingPoint
-from hpctrain.meeting.guest import join
+from hpctrain.meeting import boards
+from hpctrain.meeting.boards import Board
+from hpctrain.meeting.guest import Guest
 from hpctrain.meeting.host import Host
-from hpctrain.meeting.messages import GRACE_SECONDS, Announce, Entry
+from hpctrain.meeting.interfaces import address_on
+from hpctrain.meeting.messages import GRACE_SECONDS, Announce, Credentials, Entry
 from hpctrain.meeting.place import LOOPBACK, ports
 from hpctrain.meeting.roll import Roll, call_roll
 from hpctrain.world import World
 
-__all__ = ["Meeting", "Roll", "meet", "ports"]
+__all__ = ["Board", "Meeting", "Roll", "meet", "ports"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +48,17 @@ class Meeting:
     Attributes:
         world: this rank, with nothing left open.
         roll: who is there.
-        nonce: a prefix for everything that these ranks exchange.
+        nonce: a prefix for everything that these ranks exchange; no other start has it.
         listener: on rank 0 of several ranks the bound, listening socket whose port is
-            `roll.port`; it belongs to the backend now. None elsewhere.
+            `roll.port`; it belongs to the backend now. None elsewhere, and with a store.
+        store: the launcher's own store, as it was given to `meet`.
     """
 
     world: World
     roll: Roll
     nonce: str
     listener: socket.socket | None = None
+    store: Board | None = None
 
 
 def meet(
@@ -57,6 +68,10 @@ def meet(
     timeout: float = 300.0,
     announce: Announce = lambda _: None,
     error: HpctrainError | None = None,
+    *,
+    check: Callable[[Roll], None] = lambda _: None,
+    store: Board | None = None,
+    folder: Path | None = None,
 ) -> Meeting:
     """Wait for all ranks of the world, and learn who they are.
 
@@ -64,29 +79,47 @@ def meet(
         world: this rank, as its launcher has it.
         point: where the launcher lets the ranks meet.
         entry: what to tell the others; JSON values.
-        timeout: seconds until those who have not come are named and the start is given up.
+        timeout: seconds until those who have not come are named and the start is given up. The
+            others give rank 0 some seconds more to say so.
         announce: called with a line for people when waiting takes long.
         error: what this rank found wrong before it came. It is told to all ranks, and all of
             them raise it, so nobody waits for a rank that cannot train.
+        check: what rank 0 does with the roll before anybody else gets it. What it raises is
+            raised by all ranks.
+        store: the launcher's own store; the backend has its store there too.
+        folder: on a file system that all hosts share: a word of rank 0 is left there for as long
+            as the meeting takes, where nothing else leads to it.
 
     Raises:
-        StartError: a rank did not come, or rank 0 cannot be found.
+        StartError: a rank did not come, was lost, or rank 0 cannot be found.
         ContradictionError: two processes say that they are the same rank, or sizes differ.
-        HpctrainError: the error that a rank brought.
+        HpctrainError: the error that a rank brought, or that of `check`.
     """
+    try:
+        address = address_on(point.interface) if point.interface else None
+    except UsageError as mistake:
+        address, error = None, error or mistake
     entry = {**entry, "host": point.host, "pid": os.getpid(), "world": _places(world)}
+    entry["address"] = None if world.on_one_host else address
     if error is not None:
         entry["error"] = [error.found, error.expected, error.fix]
         entry["code"] = error.exit_code
-    nonce = hashlib.sha256(f"hpctrain/{point.key}".encode()).hexdigest()[:32]
+    credentials = Credentials(point.key, point.secret)
     listener = None
     if world.world_size == 1:
-        roll = call_roll((entry,), (LOOPBACK,), 0)
-    elif world.rank == 0:
-        roll, listener = Host(world, point, nonce, entry, timeout, announce).gather()
+        roll, nonce = call_roll((entry,), (LOOPBACK,), 0), Credentials.challenge()
+        check(roll)
     else:
-        roll = join(world, point, nonce, entry, timeout + GRACE_SECONDS, announce)
-    return Meeting(world.completed(roll.hosts, roll.host_of_rank), roll, nonce, listener)
+        board = None if world.on_one_host else boards.choose(world, point, store, folder)
+        if world.rank == 0:
+            host = Host(world, point, credentials, entry, board, timeout, announce, check)
+            roll, nonce, listener = host.gather(own_listener=store is None)
+        else:
+            patience = timeout + GRACE_SECONDS
+            guest = Guest(world, point, credentials, entry, board, patience, announce)
+            roll, nonce = guest.join()
+    completed = world.completed(roll.hosts, roll.host_of_rank)
+    return Meeting(completed, roll, nonce, listener, store)
 
 
 def _places(world: World) -> dict[str, Any]:

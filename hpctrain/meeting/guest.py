@@ -1,91 +1,302 @@
 """The side of a rank above 0: it finds rank 0, says who it is, and waits for the roll."""
 
+import errno
+import json
+import os
+import selectors
 import socket
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain import variables
 from hpctrain.errors import StartError, repeated
 from hpctrain.launchers.base import MeetingPoint
+from hpctrain.meeting.boards import Board
 from hpctrain.meeting.messages import (
-    LONGEST_HELLO,
+    GRACE_SECONDS,
+    LONGEST_GREETING,
     LONGEST_LINE,
     NEWS_SECONDS,
     Announce,
+    Credentials,
     Entry,
     decode,
     encode,
+    unpack,
 )
-from hpctrain.meeting.place import address_of, ports
+from hpctrain.meeting.place import Names, hosts_to_ask, ports
 from hpctrain.meeting.roll import Roll, call_roll
 from hpctrain.world import World
 
-__all__ = ["join"]
+__all__ = ["Guest", "keep_alive"]
 
-# A stranger on a port may accept and say nothing: then the next port is tried.
-_ANSWER_SECONDS = 3.0
-
-
-def join(
-    world: World,
-    point: MeetingPoint,
-    nonce: str,
-    entry: Entry,
-    timeout: float,
-    announce: Announce,
-) -> Roll:
-    """A rank above 0: find rank 0, say who I am, wait for the roll."""
-    address = address_of(world, point)
-    candidates = ports(point)
-    hello = {"nonce": nonce, "rank": world.rank, "world_size": world.world_size, "entry": entry}
-    started = time.monotonic()
-    news = started + NEWS_SECONDS
-    pause = 0.02
-    tried = ""
-    while time.monotonic() < started + timeout:
-        for port in candidates:
-            try:
-                answer = _ask(address, port, hello, started + timeout)
-            except OSError as error:
-                tried = str(error)
-                continue
-            if answer is not None:
-                return _read(answer)
-        if time.monotonic() > news:
-            announce(f"rank {world.rank} looks for rank 0 at {address}: {tried}")
-            news += NEWS_SECONDS
-        time.sleep(pause)
-        pause = min(2 * pause, 0.5)
-    raise StartError(
-        f"rank {world.rank} on {entry['host']} did not find rank 0 at {address}, ports "
-        f"{', '.join(map(str, candidates[:3]))}, … within {timeout:.0f} s ({tried})",
-        "rank 0 listening there",
-        "look for the first error in the log of rank 0; if it is on another host: "
-        f"export {variables.MAIN_ADDRESS}=HOST",
-    )
+# Connections under way at once: a stranger that accepts and says nothing holds one of them, and
+# delays nobody. A rank 0 with thousands of callers may well take some seconds.
+_ATTEMPTS = 16
+_ATTEMPT_SECONDS = 20.0
+# Given to a connection before the next one is tried beside it ("Happy Eyeballs", RFC 8305).
+_HEAD_START_SECONDS = 0.05
+_PAUSES = (0.02, 0.5)  # from one round of all places to the next, growing
+# What cannot get better by waiting is waited for this long all the same: name servers fail under
+# the questions of a large start.
+_HOPELESS_SECONDS = 10.0
+_BOARD_SECONDS = (0.1, 2.0)  # from one look at the board to the next: before a word, and after
 
 
-def _ask(address: str, port: int, hello: dict[str, Any], deadline: float) -> dict[str, Any] | None:
-    """Rank 0's last word, or None where somebody else has this port.
+@dataclass(slots=True)
+class _Attempt:
+    """A connection that may be to rank 0."""
 
-    Raises:
-        OSError: nobody is there, or whoever it was went away.
+    connection: socket.socket
+    place: tuple[str, int]
+    challenge: str
+    began: float
+    heard: bytearray = field(default_factory=bytearray)
+    greeted: bool = False
+
+
+class Guest:
+    """A rank above 0 on its way to the meeting.
+
+    Args:
+        world, point: as its launcher has it.
+        credentials: of this start.
+        entry: what to tell the others.
+        board: where rank 0 leaves word, or None.
+        timeout: seconds until it gives up.
+        announce: called with a line for people when waiting takes long.
     """
-    with socket.create_connection((address, port), timeout=_ANSWER_SECONDS) as connection:
-        if connection.getsockname() == connection.getpeername():
-            return None  # on a free local port TCP can connect a socket to itself
-        connection.sendall(encode(hello))
-        with connection.makefile("rb") as reader:
-            greeting = decode(reader.readline(LONGEST_HELLO))
-            if greeting is None or greeting.get("nonce") != hello["nonce"]:
+
+    def __init__(
+        self,
+        world: World,
+        point: MeetingPoint,
+        credentials: Credentials,
+        entry: Entry,
+        board: Board | None,
+        timeout: float,
+        announce: Announce,
+    ) -> None:
+        self.world = world
+        self.credentials = credentials
+        self.entry = entry
+        self.board = board
+        self.timeout = timeout
+        self.announce = announce
+        self.hosts = hosts_to_ask(world, point)
+        self.names = Names(point.host, point.pretended or bool(world.on_one_host))
+        self.ports = ports(point)
+        self.selector = selectors.DefaultSelector()
+        self.attempts: dict[tuple[str, int], _Attempt] = {}
+        self.answers: dict[tuple[str, int], str] = {}
+        self.word: list[tuple[str, int]] = []
+        self.next_look = self.next_try = 0.0
+        self.began = time.monotonic()
+        self.deadline = self.began + timeout
+        self.hopeful = self.began
+
+    def join(self) -> tuple[Roll, str]:
+        """The roll, and the nonce of this start.
+
+        Raises:
+            StartError: rank 0 cannot be found, or went away.
+            HpctrainError: what rank 0 found wrong.
+        """
+        while True:
+            connection, challenge = self._find()
+            with connection:
+                outcome = self._talk(connection, challenge)
+            if outcome is not None:
+                return outcome
+            # It may have been the last moment of an earlier start, but that does not last.
+            self.deadline = min(self.deadline, time.monotonic() + _HOPELESS_SECONDS)
+
+    def _find(self) -> tuple[socket.socket, str]:
+        """A connection to rank 0, which has proved that it is, and its challenge."""
+        news = time.monotonic() + NEWS_SECONDS
+        pause, rest = _PAUSES[0], 0.0
+        places: Iterator[tuple[str, int]] = iter(())
+        try:
+            while (now := time.monotonic()) < self.deadline:
+                due = now >= self.next_try and len(self.attempts) < _ATTEMPTS
+                place = next(places, None) if due else None
+                if place is not None:
+                    self._try(place)
+                elif due and now >= rest:
+                    places = iter(self._places())
+                    rest = now + pause
+                    pause = min(2 * pause, _PAUSES[1])
+                wake = min(max(rest, self.next_try), self.deadline)
+                for key, _ in self.selector.select(max(0.0, wake - time.monotonic())):
+                    found = self._hear(key.data)
+                    if found is not None:
+                        return found
+                self._drop_old()
+                if now > news:
+                    self.announce(f"rank {self.world.rank} looks for rank 0: {self._seen()}")
+                    news = now + NEWS_SECONDS
+                if not self.attempts and self.names.wrong and now > self.hopeful:
+                    break
+        finally:
+            for attempt in list(self.attempts.values()):
+                self._drop(attempt)
+        raise self._lost()
+
+    def _places(self) -> list[tuple[str, int]]:
+        """Where to knock in the next round: where the board says, then port by port all hosts."""
+        if self.board is not None and time.monotonic() >= self.next_look:
+            self._look()
+        found = [address for _, address in self.names.resolve(self.hosts)]
+        if found or self.board is not None:
+            self.hopeful = time.monotonic() + _HOPELESS_SECONDS
+        every = [*self.word, *((address, port) for port in self.ports for address in found)]
+        return [place for place in dict.fromkeys(every) if place not in self.attempts]
+
+    def _look(self) -> None:
+        """Read the board."""
+        assert self.board is not None
+        said = decode(self.board.read(self.credentials.start) or b"")
+        try:
+            self.word = [(str(a), int(said["port"])) for a in said["addresses"]] if said else []
+        except (KeyError, TypeError, ValueError):
+            self.word = []  # somebody else's, or half of one
+        self.next_look = time.monotonic() + _BOARD_SECONDS[bool(self.word)]
+
+    def _try(self, place: tuple[str, int]) -> None:
+        """Begin to connect."""
+        address, port = place
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        attempt = _Attempt(connection, place, Credentials.challenge(), time.monotonic())
+        self.attempts[place] = attempt
+        code = connection.connect_ex((address, port))
+        if code not in (0, errno.EINPROGRESS):
+            self._drop(attempt, os.strerror(code))
+            return
+        self.selector.register(connection, selectors.EVENT_WRITE, attempt)
+        self.next_try = time.monotonic() + _HEAD_START_SECONDS
+
+    def _hear(self, attempt: _Attempt) -> tuple[socket.socket, str] | None:
+        """Go on with an attempt; the connection and the challenge if it leads to rank 0."""
+        connection = attempt.connection
+        try:
+            if not attempt.greeted:
+                code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if code:
+                    raise OSError(code, os.strerror(code))
+                if connection.getsockname() == connection.getpeername():
+                    # On a free local port TCP can connect a socket to itself.
+                    raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+                greeting = {"start": self.credentials.start, "challenge": attempt.challenge}
+                connection.sendall(encode(greeting))  # within the socket's buffer
+                attempt.greeted = True
+                self.selector.modify(connection, selectors.EVENT_READ, attempt)
                 return None
-            connection.settimeout(max(0.1, deadline - time.monotonic()))
-            return decode(reader.readline(LONGEST_LINE))
+            data = connection.recv(LONGEST_GREETING)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            self._drop(attempt, error.strerror or str(error))
+            return None
+        attempt.heard += data
+        if b"\n" not in attempt.heard and data and len(attempt.heard) < LONGEST_GREETING:
+            return None
+        answer = decode(bytes(attempt.heard).partition(b"\n")[0]) or {}
+        if self.credentials.proves(answer.get("proof"), "host", attempt.challenge):
+            self.selector.unregister(connection)
+            del self.attempts[attempt.place]
+            return connection, str(answer.get("challenge"))
+        self._drop(attempt, _other(answer, self.credentials.start))
+        return None
+
+    def _drop_old(self) -> None:
+        limit = time.monotonic() - _ATTEMPT_SECONDS
+        for attempt in [one for one in self.attempts.values() if one.began < limit]:
+            self._drop(attempt, "no answer")
+
+    def _drop(self, attempt: _Attempt, why: str = "") -> None:
+        if why:
+            self.answers[attempt.place] = why
+        if attempt.connection in self.selector.get_map():
+            self.selector.unregister(attempt.connection)
+        attempt.connection.close()
+        del self.attempts[attempt.place]
+        self.next_try = 0.0
+
+    def _talk(self, connection: socket.socket, challenge: str) -> tuple[Roll, str] | None:
+        """Say who this is, and wait for the roll; None where the connection was lost."""
+        keep_alive(connection)
+        peer = connection.getpeername()
+        place = (str(peer[0]), int(peer[1]))
+        hello = json.dumps([self.world.rank, self.world.world_size, self.entry])
+        proof = self.credentials.proof("guest", challenge, hello)
+        try:
+            connection.settimeout(GRACE_SECONDS)
+            connection.sendall(encode({"proof": proof, "hello": hello}))
+            # As long as rank 0 waits for others; if it is lost, the connection ends by itself.
+            connection.settimeout(self.timeout + 2 * GRACE_SECONDS)
+            with connection.makefile("rb") as reader:
+                roll = last = decode(reader.readline(LONGEST_LINE))
+                if roll is not None and "roll" in roll:
+                    connection.sendall(encode({"heard": self.world.rank}))
+                    last = decode(reader.readline(LONGEST_LINE))
+        except OSError as error:
+            self.answers[place] = f"it answered, then was lost: {error.strerror or error}"
+            return None
+        if roll is None or last is None:
+            self.answers[place] = "it answered, then closed the connection"
+            return None
+        if "error" in last:
+            found, expected, fix = last["error"]
+            raise repeated(found, expected, fix, last["code"])
+        entries = unpack(roll["roll"], self.world.world_size)
+        return call_roll(entries, tuple(roll["addresses"]), roll["port"]), roll["nonce"]
+
+    def _seen(self) -> str:
+        """What became of the last attempt at each address."""
+        seen: dict[str, list[str]] = {}
+        for (address, port), why in self.answers.items():
+            seen.setdefault(f"{address}: {why}", []).append(str(port))
+        names = {address: name for name, address in self.names.resolve(self.hosts)}
+        said = list(self.names.wrong.values())
+        for text, at in list(seen.items())[:8]:
+            address = text.partition(": ")[0] if ": " in text else text
+            name = names.get(address, address)
+            where = f"{name} = " if name != address else ""
+            more = ", …" if len(at) > 3 else ""
+            said.append(f"{where}{text} (port{'s' * (len(at) > 1)} {', '.join(at[:3])}{more})")
+        if self.board is not None and not self.word:
+            said.append(f"no word in {self.board.where}")
+        return "; ".join(said) or "no answer yet"
+
+    def _lost(self) -> StartError:
+        waited = time.monotonic() - self.began
+        where = ", ".join(self.hosts[:8]) + (", …" if len(self.hosts) > 8 else "")
+        return StartError(
+            f"rank {self.world.rank} on {self.entry['host']} did not find rank 0"
+            + (f" at {where}" if where else "")
+            + f" within {waited:.0f} s ({self._seen()})",
+            "rank 0 listening there",
+            "look for the first error in the log of rank 0; if it is on another host or has "
+            f"another name: export {variables.MAIN_ADDRESS}=HOST",
+        )
 
 
-def _read(answer: dict[str, Any]) -> Roll:
-    if "error" in answer:
-        found, expected, fix = answer["error"]
-        raise repeated(found, expected, fix, answer["code"])
-    entries, addresses, port = answer["roll"]
-    return call_roll(tuple(entries), tuple(addresses), port)
+def _other(answer: dict[str, Any], start: str) -> str:
+    """Who it is that answered without the proof."""
+    if answer.get("start") == start:
+        return f"this start, with another {variables.SECRET}"
+    return "somebody else listens there"
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let a connection to a host that was lost end by itself, within twenty seconds."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    # Keep-alive rests while something unacknowledged is under way.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)

@@ -1,85 +1,147 @@
 """Rank 0's side: it listens, counts and tells."""
 
-import dataclasses
-import hmac
+import json
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain import variables
 from hpctrain.errors import ContradictionError, HpctrainError, StartError
 from hpctrain.launchers.base import MeetingPoint
+from hpctrain.meeting.boards import Board
+from hpctrain.meeting.guest import keep_alive
+from hpctrain.meeting.interfaces import is_loopback, reachable
 from hpctrain.meeting.messages import (
     GRACE_SECONDS,
+    LONGEST_GREETING,
     LONGEST_HELLO,
     NEWS_SECONDS,
     Announce,
+    Credentials,
     Entry,
     decode,
     encode,
+    pack,
 )
-from hpctrain.meeting.place import LOOPBACK, address_of, ports
+from hpctrain.meeting.place import LOOPBACK, hosts_to_ask, ports
 from hpctrain.meeting.roll import Roll, call_roll
 from hpctrain.world import World
 
 __all__ = ["Host"]
 
+# Strangers who say nothing are sent away after this, and the oldest of them when there are many.
+_STRANGER_SECONDS = 10.0
+_STRANGERS = 256
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class _Caller:
-    """A connection to rank 0: a rank, or a stranger until it has shown the nonce."""
+    """A connection to rank 0: a rank, or a stranger until it has proved that it is one."""
 
     connection: socket.socket
+    came: float
     heard: bytearray = field(default_factory=bytearray)
+    unsent: memoryview = field(default_factory=lambda: memoryview(b""))
+    challenge: str = ""
     rank: int | None = None
+    has_heard: bool = False
 
 
 class Host:
-    """Rank 0: listens, counts, tells."""
+    """Rank 0: listens, counts, tells.
+
+    Args:
+        world, point: as its launcher has it.
+        credentials: of this start.
+        entry: what to tell the others.
+        board: where to leave word, or None.
+        timeout: seconds until those who have not come are named.
+        announce: called with a line for people when waiting takes long.
+        check: what is done with the roll before anybody else gets it; what it raises is told to
+            all.
+    """
 
     def __init__(
         self,
         world: World,
         point: MeetingPoint,
-        nonce: str,
+        credentials: Credentials,
         entry: Entry,
+        board: Board | None,
         timeout: float,
         announce: Announce,
+        check: Callable[[Roll], None],
     ) -> None:
         self.world = world
-        self.nonce = nonce
+        self.credentials = credentials
+        self.board = board
         self.timeout = timeout
         self.announce = announce
+        self.check = check
+        self.nonce = Credentials.challenge()
         self.entries: dict[int, Entry] = {0: entry}
         self.callers: dict[int, _Caller] = {}
+        self.strangers: dict[_Caller, None] = {}  # a dict keeps the order in which they came
+        self.lost: dict[int, str] = {}  # ranks that came and went, and their hosts
         self.selector = selectors.DefaultSelector()
-        self.listener = listen(address_of(world, point), ports(point))
+        self.listener = listen(hosts_to_ask(world, point), ports(point), entry["host"])
         self.selector.register(self.listener, selectors.EVENT_READ, None)
 
-    def gather(self) -> tuple[Roll, socket.socket]:
-        """The roll, and the socket for the backend's store."""
+    def gather(self, own_listener: bool) -> tuple[Roll, str, socket.socket | None]:
+        """The roll, the nonce, and the socket for the backend's store.
+
+        Args:
+            own_listener: whether the backend needs one.
+        """
+        listener = None
         try:
+            self._leave_word()
             self._wait()
-            roll = call_roll(self._in_order(), self._addresses(), 0)
-            first = roll.addresses[0]
-            family = socket.AF_INET6 if ":" in first else socket.AF_INET
-            listener = socket.create_server((first, 0), family=family, backlog=4096)
-            roll = dataclasses.replace(roll, port=listener.getsockname()[1])
-            self._tell({"roll": [roll.entries, roll.addresses, roll.port]})
+            addresses = self._addresses()
+            if own_listener:
+                family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
+                listener = socket.create_server((addresses[0], 0), family=family, backlog=4096)
+            port = listener.getsockname()[1] if listener else 0
+            entries = tuple(self.entries[rank] for rank in range(self.world.world_size))
+            roll = call_roll(entries, addresses, port)
+            self.check(roll)
+            self._tell(
+                {"roll": pack(entries), "addresses": addresses, "port": port, "nonce": self.nonce}
+            )
         except HpctrainError as error:
-            fields = [error.found, error.expected, error.fix]
-            self._tell({"error": fields, "code": error.exit_code})
+            self._deliver(
+                {"error": [error.found, error.expected, error.fix], "code": error.exit_code}
+            )
+            if listener:
+                listener.close()
             raise
         finally:
+            if self.board is not None:
+                self.board.clear(self.credentials.start)
             for key in list(self.selector.get_map().values()):
                 if key.data is not None:
                     key.data.connection.close()
             self.listener.close()
             self.selector.close()
-        return roll, listener
+        return roll, self.nonce, listener
+
+    def _leave_word(self) -> None:
+        """Tell the board where this is."""
+        if self.board is None:
+            return
+        own = [LOOPBACK] if self.world.on_one_host else [*reachable(), LOOPBACK]
+        word = {"addresses": own, "port": self.listener.getsockname()[1]}
+        try:
+            self.board.write(self.credentials.start, json.dumps(word).encode())
+        except OSError as error:
+            raise StartError(
+                f"rank 0 cannot leave word of its address in {self.board.where}: {error}",
+                "a place that all ranks see, or rank 0's host by name",
+                f"export {variables.MAIN_ADDRESS}=HOST    (the host of rank 0, on all ranks)",
+            ) from None
 
     def _wait(self) -> None:
         started = time.monotonic()
@@ -89,24 +151,40 @@ class Host:
             if now >= started + self.timeout:
                 raise self._missing()
             if now >= news:
-                waiting = _ranks(sorted(set(range(self.world.world_size)) - set(self.entries)))
+                waiting = _ranks(self._absent())
                 self.announce(
                     f"waiting for {waiting} of {self.world.world_size} since {now - started:.0f} s"
                 )
                 news = now + NEWS_SECONDS
-            for key, _ in self.selector.select(min(news, started + self.timeout) - now):
-                if key.data is None:
-                    self._accept()
-                else:
-                    self._hear(key.data)
+            self._attend(min(news, started + self.timeout) - now)
+
+    def _attend(self, seconds: float) -> None:
+        """Go on with whoever has something to say or to hear, within some seconds."""
+        for key, events in self.selector.select(max(0.0, seconds)):
+            if key.data is None:
+                self._accept()
+            elif events & selectors.EVENT_WRITE:
+                self._send(key.data)
+            else:
+                self._hear(key.data)
+        limit = time.monotonic() - _STRANGER_SECONDS
+        for stranger in list(self.strangers):
+            if stranger.came > limit and len(self.strangers) <= _STRANGERS:
+                break
+            self._dismiss(stranger)
 
     def _accept(self) -> None:
         try:
             connection, _ = self.listener.accept()
         except OSError:
-            return  # it left before it was let in
+            # It left before it was let in; or there is room for no more files.
+            for stranger in list(self.strangers)[:1]:
+                self._dismiss(stranger)
+            return
         connection.setblocking(False)
-        self.selector.register(connection, selectors.EVENT_READ, _Caller(connection))
+        caller = _Caller(connection, time.monotonic())
+        self.strangers[caller] = None
+        self.selector.register(connection, selectors.EVENT_READ, caller)
 
     def _hear(self, caller: _Caller) -> None:
         try:
@@ -116,38 +194,52 @@ class Host:
         except OSError:
             data = b""
         caller.heard += data
-        line, newline, _ = bytes(caller.heard).partition(b"\n")
-        if caller.rank is None and newline:
-            self._welcome(caller, line)
-        elif not data or len(caller.heard) > LONGEST_HELLO:
-            self._dismiss(caller)
-
-    def _welcome(self, caller: _Caller, line: bytes) -> None:
-        hello = decode(line)
-        if hello is None or not hmac.compare_digest(
-            str(hello.get("nonce")).encode(errors="replace"), self.nonce.encode()
+        line, newline, rest = bytes(caller.heard).partition(b"\n")
+        if newline:
+            caller.heard = bytearray(rest)
+            self._understand(caller, line)
+        elif not data or len(caller.heard) > (
+            LONGEST_HELLO if caller.challenge else LONGEST_GREETING
         ):
             self._dismiss(caller)
-            return
-        rank, entry = hello["rank"], hello["entry"]
-        try:
-            # Within the socket's buffer, so it does not block.
-            caller.connection.sendall(encode({"nonce": self.nonce}))
-        except OSError:
+
+    def _understand(self, caller: _Caller, line: bytes) -> None:
+        """A greeting, a hello, or that the roll was heard."""
+        said = decode(line) or {}
+        if caller.rank is not None:
+            caller.has_heard = "heard" in said
+        elif caller.challenge:
+            self._welcome(caller, said)
+        elif said.get("start") == self.credentials.start and "challenge" in said:
+            caller.challenge = Credentials.challenge()
+            proof = self.credentials.proof("host", str(said["challenge"]))
+            answer = {"start": said["start"], "proof": proof, "challenge": caller.challenge}
+            self._queue(caller, encode(answer))
+        else:
+            self._dismiss(caller)
+
+    def _welcome(self, caller: _Caller, said: dict[str, Any]) -> None:
+        """Count a caller who proves that it belongs to this start."""
+        hello = str(said.get("hello"))
+        if not self.credentials.proves(said.get("proof"), "guest", caller.challenge, hello):
             self._dismiss(caller)
             return
+        rank, size, entry = json.loads(hello)
+        keep_alive(caller.connection)
+        self.strangers.pop(caller, None)
         caller.rank = rank
-        self._check(hello, self.entries.get(rank))
+        self._check_place(rank, size, entry)
         if rank in self.callers:
             self.callers[rank].rank = None  # the same process came again
         self.callers[rank] = caller
         self.entries[rank] = entry
+        self.lost.pop(rank, None)
 
-    def _check(self, hello: dict[str, Any], known: Entry | None) -> None:
-        rank, entry = hello["rank"], hello["entry"]
-        if hello["world_size"] != self.world.world_size:
+    def _check_place(self, rank: int, size: int, entry: Entry) -> None:
+        known = self.entries.get(rank)
+        if size != self.world.world_size:
             raise ContradictionError(
-                f"rank {rank} on {entry['host']} says {hello['world_size']} ranks, rank 0 on "
+                f"rank {rank} on {entry['host']} says {size} ranks, rank 0 on "
                 f"{self.entries[0]['host']} says {self.world.world_size}",
                 "one world size",
                 "hpctrain explain    on both shows the variables",
@@ -164,61 +256,128 @@ class Host:
     def _dismiss(self, caller: _Caller) -> None:
         self.selector.unregister(caller.connection)
         caller.connection.close()
+        self.strangers.pop(caller, None)
         if caller.rank is not None:
             self.callers.pop(caller.rank, None)
-            self.entries.pop(caller.rank, None)
+            entry = self.entries.pop(caller.rank, None)
+            if entry:
+                self.lost[caller.rank] = entry["host"]
 
     def _tell(self, message: dict[str, Any]) -> None:
+        """Give all ranks the roll; go on when all have heard it, so that nobody was lost since.
+
+        Raises:
+            StartError: naming the ranks that did not hear it.
+        """
+        patience = GRACE_SECONDS + self.world.world_size / 500
+        self._deliver(message, patience, heard=True)
+        deaf = [r for r in range(1, self.world.world_size) if not self._heard(r)]
+        if deaf:
+            hosts = dict.fromkeys(self.lost.get(r) or self.entries[r]["host"] for r in deaf)
+            raise StartError(
+                f"{_ranks(deaf)} of {self.world.world_size} came and did not hear the roll within "
+                f"{patience:.0f} s (on {', '.join(list(hosts)[:8])})",
+                "all ranks, to the end of the start",
+                "look for the first error in their logs, and whether the host can be reached",
+            )
+        self._deliver({"begin": True}, patience)
+
+    def _heard(self, rank: int) -> bool:
+        return rank in self.callers and self.callers[rank].has_heard
+
+    def _deliver(
+        self, message: dict[str, Any], patience: float = GRACE_SECONDS, heard: bool = False
+    ) -> None:
+        """Send a message to all ranks, also to one that is counted nowhere, as it is what is wrong.
+
+        Args:
+            message: to send.
+            patience: seconds until it is given up for those who do not take it.
+            heard: wait until they say that they have it.
+        """
         line = encode(message)
-        # Also to those who are counted nowhere, because they are what is wrong.
-        callers = [key.data for key in self.selector.get_map().values() if key.data is not None]
+        keys = list(self.selector.get_map().values())
+        callers = [key.data for key in keys if key.data is not None and key.data.rank is not None]
         for caller in callers:
-            if caller.rank is None:
-                continue
-            try:
-                caller.connection.settimeout(GRACE_SECONDS)
-                caller.connection.sendall(line)
-            except OSError:
-                continue  # it died; the backend's own time-out names it
+            self._queue(caller, line)
+        limit = time.monotonic() + patience
+        while time.monotonic() < limit and any(
+            caller.connection.fileno() >= 0 and (caller.unsent or (heard and not caller.has_heard))
+            for caller in callers
+        ):
+            self._attend(limit - time.monotonic())
+
+    def _queue(self, caller: _Caller, line: bytes) -> None:
+        """Send as much as the connection takes, and the rest when it takes more."""
+        caller.unsent = memoryview(bytes(caller.unsent) + line)
+        self._send(caller)
+
+    def _send(self, caller: _Caller) -> None:
+        try:
+            sent = caller.connection.send(caller.unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._dismiss(caller)
+            return
+        caller.unsent = caller.unsent[sent:]
+        more = selectors.EVENT_WRITE if caller.unsent else 0
+        self.selector.modify(caller.connection, selectors.EVENT_READ | more, caller)
+
+    def _absent(self) -> list[int]:
+        return sorted(set(range(self.world.world_size)) - set(self.entries))
 
     def _missing(self) -> StartError:
-        missing = sorted(set(range(self.world.world_size)) - set(self.entries))
+        missing = self._absent()
         came = ", ".join(f"{r} on {self.entries[r]['host']}" for r in sorted(self.entries)[:32])
+        gone = "".join(f"; rank {r} on {h} came and was lost" for r, h in self.lost.items())
+        seen = {entry["host"] for entry in self.entries.values()} | set(self.lost.values())
+        silent = [host for host in self.world.hosts or () if host not in seen]
+        if silent:
+            gone += f"; nothing was heard from {', '.join(silent[:8])}"
         return StartError(
             f"{_ranks(missing)} of {self.world.world_size} did not come within "
-            f"{self.timeout:.0f} s (came: {came})",
+            f"{self.timeout:.0f} s (came: {came}{gone}). Rank 0 listened at port "
+            f"{self.listener.getsockname()[1]} of {self.entries[0]['host']}",
             "all ranks",
             "look for the first error in their logs; a slow file system needs a longer "
             "--start-timeout",
         )
 
-    def _in_order(self) -> tuple[Entry, ...]:
-        return tuple(self.entries[rank] for rank in range(self.world.world_size))
-
     def _addresses(self) -> tuple[str, ...]:
-        """By rank. Rank 0's host has the address by which the first rank elsewhere reached it."""
+        """By rank: of the interface that was asked for, else by which the ranks reached rank 0."""
         home = self.entries[0]["host"]
-        own = LOOPBACK
+        own = self.entries[0]["address"] or LOOPBACK
         for rank in range(1, self.world.world_size):
-            if self.entries[rank]["host"] != home:
+            if self.entries[rank]["host"] != home and not self.entries[0]["address"]:
                 own = _plain(self.callers[rank].connection.getsockname()[0])
                 break
         return tuple(
             own
             if rank == 0 or self.entries[rank]["host"] == home
-            else _plain(self.callers[rank].connection.getpeername()[0])
+            else self.entries[rank]["address"]
+            or _plain(self.callers[rank].connection.getpeername()[0])
             for rank in range(self.world.world_size)
         )
 
 
-def listen(address: str, candidates: Sequence[int]) -> socket.socket:
-    """A socket on the first free port: for this host alone where that is enough."""
+def listen(hosts: Sequence[str], candidates: Sequence[int], own: str) -> socket.socket:
+    """A socket on the first free port: for this host alone where that is enough.
+
+    Args:
+        hosts: where the others look for rank 0.
+        candidates: ports.
+        own: this host's name, for people.
+
+    Raises:
+        StartError: no port is free.
+    """
     last: OSError | None = None
     for port in candidates:
         try:
-            if _is_loopback(address):
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                server = socket.create_server((address, port), family=family, backlog=4096)
+            if hosts and all(map(is_loopback, hosts)):
+                family = socket.AF_INET6 if ":" in hosts[0] else socket.AF_INET
+                server = socket.create_server((hosts[0], port), family=family, backlog=4096)
             elif socket.has_dualstack_ipv6():
                 server = socket.create_server(
                     ("", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
@@ -231,14 +390,14 @@ def listen(address: str, candidates: Sequence[int]) -> socket.socket:
         server.setblocking(False)
         return server
     raise StartError(
-        f"rank 0 can listen on none of the ports {', '.join(map(str, candidates))} ({last})",
-        "one free port",
-        f"export {variables.MAIN_PORT}=PORT    (a free one on the host of rank 0)",
+        f"rank 0 can listen on none of the ports {', '.join(map(str, candidates))} of {own} "
+        f"({last})",
+        "a free port: another start may have taken this one"
+        if len(candidates) == 1
+        else "one free port",
+        f"export {variables.MAIN_PORT if len(candidates) > 1 else 'MASTER_PORT'}=PORT    (a free "
+        "one on the host of rank 0, the same on all ranks)",
     )
-
-
-def _is_loopback(address: str) -> bool:
-    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,22 +1,33 @@
-"""What ranks say to each other before they can talk: lines of JSON."""
+"""What ranks say to each other before they can talk: lines of JSON, and the proof of a start."""
 
+import base64
+import hashlib
+import hmac
 import json
-from collections.abc import Callable
+import secrets
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = [
     "GRACE_SECONDS",
+    "LONGEST_GREETING",
     "LONGEST_HELLO",
     "LONGEST_LINE",
     "NEWS_SECONDS",
     "Announce",
+    "Credentials",
     "Entry",
     "decode",
     "encode",
+    "pack",
+    "unpack",
 ]
 
+# A roll of a million ranks would not fit; one of fifty thousand does.
 LONGEST_LINE = 1 << 26
-LONGEST_HELLO = 1 << 16
+LONGEST_HELLO = 1 << 17
+LONGEST_GREETING = 1 << 10
 # The others wait a little longer than rank 0, which knows who is missing and tells them.
 GRACE_SECONDS = 5.0
 # From one word to people to the next, while waiting takes long.
@@ -24,6 +35,46 @@ NEWS_SECONDS = 10.0
 
 Entry = dict[str, Any]
 Announce = Callable[[str], None]
+
+
+class Credentials:
+    """What the ranks of one start know, and how they prove it without saying it.
+
+    Each side sends a random challenge and answers the other's with an HMAC (RFC 2104) under a key
+    that both derive from the start's key and the secret. So who only listens on the port, or
+    knocks at it, learns nothing that opens the meeting.
+
+    Args:
+        key: of the start: the same on all of its ranks.
+        secret: what only the ranks of the start know; may be empty, and then whoever knows or
+            guesses the key passes.
+    """
+
+    def __init__(self, key: str, secret: str) -> None:
+        #: What the start is called in the open.
+        self.start = hashlib.sha256(f"hpctrain/{key}".encode()).hexdigest()[:32]
+        self._shared = hashlib.sha256(f"{secret}/{key}".encode()).digest()
+
+    @staticmethod
+    def challenge() -> str:
+        """Something new to be answered."""
+        return secrets.token_hex(16)
+
+    def proof(self, side: str, challenge: str, text: str = "") -> str:
+        """The answer to a challenge.
+
+        Args:
+            side: "host" or "guest": an answer cannot be sent back to where it came from.
+            challenge: the other side's.
+            text: what the answer vouches for.
+        """
+        said = json.dumps([side, challenge, text]).encode()
+        return hmac.new(self._shared, said, "sha256").hexdigest()
+
+    def proves(self, given: object, side: str, challenge: str, text: str = "") -> bool:
+        """Whether `given` is that answer."""
+        expected = self.proof(side, challenge, text).encode()
+        return hmac.compare_digest(str(given).encode(errors="replace"), expected)
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -38,3 +89,25 @@ def decode(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
+
+
+def pack(entries: Sequence[Entry]) -> str:
+    """All entries, short: what they have in common once. They go to each rank.
+
+    Returns:
+        text: zlib (RFC 1950) in base64 over JSON, `{name: [value]}` where all have the same, else
+        `{name: [value of rank 0, value of rank 1, …]}`.
+    """
+    names = dict.fromkeys(name for entry in entries for name in entry)
+    columns = {name: [entry.get(name) for entry in entries] for name in names}
+    common = {name: v[:1] if v.count(v[0]) == len(v) else v for name, v in columns.items()}
+    return base64.b64encode(zlib.compress(json.dumps(common).encode(), 1)).decode()
+
+
+def unpack(text: str, count: int) -> tuple[Entry, ...]:
+    """The inverse of `pack`, for `count` entries."""
+    columns = json.loads(zlib.decompress(base64.b64decode(text)))
+    return tuple(
+        {name: v[0] if len(v) == 1 else v[rank] for name, v in columns.items()}
+        for rank in range(count)
+    )

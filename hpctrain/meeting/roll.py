@@ -1,5 +1,6 @@
 """The roll: who is there, and whether that makes a world."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from hpctrain.errors import ContradictionError, StartError, UsageError
@@ -44,12 +45,15 @@ def call_roll(entries: tuple[Entry, ...], addresses: tuple[str, ...], port: int)
     # The names and numbers of the launcher count where every rank has them.
     if all(p["node_rank"] is not None for p in places):
         host_of_rank = tuple(p["node_rank"] for p in places)
-        names = [entries[host_of_rank.index(node)]["host"] for node in sorted(set(host_of_rank))]
+        first = {node: rank for rank, node in reversed(list(enumerate(host_of_rank)))}
+        names = [entries[first[node]]["host"] for node in sorted(first)]
         hosts = tuple(places[0]["hosts"] or names)
     else:
         names = [entry["host"] for entry in entries]
         hosts = tuple(dict.fromkeys(names))
-        host_of_rank = tuple(hosts.index(name) for name in names)
+        index = {name: number for number, name in enumerate(hosts)}
+        host_of_rank = tuple(index[name] for name in names)
+    on_host = Counter(host_of_rank)
     seen: dict[tuple[int, int], int] = {}
     for rank, (place, host) in enumerate(zip(places, host_of_rank, strict=True)):
         other = seen.setdefault((host, place["local_rank"]), rank)
@@ -60,10 +64,10 @@ def call_roll(entries: tuple[Entry, ...], addresses: tuple[str, ...], port: int)
                 "a local rank of its own for each rank of a host",
                 "export LOCAL_RANK as the place of the rank on its host, from 0",
             )
-        if place["local_rank"] >= host_of_rank.count(host):
+        if place["local_rank"] >= on_host[host]:
             raise ContradictionError(
                 f"rank {rank} has local rank {place['local_rank']}, and there are only "
-                f"{host_of_rank.count(host)} ranks on {hosts[host]}",
+                f"{on_host[host]} ranks on {hosts[host]}",
                 "local ranks that count the ranks of one host",
                 "export LOCAL_RANK as the place of the rank on its host, from 0",
             )

@@ -1,6 +1,7 @@
 """Bad input: one clear error, found, expected and what to type, exit code 2, no traceback."""
 
 import sys
+import types
 
 import launches
 import pytest
@@ -8,7 +9,6 @@ import ranks
 import torch
 
 import hpctrain
-from hpctrain import device
 
 
 def refused(done, *words):
@@ -62,7 +62,9 @@ def on_gpus(visible, uuids):
     torch.cuda.device_count = lambda: visible
     torch.cuda.set_device = lambda device: None
     rank = hpctrain.detect().rank
-    device.identity = lambda _: uuids[rank]
+    torch.cuda.get_device_name = lambda _: "a GPU"
+    torch.cuda.get_device_properties = lambda _: types.SimpleNamespace(uuid=uuids[rank])
+    torch.cuda.nccl.version = lambda: (2, 27, 3)
     hpctrain.Session(batch_size=1, start_timeout=20)
 
 
@@ -78,7 +80,7 @@ def test_two_ranks_on_one_gpu_are_refused_on_all_ranks():
     for result in ranks.run(3, on_gpus, 1, ["a", "b", "a"]):
         assert isinstance(result, hpctrain.HpctrainError)
         assert result.exit_code == 2
-        assert "ranks 0 and 2 share one GPU" in str(result)
+        assert "one GPU (a) is shared by ranks 0, 2 (" in str(result)
 
 
 def waits():

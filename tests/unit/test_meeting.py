@@ -15,6 +15,7 @@ from hpctrain import meeting
 from hpctrain.errors import CheckpointError, StartError, UsageError
 from hpctrain.launchers.base import MeetingPoint
 from hpctrain.meeting import meet, ports
+from hpctrain.meeting.messages import Credentials, encode
 from hpctrain.world import World
 
 HOME = "127.0.0.1"
@@ -80,6 +81,21 @@ def knock(port):
             time.sleep(0.005)
 
 
+@contextmanager
+def introduced(point, rank, size, secret=""):
+    """A connection to rank 0 that has said who it is, by the protocol alone."""
+    credentials = Credentials(point.key, secret)
+    with knock(ports(point)[0]) as connection, connection.makefile() as reader:
+        connection.sendall(encode({"start": credentials.start, "challenge": "mine"}))
+        answer = json.loads(reader.readline())
+        assert credentials.proves(answer["proof"], "host", "mine")
+        entry = {"host": "a", "pid": 1, "address": None, "world": {}}
+        hello = json.dumps([rank, size, entry])
+        proof = credentials.proof("guest", answer["challenge"], hello)
+        connection.sendall(encode({"hello": hello, "proof": proof}))
+        yield reader
+
+
 def is_sent_away(connection):
     try:
         return connection.recv(1) == b""
@@ -142,10 +158,10 @@ STRANGERS = {
     "a browser": b"GET / HTTP/1.1\r\nHost: node1\r\n\r\n",
     "no JSON": b"\xff\x00\xfe\n",
     "a JSON list": b"[1, 2]\n",
-    "no nonce": b"{}\n",
-    "another job": b'{"nonce": "0123456789abcdef0123456789abcdef", "rank": 1}\n',
-    "a nonce of another alphabet": '{"nonce": "\u00e9"}\n'.encode(),
-    "an escaped nonce": b'{"nonce": "\\u00e9"}\n',
+    "no start": b"{}\n",
+    "another start": b'{"start": "0123456789abcdef0123456789abcdef", "challenge": "1"}\n',
+    "a start of another alphabet": '{"start": "\u00e9", "challenge": "1"}\n'.encode(),
+    "numbers": b'{"start": 1, "challenge": 2}\n',
     "deep nesting": b"[" * 60_000 + b"\n",
     "no end": b"x" * 70_000,
 }
@@ -192,8 +208,7 @@ def occupied(port, answer):
 
 
 @pytest.mark.parametrize("answer", [None, b"", b"SSH-2.0\r\n", b"{}\n", b"\xff\n"])
-def test_an_occupied_port_is_passed_over_by_all_ranks(start, key, monkeypatch, answer):
-    monkeypatch.setattr(meeting.guest, "_ANSWER_SECONDS", 0.1)
+def test_an_occupied_port_is_passed_over_by_all_ranks(start, key, answer):
     given_port = ports(meeting_point())[0]
     with occupied(given_port, answer):
         meetings = start_all(start, key, "aab", (0, 1, 0), given_port)
@@ -236,15 +251,12 @@ def test_ranks_that_never_come_are_named_to_all_that_did(start, key, came, named
 def test_a_rank_that_came_and_died_is_missing(start, key):
     point = meeting_point(key=key)
     start(World(0, 3, 0), point, timeout=1.0)
-    nonce = meet(World(0, 1, 0), point, {}).nonce
-    entry = {"host": "a", "pid": 1, "world": {}}
-    hello = {"nonce": nonce, "rank": 1, "world_size": 3, "entry": entry}
-    with knock(ports(point)[0]) as dying:
-        dying.sendall(json.dumps(hello).encode() + b"\n")
-        assert json.loads(dying.makefile().readline()) == {"nonce": nonce}
+    with introduced(point, 1, 3):
+        pass
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
     assert outcome.found.startswith("ranks 1, 2 of 3 did not come")
+    assert "rank 1 on a came and was lost" in outcome.found
 
 
 def test_a_rank_that_finds_no_rank_0_says_where_it_looked(start, key, monkeypatch):
