@@ -32,6 +32,10 @@ job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TAS
 export HPCTRAIN_VERDICT=$PWD/runs/.verdict-$job-${SLURM_RESTART_COUNT:-0}
 mkdir -p runs
 
+# Without it another user of the hosts who guesses the job's number could join the ranks.
+HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+export HPCTRAIN_SECRET
+
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 
 # srun does not take over --cpus-per-task from sbatch in every version of Slurm, and without

@@ -94,8 +94,7 @@ def _text(start: Start, found: Sequence[Reading]) -> str:
         source = start.claims[field].source if field in start.claims else "the roll call finds out"
         lines.append(f"{field:<17} {'?' if value is None else _plain(value)}    {source}")
     if world.world_size > 1:
-        where = "this host" if world.on_one_host else start.meeting_point.address or "not known"
-        lines.append(f"ranks meet at     {_plain(where)}")
+        lines.append(f"ranks meet at     {_plain(_where(start))}")
     if start.allocation is not None:
         job = start.allocation
         label = _plain(job.label)
@@ -104,6 +103,19 @@ def _text(start: Start, found: Sequence[Reading]) -> str:
         lines += [f"warning: {error.found}", f"  to mend:  {error.fix}"]
     ignored = [one for one in found if one.lost]
     return "\n".join(lines) + "\n" + _table("not counted", ignored)
+
+
+def _where(start: Start) -> str:
+    """Where rank 0 is looked for."""
+    point = start.meeting_point
+    if start.world.on_one_host:
+        return "this host"
+    if point.address and point.sure:
+        return point.address
+    hosts = dict.fromkeys((*([point.address] if point.address else []), *point.others))
+    if hosts:
+        return "one of " + ", ".join(hosts)
+    return f"what {point.store.kind} says" if point.store else "what a file in the run folder says"
 
 
 def _plain(value: object) -> str:

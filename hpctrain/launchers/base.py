@@ -235,7 +235,7 @@ class Launcher(ABC):
             key=self.key(env),
             host=env.get(variables.HOSTNAME) or socket.gethostname(),
             address=given or address,
-            port=_port(env, variables.MAIN_PORT) or (None if given else port),
+            port=_port(env, variables.MAIN_PORT) or port,
             sure=bool(given or env.get("MASTER_ADDR") or (self.knows_rank_0 and address)),
             others=() if given else self.others(env, world),
             only_port=self.only_port(env),

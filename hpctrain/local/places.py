@@ -97,6 +97,8 @@ def environs(
     launcher = next(one for one in LAUNCHERS if one.name == AS[style])
     start = secrets.randbelow(2**31)
     common = _common(env, style, threads(len(worlds)))
+    if host is None:
+        common[variables.SECRET] = secrets.token_hex(16)
     found = {}
     for world in worlds:
         environ = {**common, **launcher.environ(world, tasks_per_node, start)}

@@ -91,6 +91,7 @@ class Guest:
         self.selector = selectors.DefaultSelector()
         self.attempts: dict[tuple[str, int], _Attempt] = {}
         self.answers: dict[tuple[str, int], str] = {}
+        self.gone = ""  # what became of a rank 0 that was there
         self.word: list[tuple[str, int]] = []
         self.next_look = self.next_try = 0.0
         self.began = time.monotonic()
@@ -229,8 +230,7 @@ class Guest:
     def _talk(self, connection: socket.socket, challenge: str) -> tuple[Roll, str] | None:
         """Say who this is, and wait for the roll; None where the connection was lost."""
         keep_alive(connection)
-        peer = connection.getpeername()
-        place = (str(peer[0]), int(peer[1]))
+        peer = str(connection.getpeername()[0])
         hello = json.dumps([self.world.rank, self.world.world_size, self.entry])
         proof = self.credentials.proof("guest", challenge, hello)
         try:
@@ -244,10 +244,10 @@ class Guest:
                     connection.sendall(encode({"heard": self.world.rank}))
                     last = decode(reader.readline(LONGEST_LINE))
         except OSError as error:
-            self.answers[place] = f"it answered, then was lost: {error.strerror or error}"
+            self.gone = f"{peer} answered, then was lost: {error.strerror or error}"
             return None
         if roll is None or last is None:
-            self.answers[place] = "it answered, then closed the connection"
+            self.gone = f"{peer} answered, then closed the connection"
             return None
         if "error" in last:
             found, expected, fix = last["error"]
@@ -261,7 +261,7 @@ class Guest:
         for (address, port), why in self.answers.items():
             seen.setdefault(f"{address}: {why}", []).append(str(port))
         names = {address: name for name, address in self.names.resolve(self.hosts)}
-        said = list(self.names.wrong.values())
+        said = [*([self.gone] if self.gone else []), *self.names.wrong.values()]
         for text, at in list(seen.items())[:8]:
             address = text.partition(": ")[0] if ": " in text else text
             name = names.get(address, address)

@@ -224,7 +224,11 @@ class Host:
         if not self.credentials.proves(said.get("proof"), "guest", caller.challenge, hello):
             self._dismiss(caller)
             return
-        rank, size, entry = json.loads(hello)
+        try:
+            rank, size, entry = _read(hello)
+        except ValueError:
+            self._dismiss(caller)
+            return
         keep_alive(caller.connection)
         self.strangers.pop(caller, None)
         caller.rank = rank
@@ -375,7 +379,7 @@ def listen(hosts: Sequence[str], candidates: Sequence[int], own: str) -> socket.
     last: OSError | None = None
     for port in candidates:
         try:
-            if hosts and all(map(is_loopback, hosts)):
+            if len(hosts) == 1 and is_loopback(hosts[0]):
                 family = socket.AF_INET6 if ":" in hosts[0] else socket.AF_INET
                 server = socket.create_server((hosts[0], port), family=family, backlog=4096)
             elif socket.has_dualstack_ipv6():
@@ -398,6 +402,23 @@ def listen(hosts: Sequence[str], candidates: Sequence[int], own: str) -> socket.
         f"export {variables.MAIN_PORT if len(candidates) > 1 else 'MASTER_PORT'}=PORT    (a free "
         "one on the host of rank 0, the same on all ranks)",
     )
+
+
+def _read(hello: str) -> tuple[int, int, Entry]:
+    """Rank, world size and entry.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    said = json.loads(hello)
+    if not isinstance(said, list) or [type(part) for part in said] != [int, int, dict]:
+        raise ValueError(hello)
+    rank, size, entry = said
+    place = entry.get("world")
+    whole = {"host", "pid", "address"} <= entry.keys() and isinstance(place, dict)
+    if not 0 < rank < size or not whole or not {"local_rank", "node_rank"} <= place.keys():
+        raise ValueError(hello)
+    return rank, size, entry
 
 
 def _ranks(ranks: Sequence[int]) -> str:

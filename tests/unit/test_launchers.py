@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hpctrain.cli.explain import as_json
 from hpctrain.errors import ContradictionError, HpctrainError, UsageError
 from hpctrain.launchers import LAUNCHERS, detect, readings, survey
+from hpctrain.launchers.base import Store
 from hpctrain.world import World
 
 # What sbatch gives to the shell that runs the script: 4 tasks on 2 hosts.
@@ -229,7 +230,7 @@ def test_every_step_and_every_restart_meets_by_itself(name, other):
         # The agent itself listens on its port.
         (TORCHRUN, "node1", None),
         (BY_HAND, "node1", 29500),
-        (changed(BY_HAND, HPCTRAIN_MAIN_ADDRESS="ib-node1"), "ib-node1", None),
+        (changed(BY_HAND, HPCTRAIN_MAIN_ADDRESS="ib-node1"), "ib-node1", 29500),
         (changed(BY_HAND, HPCTRAIN_MAIN_PORT="1234"), "node1", 1234),
         (HPCTRAIN, "127.0.0.1", None),
         ({}, None, None),
@@ -238,6 +239,93 @@ def test_every_step_and_every_restart_meets_by_itself(name, other):
 def test_the_ranks_meet_where_a_person_or_the_launcher_says(env, address, port):
     point = survey(env).meeting_point
     assert (point.address, point.port) == (address, port)
+
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-3]"}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.9,192.168.0.9:36701",
+}
+HOROVODRUN = {
+    "HOROVOD_RANK": "1",
+    "HOROVOD_SIZE": "3",
+    "HOROVOD_LOCAL_RANK": "0",
+    "HOROVOD_LOCAL_SIZE": "1",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "2001",
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "sure", "others", "store"),
+    [
+        (STEP, True, (), None),
+        (changed(STEP, SLURM_DISTRIBUTION="arbitrary"), False, ("node1", "node2"), None),
+        # What a batch script exports may not know of the distribution.
+        (
+            changed(STEP, SLURM_DISTRIBUTION="arbitrary", MASTER_ADDR="node1"),
+            True,
+            ("node1", "node2"),
+            None,
+        ),
+        (TORCHRUN, True, (), Store("torchrun", "node1", 29500)),
+        (changed(TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="False"), True, (), None),
+        (OPENMPI, False, (), None),
+        (changed(OPENMPI, **JOB), False, ("node1", "node2", "node3"), None),
+        (changed(OPENMPI, HPCTRAIN_MAIN_ADDRESS="node3", **JOB), True, (), None),
+        (HOROVODRUN, False, (), Store("horovodrun", "10.0.0.1", 2001)),
+        (changed(HOROVODRUN, HPCTRAIN_MAIN_ADDRESS="node3"), True, (), None),
+        (BY_HAND, True, (), None),
+    ],
+)
+def test_where_rank_0_is_not_certain_there_is_somebody_to_ask(env, sure, others, store):
+    point = survey(env).meeting_point
+    assert (point.sure, point.others, point.store) == (sure, others, store)
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])
+@pytest.mark.parametrize("env", [STEP, changed(BY_HAND, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")])
+def test_loopback_is_refused_for_several_hosts(env, address):
+    with pytest.raises(ContradictionError, match=f"MASTER_ADDR={address}") as caught:
+        survey({**env, "MASTER_ADDR": address})
+    assert "MASTER_ADDR" in caught.value.fix
+    for meant in ({"HPCTRAIN_MAIN_ADDRESS": address}, {"HPCTRAIN_HOSTNAME": "node2"}):
+        assert survey({**env, "MASTER_ADDR": address, **meant}).meeting_point.address == address
+
+
+def test_two_agents_of_torchrun_may_stand_for_hosts():
+    assert survey({**TORCHRUN, "MASTER_ADDR": "localhost"}).meeting_point.address == "localhost"
+
+
+def test_a_start_by_hand_is_named_by_its_port_and_its_job():
+    alone = survey(BY_HAND).meeting_point
+    assert alone.only_port
+    jobs = [survey({**BY_HAND, "SLURM_JOB_ID": job}).meeting_point for job in ("7", "8")]
+    assert not any(point.only_port for point in jobs)
+    assert jobs[0].key != jobs[1].key != alone.key
+
+
+@pytest.mark.parametrize(
+    ("exported", "interface"),
+    [
+        ({}, None),
+        ({"HPCTRAIN_INTERFACE": "ib0"}, "ib0"),
+        ({"GLOO_SOCKET_IFNAME": "eth1,eth2"}, "eth1"),
+        ({"HPCTRAIN_INTERFACE": "eth1", "GLOO_SOCKET_IFNAME": "eth1,eth2"}, "eth1"),
+    ],
+)
+def test_a_person_can_choose_the_interface(exported, interface):
+    assert survey({**STEP, **exported}).meeting_point.interface == interface
+
+
+def test_two_interfaces_are_refused():
+    with pytest.raises(
+        ContradictionError, match="HPCTRAIN_INTERFACE=ib0 and GLOO_SOCKET_IFNAME=eth"
+    ):
+        survey({**STEP, "HPCTRAIN_INTERFACE": "ib0", "GLOO_SOCKET_IFNAME": "eth0"})
 
 
 def test_the_name_of_the_host_can_be_given():

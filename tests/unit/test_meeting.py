@@ -1,5 +1,7 @@
 """Ranks find each other, count each other, and say who is missing."""
 
+import dataclasses
+import http.server
 import json
 import socket
 import threading
@@ -13,9 +15,9 @@ from hypothesis import strategies as st
 
 from hpctrain import meeting
 from hpctrain.errors import CheckpointError, StartError, UsageError
-from hpctrain.launchers.base import MeetingPoint
+from hpctrain.launchers.base import MeetingPoint, Store
 from hpctrain.meeting import meet, ports
-from hpctrain.meeting.messages import Credentials, encode
+from hpctrain.meeting.messages import Credentials, encode, pack, unpack
 from hpctrain.world import World
 
 HOME = "127.0.0.1"
@@ -89,7 +91,8 @@ def introduced(point, rank, size, secret=""):
         connection.sendall(encode({"start": credentials.start, "challenge": "mine"}))
         answer = json.loads(reader.readline())
         assert credentials.proves(answer["proof"], "host", "mine")
-        entry = {"host": "a", "pid": 1, "address": None, "world": {}}
+        place = {"local_rank": rank, "node_rank": None, "hosts": None, "launcher": "env"}
+        entry = {"host": "a", "pid": 1, "address": None, "world": place}
         hello = json.dumps([rank, size, entry])
         proof = credentials.proof("guest", answer["challenge"], hello)
         connection.sendall(encode({"hello": hello, "proof": proof}))
@@ -357,3 +360,226 @@ def test_the_ports_to_try_follow_from_the_start_and_stay_out_of_the_way(key, giv
 def test_jobs_whose_numbers_are_alike_try_other_ports():
     first = [ports(MeetingPoint(f"slurm//{job}/0/", "a"))[0] for job in range(100_000, 100_500)]
     assert len(set(first)) > 450
+
+
+def test_without_the_secret_nobody_comes_in_and_it_is_said_why(start, key, monkeypatch):
+    monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.0)
+    points = [dataclasses.replace(meeting_point(key=key), secret=s) for s in ("s3cret", "other")]
+    start(World(0, 2, 0), points[0], timeout=2.0)
+    start(World(1, 2, 1), points[1], timeout=1.0)
+    host, guest = start.ended()
+    assert host.found.startswith("rank 1 of 2 did not come")
+    assert "this start, with another HPCTRAIN_SECRET" in guest.found
+    assert "s3cret" not in f"{points[0]} {host} {guest}"
+
+
+def test_with_the_secret_they_meet_and_no_word_of_it_is_sent(start, key):
+    point = dataclasses.replace(meeting_point(key=key), secret="s3cret")
+    start(World(0, 3, 0), point)
+    with introduced(point, 1, 3, "s3cret") as reader:
+        start(World(2, 3, 2), point)
+        said = reader.readline()
+        assert "roll" in json.loads(said)
+        assert "s3cret" not in said
+    host, guest = start.ended()
+    # The one by hand never said that it had heard.
+    for outcome in (host, guest):
+        assert "rank 1 of 3 came and did not hear the roll" in outcome.found
+
+
+@pytest.mark.parametrize(
+    "hello",
+    ["[1]", "{}", '[0, 2, {"host": "a", "pid": 1}]', '[7, 2, {"host": "a"}]', "[true, 2, {}]", "x"],
+)
+def test_nonsense_from_one_who_knows_the_start_is_sent_away_too(start, key, hello):
+    point = meeting_point(key=key)
+    start(World(0, 2, 0), point)
+    credentials = Credentials(key, "")
+    with knock(ports(point)[0]) as connection, connection.makefile() as reader:
+        connection.sendall(encode({"start": credentials.start, "challenge": "mine"}))
+        proof = credentials.proof("guest", json.loads(reader.readline())["challenge"], hello)
+        connection.sendall(encode({"hello": hello, "proof": proof}))
+        assert is_sent_away(connection)
+    start(World(1, 2, 1), point)
+    assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
+
+
+def test_rank_0_is_found_at_whichever_host_it_is(start, key):
+    """On addresses of this machine that stand for hosts; nobody listens on the first ones."""
+    hosts = ("127.0.0.9", "127.0.0.8", "127.0.0.7", HOME)
+    point = MeetingPoint(key, "a", None, sure=False, others=hosts, pretended=True)
+    for rank in range(3):
+        start(World(rank, 3, rank), point)
+    first, *others = start.ended()
+    assert all(met.roll == first.roll for met in others)
+
+
+def test_a_word_on_a_board_leads_to_rank_0_and_is_gone_afterwards(start, key, tmp_path):
+    for rank, host in enumerate("abc"):
+        point = MeetingPoint(key, host, "127.0.0.9", sure=False, pretended=True)
+        start(World(rank, 3, 0), point, folder=tmp_path / "runs")
+    first, *others = start.ended()
+    assert all(met.roll == first.roll for met in others)
+    assert not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize("word", [b"", b"{", b"[]", b"{}", b'{"addresses": 1, "port": "x"}'])
+def test_half_a_word_is_waited_for(start, key, tmp_path, word):
+    start_name = Credentials(key, "").start
+    (tmp_path / f".meeting-{start_name}").write_bytes(word)
+    point = MeetingPoint(key, "a", None, sure=False, pretended=True)
+    thread = start(World(1, 2, 1), point, folder=tmp_path)
+    start(World(0, 2, 0), point, folder=tmp_path)
+    start.ended(thread)
+    assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
+
+
+def test_a_board_that_cannot_be_written_says_what_to_set(start, key, tmp_path):
+    (tmp_path / "file").touch()
+    point = MeetingPoint(key, "a", None, sure=False)
+    start(World(0, 2, 0), point, folder=tmp_path / "file")
+    (outcome,) = start.ended()
+    assert "cannot leave word" in outcome.found
+    assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fix
+
+
+class Rendezvous(http.server.BaseHTTPRequestHandler):
+    """A stand-in for horovodrun's server, by its protocol; the real one takes a real Horovod."""
+
+    values = {}
+
+    def do_PUT(self):
+        self.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(200, b"")
+
+    def do_GET(self):
+        value = self.values.get(self.path)
+        self.answer(404 if value is None else 200, value or b"")
+
+    def answer(self, code, value):
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(value)))
+        self.end_headers()
+        self.wfile.write(value)
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_horovodruns_rendezvous_leads_to_rank_0(start, key):
+    with http.server.ThreadingHTTPServer((HOME, 0), Rendezvous) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        store = Store("horovodrun", HOME, server.server_address[1])
+        for rank, host in enumerate("aab"):
+            point = MeetingPoint(key, host, None, sure=False, store=store, pretended=True)
+            start(World(rank, 3, rank % 2), point)
+        first, *others = start.ended()
+        server.shutdown()
+    assert all(met.roll == first.roll for met in others)
+
+
+@pytest.mark.parametrize(
+    ("name", "resolves", "said"),
+    [
+        ("node1", OSError(-2, "Name or service not known"), "node1 does not resolve: Name or"),
+        ("node1", ["127.0.1.1"], "node1 resolves to 127.0.1.1, which is this host"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_given_up_early_and_named(
+    start, key, monkeypatch, name, resolves, said
+):
+    def getaddrinfo(host, *arguments, **keywords):
+        if isinstance(resolves, OSError):
+            raise resolves
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, 0)) for a in resolves]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(meeting.guest, "_HOPELESS_SECONDS", 0.2)
+    thread = start(World(1, 2, 0), MeetingPoint(key, "node2.cluster", name))
+    start.ended(thread)
+    (outcome,) = start.ended()
+    assert isinstance(outcome, StartError)
+    assert said in outcome.found
+    assert "rank 1 on node2.cluster did not find rank 0 at node1" in outcome.found
+
+
+def test_an_own_name_at_127_0_1_1_is_no_hindrance_on_that_host(start, key, monkeypatch):
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host, *arguments, **keywords):
+        return real("127.0.1.1" if host == "node1" else host, *arguments, **keywords)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    for rank in range(3):
+        start(World(rank, 3, rank), MeetingPoint(key, "node1.cluster", "node1"))
+    assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
+
+
+def test_a_rank_0_that_dies_is_given_up_soon(start, key, monkeypatch):
+    monkeypatch.setattr(meeting.guest, "_HOPELESS_SECONDS", 0.3)
+    point = meeting_point(key=key)
+    credentials = Credentials(key, "")
+    with socket.create_server((HOME, ports(point)[0])) as dying:
+        start(World(1, 3, 1), point)
+        connection, _ = dying.accept()
+        with connection, connection.makefile() as reader:
+            said = json.loads(reader.readline())
+            proof = credentials.proof("host", said["challenge"])
+            connection.sendall(encode({"proof": proof, "challenge": "1"}))
+            reader.readline()
+    (outcome,) = start.ended()
+    assert isinstance(outcome, StartError)
+    assert f"{HOME} answered, then closed the connection" in outcome.found
+
+
+def test_an_interface_that_is_not_there_is_refused_by_all(start, key):
+    for rank in range(3):
+        interface = "ib7" if rank == 1 else None
+        start(
+            World(rank, 3, rank), dataclasses.replace(meeting_point(key=key), interface=interface)
+        )
+    for outcome in start.ended():
+        assert isinstance(outcome, UsageError)
+        assert "the network interface 'ib7' is not there" in outcome.found
+        assert "lo (127.0.0.1" in outcome.expected
+
+
+def test_where_the_port_alone_names_the_start_no_other_is_tried(start):
+    port = ports(meeting_point())[0]
+    point = dataclasses.replace(meeting_point(key="both", port=port), only_port=True)
+    assert ports(point) == [port]
+    start(World(0, 2, 0), point, {"start": "first"})
+    knock(port).close()
+    start.ended(start(World(0, 2, 0), point, {"start": "second"}))
+    start(World(1, 2, 1), point)
+    first, second, _ = start.ended()
+    assert [entry.get("start") for entry in first.roll.entries] == ["first", None]
+    assert isinstance(second, StartError)
+    assert f"rank 0 can listen on none of the ports {port}" in second.found
+
+
+def test_what_rank_0_finds_wrong_with_the_roll_is_raised_by_all(start, key):
+    def check(roll):
+        raise UsageError(f"{len(roll.entries)} ranks", "other ones", "try again")
+
+    for rank in range(3):
+        start(World(rank, 3, rank), meeting_point(key=key), check=check)
+    for outcome in start.ended():
+        assert (outcome.found, outcome.fix) == ("3 ranks", "try again")
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.text(max_size=3), st.none() | st.integers() | st.text(), max_size=4),
+        min_size=1,
+    )
+)
+def test_a_roll_comes_out_as_it_went_in(entries):
+    names = {name for entry in entries for name in entry}
+    whole = tuple({name: entry.get(name) for name in names} for entry in entries)
+    assert unpack(pack(entries), len(entries)) == whole
+
+
+def test_a_roll_says_once_what_all_have_in_common():
+    entries = [{"versions": "torch 2.15.0" * 50, "rank": rank} for rank in range(1000)]
+    assert len(pack(entries)) < 10 * len(entries)

@@ -1,0 +1,189 @@
+"""What must not differ between ranks is refused, and what may not is said; no secret is told."""
+
+import copy
+import json
+import resource
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain import open_files, proof
+from hpctrain.arguments import Options
+from hpctrain.errors import ContradictionError, UsageError
+
+HOSTS = ("node1", "node1", "node2", "node2")
+
+
+@pytest.fixture
+def alike():
+    """What four ranks say that nothing distinguishes but their GPUs."""
+    one = proof.entry(torch.device("cpu"), Options().deciding())
+    several = [copy.deepcopy(one) for _ in HOSTS]
+    for rank, entry in enumerate(several):
+        entry |= {"gpu": f"GPU-{rank}", "gpu_name": "H200"}
+    return several
+
+
+def change(entry, path, value):
+    *outer, last = path.split("/")
+    for name in outer:
+        entry = entry[name]
+    entry[last] = value
+
+
+def test_ranks_that_are_alike_have_nothing_to_say(alike, caplog):
+    assert not proof.differences(alike, HOSTS)
+    proof.check(alike, HOSTS)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("gpu", "GPU-1", "one GPU (GPU-1) is shared by ranks 1, 2 (node1, node2)"),
+        ("gpu", None, "torch sees no GPU at rank 2 (node2); the other 3 ranks have one"),
+        ("versions/torch", "2.6.0", "on ranks 0, 1, 3 (node1, node2), 2.6.0 on rank 2 (node2)"),
+        ("versions/cuda", "11.8", "11.8 on rank 2 (node2)"),
+        ("versions/nccl", "2.1.1", "nccl none on ranks 0, 1, 3 (node1, node2), 2.1.1 on rank 2"),
+        ("versions/hpctrain", "9", "9 on rank 2 (node2)"),
+        ("settings/--seed", 1, "--seed 0 on ranks 0, 1, 3 (node1, node2), 1 on rank 2 (node2)"),
+        ("settings/--lr", 0.5, "--lr 0.001 on ranks 0, 1, 3 (node1, node2), 0.5 on rank 2"),
+        ("settings/--precision", "bf16", "--precision fp32 on"),
+    ],
+)
+def test_what_cannot_train_together_is_refused_with_the_ranks(alike, path, value, said):
+    change(alike[2], path, value)
+    with pytest.raises(ContradictionError) as caught:
+        proof.check(alike, HOSTS)
+    assert said in caught.value.found
+    assert caught.value.expected
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("versions/python", "3.12.1", "3.12.1 on rank 2 (node2)"),
+        ("versions/horovod", "0.28.1", "horovod none on ranks 0, 1, 3"),
+        ("gpu_name", "A100", "GPUs of different kinds: H200 on ranks 0, 1, 3"),
+        ("code", "123456", "123456 on rank 2 (node2)"),
+        ("network", {"NCCL_DEBUG": "INFO"}, "NCCL's and gloo's variables differ: {} on ranks"),
+        ("command", ["train.py", "--lr", "--lr=1234"], "different commands: --lr is there only"),
+    ],
+)
+def test_what_may_be_meant_is_a_warning(alike, path, value, said):
+    for entry in alike:
+        entry["command"] = ["train.py"]
+    change(alike[2], path, value)
+    (found,) = proof.differences(alike, HOSTS)
+    assert not found.wrong
+    assert said in found.found
+    assert found.fix
+
+
+def test_what_is_wrong_comes_first(alike):
+    change(alike[1], "versions/python", "3.12.1")
+    change(alike[2], "settings/--seed", 7)
+    assert [one.subject for one in proof.differences(alike, HOSTS)] == ["--seed", "python"]
+
+
+def test_many_ranks_are_counted_and_not_all_listed(alike):
+    entries = [{**copy.deepcopy(alike[0]), "gpu": None} for _ in range(1000)]
+    for entry in entries[::2]:
+        entry["versions"]["torch"] = "2.6.0"
+    (found,) = proof.differences(entries, [f"node{rank // 4}" for rank in range(1000)])
+    assert "(500 ranks)" in found.found
+    assert len(found.found) < 400
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["/home/ada/train.py"], ["train.py"]),
+        (["train.py", "--local_rank=3", "--local-rank", "2", "-v"], ["train.py", "-v"]),
+        ([], [""]),
+        ([""], [""]),
+    ],
+)
+def test_of_the_command_counts_what_a_person_typed(arguments, said):
+    assert proof._command(arguments) == said
+
+
+def test_the_option_that_differs_is_named_and_its_value_is_not(alike):
+    commands = [["train.py", "--wandb-key", "s3cret", "--lr", "0.1"], ["train.py", "--lr", "0.1"]]
+    alike[0]["command"], *others = [proof._command(commands[rank == 2]) for rank in range(4)]
+    for entry, command in zip(alike[1:], others, strict=True):
+        entry["command"] = command
+    (found,) = proof.differences(alike, HOSTS)
+    assert "--wandb-key" in found.found
+    assert "s3cret" not in found.found
+    assert "ranks 0, 1, 3 (node1, node2) and rank 2 (node2)" in found.found
+
+
+@given(
+    st.from_regex(r"[A-Za-z0-9]{8,20}", fullmatch=True),
+    st.sampled_from(["--key={}", "--key {}", "-k{}", "-k {}", "{}", "-0{}", "--key=a={}", "={}"]),
+)
+def test_no_value_of_a_command_is_told(value, form):
+    told = json.dumps(proof._command(["train.py", *form.format(value).split()]))
+    assert value not in told
+
+
+def test_no_variable_is_told_but_those_on_the_list(monkeypatch):
+    secret = "s3cret-in-the-environment"
+    names = (
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "HF_TOKEN",
+        "HPCTRAIN_SECRET",
+        "NCC",
+        "XNCCL_A",
+    )
+    for name in names:
+        monkeypatch.setenv(name, secret)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    told = proof.entry(torch.device("cpu"), {})
+    assert secret not in json.dumps(told)
+    assert told["network"]["NCCL_DEBUG"] == "WARN"
+
+
+def test_a_stale_copy_of_the_code_is_seen(tmp_path, monkeypatch):
+    for name in ("train.py", "model.py", "never_imported.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "model", type(sys)("model"))
+    sys.modules["model"].__file__ = str(tmp_path / "model.py")
+    before = proof._code()
+    (tmp_path / "never_imported.py").write_text("x = 2\n")
+    assert proof._code() == before
+    (tmp_path / "model.py").write_text("x = 2\n")
+    changed = proof._code()
+    assert changed != before
+    (tmp_path / "model.py").unlink()
+    assert proof._code() not in (before, changed)
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    assert proof._code() is None
+
+
+def test_the_limit_on_open_files_grows_with_the_world_and_is_put_back(monkeypatch):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < 3000:
+        pytest.fail(f"the hard limit on open files is {before[1]} here: ulimit -Hn 4096")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        open_files.make_room(16)()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1024
+        put_back = open_files.make_room(1000)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 2000
+        put_back()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1024
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+        with pytest.raises(UsageError, match="at most 256 open files"):
+            open_files.make_room(1000)
+    finally:
+        monkeypatch.undo()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
