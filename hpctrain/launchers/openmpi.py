@@ -7,7 +7,7 @@ Open MPI 4.1.
 import re
 from collections.abc import Sequence
 
-from hpctrain.launchers.base import SCHEDULERS, Environ, Launcher, hosts_of_job
+from hpctrain.launchers.base import SCHEDULERS, Claims, Environ, Launcher, hosts_of_job
 from hpctrain.world import World
 
 __all__ = ["OpenMPI"]
@@ -34,6 +34,19 @@ class OpenMPI(Launcher):
         "num_nodes": ("OMPI_MCA_orte_num_nodes",),
     }
     starts = ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri")
+
+    def claims(self, env: Environ) -> Claims:
+        """The numbers; of the hosts' only one that can be.
+
+        Open MPI 4.1.4 counts hosts twice on some of them, with `--map-by seq` and a hostfile in a
+        Slurm job. The roll call counts them anyway.
+        """
+        claims = super().claims(env)
+        if {"world_size", "local_world_size", "num_nodes"} <= claims.keys():
+            elsewhere = claims["world_size"].value - claims["local_world_size"].value
+            if claims["num_nodes"].value - 1 > elsewhere:
+                del claims["num_nodes"]
+        return claims
 
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
         """The first host of the job, else mpirun's own."""

@@ -286,6 +286,12 @@ def test_where_rank_0_is_not_certain_there_is_somebody_to_ask(env, sure, others,
     assert (point.sure, point.others, point.store) == (sure, others, store)
 
 
+def test_a_number_of_hosts_that_cannot_be_is_left_to_the_roll_call():
+    """Open MPI 4.1.4 says it on the second host, with --map-by seq and a hostfile in a job."""
+    assert detect({**OPENMPI, "OMPI_MCA_orte_num_nodes": "6"}).num_nodes is None
+    assert detect({**OPENMPI, "OMPI_MCA_orte_num_nodes": "3"}).num_nodes == 3
+
+
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])
 @pytest.mark.parametrize("env", [STEP, changed(BY_HAND, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")])
 def test_loopback_is_refused_for_several_hosts(env, address):
