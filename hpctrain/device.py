@@ -12,7 +12,7 @@ from hpctrain.errors import UsageError
 from hpctrain.speech import logger
 from hpctrain.world import World
 
-__all__ = ["choose", "index_of", "take_slice"]
+__all__ = ["choose", "index_of", "take_slice", "why_not"]
 
 # Not as an export before srun, which sets the variable anew in each task.
 _HIDE = f"to train on the CPU: env {gpus.CUDA}= python SCRIPT"
@@ -75,7 +75,7 @@ def _refuse_waste(job: Allocation | None, env: Mapping[str, str], said: Sequence
     meant = gpus.visible(env)
     if meant is not None and not meant.names:
         return
-    why, fix = _why_not(said)
+    why, fix = why_not(said)
     if job and job.gpus:
         raise UsageError(
             f"job {job.label} has {job.gpus} GPU{'s' if job.gpus > 1 else ''} on this host, and "
@@ -93,7 +93,7 @@ def _refuse_waste(job: Allocation | None, env: Mapping[str, str], said: Sequence
         )
 
 
-def _why_not(said: Sequence[str]) -> tuple[str, str]:
+def why_not(said: Sequence[str]) -> tuple[str, str]:
     """Why torch has no GPU, and what to type."""
     if not torch.version.cuda and not torch.version.hip:
         return (

@@ -203,7 +203,19 @@ def _settings(ranks: _Ranks) -> Iterable[Difference]:
 
 
 def _program(ranks: _Ranks) -> Iterable[Difference]:
-    """Of scripts and commands nobody but the user knows whether they may differ."""
+    """Of commands and code only the user knows whether they may differ; scripts may not.
+
+    Two programs in one step, each with a rank 0 of its own, would share one key.
+    """
+    groups = ranks.by_value(lambda one: one["command"][0])
+    if len(groups) > 1:
+        yield Difference(
+            "script",
+            ranks.say(groups, "different scripts:"),
+            "one script for all ranks",
+            "start each with an srun of its own, or give each its own HPCTRAIN_SECRET",
+            wrong=True,
+        )
     groups = ranks.by_value(lambda one: tuple(one["command"]))
     if len(groups) > 1:
         first, other = list(groups)[:2]

@@ -52,6 +52,7 @@ def test_ranks_that_are_alike_have_nothing_to_say(alike, caplog):
         ("settings/--seed", 1, "--seed 0 on ranks 0, 1, 3 (node1, node2), 1 on rank 2 (node2)"),
         ("settings/--lr", 0.5, "--lr 0.001 on ranks 0, 1, 3 (node1, node2), 0.5 on rank 2"),
         ("settings/--precision", "bf16", "--precision fp32 on"),
+        ("command", ["other.py"], "different scripts: "),
     ],
 )
 def test_what_cannot_train_together_is_refused_with_the_ranks(alike, path, value, said):
