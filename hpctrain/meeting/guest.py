@@ -96,7 +96,7 @@ class Guest:
         self.next_look = self.next_try = 0.0
         self.began = time.monotonic()
         self.deadline = self.began + timeout
-        self.hopeful = self.began
+        self.hopeful = self.began + _HOPELESS_SECONDS
 
     def join(self) -> tuple[Roll, str]:
         """The roll, and the nonce of this start.

@@ -45,7 +45,7 @@ def test_every_command_is_one_that_a_test_runs():
     known = {"python", "hpctrain", "torchrun", "mpirun", "sbatch", "srun"}
     others = [line for line in COMMANDS if line.split()[0] not in known]
     assert others == ["bash examples/quickstart.sh", "bash tests/run.sh"]
-    assert len(LOCAL) == 6
+    assert len(LOCAL) == 7
 
 
 @pytest.mark.parametrize("command", LOCAL)

@@ -1,6 +1,7 @@
 """Bad input: one clear error, found, expected and what to type, exit code 2, no traceback."""
 
 import sys
+import time
 import types
 
 import launches
@@ -9,6 +10,7 @@ import ranks
 import torch
 
 import hpctrain
+from hpctrain import backends
 
 
 def refused(done, *words):
@@ -109,6 +111,20 @@ def waits_shortly():
     hpctrain.Session(batch_size=1, start_timeout=1)
 
 
+def never_connects():
+    """Rank 2 is stuck between the meeting and the backend, or seems to be: its host was cut off."""
+    if hpctrain.detect().rank == 2:
+        backends.open_backend = lambda *arguments: time.sleep(8)
+    hpctrain.Session(batch_size=1, start_timeout=2)
+
+
+def test_a_rank_that_is_lost_before_the_backend_connects_is_named_by_all():
+    results = ranks.run(4, never_connects)
+    for rank in (0, 1, 3):
+        assert isinstance(results[rank], hpctrain.HpctrainError)
+        assert "rank 2 on node1 came to the meeting and was lost" in str(results[rank])
+
+
 def test_a_keyword_that_is_no_option_is_named():
     (result,) = ranks.run(1, misspelt)
     assert "precison= is no option" in str(result)
@@ -121,6 +137,7 @@ def misspelt():
 
 UNCAUGHT = """
 import hpctrain
+from hpctrain import backends
 hpctrain.Session(precision="fp12")
 """
 

@@ -1,7 +1,4 @@
-"""torch.distributed: DistributedDataParallel over NCCL on GPUs and gloo on CPUs.
-
-The only module that names torch.distributed.
-"""
+"""The process group, and models inside of DistributedDataParallel."""
 
 import datetime
 import inspect
@@ -12,66 +9,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.backends.base import Backend, Later, vector
+from hpctrain.backends.ddp.store import assemble, first_line, host_of, open_store
 from hpctrain.errors import StartError, UsageError
-from hpctrain.launchers import base as launching
 from hpctrain.meeting import Meeting
 from hpctrain.meeting.interfaces import interface_of
 from hpctrain.variables import GLOO_INTERFACE
 
-__all__ = ["DDP", "AgentStore"]
+__all__ = ["DDP"]
 
 T = TypeVar("T")
-
-
-class AgentStore:
-    """The TCPStore that torchrun's first agent serves: a board, and the process group's store.
-
-    Source: `_create_c10d_store` in torch/distributed/rendezvous.py, torch 2.15.
-
-    Args:
-        place: where the agent serves it.
-        timeout: seconds to find it.
-
-    Raises:
-        StartError: it does not answer.
-    """
-
-    def __init__(self, place: launching.Store, timeout: float) -> None:
-        self.where = f"torchrun's store at {place.address} port {place.port}"
-        try:
-            self.store = TCPStore(
-                place.address,
-                place.port,
-                is_master=False,
-                timeout=datetime.timedelta(seconds=timeout),
-                wait_for_workers=False,
-            )
-        except (RuntimeError, ValueError) as error:
-            raise StartError(
-                f"{self.where} does not answer within {timeout:.0f} s: {_first_line(error)}",
-                "torchrun's first agent there",
-                "look for the first error of the torchrun on that host",
-            ) from None
-
-    def write(self, name: str, word: bytes) -> None:
-        """Leave a word."""
-        self.store.set(f"hpctrain/{name}", word.decode())
-
-    def read(self, name: str) -> bytes | None:
-        """The word, or None."""
-        try:
-            key = f"hpctrain/{name}"
-            return bytes(self.store.get(key)) if self.store.check([key]) else None
-        except RuntimeError:
-            return None  # the agent is gone; who waits for the word says so in the end
-
-    def clear(self, name: str) -> None:
-        """Take the word away: an agent may start its ranks again."""
-        self.store.delete_key(f"hpctrain/{name}")
 
 
 class DDP(Backend):
@@ -98,7 +48,8 @@ class DDP(Backend):
             # the host's own name resolves to: on many clusters 127.0.1.1.
             self._set(GLOO_INTERFACE, interface_of(own))
         try:
-            store = _store(meeting, limits[0])
+            store = open_store(meeting, limits[0])
+            assemble(PrefixStore(f"{meeting.nonce}/here", store), meeting, start_timeout)
             dist.init_process_group(
                 self.transport,
                 store=PrefixStore(meeting.nonce, store),
@@ -235,35 +186,6 @@ class _Transparent(DistributedDataParallel):
         yield from self.module.named_buffers(*args, **kwargs)
 
 
-def _store(meeting: Meeting, timeout: datetime.timedelta) -> Store:
-    """The launcher's own store, else one on the socket that the meeting bound.
-
-    That is at an address which all ranks have reached.
-    """
-    world, roll = meeting.world, meeting.roll
-    if isinstance(meeting.store, AgentStore):
-        return meeting.store.store
-    listener = meeting.listener
-    try:
-        return TCPStore(
-            roll.addresses[0],
-            roll.port,
-            world.world_size,
-            is_master=world.rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach() if listener is not None else None,
-            use_libuv=False,  # which takes a bound socket only from torch 2.8 on
-        )
-    except (RuntimeError, ValueError) as error:
-        raise StartError(
-            f"rank {world.rank} cannot open the store at {roll.addresses[0]} port {roll.port}: "
-            f"{_first_line(error)}",
-            f"rank 0's store there, on {world.hosts[0] if world.hosts else 'its host'}",
-            "look for the first error in the log of rank 0",
-        ) from None
-
-
 def _set_timeout(timeout: datetime.timedelta) -> None:
     """From now on, of each collective. torch 2.15 renamed the function."""
     change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -272,13 +194,9 @@ def _set_timeout(timeout: datetime.timedelta) -> None:
 
 def _named(error: Exception, meeting: Meeting) -> str:
     """The message of torch, with the ranks and hosts behind the addresses in it."""
-    roll, text = meeting.roll, _first_line(error)
+    roll, text = meeting.roll, first_line(error)
     for rank, address in reversed(list(enumerate(roll.addresses))):
-        host = roll.hosts[roll.host_of_rank[rank]]
+        host = host_of(meeting, rank)
         if address in text and host not in text:
             text += f" ({address} is {host}, with rank {rank})"
     return text
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,9 @@
+"""torch.distributed: DistributedDataParallel over NCCL on GPUs and gloo on CPUs.
+
+The only folder that names torch.distributed.
+"""
+
+from hpctrain.backends.ddp.group import DDP
+from hpctrain.backends.ddp.store import AgentStore
+
+__all__ = ["DDP", "AgentStore"]
