@@ -36,6 +36,7 @@ __all__ = ["Guest", "keep_alive"]
 # delays nobody. A rank 0 with thousands of callers may well take some seconds.
 _ATTEMPTS = 16
 _ATTEMPT_SECONDS = 20.0
+_CROWDED_SECONDS = 1.0  # that is left to the oldest of them where another place waits its turn
 # Given to a connection before the next one is tried beside it ("Happy Eyeballs", RFC 8305).
 _HEAD_START_SECONDS = 0.05
 _PAUSES = (0.02, 0.5)  # from one round of all places to the next, growing
@@ -121,7 +122,7 @@ class Guest:
         places: Iterator[tuple[str, int]] = iter(())
         try:
             while (now := time.monotonic()) < self.deadline:
-                due = now >= self.next_try and len(self.attempts) < _ATTEMPTS
+                due = now >= self.next_try and self._has_room(now)
                 place = next(places, None) if due else None
                 if place is not None:
                     self._try(place)
@@ -212,6 +213,17 @@ class Guest:
             return connection, str(answer.get("challenge"))
         self._drop(attempt, _other(answer, self.credentials.start))
         return None
+
+    def _has_room(self, now: float) -> bool:
+        """Whether one more connection may begin; where an address swallows all calls, it makes way.
+
+        It is asked again in the next round.
+        """
+        if len(self.attempts) >= _ATTEMPTS:
+            oldest = next(iter(self.attempts.values()))
+            if now - oldest.began > _CROWDED_SECONDS:
+                self._drop(oldest, "no answer")
+        return len(self.attempts) < _ATTEMPTS
 
     def _drop_old(self) -> None:
         limit = time.monotonic() - _ATTEMPT_SECONDS

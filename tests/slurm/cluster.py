@@ -36,6 +36,8 @@ ADDRESSES = {"login": 100} | {node: number for number, node in enumerate(NODES, 
 CLUSTER_NETWORK = "10.77.0"
 SLOW_NETWORK = "192.168.77"
 DOCKER_ADDRESS = "172.17.0.1/16"
+# By interface, what an IPv6 address begins with; the host's number follows.
+IPV6_NETWORKS = {"eth0": "fd77::", "eth1": "fd77:0:0:1::"}
 # What a cable is called at the host, and the bridge at its other end; the one that only keeps
 # docker0 up, as a running container would, ends in none.
 CABLES = {"eth0": "fast", "eth1": "slow", "veth0": None}
@@ -124,6 +126,17 @@ def address(host: str) -> str:
     return f"{CLUSTER_NETWORK}.{ADDRESSES[host]}"
 
 
+def address6(host: str, interface: str = "eth0") -> str:
+    """Return a host's IPv6 address in one of the networks; no name resolves to it."""
+    return f"{IPV6_NETWORKS[interface]}{ADDRESSES[host]}"
+
+
+def hosts_text(host: str) -> str:
+    """Return a hosts file as Debian's installer and a site's administrator leave it together."""
+    names = [f"{address(other)} {other}" for other in ADDRESSES if other != host]
+    return "\n".join(["127.0.0.1 localhost", f"127.0.1.1 {host}", *names, "::1 localhost", ""])
+
+
 class Cluster:
     """The one cluster of its directory, whichever process started it."""
 
@@ -184,12 +197,43 @@ class Cluster:
         self._set_cables(host, "down")
 
     def mend(self, host: str) -> None:
-        """Plug them in; idle again within a minute, or at once after `scontrol reconfigure`."""
+        """Plug them in; idle again within a minute, or at once after `resume`."""
         self._set_cables(host, "up")
+
+    def resume(self) -> None:
+        """Return when all nodes are idle, whatever Slurm thought of them, and no job is left."""
+        self.run(["scancel", "--user=root"])
+        # Slurm asks all nodes at once; a node that it has given up waits for the other word.
+        self.run(["scontrol", "reconfigure"])
+        for node, state in self._states().items():
+            if state.startswith("down"):
+                self.run(["scontrol", "update", f"NodeName={node}", "State=RESUME"])
+        self._wait_until_idle()
+
+    @contextlib.contextmanager
+    def hosts_file(self, host: str, text: str) -> Iterator[None]:
+        """Give one host another /etc/hosts for a while."""
+        file = self.directory / host / "hosts"
+        # Written, not replaced: the host has this file mounted.
+        file.write_text(text)
+        try:
+            yield
+        finally:
+            file.write_text(hosts_text(host))
 
     def state(self, host: str) -> str:
         """Return a node's state in sinfo's words: idle, mixed, allocated, down*, …"""
         return self._states().get(host, "unknown")
+
+    @contextlib.contextmanager
+    def without_slow_ipv4(self, host: str) -> Iterator[None]:
+        """Take the IPv4 address of the second network from a host for a while; Slurm has none."""
+        own = f"{SLOW_NETWORK}.{ADDRESSES[host]}/24 dev eth1"
+        self._ip(host, [f"address del {own}"])
+        try:
+            yield
+        finally:
+            self._ip(host, [f"address add {own}"])
 
     def _states(self) -> dict[str, str]:
         listing = self.run(["sinfo", "-h", "-N", "-p", "main", "-o", "%N %T"]).stdout
@@ -259,7 +303,7 @@ class Cluster:
         # Nothing here uses cgroups; the plugin for the second version would want systemd.
         (self.directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         for host in (SWITCH, *ADDRESSES):
-            (self.directory / host / "hosts").write_text(_hosts_file(host))
+            (self.directory / host / "hosts").write_text(hosts_text(host))
 
     def _hold(self, host: str) -> None:
         """Make the host's namespaces and an orphan that holds them until it is killed."""
@@ -301,6 +345,11 @@ class Cluster:
                     "link set lo up",
                     f"address add {CLUSTER_NETWORK}.{number}/24 dev eth0",
                     f"address add {SLOW_NETWORK}.{number}/24 dev eth1",
+                    # Usable at once: nobody else can have it.
+                    *(
+                        f"address add {address6(host, interface)}/64 dev {interface} nodad"
+                        for interface in IPV6_NETWORKS
+                    ),
                     "link add name docker0 up type bridge",
                     f"address add {DOCKER_ADDRESS} dev docker0",
                     "link set eth0 up",
@@ -355,12 +404,6 @@ class Cluster:
                     + "".join(_tail(log) for log in logs)
                 )
             time.sleep(0.1)
-
-
-def _hosts_file(host: str) -> str:
-    """Return a hosts file as Debian's installer and a site's administrator leave it together."""
-    names = [f"{address(other)} {other}" for other in ADDRESSES if other != host]
-    return "\n".join(["127.0.0.1 localhost", f"127.0.1.1 {host}", *names, "::1 localhost", ""])
 
 
 def _capture(argv: Sequence[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
