@@ -130,7 +130,8 @@ class Guest:
                     places = iter(self._places())
                     rest = now + pause
                     pause = min(2 * pause, _PAUSES[1])
-                wake = min(max(rest, self.next_try), self.deadline)
+                later = 0.0 if due else now + _HEAD_START_SECONDS
+                wake = min(max(rest, self.next_try, later), self.deadline)
                 for key, _ in self.selector.select(max(0.0, wake - time.monotonic())):
                     found = self._hear(key.data)
                     if found is not None:
