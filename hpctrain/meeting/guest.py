@@ -39,7 +39,7 @@ _ATTEMPT_SECONDS = 20.0
 _CROWDED_SECONDS = 1.0  # that is left to the oldest of them where another place waits its turn
 # Given to a connection before the next one is tried beside it ("Happy Eyeballs", RFC 8305).
 _HEAD_START_SECONDS = 0.05
-_PAUSES = (0.02, 0.5)  # from one round of all places to the next, growing
+_PAUSES = (0.005, 0.5)  # from one round of all places to the next, growing
 # What cannot get better by waiting is waited for this long all the same: name servers fail under
 # the questions of a large start.
 _HOPELESS_SECONDS = 10.0
@@ -130,6 +130,7 @@ class Guest:
                     places = iter(self._places())
                     rest = now + pause
                     pause = min(2 * pause, _PAUSES[1])
+                    continue  # and ask the first of them at once
                 later = 0.0 if due else now + _HEAD_START_SECONDS
                 wake = min(max(rest, self.next_try, later), self.deadline)
                 for key, _ in self.selector.select(max(0.0, wake - time.monotonic())):

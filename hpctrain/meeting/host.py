@@ -84,6 +84,8 @@ class Host:
         self.nonce = Credentials.challenge()
         self.entries: dict[int, Entry] = {0: entry}
         self.callers: dict[int, _Caller] = {}
+        # Ranks too, until they have said who they are; all of them may call at once.
+        self.most_strangers = _STRANGERS + world.world_size
         self.strangers: dict[_Caller, None] = {}  # a dict keeps the order in which they came
         self.lost: dict[int, str] = {}  # ranks that came and went, and their hosts
         self.selector = selectors.DefaultSelector()
@@ -169,7 +171,7 @@ class Host:
                 self._hear(key.data)
         limit = time.monotonic() - _STRANGER_SECONDS
         for stranger in list(self.strangers):
-            if stranger.came > limit and len(self.strangers) <= _STRANGERS:
+            if stranger.came > limit and len(self.strangers) <= self.most_strangers:
                 break
             self._dismiss(stranger)
 
@@ -305,11 +307,13 @@ class Host:
         for caller in callers:
             self._queue(caller, line)
         limit = time.monotonic() + patience
-        while time.monotonic() < limit and any(
-            caller.connection.fileno() >= 0 and (caller.unsent or (heard and not caller.has_heard))
-            for caller in callers
-        ):
-            self._attend(limit - time.monotonic())
+        while callers and time.monotonic() < limit:
+            last = callers[-1]
+            owes = last.unsent or (heard and not last.has_heard)
+            if owes and last.connection.fileno() >= 0:
+                self._attend(limit - time.monotonic())
+            else:
+                callers.pop()  # who is done stays done: nobody is looked at again
 
     def _queue(self, caller: _Caller, line: bytes) -> None:
         """Send as much as the connection takes, and the rest when it takes more."""

@@ -1,0 +1,160 @@
+"""Thousands of ranks in one process: what each says on the way to rank 0, and nothing besides."""
+
+import random
+import selectors
+import socket
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+from hpctrain.meeting.messages import Credentials, Entry, decode, encode
+from hpctrain.meeting.place import LOOPBACK
+
+__all__ = ["PER_HOST", "Conversation", "Crowd", "entry", "guest", "one_line"]
+
+PER_HOST = 8
+# As a guest of hpctrain.meeting does, about: it calls again after this.
+_PAUSE_SECONDS = 0.1
+# What a rank says, a line at a time, and what it hears.
+Conversation = Generator[bytes, bytes, None]
+
+
+def entry(rank: int, size: int, common: Entry) -> Entry:
+    """What a rank of a GPU cluster would say: of its own are host, place, process and GPU."""
+    dice = random.Random(rank)
+    hosts = [f"node{number:04d}" for number in range(size // PER_HOST)]
+    node, local = divmod(rank, PER_HOST)
+    return {
+        **common,
+        "gpu": str(uuid.UUID(int=dice.getrandbits(128))),
+        "gpu_name": "NVIDIA H100 80GB HBM3",
+        "visible": {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(PER_HOST)))},
+        "versions": {**common["versions"], "cuda": "13.0", "nccl": "2.28.9"},
+        "network": {"NCCL_IB_HCA": "mlx5", "NCCL_SOCKET_IFNAME": "ib0"},
+        "cores": f"{0xFF << 8 * local:x}",
+        "host": hosts[node],
+        "pid": dice.randrange(1000, 4_000_000),
+        "address": None,
+        "world": {
+            "local_rank": local,
+            "node_rank": node,
+            "hosts": hosts if rank == 0 else None,
+            "launcher": "slurm",
+        },
+    }
+
+
+def guest(credentials: Credentials, rank: int, hello: str, rolls: list[bytes]) -> Conversation:
+    """What a rank above 0 says, as `meeting.guest` says it."""
+    challenge = Credentials.challenge()
+    answer = decode((yield encode({"start": credentials.start, "challenge": challenge}))) or {}
+    if not credentials.proves(answer.get("proof"), "host", challenge):
+        raise SystemExit(f"rank {rank} heard a stranger: {answer}")
+    own = credentials.proof("guest", str(answer["challenge"]), hello)
+    roll = yield encode({"proof": own, "hello": hello})
+    if not roll.startswith(b'{"roll"'):
+        raise SystemExit(f"rank {rank} did not get the roll: {roll[:500]!r}")
+    if not rolls:
+        rolls.append(roll)
+    if decode((yield encode({"heard": rank}))) != {"begin": True}:
+        raise SystemExit(f"rank {rank} may not begin")
+
+
+def one_line() -> Conversation:
+    """The yardstick: as long as a greeting."""
+    yield encode({"start": "0" * 32, "challenge": Credentials.challenge()})
+
+
+@dataclass(slots=True, eq=False)
+class Caller:
+    """A connection of the crowd, and what was heard since the last line."""
+
+    connection: socket.socket
+    rank: int
+    says: Conversation
+    heard: list[bytes] = field(default_factory=list)
+
+
+class Crowd:
+    """Many callers in one process, who hold their connections until each is through.
+
+    Args:
+        size: callers.
+        says: what each one says, by rank from 1.
+        port: to call.
+        window: callers at once who have no answer yet.
+
+    Attributes:
+        lost: how often a caller was sent away, and called again.
+    """
+
+    def __init__(
+        self, size: int, says: Callable[[int], Conversation], port: int, window: int
+    ) -> None:
+        self.size = size
+        self.says = says
+        self.port = port
+        self.window = window
+        self.to_come = deque((0.0, rank) for rank in range(1, size + 1))  # from when on, who
+        self.entering: set[Caller] = set()
+        self.through = self.lost = 0
+        self.selector = selectors.DefaultSelector()
+
+    def call(self, timeout: float) -> None:
+        """Until all are through.
+
+        Raises:
+            TimeoutError: they are not, after so many seconds.
+        """
+        limit = time.monotonic() + timeout
+        while self.through < self.size:
+            if (now := time.monotonic()) > limit:
+                raise TimeoutError(f"{self.through} of {self.size} callers came through")
+            while self.to_come and self.to_come[0][0] <= now and len(self.entering) < self.window:
+                self._enter(self.to_come.popleft()[1])
+            for key, events in self.selector.select(_PAUSE_SECONDS):
+                if events & selectors.EVENT_WRITE:
+                    self._greet(key.data)
+                else:
+                    self._hear(key.data)
+
+    def _enter(self, rank: int) -> None:
+        connection = socket.socket()
+        connection.setblocking(False)
+        connection.connect_ex((LOOPBACK, self.port))
+        caller = Caller(connection, rank, self.says(rank))
+        self.entering.add(caller)
+        self.selector.register(connection, selectors.EVENT_WRITE, caller)
+
+    def _greet(self, caller: Caller) -> None:
+        self.selector.modify(caller.connection, selectors.EVENT_READ, caller)
+        caller.connection.sendall(next(caller.says))
+
+    def _hear(self, caller: Caller) -> None:
+        try:
+            data = caller.connection.recv(1 << 20)
+        except OSError:
+            data = b""
+        if not data:
+            self._leave(caller)
+            self.to_come.append((time.monotonic() + _PAUSE_SECONDS, caller.rank))
+            self.lost += 1
+            return
+        caller.heard.append(data)
+        if not data.endswith(b"\n"):
+            return
+        line = b"".join(caller.heard)
+        caller.heard.clear()
+        try:
+            caller.connection.sendall(caller.says.send(line))
+        except StopIteration:
+            self._leave(caller)
+            self.through += 1
+        self.entering.discard(caller)  # the first answer lets it in
+
+    def _leave(self, caller: Caller) -> None:
+        self.selector.unregister(caller.connection)
+        caller.connection.close()
+        self.entering.discard(caller)

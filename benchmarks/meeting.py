@@ -1,0 +1,328 @@
+"""What does it cost to meet? The roll call with the start-up proof, against connections alone.
+
+    python benchmarks/meeting.py [--rounds 20] [--save FILE]
+
+Two real ranks, torch imported before the clock starts, against torch's own rendezvous of the same
+round: a TCPStore and a barrier in it. And 512 and 4,096 ranks, against as many callers of a server
+that reads a line and answers one: rank 0 is the real one, in this process; the others are
+simulated by one other process, which speaks their protocol with proofs and entries such as theirs
+(eight to a pretended host). It makes no roll of what it receives, except for one rank: a real
+process unpacks one, not thousands, on the same core. Everything goes over loopback.
+"""
+
+import argparse
+import datetime
+import functools
+import json
+import multiprocessing
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import crowd
+import torch
+from measure import describe, facts, order, save, summary, table
+from torch.distributed import TCPStore
+
+from hpctrain import meeting, open_files, proof
+from hpctrain.arguments import Options
+from hpctrain.launchers.base import MeetingPoint
+from hpctrain.meeting import Roll
+from hpctrain.meeting.messages import Credentials, Entry, decode, encode, unpack
+from hpctrain.meeting.place import LOOPBACK, ports
+from hpctrain.meeting.roll import call_roll
+from hpctrain.threads import Threads
+from hpctrain.world import World
+
+MEET, STORE = "meet", "TCPStore and a barrier"
+AT_ONCE, BARE = "meet, all call at once", "a line each way"
+CROWDS = (512, 4096)
+CROWD_ROUNDS = 5  # they take seconds: only in the first rounds
+TIMEOUT = 120.0
+# Callers at once who have no answer yet. Each real rank answers for itself; one process for all of
+# them that greets everybody first is slow to answer as no real rank is.
+WINDOW = 64
+CONTEXT = multiprocessing.get_context("forkserver")
+Figures = dict[str, float]
+
+
+def introduce() -> Entry:
+    """What a rank of a Session says of itself."""
+    settings = Options.of(None, {}).deciding()
+    return {**proof.entry(torch.device("cpu"), settings), **Threads.here(os.environ).entry()}
+
+
+def prove(spent: Figures, roll: Roll) -> None:
+    """The start-up proof as a Session has it, timed."""
+    start = time.perf_counter()
+    proof.check(roll.entries, [roll.hosts[host] for host in roll.host_of_rank])
+    spent["check_s"] = time.perf_counter() - start
+
+
+# Two real ranks.
+
+
+def meet(rank: int, key: str) -> Figures:
+    """A rank of two on one host, all that it does before its backend."""
+    start = time.perf_counter()
+    entry = introduce()
+    spent = {"entry_s": time.perf_counter() - start}
+    host = os.uname().nodename
+    meeting.meet(
+        World(rank, 2, rank, 2, 0, 1, (host,), "env"),
+        MeetingPoint(key, host, LOOPBACK),
+        entry,
+        TIMEOUT,
+        check=functools.partial(prove, spent),
+    )
+    return spent
+
+
+def rendezvous(rank: int, port: int, kept: list[TCPStore]) -> Figures:
+    """What torch's init_process_group needs at least, and all ranks at its end."""
+    limit = datetime.timedelta(seconds=TIMEOUT)
+    store = TCPStore(LOOPBACK, port, 2, is_master=rank == 0, timeout=limit)
+    kept.append(store)  # rank 0's serves the other one
+    if store.add("came", 1) == 2:
+        store.set("all", "yes")
+    store.wait(["all"])
+    return {}
+
+
+def real_rank(pipe: Any, gate: Any, arm: str, rank: int, where: tuple[str, int]) -> None:
+    """One rank: both pass the gate, and the clock runs from there."""
+    torch.set_num_threads(1)
+    key, port = where
+    kept: list[TCPStore] = []
+    gate.wait(TIMEOUT)
+    start = time.monotonic()
+    spent = meet(rank, key) if arm == MEET else rendezvous(rank, port, kept)
+    pipe.send({"start": start, "end": time.monotonic(), **spent})
+    gate.wait(TIMEOUT)
+
+
+def pair(arm: str) -> Figures:
+    """Two fresh processes; seconds from both ready to both through."""
+    with socket.create_server((LOOPBACK, 0)) as free:
+        where = (secrets.token_hex(8), free.getsockname()[1])
+    gate = CONTEXT.Barrier(2)
+    both, _ = started(real_rank, [(gate, arm, rank, where) for rank in range(2)])
+    wall = max(one["end"] for one in both) - min(one["start"] for one in both)
+    if arm == STORE:
+        return {"wall_s": wall}
+    return {"wall_s": wall, "proof_s": max(one["entry_s"] for one in both) + both[0]["check_s"]}
+
+
+def started(
+    target: Callable[..., None],
+    arguments: Sequence[tuple[Any, ...]],
+    meanwhile: Callable[[], Figures] = dict,
+) -> tuple[list[Figures], Figures]:
+    """What each process that runs a function sent, and what was done here meanwhile."""
+    pipes, processes = [], []
+    for own in arguments:
+        ours, theirs = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=target, args=(theirs, *own))
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        done = meanwhile()
+        for pipe in pipes:
+            if not pipe.poll(TIMEOUT):
+                raise TimeoutError(f"no result within {TIMEOUT:.0f} s")
+        return [pipe.recv() for pipe in pipes], done
+    finally:
+        for pipe, process in zip(pipes, processes, strict=True):
+            process.join(5)
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+# A crowd.
+
+
+def await_listener(port: int) -> None:
+    """Until somebody listens there."""
+    limit = time.monotonic() + TIMEOUT
+    while time.monotonic() < limit:
+        with socket.socket() as probe:
+            if probe.connect_ex((LOOPBACK, port)) == 0:
+                return
+        time.sleep(0.01)
+    raise TimeoutError(f"nobody listens at port {port}")
+
+
+def simulated(pipe: Any, arm: str, size: int, key: str, port: int, common: Entry) -> None:
+    """All ranks above 0, in a process of their own."""
+    open_files.make_room(size)
+    rolls: list[bytes] = []
+    window = size if arm == AT_ONCE else WINDOW
+    if arm == BARE:
+        callers = crowd.Crowd(size - 1, lambda _: crowd.one_line(), port, window)
+    else:
+        credentials = Credentials(key, "")
+        hellos = [json.dumps([n, size, crowd.entry(n, size, common)]) for n in range(size)]
+        callers = crowd.Crowd(
+            size - 1, lambda n: crowd.guest(credentials, n, hellos[n], rolls), port, window
+        )
+    await_listener(port)
+    start = time.monotonic()
+    callers.call(TIMEOUT)
+    figures = {"wall_s": time.monotonic() - start}
+    if rolls:
+        start = time.perf_counter()
+        roll = decode(rolls[0]) or {}
+        call_roll(unpack(roll["roll"], size), tuple(roll["addresses"]), roll["port"])
+        figures["unpack_s"] = time.perf_counter() - start
+        figures |= {"roll_bytes": len(rolls[0]), "lost": callers.lost}
+    pipe.send(figures)
+
+
+def serve(size: int, port: int) -> None:
+    """The yardstick: to each caller a line for a line."""
+    answer = encode({"start": "0" * 32, "challenge": Credentials.challenge()})
+    selector, answered = selectors.DefaultSelector(), 0
+    with socket.create_server((LOOPBACK, port), backlog=4096) as listener:
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ)
+        while answered < size - 1:
+            for key, _ in selector.select(TIMEOUT):
+                if key.fileobj is listener:
+                    connection, _ = listener.accept()
+                    connection.setblocking(False)
+                    selector.register(connection, selectors.EVENT_READ, connection)
+                    continue
+                said = key.data.recv(1 << 16)
+                if said:
+                    key.data.sendall(answer)
+                    answered += 1
+                selector.unregister(key.data)
+                key.data.close()
+    selector.close()
+
+
+def gathered(arm: str, size: int) -> Figures:
+    """Rank 0 here and a crowd; seconds from the first call until the last may begin."""
+    key, common = secrets.token_hex(8), introduce()
+    own = crowd.entry(0, size, common)
+    hosts = tuple(own["world"]["hosts"])
+    world = World(0, size, 0, crowd.PER_HOST, 0, len(hosts), hosts, "slurm")
+    point = MeetingPoint(key, hosts[0], LOOPBACK, pretended=True)
+    port = ports(point)[0]
+    spent: Figures = {}
+
+    def rank_0() -> Figures:
+        cpu = time.process_time()
+        if arm == BARE:
+            serve(size, port)
+        else:
+            check = functools.partial(prove, spent)
+            met = meeting.meet(world, point, own, TIMEOUT, check=check)
+            if met.listener:
+                met.listener.close()
+        return {"cpu_s": time.process_time() - cpu, **spent}
+
+    [others], ours = started(simulated, [(arm, size, key, port, common)], rank_0)
+    return others | ours
+
+
+# All of them.
+
+
+def measure(rounds: int) -> dict[str, dict[str, list[Figures]]]:
+    """By ranks and arm the figures, one for each round that the arm took part in."""
+    arms: dict[tuple[int, str], Callable[[], Figures]] = {
+        (2, arm): functools.partial(pair, arm) for arm in (STORE, MEET)
+    }
+    crowds: dict[tuple[int, str], Callable[[], Figures]] = {
+        (size, arm): functools.partial(gathered, arm, size)
+        for size in CROWDS
+        for arm in (BARE, MEET, AT_ONCE)
+    }
+    figures: dict[str, dict[str, list[Figures]]] = {str(size): {} for size in (2, *CROWDS)}
+    for arm in arms.values():
+        arm()  # the first start of the server brings torch
+    for number in range(rounds):
+        taking_part = arms | crowds if number < CROWD_ROUNDS else arms
+        names = list(taking_part)
+        for place in order([str(n) for n in range(len(names))], number):
+            size, name = names[int(place)]
+            figures[str(size)].setdefault(name, []).append(taking_part[size, name]())
+    return figures
+
+
+def evaluate(base: str, arms: dict[str, list[Figures]]) -> dict[str, dict[str, Any]]:
+    """Per arm each of its figures, and its time to the yardstick's of the same round."""
+    results: dict[str, dict[str, Any]] = {}
+    for name, own in arms.items():
+        results[name] = {what: summary([one[what] for one in own]) for what in own[0]}
+        results[name]["all"] = own
+        if name != base:
+            pairs = list(zip(own, arms[base], strict=True))
+            results[name]["ratio"] = summary([a["wall_s"] / b["wall_s"] for a, b in pairs])
+            results[name]["more_s"] = summary([a["wall_s"] - b["wall_s"] for a, b in pairs])
+    return results
+
+
+# What is shown of an arm: its figure, what one of its unit is in those kept, and how it is said.
+COLUMNS = {
+    "ms": ("wall_s", 1e-3, ".1f"),
+    "× yardstick": ("ratio", 1, ".2f"),
+    "ms more": ("more_s", 1e-3, ".1f"),
+    "the proof, ms": ("proof_s", 1e-3, ".1f"),
+    "rank 0's CPU, ms": ("cpu_s", 1e-3, ".0f"),
+    "its check, ms": ("check_s", 1e-3, ".1f"),
+    "a roll, kB": ("roll_bytes", 1e3, ".1f"),
+    "to unpack, ms": ("unpack_s", 1e-3, ".1f"),
+    "sent away": ("lost", 1, ".0f"),
+}
+
+
+def show(size: str, results: dict[str, dict[str, Any]]) -> str:
+    """The results of one number of ranks, for people."""
+    columns = {
+        title: column
+        for title, column in COLUMNS.items()
+        if any(column[0] in result for result in results.values())
+    }
+    rows = [(f"{size} ranks", *columns)]
+    for name, result in results.items():
+        cells = []
+        for what, unit, form in columns.values():
+            figures = result.get(what)
+            scaled = figures and {k: v / unit for k, v in figures.items()}
+            cells.append(describe(scaled, form) if scaled else "")
+        rows.append((name, *cells))
+    return table(rows) + "\n"
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description="The cost of the roll call.")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default: 20")
+    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error("a spread needs --rounds 2 or more")
+    CONTEXT.set_forkserver_preload(["torch.distributed", "hpctrain.session"])
+    open_files.make_room(max(CROWDS))
+    record = facts(["hpctrain", "torch"])
+    results = {
+        size: evaluate(STORE if size == "2" else BARE, arms)
+        for size, arms in measure(arguments.rounds).items()
+    }
+    for size, result in results.items():
+        print(show(size, result))
+    print("Medians, with their 95 % intervals; ratios and differences round by round.")
+    save(arguments.save, {"benchmark": "meeting", **record, "results": results})
+
+
+if __name__ == "__main__":
+    main()
