@@ -145,7 +145,7 @@ class Guest:
                     break
         finally:
             for attempt in list(self.attempts.values()):
-                self._drop(attempt)
+                self._drop(attempt, self.answers.get(attempt.place, "no answer"))
         raise self._lost()
 
     def _places(self) -> list[tuple[str, int]]:
@@ -232,9 +232,8 @@ class Guest:
         for attempt in [one for one in self.attempts.values() if one.began < limit]:
             self._drop(attempt, "no answer")
 
-    def _drop(self, attempt: _Attempt, why: str = "") -> None:
-        if why:
-            self.answers[attempt.place] = why
+    def _drop(self, attempt: _Attempt, why: str) -> None:
+        self.answers[attempt.place] = why
         if attempt.connection in self.selector.get_map():
             self.selector.unregister(attempt.connection)
         attempt.connection.close()
@@ -272,7 +271,8 @@ class Guest:
     def _seen(self) -> str:
         """What became of the last attempt at each address."""
         seen: dict[str, list[str]] = {}
-        for (address, port), why in self.answers.items():
+        answers = dict.fromkeys(self.attempts, "no answer yet") | self.answers
+        for (address, port), why in answers.items():
             seen.setdefault(f"{address}: {why}", []).append(str(port))
         names = {address: name for name, address in self.names.resolve(self.hosts)}
         said = [*([self.gone] if self.gone else []), *self.names.wrong.values()]

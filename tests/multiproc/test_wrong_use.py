@@ -111,6 +111,24 @@ def waits_shortly():
     hpctrain.Session(batch_size=1, start_timeout=1)
 
 
+def with_another(what):
+    """Rank 2 differs from the others."""
+    rank = hpctrain.detect().rank
+    if rank == 2 and what == "torch":
+        torch.__version__ = "2.6.0"
+    sys.argv = ["other.py"] if rank == 2 and what == "script" else ["train.py"]
+    hpctrain.Session(batch_size=1, seed=int(rank == 2 and what == "--seed"), start_timeout=20)
+
+
+@pytest.mark.parametrize("what", ["torch", "script", "--seed"])
+def test_ranks_that_would_not_train_the_same_are_refused_by_all(what):
+    for result in ranks.run(3, with_another, what):
+        assert isinstance(result, hpctrain.HpctrainError), result
+        assert result.exit_code == 2
+        assert what in str(result)
+        assert "on rank 2 (node1)" in str(result)
+
+
 def never_connects():
     """Rank 2 is stuck between the meeting and the backend, or seems to be: its host was cut off."""
     if hpctrain.detect().rank == 2:
