@@ -81,15 +81,17 @@ class FileBoard:
     """A file in a folder that all hosts see.
 
     Args:
-        folder: made where it is missing.
+        folder: made where it is missing, for as long as the word is there.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
+        self._made = False
         self.where = f"a file in {self._folder}"
 
     def write(self, name: str, word: bytes) -> None:
         """By a temporary name, so that nobody reads a half."""
+        self._made = not self._folder.exists()
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(name)
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
@@ -106,9 +108,11 @@ class FileBoard:
             return None
 
     def clear(self, name: str) -> None:
-        """Remove the file."""
+        """Remove the file, and its folder if that was not there before and is empty."""
         with contextlib.suppress(OSError):
             self._path(name).unlink()
+            if self._made:
+                self._folder.rmdir()
 
     def _path(self, name: str) -> Path:
         return self._folder / f".meeting-{name}"

@@ -10,8 +10,8 @@ its own host name, addresses and /etc/hosts, and shares all other files with the
 cluster with a shared file system. The hosts' cables end in bridges inside one more network
 namespace, so that the machine's own network stays as it is. It needs root, and no systemd.
 
-Every node has what makes addresses hard to choose on real ones: a slow second network, a docker0
-with the same address everywhere, and its own name at 127.0.1.1.
+Every node has what makes addresses hard to choose on real ones: a slow second network, IPv6 on
+both, a docker0 with the same address everywhere, and its own name at 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -131,6 +131,11 @@ def address6(host: str, interface: str = "eth0") -> str:
     return f"{IPV6_NETWORKS[interface]}{ADDRESSES[host]}"
 
 
+def has_ipv6() -> bool:
+    """Say whether this kernel has IPv6; without it, the hosts have IPv4 alone."""
+    return Path("/proc/net/if_inet6").exists()
+
+
 def hosts_text(host: str) -> str:
     """Return a hosts file as Debian's installer and a site's administrator leave it together."""
     names = [f"{address(other)} {other}" for other in ADDRESSES if other != host]
@@ -227,7 +232,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def without_slow_ipv4(self, host: str) -> Iterator[None]:
-        """Take the IPv4 address of the second network from a host for a while; Slurm has none."""
+        """Take the second network's IPv4 address from a host for a while; Slurm needs it not."""
         own = f"{SLOW_NETWORK}.{ADDRESSES[host]}/24 dev eth1"
         self._ip(host, [f"address del {own}"])
         try:
@@ -349,6 +354,7 @@ class Cluster:
                     *(
                         f"address add {address6(host, interface)}/64 dev {interface} nodad"
                         for interface in IPV6_NETWORKS
+                        if has_ipv6()
                     ),
                     "link add name docker0 up type bridge",
                     f"address add {DOCKER_ADDRESS} dev docker0",
