@@ -242,11 +242,12 @@ class Guest:
 
     def _talk(self, connection: socket.socket, challenge: str) -> tuple[Roll, str] | None:
         """Say who this is, and wait for the roll; None where the connection was lost."""
-        keep_alive(connection)
-        peer = str(connection.getpeername()[0])
+        peer = "rank 0"
         hello = json.dumps([self.world.rank, self.world.world_size, self.entry])
         proof = self.credentials.proof("guest", challenge, hello)
         try:
+            peer = str(connection.getpeername()[0])
+            keep_alive(connection)
             connection.settimeout(GRACE_SECONDS)
             connection.sendall(encode({"proof": proof, "hello": hello}))
             # As long as rank 0 waits for others; if it is lost, the connection ends by itself.

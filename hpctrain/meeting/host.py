@@ -43,6 +43,8 @@ class _Caller:
 
     connection: socket.socket
     came: float
+    peer: str  # its address, and the one that it called
+    own: str
     heard: bytearray = field(default_factory=bytearray)
     unsent: memoryview = field(default_factory=lambda: memoryview(b""))
     challenge: str = ""
@@ -177,14 +179,15 @@ class Host:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self.listener.accept()
+            connection, peer = self.listener.accept()
+            own = connection.getsockname()
         except OSError:
             # It left before it was let in; or there is room for no more files.
             for stranger in list(self.strangers)[:1]:
                 self._dismiss(stranger)
             return
         connection.setblocking(False)
-        caller = _Caller(connection, time.monotonic())
+        caller = _Caller(connection, time.monotonic(), _plain(peer[0]), _plain(own[0]))
         self.strangers[caller] = None
         self.selector.register(connection, selectors.EVENT_READ, caller)
 
@@ -228,10 +231,10 @@ class Host:
             return
         try:
             rank, size, entry = _read(hello)
-        except ValueError:
+            keep_alive(caller.connection)
+        except (ValueError, OSError):
             self._dismiss(caller)
             return
-        keep_alive(caller.connection)
         self.strangers.pop(caller, None)
         caller.rank = rank
         self._check_place(rank, size, entry)
@@ -358,13 +361,12 @@ class Host:
         own = self.entries[0]["address"] or LOOPBACK
         for rank in range(1, self.world.world_size):
             if self.entries[rank]["host"] != home and not self.entries[0]["address"]:
-                own = _plain(self.callers[rank].connection.getsockname()[0])
+                own = self.callers[rank].own
                 break
         return tuple(
             own
             if rank == 0 or self.entries[rank]["host"] == home
-            else self.entries[rank]["address"]
-            or _plain(self.callers[rank].connection.getpeername()[0])
+            else self.entries[rank]["address"] or self.callers[rank].peer
             for rank in range(self.world.world_size)
         )
 

@@ -4,6 +4,7 @@ import dataclasses
 import http.server
 import json
 import socket
+import struct
 import threading
 import time
 import uuid
@@ -84,15 +85,20 @@ def knock(port):
 
 
 @contextmanager
-def introduced(point, rank, size, secret=""):
+def introduced(point, rank, size, secret="", host="a"):
     """A connection to rank 0 that has said who it is, by the protocol alone."""
     credentials = Credentials(point.key, secret)
     with knock(ports(point)[0]) as connection, connection.makefile() as reader:
         connection.sendall(encode({"start": credentials.start, "challenge": "mine"}))
         answer = json.loads(reader.readline())
         assert credentials.proves(answer["proof"], "host", "mine")
-        place = {"local_rank": rank, "node_rank": None, "hosts": None, "launcher": "env"}
-        entry = {"host": "a", "pid": 1, "address": None, "world": place}
+        place = {
+            "local_rank": rank if host == "a" else 0,
+            "node_rank": None,
+            "hosts": None,
+            "launcher": "env",
+        }
+        entry = {"host": host, "pid": 1, "address": None, "world": place}
         hello = json.dumps([rank, size, entry])
         proof = credentials.proof("guest", answer["challenge"], hello)
         connection.sendall(encode({"hello": hello, "proof": proof}))
@@ -583,3 +589,19 @@ def test_a_roll_comes_out_as_it_went_in(entries):
 def test_a_roll_says_once_what_all_have_in_common():
     entries = [{"versions": "torch 2.15.0" * 50, "rank": rank} for rank in range(1000)]
     assert len(pack(entries)) < 10 * len(entries)
+
+
+def test_a_rank_whose_connection_is_reset_after_its_word_is_named_to_the_others(
+    start, key, monkeypatch
+):
+    monkeypatch.setattr(meeting.host, "GRACE_SECONDS", 0.5)
+    for rank in range(2):
+        start(World(rank, 3, 0), meeting_point("ab"[rank], key), timeout=3.0)
+    with introduced(meeting_point("c", key), 2, 3, host="c") as reader:
+        reset = struct.pack("ii", 1, 0)
+        reader.buffer.raw._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+    for outcome in start.ended():
+        assert isinstance(outcome, StartError)
+        # Whichever rank 0 sees first: that all have come, or that one has gone.
+        heard = "rank 2 of 3 came and did not hear the roll" in outcome.found
+        assert heard or "rank 2 on c came and was lost" in outcome.found
