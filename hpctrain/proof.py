@@ -232,9 +232,16 @@ def _program(ranks: _Ranks) -> Iterable[Difference]:
         ("code", "the script and the modules beside it differ: version", "copy the code again"),
         ("network", "NCCL's and gloo's variables differ:", "export them for all ranks alike"),
     ):
-        groups = ranks.by_value(lambda one, subject=subject: str(one[subject]))  # type: ignore[misc]
+        groups = ranks.by_value(lambda one, subject=subject: _text(one[subject]))  # type: ignore[misc]
         if len(groups) > 1:
             yield Difference(subject, ranks.say(groups, name), "the same on all ranks", fix, False)
+
+
+def _text(value: object) -> str:
+    """To be compared and shown; each host may have interfaces of its own."""
+    if isinstance(value, Mapping):
+        value = {name: v for name, v in value.items() if not name.endswith("_IFNAME")}
+    return str(value)
 
 
 def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:

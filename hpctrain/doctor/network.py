@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from hpctrain.doctor.asking import SECONDS, within
 from hpctrain.doctor.findings import OK, PROBLEM, WARNING, Finding, plain
+from hpctrain.launchers.base import is_loopback
 from hpctrain.meeting import interfaces
 
 __all__ = ["examine", "judge_interfaces", "judge_name"]
@@ -35,7 +36,7 @@ def judge_interfaces(found: Mapping[str, Sequence[str]]) -> Finding:
         found: by interface, its addresses.
     """
     text = "; ".join(f"{name} {' '.join(own)}" for name, own in found.items())
-    if not any(not interfaces.is_loopback(a) for own in found.values() for a in own):
+    if not any(not is_loopback(a) for own in found.values() for a in own):
         found_text = f"{text or 'none'}: no other host can be reached"
         return Finding("interfaces", OK, found_text)
     return Finding("interfaces", OK, text)
@@ -59,6 +60,6 @@ def judge_name(name: str, answer: Sequence[str] | str | None, reachable: Sequenc
         fix = f"echo '{own} {name}' >> /etc/hosts    (as root)"
         return Finding("host name", PROBLEM, f"{name} does not resolve: {answer}", fix)
     found = f"{name} is {', '.join(answer)}"
-    if answer and all(interfaces.is_loopback(address) for address in answer):
+    if answer and all(is_loopback(address) for address in answer):
         found += ": this host alone; hpctrain takes the address by which the ranks reached it"
     return Finding("host name", OK, found)

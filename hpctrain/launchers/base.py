@@ -24,12 +24,17 @@ __all__ = [
     "Store",
     "host_list",
     "hosts_of_job",
+    "is_loopback",
 ]
 
 Environ = Mapping[str, str]
 _REQUIRED = ("rank", "world_size", "local_rank")
-# What leads to the host that asks, whichever that is. (127.0.1.1 is a host's own name for itself.)
-_LOOPBACK = re.compile(r"(?:localhost|127\..*|::1)\Z")
+# What leads to the host that asks, whichever that is. (127.0.1.1 is a host's own name for itself;
+# who calls 0.0.0.0 calls itself.)
+_LOOPBACK = re.compile(
+    r"(?:localhost(?:[46]?\..*)?|ip6-(?:localhost|loopback)|(?:::ffff:)?127\..*|::1|0\.0\.0\.0|::)\Z",
+    re.IGNORECASE,
+)
 # Agents that found each other at that address before they started the ranks.
 _MEETS_ITSELF = frozenset({"torchrun"})
 
@@ -104,6 +109,11 @@ def host_list(env: Environ, name: str) -> tuple[str, ...]:
         return tuple(expand(env.get(name, "")))
     except UsageError as error:
         raise ContradictionError(f"{name}: {error.found}", error.expected, error.fix) from None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, or a name for it, leads to the host that asks, whichever that is."""
+    return _LOOPBACK.match(address) is not None
 
 
 def hosts_of_job(env: Environ) -> tuple[str, ...]:
@@ -229,8 +239,8 @@ class Launcher(ABC):
         address, port = self.main(env, world)
         given = env.get(variables.MAIN_ADDRESS)
         pretended = bool(env.get(variables.HOSTNAME))
-        if not given and not pretended:
-            self._refuse_loopback(env, world, address)
+        if not pretended:
+            self._refuse_loopback(env, world, given or address)
         return MeetingPoint(
             key=self.key(env),
             host=env.get(variables.HOSTNAME) or socket.gethostname(),
@@ -266,18 +276,17 @@ class Launcher(ABC):
         return False
 
     def _refuse_loopback(self, env: Environ, world: World, address: str | None) -> None:
-        if (
-            self.name not in _MEETS_ITSELF
-            and world.on_one_host is False
-            and _LOOPBACK.match(address or "")
-        ):
+        if address is None or self.name in _MEETS_ITSELF or world.on_one_host is not False:
+            return
+        if is_loopback(address):
+            name = variables.MAIN_ADDRESS if env.get(variables.MAIN_ADDRESS) else "MASTER_ADDR"
             raise ContradictionError(
-                f"MASTER_ADDR={address}, and the ranks of {self.name} are on "
+                f"{name}={address}, and the ranks of {self.name} are on "
                 f"{world.num_nodes or 'several'} hosts: from each of them it leads to itself",
                 "an address of rank 0's host that the others reach",
-                "unset MASTER_ADDR"
+                f"unset {name}"
                 if self.knows_rank_0 or hosts_of_job(env)
-                else "export MASTER_ADDR=HOST    (the host of rank 0, the same on all ranks)",
+                else f"export {name}=HOST    (the host of rank 0, the same on all ranks)",
             )
 
 

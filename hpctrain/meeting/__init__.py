@@ -11,10 +11,10 @@ The messages are lines of JSON:
     rank → rank 0   {"start": …, "challenge": …}
     rank 0 → rank   {"start": …, "proof": …, "challenge": …}      at once: this is the right place
     rank → rank 0   {"proof": …, "hello": "[rank, world size, entry]"}
-    rank 0 → rank   {"roll": …, "addresses": […], "port": …, "nonce": …}
+    rank 0 → rank   {"proof": …} {"roll": …, "addresses": […], "port": …, "nonce": …}
     rank → rank 0   {"heard": …}
-    rank 0 → rank   {"begin": true}         or, in place of roll or begin,
-                    {"error": [found, expected, fix], "code": …}
+    rank 0 → rank   {"proof": …} {"begin": true}         or, in place of roll or begin,
+                    {"proof": …} {"error": [found, expected, fix], "code": …}
 
 `messages.Credentials` says what the proofs prove.
 """

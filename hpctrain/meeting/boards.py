@@ -65,12 +65,15 @@ class HorovodBoard:
         """Nothing: the server ends with its start."""
 
     def _ask(self, method: str, name: str, body: bytes | None) -> bytes | None:
-        connection = http.client.HTTPConnection(*self._place, timeout=_ANSWER_SECONDS)
+        try:
+            connection = http.client.HTTPConnection(*self._place, timeout=_ANSWER_SECONDS)
+        except http.client.InvalidURL:
+            return None
         try:
             connection.request(method, f"/hpctrain/{name}", body)
             answer = connection.getresponse()
             said = answer.read()
-        except (OSError, http.client.HTTPException):
+        except (OSError, UnicodeError, http.client.HTTPException):
             return None
         finally:
             connection.close()

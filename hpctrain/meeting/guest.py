@@ -1,19 +1,18 @@
 """The side of a rank above 0: it finds rank 0, says who it is, and waits for the roll."""
 
-import errno
+import hashlib
+import ipaddress
 import json
-import os
 import selectors
-import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 from hpctrain import variables
 from hpctrain.errors import StartError, repeated
 from hpctrain.launchers.base import MeetingPoint
 from hpctrain.meeting.boards import Board
+from hpctrain.meeting.knock import Knock
 from hpctrain.meeting.messages import (
     GRACE_SECONDS,
     LONGEST_GREETING,
@@ -24,19 +23,22 @@ from hpctrain.meeting.messages import (
     Entry,
     decode,
     encode,
+    keep_alive,
     unpack,
 )
 from hpctrain.meeting.place import Names, hosts_to_ask, ports
 from hpctrain.meeting.roll import Roll, call_roll
 from hpctrain.world import World
 
-__all__ = ["Guest", "keep_alive"]
+__all__ = ["Guest"]
 
 # Connections under way at once: a stranger that accepts and says nothing holds one of them, and
 # delays nobody. A rank 0 with thousands of callers may well take some seconds.
 _ATTEMPTS = 16
 _ATTEMPT_SECONDS = 20.0
 _CROWDED_SECONDS = 1.0  # that is left to the oldest of them where another place waits its turn
+# From one connection to the next, where hosts refuse them: many ranks may ask many hosts.
+_BRAKE_SECONDS = 0.002
 # Given to a connection before the next one is tried beside it ("Happy Eyeballs", RFC 8305).
 _HEAD_START_SECONDS = 0.05
 _PAUSES = (0.005, 0.5)  # from one round of all places to the next, growing
@@ -44,18 +46,6 @@ _PAUSES = (0.005, 0.5)  # from one round of all places to the next, growing
 # the questions of a large start.
 _HOPELESS_SECONDS = 10.0
 _BOARD_SECONDS = (0.1, 2.0)  # from one look at the board to the next: before a word, and after
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """A connection that may be to rank 0."""
-
-    connection: socket.socket
-    place: tuple[str, int]
-    challenge: str
-    began: float
-    heard: bytearray = field(default_factory=bytearray)
-    greeted: bool = False
 
 
 class Guest:
@@ -90,7 +80,7 @@ class Guest:
         self.names = Names(point.host, point.pretended or bool(world.on_one_host))
         self.ports = ports(point)
         self.selector = selectors.DefaultSelector()
-        self.attempts: dict[tuple[str, int], _Attempt] = {}
+        self.attempts: dict[tuple[str, int], Knock] = {}
         self.answers: dict[tuple[str, int], str] = {}
         self.gone = ""  # what became of a rank 0 that was there
         self.word: list[tuple[str, int]] = []
@@ -106,16 +96,17 @@ class Guest:
             StartError: rank 0 cannot be found, or went away.
             HpctrainError: what rank 0 found wrong.
         """
-        while True:
-            connection, challenge = self._find()
-            with connection:
-                outcome = self._talk(connection, challenge)
-            if outcome is not None:
-                return outcome
-            # It may have been the last moment of an earlier start, but that does not last.
-            self.deadline = min(self.deadline, time.monotonic() + _HOPELESS_SECONDS)
+        with self.selector:
+            while True:
+                knock, challenge = self._find()
+                with knock.connection:
+                    outcome = self._talk(knock, challenge)
+                if outcome is not None:
+                    return outcome
+                # It may have been the last moment of an earlier start, but that does not last.
+                self.deadline = min(self.deadline, time.monotonic() + _HOPELESS_SECONDS)
 
-    def _find(self) -> tuple[socket.socket, str]:
+    def _find(self) -> tuple[Knock, str]:
         """A connection to rank 0, which has proved that it is, and its challenge."""
         news = time.monotonic() + NEWS_SECONDS
         pause, rest = _PAUSES[0], 0.0
@@ -127,8 +118,10 @@ class Guest:
                 if place is not None:
                     self._try(place)
                 elif due and now >= rest:
-                    places = iter(self._places())
-                    rest = now + pause
+                    round_ = self._places()
+                    places = iter(round_)
+                    # Many ranks may ask many hosts.
+                    rest = now + pause * max(1.0, len(round_) / 64)
                     pause = min(2 * pause, _PAUSES[1])
                     continue  # and ask the first of them at once
                 later = 0.0 if due else now + _HEAD_START_SECONDS
@@ -163,58 +156,36 @@ class Guest:
         assert self.board is not None
         said = decode(self.board.read(self.credentials.start) or b"")
         try:
-            self.word = [(str(a), int(said["port"])) for a in said["addresses"]] if said else []
+            self.word = _read_word(said) if said else []
         except (KeyError, TypeError, ValueError):
             self.word = []  # somebody else's, or half of one
         self.next_look = time.monotonic() + _BOARD_SECONDS[bool(self.word)]
 
     def _try(self, place: tuple[str, int]) -> None:
         """Begin to connect."""
-        address, port = place
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        connection.setblocking(False)
-        attempt = _Attempt(connection, place, Credentials.challenge(), time.monotonic())
-        self.attempts[place] = attempt
-        code = connection.connect_ex((address, port))
-        if code not in (0, errno.EINPROGRESS):
-            self._drop(attempt, os.strerror(code))
+        try:
+            attempt = Knock(place, self.credentials)
+        except OSError as error:
+            self.answers[place] = error.strerror or str(error)
+            self.next_try = time.monotonic() + _BRAKE_SECONDS
             return
-        self.selector.register(connection, selectors.EVENT_WRITE, attempt)
+        self.attempts[place] = attempt
+        self.selector.register(attempt.connection, attempt.awaits, attempt)
         self.next_try = time.monotonic() + _HEAD_START_SECONDS
 
-    def _hear(self, attempt: _Attempt) -> tuple[socket.socket, str] | None:
+    def _hear(self, attempt: Knock) -> tuple[Knock, str] | None:
         """Go on with an attempt; the connection and the challenge if it leads to rank 0."""
-        connection = attempt.connection
         try:
-            if not attempt.greeted:
-                code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if code:
-                    raise OSError(code, os.strerror(code))
-                if connection.getsockname() == connection.getpeername():
-                    # On a free local port TCP can connect a socket to itself.
-                    raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-                greeting = {"start": self.credentials.start, "challenge": attempt.challenge}
-                connection.sendall(encode(greeting))  # within the socket's buffer
-                attempt.greeted = True
-                self.selector.modify(connection, selectors.EVENT_READ, attempt)
-                return None
-            data = connection.recv(LONGEST_GREETING)
-        except BlockingIOError:
-            return None
+            challenge = attempt.go_on()
         except OSError as error:
             self._drop(attempt, error.strerror or str(error))
             return None
-        attempt.heard += data
-        if b"\n" not in attempt.heard and data and len(attempt.heard) < LONGEST_GREETING:
+        if challenge is None:
+            self.selector.modify(attempt.connection, attempt.awaits, attempt)
             return None
-        answer = decode(bytes(attempt.heard).partition(b"\n")[0]) or {}
-        if self.credentials.proves(answer.get("proof"), "host", attempt.challenge):
-            self.selector.unregister(connection)
-            del self.attempts[attempt.place]
-            return connection, str(answer.get("challenge"))
-        self._drop(attempt, _other(answer, self.credentials.start))
-        return None
+        self.selector.unregister(attempt.connection)
+        del self.attempts[attempt.place]
+        return attempt, challenge
 
     def _has_room(self, now: float) -> bool:
         """Whether one more connection may begin; where an address swallows all calls, it makes way.
@@ -232,31 +203,29 @@ class Guest:
         for attempt in [one for one in self.attempts.values() if one.began < limit]:
             self._drop(attempt, "no answer")
 
-    def _drop(self, attempt: _Attempt, why: str) -> None:
+    def _drop(self, attempt: Knock, why: str) -> None:
         self.answers[attempt.place] = why
-        if attempt.connection in self.selector.get_map():
-            self.selector.unregister(attempt.connection)
+        self.selector.unregister(attempt.connection)
         attempt.connection.close()
         del self.attempts[attempt.place]
-        self.next_try = 0.0
+        self.next_try = time.monotonic() + _BRAKE_SECONDS
 
-    def _talk(self, connection: socket.socket, challenge: str) -> tuple[Roll, str] | None:
+    def _talk(self, knock: Knock, challenge: str) -> tuple[Roll, str] | None:
         """Say who this is, and wait for the roll; None where the connection was lost."""
-        peer = "rank 0"
+        connection, peer = knock.connection, knock.place[0]
         hello = json.dumps([self.world.rank, self.world.world_size, self.entry])
         proof = self.credentials.proof("guest", challenge, hello)
         try:
-            peer = str(connection.getpeername()[0])
             keep_alive(connection)
             connection.settimeout(GRACE_SECONDS)
             connection.sendall(encode({"proof": proof, "hello": hello}))
             # As long as rank 0 waits for others; if it is lost, the connection ends by itself.
             connection.settimeout(self.timeout + 2 * GRACE_SECONDS)
             with connection.makefile("rb") as reader:
-                roll = last = decode(reader.readline(LONGEST_LINE))
+                roll = last = self._read(reader, knock.challenge + challenge)
                 if roll is not None and "roll" in roll:
                     connection.sendall(encode({"heard": self.world.rank}))
-                    last = decode(reader.readline(LONGEST_LINE))
+                    last = self._read(reader, knock.challenge + challenge)
         except OSError as error:
             self.gone = f"{peer} answered, then was lost: {error.strerror or error}"
             return None
@@ -268,6 +237,15 @@ class Guest:
             raise repeated(found, expected, fix, last["code"])
         entries = unpack(roll["roll"], self.world.world_size)
         return call_roll(entries, tuple(roll["addresses"]), roll["port"]), roll["nonce"]
+
+    def _read(self, reader: BinaryIO, challenges: str) -> dict[str, Any] | None:
+        """A message of rank 0; None where there is none, or it is not rank 0's own."""
+        proof = (decode(reader.readline(LONGEST_GREETING)) or {}).get("proof")
+        line = reader.readline(LONGEST_LINE)
+        digest = hashlib.sha256(line).hexdigest()
+        return (
+            decode(line) if self.credentials.proves(proof, "message", challenges, digest) else None
+        )
 
     def _seen(self) -> str:
         """What became of the last attempt at each address."""
@@ -300,18 +278,13 @@ class Guest:
         )
 
 
-def _other(answer: dict[str, Any], start: str) -> str:
-    """Who it is that answered without the proof."""
-    if answer.get("start") == start:
-        return f"this start, with another {variables.SECRET}"
-    return "somebody else listens there"
+def _read_word(said: dict[str, Any]) -> list[tuple[str, int]]:
+    """The places in a word of rank 0.
 
-
-def keep_alive(connection: socket.socket) -> None:
-    """Let a connection to a host that was lost end by itself, within twenty seconds."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    # Keep-alive rests while something unacknowledged is under way.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
+    Raises:
+        KeyError, TypeError, ValueError: it is something else.
+    """
+    port = said["port"]
+    if type(port) is not int or not 0 < port < 1 << 16:
+        raise ValueError(port)
+    return [(str(ipaddress.ip_address(address)), port) for address in said["addresses"]]

@@ -1,28 +1,26 @@
-"""Rank 0's side: it listens, counts and tells."""
+"""Rank 0's side: it counts who came, and tells everyone."""
 
+import contextlib
+import dataclasses
 import json
-import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from hpctrain import variables
 from hpctrain.errors import ContradictionError, HpctrainError, StartError
-from hpctrain.launchers.base import MeetingPoint
+from hpctrain.launchers.base import MeetingPoint, is_loopback
 from hpctrain.meeting.boards import Board
-from hpctrain.meeting.guest import keep_alive
-from hpctrain.meeting.interfaces import is_loopback, reachable
+from hpctrain.meeting.callers import Caller, Callers, listen
+from hpctrain.meeting.interfaces import reachable
+from hpctrain.meeting.knock import Knock
 from hpctrain.meeting.messages import (
     GRACE_SECONDS,
-    LONGEST_GREETING,
-    LONGEST_HELLO,
     NEWS_SECONDS,
     Announce,
     Credentials,
     Entry,
-    decode,
     encode,
     pack,
 )
@@ -32,28 +30,14 @@ from hpctrain.world import World
 
 __all__ = ["Host"]
 
-# Strangers who say nothing are sent away after this, and the oldest of them when there are many.
-_STRANGER_SECONDS = 10.0
-_STRANGERS = 256
-
-
-@dataclass(slots=True, eq=False)
-class _Caller:
-    """A connection to rank 0: a rank, or a stranger until it has proved that it is one."""
-
-    connection: socket.socket
-    came: float
-    peer: str  # its address, and the one that it called
-    own: str
-    heard: bytearray = field(default_factory=bytearray)
-    unsent: memoryview = field(default_factory=lambda: memoryview(b""))
-    challenge: str = ""
-    rank: int | None = None
-    has_heard: bool = False
+_OWN_PORT = (
+    "start each rank once, and give every start a port of its own (MASTER_PORT or "
+    f"{variables.MAIN_PORT}) or a {variables.SECRET} of its own"
+)
 
 
 class Host:
-    """Rank 0: listens, counts, tells.
+    """Rank 0: counts and tells.
 
     Args:
         world, point: as its launcher has it.
@@ -64,6 +48,9 @@ class Host:
         announce: called with a line for people when waiting takes long.
         check: what is done with the roll before anybody else gets it; what it raises is told to
             all.
+
+    Raises:
+        StartError: no port is free.
     """
 
     def __init__(
@@ -78,6 +65,7 @@ class Host:
         check: Callable[[Roll], None],
     ) -> None:
         self.world = world
+        self.pretended = point.pretended
         self.credentials = credentials
         self.board = board
         self.timeout = timeout
@@ -85,61 +73,95 @@ class Host:
         self.check = check
         self.nonce = Credentials.challenge()
         self.entries: dict[int, Entry] = {0: entry}
-        self.callers: dict[int, _Caller] = {}
-        # Ranks too, until they have said who they are; all of them may call at once.
-        self.most_strangers = _STRANGERS + world.world_size
-        self.strangers: dict[_Caller, None] = {}  # a dict keeps the order in which they came
         self.lost: dict[int, str] = {}  # ranks that came and went, and their hosts
-        self.selector = selectors.DefaultSelector()
-        self.listener = listen(hosts_to_ask(world, point), ports(point), entry["host"])
-        self.selector.register(self.listener, selectors.EVENT_READ, None)
+        self.by_rank: dict[int, Caller] = {}
+        self.listener, taken = listen(hosts_to_ask(world, point), ports(point), entry["host"])
+        self.port = self.listener.getsockname()[1]
+        self.callers = Callers(
+            self.listener, credentials, world.world_size, self._arrived, self._left
+        )
+        self._look_for_twins(taken)
 
     def gather(self, own_listener: bool) -> tuple[Roll, str, socket.socket | None]:
         """The roll, the nonce, and the socket for the backend's store.
 
         Args:
             own_listener: whether the backend needs one.
+
+        Raises:
+            HpctrainError: what is wrong; all ranks that can be reached raise it too.
         """
         listener = None
         try:
             self._leave_word()
             self._wait()
-            addresses = self._addresses()
+            entries = tuple(self.entries[rank] for rank in range(self.world.world_size))
+            roll = call_roll(entries)
+            addresses = self._addresses(roll)
             if own_listener:
                 family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
                 listener = socket.create_server((addresses[0], 0), family=family, backlog=4096)
             port = listener.getsockname()[1] if listener else 0
-            entries = tuple(self.entries[rank] for rank in range(self.world.world_size))
-            roll = call_roll(entries, addresses, port)
+            roll = dataclasses.replace(roll, addresses=addresses, port=port)
             self.check(roll)
-            self._tell(
-                {"roll": pack(entries), "addresses": addresses, "port": port, "nonce": self.nonce}
-            )
+            self._tell(roll)
         except HpctrainError as error:
-            self._deliver(
-                {"error": [error.found, error.expected, error.fix], "code": error.exit_code}
-            )
+            said = [error.found, error.expected, error.fix]
+            self.callers.deliver({"error": said, "code": error.exit_code}, GRACE_SECONDS)
             if listener:
                 listener.close()
             raise
         finally:
             if self.board is not None:
                 self.board.clear(self.credentials.start)
-            for key in list(self.selector.get_map().values()):
-                if key.data is not None:
-                    key.data.connection.close()
-            self.listener.close()
-            self.selector.close()
+            self.callers.close()
         return roll, self.nonce, listener
+
+    def _look_for_twins(self, places: Sequence[tuple[str, int]]) -> None:
+        """See whether an earlier port is held by another rank 0 of this very start.
+
+        Two starts by hand under one name would otherwise share their ranks.
+        """
+        for place in places:
+            with contextlib.suppress(OSError):
+                knock = Knock(place, self.credentials)
+                self.callers.watch(knock.connection, knock.awaits, partial(self._twin, knock))
+
+    def _twin(self, knock: Knock, _events: int) -> None:
+        """Go on with a knock.
+
+        Raises:
+            ContradictionError: it is one; and it is told the same.
+        """
+        try:
+            challenge = knock.go_on()
+        except OSError:
+            self.callers.watch(knock.connection, 0, None)
+            knock.connection.close()
+            return
+        if challenge is None:
+            self.callers.watch(knock.connection, knock.awaits, partial(self._twin, knock))
+            return
+        entry = self.entries[0]
+        hello = json.dumps([0, self.world.world_size, entry])
+        proof = self.credentials.proof("guest", challenge, hello)
+        with contextlib.suppress(OSError):
+            knock.connection.sendall(encode({"proof": proof, "hello": hello}))
+        raise ContradictionError(
+            f"two processes say that they are rank 0: {entry['host']} pid {entry['pid']} and the "
+            f"one that listens at port {knock.place[1]} there",
+            "each rank once",
+            _OWN_PORT,
+        )
 
     def _leave_word(self) -> None:
         """Tell the board where this is."""
         if self.board is None:
             return
         own = [LOOPBACK] if self.world.on_one_host else [*reachable(), LOOPBACK]
-        word = {"addresses": own, "port": self.listener.getsockname()[1]}
+        word = json.dumps({"addresses": own, "port": self.port})
         try:
-            self.board.write(self.credentials.start, json.dumps(word).encode())
+            self.board.write(self.credentials.start, word.encode())
         except OSError as error:
             raise StartError(
                 f"rank 0 cannot leave word of its address in {self.board.where}: {error}",
@@ -160,91 +182,19 @@ class Host:
                     f"waiting for {waiting} of {self.world.world_size} since {now - started:.0f} s"
                 )
                 news = now + NEWS_SECONDS
-            self._attend(min(news, started + self.timeout) - now)
+            self.callers.attend(min(news, started + self.timeout) - now)
 
-    def _attend(self, seconds: float) -> None:
-        """Go on with whoever has something to say or to hear, within some seconds."""
-        for key, events in self.selector.select(max(0.0, seconds)):
-            if key.data is None:
-                self._accept()
-            elif events & selectors.EVENT_WRITE:
-                self._send(key.data)
-            else:
-                self._hear(key.data)
-        limit = time.monotonic() - _STRANGER_SECONDS
-        for stranger in list(self.strangers):
-            if stranger.came > limit and len(self.strangers) <= self.most_strangers:
-                break
-            self._dismiss(stranger)
+    def _arrived(self, caller: Caller, hello: str) -> None:
+        """Count a caller that belongs to this start.
 
-    def _accept(self) -> None:
-        try:
-            connection, peer = self.listener.accept()
-            own = connection.getsockname()
-        except OSError:
-            # It left before it was let in; or there is room for no more files.
-            for stranger in list(self.strangers)[:1]:
-                self._dismiss(stranger)
-            return
-        connection.setblocking(False)
-        caller = _Caller(connection, time.monotonic(), _plain(peer[0]), _plain(own[0]))
-        self.strangers[caller] = None
-        self.selector.register(connection, selectors.EVENT_READ, caller)
-
-    def _hear(self, caller: _Caller) -> None:
-        try:
-            data = caller.connection.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        caller.heard += data
-        line, newline, rest = bytes(caller.heard).partition(b"\n")
-        if newline:
-            caller.heard = bytearray(rest)
-            self._understand(caller, line)
-        elif not data or len(caller.heard) > (
-            LONGEST_HELLO if caller.challenge else LONGEST_GREETING
-        ):
-            self._dismiss(caller)
-
-    def _understand(self, caller: _Caller, line: bytes) -> None:
-        """A greeting, a hello, or that the roll was heard."""
-        said = decode(line) or {}
-        if caller.rank is not None:
-            caller.has_heard = "heard" in said
-        elif caller.challenge:
-            self._welcome(caller, said)
-        elif said.get("start") == self.credentials.start and "challenge" in said:
-            caller.challenge = Credentials.challenge()
-            proof = self.credentials.proof("host", str(said["challenge"]))
-            answer = {"start": said["start"], "proof": proof, "challenge": caller.challenge}
-            self._queue(caller, encode(answer))
-        else:
-            self._dismiss(caller)
-
-    def _welcome(self, caller: _Caller, said: dict[str, Any]) -> None:
-        """Count a caller who proves that it belongs to this start."""
-        hello = str(said.get("hello"))
-        if not self.credentials.proves(said.get("proof"), "guest", caller.challenge, hello):
-            self._dismiss(caller)
-            return
+        Raises:
+            ContradictionError: it cannot be one of these ranks.
+        """
         try:
             rank, size, entry = _read(hello)
-            keep_alive(caller.connection)
-        except (ValueError, OSError):
-            self._dismiss(caller)
+        except ValueError:
+            self.callers.dismiss(caller)
             return
-        self.strangers.pop(caller, None)
-        caller.rank = rank
-        self._check_place(rank, size, entry)
-        if rank in self.callers:
-            self.callers[rank].rank = None  # the same process came again
-        self.callers[rank] = caller
-        self.entries[rank] = entry
-        self.lost.pop(rank, None)
-
-    def _check_place(self, rank: int, size: int, entry: Entry) -> None:
         known = self.entries.get(rank)
         if size != self.world.world_size:
             raise ContradictionError(
@@ -258,82 +208,43 @@ class Host:
                 f"two processes say that they are rank {rank}: {known['host']} pid "
                 f"{known['pid']} and {entry['host']} pid {entry['pid']}",
                 "each rank once",
-                "start each rank once, and give every start a port of its own "
-                f"(MASTER_PORT or {variables.MAIN_PORT})",
+                _OWN_PORT,
             )
+        self.by_rank[rank] = caller  # in place of an earlier one, if the same process came again
+        self.entries[rank] = entry
+        self.lost.pop(rank, None)
 
-    def _dismiss(self, caller: _Caller) -> None:
-        self.selector.unregister(caller.connection)
-        caller.connection.close()
-        self.strangers.pop(caller, None)
-        if caller.rank is not None:
-            self.callers.pop(caller.rank, None)
-            entry = self.entries.pop(caller.rank, None)
-            if entry:
-                self.lost[caller.rank] = entry["host"]
+    def _left(self, caller: Caller) -> None:
+        for rank in [rank for rank, one in self.by_rank.items() if one is caller]:
+            del self.by_rank[rank]
+            self.lost[rank] = self.entries.pop(rank)["host"]
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _tell(self, roll: Roll) -> None:
         """Give all ranks the roll; go on when all have heard it, so that nobody was lost since.
 
         Raises:
             StartError: naming the ranks that did not hear it.
         """
         patience = GRACE_SECONDS + self.world.world_size / 500
-        self._deliver(message, patience, heard=True)
-        deaf = [r for r in range(1, self.world.world_size) if not self._heard(r)]
+        message = {
+            "roll": pack(roll.entries),
+            "addresses": roll.addresses,
+            "port": roll.port,
+            "nonce": self.nonce,
+        }
+        self.callers.deliver(message, patience, heard=True)
+        others = range(1, self.world.world_size)
+        deaf = [r for r in others if r not in self.by_rank or not self.by_rank[r].has_heard]
         if deaf:
-            hosts = dict.fromkeys(self.lost.get(r) or self.entries[r]["host"] for r in deaf)
+            names = [roll.hosts[roll.host_of_rank[rank]] for rank in deaf]
+            hosts = list(dict.fromkeys(names))
             raise StartError(
-                f"{_ranks(deaf)} of {self.world.world_size} came and did not hear the roll within "
-                f"{patience:.0f} s (on {', '.join(list(hosts)[:8])})",
+                f"{_ranks(deaf)} of {self.world.world_size} came and {_were(deaf)} lost: the roll "
+                f"was not heard on {', '.join(hosts[:8])}",
                 "all ranks, to the end of the start",
                 "look for the first error in their logs, and whether the host can be reached",
             )
-        self._deliver({"begin": True}, patience)
-
-    def _heard(self, rank: int) -> bool:
-        return rank in self.callers and self.callers[rank].has_heard
-
-    def _deliver(
-        self, message: dict[str, Any], patience: float = GRACE_SECONDS, heard: bool = False
-    ) -> None:
-        """Send a message to all ranks, also to one that is counted nowhere, as it is what is wrong.
-
-        Args:
-            message: to send.
-            patience: seconds until it is given up for those who do not take it.
-            heard: wait until they say that they have it.
-        """
-        line = encode(message)
-        keys = list(self.selector.get_map().values())
-        callers = [key.data for key in keys if key.data is not None and key.data.rank is not None]
-        for caller in callers:
-            self._queue(caller, line)
-        limit = time.monotonic() + patience
-        while callers and time.monotonic() < limit:
-            last = callers[-1]
-            owes = last.unsent or (heard and not last.has_heard)
-            if owes and last.connection.fileno() >= 0:
-                self._attend(limit - time.monotonic())
-            else:
-                callers.pop()  # who is done stays done: nobody is looked at again
-
-    def _queue(self, caller: _Caller, line: bytes) -> None:
-        """Send as much as the connection takes, and the rest when it takes more."""
-        caller.unsent = memoryview(bytes(caller.unsent) + line)
-        self._send(caller)
-
-    def _send(self, caller: _Caller) -> None:
-        try:
-            sent = caller.connection.send(caller.unsent)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            self._dismiss(caller)
-            return
-        caller.unsent = caller.unsent[sent:]
-        more = selectors.EVENT_WRITE if caller.unsent else 0
-        self.selector.modify(caller.connection, selectors.EVENT_READ | more, caller)
+        self.callers.deliver({"begin": True}, patience)
 
     def _absent(self) -> list[int]:
         return sorted(set(range(self.world.world_size)) - set(self.entries))
@@ -346,68 +257,41 @@ class Host:
         silent = [host for host in self.world.hosts or () if host not in seen]
         if silent:
             gone += f"; nothing was heard from {', '.join(silent[:8])}"
+        if self.callers.trouble:
+            gone += f"; callers were not let in: {self.callers.trouble}"
         return StartError(
             f"{_ranks(missing)} of {self.world.world_size} did not come within "
-            f"{self.timeout:.0f} s (came: {came}{gone}). Rank 0 listened at port "
-            f"{self.listener.getsockname()[1]} of {self.entries[0]['host']}",
+            f"{self.timeout:.0f} s (came: {came}{gone}). Rank 0 listened at port {self.port} of "
+            f"{self.entries[0]['host']}",
             "all ranks",
             "look for the first error in their logs; a slow file system needs a longer "
             "--start-timeout",
         )
 
-    def _addresses(self) -> tuple[str, ...]:
-        """By rank: of the interface that was asked for, else by which the ranks reached rank 0."""
-        home = self.entries[0]["host"]
-        own = self.entries[0]["address"] or LOOPBACK
-        for rank in range(1, self.world.world_size):
-            if self.entries[rank]["host"] != home and not self.entries[0]["address"]:
-                own = self.callers[rank].own
-                break
-        return tuple(
-            own
-            if rank == 0 or self.entries[rank]["host"] == home
-            else self.entries[rank]["address"] or self.callers[rank].peer
-            for rank in range(self.world.world_size)
-        )
+    def _addresses(self, roll: Roll) -> tuple[str, ...]:
+        """By rank: of the interface that was asked for, else by which the ranks reached rank 0.
 
-
-def listen(hosts: Sequence[str], candidates: Sequence[int], own: str) -> socket.socket:
-    """A socket on the first free port: for this host alone where that is enough.
-
-    Args:
-        hosts: where the others look for rank 0.
-        candidates: ports.
-        own: this host's name, for people.
-
-    Raises:
-        StartError: no port is free.
-    """
-    last: OSError | None = None
-    for port in candidates:
-        try:
-            if len(hosts) == 1 and is_loopback(hosts[0]):
-                family = socket.AF_INET6 if ":" in hosts[0] else socket.AF_INET
-                server = socket.create_server((hosts[0], port), family=family, backlog=4096)
-            elif socket.has_dualstack_ipv6():
-                server = socket.create_server(
-                    ("", port), family=socket.AF_INET6, backlog=4096, dualstack_ipv6=True
+        Raises:
+            ContradictionError: the interface is that of loopback, and there are several hosts.
+        """
+        host_of_rank, home = roll.host_of_rank, roll.host_of_rank[0]
+        for rank, entry in enumerate(roll.entries):
+            wrong = entry["address"] and is_loopback(entry["address"]) and not self.pretended
+            if len(roll.hosts) > 1 and wrong:
+                raise ContradictionError(
+                    f"the interface of rank {rank} on {entry['host']} has the address "
+                    f"{entry['address']}, and the ranks are on {len(roll.hosts)} hosts",
+                    "an interface that the other hosts reach",
+                    f"unset {variables.INTERFACE} {variables.GLOO_INTERFACE}",
                 )
-            else:
-                server = socket.create_server(("", port), backlog=4096)
-        except OSError as error:
-            last = error
-            continue
-        server.setblocking(False)
-        return server
-    raise StartError(
-        f"rank 0 can listen on none of the ports {', '.join(map(str, candidates))} of {own} "
-        f"({last})",
-        "a free port: another start may have taken this one"
-        if len(candidates) == 1
-        else "one free port",
-        f"export {variables.MAIN_PORT if len(candidates) > 1 else 'MASTER_PORT'}=PORT    (a free "
-        "one on the host of rank 0, the same on all ranks)",
-    )
+        elsewhere = [rank for rank, host in enumerate(host_of_rank) if host != home]
+        own = roll.entries[0]["address"] or (
+            self.by_rank[elsewhere[0]].own if elsewhere else LOOPBACK
+        )
+        return tuple(
+            own if host == home else roll.entries[rank]["address"] or self.by_rank[rank].peer
+            for rank, host in enumerate(host_of_rank)
+        )
 
 
 def _read(hello: str) -> tuple[int, int, Entry]:
@@ -422,7 +306,7 @@ def _read(hello: str) -> tuple[int, int, Entry]:
     rank, size, entry = said
     place = entry.get("world")
     whole = {"host", "pid", "address"} <= entry.keys() and isinstance(place, dict)
-    if not 0 < rank < size or not whole or not {"local_rank", "node_rank"} <= place.keys():
+    if not 0 <= rank < size or not whole or not {"local_rank", "node_rank"} <= place.keys():
         raise ValueError(hello)
     return rank, size, entry
 
@@ -433,6 +317,5 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def _plain(address: str) -> str:
-    """An IPv4 address that came over an IPv6 socket, as IPv4."""
-    return address.removeprefix("::ffff:")
+def _were(ranks: Sequence[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"

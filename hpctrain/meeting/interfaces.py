@@ -1,14 +1,14 @@
 """The network interfaces of this host and their addresses. Linux, no torch."""
 
 import fcntl
-import ipaddress
 import socket
 import struct
 from pathlib import Path
 
 from hpctrain.errors import UsageError
+from hpctrain.launchers.base import is_loopback
 
-__all__ = ["address_on", "addresses", "interface_of", "is_loopback", "reachable"]
+__all__ = ["address_on", "addresses", "interface_of", "reachable"]
 
 _SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address, linux/sockios.h
 _IPV6_TABLE = Path("/proc/net/if_inet6")
@@ -75,16 +75,6 @@ def reachable() -> list[str]:
         if not is_loopback(address)
     ]
     return [address for _, address in sorted(own, key=lambda pair: pair[0])]
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address, or the name localhost, leads to this host alone."""
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def _exists(name: str) -> bool:

@@ -5,6 +5,7 @@ import hashlib
 import hmac
 import json
 import secrets
+import socket
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = [
     "Entry",
     "decode",
     "encode",
+    "keep_alive",
     "pack",
     "unpack",
 ]
@@ -52,8 +54,8 @@ class Credentials:
 
     def __init__(self, key: str, secret: str) -> None:
         #: What the start is called in the open.
-        self.start = hashlib.sha256(f"hpctrain/{key}".encode()).hexdigest()[:32]
-        self._shared = hashlib.sha256(f"{secret}/{key}".encode()).digest()
+        self.start = hashlib.sha256(_bytes(f"start/{key}")).hexdigest()[:32]
+        self._shared = hmac.new(_bytes(f"shared/{secret}"), _bytes(key), "sha256").digest()
 
     @staticmethod
     def challenge() -> str:
@@ -64,8 +66,9 @@ class Credentials:
         """The answer to a challenge.
 
         Args:
-            side: "host" or "guest": an answer cannot be sent back to where it came from.
-            challenge: the other side's.
+            side: "host", "guest" or "message" (of the host, later): an answer is good for one
+                thing alone, and cannot be sent back to where it came from.
+            challenge: the other side's; of a message both, the guest's first.
             text: what the answer vouches for.
         """
         said = json.dumps([side, challenge, text]).encode()
@@ -75,6 +78,11 @@ class Credentials:
         """Whether `given` is that answer."""
         expected = self.proof(side, challenge, text).encode()
         return hmac.compare_digest(str(given).encode(errors="replace"), expected)
+
+
+def _bytes(text: str) -> bytes:
+    """As it was in the environment, which may hold any bytes."""
+    return text.encode(errors="surrogateescape")
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -89,6 +97,16 @@ def decode(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let a connection to a host that was lost end by itself, within twenty seconds."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    # Keep-alive rests while something unacknowledged is under way.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
 
 
 def pack(entries: Sequence[Entry]) -> str:

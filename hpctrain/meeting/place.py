@@ -4,8 +4,7 @@ import hashlib
 import socket
 from collections.abc import Iterator, Sequence
 
-from hpctrain.launchers.base import MeetingPoint
-from hpctrain.meeting.interfaces import is_loopback
+from hpctrain.launchers.base import MeetingPoint, is_loopback
 from hpctrain.world import World
 
 __all__ = ["LOOPBACK", "Names", "hosts_to_ask", "ports"]
@@ -20,7 +19,7 @@ def ports(point: MeetingPoint) -> list[int]:
     """The ports to try, in order: the one that was given, then those that follow from the key."""
     if point.only_port and point.port:
         return [point.port]
-    digest = hashlib.sha256(f"port/{point.key}".encode()).digest()
+    digest = hashlib.sha256(f"port/{point.key}".encode(errors="surrogateescape")).digest()
     first, stride = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big") | 1
     size = len(_PORT_RANGE)
     derived = [_PORT_RANGE[(first + i * stride) % size] for i in range(_PORTS_TO_TRY)]
@@ -63,10 +62,14 @@ class Names:
     def _ask(self, name: str) -> Sequence[str]:
         try:
             answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except OSError as error:
-            self.wrong[name] = f"{name} does not resolve: {error.strerror or error}"
+        except (OSError, UnicodeError) as error:  # of names that cannot be
+            why = getattr(error, "strerror", None) or error
+            self.wrong[name] = f"{name} does not resolve: {why}"
             return ()
         found = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
+        if all(address.lower().startswith("fe80:") for address in found):
+            self.wrong[name] = f"{name} is a link-local address, which no other host can use"
+            return ()
         beyond = [address for address in found if not is_loopback(address)]
         if beyond or self._pretended or is_loopback(name) or _short(name) == self._own:
             self.wrong.pop(name, None)

@@ -28,7 +28,7 @@ class Roll:
     port: int
 
 
-def call_roll(entries: tuple[Entry, ...], addresses: tuple[str, ...], port: int) -> Roll:
+def call_roll(entries: tuple[Entry, ...], addresses: tuple[str, ...] = (), port: int = 0) -> Roll:
     """The roll from what each rank said; every rank comes to the same one.
 
     Raises:
@@ -62,7 +62,8 @@ def call_roll(entries: tuple[Entry, ...], addresses: tuple[str, ...], port: int)
                 f"ranks {other} and {rank} both have local rank {place['local_rank']} on "
                 f"{hosts[host]}",
                 "a local rank of its own for each rank of a host",
-                "export LOCAL_RANK as the place of the rank on its host, from 0",
+                "export LOCAL_RANK as the place of the rank on its host, from 0; where two hosts "
+                "have one name: export HPCTRAIN_HOSTNAME=NAME on each",
             )
         if place["local_rank"] >= on_host[host]:
             raise ContradictionError(

@@ -1,8 +1,12 @@
 """Ranks find each other, count each other, and say who is missing."""
 
 import dataclasses
+import errno
+import gc
+import hashlib
 import http.server
 import json
+import os
 import socket
 import struct
 import threading
@@ -15,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain import meeting
-from hpctrain.errors import CheckpointError, StartError, UsageError
+from hpctrain.errors import CheckpointError, ContradictionError, StartError, UsageError
 from hpctrain.launchers.base import MeetingPoint, Store
 from hpctrain.meeting import meet, ports
 from hpctrain.meeting.messages import Credentials, encode, pack, unpack
@@ -379,23 +383,32 @@ def test_without_the_secret_nobody_comes_in_and_it_is_said_why(start, key, monke
     assert "s3cret" not in f"{points[0]} {host} {guest}"
 
 
-def test_with_the_secret_they_meet_and_no_word_of_it_is_sent(start, key):
+def test_with_the_secret_they_meet_and_no_word_of_it_is_sent(start, key, monkeypatch):
+    monkeypatch.setattr(meeting.host, "GRACE_SECONDS", 0.5)
     point = dataclasses.replace(meeting_point(key=key), secret="s3cret")
     start(World(0, 3, 0), point)
     with introduced(point, 1, 3, "s3cret") as reader:
         start(World(2, 3, 2), point)
+        assert "proof" in json.loads(reader.readline())
         said = reader.readline()
         assert "roll" in json.loads(said)
         assert "s3cret" not in said
     host, guest = start.ended()
     # The one by hand never said that it had heard.
     for outcome in (host, guest):
-        assert "rank 1 of 3 came and did not hear the roll" in outcome.found
+        assert "rank 1 of 3 came and was lost: the roll was not heard on a" in outcome.found
 
 
 @pytest.mark.parametrize(
     "hello",
-    ["[1]", "{}", '[0, 2, {"host": "a", "pid": 1}]', '[7, 2, {"host": "a"}]', "[true, 2, {}]", "x"],
+    [
+        "[1]",
+        "{}",
+        '[-1, 2, {"host": "a", "pid": 1}]',
+        '[7, 2, {"host": "a"}]',
+        "[true, 2, {}]",
+        "x",
+    ],
 )
 def test_nonsense_from_one_who_knows_the_start_is_sent_away_too(start, key, hello):
     point = meeting_point(key=key)
@@ -603,5 +616,147 @@ def test_a_rank_whose_connection_is_reset_after_its_word_is_named_to_the_others(
     for outcome in start.ended():
         assert isinstance(outcome, StartError)
         # Whichever rank 0 sees first: that all have come, or that one has gone.
-        heard = "rank 2 of 3 came and did not hear the roll" in outcome.found
+        heard = "rank 2 of 3 came and was lost: the roll was not heard on c" in outcome.found
         assert heard or "rank 2 on c came and was lost" in outcome.found
+
+
+def test_two_starts_under_one_name_are_both_refused_and_never_mix(start, key):
+    """Two trainings by hand with one MASTER_PORT; the second finds the first one's rank 0."""
+    port = ports(meeting_point())[0]
+    point = meeting_point(key=key, port=port)
+    start(World(0, 3, 0), point, {"start": "first"})
+    start(World(1, 3, 1), point, {"start": "first"})
+    knock(port).close()
+    start(World(0, 3, 0), dataclasses.replace(point, host="b"), {"start": "second"})
+    for outcome in start.ended():
+        assert isinstance(outcome, ContradictionError | UsageError)
+        assert "two processes say that they are rank 0: " in outcome.found
+        assert "b pid " in outcome.found
+        assert "a port of its own" in outcome.fix
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        {"addresses": ["no such host"], "port": 5},
+        {"addresses": [HOME], "port": 99999},
+        {"addresses": [HOME], "port": True},
+        {"addresses": ["fe80::1%nowhere", "::1%x"], "port": 25},
+        {"addresses": "127.0.0.1", "port": 25},
+    ],
+)
+def test_a_word_that_is_nonsense_is_waited_over(start, key, tmp_path, word):
+    path = tmp_path / f".meeting-{Credentials(key, '').start}"
+    path.write_text(json.dumps(word))
+    point = MeetingPoint(key, "a", None, sure=False, pretended=True)
+    start(World(1, 2, 1), point, folder=tmp_path)
+    start(World(0, 2, 0), point, folder=tmp_path)
+    assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
+
+
+@pytest.mark.parametrize(
+    "address", ["node..1", ".", "a" * 64, "n\udcff", "fe80::1%nowhere", "fe80::1%lo", "a b"]
+)
+def test_an_address_that_cannot_be_is_named(start, key, monkeypatch, address):
+    monkeypatch.setattr(meeting.guest, "_HOPELESS_SECONDS", 0.1)
+    monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.0)
+    start(World(1, 2, 0), MeetingPoint(key, "b", address), timeout=1.0)
+    (outcome,) = start.ended()
+    assert isinstance(outcome, StartError)
+    assert f"did not find rank 0 at {address} within" in outcome.found
+
+
+def test_a_secret_of_any_bytes_will_do(start, key):
+    for rank in range(3):
+        point = dataclasses.replace(meeting_point(key=key), secret=os.fsdecode(b"\xff\x80\n"))
+        start(World(rank, 3, rank), point)
+    assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
+
+
+def test_hosts_of_one_name_that_the_launcher_tells_apart_have_addresses_of_their_own(start, key):
+    """127.0.0.1 is this machine's only address here, but not every address that it has."""
+    for rank in range(3):
+        world = World(rank, 3, 0, 1, rank, 3, ("n1", "n2", "n3"), "slurm")
+        start(world, MeetingPoint(key, "same", "127.0.0.2", pretended=True))
+    first = start.ended()[0]
+    assert first.roll.addresses[0] == "127.0.0.2"
+
+
+def test_a_message_that_was_changed_on_the_way_is_not_believed(start, key, monkeypatch):
+    """From one that has rank 0's answers to the challenges, as who relays them would have."""
+    monkeypatch.setattr(meeting.guest, "_HOPELESS_SECONDS", 0.2)
+    point = dataclasses.replace(meeting_point(key=key), secret="s3cret")
+    credentials = Credentials(key, "s3cret")
+    with socket.create_server((HOME, ports(point)[0])) as relay:
+        start(World(1, 2, 1), point)
+        connection, _ = relay.accept()
+        with connection, connection.makefile() as reader:
+            said = json.loads(reader.readline())
+            proof = credentials.proof("host", said["challenge"])
+            connection.sendall(encode({"proof": proof, "challenge": "1"}))
+            reader.readline()
+            genuine = encode({"roll": "", "addresses": [], "port": 1, "nonce": "1"})
+            digest = hashlib.sha256(genuine).hexdigest()
+            proof = credentials.proof("message", said["challenge"] + "1", digest)
+            evil = encode({"error": ["evil", "", ""], "code": 2})
+            connection.sendall(encode({"proof": proof}) + evil)
+            reader.readline()
+    (outcome,) = start.ended()
+    assert isinstance(outcome, StartError)
+    assert "did not find rank 0" in outcome.found
+    assert "evil" not in f"{outcome}"
+
+
+def test_a_rank_0_that_may_open_no_more_files_says_so_and_does_not_spin(start, key, monkeypatch):
+    """A stand-in for a limit that is reached: accept fails as it does then."""
+    calls = []
+
+    class Full:
+        def __init__(self, listener):
+            self.listener = listener
+
+        def __getattr__(self, name):
+            return getattr(self.listener, name)
+
+        def accept(self):
+            calls.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    real = meeting.host.Callers
+
+    def callers(listener, *more):
+        made = real(listener, *more)
+        made._listener = Full(listener)
+        return made
+
+    monkeypatch.setattr(meeting.host, "Callers", callers)
+    point = meeting_point(key=key)
+    start(World(0, 2, 0), point, timeout=1.0)
+    with knock(ports(point)[0]):
+        (outcome,) = start.ended()
+    assert "callers were not let in: Too many open files (ulimit -n)" in outcome.found
+    assert 1 < len(calls) < 30
+
+
+def test_a_meeting_leaves_no_file_open(start, key, tmp_path):
+    start_all(start, uuid.uuid4().hex, "aab", (0, 1, 0))[0].listener.close()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            for met in start_all(start, uuid.uuid4().hex, "aab", (0, 1, 0))[-3:]:
+                if met.listener is not None:
+                    met.listener.close()
+        assert len(os.listdir("/proc/self/fd")) <= before
+    finally:
+        gc.enable()
+
+
+def test_an_interface_of_loopback_is_refused_for_several_hosts(start, key):
+    for rank, host in enumerate("abc"):
+        point = dataclasses.replace(meeting_point(host, key), interface="lo")
+        start(World(rank, 3, 0), point)
+    for outcome in start.ended():
+        assert isinstance(outcome, UsageError)
+        assert "the interface of rank 0 on a has the address 127.0.0.1" in outcome.found
+        assert "HPCTRAIN_INTERFACE" in outcome.fix

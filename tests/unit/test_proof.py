@@ -85,6 +85,12 @@ def test_what_may_be_meant_is_a_warning(alike, path, value, said):
     assert found.fix
 
 
+def test_each_host_may_have_an_interface_of_its_own(alike):
+    for rank, entry in enumerate(alike):
+        entry["network"] = {"GLOO_SOCKET_IFNAME": f"eth{rank}", "NCCL_SOCKET_IFNAME": f"ib{rank}"}
+    assert not proof.differences(alike, HOSTS)
+
+
 def test_what_is_wrong_comes_first(alike):
     change(alike[1], "versions/python", "3.12.1")
     change(alike[2], "settings/--seed", 7)
