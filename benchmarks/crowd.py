@@ -53,13 +53,22 @@ def guest(credentials: Credentials, rank: int, hello: str, rolls: list[bytes]) -
     if not credentials.proves(answer.get("proof"), "host", challenge):
         raise SystemExit(f"rank {rank} heard a stranger: {answer}")
     own = credentials.proof("guest", str(answer["challenge"]), hello)
-    roll = yield encode({"proof": own, "hello": hello})
+    roll = yield from _message(encode({"proof": own, "hello": hello}))
     if not roll.startswith(b'{"roll"'):
         raise SystemExit(f"rank {rank} did not get the roll: {roll[:500]!r}")
     if not rolls:
         rolls.append(roll)
-    if decode((yield encode({"heard": rank}))) != {"begin": True}:
+    begin = yield from _message(encode({"heard": rank}))
+    if decode(begin) != {"begin": True}:
         raise SystemExit(f"rank {rank} may not begin")
+
+
+def _message(word: bytes) -> Generator[bytes, bytes, bytes]:
+    """Say a word, and hear the line of rank 0 that follows its proof."""
+    said = yield word
+    while said.count(b"\n") < 2:
+        said += yield b""
+    return said.partition(b"\n")[2]
 
 
 def one_line() -> Conversation:

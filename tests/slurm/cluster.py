@@ -10,8 +10,8 @@ its own host name, addresses and /etc/hosts, and shares all other files with the
 cluster with a shared file system. The hosts' cables end in bridges inside one more network
 namespace, so that the machine's own network stays as it is. It needs root, and no systemd.
 
-Every node has what makes addresses hard to choose on real ones: a slow second network, IPv6 on
-both, a docker0 with the same address everywhere, and its own name at 127.0.1.1.
+Every node has what makes addresses hard to choose on real ones: a slow second network, a docker0
+with the same address everywhere, and its own name at 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ def address(host: str) -> str:
     return f"{CLUSTER_NETWORK}.{ADDRESSES[host]}"
 
 
-def address6(host: str, interface: str = "eth0") -> str:
-    """Return a host's IPv6 address in one of the networks; no name resolves to it."""
+def address6(host: str, interface: str) -> str:
+    """Return the IPv6 address that `Cluster.ipv6` gives to an interface of a host."""
     return f"{IPV6_NETWORKS[interface]}{ADDRESSES[host]}"
 
 
 def has_ipv6() -> bool:
-    """Say whether this kernel has IPv6; without it, the hosts have IPv4 alone."""
+    """Say whether this kernel has IPv6."""
     return Path("/proc/net/if_inet6").exists()
 
 
@@ -202,18 +202,15 @@ class Cluster:
         self._set_cables(host, "down")
 
     def mend(self, host: str) -> None:
-        """Plug them in; idle again within a minute, or at once after `resume`."""
+        """Plug them in; idle again within a minute, or at once after `scontrol reconfigure`."""
         self._set_cables(host, "up")
 
-    def resume(self) -> None:
-        """Return when all nodes are idle, whatever Slurm thought of them, and no job is left."""
+    def clear(self) -> None:
+        """Cancel all jobs and return when all nodes are idle."""
         self.run(["scancel", "--user=root"])
-        # Slurm asks all nodes at once; a node that it has given up waits for the other word.
-        self.run(["scontrol", "reconfigure"])
-        for node, state in self._states().items():
-            if state.startswith("down"):
-                self.run(["scontrol", "update", f"NodeName={node}", "State=RESUME"])
-        self._wait_until_idle()
+        # Not hurried by `scontrol reconfigure`: a step that ends meanwhile is not heard then, and
+        # says so again only after a minute.
+        self._wait_until_idle(90)
 
     @contextlib.contextmanager
     def hosts_file(self, host: str, text: str) -> Iterator[None]:
@@ -231,14 +228,23 @@ class Cluster:
         return self._states().get(host, "unknown")
 
     @contextlib.contextmanager
-    def without_slow_ipv4(self, host: str) -> Iterator[None]:
-        """Take the second network's IPv4 address from a host for a while; Slurm needs it not."""
-        own = f"{SLOW_NETWORK}.{ADDRESSES[host]}/24 dev eth1"
-        self._ip(host, [f"address del {own}"])
+    def ipv6(self, host: str, interface: str) -> Iterator[None]:
+        """Give an interface an IPv6 address for a while; eth1 then has no other one.
+
+        eth0 keeps what it has: Slurm talks over it.
+        """
+        # Usable at once (nodad): nobody else can have it.
+        news = [f"address add {address6(host, interface)}/64 dev {interface} nodad"]
+        olds = [f"address del {address6(host, interface)}/64 dev {interface}"]
+        if interface == "eth1":
+            slow = f"{SLOW_NETWORK}.{ADDRESSES[host]}/24 dev eth1"
+            news.append(f"address del {slow}")
+            olds.append(f"address add {slow}")
+        self._ip(host, news)
         try:
             yield
         finally:
-            self._ip(host, [f"address add {own}"])
+            self._ip(host, olds)
 
     def _states(self) -> dict[str, str]:
         listing = self.run(["sinfo", "-h", "-N", "-p", "main", "-o", "%N %T"]).stdout
@@ -350,12 +356,6 @@ class Cluster:
                     "link set lo up",
                     f"address add {CLUSTER_NETWORK}.{number}/24 dev eth0",
                     f"address add {SLOW_NETWORK}.{number}/24 dev eth1",
-                    # Usable at once: nobody else can have it.
-                    *(
-                        f"address add {address6(host, interface)}/64 dev {interface} nodad"
-                        for interface in IPV6_NETWORKS
-                        if has_ipv6()
-                    ),
                     "link add name docker0 up type bridge",
                     f"address add {DOCKER_ADDRESS} dev docker0",
                     "link set eth0 up",
