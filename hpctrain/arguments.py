@@ -20,6 +20,7 @@ from hpctrain.precision import PRECISIONS
 __all__ = ["Batches", "Options", "options", "plan_batches"]
 
 _DEFAULT_BATCH_SIZE = 32
+_MOST_SECONDS = 1e7  # about four months; the system's timers do not take any number
 
 
 def _option(
@@ -54,6 +55,13 @@ def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = _positive(text)
+    if value > _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text} is above {_MOST_SECONDS:.0f}")
     return value
 
 
@@ -141,10 +149,10 @@ class Options:
         metavar="STEPS",
     )
     start_timeout: float = _option(
-        "--start-timeout", 300.0, "seconds to wait for all ranks", _positive, metavar="S"
+        "--start-timeout", 300.0, "seconds to wait for all ranks", _seconds, metavar="S"
     )
     timeout: float = _option(
-        "--timeout", 1800.0, "seconds that a collective may take", _positive, metavar="S"
+        "--timeout", 1800.0, "seconds that a collective may take", _seconds, metavar="S"
     )
 
     @classmethod
@@ -197,8 +205,10 @@ def _check(field: Any, value: Any) -> None:
     if least is not None and not (whole and value >= least):
         raise UsageError(f"{spec['flag']} {value!r}", f"a whole number from {least} on")
     number = whole or isinstance(value, float)
-    if kind is _positive and not (number and 0 < value < float("inf")):
+    if kind in (_positive, _seconds) and not (number and 0 < value < float("inf")):
         raise UsageError(f"{spec['flag']} {value!r}", "a number above 0")
+    if kind is _seconds and value > _MOST_SECONDS:
+        raise UsageError(f"{spec['flag']} {value!r}", f"at most {_MOST_SECONDS:.0f} seconds")
     if "action" in spec and not isinstance(value, bool):
         raise UsageError(f"{spec['flag']} {value!r}", "True or False")
     if kind is str and not isinstance(value, str):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hpctrain import gpus
+from hpctrain import gpus, variables
 from hpctrain._version import __version__
 from hpctrain.errors import ContradictionError
 from hpctrain.speech import logger
@@ -23,10 +23,10 @@ __all__ = ["Difference", "check", "differences", "entry"]
 # Each of them is said to the other ranks, and where it is one rank's alone, to people: so no name
 # that may hold a password.
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_NETWORK = ("NCCL_", "GLOO_")
 # What a launcher gives each rank in its own way.
 _OWN_ARGUMENTS = ("--local_rank", "--local-rank")
 _MOST_ARGUMENTS = 200
+_MOST_FILES = 200
 # An option and perhaps its value (`--name`, `--name=value`, `-n`, `-nvalue`); the name is missing
 # from anything else, such as a negative number.
 _OPTION = re.compile(r"(?:(--[A-Za-z][\w-]*|-[A-Za-z])=?((?<=.)(?s:.+))?\Z)?")
@@ -61,9 +61,9 @@ def entry(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         `gpu` (its UUID, else PCI address; None for a CPU), `gpu_name`, `visible` (devices, by
-        variable), `versions`, `settings`, `command` (see below), `code` (a hash of the script and
-        of the modules beside it, None without a script), `network` (the variables of NCCL and
-        gloo). Of the command, values are hashed: they may be passwords.
+        variable), `versions`, `settings`, `command` (see below), `code` (by file, a hash: the
+        script and the modules in its folder that were imported by now), `network` (the settings
+        of NCCL, gloo and the like). Of the command, values are hashed: they may be passwords.
     """
     cuda = device.type == "cuda"
     return {
@@ -81,7 +81,7 @@ def entry(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
         "settings": dict(settings),
         "command": _command(sys.argv),
         "code": _code(),
-        "network": {n: v for n, v in sorted(os.environ.items()) if n.startswith(_NETWORK)},
+        "network": variables.of_the_network(os.environ),
     }
 
 
@@ -111,7 +111,13 @@ def differences(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> S
         hosts: by rank, the name of its host.
     """
     ranks = _Ranks(entries, hosts)
-    found = [*_shared_gpus(ranks), *_versions(ranks), *_settings(ranks), *_program(ranks)]
+    found = [
+        *_shared_gpus(ranks),
+        *_versions(ranks),
+        *_settings(ranks),
+        *_program(ranks),
+        *_code_differs(ranks),
+    ]
     return sorted(found, key=lambda one: not one.wrong)
 
 
@@ -229,12 +235,27 @@ def _program(ranks: _Ranks) -> Iterable[Difference]:
         )
     for subject, name, fix in (
         ("gpu_name", "GPUs of different kinds:", "one kind: srun --constraint=…, --gpus=KIND:N"),
-        ("code", "the script and the modules beside it differ: version", "copy the code again"),
         ("network", "NCCL's and gloo's variables differ:", "export them for all ranks alike"),
     ):
         groups = ranks.by_value(lambda one, subject=subject: _text(one[subject]))  # type: ignore[misc]
         if len(groups) > 1:
             yield Difference(subject, ranks.say(groups, name), "the same on all ranks", fix, False)
+
+
+def _code_differs(ranks: _Ranks) -> Iterable[Difference]:
+    """Files that several ranks have and that are not the same; a stale copy on one host."""
+    names = dict.fromkeys(name for one in ranks.entries for name in one["code"])
+    for name in names:
+        groups = ranks.by_value(lambda one, name=name: one["code"].get(name))  # type: ignore[misc]
+        groups.pop(None, None)  # not imported there, which a script may decide by rank
+        if len(groups) > 1:
+            yield Difference(
+                "code",
+                ranks.say(groups, f"{name} differs: version"),
+                "the same code on all ranks",
+                "copy it again to where the ranks read it",
+                wrong=False,
+            )
 
 
 def _text(value: object) -> str:
@@ -273,22 +294,23 @@ def _command(arguments: Sequence[str]) -> list[str]:
     return said
 
 
-def _code() -> str | None:
-    """A hash of the script, and of the modules in its folder that were imported by now."""
+def _code() -> dict[str, str]:
+    """By file, a hash: the script, and the modules in its folder that were imported by now."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None:
-        return None
+        return {}
     folder = os.path.join(os.path.dirname(os.path.abspath(script)), "")
     loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    files = {script, *(f for f in loaded if f and f.startswith(folder) and f.endswith(".py"))}
-    digest = hashlib.sha256()
-    for path in sorted(f for f in files if "site-packages" not in f):
+    inside = {f for f in loaded if f and f.startswith(folder) and f.endswith(".py")}
+    files = [script, *sorted(f for f in inside if "site-packages" not in f)[:_MOST_FILES]]
+    hashes = {}
+    for path in files:
         try:
             content = Path(path).read_bytes()
         except OSError:
-            content = b""
-        digest.update(f"{os.path.relpath(path, folder)} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:12]
+            continue  # it was there when it was imported
+        hashes[os.path.relpath(path, folder)] = _short_hash(content)
+    return hashes
 
 
 def _gpu(device: torch.device) -> str:

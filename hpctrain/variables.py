@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from hpctrain.errors import ContradictionError
 
-__all__ = ["number", "of_the_job", "scrubbed"]
+__all__ = ["number", "of_the_job", "of_the_network", "scrubbed"]
 
 # `int` alone would take 1_0 and the digits of other scripts; no launcher writes twenty digits.
 _NUMBER = re.compile(r"-?[0-9]{1,20}\Z")
@@ -106,6 +106,8 @@ OF_THE_JOB = (
     "PBS_JOBID",
     "FLUX_JOB_ID",
 )
+_NETWORK_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_")
+_SECRETIVE = re.compile(r"SECRET|TOKEN|PASS|KEY|CRED|AUTH")
 # Where the site's Slurm is: no job's variable, though it looks like one.
 _SITE_NAMES = frozenset({"SLURM_CONF"})
 
@@ -122,6 +124,15 @@ def scrubbed(env: Mapping[str, str]) -> dict[str, str]:
 def of_the_job(env: Mapping[str, str]) -> dict[str, str]:
     """What the environment says of the scheduler's job."""
     return {name: env[name] for name in OF_THE_JOB if name in env}
+
+
+def of_the_network(env: Mapping[str, str]) -> dict[str, str]:
+    """The settings of the libraries that carry the numbers, without what may be a password."""
+    return {
+        name: value
+        for name, value in sorted(env.items())
+        if name.startswith(_NETWORK_PREFIXES) and not _SECRETIVE.search(name)
+    }
 
 
 def number(env: Mapping[str, str], name: str) -> int | None:

@@ -3,7 +3,6 @@
 A variable that nobody thought of may hold a password, so a name has to be known to be shown.
 """
 
-import re
 from collections.abc import Mapping
 
 from hpctrain import gpus, variables
@@ -53,16 +52,9 @@ _NAMES = frozenset(
         variables.CACHE,
     }
 )
-# Settings of the libraries that carry the numbers.
-_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_")
-# Even among those.
-_SECRET = re.compile(r"SECRET|TOKEN|PASS|KEY|CRED|AUTH")
 
 
 def shown(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that may be shown, by name."""
-    return {
-        name: plain(value)
-        for name, value in sorted(env.items())
-        if (name in _NAMES or name.startswith(_PREFIXES)) and not _SECRET.search(name)
-    }
+    found = {name: env[name] for name in _NAMES if name in env} | variables.of_the_network(env)
+    return {name: plain(value) for name, value in sorted(found.items())}

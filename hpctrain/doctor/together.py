@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain import backends, gpus, meeting
 from hpctrain._version import __version__
-from hpctrain.doctor import environment, ranks
+from hpctrain.doctor import ranks
 from hpctrain.doctor.findings import (
     OK,
     PROBLEM,
@@ -110,8 +110,6 @@ def _entry(own: Machine, left: Mapping[str, str], env: Mapping[str, str]) -> dic
         from hpctrain import proof
 
         said = proof.entry(own.device, {})
-        # Where they differ, they are shown.
-        said["network"] = environment.shown(said["network"])
     shown = gpus.visible(env)
     return {
         **said,

@@ -25,6 +25,7 @@ __all__ = [
     "host_list",
     "hosts_of_job",
     "is_loopback",
+    "port_in",
 ]
 
 Environ = Mapping[str, str]
@@ -245,7 +246,7 @@ class Launcher(ABC):
             key=self.key(env),
             host=env.get(variables.HOSTNAME) or socket.gethostname(),
             address=given or address,
-            port=_port(env, variables.MAIN_PORT) or port,
+            port=port_in(env, variables.MAIN_PORT) or port,
             sure=bool(given or env.get("MASTER_ADDR") or (self.knows_rank_0 and address)),
             others=() if given else self.others(env, world),
             only_port=self.only_port(env),
@@ -258,7 +259,7 @@ class Launcher(ABC):
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
         """The address of rank 0's host and the first port to try, as far as this launcher knows."""
         del world
-        return env.get("MASTER_ADDR") or None, _port(env, "MASTER_PORT")
+        return env.get("MASTER_ADDR") or None, port_in(env, "MASTER_PORT")
 
     def others(self, env: Environ, world: World) -> tuple[str, ...]:
         """The hosts where rank 0 may be, if it is not at the address of `main`."""
@@ -290,7 +291,7 @@ class Launcher(ABC):
             )
 
 
-def _port(env: Environ, name: str) -> int | None:
+def port_in(env: Environ, name: str) -> int | None:
     """The port in a variable; None where it is unset, empty or 0.
 
     Raises:

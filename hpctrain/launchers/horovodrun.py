@@ -5,8 +5,7 @@ Source: horovod/runner/gloo_run.py, Horovod 0.28.1.
 
 from collections.abc import Sequence
 
-from hpctrain import variables
-from hpctrain.launchers.base import SCHEDULERS, Environ, Launcher, Store
+from hpctrain.launchers.base import SCHEDULERS, Environ, Launcher, Store, port_in
 from hpctrain.world import World
 
 __all__ = ["Horovodrun"]
@@ -34,7 +33,7 @@ class Horovodrun(Launcher):
     def store(self, env: Environ) -> Store | None:
         """Its rendezvous server."""
         address = env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-        port = variables.number(env, "HOROVOD_GLOO_RENDEZVOUS_PORT")
+        port = port_in(env, "HOROVOD_GLOO_RENDEZVOUS_PORT")
         return Store(self.name, address, port) if address and port else None
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:

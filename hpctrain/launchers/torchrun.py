@@ -5,8 +5,7 @@ Source: the section "Environment Variables" of torch.distributed.run's documenta
 
 from collections.abc import Sequence
 
-from hpctrain import variables
-from hpctrain.launchers.base import MPI, SCHEDULERS, Environ, Launcher, Store
+from hpctrain.launchers.base import MPI, SCHEDULERS, Environ, Launcher, Store, port_in
 from hpctrain.world import World
 
 __all__ = ["Torchrun"]
@@ -44,7 +43,7 @@ class Torchrun(Launcher):
 
     def store(self, env: Environ) -> Store | None:
         """The first agent's, where it says that its ranks may use it."""
-        port = variables.number(env, "MASTER_PORT")
+        port = port_in(env, "MASTER_PORT")
         if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not env.get("MASTER_ADDR"):
             return None
         return Store(self.name, env["MASTER_ADDR"], port) if port else None

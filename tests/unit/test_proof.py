@@ -70,14 +70,18 @@ def test_what_cannot_train_together_is_refused_with_the_ranks(alike, path, value
         ("versions/python", "3.12.1", "3.12.1 on rank 2 (node2)"),
         ("versions/horovod", "0.28.1", "horovod none on ranks 0, 1, 3"),
         ("gpu_name", "A100", "GPUs of different kinds: H200 on ranks 0, 1, 3"),
-        ("code", "123456", "123456 on rank 2 (node2)"),
+        (
+            "code",
+            {"a.py": "2"},
+            "a.py differs: version 1 on ranks 0, 1, 3 (node1, node2), 2 on rank 2",
+        ),
         ("network", {"NCCL_DEBUG": "INFO"}, "NCCL's and gloo's variables differ: {} on ranks"),
         ("command", ["train.py", "--lr", "--lr=1234"], "different commands: --lr is there only"),
     ],
 )
 def test_what_may_be_meant_is_a_warning(alike, path, value, said):
     for entry in alike:
-        entry["command"] = ["train.py"]
+        entry |= {"command": ["train.py"], "code": {"a.py": "1"}}
     change(alike[2], path, value)
     (found,) = proof.differences(alike, HOSTS)
     assert not found.wrong
@@ -157,23 +161,28 @@ def test_no_variable_is_told_but_those_on_the_list(monkeypatch):
     assert told["network"]["NCCL_DEBUG"] == "WARN"
 
 
-def test_a_stale_copy_of_the_code_is_seen(tmp_path, monkeypatch):
+def test_the_code_is_the_script_and_what_it_imported_beside_itself(tmp_path, monkeypatch):
     for name in ("train.py", "model.py", "never_imported.py"):
-        (tmp_path / name).write_text("x = 1\n")
+        (tmp_path / name).write_text(f"x = '{name}'\n")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"))
-    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, "model", type(sys)("model"))
     sys.modules["model"].__file__ = str(tmp_path / "model.py")
     before = proof._code()
-    (tmp_path / "never_imported.py").write_text("x = 2\n")
-    assert proof._code() == before
+    assert set(before) == {"train.py", "model.py"}
     (tmp_path / "model.py").write_text("x = 2\n")
-    changed = proof._code()
-    assert changed != before
+    assert proof._code()["model.py"] != before["model.py"]
+    assert proof._code()["train.py"] == before["train.py"]
     (tmp_path / "model.py").unlink()
-    assert proof._code() not in (before, changed)
+    assert set(proof._code()) == {"train.py"}
     monkeypatch.delattr(sys.modules["__main__"], "__file__")
-    assert proof._code() is None
+    assert proof._code() == {}
+
+
+def test_what_only_some_ranks_import_is_no_difference(alike):
+    for entry in alike:
+        entry["code"] = {"train.py": "1"}
+    alike[0]["code"]["tracker.py"] = "2"
+    assert not proof.differences(alike, HOSTS)
 
 
 def test_the_limit_on_open_files_grows_with_the_world_and_is_put_back(monkeypatch):

@@ -45,7 +45,10 @@ class AgentStore:
 
     def write(self, name: str, word: bytes) -> None:
         """Leave a word."""
-        self.store.set(f"hpctrain/{name}", word.decode())
+        try:
+            self.store.set(f"hpctrain/{name}", word.decode())
+        except RuntimeError as error:
+            raise OSError(f"{self.where} is gone: {first_line(error)}") from None
 
     def read(self, name: str) -> bytes | None:
         """The word, or None."""
@@ -57,7 +60,8 @@ class AgentStore:
 
     def clear(self, name: str) -> None:
         """Take the word away: an agent may start its ranks again."""
-        self.store.delete_key(f"hpctrain/{name}")
+        with contextlib.suppress(RuntimeError):  # the agent is gone
+            self.store.delete_key(f"hpctrain/{name}")
 
 
 def open_store(meeting: Meeting, timeout: datetime.timedelta) -> Store:
