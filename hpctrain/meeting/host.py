@@ -210,8 +210,11 @@ class Host:
                 "each rank once",
                 _OWN_PORT,
             )
-        self.by_rank[rank] = caller  # in place of an earlier one, if the same process came again
+        before = self.by_rank.get(rank)
+        self.by_rank[rank] = caller
         self.entries[rank] = entry
+        if before is not None:  # the same process came again
+            self.callers.dismiss(before)
         self.lost.pop(rank, None)
 
     def _left(self, caller: Caller) -> None:

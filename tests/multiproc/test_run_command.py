@@ -153,8 +153,8 @@ def test_three_hosts_started_by_hand_make_one_world_and_rank_0_speaks_on_its_own
 
 def test_hosts_whose_numbers_differ_end_with_both_numbers(script, background):
     path, port = script(MEETS), 20000 + (os.getpid() + 1) % 10000
-    first = background([*by_hand(0, 2, "2", port), path])
-    second = background([*by_hand(1, 2, "1", port), path])
+    first = background([*by_hand(0, 2, "2", port), path], HPCTRAIN_HOSTNAME="real0")
+    second = background([*by_hand(1, 2, "1", port), path], HPCTRAIN_HOSTNAME="real1")
     for start in (first, second):
         _, err = start.communicate(timeout=60)
         assert start.returncode in (1, 2)

@@ -206,6 +206,11 @@ def test_what_a_launcher_sets_is_what_it_reads(launcher, layout, start):
     assert survey(launcher.environ(world, layout, start + 1)).meeting_point.key not in keys
 
 
+def test_every_attempt_of_torchrun_meets_by_itself():
+    again = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert survey(TORCHRUN).meeting_point.key != survey(again).meeting_point.key
+
+
 @pytest.mark.parametrize(
     ("name", "other"),
     [

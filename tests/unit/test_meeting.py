@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from hypothesis import given
@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from hpctrain import meeting
 from hpctrain.errors import CheckpointError, ContradictionError, StartError, UsageError
 from hpctrain.launchers.base import MeetingPoint, Store
-from hpctrain.meeting import meet, ports
-from hpctrain.meeting.messages import Credentials, encode, pack, unpack
+from hpctrain.meeting import interfaces, meet, ports
+from hpctrain.meeting.messages import Credentials, encode, keep_alive, pack, unpack
 from hpctrain.world import World
 
 HOME = "127.0.0.1"
@@ -113,6 +113,13 @@ def is_sent_away(connection):
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
+        return True
+
+
+def still_there(connection):
+    try:
+        return connection.recv(1) != b""
+    except BlockingIOError:
         return True
 
 
@@ -760,3 +767,123 @@ def test_an_interface_of_loopback_is_refused_for_several_hosts(start, key):
         assert isinstance(outcome, UsageError)
         assert "the interface of rank 0 on a has the address 127.0.0.1" in outcome.found
         assert "HPCTRAIN_INTERFACE" in outcome.fix
+
+
+def test_a_proof_is_good_for_one_thing_alone():
+    ours = Credentials("key", "secret")
+    proof = ours.proof("guest", "challenge", "text")
+    assert ours.proves(proof, "guest", "challenge", "text")
+    assert not ours.proves(proof, "host", "challenge", "text")
+    assert not ours.proves(proof, "guest", "another", "text")
+    assert not ours.proves(proof, "guest", "challenge", "another")
+    assert not ours.proves(None, "guest", "challenge", "text")
+    for other in (Credentials("another", "secret"), Credentials("key", "another")):
+        assert not other.proves(proof, "guest", "challenge", "text")
+    assert Credentials("key", "a").start == Credentials("key", "b").start
+    assert Credentials("key", "a").start != Credentials("another", "a").start
+    assert len({Credentials.challenge() for _ in range(100)}) == 100
+
+
+def test_what_was_said_before_opens_no_second_meeting(start, key):
+    """A hello that somebody recorded, with its proof, to another challenge."""
+    point = meeting_point(key=key)
+    start(World(0, 2, 0), point)
+    credentials = Credentials(key, "")
+    recorded = None
+    for _ in range(2):
+        with knock(ports(point)[0]) as connection, connection.makefile() as reader:
+            connection.sendall(encode({"start": credentials.start, "challenge": "mine"}))
+            challenge = json.loads(reader.readline())["challenge"]
+            if recorded is None:
+                hello = json.dumps([1, 2, {"host": "evil"}])
+                proof = credentials.proof("guest", challenge, hello)
+                recorded = encode({"hello": hello, "proof": proof})
+            else:
+                connection.sendall(recorded)
+                assert is_sent_away(connection)
+    start(World(1, 2, 1), point)
+    assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
+
+
+def test_each_start_has_a_nonce_of_its_own(start, key):
+    nonces = set()
+    for _ in range(2):
+        met = start_all(start, key, "aab", (0, 1, 0))[-3:]
+        met[0].listener.close()
+        nonces |= {one.nonce for one in met}
+    assert len(nonces) == 2
+    assert key not in nonces
+
+
+def test_a_stranger_who_says_nothing_is_sent_away_in_time(start, key, monkeypatch):
+    monkeypatch.setattr(meeting.callers, "_STRANGER_SECONDS", 0.2)
+    point = meeting_point(key=key)
+    start(World(0, 3, 0), point)
+    with knock(ports(point)[0]) as silent:
+        start(World(1, 3, 1), point)
+        # Rank 0 looks at its callers when somebody comes.
+        deadline = time.monotonic() + PATIENCE
+        silent.setblocking(False)
+        while still_there(silent):
+            assert time.monotonic() < deadline, "it may stay"
+            knock(ports(point)[0]).close()
+    start(World(2, 3, 2), point)
+    assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
+
+
+def test_of_many_strangers_the_oldest_makes_way(start, key, monkeypatch):
+    monkeypatch.setattr(meeting.callers, "_STRANGERS", 2)
+    point = meeting_point(key=key)
+    start(World(0, 2, 0), point)
+    with ExitStack() as stack:
+        silent = [stack.enter_context(knock(ports(point)[0])) for _ in range(8)]
+        assert is_sent_away(silent[0])
+        start(World(1, 2, 1), point)
+        assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
+
+
+def test_a_rank_may_come_again(start, key):
+    """Its first connection was lost on the way, and rank 0 does not know yet."""
+    point = meeting_point(key=key)
+    start(World(0, 3, 0), point)
+    with introduced(point, 1, 3), introduced(point, 1, 3) as reader:
+        thread = start(World(2, 3, 2), point)
+        reader.readline()
+        assert "roll" in json.loads(reader.readline())
+        reader.buffer.raw._sock.sendall(encode({"heard": 1}))
+        reader.readline()
+        assert json.loads(reader.readline()) == {"begin": True}
+        start.ended(thread)
+    assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
+
+
+def test_where_all_ranks_are_on_one_host_nobody_else_can_call(start, key):
+    point = MeetingPoint(key, "a")
+    start(World(0, 2, 0, num_nodes=1), point)
+    knock(ports(point)[0]).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", ports(point)[0]), timeout=PATIENCE)
+    start(World(1, 2, 1, num_nodes=1), point)
+    assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
+
+
+def test_a_lost_connection_ends_by_itself():
+    with socket.socket() as connection:
+        keep_alive(connection)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        probes = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
+        idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, p) for p in probes)
+        assert idle + interval * count <= 20
+        timeout = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert 0 < timeout <= 20_000
+
+
+def test_addresses_that_every_host_has_are_told_last(monkeypatch):
+    found = {
+        "docker0": ["172.17.0.1"],
+        "lo": ["127.0.0.1", "::1"],
+        "virbr0": ["192.168.122.1"],
+        "eth0": ["10.0.0.1", "fd00::1"],
+    }
+    monkeypatch.setattr(interfaces, "addresses", lambda: found)
+    assert interfaces.reachable() == ["10.0.0.1", "fd00::1", "172.17.0.1", "192.168.122.1"]
