@@ -5,7 +5,7 @@ import ipaddress
 import json
 import selectors
 import time
-from collections.abc import Iterator
+from collections import deque
 from typing import Any, BinaryIO
 
 from hpctrain import variables
@@ -39,6 +39,7 @@ _ATTEMPT_SECONDS = 20.0
 _CROWDED_SECONDS = 1.0  # that is left to the oldest of them where another place waits its turn
 # From one connection to the next, where hosts refuse them: many ranks may ask many hosts.
 _BRAKE_SECONDS = 0.002
+_FEW_ADDRESSES = 8
 # Given to a connection before the next one is tried beside it ("Happy Eyeballs", RFC 8305).
 _HEAD_START_SECONDS = 0.05
 _PAUSES = (0.005, 0.5)  # from one round of all places to the next, growing
@@ -82,6 +83,7 @@ class Guest:
         self.selector = selectors.DefaultSelector()
         self.attempts: dict[tuple[str, int], Knock] = {}
         self.answers: dict[tuple[str, int], str] = {}
+        self.round = 0
         self.gone = ""  # what became of a rank 0 that was there
         self.word: list[tuple[str, int]] = []
         self.next_look = self.next_try = 0.0
@@ -110,23 +112,22 @@ class Guest:
         """A connection to rank 0, which has proved that it is, and its challenge."""
         news = time.monotonic() + NEWS_SECONDS
         pause, rest = _PAUSES[0], 0.0
-        places: Iterator[tuple[str, int]] = iter(())
+        places: deque[tuple[str, int]] = deque()
         try:
             while (now := time.monotonic()) < self.deadline:
-                due = now >= self.next_try and self._has_room(now)
-                place = next(places, None) if due else None
-                if place is not None:
-                    self._try(place)
-                elif due and now >= rest:
-                    round_ = self._places()
-                    places = iter(round_)
+                if not places and now >= rest:
+                    places.extend(self._places())
                     # Many ranks may ask many hosts.
-                    rest = now + pause * max(1.0, len(round_) / 64)
+                    rest = now + pause * max(1.0, len(places) / 128)
                     pause = min(2 * pause, _PAUSES[1])
-                    continue  # and ask the first of them at once
-                later = 0.0 if due else now + _HEAD_START_SECONDS
-                wake = min(max(rest, self.next_try, later), self.deadline)
-                for key, _ in self.selector.select(max(0.0, wake - time.monotonic())):
+                room = self._has_room(now)
+                if places and room and now >= self.next_try:
+                    self._try(places.popleft())
+                wake = rest
+                if places:
+                    wake = self.next_try if room else now + _HEAD_START_SECONDS
+                wait = max(0.0, min(wake, self.deadline) - time.monotonic())
+                for key, _ in self.selector.select(wait):
                     found = self._hear(key.data)
                     if found is not None:
                         return found
@@ -148,7 +149,12 @@ class Guest:
         found = [address for _, address in self.names.resolve(self.hosts)]
         if found or self.board is not None:
             self.hopeful = time.monotonic() + _HOPELESS_SECONDS
-        every = [*self.word, *((address, port) for port in self.ports for address in found)]
+        ports = self.ports
+        if len(found) > _FEW_ADDRESSES and len(ports) > 1:
+            # The first port is free nearly always: it is asked in each round, the others in turn.
+            self.round += 1
+            ports = [ports[0], ports[1 + self.round % (len(ports) - 1)]]
+        every = [*self.word, *((address, port) for port in ports for address in found)]
         return [place for place in dict.fromkeys(every) if place not in self.attempts]
 
     def _look(self) -> None:

@@ -887,3 +887,30 @@ def test_addresses_that_every_host_has_are_told_last(monkeypatch):
     }
     monkeypatch.setattr(interfaces, "addresses", lambda: found)
     assert interfaces.reachable() == ["10.0.0.1", "fd00::1", "172.17.0.1", "192.168.122.1"]
+
+
+def test_rank_0_is_found_soon_among_many_hosts_that_refuse(start, key):
+    """Each of them is asked in every round, on the port that rank 0 nearly always has."""
+    hosts = [f"127.0.{n // 200}.{n % 200 + 2}" for n in range(100)]
+    point = MeetingPoint(key, "a", None, sure=False, others=(*hosts, HOME), pretended=True)
+    asked = []
+    real = meeting.guest.Knock
+
+    def knocks(place, credentials):
+        asked.append(place)
+        return real(place, credentials)
+
+    meeting.guest.Knock = knocks
+    try:
+        start(World(1, 2, 1), point)
+        deadline = time.monotonic() + PATIENCE
+        while (HOME, ports(point)[0]) not in asked:
+            assert time.monotonic() < deadline, "it was never asked"
+            time.sleep(0.01)
+        asked.clear()
+        start(World(0, 2, 0), point)
+        assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
+        # What was left of one round, and another one: two ports of each host.
+        assert len(asked) <= 2 * 2 * 101
+    finally:
+        meeting.guest.Knock = real
