@@ -36,6 +36,7 @@ def entry(rank: int, size: int, common: Entry) -> Entry:
         "cores": f"{0xFF << 8 * local:x}",
         "host": hosts[node],
         "pid": dice.randrange(1000, 4_000_000),
+        "process": Credentials.challenge(),
         "address": None,
         "world": {
             "local_rank": local,

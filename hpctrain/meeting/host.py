@@ -95,7 +95,7 @@ class Host:
         try:
             self._leave_word()
             self._wait()
-            entries = tuple(self.entries[rank] for rank in range(self.world.world_size))
+            entries = tuple(_for_all(self.entries[rank]) for rank in range(self.world.world_size))
             roll = call_roll(entries)
             addresses = self._addresses(roll)
             if own_listener:
@@ -203,7 +203,7 @@ class Host:
                 "one world size",
                 "hpctrain explain    on both shows the variables",
             )
-        if known and (known["host"], known["pid"]) != (entry["host"], entry["pid"]):
+        if known and known["process"] != entry["process"]:
             raise ContradictionError(
                 f"two processes say that they are rank {rank}: {known['host']} pid "
                 f"{known['pid']} and {entry['host']} pid {entry['pid']}",
@@ -308,10 +308,15 @@ def _read(hello: str) -> tuple[int, int, Entry]:
         raise ValueError(hello)
     rank, size, entry = said
     place = entry.get("world")
-    whole = {"host", "pid", "address"} <= entry.keys() and isinstance(place, dict)
+    whole = {"host", "pid", "process", "address"} <= entry.keys() and isinstance(place, dict)
     if not 0 <= rank < size or not whole or not {"local_rank", "node_rank"} <= place.keys():
         raise ValueError(hello)
     return rank, size, entry
+
+
+def _for_all(entry: Entry) -> Entry:
+    """Without what only rank 0 has to know."""
+    return {name: value for name, value in entry.items() if name != "process"}
 
 
 def _ranks(ranks: Sequence[int]) -> str:

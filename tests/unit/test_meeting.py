@@ -102,7 +102,7 @@ def introduced(point, rank, size, secret="", host="a"):
             "hosts": None,
             "launcher": "env",
         }
-        entry = {"host": host, "pid": 1, "address": None, "world": place}
+        entry = {"host": host, "pid": 1, "process": "1", "address": None, "world": place}
         hello = json.dumps([rank, size, entry])
         proof = credentials.proof("guest", answer["challenge"], hello)
         connection.sendall(encode({"hello": hello, "proof": proof}))
@@ -914,3 +914,17 @@ def test_rank_0_is_found_soon_among_many_hosts_that_refuse(start, key):
         assert len(asked) <= 2 * 2 * 101
     finally:
         meeting.guest.Knock = real
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_containers_with_one_name_and_pid_are_two_processes(start, key, monkeypatch, rank):
+    """Threads of one process have its pid, too."""
+    monkeypatch.setattr(meeting.host, "GRACE_SECONDS", 0.5)
+    point = meeting_point(key=key)
+    start(World(0, 3, 0), point, timeout=3.0)
+    start(World(1, 3, 1), point, timeout=3.0)
+    knock(ports(point)[0]).close()
+    start(World(rank, 3, rank), point, timeout=3.0)
+    for outcome in start.ended():
+        assert isinstance(outcome, UsageError)
+        assert f"two processes say that they are rank {rank}: " in outcome.found
