@@ -122,17 +122,24 @@ class Callers:
                 break
             self.dismiss(stranger)
 
-    def deliver(self, message: dict[str, Any], patience: float, heard: bool = False) -> None:
+    def deliver(
+        self,
+        message: dict[str, Any],
+        patience: float,
+        heard: bool = False,
+        to: Sequence[Caller] | None = None,
+    ) -> None:
         """Send a message to all that have proved themselves, and vouch for it to each.
 
         Args:
             message: to send.
             patience: seconds until it is given up for those who do not take it.
             heard: wait until they say that they have it.
+            to: these alone.
         """
         line = encode(message)
         digest = hashlib.sha256(line).hexdigest()
-        callers = list(self._ranks)
+        callers = list(self._ranks if to is None else to)
         for caller in callers:
             caller.has_heard = False
             proof = self._credentials.proof("message", "".join(caller.challenges or ()), digest)

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from hpctrain import variables
 from hpctrain.errors import ContradictionError, HpctrainError, StartError
@@ -30,6 +31,8 @@ from hpctrain.world import World
 
 __all__ = ["Host"]
 
+# After an error that some ranks have not heard, as they were on their way.
+_LINGER_SECONDS = 1.0
 _OWN_PORT = (
     "start each rank once, and give every start a port of its own (MASTER_PORT or "
     f"{variables.MAIN_PORT}) or a {variables.SECRET} of its own"
@@ -75,6 +78,7 @@ class Host:
         self.entries: dict[int, Entry] = {0: entry}
         self.lost: dict[int, str] = {}  # ranks that came and went, and their hosts
         self.by_rank: dict[int, Caller] = {}
+        self.refusal: dict[str, Any] = {}  # what is told to whoever comes after an error
         self.listener, taken = listen(hosts_to_ask(world, point), ports(point), entry["host"])
         self.port = self.listener.getsockname()[1]
         self.callers = Callers(
@@ -106,8 +110,7 @@ class Host:
             self.check(roll)
             self._tell(roll)
         except HpctrainError as error:
-            said = [error.found, error.expected, error.fix]
-            self.callers.deliver({"error": said, "code": error.exit_code}, GRACE_SECONDS)
+            self._give_up(error)
             if listener:
                 listener.close()
             raise
@@ -116,6 +119,17 @@ class Host:
                 self.board.clear(self.credentials.start)
             self.callers.close()
         return roll, self.nonce, listener
+
+    def _give_up(self, error: HpctrainError) -> None:
+        """Tell all ranks what is wrong, and after a contradiction also those that come just now."""
+        said = [error.found, error.expected, error.fix]
+        self.refusal = {"error": said, "code": error.exit_code}
+        self.callers.deliver(self.refusal, GRACE_SECONDS)
+        if not isinstance(error, ContradictionError):
+            return
+        limit = time.monotonic() + _LINGER_SECONDS
+        while self._absent() and (left := limit - time.monotonic()) > 0:
+            self.callers.attend(left)
 
     def _look_for_twins(self, places: Sequence[tuple[str, int]]) -> None:
         """See whether an earlier port is held by another rank 0 of this very start.
@@ -139,7 +153,7 @@ class Host:
             self.callers.watch(knock.connection, 0, None)
             knock.connection.close()
             return
-        if challenge is None:
+        if challenge is None or self.refusal:
             self.callers.watch(knock.connection, knock.awaits, partial(self._twin, knock))
             return
         entry = self.entries[0]
@@ -196,6 +210,10 @@ class Host:
             self.callers.dismiss(caller)
             return
         known = self.entries.get(rank)
+        if self.refusal:
+            self.entries.setdefault(rank, entry)
+            self.callers.deliver(self.refusal, GRACE_SECONDS, to=(caller,))
+            return
         if size != self.world.world_size:
             raise ContradictionError(
                 f"rank {rank} on {entry['host']} says {size} ranks, rank 0 on "
