@@ -35,8 +35,8 @@ def add(subparsers: Any) -> None:
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    if not 0 < value <= 1e7:  # the system's timers do not take any number
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 10000000")
     return value
 
 

@@ -307,8 +307,10 @@ def listen(
         f"rank 0 can listen on none of the ports {', '.join(map(str, candidates))} of {own} "
         f"({last})",
         "a free port: another start may have taken this one" if only else "one free port",
-        f"export {'MASTER_PORT' if only else variables.MAIN_PORT}=PORT    (a free one on the host "
-        "of rank 0, the same on all ranks)",
+        "another port, free on the host of rank 0 and the same on all ranks: export MASTER_PORT=PORT, "
+        "or hpctrain run --main-port PORT"
+        if only
+        else f"export {variables.MAIN_PORT}=PORT    (a free one on the host of rank 0)",
     )
 
 
