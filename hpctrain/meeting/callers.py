@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from hpctrain import variables
-from hpctrain.errors import StartError
 from hpctrain.launchers.base import is_loopback
 from hpctrain.meeting.messages import (
     LONGEST_GREETING,
@@ -62,7 +60,7 @@ class Callers:
     """All connections to rank 0.
 
     Args:
-        listener: non-blocking.
+        listener: non-blocking; None where nobody can call.
         credentials: of the start.
         ranks: how many may come.
         arrived: called with a caller that has proved itself and its word.
@@ -74,7 +72,7 @@ class Callers:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listener: socket.socket | None,
         credentials: Credentials,
         ranks: int,
         arrived: Callable[[Caller, str], None],
@@ -91,7 +89,7 @@ class Callers:
         self._ranks: dict[Caller, None] = {}
         self._selector = selectors.DefaultSelector()
         self._full_until: float | None = None
-        self.watch(listener, selectors.EVENT_READ, self._accept)
+        self._listen()
 
     def watch(
         self, connection: socket.socket, events: int, action: Callable[[int], None] | None
@@ -104,6 +102,11 @@ class Callers:
         else:
             self._selector.register(connection, events, action)
 
+    @property
+    def watches(self) -> bool:
+        """Whether there is anybody left to hear."""
+        return bool(self._selector.get_map())
+
     def attend(self, seconds: float) -> None:
         """Go on with whoever has something to say or to hear, within some seconds."""
         if self._full_until is not None:
@@ -115,7 +118,7 @@ class Callers:
         now = time.monotonic()
         if self._full_until is not None and now > self._full_until:
             self._full_until = None
-            self.watch(self._listener, selectors.EVENT_READ, self._accept)
+            self._listen()
         for stranger in list(self._strangers):
             new = stranger.came > now - _STRANGER_SECONDS
             if new and len(self._strangers) <= self._most_strangers:
@@ -169,29 +172,35 @@ class Callers:
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         self._selector.close()
 
-    def _accept(self, _events: int) -> None:
+    def _listen(self) -> None:
+        if self._listener is not None:
+            accept = partial(self._accept, self._listener)
+            self.watch(self._listener, selectors.EVENT_READ, accept)
+
+    def _accept(self, listener: socket.socket, _events: int) -> None:
         try:
-            connection, peer = self._listener.accept()
+            connection, peer = listener.accept()
             own = connection.getsockname()
         except OSError as error:
             if error.errno in _FULL:
                 self.trouble = f"{error.strerror} (ulimit -n)"
-                self._make_room()
+                self._make_room(listener)
             return  # or it left before it was let in
         connection.setblocking(False)
         caller = Caller(connection, time.monotonic(), _plain(peer[0]), _plain(own[0]))
         self._strangers[caller] = None
         self.watch(connection, selectors.EVENT_READ, partial(self._serve, caller))
 
-    def _make_room(self) -> None:
+    def _make_room(self, listener: socket.socket) -> None:
         """For a rank, at a stranger's cost; else nobody is let in for a moment."""
         for stranger in list(self._strangers)[:1]:
             self.dismiss(stranger)
             return
-        self.watch(self._listener, 0, None)
+        self.watch(listener, 0, None)
         self._full_until = time.monotonic() + _FULL_SECONDS
 
     def _serve(self, caller: Caller, events: int) -> None:
@@ -270,19 +279,19 @@ class Callers:
 
 
 def listen(
-    hosts: Sequence[str], candidates: Sequence[int], own: str
-) -> tuple[socket.socket, list[tuple[str, int]]]:
-    """A socket on the first free port, for this host alone where that is enough; and those taken.
+    hosts: Sequence[str], candidates: Sequence[int]
+) -> tuple[socket.socket | None, list[tuple[str, int]], str]:
+    """A socket on the first free port, for this host alone where that is enough.
 
     Args:
         hosts: where the others look for rank 0.
         candidates: ports.
-        own: this host's name, for people.
 
-    Raises:
-        StartError: no port is free.
+    Returns:
+        the socket, or None where no port is free; the places that are taken; and why the last one
+        is.
     """
-    last: OSError | None = None
+    why = ""
     alone = len(hosts) == 1 and is_loopback(hosts[0])
     taken = []
     for port in candidates:
@@ -297,21 +306,12 @@ def listen(
             else:
                 server = socket.create_server(("", port), backlog=4096)
         except OSError as error:
-            last = error
+            why = str(error)
             taken.append((hosts[0] if alone else LOOPBACK, port))
             continue
         server.setblocking(False)
-        return server, taken
-    only = len(candidates) == 1
-    raise StartError(
-        f"rank 0 can listen on none of the ports {', '.join(map(str, candidates))} of {own} "
-        f"({last})",
-        "a free port: another start may have taken this one" if only else "one free port",
-        "another port, free on the host of rank 0 and the same on all ranks: export MASTER_PORT=PORT, "
-        "or hpctrain run --main-port PORT"
-        if only
-        else f"export {variables.MAIN_PORT}=PORT    (a free one on the host of rank 0)",
-    )
+        return server, taken, why
+    return None, taken, why
 
 
 def _plain(address: str) -> str:

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from hpctrain import variables
 from hpctrain.errors import ContradictionError, HpctrainError, StartError
@@ -52,8 +52,6 @@ class Host:
         check: what is done with the roll before anybody else gets it; what it raises is told to
             all.
 
-    Raises:
-        StartError: no port is free.
     """
 
     def __init__(
@@ -79,8 +77,10 @@ class Host:
         self.lost: dict[int, str] = {}  # ranks that came and went, and their hosts
         self.by_rank: dict[int, Caller] = {}
         self.refusal: dict[str, Any] = {}  # what is told to whoever comes after an error
-        self.listener, taken = listen(hosts_to_ask(world, point), ports(point), entry["host"])
-        self.port = self.listener.getsockname()[1]
+        self.listener, taken, self.why = listen(hosts_to_ask(world, point), ports(point))
+        self.ports = [port for _, port in taken]
+        if self.listener is not None:
+            self.ports.append(self.listener.getsockname()[1])
         self.callers = Callers(
             self.listener, credentials, world.world_size, self._arrived, self._left
         )
@@ -97,6 +97,8 @@ class Host:
         """
         listener = None
         try:
+            if self.listener is None:
+                self._refuse_ports()
             self._leave_word()
             self._wait()
             entries = tuple(_for_all(self.entries[rank]) for rank in range(self.world.world_size))
@@ -119,6 +121,27 @@ class Host:
                 self.board.clear(self.credentials.start)
             self.callers.close()
         return roll, self.nonce, listener
+
+    def _refuse_ports(self) -> NoReturn:
+        """No port is free; perhaps because of a twin, which is told.
+
+        Raises:
+            ContradictionError: it is a twin.
+            StartError: it is anybody else.
+        """
+        limit = time.monotonic() + _LINGER_SECONDS
+        while (left := limit - time.monotonic()) > 0 and self.callers.watches:
+            self.callers.attend(left)
+        only = len(self.ports) == 1
+        raise StartError(
+            f"rank 0 can listen on none of the ports {', '.join(map(str, self.ports))} of "
+            f"{self.entries[0]['host']} ({self.why})",
+            "a free port: another start may have taken this one" if only else "one free port",
+            "a port that is free on the host of rank 0, the same on all ranks: export "
+            "MASTER_PORT=PORT, or hpctrain run --main-port PORT"
+            if only
+            else f"export {variables.MAIN_PORT}=PORT    (one that is free on the host of rank 0)",
+        )
 
     def _give_up(self, error: HpctrainError) -> None:
         """Tell all ranks what is wrong, and after a contradiction also those that come just now."""
@@ -173,7 +196,7 @@ class Host:
         if self.board is None:
             return
         own = [LOOPBACK] if self.world.on_one_host else [*reachable(), LOOPBACK]
-        word = json.dumps({"addresses": own, "port": self.port})
+        word = json.dumps({"addresses": own, "port": self.ports[-1]})
         try:
             self.board.write(self.credentials.start, word.encode())
         except OSError as error:
@@ -282,8 +305,8 @@ class Host:
             gone += f"; callers were not let in: {self.callers.trouble}"
         return StartError(
             f"{_ranks(missing)} of {self.world.world_size} did not come within "
-            f"{self.timeout:.0f} s (came: {came}{gone}). Rank 0 listened at port {self.port} of "
-            f"{self.entries[0]['host']}",
+            f"{self.timeout:.0f} s (came: {came}{gone}). Rank 0 listened at port "
+            f"{self.ports[-1]} of {self.entries[0]['host']}",
             "all ranks",
             "look for the first error in their logs; a slow file system needs a longer "
             "--start-timeout",
