@@ -133,7 +133,7 @@ def test_a_killed_rank_ends_the_job(cluster, tmp_path):
 def test_slurm_accepts_what_the_readme_submits(cluster, checkout):
     text = (launches.TOP / "README.md").read_text()
     commands = [line for line in text.splitlines() if line.startswith(("sbatch ", "srun "))]
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
         program, _, rest = command.partition(" ")
         done = cluster.run(["bash", "-c", f"{program} --test-only {rest}"], cwd=checkout)
