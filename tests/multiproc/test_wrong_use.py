@@ -132,7 +132,7 @@ def test_ranks_that_would_not_train_the_same_are_refused_by_all(what):
 def never_connects():
     """Rank 2 is stuck between the meeting and the backend, or seems to be: its host was cut off."""
     if hpctrain.detect().rank == 2:
-        backends.open_backend = lambda *arguments: time.sleep(8)
+        backends.open_backend = lambda *arguments: time.sleep(4)
     hpctrain.Session(batch_size=1, start_timeout=2)
 
 
