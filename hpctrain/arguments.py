@@ -15,12 +15,12 @@ from typing import Any
 
 from hpctrain.backends import BACKENDS
 from hpctrain.errors import UsageError
+from hpctrain.launchers import LONGEST_TIMEOUT
 from hpctrain.precision import PRECISIONS
 
 __all__ = ["Batches", "Options", "options", "plan_batches"]
 
 _DEFAULT_BATCH_SIZE = 32
-_MOST_SECONDS = 1e7  # about four months; the system's timers do not take any number
 
 
 def _option(
@@ -60,8 +60,8 @@ def _positive(text: str) -> float:
 
 def _seconds(text: str) -> float:
     value = _positive(text)
-    if value > _MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text} is above {_MOST_SECONDS:.0f}")
+    if value > LONGEST_TIMEOUT:
+        raise argparse.ArgumentTypeError(f"{text} is above {LONGEST_TIMEOUT:.0f}")
     return value
 
 
@@ -207,8 +207,8 @@ def _check(field: Any, value: Any) -> None:
     number = whole or isinstance(value, float)
     if kind in (_positive, _seconds) and not (number and 0 < value < float("inf")):
         raise UsageError(f"{spec['flag']} {value!r}", "a number above 0")
-    if kind is _seconds and value > _MOST_SECONDS:
-        raise UsageError(f"{spec['flag']} {value!r}", f"at most {_MOST_SECONDS:.0f} seconds")
+    if kind is _seconds and value > LONGEST_TIMEOUT:
+        raise UsageError(f"{spec['flag']} {value!r}", f"at most {LONGEST_TIMEOUT:.0f} seconds")
     if "action" in spec and not isinstance(value, bool):
         raise UsageError(f"{spec['flag']} {value!r}", "True or False")
     if kind is str and not isinstance(value, str):

@@ -289,7 +289,7 @@ def _command(arguments: Sequence[str]) -> list[str]:
         else:
             text = argument if value is None else value
             label = name or before or f"argument {number}"
-            said.append(f"{label}={_short_hash(text.encode())}")
+            said.append(f"{label}={_short_hash(os.fsencode(text))}")
         before = name if value is None else ""
     return said
 

@@ -4,6 +4,8 @@ import argparse
 import importlib
 from typing import Any
 
+from hpctrain.launchers import LONGEST_TIMEOUT
+
 __all__ = ["add"]
 
 
@@ -35,8 +37,8 @@ def add(subparsers: Any) -> None:
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not 0 < value <= 1e7:  # the system's timers do not take any number
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 10000000")
+    if not 0 < value <= LONGEST_TIMEOUT:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {LONGEST_TIMEOUT:.0f}")
     return value
 
 

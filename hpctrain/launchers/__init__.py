@@ -8,7 +8,7 @@ from hpctrain import allocation, variables
 from hpctrain.allocation import Allocation
 from hpctrain.errors import ContradictionError, UsageError
 from hpctrain.launchers import refusals
-from hpctrain.launchers.base import Claims, Environ, Launcher, MeetingPoint
+from hpctrain.launchers.base import LONGEST_TIMEOUT, Claims, Environ, Launcher, MeetingPoint
 from hpctrain.launchers.env import ByHand
 from hpctrain.launchers.flux import Flux
 from hpctrain.launchers.horovodrun import Horovodrun
@@ -28,6 +28,7 @@ from hpctrain.world import World
 
 __all__ = [
     "LAUNCHERS",
+    "LONGEST_TIMEOUT",
     "MeetingPoint",
     "Process",
     "Reading",

@@ -14,6 +14,7 @@ from hpctrain.hostlist import expand
 from hpctrain.world import World
 
 __all__ = [
+    "LONGEST_TIMEOUT",
     "MPI",
     "SCHEDULERS",
     "Claim",
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 Environ = Mapping[str, str]
+# Seconds that a meeting may take: about four months. The system's timers do not take any number.
+LONGEST_TIMEOUT = 1e7
 _REQUIRED = ("rank", "world_size", "local_rank")
 # What leads to the host that asks, whichever that is. (127.0.1.1 is a host's own name for itself;
 # who calls 0.0.0.0 calls itself.)

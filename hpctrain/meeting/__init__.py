@@ -79,8 +79,8 @@ def meet(
         world: this rank, as its launcher has it.
         point: where the launcher lets the ranks meet.
         entry: what to tell the others; JSON values.
-        timeout: seconds until those who have not come are named and the start is given up. The
-            others give rank 0 some seconds more to say so.
+        timeout: seconds until those who have not come are named and the start is given up; at
+            most `launchers.LONGEST_TIMEOUT`. The others give rank 0 some seconds more to say so.
         announce: called with a line for people when waiting takes long.
         error: what this rank found wrong before it came. It is told to all ranks, and all of
             them raise it, so nobody waits for a rank that cannot train.

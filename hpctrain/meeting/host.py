@@ -51,7 +51,6 @@ class Host:
         announce: called with a line for people when waiting takes long.
         check: what is done with the roll before anybody else gets it; what it raises is told to
             all.
-
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import resource
 import sys
 
@@ -115,6 +116,7 @@ def test_many_ranks_are_counted_and_not_all_listed(alike):
     [
         (["/home/ada/train.py"], ["train.py"]),
         (["train.py", "--local_rank=3", "--local-rank", "2", "-v"], ["train.py", "-v"]),
+        (["train.py", os.fsdecode(b"--name=\xff")], ["train.py", "--name=a8100ae6"]),
         ([], [""]),
         ([""], [""]),
     ],
