@@ -65,6 +65,7 @@ def _seconds(text: str) -> float:
     return value
 
 
+_positive.__name__, _seconds.__name__ = "number", "number of seconds"  # for argparse's messages
 _COUNT = _whole(1)
 _FROM_ZERO = _whole(0)
 

@@ -42,6 +42,9 @@ def _seconds(text: str) -> float:
     return value
 
 
+_seconds.__name__ = "number of seconds"  # for argparse's messages
+
+
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: the doctor imports torch, and the other commands do without.
     doctor = importlib.import_module("hpctrain.doctor")

@@ -46,7 +46,7 @@ def examine(env: Mapping[str, str], world_size: int, of_host: bool) -> list[Find
         judge_open_files(*_limit(resource.RLIMIT_NOFILE), world_size),
         judge_locked_memory(_limit(resource.RLIMIT_MEMLOCK)[0], _has_infiniband()),
         judge_processes(*_limit(resource.RLIMIT_NPROC)),
-        judge_cores(len(os.sched_getaffinity(0)), os.cpu_count() or 1, env),
+        judge_cores(len(os.sched_getaffinity(0)), os.cpu_count() or 1, env, world_size == 1),
     ]
     if of_host:
         found += [judge_shared_memory(*_shared_memory()), *judge_clock(_clock())]
@@ -119,13 +119,14 @@ def judge_processes(soft: Limit, hard: Limit) -> Finding:
     )
 
 
-def judge_cores(cores: int, on_host: int, env: Mapping[str, str]) -> Finding:
+def judge_cores(cores: int, on_host: int, env: Mapping[str, str], alone: bool) -> Finding:
     """Do the threads that were asked for fit the cores that this process may run on?
 
     Args:
         cores: that the process may run on.
         on_host: of the host.
         env: for OMP_NUM_THREADS and MKL_NUM_THREADS.
+        alone: no other rank may share them.
     """
     found = f"{cores} of {on_host} may be used"
     asked = {name: env[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if env.get(name)}
@@ -146,7 +147,7 @@ def judge_cores(cores: int, on_host: int, env: Mapping[str, str]) -> Finding:
             "srun --cpus-per-task=N, mpirun --bind-to none",
         )
     threads = min((int(value.partition(",")[0]) for value in asked.values()), default=None)
-    if threads is not None:
+    if threads is not None and alone:
         found += f": {cores - threads} left for loader workers"
     return Finding("cores", OK, found)
 

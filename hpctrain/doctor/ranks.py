@@ -20,6 +20,7 @@ __all__ = [
     "Row",
     "differences",
     "judge_clocks",
+    "judge_cores",
     "judge_shared",
     "rows",
     "sees",
@@ -151,6 +152,36 @@ def _places(several: Sequence[Row], named: bool) -> str:
     hosts = list(dict.fromkeys(row.host for row in several))
     of = f" of {', '.join(hosts[:4])}{', …' if len(hosts) > 4 else ''}" if named else ""
     return spans([row.rank for row in several]) + of
+
+
+def judge_cores(entries: Sequence[Mapping[str, Any]], table: Sequence[Row]) -> list[Finding]:
+    """Have ranks that may run on the same cores more threads together than there are cores?
+
+    Args:
+        entries: by rank, the cores as a mask of bits, under "doctor".
+        table: by rank, host and threads; where nobody set those, the Session divides the cores.
+    """
+    sharing: dict[tuple[str, str], list[Row]] = {}
+    for entry, row in zip(entries, table, strict=True):
+        sharing.setdefault((row.host, entry["doctor"]["mask"]), []).append(row)
+    short: dict[tuple[int, int, int], list[Row]] = {}
+    for (_, mask), several in sharing.items():
+        cores = int(mask, 16).bit_count()
+        said = [row.values["threads"] for row in several]
+        threads = sum(int(one) if one.isdecimal() else 1 for one in said)
+        if len(several) > 1 and threads > cores:
+            short.setdefault((len(several), threads, cores), []).extend(several)
+    return [
+        Finding(
+            "cores",
+            WARNING,
+            f"{_places(several, True)}: {count} ranks of a host share {cores} "
+            f"core{'s' if cores > 1 else ''} and have {threads} threads, before any loader worker",
+            "fewer ranks on each host, OMP_NUM_THREADS, or srun --cpus-per-task=N",
+            tuple(row.rank for row in several),
+        )
+        for (count, threads, cores), several in short.items()
+    ]
 
 
 def judge_clocks(table: Sequence[Row]) -> list[Finding]:

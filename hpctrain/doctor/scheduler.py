@@ -40,6 +40,13 @@ def judge_slurm(there: bool, answer: tuple[int, str] | None) -> Finding:
     """
     if not there:
         return Finding("Slurm", OK, "not installed")
+    if answer is not None and "configuration source" in answer[1]:
+        return Finding(
+            "Slurm",
+            WARNING,
+            "installed, but no slurm.conf is found",
+            "export SLURM_CONF=/PATH/slurm.conf    (nothing, if this machine is in no cluster)",
+        )
     if answer is None or answer[0] != 0:
         found = plain(answer[1].partition("\n")[0])[:200] if answer else "it does not answer"
         fix = "scontrol ping    shows whether the controller answers"

@@ -1,5 +1,6 @@
 """The ranks of a start: do they meet, are they alike, and can they compute a sum?"""
 
+import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -121,6 +122,7 @@ def _entry(own: Machine, left: Mapping[str, str], env: Mapping[str, str]) -> dic
             "device": said.get("gpu_name") or (own.device.type if own.device else ranks.NONE),
             "visible": ",".join(shown.names) or "hidden" if shown else "all",
             "cores": str(own.cores),
+            "mask": f"{sum(1 << core for core in os.sched_getaffinity(0)):x}",
             "threads": env.get("OMP_NUM_THREADS") or env.get("MKL_NUM_THREADS") or "not set",
             "torch": own.torch_version or ranks.NONE,
             "python": platform.python_version(),
@@ -150,7 +152,7 @@ def _differences(met: Meeting, table: Sequence[ranks.Row]) -> list[Finding]:
         ]
     subjects = {one.subject for one in found}
     found += [one for one in ranks.differences(table) if one.subject not in subjects]
-    return worst_last(found)
+    return worst_last([*found, *ranks.judge_cores(entries, table)])
 
 
 def _talk(

@@ -221,7 +221,21 @@ def test_processes():
     ],
 )
 def test_threads_fit_the_cores(cores, on_host, env, expected, word):
-    assert level(limits.judge_cores(cores, on_host, env), word) == expected
+    assert level(limits.judge_cores(cores, on_host, env, True), word) == expected
+    assert "left" not in limits.judge_cores(cores, on_host, env, False).found
+
+
+def test_ranks_that_share_cores_have_no_more_threads_than_there_are():
+    two = {"mask": "3", "threads": "1"}
+    own = [{"mask": f"{1 << n:x}", "threads": "1"} for n in range(3)]
+    for said, hosts in ((own, "aaa"), ([two, two], "aa"), ([two] * 3, "abc"), ([two], "a")):
+        there = roll(*said, hosts=list(hosts))
+        assert not ranks.judge_cores(there.entries, ranks.rows(there))
+    there = roll(*[two] * 3, {"mask": "f", "threads": "not set"}, hosts=["n1", "n1", "n1", "n2"])
+    (finding,) = ranks.judge_cores(there.entries, ranks.rows(there))
+    assert level(finding, "ranks 0-2 of n1: 3 ranks of a host share 2 cores") == WARNING
+    assert "3 threads" in finding.found
+    assert finding.ranks == (0, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -378,6 +392,8 @@ def test_slurm_and_its_job():
     assert level(scheduler.judge_slurm(False, None), "not installed") == OK
     assert level(scheduler.judge_slurm(True, None), "does not answer") == WARNING
     assert level(scheduler.judge_slurm(True, (1, "srun: error: no\nconfig"))) == WARNING
+    nowhere = (1, "srun: error: a\nsrun: fatal: Could not establish a configuration source\n")
+    assert level(scheduler.judge_slurm(True, nowhere), "no slurm.conf is found") == WARNING
     assert level(scheduler.judge_slurm(True, (0, "slurm-wlm 22.05.8\n")), "22.05.8") == OK
     assert scheduler.judge_job(None, {}, 0.0).found == "none"
     job = Allocation("slurm", "815", restart_count=1, end_time=7320, tasks=4, gpus=1)
@@ -405,7 +421,12 @@ def test_a_program_that_is_absent_or_slow_is_an_ordinary_answer(tmp_path):
 
 def roll(*said, hosts=None):
     """A roll of ranks that said something else than the usual."""
-    usual = dict.fromkeys(ranks.COMPARED, "same") | {"gpu": None, "run": "/r", "token": ""}
+    usual = dict.fromkeys(ranks.COMPARED, "same") | {
+        "gpu": None,
+        "run": "/r",
+        "token": "",
+        "mask": "f",
+    }
     hosts = hosts or [f"node{n + 1}" for n in range(len(said))]
     names = tuple(dict.fromkeys(hosts))
     entries = tuple(
