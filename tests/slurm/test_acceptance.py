@@ -1,6 +1,7 @@
 """The site's acceptance page, made on two hosts of a real Slurm by sbatch/acceptance.sh."""
 
 import re
+import time
 
 import launches
 import pytest
@@ -65,9 +66,18 @@ def details(page, name):
 
 
 def facts(cluster, job):
-    """What Slurm knows of a job, by name."""
-    shown = cluster.run(["scontrol", "show", "job", "--oneliner", job], timeout=60).stdout
-    return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+    """What Slurm knows of a job that has ended, by name.
+
+    `sbatch --wait` comes back while Slurm still clears up after it.
+    """
+    deadline = time.monotonic() + 60
+    while True:
+        shown = cluster.run(["scontrol", "show", "job", "--oneliner", job], timeout=60).stdout
+        known = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+        if known["JobState"] != "COMPLETING":
+            return known
+        assert time.monotonic() < deadline, shown
+        time.sleep(0.2)
 
 
 @pytest.mark.long
