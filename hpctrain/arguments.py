@@ -97,6 +97,13 @@ class Options:
         "go on from the newest whole checkpoint, or from the start when there is none",
         action=argparse.BooleanOptionalAction,
     )
+    elastic: bool = _option(
+        "--elastic",
+        False,
+        "go on with another number of ranks, where that of the run is not there any more: resumes "
+        "by default, and needs --global-batch",
+        action="store_true",
+    )
     backend: str = _option(
         "--backend", "auto", "how ranks talk (auto: ddp for several)", choices=("auto", *BACKENDS)
     )
@@ -156,6 +163,29 @@ class Options:
         "--timeout", 1800.0, "seconds that a collective may take", _seconds, metavar="S"
     )
 
+    horovod_op: str = _option(
+        "--horovod-op",
+        "average",
+        "what becomes of the ranks' gradients",
+        choices=("average", "sum", "adasum"),
+    )
+    horovod_compression: str = _option(
+        "--horovod-compression", "none", "of gradients on their way", choices=("none", "fp16")
+    )
+    horovod_gradient_predivide_factor: float = _option(
+        "--horovod-gradient-predivide-factor",
+        1.0,
+        "the part of the average that is divided before the sum",
+        _positive,
+        metavar="X",
+    )
+    horovod_groups: int | None = _option(
+        "--horovod-groups", None, "messages that carry all gradients", _COUNT, metavar="N"
+    )
+    horovod_sparse_as_dense: bool = _option(
+        "--horovod-sparse-as-dense", False, "send sparse gradients as dense", action="store_true"
+    )
+
     @classmethod
     def of(cls, namespace: argparse.Namespace | None, keywords: dict[str, Any]) -> "Options":
         """The options of a parsed command line, with keyword arguments over them.
@@ -180,6 +210,27 @@ class Options:
         for name, value in values.items():
             _check(fields[name], value)
         return cls(**values)
+
+    def of_backend(self, name: str) -> dict[str, Any]:
+        """The options of one backend, by their names without its own in front.
+
+        Raises:
+            UsageError: an option of another backend was given.
+        """
+        own = {}
+        for field in dataclasses.fields(self):
+            backend, _, rest = field.name.partition("_")
+            value = getattr(self, field.name)
+            if backend == name and rest:
+                own[rest] = value
+            elif backend in BACKENDS and rest and value != field.default:
+                raise UsageError(
+                    f"{field.metadata['flag']} with --backend {self.backend}"
+                    + (f", which is {name} here" if self.backend == "auto" else ""),
+                    f"--backend {backend}",
+                    f"--backend {backend}, or leave {field.metadata['flag']} out",
+                )
+        return own
 
     def deciding(self) -> dict[str, Any]:
         """By flag, the options that have to be the same on all ranks: they decide the numbers."""
@@ -257,6 +308,12 @@ def plan_batches(opts: Options, world_size: int) -> Batches:
             nearest values that fit.
     """
     total, size, times = opts.global_batch, opts.batch_size, opts.accumulate
+    if total is None and opts.elastic:
+        raise UsageError(
+            "--elastic without --global-batch",
+            "a global batch that does not follow the number of ranks",
+            "--global-batch N    (one that all numbers of ranks that may be left divide)",
+        )
     if total is None:
         size = size or _DEFAULT_BATCH_SIZE
         times = times or 1

@@ -9,6 +9,7 @@ __all__ = [
     "CheckpointError",
     "ContradictionError",
     "HpctrainError",
+    "RankLostError",
     "StartError",
     "UsageError",
     "repeated",
@@ -64,6 +65,10 @@ class ContradictionError(UsageError):
 
 class StartError(HpctrainError):
     """The ranks did not come together."""
+
+
+class RankLostError(HpctrainError):
+    """Another rank was lost, or failed, while this one needed it."""
 
 
 class CheckpointError(HpctrainError):

@@ -43,7 +43,7 @@ def claim(
     Args:
         name: of the run.
         models: whose weights it has.
-        options: of the session; `run`, `resume` and `data` matter.
+        options: of the session; `run`, `resume`, `elastic` and `data` matter.
         world: of the session, for run.json.
         job: the scheduler's, for the default name and the restart count.
         env: for $HPCTRAIN_RUN.
@@ -58,7 +58,7 @@ def claim(
     said = {"name": name, "data": options.data, "model": _signature(models)}
     resume = options.resume
     if resume is None:
-        resume = job is not None and job.restart_count > 0
+        resume = options.elastic or (job is not None and job.restart_count > 0)
     path = options.run or env.get(variables.RUN) or _default(name, job)
     directory = RunDirectory(path)
     before = directory.read(directory.identity)

@@ -18,9 +18,11 @@ class Precision:
 
     Attributes:
         dtype: of the weights and of the batches' floating-point tensors; None leaves both.
+        loss_scaled: whether a step is left out after an overflow, which all ranks have to do alike.
     """
 
     dtype: torch.dtype | None = None
+    loss_scaled: bool = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -76,6 +78,8 @@ class Half(Precision):
 
     Source: torch.amp's documentation, "Gradient Scaling".
     """
+
+    loss_scaled = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

@@ -285,6 +285,7 @@ class Run:
                 "epoch_step": self._epoch_step,
                 "rows": self._metrics.rows,
                 "global_batch": session.batches.global_batch,
+                "world_size": session.world.world_size,
             },
         }
         facts = {"time": time.time(), "world": asdict(session.world)}
@@ -303,6 +304,13 @@ class Run:
                 f"{position['global_batch']}, this start one of {session.batches.global_batch}",
                 "the same global batch, so that its samples go on where they stopped",
                 f"--global-batch {position['global_batch']}",
+            )
+        before, now = position["world_size"], session.world.world_size
+        if before != now and not session.options.elastic:
+            raise UsageError(
+                f"the run in {self.directory.path} has {before} ranks, this start {now}",
+                "as many ranks again, so that its sums have the same order",
+                f"{before} ranks; or --elastic, to go on with {now}",
             )
         groups: tuple[tuple[str, Sequence[Any]], ...] = (
             ("model", session.models),

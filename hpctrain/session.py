@@ -1,6 +1,7 @@
 """Session: the only place where World, Backend and Precision meet."""
 
 import argparse
+import io
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -94,9 +95,17 @@ class Session:
         self.allocation = start.allocation
         self.batches = plan_batches(opts, world.world_size)
         name = backends.choose(opts.backend, world.world_size)
+        settings = backends.Settings(
+            opts.timeout,
+            opts.start_timeout,
+            self.batches.accumulate,
+            opts.deterministic,
+            PRECISIONS[opts.precision].loss_scaled,
+            opts.of_backend(name),
+        )
         threads = Threads.here(os.environ)
         self._undo.callback(threads.put_back)
-        entry, error = self._introduce(start)
+        entry, error = self._introduce(start, name, settings)
         met = meeting.meet(
             world,
             start.meeting_point,
@@ -111,9 +120,7 @@ class Session:
         self.world, self.roll = met.world, met.roll
         threads.fit(met.roll.entries, met.roll.host_of_rank, world.rank, opts.workers)
         self._undo.callback(Determinism(opts.deterministic, self.device).put_back)
-        self.backend = backends.open_backend(
-            name, met, self.device, opts.timeout, opts.start_timeout
-        )
+        self.backend = backends.open_backend(name, met, self.device, settings)
         self.precision = PRECISIONS[opts.precision](self.device)
         # The same on all ranks, so that they make the same weights.
         torch.manual_seed(opts.seed)
@@ -132,7 +139,9 @@ class Session:
             world.world_size,
         )
 
-    def _introduce(self, start: launchers.Start) -> tuple[dict[str, Any], HpctrainError | None]:
+    def _introduce(
+        self, start: launchers.Start, backend: str, settings: backends.Settings
+    ) -> tuple[dict[str, Any], HpctrainError | None]:
         """What this rank says of itself, and what is wrong with it.
 
         An error is told to all ranks, so that none of them waits for this one.
@@ -141,6 +150,7 @@ class Session:
             self._undo.callback(open_files.make_room(start.world.world_size))
             device.take_slice(start.world, os.environ, self._undo)
             self.device = device.choose(start.world, start.allocation, os.environ)
+            backends.check(backend, start.world, self.device, settings)
             return proof.entry(self.device, self.options.deciding()), start.waste
         except UsageError as mistake:
             return {}, start.waste or mistake
@@ -170,9 +180,9 @@ class Session:
     def prepare(self, *things: nn.Module | Optimizer) -> Any:
         """Bring models and optimizers to the device and precision, and let the ranks share them.
 
-        All ranks begin with rank 0's weights. A model's attributes, `state_dict()` and parameter
-        names stay as they were. An optimizer keeps working on its parameters, so it can be made
-        before or after.
+        All ranks begin with rank 0's weights, and with the state of its optimizers. A model's
+        attributes, `state_dict()` and parameter names stay as they were. An optimizer keeps working
+        on its parameters, so it can be made before or after.
 
         Returns:
             The things, in their order; a single one alone.
@@ -198,13 +208,21 @@ class Session:
                 prepared.append(model)
                 self._models.append(model)
             else:
-                if thing.state:
-                    # Some optimizers make their state at once; loading it moves it as well.
-                    thing.load_state_dict(thing.state_dict())
+                self._share_state(thing)
                 prepared.append(thing)
                 self._optimizers.append(thing)
         self._arm()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def _share_state(self, optimizer: Optimizer) -> None:
+        """Rank 0's state on every rank, next to the weights; mostly there is none yet."""
+        box = io.BytesIO()
+        if self.is_main and optimizer.state:
+            torch.save(optimizer.state_dict(), box)
+        state = self.backend.share(box.getvalue())
+        if state:
+            # Loading also moves it to the device of the weights.
+            optimizer.load_state_dict(torch.load(io.BytesIO(state), "cpu", weights_only=True))
 
     def loader(
         self,
@@ -292,12 +310,13 @@ class Session:
             self._arm()
             return False
         self._micro_batch = 0
+        self.backend.average()
         for optimizer in optimizers or self._optimizers:
             if self.options.clip_norm is not None:
                 precision.unscale(optimizer)
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
                 nn.utils.clip_grad_norm_(parameters, self.options.clip_norm)
-            precision.step(optimizer)
+            self.backend.update(optimizer, precision.step)
         # Of all: the loss of one model leaves gradients in the others that it went through.
         for optimizer in self._optimizers:
             optimizer.zero_grad()
@@ -345,14 +364,21 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        failed = code != rundir.DONE
-        if not failed:
-            self.backend.barrier()
-        self._write_verdict(code, reason)
-        if not failed:
-            self.backend.barrier()
-        self.backend.close(failed)
-        self._undo.close()
+        try:
+            if code == rundir.DONE:
+                self.backend.barrier()
+            self._write_verdict(code, reason)
+            if code == rundir.DONE:
+                self.backend.barrier()
+        except Exception as error:
+            code, reason = rundir.FAILED, str(error)
+            if explained := self.backend.explain(error):
+                reason = explained.found
+                raise explained from None
+            raise
+        finally:
+            self.backend.close(reason if code != rundir.DONE else None)
+            self._undo.close()
 
     def _write_verdict(self, code: int, reason: str) -> None:
         if self._verdict:
@@ -372,6 +398,9 @@ class Session:
     ) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
+        elif explained := self.backend.explain(error):
+            self.close(explained.exit_code, explained.found)
+            raise explained from None
         elif isinstance(error, HpctrainError):
             self.close(error.exit_code, error.found)
         elif isinstance(error, SystemExit) and isinstance(error.code, int):

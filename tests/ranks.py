@@ -19,8 +19,8 @@ from hpctrain.launchers.local import HpctrainRun
 from hpctrain.world import World
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# torch._dynamo is what the first step of any optimizer imports.
-_CONTEXT.set_forkserver_preload(["hpctrain.session", "torch._dynamo"])
+# torch._dynamo is what the first step of any optimizer imports. What is not there is left out.
+_CONTEXT.set_forkserver_preload(["hpctrain.session", "torch._dynamo", "horovod.torch"])
 
 
 def run(

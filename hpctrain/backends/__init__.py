@@ -3,21 +3,24 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from hpctrain.backends.settings import Settings
 from hpctrain.errors import ContradictionError
 from hpctrain.launchers import MeetingPoint
 from hpctrain.meeting import Board, Meeting
+from hpctrain.world import World
 
 if TYPE_CHECKING:
     import torch
 
     from hpctrain.backends.base import Backend
 
-__all__ = ["BACKENDS", "choose", "open_backend"]
+__all__ = ["BACKENDS", "Settings", "agent_store", "check", "choose", "open_backend"]
 
 # A name and the class behind it, imported when it is asked for.
 BACKENDS = {
     "single": "hpctrain.backends.single:Single",
     "ddp": "hpctrain.backends.ddp:DDP",
+    "horovod": "hpctrain.backends.horovod:Horovod",
 }
 
 
@@ -55,8 +58,17 @@ def agent_store(point: MeetingPoint, timeout: float) -> Board | None:
     return AgentStore(point.store, timeout)
 
 
+def check(name: str, world: World, device: "torch.device", settings: Settings) -> None:
+    """Look for what keeps a backend from working, before the ranks meet.
+
+    Raises:
+        UsageError: it is not installed, or the settings contradict each other.
+    """
+    _class(name).check(world, device, settings)
+
+
 def open_backend(
-    name: str, meeting: Meeting, device: "torch.device", timeout: float, start_timeout: float
+    name: str, meeting: Meeting, device: "torch.device", settings: Settings
 ) -> "Backend":
     """Open a backend by name and hold it against the World.
 
@@ -64,21 +76,30 @@ def open_backend(
         name: a key of the table.
         meeting: the outcome of the roll call.
         device: of this rank.
-        timeout: seconds that a collective may take.
-        start_timeout: seconds that it may take to connect the ranks.
+        settings: how it has to work.
 
     Raises:
         ContradictionError: the backend counts other ranks than the launcher.
     """
-    module, _, kind = BACKENDS[name].partition(":")
-    backend: Backend = getattr(import_module(module), kind)(meeting, device, timeout, start_timeout)
+    backend = _class(name)(meeting, device, settings)
     world = meeting.world
     if (backend.rank, backend.world_size) != (world.rank, world.world_size):
-        backend.close()
+        found = (
+            f"{name} over {backend.transport} says rank {backend.rank} of {backend.world_size}, "
+            f"{world.launcher} says rank {world.rank} of {world.world_size}"
+        )
+        backend.close(found)
         raise ContradictionError(
-            f"{name} says rank {backend.rank} of {backend.world_size}, {world.launcher} says rank "
-            f"{world.rank} of {world.world_size}",
-            "the same in both",
-            "hpctrain explain    shows where the launcher's numbers came from",
+            found,
+            f"the same in both: {backend.transport} did not understand {world.launcher}, or "
+            f"{world.launcher} was misread",
+            "hpctrain explain    shows where the launcher's numbers came from"
+            + (f"; {backend.mend}" if backend.mend else ""),
         )
     return backend
+
+
+def _class(name: str) -> type["Backend"]:
+    module, _, kind = BACKENDS[name].partition(":")
+    found: type[Backend] = getattr(import_module(module), kind)
+    return found

@@ -1,11 +1,17 @@
 """The protocol that every backend speaks; a process that is alone speaks it too."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpctrain.backends.settings import Settings
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.meeting import Meeting
+from hpctrain.world import World
 
 __all__ = ["Backend", "Later", "vector"]
 
@@ -57,18 +63,37 @@ def vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
 class Backend(ABC):
     """How ranks talk. All methods but `between` are called by all ranks alike.
 
+    Args:
+        meeting: the outcome of the roll call.
+        device: of this rank.
+        settings: how it has to work.
+
     Attributes:
         name: as in `--backend`.
         transport: what carries the numbers, such as "gloo"; for people.
         rank, world_size: as the backend itself counts.
         device: of this rank.
+        mend: what to type where it counts other ranks than the launcher.
     """
 
     name: str
     transport: str
+    mend: str = ""
     rank: int
     world_size: int
     device: torch.device
+
+    @abstractmethod
+    def __init__(self, meeting: Meeting, device: torch.device, settings: Settings) -> None: ...
+
+    @classmethod
+    def check(cls, world: World, device: torch.device, settings: Settings) -> None:
+        """Look for what cannot work, before the ranks meet.
+
+        Raises:
+            UsageError: something is missing here, or the settings contradict each other.
+        """
+        del world, device, settings
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -77,6 +102,18 @@ class Backend(ABC):
     @abstractmethod
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
         """Whether the next backward pass of a wrapped model averages its gradients."""
+
+    def average(self) -> None:  # noqa: B027, as ddp's backward pass has done it
+        """After the last backward pass of a step: every gradient is now that of all ranks."""
+
+    def update(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> None:
+        """Take an optimizer's step.
+
+        Args:
+            optimizer: one of those that were prepared.
+            step: takes it on this rank, with the gradients as they are.
+        """
+        step(optimizer)
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
@@ -98,14 +135,27 @@ class Backend(ABC):
     def align(self, model: nn.Module) -> None:
         """Give every rank the buffers of rank 0, such as the statistics of batch norm."""
 
-    @abstractmethod
     def between(self, tensor: Tensor, source: int, target: int) -> None:
-        """Send a tensor from one rank to another, in place; called by these two alone."""
+        """Send a tensor from one rank to another, in place; called by these two alone.
+
+        Raises:
+            UsageError: this backend has only collectives.
+        """
+        raise UsageError(f"{self.name} has no messages between two ranks", "", "--backend ddp")
 
     @abstractmethod
     def barrier(self) -> None:
         """Wait until all ranks are here."""
 
+    def explain(self, error: BaseException) -> HpctrainError | None:
+        """Who is to blame for an error that came out of this backend; None where nobody knows."""
+        del error
+        return None
+
     @abstractmethod
-    def close(self, failed: bool = False) -> None:
-        """Let go of everything. With `failed` the other ranks may be gone."""
+    def close(self, failure: str | None = None) -> None:
+        """Let go of everything.
+
+        Args:
+            failure: what went wrong on this rank; then the others may be gone.
+        """

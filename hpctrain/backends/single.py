@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.backends.base import Backend, Later, vector
+from hpctrain.backends.settings import Settings
 from hpctrain.meeting import Meeting
 
 __all__ = ["Single"]
@@ -20,10 +21,8 @@ class Single(Backend):
     name = "single"
     transport = "none"
 
-    def __init__(
-        self, meeting: Meeting, device: torch.device, timeout: float, start_timeout: float
-    ) -> None:
-        del meeting, timeout, start_timeout
+    def __init__(self, meeting: Meeting, device: torch.device, settings: Settings) -> None:
+        del meeting, settings
         self.rank, self.world_size, self.device = 0, 1, device
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -54,5 +53,5 @@ class Single(Backend):
     def barrier(self) -> None:
         """Nothing."""
 
-    def close(self, failed: bool = False) -> None:
+    def close(self, failure: str | None = None) -> None:
         """Nothing."""

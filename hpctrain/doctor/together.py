@@ -169,7 +169,9 @@ def _talk(
     told = False
     try:
         name = backends.choose("auto", met.world.world_size)
-        backend = backends.open_backend(name, met, device, _COLLECTIVE_SECONDS, timeout)
+        backend = backends.open_backend(
+            name, met, device, backends.Settings(_COLLECTIVE_SECONDS, timeout)
+        )
         found = _look_around(backend, met, run, table)
         report.table(table, [*unlike, *found])
         told = True
@@ -193,7 +195,7 @@ def _talk(
             logger.error("%s", found_text)
         report.add([Finding("all-reduce", PROBLEM, found_text, fix)])
         if backend is not None:
-            backend.close(failed=True)
+            backend.close(found_text)
     return report.end()
 
 

@@ -50,7 +50,7 @@ class Meeting:
         roll: who is there.
         nonce: a prefix for everything that these ranks exchange; no other start has it.
         listener: on rank 0 of several ranks the bound, listening socket whose port is
-            `roll.port`; it belongs to the backend now. None elsewhere, and with a store.
+            `roll.port`; it belongs to the backend now. None elsewhere.
         store: the launcher's own store, as it was given to `meet`.
     """
 
@@ -86,7 +86,7 @@ def meet(
             them raise it, so nobody waits for a rank that cannot train.
         check: what rank 0 does with the roll before anybody else gets it. What it raises is
             raised by all ranks.
-        store: the launcher's own store; the backend has its store there too.
+        store: the launcher's own store, as a place to leave word.
         folder: on a file system that all hosts share: a word of rank 0 is left there for as long
             as the meeting takes, where nothing else leads to it.
 
@@ -115,7 +115,7 @@ def meet(
         board = None if world.on_one_host else boards.choose(world, point, store, folder)
         if world.rank == 0:
             host = Host(world, point, credentials, entry, board, timeout, announce, check)
-            roll, nonce, listener = host.gather(own_listener=store is None)
+            roll, nonce, listener = host.gather()
         else:
             patience = timeout + GRACE_SECONDS
             guest = Guest(world, point, credentials, entry, board, patience, announce)

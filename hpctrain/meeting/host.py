@@ -85,11 +85,8 @@ class Host:
         )
         self._look_for_twins(taken)
 
-    def gather(self, own_listener: bool) -> tuple[Roll, str, socket.socket | None]:
+    def gather(self) -> tuple[Roll, str, socket.socket]:
         """The roll, the nonce, and the socket for the backend's store.
-
-        Args:
-            own_listener: whether the backend needs one.
 
         Raises:
             HpctrainError: what is wrong; all ranks that can be reached raise it too.
@@ -103,10 +100,9 @@ class Host:
             entries = tuple(_for_all(self.entries[rank]) for rank in range(self.world.world_size))
             roll = call_roll(entries)
             addresses = self._addresses(roll)
-            if own_listener:
-                family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
-                listener = socket.create_server((addresses[0], 0), family=family, backlog=4096)
-            port = listener.getsockname()[1] if listener else 0
+            family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
+            listener = socket.create_server((addresses[0], 0), family=family, backlog=4096)
+            port = listener.getsockname()[1]
             roll = dataclasses.replace(roll, addresses=addresses, port=port)
             self.check(roll)
             self._tell(roll)

@@ -14,6 +14,11 @@ from hpctrain.data import Images
 WORLDS = pytest.mark.parametrize("size", [1, 3, 4])
 
 
+def session(**options):
+    """Over the backend that the `run` fixture chose; outside of the battery, the default one."""
+    return hpctrain.Session(backend=os.environ.get("TEST_BACKEND", "auto"), **options)
+
+
 def small_model():
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10)
@@ -47,14 +52,14 @@ def train(session, steps, model=None, lr=0.05):
 
 
 def identity():
-    with hpctrain.Session(batch_size=2) as session:
-        return session.world, session.backend.rank, session.backend.world_size
+    with session(batch_size=2) as opened:
+        return opened.world, opened.backend.rank, opened.backend.world_size
 
 
 @pytest.mark.parametrize("layout", [(1,), (3,), (2, 1), (1, 1, 2)])
-def test_every_rank_knows_the_whole_world(layout):
+def test_every_rank_knows_the_whole_world(run, layout):
     size = sum(layout)
-    results = ranks.values(ranks.run(size, identity, layout=layout))
+    results = ranks.values(run(size, identity, layout=layout))
     for rank, (world, backend_rank, backend_size) in enumerate(results):
         assert (world.rank, world.world_size) == (rank, size) == (backend_rank, backend_size)
         assert world.num_nodes == len(layout)
@@ -64,17 +69,17 @@ def test_every_rank_knows_the_whole_world(layout):
 
 
 def sums():
-    with hpctrain.Session(batch_size=2) as session:
-        rank = session.world.rank
-        whole, real, tensor = session.sum(2**53 + rank, 0.1 * rank, torch.tensor(rank))
-        one = session.sum(rank)
-        shared = session.backend.share({"from": rank})
+    with session(batch_size=2) as opened:
+        rank = opened.world.rank
+        whole, real, tensor = opened.sum(2**53 + rank, 0.1 * rank, torch.tensor(rank))
+        one = opened.sum(rank)
+        shared = opened.backend.share({"from": rank})
         return whole, real, tensor, one, shared
 
 
 @WORLDS
-def test_sums_are_exact_and_the_same_on_all_ranks(size):
-    results = ranks.values(ranks.run(size, sums))
+def test_sums_are_exact_and_the_same_on_all_ranks(run, size):
+    results = ranks.values(run(size, sums))
     whole = sum(2**53 + rank for rank in range(size))
     ones = sum(range(size))
     for result in results:
@@ -85,26 +90,26 @@ def test_sums_are_exact_and_the_same_on_all_ranks(size):
 
 
 def same_steps(accumulate_from):
-    with hpctrain.Session(
+    with session(
         global_batch=12,
         batch_size=1 if accumulate_from == "one" else None,
         precision="fp64",
         max_steps=12,
         log_every=1,
         run="run",
-    ) as session:
-        losses, model = train(session, 12)
-        return losses, session.batches, {k: v.clone() for k, v in model.state_dict().items()}
+    ) as opened:
+        losses, model = train(opened, 12)
+        return losses, opened.batches, {k: v.clone() for k, v in model.state_dict().items()}
 
 
-def test_worlds_differ_only_in_the_order_of_sums(tmp_path, monkeypatch):
+def test_worlds_differ_only_in_the_order_of_sums(run, tmp_path, monkeypatch):
     """Equal micro-batches in one process that accumulates and in worlds of 2, 3 and 4 ranks."""
     found = {}
     for size in (1, 2, 3, 4):
         folder = tmp_path / str(size)
         folder.mkdir()
         monkeypatch.chdir(folder)
-        results = ranks.values(ranks.run(size, same_steps, "one"))
+        results = ranks.values(run(size, same_steps, "one"))
         losses, batches, weights = results[0]
         assert batches.accumulate == 12 // size
         assert len(losses) == 12
@@ -119,12 +124,12 @@ def test_worlds_differ_only_in_the_order_of_sums(tmp_path, monkeypatch):
 
 
 def plain_attributes():
-    with hpctrain.Session(batch_size=2) as session:
+    with session(batch_size=2) as opened:
         model = small_model()
         model.note = "mine"
         names = list(model.state_dict())
         parameters = [name for name, _ in model.named_parameters()]
-        prepared = session.prepare(model)
+        prepared = opened.prepare(model)
         assert prepared.note == "mine"
         assert list(prepared.state_dict()) == names
         assert [name for name, _ in prepared.named_parameters()] == parameters
@@ -135,17 +140,17 @@ def plain_attributes():
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_prepared_model_looks_like_the_plain_one(size):
-    assert all(ranks.values(ranks.run(size, plain_attributes)))
+def test_a_prepared_model_looks_like_the_plain_one(run, size):
+    assert all(ranks.values(run(size, plain_attributes)))
 
 
 def uneven_evaluation():
-    with hpctrain.Session(batch_size=2) as session:
+    with session(batch_size=2) as opened:
         model = small_model()
-        if session.world.rank == 1:
+        if opened.world.rank == 1:
             model[1].running_mean += 5  # statistics of its own, as training leaves them
-        model = session.prepare(model)
-        loader = session.loader(images(101), train=False, batch_size=7)
+        model = opened.prepare(model)
+        loader = opened.loader(images(101), train=False, batch_size=7)
         model.eval()
         correct = count = loss = 0
         with torch.no_grad():
@@ -154,16 +159,147 @@ def uneven_evaluation():
                 correct += (out.argmax(1) == targets).sum()
                 loss += nn.functional.cross_entropy(out, targets, reduction="sum").double()
                 count += len(targets)
-        return session.sum(correct, count, loss)
+        return opened.sum(correct, count, loss)
 
 
-def test_an_evaluation_counts_each_sample_once_in_every_world():
-    alone = ranks.values(ranks.run(1, uneven_evaluation))[0]
+def test_an_evaluation_counts_each_sample_once_in_every_world(run):
+    alone = ranks.values(run(1, uneven_evaluation))[0]
     assert alone[1] == 101
     for size in (2, 3, 4):
-        for result in ranks.values(ranks.run(size, uneven_evaluation)):
+        for result in ranks.values(run(size, uneven_evaluation)):
             assert result[:2] == alone[:2]
             assert result[2] == pytest.approx(alone[2], rel=1e-6)
+
+
+def precisions(precision, clip):
+    with session(
+        batch_size=8, max_steps=12, precision=precision, clip_norm=clip, log_every=1, run="run"
+    ) as opened:
+        losses, model = train(opened, 12)
+        dtypes = {p.dtype for p in model.parameters()}
+        return losses, dtypes, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
+def test_every_precision_trains_the_same_on_all_ranks(run, precision, clip):
+    results = ranks.values(run(3, precisions, precision, clip))
+    losses = results[0][0]
+    assert all(loss == loss for loss in losses)
+    assert sum(losses[-3:]) < sum(losses[:3])
+    expected = torch.float64 if precision == "fp64" else torch.float32
+    for _, dtypes, weights in results:
+        assert dtypes == {expected}
+        assert torch.equal(weights, results[0][2])
+
+
+def clipping(precision):
+    with session(batch_size=8, precision=precision, clip_norm=0.01) as opened:
+        model = small_model()
+        before = [p.detach().clone() for p in model.parameters()]
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        batch, targets = next(iter(opened.loader(images(240))))
+        with opened.autocast():
+            loss = nn.functional.cross_entropy(model(batch), targets)
+        opened.step(loss)
+        moved = [(a - b).flatten() for a, b in zip(model.parameters(), before, strict=True)]
+        return torch.cat(moved).norm().item()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_clipping_holds_the_true_norm_also_under_a_loss_scale(run, precision):
+    for norm in ranks.values(run(3, clipping, precision)):
+        assert norm == pytest.approx(0.01, rel=1e-2)
+
+
+def two_sessions():
+    first = dict(os.environ)
+    with session(batch_size=2) as opened:
+        inside = opened.sum(1)
+    changed = set(os.environ.items()) ^ set(first.items())
+    assert not changed, changed
+    assert not torch.distributed.is_initialized()
+    with session(batch_size=2) as opened:
+        return inside, opened.sum(opened.world.rank)
+
+
+def test_a_second_session_in_the_same_process_works_and_the_environment_is_put_back(run):
+    assert ranks.values(run(3, two_sessions)) == [(3, 3)] * 3
+
+
+def repeat_with_dropout():
+    with session(
+        global_batch=12,
+        batch_size=2,
+        max_steps=6,
+        precision="fp64",
+        deterministic=True,
+        log_every=1,
+        run="run",
+    ) as opened:
+        model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
+        return train(opened, 6, model)[0]
+
+
+def test_with_deterministic_dropout_follows_step_and_micro_batch(run, tmp_path, monkeypatch):
+    found = {}
+    for size in (1, 2, 3):
+        (tmp_path / str(size)).mkdir()
+        monkeypatch.chdir(tmp_path / str(size))
+        found[size] = ranks.values(run(size, repeat_with_dropout))[0]
+    assert found[2] == pytest.approx(found[1], rel=1e-9)
+    assert found[3] == pytest.approx(found[1], rel=1e-9)
+
+
+def sums_of_empty_shards():
+    with session(batch_size=2) as opened:
+        loss = 0.5 if opened.world.rank == 0 else 0
+        return opened.sum(loss, opened.world.rank)
+
+
+def test_a_rank_that_saw_no_sample_may_bring_a_whole_zero(run):
+    assert ranks.values(run(3, sums_of_empty_shards)) == [(0.5, 3)] * 3
+
+
+def two_models():
+    with session(batch_size=2) as opened:
+        torch.manual_seed(opened.world.rank)
+        critic, maker = nn.Linear(4, 1), nn.Linear(4, 4)
+        for parameter in (frozen := nn.Linear(2, 2)).parameters():
+            parameter.requires_grad = False
+        first = torch.optim.SGD(critic.parameters(), 0.1)
+        second = torch.optim.SGD(maker.parameters(), 0.1)
+        critic, maker, first, second, frozen = opened.prepare(critic, maker, first, second, frozen)
+        start = critic.weight.detach().clone()
+        opened.step(critic(torch.ones(2, 4)).mean(), first)
+        moved = critic.weight.detach().clone()
+        opened.step(critic(maker(torch.ones(2, 4))).mean(), second)
+        left = [p.grad for p in critic.parameters() if p.grad is not None]
+        return start, moved, critic.weight.detach().clone(), left, frozen.weight
+
+
+def test_two_models_step_one_at_a_time_and_leave_each_other_no_gradients(run):
+    results = ranks.values(run(3, two_models))
+    for start, moved, end, left, frozen in results:
+        assert not torch.equal(start, moved)
+        assert torch.equal(moved, end)
+        assert not left
+        assert torch.equal(start, results[0][0])
+        assert torch.equal(frozen, results[0][4])
+
+
+def refused_loader_arguments():
+    with session(batch_size=2) as opened:
+        opened.loader(images(20), shuffle=True, num_workers=2)
+
+
+def test_what_the_session_decides_of_a_loader_is_refused_by_name(run):
+    (result,) = run(1, refused_loader_arguments)
+    assert isinstance(result, hpctrain.HpctrainError)
+    assert "num_workers, shuffle" in str(result)
+
+
+# What is torch.distributed's alone.
 
 
 def counts_reductions():
@@ -202,62 +338,6 @@ def test_only_the_last_micro_batch_of_a_step_talks():
         )
 
 
-def precisions(precision, clip):
-    with hpctrain.Session(
-        batch_size=8, max_steps=12, precision=precision, clip_norm=clip, log_every=1, run="run"
-    ) as session:
-        losses, model = train(session, 12)
-        dtypes = {p.dtype for p in model.parameters()}
-        return losses, dtypes, torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
-def test_every_precision_trains_the_same_on_all_ranks(precision, clip):
-    results = ranks.values(ranks.run(3, precisions, precision, clip))
-    losses = results[0][0]
-    assert all(loss == loss for loss in losses)
-    assert sum(losses[-3:]) < sum(losses[:3])
-    expected = torch.float64 if precision == "fp64" else torch.float32
-    for _, dtypes, weights in results:
-        assert dtypes == {expected}
-        assert torch.equal(weights, results[0][2])
-
-
-def clipping(precision):
-    with hpctrain.Session(batch_size=8, precision=precision, clip_norm=0.01) as session:
-        model = small_model()
-        before = [p.detach().clone() for p in model.parameters()]
-        model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        batch, targets = next(iter(session.loader(images(240))))
-        with session.autocast():
-            loss = nn.functional.cross_entropy(model(batch), targets)
-        session.step(loss)
-        moved = [(a - b).flatten() for a, b in zip(model.parameters(), before, strict=True)]
-        return torch.cat(moved).norm().item()
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_clipping_holds_the_true_norm_also_under_a_loss_scale(precision):
-    for norm in ranks.values(ranks.run(3, clipping, precision)):
-        assert norm == pytest.approx(0.01, rel=1e-2)
-
-
-def two_sessions():
-    first = dict(os.environ)
-    with hpctrain.Session(batch_size=2) as session:
-        inside = session.sum(1)
-    changed = set(os.environ.items()) ^ set(first.items())
-    assert not changed, changed
-    assert not torch.distributed.is_initialized()
-    with hpctrain.Session(batch_size=2) as session:
-        return inside, session.sum(session.world.rank)
-
-
-def test_a_second_session_in_the_same_process_works_and_the_environment_is_put_back():
-    assert ranks.values(ranks.run(3, two_sessions)) == [(3, 3)] * 3
-
-
 def too_early():
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -275,67 +355,6 @@ def test_a_process_group_of_the_script_is_refused():
         assert "init_process_group" in str(result)
 
 
-def repeat_with_dropout():
-    with hpctrain.Session(
-        global_batch=12,
-        batch_size=2,
-        max_steps=6,
-        precision="fp64",
-        deterministic=True,
-        log_every=1,
-        run="run",
-    ) as session:
-        model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
-        return train(session, 6, model)[0]
-
-
-def test_with_deterministic_dropout_follows_step_and_micro_batch(tmp_path, monkeypatch):
-    found = {}
-    for size in (1, 2, 3):
-        (tmp_path / str(size)).mkdir()
-        monkeypatch.chdir(tmp_path / str(size))
-        found[size] = ranks.values(ranks.run(size, repeat_with_dropout))[0]
-    assert found[2] == pytest.approx(found[1], rel=1e-9)
-    assert found[3] == pytest.approx(found[1], rel=1e-9)
-
-
-def sums_of_empty_shards():
-    with hpctrain.Session(batch_size=2) as session:
-        loss = 0.5 if session.world.rank == 0 else 0
-        return session.sum(loss, session.world.rank)
-
-
-def test_a_rank_that_saw_no_sample_may_bring_a_whole_zero():
-    assert ranks.values(ranks.run(3, sums_of_empty_shards)) == [(0.5, 3)] * 3
-
-
-def two_models():
-    with hpctrain.Session(batch_size=2) as session:
-        torch.manual_seed(session.world.rank)
-        critic, maker = nn.Linear(4, 1), nn.Linear(4, 4)
-        for parameter in (frozen := nn.Linear(2, 2)).parameters():
-            parameter.requires_grad = False
-        first = torch.optim.SGD(critic.parameters(), 0.1)
-        second = torch.optim.SGD(maker.parameters(), 0.1)
-        critic, maker, first, second, frozen = session.prepare(critic, maker, first, second, frozen)
-        start = critic.weight.detach().clone()
-        session.step(critic(torch.ones(2, 4)).mean(), first)
-        moved = critic.weight.detach().clone()
-        session.step(critic(maker(torch.ones(2, 4))).mean(), second)
-        left = [p.grad for p in critic.parameters() if p.grad is not None]
-        return start, moved, critic.weight.detach().clone(), left, frozen.weight
-
-
-def test_two_models_step_one_at_a_time_and_leave_each_other_no_gradients():
-    results = ranks.values(ranks.run(3, two_models))
-    for start, moved, end, left, frozen in results:
-        assert not torch.equal(start, moved)
-        assert torch.equal(moved, end)
-        assert not left
-        assert torch.equal(start, results[0][0])
-        assert torch.equal(frozen, results[0][4])
-
-
 def ddp_alone():
     with hpctrain.Session(batch_size=2, backend="ddp", timeout=20) as session:
         return session.backend.name, session.sum(5)
@@ -343,14 +362,3 @@ def ddp_alone():
 
 def test_ddp_also_serves_a_process_that_is_alone():
     assert ranks.values(ranks.run(1, ddp_alone)) == [("ddp", 5)]
-
-
-def refused_loader_arguments():
-    with hpctrain.Session(batch_size=2) as session:
-        session.loader(images(20), shuffle=True, num_workers=2)
-
-
-def test_what_the_session_decides_of_a_loader_is_refused_by_name():
-    (result,) = ranks.run(1, refused_loader_arguments)
-    assert isinstance(result, hpctrain.HpctrainError)
-    assert "num_workers, shuffle" in str(result)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from test_backends import images, small_model
+from test_backends import images, session, small_model
 from torch import nn
 
 import hpctrain
@@ -16,21 +16,21 @@ from hpctrain.rundir import RunDirectory
 
 def train(die_at=None, seed=0, width=None, name="example", **options):
     """Four epochs of four steps, with a schedule; the weights at the end."""
-    with hpctrain.Session(
+    with session(
         **{"global_batch": 12, "epochs": 4, "log_every": 2, "run": "run", "seed": seed, **options}
-    ) as session:
+    ) as opened:
         model = small_model() if width is None else nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-        model, optimizer = session.prepare(
+        model, optimizer = opened.prepare(
             model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
         )
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-        loader = session.loader(images(50))
+        loader = opened.loader(images(50))
         steps = []
-        with session.run(state={"schedule": schedule}, name=name) as run:
+        with opened.run(state={"schedule": schedule}, name=name) as run:
             for epoch in run.epochs():
                 for batch, targets in run.batches(loader):
                     loss = nn.functional.cross_entropy(model(batch), targets)
-                    session.step(loss)
+                    opened.step(loss)
                     schedule.step()
                     run.log(loss=loss)
                     steps.append(run.step)
@@ -69,24 +69,24 @@ def test_a_run_directory_has_what_it_promises():
 
 
 def mean_loss(global_batch):
-    with hpctrain.Session(
+    with session(
         global_batch=global_batch, batch_size=2, max_steps=1, log_every=1, run="run"
-    ) as session:
-        model = session.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
-        session.prepare(torch.optim.SGD(model.parameters(), 0.1))
+    ) as opened:
+        model = opened.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
         losses = []
-        with session.run() as run:
+        with opened.run() as run:
             for _ in run.epochs():
-                for batch, targets in run.batches(session.loader(images(50))):
+                for batch, targets in run.batches(opened.loader(images(50))):
                     loss = nn.functional.cross_entropy(model(batch), targets)
                     losses.append(loss.item())
-                    session.step(loss)
+                    opened.step(loss)
                     run.log(loss=loss, half=0.5)
         return losses
 
 
-def test_the_logged_loss_is_the_mean_over_the_global_batch():
-    seen = [loss for losses in ranks.values(ranks.run(3, mean_loss, 12)) for loss in losses]
+def test_the_logged_loss_is_the_mean_over_the_global_batch(run):
+    seen = [loss for losses in ranks.values(run(3, mean_loss, 12)) for loss in losses]
     assert len(seen) == 6
     (row,) = RunDirectory("run").rows()
     assert row["loss"] == pytest.approx(sum(seen) / 6, rel=1e-12)
@@ -95,18 +95,18 @@ def test_the_logged_loss_is_the_mean_over_the_global_batch():
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("die_at", [1, 6, 9])
-def test_a_killed_run_goes_on_where_its_checkpoint_was(size, die_at, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_where_its_checkpoint_was(run, size, die_at, tmp_path, monkeypatch):
     (tmp_path / "whole").mkdir()
     monkeypatch.chdir(tmp_path / "whole")
     options = {"checkpoint_every": 3, "precision": "fp64"}
-    whole = ranks.values(ranks.run(size, train_with, options))
+    whole = ranks.values(run(size, train_with, options))
     expected = rows()
     monkeypatch.chdir(tmp_path)
     assert all(
         isinstance(result, BaseException)
-        for result in ranks.run(size, train_with, {**options, "die_at": die_at})
+        for result in run(size, train_with, {**options, "die_at": die_at})
     )
-    resumed = ranks.values(ranks.run(size, train_with, {**options, "resume": True}))
+    resumed = ranks.values(run(size, train_with, {**options, "resume": True}))
     done = max(step for step in (0, 3, 4, 6, 8, 9) if step <= die_at)
     assert resumed[0][0] == list(range(done, 16))
     assert [{**row, "loss": 0} for row in rows()] == [{**row, "loss": 0} for row in expected]

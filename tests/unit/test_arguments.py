@@ -22,19 +22,44 @@ def test_the_command_line_and_the_keywords_have_the_same_defaults():
 
 def test_every_option_reaches_its_field():
     line = (
-        "--data mnist --download --run there --no-resume --backend ddp --precision bf16 "
+        "--data mnist --download --run there --no-resume --elastic --backend ddp --precision bf16 "
         "--global-batch 96 --batch-size 8 --accumulate 3 --epochs 2 --max-steps 7 --seed 5 "
         "--deterministic --workers 4 --lr 0.5 --clip-norm 1.5 --log-every 1 "
-        "--checkpoint-every 20 --start-timeout 30 --timeout 60"
+        "--checkpoint-every 20 --start-timeout 30 --timeout 60 --horovod-op sum "
+        "--horovod-compression fp16 --horovod-gradient-predivide-factor 2 --horovod-groups 3 "
+        "--horovod-sparse-as-dense"
     )
     read = Options.of(options().parse_args(line.split()), {})
     assert read == Options(
-        "mnist", True, "there", False, "ddp", "bf16", 96, 8, 3, 2, 7, 5, True, 4, 0.5, 1.5, 1,
-        20, 30.0, 60.0,
+        "mnist", True, "there", False, True, "ddp", "bf16", 96, 8, 3, 2, 7, 5, True, 4, 0.5, 1.5, 1,
+        20, 30.0, 60.0, "sum", "fp16", 2.0, 3, True,
     )  # fmt: skip
     assert Options.of(None, dataclasses.asdict(read)) == read
     unlike = [f.name for f in dataclasses.fields(Options) if getattr(read, f.name) == f.default]
     assert unlike == []
+
+
+def test_a_backend_gets_its_own_options_and_those_of_others_are_refused():
+    chosen = Options.of(None, {"backend": "horovod", "horovod_op": "sum"})
+    assert chosen.of_backend("horovod") == {
+        "op": "sum",
+        "compression": "none",
+        "gradient_predivide_factor": 1.0,
+        "groups": None,
+        "sparse_as_dense": False,
+    }
+    assert Options().of_backend("ddp") == Options().of_backend("single") == {}
+    with pytest.raises(UsageError, match="--horovod-op with --backend ddp") as raised:
+        dataclasses.replace(chosen, backend="ddp").of_backend("ddp")
+    assert raised.value.fix == "--backend horovod, or leave --horovod-op out"
+    with pytest.raises(UsageError, match="--backend auto, which is single here"):
+        dataclasses.replace(chosen, backend="auto").of_backend("single")
+
+
+def test_elastic_wants_a_global_batch_that_does_not_follow_the_ranks():
+    with pytest.raises(UsageError, match="--elastic without --global-batch"):
+        plan_batches(Options.of(None, {"elastic": True, "batch_size": 4}), 3)
+    assert plan_batches(Options.of(None, {"elastic": True, "global_batch": 12}), 3).batch_size == 4
 
 
 def test_keywords_beat_the_command_line_and_own_arguments_of_a_script_are_left_alone():

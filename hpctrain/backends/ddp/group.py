@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from hpctrain.backends.assembly import assemble, host_of
 from hpctrain.backends.base import Backend, Later, vector
-from hpctrain.backends.ddp.store import assemble, first_line, host_of, open_store
+from hpctrain.backends.ddp.store import first_line, open_store
+from hpctrain.backends.environment import Environment
+from hpctrain.backends.settings import Settings
 from hpctrain.errors import StartError, UsageError
 from hpctrain.meeting import Meeting
 from hpctrain.meeting.interfaces import interface_of
@@ -29,9 +32,7 @@ class DDP(Backend):
 
     name = "ddp"
 
-    def __init__(
-        self, meeting: Meeting, device: torch.device, timeout: float, start_timeout: float
-    ) -> None:
+    def __init__(self, meeting: Meeting, device: torch.device, settings: Settings) -> None:
         if dist.is_initialized():
             raise UsageError(
                 "torch.distributed is initialized already",
@@ -40,13 +41,16 @@ class DDP(Backend):
             )
         self.device = device
         self.transport = "nccl" if device.type == "cuda" else "gloo"
-        self._added: list[str] = []  # variables of the environment
+        self._environment = Environment(os.environ)
         world, own = meeting.world, meeting.roll.addresses[meeting.world.rank]
-        limits = [datetime.timedelta(seconds=seconds) for seconds in (start_timeout, timeout)]
+        start_timeout = settings.start_timeout
+        limits = [
+            datetime.timedelta(seconds=seconds) for seconds in (start_timeout, settings.timeout)
+        ]
         if self.transport == "gloo":
             # gloo takes the interface from the environment alone, and by default the one that
             # the host's own name resolves to: on many clusters 127.0.1.1.
-            self._set(GLOO_INTERFACE, interface_of(own))
+            self._environment.default(GLOO_INTERFACE, interface_of(own))
         try:
             store = open_store(meeting, limits[0])
             assemble(PrefixStore(f"{meeting.nonce}/here", store), meeting, start_timeout)
@@ -61,10 +65,10 @@ class DDP(Backend):
             _set_timeout(limits[1])
             store.set_timeout(limits[1])
         except StartError:
-            self._put_back()
+            self._environment.put_back()
             raise
         except (RuntimeError, ValueError) as error:
-            self._put_back()
+            self._environment.put_back()
             raise StartError(
                 f"torch.distributed did not connect rank {world.rank} over {self.transport} from "
                 f"{own} within {start_timeout:.0f} s: {_named(error, meeting)}",
@@ -125,23 +129,13 @@ class DDP(Backend):
         else:
             dist.barrier()
 
-    def close(self, failed: bool = False) -> None:
+    def close(self, failure: str | None = None) -> None:
         """Destroy the process group and put the environment back."""
-        if dist.is_initialized() and not (failed and self.transport == "nccl"):
+        if dist.is_initialized() and not (failure is not None and self.transport == "nccl"):
             # NCCL's communicators wait for the others, who may be gone: then the end of the
             # process frees them.
             dist.destroy_process_group()
-        self._put_back()
-
-    def _set(self, name: str, value: str | None) -> None:
-        if value is not None and name not in os.environ:
-            os.environ[name] = value
-            self._added.append(name)
-
-    def _put_back(self) -> None:
-        for name in self._added:
-            os.environ.pop(name, None)
-        self._added.clear()
+        self._environment.put_back()
 
 
 def _broadcast(tensors: Sequence[Tensor]) -> None:

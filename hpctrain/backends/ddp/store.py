@@ -5,12 +5,12 @@ import datetime
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from hpctrain.backends.assembly import host_of
 from hpctrain.errors import StartError
 from hpctrain.launchers import base as launching
 from hpctrain.meeting import Meeting
-from hpctrain.meeting.messages import GRACE_SECONDS
 
-__all__ = ["AgentStore", "assemble", "first_line", "host_of", "open_store"]
+__all__ = ["AgentStore", "first_line", "open_store"]
 
 
 class AgentStore:
@@ -69,10 +69,11 @@ def open_store(meeting: Meeting, timeout: datetime.timedelta) -> Store:
 
     That is at an address which all ranks have reached.
     """
-    world, roll = meeting.world, meeting.roll
+    world, roll, listener = meeting.world, meeting.roll, meeting.listener
     if isinstance(meeting.store, AgentStore):
+        if listener is not None:
+            listener.close()
         return meeting.store.store
-    listener = meeting.listener
     try:
         return TCPStore(
             roll.addresses[0],
@@ -92,58 +93,6 @@ def open_store(meeting: Meeting, timeout: datetime.timedelta) -> Store:
             "the way that it met the others by",
             "look for the first error in the log of rank 0, and whether its host can be reached",
         ) from None
-
-
-def assemble(store: Store, meeting: Meeting, timeout: float) -> None:
-    """Wait until all ranks have opened the store: gloo itself does not say which one it misses.
-
-    Raises:
-        StartError: naming those that have not.
-    """
-    rank, size = meeting.world.rank, meeting.world.world_size
-    missing = _missing(store, size, timeout) if rank == 0 else _hear(store, rank, timeout)
-    if missing:
-        gone = [f"rank {other} on {host_of(meeting, int(other))}" for other in missing.split(",")]
-        raise StartError(
-            f"{', '.join(gone[:8])}{', …' if len(gone) > 8 else ''} came to the meeting and was "
-            f"lost before the ranks were connected, within {timeout:.0f} s",
-            "all ranks, to the end of the start",
-            "look for the first error there, and whether the host can be reached",
-        )
-
-
-def _missing(store: Store, size: int, timeout: float) -> str:
-    """At rank 0: who is not there in time, with commas; the others are told."""
-    others = [str(rank) for rank in range(1, size)]
-    try:
-        store.wait(others, datetime.timedelta(seconds=timeout))
-        missing = ""
-    except RuntimeError:
-        missing = ",".join(rank for rank in others if not store.check([rank]))
-    store.set("missing", missing)
-    if missing:
-        # The store ends with this process, so the others have to read it first.
-        with contextlib.suppress(RuntimeError):
-            there = [f"{rank} knows" for rank in others if rank not in missing.split(",")]
-            store.wait(there, datetime.timedelta(seconds=GRACE_SECONDS))
-    return missing
-
-
-def _hear(store: Store, rank: int, timeout: float) -> str:
-    """At the others: what rank 0 says is missing; rank 0, where it says nothing."""
-    try:
-        store.set(str(rank), "")
-        store.wait(["missing"], datetime.timedelta(seconds=timeout + GRACE_SECONDS))
-        missing = store.get("missing").decode()
-        store.set(f"{rank} knows", "")
-    except RuntimeError:
-        return "0"
-    return missing
-
-
-def host_of(meeting: Meeting, rank: int) -> str:
-    """The name of a rank's host."""
-    return meeting.roll.hosts[meeting.roll.host_of_rank[rank]]
 
 
 def first_line(error: Exception) -> str:

@@ -1,0 +1,268 @@
+"""The ranks under Horovod: who they are, what they sum, and who of them is lost."""
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpctrain.backends.assembly import assemble
+from hpctrain.backends.base import Backend, Later, vector
+from hpctrain.backends.environment import Environment
+from hpctrain.backends.horovod import gradients, placement
+from hpctrain.backends.horovod.installed import load, refuse_options
+from hpctrain.backends.horovod.rendezvous import Client, Server
+from hpctrain.backends.horovod.survivors import Survivors
+from hpctrain.backends.settings import Settings
+from hpctrain.errors import HpctrainError, StartError, UsageError
+from hpctrain.meeting import Meeting
+from hpctrain.speech import logger
+from hpctrain.world import World
+
+__all__ = ["Horovod"]
+
+T = TypeVar("T")
+_MOST_LATER = 64
+
+
+class Horovod(Backend):
+    """Horovod's global process set, whoever started the ranks.
+
+    Over gloo rank 0 serves the rendezvous and every rank is told its place by the roll call, so
+    srun, torchrun and `hpctrain run` do as well as horovodrun. Over MPI the ranks are MPI's.
+    """
+
+    name = "horovod"
+    _mpi_was_used = False  # which starts once in a process
+
+    def __init__(self, meeting: Meeting, device: torch.device, settings: Settings) -> None:
+        self._hvd = hvd = load()
+        self._meeting, self._settings, self.device = meeting, settings, device
+        world = meeting.world
+        over = placement.controller(os.environ, world.launcher, hvd.mpi_built())
+        on_gpu = device.type == "cuda" and hvd.nccl_built()
+        self.transport = "nccl" if on_gpu else over
+        self.mend = _MEND[over]
+        if world.world_size > 1 and ":" in meeting.roll.addresses[0]:
+            raise StartError(
+                f"rank 0 is at {meeting.roll.addresses[0]}, and Horovod takes only IPv4 addresses",
+                "an interface with an IPv4 address",
+                "export HPCTRAIN_INTERFACE=NAME    or --backend ddp",
+            )
+        self._environment = Environment(os.environ)
+        self._server = Server(meeting.listener) if meeting.listener is not None else None
+        self._gradients: list[gradients.Gradients] = []
+        self._compressor = gradients.compression(hvd, settings.own["compression"])
+        self._later = 0
+        self._survivors: Survivors | None = None
+        self._told = False  # whether the others know what went wrong
+        try:
+            if world.world_size > 1:
+                store = Client(meeting.roll.addresses[0], meeting.roll.port, "start")
+                assemble(store, meeting, settings.start_timeout)
+                self._survivors = Survivors(meeting, self._server)
+            placement.tell(self._environment, over, meeting, settings)
+            self._start(over)
+        except BaseException:
+            self._let_go()
+            raise
+        self.rank, self.world_size = hvd.rank(), hvd.size()
+        if settings.deterministic:
+            logger.info(
+                "deterministic: Horovod sends each gradient by itself (HOROVOD_FUSION_THRESHOLD=0),"
+                " which takes longer for models with many small ones"
+            )
+
+    @classmethod
+    def check(cls, world: World, device: torch.device, settings: Settings) -> None:
+        """Look for Horovod, and hold the options to what it can do."""
+        hvd = load()
+        if hvd.is_initialized():
+            raise UsageError(
+                "Horovod is initialized already",
+                "that the Session does it",
+                "remove the script's own hvd.init(), or close the Session before",
+            )
+        refuse_options(hvd, settings.own, world.world_size)
+        over = placement.controller(os.environ, world.launcher, hvd.mpi_built())
+        if over == "mpi":
+            if not hvd.mpi_built():
+                raise UsageError(
+                    "HOROVOD_CONTROLLER=mpi, and the installed Horovod was built without MPI",
+                    "gloo, which needs nothing, or a Horovod with MPI",
+                    "unset HOROVOD_CONTROLLER    or: hpctrain horovod build --mpi",
+                )
+            if cls._mpi_was_used:
+                raise UsageError(
+                    "a second Session over Horovod and MPI in one process",
+                    "one, as MPI starts once in a process",
+                    "export HOROVOD_CONTROLLER=gloo",
+                )
+        elif not hvd.gloo_built():
+            raise UsageError(
+                f"--backend horovod under {world.launcher}, and the installed Horovod was built "
+                "without gloo",
+                "gloo, or a start by mpirun",
+                "hpctrain horovod build",
+            )
+        if settings.own["op"] != "adasum":
+            return
+        if settings.loss_scaled:
+            raise UsageError(
+                "--horovod-op adasum with --precision fp16",
+                "a precision without a loss scale: each rank takes its step before the updates are "
+                "combined, and those of an overflow must not be",
+                "--precision bf16",
+            )
+        if over != "mpi" and world.world_size > 1:
+            raise UsageError(
+                f"--horovod-op adasum over gloo, under {world.launcher}",
+                "MPI, without which Horovod has no Adasum",
+                "mpirun -np N python SCRIPT, with hpctrain horovod build --mpi; or --horovod-op "
+                "average",
+            )
+
+    def _start(self, over: str) -> None:
+        """hvd.init() in a thread, as it waits without end for what does not come.
+
+        Raises:
+            StartError: it is not through in time.
+        """
+        limit, failed = self._settings.start_timeout, []
+
+        def start() -> None:
+            try:
+                self._hvd.init()
+            except Exception as error:  # told by the thread that waits
+                failed.append(error)
+
+        thread = threading.Thread(target=start, name="hvd.init", daemon=True)
+        Horovod._mpi_was_used |= over == "mpi"
+        thread.start()
+        thread.join(limit)
+        if thread.is_alive() or failed:
+            # At the end of the process it would wait for its own start.
+            atexit.unregister(self._hvd.mpi_ops._basics.shutdown)
+            world = self._meeting.world
+            raise StartError(
+                f"Horovod did not connect rank {world.rank} over {over} within {limit:.0f} s"
+                + (f": {failed[0]}" if failed else ""),
+                "a connection between all ranks",
+                f"hosts of the ranks: {', '.join(world.hosts or ())}; look for a host that cannot "
+                "be reached, a firewall or a wrong interface (HPCTRAIN_INTERFACE=NAME); "
+                "HOROVOD_LOG_LEVEL=debug tells more",
+            )
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model itself, with rank 0's weights; hooks on its parameters average gradients."""
+        self._broadcast([*model.parameters(), *model.buffers()], "weights")
+        own = self._settings.own
+        if own["op"] != "adasum" and any(p.requires_grad for p in model.parameters()):
+            name = f"model{len(self._gradients)}"
+            self._gradients.append(
+                gradients.Gradients(self._hvd, model, name, self._settings.accumulate, own)
+            )
+        return model
+
+    def synchronize(self, model: nn.Module, wanted: bool) -> None:
+        """Nothing: Horovod's hooks count the micro-batches (backward_passes_per_step)."""
+
+    def average(self) -> None:
+        """Wait for the sums that the backward pass began."""
+        for one in self._gradients:
+            one.average()
+
+    def update(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> None:
+        """The step as it is; with Adasum the ranks' own steps, combined."""
+        if self._settings.own["op"] == "adasum" and self.world_size > 1:
+            gradients.combine_updates(self._hvd, optimizer, step, self._compressor)
+        else:
+            step(optimizer)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """An all-reduce."""
+        self._hvd.allreduce_(tensor, name="sum", op=self._hvd.Sum)
+        return tensor
+
+    def sum_later(self, numbers: Sequence[Any]) -> Later:
+        """An all-reduce that is not waited for. On a GPU Horovod's end of it is waited for."""
+        tensor = vector(numbers, self.device)
+        # Horovod remembers what it knows of a name, and takes none that is still under way.
+        self._later = (self._later + 1) % _MOST_LATER
+        name = f"sum_later.{self._later}"
+        handle = self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum)
+        return Later(tensor, _Work(self._hvd, handle))
+
+    def share(self, thing: T) -> T:
+        """A broadcast of rank 0's object."""
+        # Without a name Horovod takes that of the object's class, which may differ by rank.
+        shared: T = self._hvd.broadcast_object(thing, 0, name="share")
+        return shared
+
+    def align(self, model: nn.Module) -> None:
+        """A broadcast of rank 0's buffers."""
+        self._broadcast(list(model.buffers()), "buffers")
+
+    def barrier(self) -> None:
+        """Horovod's barrier."""
+        self._hvd.barrier()
+
+    def explain(self, error: BaseException) -> HpctrainError | None:
+        """After a failure that Horovod noticed: which ranks are lost, or have failed, and why.
+
+        None where all are there: then it is a mistake of all of them, and Horovod says which.
+        """
+        internal = self._hvd.mpi_ops.HorovodInternalError
+        if self._survivors is None or not isinstance(error, internal):
+            return None
+        found = self._survivors.ask()
+        self._told = found is not None
+        return found
+
+    def close(self, failure: str | None = None) -> None:
+        """Shut Horovod down and put the environment back."""
+        others = None if self._told else self._survivors
+        if others is not None and failure is not None:
+            others.tell(failure)
+        self._hvd.shutdown()
+        if others is not None and failure is not None:
+            others.hear()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._environment.put_back()
+        if self._survivors is not None:
+            self._survivors.close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _broadcast(self, tensors: Sequence[Tensor], name: str) -> None:
+        gradients.broadcast(self._hvd, tensors, name)
+
+
+class _Work:
+    """A handle of Horovod, as torch.distributed's works are."""
+
+    def __init__(self, hvd: ModuleType, handle: int) -> None:
+        self._hvd, self._handle = hvd, handle
+
+    def is_completed(self) -> bool:
+        """Whether `wait` returns at once."""
+        return bool(self._hvd.poll(self._handle))
+
+    def wait(self) -> None:
+        """Until the sum is there."""
+        self._hvd.synchronize(self._handle)
+
+
+_MEND = {
+    "gloo": "",
+    "mpi": "build Horovod with the MPI of that mpirun (hpctrain horovod build --mpi), or export "
+    "HOROVOD_CONTROLLER=gloo, which needs none",
+}

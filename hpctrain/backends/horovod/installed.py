@@ -1,0 +1,111 @@
+"""Is there a Horovod that works with this torch, and can it do what is asked of it?"""
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hpctrain.errors import UsageError
+
+__all__ = ["load", "refuse_options"]
+
+BUILD = "hpctrain horovod build"
+
+
+def load() -> ModuleType:
+    """`horovod.torch`.
+
+    Raises:
+        UsageError: it is not installed, or was built for another torch.
+    """
+    if importlib.util.find_spec("horovod") is None:
+        raise UsageError(
+            "--backend horovod, and Horovod is not installed for this Python",
+            f"a Horovod that was built for torch {torch.__version__}",
+            f"{BUILD}    (some minutes); or --backend ddp, which needs none",
+        )
+    try:
+        module = importlib.import_module("horovod.torch")
+    except Exception as error:  # whatever a library for another torch raises
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"--backend horovod, and the installed Horovod cannot be imported: {reason}",
+            f"one that was built for torch {torch.__version__}",
+            f"{BUILD}    or --backend ddp",
+        ) from None
+    if not (module.gloo_built() or module.mpi_built()):
+        raise UsageError(
+            "--backend horovod, and the installed Horovod was built without gloo and without MPI",
+            "one of them, to talk over",
+            BUILD,
+        )
+    return module
+
+
+# What Horovod's DistributedOptimizer calls the options whose names are others here.
+_DEFAULTS: Mapping[str, Any] = {
+    "op": "average",
+    "compression": "none",
+    "gradient_predivide_factor": 1.0,
+    "groups": None,
+    "sparse_as_dense": False,
+}
+
+
+def refuse_options(hvd: ModuleType, options: Mapping[str, Any], world_size: int) -> None:
+    """Hold the options to what this version of Horovod does with them.
+
+    Args:
+        hvd: `horovod.torch`.
+        options: of the backend, by the names of DistributedOptimizer.
+        world_size: the number of ranks.
+
+    Raises:
+        UsageError: it does not know one, or would leave it out of account in silence.
+    """
+    known = inspect.signature(hvd.DistributedOptimizer).parameters
+    changed = [name for name, default in _DEFAULTS.items() if options[name] != default]
+    for name in changed:
+        if name not in known:
+            raise UsageError(
+                f"{_flag(name)}, and the installed Horovod does not know {name}",
+                "Horovod 0.28.1",
+                BUILD,
+            )
+    op, predivide = options["op"], options["gradient_predivide_factor"]
+    if predivide != 1.0:
+        if op != "average":
+            raise UsageError(
+                f"{_flag('gradient_predivide_factor')} {predivide:g} with {_flag('op')} {op}",
+                "an average, of which a part is divided before the sum",
+                f"{_flag('op')} average",
+            )
+        if options["groups"] is not None:
+            raise UsageError(
+                f"{_flag('gradient_predivide_factor')} {predivide:g} with {_flag('groups')} "
+                f"{options['groups']}: Horovod reduces groups without it",
+                "one of the two",
+                f"leave {_flag('groups')} out",
+            )
+    if op == "adasum":
+        for name in ("groups", "sparse_as_dense"):
+            if name in changed:
+                raise UsageError(
+                    f"{_flag('op')} adasum with {_flag(name)}",
+                    "one of the two: Adasum combines the updates of whole tensors",
+                    f"leave {_flag(name)} out",
+                )
+        if world_size & (world_size - 1):
+            raise UsageError(
+                f"{_flag('op')} adasum with {world_size} ranks",
+                "2, 4, 8, … ranks: Adasum goes up a binary tree",
+                f"{1 << world_size.bit_length() - 1} ranks, or {_flag('op')} average",
+            )
+
+
+def _flag(name: str) -> str:
+    return "--horovod-" + name.replace("_", "-")
