@@ -18,6 +18,7 @@ from hpctrain.backends.horovod import gradients, placement
 from hpctrain.backends.horovod.installed import load, refuse_options
 from hpctrain.backends.horovod.rendezvous import Client, Server
 from hpctrain.backends.horovod.survivors import Survivors
+from hpctrain.backends.horovod.watch import Watch
 from hpctrain.backends.settings import Settings
 from hpctrain.errors import HpctrainError, StartError, UsageError
 from hpctrain.meeting import Meeting
@@ -60,6 +61,7 @@ class Horovod(Backend):
         self._compressor = gradients.compression(hvd, settings.own["compression"])
         self._later = 0
         self._survivors: Survivors | None = None
+        self._ending = threading.Lock()
         self._told = False  # whether the others know what went wrong
         try:
             if world.world_size > 1:
@@ -72,6 +74,7 @@ class Horovod(Backend):
             self._let_go()
             raise
         self.rank, self.world_size = hvd.rank(), hvd.size()
+        self._watch = Watch(settings.timeout, self._end)
         if settings.deterministic:
             logger.info(
                 "deterministic: Horovod sends each gradient by itself (HOROVOD_FUSION_THRESHOLD=0),"
@@ -174,19 +177,22 @@ class Horovod(Backend):
 
     def average(self) -> None:
         """Wait for the sums that the backward pass began."""
-        for one in self._gradients:
-            one.average()
+        with self._watch:
+            for one in self._gradients:
+                one.average()
 
     def update(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> None:
         """The step as it is; with Adasum the ranks' own steps, combined."""
         if self._settings.own["op"] == "adasum" and self.world_size > 1:
-            gradients.combine_updates(self._hvd, optimizer, step, self._compressor)
+            with self._watch:
+                gradients.combine_updates(self._hvd, optimizer, step, self._compressor)
         else:
             step(optimizer)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """An all-reduce."""
-        self._hvd.allreduce_(tensor, name="sum", op=self._hvd.Sum)
+        with self._watch:
+            self._hvd.allreduce_(tensor, name="sum", op=self._hvd.Sum)
         return tensor
 
     def sum_later(self, numbers: Sequence[Any]) -> Later:
@@ -196,12 +202,13 @@ class Horovod(Backend):
         self._later = (self._later + 1) % _MOST_LATER
         name = f"sum_later.{self._later}"
         handle = self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum)
-        return Later(tensor, _Work(self._hvd, handle))
+        return Later(tensor, _Work(self._hvd, handle, self._watch))
 
     def share(self, thing: T) -> T:
         """A broadcast of rank 0's object."""
         # Without a name Horovod takes that of the object's class, which may differ by rank.
-        shared: T = self._hvd.broadcast_object(thing, 0, name="share")
+        with self._watch:
+            shared: T = self._hvd.broadcast_object(thing, 0, name="share")
         return shared
 
     def align(self, model: nn.Module) -> None:
@@ -210,15 +217,18 @@ class Horovod(Backend):
 
     def barrier(self) -> None:
         """Horovod's barrier."""
-        self._hvd.barrier()
+        with self._watch:
+            self._hvd.barrier()
 
     def explain(self, error: BaseException) -> HpctrainError | None:
         """After a failure that Horovod noticed: which ranks are lost, or have failed, and why.
 
         None where all are there: then it is a mistake of all of them, and Horovod says which.
         """
-        internal = self._hvd.mpi_ops.HorovodInternalError
-        if self._survivors is None or not isinstance(error, internal):
+        noticed = isinstance(error, self._hvd.mpi_ops.HorovodInternalError)
+        # After the time-out it is shut down, and then says that it is not initialized.
+        shut = isinstance(error, ValueError) and not self._hvd.is_initialized()
+        if self._survivors is None or not (noticed or shut):
             return None
         found = self._survivors.ask()
         self._told = found is not None
@@ -229,10 +239,19 @@ class Horovod(Backend):
         others = None if self._told else self._survivors
         if others is not None and failure is not None:
             others.tell(failure)
+        self._watch.close()
+        self._end()
         self._hvd.shutdown()
-        if others is not None and failure is not None:
-            others.hear()
+        if self._survivors is not None and failure is not None:
+            self._survivors.stay()
         self._let_go()
+
+    def _end(self) -> None:
+        """Stop Horovod's own thread, on all ranks: what is under way fails there."""
+        # Two threads that join it at once never come back. hvd.shutdown() would also forget the
+        # handles that the main thread waits for.
+        with self._ending:
+            self._hvd.mpi_ops._basics.shutdown()
 
     def _let_go(self) -> None:
         self._environment.put_back()
@@ -243,14 +262,15 @@ class Horovod(Backend):
             self._server = None
 
     def _broadcast(self, tensors: Sequence[Tensor], name: str) -> None:
-        gradients.broadcast(self._hvd, tensors, name)
+        with self._watch:
+            gradients.broadcast(self._hvd, tensors, name)
 
 
 class _Work:
     """A handle of Horovod, as torch.distributed's works are."""
 
-    def __init__(self, hvd: ModuleType, handle: int) -> None:
-        self._hvd, self._handle = hvd, handle
+    def __init__(self, hvd: ModuleType, handle: int, watch: Watch) -> None:
+        self._hvd, self._handle, self._watch = hvd, handle, watch
 
     def is_completed(self) -> bool:
         """Whether `wait` returns at once."""
@@ -258,7 +278,8 @@ class _Work:
 
     def wait(self) -> None:
         """Until the sum is there."""
-        self._hvd.synchronize(self._handle)
+        with self._watch:
+            self._hvd.synchronize(self._handle)
 
 
 _MEND = {

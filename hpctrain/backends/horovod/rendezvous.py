@@ -23,13 +23,16 @@ from urllib.parse import quote
 
 from hpctrain.meeting.messages import keep_alive
 
-__all__ = ["Client", "Server", "be_present"]
+__all__ = ["Client", "NoAnswerError", "Server", "be_present"]
 
 _LONGEST_VALUE = 1 << 20  # bytes; what gloo leaves is some hundred
 _REQUEST_SECONDS = 10.0  # for a caller to say what it wants
-_LOOK_SECONDS = 0.2
 _PRESENCE = "/hpctrain/presence/"
 _WAIT_SECONDS = 5  # at most, of one request for a value that is not there yet
+
+
+class NoAnswerError(RuntimeError):
+    """Rank 0 is there, and says nothing."""
 
 
 class Server:
@@ -37,9 +40,13 @@ class Server:
 
     Args:
         listener: the listening socket; closed with this.
+
+    Attributes:
+        closed: whether it serves no more.
     """
 
     def __init__(self, listener: socket.socket) -> None:
+        self.closed = False
         self._http = _Http(listener)
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
@@ -59,15 +66,18 @@ class Server:
     def wait(self, until: Callable[[], bool], timeout: float) -> bool:
         """Wait for something that follows from values or presence; whether it came in time."""
         end = time.monotonic() + timeout
-        while not until():
-            if (left := end - time.monotonic()) <= 0:
-                return False
-            with self._http.changed:
-                self._http.changed.wait(min(left, _LOOK_SECONDS))
+        with self._http.changed:
+            while not until():
+                if (left := end - time.monotonic()) <= 0 or self.closed:
+                    return False
+                self._http.changed.wait(left)
         return True
 
     def close(self) -> None:
         """Serve no more."""
+        with self._http.changed:
+            self.closed = True
+            self._http.changed.notify_all()
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
@@ -83,7 +93,7 @@ class _Http(ThreadingHTTPServer):
         self.socket = listener
         self.values: dict[str, bytes] = {}
         self.gone: set[int] = set()
-        self.changed = threading.Condition()
+        self.changed = threading.Condition(threading.RLock())
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Nothing: a caller that left in the middle, or a stranger."""
@@ -204,6 +214,8 @@ class Client:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
             value = answer.read()
+        except TimeoutError:
+            raise NoAnswerError("rank 0 does not answer") from None
         except (OSError, http.client.HTTPException) as error:
             raise RuntimeError(f"rank 0 is gone: {error}") from None
         finally:

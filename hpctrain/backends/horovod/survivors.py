@@ -1,17 +1,18 @@
 """After a failure: which ranks are lost, asked by those that are left.
 
-Horovod tells every rank that something is wrong, and none of them what. So rank 0, which serves the
-rendezvous, finds out: the connection of a rank that was killed is closed; a rank that failed by
-itself has left its reason; and of those that are only silent, nobody knows more.
+Horovod tells the ranks that something is wrong, some of them late, and none of them what. So rank
+0, which serves the rendezvous, finds out: the connection of a rank that was killed is closed; a
+rank that failed by itself has left its reason; and of one that is only silent nobody knows more.
 """
 
 import contextlib
 import datetime
 import json
+import threading
 from dataclasses import asdict, dataclass
 
 from hpctrain.backends.assembly import host_of, named
-from hpctrain.backends.horovod.rendezvous import Client, Server, be_present
+from hpctrain.backends.horovod.rendezvous import Client, NoAnswerError, Server, be_present
 from hpctrain.errors import HpctrainError, RankLostError
 from hpctrain.meeting import Meeting
 
@@ -20,6 +21,7 @@ __all__ = ["Survivors"]
 _SCOPE = "end"
 _SETTLE_SECONDS = 0.5  # from the first rank that is known to be lost to what is said of them
 _SILENT_SECONDS = 3.0  # for a rank to say that it is there, where none is known to be lost
+_PATIENCE_SECONDS = 8.0  # for rank 0 to find out
 _GRACE_SECONDS = 5.0  # for the others to hear it, before rank 0 may leave
 
 
@@ -52,6 +54,9 @@ class Survivors:
         place = (meeting.roll.addresses[0], meeting.roll.port)
         self._store = Client(*place, _SCOPE)
         self._presence = None if self._rank == 0 else be_present(*place, self._rank)
+        if server is not None:
+            # A thread, as rank 0 itself may be the last one to notice.
+            threading.Thread(target=self._find_out, args=(server,), daemon=True).start()
 
     def close(self) -> None:
         """Be present no more."""
@@ -63,59 +68,58 @@ class Survivors:
         with contextlib.suppress(RuntimeError):  # rank 0 is gone
             self._store.set(str(self._rank), json.dumps(reason[:1000]))
 
-    def hear(self) -> None:
-        """Where rank 0 has failed: let the others ask it why."""
-        if self._server is not None:
-            with contextlib.suppress(RuntimeError):
-                self._find_out(self._server)
-
     def ask(self) -> HpctrainError | None:
         """What became of the others; None where all of them are there."""
         try:
-            if self._server is not None:
-                return self._error(self._find_out(self._server))
             self._store.set(str(self._rank), '""')
-            limit = _SILENT_SECONDS + _GRACE_SECONDS
-            self._store.wait(["findings"], datetime.timedelta(seconds=limit))
+            self._store.wait(["findings"], datetime.timedelta(seconds=_PATIENCE_SECONDS))
             said = json.loads(self._store.get("findings"))
             self._store.set(f"{self._rank}-knows", "")
+        except NoAnswerError:
+            return self._error(_Findings([], [0], []))
         except RuntimeError:
             return self._error(_Findings([0], [], []))
         return self._error(_Findings(**said))
 
-    def _find_out(self, server: Server) -> _Findings:
-        """At rank 0: look for the lost ones, tell the others, and stay until they know."""
+    def stay(self) -> None:
+        """At rank 0, which serves the findings: until the others have heard them."""
+        server = self._server
+        if server is None:
+            return
         others = set(range(1, self._size))
-
-        def complete() -> bool:
-            return others <= self._reasons(server).keys() | server.gone()
-
-        def known() -> bool:
-            return complete() or bool(server.gone()) or any(self._reasons(server).values())
-
-        if server.wait(known, _SILENT_SECONDS):
-            server.wait(complete, _SETTLE_SECONDS)
-        said, gone = self._reasons(server), server.gone()
-        failed = sorted((rank, reason) for rank, reason in said.items() if reason)
-        lost = sorted(gone - {rank for rank, _ in failed})
-        silent = [] if lost or failed else sorted(others - said.keys())
-        found = _Findings(lost, silent, failed)
-        self._store.set("findings", json.dumps(asdict(found)))
-        asking = {rank for rank, reason in said.items() if not reason and rank}
 
         def heard() -> bool:
             answers = server.read(_SCOPE)
-            knowing = {rank for rank in asking if f"{rank}-knows" in answers}
-            return asking <= knowing | server.gone()
+            through = {rank for rank in others if f"{rank}-knows" in answers}
+            through |= server.gone() | _reasons(server, told=True).keys()
+            silent = json.loads(answers.get("findings", b"{}")).get("silent", [])
+            return others <= through.union(silent)
 
         server.wait(heard, _GRACE_SECONDS)
-        return found
 
-    @staticmethod
-    def _reasons(server: Server) -> dict[int, str]:
-        """By rank, what went wrong there: of those that have said something; mostly nothing."""
-        said = server.read(_SCOPE).items()
-        return {int(key): json.loads(value) for key, value in said if key.isdecimal()}
+    def _find_out(self, server: Server) -> None:
+        """Wait for the first sign of a failure, look who is to blame, and leave word of it."""
+        everyone = set(range(self._size))
+
+        def sign() -> bool:
+            return bool(server.gone() or _reasons(server))
+
+        def known() -> bool:
+            return complete() or bool(server.gone() or _reasons(server, told=True))
+
+        def complete() -> bool:
+            return everyone <= _reasons(server).keys() | server.gone()
+
+        while not server.wait(sign, _PATIENCE_SECONDS):
+            if server.closed:
+                return
+        if server.wait(known, _SILENT_SECONDS):
+            server.wait(complete, _SETTLE_SECONDS)
+        failed = sorted(_reasons(server, told=True).items())
+        lost = sorted(server.gone() - dict(failed).keys())
+        silent = [] if lost or failed else sorted(everyone - _reasons(server).keys())
+        with contextlib.suppress(RuntimeError):  # closed by now
+            self._store.set("findings", json.dumps(asdict(_Findings(lost, silent, failed))))
 
     def _error(self, found: _Findings) -> HpctrainError | None:
         meeting = self._meeting
@@ -126,8 +130,10 @@ class Survivors:
         ]
         if found.lost:
             parts.append(f"{named(meeting, found.lost)}: the process is gone")
-        if found.silent:
-            parts.append(f"{named(meeting, found.silent)}: no answer, neither to Horovod nor to us")
+        if self._rank in found.silent:
+            parts.append("the other ranks have waited for this one in vain")
+        elif found.silent:
+            parts.append(f"{named(meeting, found.silent)}: no answer")
         if not parts:
             return None
         return RankLostError(
@@ -135,3 +141,15 @@ class Survivors:
             "all ranks, to the end",
             "look for the first error in the log of that rank, and whether its host is up",
         )
+
+
+def _reasons(server: Server, told: bool = False) -> dict[int, str]:
+    """By rank, what went wrong there; mostly nothing, where another rank is to blame.
+
+    Args:
+        server: at rank 0.
+        told: leave out those with nothing.
+    """
+    said = [(key, value) for key, value in server.read(_SCOPE).items() if key.isdecimal()]
+    reasons = {int(key): json.loads(value) for key, value in said}
+    return {rank: reason for rank, reason in reasons.items() if reason or not told}
