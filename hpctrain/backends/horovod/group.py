@@ -4,6 +4,7 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from hpctrain.backends.assembly import assemble
 from hpctrain.backends.base import Backend, Later, vector
 from hpctrain.backends.environment import Environment
 from hpctrain.backends.horovod import gradients, placement
+from hpctrain.backends.horovod.connections import Connections
 from hpctrain.backends.horovod.installed import load, refuse_options
 from hpctrain.backends.horovod.rendezvous import Client, Server
 from hpctrain.backends.horovod.survivors import Survivors
@@ -60,21 +62,25 @@ class Horovod(Backend):
         self._gradients: list[gradients.Gradients] = []
         self._compressor = gradients.compression(hvd, settings.own["compression"])
         self._later = 0
-        self._survivors: Survivors | None = None
-        self._ending = threading.Lock()
         self._told = False  # whether the others know what went wrong
+        self._survivors: Survivors | None = None
+        self._connections = Connections(but=meeting.roll.port)
+        self._watch = Watch(settings.timeout, self._complain)
         try:
             if world.world_size > 1:
                 store = Client(meeting.roll.addresses[0], meeting.roll.port, "start")
                 assemble(store, meeting, settings.start_timeout)
-                self._survivors = Survivors(meeting, self._server)
+                self._survivors = Survivors(
+                    meeting, self._server, self._watch.waiting, self._connections.cut
+                )
             placement.tell(self._environment, over, meeting, settings)
-            self._start(over)
-        except BaseException:
-            self._let_go()
+            # MPI looks after its own, and ends all ranks with one.
+            with self._connections if over == "gloo" else nullcontext():
+                self._start(over)
+        except BaseException as error:
+            self._let_go(str(error))
             raise
         self.rank, self.world_size = hvd.rank(), hvd.size()
-        self._watch = Watch(settings.timeout, self._end)
         if settings.deterministic:
             logger.info(
                 "deterministic: Horovod sends each gradient by itself (HOROVOD_FUSION_THRESHOLD=0),"
@@ -225,10 +231,8 @@ class Horovod(Backend):
 
         None where all are there: then it is a mistake of all of them, and Horovod says which.
         """
-        noticed = isinstance(error, self._hvd.mpi_ops.HorovodInternalError)
-        # After the time-out it is shut down, and then says that it is not initialized.
-        shut = isinstance(error, ValueError) and not self._hvd.is_initialized()
-        if self._survivors is None or not (noticed or shut):
+        internal = self._hvd.mpi_ops.HorovodInternalError
+        if self._survivors is None or not isinstance(error, internal):
             return None
         found = self._survivors.ask()
         self._told = found is not None
@@ -236,27 +240,21 @@ class Horovod(Backend):
 
     def close(self, failure: str | None = None) -> None:
         """Shut Horovod down and put the environment back."""
-        others = None if self._told else self._survivors
-        if others is not None and failure is not None:
-            others.tell(failure)
-        self._watch.close()
-        self._end()
+        if self._survivors is not None and failure is not None and not self._told:
+            self._survivors.tell(failure)
         self._hvd.shutdown()
-        if self._survivors is not None and failure is not None:
-            self._survivors.stay()
-        self._let_go()
+        self._let_go(failure)
 
-    def _end(self) -> None:
-        """Stop Horovod's own thread, on all ranks: what is under way fails there."""
-        # Two threads that join it at once never come back. hvd.shutdown() would also forget the
-        # handles that the main thread waits for.
-        with self._ending:
-            self._hvd.mpi_ops._basics.shutdown()
-
-    def _let_go(self) -> None:
-        self._environment.put_back()
+    def _complain(self) -> None:
+        """This rank waits in vain: rank 0 looks for whom."""
         if self._survivors is not None:
-            self._survivors.close()
+            self._survivors.complain()
+
+    def _let_go(self, failure: str | None) -> None:
+        self._environment.put_back()
+        self._watch.close()
+        if self._survivors is not None:
+            self._survivors.leave(in_peace=failure is None)
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -52,9 +52,14 @@ class Server:
         self._thread.start()
 
     def gone(self) -> set[int]:
-        """The ranks that were present and are not any more."""
+        """The ranks that were present, and whose connection has ended."""
         with self._http.changed:
             return set(self._http.gone)
+
+    def left(self) -> set[int]:
+        """The ranks that have said that they leave."""
+        with self._http.changed:
+            return set(self._http.left)
 
     def read(self, scope: str) -> dict[str, bytes]:
         """The values that our own ranks have left in a scope, by key."""
@@ -93,6 +98,7 @@ class _Http(ThreadingHTTPServer):
         self.socket = listener
         self.values: dict[str, bytes] = {}
         self.gone: set[int] = set()
+        self.left: set[int] = set()
         self.changed = threading.Condition(threading.RLock())
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -140,11 +146,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _attend(self, rank: str) -> None:
         self.connection.settimeout(None)
         keep_alive(self.connection)
+        word = b""
         with contextlib.suppress(OSError):  # its host is lost
-            self.connection.recv(1)
+            word = self.connection.recv(1)
         with self.server.changed:
             if rank.isdecimal():
-                self.server.gone.add(int(rank))
+                (self.server.left if word else self.server.gone).add(int(rank))
             self.server.changed.notify_all()
 
     def _answer(self, status: HTTPStatus, value: bytes = b"") -> None:
@@ -158,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def be_present(address: str, port: int, rank: int) -> socket.socket:
-    """A connection that tells rank 0 of a rank's end, however it comes.
+    """A connection that tells rank 0 of a rank's end, however it comes; a byte says: in peace.
 
     Raises:
         OSError: there is no server.

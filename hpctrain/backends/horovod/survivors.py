@@ -1,14 +1,23 @@
 """After a failure: which ranks are lost, asked by those that are left.
 
 Horovod tells the ranks that something is wrong, some of them late, and none of them what. So rank
-0, which serves the rendezvous, finds out: the connection of a rank that was killed is closed; a
-rank that failed by itself has left its reason; and of one that is only silent nobody knows more.
+0, which serves the rendezvous, finds out, in a thread of its own: the connection of a rank that was
+killed is closed; a rank that failed by itself has left its reason; and where neither is the case,
+those that do not wait for the others keep them waiting. Then every rank cuts Horovod's connections,
+so that nobody waits any longer.
+
+    rank → rank 0   presence, a connection that stays open; one byte says that it leaves in peace
+    rank → rank 0   end/RANK: what went wrong there; empty where it was somebody else
+    rank 0 → rank   end/asked: who is waiting for others, say so
+    rank 0 → rank   end/findings
+    rank → rank 0   end/RANK-knows
 """
 
 import contextlib
 import datetime
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from hpctrain.backends.assembly import host_of, named
@@ -20,9 +29,10 @@ __all__ = ["Survivors"]
 
 _SCOPE = "end"
 _SETTLE_SECONDS = 0.5  # from the first rank that is known to be lost to what is said of them
-_SILENT_SECONDS = 3.0  # for a rank to say that it is there, where none is known to be lost
+_SILENT_SECONDS = 3.0  # for a rank to say that it waits, where none is known to be lost
 _PATIENCE_SECONDS = 8.0  # for rank 0 to find out
 _GRACE_SECONDS = 5.0  # for the others to hear it, before rank 0 may leave
+_LONG = datetime.timedelta(days=1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +41,7 @@ class _Findings:
 
     Attributes:
         lost: ranks whose process is gone.
-        silent: ranks that do not answer.
+        silent: ranks that keep the others waiting.
         failed: pairs of a rank and what went wrong there.
     """
 
@@ -46,27 +56,34 @@ class Survivors:
     Args:
         meeting: who is where.
         server: at rank 0, its rendezvous.
+        waiting: whether this rank's main thread waits for the others.
+        cut: ends every such wait with an error.
     """
 
-    def __init__(self, meeting: Meeting, server: Server | None) -> None:
+    def __init__(
+        self,
+        meeting: Meeting,
+        server: Server | None,
+        waiting: Callable[[], bool],
+        cut: Callable[[], None],
+    ) -> None:
         self._meeting, self._server = meeting, server
+        self._waiting, self._cut = waiting, cut
         self._rank, self._size = meeting.world.rank, meeting.world.world_size
         place = (meeting.roll.addresses[0], meeting.roll.port)
         self._store = Client(*place, _SCOPE)
-        self._presence = None if self._rank == 0 else be_present(*place, self._rank)
-        if server is not None:
-            # A thread, as rank 0 itself may be the last one to notice.
-            threading.Thread(target=self._find_out, args=(server,), daemon=True).start()
+        self._leaving = False
+        self._presence = None if server is not None else be_present(*place, self._rank)
+        work = self._listen if server is None else self._find_out
+        threading.Thread(target=work, name="horovod survivors", daemon=True).start()
 
-    def close(self) -> None:
-        """Be present no more."""
-        if self._presence is not None:
-            self._presence.close()
+    def complain(self) -> None:
+        """This rank waits for others in vain."""
+        self._say("")
 
     def tell(self, reason: str) -> None:
         """Say what went wrong on this rank, so that the others need not look for it."""
-        with contextlib.suppress(RuntimeError):  # rank 0 is gone
-            self._store.set(str(self._rank), json.dumps(reason[:1000]))
+        self._say(reason[:1000])
 
     def ask(self) -> HpctrainError | None:
         """What became of the others; None where all of them are there."""
@@ -81,25 +98,53 @@ class Survivors:
             return self._error(_Findings([0], [], []))
         return self._error(_Findings(**said))
 
-    def stay(self) -> None:
-        """At rank 0, which serves the findings: until the others have heard them."""
-        server = self._server
-        if server is None:
+    def leave(self, in_peace: bool) -> None:
+        """Be present no more. Rank 0, which serves the others, goes last.
+
+        Args:
+            in_peace: all ranks leave, and nobody is to blame.
+        """
+        self._leaving = True
+        if self._presence is not None:
+            if in_peace:
+                with contextlib.suppress(OSError):  # rank 0 is gone
+                    self._presence.sendall(b".")
+            self._presence.close()
+        if (server := self._server) is None:
             return
         others = set(range(1, self._size))
 
-        def heard() -> bool:
+        def through() -> bool:
             answers = server.read(_SCOPE)
-            through = {rank for rank in others if f"{rank}-knows" in answers}
-            through |= server.gone() | _reasons(server, told=True).keys()
+            told = {rank for rank in others if f"{rank}-knows" in answers}
+            told |= server.left() | server.gone() | _reasons(server, told=True).keys()
             silent = json.loads(answers.get("findings", b"{}")).get("silent", [])
-            return others <= through.union(silent)
+            return others <= told.union(silent)
 
-        server.wait(heard, _GRACE_SECONDS)
+        server.wait(through, _GRACE_SECONDS)
 
-    def _find_out(self, server: Server) -> None:
-        """Wait for the first sign of a failure, look who is to blame, and leave word of it."""
-        everyone = set(range(self._size))
+    def _say(self, reason: str) -> None:
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone
+            self._store.set(str(self._rank), json.dumps(reason))
+
+    def _listen(self) -> None:
+        """At the other ranks: answer when rank 0 asks, and end all waiting when it knows."""
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone
+            self._store.wait(["asked"], _LONG)
+            if self._waiting():
+                self._say_once()
+            self._store.wait(["findings"], _LONG)
+        if not self._leaving:
+            self._cut()
+
+    def _say_once(self) -> None:
+        if not self._store.check([str(self._rank)]):
+            self._say("")
+
+    def _find_out(self) -> None:
+        """At rank 0: wait for the first sign of a failure, look who is to blame, and tell."""
+        server, everyone = self._server, set(range(self._size))
+        assert server is not None
 
         def sign() -> bool:
             return bool(server.gone() or _reasons(server))
@@ -113,13 +158,18 @@ class Survivors:
         while not server.wait(sign, _PATIENCE_SECONDS):
             if server.closed:
                 return
-        if server.wait(known, _SILENT_SECONDS):
-            server.wait(complete, _SETTLE_SECONDS)
-        failed = sorted(_reasons(server, told=True).items())
-        lost = sorted(server.gone() - dict(failed).keys())
-        silent = [] if lost or failed else sorted(everyone - _reasons(server).keys())
         with contextlib.suppress(RuntimeError):  # closed by now
+            self._store.set("asked", "")
+            if self._waiting():
+                self._say_once()
+            if server.wait(known, _SILENT_SECONDS):
+                server.wait(complete, _SETTLE_SECONDS)
+            failed = sorted(_reasons(server, told=True).items())
+            lost = sorted(server.gone() - dict(failed).keys())
+            silent = [] if lost or failed else sorted(everyone - _reasons(server).keys())
             self._store.set("findings", json.dumps(asdict(_Findings(lost, silent, failed))))
+        if not self._leaving:
+            self._cut()
 
     def _error(self, found: _Findings) -> HpctrainError | None:
         meeting = self._meeting
@@ -144,11 +194,11 @@ class Survivors:
 
 
 def _reasons(server: Server, told: bool = False) -> dict[int, str]:
-    """By rank, what went wrong there; mostly nothing, where another rank is to blame.
+    """By rank, what went wrong there; empty where another rank is to blame.
 
     Args:
         server: at rank 0.
-        told: leave out those with nothing.
+        told: leave out the empty ones.
     """
     said = [(key, value) for key, value in server.read(_SCOPE).items() if key.isdecimal()]
     reasons = {int(key): json.loads(value) for key, value in said}

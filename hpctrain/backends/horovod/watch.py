@@ -1,8 +1,8 @@
-"""A rank that waits for the others in vain: after the time-out Horovod is shut down.
+"""Whether this rank waits for the others, and for how long.
 
-Horovod's own stall inspector does that over MPI. Over gloo it never finds anybody missing, as its
-list of ranks stays empty: horovod/common/gloo/gloo_controller.cc, Horovod 0.28.1, reserves room for
-`global_ranks_` and never gives it a size.
+Horovod's own stall inspector looks at that over MPI. Over gloo it never finds anybody missing, as
+its list of ranks stays empty: horovod/common/gloo/gloo_controller.cc, Horovod 0.28.1, reserves room
+for `global_ranks_` and never gives it a size.
 """
 
 import threading
@@ -28,6 +28,10 @@ class Watch:
         self._since: float | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._look, name="horovod watch", daemon=True).start()
+
+    def waiting(self) -> bool:
+        """Whether the main thread waits now."""
+        return self._since is not None
 
     def __enter__(self) -> None:
         self._since = time.monotonic()

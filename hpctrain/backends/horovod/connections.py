@@ -1,0 +1,58 @@
+"""The connections that Horovod opened, so that a failure can end what waits on them.
+
+Horovod's thread waits in gloo for a peer that is gone, for as long as gloo's time-out: nothing but
+the end of the connection wakes it. Linux: the open files of a process are listed in /proc/self/fd.
+"""
+
+import contextlib
+import os
+import socket
+import stat
+
+__all__ = ["Connections"]
+
+
+class Connections:
+    """The TCP connections that a process opens between `__enter__` and `__exit__`.
+
+    Args:
+        but: a port; connections from or to it belong to others.
+    """
+
+    def __init__(self, but: int) -> None:
+        self._but = but
+        self._before: set[int] = set()
+        self._found: dict[int, tuple[object, object]] = {}
+
+    def __enter__(self) -> None:
+        self._before = _open_files()
+
+    def __exit__(self, *error: object) -> None:
+        for number in _open_files() - self._before:
+            ends = _ends(number)
+            if ends is not None and not any(self._but in end[1:2] for end in ends):
+                self._found[number] = ends
+
+    def cut(self) -> None:
+        """End them: whoever waits for something to come gets an error."""
+        for number, ends in self._found.items():
+            if _ends(number) == ends:  # and not another one by now
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+                    one.shutdown(socket.SHUT_RDWR)
+
+
+def _open_files() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd")}
+
+
+def _ends(number: int) -> tuple[tuple[object, ...], tuple[object, ...]] | None:
+    """Both ends of a TCP connection; None for any other file."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            return None
+        with socket.socket(fileno=os.dup(number)) as one:
+            if one.family not in (socket.AF_INET, socket.AF_INET6):
+                return None
+            return one.getsockname(), one.getpeername()
+    except OSError:  # closed by now, or it only listens
+        return None
