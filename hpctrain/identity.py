@@ -19,7 +19,7 @@ from hpctrain._version import __version__
 from hpctrain.allocation import Allocation
 from hpctrain.arguments import Options
 from hpctrain.errors import UsageError
-from hpctrain.rundir import DONE, STATUS, RunDirectory, create
+from hpctrain.rundir import DONE, STATUS, RunDirectory, create, default
 from hpctrain.world import World
 
 __all__ = ["claim", "note_start"]
@@ -59,7 +59,7 @@ def claim(
     resume = options.resume
     if resume is None:
         resume = options.elastic or (job is not None and job.restart_count > 0)
-    path = options.run or env.get(variables.RUN) or _default(name, job)
+    path = options.run or env.get(variables.RUN) or default(name, job.label if job else None)
     directory = RunDirectory(path)
     before = directory.read(directory.identity)
     if before is None:
@@ -93,17 +93,6 @@ def claim(
             )
     summary = directory.read(directory.summary)
     return directory, bool(summary) and summary.get("status") == STATUS[DONE]
-
-
-def _default(name: str, job: Allocation | None) -> str:
-    """runs/NAME-JOBID, or runs/NAME-DATE-TIME without a job."""
-    label = job.label if job else time.strftime("%Y%m%d-%H%M%S")
-    path = os.path.join("runs", f"{name}-{label}")
-    count = 1
-    while job is None and os.path.exists(path):  # two starts within a second
-        count += 1
-        path = os.path.join("runs", f"{name}-{label}-{count}")
-    return path
 
 
 def _refuse_strangers(directory: RunDirectory) -> None:

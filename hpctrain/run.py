@@ -26,6 +26,7 @@ from hpctrain.metrics import Metrics, table
 from hpctrain.precision import Precision
 from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
+from hpctrain.tee import Tee
 from hpctrain.world import World
 
 __all__ = ["Run"]
@@ -79,20 +80,21 @@ class Run:
         self._seconds = 0.0
         self._trained = 0
         self._log: logging.Handler | None = None
+        self._tee: Tee | None = None
 
     def __enter__(self) -> Self:
         session = self._session
         env = os.environ
         self.directory, finished = self._agree(env)
-        self._log = speech.keep(self.directory.log(session.world.rank))
+        self._keep_log()
         try:
             rows = self._resume() if not finished else 0
         except HpctrainError:
-            speech.drop(self._log)
+            self._drop_log()
             raise
         if finished:
             logger.info("%s is finished; --run DIR begins another", self.directory.path)
-            speech.drop(self._log)
+            self._drop_log()
             raise SystemExit(rundir.DONE)
         self._metrics = Metrics(
             session.backend,
@@ -105,6 +107,18 @@ class Run:
             self.directory.summary.unlink(missing_ok=True)
         logger.info("run directory %s", self.directory.path)
         return self
+
+    def _keep_log(self) -> None:
+        path = self.directory.log(self._session.world.rank)
+        self._log = speech.keep(path)
+        self._tee = Tee(path) if self._session.backend.prints else None
+
+    def _drop_log(self) -> None:
+        if self._tee is not None:
+            self._tee.close()
+        if self._log is not None:
+            speech.drop(self._log)
+        self._tee = self._log = None
 
     def _agree(self, env: Any) -> tuple[RunDirectory, bool]:
         """Rank 0's choice of a directory, or its error, on all ranks."""
@@ -411,8 +425,7 @@ class Run:
         self._metrics.close()
         if self._session.world.rank == 0:
             self._summarise(code)
-        if self._log is not None:
-            speech.drop(self._log)
+        self._drop_log()
 
     def _summarise(self, code: int) -> None:
         """Write summary.json, and say in a few lines how it went."""

@@ -73,11 +73,13 @@ class Backend(ABC):
         transport: what carries the numbers, such as "gloo"; for people.
         rank, world_size: as the backend itself counts.
         device: of this rank.
+        prints: whether its library prints on standard error by itself.
         mend: what to type where it counts other ranks than the launcher.
     """
 
     name: str
     transport: str
+    prints: bool = False
     mend: str = ""
     rank: int
     world_size: int

@@ -41,6 +41,7 @@ class Horovod(Backend):
     """
 
     name = "horovod"
+    prints = True
     _mpi_was_used = False  # which starts once in a process
 
     def __init__(self, meeting: Meeting, device: torch.device, settings: Settings) -> None:
