@@ -17,6 +17,7 @@ if [ "${1:-}" = --long ]; then
 fi
 
 packages=(slurm-wlm munge iproute2 dataset-fashion-mnist shellcheck openmpi-bin mpich libpmix-dev)
+packages+=(g++ make python3-dev libopenmpi-dev) # to build Horovod
 set_up test
 missing=()
 for package in "${packages[@]}"; do
@@ -37,6 +38,14 @@ done
 [ "$(nproc)" -lt 2 ] || required+=(--require two-cores)
 [ -e /dev/nvidiactl ] || required+=(--require no-driver)
 ! dpkg-query -W libpmix-dev >/dev/null 2>&1 || required+=(--require pmix)
+# Minutes once, and nothing while .venv stays as it is.
+built=.venv/.horovod
+if [ "$built" -nt .venv/.installed ] || .venv/bin/hpctrain horovod build --cpu --mpi; then
+    touch "$built"
+    required+=(--require horovod)
+else
+    left_out+=("what needs Horovod: .venv/bin/hpctrain horovod build --cpu --mpi")
+fi
 why=$(PYTHONPATH=tests/slurm .venv/bin/python -c 'import cluster; print(cluster.available())')
 if [ -z "$why" ]; then
     required+=(--require slurm)

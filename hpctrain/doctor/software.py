@@ -97,11 +97,7 @@ def judge_horovod(installed: bool, answer: tuple[int, str] | None) -> Finding:
         installed: whether there is one.
         answer: exit code and output; None where it took too long.
     """
-    fix = (
-        "HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 "
-        f"{sys.executable} -m pip install --no-build-isolation --no-cache-dir "
-        "--force-reinstall --no-deps horovod"
-    )
+    fix = "hpctrain horovod build"
     if not installed:
         return Finding("horovod", OK, "not installed")
     if answer is None:

@@ -39,7 +39,7 @@ def missing(part: str, path: str) -> str:
         "intelmpi": (INTELMPI, f"{INTO_A_FOLDER} impi-rt, and HPCTRAIN_TEST_INTELMPI=DIR"),
         "openmpi": (program("mpirun.openmpi"), "apt-get install openmpi-bin"),
         "mpich": (program("mpiexec.hydra"), "apt-get install mpich"),
-        "horovod": (program("horovodrun"), "horovodrun is not on the PATH"),
+        "horovod": (program("horovodrun"), "hpctrain horovod build --cpu --mpi"),
     }[part]
     return "" if there else what
 

@@ -80,7 +80,9 @@ def test_torch_that_is_there_missing_or_broken():
     ],
 )
 def test_an_installed_horovod_is_believed_when_it_has_been_imported(answer, expected, word):
-    assert level(software.judge_horovod(True, answer), word) == expected
+    finding = software.judge_horovod(True, answer)
+    assert level(finding, word) == expected
+    assert finding.fix == ("" if expected == OK else "hpctrain horovod build")
 
 
 def test_no_horovod_is_no_fault():
