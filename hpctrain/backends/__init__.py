@@ -91,8 +91,8 @@ def open_backend(
         backend.close(found)
         raise ContradictionError(
             found,
-            f"the same in both: {backend.transport} did not understand {world.launcher}, or "
-            f"{world.launcher} was misread",
+            f"the same in both: either {world.launcher} was misread, or {name} was started by "
+            "something else",
             "hpctrain explain    shows where the launcher's numbers came from"
             + (f"; {backend.mend}" if backend.mend else ""),
         )
