@@ -12,6 +12,7 @@ import json
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "STOPPED",
     "RunDirectory",
     "create",
+    "default",
     "read_verdict",
     "replace",
     "write_verdict",
@@ -106,6 +108,21 @@ class RunDirectory:
             except ValueError:
                 break
         return rows
+
+
+def default(name: str, label: str | None) -> str:
+    """The run directory where nobody named one: runs/NAME-LABEL, else runs/NAME-DATE-TIME.
+
+    Args:
+        name: of the run.
+        label: of the scheduler's job; None without one.
+    """
+    path = first = os.path.join("runs", f"{name}-{label or time.strftime('%Y%m%d-%H%M%S')}")
+    count = 1
+    while label is None and os.path.exists(path):  # two starts within a second
+        count += 1
+        path = f"{first}-{count}"
+    return path
 
 
 def create(path: Path, text: str) -> None:

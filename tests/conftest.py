@@ -16,7 +16,7 @@ TOP = Path(__file__).resolve().parent.parent
 # What a run of the tests may own; where it does, a skipped test of that part is an error.
 PARTS = (
     *("slurm", "fashion-mnist", "shellcheck", "openmpi", "mpich", "pmix", "submitit"),
-    *("horovod", "openmpi5", "intelmpi", "ipv6", "two-cores", "no-driver"),
+    *("horovod", "ssh", "openmpi5", "intelmpi", "ipv6", "two-cores", "no-driver"),
 )
 
 

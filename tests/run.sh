@@ -17,6 +17,7 @@ if [ "${1:-}" = --long ]; then
 fi
 
 packages=(slurm-wlm munge iproute2 dataset-fashion-mnist shellcheck openmpi-bin mpich libpmix-dev)
+packages+=(openssh-server) # for horovodrun, on the hosts in network namespaces
 packages+=(g++ make python3-dev libopenmpi-dev) # to build Horovod
 set_up test
 missing=()
@@ -32,7 +33,7 @@ fi
 cluster() { .venv/bin/python tests/slurm/cluster.py "$@"; }
 required=(--require submitit)
 [ ! -d /usr/share/datasets/fashion-mnist ] || required+=(--require fashion-mnist)
-for part in shellcheck:shellcheck openmpi:mpirun.openmpi mpich:mpirun.mpich; do
+for part in shellcheck:shellcheck openmpi:mpirun.openmpi mpich:mpirun.mpich ssh:/usr/sbin/sshd; do
     ! command -v "${part#*:}" >/dev/null || required+=(--require "${part%:*}")
 done
 [ "$(nproc)" -lt 2 ] || required+=(--require two-cores)

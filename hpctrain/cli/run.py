@@ -1,4 +1,4 @@
-"""`hpctrain run`: start ranks on this machine."""
+"""`hpctrain run`: start ranks on this machine, or with --elastic on several."""
 
 import argparse
 import os
@@ -11,6 +11,7 @@ from hpctrain.errors import UsageError
 
 __all__ = ["add"]
 
+_ELASTIC = "hpctrain run --elastic --hosts node1:2,node2:2 SCRIPT"
 _BY_HAND = "hpctrain run --nodes 2 --node-rank 0 --main-address HOST --main-port 8888 SCRIPT"
 
 
@@ -45,6 +46,21 @@ def add(subparsers: Any) -> None:
     real.add_argument(
         "--main-port", type=int, metavar="PORT", help="a port that is free there, from 1 to 65535"
     )
+    elastic = parser.add_argument_group("on hosts of which some may be lost")
+    elastic.add_argument(
+        "--elastic",
+        action="store_true",
+        help="start the ranks on all hosts, and again on those that are left when one is lost; "
+        "SCRIPT has to resume (--elastic --global-batch N among its own options)",
+    )
+    elastic.add_argument(
+        "--hosts",
+        metavar="HOST:N,…",
+        help="over ssh, by horovodrun: N ranks on each (default: those of the Slurm job, by srun)",
+    )
+    elastic.add_argument(
+        "--min-nproc", type=int, metavar="N", help="give up with fewer ranks than N (default: 1)"
+    )
     parser.add_argument(
         "-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m"
     )
@@ -54,6 +70,12 @@ def add(subparsers: Any) -> None:
 
 
 def _main(arguments: argparse.Namespace) -> int:
+    if arguments.elastic:
+        return _elastic(arguments)
+    for name in ("hosts", "min_nproc"):
+        if getattr(arguments, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} without --elastic", "both", _ELASTIC)
     nodes = 1 if arguments.nodes is None else arguments.nodes
     if nodes < 1:
         raise UsageError(f"--nodes {nodes}", "a number from 1 on", "--nodes 1")
@@ -62,9 +84,38 @@ def _main(arguments: argparse.Namespace) -> int:
         _check_script(arguments.script)
     gpus = local.gpus_of(os.environ)
     counts = local.layout(nodes, arguments.nproc_per_node, len(gpus), pretended=host is None)
+    style = arguments.style or "hpctrain"
+    return local.start(_command(arguments), counts, os.environ, style, gpus, host)
+
+
+def _command(arguments: argparse.Namespace) -> list[str]:
     module = ["-m"] if arguments.module else []
-    command = [sys.executable, *module, arguments.script, *arguments.arguments]
-    return local.start(command, counts, os.environ, arguments.style or "hpctrain", gpus, host)
+    return [sys.executable, *module, arguments.script, *arguments.arguments]
+
+
+def _elastic(arguments: argparse.Namespace) -> int:
+    """Hosts over ssh where they are named, else those of the Slurm job."""
+    for name in ("nodes", "style", "node_rank", "main_address", "main_port"):
+        if getattr(arguments, name) is not None:
+            flag = "--as" if name == "style" else "--" + name.replace("_", "-")
+            raise UsageError(f"--elastic with {flag}", "--hosts, or a Slurm job's own", _ELASTIC)
+    if not arguments.module:
+        _check_script(arguments.script)
+    hosts: local.OverSsh | local.InSlurm
+    if arguments.hosts is not None:
+        gpus = local.gpus_of(os.environ)
+        (slots,) = local.layout(1, arguments.nproc_per_node, len(gpus))
+        hosts = local.OverSsh(local.parse(arguments.hosts, slots))
+    elif os.environ.get("SLURM_JOB_ID"):
+        hosts = local.InSlurm(os.environ)
+    else:
+        raise UsageError("--elastic without --hosts, outside of a Slurm job", "hosts", _ELASTIC)
+    name = arguments.script.rpartition(".")[2] if arguments.module else arguments.script
+    directory = local.run_directory(arguments.arguments, name, os.environ)
+    least = 1 if arguments.min_nproc is None else arguments.min_nproc
+    if least < 1:
+        raise UsageError(f"--min-nproc {least}", "a number from 1 on", "--min-nproc 1")
+    return local.start_elastic(hosts, _command(arguments), directory, os.environ, least)
 
 
 def _check_script(script: str) -> None:

@@ -65,6 +65,7 @@ def patches(
             "from distutils.spawn import find_executable",
             "from shutil import which as find_executable",
         ),
+        *_mistakes(),
     ]
     if cuda:
         # CUDA 13's headers need C++17, which nvcc knows since CUDA 11.
@@ -85,6 +86,31 @@ def patches(
         search = "find_package(MPI ${MPI_REQUIRED})"
         changes.append(Patch(_TOP, search, lines + search))
     return changes
+
+
+def _mistakes() -> list[Patch]:
+    """What is wrong in this release over gloo; `hpctrain.backends.horovod` asks for the mark."""
+    return [
+        # Of the process set of all ranks, it loses the interface: gloo then takes the one of the
+        # host's own name, which on many hosts is 127.0.1.1.
+        Patch(
+            "horovod/common/gloo/gloo_context.cc",
+            "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
+            "  device_attr.iface = gloo_iface_ = global_context.gloo_iface_;\n"
+            "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
+        ),
+        # A list that never gets a size: the stall inspector finds no rank in it.
+        Patch(
+            "horovod/common/gloo/gloo_controller.cc",
+            "global_ranks_.reserve(size_);",
+            "global_ranks_.resize(size_);",
+        ),
+        Patch(
+            "horovod/__init__.py",
+            "__version__ = '0.28.1'",
+            "__version__ = '0.28.1'\nmended_by_hpctrain = True",
+        ),
+    ]
 
 
 def _without_gpu() -> list[Patch]:

@@ -143,6 +143,7 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
         allocation=job,
         overruled=meant and launcher.name == "none" and bool(others),
         stray=refusals.nameless(world, point)
+        or refusals.reset(world, env, process)
         or (None if meant else refusals.child(claims, env, process))
         or (None if meant else refusals.stale(launcher.name, names, process))
         or (None if meant else refusals.dropped(world, job, process)),

@@ -15,7 +15,7 @@ from hpctrain.launchers.base import Claims, Environ, MeetingPoint
 from hpctrain.launchers.process import LAUNCHING, SLURM_STEP, Process
 from hpctrain.world import World
 
-__all__ = ["child", "dropped", "idle", "nameless", "stale"]
+__all__ = ["child", "dropped", "idle", "nameless", "reset", "stale"]
 
 # The launchers of which a step's tasks start one each, and how they come to know each other.
 _AGENTS = {
@@ -70,6 +70,25 @@ def nameless(world: World, point: MeetingPoint) -> UsageError | None:
         f"RANK={world.rank} and WORLD_SIZE={world.world_size}, but no MASTER_PORT",
         "a port of its own for each start, the same on all of its ranks",
         "export MASTER_ADDR=… MASTER_PORT=…",
+    )
+
+
+def reset(world: World, env: Environ, process: Process) -> UsageError | None:
+    """A worker of Horovod's elastic mode, which gives living processes new ranks.
+
+    Nothing that hpctrain has decided by rank would hold after that, and a worker that leaves with 0
+    ends the job. Source: create_run_env_vars in horovod/runner/gloo_run.py and
+    horovod/common/elastic.py, Horovod 0.28.1.
+    """
+    value = env.get("HOROVOD_ELASTIC", "")
+    if world.launcher != "horovodrun" or value in ("", "0"):
+        return None
+    script = shlex.join(process.arguments[1:]) or "SCRIPT --elastic --global-batch N"
+    return UsageError(
+        f"HOROVOD_ELASTIC={value}: horovodrun was given --min-np, --max-np or "
+        "--host-discovery-script, and would change the ranks of processes that go on living",
+        "ranks that stay what they are; where hosts are lost, new ones that resume",
+        f"hpctrain run --elastic --hosts HOST:SLOTS,HOST:SLOTS {script}",
     )
 
 

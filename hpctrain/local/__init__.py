@@ -1,7 +1,8 @@
 """Starts ranks on this machine, passes their output on with the rank in front, and ends them.
 
 `places` says who each rank is, `watch` starts the ranks and waits for them, `output` reads what
-they say, `guard` outlives this process where it is killed. Never imports torch.
+they say, `guard` outlives this process where it is killed. `elastic` starts ranks on several hosts,
+and again on those that are left: `over_ssh` or `in_slurm`. Never imports torch.
 """
 
 import sys
@@ -11,12 +12,28 @@ from pathlib import Path
 
 from hpctrain import rundir, variables
 from hpctrain.errors import UsageError
-from hpctrain.local import places, watch
+from hpctrain.local import elastic, places, watch
+from hpctrain.local.elastic import run_directory
+from hpctrain.local.hosts import Hosts, parse
+from hpctrain.local.in_slurm import InSlurm
 from hpctrain.local.output import say
+from hpctrain.local.over_ssh import OverSsh
 from hpctrain.local.places import AS, RealHost, gpus_of, layout
 from hpctrain.local.spawning import spawn
 
-__all__ = ["AS", "RealHost", "gpus_of", "layout", "spawn", "start"]
+__all__ = [
+    "AS",
+    "InSlurm",
+    "OverSsh",
+    "RealHost",
+    "gpus_of",
+    "layout",
+    "parse",
+    "run_directory",
+    "spawn",
+    "start",
+    "start_elastic",
+]
 
 
 def start(
@@ -58,6 +75,34 @@ def start(
     _pass_on(said, env.get(variables.VERDICT))
     # A verdict of 0 does not cover what a rank did after its session.
     return said[0] if said and (said[0] or not outcome.code) else outcome.code
+
+
+def start_elastic(
+    hosts: Hosts,
+    command: Sequence[str],
+    directory: Path,
+    env: Mapping[str, str],
+    least: int = 1,
+) -> int:
+    """Start a command on several hosts, and again on those that are left when some are lost.
+
+    Args:
+        hosts: `OverSsh` or `InSlurm`.
+        command: program and arguments; it has to resume from `directory`.
+        directory: of the run, on a file system that all hosts share.
+        env: for the ranks.
+        least: ranks; with fewer the run is given up.
+
+    Returns:
+        An exit code of `rundir`, or that of whoever started the ranks last.
+
+    Raises:
+        StartError: a host does not answer before the first start.
+        UsageError: the run directory cannot be made.
+    """
+    verdict = elastic.run(hosts, command, rundir.RunDirectory(directory), env, least)
+    _pass_on(verdict, env.get(variables.VERDICT))
+    return verdict[0]
 
 
 def _tell(outcome: watch.Outcome) -> None:

@@ -1,13 +1,14 @@
 """Ends what the ranks left running, also when the process that started them was killed.
 
-    python guard.py PARENT_PID MARKER FOLDER
+    python guard.py PARENT_PID MARKER [FOLDER]
 
 A program of its own, which needs nothing but the standard library, in a session of its own. It
 reads the ids of the ranks, one a line, from its standard input, and `end` at a regular end. When
 that comes, or its input ends, or its parent is gone, it kills the process group of each rank, and
 every process of this user that has MARKER (`NAME=VALUE`) in the environment it was started with:
 that finds what left a rank's group. What did both, leave the group and clean its environment, is
-not found. Without an `end` FOLDER is removed too.
+not found. Without an `end` FOLDER is removed too. With PARENT_PID 0 the parent does not matter, as
+where ssh started it.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ def main() -> None:
     """Wait for the end, and clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    parent, marker, folder = int(sys.argv[1]), os.fsencode(sys.argv[2]), sys.argv[3]
+    parent, marker, folders = int(sys.argv[1]), os.fsencode(sys.argv[2]), sys.argv[3:]
     lines = _listen(parent).split(b"\n")[:-1]  # one that was cut off does not count
     for group in lines:
         if group != b"end":
@@ -37,7 +38,8 @@ def main() -> None:
     while _kill_marked(marker) and time.monotonic() < end:
         time.sleep(0.01)
     if b"end" not in lines:
-        shutil.rmtree(folder, ignore_errors=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _listen(parent: int) -> bytes:
@@ -49,7 +51,7 @@ def _listen(parent: int) -> bytes:
         data = os.read(0, 1 << 16) if ready else b""
         heard += data
         over = heard.endswith(b"end\n") or (ready and not data)
-        if over or (not ready and os.getppid() != parent):
+        if over or (parent and not ready and os.getppid() != parent):
             return heard
 
 

@@ -14,7 +14,7 @@ from hpctrain import variables
 from hpctrain.local.output import Output, say
 from hpctrain.local.ranks import Guard, Rank
 
-__all__ = ["Outcome", "run"]
+__all__ = ["Events", "Outcome", "run"]
 
 # A rank that lost another one ends by itself within seconds, with an error worth reading.
 _SECONDS_TO_FAIL = 5.0
@@ -25,7 +25,7 @@ _SECONDS_TO_SPEAK = 1.0
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # A rank that has ended, a signal that came, or None: all output is passed on.
-_Events = queue.SimpleQueue[Rank | int | None]
+Events = queue.SimpleQueue[Rank | int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ def run(
     verdict: Path,
     labelled: bool,
     bind: bool = True,
+    orders: Events | None = None,
 ) -> Outcome:
     """Run a command once for each rank, to the end of all.
 
@@ -70,11 +71,12 @@ def run(
         verdict: the file that $HPCTRAIN_VERDICT is to name, in a folder of this start's own.
         labelled: whether each line of output gets the rank in front.
         bind: let the system end a rank with this thread; False where other threads run.
+        orders: a signal's number that is put there counts as a signal that came.
 
     Raises:
         StartError: the system lets no more processes start.
     """
-    events: _Events = queue.SimpleQueue()
+    events: Events = queue.SimpleQueue() if orders is None else orders
     ranks: list[Rank] = []
     output: Output | None = None
     with _signals(events):
@@ -101,7 +103,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _signals(events: _Events) -> Iterator[None]:
+def _signals(events: Events) -> Iterator[None]:
     """Let signals come as events. Only the main thread can: elsewhere they stay as they are."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -123,7 +125,7 @@ def _signals(events: _Events) -> Iterator[None]:
 class _Watch:
     """What has happened so far, and what follows from it."""
 
-    def __init__(self, ranks: Sequence[Rank], events: _Events) -> None:
+    def __init__(self, ranks: Sequence[Rank], events: Events) -> None:
         self._ranks = ranks
         self._events = events
         self._failed: list[Rank] = []

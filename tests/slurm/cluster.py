@@ -1,6 +1,6 @@
 """A real Slurm of four nodes and a login host on one Debian or Ubuntu machine, for the tests.
 
-    apt-get install slurm-wlm munge iproute2
+    apt-get install slurm-wlm munge iproute2 openssh-server
     python tests/slurm/cluster.py start
     python tests/slurm/cluster.py run -- srun -N4 hostname
     python tests/slurm/cluster.py stop
@@ -12,6 +12,9 @@ namespace, so that the machine's own network stays as it is. It needs root, and 
 
 Every node has what makes addresses hard to choose on real ones: a slow second network, a docker0
 with the same address everywhere, and its own name at 127.0.1.1.
+
+Where the package openssh-server is installed, every node has an sshd of its own, with keys that
+last as long as the cluster. The `ssh` in `Cluster.ssh_folder` knows them; nothing is in ~/.ssh.
 """
 
 from __future__ import annotations
@@ -94,6 +97,24 @@ GresTypes=gpu
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 MaxTime=INFINITE State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE State=UP
 """
+SSHD_CONFIG = """\
+HostKey {folder}/host
+AuthorizedKeysFile {folder}/user.pub
+PidFile none
+UsePAM no
+StrictModes no
+PermitRootLogin prohibit-password
+# What horovodrun opens at once to one host, and more.
+MaxStartups 100
+"""
+SSH_CONFIG = """\
+Host *
+    IdentityFile {folder}/user
+    IdentitiesOnly yes
+    UserKnownHostsFile /dev/null
+    StrictHostKeyChecking no
+    LogLevel ERROR
+"""
 NODE_LINE = (
     "NodeName={node} NodeHostname={node} NodeAddr={address} Sockets=1 CoresPerSocket=8"
     f" ThreadsPerCore=1 RealMemory=64000 Gres=gpu:{GPUS_PER_NODE} State=UNKNOWN"
@@ -152,6 +173,8 @@ class Cluster:
         # in it when it is removed. /run, because munged wants one where only root can write.
         self.directory = Path(os.environ.get("HPCTRAIN_TEST_CLUSTER", "/run"), "hpctrain-slurm")
         self.configuration = self.directory / "slurm.conf"
+        # Holds an `ssh` that can log in to the nodes: to be put in front of PATH.
+        self.ssh_folder = self.directory / "ssh" / "bin"
 
     def start(self) -> None:
         """Remove whatever an earlier run has left and return when all nodes are idle."""
@@ -204,6 +227,25 @@ class Cluster:
     def mend(self, host: str) -> None:
         """Plug them in; idle again within a minute, or at once after `scontrol reconfigure`."""
         self._set_cables(host, "up")
+
+    def power_off(self, host: str, silently: bool = False) -> None:
+        """Lose a host: nothing runs there any more, and it answers to nobody.
+
+        Args:
+            host: which one.
+            silently: its peers are not told that their connections are gone, as after a failure
+                of its power supply or kernel; else they are, as after a shutdown.
+        """
+        if silently:
+            self.cut(host)
+        self._kill({os.readlink(f"/proc/{self._holder(host)}/ns/net")}, {self._holder(host)})
+        if not silently:
+            self.cut(host)
+
+    def power_on(self, host: str) -> None:
+        """Bring a host back; idle again within a minute, or when Slurm is told to resume it."""
+        self.mend(host)
+        self._start_node(host)
 
     def clear(self) -> None:
         """Cancel all jobs and return when all nodes are idle."""
@@ -279,16 +321,25 @@ class Cluster:
         """
         networks = {network for process, network in _networks() if self._started(process)}
         networks.discard(os.readlink("/proc/self/ns/net"))
-        deadline = time.monotonic() + timeout
-        while left := [process for process, network in _networks() if network in networks]:
-            if time.monotonic() > deadline:
-                raise ClusterError(f"these processes survive SIGKILL: {left}")
-            for process in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(process.name), signal.SIGKILL)
-            time.sleep(0.02)
+        self._kill(networks, set(), timeout)
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.directory)
+
+    def _kill(self, networks: set[str], spared: set[int], timeout: float = 20) -> None:
+        """Kill what runs in network namespaces, but for the process ids that are spared."""
+
+        def left() -> list[int]:
+            inside = [int(process.name) for process, network in _networks() if network in networks]
+            return [pid for pid in inside if pid not in spared]
+
+        deadline = time.monotonic() + timeout
+        while running := left():
+            if time.monotonic() > deadline:
+                raise ClusterError(f"these processes survive SIGKILL: {running}")
+            for pid in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
 
     def _write_files(self) -> None:
         for folder in ("", "munge", SWITCH, "login/state", *(f"{node}/spool" for node in NODES)):
@@ -315,6 +366,26 @@ class Cluster:
         (self.directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         for host in (SWITCH, *ADDRESSES):
             (self.directory / host / "hosts").write_text(hosts_text(host))
+        if shutil.which("sshd", path=_path()):
+            self._write_ssh_files()
+
+    def _write_ssh_files(self) -> None:
+        """Make the keys, and an `ssh` that uses them."""
+        folder = self.ssh_folder.parent
+        self.ssh_folder.mkdir(parents=True)
+        for name in ("host", "user"):
+            new = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+            made = _capture(new, self.environ())
+            if made.returncode:
+                raise ClusterError(f"ssh-keygen failed: {made.stderr.strip()}")
+        (folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=folder))
+        (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
+        # Where sshd puts the part of itself that a stranger talks to; Debian's service makes it.
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+        ssh = self.ssh_folder / "ssh"
+        real = shutil.which("ssh", path=_path())
+        ssh.write_text(f'#!/bin/sh\nexec {real} -F {folder}/ssh_config "$@"\n')
+        ssh.chmod(0o755)
 
     def _hold(self, host: str) -> None:
         """Make the host's namespaces and an orphan that holds them until it is killed."""
@@ -382,7 +453,15 @@ class Cluster:
         self._daemon("login", munged, munge / "log-file")
         self._daemon("login", ["slurmctld"], self.directory / "login" / "slurmctld.log")
         for node in NODES:
-            self._daemon(node, ["slurmd"], self.directory / node / "slurmd.log")
+            self._start_node(node)
+
+    def _start_node(self, node: str) -> None:
+        self._daemon(node, ["slurmd"], self.directory / node / "slurmd.log")
+        sshd = shutil.which("sshd", path=_path())
+        if sshd:  # it wants to be called by its whole name
+            configuration = self.ssh_folder.parent / "sshd_config"
+            log = self.directory / node / "sshd.log"
+            self._daemon(node, [sshd, "-f", str(configuration), "-E", str(log)], log)
 
     def _daemon(self, host: str, argv: Sequence[str], log: Path) -> None:
         """Start a program that goes to the background by itself once it is set up."""

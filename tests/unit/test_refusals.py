@@ -232,6 +232,19 @@ def test_a_start_by_hand_needs_a_port_that_tells_it_from_others():
     assert survey(alone).stray is None
 
 
+def test_horovods_elastic_mode_is_refused_with_the_line_to_type():
+    env = {**started("horovodrun", 2), "HOROVOD_ELASTIC": "1"}
+    error = survey(env, Process(("python", "train.py", "--lr", "0.1"))).stray
+    assert isinstance(error, UsageError)
+    assert error.found.startswith("HOROVOD_ELASTIC=1: horovodrun was given --min-np")
+    assert error.fix.startswith("hpctrain run --elastic --hosts ")
+    assert error.fix.endswith(" train.py --lr 0.1")
+    assert survey({**env, "HPCTRAIN_LAUNCHER": "horovodrun"}).stray is not None
+    assert survey({**env, "HOROVOD_ELASTIC": "0"}).stray is None
+    # It says nothing of the ranks that another launcher started.
+    assert survey({**started("slurm", 2), "HOROVOD_ELASTIC": "1"}).stray is None
+
+
 def test_a_batch_script_of_one_task_may_clean_its_environment():
     def batch(**started):
         title = "slurmstepd: [815.batch]"

@@ -17,7 +17,7 @@ from hpctrain.backends.base import Backend, Later, vector
 from hpctrain.backends.environment import Environment
 from hpctrain.backends.horovod import gradients, placement
 from hpctrain.backends.horovod.connections import Connections
-from hpctrain.backends.horovod.installed import load, refuse_options
+from hpctrain.backends.horovod.installed import load, refuse_options, refuse_own_name
 from hpctrain.backends.horovod.rendezvous import Client, Server
 from hpctrain.backends.horovod.survivors import Survivors
 from hpctrain.backends.horovod.watch import Watch
@@ -120,6 +120,8 @@ class Horovod(Backend):
                 "gloo, or a start by mpirun",
                 "hpctrain horovod build",
             )
+        else:
+            refuse_own_name(world, os.environ)
         if settings.own["op"] != "adasum":
             return
         if settings.loss_scaled:

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import socket
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import torch
 
 from hpctrain.errors import UsageError
+from hpctrain.launchers.base import is_loopback
+from hpctrain.variables import HOSTNAME
+from hpctrain.world import World
 
-__all__ = ["load", "refuse_options"]
+__all__ = ["load", "refuse_options", "refuse_own_name"]
 
 BUILD = "hpctrain horovod build"
 
@@ -44,6 +48,32 @@ def load() -> ModuleType:
             BUILD,
         )
     return module
+
+
+def refuse_own_name(world: World, env: Mapping[str, str]) -> None:
+    """Look whether gloo inside of Horovod would listen where no other host reaches it.
+
+    Horovod 0.28.1 forgets its interface (GlooContext::InitializeForProcessSet), and gloo then takes
+    that of the host's own name. `hpctrain horovod build` mends it.
+
+    Raises:
+        UsageError: that is a loopback address, and there are several hosts.
+    """
+    if world.on_one_host is not False or env.get(HOSTNAME):
+        return
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        address = str(error)
+    mended = getattr(importlib.import_module("horovod"), "mended_by_hpctrain", False)
+    if not mended and (is_loopback(address) or not address[:1].isdigit()):
+        raise UsageError(
+            f"Horovod as it was released listens at the address of the host's own name, and {name} "
+            f"is {address}",
+            "an address that the other hosts reach",
+            f"{BUILD}    mends that; or give {name} its address in /etc/hosts",
+        )
 
 
 # What Horovod's DistributedOptimizer calls the options whose names are others here.
