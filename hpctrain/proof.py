@@ -177,11 +177,11 @@ def _shared_gpus(ranks: _Ranks) -> Iterable[Difference]:
 
 # What ranks that differ in it do: fail in each other's messages, or only perhaps.
 _VERSIONS = {"hpctrain": True, "torch": True, "cuda": True, "nccl": True, "python": False}
-_VERSIONS["horovod"] = False
 
 
 def _versions(ranks: _Ranks) -> Iterable[Difference]:
-    for name, wrong in _VERSIONS.items():
+    talks = any(one["settings"].get("--backend") == "horovod" for one in ranks.entries)
+    for name, wrong in {**_VERSIONS, "horovod": talks}.items():
         groups = ranks.by_value(lambda one, name=name: one["versions"][name])  # type: ignore[misc]
         if len(groups) > 1:
             yield Difference(

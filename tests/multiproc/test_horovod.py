@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -100,7 +102,6 @@ def die_in_a_run():
 
 
 def test_what_horovod_prints_is_kept_in_the_log_of_the_rank():
-    before = os.fstat(2)
     for rank, result in enumerate(ranks.run(3, die_in_a_run)):
         if rank != 1:
             assert isinstance(result, RankLostError), result
@@ -108,7 +109,6 @@ def test_what_horovod_prints_is_kept_in_the_log_of_the_rank():
     logs = [Path(f"run/logs/rank-{rank}.log").read_text() for rank in (0, 2)]
     assert any(words in log for log in logs)
     assert [log.count("run directory") for log in logs] == [1, 1]
-    assert os.fstat(2) == before
 
 
 def lost_before_the_start(victim):
@@ -289,6 +289,31 @@ def test_without_a_horovod_that_works_one_error_says_how_to_get_it(state, found)
         assert isinstance(result, UsageError), result
         assert found in result.found
         assert result.fix.startswith("hpctrain horovod build")
+
+
+def sessions_in_a_row():
+    kept = os.fstat(2).st_ino, sys.stderr
+    for number in range(4):
+        with session(run=f"run{number}", max_steps=1) as opened, opened.run():
+            assert opened.sum(1) == 3
+        if number == 0:
+            before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    time.sleep(0.2)  # for threads to end
+    return (
+        before,
+        (len(os.listdir("/proc/self/fd")), threading.active_count()),
+        kept
+        == (
+            os.fstat(2).st_ino,
+            sys.stderr,
+        ),
+    )
+
+
+def test_sessions_in_a_row_leave_no_files_threads_or_streams_behind():
+    for before, after, same in ranks.values(ranks.run(3, sessions_in_a_row)):
+        assert after <= before
+        assert same
 
 
 # What the ranks begin with.

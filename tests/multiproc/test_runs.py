@@ -11,6 +11,7 @@ from test_backends import images, session, small_model
 from torch import nn
 
 import hpctrain
+from hpctrain.errors import UsageError
 from hpctrain.rundir import RunDirectory
 
 
@@ -117,6 +118,26 @@ def test_a_killed_run_goes_on_where_its_checkpoint_was(run, size, die_at, tmp_pa
     if size == 1:
         assert torch.equal(resumed[0][1], whole[0][1])
     assert len(RunDirectory("run").starts.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_another_number_of_ranks_goes_on_only_with_elastic(left, tmp_path, monkeypatch):
+    options = {"checkpoint_every": 3, "precision": "fp64", "batch_size": 3}
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    ranks.values(ranks.run(1, train_with, options))
+    expected = rows()
+    monkeypatch.chdir(tmp_path)
+    ranks.run(4, train_with, {**options, "die_at": 6})
+    for result in ranks.run(left, train_with, {**options, "resume": True}):
+        assert isinstance(result, UsageError), result
+        assert f"has 4 ranks, this start {left}" in result.found
+        assert "--elastic" in result.fix
+    resumed = ranks.values(ranks.run(left, train_with, {**options, "elastic": True}))
+    assert list(dict.fromkeys(resumed[0][0])) == list(range(6, 16))
+    assert [row["step"] for row in rows()] == [row["step"] for row in expected]
+    for row, wanted in zip(rows(), expected, strict=True):
+        assert row.get("loss", 0) == pytest.approx(wanted.get("loss", 0), rel=1e-9)
 
 
 def train_with(options):

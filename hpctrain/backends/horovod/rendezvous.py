@@ -13,12 +13,15 @@ import contextlib
 import datetime
 import http.client
 import math
+import os
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import quote
 
 from hpctrain.meeting.messages import keep_alive
@@ -28,7 +31,7 @@ __all__ = ["Client", "NoAnswerError", "Server", "be_present"]
 _LONGEST_VALUE = 1 << 20  # bytes; what gloo leaves is some hundred
 _REQUEST_SECONDS = 10.0  # for a caller to say what it wants
 _PRESENCE = "/hpctrain/presence/"
-_WAIT_SECONDS = 5  # at most, of one request for a value that is not there yet
+_WAIT_SECONDS = 30  # at most, of one request for a value that is not there yet
 
 
 class NoAnswerError(RuntimeError):
@@ -36,30 +39,40 @@ class NoAnswerError(RuntimeError):
 
 
 class Server:
-    """The values, served by threads of rank 0 until `close`.
+    """The values, and who is present, served by threads of rank 0 until `close`.
 
     Args:
         listener: the listening socket; closed with this.
-
-    Attributes:
-        closed: whether it serves no more.
     """
 
     def __init__(self, listener: socket.socket) -> None:
-        self.closed = False
         self._http = _Http(listener)
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
+        self._presences = self._http.presences
+        self._threads = [
+            threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True),
+            threading.Thread(target=self._presences.attend, daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it serves no more."""
+        return self._http.closed
 
     def gone(self) -> set[int]:
         """The ranks that were present, and whose connection has ended."""
         with self._http.changed:
-            return set(self._http.gone)
+            return set(self._presences.gone)
 
     def left(self) -> set[int]:
         """The ranks that have said that they leave."""
         with self._http.changed:
-            return set(self._http.left)
+            return set(self._presences.left)
+
+    def say(self, line: str) -> None:
+        """A line for all ranks that are present."""
+        self._presences.say(line.encode() + b"\n")
 
     def read(self, scope: str) -> dict[str, bytes]:
         """The values that our own ranks have left in a scope, by key."""
@@ -81,11 +94,71 @@ class Server:
     def close(self) -> None:
         """Serve no more."""
         with self._http.changed:
-            self.closed = True
+            self._http.closed = True
             self._http.changed.notify_all()
+            for event in self._http.awaited.values():
+                event.set()
         self._http.shutdown()
         self._http.server_close()
-        self._thread.join()
+        self._presences.close()
+        for thread in self._threads:
+            thread.join()
+
+
+class _Presences:
+    """The connections of the ranks: one thread looks after all of them."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._poll = select.epoll()
+        self._end, self._wake = os.pipe()
+        self._poll.register(self._end, select.EPOLLIN)
+        self._open: dict[int, tuple[int, socket.socket]] = {}
+        self.gone: set[int] = set()
+        self.left: set[int] = set()
+
+    def add(self, rank: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        keep_alive(connection)
+        with self._changed:
+            self._open[connection.fileno()] = (rank, connection)
+            self._poll.register(connection.fileno(), select.EPOLLIN)
+
+    def __contains__(self, number: int) -> bool:
+        with self._changed:
+            return number in self._open
+
+    def attend(self) -> None:
+        """Note who ends; until `close`."""
+        while True:
+            for number, _ in self._poll.poll():
+                if number == self._end:
+                    self._poll.close()
+                    os.close(self._end)
+                    os.close(self._wake)
+                    return
+                with self._changed:
+                    rank, connection = self._open.pop(number)
+                    self._poll.unregister(number)
+                    word = b""
+                    with contextlib.suppress(OSError):  # its host is lost
+                        word = connection.recv(1)
+                    connection.close()
+                    (self.left if word else self.gone).add(rank)
+                    self._changed.notify_all()
+
+    def say(self, line: bytes) -> None:
+        with self._changed:
+            for _, connection in self._open.values():
+                with contextlib.suppress(OSError):  # it is gone, as will be noted
+                    connection.send(line)
+
+    def close(self) -> None:
+        os.write(self._wake, b".")
+        with self._changed:
+            for _, connection in self._open.values():
+                connection.close()
+            self._open.clear()
 
 
 class _Http(ThreadingHTTPServer):
@@ -96,10 +169,16 @@ class _Http(ThreadingHTTPServer):
         super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
+        self.closed = False
         self.values: dict[str, bytes] = {}
-        self.gone: set[int] = set()
-        self.left: set[int] = set()
+        self.awaited: dict[str, threading.Event] = {}
         self.changed = threading.Condition(threading.RLock())
+        self.presences = _Presences(self.changed)
+
+    def shutdown_request(self, request: Any) -> None:
+        """The end of a request, but not of a presence."""
+        if request.fileno() not in self.presences:
+            super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Nothing: a caller that left in the middle, or a stranger."""
@@ -119,18 +198,27 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.changed:
             self.server.values[self.path] = value
             self.server.changed.notify_all()
+            event = self.server.awaited.pop(self.path, None)
+        if event is not None:
+            event.set()
         self._answer(HTTPStatus.OK)
 
     def do_GET(self) -> None:
-        """The value under a path; or, until it leaves, the presence of a rank."""
+        """The value under a path; or the presence of a rank, whose connection stays open."""
         server, path = self.server, self.path
-        if path.startswith(_PRESENCE):
-            self._attend(path.removeprefix(_PRESENCE))
+        rank = path.removeprefix(_PRESENCE)
+        if path.startswith(_PRESENCE) and rank.isdecimal():
+            server.presences.add(int(rank), self.connection)
             return
         preferred = self.headers.get("Prefer", "").removeprefix("wait=")
         patience = min(int(preferred), _WAIT_SECONDS) if preferred.isdecimal() else 0
+        event = None
         with server.changed:
-            server.changed.wait_for(lambda: path in server.values, patience)
+            if path not in server.values and patience and not server.closed:
+                event = server.awaited.setdefault(path, threading.Event())
+        if event is not None:
+            event.wait(patience)
+        with server.changed:
             value = server.values.get(path)
         if value is None:
             self._answer(HTTPStatus.NOT_FOUND)
@@ -142,17 +230,6 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.changed:
             self.server.values.pop(self.path, None)
         self._answer(HTTPStatus.OK)
-
-    def _attend(self, rank: str) -> None:
-        self.connection.settimeout(None)
-        keep_alive(self.connection)
-        word = b""
-        with contextlib.suppress(OSError):  # its host is lost
-            word = self.connection.recv(1)
-        with self.server.changed:
-            if rank.isdecimal():
-                (self.server.left if word else self.server.gone).add(int(rank))
-            self.server.changed.notify_all()
 
     def _answer(self, status: HTTPStatus, value: bytes = b"") -> None:
         self.send_response(status)
@@ -167,10 +244,13 @@ class _Handler(BaseHTTPRequestHandler):
 def be_present(address: str, port: int, rank: int) -> socket.socket:
     """A connection that tells rank 0 of a rank's end, however it comes; a byte says: in peace.
 
+    What rank 0 has to say comes by it, in lines.
+
     Raises:
         OSError: there is no server.
     """
     connection = socket.create_connection((address, port), _REQUEST_SECONDS)
+    connection.settimeout(None)
     connection.sendall(f"GET {_PRESENCE}{rank} HTTP/1.0\r\n\r\n".encode())
     keep_alive(connection)
     return connection

@@ -6,15 +6,14 @@ killed is closed; a rank that failed by itself has left its reason; and where ne
 those that do not wait for the others keep them waiting. Then every rank cuts Horovod's connections,
 so that nobody waits any longer.
 
-    rank → rank 0   presence, a connection that stays open; one byte says that it leaves in peace
+    rank → rank 0   a connection that stays open; one byte says that the rank leaves in peace
     rank → rank 0   end/RANK: what went wrong there; empty where it was somebody else
-    rank 0 → rank   end/asked: who is waiting for others, say so
-    rank 0 → rank   end/findings
+    rank 0 → rank   by that connection, a line: "asked"; who waits for others now, say so
+    rank 0 → rank   a line: the findings as JSON
     rank → rank 0   end/RANK-knows
 """
 
 import contextlib
-import datetime
 import json
 import threading
 from collections.abc import Callable
@@ -32,7 +31,6 @@ _SETTLE_SECONDS = 0.5  # from the first rank that is known to be lost to what is
 _SILENT_SECONDS = 3.0  # for a rank to say that it waits, where none is known to be lost
 _PATIENCE_SECONDS = 8.0  # for rank 0 to find out
 _GRACE_SECONDS = 5.0  # for the others to hear it, before rank 0 may leave
-_LONG = datetime.timedelta(days=1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +71,8 @@ class Survivors:
         place = (meeting.roll.addresses[0], meeting.roll.port)
         self._store = Client(*place, _SCOPE)
         self._leaving = False
+        self._findings: _Findings | None = None
+        self._known = threading.Event()  # the findings are there, or rank 0 is not
         self._presence = None if server is not None else be_present(*place, self._rank)
         work = self._listen if server is None else self._find_out
         threading.Thread(target=work, name="horovod survivors", daemon=True).start()
@@ -89,14 +89,17 @@ class Survivors:
         """What became of the others; None where all of them are there."""
         try:
             self._store.set(str(self._rank), '""')
-            self._store.wait(["findings"], datetime.timedelta(seconds=_PATIENCE_SECONDS))
-            said = json.loads(self._store.get("findings"))
-            self._store.set(f"{self._rank}-knows", "")
         except NoAnswerError:
             return self._error(_Findings([], [0], []))
         except RuntimeError:
+            self._known.wait(_SETTLE_SECONDS)  # for what it may have said before
+        else:
+            self._known.wait(_PATIENCE_SECONDS)
+        if self._findings is None:
             return self._error(_Findings([0], [], []))
-        return self._error(_Findings(**said))
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{self._rank}-knows", "")
+        return self._error(self._findings)
 
     def leave(self, in_peace: bool) -> None:
         """Be present no more. Rank 0, which serves the others, goes last.
@@ -118,7 +121,7 @@ class Survivors:
             answers = server.read(_SCOPE)
             told = {rank for rank in others if f"{rank}-knows" in answers}
             told |= server.left() | server.gone() | _reasons(server, told=True).keys()
-            silent = json.loads(answers.get("findings", b"{}")).get("silent", [])
+            silent = self._findings.silent if self._findings else []
             return others <= told.union(silent)
 
         server.wait(through, _GRACE_SECONDS)
@@ -129,17 +132,22 @@ class Survivors:
 
     def _listen(self) -> None:
         """At the other ranks: answer when rank 0 asks, and end all waiting when it knows."""
-        with contextlib.suppress(RuntimeError):  # rank 0 is gone
-            self._store.wait(["asked"], _LONG)
-            if self._waiting():
-                self._say_once()
-            self._store.wait(["findings"], _LONG)
+        assert self._presence is not None
+        with contextlib.suppress(OSError, ValueError), self._presence.makefile("r") as lines:
+            for line in lines:
+                if line == "asked\n":
+                    self._answer()
+                else:
+                    self._findings = _Findings(**json.loads(line))
+                    break
+        self._known.set()
         if not self._leaving:
             self._cut()
 
-    def _say_once(self) -> None:
-        if not self._store.check([str(self._rank)]):
-            self._say("")
+    def _answer(self) -> None:
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone
+            if self._waiting() and not self._store.check([str(self._rank)]):
+                self._say("")
 
     def _find_out(self) -> None:
         """At rank 0: wait for the first sign of a failure, look who is to blame, and tell."""
@@ -158,16 +166,16 @@ class Survivors:
         while not server.wait(sign, _PATIENCE_SECONDS):
             if server.closed:
                 return
-        with contextlib.suppress(RuntimeError):  # closed by now
-            self._store.set("asked", "")
-            if self._waiting():
-                self._say_once()
-            if server.wait(known, _SILENT_SECONDS):
-                server.wait(complete, _SETTLE_SECONDS)
-            failed = sorted(_reasons(server, told=True).items())
-            lost = sorted(server.gone() - dict(failed).keys())
-            silent = [] if lost or failed else sorted(everyone - _reasons(server).keys())
-            self._store.set("findings", json.dumps(asdict(_Findings(lost, silent, failed))))
+        server.say("asked")
+        self._answer()
+        if server.wait(known, _SILENT_SECONDS):
+            server.wait(complete, _SETTLE_SECONDS)
+        failed = sorted(_reasons(server, told=True).items())
+        lost = sorted(server.gone() - dict(failed).keys())
+        silent = [] if lost or failed else sorted(everyone - _reasons(server).keys())
+        self._findings = _Findings(lost, silent, failed)
+        server.say(json.dumps(asdict(self._findings)))
+        self._known.set()
         if not self._leaving:
             self._cut()
 
