@@ -54,6 +54,10 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def leave():
+    sys.exit(0)
+
+
 def freeze():
     if os.fork() == 0:  # nobody else ends a process that is stopped
         os.setsid()
@@ -79,8 +83,9 @@ def fail():
         (fail, 2, 60, "rank {} on node1 failed: ValueError: no such file: data.bin"),
         (dawdle, 2, 2, "rank {} on node1: no answer"),
         (freeze, 0, 2, "rank {} on node1: no answer"),
+        (leave, 2, 2, "rank 1 waits for gradients; rank {} waits for a barrier"),
     ],
-    ids=["die-0", "die-2", "fail-2", "dawdle-2", "freeze-0"],
+    ids=["die-0", "die-2", "fail-2", "dawdle-2", "freeze-0", "leave-2"],
 )
 def test_the_others_end_and_name_the_rank(how, victim, seconds, said):
     results = ranks.run(4, train_until, how, victim, seconds, timeout=60)
@@ -88,6 +93,23 @@ def test_the_others_end_and_name_the_rank(how, victim, seconds, said):
         if rank != victim:
             assert isinstance(result, RankLostError), result
             assert said.format(victim) in result.found
+
+
+def fail_while_another_is_busy():
+    with session() as opened:
+        opened.sum(1)
+        if opened.world.rank == 2:
+            raise ValueError("no such file: data.bin")
+        if opened.world.rank == 1:
+            time.sleep(6)  # an evaluation of its own, say
+        opened.sum(1)
+
+
+def test_a_rank_that_was_busy_meanwhile_blames_the_right_one():
+    results = ranks.run(3, fail_while_another_is_busy)
+    for result in results[:2]:
+        assert isinstance(result, RankLostError), result
+        assert result.found == "rank 2 on node1 failed: ValueError: no such file: data.bin"
 
 
 def die_in_a_run():
@@ -131,6 +153,23 @@ def test_a_rank_that_is_lost_before_the_start_is_named(victim, said):
         if rank != victim:
             assert isinstance(result, StartError), result
             assert said in result.found
+
+
+def lost_in_the_start(victim):
+    """Horovod asks for its values, and one rank is gone before it has left its own."""
+    if int(os.environ["HPCTRAIN_RANK"]) == victim:
+        import horovod.torch as hvd
+
+        hvd.init = die
+    with session(start_timeout=30):
+        pass
+
+
+def test_a_rank_that_is_lost_while_horovod_connects_is_named():
+    results = ranks.run(3, lost_in_the_start, 1, timeout=25)
+    for result in (results[0], results[2]):
+        assert isinstance(result, RankLostError), result
+        assert result.found == "rank 1 on node1: the process is gone"
 
 
 # Options: the same as Horovod by hand, bit for bit.
@@ -350,8 +389,8 @@ def test_all_ranks_begin_with_the_weights_and_the_optimizer_of_rank_0_in_any_lay
 # Bit-equal repeats.
 
 
-def many_gradients(deterministic):
-    with session(deterministic=deterministic) as opened:
+def many_gradients(groups):
+    with session(deterministic=True, horovod_groups=groups) as opened:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(12)))
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -361,8 +400,22 @@ def many_gradients(deterministic):
         return flat(model)
 
 
-def test_deterministic_repeats_are_bit_equal():
-    first = ranks.values(ranks.run(3, many_gradients, True))[0]
+@pytest.mark.parametrize("groups", [None, 2])
+def test_deterministic_repeats_are_bit_equal(groups):
+    first = ranks.values(ranks.run(3, many_gradients, groups))[0]
     for _ in range(3):
-        for repeat in ranks.values(ranks.run(3, many_gradients, True)):
+        for repeat in ranks.values(ranks.run(3, many_gradients, groups)):
             assert torch.equal(repeat, first)
+
+
+def thresholds():
+    seen = []
+    for deterministic in (False, True, False):
+        with session(deterministic=deterministic):
+            seen.append(os.environ.get("HOROVOD_FUSION_THRESHOLD"))
+    return seen, os.environ.get("HOROVOD_FUSION_THRESHOLD")
+
+
+def test_what_deterministic_sets_does_not_outlive_the_session():
+    """In Horovod it would: a threshold stays until another one is set."""
+    assert ranks.values(ranks.run(1, thresholds)) == [([None, "0", "134217728"], None)]

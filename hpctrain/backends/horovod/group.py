@@ -3,10 +3,11 @@
 import atexit
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ __all__ = ["Horovod"]
 
 T = TypeVar("T")
 _MOST_LATER = 64
+_LOOK_SECONDS = 0.1  # while Horovod connects the ranks: for one that is lost
 
 
 class Horovod(Backend):
@@ -43,6 +45,7 @@ class Horovod(Backend):
     name = "horovod"
     prints = True
     _mpi_was_used = False  # which starts once in a process
+    _abandoned: ClassVar[list[Server]] = []
 
     def __init__(self, meeting: Meeting, device: torch.device, settings: Settings) -> None:
         self._hvd = hvd = load()
@@ -79,13 +82,14 @@ class Horovod(Backend):
             with self._connections if over == "gloo" else nullcontext():
                 self._start(over)
         except BaseException as error:
-            self._let_go(str(error))
+            self._give_up(f"{type(error).__name__}: {error}")
             raise
         self.rank, self.world_size = hvd.rank(), hvd.size()
-        if settings.deterministic:
+        if settings.deterministic and settings.own["groups"] is None:
             logger.info(
-                "deterministic: Horovod sends each gradient by itself (HOROVOD_FUSION_THRESHOLD=0),"
-                " which takes longer for models with many small ones"
+                "deterministic: Horovod sends each gradient by itself, which takes longer for many "
+                "small ones; where every parameter has a gradient in every step, --horovod-groups 1 "
+                "is bit-equal too"
             )
 
     @classmethod
@@ -156,8 +160,15 @@ class Horovod(Backend):
         thread = threading.Thread(target=start, name="hvd.init", daemon=True)
         Horovod._mpi_was_used |= over == "mpi"
         thread.start()
-        thread.join(limit)
+        end, others = time.monotonic() + limit, self._survivors
+        while thread.is_alive() and time.monotonic() < end:
+            thread.join(_LOOK_SECONDS)
+            if others is not None and others.known:
+                break
         if thread.is_alive() or failed:
+            lost = others.ask() if others is not None and others.known else None
+            if lost is not None:
+                raise lost
             # At the end of the process it would wait for its own start.
             atexit.unregister(self._hvd.mpi_ops._basics.shutdown)
             world = self._meeting.world
@@ -186,21 +197,21 @@ class Horovod(Backend):
 
     def average(self) -> None:
         """Wait for the sums that the backward pass began."""
-        with self._watch:
+        with self._watch("gradients"):
             for one in self._gradients:
                 one.average()
 
     def update(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> None:
         """The step as it is; with Adasum the ranks' own steps, combined."""
         if self._settings.own["op"] == "adasum" and self.world_size > 1:
-            with self._watch:
+            with self._watch("updates"):
                 gradients.combine_updates(self._hvd, optimizer, step, self._compressor)
         else:
             step(optimizer)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """An all-reduce."""
-        with self._watch:
+        with self._watch("a sum"):
             self._hvd.allreduce_(tensor, name="sum", op=self._hvd.Sum)
         return tensor
 
@@ -216,7 +227,7 @@ class Horovod(Backend):
     def share(self, thing: T) -> T:
         """A broadcast of rank 0's object."""
         # Without a name Horovod takes that of the object's class, which may differ by rank.
-        with self._watch:
+        with self._watch("something of rank 0's"):
             shared: T = self._hvd.broadcast_object(thing, 0, name="share")
         return shared
 
@@ -226,7 +237,7 @@ class Horovod(Backend):
 
     def barrier(self) -> None:
         """Horovod's barrier."""
-        with self._watch:
+        with self._watch("a barrier"):
             self._hvd.barrier()
 
     def explain(self, error: BaseException) -> HpctrainError | None:
@@ -243,8 +254,10 @@ class Horovod(Backend):
 
     def close(self, failure: str | None = None) -> None:
         """Shut Horovod down and put the environment back."""
-        if self._survivors is not None and failure is not None and not self._told:
-            self._survivors.tell(failure)
+        others = None if self._told else self._survivors
+        if others is not None and failure is not None and not others.tell(failure):
+            # Rank 0 is gone or silent, so shutting down together would wait for it.
+            self._connections.cut()
         self._hvd.shutdown()
         self._let_go(failure)
 
@@ -252,6 +265,17 @@ class Horovod(Backend):
         """This rank waits in vain: rank 0 looks for whom."""
         if self._survivors is not None:
             self._survivors.complain()
+
+    def _give_up(self, failure: str) -> None:
+        """Horovod did not come up here: let the others know."""
+        self._environment.put_back()
+        self._watch.close()
+        if self._survivors is not None:
+            self._survivors.tell(failure)
+            self._survivors.leave(in_peace=False)
+        if self._server is not None:
+            # Whatever of Horovod still looks for others ends its process when nobody answers.
+            Horovod._abandoned.append(self._server)
 
     def _let_go(self, failure: str | None) -> None:
         self._environment.put_back()
@@ -263,7 +287,7 @@ class Horovod(Backend):
             self._server = None
 
     def _broadcast(self, tensors: Sequence[Tensor], name: str) -> None:
-        with self._watch:
+        with self._watch("weights or buffers of rank 0"):
             gradients.broadcast(self._hvd, tensors, name)
 
 
@@ -279,7 +303,7 @@ class _Work:
 
     def wait(self) -> None:
         """Until the sum is there."""
-        with self._watch:
+        with self._watch("sums of metrics"):
             self._hvd.synchronize(self._handle)
 
 

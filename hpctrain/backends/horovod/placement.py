@@ -16,6 +16,8 @@ __all__ = ["controller", "slot", "tell"]
 
 # Horovod warns of ranks that wait for others after this part of the time-out, at most this late.
 _WARN_PART, _WARN_SECONDS = 0.1, 60
+_FUSION, _FUSION_DEFAULT = "HOROVOD_FUSION_THRESHOLD", str(128 * 1024 * 1024)
+_fixed: set[str] = set()  # what this process has set once
 
 
 def controller(env: Mapping[str, str], launcher: str, mpi_built: bool) -> str:
@@ -78,6 +80,12 @@ def tell(environment: Environment, over: str, meeting: Meeting, settings: Settin
     environment.default("HOROVOD_STALL_CHECK_TIME_SECONDS", str(warn))
     environment.default("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(max(limit, warn)))
     environment.default("HOROVOD_GLOO_TIMEOUT_SECONDS", str(limit))
-    if settings.deterministic:
-        # Which gradients share a message follows from timing, and the order of the sums from that.
-        environment.set("HOROVOD_FUSION_THRESHOLD", "0")
+    # Which gradients share a message follows from timing, and the order of the sums from that.
+    if settings.deterministic and settings.own["groups"] is not None:
+        environment.set("HOROVOD_DISABLE_GROUP_FUSION", "1")
+    elif settings.deterministic:
+        environment.set(_FUSION, "0")
+        _fixed.add(_FUSION)
+    elif _FUSION in _fixed:
+        # Horovod keeps a threshold that was set until another one is, also in its next init.
+        environment.default(_FUSION, _FUSION_DEFAULT)

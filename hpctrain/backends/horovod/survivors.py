@@ -7,7 +7,7 @@ those that do not wait for the others keep them waiting. Then every rank cuts Ho
 so that nobody waits any longer.
 
     rank → rank 0   a connection that stays open; one byte says that the rank leaves in peace
-    rank → rank 0   end/RANK: what went wrong there; empty where it was somebody else
+    rank → rank 0   end/RANK: what went wrong there, and what the rank waits for
     rank 0 → rank   by that connection, a line: "asked"; who waits for others now, say so
     rank 0 → rank   a line: the findings as JSON
     rank → rank 0   end/RANK-knows
@@ -17,7 +17,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from hpctrain.backends.assembly import host_of, named
 from hpctrain.backends.horovod.rendezvous import Client, NoAnswerError, Server, be_present
@@ -41,11 +41,13 @@ class _Findings:
         lost: ranks whose process is gone.
         silent: ranks that keep the others waiting.
         failed: pairs of a rank and what went wrong there.
+        waits: pairs of a rank and what it waits for, where that alone is known.
     """
 
-    lost: list[int]
-    silent: list[int]
-    failed: list[tuple[int, str]]
+    lost: list[int] = field(default_factory=list)
+    silent: list[int] = field(default_factory=list)
+    failed: list[tuple[int, str]] = field(default_factory=list)
+    waits: list[tuple[int, str]] = field(default_factory=list)
 
 
 class Survivors:
@@ -54,7 +56,7 @@ class Survivors:
     Args:
         meeting: who is where.
         server: at rank 0, its rendezvous.
-        waiting: whether this rank's main thread waits for the others.
+        waiting: what this rank's main thread waits for; empty where it does not.
         cut: ends every such wait with an error.
     """
 
@@ -62,7 +64,7 @@ class Survivors:
         self,
         meeting: Meeting,
         server: Server | None,
-        waiting: Callable[[], bool],
+        waiting: Callable[[], str],
         cut: Callable[[], None],
     ) -> None:
         self._meeting, self._server = meeting, server
@@ -77,29 +79,31 @@ class Survivors:
         work = self._listen if server is None else self._find_out
         threading.Thread(target=work, name="horovod survivors", daemon=True).start()
 
+    @property
+    def known(self) -> bool:
+        """Whether rank 0 has found out what is wrong, or is gone."""
+        return self._known.is_set()
+
     def complain(self) -> None:
         """This rank waits for others in vain."""
-        self._say("")
+        self._say()
 
-    def tell(self, reason: str) -> None:
-        """Say what went wrong on this rank, so that the others need not look for it."""
-        self._say(reason[:1000])
+    def tell(self, reason: str) -> bool:
+        """Say what went wrong on this rank; whether rank 0 has heard it."""
+        return self._say(reason[:1000])
 
     def ask(self) -> HpctrainError | None:
         """What became of the others; None where all of them are there."""
-        try:
-            self._store.set(str(self._rank), '""')
-        except NoAnswerError:
-            return self._error(_Findings([], [0], []))
-        except RuntimeError:
-            self._known.wait(_SETTLE_SECONDS)  # for what it may have said before
-        else:
-            self._known.wait(_PATIENCE_SECONDS)
-        if self._findings is None:
-            return self._error(_Findings([0], [], []))
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"{self._rank}-knows", "")
-        return self._error(self._findings)
+        known, found = self._known.is_set(), _Findings(lost=[0])
+        if not known:
+            try:
+                self._store.set(str(self._rank), json.dumps(["", self._waiting()]))
+                known = self._known.wait(_PATIENCE_SECONDS)
+            except NoAnswerError:
+                found = _Findings(silent=[0])
+            except RuntimeError:  # rank 0 is gone; it may have spoken before
+                known = self._known.wait(_SETTLE_SECONDS)
+        return self._error(self._findings if known and self._findings else found)
 
     def leave(self, in_peace: bool) -> None:
         """Be present no more. Rank 0, which serves the others, goes last.
@@ -126,9 +130,12 @@ class Survivors:
 
         server.wait(through, _GRACE_SECONDS)
 
-    def _say(self, reason: str) -> None:
-        with contextlib.suppress(RuntimeError):  # rank 0 is gone
-            self._store.set(str(self._rank), json.dumps(reason))
+    def _say(self, reason: str = "") -> bool:
+        try:
+            self._store.set(str(self._rank), json.dumps([reason, self._waiting()]))
+        except RuntimeError:
+            return False
+        return True
 
     def _listen(self) -> None:
         """At the other ranks: answer when rank 0 asks, and end all waiting when it knows."""
@@ -141,13 +148,17 @@ class Survivors:
                     self._findings = _Findings(**json.loads(line))
                     break
         self._known.set()
-        if not self._leaving:
-            self._cut()
+        if self._leaving:
+            return
+        self._cut()
+        if self._findings is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"{self._rank}-knows", "")
 
     def _answer(self) -> None:
         with contextlib.suppress(RuntimeError):  # rank 0 is gone
             if self._waiting() and not self._store.check([str(self._rank)]):
-                self._say("")
+                self._say()
 
     def _find_out(self) -> None:
         """At rank 0: wait for the first sign of a failure, look who is to blame, and tell."""
@@ -173,7 +184,8 @@ class Survivors:
         failed = sorted(_reasons(server, told=True).items())
         lost = sorted(server.gone() - dict(failed).keys())
         silent = [] if lost or failed else sorted(everyone - _reasons(server).keys())
-        self._findings = _Findings(lost, silent, failed)
+        waits = [] if lost or failed or silent else sorted(_waits(server).items())
+        self._findings = _Findings(lost, silent, failed, waits)
         server.say(json.dumps(asdict(self._findings)))
         self._known.set()
         if not self._leaving:
@@ -192,6 +204,8 @@ class Survivors:
             parts.append("the other ranks have waited for this one in vain")
         elif found.silent:
             parts.append(f"{named(meeting, found.silent)}: no answer")
+        if len(set(dict(found.waits).values())) > 1:
+            parts += [f"rank {rank} waits for {what}" for rank, what in found.waits[:8]]
         if not parts:
             return None
         return RankLostError(
@@ -208,6 +222,15 @@ def _reasons(server: Server, told: bool = False) -> dict[int, str]:
         server: at rank 0.
         told: leave out the empty ones.
     """
-    said = [(key, value) for key, value in server.read(_SCOPE).items() if key.isdecimal()]
-    reasons = {int(key): json.loads(value) for key, value in said}
+    reasons = {rank: reason for rank, (reason, _) in _said(server).items()}
     return {rank: reason for rank, reason in reasons.items() if reason or not told}
+
+
+def _waits(server: Server) -> dict[int, str]:
+    """By rank, what it waits for."""
+    return {rank: what for rank, (_, what) in _said(server).items() if what}
+
+
+def _said(server: Server) -> dict[int, tuple[str, str]]:
+    said = [(key, value) for key, value in server.read(_SCOPE).items() if key.isdecimal()]
+    return {int(key): tuple(json.loads(value)) for key, value in said}

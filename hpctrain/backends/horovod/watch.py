@@ -16,7 +16,7 @@ _LOOK_PART, _LOOK_SECONDS = 0.1, 5.0  # how often it looks: a part of the limit,
 
 
 class Watch:
-    """Around every wait of the main thread: `with watch: …`.
+    """Around every wait of the main thread: `with watch("gradients"): …`.
 
     Args:
         limit: seconds that a wait may take.
@@ -26,12 +26,18 @@ class Watch:
     def __init__(self, limit: float, expire: Callable[[], None]) -> None:
         self._limit, self._expire = limit, expire
         self._since: float | None = None
+        self._what = ""
         self._closed = threading.Event()
         threading.Thread(target=self._look, name="horovod watch", daemon=True).start()
 
-    def waiting(self) -> bool:
-        """Whether the main thread waits now."""
-        return self._since is not None
+    def waiting(self) -> str:
+        """What the main thread waits for now; empty where it does not."""
+        return self._what if self._since is not None else ""
+
+    def __call__(self, what: str) -> "Watch":
+        """Say what the wait is for."""
+        self._what = what
+        return self
 
     def __enter__(self) -> None:
         self._since = time.monotonic()
