@@ -1,16 +1,17 @@
 """What does hpctrain's loop cost over a loop written by hand?
 
-    python benchmarks/step_overhead.py [--rounds 300] [--steps 20] [--save FILE]
+    python benchmarks/step_overhead.py [--rounds 300] [--steps 20] [--backend NAME] [--save FILE]
 
-A model so small that a step takes about a millisecond, on CPUs, in one process and in two over
-gloo. The arms take turns in the same processes, a short block of steps each, and each block is
-compared with the block by hand of the same round: what else the machine does falls on all of them.
-Besides the time on the clock, for which the targets are, there is the time on the processor, which
-hardly knows of other jobs.
+A model so small that a step takes about a millisecond, on CPUs, in one process, in two over gloo,
+and in two over Horovod, where one is installed. The arms take turns in the same processes, a short
+block of steps each, and each block is compared with the block by hand of the same round: what else
+the machine does falls on all of them. Besides the time on the clock, for which the targets are,
+there is the time on the processor, which hardly knows of other jobs.
 """
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -38,7 +39,12 @@ import hpctrain
 LOG_EVERY = 10
 BATCH, FEATURES, WIDTH, CLASSES = 32, 32, 128, 10
 TARGET_RATIO, TARGET_US = 1.02, 15.0
-WORLDS = {"one process": 1, "two processes, gloo": 2}
+# What it is called, the ranks, and how they talk.
+WORLDS = {
+    "one process": (1, "single"),
+    "two processes, gloo": (2, "ddp"),
+    "two processes, Horovod": (2, "horovod"),
+}
 Times = dict[str, list[tuple[float, float]]]
 
 
@@ -59,18 +65,40 @@ class Setup:
         )  # fmt: skip
         return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
-    def shared(self, model: nn.Module) -> nn.Module:
-        """The model as an expert lets the ranks share it, with the settings of hpctrain."""
-        if self.session.world.world_size == 1:
-            return model
-        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    def shared(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Both as an expert lets the ranks share them, with the settings of hpctrain."""
+        if self.backend == "ddp":
+            model = DistributedDataParallel(
+                model, gradient_as_bucket_view=True, broadcast_buffers=False
+            )
+        elif self.backend == "horovod":
+            import horovod.torch as hvd
+
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        return model, optimizer
+
+    @property
+    def backend(self) -> str:
+        """How the ranks talk."""
+        return self.session.backend.name
+
+    def loss_to_log(self, loss: torch.Tensor) -> float:
+        """What an expert writes: of rank 0, and with Horovod of all, as in its examples."""
+        if self.backend == "horovod":
+            import horovod.torch as hvd
+
+            loss = hvd.allreduce(loss.detach(), name="loss")
+        return loss.item()
 
 
 def by_hand(setup: Setup) -> Iterator[None]:
     """The loop that an expert writes, with the log that an expert has."""
     rank, size = setup.session.world.rank, setup.session.world.world_size
-    model, optimizer = setup.parts()
-    model = setup.shared(model)
+    model, optimizer = setup.shared(*setup.parts())
     sampler = RandomSampler(setup.dataset)
     if size > 1:
         sampler = DistributedSampler(setup.dataset, size, rank, drop_last=True)
@@ -82,16 +110,15 @@ def by_hand(setup: Setup) -> Iterator[None]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if rank == 0 and step % LOG_EVERY == 0:
-                row = {"step": step, "time": time.time(), "loss": loss.item()}
+            if step % LOG_EVERY == 0 and (rank == 0 or setup.backend == "horovod"):
+                row = {"step": step, "time": time.time(), "loss": setup.loss_to_log(loss)}
                 log.write(json.dumps(row) + "\n")
             yield
 
 
 def bare(setup: Setup) -> Iterator[None]:
     """By hand over hpctrain's loader, without a log: only the work that no loop can leave out."""
-    model, optimizer = setup.parts()
-    model = setup.shared(model)
+    model, optimizer = setup.shared(*setup.parts())
     for inputs, targets in setup.session.loader(setup.dataset):
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
@@ -162,7 +189,11 @@ def rank_main(arguments: argparse.Namespace) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         hpctrain.Session(
-            run=f"{arguments.rank_of}.run", batch_size=BATCH, log_every=LOG_EVERY, epochs=1
+            run=f"{arguments.rank_of}.run",
+            backend=arguments.backend,
+            batch_size=BATCH,
+            log_every=LOG_EVERY,
+            epochs=1,
         ) as session,
     ):
         times = take_turns(session, arguments.rounds, arguments.steps, Path(folder))
@@ -170,12 +201,12 @@ def rank_main(arguments: argparse.Namespace) -> None:
             Path(arguments.rank_of).write_text(json.dumps(times))
 
 
-def start(size: int, arguments: argparse.Namespace, folder: str) -> Times:
+def start(size: int, backend: str, arguments: argparse.Namespace, folder: str) -> Times:
     """Start the ranks of one world, and read what rank 0 wrote."""
-    result = Path(folder) / f"world-{size}.json"
+    result = Path(folder) / f"{backend}.json"
     launcher = ["-m", "hpctrain", "run", "--nproc-per-node", str(size)] if size > 1 else []
     command = [
-        sys.executable, *launcher, __file__, "--rank-of", str(result),
+        sys.executable, *launcher, __file__, "--rank-of", str(result), "--backend", backend,
         "--rounds", str(arguments.rounds), "--steps", str(arguments.steps),
     ]  # fmt: skip
     done = subprocess.run(
@@ -233,6 +264,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="of a block (20)")
     parser.add_argument("--save", metavar="FILE", help="the results as JSON")
     parser.add_argument("--rank-of", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--backend", choices=[backend for _, backend in WORLDS.values()], help="only this one"
+    )
     arguments = parser.parse_args()
     if arguments.rank_of:
         rank_main(arguments)
@@ -241,11 +275,16 @@ def main() -> None:
         parser.error("a spread needs --rounds 2 or more")
     if arguments.steps < 1 or arguments.steps % LOG_EVERY:
         parser.error(f"--steps: whole multiples of {LOG_EVERY}, so that all blocks log alike")
-    record = facts(["hpctrain", "torch"])
+    record = facts(["hpctrain", "torch", "horovod"])
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        for world, size in WORLDS.items():
-            results[world] = evaluate(start(size, arguments, folder))
+        for world, (size, backend) in WORLDS.items():
+            if arguments.backend not in (None, backend):
+                continue
+            if backend == "horovod" and importlib.util.find_spec("horovod") is None:
+                print(f"{world}: left out, as there is none: hpctrain horovod build\n")
+                continue
+            results[world] = evaluate(start(size, backend, arguments, folder))
             print(show(world, results[world]), flush=True)
     print("Medians over blocks, with their 95 % intervals; ratios and differences block by block.")
     settings = {"rounds": arguments.rounds, "steps": arguments.steps, "batch_size": BATCH}

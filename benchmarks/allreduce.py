@@ -1,0 +1,235 @@
+"""What does a sum over the ranks cost through hpctrain? Two ranks on CPUs, over gloo.
+
+    python benchmarks/allreduce.py [--rounds 100] [--save FILE]
+
+For each backend: tensors of several sizes, and the gradients of a model with as many tensors as
+ResNet-50, each by hand and through hpctrain. The two take turns in the same processes, a block of
+calls each, and are compared round by round. Besides, what Horovod's settings for bit-equal repeats
+cost those gradients: a start for each block, as Horovod keeps a setting for as long as its process.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import describe, facts, order, save, summary, table, verdict
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hpctrain
+
+BACKENDS = ("ddp", "horovod")
+# What it is called, float32 numbers, and calls of a block.
+SIZES = {"1 number": (1, 20), "1 MB": (250_000, 4), "25 MB": (6_250_000, 1)}
+GRADIENTS, BACKWARD_PASSES = "161 gradients, 2 MB", 2
+BY_HAND, HPCTRAIN = "by hand", "hpctrain"
+TARGET_RATIO = 1.02
+DEFAULT = "default"
+# What it is called, options of the session, and variables.
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    DEFAULT: ({}, {}),
+    "--deterministic": ({"deterministic": True}, {}),
+    "--horovod-groups 1, no fusion of groups": (
+        {"horovod_groups": 1},
+        {"HOROVOD_DISABLE_GROUP_FUSION": "1"},
+    ),
+}
+SETTING_BLOCKS = 30
+Times = dict[str, dict[str, list[float]]]
+
+
+class ManyTensors(nn.Module):
+    """161 parameters, 53 of them with 9,216 numbers, whose backward pass costs next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(9216,), (32,), (32,)] * 53 + [(10, 32), (10,)]
+        self.tensors = nn.ParameterList(torch.ones(shape) for shape in shapes)
+
+    def forward(self) -> Tensor:
+        """A scalar of which each number of each parameter is a part."""
+        return torch.stack([tensor.sum() for tensor in self.tensors]).sum()
+
+
+def sum_by_hand(session: hpctrain.Session) -> Callable[[Tensor], Any]:
+    """The call that an expert writes."""
+    if session.backend.name == "ddp":
+        return dist.all_reduce
+    import horovod.torch as hvd
+
+    return lambda tensor: hvd.allreduce_(tensor, name=BY_HAND, op=hvd.Sum)
+
+
+def gradients_by_hand() -> Callable[[], Any]:
+    """A backward pass whose gradients are averaged as an expert has it done."""
+    model = ManyTensors()
+    if dist.is_initialized():
+        shared = DistributedDataParallel(
+            model, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+        return lambda: (shared().backward(), model.zero_grad())
+    import horovod.torch as hvd
+
+    plain = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    return lambda: (model().backward(), optimizer.synchronize(), model.zero_grad())
+
+
+def gradients_with_hpctrain(session: hpctrain.Session) -> Callable[[], Any]:
+    """The same through the backend."""
+    model = session.prepare(ManyTensors())
+    return lambda: (model().backward(), session.backend.average(), model.zero_grad())
+
+
+def block(session: hpctrain.Session, call: Callable[[], Any], calls: int) -> float:
+    """The microseconds of a call, over a block of them that all ranks begin together."""
+    session.backend.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def take_turns(session: hpctrain.Session, rounds: int) -> Times:
+    """By subject and arm, a time for each round."""
+    subjects: dict[str, tuple[dict[str, Callable[[], Any]], int]] = {}
+    by_hand = sum_by_hand(session)
+    for name, (numbers, calls) in SIZES.items():
+        tensor = torch.zeros(numbers)
+        arms = {
+            BY_HAND: lambda tensor=tensor: by_hand(tensor),
+            HPCTRAIN: lambda tensor=tensor: session.backend.sum(tensor),
+        }
+        subjects[name] = arms, calls
+    arms = {BY_HAND: gradients_by_hand(), HPCTRAIN: gradients_with_hpctrain(session)}
+    subjects[GRADIENTS] = arms, BACKWARD_PASSES
+    times: Times = {}
+    for name, (arms, calls) in subjects.items():
+        for call in arms.values():
+            block(session, call, 10)  # to warm up
+        times[name] = {arm: [] for arm in arms}
+        for number in range(rounds):
+            for arm in order(list(arms), number):
+                times[name][arm].append(block(session, arms[arm], calls))
+    return times
+
+
+def with_setting(name: str) -> float:
+    """The median over a session of its own."""
+    with hpctrain.Session(backend="horovod", batch_size=1, **SETTINGS[name][0]) as session:
+        call = gradients_with_hpctrain(session)
+        block(session, call, 10)  # to warm up
+        return statistics.median(block(session, call, 1) for _ in range(SETTING_BLOCKS))
+
+
+def settings_in_turns(rounds: int) -> dict[str, list[float]]:
+    """By setting, a time for each round."""
+    times: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    for number in range(rounds):
+        for name in order(list(SETTINGS), number):
+            times[name].append(start(f"--setting={name}", **SETTINGS[name][1]))
+    return times
+
+
+def rank_main(arguments: argparse.Namespace) -> None:
+    """One rank; rank 0 writes the times."""
+    torch.set_num_threads(1)
+    result: Times | float
+    if arguments.setting:
+        result = with_setting(arguments.setting)
+    else:
+        with hpctrain.Session(backend=arguments.backend, batch_size=1) as session:
+            result = take_turns(session, arguments.rounds)
+    if hpctrain.detect().rank == 0:
+        Path(arguments.rank_of).write_text(json.dumps(result))
+
+
+def start(*options: str, **variables: str) -> Any:
+    """Start two ranks with more options and variables, and read what rank 0 wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "times.json"
+        command = [
+            *(sys.executable, "-m", "hpctrain", "run", "--nproc-per-node", "2", __file__),
+            *("--rank-of", str(result), *options),
+        ]
+        done = subprocess.run(
+            command,
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"{done.stdout}\nthe ranks ended with exit code {done.returncode}")
+        return json.loads(result.read_text())
+
+
+def compare(times: dict[str, list[float]], base: str) -> dict[str, dict[str, Any]]:
+    """Per arm its time, and what it is to the base of the same round."""
+    results = {}
+    for name, own in times.items():
+        ratios = [a / b for a, b in zip(own, times[base], strict=True)]
+        results[name] = {"us": summary(own), "ratio": summary(ratios)}
+        if name == HPCTRAIN:
+            ratio = results[name]["ratio"]
+            results[name] |= {"target": TARGET_RATIO, "verdict": verdict(ratio, TARGET_RATIO)}
+    return results
+
+
+def show(title: str, results: dict[str, dict[str, Any]]) -> str:
+    """One comparison, for people."""
+    rows = [(title, "µs", "×", "target", "")]
+    for name, result in results.items():
+        target = f"≤ {result['target']:g}" if "target" in result else ""
+        ratio = describe(result["ratio"], ".3f") if name not in (BY_HAND, DEFAULT) else ""
+        rows.append((name, describe(result["us"]), ratio, target, result.get("verdict", "")))
+    return table(rows) + "\n"
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description="A sum over the ranks, against the raw call.")
+    parser.add_argument("--rounds", type=int, default=100, metavar="N", help="default: 100")
+    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    parser.add_argument("--rank-of", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--backend", help=argparse.SUPPRESS)
+    parser.add_argument("--setting", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_of:
+        rank_main(arguments)
+        return
+    if arguments.rounds < 2:
+        parser.error("a spread needs --rounds 2 or more")
+    record = facts(["hpctrain", "torch", "horovod"])
+    results: dict[str, Any] = {}
+    for backend in BACKENDS:
+        if importlib.util.find_spec({"ddp": "torch"}.get(backend, backend)) is None:
+            print(f"{backend}: left out, as there is none: hpctrain horovod build\n")
+            continue
+        times = start("--backend", backend, "--rounds", str(arguments.rounds))
+        subjects = {name: compare(own, BY_HAND) for name, own in times.items()}
+        if backend == "horovod":
+            settings = settings_in_turns(max(arguments.rounds // 10, 2))
+            subjects[f"{GRADIENTS}, settings"] = compare(settings, DEFAULT)
+        for name, result in subjects.items():
+            print(show(f"{backend}, {name}", result), flush=True)
+        results[backend] = subjects
+    print("Medians over rounds, with their 95 % intervals; ratios round by round.")
+    record |= {"benchmark": "allreduce", "rounds": arguments.rounds, "results": results}
+    save(arguments.save, record)
+
+
+if __name__ == "__main__":
+    main()
