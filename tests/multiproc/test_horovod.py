@@ -386,6 +386,76 @@ def test_all_ranks_begin_with_the_weights_and_the_optimizer_of_rank_0_in_any_lay
         assert kind == "SGD"
 
 
+def odd_buffers():
+    with session() as opened:
+        model = nn.Linear(2, 2)
+        rank = opened.world.rank
+        model.register_buffer("mask", torch.tensor([rank == 0, False, True]))
+        model.register_buffer("phase", torch.tensor([rank + 1j]))
+        model.register_buffer("low", torch.tensor(rank, dtype=torch.bfloat16))
+        opened.prepare(model)
+        return model.mask.tolist(), model.phase.tolist(), model.low.item()
+
+
+def test_buffers_of_any_type_are_those_of_rank_0():
+    assert ranks.values(ranks.run(3, odd_buffers)) == [([True, False, True], [1j], 0.0)] * 3
+
+
+def sparse(options):
+    named = {f"horovod_{name}": value for name, value in options.items()}
+    with session(**named) as opened:
+        torch.manual_seed(0)
+        model = nn.Embedding(6, 4, sparse=True)
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 1.0))
+        opened.step(model(torch.tensor([opened.world.rank, 3])).sum())
+        return flat(model)
+
+
+def test_sparse_gradients_are_averaged_in_every_way_that_horovod_has():
+    plain = ranks.values(ranks.run(3, sparse, {}))
+    for options in ({"sparse_as_dense": True}, {"compression": "fp16"}):
+        for result in ranks.values(ranks.run(3, sparse, options)):
+            assert torch.allclose(result, plain[0])
+    for result in ranks.run(3, sparse, {"groups": 1}):
+        assert isinstance(result, UsageError), result
+        assert "sparse gradients with --horovod-groups" in result.found
+
+
+def unfrozen_later():
+    with session() as opened:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[0].requires_grad_(False)
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 1.0))
+        model[0].requires_grad_(True)
+        opened.step(model(torch.ones(1, 2)).sum())
+
+
+def weights_in_bfloat16():
+    with session() as opened:
+        opened.prepare(nn.Linear(2, 2).bfloat16())
+
+
+def one_weight_in_two_models():
+    with session() as opened:
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        second.weight = first.weight
+        opened.prepare(first, second)
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        (unfrozen_later, "frozen or unfrozen after session.prepare()"),
+        (weights_in_bfloat16, "parameter model0.weight is torch.bfloat16"),
+        (one_weight_in_two_models, "two prepared models share parameters"),
+    ],
+)
+def test_what_horovod_would_average_wrongly_is_refused(program, found):
+    for result in ranks.run(2, program):
+        assert isinstance(result, UsageError), result
+        assert found in result.found
+
+
 # Bit-equal repeats.
 
 

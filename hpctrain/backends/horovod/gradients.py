@@ -8,7 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpctrain.errors import UsageError
+
 __all__ = ["Gradients", "broadcast", "combine_updates", "compression"]
+
+_AVERAGED = (torch.float16, torch.float32, torch.float64)
 
 
 class Gradients:
@@ -37,6 +41,14 @@ class Gradients:
         options: Mapping[str, Any],
     ) -> None:
         trained = [(f"{name}.{n}", p) for n, p in model.named_parameters() if p.requires_grad]
+        for full, parameter in trained:
+            if parameter.dtype not in _AVERAGED:
+                raise UsageError(
+                    f"parameter {full} is {parameter.dtype}, which Horovod cannot average",
+                    "float16, float32 or float64",
+                    "weights in fp32 and --precision bf16; or --backend ddp",
+                )
+        self._all = list(model.parameters())
         self._parameters = [parameter for _, parameter in trained]
         self._synchronizer = hvd.DistributedOptimizer(
             torch.optim.SGD(self._parameters, lr=0.0),
@@ -55,8 +67,20 @@ class Gradients:
         A model that had no part in the loss has no gradients, on all ranks alike; Horovod would
         average zeros for it.
         """
+        if sum(parameter.requires_grad for parameter in self._all) != len(self._parameters):
+            raise UsageError(
+                "parameters were frozen or unfrozen after session.prepare(), which Horovod's hooks "
+                "do not learn of",
+                "the same parameters to train from prepare() on",
+                "set requires_grad before session.prepare(model)",
+            )
         if any(parameter.grad is not None for parameter in self._parameters):
             self._synchronizer.synchronize()
+
+    def shares(self, model: nn.Module) -> bool:
+        """Whether a model has parameters of this one, whose gradients would be averaged twice."""
+        own = {id(parameter) for parameter in self._parameters}
+        return any(id(parameter) in own for parameter in model.parameters())
 
 
 def compression(hvd: ModuleType, name: str) -> Any:
@@ -74,11 +98,23 @@ class _Contiguous:
 
     def __init__(self, compressor: Any) -> None:
         self._compressor = compressor
-        self.decompress = compressor.decompress
 
     def compress(self, tensor: Tensor) -> Any:
         """The compressed tensor, and what it takes to decompress it."""
+        if tensor.is_sparse:
+            raise UsageError(
+                "sparse gradients with --horovod-groups",
+                "one of the two: Horovod groups dense tensors only",
+                "leave --horovod-groups out",
+            )
         return self._compressor.compress(tensor.contiguous())
+
+    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
+        """The inverse; sparse gradients come without a context, as they were not compressed."""
+        if context is None:
+            return tensor
+        plain: Tensor = self._compressor.decompress(tensor, context)
+        return plain
 
 
 def combine_updates(
@@ -121,13 +157,14 @@ def combine_updates(
 
 
 def broadcast(hvd: ModuleType, tensors: Sequence[Tensor], name: str) -> None:
-    """Give every rank the tensors of rank 0, in place, whatever their layout."""
+    """Give every rank the tensors of rank 0, in place, whatever their layout and type."""
     sent = []
     for number, tensor in enumerate(tensors):
         if tensor.numel():
             own = tensor.detach().contiguous()
-            handle = hvd.broadcast_async_(own, 0, name=f"{name}.{number}")
-            sent.append((tensor.detach(), own, handle))
+            # As bytes: Horovod knows neither bool nor bfloat16 nor complex numbers.
+            data = own.reshape(-1).view(torch.uint8)
+            sent.append((tensor.detach(), own, hvd.broadcast_async_(data, 0, f"{name}.{number}")))
     for tensor, own, handle in sent:
         hvd.synchronize(handle)
         if own.data_ptr() != tensor.data_ptr():

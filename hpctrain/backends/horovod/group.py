@@ -182,7 +182,17 @@ class Horovod(Backend):
             )
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model itself, with rank 0's weights; hooks on its parameters average gradients."""
+        """The model itself, with rank 0's weights; hooks on its parameters average gradients.
+
+        Raises:
+            UsageError: weights of a type that Horovod cannot average, or of two models.
+        """
+        if any(one.shares(model) for one in self._gradients):
+            raise UsageError(
+                "two prepared models share parameters, whose gradients would be averaged twice",
+                "each parameter in one model",
+                "session.prepare() for one module that has both",
+            )
         self._broadcast([*model.parameters(), *model.buffers()], "weights")
         own = self._settings.own
         if own["op"] != "adasum" and any(p.requires_grad for p in model.parameters()):

@@ -118,7 +118,6 @@ class _Presences:
         self.left: set[int] = set()
 
     def add(self, rank: int, connection: socket.socket) -> None:
-        connection.setblocking(False)
         keep_alive(connection)
         with self._changed:
             self._open[connection.fileno()] = (rank, connection)
@@ -151,7 +150,7 @@ class _Presences:
         with self._changed:
             for _, connection in self._open.values():
                 with contextlib.suppress(OSError):  # it is gone, as will be noted
-                    connection.send(line)
+                    connection.sendall(line)
 
     def close(self) -> None:
         os.write(self._wake, b".")

@@ -27,6 +27,7 @@ from hpctrain.meeting import Meeting
 __all__ = ["Survivors"]
 
 _SCOPE = "end"
+_SHOWN = 8  # ranks that failed, or wait, by name
 _SETTLE_SECONDS = 0.5  # from the first rank that is known to be lost to what is said of them
 _SILENT_SECONDS = 3.0  # for a rank to say that it waits, where none is known to be lost
 _PATIENCE_SECONDS = 8.0  # for rank 0 to find out
@@ -181,8 +182,9 @@ class Survivors:
         self._answer()
         if server.wait(known, _SILENT_SECONDS):
             server.wait(complete, _SETTLE_SECONDS)
-        failed = sorted(_reasons(server, told=True).items())
-        lost = sorted(server.gone() - dict(failed).keys())
+        reasons = _reasons(server, told=True)
+        failed = sorted(reasons.items())[:_SHOWN]
+        lost = sorted(server.gone() - reasons.keys())
         silent = [] if lost or failed else sorted(everyone - _reasons(server).keys())
         waits = [] if lost or failed or silent else sorted(_waits(server).items())
         self._findings = _Findings(lost, silent, failed, waits)
@@ -195,7 +197,7 @@ class Survivors:
         meeting = self._meeting
         parts = [
             f"rank {rank} on {host_of(meeting, rank)} failed: {reason}"
-            for rank, reason in found.failed[:4]
+            for rank, reason in found.failed
             if rank != self._rank
         ]
         if found.lost:
@@ -205,7 +207,7 @@ class Survivors:
         elif found.silent:
             parts.append(f"{named(meeting, found.silent)}: no answer")
         if len(set(dict(found.waits).values())) > 1:
-            parts += [f"rank {rank} waits for {what}" for rank, what in found.waits[:8]]
+            parts += [f"rank {rank} waits for {what}" for rank, what in found.waits[:_SHOWN]]
         if not parts:
             return None
         return RankLostError(
