@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TextIO
 
 __all__ = ["Tee"]
 
@@ -26,6 +27,7 @@ class Tee:
     def __init__(self, path: Path) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._python = sys.stderr
+        self._own: TextIO | None = None
         self._before = os.dup(2)
         try:
             self._process = subprocess.Popen(
@@ -39,19 +41,19 @@ class Tee:
             return
         if _writes_to_2(self._python):
             self._python.flush()
-            sys.stderr = os.fdopen(os.dup(self._before), "w", 1, errors="backslashreplace")
+            # Stays open: a logging handler that is made meanwhile keeps it.
+            self._own = sys.stderr = os.fdopen(self._before, "w", 1, errors="backslashreplace")
         assert self._process.stdin is not None
         os.dup2(self._process.stdin.fileno(), 2)
         self._process.stdin.close()
 
     def close(self) -> None:
         """Leave file descriptor 2 and `sys.stderr` as they were."""
-        if sys.stderr is not self._python:
-            with contextlib.suppress(OSError):  # its reader is gone
-                sys.stderr.close()
+        if sys.stderr is self._own:
             sys.stderr = self._python
         os.dup2(self._before, 2)
-        os.close(self._before)
+        if self._own is None:
+            os.close(self._before)
         if self._process is not None:
             # It ends with the last process that has its pipe, such as a loader worker.
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -42,7 +42,9 @@ class Connections:
 
 
 def _open_files() -> set[int]:
-    return {int(name) for name in os.listdir("/proc/self/fd")}
+    listed = os.listdir("/proc/self/fd")
+    # Without the one of the listing itself.
+    return {int(name) for name in listed if os.path.lexists(f"/proc/self/fd/{name}")}
 
 
 def _ends(number: int) -> tuple[tuple[object, ...], tuple[object, ...]] | None:
