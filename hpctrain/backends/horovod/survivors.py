@@ -31,6 +31,7 @@ _SHOWN = 8  # ranks that failed, or wait, by name
 _SETTLE_SECONDS = 0.5  # from the first rank that is known to be lost to what is said of them
 _SILENT_SECONDS = 3.0  # for a rank to say that it waits, where none is known to be lost
 _PATIENCE_SECONDS = 8.0  # for rank 0 to find out
+_SHUTDOWN_SECONDS = 1.0  # for Horovod's ranks to end together, where all of them can
 _GRACE_SECONDS = 5.0  # for the others to hear it, before rank 0 may leave
 
 
@@ -73,7 +74,7 @@ class Survivors:
         self._rank, self._size = meeting.world.rank, meeting.world.world_size
         place = (meeting.roll.addresses[0], meeting.roll.port)
         self._store = Client(*place, _SCOPE)
-        self._leaving = False
+        self._leaving = threading.Event()
         self._findings: _Findings | None = None
         self._known = threading.Event()  # the findings are there, or rank 0 is not
         self._presence = None if server is not None else be_present(*place, self._rank)
@@ -112,7 +113,7 @@ class Survivors:
         Args:
             in_peace: all ranks leave, and nobody is to blame.
         """
-        self._leaving = True
+        self._leaving.set()
         if self._presence is not None:
             if in_peace:
                 with contextlib.suppress(OSError):  # rank 0 is gone
@@ -149,12 +150,19 @@ class Survivors:
                     self._findings = _Findings(**json.loads(line))
                     break
         self._known.set()
-        if self._leaving:
-            return
-        self._cut()
-        if self._findings is not None:
+        if self._findings is not None and not self._leaving.is_set():
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{self._rank}-knows", "")
+        self._end_waiting()
+
+    def _end_waiting(self) -> None:
+        """Cut the connections; after a failure with a reason Horovod may first shut down by itself.
+
+        A rank that is cut off while Horovod shuts down waits for gloo's time-out there.
+        """
+        told = self._findings is not None and self._findings.failed
+        if not self._leaving.wait(_SHUTDOWN_SECONDS if told else 0.0):
+            self._cut()
 
     def _answer(self) -> None:
         with contextlib.suppress(RuntimeError):  # rank 0 is gone
@@ -190,8 +198,7 @@ class Survivors:
         self._findings = _Findings(lost, silent, failed, waits)
         server.say(json.dumps(asdict(self._findings)))
         self._known.set()
-        if not self._leaving:
-            self._cut()
+        self._end_waiting()
 
     def _error(self, found: _Findings) -> HpctrainError | None:
         meeting = self._meeting
