@@ -32,7 +32,8 @@ hpctrain.Session = Slow
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-PATIENCE = 240
+PATIENCE = 400
+FEW = 10  # steps, where nothing happens in their middle
 
 
 @pytest.fixture(scope="session")
@@ -61,11 +62,11 @@ def reference(tmp_path_factory):
     return launches.losses(folder / "run")
 
 
-def same_steps(run, reference):
+def same_steps(run, reference, steps=30):
     """Every step once, with the losses of one process."""
     rows = [row for row in launches.rows(run) if "loss" in row]
-    assert [row["step"] for row in rows] == list(range(1, 31))
-    assert [row["loss"] for row in rows] == pytest.approx(reference, rel=1e-9)
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert [row["loss"] for row in rows] == pytest.approx(reference[:steps], rel=1e-9)
 
 
 def worlds(run):
@@ -74,7 +75,7 @@ def worlds(run):
 
 
 def srun(cluster, folder, *options, env=None):
-    command = [launches.PYTHON, launches.EXAMPLE, *HOROVOD, "--run", "run"]
+    command = [launches.PYTHON, launches.EXAMPLE, *HOROVOD, "--max-steps", str(FEW), "--run", "run"]
     done = cluster.run(
         ["srun", "--kill-on-bad-exit=1", *options, *command],
         cwd=folder,
@@ -88,7 +89,7 @@ def srun(cluster, folder, *options, env=None):
 def test_srun_alone_starts_eight_ranks_on_four_hosts(horovod, cluster, reference, tmp_path):
     """Without ssh, and without MPI."""
     run = srun(cluster, tmp_path, "-N4", "-n8")
-    same_steps(run, reference)
+    same_steps(run, reference, FEW)
     (world,) = worlds(run)
     assert (world["world_size"], world["launcher"]) == (8, "slurm")
     assert world["hosts"] == list(cluster.hosts)
@@ -115,7 +116,7 @@ def test_hosts_have_as_many_ranks_as_they_like(horovod, cluster, reference, tmp_
     ranks = str(len(LAYOUTS[layout]))
     options = ("-n", ranks, "--distribution=arbitrary")
     run = srun(cluster, tmp_path, *options, env={"SLURM_HOSTFILE": str(hosts)})
-    same_steps(run, reference)
+    same_steps(run, reference, FEW)
     assert worlds(run)[0]["world_size"] == int(ranks)
 
 
