@@ -358,6 +358,26 @@ def test_sessions_in_a_row_leave_no_files_threads_or_streams_behind():
         assert same
 
 
+def as_released():
+    """A stand-in: this Horovod without the mark of a mended one, on one of two real hosts."""
+    import horovod
+
+    from hpctrain.backends.horovod import installed
+
+    horovod.mended_by_hpctrain = False
+    installed.socket.gethostbyname = lambda name: "127.0.1.1"
+    installed.refuse_own_name(hpctrain.World(0, 2, 0, 2, 0, 1), {})  # one host
+    installed.refuse_own_name(hpctrain.World(0, 2, 0, 1, 0, 2), {"HPCTRAIN_HOSTNAME": "node1"})
+    installed.refuse_own_name(hpctrain.World(0, 2, 0, 1, 0, 2), {})
+
+
+def test_a_horovod_that_would_listen_on_loopback_is_refused_on_several_hosts():
+    (result,) = ranks.run(1, as_released)
+    assert isinstance(result, UsageError), result
+    assert "is 127.0.1.1" in result.found
+    assert "hpctrain horovod build" in result.fix
+
+
 # What the ranks begin with.
 
 

@@ -53,6 +53,14 @@ and (ROCM_HOME is not None)) else False)"
     "horovod/common/ops/cuda/CMakeLists.txt": "set(CMAKE_CUDA_STANDARD 11)\n",
     "cmake/Modules/FindNCCL.cmake": "find_path(NCCL_INCLUDE_DIR\n        NAMES nccl.h\n",
     "horovod/runner/js_run.py": "from distutils.spawn import find_executable\n",
+    "horovod/common/gloo/gloo_context.cc": """\
+  device_attr.iface = gloo_iface_;
+  auto dev = CreateDevice(device_attr);
+
+  global_ctx = global_context.ctx;
+""",
+    "horovod/common/gloo/gloo_controller.cc": "  global_ranks_.reserve(size_);\n",
+    "horovod/__init__.py": "__version__ = '0.28.1'\n",
 }
 
 
@@ -152,6 +160,17 @@ def test_a_cpu_build_asks_for_the_standard_and_for_no_gpu(extracted, standard):
     for name in HOROVOD:
         assert "distutils" not in text(extracted, name)
         assert "CMAKE_CXX_STANDARD 14" not in text(extracted, name)
+
+
+def test_what_is_wrong_over_gloo_is_mended_and_marked(extracted):
+    source.apply(source.patches(20, cuda=False), extracted)
+    context = text(extracted, "horovod/common/gloo/gloo_context.cc")
+    chosen = "device_attr.iface = gloo_iface_ = global_context.gloo_iface_;"
+    assert context.index(chosen) < context.index("CreateDevice(device_attr)")
+    assert "global_ranks_.resize(size_)" in text(
+        extracted, "horovod/common/gloo/gloo_controller.cc"
+    )
+    assert "mended_by_hpctrain = True" in text(extracted, "horovod/__init__.py").splitlines()
 
 
 def test_a_gpu_build_keeps_cuda(extracted):
