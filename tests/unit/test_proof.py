@@ -65,11 +65,19 @@ def test_what_cannot_train_together_is_refused_with_the_ranks(alike, path, value
     assert caught.value.fix
 
 
+def test_another_horovod_is_wrong_where_the_ranks_talk_over_it(alike):
+    for entry in alike:
+        entry["settings"]["--backend"] = "horovod"
+    change(alike[2], "versions/horovod", "0.27.0")
+    (found,) = proof.differences(alike, HOSTS)
+    assert found.wrong
+
+
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
         ("versions/python", "3.12.1", "3.12.1 on rank 2 (node2)"),
-        ("versions/horovod", "0.28.1", "horovod none on ranks 0, 1, 3"),
+        ("versions/horovod", "0.27.0", "0.27.0 on rank 2 (node2)"),
         ("gpu_name", "A100", "GPUs of different kinds: H200 on ranks 0, 1, 3"),
         (
             "code",
