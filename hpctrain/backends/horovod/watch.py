@@ -8,7 +8,6 @@ for `global_ranks_` and never gives it a size.
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 __all__ = ["Watch"]
 
@@ -42,12 +41,7 @@ class Watch:
     def __enter__(self) -> None:
         self._since = time.monotonic()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._since = None
 
     def close(self) -> None:
