@@ -25,7 +25,7 @@ from hpctrain.speech import logger
 
 __all__ = ["load_newest", "save"]
 
-FORMAT = 1
+FORMAT = 2
 _MANIFEST = "manifest.json"
 _KEEP = 3
 # Parts below this many bytes are read back at once: a state that torch refuses to load is found

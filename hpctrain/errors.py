@@ -9,6 +9,7 @@ __all__ = [
     "CheckpointError",
     "ContradictionError",
     "HpctrainError",
+    "NonFiniteError",
     "RankLostError",
     "StartError",
     "UsageError",
@@ -69,6 +70,10 @@ class StartError(HpctrainError):
 
 class RankLostError(HpctrainError):
     """Another rank was lost, or failed, while this one needed it."""
+
+
+class NonFiniteError(HpctrainError):
+    """Training has left the finite numbers."""
 
 
 class CheckpointError(HpctrainError):

@@ -3,7 +3,7 @@
 import json
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -47,14 +47,30 @@ class Metrics:
         backend: over whose ranks to average.
         directory: of the run.
         keep: rows to keep of an earlier start; those after them are removed.
-        micro_batches: of one step, over all ranks.
+        accumulate: micro-batches of one step on each rank.
+        count_streak: gives the steps in a row without finite numbers, on this rank.
+
+    Attributes:
+        rows: that are written.
+        streak: the mean of that count over the ranks, at the last sum that all have heard of; it
+            changes at the same row on all of them.
+        last: the newest value of each name.
     """
 
     def __init__(
-        self, backend: Backend, directory: RunDirectory, keep: int, micro_batches: int
+        self,
+        backend: Backend,
+        directory: RunDirectory,
+        keep: int,
+        accumulate: int,
+        count_streak: Callable[[], Any] = lambda: 0,
     ) -> None:
         self._backend = backend
-        self._micro_batches = micro_batches
+        self._accumulate = accumulate
+        self._micro_batches = accumulate * backend.world_size
+        self._count_streak = count_streak
+        self._heard = 0.0  # of the streak; by some ranks before others
+        self.streak = 0.0
         self._on_host = backend.device.type == "cpu"
         self._step: dict[str, Any] = {}  # tensors on a GPU, Python floats on a CPU
         self._unwritten: deque[_Row] = deque()
@@ -74,8 +90,13 @@ class Metrics:
             rundir.replace(directory.metrics, "".join(json.dumps(row) + "\n" for row in kept))
             self._file = open(directory.metrics, "a", buffering=1)  # noqa: SIM115, closed by close()
 
-    def add(self, values: Mapping[str, Any]) -> None:
-        """The values of one micro-batch; of a tensor only a copy on its device is taken."""
+    def add(self, values: Mapping[str, Any], weight: float = 1.0) -> None:
+        """The values of one micro-batch; of a tensor only a copy on its device is taken.
+
+        Args:
+            values: by name.
+            weight: of the micro-batch in its step.
+        """
         for name, value in values.items():
             number: Any
             if self._on_host:
@@ -84,18 +105,24 @@ class Metrics:
             else:
                 number = torch.as_tensor(value, dtype=torch.float64, device=self._backend.device)
                 number = number.detach().reshape(())
+            if weight != 1.0:
+                number = number * weight
             known = self._step.get(name)
             self._step[name] = number if known is None else known + number
 
-    def end_step(self, head: dict[str, Any], tail: dict[str, float]) -> None:
+    def end_step(
+        self, head: dict[str, Any], same: Mapping[str, Any], tail: dict[str, float]
+    ) -> None:
         """Make a row of what the micro-batches of a step have added; called by all ranks.
 
         Args:
             head: the row's step and epoch.
+            same: values that are the same on all ranks, and may be on the device.
             tail: values that need no average.
         """
         if not self._step:
             return
+        self.add(same, self._accumulate)
         names = sorted(self._step)
         head["time"] = time.time()
         row = _Row(head, names, [self._step[name] for name in names], tail)
@@ -115,6 +142,7 @@ class Metrics:
         if self._gathered:
             self._begin()
         self._finish()
+        self.streak = self._heard
 
     def write(self, head: dict[str, Any], values: Mapping[str, Any]) -> None:
         """A row of values that are the same on all ranks, such as those of an evaluation."""
@@ -131,13 +159,15 @@ class Metrics:
     def _begin(self) -> None:
         """Begin the sum of the gathered rows, when that before it is there."""
         self._finish()
+        self.streak = self._heard
         if self._seconds_per_row:
             # Only here, where all ranks are at the same row, or they would gather unlike.
             wanted = int(_SECONDS_BETWEEN_SUMS / self._seconds_per_row)
             self._rows_per_sum = max(1, min(wanted, 2 * self._rows_per_sum, _MOST_ROWS))
         now = time.perf_counter()
         numbers = [number for row in self._gathered for number in row.numbers]
-        sums = self._backend.sum_later([*numbers, now - self._sum_begun])
+        more = [now - self._sum_begun, self._count_streak()]
+        sums = self._backend.sum_later([*numbers, *more])
         self._sum, self._gathered, self._sum_begun = (self._gathered, sums), [], now
 
     def _finish(self) -> None:
@@ -146,7 +176,8 @@ class Metrics:
             return
         rows, sums = self._sum
         self._sum = None
-        *values, seconds = sums.values()
+        *values, seconds, streak = sums.values()
+        self._heard = streak / self._backend.world_size
         self._seconds_per_row = seconds / self._backend.world_size / len(rows)
         position = 0
         for row in rows:

@@ -5,49 +5,25 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from hpctrain import checkpoint, identity, rundir, seeds, speech
-from hpctrain.allocation import Allocation
-from hpctrain.arguments import Batches, Options
-from hpctrain.backends.base import Backend
+from hpctrain import checkpoint, identity, optim, preparation, rundir, seeds, speech
 from hpctrain.data import Loader, TrainingSampler
-from hpctrain.data.loader import move
-from hpctrain.errors import CheckpointError, HpctrainError, UsageError, repeated
+from hpctrain.errors import HpctrainError, NonFiniteError, UsageError, repeated
 from hpctrain.metrics import Metrics, table
-from hpctrain.precision import Precision
 from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
+from hpctrain.state import Parts, Position, gather, refuse_nonfinite, restore
 from hpctrain.tee import Tee
-from hpctrain.world import World
 
 __all__ = ["Run"]
-
-
-class Parts(Protocol):
-    """What a run needs of its session."""
-
-    world: World
-    allocation: Allocation | None
-    device: torch.device
-    backend: Backend
-    precision: Precision
-    options: Options
-    batches: Batches
-
-    @property
-    def models(self) -> Sequence[nn.Module]: ...
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]: ...
 
 
 class Run:
@@ -70,6 +46,7 @@ class Run:
         self.epoch = 0
         self._epoch_step = 0  # steps of this epoch that are done
         self._epochs: int | None = None
+        self._schedule: optim.Schedule | None = None
         self._index = 0  # micro-batches of the step under way that are done
         self._in_hand = False  # whether a micro-batch was handed out and not yet counted
         self._lap, self._lap_step = 0.0, 0  # when and where the last row of metrics was
@@ -88,7 +65,7 @@ class Run:
         self.directory, finished = self._agree(env)
         self._keep_log()
         try:
-            rows = self._resume() if not finished else 0
+            position = restore(session, self.directory, self._state) if not finished else None
         except HpctrainError:
             self._drop_log()
             raise
@@ -99,14 +76,25 @@ class Run:
         self._metrics = Metrics(
             session.backend,
             self.directory,
-            rows,
-            session.batches.accumulate * session.world.world_size,
+            self._go_on(position),
+            session.batches.accumulate,
+            lambda: session.precision.nonfinite.streak,
         )
         if session.world.rank == 0:
             identity.note_start(self.directory, session.options, session.world, session.allocation)
             self.directory.summary.unlink(missing_ok=True)
         logger.info("run directory %s", self.directory.path)
         return self
+
+    def _go_on(self, position: Position | None) -> int:
+        """Take up a position; the rows of metrics to keep."""
+        if position is None:
+            return 0
+        self.step, self.epoch = position.step, position.epoch
+        self._epoch_step = position.epoch_step
+        self._saved = self.step
+        logger.info("resumed at step %d, epoch %d", self.step, self.epoch)
+        return position.rows
 
     def _keep_log(self) -> None:
         path = self.directory.log(self._session.world.rank)
@@ -199,6 +187,7 @@ class Run:
         session = self._session
         options, world = session.options, session.world
         torch.manual_seed(seeds.derive("epoch", options.seed, self.epoch, world.rank))
+        self._plan(loader)
         iterator = self._iterate(loader)
         self._lap = started = time.perf_counter()
         first = self._lap_step = self.step
@@ -211,6 +200,8 @@ class Run:
                     return
                 if self._index == 0:
                     self._due = (self.step + 1) % every == 0
+                    if self._schedule is not None:
+                        optim.apply(session.optimizers, self._schedule.factor(self.step))
                 if deterministic:
                     micro_batch = self._index * world.world_size + world.rank
                     torch.manual_seed(seeds.derive("step", options.seed, self.step, micro_batch))
@@ -268,7 +259,7 @@ class Run:
             self._settle()
             self._metrics.write(self._head(), values)
         elif self._due:
-            self._metrics.add(values)
+            self._metrics.add(values, self._session.weight)
 
     def save(self) -> None:
         """Commit a checkpoint of all that makes the next step; called by all ranks.
@@ -276,6 +267,7 @@ class Run:
         Raises:
             UsageError: a step is under way, so weights and position would not belong together.
             CheckpointError: it could not be written.
+            NonFiniteError: the weights are not finite any more; the checkpoints before are kept.
         """
         if self._in_step:
             raise UsageError(
@@ -284,101 +276,16 @@ class Run:
                 "--checkpoint-every STEPS, or save after the loop over the batches",
             )
         session = self._session
+        refuse_nonfinite(session, self.step)
         self._metrics.flush()
+        self._refuse_streak()
         self._saved = self.step
         if session.world.rank != 0:
             return
-        state = {
-            "model": [model.state_dict() for model in session.models],
-            "optimizer": [optimizer.state_dict() for optimizer in session.optimizers],
-            "precision": session.precision.state_dict(),
-            "state": {name: thing.state_dict() for name, thing in self._state.items()},
-            "position": {
-                "step": self.step,
-                "epoch": self.epoch,
-                "epoch_step": self._epoch_step,
-                "rows": self._metrics.rows,
-                "global_batch": session.batches.global_batch,
-                "world_size": session.world.world_size,
-            },
-        }
+        position = Position(self.step, self.epoch, self._epoch_step, self._metrics.rows)
+        state = gather(session, self._state, position)
         facts = {"time": time.time(), "world": asdict(session.world)}
         checkpoint.save(self.directory, self.step, state, facts)
-
-    def _resume(self) -> int:
-        """Load the newest checkpoint where there is one; the rows of metrics to keep."""
-        loaded = self._load()
-        if loaded is None:
-            return 0
-        _, state = loaded
-        session, position = self._session, state["position"]
-        if position["global_batch"] != session.batches.global_batch:
-            raise UsageError(
-                f"the run in {self.directory.path} has a global batch of "
-                f"{position['global_batch']}, this start one of {session.batches.global_batch}",
-                "the same global batch, so that its samples go on where they stopped",
-                f"--global-batch {position['global_batch']}",
-            )
-        before, now = position["world_size"], session.world.world_size
-        if before != now and not session.options.elastic:
-            raise UsageError(
-                f"the run in {self.directory.path} has {before} ranks, this start {now}",
-                "as many ranks again, so that its sums have the same order",
-                f"{before} ranks; or --elastic, to go on with {now}",
-            )
-        groups: tuple[tuple[str, Sequence[Any]], ...] = (
-            ("model", session.models),
-            ("optimizer", session.optimizers),
-        )
-        for part, things in groups:
-            if len(state[part]) != len(things):
-                raise UsageError(
-                    f"the checkpoint has {len(state[part])} {part}s, the script prepared "
-                    f"{len(things)}",
-                    "the same script",
-                    "--run DIR for another directory",
-                )
-            for thing, thing_state in zip(things, state[part], strict=True):
-                thing.load_state_dict(thing_state)
-        session.precision.load_state_dict(state["precision"])
-        for name, thing in self._state.items():
-            if name in state["state"]:
-                thing.load_state_dict(state["state"][name])
-            else:
-                logger.warning("the checkpoint has no %s; it starts anew", name)
-        self.step, self.epoch = position["step"], position["epoch"]
-        self._epoch_step = position["epoch_step"]
-        self._saved = self.step
-        logger.info("resumed at step %d, epoch %d", self.step, self.epoch)
-        return int(position["rows"])
-
-    def _load(self) -> tuple[int, dict[str, Any]] | None:
-        """The newest checkpoint, the same on all ranks.
-
-        Raises:
-            CheckpointError: it cannot be read, or ranks find another than rank 0.
-        """
-        session = self._session
-        loaded, mistake = None, None
-        try:
-            loaded = checkpoint.load_newest(self.directory)
-        except CheckpointError as error:
-            mistake = error
-        here = -1 if loaded is None else loaded[0]
-        first = session.backend.share(here)
-        unlike = torch.tensor(int(mistake is not None or here != first), device=session.device)
-        ranks = int(session.backend.sum(unlike).item())
-        if mistake is not None:
-            raise mistake
-        if ranks:
-            raise CheckpointError(
-                f"{ranks} of {session.world.world_size} ranks do not find in "
-                f"{self.directory.path} the checkpoint that rank 0 finds"
-                + (f" (step {first})" if first >= 0 else " (none)"),
-                "a run directory on a file system that all hosts share",
-                "--run DIR",
-            )
-        return loaded
 
     def _enough(self) -> bool:
         limit = self._session.options.max_steps
@@ -391,7 +298,7 @@ class Run:
             loader.sampler.first_step = self._epoch_step
             return iter(loader)
         session = self._session
-        iterator = (move(b, session.device, session.precision.dtype) for b in loader)
+        iterator = map(session.placement, loader)
         seen = self._epoch_step * session.batches.accumulate
         if seen:
             logger.warning("this loader cannot skip: %d batches are fetched and dropped", seen)
@@ -399,12 +306,50 @@ class Run:
                 next(iterator, None)
         return iterator
 
+    def _plan(self, loader: Iterable[Any]) -> None:
+        """The course of the learning rate, once the length of an epoch is known."""
+        session = self._session
+        sampler = loader.sampler if isinstance(loader, Loader) else None
+        length: int | None = None
+        if isinstance(sampler, TrainingSampler):
+            length = sampler.steps
+        elif isinstance(loader, Sized):
+            length = len(loader) // session.batches.accumulate
+        schedule = preparation.plan_schedule(session.options, length, self._epochs)
+        if schedule is None or schedule == self._schedule:
+            return
+        own = [name for name, thing in self._state.items() if isinstance(thing, LRScheduler)]
+        if own:
+            raise UsageError(
+                f"the script's own {own[0]} and --lr-schedule {session.options.lr_schedule} or "
+                "--lr-warmup-epochs",
+                "one course of the learning rate",
+                f"leave the options out, or remove {own[0]} from the script",
+            )
+        self._schedule = schedule
+        logger.info("learning rate: %s", schedule.describe())
+
     def _end_row(self, speed: float) -> None:
-        optimizers = self._session.optimizers
+        session = self._session
         tail = {"samples_per_second": speed}
-        if optimizers:
-            tail = {"lr": float(optimizers[0].param_groups[0]["lr"]), **tail}
-        self._metrics.end_step(self._head(), tail)
+        if session.optimizers:
+            tail = {"lr": float(session.optimizers[0].param_groups[0]["lr"]), **tail}
+        self._metrics.end_step(self._head(), session.precision.numbers(), tail)
+        self._refuse_streak()
+
+    def _refuse_streak(self) -> None:
+        """End a run that goes nowhere, on all ranks at the same step."""
+        session, streak = self._session, self._metrics.streak
+        if streak >= session.options.max_nonfinite:
+            error = NonFiniteError(
+                f"{streak:.0f} steps in a row overflowed or had no finite loss, up to about step "
+                f"{self.step}",
+                f"fewer than {session.options.max_nonfinite} (--max-nonfinite)",
+                f"--resume goes on from step {self._saved}; a lower --lr, --lr-warmup-epochs, "
+                "--clip-norm or --precision bf16 or fp32 may mend it",
+            )
+            error.told_by_rank_0 = session.world.rank > 0
+            raise error
 
     def _head(self) -> dict[str, Any]:
         return {"step": self.step, "epoch": self.epoch}
@@ -440,7 +385,8 @@ class Run:
             "samples_per_second": speed,
             "world_size": session.world.world_size,
             "backend": session.backend.name,
-            "precision": session.options.precision,
+            "precision": session.precision.name,
+            "learning_rate": self._schedule.describe() if self._schedule else "constant",
         }
         rundir.replace(self.directory.summary, json.dumps(summary, indent=1) + "\n")
         if code == rundir.DONE:

@@ -4,7 +4,7 @@ import argparse
 import io
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,19 +22,21 @@ from hpctrain import (
     launchers,
     meeting,
     open_files,
+    precision,
+    preparation,
     proof,
     rundir,
-    seeds,
     speech,
     variables,
 )
 from hpctrain.arguments import Options, plan_batches
 from hpctrain.determinism import Determinism
 from hpctrain.errors import HpctrainError, StartError, UsageError, report_uncaught
-from hpctrain.precision import PRECISIONS
+from hpctrain.optim import EMA
 from hpctrain.run import Run
 from hpctrain.speech import logger
 from hpctrain.threads import Threads
+from hpctrain.update import Update
 
 __all__ = ["Session"]
 
@@ -57,6 +59,8 @@ class Session:
         precision: how numbers are kept.
         options: as given.
         batches: global batch, micro-batch and accumulation.
+        placement: where batches go.
+        weight: of the micro-batch at hand in its step; 1 where all have as many samples.
         roll: what the ranks said of themselves.
 
     Raises:
@@ -75,6 +79,8 @@ class Session:
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._micro_batch = 0
+        self._ema: EMA | None = None
+        self.weight = 1.0
         self._closed = False
         self._undo = ExitStack()  # what a session changes in its process, and puts back
         if self._verdict:
@@ -95,17 +101,10 @@ class Session:
         self.allocation = start.allocation
         self.batches = plan_batches(opts, world.world_size)
         name = backends.choose(opts.backend, world.world_size)
-        settings = backends.Settings(
-            opts.timeout,
-            opts.start_timeout,
-            self.batches.accumulate,
-            opts.deterministic,
-            PRECISIONS[opts.precision].loss_scaled,
-            opts.of_backend(name),
-        )
+        own = opts.of_backend(name)
         threads = Threads.here(os.environ)
         self._undo.callback(threads.put_back)
-        entry, error = self._introduce(start, name, settings)
+        entry, error = self._introduce(start, name, own)
         met = meeting.meet(
             world,
             start.meeting_point,
@@ -120,8 +119,10 @@ class Session:
         self.world, self.roll = met.world, met.roll
         threads.fit(met.roll.entries, met.roll.host_of_rank, world.rank, opts.workers)
         self._undo.callback(Determinism(opts.deterministic, self.device).put_back)
-        self.backend = backends.open_backend(name, met, self.device, settings)
-        self.precision = PRECISIONS[opts.precision](self.device)
+        self.precision.switch(self._undo)
+        self.backend = backends.open_backend(name, met, self.device, self._settings(own))
+        self.placement = preparation.place_batches(opts, self.precision)
+        self._update = Update(self.backend, self.precision, opts)
         # The same on all ranks, so that they make the same weights.
         torch.manual_seed(opts.seed)
         logger.info(
@@ -132,15 +133,31 @@ class Session:
             world.launcher,
             self.backend.name,
             self.backend.transport if world.world_size > 1 else self.device,
-            opts.precision,
+            self.precision.name,
             self.batches.global_batch,
             self.batches.batch_size,
             self.batches.accumulate,
             world.world_size,
         )
 
+    def _settings(self, own: dict[str, Any]) -> backends.Settings:
+        """How the backend has to work.
+
+        Args:
+            own: its own options.
+        """
+        opts = self.options
+        return backends.Settings(
+            opts.timeout,
+            opts.start_timeout,
+            self.batches.accumulate,
+            opts.deterministic,
+            self.precision.joint,
+            own,
+        )
+
     def _introduce(
-        self, start: launchers.Start, backend: str, settings: backends.Settings
+        self, start: launchers.Start, backend: str, own: dict[str, Any]
     ) -> tuple[dict[str, Any], HpctrainError | None]:
         """What this rank says of itself, and what is wrong with it.
 
@@ -150,8 +167,17 @@ class Session:
             self._undo.callback(open_files.make_room(start.world.world_size))
             device.take_slice(start.world, os.environ, self._undo)
             self.device = device.choose(start.world, start.allocation, os.environ)
-            backends.check(backend, start.world, self.device, settings)
-            return proof.entry(self.device, self.options.deciding()), start.waste
+            opts = self.options
+            self.precision = precision.open_precision(
+                opts.precision,
+                self.device,
+                precision.Settings(opts.loss_scale, opts.keep_batchnorm_fp32),
+            )
+            preparation.check_compiler(opts, self.device)
+            backends.check(backend, start.world, self.device, self._settings(own))
+            # Unlike GPUs make something else of --precision auto.
+            deciding = {**opts.deciding(), "--precision": self.precision.name}
+            return proof.entry(self.device, deciding), start.waste
         except UsageError as mistake:
             return {}, start.waste or mistake
         except RuntimeError as failure:  # of CUDA
@@ -182,7 +208,8 @@ class Session:
 
         All ranks begin with rank 0's weights, and with the state of its optimizers. A model's
         attributes, `state_dict()` and parameter names stay as they were. An optimizer keeps working
-        on its parameters, so it can be made before or after.
+        on its parameters, so it can be made before or after. Options change both: see
+        `--sync-batchnorm`, `--channels-last`, `--compile`, `--decay` and `--lr-scaling`.
 
         Returns:
             The things, in their order; a single one alone.
@@ -197,20 +224,23 @@ class Session:
                     "models (torch.nn.Module) and optimizers (torch.optim.Optimizer)",
                     "session.loader(dataset) is for data",
                 )
-        for thing in things:
+        prepared = list(things)
+        for place, thing in enumerate(things):
             if isinstance(thing, nn.Module):
-                self.precision.convert(thing)
-                thing.to(self.device)
-        prepared: list[nn.Module | Optimizer] = []
-        for thing in things:
-            if isinstance(thing, nn.Module):
-                model = self.backend.wrap(thing)
-                prepared.append(model)
+                model = preparation.prepare_model(
+                    thing, self.backend, self.precision, self.placement, self.options
+                )
+                prepared[place] = model
                 self._models.append(model)
-            else:
+        self.backend.broadcast(self.precision.masters())
+        for thing in things:
+            if isinstance(thing, Optimizer):
+                preparation.prepare_optimizer(thing, self._models, self.options, self.batches)
+                self.precision.adopt(thing)
                 self._share_state(thing)
-                prepared.append(thing)
                 self._optimizers.append(thing)
+        if self.options.ema is not None:
+            self._ema = EMA(self._models, self.options.ema, source=self.precision.master)
         self._arm()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -230,6 +260,7 @@ class Session:
         *,
         train: bool = True,
         batch_size: int | None = None,
+        drop_last: bool | None = None,
         **arguments: Any,
     ) -> data.Loader:
         """The batches of this rank, on its device.
@@ -239,6 +270,9 @@ class Session:
             train: a new order in each epoch, in steps of `global_batch` samples (see
                 `TrainingSampler`); otherwise every sample once, in order, over all ranks.
             batch_size: of an evaluation; a training has that of the session.
+            drop_last: of a training, whether it leaves out the samples at the end of an epoch that
+                do not fill a global batch (the default); else they are a step of their own, in
+                which each micro-batch counts by its samples.
             arguments: more for `torch.utils.data.DataLoader`, such as `collate_fn`.
 
         Raises:
@@ -259,20 +293,29 @@ class Session:
                 "the micro-batch of the session",
                 f"--batch-size {batch_size}    or: Session(batch_size={batch_size})",
             )
+        if not train and drop_last is not None:
+            raise UsageError(
+                "loader(…, drop_last=…) for an evaluation",
+                "every sample once",
+                "leave drop_last out",
+            )
         sampler: data.TrainingSampler | data.EvaluationSampler
         if train:
-            sampler = data.TrainingSampler(length, self.batches, self.world, self.options.seed)
+            sampler = data.TrainingSampler(
+                length, self.batches, self.world, self.options.seed, drop_last is not False
+            )
         else:
             size = batch_size or max(self.batches.batch_size, 256)
             sampler = data.EvaluationSampler(length, size, self.world)
         return data.Loader(
             dataset,
             sampler,
-            self.device,
-            self.precision.dtype,
+            self.placement,
             self.options.workers,
-            seeds.derive(self.options.seed, self.world.rank),
-            (lambda: None) if train else self._align,
+            self.options.seed,
+            self.world.rank,
+            before=(lambda: None) if train else self._align,
+            weigh=self._weigh,
             **arguments,
         )
 
@@ -297,30 +340,21 @@ class Session:
             UsageError: optimizers are named while micro-batches accumulate.
         """
         accumulate = self.batches.accumulate
-        precision = self.precision
         if optimizers and accumulate > 1:
             raise UsageError(
                 f"session.step(loss, optimizer), and {accumulate} micro-batches accumulate",
                 "session.step(loss), one loss for all optimizers",
                 "--accumulate 1",
             )
-        precision.backward(loss if accumulate == 1 else loss / accumulate)
+        if self.weight != 1.0:
+            loss = loss * self.weight
+        self.precision.backward(loss if accumulate == 1 else loss / accumulate)
         self._micro_batch += 1
         if self._micro_batch < accumulate:
             self._arm()
             return False
         self._micro_batch = 0
-        self.backend.average()
-        for optimizer in optimizers or self._optimizers:
-            if self.options.clip_norm is not None:
-                precision.unscale(optimizer)
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                nn.utils.clip_grad_norm_(parameters, self.options.clip_norm)
-            self.backend.update(optimizer, precision.step)
-        # Of all: the loss of one model leaves gradients in the others that it went through.
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        precision.update()
+        self._update(optimizers or self._optimizers, self._optimizers, self._ema)
         self._arm()
         return True
 
@@ -350,9 +384,24 @@ class Session:
         """
         return Run(self, state or {}, name)
 
+    def averaged_weights(self) -> AbstractContextManager[Any]:
+        """Within it the prepared models have the averages that `--ema` keeps of their weights.
+
+        For an evaluation. Without `--ema` they keep their weights.
+        """
+        return nullcontext() if self._ema is None else self._ema.swapped()
+
+    @property
+    def ema(self) -> EMA | None:
+        """The average of the prepared models' weights, where `--ema` asks for one."""
+        return self._ema
+
+    def _weigh(self, weight: float) -> None:
+        self.weight = weight
+
     def _align(self) -> None:
         for model in self._models:
-            self.backend.align(model)
+            self.backend.broadcast(list(model.buffers()))
 
     def close(self, code: int = rundir.DONE, reason: str = "done") -> None:
         """Leave together: the verdict is written before any rank is gone.
@@ -416,6 +465,6 @@ def _prove(roll: meeting.Roll) -> None:
 
 # What `session.loader` decides: order, size, and processes.
 _OWN_LOADER_ARGUMENTS = {
-    *("shuffle", "sampler", "batch_sampler", "drop_last", "generator"),
+    *("shuffle", "sampler", "batch_sampler", "generator"),
     *("num_workers", "persistent_workers", "pin_memory"),
 }

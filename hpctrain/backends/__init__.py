@@ -21,6 +21,7 @@ BACKENDS = {
     "single": "hpctrain.backends.single:Single",
     "ddp": "hpctrain.backends.ddp:DDP",
     "horovod": "hpctrain.backends.horovod:Horovod",
+    "dataparallel": "hpctrain.backends.dataparallel:DataParallel",
 }
 
 

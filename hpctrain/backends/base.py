@@ -134,8 +134,8 @@ class Backend(ABC):
         """Rank 0's object (picklable) on every rank."""
 
     @abstractmethod
-    def align(self, model: nn.Module) -> None:
-        """Give every rank the buffers of rank 0, such as the statistics of batch norm."""
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Give every rank the tensors of rank 0, in place."""
 
     def between(self, tensor: Tensor, source: int, target: int) -> None:
         """Send a tensor from one rank to another, in place; called by these two alone.

@@ -44,7 +44,7 @@ class Single(Backend):
         """The object itself."""
         return thing
 
-    def align(self, model: nn.Module) -> None:
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Nothing."""
 
     def between(self, tensor: Tensor, source: int, target: int) -> None:

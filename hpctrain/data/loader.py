@@ -1,28 +1,69 @@
 """From a data set to batches on the device."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from hpctrain import seeds
+from hpctrain.data.augmentation import Seeded
 from hpctrain.data.sampler import EvaluationSampler, TrainingSampler
+from hpctrain.nested import map_tensors
 
-__all__ = ["Loader", "move"]
+__all__ = ["Loader", "Placement"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where batches go, and in which form.
+
+    Attributes:
+        device: of the rank.
+        dtype: of their floating-point tensors; None leaves them.
+        channels_last: whether their images, of shape (samples, channels, height, width), are laid
+            out with the channels last.
+    """
+
+    device: torch.device
+    dtype: torch.dtype | None = None
+    channels_last: bool = False
+
+    @property
+    def changes(self) -> bool:
+        """Whether a batch of the loader's is not what it should be already."""
+        return self.device.type != "cpu" or self.dtype is not None or self.channels_last
+
+    def __call__(self, batch: Any) -> Any:
+        """A batch, of tensors in tuples, lists and dicts, on the device."""
+        return map_tensors(self._place, batch)
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else None
+        images = self.channels_last and tensor.dim() == 4
+        return tensor.to(
+            device=self.device,
+            dtype=dtype,
+            non_blocking=True,
+            memory_format=torch.channels_last if images else torch.preserve_format,
+        )
 
 
 class Loader:
     """The batches of this rank, on its device.
 
     Args:
-        dataset: with `__getitem__`; with `__getitems__` it gives a whole batch at once.
+        dataset: with `__getitem__`; with `__getitems__` it gives a whole batch at once. Where its
+            attribute `random` is False, its samples never change and no random numbers are set.
         sampler: which samples, in which order.
-        device: where the batches go.
-        dtype: of their floating-point tensors; None leaves them.
+        placement: where the batches go.
         workers: processes that load; 0 loads in this one.
-        seed: of the workers' random numbers; another on each rank.
+        seed: of the run.
+        rank: of the world; the workers' other random numbers are others on each.
         before: called before each iteration.
+        weigh: called with the weight of a micro-batch before it is handed out, where they differ.
         arguments: more for `torch.utils.data.DataLoader`, such as `collate_fn`.
     """
 
@@ -30,25 +71,27 @@ class Loader:
         self,
         dataset: Dataset[Any],
         sampler: TrainingSampler | EvaluationSampler,
-        device: torch.device,
-        dtype: torch.dtype | None,
+        placement: Placement,
         workers: int,
         seed: int,
+        rank: int,
         before: Callable[[], None] = lambda: None,
+        weigh: Callable[[float], None] = lambda weight: None,
         **arguments: Any,
     ) -> None:
         self.sampler = sampler
-        self._device = device
-        self._dtype = dtype
+        self._placement = placement
         self._before = before
-        self._seed = seed
+        self._weigh = weigh
+        self._seed = seeds.derive(seed, rank)
         # A generator of its own: the loader takes nothing from the stream that dropout reads.
         self._generator = torch.Generator()
+        seeded = isinstance(sampler, TrainingSampler) and getattr(dataset, "random", True)
         self._loader = DataLoader(
-            dataset,
-            batch_sampler=sampler,
+            Seeded(dataset, seed) if seeded else dataset,
+            batch_sampler=_WithEpoch(sampler) if seeded else sampler,  # type: ignore[arg-type]
             num_workers=workers,
-            pin_memory=device.type == "cuda",
+            pin_memory=placement.device.type == "cuda",
             persistent_workers=workers > 0,
             generator=self._generator,
             **arguments,
@@ -61,26 +104,32 @@ class Loader:
         self._before()
         epoch = getattr(self.sampler, "epoch", 0)
         self._generator.manual_seed(seeds.derive("loader", self._seed, epoch))
-        if self._device.type == "cpu" and self._dtype is None:
-            return iter(self._loader)
-        return (move(batch, self._device, self._dtype) for batch in self._loader)
+        batches = iter(self._loader)
+        if self._placement.changes:
+            batches = map(self._placement, batches)  # type: ignore[assignment]
+        if isinstance(self.sampler, TrainingSampler) and self.sampler.uneven:
+            return self._weighed(self.sampler, batches)
+        return batches
+
+    def _weighed(self, sampler: TrainingSampler, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches, each after its weight."""
+        try:
+            for number, batch in enumerate(batches):
+                self._weigh(sampler.weight(number))
+                yield batch
+        finally:
+            self._weigh(1.0)
 
 
-def move(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """A batch (tensors in tuples, lists and dicts) on the device.
+class _WithEpoch:
+    """Micro-batches with the epoch that they belong to, for workers that live longer than one."""
 
-    Args:
-        batch: what a loader gave; what is no tensor stays as it is.
-        device: where to.
-        dtype: of its floating-point tensors; None leaves them.
-    """
-    if isinstance(batch, torch.Tensor):
-        wanted = dtype if dtype is not None and batch.is_floating_point() else batch.dtype
-        return batch.to(device=device, dtype=wanted, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: move(value, device, dtype) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(value, device, dtype) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(move(value, device, dtype) for value in batch)
-    return batch
+    def __init__(self, sampler: TrainingSampler) -> None:
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        epoch = self._sampler.epoch
+        return ((epoch, indices) for indices in self._sampler)

@@ -21,13 +21,17 @@ class TrainingSampler(Sampler[list[int]]):
     """The micro-batches of one rank in a shuffled epoch.
 
     The last samples of an epoch that do not fill a global batch are left out; the order is another
-    in the next epoch, so they are others.
+    in the next epoch, so they are others. Without `drop_last` they make a step of their own: cut
+    into micro-batches in the same way, of which the last one may be smaller. Each counts by its
+    samples, and a rank that has none is given the first micro-batch of the step with weight 0, as
+    all ranks go through the model as often.
 
     Args:
         length: the number of samples.
         batches: how a step is cut up.
         world: the rank.
         seed: of the order; the same on all ranks.
+        drop_last: whether the samples that do not fill a global batch are left out.
 
     Attributes:
         epoch: whose order the next iteration has.
@@ -37,8 +41,10 @@ class TrainingSampler(Sampler[list[int]]):
         UsageError: there are fewer samples than one step takes.
     """
 
-    def __init__(self, length: int, batches: Batches, world: World, seed: int) -> None:
-        if length < batches.global_batch:
+    def __init__(
+        self, length: int, batches: Batches, world: World, seed: int, drop_last: bool = True
+    ) -> None:
+        if length < (batches.global_batch if drop_last else 1):
             raise UsageError(
                 f"{length} samples, and a global batch of {batches.global_batch}",
                 "at least one global batch of samples",
@@ -49,13 +55,38 @@ class TrainingSampler(Sampler[list[int]]):
         self.batches = batches
         self.world = world
         self.seed = seed
+        self.drop_last = drop_last
         self.epoch = 0
         self.first_step = 0
 
     @property
     def steps(self) -> int:
         """The steps of a whole epoch."""
-        return self.length // self.batches.global_batch
+        whole, rest = divmod(self.length, self.batches.global_batch)
+        return whole + (rest > 0 and not self.drop_last)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the last step of an epoch has fewer samples than the others."""
+        return not self.drop_last and self.length % self.batches.global_batch > 0
+
+    def weight(self, number: int) -> float:
+        """Of a micro-batch: its samples, over their mean number in the step.
+
+        Args:
+            number: of the micro-batch, from the first one of this iteration on.
+        """
+        step, index = divmod(number, self.batches.accumulate)
+        rest = self.length - (self.first_step + step) * self.batches.global_batch
+        if rest >= self.batches.global_batch:
+            return 1.0
+        size, slots = self.batches.batch_size, self.batches.accumulate * self.world.world_size
+        samples = min(max(rest - self._place(index) * size, 0), size)
+        return samples * slots / rest
+
+    def _place(self, index: int) -> int:
+        """The number of a micro-batch in its step, from its accumulation index."""
+        return index * self.world.world_size + self.world.rank
 
     def __len__(self) -> int:
         return (self.steps - self.first_step) * self.batches.accumulate
@@ -66,9 +97,9 @@ class TrainingSampler(Sampler[list[int]]):
         size = self.batches.batch_size
         for step in range(self.first_step, self.steps):
             for index in range(self.batches.accumulate):
-                micro_batch = index * self.world.world_size + self.world.rank
-                start = step * self.batches.global_batch + micro_batch * size
-                yield order[start : start + size]
+                first = step * self.batches.global_batch
+                start = first + self._place(index) * size
+                yield order[start : start + size] or order[first : first + size]
 
 
 class EvaluationSampler(Sampler[list[int]]):

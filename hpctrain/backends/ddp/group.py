@@ -3,7 +3,7 @@
 import datetime
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,15 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.backends.assembly import assemble, host_of
 from hpctrain.backends.base import Backend, Later, vector
+from hpctrain.backends.ddp import options
 from hpctrain.backends.ddp.store import first_line, open_store
 from hpctrain.backends.environment import Environment
 from hpctrain.backends.settings import Settings
+from hpctrain.backends.transparent import Transparent
 from hpctrain.errors import StartError, UsageError
 from hpctrain.meeting import Meeting
 from hpctrain.meeting.interfaces import interface_of
 from hpctrain.variables import GLOO_INTERFACE
+from hpctrain.world import World
 
-__all__ = ["DDP"]
+__all__ = ["DDP", "TransparentDDP"]
 
 T = TypeVar("T")
 
@@ -39,8 +42,8 @@ class DDP(Backend):
                 "that the Session does it",
                 "remove the script's own init_process_group(), or close the Session before",
             )
-        self.device = device
-        self.transport = "nccl" if device.type == "cuda" else "gloo"
+        self.device, self._own = device, settings.own
+        self.transport = _transport(device)
         self._environment = Environment(os.environ)
         world, own = meeting.world, meeting.roll.addresses[meeting.world.rank]
         start_timeout = settings.start_timeout
@@ -78,16 +81,31 @@ class DDP(Backend):
             ) from None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
+    @classmethod
+    def check(cls, world: World, device: torch.device, settings: Settings) -> None:
+        """Hold the options to what this torch can do."""
+        del world
+        options.refuse_options(settings, _transport(device))
+
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model inside of DistributedDataParallel; as it is when it has nothing to train."""
+        """The model inside of DistributedDataParallel; as it is when it has nothing to train.
+
+        Raises:
+            UsageError: gradients that the compression cannot take.
+        """
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            _broadcast([*model.parameters(), *model.buffers()])
+            self.broadcast([*model.parameters(), *model.buffers()])
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        wrapped = _Transparent(
-            model, device_ids=devices, gradient_as_bucket_view=True, **_NO_BUFFERS_IN_FORWARD
+        options.check_model(model, self._own["compression"], self.transport)
+        wrapped = TransparentDDP(
+            model,
+            device_ids=devices,
+            **options.arguments(model, self._own, self.transport),
+            **_NO_BUFFERS_IN_FORWARD,
         )
-        self.align(wrapped)
+        options.compress(wrapped, self._own)
+        self.broadcast(list(model.buffers()))
         return wrapped
 
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
@@ -111,9 +129,12 @@ class DDP(Backend):
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def align(self, model: nn.Module) -> None:
-        """A broadcast of rank 0's buffers."""
-        _broadcast(list(model.buffers()))
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """A broadcast of each, all under way at once."""
+        works = [dist.broadcast(t.detach(), src=0, async_op=True) for t in tensors if t.numel()]
+        for work in works:
+            if work is not None:
+                work.wait()
 
     def between(self, tensor: Tensor, source: int, target: int) -> None:
         """Point to point."""
@@ -138,14 +159,6 @@ class DDP(Backend):
         self._environment.put_back()
 
 
-def _broadcast(tensors: Sequence[Tensor]) -> None:
-    """Give every rank the tensors of rank 0, in place."""
-    works = [dist.broadcast(t.detach(), src=0, async_op=True) for t in tensors if t.numel()]
-    for work in works:
-        if work is not None:
-            work.wait()
-
-
 # Buffers are aligned before an evaluation, not at every step: a step then has no collective but
 # that of its gradients. torch 2.15 renamed the argument.
 _PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -154,30 +167,12 @@ _NO_BUFFERS_IN_FORWARD: dict[str, Any] = {
 }
 
 
-class _Transparent(DistributedDataParallel):
+class TransparentDDP(Transparent, DistributedDataParallel):
     """DistributedDataParallel that shows the model inside: its attributes, names and state."""
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of the model inside, without a prefix."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the state of the model inside."""
-        return self.module.load_state_dict(*args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The names of the model inside, without a prefix."""
-        yield from self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The names of the model inside, without a prefix."""
-        yield from self.module.named_buffers(*args, **kwargs)
+def _transport(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _set_timeout(timeout: datetime.timedelta) -> None:

@@ -156,7 +156,7 @@ def combine_updates(
             parameter.copy_(old + update)
 
 
-def broadcast(hvd: ModuleType, tensors: Sequence[Tensor], name: str) -> None:
+def broadcast(hvd: ModuleType, tensors: Sequence[Tensor]) -> None:
     """Give every rank the tensors of rank 0, in place, whatever their layout and type."""
     sent = []
     for number, tensor in enumerate(tensors):
@@ -164,7 +164,7 @@ def broadcast(hvd: ModuleType, tensors: Sequence[Tensor], name: str) -> None:
             own = tensor.detach().contiguous()
             # As bytes: Horovod knows neither bool nor bfloat16 nor complex numbers.
             data = own.reshape(-1).view(torch.uint8)
-            sent.append((tensor.detach(), own, hvd.broadcast_async_(data, 0, f"{name}.{number}")))
+            sent.append((tensor.detach(), own, hvd.broadcast_async_(data, 0, f"tensor.{number}")))
     for tensor, own, handle in sent:
         hvd.synchronize(handle)
         if own.data_ptr() != tensor.data_ptr():

@@ -193,7 +193,7 @@ class Horovod(Backend):
                 "each parameter in one model",
                 "session.prepare() for one module that has both",
             )
-        self._broadcast([*model.parameters(), *model.buffers()], "weights")
+        self.broadcast([*model.parameters(), *model.buffers()])
         own = self._settings.own
         if own["op"] != "adasum" and any(p.requires_grad for p in model.parameters()):
             name = f"model{len(self._gradients)}"
@@ -241,9 +241,10 @@ class Horovod(Backend):
             shared: T = self._hvd.broadcast_object(thing, 0, name="share")
         return shared
 
-    def align(self, model: nn.Module) -> None:
-        """A broadcast of rank 0's buffers."""
-        self._broadcast(list(model.buffers()), "buffers")
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """A broadcast of each, as bytes, all under way at once."""
+        with self._watch("weights or buffers of rank 0"):
+            gradients.broadcast(self._hvd, tensors)
 
     def barrier(self) -> None:
         """Horovod's barrier."""
@@ -295,10 +296,6 @@ class Horovod(Backend):
         if self._server is not None:
             self._server.close()
             self._server = None
-
-    def _broadcast(self, tensors: Sequence[Tensor], name: str) -> None:
-        with self._watch("weights or buffers of rank 0"):
-            gradients.broadcast(self._hvd, tensors, name)
 
 
 class _Work:

@@ -1,0 +1,40 @@
+"""The training options: one table, from which come the command line and the keyword arguments.
+
+parser = hpctrain.options()
+parser.add_argument("--width", type=int, default=64)
+session = hpctrain.Session(parser.parse_args())
+session = hpctrain.Session(backend="ddp", precision="bf16")
+"""
+
+import argparse
+import dataclasses
+from typing import Any
+
+from hpctrain.arguments.batches import Batches, plan_batches
+from hpctrain.arguments.table import Options
+
+__all__ = ["Batches", "Options", "options", "plan_batches"]
+
+
+def options(**parser_arguments: Any) -> argparse.ArgumentParser:
+    """A parser with the shared training options; add your own to it.
+
+    Args:
+        parser_arguments: for `argparse.ArgumentParser`, such as `description`.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, **parser_arguments)
+    group = parser.add_argument_group("training options")
+    for field in dataclasses.fields(Options):
+        spec = dict(field.metadata)
+        flag = spec.pop("flag")
+        if field.default not in (None, False):
+            spec["help"] += " (default: %(default)s)"
+        group.add_argument(flag, dest=field.name, default=field.default, **spec)
+    # torch.distributed.launch gives it to every script; `launchers` reads it from there.
+    parser.add_argument(
+        *("--local_rank", "--local-rank"),
+        type=int,
+        help=argparse.SUPPRESS,
+        default=argparse.SUPPRESS,
+    )
+    return parser

@@ -1,0 +1,63 @@
+"""How is a step cut up?"""
+
+from dataclasses import dataclass
+
+from hpctrain.arguments.table import DEFAULT_BATCH_SIZE, Options
+from hpctrain.errors import UsageError
+
+__all__ = ["Batches", "plan_batches"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """How a step is cut up: `global_batch = batch_size × accumulate × world_size`."""
+
+    global_batch: int
+    batch_size: int
+    accumulate: int
+
+
+def plan_batches(opts: Options, world_size: int) -> Batches:
+    """Derive what is missing.
+
+    Raises:
+        UsageError: the sizes contradict each other or leave a remainder; the message has the
+            nearest values that fit.
+    """
+    total, size, times = opts.global_batch, opts.batch_size, opts.accumulate
+    if total is None and opts.elastic:
+        raise UsageError(
+            "--elastic without --global-batch",
+            "a global batch that does not follow the number of ranks",
+            "--global-batch N    (one that all numbers of ranks that may be left divide)",
+        )
+    if total is None:
+        size = size or DEFAULT_BATCH_SIZE
+        times = times or 1
+        return Batches(size * times * world_size, size, times)
+    if size is None:
+        unit, unit_name = world_size * (times or 1), f"{world_size} ranks"
+        if times:
+            unit_name += f" × {times} accumulated"
+    elif times is None:
+        unit, unit_name = world_size * size, f"{world_size} ranks × {size} (--batch-size)"
+    else:
+        unit = world_size * size * times
+        if unit != total:
+            raise UsageError(
+                f"--global-batch {total}, but {world_size} ranks × --batch-size {size} × "
+                f"--accumulate {times} = {unit}",
+                "global batch = batch size × accumulate × ranks",
+                f"--global-batch {unit}, or leave one of the three out",
+            )
+        return Batches(total, size, times)
+    if total % unit:
+        below, above = total // unit * unit, -(-total // unit) * unit
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise UsageError(
+            f"--global-batch {total} cannot be cut into equal parts for {unit_name}",
+            f"a multiple of {unit}",
+            f"--global-batch {nearest}",
+        )
+    parts = total // unit
+    return Batches(total, parts, times or 1) if size is None else Batches(total, size, parts)

@@ -1,0 +1,115 @@
+"""What an option may be: the same on the command line and as a keyword argument."""
+
+import argparse
+import dataclasses
+import difflib
+import math
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.launchers import LONGEST_TIMEOUT
+
+__all__ = [
+    "COUNT",
+    "FROM_ZERO",
+    "check",
+    "fraction",
+    "loss_scale",
+    "not_negative",
+    "option",
+    "positive",
+    "seconds",
+]
+
+
+def option(
+    flag: str, default: Any, text: str, type: Any = str, **more: Any
+) -> Any:  # the type of a dataclass field
+    """A field of `Options` and how it is spelt on the command line."""
+    spec = {"flag": flag, "help": text, **more}
+    if "action" not in more:
+        spec["type"] = type
+    return dataclasses.field(default=default, metadata=spec)
+
+
+class Number:
+    """A type for argparse, which also knows what Python values it takes.
+
+    Args:
+        name: for argparse's messages.
+        wanted: what it takes, in words.
+        above, below: its values lie between these.
+        least: or from here on, when they are whole numbers.
+        word: a text that is taken as well.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        wanted: str,
+        above: float = float("-inf"),
+        below: float = float("inf"),
+        least: int | None = None,
+        word: str | None = None,
+    ) -> None:
+        self.__name__ = name
+        self.wanted = wanted
+        self.above, self.below, self.least, self.word = above, below, least, word
+
+    def __call__(self, text: str) -> float | int | str:
+        """The value that a text of the command line stands for."""
+        if text == self.word:
+            return text
+        value = int(text) if self.least is not None else float(text)
+        if not self.takes(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {self.wanted}")
+        return value
+
+    def takes(self, value: Any) -> bool:
+        """Whether a value of Python's is one of its own."""
+        if isinstance(value, str):
+            return value == self.word
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if self.least is not None:
+            return whole and value >= self.least
+        return (whole or isinstance(value, float)) and self.above < value < self.below
+
+
+COUNT = Number("whole number", "a whole number from 1 on", least=1)
+FROM_ZERO = Number("whole number", "a whole number from 0 on", least=0)
+positive = Number("number", "a number above 0", above=0.0)
+not_negative = Number("number", "a number from 0 on", above=math.nextafter(0.0, -1.0))
+fraction = Number("number", "a number above 0 and below 1", above=0.0, below=1.0)
+seconds = Number(
+    "number of seconds",
+    f"a number above 0, and at most {LONGEST_TIMEOUT:.0f} seconds",
+    above=0.0,
+    below=LONGEST_TIMEOUT + 1.0,
+)
+loss_scale = Number("loss scale", "a number above 0, or dynamic", above=0.0, word="dynamic")
+
+
+def check(field: Any, value: Any) -> None:
+    """Hold a keyword argument to what the command line would take.
+
+    Raises:
+        UsageError: it would not.
+    """
+    spec = field.metadata
+    choices = spec.get("choices")
+    if choices and value not in choices:
+        near = difflib.get_close_matches(str(value), choices, 1)
+        raise UsageError(
+            f"{spec['flag']} {value}",
+            f"one of {', '.join(choices)}",
+            f"{spec['flag']} {near[0] if near else choices[0]}",
+        )
+    if value is None and field.default is None:
+        return
+    kind = spec.get("type")
+    if isinstance(kind, Number) and not kind.takes(value):
+        raise UsageError(f"{spec['flag']} {value!r}", kind.wanted)
+    if "action" in spec and not isinstance(value, bool):
+        raise UsageError(f"{spec['flag']} {value!r}", "True or False")
+    if kind is str and not isinstance(value, str):
+        raise UsageError(f"{spec['flag']} {value!r}", "text")

@@ -1,0 +1,57 @@
+"""One process for all GPUs that it sees: torch.nn.DataParallel."""
+
+import torch
+from torch import nn
+
+from hpctrain.backends.settings import Settings
+from hpctrain.backends.single import Single
+from hpctrain.backends.transparent import Transparent
+from hpctrain.errors import UsageError
+from hpctrain.meeting import Meeting
+from hpctrain.speech import logger
+from hpctrain.world import World
+
+__all__ = ["DataParallel", "TransparentDataParallel"]
+
+
+class DataParallel(Single):
+    """A world of one rank, whose micro-batches are cut into a part for each GPU.
+
+    Source: `torch.nn.DataParallel`, which copies the model to all GPUs in every forward pass.
+    Weights, gradients and losses are those of the first GPU. Batch norm knows one part each.
+    """
+
+    name = "dataparallel"
+
+    def __init__(self, meeting: Meeting, device: torch.device, settings: Settings) -> None:
+        super().__init__(meeting, device, settings)
+        logger.info(
+            "dataparallel copies the model to %d GPUs in every step; faster is ddp, a rank for "
+            "each GPU: hpctrain run SCRIPT, without --backend dataparallel",
+            torch.cuda.device_count(),
+        )
+
+    @classmethod
+    def check(cls, world: World, device: torch.device, settings: Settings) -> None:
+        """Look for a world of one process that has a GPU."""
+        del settings
+        if world.world_size > 1:
+            raise UsageError(
+                f"--backend dataparallel in a world of {world.world_size} ranks",
+                "one process: dataparallel is one process for all GPUs",
+                "--backend ddp, or start one process",
+            )
+        if device.type != "cuda":
+            raise UsageError(
+                "--backend dataparallel, and torch sees no GPU",
+                "a GPU, or better several",
+                "--backend single",
+            )
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model inside of DataParallel, over all GPUs."""
+        return TransparentDataParallel(model)
+
+
+class TransparentDataParallel(Transparent, nn.DataParallel):  # type: ignore[type-arg]
+    """DataParallel that shows the model inside: its attributes, names and state."""

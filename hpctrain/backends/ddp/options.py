@@ -1,0 +1,178 @@
+"""The options of DistributedDataParallel: gradients in messages, whole or compressed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain.backends.settings import Settings
+from hpctrain.errors import UsageError
+
+__all__ = ["arguments", "check_model", "compress", "refuse_options"]
+
+_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_POWERSGD_DEFAULTS = {"powersgd_rank": 1, "powersgd_start": 1000}
+_BUCKET_MB = 25.0  # torch's own; of its first message 1
+_FIRST_START = 2  # before that DistributedDataParallel rearranges its buckets
+
+
+def refuse_options(settings: Settings, transport: str) -> None:
+    """Hold the options to what this torch does with them.
+
+    Args:
+        settings: of the backend.
+        transport: "nccl" or "gloo".
+
+    Raises:
+        UsageError: it cannot do that, or would leave an option out of account in silence.
+    """
+    own = settings.own
+    name = own["compression"]
+    if own["static_graph"] and settings.accumulate > 1:
+        raise UsageError(
+            f"--ddp-static-graph, and {settings.accumulate} micro-batches accumulate",
+            "one of the two: torch learns the graph from the first backward pass, which then has "
+            "to exchange its gradients",
+            "leave --ddp-static-graph out, or --accumulate 1",
+        )
+    if name != "powersgd":
+        for option, default in _POWERSGD_DEFAULTS.items():
+            if own[option] != default:
+                flag = f"--ddp-{option.replace('_', '-')}"
+                raise UsageError(
+                    f"{flag} {own[option]} with --ddp-compression {name}",
+                    "--ddp-compression powersgd",
+                    f"--ddp-compression powersgd, or leave {flag} out",
+                )
+    if name == "bf16" and not dist.is_nccl_available():
+        raise UsageError(
+            "--ddp-compression bf16, and the installed torch was built without NCCL",
+            "a torch with NCCL, which its hook asks for even where gloo sums the gradients",
+            "--ddp-compression fp16",
+        )
+    if name == "powersgd":
+        _refuse_powersgd(settings, transport)
+
+
+def _refuse_powersgd(settings: Settings, transport: str) -> None:
+    own = settings.own
+    if own["powersgd_start"] < _FIRST_START:
+        raise UsageError(
+            f"--ddp-powersgd-start {own['powersgd_start']}",
+            f"{_FIRST_START} or more steps: before that torch rearranges the gradients, and "
+            "PowerSGD remembers what it left out of them",
+            f"--ddp-powersgd-start {_FIRST_START}",
+        )
+    if settings.loss_scaled:
+        raise UsageError(
+            "--ddp-compression powersgd with a precision in which steps may overflow",
+            "a precision without a loss scale: PowerSGD adds what it left out of a gradient to "
+            "the next one, and an overflow would stay in there for good",
+            "--precision bf16",
+        )
+    if transport == "gloo" and own["bucket_mb"] != _BUCKET_MB:
+        raise UsageError(
+            f"--ddp-bucket-mb {own['bucket_mb']:g} with --ddp-compression powersgd over gloo",
+            "one message for all gradients: torch's PowerSGD sends those of several in another "
+            "order on each rank, which gloo cannot tell apart",
+            "leave --ddp-bucket-mb out",
+        )
+
+
+def check_model(model: nn.Module, name: str, transport: str) -> None:
+    """Hold a model to what a compression does with its gradients.
+
+    Args:
+        model: with something to train.
+        name: of the compression.
+        transport: "nccl" or "gloo".
+
+    Raises:
+        UsageError: it fails on them, or makes them coarser and no smaller.
+    """
+    if name == "none":
+        return
+    for where, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise UsageError(
+                f"--ddp-compression {name}, and {where or 'the model'} has sparse gradients",
+                "dense ones, as torch compresses no others",
+                "sparse=False, or --ddp-compression none",
+            )
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    half = _HALF.get(name)
+    if half and not (torch.float32 in kinds and kinds <= {torch.float32, half}):
+        raise UsageError(
+            f"--ddp-compression {name} for gradients in {_names(kinds)}",
+            "some in float32, none in another type than that and the compressed one: of float64 "
+            "the precision would be lost, of others nothing gained",
+            "--ddp-compression none",
+        )
+    if name == "powersgd" and transport == "gloo" and len(kinds) > 1:
+        raise UsageError(
+            f"--ddp-compression powersgd over gloo for gradients in {_names(kinds)}",
+            "one type, so that one message takes them all",
+            "--ddp-compression none",
+        )
+
+
+def _names(kinds: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+
+
+def arguments(model: nn.Module, own: Mapping[str, Any], transport: str) -> dict[str, Any]:
+    """What DistributedDataParallel is told.
+
+    Args:
+        model: to be wrapped.
+        own: the options of the backend.
+        transport: "nccl" or "gloo".
+    """
+    size: float | None = own["bucket_mb"] if own["bucket_mb"] != _BUCKET_MB else None
+    if own["compression"] == "powersgd" and transport == "gloo":
+        size = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20 + 1
+    return {
+        "bucket_cap_mb": size,
+        "static_graph": own["static_graph"],
+        "gradient_as_bucket_view": own["gradient_as_bucket_view"],
+    }
+
+
+def compress(wrapped: DistributedDataParallel, own: Mapping[str, Any]) -> None:
+    """Let a wrapped model send its gradients compressed.
+
+    Args:
+        wrapped: before its first backward pass.
+        own: the options of the backend.
+    """
+    name = own["compression"]
+    if name == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "bf16":
+        wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif name == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            None,
+            matrix_approximation_rank=own["powersgd_rank"],
+            start_powerSGD_iter=own["powersgd_start"],
+        )
+        wrapped.register_comm_hook(state, _power_sgd)
+
+
+def _power_sgd(
+    state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """PowerSGD, with the random numbers of the training left alone.
+
+    torch's hook draws the first matrices after `torch.manual_seed` with one seed for all ranks, and
+    restores the state of the CPU alone: on GPUs all ranks would drop the same units from then on.
+    Source: Vogels et al., "PowerSGD", 2019 (arXiv 1905.13727), and powerSGD_hook.py of torch 2.15.
+    """
+    device = bucket.buffer().device
+    draws = state.iter >= state.start_powerSGD_iter and bucket.index() not in state.p_memory_dict
+    with torch.random.fork_rng([device], enabled=draws and device.type == "cuda"):
+        return powerSGD_hook.powerSGD_hook(state, bucket)

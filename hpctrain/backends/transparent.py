@@ -1,0 +1,37 @@
+"""A model inside of one of torch's wrappers, which shows as the plain model."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Transparent"]
+
+
+class Transparent(nn.Module):
+    """Shows the model in `module`: its attributes, names and state.
+
+    To be mixed in before the wrapper: `class TransparentDDP(Transparent, DistributedDataParallel)`.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the model inside, without a prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the state of the model inside."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The names of the model inside, without a prefix."""
+        yield from self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The names of the model inside, without a prefix."""
+        yield from self.module.named_buffers(*args, **kwargs)

@@ -1,0 +1,148 @@
+"""LAMB: Adam whose steps are as long, in each layer, as its weights are."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from hpctrain.errors import UsageError
+from hpctrain.optim.layerwise import Layerwise, Part, not_negative, trust_ratios
+
+__all__ = ["LAMB"]
+
+
+class LAMB(Layerwise):
+    """Layer-wise Adaptive Moments for Batch training.
+
+    For each parameter tensor w with gradient g, in its step t = 1, 2, …, with weight decay β:
+
+        m ← β₁ m + (1 − β₁) g                   without grad_averaging: β₁ m + g
+        v ← β₂ v + (1 − β₂) g²
+        m̂ = m / (1 − β₁ᵗ),  v̂ = v / (1 − β₂ᵗ)     without bias_correction: m and v
+        u = m̂ / (√v̂ + eps) + β w
+        r = ‖w‖ / ‖u‖                            1 if β = 0, ‖w‖ = 0 or ‖u‖ = 0
+        w ← w − lr · r · u
+
+    These are the paper's algorithm 2 with φ(z) = z and the options, names and defaults of apex's
+    FusedLAMB, but for `max_grad_norm`, which is 1.0 there. Parameters count their own steps, so one
+    that had no gradient for a while is corrected as any other.
+
+    Args:
+        params: parameters or groups, as for any optimizer of torch.
+        lr: a number, or a tensor with one element that is read on the device.
+        betas: β₁ and β₂.
+        eps: keeps u finite.
+        weight_decay: β. With 0, norms and biases take the steps of Adam (see `layerwise`).
+        bias_correction: whether the moments are corrected for their start at zero.
+        adam_w_mode: whether decay is a part of u, as in AdamW; otherwise β w is added to g.
+        grad_averaging: whether a new gradient counts 1 − β₁ in m; otherwise 1.
+        max_grad_norm: gradients of this optimizer are divided by ‖g‖ / max_grad_norm where their
+            norm over all groups is larger; None for no clipping (the paper has none).
+        use_nvlamb: whether layers without decay have a trust ratio as well.
+
+    Raises:
+        UsageError: a negative setting, a beta that is not below 1, or a `max_grad_norm` of 0.
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
+    2020, arXiv 1904.00962, algorithm 2; apex/optimizers/fused_lamb.py for the options.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float | None = None,
+        use_nvlamb: bool = False,
+    ) -> None:
+        not_negative("LAMB", lr=lr, eps=eps, weight_decay=weight_decay)
+        if not all(0 <= beta < 1 for beta in betas):
+            raise UsageError(
+                f"LAMB(…, betas={betas})", "two numbers from 0 to below 1", "betas=(0.9, 0.999)"
+            )
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise UsageError(
+                f"LAMB(…, max_grad_norm={max_grad_norm})",
+                "a norm above 0",
+                "max_grad_norm=None for no clipping",
+            )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "adam_w_mode": adam_w_mode,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+            "use_nvlamb": use_nvlamb,
+        }
+        super().__init__(params, defaults)
+
+    def update(self, parts: list[Part]) -> None:
+        """One step of all parameters that have gradients."""
+        norm = None
+        if any(part.group["max_grad_norm"] is not None for part in parts):
+            norm = _norm(parts)
+        for part in parts:
+            group = part.group
+            decay = group["weight_decay"]
+            weights, gradients = part.weights(), _clipped(part, norm)
+            if decay and not group["adam_w_mode"]:
+                gradients = list(torch._foreach_add(gradients, weights, alpha=decay))
+            updates = self._adam(part, gradients)
+            if decay and group["adam_w_mode"]:
+                torch._foreach_add_(updates, weights, alpha=decay)
+            if decay or group["use_nvlamb"]:
+                torch._foreach_mul_(updates, trust_ratios(weights, updates, torch.div))
+            part.descend(weights, updates)
+
+    def _adam(self, part: Part, gradients: list[Tensor]) -> list[Tensor]:
+        """m̂ / (√v̂ + eps) of each layer, after its moments have taken up the gradients."""
+        group = part.group
+        beta1, beta2 = group["betas"]
+        self.fresh(part, "exp_avg", "exp_avg_sq")
+        states = [self.state[p] for p in part.parameters]
+        for state in states:
+            # A number, not a tensor: the corrections are known without asking the device.
+            state["step"] = state.get("step", 0) + 1
+        means = [state["exp_avg"] for state in states]
+        squares = [state["exp_avg_sq"] for state in states]
+        torch._foreach_mul_(means, beta1)
+        torch._foreach_add_(means, gradients, alpha=1 - beta1 if group["grad_averaging"] else 1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        steps = [state["step"] for state in states]
+        roots = torch._foreach_sqrt(squares)
+        if group["bias_correction"]:
+            torch._foreach_div_(roots, [math.sqrt(1 - beta2**step) for step in steps])
+        torch._foreach_add_(roots, group["eps"])
+        if group["bias_correction"]:
+            # m̂ / root is m / ((1 − β₁ᵗ) root), which saves a list as large as the weights.
+            torch._foreach_mul_(roots, [1 - beta1**step for step in steps])
+        return list(torch._foreach_div(means, roots))
+
+
+def _norm(parts: list[Part]) -> Tensor:
+    """Of all gradients of a step, of shape (), on the device of the first."""
+    norms = [part.gradient_norm() for part in parts]
+    dtype = max((norm.dtype for norm in norms), key=lambda each: each.itemsize)
+    together = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
+    total: Tensor = torch.linalg.vector_norm(together)
+    return total
+
+
+def _clipped(part: Part, norm: Tensor | None) -> list[Tensor]:
+    """The gradients, divided by as much as their norm is too large."""
+    largest = part.group["max_grad_norm"]
+    gradients = part.gradients()
+    if norm is None or largest is None:
+        return gradients
+    excess = (norm / largest).clamp(min=1.0).to(gradients[0].device, part.dtype)
+    return list(torch._foreach_div(gradients, excess))

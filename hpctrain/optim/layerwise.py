@@ -1,0 +1,185 @@
+"""What LARS and LAMB share: a learning rate for each layer, and steps that never wait for a GPU.
+
+A layer is a parameter tensor, as in both papers. Where the papers leave a case open, this is the
+convention here, that of the MLPerf reference for LARS and of apex for LAMB:
+
+- A group with `weight_decay=0` has the trust ratio 1: norms and biases, whose own norms say little
+  about how far they may move, take steps of plain momentum or Adam.
+- A layer whose weights, or whose gradients (LARS) or update (LAMB), are all zeros has the ratio 1,
+  so that it can leave zero.
+"""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hpctrain.errors import UsageError
+from hpctrain.optim.foreach import at_least_fp32, grouped
+
+__all__ = ["Layerwise", "Part", "not_negative", "trust_ratios"]
+
+
+def not_negative(optimizer: str, **settings: float | Tensor) -> None:
+    """Hold an optimizer's settings.
+
+    Raises:
+        UsageError: one of them is below 0, or not a number.
+    """
+    for name, value in settings.items():
+        if not value >= 0:
+            raise UsageError(
+                f"{optimizer}(…, {name}={value})",
+                "a number that is not negative",
+                f"{name}=X, 0 or more",
+            )
+
+
+def norms(tensors: list[Tensor]) -> Tensor:
+    """The Euclidean norm of each tensor, of shape (len(tensors),), on their device."""
+    return torch.stack(torch._foreach_norm(tensors, 2, at_least_fp32(tensors[0].dtype)))
+
+
+def trust_ratios(
+    weights: list[Tensor], others: list[Tensor], formula: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, ...]:
+    """For each layer what its update is multiplied with, of shape (), on the device.
+
+    Args:
+        weights: of the layers.
+        others: gradients or updates, of the same layers.
+        formula: from the norms of both, each of shape (layers,), to the ratios; where a norm is
+            zero the ratio is 1 instead.
+    """
+    mine, theirs = norms(weights), norms(others)
+    # Filled on the device: an `if` would wait for it.
+    return formula(mine, theirs).masked_fill((mine == 0) | (theirs == 0), 1.0).unbind()
+
+
+class Part:
+    """Those parameters of a group that have gradients, and one device and dtype.
+
+    Args:
+        group: of the optimizer.
+        parameters: not empty.
+    """
+
+    def __init__(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        self.group = group
+        self.parameters = parameters
+        self.dtype = at_least_fp32(parameters[0].dtype)
+
+    def gradients(self) -> list[Tensor]:
+        """At least fp32; mostly the gradients themselves, so they must not be changed."""
+        return [p.grad.to(self.dtype) for p in self.parameters if p.grad is not None]
+
+    def weights(self) -> list[Tensor]:
+        """At least fp32: the parameters themselves, or copies of half ones."""
+        return [p.to(self.dtype) for p in self.parameters]
+
+    def gradient_norm(self) -> Tensor:
+        """Of all gradients together, of shape ()."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        total: Tensor = torch.linalg.vector_norm(norms(gradients))
+        return total
+
+    def descend(self, weights: list[Tensor], updates: list[Tensor]) -> None:
+        """Weights minus learning rate times updates, back into the parameters.
+
+        Args:
+            weights: from `weights()`.
+            updates: of the same shapes and dtype; they stay as they are.
+        """
+        lr = self.group["lr"]
+        if isinstance(lr, Tensor):
+            # As `alpha` it would be read on the host.
+            device = self.parameters[0].device
+            lr = lr.reshape(()).to(device, self.dtype, non_blocking=True)
+            torch._foreach_sub_(weights, torch._foreach_mul(updates, lr))
+        else:
+            torch._foreach_add_(weights, updates, alpha=-lr)
+        if self.parameters[0].dtype != self.dtype:
+            torch._foreach_copy_(self.parameters, weights)
+
+
+class Layerwise(Optimizer):
+    """An optimizer with a trust ratio for each layer; what it computes is `update`.
+
+    All lists of a device are worked on together. Half parameters are computed with, and have their
+    state, in fp32.
+    """
+
+    def update(self, parts: list[Part]) -> None:
+        """One step of all parameters that have gradients."""
+        raise NotImplementedError
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; parameters without a gradient stay as they are.
+
+        Args:
+            closure: clears the gradients, computes the loss and the gradients, returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            UsageError: a gradient is sparse or complex.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self.update(
+                [
+                    Part(group, parameters)
+                    for group in self.param_groups
+                    for parameters in grouped(self._with_gradients(group))
+                ]
+            )
+        return loss
+
+    def _with_gradients(self, group: dict[str, Any]) -> list[Tensor]:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient.layout != torch.strided or gradient.is_complex():
+                kind = "complex" if gradient.is_complex() else "sparse"
+                raise UsageError(
+                    f"{type(self).__name__} got a {kind} gradient of shape {tuple(gradient.shape)}",
+                    "dense, real gradients",
+                    "Embedding(…, sparse=False), or another optimizer for these parameters",
+                )
+        return parameters
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up a state, exactly: that of half parameters stays in fp32.
+
+        Args:
+            state_dict: from `state_dict()` of an optimizer with groups of the same sizes.
+
+        Raises:
+            ValueError: groups of other sizes (torch's).
+        """
+        super().load_state_dict(state_dict)
+        # torch has rounded it to the dtype of the parameters.
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        mine = chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, parameter in zip(saved, mine, strict=True):
+            dtype = at_least_fp32(parameter.dtype)
+            if dtype == parameter.dtype:
+                continue
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[parameter][name] = value.to(parameter.device, dtype)
+
+    def fresh(self, part: Part, *names: str) -> None:
+        """Zeros of these names in the state of parameters that have none yet."""
+        for parameter in part.parameters:
+            state = self.state[parameter]
+            for name in names:
+                if name not in state:
+                    state[name] = torch.zeros_like(parameter, dtype=part.dtype)

@@ -1,0 +1,175 @@
+"""What is the learning rate in this step? Pure functions, so a resumed run needs no state.
+
+The rate is the base rate times a factor that follows from the number of the step alone.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hpctrain.errors import UsageError
+
+__all__ = ["Schedule", "apply", "scale"]
+
+_ENDING = ("cosine", "polynomial")  # they depend on where the training ends
+_KINDS = ("constant", "step", *_ENDING)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A warm-up, and what follows it. Steps are optimizer steps, from 0.
+
+    With s = `step`, w = `warmup_steps`, T = `total_steps` and t = (s − w) / (T − w):
+
+        warm-up     (s + 1) / w                    for s < w, whatever the kind; 1 at s = w − 1
+        constant    1
+        cosine      (1 + cos π t) / 2              0 at s = T
+        step        step_factor ^ ⌊s / step_every⌋  counted from the start of the training
+        polynomial  (1 − t) ^ power                0 at s = T
+
+    From s = T on the factor stays what it is at T.
+
+    Args:
+        kind: "constant", "cosine", "step" or "polynomial".
+        warmup_steps: 0 for none.
+        total_steps: of the whole training, warm-up included; None where it is not known.
+        step_every: steps from one step of kind "step" to the next.
+        step_factor: of each of them, from 0 to 1.
+        power: of kind "polynomial", above 0.
+
+    Raises:
+        UsageError: a value that is not one of these, a kind that needs `total_steps` without it,
+            or a warm-up that is not shorter than the training.
+
+    Sources: warm-up and steps, Goyal et al. 2017, arXiv 1706.02677, sections 2.2 and 5.1; cosine,
+    Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5 without restarts; polynomial with power
+    2, You, Gitman, Ginsburg 2017, arXiv 1708.03888, algorithm 1.
+    """
+
+    kind: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    step_every: int = 1
+    step_factor: float = 0.1
+    power: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise UsageError(
+                f"a learning-rate schedule named {self.kind}",
+                f"one of {', '.join(_KINDS)}",
+                f"--lr-schedule {_KINDS[0]}",
+            )
+        for good, name, expected in (
+            (self.warmup_steps >= 0, "warmup_steps", "0 or more"),
+            (self.total_steps is None or self.total_steps >= 1, "total_steps", "1 or more"),
+            (self.step_every >= 1, "step_every", "1 or more"),
+            (0 <= self.step_factor <= 1, "step_factor", "from 0 to 1"),
+            (self.power > 0, "power", "above 0"),
+        ):
+            if not good:
+                raise UsageError(
+                    f"Schedule({name}={getattr(self, name)})", expected, f"{name}=N, {expected}"
+                )
+        if self.total_steps is None and self.kind in _ENDING:
+            raise UsageError(
+                f"--lr-schedule {self.kind}, and the training has no end",
+                "a number of epochs or steps",
+                "--epochs N or --max-steps N",
+            )
+        if self.total_steps is not None and self.warmup_steps >= self.total_steps:
+            raise UsageError(
+                f"a warm-up of {self.warmup_steps:,} of {self.total_steps:,} steps",
+                "a warm-up that is shorter than the training",
+                "a smaller --lr-warmup-epochs, or more with --epochs N or --max-steps N",
+            )
+
+    def factor(self, step: int) -> float:
+        """What the base learning rate is multiplied with in a step, from 0 to 1.
+
+        Args:
+            step: optimizer steps done before this one.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.total_steps is not None:
+            step = min(step, self.total_steps)
+        if self.kind == "step":
+            return float(self.step_factor ** (step // self.step_every))
+        if self.kind == "constant" or self.total_steps is None:
+            return 1.0
+        left = (self.total_steps - step) / (self.total_steps - self.warmup_steps)
+        if self.kind == "polynomial":
+            return float(left**self.power)
+        # sin² (π left / 2) is (1 + cos π t) / 2, and exact near its end, where 1 + cos is not.
+        return math.sin(math.pi / 2 * left) ** 2
+
+    def describe(self) -> str:
+        """One line for people."""
+        rest = self.kind
+        if self.kind == "step":
+            rest = f"times {self.step_factor:g} every {self.step_every:,} steps"
+        if self.kind == "polynomial":
+            rest = f"polynomial of power {self.power:g}"
+        if self.kind in _ENDING:
+            rest += f" over {self.total_steps:,} steps"
+        return f"warm-up {self.warmup_steps:,} steps, {rest}" if self.warmup_steps else rest
+
+
+def scale(rule: str, global_batch: int, reference_batch: int) -> float:
+    """What a learning rate that is meant for one global batch is multiplied with for another.
+
+    Args:
+        rule: "none" for 1, "linear" for B / B₀, "sqrt" for √(B / B₀).
+        global_batch: B, samples of a step.
+        reference_batch: B₀, samples of a step for which the rate was found.
+
+    Raises:
+        UsageError: another rule, or a batch below 1.
+
+    Sources: linear, Goyal et al. 2017, arXiv 1706.02677, section 2.1; square root, Krizhevsky
+    2014, arXiv 1404.5997, and You et al. 2020, arXiv 1904.00962, section 4.
+    """
+    if global_batch < 1 or reference_batch < 1:
+        raise UsageError(
+            f"a global batch of {global_batch} and a reference of {reference_batch}",
+            "1 or more samples",
+            "--lr-reference-batch N",
+        )
+    ratio = global_batch / reference_batch
+    factors = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}
+    if rule not in factors:
+        raise UsageError(
+            f"a scaling of the learning rate named {rule}",
+            f"one of {', '.join(factors)}",
+            "--lr-scaling none",
+        )
+    return factors[rule]
+
+
+def apply(optimizers: Iterable[Optimizer], factor: float) -> None:
+    """Set the learning rate of each group to its base rate times a factor.
+
+    The base rate is the group's `initial_lr`, which is its `lr` at the first call and goes into the
+    optimizer's `state_dict()`, as with torch's own schedulers. A learning rate that is a tensor is
+    filled in place, without waiting for its device.
+
+    Args:
+        optimizers: any.
+        factor: from `Schedule.factor`, 0 or more.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            lr = group["lr"]
+            if "initial_lr" not in group:
+                group["initial_lr"] = lr.detach().clone() if isinstance(lr, Tensor) else lr
+            rate = group["initial_lr"] * factor
+            if not isinstance(lr, Tensor):
+                group["lr"] = rate
+            elif isinstance(rate, Tensor):
+                lr.copy_(rate)
+            else:
+                lr.fill_(rate)

@@ -1,0 +1,66 @@
+"""Weights, gradients and arithmetic of one type: fp64, fp32, tf32, O0."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from hpctrain.errors import UsageError
+from hpctrain.precision.base import Precision, Settings
+
+__all__ = ["Double", "Level0", "Single", "TensorFloat"]
+
+_AMPERE = (8, 0)
+
+
+class Double(Precision):
+    """fp64: to prove that two runs are the same but for the order of their sums."""
+
+    name = "fp64"
+    dtype = torch.float64
+
+
+class Single(Precision):
+    """fp32, and nothing less: by default torch's convolutions on GPUs take inputs of 10 bits."""
+
+    name = "fp32"
+    _short_inputs = False
+
+    def switch(self, undo: ExitStack) -> None:
+        """TF32 off, or on."""
+        owners: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+        for owner in owners:
+            # Of the two sets of switches the one that all versions of torch have; torch refuses to
+            # read what was set by both.
+            undo.callback(setattr, owner, "allow_tf32", owner.allow_tf32)
+            owner.allow_tf32 = self._short_inputs
+
+
+class TensorFloat(Single):
+    """tf32: fp32 whose convolutions and matrix products round their inputs to 10 bits.
+
+    Source: "TensorFloat-32 (TF32) on Ampere (and later) devices" in torch's CUDA semantics.
+    """
+
+    name = "tf32"
+    _short_inputs = True
+
+    @classmethod
+    def check(cls, device: torch.device, settings: Settings) -> None:
+        """It takes a GPU that has it."""
+        super().check(device, settings)
+        has = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _AMPERE
+        if not has:
+            found = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+            raise UsageError(
+                f"--precision tf32 on {found}",
+                "an NVIDIA GPU of compute capability 8.0 (Ampere) or later",
+                "--precision fp32",
+            )
+
+
+class Level0(Single):
+    """O0 of Apex: fp32, with a fixed loss scale where one is given."""
+
+    name = "O0"
+    takes = frozenset({"loss_scale"})

@@ -1,0 +1,140 @@
+"""Models in half precision: O2, with fp32 master weights behind them, and O3, without.
+
+Source: "opt_levels and Properties" in the documentation of apex.amp.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from hpctrain.nested import map_tensors
+from hpctrain.precision.base import Precision, Settings
+from hpctrain.precision.masters import Masters
+
+__all__ = ["Level2", "Level3"]
+
+_HALF = torch.float16
+
+
+class Level3(Precision):
+    """O3: all in half precision, without a loss scale. To see how fast it could be.
+
+    Inputs of a model are cast to half precision, its outputs to fp32, so the loss is in fp32.
+    """
+
+    name = "O3"
+    reduced = True
+    takes = frozenset({"loss_scale", "keep_batchnorm_fp32"})
+    keeps_batchnorm: ClassVar[bool] = False
+
+    def convert(self, model: nn.Module) -> None:
+        """Weights and buffers in half precision, in place, but for batch norm where it is kept."""
+        keep = self.settings.keep_batchnorm_fp32
+        keep = self.keeps_batchnorm if keep is None else keep
+        for module in model.modules():
+            if keep and isinstance(module, _BatchNorm):
+                continue
+            for parameter in module.parameters(recurse=False):
+                if parameter.is_floating_point():
+                    self._halve(parameter)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(_HALF)
+        model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+        model.register_forward_hook(_cast_outputs)
+
+    def _halve(self, parameter: nn.Parameter) -> None:
+        parameter.data = parameter.data.to(_HALF)
+
+
+class Level2(Level3):
+    """O2: fp32 master weights, a dynamic loss scale, and batch norm in fp32.
+
+    The optimizer works on the master weights; the model's are copies, made after each step.
+    """
+
+    name = "O2"
+    default_loss_scale = "dynamic"
+    keeps_batchnorm = True
+
+    def __init__(self, device: torch.device, settings: Settings) -> None:
+        super().__init__(device, settings)
+        self._masters = Masters()
+
+    @property
+    def joint(self) -> bool:
+        """It does: masters take up what the ranks have averaged."""
+        return True
+
+    def convert(self, model: nn.Module) -> None:
+        """As O3, with masters; what is loaded into the model later goes to them as well."""
+        super().convert(model)
+        model.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            lambda *_: self._masters.refresh()
+        )
+
+    def _halve(self, parameter: nn.Parameter) -> None:
+        self._masters.keep(parameter)
+        super()._halve(parameter)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Give it the masters, with what it knows of their copies."""
+        self._masters.give(optimizer)
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """The master of a parameter in half precision; others are their own."""
+        return self._masters.of(parameter)
+
+    def masters(self) -> Sequence[Tensor]:
+        """All of them, in the order of the models' parameters."""
+        return self._masters.all()
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Of the masters, which take up the gradients of their copies."""
+        self._masters.collect(optimizer)
+        super().unscale(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Of the masters, then the copies anew."""
+        self._masters.collect(optimizer)
+        super().step(optimizer)
+        self._masters.copy_back(optimizer)
+
+    def clear(self, optimizer: Optimizer) -> None:
+        """Of masters and copies."""
+        super().clear(optimizer)
+        self._masters.clear(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """With the masters: the checkpoint's model has only what half precision left of them."""
+        return {**super().state_dict(), "masters": list(self._masters.all())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the masters, and make the copies anew."""
+        super().load_state_dict(state)
+        if "masters" in state:
+            self._masters.load(state["masters"])
+
+
+def _cast_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    del module
+    return map_tensors(_to_half, args), map_tensors(_to_half, kwargs)
+
+
+def _cast_outputs(module: nn.Module, args: Any, outputs: Any) -> Any:
+    del module, args
+    return map_tensors(_to_single, outputs)
+
+
+def _to_half(tensor: Tensor) -> Tensor:
+    return tensor.to(_HALF) if tensor.is_floating_point() else tensor
+
+
+def _to_single(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == _HALF else tensor

@@ -1,0 +1,110 @@
+"""fp32 weights behind the half-precision ones of a model.
+
+Source: Micikevicius et al., "Mixed Precision Training", 2018 (arXiv 1710.03740), section 3.1.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpctrain.errors import UsageError
+
+__all__ = ["Masters"]
+
+
+class Masters:
+    """By parameter of a model (the copy), its master: of the same shape, in fp32."""
+
+    def __init__(self) -> None:
+        self._master: dict[Tensor, nn.Parameter] = {}
+        self._copy: dict[Tensor, nn.Parameter] = {}
+        self._collected: set[int] = set()  # optimizers whose masters have this step's gradients
+
+    def keep(self, parameter: nn.Parameter) -> None:
+        """Remember a parameter as it is, before it is halved."""
+        if parameter not in self._master:
+            data = parameter.detach().to(torch.float32, copy=True)
+            master = nn.Parameter(data, parameter.requires_grad)
+            self._master[parameter] = master
+            self._copy[master] = parameter
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The master of a copy; a parameter that is none is its own."""
+        return self._master.get(parameter, parameter)
+
+    def all(self) -> Sequence[Tensor]:
+        """Of each copy, in the order in which they were kept."""
+        return [master.detach() for master in self._master.values()]
+
+    def give(self, optimizer: Optimizer) -> None:
+        """Let an optimizer work on masters, with the state that it has for their copies."""
+        for group in optimizer.param_groups:
+            group["params"] = [self.of(parameter) for parameter in group["params"]]
+        for copy, master in self._pairs(optimizer):
+            if copy in optimizer.state:
+                state = optimizer.state.pop(copy)
+                optimizer.state[master] = {name: _widen(value) for name, value in state.items()}
+
+    def collect(self, optimizer: Optimizer) -> None:
+        """Give masters the gradients of their copies; once in a step."""
+        if id(optimizer) in self._collected:
+            return
+        self._collected.add(id(optimizer))
+        for copy, master in self._pairs(optimizer):
+            master.grad = None if copy.grad is None else copy.grad.to(torch.float32)
+
+    def copy_back(self, optimizer: Optimizer) -> None:
+        """Make the copies anew from the masters of an optimizer."""
+        pairs = list(self._pairs(optimizer))
+        if pairs:
+            copies, masters = zip(*pairs, strict=True)
+            with torch.no_grad():
+                torch._foreach_copy_(copies, masters)
+
+    def clear(self, optimizer: Optimizer) -> None:
+        """Clear the gradients of the copies, at the end of a step."""
+        self._collected.discard(id(optimizer))
+        for copy, _ in self._pairs(optimizer):
+            copy.grad = None
+
+    def refresh(self) -> None:
+        """Take the masters from the copies, into which something was loaded."""
+        with torch.no_grad():
+            for copy, master in self._master.items():
+                master.copy_(copy)
+
+    def load(self, masters: Sequence[Tensor]) -> None:
+        """Take up the masters of a checkpoint.
+
+        Raises:
+            UsageError: they are those of other models.
+        """
+        own = list(self._master.values())
+        if [tuple(m.shape) for m in masters] != [tuple(m.shape) for m in own]:
+            raise UsageError(
+                f"the checkpoint has {len(masters)} master weights of other shapes than the "
+                f"{len(own)} of the prepared models",
+                "the same models and --keep-batchnorm-fp32",
+                "--run DIR for another directory",
+            )
+        with torch.no_grad():
+            for (copy, master), saved in zip(self._master.items(), masters, strict=True):
+                master.copy_(saved)
+                copy.copy_(saved)
+
+    def _pairs(self, optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """The copies and masters of an optimizer."""
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                copy = self._copy.get(master)
+                if copy is not None:
+                    yield copy, master
+
+
+def _widen(value: object) -> object:
+    """A momentum in half precision, in fp32."""
+    if isinstance(value, Tensor) and value.dtype == torch.float16:
+        return value.float()
+    return value

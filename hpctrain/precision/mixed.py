@@ -1,0 +1,73 @@
+"""Weights in fp32, and autocast: bf16, fp16, O1."""
+
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from hpctrain.errors import UsageError
+from hpctrain.precision.base import Precision, Settings
+from hpctrain.speech import logger
+
+__all__ = ["BFloat16", "Half", "Level1"]
+
+
+class Autocast(Precision):
+    """torch chooses the type of each operation."""
+
+    reduced = True
+    half: ClassVar[torch.dtype]
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """torch.autocast."""
+        return torch.autocast(self.device.type, self.half)
+
+
+class BFloat16(Autocast):
+    """bf16: no loss scale, as its exponent is that of fp32."""
+
+    name = "bf16"
+    half = torch.bfloat16
+
+    @classmethod
+    def check(cls, device: torch.device, settings: Settings) -> None:
+        """Older GPUs only pretend to have it."""
+        super().check(device, settings)
+        if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            logger.warning(
+                "%s does not compute in bf16, torch pretends that it does: --precision fp16 is "
+                "faster",
+                torch.cuda.get_device_name(device),
+            )
+
+
+class Half(Autocast):
+    """fp16: a loss scale, as gradients below 6e-8 vanish in it."""
+
+    name = "fp16"
+    half = torch.float16
+    takes = frozenset({"loss_scale"})
+    default_loss_scale = "dynamic"
+
+    def convert(self, model: nn.Module) -> None:
+        """Nothing; weights are in fp32.
+
+        Raises:
+            UsageError: they are not, and small updates would be lost in them.
+        """
+        for name, parameter in model.named_parameters():
+            if parameter.dtype == torch.float16:
+                raise UsageError(
+                    f"{name} of the {type(model).__name__} is in half precision under --precision "
+                    f"{self.name}",
+                    "weights in fp32, which autocast casts where that is safe",
+                    f"remove model.half() and keep --precision {self.name}; or --precision O2, "
+                    "which has weights in half precision, and fp32 ones behind them",
+                )
+
+
+class Level1(Half):
+    """O1 of Apex: what fp16 is."""
+
+    name = "O1"

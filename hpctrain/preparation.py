@@ -1,0 +1,134 @@
+"""How a model and an optimizer become those of a session."""
+
+import os
+import shutil
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hpctrain import optim, syncbn
+from hpctrain.arguments import Batches, Options
+from hpctrain.backends.base import Backend
+from hpctrain.data import Placement
+from hpctrain.errors import UsageError
+from hpctrain.precision import Precision
+from hpctrain.speech import logger
+
+__all__ = [
+    "check_compiler",
+    "place_batches",
+    "plan_schedule",
+    "prepare_model",
+    "prepare_optimizer",
+]
+
+
+def place_batches(options: Options, precision: Precision) -> Placement:
+    """Where batches go. Channels are last where convolutions in half precision want them so.
+
+    With fp32 that is slower. Source: "Channels Last Memory Format in PyTorch", torch's tutorials.
+    """
+    channels_last = options.channels_last
+    if channels_last is None:
+        channels_last = precision.device.type == "cuda" and precision.reduced
+    return Placement(precision.device, precision.dtype, channels_last)
+
+
+def check_compiler(options: Options, device: torch.device) -> None:
+    """Look for what torch.compile needs, long before its first use.
+
+    Raises:
+        UsageError: there is no compiler.
+    """
+    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+    if options.compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
+        raise UsageError(
+            f"--compile on a CPU, and there is no {' and no '.join(compilers)}",
+            "a C++ compiler, which torch.compile calls",
+            "apt-get install g++, or module load gcc; or leave --compile out",
+        )
+
+
+def prepare_model(
+    model: nn.Module, backend: Backend, precision: Precision, placement: Placement, options: Options
+) -> nn.Module:
+    """A model as it trains with the others, with rank 0's weights.
+
+    Args:
+        model: changed in place.
+        backend, precision, placement, options: of the session.
+    """
+    model.to(placement.device)
+    if placement.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if options.sync_batchnorm:
+        model = syncbn.convert(model, backend)
+    precision.convert(model)
+    if options.compile:
+        model.compile()  # type: ignore[no-untyped-call]
+    return backend.wrap(model)
+
+
+def prepare_optimizer(
+    optimizer: Optimizer, models: Sequence[nn.Module], options: Options, batches: Batches
+) -> None:
+    """Give an optimizer the decay and the learning rate that the options ask for.
+
+    Args:
+        optimizer: changed in place.
+        models: the prepared ones.
+        options: of the session.
+        batches: of the session, for the global batch.
+    """
+    if options.decay == "weights":
+        freed = optim.split(optimizer, models)
+        logger.info("no weight decay on %d norms and biases", freed)
+    if options.lr_scaling != "none":
+        factor = optim.scale(options.lr_scaling, batches.global_batch, options.lr_reference_batch)
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+        logger.info(
+            "learning rate %.6g = given × %.6g (%s, global batch %d over %d)",
+            optimizer.param_groups[0]["lr"],
+            factor,
+            options.lr_scaling,
+            batches.global_batch,
+            options.lr_reference_batch,
+        )
+
+
+def plan_schedule(
+    options: Options, steps_per_epoch: int | None, epochs: int | None
+) -> optim.Schedule | None:
+    """The course of the learning rate that the options ask for; None where it is constant.
+
+    Args:
+        options: `--lr-warmup-epochs`, `--lr-schedule` and what belongs to it.
+        steps_per_epoch: None where the loader has no length.
+        epochs: of the run; None where only `--max-steps` ends it.
+
+    Raises:
+        UsageError: it needs the length of an epoch, or of the run, and there is none.
+    """
+    if options.lr_schedule == "constant" and not options.lr_warmup_epochs:
+        return None
+    if steps_per_epoch is None and (options.lr_warmup_epochs or options.lr_schedule == "step"):
+        raise UsageError(
+            "--lr-warmup-epochs or --lr-schedule step over a loader without a length",
+            "one that says how many steps an epoch has",
+            "session.loader(dataset), or a loader with __len__",
+        )
+    ends = [options.max_steps] if options.max_steps else []
+    if epochs is not None and steps_per_epoch is not None:
+        ends.append(epochs * steps_per_epoch)
+    length = steps_per_epoch or 0
+    return optim.Schedule(
+        options.lr_schedule,
+        round(options.lr_warmup_epochs * length),
+        min(ends) if ends else None,
+        options.lr_step_epochs * length,
+        options.lr_step_factor,
+        options.lr_power,
+    )

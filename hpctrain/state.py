@@ -1,0 +1,216 @@
+"""What a checkpoint holds: all that makes the next step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hpctrain import checkpoint
+from hpctrain.allocation import Allocation
+from hpctrain.arguments import Batches, Options
+from hpctrain.backends.base import Backend
+from hpctrain.data import Placement
+from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
+from hpctrain.optim import EMA
+from hpctrain.precision import Precision
+from hpctrain.rundir import RunDirectory
+from hpctrain.speech import logger
+from hpctrain.world import World
+
+__all__ = ["Parts", "Position", "gather", "refuse_nonfinite", "restore"]
+
+
+class Parts(Protocol):
+    """What a run needs of its session."""
+
+    world: World
+    allocation: Allocation | None
+    device: torch.device
+    backend: Backend
+    precision: Precision
+    placement: Placement
+    options: Options
+    batches: Batches
+    weight: float
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The prepared models."""
+
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The prepared optimizers."""
+
+
+    @property
+    def ema(self) -> EMA | None:
+        """The average of their weights."""
+
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where in its loop a run is.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch: the epoch under way, from 0.
+        epoch_step: steps of it that are done.
+        rows: of metrics that are written.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    epoch_step: int = 0
+    rows: int = 0
+
+
+def refuse_nonfinite(parts: Parts, step: int) -> None:
+    """Look whether the weights are worth to be kept; the answer is the same on all ranks.
+
+    Raises:
+        NonFiniteError: they are not finite any more.
+    """
+    weights = [p for model in parts.models for p in model.parameters() if p.requires_grad]
+    if weights and not torch.stack([p.detach().isfinite().all() for p in weights]).all():
+        error = NonFiniteError(
+            f"the weights are not finite any more at step {step}, so they are not kept",
+            "finite losses and gradients",
+            "--resume goes on from the checkpoint before; a lower --lr, --lr-warmup-epochs, "
+            "--clip-norm or --precision fp32 may mend it",
+        )
+        error.told_by_rank_0 = parts.world.rank > 0
+        raise error
+
+
+def gather(parts: Parts, others: Mapping[str, Any], position: Position) -> dict[str, Any]:
+    """The state of a session, part by part; called by rank 0.
+
+    Args:
+        parts: the session.
+        others: what the user added.
+        position: of the run.
+    """
+    state = {
+        "model": [model.state_dict() for model in parts.models],
+        "optimizer": [optimizer.state_dict() for optimizer in parts.optimizers],
+        "precision": parts.precision.state_dict(),
+        "state": {name: thing.state_dict() for name, thing in others.items()},
+        "position": {
+            **asdict(position),
+            "global_batch": parts.batches.global_batch,
+            "world_size": parts.world.world_size,
+            "precision": parts.precision.name,
+        },
+    }
+    if parts.ema is not None:
+        state["ema"] = parts.ema.state_dict()
+    return state
+
+
+def restore(parts: Parts, directory: RunDirectory, others: Mapping[str, Any]) -> Position | None:
+    """Load the newest checkpoint; called by all ranks.
+
+    Args:
+        parts: the session.
+        directory: of the run.
+        others: what the user added.
+
+    Returns:
+        Where the run goes on; None where there is no checkpoint.
+
+    Raises:
+        UsageError: it is that of another script, global batch or number of ranks.
+        CheckpointError: it cannot be read, or ranks find another than rank 0.
+    """
+    state = _load(parts, directory)
+    if state is None:
+        return None
+    position = state["position"]
+    _compare(parts, directory, position)
+    _fill("model", parts.models, state["model"])
+    _fill("optimizer", parts.optimizers, state["optimizer"])
+    if position["precision"] != parts.precision.name:
+        logger.warning(
+            "the run was in %s, and goes on in %s: --precision %s keeps it as it was",
+            position["precision"],
+            parts.precision.name,
+            position["precision"],
+        )
+    parts.precision.load_state_dict(state["precision"])
+    if parts.ema is not None and "ema" in state:
+        parts.ema.load_state_dict(state["ema"])
+    elif parts.ema is not None:
+        logger.warning("the checkpoint has no average of the weights; it starts anew from them")
+        parts.ema.restart()
+    for name, thing in others.items():
+        if name in state["state"]:
+            thing.load_state_dict(state["state"][name])
+        else:
+            logger.warning("the checkpoint has no %s; it starts anew", name)
+    return Position(*(position[name] for name in ("step", "epoch", "epoch_step", "rows")))
+
+
+def _compare(parts: Parts, directory: RunDirectory, position: Mapping[str, Any]) -> None:
+    """Hold this start to the one that wrote the checkpoint."""
+    if position["global_batch"] != parts.batches.global_batch:
+        raise UsageError(
+            f"the run in {directory.path} has a global batch of "
+            f"{position['global_batch']}, this start one of {parts.batches.global_batch}",
+            "the same global batch, so that its samples go on where they stopped",
+            f"--global-batch {position['global_batch']}",
+        )
+    before, now = position["world_size"], parts.world.world_size
+    if before != now and not parts.options.elastic:
+        raise UsageError(
+            f"the run in {directory.path} has {before} ranks, this start {now}",
+            "as many ranks again, so that its sums have the same order",
+            f"{before} ranks; or --elastic, to go on with {now}",
+        )
+
+
+def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
+    """Load each thing's state."""
+    if len(states) != len(things):
+        raise UsageError(
+            f"the checkpoint has {len(states)} {kind}s, the script prepared {len(things)}",
+            "the same script",
+            "--run DIR for another directory",
+        )
+    for thing, state in zip(things, states, strict=True):
+        try:
+            thing.load_state_dict(state)
+        except ValueError as error:  # of an optimizer with other parameter groups
+            raise UsageError(
+                f"the checkpoint's {kind} does not fit that of the script: {error}",
+                "the same script, and the same --decay",
+                "--run DIR for another directory",
+            ) from None
+
+
+def _load(parts: Parts, directory: RunDirectory) -> dict[str, Any] | None:
+    """The newest checkpoint, the same on all ranks."""
+    loaded, mistake = None, None
+    try:
+        loaded = checkpoint.load_newest(directory)
+    except CheckpointError as error:
+        mistake = error
+    here = -1 if loaded is None else loaded[0]
+    first = parts.backend.share(here)
+    unlike = torch.tensor(int(mistake is not None or here != first), device=parts.device)
+    ranks = int(parts.backend.sum(unlike).item())
+    if mistake is not None:
+        raise mistake
+    if ranks:
+        raise CheckpointError(
+            f"{ranks} of {parts.world.world_size} ranks do not find in "
+            f"{directory.path} the checkpoint that rank 0 finds"
+            + (f" (step {first})" if first >= 0 else " (none)"),
+            "a run directory on a file system that all hosts share",
+            "--run DIR",
+        )
+    return None if loaded is None else loaded[1]

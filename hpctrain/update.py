@@ -1,0 +1,59 @@
+"""What follows the last backward pass of a step: average, unscale, clip, update, clear."""
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hpctrain.arguments import Options
+from hpctrain.backends.base import Backend
+from hpctrain.optim import EMA
+from hpctrain.precision import Precision
+
+__all__ = ["Update"]
+
+
+class Update:
+    """Takes the step of optimizers whose gradients are complete on this rank.
+
+    Args:
+        backend: averages them over the ranks.
+        precision: scales and unscales them.
+        options: `clip_value` and `clip_norm`.
+    """
+
+    def __init__(self, backend: Backend, precision: Precision, options: Options) -> None:
+        self._backend = backend
+        self._precision = precision
+        self._value, self._norm = options.clip_value, options.clip_norm
+
+    def __call__(
+        self, chosen: Sequence[Optimizer], prepared: Sequence[Optimizer], ema: EMA | None
+    ) -> None:
+        """The step.
+
+        Args:
+            chosen: the optimizers that take it.
+            prepared: those whose gradients are cleared: the loss of one model leaves some in the
+                others that it went through.
+            ema: of the weights, which follow.
+        """
+        self._backend.average()
+        for optimizer in chosen:
+            if self._value is not None or self._norm is not None:
+                self._clip(optimizer)
+            self._backend.update(optimizer, self._precision.step)
+        self._precision.update()
+        for optimizer in prepared:
+            self._precision.clear(optimizer)
+        if ema is not None:
+            ema.update()
+
+    def _clip(self, optimizer: Optimizer) -> None:
+        """First each element, then the norm of what an optimizer has."""
+        self._precision.unscale(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._value is not None:
+            nn.utils.clip_grad_value_(parameters, self._value)
+        if self._norm is not None:
+            nn.utils.clip_grad_norm_(parameters, self._norm)

@@ -1,0 +1,227 @@
+"""Norms and biases lose their decay, and nothing else of an optimizer changes."""
+
+import pytest
+import torch
+import torch._dynamo  # the first optimizer does, and a variable is set: not in a test
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from hpctrain.optim import LARS, split
+
+
+class Block(nn.Module):
+    """Of a ResNet."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 3, 3, padding=1, bias=False)
+        self.norm1 = norm(3)
+        self.conv2 = nn.Conv2d(3, 3, 3, padding=1, bias=False)
+        self.norm2 = norm(3)
+
+    def forward(self, x):
+        return x + self.norm2(self.conv2(self.norm1(self.conv1(x)).relu()))
+
+
+class ResNet(nn.Module):
+    def __init__(self, norm=nn.BatchNorm2d):
+        super().__init__()
+        self.stem = nn.Conv2d(1, 3, 3)
+        self.blocks = nn.Sequential(Block(norm), Block(norm))
+        self.head = nn.Linear(3, 10)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+def decayed(model, optimizer):
+    """By the names of parameters, in the order of the groups."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    with_decay, without = [], []
+    for group in optimizer.param_groups:
+        chosen = with_decay if group["weight_decay"] else without
+        chosen += [names[parameter] for parameter in group["params"]]
+    return with_decay, without
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d,
+        nn.SyncBatchNorm,
+        lambda size: nn.GroupNorm(1, size),
+        lambda size: nn.InstanceNorm2d(size, affine=True),
+        lambda size: nn.LayerNorm([size, 4, 4]),  # of three dimensions
+        lambda size: nn.RMSNorm([size, 4, 4]),
+    ],
+)
+def test_a_residual_network_keeps_the_decay_of_its_weights(norm):
+    model = ResNet(norm)
+    optimizer = SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    lost = split(optimizer, [model])
+    with_decay, without = decayed(model, optimizer)
+    assert with_decay == [
+        "stem.weight",
+        *(f"blocks.{i}.conv{j}.weight" for i in range(2) for j in (1, 2)),
+        "head.weight",
+    ]
+    assert without == [name for name, _ in model.named_parameters() if name not in with_decay]
+    assert lost == len(without)
+
+
+def test_attention_and_recurrent_layers_lose_the_decay_of_their_biases():
+    model = nn.ModuleList(
+        [nn.MultiheadAttention(4, 2, add_bias_kv=True), nn.LSTM(4, 4), nn.LayerNorm(4)]
+    )
+    optimizer = AdamW(model.parameters())
+    assert split(optimizer, [model]) == 8
+    with_decay, without = decayed(model, optimizer)
+    assert with_decay == [
+        *("0.in_proj_weight", "0.out_proj.weight"),
+        *("1.weight_ih_l0", "1.weight_hh_l0"),
+    ]
+    assert set(without) == {
+        *("0.in_proj_bias", "0.bias_k", "0.bias_v", "0.out_proj.bias"),
+        *("1.bias_ih_l0", "1.bias_hh_l0", "2.weight", "2.bias"),
+    }
+
+
+def test_a_shared_parameter_is_one_wherever_it_is():
+    embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7)
+    head.weight = embedding.weight
+    odd, norm = nn.Linear(1, 4), nn.LayerNorm(4)
+    norm.weight = odd.bias
+    scale, other = nn.Module(), nn.LayerNorm(3)
+    scale.weight = other.weight
+    model = nn.ModuleList([embedding, head, odd, norm, scale, other])
+    optimizer = SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    split(optimizer, [model])
+    with_decay, without = decayed(model, optimizer)
+    assert with_decay == ["0.weight", "2.weight"]
+    assert without == ["1.bias", "2.bias", "3.bias", "4.weight", "5.bias"]
+
+
+def test_groups_keep_their_settings_and_their_place():
+    model = ResNet()
+    body = [*model.stem.parameters(), *model.blocks.parameters()]
+    optimizer = SGD(
+        [
+            {"params": body, "lr": 0.1, "initial_lr": 0.7, "mark": "body"},
+            {"params": [model.head.weight], "lr": 0.2, "momentum": 0.3},
+            {"params": [model.head.bias], "lr": 0.4},
+        ],
+        weight_decay=0.5,
+    )
+    kept = optimizer.param_groups[0], optimizer.param_groups[2]
+    assert split(optimizer, [model]) == 1 + 8 + 1
+    first, second, third, fourth = groups = optimizer.param_groups
+    assert (first, fourth) == kept
+    assert first is kept[0]
+    assert [group["weight_decay"] for group in groups] == [0.5, 0, 0.5, 0]
+    for name in first.keys() - {"params", "weight_decay"}:
+        assert first[name] == second[name]
+    assert second["mark"] == "body"
+    assert third["momentum"] == 0.3
+    assert fourth["params"] == [model.head.bias]
+    # Again, and nothing changes.
+    before = [dict(group) for group in groups]
+    assert split(optimizer, [model]) == 0
+    assert optimizer.param_groups == before
+
+
+def test_groups_without_decay_stay_whole():
+    model = ResNet()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    assert split(optimizer, [model]) == 0
+    assert len(optimizer.param_groups) == 1
+    unknown = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    del unknown.param_groups[0]["weight_decay"]
+    assert split(unknown, [model]) == 0
+    assert "weight_decay" not in unknown.param_groups[0]
+
+
+def test_parameters_of_no_model_are_known_by_their_shape():
+    vector, number, matrix = (nn.Parameter(torch.ones(shape)) for shape in ((3,), (), (1, 3)))
+    optimizer = SGD([vector, matrix, number], lr=0.1, weight_decay=0.5)
+    assert split(optimizer, []) == 2
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
+    assert optimizer.param_groups[0]["params"][0] is matrix
+    assert optimizer.param_groups[1]["params"][0] is vector
+    # In a model, a vector that is no norm's and no bias is a weight.
+    model = nn.Module()
+    model.gain = nn.Parameter(torch.ones(3))
+    optimizer = SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    assert split(optimizer, [model]) == 0
+
+
+def test_names_and_rates_are_split_too():
+    model = nn.Linear(2, 2)
+    rate = torch.tensor(0.1)
+    optimizer = AdamW(model.named_parameters(), lr=rate)
+    split(optimizer, [model])
+    first, second = optimizer.param_groups
+    assert (first["param_names"], second["param_names"]) == (["weight"], ["bias"])
+    assert first["lr"] is rate
+    second["lr"].fill_(0.5)
+    assert rate.item() == pytest.approx(0.1)
+
+
+def step(model, optimizer, seed):
+    torch.manual_seed(seed)
+    optimizer.zero_grad()
+    model(torch.randn(4, 1, 6, 6, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+
+
+def test_an_optimizer_that_has_taken_steps_goes_on(tmp_path):
+    model = ResNet().double()
+    optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+    step(model, optimizer, 0)
+    state = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+    split(optimizer, [model])
+    assert optimizer.state.keys() == state.keys()
+    for parameter, values in state.items():
+        for name, value in values.items():
+            assert torch.equal(optimizer.state[parameter][name], value)
+    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "both.pt")
+    step(model, optimizer, 1)
+    twin = ResNet().double()
+    again = AdamW(twin.parameters(), lr=9.0, weight_decay=0.5)
+    split(again, [twin])
+    weights, settings = torch.load(tmp_path / "both.pt", weights_only=True)
+    twin.load_state_dict(weights)
+    again.load_state_dict(settings)
+    step(twin, again, 1)
+    for name, value in model.state_dict().items():
+        assert torch.equal(twin.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("taken", [0, 3])
+def test_a_step_of_adamw_is_that_of_hand_made_groups(taken):
+    torch.manual_seed(5)
+    model, twin = ResNet().double(), ResNet().double()
+    twin.load_state_dict(model.state_dict())
+    weights = [p for p in twin.parameters() if p.dim() > 1]
+    rest = [p for p in twin.parameters() if p.dim() == 1]
+    whole = AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+    by_hand = AdamW([{"params": weights}, {"params": rest}], lr=0.01, weight_decay=0.5)
+    for number in range(taken):
+        step(model, whole, number)
+        step(twin, by_hand, number)
+    split(whole, [model])
+    by_hand.param_groups[1]["weight_decay"] = 0.0
+    for number in range(taken, taken + 3):
+        step(model, whole, number)
+        step(twin, by_hand, number)
+    for name, value in twin.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_lars_then_takes_plain_steps_with_norms_and_biases():
+    model = nn.Linear(3, 2).double()
+    before = model.bias.detach().clone()
+    optimizer = LARS(model.parameters(), 0.5, momentum=0.0, weight_decay=0.1)
+    assert split(optimizer, [model]) == 1
+    model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.bias, before - 0.5)

@@ -1,0 +1,405 @@
+"""LARS and LAMB against their formulas, written out for one parameter at a time."""
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo  # the first optimizer does, and a variable is set: not in a test
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hpctrain.errors import UsageError
+from hpctrain.optim import LAMB, LARS
+
+SHAPES = ((5, 4), (4,), (), (2, 3, 2))
+
+
+def lars(groups, gradients, momentum=0.9, trust=0.001, eps=1e-8, nesterov=False):
+    """The weights after one step for each list of gradients; groups are (weights, lr, decay)."""
+    velocity = {}
+    for step in gradients:
+        rest = iter(step)
+        for number, (weights, lr, decay) in enumerate(groups):
+            for place, weight in enumerate(weights):
+                gradient = next(rest)
+                if gradient is None:
+                    continue
+                w, g = weight.norm().item(), gradient.norm().item()
+                ratio = trust * w / (g + decay * w + eps) if decay and w and g else 1.0
+                d = ratio * (gradient + decay * weight)
+                old = velocity.get((number, place), torch.zeros_like(weight))
+                new = velocity[number, place] = momentum * old + d
+                weights[place] = weight - lr * (d + momentum * new if nesterov else new)
+    return [weight for weights, *_ in groups for weight in weights]
+
+
+def lamb(
+    groups,
+    gradients,
+    betas=(0.9, 0.999),
+    eps=1e-6,
+    bias_correction=True,
+    adam_w_mode=True,
+    grad_averaging=True,
+    max_grad_norm=None,
+    use_nvlamb=False,
+):
+    """As `lars`."""
+    (beta1, beta2), moments = betas, {}
+    for step in gradients:
+        rest = iter(step)
+        norm = sum(g.square().sum().item() for g in step if g is not None) ** 0.5
+        excess = max(1.0, norm / max_grad_norm) if max_grad_norm else 1.0
+        for number, (weights, lr, decay) in enumerate(groups):
+            for place, weight in enumerate(weights):
+                gradient = next(rest)
+                if gradient is None:
+                    continue
+                gradient = gradient / excess
+                if not adam_w_mode:
+                    gradient = gradient + decay * weight
+                t, m, v = moments.get((number, place), (0, torch.zeros(()), torch.zeros(())))
+                t += 1
+                m = beta1 * m + (1 - beta1 if grad_averaging else 1) * gradient
+                v = beta2 * v + (1 - beta2) * gradient**2
+                moments[number, place] = t, m, v
+                c1, c2 = (1 - beta1**t, 1 - beta2**t) if bias_correction else (1, 1)
+                update = (m / c1) / ((v / c2).sqrt() + eps)
+                if adam_w_mode:
+                    update = update + decay * weight
+                w, u = weight.norm().item(), update.norm().item()
+                ratio = w / u if (decay or use_nvlamb) and w and u else 1.0
+                weights[place] = weight - lr * ratio * update
+    return [weight for weights, *_ in groups for weight in weights]
+
+
+def beginning(seed=0, dtype=torch.float64):
+    """Two groups' weights of the shapes above, a tensor of zeros in each."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = [
+        [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+        for _ in range(2)
+    ]
+    for group in weights:
+        group.append(torch.zeros(3, dtype=torch.float64))
+    return [[weight.to(dtype) for weight in group] for group in weights]
+
+
+def slopes(steps=25, seed=1):
+    """Gradients of each step; now and then zeros, or none for a parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [*SHAPES, (3,)] * 2
+    all_steps = []
+    for step in range(steps):
+        gradients = [
+            torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
+        ]
+        gradients[step % len(shapes)].zero_()
+        gradients[(step * 3 + 1) % len(shapes)] = None
+        all_steps.append(gradients)
+    return all_steps
+
+
+def train(make, weights, gradients, tensor_lr=False):
+    """An optimizer after these gradients; lr 0.1 and 0.02, decay 0.05 and 0."""
+    groups = [
+        {"params": [nn.Parameter(weight.clone()) for weight in group], "lr": lr, "weight_decay": d}
+        for group, lr, d in zip(weights, (0.1, 0.02), (0.05, 0.0), strict=True)
+    ]
+    if tensor_lr:
+        for group in groups:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+    optimizer = make(groups)
+    follow(optimizer, gradients)
+    return optimizer
+
+
+def follow(optimizer, gradients):
+    for step in gradients:
+        for parameter, gradient in zip(parameters(optimizer), step, strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        optimizer.step()
+
+
+def parameters(optimizer):
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def expect(formula, weights, gradients, **settings):
+    groups = zip(weights, (0.1, 0.02), (0.05, 0.0), strict=True)
+    return formula([(list(group), lr, d) for group, lr, d in groups], gradients, **settings)
+
+
+def assert_near(optimizer, expected, tolerance=1e-12):
+    for got, wanted in zip(parameters(optimizer), expected, strict=True):
+        scale = max(1.0, wanted.abs().max().item())
+        assert (got.detach() - wanted).abs().max().item() <= tolerance * scale
+
+
+LARS_SETTINGS = [
+    {},
+    {"momentum": 0.0},
+    {"nesterov": True},
+    {"momentum": 0.5, "trust_coefficient": 0.02, "eps": 0.1},
+]
+LAMB_SETTINGS = [
+    {},
+    {"betas": (0.0, 0.5), "eps": 0.01},
+    {"bias_correction": False},
+    {"adam_w_mode": False},
+    {"grad_averaging": False},
+    {"max_grad_norm": 3.0},
+    {"max_grad_norm": 1e3},
+    {"use_nvlamb": True},
+    {"adam_w_mode": False, "bias_correction": False, "max_grad_norm": 1.0, "use_nvlamb": True},
+]
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("settings", LARS_SETTINGS)
+def test_lars_follows_its_formula(settings, tensor_lr):
+    weights, gradients = beginning(), slopes()
+    optimizer = train(lambda groups: LARS(groups, 1.0, **settings), weights, gradients, tensor_lr)
+    formula = {{"trust_coefficient": "trust"}.get(key, key): v for key, v in settings.items()}
+    assert_near(optimizer, expect(lars, weights, gradients, **formula))
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("settings", LAMB_SETTINGS)
+def test_lamb_follows_its_formula(settings, tensor_lr):
+    weights, gradients = beginning(), slopes()
+    optimizer = train(lambda groups: LAMB(groups, **settings), weights, gradients, tensor_lr)
+    assert_near(optimizer, expect(lamb, weights, gradients, **settings))
+
+
+def test_without_decay_lars_is_sgd_and_lamb_is_adam():
+    weights = beginning()
+    shapes = [weight.shape for group in weights for weight in group]
+    gradients = [
+        [torch.zeros(shape) if g is None else g for g, shape in zip(step, shapes, strict=True)]
+        for step in slopes()
+    ]
+    pairs = [
+        (LARS, {"momentum": 0.9, "nesterov": True}, torch.optim.SGD),
+        (LAMB, {"betas": (0.9, 0.99), "eps": 1e-8}, torch.optim.Adam),
+    ]
+    for ours, settings, theirs in pairs:
+        results = []
+        for make in (ours, theirs):
+            flat = [nn.Parameter(weight.clone()) for group in weights for weight in group]
+            optimizer = make(flat, lr=0.03, weight_decay=0.0, **settings)
+            follow(optimizer, gradients)
+            results.append(optimizer)
+        assert_near(results[0], [p.detach() for p in parameters(results[1])])
+
+
+def test_the_length_of_lamb_s_step_is_that_of_the_weights():
+    weight = nn.Parameter(torch.randn(7, 5, dtype=torch.float64))
+    before = weight.detach().clone()
+    optimizer = LAMB([weight], lr=0.25, weight_decay=0.1)
+    weight.grad = 1e5 * torch.randn(7, 5, dtype=torch.float64)
+    optimizer.step()
+    torch.testing.assert_close((weight.detach() - before).norm(), 0.25 * before.norm())
+
+
+@pytest.mark.parametrize("make", [lambda g: LARS(g, 1.0), LAMB])
+def test_a_layer_of_zeros_leaves_zero_and_no_number_is_lost(make):
+    weights, gradients = beginning(), slopes()
+    optimizer = train(make, weights, gradients)
+    for parameter in parameters(optimizer):
+        assert parameter.isfinite().all()
+        assert parameter.count_nonzero() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", [lambda g: LARS(g, 1.0), LAMB])
+def test_half_weights_are_computed_with_in_fp32(make, dtype):
+    # Norms of 300 × 300 numbers of size 1000 and gradients of size 1e-5, whose squares half does
+    # not have; the change of one step is rounded to half, nothing else is.
+    weight = nn.Parameter((1000 * torch.ones(300, 300)).to(dtype))
+    slope = torch.full((300, 300), 1e-5).to(dtype)
+    half = make([{"params": [weight], "lr": 0.5, "weight_decay": 0.01}])
+    weight.grad = slope.clone()
+    wide = nn.Parameter(weight.detach().float())
+    full = make([{"params": [wide], "lr": 0.5, "weight_decay": 0.01}])
+    wide.grad = slope.float()
+    half.step()
+    full.step()
+    assert weight.dtype == dtype
+    assert torch.equal(weight.detach(), wide.detach().to(dtype))
+    for name, value in full.state[wide].items():
+        kept = half.state[weight][name]
+        assert torch.equal(torch.as_tensor(kept), torch.as_tensor(value)), name
+        assert not isinstance(kept, torch.Tensor) or kept.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [lambda g: LARS(g, 1.0), lambda g: LAMB(g, max_grad_norm=2.0)])
+def test_a_loaded_state_goes_on_bit_by_bit(make, dtype, tmp_path):
+    weights, gradients = beginning(dtype=dtype), slopes()
+    whole = train(make, weights, gradients)
+    first = train(make, weights, gradients[:12])
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    halfway = [[p.detach().clone() for p in group["params"]] for group in first.param_groups]
+    second = train(make, halfway, [])
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    loaded = second.state_dict()
+    torch.testing.assert_close(loaded, first.state_dict(), rtol=0, atol=0)
+    follow(second, gradients[12:])
+    for got, wanted in zip(parameters(second), parameters(whole), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("make", [lambda g: LARS(g, 1.0), LAMB])
+def test_parameters_without_gradient_stay_and_have_no_state(make):
+    still, moved = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = make([still, moved])
+    optimizer.step()
+    assert not optimizer.state
+    moved.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(still, torch.ones(3))
+    assert list(optimizer.state) == [moved]
+    assert not torch.equal(moved, torch.ones(3))
+
+
+@pytest.mark.parametrize("make", [lambda g: LARS(g, 0.1), LAMB])
+def test_a_closure_computes_loss_and_gradients(make):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = make([weight])
+    calls = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight**2).sum()
+        loss.backward()
+        calls.append(loss.item())
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    assert optimizer.step(closure).item() < 3.0
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_gradients_stay_as_they_are(momentum, decay):
+    lr = torch.tensor(0.5)
+    for make in (
+        lambda p: LARS(p, lr, momentum=momentum, weight_decay=decay),
+        lambda p: LAMB(p, lr, weight_decay=decay, adam_w_mode=False, max_grad_norm=0.1),
+    ):
+        weight = nn.Parameter(torch.randn(4, 4))
+        weight.grad = torch.randn(4, 4)
+        before = weight.grad.clone()
+        make([weight]).step()
+        assert torch.equal(weight.grad, before)
+        assert lr.item() == 0.5
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda g: LARS(g, 1.0, nesterov=True),
+        lambda g: LAMB(g, max_grad_norm=1.0),
+        lambda g: LAMB(g, use_nvlamb=True),
+    ],
+)
+def test_a_step_reads_no_number_of_the_device(make, tensor_lr):
+    # A fake tensor has none: whatever asks for one (`if`, `.item()`) raises an error.
+    with FakeTensorMode():
+        groups = [
+            {
+                "params": [nn.Parameter(torch.randn(4, 4, dtype=dtype)) for dtype in dtypes],
+                "lr": torch.full((), 0.1) if tensor_lr else 0.1,
+                "weight_decay": decay,
+            }
+            for decay in (0.1, 0.0)
+            for dtypes in [(torch.float32, torch.float16, torch.float64)]
+        ]
+        optimizer = make([{**group, "lr": 0.1} for group in groups])
+        for group, given in zip(optimizer.param_groups, groups, strict=True):
+            group["lr"] = given["lr"]
+        for _ in range(2):
+            for parameter in parameters(optimizer):
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+
+
+def test_clipping_takes_the_norm_over_all_groups_and_dtypes():
+    def of(dtype, size):
+        parameter = nn.Parameter(torch.ones(size, dtype=dtype))
+        parameter.grad = torch.full((size,), 2.0, dtype=dtype)
+        return parameter
+
+    optimizer = LAMB(
+        [
+            {"params": [of(torch.float32, 9), of(torch.float64, 9)]},
+            {"params": [of(torch.bfloat16, 7)], "max_grad_norm": None},
+        ],
+        max_grad_norm=1.0,
+        betas=(0.0, 0.0),
+    )
+    optimizer.step()
+    # The norm is √(25 · 4) = 10; the second group is not clipped, though it counts.
+    means = [optimizer.state[p]["exp_avg"][0].item() for p in parameters(optimizer)]
+    assert means == pytest.approx([0.2, 0.2, 2.0])
+
+
+@pytest.mark.parametrize("make", [lambda p: LARS(p, 0.1), LAMB])
+def test_sparse_and_complex_gradients_are_refused(make):
+    embedding = nn.Embedding(5, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(UsageError, match=r"sparse gradient of shape \(5, 2\)"):
+        make(embedding.parameters()).step()
+    wave = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    wave.grad = torch.ones_like(wave)
+    with pytest.raises(UsageError, match="complex"):
+        make([wave]).step()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: LARS(p, -1.0), "lr=-1.0"),
+        (lambda p: LARS(p, 1.0, momentum=-0.1), "momentum=-0.1"),
+        (lambda p: LARS(p, 1.0, weight_decay=float("nan")), "weight_decay=nan"),
+        (lambda p: LARS(p, 1.0, momentum=0.0, nesterov=True), "nesterov=True"),
+        (lambda p: LAMB(p, eps=-1e-9), "eps=-1e-09"),
+        (lambda p: LAMB(p, betas=(0.9, 1.0)), "betas="),
+        (lambda p: LAMB(p, max_grad_norm=0.0), "max_grad_norm=0.0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(make, said):
+    with pytest.raises(UsageError) as caught:
+        make([nn.Parameter(torch.ones(1))])
+    assert said in caught.value.found
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("make", [lambda p: LARS(p, 0.1), LAMB])
+def test_copies_and_torch_s_schedulers_work(make):
+    model = nn.Linear(3, 2)
+    optimizer = make(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    for each_model, each in ((model, optimizer), (twin_model, twin)):
+        each.zero_grad()
+        each_model(torch.ones(1, 3)).sum().backward()
+        each.step()
+    assert torch.equal(model.weight, twin_model.weight)
+
+
+def test_a_scaled_step_is_left_out_after_an_overflow():
+    for make in (lambda p: LARS(p, 0.1, weight_decay=0.1), LAMB):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer, scaler = make([weight]), torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale((weight * float("inf")).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weight, torch.ones(3))
+        assert not optimizer.state

@@ -1,0 +1,226 @@
+"""Learning rates against closed formulas, and against torch's schedulers where they agree."""
+
+import math
+
+import pytest
+import torch
+import torch._dynamo  # the first optimizer does, and a variable is set: not in a test
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    LinearLR,
+    PolynomialLR,
+    SequentialLR,
+    StepLR,
+)
+
+from hpctrain.errors import UsageError
+from hpctrain.optim import LAMB, Schedule, apply, scale
+
+KINDS = ("constant", "cosine", "step", "polynomial")
+
+
+def rates(make, steps, lr=1.0):
+    """The learning rate of each step under a scheduler of torch."""
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=lr)
+    scheduler = make(optimizer)
+    seen = []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def factors(schedule, steps):
+    return [schedule.factor(step) for step in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "make", "steps"),
+    [
+        (Schedule("cosine", total_steps=50), lambda o: CosineAnnealingLR(o, 50), 51),
+        (Schedule("step", step_every=7, step_factor=0.3), lambda o: StepLR(o, 7, 0.3), 40),
+        (
+            Schedule("polynomial", total_steps=50, power=2.0),
+            lambda o: PolynomialLR(o, 50, power=2.0),
+            60,
+        ),
+        (
+            Schedule("polynomial", total_steps=30, power=1.0),
+            lambda o: LinearLR(o, 1.0, 0.0, total_iters=30),
+            40,
+        ),
+    ],
+)
+def test_without_warm_up_they_are_torch_s(schedule, make, steps):
+    assert factors(schedule, steps) == pytest.approx(rates(make, steps), abs=1e-12)
+
+
+def after_warm_up(warmup, make):
+    """Torch's own chain: 1 / warmup, …, 1, then another scheduler."""
+
+    def chain(optimizer):
+        first = LinearLR(optimizer, 1 / warmup, 1.0, total_iters=warmup - 1)
+        return SequentialLR(optimizer, [first, make(optimizer)], [warmup])
+
+    return chain
+
+
+@pytest.mark.parametrize(
+    ("schedule", "make"),
+    [
+        (Schedule("cosine", 8, 40), lambda o: CosineAnnealingLR(o, 32)),
+        (Schedule("polynomial", 8, 40, power=2.0), lambda o: PolynomialLR(o, 32, power=2.0)),
+        (Schedule("constant", 8, 40), lambda o: ConstantLR(o, 1.0, total_iters=0)),
+    ],
+)
+def test_after_a_warm_up_they_are_torch_s(schedule, make):
+    expected = rates(after_warm_up(8, make), 40)
+    assert factors(schedule, 40) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_warm_up_is_linear_and_ends_at_one():
+    schedule = Schedule("constant", warmup_steps=5)
+    assert factors(schedule, 7) == [1 / 5, 2 / 5, 3 / 5, 4 / 5, 1, 1, 1]
+    assert factors(Schedule("constant", warmup_steps=1), 2) == [1, 1]
+
+
+@given(
+    warmup=st.integers(0, 50),
+    rest=st.integers(1, 200),
+    power=st.floats(0.1, 8),
+    step=st.integers(0, 300),
+)
+def test_they_follow_their_formulas(warmup, rest, power, step):
+    total = warmup + rest
+    t = (min(step, total) - warmup) / rest
+    cosine = Schedule("cosine", warmup, total).factor(step)
+    polynomial = Schedule("polynomial", warmup, total, power=power).factor(step)
+    if step < warmup:
+        assert cosine == polynomial == (step + 1) / warmup
+    else:
+        assert cosine == pytest.approx((1 + math.cos(math.pi * t)) / 2, abs=1e-15)
+        assert polynomial == pytest.approx((1 - t) ** power, abs=1e-12)
+
+
+def test_steps_are_counted_from_the_start_of_the_training():
+    # 5 epochs of warm-up, a tenth after 30, 60 and 80 is not evenly spaced: here 30 and 60 of 90.
+    schedule = Schedule("step", warmup_steps=5, total_steps=90, step_every=30, step_factor=0.1)
+    assert schedule.factor(4) == schedule.factor(29) == 1
+    assert schedule.factor(30) == pytest.approx(0.1)
+    assert schedule.factor(89) == pytest.approx(0.01)
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    warmup=st.integers(0, 1000),
+    rest=st.integers(1, 10**9),
+    every=st.integers(1, 10**6),
+    factor=st.floats(0, 1),
+    power=st.floats(1e-3, 1e3),
+    step=st.integers(0, 10**12),
+)
+def test_a_factor_is_from_0_to_1_in_any_step(kind, warmup, rest, every, factor, power, step):
+    schedule = Schedule(kind, warmup, warmup + rest, every, factor, power)
+    assert 0 <= schedule.factor(step) <= 1
+    assert schedule.factor(warmup + rest + step) == schedule.factor(warmup + rest)
+
+
+@given(rest=st.integers(1, 10**6), warmup=st.integers(0, 1000))
+def test_cosine_and_polynomial_end_at_zero_and_fall_all_the_way(rest, warmup):
+    for kind in ("cosine", "polynomial"):
+        schedule = Schedule(kind, warmup, warmup + rest)
+        assert schedule.factor(warmup) == 1
+        assert schedule.factor(warmup + rest - 1) > 0
+        assert schedule.factor(warmup + rest) == schedule.factor(warmup + rest + 1) == 0
+        assert schedule.factor(warmup + rest // 2) >= schedule.factor(warmup + rest // 2 + 1)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "polynomial"])
+def test_without_an_end_they_say_what_to_type(kind):
+    with pytest.raises(UsageError) as caught:
+        Schedule(kind, 10)
+    assert caught.value.fix == "--epochs N or --max-steps N"
+    assert kind in caught.value.found
+
+
+@pytest.mark.parametrize("warmup", [20, 21])
+def test_a_warm_up_as_long_as_the_training_is_refused(warmup):
+    with pytest.raises(UsageError, match=f"a warm-up of {warmup} of 20 steps"):
+        Schedule("constant", warmup, 20)
+    Schedule("constant", 19, 20)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "linear"},
+        {"warmup_steps": -1},
+        {"total_steps": 0},
+        {"step_every": 0},
+        {"step_factor": 1.5},
+        {"power": 0.0},
+    ],
+)
+def test_values_that_cannot_be_are_refused(settings):
+    with pytest.raises(UsageError) as caught:
+        Schedule(**settings)
+    assert str(next(iter(settings.values()))) in caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "line"),
+    [
+        (Schedule("cosine", 500, 9000), "warm-up 500 steps, cosine over 9,000 steps"),
+        (Schedule(), "constant"),
+        (Schedule("constant", 20), "warm-up 20 steps, constant"),
+        (Schedule("step", 0, 9000, 3000, 0.1), "times 0.1 every 3,000 steps"),
+        (Schedule("polynomial", 0, 90, power=2), "polynomial of power 2 over 90 steps"),
+    ],
+)
+def test_one_line_for_people(schedule, line):
+    assert schedule.describe() == line
+
+
+def test_scaling_with_the_global_batch():
+    assert scale("none", 8192, 256) == 1
+    assert scale("linear", 8192, 256) == 32
+    assert scale("linear", 64, 256) == 0.25
+    assert scale("sqrt", 8192, 512) == 4
+    with pytest.raises(UsageError, match="named cubic"):
+        scale("cubic", 8192, 256)
+    with pytest.raises(UsageError, match="reference of 0"):
+        scale("linear", 8192, 0)
+
+
+def test_each_group_has_its_own_base_rate():
+    one, two = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    first = SGD([{"params": [one], "lr": 0.5}, {"params": [two], "lr": 0.25}])
+    second = LAMB([nn.Parameter(torch.ones(1))], lr=2.0)
+    for factor in (0.5, 0.0, 1.0):
+        apply([first, second], factor)
+        lrs = [group["lr"] for o in (first, second) for group in o.param_groups]
+        assert lrs == [0.5 * factor, 0.25 * factor, 2.0 * factor]
+
+
+def test_the_base_rate_is_in_the_optimizer_s_state():
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.5)
+    apply([optimizer], 0.1)
+    resumed = SGD([nn.Parameter(torch.ones(1))], lr=9.0)
+    resumed.load_state_dict(optimizer.state_dict())
+    apply([resumed], 0.2)
+    assert resumed.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_a_rate_that_is_a_tensor_stays_that_tensor():
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=rate, capturable=False)
+    for factor in (0.5, 0.25):
+        apply([optimizer], factor)
+        assert optimizer.param_groups[0]["lr"] is rate
+        assert rate.item() == 0.5 * factor
