@@ -147,6 +147,7 @@ def restore(parts: Parts, directory: RunDirectory, others: Mapping[str, Any]) ->
     elif parts.ema is not None:
         logger.warning("the checkpoint has no average of the weights; it starts anew from them")
         parts.ema.restart()
+        parts.ema.restart()
     for name, thing in others.items():
         if name in state["state"]:
             thing.load_state_dict(state["state"][name])

@@ -50,10 +50,10 @@ def convert(model: nn.Module, backend: Backend) -> nn.Module:
         # a hook, an optimizer or a second place in the model, goes on holding it.
         if backend.transport == "nccl" and backend.name == "ddp":
             layer.__class__ = nn.SyncBatchNorm
-            layer.process_group = None
+            layer.process_group = None  # type: ignore[assignment]
         else:
             layer.__class__ = SyncBatchNorm
-            layer.ranks = _Ranks(backend)
+            layer.ranks = _Ranks(backend)  # type: ignore[assignment]
     logger.info(
         "batch norm over all ranks: %d layer%s", len(layers), "s" if len(layers) > 1 else ""
     )
@@ -114,7 +114,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         moments = self.ranks.backend.sum(_moments(input.detach()))
-        total, squares, count = moments[:-1].tensor_split(2) + (moments[-1],)
+        total, squares, count = (*moments[:-1].chunk(2), moments[-1])
         # Read only where all ranks might have one value: it may have to wait for a device.
         if input.numel() <= input.size(1) and count <= 1:
             raise ValueError(
@@ -222,10 +222,17 @@ def _affine(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """torch's batch norm with a mean and a variance that are given."""
+    """Batch norm by torch, with a mean and a variance that are given."""
     wide = _wide(x.dtype)
-    known = (None if v is None else v.to(wide) for v in (mean, variance, weight, bias))
-    return functional.batch_norm(x, *known, training=False, eps=eps)  # type: ignore[arg-type]
+    return functional.batch_norm(
+        x,
+        mean.to(wide),
+        variance.to(wide),
+        None if weight is None else weight.to(wide),
+        None if bias is None else bias.to(wide),
+        training=False,
+        eps=eps,
+    )
 
 
 def _wide(kind: torch.dtype) -> torch.dtype:

@@ -78,6 +78,8 @@ class Part:
 
     def weights(self) -> list[Tensor]:
         """At least fp32: the parameters themselves, or copies of half ones."""
+        if self.parameters[0].dtype == self.dtype:
+            return self.parameters
         return [p.to(self.dtype) for p in self.parameters]
 
     def gradient_norm(self) -> Tensor:

@@ -36,7 +36,7 @@ class Schedule:
         kind: "constant", "cosine", "step" or "polynomial".
         warmup_steps: 0 for none.
         total_steps: of the whole training, warm-up included; None where it is not known.
-        step_every: steps from one step of kind "step" to the next.
+        step_every: steps from one step of kind "step" to the next; the others do not look at it.
         step_factor: of each of them, from 0 to 1.
         power: of kind "polynomial", above 0.
 
@@ -66,7 +66,7 @@ class Schedule:
         for good, name, expected in (
             (self.warmup_steps >= 0, "warmup_steps", "0 or more"),
             (self.total_steps is None or self.total_steps >= 1, "total_steps", "1 or more"),
-            (self.step_every >= 1, "step_every", "1 or more"),
+            (self.kind != "step" or self.step_every >= 1, "step_every", "1 or more"),
             (0 <= self.step_factor <= 1, "step_factor", "from 0 to 1"),
             (self.power > 0, "power", "above 0"),
         ):

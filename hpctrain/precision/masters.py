@@ -69,6 +69,11 @@ class Masters:
         for copy, _ in self._pairs(optimizer):
             copy.grad = None
 
+    def clear_masters(self, optimizer: Optimizer) -> None:
+        """Clear the gradients of the masters, where the optimizer itself is not asked to."""
+        for _, master in self._pairs(optimizer):
+            master.grad = None
+
     def refresh(self) -> None:
         """Take the masters from the copies, into which something was loaded."""
         with torch.no_grad():

@@ -22,21 +22,34 @@ def test_the_command_line_and_the_keywords_have_the_same_defaults():
 
 def test_every_option_reaches_its_field():
     line = (
-        "--data mnist --download --run there --no-resume --elastic --backend ddp --precision bf16 "
+        "--data mnist --download --run there --no-resume --elastic --backend ddp --precision O2 "
+        "--loss-scale 128 --no-keep-batchnorm-fp32 --max-nonfinite 9 "
         "--global-batch 96 --batch-size 8 --accumulate 3 --epochs 2 --max-steps 7 --seed 5 "
-        "--deterministic --workers 4 --lr 0.5 --clip-norm 1.5 --log-every 1 "
-        "--checkpoint-every 20 --start-timeout 30 --timeout 60 --horovod-op sum "
+        "--deterministic --workers 4 --lr 0.5 --lr-scaling linear --lr-reference-batch 32 "
+        "--lr-warmup-epochs 0.5 --lr-schedule step --lr-step-epochs 4 --lr-step-factor 0.2 "
+        "--lr-power 1.5 --decay weights --clip-norm 1.5 --clip-value 2.5 --ema 0.99 "
+        "--sync-batchnorm --no-channels-last --compile --log-every 1 "
+        "--checkpoint-every 20 --start-timeout 30 --timeout 60 --ddp-compression powersgd "
+        "--ddp-powersgd-rank 2 --ddp-powersgd-start 5 --ddp-bucket-mb 1 --ddp-static-graph "
+        "--no-ddp-gradient-as-bucket-view --horovod-op sum "
         "--horovod-compression fp16 --horovod-gradient-predivide-factor 2 --horovod-groups 3 "
         "--horovod-sparse-as-dense"
     )
     read = Options.of(options().parse_args(line.split()), {})
     assert read == Options(
-        "mnist", True, "there", False, True, "ddp", "bf16", 96, 8, 3, 2, 7, 5, True, 4, 0.5, 1.5, 1,
-        20, 30.0, 60.0, "sum", "fp16", 2.0, 3, True,
+        "mnist", True, "there", False, True, "ddp", "O2", 128.0, False, 9, 96, 8, 3, 2, 7, 5, True,
+        4, 0.5, "linear", 32, 0.5, "step", 4, 0.2, 1.5, "weights", 1.5, 2.5, 0.99, True, False,
+        True, 1, 20, 30.0, 60.0, "powersgd", 2, 5, 1.0, True, False, "sum", "fp16", 2.0, 3, True,
     )  # fmt: skip
     assert Options.of(None, dataclasses.asdict(read)) == read
     unlike = [f.name for f in dataclasses.fields(Options) if getattr(read, f.name) == f.default]
     assert unlike == []
+
+
+DDP = {
+    *("compression", "powersgd_rank", "powersgd_start", "bucket_mb", "static_graph"),
+    "gradient_as_bucket_view",
+}
 
 
 def test_a_backend_gets_its_own_options_and_those_of_others_are_refused():
@@ -48,7 +61,8 @@ def test_a_backend_gets_its_own_options_and_those_of_others_are_refused():
         "groups": None,
         "sparse_as_dense": False,
     }
-    assert Options().of_backend("ddp") == Options().of_backend("single") == {}
+    assert set(Options().of_backend("ddp")) == DDP
+    assert Options().of_backend("single") == {}
     with pytest.raises(UsageError, match="--horovod-op with --backend ddp") as raised:
         dataclasses.replace(chosen, backend="ddp").of_backend("ddp")
     assert raised.value.fix == "--backend horovod, or leave --horovod-op out"

@@ -113,7 +113,7 @@ def turn_the_manifest_into_a_list(folder):
 
 def come_from_the_future(folder):
     path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
+    path.write_text(path.read_text().replace('"format": 2', '"format": 99'))
 
 
 def be_empty(folder):

@@ -1,11 +1,13 @@
 """Every world sees the same samples in the same steps; data sets are found and read whole."""
 
 import gzip
+import random
 import shutil
 import struct
-from collections import namedtuple
+from collections import Counter, namedtuple
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -13,8 +15,7 @@ from hypothesis import strategies as st
 
 from hpctrain import data
 from hpctrain.arguments import Batches
-from hpctrain.data import EvaluationSampler, Images, Loader, TrainingSampler, load
-from hpctrain.data.loader import move
+from hpctrain.data import EvaluationSampler, Images, Loader, Placement, TrainingSampler, load
 from hpctrain.errors import UsageError
 from hpctrain.world import World
 
@@ -301,7 +302,7 @@ def test_batches_of_any_shape_go_to_the_device_and_only_floats_change_their_type
     numbers, classes = torch.ones(2), torch.arange(2)
     batch = {"x": [numbers, "name"], "y": (classes, None), "z": Pair(numbers, 7)}
     meta = torch.device("meta")
-    moved = move(batch, meta, torch.float64)
+    moved = Placement(meta, torch.float64)(batch)
     assert moved["x"][0].device == moved["y"][0].device == meta
     assert moved["x"][0].dtype == torch.float64
     assert moved["y"][0].dtype == torch.int64
@@ -310,17 +311,135 @@ def test_batches_of_any_shape_go_to_the_device_and_only_floats_change_their_type
     assert isinstance(moved["y"], tuple)
     assert isinstance(moved["z"], Pair)
     assert moved["z"].right == 7
-    assert move(numbers, CPU).dtype == torch.float32
-    assert move(numbers, CPU) is numbers
+    assert Placement(CPU)(numbers) is numbers
+    assert not Placement(CPU).changes
+    images = torch.ones(2, 3, 4, 5)
+    placed = Placement(CPU, channels_last=True)([images, numbers])
+    assert placed[0].is_contiguous(memory_format=torch.channels_last)
+    assert placed[1] is numbers
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_a_loader_gives_the_samples_of_its_sampler(dtype):
     images = Images(torch.arange(24, dtype=torch.uint8).reshape(6, 2, 2), torch.arange(6), 0.0, 1.0)
     sampler = EvaluationSampler(6, 2, World(1, 2, 1))
-    loader = Loader(images, sampler, CPU, dtype, workers=0, seed=0)
+    loader = Loader(images, sampler, Placement(CPU, dtype), workers=0, seed=0, rank=1)
     ((pixels, targets),) = list(loader)
     assert len(loader) == 1
     assert targets.tolist() == [2, 3]
     assert pixels.dtype == (dtype or torch.float32)
     assert pixels[:, 0, 0, 0].tolist() == [8.0, 12.0]
+
+
+@given(
+    length=st.integers(1, 60),
+    size=st.integers(1, 5),
+    accumulate=st.integers(1, 3),
+    world_size=st.integers(1, 4),
+)
+def test_without_drop_last_every_sample_counts_once_and_each_step_by_its_samples(
+    length, size, accumulate, world_size
+):
+    batches = Batches(size * accumulate * world_size, size, accumulate)
+    samplers = [
+        TrainingSampler(length, batches, World(rank, world_size, rank), 3, drop_last=False)
+        for rank in range(world_size)
+    ]
+    assert {sampler.steps for sampler in samplers} == {-(-length // batches.global_batch)}
+    weights = Counter()
+    for sampler in samplers:
+        given = list(sampler)
+        assert len(given) == len(sampler) == sampler.steps * accumulate
+        for number, indices in enumerate(given):
+            assert indices  # nothing can be done with an empty batch
+            samples = min(
+                batches.global_batch, length - number // accumulate * batches.global_batch
+            )
+            for index in indices:
+                # Of the mean over ranks and accumulation of the mean over the micro-batch.
+                weight = sampler.weight(number) / len(indices) / accumulate / world_size
+                weights[index] += weight * samples
+    assert sorted(weights) == list(range(length))
+    assert all(abs(weight - 1) < 1e-12 for weight in weights.values())
+    assert samplers[0].uneven == (length % batches.global_batch > 0)
+
+
+def test_the_last_micro_batches_are_the_same_in_every_world():
+    def cut(world_size, accumulate):
+        micro_batches = {}
+        for rank in range(world_size):
+            batches = Batches(12, 3, accumulate)
+            sampler = TrainingSampler(20, batches, World(rank, world_size, rank), 1, False)
+            for number, indices in enumerate(sampler):
+                if sampler.weight(number):
+                    place = number // accumulate, number % accumulate * world_size + rank
+                    micro_batches[place] = indices
+        return micro_batches
+
+    alone = cut(1, 4)
+    assert cut(2, 2) == cut(4, 1) == alone
+    assert [len(alone[1, place]) for place in range(3)] == [3, 3, 2]
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Samples that are what the three generators give."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        drawn = torch.rand(()).item(), random.random(), numpy.random.rand()
+        return torch.tensor([index, *drawn], dtype=torch.float64)
+
+
+class NoisyBatches(Noisy):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def drawn(dataset, world_size=1, size=4, workers=0, epochs=(0,), first_step=0, seed=5):
+    """What each sample drew, by epoch and index."""
+    samples = {}
+    for rank in range(world_size):
+        batches = Batches(size * world_size, size, 1)
+        sampler = TrainingSampler(24, batches, World(rank, world_size, rank), seed)
+        loader = Loader(dataset, sampler, Placement(CPU), workers, seed, rank)
+        for epoch in epochs:
+            sampler.epoch, sampler.first_step = epoch, first_step
+            for batch in loader:
+                for index, *numbers in batch.tolist():
+                    samples[epoch, int(index)] = tuple(numbers)
+        del loader
+    return samples
+
+
+def test_each_sample_has_a_stream_of_its_own_whoever_loads_it():
+    alone = drawn(Noisy(), epochs=(0, 1))
+    assert len(alone) == 48
+    for place in range(3):
+        assert len({numbers[place] for numbers in alone.values()}) == 48
+    assert drawn(Noisy(), world_size=3, size=2, workers=2, epochs=(0, 1)) == alone
+    resumed = drawn(Noisy(), first_step=3, epochs=(1,))
+    assert len(resumed) == 12
+    assert resumed.items() <= alone.items()
+    subset = drawn(torch.utils.data.Subset(Noisy(), range(24)), size=3)
+    assert subset.items() <= alone.items()
+    assert not drawn(Noisy(), seed=6).items() & alone.items()
+
+
+def test_a_data_set_that_gives_whole_batches_has_a_stream_for_each():
+    alone = drawn(NoisyBatches())
+    assert drawn(NoisyBatches(), workers=1) == drawn(NoisyBatches(), world_size=2) == alone
+    assert len(set(alone.values())) == 24
+
+
+def test_loading_leaves_the_streams_of_the_training_alone():
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+    expected = torch.rand(()).item(), random.random(), numpy.random.rand()
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+    drawn(Noisy())
+    assert (torch.rand(()).item(), random.random(), numpy.random.rand()) == expected

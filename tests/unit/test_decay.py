@@ -91,9 +91,9 @@ def test_a_shared_parameter_is_one_wherever_it_is():
     head.weight = embedding.weight
     odd, norm = nn.Linear(1, 4), nn.LayerNorm(4)
     norm.weight = odd.bias
-    scale, other = nn.Module(), nn.LayerNorm(3)
-    scale.weight = other.weight
-    model = nn.ModuleList([embedding, head, odd, norm, scale, other])
+    before, other, after = nn.Module(), nn.LayerNorm(3), nn.Module()
+    before.weight = after.weight = other.weight
+    model = nn.ModuleList([embedding, head, odd, norm, before, other, after])
     optimizer = SGD(model.parameters(), lr=0.1, weight_decay=0.5)
     split(optimizer, [model])
     with_decay, without = decayed(model, optimizer)

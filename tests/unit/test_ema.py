@@ -146,14 +146,15 @@ def test_the_state_goes_through_a_file(tmp_path):
             change(model, step)
         ema.update()
     torch.save(ema.state_dict(), tmp_path / "ema.pt")
-    resumed = EMA([Net(), nn.Linear(2, 2).double()], 0.9)
+    twins = [Net(), nn.Linear(2, 2).double()]
+    resumed = EMA(twins, 0.9)
     resumed.load_state_dict(torch.load(tmp_path / "ema.pt", weights_only=True))
     for got, wanted in zip(
         resumed.state_dict()["averages"], ema.state_dict()["averages"], strict=True
     ):
         assert_same(got, wanted)
     # It goes on alike.
-    for model, twin in zip(models, resumed._models, strict=True):
+    for model, twin in zip(models, twins, strict=True):
         twin.load_state_dict(model.state_dict())
         change(model, 7)
         change(twin, 7)

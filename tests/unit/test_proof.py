@@ -52,7 +52,7 @@ def test_ranks_that_are_alike_have_nothing_to_say(alike, caplog):
         ("versions/hpctrain", "9", "9 on rank 2 (node2)"),
         ("settings/--seed", 1, "--seed 0 on ranks 0, 1, 3 (node1, node2), 1 on rank 2 (node2)"),
         ("settings/--lr", 0.5, "--lr 0.001 on ranks 0, 1, 3 (node1, node2), 0.5 on rank 2"),
-        ("settings/--precision", "bf16", "--precision fp32 on"),
+        ("settings/--precision", "bf16", "--precision auto on"),
         ("command", ["other.py"], "different scripts: "),
     ],
 )

@@ -162,7 +162,7 @@ def test_a_warm_up_as_long_as_the_training_is_refused(warmup):
         {"kind": "linear"},
         {"warmup_steps": -1},
         {"total_steps": 0},
-        {"step_every": 0},
+        {"step_every": 0, "kind": "step"},
         {"step_factor": 1.5},
         {"power": 0.0},
     ],
@@ -171,6 +171,10 @@ def test_values_that_cannot_be_are_refused(settings):
     with pytest.raises(UsageError) as caught:
         Schedule(**settings)
     assert str(next(iter(settings.values()))) in caught.value.found
+
+
+def test_only_steps_need_their_length():
+    Schedule("cosine", 0, 10, step_every=0)
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,8 @@ def compress(wrapped: DistributedDataParallel, own: Mapping[str, Any]) -> None:
 
 
 def _power_sgd(
-    state: powerSGD_hook.PowerSGDState, bucket: dist.GradBucket
+    state: powerSGD_hook.PowerSGDState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
     """PowerSGD, with the random numbers of the training left alone.
 

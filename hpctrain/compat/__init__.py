@@ -1,0 +1,1 @@
+"""What scripts that were written for other libraries call, on torch."""

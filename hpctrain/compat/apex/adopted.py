@@ -1,0 +1,144 @@
+"""What `amp.initialize` does to an optimizer."""
+
+import functools
+from types import MethodType
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hpctrain.compat.apex.models import Mastered
+from hpctrain.compat.apex.scale import Scale
+from hpctrain.errors import UsageError
+from hpctrain.precision import Precision
+
+__all__ = ["Adopted"]
+
+
+class Adopted:
+    """An optimizer between backward passes and its step.
+
+    `step`, `zero_grad` and `add_param_group` of the optimizer itself are replaced, so a script and
+    its schedule call them as before.
+
+    Args:
+        optimizer: changed in place.
+        precision: of its models.
+
+    Attributes:
+        scaled: whether its gradients wait to be unscaled, after `delay_unscale`.
+        skip: whether its next step is left out.
+    """
+
+    def __init__(self, optimizer: Optimizer, precision: Precision) -> None:
+        self.optimizer = optimizer
+        self.precision = precision
+        self.pairs = precision.pairs if isinstance(precision, Mastered) else None
+        self.scaled = self.skip = False
+        self._before: dict[Tensor, Tensor] = {}  # unscaled gradients of earlier backward passes
+        precision.adopt(optimizer)
+        plain: dict[str, Any] = {}
+        for name in ("step", "zero_grad", "add_param_group"):
+            plain[name] = getattr(optimizer, name)
+            setattr(optimizer, name, _replaced(plain[name], getattr(self, name), optimizer))
+        self._plain = plain
+        optimizer._amp = self  # type: ignore[attr-defined]
+
+    @classmethod
+    def of(cls, optimizer: Any) -> "Adopted":
+        """What became of an optimizer.
+
+        Raises:
+            UsageError: nothing; amp does not know it.
+        """
+        known = getattr(optimizer, "_amp", None)
+        if not isinstance(known, cls):
+            raise UsageError(
+                f"amp.scale_loss() got a {type(optimizer).__name__} that amp does not know",
+                "optimizers from amp.initialize(), one or a list of them",
+                "model, optimizer = amp.initialize(model, optimizer, opt_level=…)",
+            )
+        return known
+
+    def prepare(self) -> None:
+        """Before a backward pass: keep what is unscaled apart from what will be scaled."""
+        if isinstance(self.precision, Mastered):
+            self.precision.begin()
+        if self.scaled:
+            return
+        self._before = {p: p.grad for p in self._parameters() if p.grad is not None}
+        for parameter in self._before:
+            parameter.grad = None
+        self._clear_copies()
+
+    def unscale(self, scale: Scale) -> None:
+        """After a backward pass: true gradients where the optimizer looks for them."""
+        if self.pairs is not None:
+            self.pairs.collect(self.optimizer)
+        scale.unscale_(self.optimizer)
+        for parameter, gradient in self._before.items():
+            if parameter.grad is not None:
+                gradient.add_(parameter.grad)
+            parameter.grad = gradient
+        self._before = {}
+        self.scaled = False
+
+    def step(self, closure: Any = None) -> Any:
+        """The optimizer's step, unless there was an overflow.
+
+        Raises:
+            UsageError: a closure, or gradients that are not unscaled.
+        """
+        if closure is not None:
+            raise UsageError(
+                "optimizer.step(closure) under amp",
+                "a step without a closure, as Apex has it: it would go backward without a scale",
+                "optimizer.step()",
+            )
+        if self.scaled:
+            raise UsageError(
+                "optimizer.step() after amp.scale_loss(…, delay_unscale=True)",
+                "delay_unscale=False in the last backward pass before a step",
+                "delay_unscale=(i + 1) % accumulate != 0",
+            )
+        # Schedules warn when they find no step; one that was left out counts.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        result = None
+        if self.skip:
+            self.skip = False
+        else:
+            result = self._plain["step"]()
+            if self.pairs is not None:
+                self.pairs.copy_back(self.optimizer)
+        if self.pairs is not None:
+            self.pairs.clear_masters(self.optimizer)  # model.zero_grad() does not reach them
+        return result
+
+    def zero_grad(self, *arguments: Any, **keywords: Any) -> None:
+        """Of masters and copies."""
+        self._plain["zero_grad"](*arguments, **keywords)
+        self._clear_copies()
+        self._before = {}
+        self.scaled = False
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Parameters of the models, or others."""
+        self._plain["add_param_group"](group)
+        self.precision.adopt(self.optimizer)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _clear_copies(self) -> None:
+        if self.pairs is not None:
+            self.pairs.clear(self.optimizer)
+
+
+def _replaced(plain: Any, own: Any, optimizer: Optimizer) -> MethodType:
+    """A method of an optimizer; learning rate schedules look for the marks on the plain one."""
+
+    @functools.wraps(plain)
+    def method(_: Optimizer, *arguments: Any, **keywords: Any) -> Any:
+        return own(*arguments, **keywords)
+
+    return MethodType(method, optimizer)

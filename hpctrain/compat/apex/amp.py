@@ -1,0 +1,257 @@
+"""apex.amp: models in mixed precision, and losses with a scale.
+
+Source: https://nvidia.github.io/apex/amp.html and advanced.html. What is not as it was:
+
+- O1 runs the forward pass of a model under `torch.autocast`, and nothing else: Apex patched torch
+  for the whole process. Half-precision outputs come out in fp32, so a loss is computed in fp32.
+- Under O2 a model's `state_dict()` has the fp32 master weights themselves, and loads them.
+- A step that overflows is left out under a fixed loss scale as well, unless it is 1.
+- CPUs are welcome.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpctrain.compat.apex import models as conversion
+from hpctrain.compat.apex.adopted import Adopted
+from hpctrain.compat.apex.properties import settle
+from hpctrain.compat.apex.scale import Scale
+from hpctrain.errors import UsageError
+from hpctrain.speech import logger
+
+__all__ = ["initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
+
+
+class _State:
+    """What `initialize` leaves for the other calls.
+
+    Attributes:
+        scales: of each loss; none where amp is not enabled.
+        verbose: whether overflows are told.
+    """
+
+    def __init__(self, scales: Sequence[Scale], verbose: bool) -> None:
+        self.scales = scales
+        self.verbose = verbose
+
+
+_state: _State | None = None
+
+
+def initialize(
+    models: nn.Module | list[nn.Module],
+    optimizers: Optimizer | list[Optimizer] | None = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> Any:
+    """Bring models and optimizers to a precision, before the models are wrapped.
+
+    Args:
+        models: on their device, in fp32; changed in place, as the optimizers are.
+        optimizers: of their parameters; none for inference.
+        enabled: whether anything is done, here and by the other calls.
+        opt_level: O0 to O3.
+        cast_model_type: that of the level, or None.
+        patch_torch_functions: False keeps O1 from using half precision.
+        keep_batchnorm_fp32: of O2 and O3; also "True" and "False".
+        master_weights: whether O2 and O3 have fp32 weights behind those in half precision.
+        loss_scale: a number, also as text, or "dynamic"; None for that of the level.
+        cast_model_outputs: a type for all that comes out of the models; None for fp32.
+        num_losses: that have a scale each.
+        verbosity: 0 to say nothing of overflows.
+        min_loss_scale, max_loss_scale: bounds of a dynamic scale.
+
+    Returns:
+        models, or (models, optimizers); each a list where it was given as one.
+
+    Raises:
+        UsageError: something else, or what cannot be done.
+    """
+    global _state  # noqa: PLW0603, as Apex's calls find each other in no other way
+    model_list = _listed("models", models, nn.Module)
+    optimizer_list = [] if optimizers is None else _listed("optimizers", optimizers, Optimizer)
+    if not enabled:
+        _state = _State((), False)
+        return models if optimizers is None else (models, optimizers)
+    properties = settle(
+        opt_level,
+        cast_model_type,
+        patch_torch_functions,
+        keep_batchnorm_fp32,
+        master_weights,
+        loss_scale,
+    )
+    for model in model_list:
+        conversion.check(model)
+    for optimizer in optimizer_list:
+        if hasattr(optimizer, "_amp"):
+            raise UsageError(
+                f"amp.initialize() got the same {type(optimizer).__name__} again",
+                "each optimizer once",
+                "one amp.initialize([model1, model2], [optimizer1, optimizer2])",
+            )
+    device = _device(model_list)
+    level = conversion.open_level(properties, device)
+    for model in model_list:
+        conversion.convert(model, properties, level, cast_model_outputs)
+    scales = [
+        Scale(device, properties.loss_scale, min_loss_scale, max_loss_scale)
+        for _ in range(num_losses)
+    ]
+    _state = _State(scales, verbosity > 0)
+    if properties.masters or not scales[0].idle:
+        for optimizer in optimizer_list:
+            Adopted(optimizer, level)
+    return models if optimizers is None else (models, optimizers)
+
+
+def _listed(name: str, things: Any, kind: type) -> list[Any]:
+    found = things if isinstance(things, list) else [things]
+    if not all(isinstance(thing, kind) for thing in found):
+        raise UsageError(
+            f"amp.initialize() got {name} of {', '.join(type(t).__name__ for t in found)}",
+            f"a {kind.__name__}, or a list of them",
+            "amp.initialize(model, optimizer, opt_level=…)",
+        )
+    return found
+
+
+def _device(models: Sequence[nn.Module]) -> torch.device:
+    for model in models:
+        for parameter in model.parameters():
+            return parameter.device
+    return torch.device("cpu")
+
+
+@contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Optimizer | list[Optimizer],
+    loss_id: int = 0,
+    model: nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """A loss with its scale; at the end gradients are at their true size.
+
+    After an overflow the next step of the optimizers is left out and the scale is lower.
+
+    Args:
+        loss: of any shape.
+        optimizers: those whose gradients the backward pass makes.
+        loss_id: which of the `num_losses` it is.
+        model: not looked at, as in Apex.
+        delay_unscale: leave gradients as they are, to go on with another backward pass.
+        delay_overflow_check: not to be had.
+
+    Raises:
+        UsageError: amp or an optimizer is not initialized, or an argument cannot be heeded.
+    """
+    del model
+    state = _started("amp.scale_loss()")
+    if not state.scales:
+        yield loss
+        return
+    if delay_overflow_check:
+        raise UsageError(
+            "amp.scale_loss(…, delay_overflow_check=True)",
+            "a step that knows whether there was an overflow",
+            "leave delay_overflow_check out",
+        )
+    if not 0 <= loss_id < len(state.scales):
+        raise UsageError(
+            f"amp.scale_loss(…, loss_id={loss_id})",
+            f"a number below num_losses, which is {len(state.scales)}",
+            f"amp.initialize(…, num_losses={loss_id + 1})",
+        )
+    scale = state.scales[loss_id]
+    chosen = optimizers if isinstance(optimizers, list) else [optimizers]
+    if scale.idle and not any(hasattr(optimizer, "_amp") for optimizer in chosen):
+        yield loss.float()
+        return
+    adopted = [Adopted.of(optimizer) for optimizer in chosen]
+    for each in adopted:
+        each.prepare()
+    yield scale.scale(loss.float())
+    if delay_unscale:
+        for each in adopted:
+            each.scaled = True
+        return
+    for each in adopted:
+        each.unscale(scale)
+    overflowed = scale.overflowed()
+    scale.follow()
+    if overflowed:
+        for each in adopted:
+            each.skip = True
+        if state.verbose:
+            logger.warning(
+                "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %g",
+                loss_id,
+                scale.get_scale(),
+            )
+
+
+def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters that an optimizer works on: to clip their gradients, for instance."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def state_dict() -> dict[str, Any]:
+    """For each loss `loss_scalerN`: its `loss_scale`, and the steps `unskipped` since it changed.
+
+    Raises:
+        UsageError: amp is not initialized.
+    """
+    scales = _started("amp.state_dict()").scales
+    return {f"loss_scaler{number}": scale.state_dict() for number, scale in enumerate(scales)}
+
+
+def load_state_dict(state_dict: dict[str, Any]) -> None:
+    """Take up a state, of this module or of Apex.
+
+    Raises:
+        UsageError: amp is not initialized, or it is the state of something else.
+    """
+    scales = _started("amp.load_state_dict()").scales
+    strange = [name for name in state_dict if not name.startswith("loss_scaler")]
+    if strange:
+        raise UsageError(
+            f"amp.load_state_dict() got {', '.join(strange)}",
+            "loss_scaler0, loss_scaler1, …, as amp.state_dict() gives them",
+            'amp.load_state_dict(checkpoint["amp"])',
+        )
+    if len(state_dict) != len(scales):
+        logger.warning(
+            "the checkpoint has the scales of %d losses, amp.initialize() was told of %d",
+            len(state_dict),
+            len(scales),
+        )
+    for scale, saved in zip(scales, state_dict.values(), strict=False):
+        scale.load_state_dict(saved)
+
+
+def _started(call: str) -> _State:
+    if _state is None:
+        raise UsageError(
+            f"{call} before amp.initialize()",
+            "models and optimizers that amp knows",
+            "model, optimizer = amp.initialize(model, optimizer, opt_level=…)",
+        )
+    return _state

@@ -1,0 +1,107 @@
+"""apex.parallel, on torch's DistributedDataParallel and SyncBatchNorm."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpctrain.compat.apex.models import take_from_copies
+from hpctrain.errors import UsageError
+from hpctrain.speech import logger
+
+__all__ = ["DistributedDataParallel", "convert_syncbn_model"]
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's own, called as Apex's was; names in its `state_dict()` begin with `module.`, too.
+
+    As Apex's, it leaves each rank the running statistics of its own batch norm.
+
+    Args:
+        module: on its device, after `amp.initialize`.
+        message_size: no matter; torch has its own sizes.
+        delay_allreduce: also for models of which a step does not use all parameters.
+        shared_param: no matter; torch knows shared parameters.
+        allreduce_trigger_params: no matter.
+        retain_allreduce_buffers: not to be had.
+        allreduce_always_fp32: not to be had; warned about where it would change numbers.
+        num_allreduce_streams, allreduce_communicators: no matter.
+        gradient_average: True.
+        gradient_predivide_factor: not to be had; warned about.
+        prof: no matter.
+
+    Raises:
+        UsageError: other gradients than those of torch are asked for.
+
+    Source: apex/parallel/distributed.py.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        shared_param: bool | None = None,
+        allreduce_trigger_params: Any = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        prof: bool = False,
+    ) -> None:
+        del message_size, shared_param, allreduce_trigger_params, num_allreduce_streams
+        del allreduce_communicators, prof
+        if not gradient_average:
+            raise UsageError(
+                "DistributedDataParallel(…, gradient_average=False)",
+                "gradients that are averaged over the ranks",
+                "leave gradient_average out, and multiply the loss by the number of ranks",
+            )
+        if retain_allreduce_buffers:
+            raise UsageError(
+                "DistributedDataParallel(…, retain_allreduce_buffers=True)",
+                "gradients that are read from the parameters",
+                "leave retain_allreduce_buffers out",
+            )
+        in_half = any(p.dtype == torch.float16 for p in module.parameters())
+        if allreduce_always_fp32 and in_half:
+            _warn("allreduce_always_fp32=True", "gradients in half precision are summed in it")
+        if gradient_predivide_factor != 1:
+            _warn(
+                f"gradient_predivide_factor={gradient_predivide_factor:g}",
+                "gradients are divided by the number of ranks alone",
+            )
+        super().__init__(module, find_unused_parameters=delay_allreduce)
+        # An attribute, as the argument has another name from torch 2.15 on.
+        self.broadcast_buffers = False
+        take_from_copies(module)
+
+
+def _warn(argument: str, what: str) -> None:
+    logger.warning("DistributedDataParallel(…, %s): torch's has no such thing, %s", argument, what)
+
+
+def convert_syncbn_model(
+    module: nn.Module, process_group: Any = None, channel_last: bool = False
+) -> nn.Module:
+    """A model whose batch norm sees the batches of all ranks.
+
+    Args:
+        module: before it is wrapped.
+        process_group: whose ranks; None for all.
+        channel_last: no matter; torch looks at the tensors.
+
+    Raises:
+        UsageError: there is no GPU, and torch's SyncBatchNorm takes no tensors of CPUs.
+    """
+    del channel_last
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "convert_syncbn_model() on a machine where torch sees no GPU",
+            "a GPU for each rank, as torch's SyncBatchNorm has",
+            "a Session, whose --sync-batchnorm works on CPUs; or leave convert_syncbn_model() out",
+        )
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+    return converted

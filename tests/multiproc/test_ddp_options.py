@@ -1,0 +1,157 @@
+"""The options of the ddp backend: what they change, and what is refused before it goes wrong."""
+
+import pytest
+import ranks
+import torch
+from torch import nn
+
+import hpctrain
+
+
+def wide_model():
+    """2 MiB of gradients: torch sends them in two messages."""
+    return nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 64), nn.Linear(64, 3))
+
+
+def trained(variants):
+    """By options, how some steps have moved the weights, and what torch was told."""
+    found = []
+    for options in variants:
+        with hpctrain.Session(batch_size=2, backend="ddp", timeout=20, **options) as session:
+            model = wide_model()
+            model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1, 0.9))
+            start, kind = weights(model), next(model.parameters()).dtype
+            generator = torch.Generator().manual_seed(session.world.rank)
+            for _ in range(6 * session.batches.accumulate):
+                x = torch.randn(2, 64, generator=generator, dtype=kind)
+                session.step(model(x).square().mean())
+            told = model.gradient_as_bucket_view, model.static_graph, model.bucket_bytes_cap
+            found.append((weights(model) - start, told))
+    return found
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def same_on_all_ranks(*variants):
+    results = ranks.values(ranks.run(3, trained, variants))
+    for found in results:
+        for (own, _), (first, _) in zip(found, results[0], strict=True):
+            assert torch.equal(own, first)
+    return results[0]
+
+
+def test_gradients_in_the_messages_are_bit_equal_to_copied_ones():
+    found = same_on_all_ranks(
+        {"accumulate": 2}, {"accumulate": 2, "ddp_gradient_as_bucket_view": False}
+    )
+    (views, told), (copies, told_otherwise) = found
+    assert (told[0], told_otherwise[0]) == (True, False)
+    assert torch.equal(views, copies)
+
+
+def test_size_of_messages_and_a_static_graph_change_only_the_order_of_sums():
+    found = same_on_all_ranks(
+        {"precision": "fp64"},
+        {"precision": "fp64", "ddp_bucket_mb": 0.1},
+        {"precision": "fp64", "ddp_static_graph": True},
+    )
+    mib = 2**20
+    assert [told[1:] for _, told in found] == [
+        (False, 25 * mib),
+        (False, int(0.1 * mib)),
+        (True, 25 * mib),
+    ]
+    plain = found[0][0]
+    for moved, _ in found[1:]:
+        assert (moved - plain).norm() < 1e-10 * plain.norm()
+
+
+# How far from plain gradients. Of the six directions that six samples have PowerSGD sends two.
+COARSE = {"fp16": 2**-10, "bf16": 2**-7, "powersgd": 0.5}
+
+
+def test_compressed_gradients_train_alike_on_all_ranks_and_bit_equal_again():
+    more = {"powersgd": {"ddp_powersgd_start": 3, "ddp_powersgd_rank": 2}}
+    variants = [{"ddp_compression": name, **more.get(name, {})} for name in COARSE]
+    (plain, _), *found = same_on_all_ranks({}, *variants, *variants)
+    for number, limit in enumerate(COARSE.values()):
+        (first, _), (again, _) = found[number], found[number + len(COARSE)]
+        assert torch.equal(first, again)
+        assert 0 < (first - plain).norm() < limit * plain.norm()
+
+
+def rejected(options):
+    hpctrain.Session(batch_size=2, backend="ddp", timeout=20, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ddp_powersgd_rank": 4}, ["--ddp-powersgd-rank 4", "--ddp-compression powersgd"]),
+        (
+            {"ddp_compression": "fp16", "ddp_powersgd_start": 5},
+            ["--ddp-powersgd-start 5 with --ddp-compression fp16"],
+        ),
+        ({"ddp_compression": "powersgd", "ddp_powersgd_start": 1}, ["--ddp-powersgd-start 2"]),
+        ({"ddp_compression": "powersgd", "precision": "fp16"}, ["overflow", "--precision bf16"]),
+        ({"ddp_compression": "powersgd", "ddp_bucket_mb": 1}, ["leave --ddp-bucket-mb out"]),
+        ({"ddp_static_graph": True, "accumulate": 2}, ["--ddp-static-graph", "--accumulate 1"]),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_the_ranks_are_connected(options, words):
+    (result,) = ranks.run(1, rejected, options)
+    assert isinstance(result, hpctrain.errors.UsageError)
+    for word in words:
+        assert word in str(result)
+
+
+def test_bf16_is_refused_by_a_torch_without_nccl(monkeypatch):
+    from hpctrain.backends import Settings
+    from hpctrain.backends.ddp import options
+
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    own = {"compression": "bf16", "static_graph": False, "powersgd_rank": 1, "powersgd_start": 1000}
+    with pytest.raises(hpctrain.errors.UsageError, match="--ddp-compression fp16"):
+        options.refuse_options(Settings(1.0, 1.0, own=own), "gloo")
+
+
+def sparse_model():
+    return nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+
+
+def half_model():
+    return nn.Linear(2, 2).bfloat16()
+
+
+def mixed_model():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+
+
+def wraps(cases):
+    found = []
+    for options, model in cases:
+        with hpctrain.Session(batch_size=2, backend="ddp", timeout=20, **options) as session:
+            try:
+                session.prepare(model())
+            except hpctrain.errors.UsageError as error:
+                found.append(str(error))
+    return found
+
+
+def test_gradients_that_a_compression_cannot_take_are_refused_by_all_ranks():
+    cases = [
+        ({"ddp_compression": "fp16"}, sparse_model, ["0 has sparse gradients", "sparse=False"]),
+        ({"ddp_compression": "powersgd"}, sparse_model, ["0 has sparse gradients"]),
+        ({"ddp_compression": "fp16", "precision": "fp64"}, wide_model, ["in float64"]),
+        ({"ddp_compression": "fp16"}, half_model, ["in bfloat16"]),
+        ({"ddp_compression": "bf16"}, half_model, ["in bfloat16"]),
+        ({"ddp_compression": "powersgd"}, mixed_model, ["float32 and float64", "one message"]),
+    ]
+    results = ranks.values(ranks.run(3, wraps, [case[:2] for case in cases]))
+    for found in results:
+        assert len(found) == len(cases)
+        for message, (*_, words) in zip(found, cases, strict=True):
+            for word in [*words, "--ddp-compression none"]:
+                assert word in message

@@ -1,0 +1,77 @@
+"""The backend `dataparallel`, as far as a machine without GPUs shows it."""
+
+import copy
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import ranks
+import torch
+from torch import nn
+
+import hpctrain
+from hpctrain.backends import Settings, check
+from hpctrain.backends.dataparallel import TransparentDataParallel
+from hpctrain.errors import UsageError
+from hpctrain.world import World
+
+ALONE = World(0, 1, 0, 1, 0, 1, ("here",), "none")
+SETTINGS = Settings(1.0, 1.0)
+
+
+def test_one_process_with_a_gpu_is_taken():
+    check("dataparallel", ALONE, torch.device("cuda", 0), SETTINGS)
+
+
+def test_what_cannot_work_is_refused_with_what_to_type():
+    two = dataclasses.replace(ALONE, world_size=2, local_world_size=2)
+    with pytest.raises(UsageError) as refused:
+        check("dataparallel", two, torch.device("cuda", 0), SETTINGS)
+    assert "one process for all GPUs" in str(refused.value)
+    assert "--backend ddp" in refused.value.fix
+    with pytest.raises(UsageError) as refused:
+        check("dataparallel", ALONE, torch.device("cpu"), SETTINGS)
+    assert "no GPU" in str(refused.value)
+    assert "--backend single" in refused.value.fix
+
+
+def test_a_process_without_gpus_leaves_with_one_message(tmp_path):
+    script = "import hpctrain; hpctrain.Session(backend='dataparallel')"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("error:") == 1
+    assert "--backend single" in done.stderr
+
+
+def opens():
+    hpctrain.Session(backend="dataparallel", batch_size=2)
+
+
+def test_several_ranks_are_refused_and_rank_0_says_why():
+    results = ranks.run(3, opens)
+    for result in results:
+        assert isinstance(result, UsageError)
+    assert "in a world of 3 ranks" in str(results[0])
+    assert "--backend ddp" in results[0].fix
+
+
+def test_a_wrapped_model_looks_and_computes_as_the_plain_one():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model.note = "mine"
+    plain, x = copy.deepcopy(model), torch.randn(5, 3)
+    wrapped = TransparentDataParallel(model)
+    assert isinstance(wrapped, nn.DataParallel)
+    assert wrapped.note == "mine"
+    assert list(wrapped.state_dict()) == list(plain.state_dict())
+    for names in ("named_parameters", "named_buffers"):
+        assert [n for n, _ in getattr(wrapped, names)()] == [n for n, _ in getattr(plain, names)()]
+    wrapped(x).sum().backward()
+    plain(x).sum().backward()
+    assert torch.equal(model[1].running_mean, plain[1].running_mean)
+    assert torch.equal(model[0].weight.grad, plain[0].weight.grad)
+    wrapped.load_state_dict(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).state_dict())
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        _ = wrapped.nothing_of_this_name
