@@ -153,10 +153,11 @@ def _moments(x: Tensor) -> Tensor:
     count = x.numel() // max(x.size(1), 1)
     if count == 0:
         return torch.zeros(2 * x.size(1) + 1, dtype=torch.float64, device=x.device)
-    variance, mean = torch.var_mean(x.to(_wide(x.dtype)), _all_but_channels(x), correction=0)
-    mean = mean.double()
-    squares = variance.double() + mean.square()
-    return torch.cat((mean * count, squares * count, mean.new_full((1,), count)))
+    x, over = x.to(_wide(x.dtype)), _all_but_channels(x)
+    mean = x.mean(over, keepdim=True)
+    deviations = (x - mean).square().sum(over).double()
+    mean = mean.flatten().double()
+    return torch.cat((mean * count, deviations + mean.square() * count, mean.new_full((1,), count)))
 
 
 class _Normalize(torch.autograd.Function):
@@ -193,12 +194,7 @@ class _Normalize(torch.autograd.Function):
         wide, over = _wide(x.dtype), _all_but_channels(x)
         gradient = gradient.to(wide)
         normal = _affine(x.to(wide), mean, variance, None, None, ctx.eps)
-        sums = torch.cat(
-            (
-                gradient.sum(over, dtype=torch.float64),
-                (gradient * normal).sum(over, dtype=torch.float64),
-            )
-        )
+        sums = torch.cat((gradient.sum(over), (gradient * normal).sum(over))).double()
         own_bias, own_weight = sums.clone().chunk(2)
         by_x = None
         if ctx.needs_input_grad[0]:
@@ -208,7 +204,7 @@ class _Normalize(torch.autograd.Function):
                 scale = scale * weight.double()
             shape = [1, -1] + [1] * (x.dim() - 2)
             shift, slope, scale = (v.to(wide).view(shape) for v in (shift, slope, scale))
-            by_x = ((gradient - shift - normal * slope) * scale).to(x.dtype)
+            by_x = torch.addcmul(gradient - shift, normal, slope, value=-1).mul_(scale).to(x.dtype)
         by_weight = own_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
         by_bias = own_bias.to(weight.dtype) if ctx.needs_input_grad[2] else None
         return by_x, by_weight, by_bias, None, None, None, None, None

@@ -94,8 +94,7 @@ def test_the_logged_loss_is_the_mean_over_the_global_batch(run):
     assert row["half"] == 0.5
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("die_at", [1, 6, 9])
+@pytest.mark.parametrize(("size", "die_at"), [(1, 6), (3, 1), (3, 9)])
 def test_a_killed_run_goes_on_where_its_checkpoint_was(run, size, die_at, tmp_path, monkeypatch):
     (tmp_path / "whole").mkdir()
     monkeypatch.chdir(tmp_path / "whole")

@@ -121,6 +121,9 @@ NODE_LINE = (
 )
 
 
+_UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "REQUEUED", "COMPLETING")
+
+
 class ClusterError(RuntimeError):
     """The cluster could not be started, entered or stopped."""
 
@@ -219,6 +222,33 @@ class Cluster:
             self.command(argv, host), check=options.pop("check", False), **defaults | options
         )
         return completed
+
+    def job(self, number: str) -> dict[str, str]:
+        """Return what Slurm knows of a job, by name."""
+        shown = self.run(["scontrol", "show", "job", "--oneliner", number], check=True).stdout
+        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+
+    def batch(
+        self, arguments: Sequence[str], seconds: float = 240.0, **options: Any
+    ) -> tuple[str, int]:
+        """Run a job by sbatch to its end; return its number and exit code.
+
+        `sbatch --wait` looks after 2, 8, 32 seconds, and so wastes most of a minute.
+        """
+        done = self.run(["sbatch", "--parsable", *arguments], **options)
+        if done.returncode:
+            raise ClusterError(done.stderr)
+        return self.ended(done.stdout.strip(), seconds)
+
+    def ended(self, number: str, seconds: float = 240.0) -> tuple[str, int]:
+        """Wait for a job's end; return its number and exit code."""
+        end = time.monotonic() + seconds
+        while (facts := self.job(number))["JobState"] in _UNDER_WAY:
+            if time.monotonic() > end:
+                raise ClusterError(f"job {number} is {facts['JobState']} after {seconds:.0f} s")
+            time.sleep(0.2)
+        code, _, cause = facts["ExitCode"].partition(":")
+        return number, int(code) or (128 + int(cause) if int(cause) else 0)
 
     def cut(self, host: str) -> None:
         """Pull the host's network cables; its processes run on, and Slurm takes 30 s to notice."""

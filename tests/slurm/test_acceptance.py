@@ -1,7 +1,6 @@
 """The site's acceptance page, made on two hosts of a real Slurm by sbatch/acceptance.sh."""
 
 import re
-import time
 
 import launches
 import pytest
@@ -44,16 +43,11 @@ def broken(tmp_path, more=""):
 
 def accept(cluster, folder, python, *arguments):
     """Run the script as a job to its end: its number, exit code, page and log."""
-    done = cluster.run(
-        ["sbatch", "--parsable", "--wait", "--cpus-per-task=1", *arguments, "sbatch/acceptance.sh"],
-        cwd=folder,
-        env={**cluster.environ(), "HPCTRAIN_PYTHON": python},
-        timeout=240,
-    )
-    assert done.stdout.strip(), done.stderr
-    job = done.stdout.strip()
+    env = {**cluster.environ(), "HPCTRAIN_PYTHON": python}
+    command = ["--cpus-per-task=1", *arguments, "sbatch/acceptance.sh"]
+    job, code = cluster.batch(command, cwd=folder, env=env)
     page = (folder / f"acceptance-{job}.txt").read_text()
-    return job, done.returncode, page, (folder / f"acceptance-{job}.log").read_text()
+    return job, code, page, (folder / f"acceptance-{job}.log").read_text()
 
 
 def verdicts(page):
@@ -64,21 +58,6 @@ def verdicts(page):
 def details(page, name):
     """The lines below a check's own, up to the next one or the end."""
     return re.search(rf"^\d  {name} .*\n((?: {{5}}.*\n)*)", page, re.MULTILINE)[1]
-
-
-def facts(cluster, job):
-    """What Slurm knows of a job that has ended, by name.
-
-    `sbatch --wait` comes back while Slurm still clears up after it.
-    """
-    deadline = time.monotonic() + 180
-    while True:
-        shown = cluster.run(["scontrol", "show", "job", "--oneliner", job], timeout=60).stdout
-        known = dict(word.split("=", 1) for word in shown.split() if "=" in word)
-        if known["JobState"] != "COMPLETING":
-            return known
-        assert time.monotonic() < deadline, shown
-        time.sleep(0.2)
 
 
 @pytest.mark.long
@@ -102,7 +81,7 @@ def test_all_checks_pass_on_two_hosts_and_the_job_ends_with_0(cluster, checkout)
         assert "top1 equal" in details(page, name)
     assert metrics in details(page, "preempt")
     assert "requeued by Slurm" in details(page, "preempt")
-    assert facts(cluster, job)["Restarts"] == "1"
+    assert cluster.job(job)["Restarts"] == "1"
     assert "Traceback" not in log
 
 
@@ -116,7 +95,7 @@ def test_what_is_broken_fails_its_own_line_and_the_job(cluster, checkout, tmp_pa
     assert "problem: shared directory (ranks 1)" in details(page, "all-reduce")
     assert "to mend: --run DIR" in details(page, "all-reduce")
     assert "to mend: sbatch --requeue" in details(page, "preempt")
-    assert facts(cluster, job)["Restarts"] == "0"
+    assert cluster.job(job)["Restarts"] == "0"
 
 
 def test_a_cancelled_job_stays_cancelled_and_its_page_says_what_was_not_reached(
@@ -127,18 +106,14 @@ def test_a_cancelled_job_stays_cancelled_and_its_page_says_what_was_not_reached(
     assert verdicts(page) == {**dict.fromkeys(CHECKS, "not reached"), **first}, page + log
     assert code != 0
     assert "NOT COMPLETE: 3 of 7 checks ended, 1 failed" in page
-    known = facts(cluster, job)
+    known = cluster.job(job)
     assert (known["JobState"], known["Restarts"]) == ("CANCELLED", "0")
 
 
 def test_one_rank_is_too_few(cluster, checkout):
-    done = cluster.run(
-        ["sbatch", "--parsable", "--wait", "--nodes=1", "sbatch/acceptance.sh"],
-        cwd=checkout,
-        env={**cluster.environ(), "HPCTRAIN_PYTHON": launches.PYTHON},
-        timeout=60,
-    )
-    assert done.returncode == 2
-    log = (checkout / f"acceptance-{done.stdout.strip()}.log").read_text()
+    env = {**cluster.environ(), "HPCTRAIN_PYTHON": launches.PYTHON}
+    job, code = cluster.batch(["--nodes=1", "sbatch/acceptance.sh"], cwd=checkout, env=env)
+    assert code == 2
+    log = (checkout / f"acceptance-{job}.log").read_text()
     assert "sbatch --ntasks=2" in log
     assert not list(checkout.glob("*.txt"))

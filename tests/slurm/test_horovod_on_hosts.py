@@ -107,7 +107,7 @@ LAYOUTS = {
     [
         pytest.param("3+1", marks=pytest.mark.long),
         pytest.param("2+2 cyclic", marks=pytest.mark.long),
-        "4+1+1 cyclic",
+        pytest.param("4+1+1 cyclic", marks=pytest.mark.long),
     ],
 )
 def test_hosts_have_as_many_ranks_as_they_like(horovod, cluster, reference, tmp_path, layout):
@@ -141,14 +141,8 @@ def submit(cluster, folder, env, *arguments):
 
 def ended(cluster, folder, job):
     """Wait for a job's end: its exit code and log."""
-
-    def facts():
-        shown = cluster.run(["scontrol", "show", "job", "--oneliner", job]).stdout
-        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
-
-    wait(lambda: facts()["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"))
-    log = (folder / f"horovod-{job}.log").read_text()
-    return int(facts()["ExitCode"].split(":")[0]), log
+    _, code = cluster.ended(job, PATIENCE)
+    return code, (folder / f"horovod-{job}.log").read_text()
 
 
 def wait(until, seconds=PATIENCE):

@@ -3,7 +3,8 @@
 import environments
 import pytest
 
-pytestmark = pytest.mark.slurm
+# Minutes, for what only other versions of the launchers would change.
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 @pytest.fixture(scope="session")

@@ -26,13 +26,8 @@ def job(cluster, folder, *lines, options=("-N3", "-n4")):
     script = folder / "job.sh"
     python = f"export PATH={launches.BIN}:$PATH OMP_NUM_THREADS=1"
     script.write_text("\n".join(["#!/bin/bash", python, *lines, ""]))
-    done = cluster.run(
-        ["sbatch", "--parsable", "--wait", *options, "--output=%j.log", str(script)],
-        cwd=folder,
-        timeout=240,
-    )
-    number = done.stdout.strip()
-    return number, done.returncode, (folder / f"{number}.log").read_text()
+    number, code = cluster.batch([*options, "--output=%j.log", str(script)], cwd=folder)
+    return number, code, (folder / f"{number}.log").read_text()
 
 
 def trained(log, launcher, number, places=PLACES):

@@ -33,16 +33,10 @@ def checkout(tmp_path):
 
 def submit(cluster, folder, *arguments):
     """Submit, wait for the end, and give the job's exit code and log."""
-    done = cluster.run(
-        ["sbatch", "--parsable", "--wait", *arguments],
-        cwd=folder,
-        env={**cluster.environ(), "HPCTRAIN_PYTHON": launches.PYTHON},
-        timeout=400,
-    )
-    assert done.stdout.strip(), done.stderr
-    job = done.stdout.strip().splitlines()[0]
+    env = {**cluster.environ(), "HPCTRAIN_PYTHON": launches.PYTHON}
+    job, code = cluster.batch(arguments, seconds=400, cwd=folder, env=env)
     log = "".join(path.read_text() for path in folder.glob(f"*{job}.*"))
-    return job, done.returncode, log
+    return job, code, log
 
 
 def test_sbatch_mnist_trains_fashion_mnist_on_four_hosts(cluster, fashion_mnist, checkout):

@@ -47,7 +47,8 @@ class Mastered(Level2):
     def convert(self, model: nn.Module) -> None:
         """As Level2, and with hooks on the model's state."""
         super().convert(model)
-        model.register_state_dict_post_hook(self._save)  # type: ignore[no-untyped-call]
+        # torch marks the hook, which a method does not allow.
+        model.register_state_dict_post_hook(partial(self._save))  # type: ignore[no-untyped-call]
         model.register_load_state_dict_pre_hook(self._meet)  # type: ignore[no-untyped-call]
         # After that of Level2, which takes the masters from their copies.
         model.register_load_state_dict_post_hook(self._load)  # type: ignore[no-untyped-call]
@@ -147,7 +148,7 @@ _entered = threading.local()
 def _enter(kind: str, half: torch.dtype, module: nn.Module, args: Any) -> None:
     del args
     context = torch.autocast(kind, half)
-    context.__enter__()
+    context.__enter__()  # type: ignore[no-untyped-call]
     _stack().append((module, context))
 
 

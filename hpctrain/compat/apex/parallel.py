@@ -103,5 +103,6 @@ def convert_syncbn_model(
             "a GPU for each rank, as torch's SyncBatchNorm has",
             "a Session, whose --sync-batchnorm works on CPUs; or leave convert_syncbn_model() out",
         )
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+    convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+    converted: nn.Module = convert(module, process_group)
     return converted

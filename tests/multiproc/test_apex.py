@@ -1,0 +1,697 @@
+"""Scripts of Apex's time: amp, parallel and optimizers of hpctrain.compat.apex on torch."""
+
+import contextlib
+import copy
+import logging
+import re
+import runpy
+import socket
+import warnings
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hpctrain
+from hpctrain.compat import apex
+from hpctrain.compat.apex import amp
+from hpctrain.data import load
+from hpctrain.errors import UsageError
+
+STEPS = 6
+
+
+def batches(count=STEPS):
+    train_set, _ = load("digits")
+    for step in range(count):
+        images, targets = zip(*(train_set[32 * step + i] for i in range(32)), strict=True)
+        yield torch.stack(images), torch.tensor(targets)
+
+
+def net(seed=0):
+    """With batch norm, and weights that half precision can hold, as Apex begins with such ones."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(8 * 36, 32), nn.ReLU(), nn.Linear(32, 10)),
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.half())
+    return model
+
+
+def sgd(model, lr=0.05):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
+
+
+def initialized(level, seed=0, **keywords):
+    model = net(seed)
+    return amp.initialize(model, sgd(model), opt_level=level, **keywords)
+
+
+def step(model, optimizer, images, targets, factor=1.0, **keywords):
+    """As scripts have it."""
+    loss = F.cross_entropy(model(images), targets)
+    optimizer.zero_grad()
+    with amp.scale_loss(loss * factor, optimizer, **keywords) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def outcome(losses, model):
+    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def train(level, **keywords):
+    model, optimizer = initialized(level, **keywords)
+    return outcome([step(model, optimizer, *batch) for batch in batches()], model)
+
+
+def plain():
+    model = net()
+    optimizer = sgd(model)
+    losses = []
+    for images, targets in batches():
+        loss = F.cross_entropy(model(images), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return outcome(losses, model)
+
+
+def autocast_by_hand(clip=None, accumulate=1):
+    model = net()
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu")
+    losses = []
+    for number, (images, targets) in enumerate(batches()):
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(model(images), targets)
+        scaler.scale(loss / accumulate).backward()
+        losses.append(loss.item())
+        if (number + 1) % accumulate == 0:
+            if clip:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return outcome(losses, model)
+
+
+def half_by_hand():
+    model = net().half()
+    optimizer = sgd(model)
+    losses = []
+    for images, targets in batches():
+        loss = F.cross_entropy(model(images.half()).float(), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return outcome(losses, model)
+
+
+def in_a_session():
+    """O2 of a Session; the weights are its masters."""
+    with hpctrain.Session(precision="O2", backend="single") as session:
+        model = net()
+        model, _ = session.prepare(model, sgd(model))
+        losses = []
+        for images, targets in batches():
+            loss = F.cross_entropy(model(images), targets)
+            session.step(loss)
+            losses.append(loss.item())
+        weights = dict(model.state_dict())
+        for name, parameter in model.named_parameters():
+            weights[name] = session.precision.master(parameter).detach()
+        return losses, weights
+
+
+def alone(function, *arguments):
+    (result,) = ranks.values(ranks.run(1, function, *arguments))
+    return result
+
+
+def same(one, other):
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    for name, value in one[1].items():
+        assert value.dtype == other[1][name].dtype, name
+        assert torch.equal(value, other[1][name]), name
+
+
+@pytest.mark.parametrize(
+    ("level", "reference"),
+    [("O0", plain), ("O1", autocast_by_hand), ("O2", in_a_session), ("O3", half_by_hand)],
+)
+def test_each_level_has_the_bits_of_what_it_stands_for(level, reference):
+    mine, reference = alone(train, level), alone(reference)
+    same(mine, reference)
+    assert mine[0][-1] < mine[0][0]
+
+
+def clipped(level, largest):
+    model, optimizer = initialized(level)
+    losses, norms = [], []
+    for images, targets in batches():
+        loss = F.cross_entropy(model(images), targets)
+        losses.append(loss.item())
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), largest)
+        grads = [p.grad for p in amp.master_params(optimizer)]
+        norms.append(torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads])).item())
+        optimizer.step()
+        model.zero_grad()
+    return outcome(losses, model), norms
+
+
+def test_clipped_gradients_are_those_that_the_step_takes():
+    mine, norms = alone(clipped, "O1", 0.1)
+    same(mine, alone(autocast_by_hand, 0.1))
+    assert max(norms) <= 0.1 * (1 + 1e-5)
+    _, norms = alone(clipped, "O2", 0.1)
+    assert norms == pytest.approx([0.1] * STEPS, rel=1e-4)
+
+
+def accumulated(level, delay):
+    model, optimizer = initialized(level)
+    losses = []
+    for number, (images, targets) in enumerate(batches()):
+        last = (number + 1) % 2 == 0
+        loss = F.cross_entropy(model(images), targets)
+        losses.append(loss.item())
+        delayed = delay and not last
+        with amp.scale_loss(loss / 2, optimizer, delay_unscale=delayed) as scaled_loss:
+            scaled_loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return outcome(losses, model)
+
+
+def test_gradients_accumulate_scaled_or_not():
+    same(alone(accumulated, "O1", True), alone(autocast_by_hand, None, 2))
+    for level in ("O1", "O2"):
+        delayed, each = alone(accumulated, level, True), alone(accumulated, level, False)
+        assert delayed[0] == pytest.approx(each[0], rel=1e-3)
+    # Of two micro-batches the gradients are averaged: a step of either alone goes elsewhere.
+    assert alone(accumulated, "O2", False)[0][2:] != alone(train, "O2")[0][2:]
+
+
+@contextlib.contextmanager
+def told():
+    """What is said through logging."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("hpctrain")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+def overflowing(level):
+    model, optimizer = initialized(level)
+    (first, second, third) = batches(3)
+    step(model, optimizer, *first)
+    before = outcome([], model)
+    with told() as messages:
+        step(model, optimizer, *second, factor=1e38)
+    after = outcome([], model)
+    scales = [amp.state_dict()["loss_scaler0"]]
+    step(model, optimizer, *third)
+    scales.append(amp.state_dict()["loss_scaler0"])
+    return before, after, outcome([], model), scales, messages
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_leaves_out_one_step_and_halves_the_scale(level):
+    before, after, later, scales, messages = alone(overflowing, level)
+    parameters = [name for name in before[1] if "running" not in name and "num_" not in name]
+    assert all(torch.equal(before[1][name], after[1][name]) for name in parameters)
+    assert not all(torch.equal(after[1][name], later[1][name]) for name in parameters)
+    assert scales == [
+        {"loss_scale": 2.0**15, "unskipped": 0},
+        {"loss_scale": 2.0**15, "unskipped": 1},
+    ]
+    assert messages == [
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768"
+    ]
+
+
+def interrupted(level):
+    model, optimizer = initialized(level)
+    data = list(batches())
+    losses = [step(model, optimizer, *batch) for batch in data[:3]]
+    torch.save([model.state_dict(), optimizer.state_dict(), amp.state_dict()], "checkpoint.pt")
+    model, optimizer = initialized(level, seed=1)
+    state = torch.load("checkpoint.pt", weights_only=True)
+    model.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+    amp.load_state_dict(state[2])
+    assert amp.state_dict() == state[2] == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}}
+    return outcome(losses + [step(model, optimizer, *batch) for batch in data[3:]], model)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_resumed_script_goes_on_with_the_same_bits(level):
+    mine = alone(interrupted, level)
+    same(mine, alone(train, level))
+    assert all(v.dtype == torch.float32 for v in mine[1].values() if v.is_floating_point())
+
+
+def from_apex():
+    model, optimizer = initialized("O2", num_losses=2, max_loss_scale=2.0**16)
+    amp.load_state_dict(
+        {
+            "loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 1999},
+            "loss_scaler1": {"loss_scale": 128.0, "unskipped": 4},
+        }
+    )
+    ((images, targets),) = batches(1)
+    step(model, optimizer, images, targets)
+    grown = amp.state_dict()
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 1999}})
+    step(model, optimizer, images, targets)
+    return grown, amp.state_dict()
+
+
+def test_a_state_of_apex_is_taken_up_and_the_scale_has_its_bounds():
+    grown, bounded = alone(from_apex)
+    assert grown == {
+        "loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0},
+        "loss_scaler1": {"loss_scale": 128.0, "unskipped": 4},
+    }
+    assert bounded["loss_scaler0"]["loss_scale"] == 2.0**16
+
+
+def several():
+    models = [net(0), net(1)]
+    optimizers = [sgd(model) for model in models]
+    returned = amp.initialize(
+        models, optimizers, opt_level="O2", num_losses=2, min_loss_scale=2**15
+    )
+    assert returned[0][0] is models[0]
+    assert returned[1][1] is optimizers[1]
+    ((images, targets),) = batches(1)
+    before = [outcome([], model) for model in models]
+    for _ in range(2):
+        for number, factor in enumerate((1.0, 1e38)):
+            loss = F.cross_entropy(models[number](images), targets) * factor
+            with amp.scale_loss(loss, optimizers[number], loss_id=number) as scaled_loss:
+                scaled_loss.backward()
+            optimizers[number].step()
+            optimizers[number].zero_grad()
+    moved = [
+        not torch.equal(old[1]["4.weight"], model.state_dict()["4.weight"])
+        for old, model in zip(before, models, strict=True)
+    ]
+    scales = [state["loss_scale"] for state in amp.state_dict().values()]
+    both = sum(F.cross_entropy(model(images), targets) for model in models) * 1e38
+    with amp.scale_loss(both, optimizers, loss_id=0) as scaled_loss:
+        scaled_loss.backward()
+    held = outcome([], models[0])[1]["4.weight"]
+    for optimizer in optimizers:
+        optimizer.step()
+    assert torch.equal(held, models[0].state_dict()["4.weight"])
+    return moved, scales
+
+
+def test_losses_have_scales_of_their_own_and_optimizers_steps_of_their_own():
+    moved, scales = alone(several)
+    assert moved == [True, False]
+    assert scales == [2.0**16, 2.0**15]
+
+
+def scheduled(first):
+    model = net()
+    optimizer = sgd(model, lr=1.0)
+    warnings.simplefilter("error")
+    if first:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    if not first:
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    ((images, targets),) = batches(1)
+    rates = []
+    for factor in (1e38, 1.0):
+        before = outcome([], model)[1]["4.weight"]
+        rates.append(optimizer.param_groups[0]["lr"])
+        step(model, optimizer, images, targets, factor)
+        schedule.step()
+        rates.append(torch.equal(before, model.state_dict()["4.weight"]))
+    return rates
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_schedules_work_wherever_they_are_made(first):
+    assert alone(scheduled, first) == [1.0, True, 0.5, False]
+
+
+def unfrozen():
+    """A layer that joins later has masters as well."""
+    model = net()
+    optimizer = torch.optim.SGD(model[6].parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    ((images, targets),) = batches(1)
+    step(model, optimizer, images, targets)
+    model.zero_grad()
+    optimizer.add_param_group({"params": model[4].parameters()})
+    step(model, optimizer, images, targets)
+    kinds = {p.dtype for p in amp.master_params(optimizer)}
+    return kinds, torch.equal(model[4].weight, net()[4].weight.half()), model[4].weight.dtype
+
+
+def test_a_parameter_group_may_join_later():
+    assert alone(unfrozen) == ({torch.float32}, False, torch.float16)
+
+
+def shapes():
+    def returned(models, optimizers, **keywords):
+        result = amp.initialize(models, optimizers, **keywords)
+        if not isinstance(result, tuple):
+            return type(result).__name__
+        return [type(thing).__name__ for thing in result]
+
+    one, two = net(), net()
+    yield returned(one, sgd(one), opt_level="O1", loss_scale="128.0")
+    yield amp.state_dict()["loss_scaler0"]["loss_scale"]
+    yield returned([one, two], sgd(one), opt_level="O1")
+    yield returned(one, [sgd(one)], opt_level="O1")
+    yield returned([one], [sgd(one)], opt_level="O1")
+    yield returned(net(), None, opt_level="O2", keep_batchnorm_fp32="False")
+    yield returned([net()], None, opt_level="O2")
+    yield returned(one, sgd(one), enabled=False)
+    loss = torch.ones(())
+    with amp.scale_loss(loss, None) as scaled_loss:
+        yield scaled_loss is loss
+    yield amp.state_dict()
+
+
+def listed(function):
+    return list(function())
+
+
+def test_what_is_returned_has_the_shape_of_what_was_given():
+    assert alone(listed, shapes) == [
+        *(["Sequential", "SGD"], 128.0, ["list", "SGD"], ["Sequential", "list"], ["list", "list"]),
+        *("Sequential", "list", ["Sequential", "SGD"], True, {}),
+    ]
+
+
+def forward_passes():
+    seen = []
+
+    class Probe(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            seen.append((x.dtype, y.dtype, self.weight.dtype))
+            if x.shape[0] == 3:
+                raise RuntimeError("as asked")
+            return {"logits": y, "count": len(x)}
+
+    for level in ("O0", "O1", "O2", "O3"):
+        model = amp.initialize(Probe(2, 2), opt_level=level)
+        out = copy.deepcopy(model)(torch.ones(1, 2, dtype=torch.float64 if level == "O0" else None))
+        seen.append(out["logits"].dtype)
+        with contextlib.suppress(RuntimeError):
+            model(torch.ones(3, 2))
+        assert not torch.is_autocast_enabled("cpu")
+    model = amp.initialize(
+        Probe(2, 2), opt_level="O1", patch_torch_functions=False, cast_model_outputs=torch.float64
+    )
+    seen.append(model(torch.ones(1, 2))["logits"].dtype)
+    return [entry for entry in seen if not isinstance(entry, tuple)], seen[0], seen[3], seen[6]
+
+
+def test_what_goes_in_and_comes_out_has_the_type_of_the_level():
+    half, single = torch.float16, torch.float32
+    outputs, *inside = alone(forward_passes)
+    assert outputs == [single] * 4 + [torch.float64]
+    assert inside == [(single, single, single), (single, half, single), (half, half, half)]
+
+
+def wrapped():
+    return nn.DataParallel(net())
+
+
+class Delayed:
+    """Mistakes that need a step."""
+
+    @staticmethod
+    def step():
+        model, optimizer = initialized("O2")
+        ((images, targets),) = batches(1)
+        step(model, optimizer, images, targets, delay_unscale=True)
+
+    @staticmethod
+    def closure():
+        initialized("O1")[1].step(lambda: 1.0)
+
+    @staticmethod
+    def loss_id():
+        _, optimizer = initialized("O1")
+        with amp.scale_loss(torch.ones(()), optimizer, loss_id=1):
+            pass
+
+    @staticmethod
+    def stranger():
+        initialized("O1")
+        with amp.scale_loss(torch.ones(()), sgd(net())):
+            pass
+
+    @staticmethod
+    def twice():
+        amp.initialize(*initialized("O1"))
+
+    @staticmethod
+    def state():
+        initialized("O1")
+        amp.load_state_dict({"model": {}})
+
+
+MISTAKES = {
+    "opt_level='02'": lambda: initialized("02"),
+    "keep_batchnorm_fp32=True with opt_level O1": lambda: initialized(
+        "O1", keep_batchnorm_fp32=True
+    ),
+    "keep_batchnorm_fp32='yes'": lambda: initialized("O2", keep_batchnorm_fp32="yes"),
+    "master_weights=True with opt_level O1": lambda: initialized("O1", master_weights=True),
+    "patch_torch_functions=True with opt_level O2": lambda: initialized(
+        "O2", patch_torch_functions=True
+    ),
+    "cast_model_type=torch.bfloat16 with opt_level O2": lambda: initialized(
+        "O2", cast_model_type=torch.bfloat16
+    ),
+    "loss_scale='fast'": lambda: initialized("O2", loss_scale="fast"),
+    "loss_scale=0": lambda: initialized("O2", loss_scale=0),
+    "amp.initialize() got models of str": lambda: amp.initialize("model"),
+    "amp.initialize() got optimizers of StepLR": lambda: amp.initialize(
+        net(), torch.optim.lr_scheduler.StepLR(sgd(net()), 1)
+    ),
+    "amp.initialize() got a model inside of DataParallel": lambda: amp.initialize(wrapped()),
+    "amp.initialize() got a Sequential whose 0.weight is in half precision": lambda: amp.initialize(
+        net().half()
+    ),
+    "amp.initialize() got the same SGD again": Delayed.twice,
+    "amp.state_dict() before amp.initialize()": amp.state_dict,
+    "optimizer.step() after amp.scale_loss(…, delay_unscale=True)": Delayed.step,
+    "optimizer.step(closure) under amp": Delayed.closure,
+    "amp.scale_loss(…, loss_id=1)": Delayed.loss_id,
+    "amp.scale_loss() got a SGD that amp does not know": Delayed.stranger,
+    "amp.load_state_dict() got model": Delayed.state,
+    "FusedAdam(…, amsgrad=True)": lambda: apex.optimizers.FusedAdam(
+        net().parameters(), amsgrad=True
+    ),
+    "FusedSGD(…, wd_after_momentum=True)": lambda: apex.optimizers.FusedSGD(
+        net().parameters(), 0.1, wd_after_momentum=True
+    ),
+    "DistributedDataParallel(…, gradient_average=False)": lambda: (
+        apex.parallel.DistributedDataParallel(net(), gradient_average=False)
+    ),
+    "DistributedDataParallel(…, retain_allreduce_buffers=True)": lambda: (
+        apex.parallel.DistributedDataParallel(net(), retain_allreduce_buffers=True)
+    ),
+}
+
+
+def mistaken(found):
+    with pytest.raises(UsageError) as caught:
+        MISTAKES[found]()
+    return caught.value.found, caught.value.fix
+
+
+def mistakes():
+    for found in MISTAKES:
+        amp._state = None
+        yield mistaken(found)
+
+
+def test_each_mistake_is_one_error_that_says_how_to_mend_it():
+    results = alone(listed, mistakes)
+    assert [found for found, _ in results] == list(MISTAKES)
+    assert all(fix for _, fix in results)
+
+
+def optimizers():
+    kinds = apex.optimizers
+    pairs = [
+        (kinds.FusedAdam, {"weight_decay": 0.1}, torch.optim.AdamW, {"weight_decay": 0.1}),
+        (
+            *(kinds.FusedAdam, {"weight_decay": 0.1, "adam_w_mode": False}),
+            *(torch.optim.Adam, {"weight_decay": 0.1}),
+        ),
+        (
+            kinds.FusedSGD,
+            {"lr": 0.1, "momentum": 0.9},
+            torch.optim.SGD,
+            {"lr": 0.1, "momentum": 0.9},
+        ),
+        (kinds.FusedLAMB, {}, hpctrain.optim.LAMB, {"max_grad_norm": 1.0}),
+    ]
+    for fused, given, plain_kind, same_as in pairs:
+        weights = []
+        for kind, keywords in ((fused, given), (plain_kind, same_as)):
+            model = net()
+            optimizer = kind(model.parameters(), **keywords)
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+            for batch in batches(3):
+                step(model, optimizer, *batch)
+            weights.append(torch.cat([v.flatten() for v in amp.master_params(optimizer)]).detach())
+        yield fused.__name__, (weights[0] - weights[1]).abs().max().item()
+
+
+def test_fused_optimizers_are_those_of_torch_and_lamb():
+    differences = alone(listed, optimizers)
+    assert [name for name, _ in differences] == ["FusedAdam", "FusedAdam", "FusedSGD", "FusedLAMB"]
+    assert max(difference for _, difference in differences) < 1e-5
+
+
+def test_batch_norm_over_ranks_is_refused_without_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="no GPU"):
+        apex.parallel.convert_syncbn_model(net())
+
+
+# As NVIDIA's example has it, but for the imports and `.cuda()`.
+SCRIPT = """
+import os
+import torch
+import torch.nn as nn
+from hpctrain.compat.apex import amp
+from hpctrain.compat.apex.parallel import DistributedDataParallel as DDP
+from hpctrain.data import load
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+torch.distributed.init_process_group("gloo", init_method="env://")
+rank = torch.distributed.get_rank()
+torch.manual_seed(rank)  # it is DDP that makes the weights equal
+train_set, _ = load("digits")
+sampler = DistributedSampler(train_set)
+train_loader = DataLoader(train_set, batch_size=32, sampler=sampler)
+
+model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(),
+                      nn.Linear(64, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+model = DDP(model, delay_allreduce=True)
+criterion = nn.CrossEntropyLoss()
+start = 0
+if os.path.exists("checkpoint.pth.tar"):
+    checkpoint = torch.load("checkpoint.pth.tar")
+    start = checkpoint["epoch"]
+    model.load_state_dict(checkpoint["state_dict"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    amp.load_state_dict(checkpoint["amp"])
+torch.distributed.barrier()
+
+losses = []
+for epoch in range(start, start + 1):
+    sampler.set_epoch(epoch)
+    for input, target in train_loader:
+        output = model(input)
+        loss = criterion(output, target)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if rank == 0:
+        torch.save({"epoch": epoch + 1, "state_dict": model.state_dict(),
+                    "optimizer": optimizer.state_dict(), "amp": amp.state_dict()},
+                   "checkpoint.pth.tar")
+masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+torch.distributed.destroy_process_group()
+"""
+
+
+def of_the_tutorial(port):
+    import os
+
+    names = {"RANK": "HPCTRAIN_RANK", "WORLD_SIZE": "HPCTRAIN_WORLD_SIZE"}
+    os.environ.update({name: os.environ[ours] for name, ours in names.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    left = runpy.run_path("train.py")
+    return left["losses"], left["masters"]
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_the_script_of_the_tutorial_trains_on_three_ranks_and_resumes(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    first = ranks.values(ranks.run(3, of_the_tutorial, free_port()))
+    second = ranks.values(ranks.run(3, of_the_tutorial, free_port()))
+    for results in (first, second):
+        for _, masters in results[1:]:
+            assert all(map(torch.equal, masters, results[0][1]))
+    begin, end = first[0][0][0], second[0][0][-1]
+    assert end < 0.3 * begin
+    assert second[0][0][0] < 0.7 * begin
+    state = torch.load("checkpoint.pth.tar", weights_only=True)
+    assert all(name.startswith("module.") for name in state["state_dict"])
+    assert {v.dtype for v in state["state_dict"].values()} == {torch.float32, torch.int64}
+    assert state["amp"]["loss_scaler0"].keys() == {"loss_scale", "unskipped"}
+    assert state["epoch"] == 2
+
+
+def warned(port):
+    import os
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.distributed.init_process_group("gloo")
+    model = amp.initialize(net(), opt_level="O2")
+    with told() as messages:
+        apex.parallel.DistributedDataParallel(model, message_size=1, num_allreduce_streams=2)
+        assert not messages
+        apex.parallel.DistributedDataParallel(
+            model, allreduce_always_fp32=True, gradient_predivide_factor=2.0
+        )
+    torch.distributed.destroy_process_group()
+    return messages
+
+
+def test_arguments_that_would_change_numbers_are_warned_about():
+    messages = alone(warned, free_port())
+    assert [re.search(r"…, (\w+)", message)[1] for message in messages] == [
+        "allreduce_always_fp32",
+        "gradient_predivide_factor",
+    ]
+
+
+def test_nothing_of_apex_itself_is_imported():
+    folder = Path(apex.__file__).parent
+    text = "".join(path.read_text() for path in folder.glob("*.py"))
+    assert not re.search(r"^\s*(import|from) apex", text, re.MULTILINE)
