@@ -1,54 +1,143 @@
 """The scripts of docs/migrate.md, run as they are printed there."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
+import runpy
+import socket
+import subprocess
+import sys
 
 import launches
 import pytest
+import ranks
 
 PAGE = (launches.TOP / "docs" / "migrate.md").read_text()
 SCRIPTS = {
     block.split()[1]: block
     for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 }
-# "before" and "after": of the commands, those that start here.
-COMMANDS = [line for line in re.findall(r"`([^`\n]+)`", PAGE) if re.search(r"\.py\b.*", line)]
-COMMANDS = [line for line in COMMANDS if line.startswith(("horovodrun ", "hpctrain run "))]
+BEFORE = dict(re.findall(r"^Before: `([^`]+?(\w+\.py))`", PAGE, re.MULTILINE))
+BEFORE = {script: command for command, script in BEFORE.items()}
+AFTER = re.findall(r"^After: `([^`]+)`", PAGE, re.MULTILINE)
+(SED,) = re.findall(r"^sed .*$", PAGE, re.MULTILINE)
 ACCURACY = 0.9
 PATH = f"{launches.BIN}:{os.environ['PATH']}"
 
 
 @pytest.fixture
-def scripts(tmp_path, lacking):
-    if importlib.util.find_spec("horovod") is None:
-        lacking("horovod", "hpctrain horovod build")
+def scripts(tmp_path):
     for name, text in SCRIPTS.items():
         (tmp_path / name).write_text(text)
     return tmp_path
 
 
-def test_the_page_has_a_script_before_and_after_and_how_each_is_started():
-    assert list(SCRIPTS) == ["by_hand.py", "ported.py"]
-    assert len(COMMANDS) == 3
-    assert "by_hand.py" in COMMANDS[0]
+@pytest.fixture
+def horovod(lacking):
+    if importlib.util.find_spec("horovod") is None:
+        lacking("horovod", "hpctrain horovod build")
 
 
-def test_horovod_by_hand_trains(scripts):
-    done = launches.start(["bash", "-c", COMMANDS[0]], scripts, PATH=PATH)
-    assert done.returncode == 0, done.stderr
-    *_, last = re.findall(r"epoch \d+ .* top1 (\S+)", done.stdout)
-    assert float(last) >= ACCURACY
+def accuracy(output):
+    *_, last = re.findall(r"epoch 4 .* top1 (\S+)", output)
+    return float(last)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def as_a_rank(script, options, variables):
+    """What a script prints in a process with the variables and options that a launcher gives."""
+    names = {"RANK": "HPCTRAIN_RANK", "WORLD_SIZE": "HPCTRAIN_WORLD_SIZE"}
+    places = {name: os.environ[ours] for name, ours in names.items()}
+    os.environ.update({name: value.format(**places) for name, value in variables.items()})
+    sys.argv = [script, *(option.format(**places) for option in options)]
+    sys.path.insert(0, os.getcwd())
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        runpy.run_path(script, run_name="__main__")
+    return said.getvalue()
+
+
+def test_the_page_has_every_form_before_and_after():
+    assert list(SCRIPTS) == [
+        *("common.py", "ported.py", "single.py", "data_parallel.py", "ddp.py", "spawned.py"),
+        *("slurm_by_hand.py", "mixed.py", "apex_o2.py", "horovod_by_hand.py"),
+    ]
+    assert len(AFTER) == len(SCRIPTS) - 2
+    assert all(" ported.py" in command for command in AFTER)
+
+
+@pytest.mark.parametrize("script", ["single.py", "data_parallel.py", "mixed.py"])
+def test_one_process_by_hand_trains(script, scripts):
+    assert BEFORE[script] == f"python {script}"
+    (said,) = ranks.values(ranks.run(1, as_a_rank, script, (), {}))
+    assert accuracy(said) >= ACCURACY
     assert (scripts / "model.pt").is_file()
 
 
-@pytest.mark.parametrize("command", COMMANDS[1:])
-def test_the_ported_script_trains_as_well(command, scripts):
-    done = launches.start(["bash", "-c", command], scripts, PATH=PATH)
+RANKS = {"RANK": "{RANK}", "WORLD_SIZE": "{WORLD_SIZE}", "LOCAL_RANK": "{RANK}"}
+SLURM = {"SLURM_PROCID": "{RANK}", "SLURM_NTASKS": "{WORLD_SIZE}", "SLURM_LOCALID": "{RANK}"}
+
+
+def met():
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_slurm_by_hand_trains(scripts):
+    first, *_ = ranks.values(ranks.run(2, as_a_rank, "slurm_by_hand.py", (), {**SLURM, **met()}))
+    assert accuracy(first) >= ACCURACY
+    assert (scripts / "model.pt").is_file()
+
+
+def test_apex_trains_with_other_imports(scripts):
+    before = (scripts / "apex_o2.py").read_text()
+    subprocess.run(["bash", "-c", SED], cwd=scripts, check=True)
+    changed = set((scripts / "apex_o2.py").read_text().splitlines()) - set(before.splitlines())
+    assert changed == {
+        "from hpctrain.compat.apex import amp",
+        "from hpctrain.compat.apex.parallel import DistributedDataParallel",
+    }
+    options = ("--local-rank={RANK}",)
+    first, *_ = ranks.values(ranks.run(2, as_a_rank, "apex_o2.py", options, {**RANKS, **met()}))
+    assert accuracy(first) >= ACCURACY
+    assert (scripts / "checkpoint.pt").is_file()
+
+
+@pytest.mark.parametrize("script", ["ddp.py", "spawned.py", "horovod_by_hand.py"])
+def test_what_starts_its_ranks_itself_trains(script, scripts, request):
+    if "horovod" in script:
+        request.getfixturevalue("horovod")
+    command = BEFORE[script]
+    done = launches.start(["bash", "-c", command], scripts, PATH=PATH, MASTER_PORT=free_port())
     assert done.returncode == 0, done.stderr
+    assert accuracy(done.stdout) >= ACCURACY
+    assert (scripts / "model.pt").is_file()
+
+
+def started(command):
+    """Ranks and options of a command with the ported script; its launcher is tested elsewhere."""
+    launcher, options = re.fullmatch(r"(.+) ported\.py ?(.*)", command).groups()
+    # On CPUs `auto` is one rank.
+    return 1 if launcher == "python" or "auto" in launcher else 2, options
+
+
+@pytest.mark.parametrize(("size", "options"), sorted(set(map(started, AFTER))))
+def test_the_ported_script_trains_as_well(size, options, scripts, request):
+    over_horovod = "--backend horovod" in options
+    if over_horovod:
+        request.getfixturevalue("horovod")
+    ranks.values(ranks.run(size, as_a_rank, "ported.py", options.split(), {}))
     (run,) = (scripts / "runs").iterdir()
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["backend"], summary["world_size"]) == ("horovod", 2)
+    assert summary["status"] == "done"
     assert summary["metrics"]["top1"] >= ACCURACY
     assert (scripts / "model.pt").is_file()
+    assert summary["world_size"] == size
+    assert (summary["backend"] == "horovod") == over_horovod
