@@ -40,16 +40,13 @@ class Parts(Protocol):
     def models(self) -> Sequence[nn.Module]:
         """The prepared models."""
 
-
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """The prepared optimizers."""
 
-
     @property
     def ema(self) -> EMA | None:
         """The average of their weights."""
-
 
 
 @dataclass(frozen=True, slots=True)

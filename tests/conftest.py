@@ -17,6 +17,7 @@ TOP = Path(__file__).resolve().parent.parent
 PARTS = (
     *("slurm", "fashion-mnist", "shellcheck", "openmpi", "mpich", "pmix", "submitit"),
     *("horovod", "ssh", "openmpi5", "intelmpi", "ipv6", "two-cores", "no-driver"),
+    "gpu",
 )
 
 

@@ -38,6 +38,7 @@ for part in shellcheck:shellcheck openmpi:mpirun.openmpi mpich:mpirun.mpich ssh:
 done
 [ "$(nproc)" -lt 2 ] || required+=(--require two-cores)
 [ -e /dev/nvidiactl ] || required+=(--require no-driver)
+[ ! -e /dev/nvidiactl ] || required+=(--require gpu)
 ! dpkg-query -W libpmix-dev >/dev/null 2>&1 || required+=(--require pmix)
 # Minutes once, and nothing while .venv stays as it is.
 built=.venv/.horovod

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import os
 import re
 import runpy
 import socket
@@ -443,42 +444,33 @@ def wrapped():
     return nn.DataParallel(net())
 
 
-class Delayed:
-    """Mistakes that need a step."""
+def too_early():
+    model, optimizer = initialized("O2")
+    ((images, targets),) = batches(1)
+    step(model, optimizer, images, targets, delay_unscale=True)
 
-    @staticmethod
-    def step():
-        model, optimizer = initialized("O2")
-        ((images, targets),) = batches(1)
-        step(model, optimizer, images, targets, delay_unscale=True)
 
-    @staticmethod
-    def closure():
-        initialized("O1")[1].step(lambda: 1.0)
+def unknown_loss(**keywords):
+    _, optimizer = initialized("O1")
+    with amp.scale_loss(torch.ones(()), optimizer, **keywords):
+        pass
 
-    @staticmethod
-    def loss_id():
-        _, optimizer = initialized("O1")
-        with amp.scale_loss(torch.ones(()), optimizer, loss_id=1):
-            pass
 
-    @staticmethod
-    def stranger():
-        initialized("O1")
-        with amp.scale_loss(torch.ones(()), sgd(net())):
-            pass
+def unknown_optimizer():
+    initialized("O1")
+    with amp.scale_loss(torch.ones(()), sgd(net())):
+        pass
 
-    @staticmethod
-    def twice():
-        amp.initialize(*initialized("O1"))
 
-    @staticmethod
-    def state():
-        initialized("O1")
-        amp.load_state_dict({"model": {}})
+def strange_state():
+    initialized("O1")
+    amp.load_state_dict({"model": {}})
 
 
 MISTAKES = {
+    "amp.state_dict() before amp.initialize()": amp.state_dict,
+    "amp.scale_loss(…, delay_overflow_check=True)": lambda: unknown_loss(delay_overflow_check=True),
+    "amp.initialize(…, num_losses=0)": lambda: initialized("O1", num_losses=0),
     "opt_level='02'": lambda: initialized("02"),
     "keep_batchnorm_fp32=True with opt_level O1": lambda: initialized(
         "O1", keep_batchnorm_fp32=True
@@ -501,13 +493,12 @@ MISTAKES = {
     "amp.initialize() got a Sequential whose 0.weight is in half precision": lambda: amp.initialize(
         net().half()
     ),
-    "amp.initialize() got the same SGD again": Delayed.twice,
-    "amp.state_dict() before amp.initialize()": amp.state_dict,
-    "optimizer.step() after amp.scale_loss(…, delay_unscale=True)": Delayed.step,
-    "optimizer.step(closure) under amp": Delayed.closure,
-    "amp.scale_loss(…, loss_id=1)": Delayed.loss_id,
-    "amp.scale_loss() got a SGD that amp does not know": Delayed.stranger,
-    "amp.load_state_dict() got model": Delayed.state,
+    "amp.initialize() got the same SGD again": lambda: amp.initialize(*initialized("O1")),
+    "optimizer.step() after amp.scale_loss(…, delay_unscale=True)": too_early,
+    "optimizer.step(closure) under amp": lambda: initialized("O1")[1].step(lambda: 1.0),
+    "amp.scale_loss(…, loss_id=1)": lambda: unknown_loss(loss_id=1),
+    "amp.scale_loss() got a SGD that amp does not know": unknown_optimizer,
+    "amp.load_state_dict() got model": strange_state,
     "FusedAdam(…, amsgrad=True)": lambda: apex.optimizers.FusedAdam(
         net().parameters(), amsgrad=True
     ),
@@ -531,12 +522,11 @@ def mistaken(found):
 
 def mistakes():
     for found in MISTAKES:
-        amp._state = None
         yield mistaken(found)
 
 
 def test_each_mistake_is_one_error_that_says_how_to_mend_it():
-    results = alone(listed, mistakes)
+    results = alone(listed, mistakes)  # the first before any initialize
     assert [found for found, _ in results] == list(MISTAKES)
     assert all(fix for _, fix in results)
 
@@ -573,6 +563,55 @@ def test_fused_optimizers_are_those_of_torch_and_lamb():
     differences = alone(listed, optimizers)
     assert [name for name, _ in differences] == ["FusedAdam", "FusedAdam", "FusedSGD", "FusedLAMB"]
     assert max(difference for _, difference in differences) < 1e-5
+
+
+def apex_checkpoint():
+    """Apex kept the steps in the groups, beside fewer settings."""
+    kept = ("params", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
+    for kind in (apex.optimizers.FusedAdam, apex.optimizers.FusedLAMB, apex.optimizers.FusedSGD):
+        moved = {"momentum": 0.9} if "SGD" in kind.__name__ else {"weight_decay": 0.1}
+        weights = []
+        for interrupted in (False, True):
+            model = net()
+            optimizer = kind(model.parameters(), lr=0.01, **moved)
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+            for number, batch in enumerate(batches(4)):
+                if interrupted and number == 2:
+                    state = optimizer.state_dict()
+                    (group,) = state["param_groups"]
+                    group = {name: group[name] for name in kept if name in group}
+                    if "SGD" not in kind.__name__:
+                        group["step"] = 2
+                        for entry in state["state"].values():
+                            del entry["step"]
+                    optimizer = kind(model.parameters(), lr=1.0)
+                    optimizer.load_state_dict({**state, "param_groups": [group]})
+                    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+                step(model, optimizer, *batch)
+            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        yield kind.__name__, torch.equal(*weights)
+
+
+def test_fused_optimizers_load_the_state_of_apex():
+    names = ("FusedAdam", "FusedLAMB", "FusedSGD")
+    assert alone(listed, apex_checkpoint) == [(name, True) for name in names]
+
+
+def without_gradients():
+    models = [net(0), net(1)]
+    optimizers = [sgd(model) for model in models]
+    amp.initialize(models, optimizers, opt_level="O2")
+    ((images, targets),) = batches(1)
+    for _ in range(2):
+        loss = F.cross_entropy(models[0](images), targets)
+        with amp.scale_loss(loss, optimizers[1]) as scaled_loss:
+            scaled_loss.backward()
+        optimizers[1].step()
+    return torch.equal(models[1].state_dict()["4.weight"], net(1)[4].weight)
+
+
+def test_a_loss_may_leave_an_optimizer_without_gradients():
+    assert alone(without_gradients)
 
 
 def test_batch_norm_over_ranks_is_refused_without_gpus(monkeypatch):
@@ -634,12 +673,15 @@ torch.distributed.destroy_process_group()
 """
 
 
-def of_the_tutorial(port):
-    import os
-
+def as_launched(port):
+    """The variables of torch's launcher."""
     names = {"RANK": "HPCTRAIN_RANK", "WORLD_SIZE": "HPCTRAIN_WORLD_SIZE"}
     os.environ.update({name: os.environ[ours] for name, ours in names.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+
+
+def of_the_tutorial(port):
+    as_launched(port)
     left = runpy.run_path("train.py")
     return left["losses"], left["masters"]
 
@@ -667,10 +709,27 @@ def test_the_script_of_the_tutorial_trains_on_three_ranks_and_resumes(tmp_path):
     assert state["epoch"] == 2
 
 
-def warned(port):
-    import os
+def loaded_by_rank_0(port):
+    """Weights that half precision cannot hold, which only rank 0 knows, before DDP."""
+    as_launched(port)
+    torch.distributed.init_process_group("gloo")
+    model, optimizer = initialized("O2", seed=torch.distributed.get_rank())
+    if torch.distributed.get_rank() == 0:
+        model.load_state_dict({name: v + v / 3 for name, v in net(5).state_dict().items()})
+    wrapped = apex.parallel.DistributedDataParallel(model)
+    ((images, targets),) = batches(1)
+    step(wrapped, optimizer, images, targets)
+    torch.distributed.destroy_process_group()
+    return [p.detach() for p in amp.master_params(optimizer)]
 
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+def test_masters_are_the_same_on_all_ranks_where_only_rank_0_has_loaded():
+    first, *others = ranks.values(ranks.run(3, loaded_by_rank_0, free_port()))
+    assert all(all(map(torch.equal, first, other)) for other in others)
+
+
+def warned(port):
+    as_launched(port)
     torch.distributed.init_process_group("gloo")
     model = amp.initialize(net(), opt_level="O2")
     with told() as messages:

@@ -44,6 +44,20 @@ class Adopted:
         self._plain = plain
         optimizer._amp = self  # type: ignore[attr-defined]
 
+    @staticmethod
+    def check(optimizer: Optimizer) -> None:
+        """Hold an optimizer to what can be adopted.
+
+        Raises:
+            UsageError: it was adopted before.
+        """
+        if hasattr(optimizer, "_amp"):
+            raise UsageError(
+                f"amp.initialize() got the same {type(optimizer).__name__} again",
+                "each optimizer once",
+                "one amp.initialize([model1, model2], [optimizer1, optimizer2])",
+            )
+
     @classmethod
     def of(cls, optimizer: Any) -> "Adopted":
         """What became of an optimizer.
@@ -75,7 +89,9 @@ class Adopted:
         """After a backward pass: true gradients where the optimizer looks for them."""
         if self.pairs is not None:
             self.pairs.collect(self.optimizer)
-        scale.unscale_(self.optimizer)
+        if any(parameter.grad is not None for parameter in self._parameters()):
+            # GradScaler would wait for a step of an optimizer that the loss had no part in.
+            scale.unscale_(self.optimizer)
         for parameter, gradient in self._before.items():
             if parameter.grad is not None:
                 gradient.add_(parameter.grad)

@@ -5,7 +5,8 @@ Source: https://nvidia.github.io/apex/amp.html and advanced.html. What is not as
 - O1 runs the forward pass of a model under `torch.autocast`, and nothing else: Apex patched torch
   for the whole process. Half-precision outputs come out in fp32, so a loss is computed in fp32.
 - Under O2 a model's `state_dict()` has the fp32 master weights themselves, and loads them.
-- A step that overflows is left out under a fixed loss scale as well, unless it is 1.
+- A step that overflows is left out under a fixed loss scale as well, unless that is 1 and there are
+  no master weights.
 - CPUs are welcome.
 """
 
@@ -38,6 +39,20 @@ class _State:
     def __init__(self, scales: Sequence[Scale], verbose: bool) -> None:
         self.scales = scales
         self.verbose = verbose
+
+    def scale(self, loss_id: int) -> Scale:
+        """That of a loss.
+
+        Raises:
+            UsageError: there is no such loss.
+        """
+        if not 0 <= loss_id < len(self.scales):
+            raise UsageError(
+                f"amp.scale_loss(…, loss_id={loss_id})",
+                f"a number below num_losses, which is {len(self.scales)}",
+                f"amp.initialize(…, num_losses={loss_id + 1})",
+            )
+        return self.scales[loss_id]
 
 
 _state: _State | None = None
@@ -96,15 +111,12 @@ def initialize(
         master_weights,
         loss_scale,
     )
+    if num_losses < 1:
+        raise UsageError(f"amp.initialize(…, num_losses={num_losses})", "1 or more", "num_losses=1")
     for model in model_list:
         conversion.check(model)
     for optimizer in optimizer_list:
-        if hasattr(optimizer, "_amp"):
-            raise UsageError(
-                f"amp.initialize() got the same {type(optimizer).__name__} again",
-                "each optimizer once",
-                "one amp.initialize([model1, model2], [optimizer1, optimizer2])",
-            )
+        Adopted.check(optimizer)
     device = _device(model_list)
     level = conversion.open_level(properties, device)
     for model in model_list:
@@ -173,13 +185,7 @@ def scale_loss(
             "a step that knows whether there was an overflow",
             "leave delay_overflow_check out",
         )
-    if not 0 <= loss_id < len(state.scales):
-        raise UsageError(
-            f"amp.scale_loss(…, loss_id={loss_id})",
-            f"a number below num_losses, which is {len(state.scales)}",
-            f"amp.initialize(…, num_losses={loss_id + 1})",
-        )
-    scale = state.scales[loss_id]
+    scale = state.scale(loss_id)
     chosen = optimizers if isinstance(optimizers, list) else [optimizers]
     if scale.idle and not any(hasattr(optimizer, "_amp") for optimizer in chosen):
         yield loss.float()
@@ -196,15 +202,13 @@ def scale_loss(
         each.unscale(scale)
     overflowed = scale.overflowed()
     scale.follow()
-    if overflowed:
-        for each in adopted:
-            each.skip = True
-        if state.verbose:
-            logger.warning(
-                "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %g",
-                loss_id,
-                scale.get_scale(),
-            )
+    if not overflowed:
+        return
+    for each in adopted:
+        each.skip = True
+    if state.verbose:
+        text = "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %g"
+        logger.warning(text, loss_id, scale.get_scale())
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:

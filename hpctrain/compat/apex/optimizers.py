@@ -1,6 +1,7 @@
 """apex.optimizers, on torch's fused optimizers and on LAMB.
 
-Each is a function that gives torch's own optimizer, with Apex's arguments and defaults.
+Each is a function that gives torch's own optimizer, with Apex's arguments and defaults, which also
+loads the state of Apex's.
 """
 
 from typing import Any
@@ -35,7 +36,9 @@ def FusedAdam(  # noqa: N802, as Apex's class
     _refuse("FusedAdam", "bias_correction", bias_correction, True, "leave bias_correction out")
     _refuse("FusedAdam", "set_grad_none", set_grad_none, True, _ZERO)
     kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+    return _loads_apex(
+        kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+    )
 
 
 def FusedSGD(  # noqa: N802
@@ -57,7 +60,7 @@ def FusedSGD(  # noqa: N802
     _refuse(
         "FusedSGD", "wd_after_momentum", wd_after_momentum, False, "leave wd_after_momentum out"
     )
-    return torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         params,
         lr=lr,
         momentum=momentum,
@@ -66,6 +69,7 @@ def FusedSGD(  # noqa: N802
         nesterov=nesterov,
         fused=True,
     )
+    return _loads_apex(optimizer)
 
 
 def FusedLAMB(  # noqa: N802
@@ -89,7 +93,7 @@ def FusedLAMB(  # noqa: N802
     """
     _refuse("FusedLAMB", "amsgrad", amsgrad, False, "leave amsgrad out")
     _refuse("FusedLAMB", "set_grad_none", set_grad_none, True, _ZERO)
-    return LAMB(
+    optimizer = LAMB(
         params,
         lr=lr,
         betas=betas,
@@ -101,6 +105,7 @@ def FusedLAMB(  # noqa: N802
         max_grad_norm=max_grad_norm,
         use_nvlamb=use_nvlamb,
     )
+    return _loads_apex(optimizer)
 
 
 _ZERO = "leave set_grad_none out, and optimizer.zero_grad(set_to_none=False)"
@@ -109,3 +114,25 @@ _ZERO = "leave set_grad_none out, and optimizer.zero_grad(set_to_none=False)"
 def _refuse(optimizer: str, name: str, value: Any, only: Any, fix: str) -> None:
     if value is not only:
         raise UsageError(f"{optimizer}(…, {name}={value})", f"{name}={only}", fix)
+
+
+def _loads_apex(optimizer: Optimizer) -> Optimizer:
+    optimizer.register_load_state_dict_pre_hook(_translate)
+    return optimizer
+
+
+def _translate(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """Apex counted the steps of a group, and had fewer settings; torch counts each parameter's."""
+    mine, saved = optimizer.param_groups, state_dict["param_groups"]
+    if len(mine) != len(saved):
+        return None  # torch says so
+    state = {number: dict(entry) for number, entry in state_dict["state"].items()}
+    groups = []
+    for own, group in zip(mine, saved, strict=True):
+        step = group.get("step")
+        groups.append({**own, **{name: group[name] for name in group if name != "step"}})
+        for number in state.keys() & set(group["params"]) if step is not None else ():
+            # LAMB keeps a number, which it can read without waiting for the device.
+            whole = isinstance(optimizer, LAMB)
+            state[number]["step"] = int(step) if whole else torch.tensor(float(step))
+    return {"state": state, "param_groups": groups}

@@ -51,7 +51,9 @@ def settle(
         UsageError: no level, or a property that the level does not have.
     """
     if opt_level not in _OWN_TYPE:
-        raise UsageError(f"opt_level={opt_level!r}", "O0, O1, O2 or O3", 'opt_level="O1"')
+        raise UsageError(
+            f"opt_level={opt_level!r}", "O0, O1, O2 or O3, with the letter O", 'opt_level="O1"'
+        )
     own = _OWN_TYPE[opt_level]
     if cast_model_type not in (None, own) and not (
         opt_level == "O1" and cast_model_type in (False, torch.float32)
