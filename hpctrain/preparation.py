@@ -63,8 +63,10 @@ def prepare_model(
     model.to(placement.device)
     if placement.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if options.sync_batchnorm:
-        model = syncbn.convert(model, backend)
+    # torch's own layers sum over torch.distributed on GPUs, or not at all.
+    theirs = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    if options.sync_batchnorm or theirs:
+        syncbn.convert(model, backend)
     precision.convert(model)
     if options.compile:
         model.compile()  # type: ignore[no-untyped-call]

@@ -171,7 +171,9 @@ class Session:
             self.precision = precision.open_precision(
                 opts.precision,
                 self.device,
-                precision.Settings(opts.loss_scale, opts.keep_batchnorm_fp32),
+                precision.Settings(
+                    opts.loss_scale, opts.keep_batchnorm_fp32, start.world.world_size
+                ),
             )
             preparation.check_compiler(opts, self.device)
             backends.check(backend, start.world, self.device, self._settings(own))

@@ -21,7 +21,7 @@ def convert(model: nn.Module, backend: Backend) -> nn.Module:
 
     On GPUs under ddp the layers become torch's own SyncBatchNorm, else the one below, also where
     they were torch's, which takes no CPU. Weights, buffers, hooks and names stay. A rank that is
-    alone has nothing to sum, and keeps its model.
+    alone has nothing to sum, and keeps its model, but for torch's layers on a CPU.
 
     Args:
         model: on its device, before the backend wraps it.
@@ -41,7 +41,12 @@ def convert(model: nn.Module, backend: Backend) -> nn.Module:
             "hpctrain run SCRIPT, with --backend ddp",
         )
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
-    if backend.world_size == 1 or not layers:
+    if backend.world_size == 1:
+        for _, layer in layers:
+            if isinstance(layer, nn.SyncBatchNorm) and backend.device.type == "cpu":
+                layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
+        return model
+    if not layers:
         return model
     for name, layer in layers:
         _refuse(name or "the model", layer)

@@ -24,10 +24,12 @@ class Settings:
         loss_scale: a number, "dynamic", or None for that of the precision.
         keep_batchnorm_fp32: whether batch norm stays in fp32 where weights are in half precision;
             None for what the precision does.
+        world_size: ranks that share a step.
     """
 
     loss_scale: float | str | None = None
     keep_batchnorm_fp32: bool | None = None
+    world_size: int = 1
 
 
 class Precision:
@@ -60,7 +62,9 @@ class Precision:
         self.settings = settings
         self.nonfinite = NonFinite(device)
         scale = settings.loss_scale or self.default_loss_scale
-        self.scaler = LossScaler(device, scale) if scale not in (None, 1, 1.0) else None
+        self.scaler = (
+            LossScaler(device, scale, settings.world_size) if scale not in (None, 1, 1.0) else None
+        )
         self._as_it_is = nullcontext()
 
     @property

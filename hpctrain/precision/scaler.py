@@ -1,5 +1,6 @@
 """The scale of a loss, dynamic or fixed."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,8 @@ from torch import Tensor
 
 __all__ = ["LossScaler"]
 
-_DYNAMIC_START = 2.0**16  # as GradScaler's and Apex's
+_START = 2.0**16  # as GradScaler's and Apex's
+_LEAST_START = 2.0**10
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -20,12 +22,19 @@ class LossScaler(torch.amp.GradScaler):
 
     Args:
         device: of this rank.
-        scale: a number, or "dynamic".
+        scale: a number, or "dynamic". That begins at 65,536 over the ranks, a power of two: then a
+            micro-batch goes backward with the same factor, and overflows in the same steps, whether
+            ranks share a step or one process accumulates it, which divides the loss as well. But
+            not below 1,024.
+        world_size: ranks that share a step.
     """
 
-    def __init__(self, device: torch.device, scale: float | str | None) -> None:
+    def __init__(
+        self, device: torch.device, scale: float | str | None, world_size: int = 1
+    ) -> None:
         self._fixed = None if isinstance(scale, str) or scale is None else float(scale)
-        super().__init__(device.type, init_scale=self._fixed or _DYNAMIC_START)
+        start = max(2.0 ** math.floor(math.log2(_START / world_size)), _LEAST_START)
+        super().__init__(device.type, init_scale=self._fixed or start)
 
     def overflows(self) -> Sequence[Tensor]:
         """Of each optimizer stepped since the last `follow`: above 0 after an overflow."""

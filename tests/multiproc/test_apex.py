@@ -182,6 +182,11 @@ def test_clipped_gradients_are_those_that_the_step_takes():
     assert norms == pytest.approx([0.1] * STEPS, rel=1e-4)
 
 
+def test_model_zero_grad_does_what_optimizer_zero_grad_does():
+    mine, _ = alone(clipped, "O2", 1e9)
+    same(mine, alone(train, "O2"))
+
+
 def accumulated(level, delay):
     model, optimizer = initialized(level)
     losses = []

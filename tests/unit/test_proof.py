@@ -98,6 +98,19 @@ def test_what_may_be_meant_is_a_warning(alike, path, value, said):
     assert found.fix
 
 
+@pytest.mark.parametrize(
+    ("saying", "value", "wrong"),
+    [((0, 1, 2, 3), "1", False), ((1, 2), "1", True), ((0, 1, 2, 3), "0", True), ((), "", True)],
+)
+def test_ranks_share_a_gpu_only_where_all_tell_nccl_so(alike, saying, value, wrong):
+    for rank in saying:
+        alike[rank]["network"] = {"NCCL_MULTI_RANK_GPU_ENABLE": value}
+    change(alike[2], "gpu", "GPU-1")
+    found = {one.subject: one for one in proof.differences(alike, HOSTS)}
+    assert found["GPU"].found == "one GPU (GPU-1) is shared by ranks 1, 2 (node1, node2)"
+    assert found["GPU"].wrong == wrong
+
+
 def test_each_host_may_have_an_interface_of_its_own(alike):
     for rank, entry in enumerate(alike):
         entry["network"] = {"GLOO_SOCKET_IFNAME": f"eth{rank}", "NCCL_SOCKET_IFNAME": f"ib{rank}"}
