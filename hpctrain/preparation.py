@@ -1,5 +1,6 @@
 """How a model and an optimizer become those of a session."""
 
+import io
 import os
 import shutil
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ __all__ = [
     "plan_schedule",
     "prepare_model",
     "prepare_optimizer",
+    "share_state",
 ]
 
 
@@ -99,6 +101,22 @@ def prepare_optimizer(
             batches.global_batch,
             options.lr_reference_batch,
         )
+
+
+def share_state(optimizer: Optimizer, backend: Backend) -> None:
+    """Rank 0's state on every rank, next to the weights; mostly there is none yet.
+
+    Args:
+        optimizer: changed in place.
+        backend: of the session.
+    """
+    box = io.BytesIO()
+    if backend.rank == 0 and optimizer.state:
+        torch.save(optimizer.state_dict(), box)
+    state = backend.share(box.getvalue())
+    if state:
+        # Loading also moves it to the device of the weights.
+        optimizer.load_state_dict(torch.load(io.BytesIO(state), "cpu", weights_only=True))
 
 
 def plan_schedule(

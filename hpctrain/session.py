@@ -1,7 +1,6 @@
 """Session: the only place where World, Backend and Precision meet."""
 
 import argparse
-import io
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -239,22 +238,12 @@ class Session:
             if isinstance(thing, Optimizer):
                 preparation.prepare_optimizer(thing, self._models, self.options, self.batches)
                 self.precision.adopt(thing)
-                self._share_state(thing)
+                preparation.share_state(thing, self.backend)
                 self._optimizers.append(thing)
         if self.options.ema is not None:
             self._ema = EMA(self._models, self.options.ema, source=self.precision.master)
         self._arm()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
-
-    def _share_state(self, optimizer: Optimizer) -> None:
-        """Rank 0's state on every rank, next to the weights; mostly there is none yet."""
-        box = io.BytesIO()
-        if self.is_main and optimizer.state:
-            torch.save(optimizer.state_dict(), box)
-        state = self.backend.share(box.getvalue())
-        if state:
-            # Loading also moves it to the device of the weights.
-            optimizer.load_state_dict(torch.load(io.BytesIO(state), "cpu", weights_only=True))
 
     def loader(
         self,
@@ -280,27 +269,8 @@ class Session:
         Raises:
             UsageError: fewer samples than a step takes, or an argument that the session sets.
         """
-        own = sorted(_OWN_LOADER_ARGUMENTS & arguments.keys())
-        if own:
-            raise UsageError(
-                f"loader(…, {', '.join(own)})",
-                "arguments that the session does not set itself",
-                "--workers N; loader(dataset, train=False) for a fixed order; and any loader of "
-                "your own can go into run.batches()",
-            )
+        data.check_arguments(train, batch_size, drop_last, arguments)
         length = len(dataset)  # type: ignore[arg-type]
-        if train and batch_size is not None:
-            raise UsageError(
-                f"loader(…, batch_size={batch_size}) for a training",
-                "the micro-batch of the session",
-                f"--batch-size {batch_size}    or: Session(batch_size={batch_size})",
-            )
-        if not train and drop_last is not None:
-            raise UsageError(
-                "loader(…, drop_last=…) for an evaluation",
-                "every sample once",
-                "leave drop_last out",
-            )
         sampler: data.TrainingSampler | data.EvaluationSampler
         if train:
             sampler = data.TrainingSampler(
@@ -463,10 +433,3 @@ class Session:
 def _prove(roll: meeting.Roll) -> None:
     """The start-up proof, by rank 0 for all."""
     proof.check(roll.entries, [roll.hosts[host] for host in roll.host_of_rank])
-
-
-# What `session.loader` decides: order, size, and processes.
-_OWN_LOADER_ARGUMENTS = {
-    *("shuffle", "sampler", "batch_sampler", "generator"),
-    *("num_workers", "persistent_workers", "pin_memory"),
-}

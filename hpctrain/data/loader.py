@@ -1,6 +1,6 @@
 """From a data set to batches on the device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader, Dataset
 from hpctrain import seeds
 from hpctrain.data.augmentation import Seeded
 from hpctrain.data.sampler import EvaluationSampler, TrainingSampler
+from hpctrain.errors import UsageError
 from hpctrain.nested import map_tensors
 
-__all__ = ["Loader", "Placement"]
+__all__ = ["Loader", "Placement", "check_arguments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,45 @@ class Loader:
                 yield batch
         finally:
             self._weigh(1.0)
+
+
+def check_arguments(
+    train: bool, batch_size: int | None, drop_last: bool | None, more: Mapping[str, Any]
+) -> None:
+    """Hold the arguments of `session.loader` to each other.
+
+    Args:
+        train, batch_size, drop_last: as they were given.
+        more: those for `torch.utils.data.DataLoader`.
+
+    Raises:
+        UsageError: an argument that the session sets, or that has no meaning there.
+    """
+    own = sorted(_OWN_ARGUMENTS & more.keys())
+    if own:
+        raise UsageError(
+            f"loader(…, {', '.join(own)})",
+            "arguments that the session does not set itself",
+            "--workers N; loader(dataset, train=False) for a fixed order; and any loader of "
+            "your own can go into run.batches()",
+        )
+    if train and batch_size is not None:
+        raise UsageError(
+            f"loader(…, batch_size={batch_size}) for a training",
+            "the micro-batch of the session",
+            f"--batch-size {batch_size}    or: Session(batch_size={batch_size})",
+        )
+    if not train and drop_last is not None:
+        raise UsageError(
+            "loader(…, drop_last=…) for an evaluation", "every sample once", "leave drop_last out"
+        )
+
+
+# Order, size and processes.
+_OWN_ARGUMENTS = {
+    *("shuffle", "sampler", "batch_sampler", "generator"),
+    *("num_workers", "persistent_workers", "pin_memory"),
+}
 
 
 class _WithEpoch:

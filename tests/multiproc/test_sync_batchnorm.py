@@ -291,3 +291,24 @@ def test_layers_whose_sums_are_not_known_are_refused_by_name(layer, words):
         syncbn.convert(nn.ModuleDict({"norm": layer}), NcclBackend())
     for word in ["--sync-batchnorm", "norm", *words]:
         assert word in str(refused.value)
+
+
+def with_layers_of_torchs(synchronise):
+    """A script written for GPUs, which has torch's layers: here they would refuse the CPU."""
+    with session(batch_size=4, precision="fp64") as opened:
+        model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
+        if synchronise:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = opened.prepare(model)
+        generator = torch.Generator().manual_seed(1)
+        whole = torch.rand(12, 5, generator=generator, dtype=torch.float64)
+        size = 12 // opened.world.world_size
+        return model(whole[opened.world.rank * size :][:size]).detach()
+
+
+def test_a_model_with_torchs_layers_trains_on_cpus_without_being_asked(run):
+    (expected,) = ranks.values(run(1, with_layers_of_torchs, False))
+    (alone,) = ranks.values(run(1, with_layers_of_torchs, True))
+    assert torch.equal(alone, expected)
+    together = torch.cat(ranks.values(run(3, with_layers_of_torchs, True)))
+    assert torch.allclose(together, expected, rtol=1e-12, atol=1e-14)
