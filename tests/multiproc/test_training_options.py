@@ -162,8 +162,7 @@ def clipped(options):
         return torch.cat(moved)
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp16", "O2"])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("precision", "accumulate"), [("fp64", 1), ("fp16", 3), ("O2", 3)])
 def test_clipping_is_of_the_averaged_true_gradients(run, precision, accumulate):
     scale = {} if precision == "fp64" else {"loss_scale": 8.0}
     options = {"precision": precision, "accumulate": accumulate, **scale}
