@@ -48,12 +48,12 @@ class Metrics:
         directory: of the run.
         keep: rows to keep of an earlier start; those after them are removed.
         accumulate: micro-batches of one step on each rank.
-        count_streak: gives the steps in a row without finite numbers, on this rank.
+        gives_up: says whether this rank has had too many steps without finite numbers.
 
     Attributes:
         rows: that are written.
-        streak: the mean of that count over the ranks, at the last sum that all have heard of; it
-            changes at the same row on all of them.
+        given_up: ranks that said so, at the last sum that all have heard of; it changes at the
+            same row on all of them.
         last: the newest value of each name.
     """
 
@@ -63,14 +63,14 @@ class Metrics:
         directory: RunDirectory,
         keep: int,
         accumulate: int,
-        count_streak: Callable[[], Any] = lambda: 0,
+        gives_up: Callable[[], Any] = lambda: False,
     ) -> None:
         self._backend = backend
         self._accumulate = accumulate
         self._micro_batches = accumulate * backend.world_size
-        self._count_streak = count_streak
-        self._heard = 0.0  # of the streak; by some ranks before others
-        self.streak = 0.0
+        self._gives_up = gives_up
+        self._heard = 0.0  # by some ranks before others
+        self.given_up = 0.0
         self._on_host = backend.device.type == "cpu"
         self._step: dict[str, Any] = {}  # tensors on a GPU, Python floats on a CPU
         self._unwritten: deque[_Row] = deque()
@@ -102,9 +102,11 @@ class Metrics:
             if self._on_host:
                 # No device to wait for, and far cheaper than arithmetic on tensors.
                 number = value.item() if isinstance(value, Tensor) else float(value)
+            elif isinstance(value, Tensor):
+                number = value.detach().reshape(())
+                number = number.to(self._backend.device, torch.float64, non_blocking=True)
             else:
-                number = torch.as_tensor(value, dtype=torch.float64, device=self._backend.device)
-                number = number.detach().reshape(())
+                number = float(value)  # made a tensor of where the row is summed
             if weight != 1.0:
                 number = number * weight
             known = self._step.get(name)
@@ -142,7 +144,7 @@ class Metrics:
         if self._gathered:
             self._begin()
         self._finish()
-        self.streak = self._heard
+        self.given_up = self._heard
 
     def write(self, head: dict[str, Any], values: Mapping[str, Any]) -> None:
         """A row of values that are the same on all ranks, such as those of an evaluation."""
@@ -159,14 +161,14 @@ class Metrics:
     def _begin(self) -> None:
         """Begin the sum of the gathered rows, when that before it is there."""
         self._finish()
-        self.streak = self._heard
+        self.given_up = self._heard
         if self._seconds_per_row:
             # Only here, where all ranks are at the same row, or they would gather unlike.
             wanted = int(_SECONDS_BETWEEN_SUMS / self._seconds_per_row)
             self._rows_per_sum = max(1, min(wanted, 2 * self._rows_per_sum, _MOST_ROWS))
         now = time.perf_counter()
         numbers = [number for row in self._gathered for number in row.numbers]
-        more = [now - self._sum_begun, self._count_streak()]
+        more = [now - self._sum_begun, self._gives_up()]
         sums = self._backend.sum_later([*numbers, *more])
         self._sum, self._gathered, self._sum_begun = (self._gathered, sums), [], now
 
@@ -176,8 +178,7 @@ class Metrics:
             return
         rows, sums = self._sum
         self._sum = None
-        *values, seconds, streak = sums.values()
-        self._heard = streak / self._backend.world_size
+        *values, seconds, self._heard = sums.values()
         self._seconds_per_row = seconds / self._backend.world_size / len(rows)
         position = 0
         for row in rows:

@@ -64,7 +64,9 @@ def prepare_model(
     """
     model.to(placement.device)
     if placement.channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for parameter in model.parameters():
+            if parameter.dim() == 4:  # those of 2-D convolutions; torch refuses others
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     # torch's own layers sum over torch.distributed on GPUs, or not at all.
     theirs = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     if options.sync_batchnorm or theirs:
@@ -85,7 +87,27 @@ def prepare_optimizer(
         models: the prepared ones.
         options: of the session.
         batches: of the session, for the global batch.
+
+    Raises:
+        UsageError: it has parameters of no prepared model, or a scheduler that would not learn of
+            what is changed here.
     """
+    known = {parameter for model in models for parameter in model.parameters()}
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+    if strangers:
+        raise UsageError(
+            f"{len(strangers)} parameters of the {type(optimizer).__name__} are in no prepared "
+            "model, so each rank would keep its own gradients of them",
+            "parameters of prepared models",
+            "session.prepare(model, optimizer), with such parameters in a module",
+        )
+    if optim.scheduled(optimizer) and (options.decay != "all" or options.lr_scaling != "none"):
+        raise UsageError(
+            "a scheduler was made before session.prepare(), which changes the rates or groups "
+            "that it has read (--decay, --lr-scaling)",
+            "the scheduler after it",
+            "model, optimizer = session.prepare(model, optimizer), then schedule = …(optimizer)",
+        )
     if options.decay == "weights":
         freed = optim.split(optimizer, models)
         logger.info("no weight decay on %d norms and biases", freed)
@@ -134,11 +156,14 @@ def plan_schedule(
     """
     if options.lr_schedule == "constant" and not options.lr_warmup_epochs:
         return None
-    if steps_per_epoch is None and (options.lr_warmup_epochs or options.lr_schedule == "step"):
+    if steps_per_epoch is None and (
+        options.lr_warmup_epochs or options.lr_schedule == "step" or not options.max_steps
+    ):
         raise UsageError(
-            "--lr-warmup-epochs or --lr-schedule step over a loader without a length",
+            "--lr-warmup-epochs or --lr-schedule over a loader without a length",
             "one that says how many steps an epoch has",
-            "session.loader(dataset), or a loader with __len__",
+            "session.loader(dataset), or a loader with __len__; or --max-steps N for cosine and "
+            "polynomial",
         )
     ends = [options.max_steps] if options.max_steps else []
     if epochs is not None and steps_per_epoch is not None:

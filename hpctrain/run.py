@@ -6,13 +6,13 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from hpctrain import checkpoint, identity, optim, preparation, rundir, seeds, speech
 from hpctrain.data import Loader, TrainingSampler
@@ -78,7 +78,7 @@ class Run:
             self.directory,
             self._go_on(position),
             session.batches.accumulate,
-            lambda: session.precision.nonfinite.streak,
+            lambda: session.precision.nonfinite.streak >= session.options.max_nonfinite,
         )
         if session.world.rank == 0:
             identity.note_start(self.directory, session.options, session.world, session.allocation)
@@ -275,9 +275,15 @@ class Run:
                 "a place between two steps",
                 "--checkpoint-every STEPS, or save after the loop over the batches",
             )
+        self._settle()  # a loop that was left by a break
+        session = self._session
+        self._metrics.flush()
+        with nullcontext() if session.ema is None else session.ema.original():
+            self._commit()
+
+    def _commit(self) -> None:
         session = self._session
         refuse_nonfinite(session, self.step)
-        self._metrics.flush()
         self._refuse_streak()
         self._saved = self.step
         if session.world.rank != 0:
@@ -293,11 +299,12 @@ class Run:
 
     def _iterate(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The micro-batches of this epoch from the position on."""
+        session = self._session
+        for sampler in session.samplers:  # also of those that the script has wrapped
+            sampler.epoch, sampler.first_step = self.epoch, 0
         if isinstance(loader, Loader) and isinstance(loader.sampler, TrainingSampler):
-            loader.sampler.epoch = self.epoch
             loader.sampler.first_step = self._epoch_step
             return iter(loader)
-        session = self._session
         iterator = map(session.placement, loader)
         seen = self._epoch_step * session.batches.accumulate
         if seen:
@@ -318,13 +325,11 @@ class Run:
         schedule = preparation.plan_schedule(session.options, length, self._epochs)
         if schedule is None or schedule == self._schedule:
             return
-        own = [name for name, thing in self._state.items() if isinstance(thing, LRScheduler)]
-        if own:
+        if any(map(optim.scheduled, session.optimizers)):
             raise UsageError(
-                f"the script's own {own[0]} and --lr-schedule {session.options.lr_schedule} or "
-                "--lr-warmup-epochs",
+                "a scheduler of the script's own, and --lr-schedule or --lr-warmup-epochs",
                 "one course of the learning rate",
-                f"leave the options out, or remove {own[0]} from the script",
+                "leave the options out, or remove the scheduler from the script",
             )
         self._schedule = schedule
         logger.info("learning rate: %s", schedule.describe())
@@ -339,12 +344,12 @@ class Run:
 
     def _refuse_streak(self) -> None:
         """End a run that goes nowhere, on all ranks at the same step."""
-        session, streak = self._session, self._metrics.streak
-        if streak >= session.options.max_nonfinite:
+        session, ranks = self._session, self._metrics.given_up
+        if ranks:
             error = NonFiniteError(
-                f"{streak:.0f} steps in a row overflowed or had no finite loss, up to about step "
-                f"{self.step}",
-                f"fewer than {session.options.max_nonfinite} (--max-nonfinite)",
+                f"{session.options.max_nonfinite} steps in a row overflowed or had no finite loss, "
+                f"on {ranks:.0f} of {session.world.world_size} ranks, before step {self.step}",
+                f"fewer in a row (--max-nonfinite {session.options.max_nonfinite})",
                 f"--resume goes on from step {self._saved}; a lower --lr, --lr-warmup-epochs, "
                 "--clip-norm or --precision bf16 or fp32 may mend it",
             )
@@ -360,17 +365,19 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        well = error is None or (isinstance(error, SystemExit) and not error.code)
-        code = rundir.DONE if well else rundir.FAILED
-        if well:
-            self._settle()
-            if self.step != self._saved:
-                self.save()  # the loop was left by a break
-            self._metrics.flush()
-        self._metrics.close()
-        if self._session.world.rank == 0:
-            self._summarise(code)
-        self._drop_log()
+        code = rundir.FAILED
+        try:
+            if error is None or (isinstance(error, SystemExit) and not error.code):
+                self._settle()
+                if self.step != self._saved:
+                    self.save()  # the loop was left by a break
+                self._metrics.flush()
+                code = rundir.DONE
+        finally:
+            self._metrics.close()
+            if self._session.world.rank == 0:
+                self._summarise(code)
+            self._drop_log()
 
     def _summarise(self, code: int) -> None:
         """Write summary.json, and say in a few lines how it went."""

@@ -79,6 +79,7 @@ class Session:
         self._optimizers: list[Optimizer] = []
         self._micro_batch = 0
         self._ema: EMA | None = None
+        self._samplers: list[data.TrainingSampler] = []
         self.weight = 1.0
         self._closed = False
         self._undo = ExitStack()  # what a session changes in its process, and puts back
@@ -216,7 +217,8 @@ class Session:
             The things, in their order; a single one alone.
 
         Raises:
-            UsageError: something that is neither a model nor an optimizer.
+            UsageError: something that is neither a model nor an optimizer; or an optimizer with
+                parameters of no prepared model, or with a scheduler that an option would mislead.
         """
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer)):
@@ -269,13 +271,14 @@ class Session:
         Raises:
             UsageError: fewer samples than a step takes, or an argument that the session sets.
         """
-        data.check_arguments(train, batch_size, drop_last, arguments)
+        data.check_arguments(dataset, train, batch_size, drop_last, arguments)
         length = len(dataset)  # type: ignore[arg-type]
         sampler: data.TrainingSampler | data.EvaluationSampler
         if train:
             sampler = data.TrainingSampler(
                 length, self.batches, self.world, self.options.seed, drop_last is not False
             )
+            self._samplers.append(sampler)
         else:
             size = batch_size or max(self.batches.batch_size, 256)
             sampler = data.EvaluationSampler(length, size, self.world)
@@ -309,9 +312,18 @@ class Session:
             Whether it was the last micro-batch of its step.
 
         Raises:
-            UsageError: optimizers are named while micro-batches accumulate.
+            UsageError: optimizers are named while micro-batches accumulate, or were not prepared.
         """
         accumulate = self.batches.accumulate
+        chosen = optimizers or self._optimizers
+        if not chosen or any(one not in self._optimizers for one in chosen):
+            raise UsageError(
+                "session.step() with an optimizer that was not prepared"
+                if chosen
+                else "session.step(), and no optimizer was prepared",
+                "gradients that are averaged, applied and cleared",
+                "model, optimizer = session.prepare(model, optimizer)",
+            )
         if optimizers and accumulate > 1:
             raise UsageError(
                 f"session.step(loss, optimizer), and {accumulate} micro-batches accumulate",
@@ -326,7 +338,7 @@ class Session:
             self._arm()
             return False
         self._micro_batch = 0
-        self._update(optimizers or self._optimizers, self._optimizers, self._ema)
+        self._update(chosen, self._optimizers, self._ema)
         self._arm()
         return True
 
@@ -367,6 +379,11 @@ class Session:
     def ema(self) -> EMA | None:
         """The average of the prepared models' weights, where `--ema` asks for one."""
         return self._ema
+
+    @property
+    def samplers(self) -> Sequence[data.TrainingSampler]:
+        """Those of the loaders of training sets."""
+        return self._samplers
 
     def _weigh(self, weight: float) -> None:
         self.weight = weight

@@ -12,9 +12,9 @@ from hpctrain import checkpoint
 from hpctrain.allocation import Allocation
 from hpctrain.arguments import Batches, Options
 from hpctrain.backends.base import Backend
-from hpctrain.data import Placement
+from hpctrain.data import Placement, TrainingSampler
 from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
-from hpctrain.optim import EMA
+from hpctrain.optim import EMA, scheduled
 from hpctrain.precision import Precision
 from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
@@ -43,6 +43,10 @@ class Parts(Protocol):
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """The prepared optimizers."""
+
+    @property
+    def samplers(self) -> Sequence[TrainingSampler]:
+        """Those of the loaders of training sets."""
 
     @property
     def ema(self) -> EMA | None:
@@ -130,7 +134,15 @@ def restore(parts: Parts, directory: RunDirectory, others: Mapping[str, Any]) ->
     position = state["position"]
     _compare(parts, directory, position)
     _fill("model", parts.models, state["model"])
+    rates = _rates(parts)
     _fill("optimizer", parts.optimizers, state["optimizer"])
+    course = parts.options.lr_schedule != "constant" or parts.options.lr_warmup_epochs
+    if rates != _rates(parts) and not course and not any(map(scheduled, parts.optimizers)):
+        logger.warning(
+            "the learning rate is that of the checkpoint, %s, not that of this start, %s",
+            _rates(parts),
+            rates,
+        )
     if position["precision"] != parts.precision.name:
         logger.warning(
             "the run was in %s, and goes on in %s: --precision %s keeps it as it was",
@@ -143,7 +155,6 @@ def restore(parts: Parts, directory: RunDirectory, others: Mapping[str, Any]) ->
         parts.ema.load_state_dict(state["ema"])
     elif parts.ema is not None:
         logger.warning("the checkpoint has no average of the weights; it starts anew from them")
-        parts.ema.restart()
         parts.ema.restart()
     for name, thing in others.items():
         if name in state["state"]:
@@ -169,6 +180,12 @@ def _compare(parts: Parts, directory: RunDirectory, position: Mapping[str, Any])
             "as many ranks again, so that its sums have the same order",
             f"{before} ranks; or --elastic, to go on with {now}",
         )
+
+
+def _rates(parts: Parts) -> str:
+    """The learning rates of all groups, for people."""
+    groups = [group for optimizer in parts.optimizers for group in optimizer.param_groups]
+    return ", ".join(f"{float(group['lr']):.6g}" for group in groups)
 
 
 def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:

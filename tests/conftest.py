@@ -103,11 +103,13 @@ def _listening(sockets):
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing(tmp_path, monkeypatch):
+def _leaves_nothing(request, tmp_path, monkeypatch):
     """No launcher's variables at the start; no variable, process, thread or port at the end."""
     clean = _scrubbed()
     for name in set(os.environ) - set(clean):
         monkeypatch.delenv(name)
+    if Path("/dev/nvidiactl").exists() and not request.node.get_closest_marker("gpu"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # these tests are of ranks on CPUs
     monkeypatch.chdir(tmp_path)
     hook = sys.excepthook
     before = dict(os.environ), _children(), _sockets(), set(threading.enumerate())

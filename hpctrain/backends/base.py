@@ -57,7 +57,15 @@ def vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """Numbers, some of them perhaps tensors of one element, as one float64 tensor."""
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=torch.float64)
-    return torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers])
+    # torch.as_tensor would copy a Python number over, and wait for all that the device has to do.
+    return torch.stack(
+        [
+            n.to(device, torch.float64, non_blocking=True)
+            if isinstance(n, Tensor)
+            else torch.full((), n, dtype=torch.float64, device=device)
+            for n in numbers
+        ]
+    )
 
 
 class Backend(ABC):

@@ -1,5 +1,7 @@
 """One process for all GPUs that it sees: torch.nn.DataParallel."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -54,4 +56,19 @@ class DataParallel(Single):
 
 
 class TransparentDataParallel(Transparent, nn.DataParallel):  # type: ignore[type-arg]
-    """DataParallel that shows the model inside: its attributes, names and state."""
+    """DataParallel that shows the model inside: its attributes, names and state.
+
+    It computes on each GPU in a thread of its own, in which torch forgets the type that autocast
+    has in this one (`parallel_apply`, torch 2.15): bf16 would be fp16 there.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        outside = [torch.get_autocast_dtype("cuda")]
+        self._outside = outside
+        module.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype("cuda", outside[0]))
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model on all GPUs, in the type that autocast has here."""
+        self._outside[0] = torch.get_autocast_dtype("cuda")
+        return super().forward(*inputs, **kwargs)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hpctrain import seeds
 from hpctrain.data.augmentation import Seeded
@@ -123,17 +123,28 @@ class Loader:
 
 
 def check_arguments(
-    train: bool, batch_size: int | None, drop_last: bool | None, more: Mapping[str, Any]
+    dataset: Any,
+    train: bool,
+    batch_size: int | None,
+    drop_last: bool | None,
+    more: Mapping[str, Any],
 ) -> None:
     """Hold the arguments of `session.loader` to each other.
 
     Args:
-        train, batch_size, drop_last: as they were given.
+        dataset, train, batch_size, drop_last: as they were given.
         more: those for `torch.utils.data.DataLoader`.
 
     Raises:
         UsageError: an argument that the session sets, or that has no meaning there.
     """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise UsageError(
+            f"loader() of a {type(dataset).__name__}, which has no length or no order of its own",
+            "a data set with __len__ and __getitem__",
+            "for batch in run.batches(loader) over a DataLoader of your own, which gives each rank "
+            "its part",
+        )
     own = sorted(_OWN_ARGUMENTS & more.keys())
     if own:
         raise UsageError(

@@ -4,6 +4,6 @@ from hpctrain.optim.decay import split
 from hpctrain.optim.ema import EMA
 from hpctrain.optim.lamb import LAMB
 from hpctrain.optim.lars import LARS
-from hpctrain.optim.schedules import Schedule, apply, scale
+from hpctrain.optim.schedules import Schedule, apply, scale, scheduled
 
-__all__ = ["EMA", "LAMB", "LARS", "Schedule", "apply", "scale", "split"]
+__all__ = ["EMA", "LAMB", "LARS", "Schedule", "apply", "scale", "scheduled", "split"]

@@ -52,7 +52,7 @@ class EMA:
         self.decay = decay
         self._source = source
         self._models = list(models)
-        self._swapped = False
+        self._kept: dict[Tensor, Tensor] = {}  # what the averages took the place of
         # By parameter, in the order of the models; a shared one has one entry.
         self._averages: dict[nn.Parameter, Tensor] = {}
         with torch.no_grad():
@@ -69,7 +69,7 @@ class EMA:
         Raises:
             UsageError: inside of `swapped()`, where the weights are the averages.
         """
-        if self._swapped:
+        if self._kept:
             raise UsageError(
                 "EMA.update() inside of swapped()",
                 "an update after an optimizer's step",
@@ -98,20 +98,34 @@ class EMA:
         Raises:
             UsageError: it is open already.
         """
-        if self._swapped:
+        if self._kept:
             raise UsageError(
                 "EMA.swapped() inside of swapped()", "one at a time", "leave the outer one first"
             )
-        kept: dict[Tensor, Tensor] = {}
         for tensor in (*self._averages, *(b for model in self._models for b in model.buffers())):
-            kept[tensor] = tensor.detach().clone()
-        self._swapped = True
+            self._kept[tensor] = tensor.detach().clone()
         try:
             _put(self._averages)
             yield
         finally:
-            _put(kept)
-            self._swapped = False
+            _put(self._kept)
+            self._kept = {}
+
+    @contextmanager
+    def original(self) -> Iterator[None]:
+        """The weights are in the models, also inside of `swapped()`: for a checkpoint there."""
+        kept = self._kept
+        if not kept:
+            yield
+            return
+        inside = {tensor: tensor.detach().clone() for tensor in kept}
+        self._kept = {}
+        _put(kept)
+        try:
+            yield
+        finally:
+            _put(inside)
+            self._kept = kept
 
     def state_dict(self) -> dict[str, Any]:
         """The averages: for each model, by the names of its parameters. Not copies.

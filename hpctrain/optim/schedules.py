@@ -150,6 +150,14 @@ def scale(rule: str, global_batch: int, reference_batch: int) -> float:
     return factors[rule]
 
 
+def scheduled(optimizer: Optimizer) -> bool:
+    """Whether one of torch's schedulers was made for an optimizer.
+
+    Source: `patch_track_step_called` in torch/optim/lr_scheduler.py, torch 2.15.
+    """
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
 def apply(optimizers: Iterable[Optimizer], factor: float) -> None:
     """Set the learning rate of each group to its base rate times a factor.
 

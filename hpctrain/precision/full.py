@@ -32,7 +32,14 @@ class Single(Precision):
         for owner in owners:
             # Of the two sets of switches the one that all versions of torch have; torch refuses to
             # read what was set by both.
-            undo.callback(setattr, owner, "allow_tf32", owner.allow_tf32)
+            try:
+                undo.callback(setattr, owner, "allow_tf32", owner.allow_tf32)
+            except RuntimeError:
+                raise UsageError(
+                    "torch's switches fp32_precision were set before the Session, which sets TF32",
+                    "one who sets it",
+                    "remove them from the script: --precision tf32, or fp32, does it",
+                ) from None
             owner.allow_tf32 = self._short_inputs
 
 

@@ -73,9 +73,11 @@ class Level2(Level3):
     def convert(self, model: nn.Module) -> None:
         """As O3, with masters; what is loaded into the model later goes to them as well."""
         super().convert(model)
-        model.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            lambda *_: self._masters.refresh()
-        )
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+                    lambda loaded, _: self._masters.refresh(loaded.parameters(recurse=False))
+                )
 
     def _halve(self, parameter: nn.Parameter) -> None:
         self._masters.keep(parameter)

@@ -3,7 +3,7 @@
 Source: Micikevicius et al., "Mixed Precision Training", 2018 (arXiv 1710.03740), section 3.1.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,8 @@ class Masters:
         if id(optimizer) in self._collected:
             return
         self._collected.add(id(optimizer))
+        if any(p in self._master for group in optimizer.param_groups for p in group["params"]):
+            self.give(optimizer)  # a group that was added later
         for copy, master in self._pairs(optimizer):
             master.grad = None if copy.grad is None else copy.grad.to(torch.float32)
 
@@ -74,8 +76,17 @@ class Masters:
         for _, master in self._pairs(optimizer):
             master.grad = None
 
-    def refresh(self) -> None:
-        """Take the masters from the copies, into which something was loaded."""
+    def refresh(self, copies: Iterable[Tensor]) -> None:
+        """Take masters from their copies, where something else was loaded into these."""
+        with torch.no_grad():
+            for copy in copies:
+                master = self._master.get(copy)
+                if master is not None:
+                    same = master.to(copy.dtype) == copy
+                    master.copy_(torch.where(same, master, copy.to(master.dtype)))
+
+    def take_copies(self) -> None:
+        """Take all masters from their copies, with what half precision has left of them."""
         with torch.no_grad():
             for copy, master in self._master.items():
                 master.copy_(copy)

@@ -49,6 +49,11 @@ class LossScaler(torch.amp.GradScaler):
         if self.overflows():  # none where no optimizer had gradients
             self.update(self._fixed)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up a dynamic scale; a fixed one is that of this start."""
+        if self._fixed is None:
+            super().load_state_dict(state_dict)
+
     def value(self) -> float | Tensor:
         """The scale; on a GPU a tensor of one element there."""
         if self._scale is None:

@@ -67,7 +67,8 @@ def on_gpus(visible, uuids):
     torch.cuda.get_device_name = lambda _: "a GPU"
     torch.cuda.get_device_properties = lambda _: types.SimpleNamespace(uuid=uuids[rank])
     torch.cuda.nccl.version = lambda: (2, 27, 3)
-    hpctrain.Session(batch_size=1, start_timeout=20)
+    torch.cuda.is_bf16_supported = lambda **_: True
+    hpctrain.Session(batch_size=1, start_timeout=20, precision="bf16")
 
 
 def test_a_world_larger_than_the_gpus_is_refused_on_all_ranks():

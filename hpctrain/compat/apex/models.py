@@ -41,7 +41,7 @@ class Mastered(Level2):
     def begin(self) -> None:
         """Before a backward pass."""
         if self.stale:
-            self._masters.refresh()
+            self._masters.take_copies()
             self.stale = False
 
     def convert(self, model: nn.Module) -> None:
