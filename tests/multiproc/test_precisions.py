@@ -1,5 +1,6 @@
 """Every precision: what it makes of the numbers, of an overflow, and of a resumed run."""
 
+import copy
 import json
 
 import pytest
@@ -412,3 +413,82 @@ def switches(name):
     with session(batch_size=2, precision=name):
         inside = read()
     return before, inside, read()
+
+
+def loads_and_masters():
+    """Loading into a part, into another model and into a copy; and a group that comes later."""
+    with session(batch_size=2, precision="O2", loss_scale=1.0) as opened:
+        model, other = small_model(), small_model()
+        optimizer = torch.optim.SGD(model[0].parameters(), 1e-6)
+        model, other, optimizer = opened.prepare(model, other, optimizer)
+        conv, linear = model.get_submodule("0"), model.get_submodule("4")
+        exact = opened.precision.master(linear.weight).detach().clone()
+        other.load_state_dict(model.state_dict())
+        copy.deepcopy(linear).load_state_dict(linear.state_dict())
+        kept = torch.equal(opened.precision.master(linear.weight), exact)
+        conv.load_state_dict({n: torch.full_like(t, 5.0) for n, t in conv.state_dict().items()})
+        loaded = set(opened.precision.master(conv.weight).flatten().tolist())
+        optimizer.add_param_group({"params": linear.parameters(), "lr": 0.5})
+        before = linear.weight.detach().clone()
+        opened.step(linear(torch.ones(2, 144, dtype=torch.float16)).float().sum())
+        master = opened.precision.master(linear.weight).detach()
+        return (
+            kept,
+            loaded,
+            not torch.equal(linear.weight, before),
+            torch.equal(linear.weight, master.half()),
+            {p.dtype for group in optimizer.param_groups for p in group["params"]},
+        )
+
+
+def test_masters_follow_what_is_loaded_into_a_part_and_nothing_else():
+    (result,) = ranks.values(ranks.run(1, loads_and_masters))
+    assert result == (True, {5.0}, True, True, {torch.float32})
+
+
+def one_bad_rank():
+    with session(
+        batch_size=4, max_steps=4000, log_every=1, run="run", max_nonfinite=5, timeout=30
+    ) as opened:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
+        with opened.run() as run:
+            for _ in run.epochs():
+                for batch, _targets in run.batches(opened.loader(images(2400))):
+                    loss = model(batch).mean()
+                    run.log(loss=loss)
+                    # Not a number that goes back into the weights.
+                    opened.precision.nonfinite.see(
+                        loss * float("inf") if opened.world.rank == 1 else loss
+                    )
+                    opened.step(loss)
+
+
+def test_one_rank_without_finite_losses_ends_all_at_one_step(run):
+    results = run(3, one_bad_rank)
+    assert {type(result) for result in results} == {hpctrain.errors.NonFiniteError}
+    assert len({result.found for result in results}) == 1
+    assert "5 steps in a row" in results[0].found
+    assert "on 1 of 3 ranks" in results[0].found
+
+
+def nan_at_the_end():
+    with session(batch_size=4, epochs=1, log_every=1, run="run") as opened:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
+        with opened.run() as run:
+            for _ in run.epochs():
+                for batch, _targets in run.batches(opened.loader(images(240))):
+                    loss = model(batch).mean() * (float("nan") if run.step == 1 else 1.0)
+                    opened.step(loss)
+                    run.log(loss=loss)
+                    if run.step == 1:
+                        break
+                break
+
+
+def test_a_run_that_cannot_be_saved_at_its_end_says_so_in_its_summary():
+    (error,) = ranks.run(1, nan_at_the_end)
+    assert isinstance(error, hpctrain.errors.NonFiniteError)
+    assert json.loads(RunDirectory("run").summary.read_text())["status"] == "failed"
+    assert [row["step"] for row in RunDirectory("run").rows()] == [1, 2]

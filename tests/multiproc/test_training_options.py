@@ -377,3 +377,123 @@ def wrong_loader(options):
 def test_an_evaluation_drops_nothing(drop_last):
     (error,) = ranks.run(1, wrong_loader, {"train": False, "drop_last": drop_last})
     assert "drop_last=…) for an evaluation" in error.found
+
+
+class Wrapped:
+    """What a progress bar makes of a loader."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        yield from self.loader
+
+
+def orders(wrap):
+    with session(batch_size=4, epochs=3, run=f"run-{wrap}") as opened:
+        opened.prepare(plain_model())
+        loader = opened.loader(images(24))
+        seen = []
+        with opened.run(name="orders") as run:
+            for _ in run.epochs():
+                batches = run.batches(Wrapped(loader) if wrap else loader)
+                seen.append([targets.tolist() for _, targets in batches])
+        return seen
+
+
+def test_a_wrapped_loader_has_another_order_in_each_epoch_too():
+    (plain,) = ranks.values(ranks.run(1, orders, False))
+    (wrapped,) = ranks.values(ranks.run(1, orders, True))
+    assert wrapped == plain
+    assert len({str(epoch) for epoch in plain}) == 3
+
+
+def saved_in_odd_places():
+    """By a break, and while the averages are in the place of the weights."""
+    with session(batch_size=4, ema=0.5, run="run", epochs=2) as opened:
+        model = plain_model()
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.5))
+        with opened.run(name="odd") as run:
+            for _ in run.epochs():
+                for number, (batch, targets) in enumerate(run.batches(opened.loader(images(240)))):
+                    opened.step(nn.functional.cross_entropy(model(batch), targets))
+                    if number == 2:
+                        break
+                with opened.averaged_weights():
+                    averages = [p.detach().clone() for p in model.parameters()]
+                    run.save()
+                    inside = [
+                        torch.equal(*pair)
+                        for pair in zip(model.parameters(), averages, strict=True)
+                    ]
+                break
+        return inside, [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_checkpoint_after_a_break_and_among_averages_has_the_weights_and_their_step():
+    ((inside, weights),) = ranks.values(ranks.run(1, saved_in_odd_places))
+    assert all(inside)
+    kept = RunDirectory("run")
+    assert kept.steps() == [3]
+    position = torch.load(kept.checkpoint(3) / "position.pt", weights_only=True)
+    assert (position["step"], position["epoch_step"]) == (3, 3)
+    (model,) = torch.load(kept.checkpoint(3) / "model.pt", weights_only=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.values(), weights, strict=True))
+
+
+def misused(how):
+    with session(batch_size=4, decay="weights") as opened:
+        model = plain_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
+        if how == "stranger":
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        if how == "scheduler":
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        model = opened.prepare(model)
+        if how not in ("unprepared", "nothing"):
+            optimizer = opened.prepare(optimizer)
+        loss = model(torch.ones(4, 1, 8, 8)).sum()
+        opened.step(loss, *([optimizer] if how == "unprepared" else []))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("stranger", "1 parameters of the SGD are in no prepared model"),
+        ("scheduler", "a scheduler was made before session.prepare()"),
+        ("unprepared", "an optimizer that was not prepared"),
+        ("nothing", "no optimizer was prepared"),
+    ],
+)
+def test_optimizers_that_would_go_wrong_silently_are_refused(how, said):
+    (error,) = ranks.run(1, misused, how)
+    assert isinstance(error, hpctrain.errors.UsageError), error
+    assert said in error.found
+
+
+def three_dimensions():
+    with session(batch_size=2, channels_last=True) as opened:
+        return opened.prepare(nn.Conv3d(1, 2, 3))(torch.ones(1, 1, 4, 4, 4)).shape
+
+
+def test_models_of_volumes_have_no_channels_last():
+    assert ranks.values(ranks.run(1, three_dimensions)) == [torch.Size([1, 2, 2, 2, 2])]
+
+
+def without_an_order():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(8))
+
+    with session(batch_size=2) as opened:
+        opened.loader(Stream())
+
+
+def test_a_stream_is_refused_with_what_to_do_instead():
+    (error,) = ranks.run(1, without_an_order)
+    assert isinstance(error, hpctrain.errors.UsageError)
+    assert "a Stream, which has no length" in error.found
+    assert "run.batches(loader)" in error.fix

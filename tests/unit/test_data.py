@@ -4,7 +4,8 @@ import gzip
 import random
 import shutil
 import struct
-from collections import Counter, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
@@ -17,6 +18,7 @@ from hpctrain import data
 from hpctrain.arguments import Batches
 from hpctrain.data import EvaluationSampler, Images, Loader, Placement, TrainingSampler, load
 from hpctrain.errors import UsageError
+from hpctrain.nested import map_tensors
 from hpctrain.world import World
 
 CARRIED = Path(data.__file__).parent / "digits"
@@ -443,3 +445,23 @@ def test_loading_leaves_the_streams_of_the_training_alone():
     numpy.random.seed(1)
     drawn(Noisy())
     assert (torch.rand(()).item(), random.random(), numpy.random.rand()) == expected
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    note: str = "kept"
+
+
+def test_nested_things_keep_their_classes():
+    things = OrderedDict(a=torch.ones(1), b=Output(torch.ones(2)))
+    things["c"] = defaultdict(list, d=[torch.ones(3)])
+    doubled = map_tensors(lambda tensor: tensor * 2, things)
+    assert type(doubled) is OrderedDict
+    assert doubled["a"].tolist() == [2.0]
+    assert isinstance(doubled["b"], Output)
+    assert doubled["b"].logits.tolist() == [2.0, 2.0]
+    assert doubled["b"].note == "kept"
+    assert doubled["c"].default_factory is list
+    assert doubled["c"]["d"][0].tolist() == [2.0] * 3
+    assert things["a"].tolist() == [1.0]

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import subprocess
 import sys
+import threading
 
 import pytest
 import ranks
@@ -75,3 +76,21 @@ def test_a_wrapped_model_looks_and_computes_as_the_plain_one():
     wrapped.load_state_dict(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).state_dict())
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
         _ = wrapped.nothing_of_this_name
+
+
+def test_threads_compute_in_the_type_that_autocast_has_outside():
+    """As DataParallel has one for each GPU; here one of our own stands for them."""
+    seen = []
+    module = nn.Linear(1, 1)
+    module.register_forward_hook(lambda *_: seen.append(torch.get_autocast_dtype("cuda")))
+    wrapped = TransparentDataParallel(module)
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        wrapped(torch.ones(1, 1))
+        thread = threading.Thread(target=module, args=(torch.ones(1, 1),))
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_autocast_dtype("cuda", before)
+    assert seen == [torch.bfloat16] * 2
