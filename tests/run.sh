@@ -48,17 +48,34 @@ if [ "$built" -nt .venv/.installed ] || .venv/bin/hpctrain horovod build --cpu -
 else
     left_out+=("what needs Horovod: .venv/bin/hpctrain horovod build --cpu --mpi")
 fi
+half=
+leave() {
+    [ -z "$half" ] || kill "$half" 2>/dev/null || true
+    [ -n "$why" ] || cluster stop
+}
 why=$(PYTHONPATH=tests/slurm .venv/bin/python -c 'import cluster; print(cluster.available())')
+trap leave EXIT
 if [ -z "$why" ]; then
     required+=(--require slurm)
     # Also what an earlier run that was killed has left.
     cluster stop
-    trap 'cluster stop' EXIT
 else
     left_out+=("the tests on a real Slurm: $why")
 fi
 
+tests() { .venv/bin/python -m pytest -rs "${required[@]}" $long "$@"; }
 code=0
-.venv/bin/python -m pytest -rs "${required[@]}" $long "$@" || code=$?
+if [ $# -gt 0 ]; then
+    tests "$@" || code=$?
+else
+    # Ranks wait for each other, and jobs for Slurm, about half of the time: two halves at once.
+    log=$(mktemp)
+    tests tests/slurm tests/unit >"$log" 2>&1 &
+    half=$!
+    tests tests/multiproc tests/gpu || code=$?
+    wait "$half" || code=$?
+    cat "$log"
+    rm -f "$log"
+fi
 for line in "${left_out[@]}"; do say "left out: $line"; done
 exit "$code"
