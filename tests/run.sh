@@ -49,12 +49,8 @@ else
     left_out+=("what needs Horovod: .venv/bin/hpctrain horovod build --cpu --mpi")
 fi
 half=
-leave() {
-    [ -z "$half" ] || kill "$half" 2>/dev/null || true
-    [ -n "$why" ] || cluster stop
-}
 why=$(PYTHONPATH=tests/slurm .venv/bin/python -c 'import cluster; print(cluster.available())')
-trap leave EXIT
+trap '[ -z "$half" ] || kill "$half" 2>/dev/null || true; [ -n "$why" ] || cluster stop' EXIT
 if [ -z "$why" ]; then
     required+=(--require slurm)
     # Also what an earlier run that was killed has left.

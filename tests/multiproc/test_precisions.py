@@ -492,3 +492,29 @@ def test_a_run_that_cannot_be_saved_at_its_end_says_so_in_its_summary():
     assert isinstance(error, hpctrain.errors.NonFiniteError)
     assert json.loads(RunDirectory("run").summary.read_text())["status"] == "failed"
     assert [row["step"] for row in RunDirectory("run").rows()] == [1, 2]
+
+
+def repeated(name):
+    """Twice the same training with dropout, in one start of the ranks."""
+    found = []
+    for number in range(2):
+        with session(
+            batch_size=4, max_steps=6, precision=name, deterministic=True, run=f"run-{number}"
+        ) as opened:
+            model = nn.Sequential(*small_model()[:4], nn.Dropout(0.3), nn.Linear(4 * 36, 10))
+            model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
+            with opened.run(name="repeated") as run:
+                for _ in run.epochs():
+                    for batch, targets in run.batches(opened.loader(images(240))):
+                        with opened.autocast():
+                            loss = nn.functional.cross_entropy(model(batch), targets)
+                        opened.step(loss)
+            found.append(torch.cat([p.detach().flatten().float() for p in model.parameters()]))
+    return torch.equal(*found), float(found[0].sum())
+
+
+@pytest.mark.parametrize("name", ["bf16", "O2"])
+def test_deterministic_repeats_are_equal_to_the_last_bit_in_half_precision(run, name):
+    results = ranks.values(run(3, repeated, name))
+    assert {equal for equal, _ in results} == {True}
+    assert len({total for _, total in results}) == 1
