@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hpctrain import seeds
-from hpctrain.data.augmentation import Seeded
+from hpctrain.data.augmentation import Seeded, draws
 from hpctrain.data.sampler import EvaluationSampler, TrainingSampler
 from hpctrain.errors import UsageError
 from hpctrain.nested import map_tensors
@@ -56,8 +56,8 @@ class Loader:
     """The batches of this rank, on its device.
 
     Args:
-        dataset: with `__getitem__`; with `__getitems__` it gives a whole batch at once. Where its
-            attribute `random` is False, its samples never change and no random numbers are set.
+        dataset: with `__getitem__`; with `__getitems__` it gives a whole batch at once. Random
+            numbers are set for the samples of one that `draws` any.
         sampler: which samples, in which order.
         placement: where the batches go.
         workers: processes that load; 0 loads in this one.
@@ -87,7 +87,7 @@ class Loader:
         self._seed = seeds.derive(seed, rank)
         # A generator of its own: the loader takes nothing from the stream that dropout reads.
         self._generator = torch.Generator()
-        seeded = isinstance(sampler, TrainingSampler) and getattr(dataset, "random", True)
+        seeded = isinstance(sampler, TrainingSampler) and draws(dataset)
         self._loader = DataLoader(
             Seeded(dataset, seed) if seeded else dataset,
             batch_sampler=_WithEpoch(sampler) if seeded else sampler,  # type: ignore[arg-type]

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 
 from hpctrain import data
 from hpctrain.arguments import Batches
-from hpctrain.data import EvaluationSampler, Images, Loader, Placement, TrainingSampler, load
+from hpctrain.data import (
+    EvaluationSampler,
+    Images,
+    Loader,
+    Placement,
+    TrainingSampler,
+    augmentation,
+    load,
+)
 from hpctrain.errors import UsageError
 from hpctrain.nested import map_tensors
 from hpctrain.world import World
@@ -465,3 +473,16 @@ def test_nested_things_keep_their_classes():
     assert doubled["c"].default_factory is list
     assert doubled["c"]["d"][0].tolist() == [2.0] * 3
     assert things["a"].tolist() == [1.0]
+
+
+def test_data_sets_that_draw_nothing_are_spared_the_generators():
+    tensors = torch.utils.data.TensorDataset(torch.ones(4, 1))
+    chain = torch.utils.data.ConcatDataset
+    assert not augmentation.draws(tensors)
+    assert not augmentation.draws(torch.utils.data.Subset(tensors, [1]))
+    assert not augmentation.draws(chain([tensors, load("digits", env={})[0]]))
+    assert augmentation.draws(Noisy())
+    assert augmentation.draws(chain([tensors, Noisy()]))
+    quiet = Noisy()
+    quiet.random = False
+    assert not augmentation.draws(quiet)
