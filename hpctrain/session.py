@@ -315,11 +315,10 @@ class Session:
             UsageError: optimizers are named while micro-batches accumulate, or were not prepared.
         """
         accumulate = self.batches.accumulate
-        chosen = optimizers or self._optimizers
-        if not chosen or any(one not in self._optimizers for one in chosen):
+        if not self._optimizers or any(one not in self._optimizers for one in optimizers):
             raise UsageError(
                 "session.step() with an optimizer that was not prepared"
-                if chosen
+                if optimizers
                 else "session.step(), and no optimizer was prepared",
                 "gradients that are averaged, applied and cleared",
                 "model, optimizer = session.prepare(model, optimizer)",
@@ -338,7 +337,7 @@ class Session:
             self._arm()
             return False
         self._micro_batch = 0
-        self._update(chosen, self._optimizers, self._ema)
+        self._update(optimizers or self._optimizers, self._optimizers, self._ema)
         self._arm()
         return True
 

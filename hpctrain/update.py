@@ -26,6 +26,7 @@ class Update:
         self._backend = backend
         self._precision = precision
         self._value, self._norm = options.clip_value, options.clip_norm
+        self._clips = self._value is not None or self._norm is not None
 
     def __call__(
         self, chosen: Sequence[Optimizer], prepared: Sequence[Optimizer], ema: EMA | None
@@ -40,7 +41,7 @@ class Update:
         """
         self._backend.average()
         for optimizer in chosen:
-            if self._value is not None or self._norm is not None:
+            if self._clips:
                 self._clip(optimizer)
             self._backend.update(optimizer, self._precision.step)
         self._precision.update()

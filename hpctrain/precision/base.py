@@ -120,7 +120,8 @@ class Precision:
     def backward(self, loss: Tensor) -> None:
         """The backward pass of a micro-batch."""
         self.nonfinite.see(loss)
-        self.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaled = loss if self.scaler is None else self.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring gradients to their true size, before they are clipped."""
@@ -139,9 +140,11 @@ class Precision:
 
     def update(self) -> None:
         """After the steps of all optimizers."""
-        self.nonfinite.end(() if self.scaler is None else self.scaler.overflows())
-        if self.scaler is not None:
-            self.scaler.follow()
+        if self.scaler is None:
+            self.nonfinite.end(())
+            return
+        self.nonfinite.end(self.scaler.overflows())
+        self.scaler.follow()
 
     def clear(self, optimizer: Optimizer) -> None:
         """Clear the gradients."""

@@ -30,7 +30,8 @@ class NonFinite:
     def see(self, loss: Tensor) -> None:
         """The loss of a micro-batch."""
         if self._on_host:
-            self._loss = self._loss or not math.isfinite(loss.item())
+            if not math.isfinite(loss.item()):
+                self._loss = True
         else:
             self._loss = self._loss | ~torch.isfinite(loss.detach())
 
@@ -40,6 +41,8 @@ class NonFinite:
         Args:
             overflows: of each optimizer, above 0 after an overflow; shape (1,) or ().
         """
+        if self._on_host and not (overflows or self._loss or self.streak):
+            return  # nearly every step
         if not overflows:
             left_out: Any = False
         elif self._on_host:
