@@ -35,3 +35,16 @@ class Transparent(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The names of the model inside, without a prefix."""
         yield from self.module.named_buffers(*args, **kwargs)
+
+    # Of nn.Sequential, ModuleList and the like; other models raise as they do by themselves.
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True  # also where the model has no length

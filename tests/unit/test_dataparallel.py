@@ -94,3 +94,17 @@ def test_threads_compute_in_the_type_that_autocast_has_outside():
     finally:
         torch.set_autocast_dtype("cuda", before)
     assert seen == [torch.bfloat16] * 2
+
+
+def test_a_wrapped_sequence_is_still_one_and_another_model_is_not():
+    layers = nn.Sequential(nn.Linear(1, 2), nn.ReLU())
+    wrapped = TransparentDataParallel(layers)
+    assert wrapped[0] is layers[0]
+    assert list(wrapped) == list(layers)
+    assert len(wrapped) == 2
+    plain = TransparentDataParallel(nn.Linear(1, 2))
+    assert plain
+    with pytest.raises(TypeError):
+        len(plain)
+    with pytest.raises(TypeError):
+        iter(plain)
