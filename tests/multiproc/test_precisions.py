@@ -518,3 +518,29 @@ def test_deterministic_repeats_are_equal_to_the_last_bit_in_half_precision(run, 
     results = ranks.values(run(3, repeated, name))
     assert {equal for equal, _ in results} == {True}
     assert len({total for _, total in results}) == 1
+
+
+def test_a_fixed_loss_scale_is_that_of_this_start_after_a_resume_too():
+    def opened(scale):
+        kept = precision.open_precision("fp16", CPU, precision.Settings(loss_scale=scale))
+        kept.scale(torch.ones(()))  # which makes the scale a tensor
+        return kept
+
+    before, after, dynamic = opened(128.0), opened(1024.0), opened("dynamic")
+    after.load_state_dict(before.state_dict())
+    assert after.scale(torch.ones(())).item() == 1024.0
+    dynamic.load_state_dict(before.state_dict())
+    assert dynamic.scale(torch.ones(())).item() == 128.0
+
+
+def with_switches_of_its_own():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with session(batch_size=2, precision="fp32"):
+        pass
+
+
+def test_a_script_that_sets_tf32_itself_is_told_so():
+    (error,) = ranks.run(1, with_switches_of_its_own)
+    assert isinstance(error, hpctrain.errors.UsageError), error
+    assert "fp32_precision" in error.found
+    assert "--precision tf32" in error.fix
