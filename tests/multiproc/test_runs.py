@@ -119,6 +119,58 @@ def test_a_killed_run_goes_on_where_its_checkpoint_was(run, size, die_at, tmp_pa
     assert len(RunDirectory("run").starts.read_text().splitlines()) == 2
 
 
+def in_order(wide, x):
+    """Uses its layers in another order than it has them."""
+    return wide["last"](torch.relu(wide["first"](torch.relu(wide["middle"](x)))))
+
+
+def trains_wide(die_at=None, **options):
+    with session(
+        global_batch=12, epochs=2, run="run", deterministic=True, precision="fp32", **options
+    ) as opened:
+        wide = nn.ModuleDict(
+            {"first": nn.Linear(99, 77), "last": nn.Linear(77, 10), "middle": nn.Linear(64, 99)}
+        )
+
+        class Wide(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = wide
+
+            def forward(self, x):
+                return {"scores": in_order(self.layers, x.flatten(1))}
+
+        model = Wide()
+        model, optimizer = opened.prepare(model, torch.optim.Adam(model.parameters(), 1e-3))
+        with opened.run(name="example") as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(opened.loader(images(50))):
+                    loss = nn.functional.cross_entropy(model(batch)["scores"], targets)
+                    opened.step(loss)
+                    run.log(loss=loss)
+                    if run.step == die_at:
+                        os._exit(9)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def trains_wide_with(options):
+    return trains_wide(**options)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}], ids=["whole", "accumulated"])
+def test_a_resumed_run_is_bit_equal_at_three_and_four_ranks(run, options, tmp_path, monkeypatch):
+    for size in (3, 4) if not options else (3,):
+        options = {**options, "checkpoint_every": 3}
+        for folder in ("whole", "cut"):
+            (tmp_path / f"{size}-{folder}").mkdir()
+        monkeypatch.chdir(tmp_path / f"{size}-whole")
+        whole = ranks.values(run(size, trains_wide_with, options))
+        monkeypatch.chdir(tmp_path / f"{size}-cut")
+        run(size, trains_wide_with, {**options, "die_at": 4})
+        resumed = ranks.values(run(size, trains_wide_with, {**options, "resume": True}))
+        assert torch.equal(resumed[0], whole[0])
+
+
 def losses_in_micro_batches(die_at=None, **options):
     with hpctrain.Session(
         global_batch=12,

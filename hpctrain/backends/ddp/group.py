@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpctrain.backends.assembly import assemble, host_of
 from hpctrain.backends.base import Backend, Later, vector
 from hpctrain.backends.ddp import options
+from hpctrain.backends.ddp.rehearsal import rehearse
 from hpctrain.backends.ddp.store import first_line, open_store
 from hpctrain.backends.environment import Environment
 from hpctrain.backends.settings import Settings
@@ -43,6 +44,7 @@ class DDP(Backend):
                 "remove the script's own init_process_group(), or close the Session before",
             )
         self.device, self._own = device, settings.own
+        self._deterministic = settings.deterministic
         self.transport = _transport(device)
         self._environment = Environment(os.environ)
         world, own = meeting.world, meeting.roll.addresses[meeting.world.rank]
@@ -105,6 +107,7 @@ class DDP(Backend):
             **_NO_BUFFERS_IN_FORWARD,
         )
         options.compress(wrapped, self._own)
+        wrapped.rehearses = self._deterministic
         self.broadcast(list(model.buffers()))
         return wrapped
 
@@ -168,7 +171,20 @@ _NO_BUFFERS_IN_FORWARD: dict[str, Any] = {
 
 
 class TransparentDDP(Transparent, DistributedDataParallel):
-    """DistributedDataParallel that shows the model inside: its attributes, names and state."""
+    """DistributedDataParallel that shows the model inside: its attributes, names and state.
+
+    Attributes:
+        rehearses: whether its first pass with gradients is rehearsed.
+    """
+
+    rehearses = False
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """That of DistributedDataParallel."""
+        if self.rehearses and torch.is_grad_enabled():
+            self.rehearses = False
+            rehearse(self, inputs, keywords)
+        return super().forward(*inputs, **keywords)
 
 
 def _transport(device: torch.device) -> str:
