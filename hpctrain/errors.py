@@ -8,9 +8,11 @@ from types import TracebackType
 __all__ = [
     "CheckpointError",
     "ContradictionError",
+    "GivenUpError",
     "HpctrainError",
     "NonFiniteError",
     "RankLostError",
+    "ReplacedError",
     "StartError",
     "UsageError",
     "repeated",
@@ -49,7 +51,8 @@ class HpctrainError(Exception):
 
 def repeated(found: str, expected: str, fix: str, exit_code: int) -> HpctrainError:
     """Rank 0's error, to be raised by another rank: of it, only the first line is shown there."""
-    error = (UsageError if exit_code == UsageError.exit_code else StartError)(found, expected, fix)
+    kinds = {kind.exit_code: kind for kind in (UsageError, GivenUpError)}
+    error = kinds.get(exit_code, StartError)(found, expected, fix)
     error.told_by_rank_0 = True
     return error
 
@@ -76,8 +79,18 @@ class NonFiniteError(HpctrainError):
     """Training has left the finite numbers."""
 
 
+class GivenUpError(HpctrainError):
+    """Restarted too often without progress."""
+
+    exit_code = 76
+
+
 class CheckpointError(HpctrainError):
     """A checkpoint could not be written or read."""
+
+
+class ReplacedError(CheckpointError):
+    """Another start has the run directory, so this one may not commit."""
 
 
 def report_uncaught() -> None:

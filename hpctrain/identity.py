@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,11 +19,12 @@ from hpctrain import variables
 from hpctrain._version import __version__
 from hpctrain.allocation import Allocation
 from hpctrain.arguments import Options
-from hpctrain.errors import UsageError
-from hpctrain.rundir import DONE, STATUS, RunDirectory, create, default
+from hpctrain.errors import GivenUpError, UsageError
+from hpctrain.lock import Lock
+from hpctrain.rundir import DONE, MOST_FRUITLESS, STATUS, RunDirectory, create, default
 from hpctrain.world import World
 
-__all__ = ["claim", "note_start"]
+__all__ = ["claim", "facts", "note_start", "refuse_fruitless"]
 
 FORMAT = 1
 # What makes two runs the same run; anything else may change from one start to the next.
@@ -37,8 +39,8 @@ def claim(
     world: World,
     job: Allocation | None,
     env: Mapping[str, str],
-) -> tuple[RunDirectory, bool]:
-    """Find or make the run directory. Called by rank 0 alone.
+) -> tuple[RunDirectory, Lock | None]:
+    """Find or make the run directory, and lock it. Called by rank 0 alone.
 
     Args:
         name: of the run.
@@ -49,11 +51,11 @@ def claim(
         env: for $HPCTRAIN_RUN.
 
     Returns:
-        The directory, and whether the run in it is finished.
+        The directory and its lock; None where the run in it is finished.
 
     Raises:
         UsageError: the directory has a run in it and `--resume` was not given, or another run,
-            or files of somebody else, or cannot be written.
+            or files of somebody else, or cannot be written; or another start is at work in it.
     """
     said = {"name": name, "data": options.data, "model": _signature(models)}
     resume = options.resume
@@ -64,19 +66,32 @@ def claim(
     before = directory.read(directory.identity)
     if before is None:
         _refuse_strangers(directory)
-        facts = {"format": FORMAT, **said, "created": time.time(), "world": asdict(world)}
-        try:
-            create(directory.identity, json.dumps(facts, indent=1) + "\n")
-            return directory, False
-        except FileExistsError:
-            before = directory.read(directory.identity)  # another start was faster
-            resume = False
-        except OSError as error:
-            raise UsageError(
-                f"the run directory {directory.path} cannot be made: {error}",
-                "a place that can be written",
-                "--run DIR",
-            ) from None
+    else:
+        _refuse_other_runs(directory, before, said, resume)
+        if (directory.read(directory.summary) or {}).get("status") == STATUS[DONE]:
+            return directory, None
+    lock = Lock.take(directory, job, env)
+    if before is not None:
+        return directory, lock
+    about = {"format": FORMAT, **said, "created": time.time(), "world": asdict(world)}
+    try:
+        create(directory.identity, json.dumps(about, indent=1) + "\n")
+    except OSError as error:
+        lock.release()
+        if isinstance(error, FileExistsError):  # another start was faster, and is over
+            _refuse_other_runs(directory, directory.read(directory.identity), said, False)
+        raise UsageError(
+            f"the run directory {directory.path} cannot be made: {error}",
+            "a place that can be written",
+            "--run DIR",
+        ) from None
+    return directory, lock
+
+
+def _refuse_other_runs(
+    directory: RunDirectory, before: Mapping[str, Any], said: Mapping[str, Any], resume: bool
+) -> None:
+    """Hold run.json to what this start says of itself."""
     if not resume:
         raise UsageError(
             f"{directory.path} has a run in it",
@@ -91,8 +106,44 @@ def claim(
                 "the run that began there",
                 "--run DIR for another directory",
             )
-    summary = directory.read(directory.summary)
-    return directory, bool(summary) and summary.get("status") == STATUS[DONE]
+
+
+def facts(directory: RunDirectory, world: World) -> dict[str, Any]:
+    """What the manifest of every checkpoint says of the run."""
+    said = directory.read(directory.identity) or {}
+    return {
+        "run": {name: said.get(name) for name in _IDENTITY},
+        "world": asdict(world),
+        "versions": _versions(),
+    }
+
+
+def refuse_fruitless(directory: RunDirectory, job: Allocation | None, step: int) -> None:
+    """Give up what a scheduler starts again and again at the same step.
+
+    Args:
+        directory: of the run.
+        job: the scheduler's; only a requeued one is held to its earlier starts.
+        step: at which this start would go on.
+
+    Raises:
+        GivenUpError: as many starts of the job before it went on there, too.
+    """
+    if job is None or not job.restart_count:
+        return
+    fruitless = 0
+    for line in reversed(directory.lines(directory.starts)):
+        if (line.get("job") or {}).get("job_id") != job.job_id or line.get("step") != step:
+            break
+        fruitless += 1
+    if fruitless >= MOST_FRUITLESS:
+        raise GivenUpError(
+            f"{fruitless} starts of job {job.label} in a row went on from step {step} and left no "
+            "newer checkpoint",
+            "progress from one start to the next",
+            "look for the first error in the logs; --checkpoint-every or --checkpoint-minutes with "
+            "a smaller number, or a longer time limit; then submit it again with --resume",
+        )
 
 
 def _refuse_strangers(directory: RunDirectory) -> None:
@@ -119,24 +170,29 @@ def _refuse_strangers(directory: RunDirectory) -> None:
 
 
 def note_start(
-    directory: RunDirectory, options: Options, world: World, job: Allocation | None
+    directory: RunDirectory, options: Options, world: World, job: Allocation | None, step: int
 ) -> None:
-    """Append to starts.jsonl how the run was started this time."""
+    """Append to starts.jsonl how the run was started this time, and at which step it goes on."""
     line = {
         "time": time.time(),
         "command": sys.argv,
         "options": asdict(options),
-        "versions": {
-            "hpctrain": __version__,
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-        },
+        "step": step,
+        "versions": _versions(),
         "commit": _commit(),
         "world": asdict(world),
         "job": asdict(job) if job else None,
     }
     with open(directory.starts, "a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "hpctrain": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
 
 
 def _commit() -> str | None:

@@ -3,7 +3,7 @@
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -48,12 +48,9 @@ class Metrics:
         directory: of the run.
         keep: rows to keep of an earlier start; those after them are removed.
         accumulate: micro-batches of one step on each rank.
-        gives_up: says whether this rank has had too many steps without finite numbers.
 
     Attributes:
         rows: that are written.
-        given_up: ranks that said so, at the last sum that all have heard of; it changes at the
-            same row on all of them.
         last: the newest value of each name.
     """
 
@@ -63,14 +60,10 @@ class Metrics:
         directory: RunDirectory,
         keep: int,
         accumulate: int,
-        gives_up: Callable[[], Any] = lambda: False,
     ) -> None:
         self._backend = backend
         self._accumulate = accumulate
         self._micro_batches = accumulate * backend.world_size
-        self._gives_up = gives_up
-        self._heard = 0.0  # by some ranks before others
-        self.given_up = 0.0
         self._on_host = backend.device.type == "cpu"
         self._step: dict[str, Any] = {}  # tensors on a GPU, Python floats on a CPU
         self._unwritten: deque[_Row] = deque()
@@ -83,6 +76,7 @@ class Metrics:
         self._said = 0.0  # when the last training row was said
         self.rows = keep
         self.last: dict[str, float] = {}
+        self._noted: tuple[int, dict[str, float]] = (-1, {})
         if backend.rank == 0:
             kept = directory.rows()[:keep]
             for row in kept:
@@ -144,14 +138,19 @@ class Metrics:
         if self._gathered:
             self._begin()
         self._finish()
-        self.given_up = self._heard
 
     def write(self, head: dict[str, Any], values: Mapping[str, Any]) -> None:
         """A row of values that are the same on all ranks, such as those of an evaluation."""
         numbers = {name: float(value) for name, value in values.items()}
         self._unwritten.append(_Row({**head, "time": time.time()}, [], [], numbers, done=True))
+        known = self._noted[1] if self._noted[0] == head["step"] else {}
+        self._noted = (head["step"], {**known, **numbers})
         self._say({**head, **numbers})
         self._write()
+
+    def at(self, step: int) -> dict[str, float]:
+        """What `write` was given at a step."""
+        return self._noted[1] if self._noted[0] == step else {}
 
     def close(self) -> None:
         """Close the file; rows that are not averaged yet are lost unless `flush` was called."""
@@ -161,15 +160,13 @@ class Metrics:
     def _begin(self) -> None:
         """Begin the sum of the gathered rows, when that before it is there."""
         self._finish()
-        self.given_up = self._heard
         if self._seconds_per_row:
             # Only here, where all ranks are at the same row, or they would gather unlike.
             wanted = int(_SECONDS_BETWEEN_SUMS / self._seconds_per_row)
             self._rows_per_sum = max(1, min(wanted, 2 * self._rows_per_sum, _MOST_ROWS))
         now = time.perf_counter()
         numbers = [number for row in self._gathered for number in row.numbers]
-        more = [now - self._sum_begun, self._gives_up()]
-        sums = self._backend.sum_later([*numbers, *more])
+        sums = self._backend.sum_later([*numbers, now - self._sum_begun])
         self._sum, self._gathered, self._sum_begun = (self._gathered, sums), [], now
 
     def _finish(self) -> None:
@@ -178,7 +175,7 @@ class Metrics:
             return
         rows, sums = self._sum
         self._sum = None
-        *values, seconds, self._heard = sums.values()
+        *values, seconds = sums.values()
         self._seconds_per_row = seconds / self._backend.world_size / len(rows)
         position = 0
         for row in rows:

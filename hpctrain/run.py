@@ -3,31 +3,38 @@
 import json
 import logging
 import os
+import secrets
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
-from contextlib import nullcontext
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from hpctrain import checkpoint, identity, optim, preparation, rundir, seeds, speech
+from hpctrain import generators, identity, optim, preparation, rundir, seeds, signals, speech
+from hpctrain.agreement import Agreement, by_rank_0
 from hpctrain.data import Loader, TrainingSampler
-from hpctrain.errors import HpctrainError, NonFiniteError, UsageError, repeated
+from hpctrain.errors import GivenUpError, NonFiniteError, UsageError
+from hpctrain.lock import Lock
 from hpctrain.metrics import Metrics, table
+from hpctrain.preemption import REASONS, Stopped
 from hpctrain.rundir import RunDirectory
+from hpctrain.saving import Saving
 from hpctrain.speech import logger
-from hpctrain.state import Parts, Position, gather, refuse_nonfinite, restore
+from hpctrain.state import Parts, Position, restore
 from hpctrain.tee import Tee
+from hpctrain.watchdog import AGREEING, COMPUTING, IDLE, LOADING, SAVING, Watchdog
 
 __all__ = ["Run"]
 
 
 class Run:
     """What `session.run()` gives: a context manager that resumes by itself when told to.
+
+    It leaves by `preemption.Stopped`, an exit, when somebody asks it to stop: after a checkpoint,
+    at the same step on all ranks.
 
     Attributes:
         directory: of the run, the same on all ranks.
@@ -42,9 +49,9 @@ class Run:
         self._state = state
         self._name = name or Path(sys.argv[0]).stem or "run"
         self.step = 0
-        self._saved = 0  # the step of the newest checkpoint
         self.epoch = 0
         self._epoch_step = 0  # steps of this epoch that are done
+        self._random: dict[str, Any] | None = None  # of the checkpoint, until training goes on
         self._epochs: int | None = None
         self._schedule: optim.Schedule | None = None
         self._index = 0  # micro-batches of the step under way that are done
@@ -54,47 +61,94 @@ class Run:
         self._cut_short = False  # whether --max-steps ended the epoch under way
         self._due = False  # whether the step under way ends in a row of metrics
         self._in_step = False
+        self._stop: str | None = None  # why all ranks stop, once they have agreed
         self._seconds = 0.0
         self._trained = 0
+        self._paused, self._pause = time.monotonic(), 0.0  # the longest time between two epochs
+        self._lock: Lock | None = None
         self._log: logging.Handler | None = None
         self._tee: Tee | None = None
+        self._metrics: Metrics | None = None
+        self._saving: Saving | None = None
+        self._watchdog: Watchdog | None = None
 
     def __enter__(self) -> Self:
-        session = self._session
-        env = os.environ
-        self.directory, finished = self._agree(env)
-        self._keep_log()
         try:
-            position = restore(session, self.directory, self._state) if not finished else None
-        except HpctrainError:
-            self._drop_log()
+            self._open()
+        except BaseException as error:
+            self._close(error)
             raise
+        return self
+
+    def _open(self) -> None:
+        session = self._session
+        finished, key = self._agree()
+        self._keep_log()
         if finished:
             logger.info("%s is finished; --run DIR begins another", self.directory.path)
-            self._drop_log()
             raise SystemExit(rundir.DONE)
+        session.preemption.begin(self.directory, self._lead)
+        resumed = restore(session, self.directory, self._state)
+        self._watchdog = Watchdog(
+            session.world, session.options.timeout, self.directory, key, session.verdict
+        )
+        session.beat = self._beat
+        if resumed is not None:
+            self._go_on(*resumed)
+        position = resumed[0] if resumed else None
+        by_rank_0(session.backend, self._note_start)
         self._metrics = Metrics(
             session.backend,
             self.directory,
-            self._go_on(position),
+            position.rows if position else 0,
             session.batches.accumulate,
-            lambda: session.precision.nonfinite.streak >= session.options.max_nonfinite,
         )
-        if session.world.rank == 0:
-            identity.note_start(self.directory, session.options, session.world, session.allocation)
-            self.directory.summary.unlink(missing_ok=True)
+        facts = identity.facts(self.directory, session.world)
+        self._saving = Saving(session, self._state, self.directory, self._lock, facts, position)
+        self._agreement = Agreement(session.backend, self._say)
         logger.info("run directory %s", self.directory.path)
-        return self
+        self._hear(self._agreement.now())
+        if self._stop is not None:
+            raise Stopped(f"{self._stop}, before the first step", True, os.environ)
 
-    def _go_on(self, position: Position | None) -> int:
-        """Take up a position; the rows of metrics to keep."""
-        if position is None:
-            return 0
+    def _agree(self) -> tuple[bool, str]:
+        """Take up rank 0's choice of a directory.
+
+        Returns:
+            Whether the run in it is finished, and what names this start.
+        """
+        session = self._session
+
+        def claim() -> tuple[str, bool, str]:
+            directory, self._lock = identity.claim(
+                self._name,
+                session.models,
+                session.options,
+                session.world,
+                session.allocation,
+                os.environ,
+            )
+            return str(directory.path.absolute()), self._lock is None, secrets.token_hex(8)
+
+        path, finished, key = by_rank_0(session.backend, claim)
+        self.directory = RunDirectory(path)
+        return finished, key
+
+    def _go_on(self, position: Position, random: dict[str, Any] | None) -> None:
+        """Take up a position."""
         self.step, self.epoch = position.step, position.epoch
         self._epoch_step = position.epoch_step
-        self._saved = self.step
+        self._random = random
         logger.info("resumed at step %d, epoch %d", self.step, self.epoch)
-        return position.rows
+
+    def _note_start(self) -> None:
+        """At rank 0: write down this start, unless it is one too many."""
+        session = self._session
+        identity.refuse_fruitless(self.directory, session.allocation, self.step)
+        identity.note_start(
+            self.directory, session.options, session.world, session.allocation, self.step
+        )
+        self.directory.summary.unlink(missing_ok=True)
 
     def _keep_log(self) -> None:
         path = self.directory.log(self._session.world.rank)
@@ -108,33 +162,6 @@ class Run:
             speech.drop(self._log)
         self._tee = self._log = None
 
-    def _agree(self, env: Any) -> tuple[RunDirectory, bool]:
-        """Rank 0's choice of a directory, or its error, on all ranks."""
-        session = self._session
-        answer: tuple[str, Any, Any] = ("", None, None)
-        mistake: HpctrainError | None = None
-        if session.world.rank == 0:
-            try:
-                directory, finished = identity.claim(
-                    self._name,
-                    session.models,
-                    session.options,
-                    session.world,
-                    session.allocation,
-                    env,
-                )
-                answer = ("ok", str(directory.path.absolute()), finished)
-            except HpctrainError as error:
-                mistake = error
-                answer = ("error", [error.found, error.expected, error.fix], error.exit_code)
-        kind, what, more = session.backend.share(answer)
-        if mistake is not None:
-            raise mistake
-        if kind == "error":
-            found, expected, fix = what
-            raise repeated(found, expected, fix, more)
-        return RunDirectory(what), more
-
     def epochs(self, default: int | None = None) -> Iterator[int]:
         """The epochs that are left, each with a checkpoint at its end.
 
@@ -143,6 +170,7 @@ class Run:
 
         Raises:
             UsageError: nothing says how long to train.
+            Stopped: the run was asked to stop.
         """
         options = self._session.options
         self._epochs = options.epochs or (None if options.max_steps else default)
@@ -150,6 +178,8 @@ class Run:
             raise UsageError(
                 "nothing says how long to train", "an end", "--epochs N or --max-steps N"
             )
+        if not self._epoch_step:
+            self._put_back_random()
         while (self._epochs is None or self.epoch < self._epochs) and not self._enough():
             before, self._cut_short, self._begun = self.step, False, False
             yield self.epoch
@@ -163,7 +193,9 @@ class Run:
             if not self._cut_short:
                 self.epoch += 1
                 self._epoch_step = 0
+            self._pause = max(self._pause, time.monotonic() - self._paused)
             self.save()
+            self._stop_here()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The micro-batches that are left of this epoch, up to `--max-steps`.
@@ -175,6 +207,7 @@ class Run:
 
         Raises:
             UsageError: it is the second time in this epoch.
+            Stopped: the run was asked to stop.
         """
         self._settle()
         if self._begun:
@@ -189,15 +222,19 @@ class Run:
         torch.manual_seed(seeds.derive("epoch", options.seed, self.epoch, world.rank))
         self._plan(loader)
         iterator = self._iterate(loader)
+        self._put_back_random()
         self._lap = started = time.perf_counter()
         first = self._lap_step = self.step
         deterministic, every = options.deterministic, options.log_every
         limit = sys.maxsize if options.max_steps is None else options.max_steps
+        beat = self._beat
         try:
             while self.step < limit:
+                beat(LOADING)
                 batch = next(iterator, _END)
                 if batch is _END:
                     return
+                beat(COMPUTING)
                 if self._index == 0:
                     self._due = (self.step + 1) % every == 0
                     if self._schedule is not None:
@@ -214,6 +251,8 @@ class Run:
                 self._settle()
             self._cut_short = next(iterator, _END) is not _END
         finally:
+            beat(IDLE)
+            self._paused = time.monotonic()
             self._seconds += time.perf_counter() - started
             self._trained += (self.step - first) * session.batches.global_batch
 
@@ -233,16 +272,65 @@ class Run:
         self._index = 0
         self.step += 1
         self._epoch_step += 1
+        self._beat(AGREEING)
         if self._due:
             now = time.perf_counter()
             samples = (self.step - self._lap_step) * session.batches.global_batch
             self._end_row(samples / (now - self._lap))
             self._lap, self._lap_step = now, self.step
         else:
-            self._metrics.poll()
-        every = session.options.checkpoint_every
-        if every and self.step % every == 0:
+            self._opened.poll()
+        heard = self._agreement.step()
+        overdue = heard is not None and self._hear(heard)
+        if overdue or self._saves.due(self.step):
             self.save()
+        if self._stop is not None:
+            self._stop_here()
+
+    def _beat(self, phase: int) -> None:
+        """Show that this rank lives."""
+        if self._watchdog is not None:
+            self._watchdog.beat(self.step, phase)
+
+    def _say(self) -> dict[str, float]:
+        """What the other ranks have to know: why this one wants to stop, and what went wrong."""
+        session = self._session
+        asked = session.preemption.asked()
+        return {
+            **{reason: float(reason == asked) for reason in REASONS},
+            _NOT_FINITE: float(session.precision.nonfinite.streak >= session.options.max_nonfinite),
+            _NOT_WRITTEN: float(self._saves.failed()),
+            _OVERDUE: float(self._saves.overdue()),
+        }
+
+    def _hear(self, heard: Mapping[str, float]) -> bool:
+        """What follows from it, alike on all ranks; whether it is time for a checkpoint.
+
+        Raises:
+            NonFiniteError: the run goes nowhere.
+        """
+        if heard[_NOT_FINITE]:
+            self._refuse_streak(heard[_NOT_FINITE])
+        if heard[_NOT_WRITTEN]:
+            self._saves.lost()
+        if self._stop is None:
+            self._stop = next((reason for reason in REASONS if heard[reason]), None)
+        return heard[_OVERDUE] > 0
+
+    def _stop_here(self) -> None:
+        """Save and leave, where the ranks have agreed to."""
+        if self._stop is None:
+            return
+        if self._position() != self._saves.saved:
+            self.save()
+        self._saves.finish()
+        self._session.preemption.obeyed(self.directory)
+        logger.info("stopped by %s at step %d; --resume goes on from here", self._stop, self.step)
+        raise Stopped(f"{self._stop}, after step {self.step}", True, os.environ)
+
+    def _lead(self) -> float:
+        """Seconds before the end of the job's time at which to stop."""
+        return self._pause + (self._saving.lead() if self._saving is not None else 0.0)
 
     def log(self, **values: Any) -> None:
         """Note numbers under names.
@@ -257,16 +345,18 @@ class Run:
         """
         if not self._in_step:
             self._settle()
-            self._metrics.write(self._head(), values)
+            self._opened.write(self._head(), values)
         elif self._due:
-            self._metrics.add(values, self._session.weight)
+            self._opened.add(values, self._session.weight)
 
     def save(self) -> None:
-        """Commit a checkpoint of all that makes the next step; called by all ranks.
+        """Take a checkpoint of all that makes the next step; called by all ranks.
+
+        Rank 0 writes it while training goes on. When that fails, its log says so, and the
+        checkpoints before are kept.
 
         Raises:
             UsageError: a step is under way, so weights and position would not belong together.
-            CheckpointError: it could not be written.
             NonFiniteError: the weights are not finite any more; the checkpoints before are kept.
         """
         if self._in_step:
@@ -276,22 +366,30 @@ class Run:
                 "--checkpoint-every STEPS, or save after the loop over the batches",
             )
         self._settle()  # a loop that was left by a break
-        session = self._session
-        self._metrics.flush()
-        with nullcontext() if session.ema is None else session.ema.original():
-            self._commit()
+        self._beat(SAVING)
+        self._opened.flush()
+        self._hear(self._agreement.now())
+        self._saves.save(self._position(), self._opened.at(self.step))
+        self._beat(IDLE)
 
-    def _commit(self) -> None:
-        session = self._session
-        refuse_nonfinite(session, self.step)
-        self._refuse_streak()
-        self._saved = self.step
-        if session.world.rank != 0:
-            return
-        position = Position(self.step, self.epoch, self._epoch_step, self._metrics.rows)
-        state = gather(session, self._state, position)
-        facts = {"time": time.time(), "world": asdict(session.world)}
-        checkpoint.save(self.directory, self.step, state, facts)
+    def _position(self) -> Position:
+        return Position(self.step, self.epoch, self._epoch_step, self._opened.rows)
+
+    def _put_back_random(self) -> None:
+        """Let the random numbers of this rank go on where the checkpoint was taken."""
+        if self._random is not None:
+            generators.put_back(self._random, self._session.device)
+            self._random = None
+
+    @property
+    def _opened(self) -> Metrics:
+        assert self._metrics is not None
+        return self._metrics
+
+    @property
+    def _saves(self) -> Saving:
+        assert self._saving is not None
+        return self._saving
 
     def _enough(self) -> bool:
         limit = self._session.options.max_steps
@@ -305,7 +403,8 @@ class Run:
         if isinstance(loader, Loader) and isinstance(loader.sampler, TrainingSampler):
             loader.sampler.first_step = self._epoch_step
             return iter(loader)
-        iterator = map(session.placement, loader)
+        with signals.unheard():
+            iterator = map(session.placement, iter(loader))
         seen = self._epoch_step * session.batches.accumulate
         if seen:
             logger.warning("this loader cannot skip: %d batches are fetched and dropped", seen)
@@ -339,22 +438,21 @@ class Run:
         tail = {"samples_per_second": speed}
         if session.optimizers:
             tail = {"lr": float(session.optimizers[0].param_groups[0]["lr"]), **tail}
-        self._metrics.end_step(self._head(), session.precision.numbers(), tail)
-        self._refuse_streak()
+        self._opened.end_step(self._head(), session.precision.numbers(), tail)
 
-    def _refuse_streak(self) -> None:
+    def _refuse_streak(self, ranks: float) -> None:
         """End a run that goes nowhere, on all ranks at the same step."""
-        session, ranks = self._session, self._metrics.given_up
-        if ranks:
-            error = NonFiniteError(
-                f"{session.options.max_nonfinite} steps in a row overflowed or had no finite loss, "
-                f"on {ranks:.0f} of {session.world.world_size} ranks, before step {self.step}",
-                f"fewer in a row (--max-nonfinite {session.options.max_nonfinite})",
-                f"--resume goes on from step {self._saved}; a lower --lr, --lr-warmup-epochs, "
-                "--clip-norm or --precision bf16 or fp32 may mend it",
-            )
-            error.told_by_rank_0 = session.world.rank > 0
-            raise error
+        session = self._session
+        saved = self._saves.saved
+        error = NonFiniteError(
+            f"{session.options.max_nonfinite} steps in a row overflowed or had no finite loss, "
+            f"on {ranks:.0f} of {session.world.world_size} ranks, before step {self.step}",
+            f"fewer in a row (--max-nonfinite {session.options.max_nonfinite})",
+            f"--resume goes on from step {saved.step if saved else 0}; a lower --lr, "
+            "--lr-warmup-epochs, --clip-norm or --precision bf16 or fp32 may mend it",
+        )
+        error.told_by_rank_0 = session.world.rank > 0
+        raise error
 
     def _head(self) -> dict[str, Any]:
         return {"step": self.step, "epoch": self.epoch}
@@ -365,19 +463,41 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        code = rundir.FAILED
         try:
-            if error is None or (isinstance(error, SystemExit) and not error.code):
-                self._settle()
-                if self.step != self._saved:
-                    self.save()  # the loop was left by a break
-                self._metrics.flush()
-                code = rundir.DONE
-        finally:
+            if _code(error) == rundir.DONE:
+                self._finish()
+        except BaseException as late:
+            self._close(late)
+            raise
+        self._close(error)
+
+    def _finish(self) -> None:
+        """The end of training: nothing of it is lost."""
+        self._settle()
+        saved = self._saves.saved
+        if saved is None or self.step != saved.step:
+            self.save()  # the loop was left by a break
+        self._opened.flush()
+        self._saves.finish()
+
+    def _close(self, error: BaseException | None) -> None:
+        """Let go of everything; what is being written gets written."""
+        self._session.beat = ignore
+        if self._saving is not None:
+            self._saving.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
+        if self._metrics is not None:
             self._metrics.close()
-            if self._session.world.rank == 0:
-                self._summarise(code)
-            self._drop_log()
+        if self._metrics is not None and self._session.world.rank == 0:
+            try:
+                self._summarise(_code(error))
+            except OSError as full:
+                logger.error("%s could not be written: %s", self.directory.summary, full)
+        if self._lock is not None:
+            self._lock.release()
+        self._drop_log()
+        self._session.preemption.end()
 
     def _summarise(self, code: int) -> None:
         """Write summary.json, and say in a few lines how it went."""
@@ -387,7 +507,7 @@ class Run:
             "status": rundir.STATUS[code],
             "step": self.step,
             "epoch": self.epoch,
-            "metrics": self._metrics.last,
+            "metrics": self._opened.last,
             "seconds": self._seconds,
             "samples_per_second": speed,
             "world_size": session.world.world_size,
@@ -401,4 +521,22 @@ class Run:
             sys.stdout.flush()
 
 
+# What the ranks tell each other besides the reasons to stop.
+_NOT_FINITE, _NOT_WRITTEN, _OVERDUE = "not finite", "not written", "overdue"
+
 _END = object()
+
+
+def ignore(phase: int) -> None:
+    """Nobody watches."""
+
+
+def _code(error: BaseException | None) -> int:
+    """How a run ended that was left by this error."""
+    if isinstance(error, Stopped):
+        return rundir.STOPPED
+    if isinstance(error, GivenUpError):
+        return rundir.GIVEN_UP
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return rundir.DONE
+    return rundir.FAILED

@@ -6,6 +6,7 @@ metrics.jsonl               a line for each logged step: step, epoch, time, then
 checkpoints/step-00000042/  .pt files and a manifest
 logs/rank-0.log             what each rank had to say
 summary.json                how the run ended
+stop                        made by a person: save, and leave
 """
 
 import json
@@ -23,6 +24,7 @@ __all__ = [
     "DONE",
     "FAILED",
     "GIVEN_UP",
+    "MOST_FRUITLESS",
     "STATUS",
     "STOPPED",
     "RunDirectory",
@@ -38,6 +40,9 @@ DONE = 0
 FAILED = 1
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: stopped at a safe point, run me again
 GIVEN_UP = 76  # restarted too often without progress
+
+# Starts in a row that may end without a checkpoint that is newer than the one before.
+MOST_FRUITLESS = 3
 
 STATUS = {DONE: "done", FAILED: "failed", STOPPED: "stopped", GIVEN_UP: "given-up"}
 
@@ -59,6 +64,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         self.summary = self.path / "summary.json"
+        self.stop = self.path / "stop"
 
     def log(self, rank: int) -> Path:
         """The log file of a rank."""
@@ -96,18 +102,24 @@ class RunDirectory:
             ) from None
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl; a last line that was cut off is left out."""
-        rows = []
+        """The rows of metrics.jsonl."""
+        return self.lines(self.metrics)
+
+    def lines(self, path: Path) -> list[dict[str, Any]]:
+        """The lines of one of the .jsonl files; a last one that was cut off is left out."""
+        lines: list[dict[str, Any]] = []
         try:
-            text = self.metrics.read_text()
+            text = path.read_text()
         except FileNotFoundError:
             return []
         for line in text.splitlines():
             try:
-                rows.append(json.loads(line))
+                content = json.loads(line)
             except ValueError:
                 break
-        return rows
+            if isinstance(content, dict):
+                lines.append(content)
+        return lines
 
 
 def default(name: str, label: str | None) -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -32,12 +32,17 @@ from hpctrain.arguments import Options, plan_batches
 from hpctrain.determinism import Determinism
 from hpctrain.errors import HpctrainError, StartError, UsageError, report_uncaught
 from hpctrain.optim import EMA
-from hpctrain.run import Run
+from hpctrain.preemption import Preemption, Stopped
+from hpctrain.run import Run, ignore
 from hpctrain.speech import logger
 from hpctrain.threads import Threads
 from hpctrain.update import Update
+from hpctrain.watchdog import BACKWARD, EVALUATING, UPDATING
 
 __all__ = ["Session"]
+
+# Of a hang the watchdog can say who is to blame; a collective that gives up can not.
+_SECONDS_TO_BLAME = 10.0
 
 
 class Session:
@@ -61,6 +66,9 @@ class Session:
         placement: where batches go.
         weight: of the micro-batch at hand in its step; 1 where all have as many samples.
         roll: what the ranks said of themselves.
+        preemption: whether this rank was asked to stop.
+        verdict: the file for how it ended, at rank 0 of a start that wants to know.
+        beat: called with a phase of `watchdog`; tells that this rank lives.
 
     Raises:
         UsageError: wrong options, or an environment that contradicts itself (exit code 2).
@@ -74,7 +82,8 @@ class Session:
         speech.speak(start.world.rank)
         # The verdict is that of the start; a process that is none of its ranks leaves it alone.
         belongs = start.world.rank == 0 and not start.stray and not start.overruled
-        self._verdict = os.environ.get(variables.VERDICT) if belongs else None
+        self.verdict = os.environ.get(variables.VERDICT) if belongs else None
+        self.beat: Callable[[int], None] = ignore
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._micro_batch = 0
@@ -83,15 +92,18 @@ class Session:
         self.weight = 1.0
         self._closed = False
         self._undo = ExitStack()  # what a session changes in its process, and puts back
-        if self._verdict:
+        self.preemption = Preemption(start.world.rank, os.environ, start.allocation, self._undo)
+        if self.verdict:
             # That of an earlier session of this process says nothing about this one.
-            Path(self._verdict).unlink(missing_ok=True)
+            Path(self.verdict).unlink(missing_ok=True)
         try:
             self._open(start)
         except BaseException as error:
             self._undo.close()
             if isinstance(error, HpctrainError):
                 self._write_verdict(error.exit_code, error.found)
+            elif isinstance(error, Stopped):
+                self._write_verdict(rundir.STOPPED, error.reason)
             raise
 
     def _open(self, start: launchers.Start) -> None:
@@ -148,7 +160,7 @@ class Session:
         """
         opts = self.options
         return backends.Settings(
-            opts.timeout,
+            opts.timeout + _SECONDS_TO_BLAME,
             opts.start_timeout,
             self.batches.accumulate,
             opts.deterministic,
@@ -291,6 +303,7 @@ class Session:
             self.world.rank,
             before=(lambda: None) if train else self._align,
             weigh=self._weigh,
+            each=None if train else lambda: self.beat(EVALUATING),
             **arguments,
         )
 
@@ -329,6 +342,7 @@ class Session:
                 "session.step(loss), one loss for all optimizers",
                 "--accumulate 1",
             )
+        self.beat(BACKWARD)
         if self.weight != 1.0:
             loss = loss * self.weight
         self.precision.backward(loss if accumulate == 1 else loss / accumulate)
@@ -337,6 +351,7 @@ class Session:
             self._arm()
             return False
         self._micro_batch = 0
+        self.beat(UPDATING)
         self._update(optimizers or self._optimizers, self._optimizers, self._ema)
         self._arm()
         return True
@@ -354,6 +369,7 @@ class Session:
         Returns:
             As many Python numbers; a single one alone.
         """
+        self.beat(EVALUATING)
         sums = evaluation.total(self.backend, *values)
         return sums[0] if len(sums) == 1 else sums
 
@@ -388,41 +404,47 @@ class Session:
         self.weight = weight
 
     def _align(self) -> None:
+        self.beat(EVALUATING)
         for model in self._models:
             self.backend.broadcast(list(model.buffers()))
 
-    def close(self, code: int = rundir.DONE, reason: str = "done") -> None:
+    def close(
+        self, code: int = rundir.DONE, reason: str = "done", together: bool | None = None
+    ) -> None:
         """Leave together: the verdict is written before any rank is gone.
 
         Args:
-            code: an exit code of `rundir`; another than 0 does not wait for the others.
+            code: an exit code of `rundir`.
             reason: a line for people.
+            together: whether all ranks leave now and wait for each other (default: when done).
         """
         if self._closed:
             return
         self._closed = True
+        self.preemption.close()
+        together = code == rundir.DONE if together is None else together
         try:
-            if code == rundir.DONE:
+            if together:
                 self.backend.barrier()
             self._write_verdict(code, reason)
-            if code == rundir.DONE:
+            if together:
                 self.backend.barrier()
         except Exception as error:
-            code, reason = rundir.FAILED, str(error)
+            together, reason = False, str(error)
             if explained := self.backend.explain(error):
                 reason = explained.found
                 raise explained from None
             raise
         finally:
-            self.backend.close(reason if code != rundir.DONE else None)
+            self.backend.close(None if together else reason)
             self._undo.close()
 
     def _write_verdict(self, code: int, reason: str) -> None:
-        if self._verdict:
+        if self.verdict:
             try:
-                rundir.write_verdict(self._verdict, code, reason)
+                rundir.write_verdict(self.verdict, code, reason)
             except OSError as error:
-                logger.error("the verdict could not be written to %s: %s", self._verdict, error)
+                logger.error("the verdict could not be written to %s: %s", self.verdict, error)
 
     def __enter__(self) -> Self:
         return self
@@ -433,7 +455,10 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
+        if isinstance(error, Stopped):
+            self.close(rundir.STOPPED, error.reason, error.together)
+            self.preemption.hand_on()
+        elif error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         elif explained := self.backend.explain(error):
             self.close(explained.exit_code, explained.found)

@@ -1,14 +1,14 @@
 """What a checkpoint holds: all that makes the next step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain import checkpoint
+from hpctrain import checkpoint, generators
 from hpctrain.allocation import Allocation
 from hpctrain.arguments import Batches, Options
 from hpctrain.backends.base import Backend
@@ -16,6 +16,7 @@ from hpctrain.data import Placement, TrainingSampler
 from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
 from hpctrain.optim import EMA, scheduled
 from hpctrain.precision import Precision
+from hpctrain.preemption import Preemption
 from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
 from hpctrain.world import World
@@ -35,6 +36,9 @@ class Parts(Protocol):
     options: Options
     batches: Batches
     weight: float
+    preemption: Preemption
+    verdict: str | None
+    beat: Callable[[int], None]
 
     @property
     def models(self) -> Sequence[nn.Module]:
@@ -88,14 +92,17 @@ def refuse_nonfinite(parts: Parts, step: int) -> None:
         raise error
 
 
-def gather(parts: Parts, others: Mapping[str, Any], position: Position) -> dict[str, Any]:
-    """The state of a session, part by part; called by rank 0.
+def gather(parts: Parts, others: Mapping[str, Any], position: Position) -> dict[str, Any] | None:
+    """The state of a session, part by part, at rank 0; None elsewhere. Called by all ranks.
 
     Args:
         parts: the session.
         others: what the user added.
         position: of the run.
     """
+    ranks = parts.backend.gather(_of_this_rank(parts))
+    if parts.world.rank > 0:
+        return None
     state = {
         "model": [model.state_dict() for model in parts.models],
         "optimizer": [optimizer.state_dict() for optimizer in parts.optimizers],
@@ -108,12 +115,39 @@ def gather(parts: Parts, others: Mapping[str, Any], position: Position) -> dict[
             "precision": parts.precision.name,
         },
     }
+    first = ranks[0]["buffers"]
+    for one in ranks[1:]:
+        if _equal(one["buffers"], first):
+            one["buffers"] = None  # as the model's state has them
+    first.clear()
+    state["ranks"] = ranks
     if parts.ema is not None:
         state["ema"] = parts.ema.state_dict()
     return state
 
 
-def restore(parts: Parts, directory: RunDirectory, others: Mapping[str, Any]) -> Position | None:
+def _of_this_rank(parts: Parts) -> dict[str, Any]:
+    """What differs from rank to rank: random states, and statistics of its own micro-batches."""
+    buffers: list[dict[str, Tensor]] = []
+    if parts.world.world_size > 1:
+        for model in parts.models:
+            kept = model.state_dict().keys()
+            own = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+            buffers.append({name: buffer.detach().cpu() for name, buffer in own.items()})
+    return {"random": generators.capture(parts.device), "buffers": buffers}
+
+
+def _equal(some: Sequence[Mapping[str, Tensor]], others: Sequence[Mapping[str, Tensor]]) -> bool:
+    return all(
+        torch.equal(tensor, other[name])
+        for one, other in zip(some, others, strict=True)
+        for name, tensor in one.items()
+    )
+
+
+def restore(
+    parts: Parts, directory: RunDirectory, others: Mapping[str, Any]
+) -> tuple[Position, dict[str, Any] | None] | None:
     """Load the newest checkpoint; called by all ranks.
 
     Args:
@@ -122,7 +156,8 @@ def restore(parts: Parts, directory: RunDirectory, others: Mapping[str, Any]) ->
         others: what the user added.
 
     Returns:
-        Where the run goes on; None where there is no checkpoint.
+        Where the run goes on, and the random states of this rank (None with another number of
+        ranks); None where there is no checkpoint.
 
     Raises:
         UsageError: it is that of another script, global batch or number of ranks.
@@ -161,7 +196,22 @@ def restore(parts: Parts, directory: RunDirectory, others: Mapping[str, Any]) ->
             thing.load_state_dict(state["state"][name])
         else:
             logger.warning("the checkpoint has no %s; it starts anew", name)
-    return Position(*(position[name] for name in ("step", "epoch", "epoch_step", "rows")))
+    random = None
+    if len(state["ranks"]) == parts.world.world_size:
+        own = state["ranks"][parts.world.rank]
+        random = own["random"]
+        _fill_buffers(parts.models, own["buffers"])
+    place = Position(*(position[name] for name in ("step", "epoch", "epoch_step", "rows")))
+    return place, random
+
+
+def _fill_buffers(models: Sequence[nn.Module], own: Sequence[Mapping[str, Tensor]] | None) -> None:
+    """Give models what this rank's were; None, and rank 0's, are in the models' own state."""
+    for model, buffers in zip(models, own or (), strict=False):
+        there = dict(model.named_buffers())
+        with torch.no_grad():
+            for name, value in buffers.items():
+                there[name].copy_(value)
 
 
 def _compare(parts: Parts, directory: RunDirectory, position: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ RUN = "HPCTRAIN_RUN"  # the run directory
 DATA = "HPCTRAIN_DATA"  # the folder with data sets
 CACHE = "HPCTRAIN_CACHE"  # the folder for everything that can be made again
 VERDICT = "HPCTRAIN_VERDICT"  # where rank 0 writes how the run ended
+STOP = "HPCTRAIN_STOP"  # the file that asks the run to save and to leave
 
 # What a start writes into its ranks, as against what a person sets for all of them.
 _OF_ONE_RANK = (
@@ -43,6 +44,7 @@ _OF_ONE_RANK = (
     MAIN_ADDRESS,
     MAIN_PORT,
     VERDICT,
+    STOP,
 )
 
 SCRUB_NAMES = frozenset(

@@ -202,6 +202,23 @@ class Options:
         COUNT,
         metavar="STEPS",
     )
+    checkpoint_minutes: float | None = option(
+        "--checkpoint-minutes",
+        None,
+        "minutes from one checkpoint to the next",
+        positive,
+        metavar="M",
+    )
+    keep_checkpoints: int = option(
+        "--keep-checkpoints", 3, "how many of the newest are kept", COUNT, metavar="N"
+    )
+    keep_best: str | None = option(
+        "--keep-best",
+        None,
+        "keep the checkpoint with the best value of this too, such as top1 (lower is better where "
+        "the name ends in loss)",
+        metavar="NAME",
+    )
     start_timeout: float = option(
         "--start-timeout", 300.0, "seconds to wait for all ranks", seconds, metavar="S"
     )

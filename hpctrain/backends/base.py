@@ -142,6 +142,10 @@ class Backend(ABC):
         """Rank 0's object (picklable) on every rank."""
 
     @abstractmethod
+    def gather(self, thing: T) -> list[T]:
+        """The object (picklable) of every rank, at rank 0; at the others an empty list."""
+
+    @abstractmethod
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Give every rank the tensors of rank 0, in place."""
 

@@ -44,6 +44,10 @@ class Single(Backend):
         """The object itself."""
         return thing
 
+    def gather(self, thing: T) -> list[T]:
+        """The object itself."""
+        return [thing]
+
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Nothing."""
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from hpctrain._version import __version__
-from hpctrain.cli import doctor, explain, horovod, hostlist, run
+from hpctrain.cli import doctor, explain, export, horovod, hostlist, run
 from hpctrain.errors import HpctrainError
 from hpctrain.speech import abandon
 
@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 # Each module has `add(subparsers)`, which sets the default `command` to a function of the parsed
 # arguments that returns an exit code.
-COMMANDS = (run, explain, doctor, hostlist, horovod)
+COMMANDS = (run, explain, doctor, hostlist, export, horovod)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

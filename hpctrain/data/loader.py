@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hpctrain import seeds
+from hpctrain import seeds, signals
 from hpctrain.data.augmentation import Seeded, draws
 from hpctrain.data.sampler import EvaluationSampler, TrainingSampler
 from hpctrain.errors import UsageError
@@ -65,6 +65,7 @@ class Loader:
         rank: of the world; the workers' other random numbers are others on each.
         before: called before each iteration.
         weigh: called with the weight of a micro-batch before it is handed out, where they differ.
+        each: called before each batch is fetched.
         arguments: more for `torch.utils.data.DataLoader`, such as `collate_fn`.
     """
 
@@ -78,12 +79,14 @@ class Loader:
         rank: int,
         before: Callable[[], None] = lambda: None,
         weigh: Callable[[float], None] = lambda weight: None,
+        each: Callable[[], None] | None = None,
         **arguments: Any,
     ) -> None:
         self.sampler = sampler
         self._placement = placement
         self._before = before
         self._weigh = weigh
+        self._each = each
         self._seed = seeds.derive(seed, rank)
         # A generator of its own: the loader takes nothing from the stream that dropout reads.
         self._generator = torch.Generator()
@@ -95,6 +98,7 @@ class Loader:
             pin_memory=placement.device.type == "cuda",
             persistent_workers=workers > 0,
             generator=self._generator,
+            worker_init_fn=_Begin(arguments.pop("worker_init_fn", None)) if workers else None,
             **arguments,
         )
 
@@ -105,12 +109,13 @@ class Loader:
         self._before()
         epoch = getattr(self.sampler, "epoch", 0)
         self._generator.manual_seed(seeds.derive("loader", self._seed, epoch))
-        batches = iter(self._loader)
+        with signals.unheard():
+            batches = iter(self._loader)
         if self._placement.changes:
             batches = map(self._placement, batches)  # type: ignore[assignment]
         if isinstance(self.sampler, TrainingSampler) and self.sampler.uneven:
             return self._weighed(self.sampler, batches)
-        return batches
+        return batches if self._each is None else _after(self._each, batches)
 
     def _weighed(self, sampler: TrainingSampler, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches, each after its weight."""
@@ -170,6 +175,30 @@ _OWN_ARGUMENTS = {
     *("shuffle", "sampler", "batch_sampler", "generator"),
     *("num_workers", "persistent_workers", "pin_memory"),
 }
+
+
+def _after(call: Callable[[], None], batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches, each after a call."""
+    call()
+    for batch in batches:
+        yield batch
+        call()
+
+
+class _Begin:
+    """What a worker does first.
+
+    Args:
+        then: the script's own `worker_init_fn`.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        signals.heed_the_parent()
+        if self._then is not None:
+            self._then(worker)
 
 
 class _WithEpoch:

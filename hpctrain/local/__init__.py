@@ -5,6 +5,7 @@ they say, `guard` outlives this process where it is killed. `elastic` starts ran
 and again on those that are left: `over_ssh` or `in_slurm`. Never imports torch.
 """
 
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -57,8 +58,9 @@ def start(
             over loopback).
 
     Returns:
-        The code of the verdict where rank 0 left one here, else that of the first rank that
-        failed, else 128 and the signal that ended the ranks; 0 when all went well.
+        The code of the verdict where rank 0 left one here; `rundir.STOPPED` where a signal that
+        asks to stop ended ranks before they knew it; else that of the first rank that failed, else
+        128 and the signal that ended the ranks; 0 when all went well.
 
     Raises:
         UsageError: more ranks than a machine takes.
@@ -70,6 +72,9 @@ def start(
         verdict = Path(folder) / "verdict"
         outcome = watch.run(command, environs, verdict, labelled=sum(tasks_per_node) > 1)
         said = rundir.read_verdict(verdict)
+        if said is None and outcome.unheard and outcome.signal is not None:
+            name = signal.Signals(outcome.signal).name
+            said = rundir.STOPPED, f"{name} came before the session was open"
     if not (said and said[0] == rundir.STOPPED):
         _tell(outcome)
     _pass_on(said, env.get(variables.VERDICT))

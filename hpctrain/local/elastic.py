@@ -21,9 +21,6 @@ from hpctrain.local.output import say
 
 __all__ = ["hopeless", "run", "run_directory", "settled"]
 
-# Starts in a row that may end without a checkpoint that is newer than the one before.
-MOST_FRUITLESS = 3
-
 
 def settled(code: int, said: tuple[int, str] | None, stopped: bool) -> tuple[int, str] | None:
     """The exit code and why, where nobody wants another start; None after any other failure.
@@ -57,7 +54,7 @@ def hopeless(
     """
     if first and not changed:
         return failure
-    if fruitless >= MOST_FRUITLESS:
+    if fruitless >= rundir.MOST_FRUITLESS:
         last = f": {failure[1]}" if failure[1] else ""
         return rundir.GIVEN_UP, f"{fruitless} starts in a row without a new checkpoint{last}"
     return None

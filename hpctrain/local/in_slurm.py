@@ -1,8 +1,8 @@
 """Ranks on the hosts of a Slurm job, started by srun."""
 
-import subprocess
 from collections.abc import Mapping, Sequence
 
+from hpctrain import slurm
 from hpctrain.errors import ContradictionError
 from hpctrain.hostlist import compress, expand
 from hpctrain.launchers.base import hosts_of_job
@@ -12,8 +12,6 @@ from hpctrain.local.hosts import Start
 from hpctrain.local.output import say
 
 __all__ = ["InSlurm"]
-
-_SECONDS_TO_ANSWER = 60.0
 
 
 class InSlurm:
@@ -37,18 +35,14 @@ class InSlurm:
                 "leave SLURM_* as sbatch or salloc set them",
             )
         self.slots: Mapping[str, int] = dict(zip(names, counts, strict=True))
-        self._job = env["SLURM_JOB_ID"]
+        self._env = env
 
     def present(self, marker: str) -> list[str]:
         """Those that Slurm has not taken out of the job; it ends the tasks of a step itself."""
         del marker
-        asked = ["squeue", "--noheader", "--job", self._job, "--format=%N"]
         try:
-            answer = subprocess.run(
-                asked, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER, check=True
-            )
-            there = set(expand(answer.stdout.strip()))
-        except (OSError, subprocess.SubprocessError) as error:
+            there = set(expand(slurm.hosts_left(self._env["SLURM_JOB_ID"], self._env)))
+        except slurm.NoAnswerError as error:
             say(f"hpctrain: squeue did not say which hosts are left, so all count: {error}\n")
             return list(self.slots)
         return [host for host in self.slots if host in there]

@@ -130,6 +130,8 @@ def _common(env: Environ, style: str, threads: int) -> dict[str, str]:
     environ = variables.scrubbed(env)
     if style == "hpctrain":
         environ |= variables.of_the_job(env)  # a pretended launcher brings a job of its own
+    if variables.STOP in env:
+        environ[variables.STOP] = env[variables.STOP]  # who stops the whole stops its ranks
     if env.get(variables.LAUNCHER) == AS[style]:
         environ[variables.LAUNCHER] = AS[style]  # the word of a person who was told to say so
     environ.setdefault("OMP_NUM_THREADS", str(threads))

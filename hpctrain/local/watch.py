@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain import variables
+from hpctrain import signals, variables
 from hpctrain.local.output import Output, say
 from hpctrain.local.ranks import Guard, Rank
 
@@ -22,7 +22,7 @@ _SECONDS_TO_STOP = 5.0
 # What a rank started may hold its output open when the rank has ended.
 _SECONDS_TO_SPEAK = 1.0
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PASSED_ON = (signal.SIGINT, signal.SIGHUP, *signals.STOP)
 
 # A rank that has ended, a signal that came, or None: all output is passed on.
 Events = queue.SimpleQueue[Rank | int | None]
@@ -41,6 +41,20 @@ class Outcome:
     ranks: Sequence[Rank]
     first: Rank | None
     signal: int | None
+
+    @property
+    def unheard(self) -> bool:
+        """Whether a signal that asks to stop ended ranks that did not know it yet.
+
+        A rank that has a session handles it, so nothing was begun.
+        """
+        ends = [rank.code for rank in self.ranks if rank.code]
+        return (
+            self.first is None
+            and self.signal in signals.STOP
+            and bool(ends)
+            and all(code in (-self.signal, 128 + self.signal) for code in ends)
+        )
 
     @property
     def code(self) -> int:
@@ -62,8 +76,10 @@ def run(
 ) -> Outcome:
     """Run a command once for each rank, to the end of all.
 
-    In the main thread the first SIGINT, SIGTERM or SIGHUP goes to the ranks, which may take their
-    time; another one ends them at once. Whatever the ranks started ends with them.
+    In the main thread the first SIGINT, SIGHUP or signal of `signals.STOP` goes to the ranks, which
+    may take their time; another one ends them at once, unless it is the first of its kind: a
+    scheduler may send one when it warns and another when it means it. Whatever the ranks started
+    ends with them.
 
     Args:
         command: program and arguments.
@@ -129,7 +145,8 @@ class _Watch:
         self._ranks = ranks
         self._events = events
         self._failed: list[Rank] = []
-        self._signal: int | None = None
+        self._signal: int | None = None  # the last that was passed on
+        self._passed_on: set[int] = set()
         self._ended = False  # whether anything was ended from here
         self._silent = False  # whether all output has been passed on
 
@@ -182,15 +199,16 @@ class _Watch:
         """Whether a rank failed by itself, and not by a signal that came from here."""
         if not rank.code or self._ended:
             return False
-        if self._signal is not None and rank.code in (-self._signal, 128 + self._signal):
+        if any(rank.code in (-number, 128 + number) for number in self._passed_on):
             return False
         self._failed.append(rank)
         return True
 
     def _pass_on(self, number: int) -> None:
-        if self._signal is not None:
+        if number in self._passed_on:
             self._end(signal.SIGKILL)
             return
+        self._passed_on.add(number)
         self._signal = number
         say(
             f"hpctrain: {signal.Signals(number).name} is passed on to the ranks; another one ends "

@@ -107,8 +107,10 @@ def test_a_killed_run_goes_on_where_its_checkpoint_was(run, size, die_at, tmp_pa
         for result in run(size, train_with, {**options, "die_at": die_at})
     )
     resumed = ranks.values(run(size, train_with, {**options, "resume": True}))
-    done = max(step for step in (0, 3, 4, 6, 8, 9) if step <= die_at)
-    assert resumed[0][0] == list(range(done, 16))
+    # The last one may have been on its way to the disk.
+    done = [step for step in (0, 3, 4, 6, 8, 9) if step <= die_at][-2:]
+    assert resumed[0][0][0] in done
+    assert resumed[0][0] == list(range(resumed[0][0][0], 16))
     assert [{**row, "loss": 0} for row in rows()] == [{**row, "loss": 0} for row in expected]
     for row, wanted in zip(rows(), expected, strict=True):
         assert row.get("loss", 0) == pytest.approx(wanted.get("loss", 0), rel=1e-9)
@@ -141,7 +143,7 @@ def trains_wide(die_at=None, **options):
                 return {"scores": in_order(self.layers, x.flatten(1))}
 
         model = Wide()
-        model, optimizer = opened.prepare(model, torch.optim.Adam(model.parameters(), 1e-3))
+        model, _optimizer = opened.prepare(model, torch.optim.Adam(model.parameters(), 1e-3))
         with opened.run(name="example") as run:
             for _ in run.epochs():
                 for batch, targets in run.batches(opened.loader(images(50))):
@@ -319,10 +321,13 @@ def test_a_requeued_job_resumes_by_itself():
     job = {"SLURM_JOB_ID": "78"}
     assert all(
         isinstance(result, BaseException)
-        for result in ranks.run(2, train_with, {"run": None, "die_at": 6}, env=job)
+        for result in ranks.run(
+            2, train_with, {"run": None, "checkpoint_every": 2, "die_at": 7}, env=job
+        )
     )
     job["SLURM_RESTART_COUNT"] = "1"
-    assert ranks.values(ranks.run(2, train_with, {"run": None}, env=job))[0][0][0] == 4
+    options = {"run": None, "checkpoint_every": 2}
+    assert ranks.values(ranks.run(2, train_with, options, env=job))[0][0][0] in (4, 6)
 
 
 def test_the_verdict_is_there_before_any_rank_leaves(tmp_path):

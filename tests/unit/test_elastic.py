@@ -10,9 +10,9 @@ from hpctrain import rundir
 from hpctrain.cli import main
 from hpctrain.errors import ContradictionError, StartError, UsageError
 from hpctrain.local import elastic
-from hpctrain.local.elastic import MOST_FRUITLESS
 from hpctrain.local.hosts import parse
 from hpctrain.local.in_slurm import InSlurm
+from hpctrain.rundir import MOST_FRUITLESS
 
 FAILED = (1, "rank 2 is lost")
 
@@ -195,16 +195,15 @@ def test_the_hosts_of_a_job_are_those_that_slurm_has_left_in_it(slurm):
     hosts = InSlurm(JOB)
     assert hosts.slots == {"node1": 2, "node2": 2, "node3": 1}
     log = slurm("node[1,3]")
-    assert hosts.present("") == ["node1", "node3"]
+    assert InSlurm({**JOB, "PATH": os.environ["PATH"]}).present("") == ["node1", "node3"]
     assert "--job 815" in log.read_text()
     assert InSlurm({**JOB, "SLURM_TASKS_PER_NODE": ""}).slots["node3"] == 1
     with pytest.raises(ContradictionError, match="3 hosts"):
         InSlurm({**JOB, "SLURM_TASKS_PER_NODE": "2"})
 
 
-def test_a_squeue_that_does_not_answer_takes_no_host_away(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert InSlurm(JOB).present("") == ["node1", "node2", "node3"]
+def test_a_squeue_that_does_not_answer_takes_no_host_away(tmp_path, capsys):
+    assert InSlurm({**JOB, "PATH": str(tmp_path)}).present("") == ["node1", "node2", "node3"]
     assert "squeue did not say" in capsys.readouterr().err
 
 

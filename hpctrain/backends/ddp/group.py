@@ -132,6 +132,12 @@ class DDP(Backend):
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
+    def gather(self, thing: T) -> list[T]:
+        """Pickled, over the same group."""
+        box: list[Any] = [None] * self.world_size
+        dist.gather_object(thing, box if self.rank == 0 else None, dst=0)
+        return box if self.rank == 0 else []
+
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """A broadcast of each, all under way at once."""
         works = [dist.broadcast(t.detach(), src=0, async_op=True) for t in tensors if t.numel()]
@@ -184,7 +190,7 @@ class TransparentDDP(Transparent, DistributedDataParallel):
         if self.rehearses and torch.is_grad_enabled():
             self.rehearses = False
             rehearse(self, inputs, keywords)
-        return super().forward(*inputs, **keywords)
+        return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
 
 
 def _transport(device: torch.device) -> str:

@@ -37,7 +37,7 @@ def rehearse(
     device = next(wrapped.module.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         wrapped.require_backward_grad_sync = True
-        found = DistributedDataParallel.forward(
+        found = DistributedDataParallel.forward(  # type: ignore[no-untyped-call]
             wrapped, *map_tensors(_apart, list(inputs)), **map_tensors(_apart, dict(keywords))
         )
         outputs: list[Tensor] = []

@@ -241,6 +241,12 @@ class Horovod(Backend):
             shared: T = self._hvd.broadcast_object(thing, 0, name="share")
         return shared
 
+    def gather(self, thing: T) -> list[T]:
+        """An all-gather of pickles, as Horovod has no other."""
+        with self._watch("the states of all ranks"):
+            things: list[T] = self._hvd.allgather_object(thing, name="gather")
+        return things if self.rank == 0 else []
+
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """A broadcast of each, as bytes, all under way at once."""
         with self._watch("weights or buffers of rank 0"):

@@ -1,0 +1,152 @@
+"""Weights of a checkpoint as safetensors, a file that other programs read without running code.
+
+Source: https://huggingface.co/docs/safetensors: metadata are strings; of tensors that share memory
+one is written, and its other names are metadata, as `safetensors.torch.save_model` does it.
+"""
+
+import importlib
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hpctrain.checkpoint.files import sync
+from hpctrain.checkpoint.reading import best_of, load, places
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.rundir import RunDirectory
+from hpctrain.speech import logger
+
+__all__ = ["export"]
+
+
+def export(
+    directory: RunDirectory,
+    target: Path,
+    *,
+    step: int | None = None,
+    best: str | None = None,
+    ema: bool = False,
+) -> int:
+    """Write the weights and buffers of a checkpoint to a file, whole or not at all.
+
+    One model has the names of its state_dict(), several have `model0.` and so on before them.
+
+    Args:
+        directory: of the run.
+        target: the file; one that is there is replaced.
+        step: of the checkpoint (default: the newest whole one).
+        best: of a metric, instead of a step.
+        ema: the averages of `--ema` in place of the weights that they are of.
+
+    Returns:
+        The step of the checkpoint.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        UsageError: safetensors is not installed, there are no averages, or the file cannot be
+            written.
+    """
+    try:
+        writer = importlib.import_module("safetensors.torch")
+    except ImportError as error:
+        raise UsageError(
+            f"safetensors cannot be imported ({error})",
+            "the package safetensors",
+            "python -m pip install safetensors",
+        ) from None
+    step, state = _find(directory, step, best, ema)
+    weights, metadata = _named(state, ema, directory)
+    metadata |= {"format": "pt", "step": str(step), "run": _name_of(directory)}
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    try:
+        # Made by Python, so that its mode follows the umask whatever safetensors does.
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode & 0o777
+        writer.save_file(weights, str(temporary), metadata)
+        temporary.chmod(mode)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(target)
+        sync(target.parent)
+    except Exception as error:  # safetensors has a kind of its own
+        raise UsageError(
+            f"{target} could not be written: {error}",
+            "a file in a folder with room, and dense tensors",
+            f"df -h {target.parent}",
+        ) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return step
+
+
+def _find(
+    directory: RunDirectory, step: int | None, best: str | None, ema: bool
+) -> tuple[int, dict[str, Any]]:
+    """The step and the parts that are needed."""
+    parts = {"model", "ema"} if ema else {"model"}
+    found = places(directory)
+    if best is not None:
+        step = best_of(directory, best)
+        if step is None:
+            raise CheckpointError(
+                f"no checkpoint in {directory.checkpoints} has a number for {best!r}",
+                "the name of a metric that was logged and kept",
+                "--step N, or a run with --keep-best NAME",
+            )
+    if step is not None:
+        if step not in found:
+            raise CheckpointError(
+                f"no checkpoint of step {step} in {directory.checkpoints}",
+                "one of " + (", ".join(map(str, found)) or "none"),
+                "--step N",
+            )
+        return step, load(found[step], step, parts)
+    for newest in reversed(found):
+        try:
+            return newest, load(found[newest], newest, parts)
+        except CheckpointError as error:
+            logger.error("%s; trying the one before", error.found)
+    raise CheckpointError(
+        f"no whole checkpoint in {directory.checkpoints}",
+        "the directory of a run that has saved",
+        f"ls {directory.path}",
+    )
+
+
+def _named(
+    state: Mapping[str, Any], ema: bool, directory: RunDirectory
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors by name, none of which share memory, and the other names of those that did."""
+    models: Sequence[Mapping[str, Any]] = state["model"]
+    if ema and "ema" not in state:
+        raise UsageError(
+            f"the checkpoints of {directory.path} have no averages of the weights",
+            "a run with --ema",
+            "leave out --ema",
+        )
+    weights: dict[str, Tensor] = {}
+    others: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for number, model in enumerate(models):
+        averages = state["ema"]["averages"][number] if ema else {}
+        prefix = f"model{number}." if len(models) > 1 else ""
+        for name, value in model.items():
+            tensor = averages.get(name, value)
+            if not isinstance(tensor, Tensor):
+                logger.warning("%s is no tensor and left out", prefix + name)
+                continue
+            where = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            known = first.setdefault(where, prefix + name) if tensor.numel() else prefix + name
+            if known != prefix + name:
+                others[prefix + name] = known
+            else:
+                # Without this a view would drag its whole storage along, or be refused.
+                weights[prefix + name] = tensor.detach().clone().contiguous()
+    return weights, others
+
+
+def _name_of(directory: RunDirectory) -> str:
+    return str((directory.read(directory.identity) or {}).get("name", directory.path.name))

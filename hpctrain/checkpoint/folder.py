@@ -1,0 +1,250 @@
+"""The folder of a checkpoint: written under another name, and renamed when it is whole.
+
+    .step-00000042.HOST.PID.RANDOM   under way, or to be removed, by the process PID of HOST
+    .step-00000042.old               being replaced, where that takes two renames
+
+A process may be killed, or the machine lost, between any two system calls: whatever is there then,
+a reader finds the newest checkpoint that was committed.
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.files import sync, write
+from hpctrain.checkpoint.reading import (
+    FORMAT,
+    MANIFEST,
+    best_of,
+    digest,
+    places,
+    read_manifest,
+    replaced,
+)
+from hpctrain.checkpoint.snapshot import Snapshot
+from hpctrain.errors import CheckpointError
+from hpctrain.rundir import RunDirectory
+
+__all__ = ["Folder"]
+
+_AT_FDCWD = -100  # of fcntl.h
+_RENAME_EXCHANGE = 2  # of linux/fs.h
+_TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>[\w.-]*)\.(?P<pid>\d+)\.[0-9a-f]{16}\Z", re.ASCII)
+# What a person can do about an error: what is missing, and what to type.
+_MENDING = {
+    errno.ENOSPC: ("a file system with room", "df -h {0}; df -i {0}"),
+    errno.EDQUOT: ("room in the quota", "quota -s; on Lustre: lfs quota -h {0}"),
+    errno.EFBIG: ("no limit on the size of a file", "ulimit -f unlimited"),
+}
+
+
+class Folder:
+    """Writes the checkpoints of a run.
+
+    Args:
+        directory: of the run.
+        keep: how many of the newest stay.
+        best: the metric of which the best one stays as well.
+        commit: entered around renames and removals; see `Writer`.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        keep: int = 3,
+        best: str | None = None,
+        commit: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._best = best
+        self._commit = commit
+        self._host = _here()
+        self._mine: Path | None = None  # the temporary one under way
+
+    def save(self, step: int, snapshot: Snapshot, facts: Mapping[str, Any]) -> Path:
+        """Write a checkpoint, commit it, then remove those that are not kept.
+
+        Args:
+            step: optimizer steps done.
+            snapshot: each part becomes a file.
+            facts: more for the manifest; JSON values.
+
+        Raises:
+            CheckpointError: it could not be written, and those before it are untouched; or that of
+                `commit()`.
+        """
+        final = self._directory.checkpoint(step)
+        self._mine = self._name(step)
+        try:
+            if not final.parent.is_dir():
+                final.parent.mkdir(parents=True, exist_ok=True)
+                sync(final.parent.parent)
+            self._clear(locked=False)
+            self._write(self._mine, step, snapshot, facts)
+            with self._commit():
+                self._settle()
+                self._put(self._mine, final)
+                self._thin_out(step)
+                self._clear(locked=self._commit is not nullcontext)
+        # torch.save has a RuntimeError of its own for a file that it cannot write.
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise self._failed(step, error) from None
+        finally:
+            _remove(self._mine)
+            self._mine = None
+        return final
+
+    def _write(self, folder: Path, step: int, snapshot: Snapshot, facts: Mapping[str, Any]) -> None:
+        folder.mkdir()
+        snapshot.ready()
+        files = {
+            f"{name}.pt": write(folder / f"{name}.pt", part.value())
+            for name, part in snapshot.parts.items()
+        }
+        manifest = {**facts, "format": FORMAT, "step": step, "files": files}
+        manifest = {**manifest, "sha256": digest(manifest)}
+        with open(folder / MANIFEST, "w") as file:
+            file.write(json.dumps(manifest, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        sync(folder)
+
+    def _put(self, temporary: Path, final: Path) -> None:
+        """The rename that commits; what was there before goes, or comes back after an error."""
+        there, aside = os.path.lexists(final), replaced(final)
+        swapped = there and _exchange(temporary, final)
+        if there and not swapped:
+            final.rename(aside)
+        try:
+            if not swapped:
+                temporary.rename(final)
+            sync(final.parent)
+        except OSError:
+            if swapped:
+                _exchange(temporary, final)
+            else:
+                with contextlib.suppress(OSError):
+                    final.rename(temporary)
+                if there:
+                    aside.rename(final)
+            raise
+        if there and not swapped:
+            self._discard(aside, temporary)
+
+    def _settle(self) -> None:
+        """Finish what a process left that was killed while it replaced a checkpoint."""
+        for step, folder in places(self._directory).items():
+            final = self._directory.checkpoint(step)
+            if folder != final:
+                folder.rename(final)
+            elif os.path.lexists(replaced(final)):
+                self._discard(replaced(final), self._name(step))
+
+    def _thin_out(self, step: int) -> None:
+        """Remove all but the newest that seem whole, and the best.
+
+        Later ones than the newest are those of a run that went back behind them, as they were
+        damaged; it will write them anew.
+        """
+        found = {s: folder for s, folder in places(self._directory).items() if s <= step}
+        best = None if self._best is None else best_of(self._directory, self._best)
+        newest = 0
+        for old in reversed(found):
+            if newest >= self._keep and old != best:
+                self._discard(found[old], self._name(old))
+            newest += _seems_whole(found[old], old)
+
+    def _discard(self, folder: Path, temporary: Path) -> None:
+        """Remove a folder that is no checkpoint any more before the first of its files goes."""
+        with contextlib.suppress(OSError):
+            folder.rename(temporary)
+            _remove(temporary)
+
+    def _clear(self, locked: bool) -> None:
+        """Remove what earlier starts were writing or removing when they ended.
+
+        Args:
+            locked: nobody else can be committing, so what other hosts left goes as well.
+        """
+        for entry in self._directory.checkpoints.iterdir():
+            match = _TEMPORARY.match(entry.name)
+            if match is None or entry == self._mine:
+                continue
+            here = match["host"] == self._host
+            if (here and not _alive(int(match["pid"]))) or (locked and not here):
+                _remove(entry)
+
+    def _name(self, step: int) -> Path:
+        """A name that no other process has, on this host or another."""
+        final = self._directory.checkpoint(step)
+        return final.with_name(f".{final.name}.{self._host}.{os.getpid()}.{secrets.token_hex(8)}")
+
+    def _failed(self, step: int, error: Exception) -> CheckpointError:
+        parent = self._directory.checkpoints
+        number = error.errno if isinstance(error, OSError) and error.errno is not None else 0
+        expected, fix = _MENDING.get(number, ("a file system that takes it", "df -h {0}"))
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written to {parent}: {error}",
+            expected,
+            fix.format(parent),
+        )
+
+
+def _seems_whole(folder: Path, step: int) -> bool:
+    """Whether the manifest is good and the files are there in their sizes."""
+    try:
+        files = read_manifest(folder, step)["files"]
+        return all((folder / name).lstat().st_size == said["size"] for name, said in files.items())
+    except (CheckpointError, OSError):
+        return False
+
+
+def _here() -> str:
+    """Where a process number means this process: the host, and the namespace of a container."""
+    host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)
+    return f"{host}.{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _alive(pid: int) -> bool:
+    """Whether another process of this host has that number; this one has but its own folder."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders change their names in one step; False where the file system cannot.
+
+    Source: rename(2), RENAME_EXCHANGE.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc from 2.28 on
+    if renameat2 is None:
+        return False
+    names = (os.fsencode(one), os.fsencode(other))
+    if renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))

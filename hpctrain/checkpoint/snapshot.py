@@ -1,0 +1,268 @@
+"""The state as it is between two steps, copied into memory that is kept from save to save."""
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.memory import available
+from hpctrain.errors import UsageError
+from hpctrain.speech import logger
+
+__all__ = ["Buffers", "Part", "Snapshot", "freeze"]
+
+# Of what is available, the share that a copy may take: the training itself goes on to allocate.
+_SHARE = 0.9
+# What a UsageError asks for.
+_EXPECTED = "tensors and plain values in every state_dict()"
+_FIX = "float(x) for a number of NumPy's; strings and lists for objects"
+
+
+@dataclass
+class Part:
+    """A part of the state: its structure, pickled, and the tensors that belong into it."""
+
+    structure: bytes
+    tensors: list[Any]
+    plain: list[int]  # those of the tensors that can be copied as bytes
+
+    def value(self) -> Any:
+        """What the part was, over the tensors that it has now."""
+        return _Filler(self.structure, self.tensors).load()
+
+
+@dataclass
+class Snapshot:
+    """The parts of a state.
+
+    Attributes:
+        parts: by name.
+        copied: whether they are copies, or still the caller's own tensors.
+        events: that have to have come before the copies may be read.
+    """
+
+    parts: dict[str, Part]
+    copied: bool = False
+    events: list[torch.cuda.Event] = field(default_factory=list)
+
+    def ready(self) -> None:
+        """Wait until the copies of what was on GPUs have arrived."""
+        for event in self.events:
+            event.synchronize()
+
+
+class _Finder(pickle.Pickler):
+    """Pickles the structure of a value and sets its tensors aside."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Any] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, thing: Any) -> int | None:
+        if not isinstance(thing, Tensor) and not torch.is_storage(thing):
+            return None
+        # The tensors are kept, so that no other one can have the same id.
+        number = self._numbers.setdefault(id(thing), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(thing)
+        return number
+
+
+class _Filler(pickle.Unpickler):
+    """The inverse."""
+
+    def __init__(self, structure: bytes, tensors: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(structure))
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> Any:
+        return self._tensors[number]
+
+
+def freeze(state: Mapping[str, Any]) -> Snapshot:
+    """Take the structure and the plain values of a state; tensors are the caller's still.
+
+    Raises:
+        UsageError: it holds what cannot be pickled, or what `torch.load` with `weights_only` would
+            refuse: that is found when it is written, not when it is needed.
+    """
+    parts = {}
+    for name, value in state.items():
+        file = io.BytesIO()
+        finder = _Finder(file)
+        try:
+            finder.dump(value)
+        except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+            raise _refused(name, error) from None
+        tensors, structure = finder.tensors, file.getvalue()
+        through = _Loop(name)
+        through(_Filler(structure, [torch.empty(0, device="cpu")] * len(tensors)).load())
+        plain = [number for number, tensor in enumerate(tensors) if _plain(tensor)]
+        for number in set(range(len(tensors))).difference(plain):
+            tensors[number] = through(tensors[number])
+        parts[name] = Part(structure, tensors, plain)
+    return Snapshot(parts)
+
+
+class _Loop:
+    """A value as a checkpoint gives it back: through `torch.save` and `torch.load`."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+
+    def __call__(self, value: Any) -> Any:
+        file = io.BytesIO()
+        try:
+            torch.save(value, file)
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever a class of the user's raises
+            raise _refused(self._part, error) from None
+
+
+def _refused(part: str, error: Exception) -> UsageError:
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    found = f"the state of {part!r} holds what no checkpoint can give back: {said}"
+    return UsageError(found, _EXPECTED, _FIX)
+
+
+def _plain(tensor: Any) -> bool:
+    """Whether a tensor is nothing but a view of a storage, which can be copied as bytes."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+        and not tensor.__dict__
+    )
+
+
+class Buffers:
+    """Host memory for copies of a state, kept from one save to the next.
+
+    Storages are copied whole and once each, so views come out as views. Those of GPUs go to pinned
+    memory, in the order of the current stream: the caller may change them at once. Memory that no
+    save has used last time is given back.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._said = ""
+
+    def copy(self, snapshot: Snapshot) -> bool:
+        """Let a snapshot have copies of its tensors; False where there is no room for them.
+
+        Raises:
+            UsageError: tensors that share memory under different types, which `torch.save` refuses.
+        """
+        storages = _storages(snapshot)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            kept = self._take([(s.nbytes(), s.device.type == "cuda") for s, _ in storages.values()])
+            if kept is None:
+                return False
+            copies = {}
+            for (key, (storage, _)), buffer in zip(storages.items(), kept, strict=True):
+                buffer.copy_(_bytes(storage), non_blocking=storage.device.type == "cuda")
+                copies[key] = buffer.untyped_storage()
+            for part in snapshot.parts.values():
+                for number in part.plain:
+                    tensor = part.tensors[number]
+                    part.tensors[number] = _over(copies[_key(tensor)], tensor)
+            for device in sorted({s.device.index for s, _ in storages.values() if s.is_cuda}):
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(torch.cuda.current_stream(device))
+                snapshot.events.append(event)
+        snapshot.copied = True
+        return True
+
+    def _take(self, sizes: Sequence[tuple[int, bool]]) -> list[Tensor] | None:
+        """A buffer for each number of bytes, pinned or not; None without room."""
+        pool: dict[tuple[int, bool], list[Tensor]] = {}
+        for buffer in self._kept:
+            pool.setdefault((buffer.numel(), buffer.is_pinned()), []).append(buffer)
+        found = [pool[size].pop() if pool.get(size) else None for size in sizes]
+        self._kept = [buffer for buffer in found if buffer is not None]
+        pool.clear()
+        more = sum(_taken(*n) for n, buffer in zip(sizes, found, strict=True) if buffer is None)
+        room = available()
+        if more and room is not None and more > _SHARE * room:
+            self._refuse(f"{_mb(more)} more are needed and {_mb(room)} available")
+            return None
+        try:
+            taken = [
+                _new(*size) if buffer is None else buffer
+                for size, buffer in zip(sizes, found, strict=True)
+            ]
+        except (MemoryError, RuntimeError) as error:  # torch has its own kinds of the former
+            self._refuse((str(error).splitlines() or ["MemoryError"])[0])
+            return None
+        self._kept = taken
+        if more:
+            total = sum(_taken(*size) for size in sizes)
+            self._say(
+                f"{_mb(total)} of memory are kept for copies of the state; it is written in the "
+                "background"
+            )
+        return taken
+
+    def _refuse(self, why: str) -> None:
+        self._kept = []
+        self._say(
+            "no memory for a copy of the state, so training waits while a checkpoint is written: "
+            + why,
+            warn=True,
+        )
+
+    def _say(self, text: str, warn: bool = False) -> None:
+        """Say it, unless it was the last thing that was said."""
+        kind = text.partition(":")[0]
+        if kind != self._said:
+            (logger.warning if warn else logger.info)("%s", text)
+        self._said = kind
+
+
+def _storages(snapshot: Snapshot) -> dict[int, tuple[torch.UntypedStorage, torch.dtype]]:
+    """The storages under all plain tensors, each once."""
+    storages: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
+    for name, part in snapshot.parts.items():
+        for tensor in (part.tensors[number] for number in part.plain):
+            new = (tensor.untyped_storage(), tensor.dtype)
+            if storages.setdefault(_key(tensor), new)[1] != tensor.dtype:
+                raise _refused(name, TypeError("tensors of different types that share memory"))
+    return storages
+
+
+def _key(tensor: Tensor) -> int:
+    """Two tensors have the same one where they share a storage."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _new(size: int, pinned: bool) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+
+def _taken(size: int, pinned: bool) -> int:
+    """The bytes that a buffer takes: torch rounds pinned memory up to a power of two."""
+    return 1 << (size - 1).bit_length() if pinned and size else size
+
+
+def _over(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
+    """The same view, of another storage."""
+    view = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(view, tensor.requires_grad)
+    return view.requires_grad_(tensor.requires_grad)
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:.1f} MB"

@@ -1,0 +1,42 @@
+"""The random states of a rank: Python's, NumPy's and torch's, as plain values and tensors."""
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["capture", "put_back"]
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The state of each generator, in types that `torch.load(weights_only=True)` takes.
+
+    Args:
+        device: whose generator besides that of the CPU.
+    """
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = (kind, [int(key) for key in keys], *rest)
+    return states
+
+
+def put_back(states: dict[str, Any], device: torch.device) -> None:
+    """Set the generators to what `capture` has seen.
+
+    Args:
+        states: of `capture`.
+        device: whose generator besides that of the CPU; it may be of another kind than before.
+    """
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    if "numpy" in states:
+        import numpy
+
+        kind, keys, *rest = states["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))

@@ -1,0 +1,167 @@
+"""What asks a run to stop: signals, a stop file, the end of the job's time.
+
+A handler only sets a flag: Python runs none while a collective waits, and ranks that save at
+different steps save nothing. The run asks for the flag, agrees with the other ranks, saves, and
+leaves by `Stopped`.
+"""
+
+import builtins
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hpctrain import rundir, signals, variables
+from hpctrain.allocation import Allocation
+from hpctrain.speech import logger
+
+__all__ = ["REASONS", "Preemption", "Stopped"]
+
+_TIME_LIMIT, _STOP_FILE = "the end of the job's time", "a stop file"
+_TAKEN = (*signals.STOP, signal.SIGINT)
+
+#: Why a run stops; ranks tell each other by the place in this list.
+REASONS = (_TIME_LIMIT, _STOP_FILE, *(signal.Signals(number).name for number in _TAKEN))
+
+
+class Stopped(SystemExit):
+    """Leaves the script at a safe point: run it again, and it goes on.
+
+    Args:
+        reason: a line for people.
+        together: whether all ranks leave now; else this one alone, before training began.
+        env: the environment: with $HPCTRAIN_VERDICT the exit code is 0, as the verdict says more.
+    """
+
+    def __init__(self, reason: str, together: bool, env: Mapping[str, str]) -> None:
+        told = together and variables.VERDICT in env
+        super().__init__(0 if told else rundir.STOPPED)
+        self.reason = reason
+        self.together = together
+
+
+class Preemption:
+    """Whether, and by what, this rank was asked to stop.
+
+    Outside of a run a signal ends the process with `Stopped`: nothing is lost there. SIGINT stops a
+    run as the others do, and ends it at once when it comes for the second time. It is left alone
+    where a person types the lines, in a notebook or an interactive Python.
+
+    Args:
+        rank: only rank 0 looks at stop files and the clock.
+        env: for $HPCTRAIN_STOP and $HPCTRAIN_VERDICT.
+        job: the scheduler's, for the end of its time.
+        undo: takes what puts the handlers back.
+    """
+
+    def __init__(
+        self, rank: int, env: Mapping[str, str], job: Allocation | None, undo: ExitStack
+    ) -> None:
+        self._rank, self._env, self._process = rank, env, os.getpid()
+        self._end = job.end_time if job is not None else None
+        self._of_the_start = Path(env[variables.STOP]) if env.get(variables.STOP) else None
+        self._of_the_run: Path | None = None
+        self._caught: int | None = None
+        self._running = False
+        self._found: dict[int, Any] = {}
+        self._lead: Callable[[], float] = lambda: 0.0
+        if threading.current_thread() is not threading.main_thread():
+            return  # handlers belong to the main thread
+        interactive = hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
+        for number in signals.STOP if interactive else _TAKEN:
+            self._found[number] = signal.signal(number, self._handle)
+        undo.callback(self._put_back)
+
+    def begin(self, directory: rundir.RunDirectory, lead: Callable[[], float]) -> None:
+        """From now on a signal is a request, until `end`.
+
+        Args:
+            directory: of the run; a file `stop` in it is a request too.
+            lead: seconds before the end of the job's time that saving needs.
+        """
+        self._of_the_run = directory.stop
+        self._lead = lead
+        self._running = True
+
+    def end(self) -> None:
+        """The run is over: a signal ends the process again."""
+        self._running = False
+        self._of_the_run = None
+
+    def close(self) -> None:
+        """The session ends, and what comes now comes too late."""
+        self._running = True
+
+    def asked(self) -> str | None:
+        """One of `REASONS`, or None; looks at files, so not to be called at every step."""
+        if self._caught is not None:
+            self._look_at_the_clock(signal.Signals(self._caught).name)
+            return signal.Signals(self._caught).name
+        if self._rank > 0:
+            return None
+        if any(file and file.exists() for file in (self._of_the_start, self._of_the_run)):
+            self._look_at_the_clock(_STOP_FILE)
+            return _STOP_FILE
+        if self._end is not None and time.time() + self._lead() >= self._end:
+            return _TIME_LIMIT
+        return None
+
+    def obeyed(self, directory: rundir.RunDirectory) -> None:
+        """The run has saved; a person's stop file would stop the next start as well."""
+        if self._rank == 0:
+            directory.stop.unlink(missing_ok=True)
+
+    def hand_on(self) -> None:
+        """Let a handler that was there before do its part, such as submitit's, which requeues.
+
+        Called on rank 0 when the session is closed, and not from within a handler.
+        """
+        number = self._caught or signal.SIGUSR2
+        found = self._found.get(number)
+        if self._rank == 0 and callable(found) and found is not signal.default_int_handler:
+            found(number, None)
+
+    def _look_at_the_clock(self, what: str) -> None:
+        if self._rank > 0 or self._end is None:
+            return
+        left, needed = self._end - time.time(), self._lead()
+        if left < needed:
+            logger.warning(
+                "%s came %.0f s before the end of the job's time, and to stop takes up to %.0f s: "
+                "#SBATCH --signal=B:USR2@%d leaves enough",
+                what,
+                left,
+                needed,
+                int(needed) + 60,  # Slurm may be that late
+            )
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if os.getpid() != self._process:
+            self._handle_in_a_fork(number)
+        elif number == signal.SIGINT and (not self._running or self._caught == signal.SIGINT):
+            raise KeyboardInterrupt
+        elif not self._running:
+            raise Stopped(f"{signal.Signals(number).name} came outside of a run", False, self._env)
+        else:
+            self._caught = number
+
+    @staticmethod
+    def _handle_in_a_fork(number: int) -> None:
+        """A process that a rank has forked outlives what goes to the whole step, and not TERM."""
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _put_back(self) -> None:
+        for number, handler in self._found.items():
+            # None stands for a handler that was not set from Python, and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

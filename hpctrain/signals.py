@@ -1,0 +1,43 @@
+"""The signals that ask a run to stop, and processes that must not hear them."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["STOP", "heed_the_parent", "unheard"]
+
+# What schedulers send before they kill: Slurm's --signal and preemption, and people's own choice.
+STOP = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+
+_ALL = {*STOP, signal.SIGINT}
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Within it, processes are started that do not hear them.
+
+    A scheduler sends its signals to every process of a step, and a terminal to all of a group. A
+    process that serves a rank, such as a loader worker, has to live until the rank has saved. The
+    mask is what is inherited by fork and exec alike; this process hears afterwards what came.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def heed_the_parent() -> None:
+    """In a process that was started `unheard`: end by a SIGTERM of its parent's, and of no other.
+
+    So `multiprocessing` can still end a worker that hangs.
+    """
+
+    def listen(parent: int) -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=listen, args=(os.getppid(),), daemon=True).start()

@@ -1,0 +1,42 @@
+"""Where in a step a rank can be. Plain numbers, as they are written on the hot path."""
+
+from dataclasses import dataclass
+
+__all__ = ["PHASES", "Phase"]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a phase is.
+
+    Attributes:
+        words: what a rank does in it, for people.
+        waits: whether ranks wait for each other in it.
+    """
+
+    words: str
+    waits: bool
+
+
+# Of two ranks at the same step, the one with the lower number is behind.
+CLOSED = -1  # the rank has left the run; written by `Watchdog.close` alone
+IDLE = 0  # silence is allowed
+LOADING = 1
+COMPUTING = 2
+BACKWARD = 3
+UPDATING = 4
+AGREEING = 5
+EVALUATING = 6
+SAVING = 7
+
+PHASES = {
+    CLOSED: Phase("has left the run", False),
+    IDLE: Phase("outside of the run's loop", False),
+    LOADING: Phase("waits for data", False),
+    COMPUTING: Phase("in the script's code", False),
+    BACKWARD: Phase("in the backward pass or its sums", True),
+    UPDATING: Phase("in the update of the weights", True),
+    AGREEING: Phase("agrees with the other ranks", True),
+    EVALUATING: Phase("in an evaluation", True),
+    SAVING: Phase("saves a checkpoint", True),
+}

@@ -1,0 +1,140 @@
+"""The side of a rank: it says how far it is."""
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from hpctrain.rundir import RunDirectory
+from hpctrain.speech import logger
+from hpctrain.watchdog import slots
+from hpctrain.watchdog.processes import start_time
+from hpctrain.watchdog.stacks import SIGNAL
+from hpctrain.world import World
+
+__all__ = ["Watchdog"]
+
+# Signals that go to the whole step, or to all that a terminal has started: not for the helper.
+_NOT_FOR_THE_HELPER = {
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
+}
+_SECONDS_TO_LEAVE = 5.0
+
+_pack, _now = slots.PLACE.pack_into, time.monotonic_ns
+
+
+class Watchdog:
+    """Ends this run when a rank is silent for too long. Made by every rank.
+
+    The first rank of each host starts its helper and does not wait for it. Where that is not
+    possible the run goes on without, and says so.
+
+    Args:
+        world: complete, as after the roll call.
+        timeout: seconds that a rank may be silent.
+        directory: of the run.
+        key: names this start: unlike that of any other, the same on all ranks.
+        verdict: the file in which rank 0 would say how the run ended; None on the other ranks.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        timeout: float,
+        directory: RunDirectory,
+        key: str,
+        verdict: str | None,
+    ) -> None:
+        node_rank = world.node_rank or 0
+        host = world.hosts[node_rank] if world.hosts else socket.gethostname()
+        self._slot: slots.Slot | None = None
+        self._helper: subprocess.Popen[bytes] | None = None
+        # Beats go there, and to nobody, where there is no slot.
+        self._memory: bytearray | mmap.mmap = bytearray(slots.PLACE.size)
+        settings = {
+            "host": host,
+            "hosts": world.hosts or (host,),
+            "node_rank": node_rank,
+            "rank": world.rank,
+            "world_size": world.world_size,
+            "timeout": timeout,
+            "directory": str(directory.path.absolute()),
+            "key": key,
+        }
+        try:
+            pid = os.getpid()
+            told = os.path.abspath(verdict) if verdict else None
+            facts = slots.Facts(world.rank, pid, start_time(pid), told)
+            self._slot, new = slots.take(slots.name(key, node_rank), facts)
+            self._memory = self._slot.memory
+            faulthandler.register(SIGNAL, self._slot.stack, all_threads=True, chain=False)
+            if new:
+                slots.write_settings(self._slot.folder, settings)
+                self._helper = _start(self._slot.folder)
+        except OSError as error:
+            logger.warning("no watch for hangs on %s: %s", host, error)
+
+    def beat(self, step: int, phase: int) -> None:
+        """Say that this rank lives; two or three times in each step.
+
+        Args:
+            step: optimizer steps done.
+            phase: what it begins now, of `PHASES`. In `IDLE` silence is allowed.
+        """
+        _pack(self._memory, 0, step, phase, _now())
+
+    def close(self) -> None:
+        """Watch this rank no more. With the last one of the host the helper ends."""
+        slot, helper = self._slot, self._helper
+        self._slot = self._helper = None
+        if slot is None:
+            return
+        self._memory = bytearray(slots.PLACE.size)
+        with contextlib.suppress(Exception):  # nothing that fails here is worth a run
+            slot.leave()
+            # From here on that signal would end this process; the helper sends it no more.
+            faulthandler.unregister(SIGNAL)
+            slot.close()
+            if helper is not None:
+                _part(helper, slot.folder)
+
+
+def _start(folder: Path) -> "subprocess.Popen[bytes]":
+    # What is blocked stays so in a new process: no moment in which a signal would end the helper.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_THE_HELPER)
+    try:
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-S", "-P"),
+                *(str(Path(__file__).with_name("helper.py").absolute()), str(folder)),
+            ],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _part(helper: "subprocess.Popen[bytes]", folder: Path) -> None:
+    """Wait for the helper's end where that is near; else somebody else does."""
+    if helper.poll() is None and slots.all_closed(folder):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            helper.wait(_SECONDS_TO_LEAVE)
+    if helper.poll() is None:  # other ranks of this host are still at work
+        threading.Thread(target=helper.wait, name="watchdog's end", daemon=True).start()
+    elif helper.returncode and slots.all_closed(folder):  # somebody killed it
+        shutil.rmtree(folder, ignore_errors=True)

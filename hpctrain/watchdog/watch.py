@@ -1,0 +1,285 @@
+"""What a helper does: look, judge, show, end."""
+
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain import rundir
+from hpctrain.errors import HpctrainError
+from hpctrain.watchdog import slots, stacks
+from hpctrain.watchdog.blame import Sighting, judge, place, suspended
+from hpctrain.watchdog.board import Aside, Board, append
+from hpctrain.watchdog.phases import CLOSED, IDLE
+from hpctrain.watchdog.processes import STATES, Process
+
+__all__ = ["Watch"]
+
+_LOOKS = 20  # within the time-out
+_MOST_SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_FOR_FILES = 2.0  # a file system that takes longer is done without
+# The helpers of other hosts notice that one has judged, and end their ranks at the same time.
+_SECONDS_TO_AGREE = 3.0
+_SECONDS_TO_DIE = 10.0
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A rank of this host."""
+
+    facts: slots.Facts
+    slot: int
+    process: Process
+    state: str = "R"
+    step: int = 0
+    phase: int = IDLE
+    beat: int = 0
+    silence: float = 0.0
+
+    def look(self, elapsed: float) -> None:
+        """See how it is, `elapsed` seconds after the look before."""
+        before, last = self.state, self.beat
+        self.step, self.phase, self.beat = slots.PLACE.unpack(
+            os.pread(self.slot, slots.PLACE.size, 0)
+        )
+        self.state = self.process.state()
+        # Only time in which this process was awake counts: a job may be suspended as a whole.
+        if self.beat != last:
+            self.silence = min(elapsed, max(0.0, (time.monotonic_ns() - self.beat) / 1e9))
+        else:
+            self.silence += elapsed
+        if before == "T" != self.state:
+            self.silence = 0.0
+
+    @property
+    def inside(self) -> bool:
+        """Whether it lives and has not left the run."""
+        return bool(self.state) and self.phase != CLOSED
+
+    @property
+    def counts(self) -> bool:
+        """Whether its silence does."""
+        return self.inside and self.phase != IDLE
+
+
+class Watch:
+    """The helper of a host.
+
+    Args:
+        folder: with the slots of its ranks.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        settings = slots.read_settings(folder)
+        self._host, self._hosts = settings["host"], settings["hosts"]
+        self._world_size: int = settings["world_size"]
+        self._timeout: float = settings["timeout"]
+        self._directory = rundir.RunDirectory(settings["directory"])
+        self._log = self._directory.logs / f"watch-{self._host}.log"
+        self._board = Board(self._directory.path, settings["key"], self._host, settings["rank"])
+        self._first = settings["node_rank"] == 0
+        self._interval = min(_MOST_SECONDS_BETWEEN_LOOKS, self._timeout / _LOOKS)
+        self._bell = os.open(folder / "bell", os.O_RDWR | os.O_NONBLOCK)
+        self._ranks: dict[str, _Watched] = {}
+        self._posted: float | None = None  # when the others were told of silence
+        self._files, self._voice = Aside(), Aside()
+
+    def run(self) -> None:
+        """Watch until no rank is left."""
+        self._note(f"process {os.getpid()} watches the ranks of {self._host}; {self._limit()}")
+        if self._first:
+            self._files(self._board.clear, _SECONDS_FOR_FILES)
+        slots.remove_stale()
+        last = time.monotonic()
+        while True:
+            self._find()
+            now = time.monotonic()
+            self._look(min(now - last, 2 * self._interval))
+            last = now
+            if not any(one.inside for one in self._ranks.values()):
+                if self._leave():
+                    return
+                continue
+            self._consider()
+            self._sleep()
+
+    def _sleep(self) -> None:
+        """Until the next look; less where a rank ends or leaves."""
+        ends = [one.process.handle for one in self._ranks.values() if one.inside]
+        ready, _, _ = select.select(
+            [self._bell, *(handle for handle in ends if handle is not None)],
+            [],
+            [],
+            self._interval,
+        )
+        if self._bell in ready:
+            os.read(self._bell, 1 << 16)
+
+    def _find(self) -> None:
+        """Know the ranks that have come since."""
+        for path in slots.paths(self._folder):
+            if path.name not in self._ranks:
+                facts, slot = slots.read(path)
+                process = Process(facts.pid, facts.started)
+                self._ranks[path.name] = _Watched(facts, slot, process)
+
+    def _look(self, elapsed: float) -> None:
+        for one in self._ranks.values():
+            lived = one.inside
+            if lived:
+                one.look(elapsed)
+            if lived and not one.state and one.phase != CLOSED:
+                self._note(
+                    f"rank {one.facts.rank} is gone, process {one.facts.pid}, at "
+                    f"{place(self._sighting(one))}"
+                )
+
+    def _leave(self) -> bool:
+        """Remove the folder; not where another rank has come."""
+        for name in self._ranks:
+            for path in (self._folder / name, self._folder / f"{name}.stack"):
+                path.unlink(missing_ok=True)
+        if slots.paths(self._folder):
+            self._ranks.clear()
+            return False
+        if self._posted is not None:
+            self._files(self._board.withdraw, _SECONDS_FOR_FILES)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return True
+
+    def _consider(self) -> None:
+        """Tell the others of silence, and judge where it is too long."""
+        silence = max((one.silence for one in self._ranks.values() if one.counts), default=0.0)
+        if silence < self._timeout / 2:
+            if self._posted is not None:
+                self._posted = None
+                self._files(self._board.withdraw, _SECONDS_FOR_FILES)
+            return
+        judged = False
+        if not self._alone():
+            now = time.monotonic()
+            if self._posted is None or now - self._posted > self._timeout / _LOOKS:
+                self._posted = now
+                self._post()
+            judged = bool(self._files(self._board.judged, _SECONDS_FOR_FILES))
+        if judged or silence >= self._timeout:
+            self._judge()
+
+    def _alone(self) -> bool:
+        """Whether all ranks are watched here."""
+        return len(self._ranks) >= self._world_size
+
+    def _post(self) -> None:
+        own = self._sightings()
+        self._files(lambda: self._board.post(own), _SECONDS_FOR_FILES)
+
+    def _judge(self) -> None:
+        seen = self._sightings()
+        if not self._alone():
+            self._post()
+            seen += self._files(self._board.others, _SECONDS_FOR_FILES) or []
+        if suspended(seen, self._world_size):
+            for one in self._ranks.values():
+                one.silence = 0.0
+            return
+        blame = judge(seen, self._world_size, self._hosts)
+        expected = f"a sign of life from every rank; {self._limit()}"
+        judgement = str(HpctrainError(blame.found, expected, blame.fix))
+        end = time.monotonic()
+        if not self._alone():
+            mine = judgement
+            judgement = (
+                self._files(lambda: self._board.settle(mine), _SECONDS_FOR_FILES) or judgement
+            )
+            end += _SECONDS_TO_AGREE
+        try:
+            self._tell(judgement, seen)
+            time.sleep(max(0.0, end - time.monotonic()))
+        finally:
+            self._kill()
+
+    def _tell(self, judgement: str, seen: Sequence[Sighting]) -> None:
+        """Say it in the log, on standard error and in the verdict."""
+        error = f"hpctrain: error: {judgement}\n"
+        shown = self._show()
+        elsewhere = [one for one in seen if one.host != self._host]
+        lines = [f"{one.host}: {_describe(one)}\n" for one in elsewhere]
+        self._note("".join([error, *shown, *lines]).rstrip())
+        told = [one.facts.verdict for one in self._ranks.values() if one.facts.verdict]
+        if told:
+            reason = judgement.partition("\n")[0]
+            self._files(
+                lambda: rundir.write_verdict(told[0], rundir.FAILED, reason), _SECONDS_FOR_FILES
+            )
+        self._voice(
+            lambda: _say("".join([error, *shown, f"This is kept in {self._log}\n"])),
+            _SECONDS_FOR_FILES,
+        )
+
+    def _show(self) -> list[str]:
+        """The ranks of this host with their stacks."""
+        seen = {
+            self._folder / f"{name}.stack": one for name, one in self._ranks.items() if one.inside
+        }
+        found = stacks.collect({path: one.process for path, one in seen.items()})
+        lines = []
+        for path, one in seen.items():
+            stack = found[path] or "no stack: it did not answer\n"
+            lines.append(f"{_describe(self._sighting(one))}\n")
+            lines += [f"  {line}\n" if line else "\n" for line in stack.splitlines()]
+        return lines
+
+    def _kill(self) -> None:
+        victims = [one for one in self._ranks.values() if one.inside]
+        for one in victims:
+            one.process.send(signal.SIGKILL)
+        end = time.monotonic() + _SECONDS_TO_DIE
+        while any(one.process.state() for one in victims) and time.monotonic() < end:
+            time.sleep(0.01)
+        for one in victims:
+            if one.process.state():
+                self._note(f"rank {one.facts.rank}, process {one.facts.pid}, cannot be killed")
+            one.state = ""
+        self._posted = None  # what was found stays for the helpers of other hosts
+
+    def _sightings(self) -> list[Sighting]:
+        return [self._sighting(one) for one in self._ranks.values()]
+
+    def _sighting(self, one: _Watched) -> Sighting:
+        waits_in = one.process.waits_in() if one.state == "D" else ""
+        facts = one.facts
+        return Sighting(
+            facts.rank,
+            self._host,
+            one.step,
+            one.phase,
+            one.silence,
+            facts.pid,
+            one.state,
+            waits_in,
+        )
+
+    def _limit(self) -> str:
+        return f"at most {self._timeout:g} s of silence (--timeout)"
+
+    def _note(self, text: str) -> None:
+        """Write a line to the log."""
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
+        self._files(lambda: append(self._log, line), _SECONDS_FOR_FILES)
+
+
+def _describe(one: Sighting) -> str:
+    state = STATES.get(one.state, one.state)
+    how = f"process {one.pid} {state} (state {one.state})" if one.state else "its process has ended"
+    return f"rank {one.rank}: silent for {one.silence:.0f} s at {place(one)}; {how}"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
