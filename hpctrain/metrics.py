@@ -1,12 +1,15 @@
 """Numbers of a run: averaged over the ranks without stopping them, written as lines of JSON."""
 
+import contextlib
+import errno
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +75,7 @@ class Metrics:
         self._sum: tuple[list[_Row], Later] | None = None  # under way
         self._sum_begun = time.perf_counter()
         self._seconds_per_row = 0.0  # a mean over the ranks, so it is the same on all of them
-        self._file: IO[str] | None = None
+        self._lines: _Lines | None = None
         self._said = 0.0  # when the last training row was said
         self.rows = keep
         self.last: dict[str, float] = {}
@@ -82,7 +85,7 @@ class Metrics:
             for row in kept:
                 self._remember(row)
             rundir.replace(directory.metrics, "".join(json.dumps(row) + "\n" for row in kept))
-            self._file = open(directory.metrics, "a", buffering=1)  # noqa: SIM115, closed by close()
+            self._lines = _Lines(directory.metrics)
 
     def add(self, values: Mapping[str, Any], weight: float = 1.0) -> None:
         """The values of one micro-batch; of a tensor only a copy on its device is taken.
@@ -154,8 +157,8 @@ class Metrics:
 
     def close(self) -> None:
         """Close the file; rows that are not averaged yet are lost unless `flush` was called."""
-        if self._file is not None:
-            self._file.close()
+        if self._lines is not None:
+            self._lines.close()
 
     def _begin(self) -> None:
         """Begin the sum of the gathered rows, when that before it is there."""
@@ -192,20 +195,63 @@ class Metrics:
             numbers = {**dict(zip(row.names, row.numbers, strict=True)), **row.tail}
             self.rows += 1
             self._remember(numbers)
-            if self._file is not None:
-                self._file.write(json.dumps({**row.head, **numbers}) + "\n")
+            if self._lines is not None:
+                self._lines.write(json.dumps({**row.head, **numbers}) + "\n")
             if row.names and row.head["time"] >= self._said + _SECONDS_BETWEEN_LINES:
                 self._said = row.head["time"]
                 self._say({**row.head, **numbers})
 
     def _say(self, row: Mapping[str, Any]) -> None:
         """Show a row to people; all of them are in the file."""
-        if self._file is not None:
+        if self._lines is not None:
             shown = (f"{name} {value:.5g}" for name, value in row.items() if name != "time")
             logger.info("%s", "  ".join(shown))
 
     def _remember(self, row: Mapping[str, Any]) -> None:
         self.last.update({k: v for k, v in row.items() if k not in ("step", "epoch", "time")})
+
+
+class _Lines:
+    """A file to which whole lines are added; training does not end with a full disk.
+
+    What could not be written waits, and goes out with a later line.
+
+    Args:
+        path: of the file, which is there and ends in a whole line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self._good = os.fstat(self._file).st_size  # bytes that are whole lines
+        self._waiting = b""
+
+    def write(self, line: str) -> None:
+        """Add a line."""
+        full = bool(self._waiting)
+        self._waiting += line.encode()
+        try:
+            written = os.write(self._file, self._waiting)
+            if written < len(self._waiting):
+                # Half a line is worse than none, and truncating needs no room.
+                os.ftruncate(self._file, self._good)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._good += written
+            self._waiting = b""
+        except OSError as error:
+            if not full:
+                logger.error(
+                    "rows of metrics wait, as %s cannot be written: %s    df -h shows the room",
+                    self._path,
+                    error,
+                )
+
+    def close(self) -> None:
+        """Try once more, and close."""
+        if self._waiting:
+            self.write("")
+        with contextlib.suppress(OSError):
+            os.close(self._file)
 
 
 def table(summary: Mapping[str, Any], transport: str, path: Path) -> str:

@@ -1,0 +1,110 @@
+"""Rows of metrics on a disk that is full, and agreement between ranks."""
+
+import json
+import os
+import resource
+import signal
+
+import pytest
+import torch
+
+from hpctrain.agreement import Agreement, by_rank_0
+from hpctrain.backends.single import Single
+from hpctrain.errors import GivenUpError
+from hpctrain.metrics import Metrics
+from hpctrain.rundir import RunDirectory
+
+
+@pytest.fixture
+def single():
+    return Single(None, torch.device("cpu"), None)
+
+
+@pytest.fixture
+def full():
+    """Lets files of this process grow no further than so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_rows_wait_for_room_and_no_line_is_cut(single, full, caplog):
+    directory = RunDirectory("run")
+    metrics = Metrics(single, directory, 0, 1)
+    metrics.write({"step": 1}, {"top1": 0.5})
+    size = directory.metrics.stat().st_size
+    full(size + 20)
+    for step in (2, 3):
+        metrics.write({"step": step}, {"top1": 0.5})
+        assert directory.metrics.stat().st_size == size
+    assert caplog.text.count("df -h") == 1
+    full(1 << 20)
+    metrics.write({"step": 4}, {"top1": 0.5})
+    metrics.close()
+    text = directory.metrics.read_text()
+    assert [json.loads(line)["step"] for line in text.splitlines()] == [1, 2, 3, 4]
+
+
+def test_what_was_written_at_a_step_is_known_at_that_step_alone(single):
+    metrics = Metrics(single, RunDirectory("run"), 0, 1)
+    metrics.write({"step": 4}, {"top1": 0.5})
+    metrics.write({"step": 4}, {"eval_loss": 2})
+    assert metrics.at(4) == {"top1": 0.5, "eval_loss": 2.0}
+    assert metrics.at(5) == {}
+    metrics.close()
+
+
+def test_what_is_said_once_is_heard_once(single):
+    said = []
+    agreement = Agreement(single, lambda: {"news": float(said.pop() if said else 0)})
+    assert agreement.step() == {"news": 0.0}
+    said.append(1)
+    heard = [agreement.step() for _ in range(600)]
+    assert [sums["news"] for sums in heard if sums].count(1.0) == 1
+    said.append(1)
+    assert agreement.now() == {"news": 1.0}
+    assert agreement.now() == {"news": 0.0}
+
+
+class Late:
+    """Sums that have not arrived yet; a fake of a backend of two ranks."""
+
+    world_size = 2
+
+    def __init__(self):
+        self.begun = []
+
+    def sum_later(self, numbers):
+        self.begun.append(list(numbers))
+        return self
+
+    def values(self):
+        return [2 * number for number in self.begun[-1]]
+
+
+def test_a_sum_is_read_where_the_next_one_begins():
+    late, step = Late(), 0
+    agreement = Agreement(late, lambda: {"step": float(step)})
+    heard = {}
+    for step in range(20):
+        if (sums := agreement.step()) is not None:
+            heard[step] = sums["step"] / 2
+    begins = [int(numbers[0]) for numbers in late.begun]
+    assert heard == dict(zip(begins[1:], map(float, begins[:-1]), strict=True))
+    # Nothing that was begun is lost where ranks wait for each other.
+    assert agreement.now()["step"] == 2 * begins[-1] + 2 * 19
+
+
+def test_an_error_of_rank_0_is_raised(single):
+    def fail():
+        raise GivenUpError("three starts", "progress", "look")
+
+    assert by_rank_0(single, os.getpid) == os.getpid()
+    with pytest.raises(GivenUpError, match="three starts"):
+        by_rank_0(single, fail)

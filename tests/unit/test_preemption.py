@@ -1,0 +1,165 @@
+"""What asks a run to stop: signals, stop files, the clock."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from hpctrain import signals
+from hpctrain.allocation import Allocation
+from hpctrain.preemption import REASONS, Preemption, Stopped
+from hpctrain.rundir import RunDirectory
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "run").mkdir()
+    return RunDirectory(tmp_path / "run")
+
+
+@pytest.fixture
+def watching(run):
+    """Makes a Preemption inside of a run; at the end the handlers are those of before."""
+    before = {number: signal.getsignal(number) for number in (*signals.STOP, signal.SIGINT)}
+    with ExitStack() as undo:
+
+        def make(rank=0, env=None, job=None, lead=30.0, begun=True):
+            made = Preemption(rank, env or {}, job, undo)
+            if begun:
+                made.begin(run, lambda: lead)
+            return made
+
+        yield make
+    assert before == {number: signal.getsignal(number) for number in before}
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT"])
+def test_a_signal_to_any_rank_is_a_request(watching, name):
+    preemption = watching(rank=3)
+    assert preemption.asked() is None
+    signal.raise_signal(getattr(signal, name))
+    assert preemption.asked() == name
+    assert name in REASONS
+
+
+def test_the_second_interrupt_leaves_at_once(watching):
+    watching()
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(("env", "code"), [({}, 75), ({"HPCTRAIN_VERDICT": "file"}, 75)])
+def test_before_a_run_a_signal_leaves_at_once_and_says_run_me_again(watching, env, code):
+    watching(env=env, begun=False)
+    with pytest.raises(Stopped) as caught:
+        signal.raise_signal(signal.SIGUSR2)
+    assert (caught.value.code, caught.value.together) == (code, False)
+    assert "SIGUSR2" in caught.value.reason
+
+
+def test_after_a_run_a_signal_ends_the_process_and_while_a_session_closes_it_is_too_late(watching):
+    preemption = watching()
+    preemption.end()
+    with pytest.raises(Stopped):
+        signal.raise_signal(signal.SIGTERM)
+    preemption.close()
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_with_a_verdict_ranks_that_leave_together_leave_with_0():
+    assert Stopped("", True, {"HPCTRAIN_VERDICT": "file"}).code == 0
+    assert Stopped("", True, {}).code == 75
+
+
+def test_both_stop_files_are_looked_at_by_rank_0_alone(watching, run, tmp_path):
+    env = {"HPCTRAIN_STOP": str(tmp_path / "of-the-script")}
+    first, other = watching(env=env), watching(rank=1, env=env)
+    assert first.asked() is None
+    run.stop.touch()
+    assert first.asked() == "a stop file"
+    assert other.asked() is None
+    first.obeyed(run)
+    assert not run.stop.exists()
+    assert first.asked() is None
+    (tmp_path / "of-the-script").touch()
+    assert first.asked() == "a stop file"
+    first.obeyed(run)  # that of the script is the script's
+    assert first.asked() == "a stop file"
+
+
+def test_the_end_of_the_jobs_time_is_a_request_as_soon_as_a_save_needs_it(watching):
+    soon = Allocation("slurm", "7", end_time=int(time.time()) + 60)
+    assert watching(job=soon, lead=40.0).asked() is None
+    assert watching(job=soon, lead=80.0).asked() == "the end of the job's time"
+    assert watching(rank=1, job=soon, lead=80.0).asked() is None
+
+
+def test_a_signal_that_comes_too_late_says_which_would_not(watching, caplog):
+    soon = Allocation("slurm", "7", end_time=int(time.time()) + 60)
+    preemption = watching(job=soon, lead=100.0)
+    signal.raise_signal(signal.SIGUSR2)
+    preemption.asked()
+    assert "#SBATCH --signal=B:USR2@160 leaves enough" in caplog.text
+
+
+def test_the_handler_that_was_there_is_called_after_the_session_and_on_rank_0_alone():
+    calls = []
+    for number in signals.STOP:
+        signal.signal(number, lambda number, frame: calls.append(number))
+    try:
+        for rank in (0, 1):
+            with ExitStack() as undo:
+                preemption = Preemption(rank, {}, None, undo)
+                preemption.begin(RunDirectory("run"), lambda: 0.0)
+                signal.raise_signal(signal.SIGUSR2)
+            assert len(calls) == rank
+            preemption.hand_on()
+            assert calls == [signal.SIGUSR2]
+        signal.raise_signal(signal.SIGUSR1)
+        assert calls == [signal.SIGUSR2, signal.SIGUSR1]
+    finally:
+        for number in signals.STOP:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def test_processes_that_are_started_unheard_do_not_die_of_a_signal_and_this_one_hears_it():
+    heard = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    try:
+        with signals.unheard():
+            child = subprocess.Popen(
+                [sys.executable, "-c", "print(input())"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert heard == []
+        assert heard == [signal.SIGUSR2]
+        for number in (*signals.STOP, signal.SIGINT):
+            child.send_signal(number)
+        said, _ = child.communicate(b"alive\n", timeout=20)
+        assert said == b"alive\n"
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_worker_that_hangs_is_ended_by_its_parent_and_by_nobody_else():
+    lines = (
+        "import os, subprocess, sys, time\n"
+        "from hpctrain import signals\n"
+        "signals.heed_the_parent()\n"
+        "subprocess.run(['kill', '-TERM', str(os.getpid())])\n"
+        "print('alive', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with signals.unheard():
+        child = subprocess.Popen([sys.executable, "-c", lines], stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"alive\n"
+    child.terminate()
+    assert child.wait(20) == 128 + signal.SIGTERM
+    child.stdout.close()
