@@ -49,9 +49,11 @@ class Stopped(SystemExit):
 class Preemption:
     """Whether, and by what, this rank was asked to stop.
 
-    Outside of a run a signal ends the process with `Stopped`: nothing is lost there. SIGINT stops a
-    run as the others do, and ends it at once when it comes for the second time. It is left alone
-    where a person types the lines, in a notebook or an interactive Python.
+    While the session opens, a signal ends the process with `Stopped`: nothing is lost there. From
+    then on the others would miss this rank, so the run that follows is stopped, at its beginning or
+    at a step; outside of one a second signal ends the process. SIGINT stops a run as the others do,
+    and ends it at once when it comes for the second time. It is left alone where a person types the
+    lines, in a notebook or an interactive Python.
 
     Args:
         rank: only rank 0 looks at stop files and the clock.
@@ -68,7 +70,7 @@ class Preemption:
         self._of_the_start = Path(env[variables.STOP]) if env.get(variables.STOP) else None
         self._of_the_run: Path | None = None
         self._caught: int | None = None
-        self._running = False
+        self._opened = self._running = False
         self._found: dict[int, Any] = {}
         self._lead: Callable[[], float] = lambda: 0.0
         if threading.current_thread() is not threading.main_thread():
@@ -77,6 +79,10 @@ class Preemption:
         for number in signals.STOP if interactive else _TAKEN:
             self._found[number] = signal.signal(number, self._handle)
         undo.callback(self._put_back)
+
+    def opened(self) -> None:
+        """The ranks are connected."""
+        self._opened = True
 
     def begin(self, directory: rundir.RunDirectory, lead: Callable[[], float]) -> None:
         """From now on a signal is a request, until `end`.
@@ -147,7 +153,7 @@ class Preemption:
             self._handle_in_a_fork(number)
         elif number == signal.SIGINT and (not self._running or self._caught == signal.SIGINT):
             raise KeyboardInterrupt
-        elif not self._running:
+        elif not self._opened or (self._caught is not None and not self._running):
             raise Stopped(f"{signal.Signals(number).name} came outside of a run", False, self._env)
         else:
             self._caught = number

@@ -489,25 +489,28 @@ class Run:
             self._watchdog.close()
         if self._metrics is not None:
             self._metrics.close()
-        if self._metrics is not None and self._session.world.rank == 0:
+        if self._lock is not None:
             try:
-                self._summarise(_code(error))
+                self._summarise(error)
             except OSError as full:
                 logger.error("%s could not be written: %s", self.directory.summary, full)
-        if self._lock is not None:
             self._lock.release()
         self._drop_log()
         self._session.preemption.end()
 
-    def _summarise(self, code: int) -> None:
-        """Write summary.json, and say in a few lines how it went."""
-        session = self._session
+    def _summarise(self, error: BaseException | None) -> None:
+        """Write summary.json at rank 0, and say in a few lines how it went."""
+        session, code = self._session, _code(error)
+        if isinstance(error, GivenUpError):
+            self.directory.give_up(error.found)
+        if self._metrics is None:
+            return  # it did not come to train
         speed = self._trained / self._seconds if self._seconds else 0.0
         summary = {
             "status": rundir.STATUS[code],
             "step": self.step,
             "epoch": self.epoch,
-            "metrics": self._opened.last,
+            "metrics": self._metrics.last,
             "seconds": self._seconds,
             "samples_per_second": speed,
             "world_size": session.world.world_size,

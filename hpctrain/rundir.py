@@ -101,6 +101,16 @@ class RunDirectory:
                 "mend or remove it, or choose another directory with --run DIR",
             ) from None
 
+    def give_up(self, reason: str) -> None:
+        """Say in summary.json that a run is not started any more, beside what is known of it.
+
+        Args:
+            reason: a line for people.
+        """
+        known = self.read(self.summary) or {"step": max(self.steps(), default=0)}
+        summary = {**known, "status": STATUS[GIVEN_UP], "reason": reason}
+        replace(self.summary, json.dumps(summary, indent=1) + "\n")
+
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl."""
         return self.lines(self.metrics)

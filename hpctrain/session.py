@@ -133,6 +133,7 @@ class Session:
         self._undo.callback(Determinism(opts.deterministic, self.device).put_back)
         self.precision.switch(self._undo)
         self.backend = backends.open_backend(name, met, self.device, self._settings(own))
+        self.preemption.opened()
         self.placement = preparation.place_batches(opts, self.precision)
         self._update = Update(self.backend, self.precision, opts)
         # The same on all ranks, so that they make the same weights.

@@ -18,6 +18,7 @@ fi
 
 packages=(slurm-wlm munge iproute2 dataset-fashion-mnist shellcheck openmpi-bin mpich libpmix-dev)
 packages+=(openssh-server) # for horovodrun, on the hosts in network namespaces
+packages+=(strace) # kills a save at each of its system calls
 packages+=(g++ make python3-dev libopenmpi-dev) # to build Horovod
 set_up test
 missing=()
@@ -33,7 +34,8 @@ fi
 cluster() { .venv/bin/python tests/slurm/cluster.py "$@"; }
 required=(--require submitit)
 [ ! -d /usr/share/datasets/fashion-mnist ] || required+=(--require fashion-mnist)
-for part in shellcheck:shellcheck openmpi:mpirun.openmpi mpich:mpirun.mpich ssh:/usr/sbin/sshd; do
+for part in shellcheck:shellcheck openmpi:mpirun.openmpi mpich:mpirun.mpich ssh:/usr/sbin/sshd \
+    strace:strace; do
     ! command -v "${part#*:}" >/dev/null || required+=(--require "${part%:*}")
 done
 [ "$(nproc)" -lt 2 ] || required+=(--require two-cores)

@@ -230,6 +230,9 @@ def _alive(pid: int) -> bool:
 
 
 def _remove(folder: Path) -> None:
+    """As far as that goes; of a link the link, of a file the file."""
+    with contextlib.suppress(OSError):
+        folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -189,8 +189,8 @@ class Buffers:
         self._kept = [buffer for buffer in found if buffer is not None]
         pool.clear()
         more = sum(_taken(*n) for n, buffer in zip(sizes, found, strict=True) if buffer is None)
-        room = available()
-        if more and room is not None and more > _SHARE * room:
+        room = available() if more else None
+        if room is not None and more > _SHARE * room:
             self._refuse(f"{_mb(more)} more are needed and {_mb(room)} available")
             return None
         try:

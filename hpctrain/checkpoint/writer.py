@@ -1,5 +1,6 @@
 """Saving hardly stops training: a thread writes a copy of the state while it goes on."""
 
+import contextlib
 import json
 import os
 import queue
@@ -104,15 +105,11 @@ class Writer:
         snapshot = freeze(state)
         copied = self._buffers.copy(snapshot)
         job = _Job(step, snapshot, _as_json(facts), begin)
-        if not copied:
+        if copied and self._serving():
+            self._idle.clear()
+            self._jobs.put(job)
+        else:
             self._run(job)
-            return
-        if self._thread is None:
-            name = "checkpoint writer"
-            self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-            self._thread.start()
-        self._idle.clear()
-        self._jobs.put(job)
 
     def wait(self) -> None:
         """Until everything is written.
@@ -150,8 +147,22 @@ class Writer:
             self._thread.join()
             self._thread = None
 
+    def _serving(self) -> bool:
+        """Whether the thread is there; a limit on processes may forbid it."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._serve, name="checkpoint writer", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.warning("training waits while a checkpoint is written: %s", error)
+                return False
+            self._thread = thread
+        return True
+
     def _serve(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread alone
+        with contextlib.suppress(OSError):  # where a container forbids it
+            # Linux has a priority for each thread.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while (job := self._jobs.get()) is not None:
             self._run(job)
             del job  # the copies are the buffers' again

@@ -146,7 +146,7 @@ def _starts(
             end = rundir.GIVEN_UP, f"{ranks} ranks are left of at least {least}"
         if end is not None:
             if end[0] == rundir.GIVEN_UP:
-                _give_up(directory, *end)
+                _give_up(directory, end[1])
             return end
         say(
             f"hpctrain: start {number + 2}: {ranks} ranks on {len(there)} of {len(hosts.slots)} "
@@ -168,13 +168,11 @@ def _newest(directory: rundir.RunDirectory) -> int | None:
     return max(directory.steps(), default=None)
 
 
-def _give_up(directory: rundir.RunDirectory, code: int, reason: str) -> None:
+def _give_up(directory: rundir.RunDirectory, reason: str) -> None:
     """Say so, to people and in the summary."""
     say(f"hpctrain: given up: {reason}\n")
     if directory.identity.exists():
-        summary = directory.read(directory.summary) or {"step": _newest(directory) or 0}
-        summary = {**summary, "status": rundir.STATUS[code], "reason": reason}
-        rundir.replace(directory.summary, json.dumps(summary, indent=1) + "\n")
+        directory.give_up(reason)
 
 
 def _folder(directory: rundir.RunDirectory) -> Path:

@@ -58,6 +58,7 @@ class Watchdog:
         host = world.hosts[node_rank] if world.hosts else socket.gethostname()
         self._slot: slots.Slot | None = None
         self._helper: subprocess.Popen[bytes] | None = None
+        self._alone = False  # whether the helper ends with this rank
         # Beats go there, and to nobody, where there is no slot.
         self._memory: bytearray | mmap.mmap = bytearray(slots.PLACE.size)
         settings = {
@@ -65,6 +66,7 @@ class Watchdog:
             "hosts": world.hosts or (host,),
             "node_rank": node_rank,
             "rank": world.rank,
+            "local_world_size": world.local_world_size,
             "world_size": world.world_size,
             "timeout": timeout,
             "directory": str(directory.path.absolute()),
@@ -74,12 +76,13 @@ class Watchdog:
             pid = os.getpid()
             told = os.path.abspath(verdict) if verdict else None
             facts = slots.Facts(world.rank, pid, start_time(pid), told)
-            self._slot, new = slots.take(slots.name(key, node_rank), facts)
+            folder = slots.name(key, node_rank)
+            self._slot, new = slots.take(folder, facts, settings)
             self._memory = self._slot.memory
             faulthandler.register(SIGNAL, self._slot.stack, all_threads=True, chain=False)
             if new:
-                slots.write_settings(self._slot.folder, settings)
                 self._helper = _start(self._slot.folder)
+                self._alone = world.local_world_size == 1
         except OSError as error:
             logger.warning("no watch for hangs on %s: %s", host, error)
 
@@ -105,7 +108,7 @@ class Watchdog:
             faulthandler.unregister(SIGNAL)
             slot.close()
             if helper is not None:
-                _part(helper, slot.folder)
+                _part(helper, self._alone)
 
 
 def _start(folder: Path) -> "subprocess.Popen[bytes]":
@@ -129,12 +132,10 @@ def _start(folder: Path) -> "subprocess.Popen[bytes]":
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _part(helper: "subprocess.Popen[bytes]", folder: Path) -> None:
-    """Wait for the helper's end where that is near; else somebody else does."""
-    if helper.poll() is None and slots.all_closed(folder):
+def _part(helper: "subprocess.Popen[bytes]", alone: bool) -> None:
+    """Wait for the helper's end where no other rank is at work; else a thread does."""
+    if alone:
         with contextlib.suppress(subprocess.TimeoutExpired):
             helper.wait(_SECONDS_TO_LEAVE)
-    if helper.poll() is None:  # other ranks of this host are still at work
+    if helper.poll() is None:
         threading.Thread(target=helper.wait, name="watchdog's end", daemon=True).start()
-    elif helper.returncode and slots.all_closed(folder):  # somebody killed it
-        shutil.rmtree(folder, ignore_errors=True)

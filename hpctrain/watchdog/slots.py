@@ -6,8 +6,9 @@
         rank-3          step, phase and time of the last beat; from byte 64 on who the rank is
         rank-3.stack    where its stacks come when the helper asks for them
 
-Ranks in containers that share no /dev/shm or no pid namespace get a folder each, and whoever makes
-a folder starts its helper.
+When all ranks of the host have come, the helper removes the folder: what is open stays open, and
+nothing is left whoever is killed. Ranks in containers that share no /dev/shm or no pid namespace
+get a folder each. Whoever makes a folder starts its helper.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from typing import Any, BinaryIO
 from hpctrain.watchdog.phases import CLOSED, IDLE
 from hpctrain.watchdog.processes import namespace
 
-__all__ = ["Facts", "Slot", "name", "read", "remove_stale", "take"]
+__all__ = ["PLACE", "Facts", "Slot", "name", "paths", "read", "read_settings", "take"]
 
 PLACE = struct.Struct("@qqq")  # step, phase, time.monotonic_ns() of the last beat
 _TEXT = 64  # where the facts begin; the part before is mapped
@@ -70,8 +71,13 @@ def _bases() -> list[Path]:
     return [Path("/dev/shm"), Path(tempfile.gettempdir())]  # noqa: S108
 
 
-def take(folder_name: str, facts: Facts) -> tuple["Slot", bool]:
+def take(folder_name: str, facts: Facts, settings: dict[str, Any]) -> tuple["Slot", bool]:
     """Make a slot for this rank.
+
+    Args:
+        folder_name: of `name`.
+        facts: who it is.
+        settings: what the helper has to know, left in a new folder.
 
     Returns:
         The slot, and whether its folder is new.
@@ -83,7 +89,7 @@ def take(folder_name: str, facts: Facts) -> tuple["Slot", bool]:
     for base in _bases():
         for _ in range(_TRIES):
             try:
-                new = _make(base / folder_name)
+                new = _make(base / folder_name, settings)
                 return Slot(base / folder_name, facts), new
             except FileNotFoundError as error:  # ranks that have left took the folder with them
                 problem = error
@@ -93,16 +99,28 @@ def take(folder_name: str, facts: Facts) -> tuple["Slot", bool]:
     raise problem
 
 
-def _make(folder: Path) -> bool:
-    """Whether the folder is new."""
-    try:
-        folder.mkdir(0o700)
-        return True
-    except FileExistsError:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise PermissionError(f"{folder} belongs to somebody else") from None
+def _make(folder: Path, settings: dict[str, Any]) -> bool:
+    """Whether the folder is new; it appears with all that belongs into it."""
+    if folder.exists():
+        _check(folder)
         return False
+    fresh = folder.with_name(f"{folder.name}-{os.getpid()}")
+    fresh.mkdir(0o700)
+    try:
+        os.mkfifo(fresh / "bell", 0o600)
+        (fresh / "settings").write_text(json.dumps(settings))
+        fresh.rename(folder)
+        return True
+    except OSError:
+        shutil.rmtree(fresh, ignore_errors=True)
+        _check(folder)  # another rank was faster
+        return False
+
+
+def _check(folder: Path) -> None:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} belongs to somebody else")
 
 
 class Slot:
@@ -119,6 +137,7 @@ class Slot:
     def __init__(self, folder: Path, facts: Facts) -> None:
         self.folder = folder
         path = folder / f"rank-{facts.rank}"
+        self._bell = os.open(folder / "bell", os.O_RDWR | os.O_NONBLOCK)
         now = time.monotonic_ns()
         text = json.dumps(asdict(facts)).encode()
         # For as long as the process lives the file is locked, so that nobody takes it for stale.
@@ -138,67 +157,44 @@ class Slot:
         """Tell the helper that this rank has left."""
         step = PLACE.unpack_from(self.memory)[0]
         PLACE.pack_into(self.memory, 0, step, CLOSED, time.monotonic_ns())
-        _ring(self.folder)
+        with contextlib.suppress(BlockingIOError):  # nobody listens
+            os.write(self._bell, b"!")
 
     def close(self) -> None:
         """Let go of the memory."""
         self.stack.close()
         self.memory.close()
         self._file.close()
+        os.close(self._bell)
 
 
-def read(path: Path) -> tuple[Facts, int]:
-    """Who a slot belongs to, and a descriptor from which its `PLACE` can be read.
+def read(path: Path) -> tuple[Facts, int, int]:
+    """Who a slot belongs to, and descriptors to read its `PLACE` and its stacks from.
 
     Raises:
         OSError: it is not there.
     """
-    descriptor = os.open(path, os.O_RDONLY)
-    facts = os.pread(descriptor, 1 << 16, _TEXT)
-    return Facts(**json.loads(facts)), descriptor
+    slot = os.open(path, os.O_RDONLY)
+    stack = os.open(path.with_suffix(".stack"), os.O_RDONLY)
+    return Facts(**json.loads(os.pread(slot, 1 << 16, _TEXT))), slot, stack
 
 
 def paths(folder: Path) -> list[Path]:
-    """The slots in a folder, by rank; none where it is not there."""
+    """The slots in a folder, by rank."""
     return sorted(
         (path for path in folder.glob("rank-*") if not path.suffix),
         key=lambda path: int(path.name.partition("-")[2]),
     )
 
 
-def all_closed(folder: Path) -> bool:
-    """Whether all ranks of a folder have left."""
-    with contextlib.suppress(OSError):
-        for path in paths(folder):
-            if PLACE.unpack_from(path.read_bytes())[1] != CLOSED:
-                return False
-    return True
-
-
-def _ring(folder: Path) -> None:
-    """Wake the helper; where it is not there yet it will see by itself."""
-    with contextlib.suppress(OSError):
-        bell = os.open(folder / "bell", os.O_WRONLY | os.O_NONBLOCK)
-        try:
-            os.write(bell, b"!")
-        finally:
-            os.close(bell)
-
-
-def write_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Leave what the helper has to know, and its bell."""
-    os.mkfifo(folder / "bell", 0o600)
-    (folder / "settings").write_text(json.dumps(settings))
-
-
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What `write_settings` left."""
+    """What `take` left."""
     settings: dict[str, Any] = json.loads((folder / "settings").read_text())
     return settings
 
 
 def remove_stale() -> None:
-    """Remove the folders of this user whose ranks are all dead."""
+    """Remove the folders of this user whose ranks died before they were complete."""
     for base in _bases():
         for folder in base.glob(f"{_PREFIX}-{os.getuid()}-*"):
             # Another helper may do the same.

@@ -4,10 +4,10 @@ That is C code in a signal handler, so it works while C code holds the GIL. Not 
 and not while the kernel lets no signal through (state D).
 """
 
+import os
 import signal
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from hpctrain.watchdog.processes import Process
 
@@ -18,16 +18,17 @@ SIGNAL = signal.SIGRTMIN + 10
 
 _SECONDS = 2.0
 _SECONDS_BETWEEN_LOOKS = 0.005
+_MOST_BYTES = 1 << 20
 
 
-def collect(processes: Mapping[Path, Process]) -> dict[Path, str]:
+def collect(processes: Mapping[int, Process]) -> dict[int, str]:
     """What the ranks have to show; empty for one that cannot.
 
     Args:
-        processes: by the file into which the rank writes.
+        processes: by the descriptor of the file into which the rank writes.
     """
-    stopped = {path: one for path, one in processes.items() if one.state() == "T"}
-    running = {path: one for path, one in processes.items() if path not in stopped}
+    stopped = {file: one for file, one in processes.items() if one.state() == "T"}
+    running = {file: one for file, one in processes.items() if file not in stopped}
     for process in running.values():
         process.send(SIGNAL)
     _wait(running)
@@ -38,23 +39,20 @@ def collect(processes: Mapping[Path, Process]) -> dict[Path, str]:
     _wait(stopped)
     for process in stopped.values():
         process.send(signal.SIGSTOP)
-    return {path: _text(path) for path in processes}
+    return {file: _text(file) for file in processes}
 
 
-def _wait(processes: Mapping[Path, Process]) -> None:
+def _wait(processes: Mapping[int, Process]) -> None:
     """Until all of them have written, and write no more; two seconds at the most."""
     end = time.monotonic() + _SECONDS
-    before: dict[Path, str] = {}
+    before: dict[int, str] = {}
     while time.monotonic() < end:
-        now = {path: _text(path) for path, one in processes.items() if one.state()}
+        now = {file: _text(file) for file, one in processes.items() if one.state()}
         if now == before and all(now.values()):
             return
         before = now
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
+def _text(file: int) -> str:
+    return os.pread(file, _MOST_BYTES, 0).decode(errors="replace")

@@ -34,6 +34,7 @@ class _Watched:
 
     facts: slots.Facts
     slot: int
+    stack: int
     process: Process
     state: str = "R"
     step: int = 0
@@ -86,6 +87,7 @@ class Watch:
         self._first = settings["node_rank"] == 0
         self._interval = min(_MOST_SECONDS_BETWEEN_LOOKS, self._timeout / _LOOKS)
         self._bell = os.open(folder / "bell", os.O_RDWR | os.O_NONBLOCK)
+        self._expected: int | None = settings["local_world_size"]
         self._ranks: dict[str, _Watched] = {}
         self._posted: float | None = None  # when the others were told of silence
         self._files, self._voice = Aside(), Aside()
@@ -122,12 +124,16 @@ class Watch:
             os.read(self._bell, 1 << 16)
 
     def _find(self) -> None:
-        """Know the ranks that have come since."""
+        """Know the ranks that have come since; with the last one the folder has served."""
+        if len(self._ranks) == self._expected:
+            return
         for path in slots.paths(self._folder):
             if path.name not in self._ranks:
-                facts, slot = slots.read(path)
+                facts, slot, stack = slots.read(path)
                 process = Process(facts.pid, facts.started)
-                self._ranks[path.name] = _Watched(facts, slot, process)
+                self._ranks[path.name] = _Watched(facts, slot, stack, process)
+        if len(self._ranks) == self._expected:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _look(self, elapsed: float) -> None:
         for one in self._ranks.values():
@@ -141,16 +147,17 @@ class Watch:
                 )
 
     def _leave(self) -> bool:
-        """Remove the folder; not where another rank has come."""
-        for name in self._ranks:
-            for path in (self._folder / name, self._folder / f"{name}.stack"):
-                path.unlink(missing_ok=True)
-        if slots.paths(self._folder):
-            self._ranks.clear()
-            return False
+        """Remove what is left; not where another rank has come."""
+        if len(self._ranks) != self._expected:
+            for name in self._ranks:
+                for path in (self._folder / name, self._folder / f"{name}.stack"):
+                    path.unlink(missing_ok=True)
+            if slots.paths(self._folder):
+                self._ranks.clear()
+                return False
+            shutil.rmtree(self._folder, ignore_errors=True)
         if self._posted is not None:
             self._files(self._board.withdraw, _SECONDS_FOR_FILES)
-        shutil.rmtree(self._folder, ignore_errors=True)
         return True
 
     def _consider(self) -> None:
@@ -224,13 +231,11 @@ class Watch:
 
     def _show(self) -> list[str]:
         """The ranks of this host with their stacks."""
-        seen = {
-            self._folder / f"{name}.stack": one for name, one in self._ranks.items() if one.inside
-        }
-        found = stacks.collect({path: one.process for path, one in seen.items()})
+        seen = [one for one in self._ranks.values() if one.inside]
+        found = stacks.collect({one.stack: one.process for one in seen})
         lines = []
-        for path, one in seen.items():
-            stack = found[path] or "no stack: it did not answer\n"
+        for one in seen:
+            stack = found[one.stack] or "no stack: it did not answer\n"
             lines.append(f"{_describe(self._sighting(one))}\n")
             lines += [f"  {line}\n" if line else "\n" for line in stack.splitlines()]
         return lines

@@ -29,7 +29,8 @@ def test_every_option_reaches_its_field():
         "--lr-warmup-epochs 0.5 --lr-schedule step --lr-step-epochs 4 --lr-step-factor 0.2 "
         "--lr-power 1.5 --decay weights --clip-norm 1.5 --clip-value 2.5 --ema 0.99 "
         "--sync-batchnorm --no-channels-last --compile --log-every 1 "
-        "--checkpoint-every 20 --start-timeout 30 --timeout 60 --ddp-compression powersgd "
+        "--checkpoint-every 20 --checkpoint-minutes 5 --keep-checkpoints 4 --keep-best top1 "
+        "--start-timeout 30 --timeout 60 --ddp-compression powersgd "
         "--ddp-powersgd-rank 2 --ddp-powersgd-start 5 --ddp-bucket-mb 1 --ddp-static-graph "
         "--no-ddp-gradient-as-bucket-view --horovod-op sum "
         "--horovod-compression fp16 --horovod-gradient-predivide-factor 2 --horovod-groups 3 "
@@ -39,7 +40,7 @@ def test_every_option_reaches_its_field():
     assert read == Options(
         "mnist", True, "there", False, True, "ddp", "O2", 128.0, False, 9, 96, 8, 3, 2, 7, 5, True,
         4, 0.5, "linear", 32, 0.5, "step", 4, 0.2, 1.5, "weights", 1.5, 2.5, 0.99, True, False,
-        True, 1, 20, 30.0, 60.0, "powersgd", 2, 5, 1.0, True, False, "sum", "fp16", 2.0, 3, True,
+        True, 1, 20, 5.0, 4, "top1", 30.0, 60.0, "powersgd", 2, 5, 1.0, True, False, "sum", "fp16", 2.0, 3, True,
     )  # fmt: skip
     assert Options.of(None, dataclasses.asdict(read)) == read
     unlike = [f.name for f in dataclasses.fields(Options) if getattr(read, f.name) == f.default]

@@ -272,7 +272,27 @@ def test_what_the_ranks_started_ends_with_them(ranks, tmp_path):
         assert ended
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
+def test_ranks_that_a_stop_ends_before_they_know_it_are_to_be_run_again(ranks, tmp_path, number):
+    lines = (
+        "open(f'ready-{world.rank}', 'w').close()\n"
+        "while world.rank == 0 and len([n for n in os.listdir() if 'ready' in n]) < 3:\n"
+        "    time.sleep(0.01)\n"
+        f"if world.rank == 0: os.kill(os.getppid(), {int(number)})\n"
+        "time.sleep(20)\n"
+    )
+    verdict = tmp_path / "verdict"
+    assert ranks(lines, env={"HPCTRAIN_VERDICT": str(verdict)}) == 75
+    said = json.loads(verdict.read_text())
+    assert (said["code"], number.name in said["reason"]) == (75, True)
+
+
+def test_the_stop_file_of_a_script_is_that_of_its_ranks(ranks):
+    lines = "sys.exit(os.environ['HPCTRAIN_STOP'] != '/a/file')\n"
+    assert ranks(lines, env={"HPCTRAIN_STOP": "/a/file"}) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM])
 def test_a_signal_is_passed_on_and_the_handler_is_put_back(ranks, number):
     def handler(caught, frame):
         raise AssertionError("nobody took the signal")

@@ -30,6 +30,7 @@ def watching(run):
         def make(rank=0, env=None, job=None, lead=30.0, begun=True):
             made = Preemption(rank, env or {}, job, undo)
             if begun:
+                made.opened()
                 made.begin(run, lambda: lead)
             return made
 
@@ -54,7 +55,9 @@ def test_the_second_interrupt_leaves_at_once(watching):
 
 
 @pytest.mark.parametrize(("env", "code"), [({}, 75), ({"HPCTRAIN_VERDICT": "file"}, 75)])
-def test_before_a_run_a_signal_leaves_at_once_and_says_run_me_again(watching, env, code):
+def test_before_the_session_is_open_a_signal_leaves_at_once_and_says_run_me_again(
+    watching, env, code
+):
     watching(env=env, begun=False)
     with pytest.raises(Stopped) as caught:
         signal.raise_signal(signal.SIGUSR2)
@@ -62,13 +65,22 @@ def test_before_a_run_a_signal_leaves_at_once_and_says_run_me_again(watching, en
     assert "SIGUSR2" in caught.value.reason
 
 
-def test_after_a_run_a_signal_ends_the_process_and_while_a_session_closes_it_is_too_late(watching):
+def test_outside_of_a_run_the_second_signal_ends_the_process_until_the_session_closes(watching):
     preemption = watching()
     preemption.end()
+    signal.raise_signal(signal.SIGUSR2)  # before the session closes the others would miss this rank
     with pytest.raises(Stopped):
         signal.raise_signal(signal.SIGTERM)
     preemption.close()
     signal.raise_signal(signal.SIGTERM)
+
+
+def test_what_comes_before_the_run_stops_the_run(watching, run):
+    preemption = watching(begun=False)
+    preemption.opened()
+    signal.raise_signal(signal.SIGUSR2)
+    preemption.begin(run, lambda: 0.0)
+    assert preemption.asked() == "SIGUSR2"
 
 
 def test_with_a_verdict_ranks_that_leave_together_leave_with_0():
@@ -115,6 +127,7 @@ def test_the_handler_that_was_there_is_called_after_the_session_and_on_rank_0_al
         for rank in (0, 1):
             with ExitStack() as undo:
                 preemption = Preemption(rank, {}, None, undo)
+                preemption.opened()
                 preemption.begin(RunDirectory("run"), lambda: 0.0)
                 signal.raise_signal(signal.SIGUSR2)
             assert len(calls) == rank
