@@ -89,9 +89,9 @@ def by_rank_0(backend: Backend, act: Callable[[], T]) -> T:
             result = act()
         except HpctrainError as error:
             mistake = error
-    told: tuple[str, str, str, int] | None = None
+    told: tuple[str, str, str, str] | None = None
     if mistake is not None:
-        told = (mistake.found, mistake.expected, mistake.fix, mistake.exit_code)
+        told = (type(mistake).__name__, mistake.found, mistake.expected, mistake.fix)
     told, result = backend.share((told, result))
     if mistake is not None:
         raise mistake

@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+from collections.abc import Iterator
 from types import TracebackType
 
 __all__ = [
@@ -49,12 +50,23 @@ class HpctrainError(Exception):
         return "\n".join(lines)
 
 
-def repeated(found: str, expected: str, fix: str, exit_code: int) -> HpctrainError:
-    """Rank 0's error, to be raised by another rank: of it, only the first line is shown there."""
-    kinds = {kind.exit_code: kind for kind in (UsageError, GivenUpError)}
-    error = kinds.get(exit_code, StartError)(found, expected, fix)
+def repeated(kind: str, found: str, expected: str, fix: str) -> HpctrainError:
+    """Rank 0's error, to be raised by another rank: of it, only the first line is shown there.
+
+    Args:
+        kind: the name of its class.
+        found, expected, fix: of the error.
+    """
+    kinds = {one.__name__: one for one in _kinds(HpctrainError)}
+    error = kinds.get(kind, HpctrainError)(found, expected, fix)
     error.told_by_rank_0 = True
     return error
+
+
+def _kinds(kind: type[HpctrainError]) -> Iterator[type[HpctrainError]]:
+    yield kind
+    for one in kind.__subclasses__():
+        yield from _kinds(one)
 
 
 class UsageError(HpctrainError):

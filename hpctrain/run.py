@@ -16,7 +16,13 @@ import torch
 from hpctrain import generators, identity, optim, preparation, rundir, seeds, signals, speech
 from hpctrain.agreement import Agreement, by_rank_0
 from hpctrain.data import Loader, TrainingSampler
-from hpctrain.errors import GivenUpError, NonFiniteError, UsageError
+from hpctrain.errors import (
+    CheckpointError,
+    GivenUpError,
+    NonFiniteError,
+    ReplacedError,
+    UsageError,
+)
 from hpctrain.lock import Lock
 from hpctrain.metrics import Metrics, table
 from hpctrain.preemption import REASONS, Stopped
@@ -321,12 +327,22 @@ class Run:
         """Save and leave, where the ranks have agreed to."""
         if self._stop is None:
             return
+        reason, where = self._stop, "from here"
         if self._position() != self._saves.saved:
             self.save()
-        self._saves.finish()
+        try:
+            self._saves.finish()
+        except ReplacedError:
+            raise
+        except CheckpointError as error:
+            # Whoever runs it again loses some steps, and whoever does not loses more.
+            self._saves.lost()
+            saved = self._saves.saved
+            where = f"from step {saved.step if saved else 0}"
+            reason = f"{reason}; {error.found}"
         self._session.preemption.obeyed(self.directory)
-        logger.info("stopped by %s at step %d; --resume goes on from here", self._stop, self.step)
-        raise Stopped(f"{self._stop}, after step {self.step}", True, os.environ)
+        logger.info("stopped by %s at step %d; --resume goes on %s", self._stop, self.step, where)
+        raise Stopped(f"{reason}, after step {self.step}", True, os.environ)
 
     def _lead(self) -> float:
         """Seconds before the end of the job's time at which to stop."""
@@ -491,9 +507,12 @@ class Run:
             self._metrics.close()
         if self._lock is not None:
             try:
-                self._summarise(error)
+                with self._lock.commit():
+                    self._summarise(error)
             except OSError as full:
                 logger.error("%s could not be written: %s", self.directory.summary, full)
+            except CheckpointError as replaced:
+                logger.error("%s", replaced)
             self._lock.release()
         self._drop_log()
         self._session.preemption.end()

@@ -88,8 +88,8 @@ def freeze(state: Mapping[str, Any]) -> Snapshot:
     """Take the structure and the plain values of a state; tensors are the caller's still.
 
     Raises:
-        UsageError: it holds what cannot be pickled, or what `torch.load` with `weights_only` would
-            refuse: that is found when it is written, not when it is needed.
+        UsageError: it holds what `torch.save` refuses, or `torch.load` with `weights_only`: that is
+            found when it is written, not when it is needed.
     """
     parts = {}
     for name, value in state.items():
@@ -101,6 +101,7 @@ def freeze(state: Mapping[str, Any]) -> Snapshot:
             raise _refused(name, error) from None
         tensors, structure = finder.tensors, file.getvalue()
         through = _Loop(name)
+        # A try of the structure alone; where all tensors are is of no account there.
         through(_Filler(structure, [torch.empty(0, device="cpu")] * len(tensors)).load())
         plain = [number for number, tensor in enumerate(tensors) if _plain(tensor)]
         for number in set(range(len(tensors))).difference(plain):
@@ -162,18 +163,18 @@ class Buffers:
         """
         storages = _storages(snapshot)
         with torch.inference_mode(mode=False), torch.no_grad():
-            kept = self._take([(s.nbytes(), s.device.type == "cuda") for s, _ in storages.values()])
+            kept = self._take([(s.nbytes(), s.device.type == "cuda") for s in storages.values()])
             if kept is None:
                 return False
             copies = {}
-            for (key, (storage, _)), buffer in zip(storages.items(), kept, strict=True):
+            for (key, storage), buffer in zip(storages.items(), kept, strict=True):
                 buffer.copy_(_bytes(storage), non_blocking=storage.device.type == "cuda")
                 copies[key] = buffer.untyped_storage()
             for part in snapshot.parts.values():
                 for number in part.plain:
                     tensor = part.tensors[number]
                     part.tensors[number] = _over(copies[_key(tensor)], tensor)
-            for device in sorted({s.device.index for s, _ in storages.values() if s.is_cuda}):
+            for device in sorted({s.device.index for s in storages.values() if s.is_cuda}):
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(torch.cuda.current_stream(device))
                 snapshot.events.append(event)
@@ -226,13 +227,14 @@ class Buffers:
         self._said = kind
 
 
-def _storages(snapshot: Snapshot) -> dict[int, tuple[torch.UntypedStorage, torch.dtype]]:
+def _storages(snapshot: Snapshot) -> dict[int, torch.UntypedStorage]:
     """The storages under all plain tensors, each once."""
-    storages: dict[int, tuple[torch.UntypedStorage, torch.dtype]] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for name, part in snapshot.parts.items():
+        types: dict[int, torch.dtype] = {}
         for tensor in (part.tensors[number] for number in part.plain):
-            new = (tensor.untyped_storage(), tensor.dtype)
-            if storages.setdefault(_key(tensor), new)[1] != tensor.dtype:
+            storages.setdefault(_key(tensor), tensor.untyped_storage())
+            if types.setdefault(_key(tensor), tensor.dtype) != tensor.dtype:
                 raise _refused(name, TypeError("tensors of different types that share memory"))
     return storages
 

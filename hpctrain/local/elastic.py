@@ -6,7 +6,6 @@ and holds what the starts share as well.
 """
 
 import itertools
-import json
 import secrets
 import shutil
 import tempfile

@@ -22,6 +22,9 @@ _SECONDS_TO_STOP = 5.0
 # What a rank started may hold its output open when the rank has ended.
 _SECONDS_TO_SPEAK = 1.0
 
+# Signals that end a rank for a reason of its own; SIGABRT is also how one complains of another.
+_KILLED = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
 _PASSED_ON = (signal.SIGINT, signal.SIGHUP, *signals.STOP)
 
 # A rank that has ended, a signal that came, or None: all output is passed on.
@@ -229,7 +232,9 @@ def _first(failed: Sequence[Rank]) -> Rank | None:
     """The rank that failed first: by when it began to say so, as leaving can take long."""
     if not failed:
         return None
-    first = min(failed, key=lambda rank: min(rank.tail.failed, rank.ended))
+    # It takes the system longer to clear away what was killed than the others to complain of it.
+    killed = [rank for rank in failed if rank.code is not None and -rank.code in _KILLED]
+    first = min(killed or failed, key=lambda rank: min(rank.tail.failed, rank.ended))
     if first.tail.error:
         # Several ranks may say the same, and the lowest says more.
         same = [rank for rank in failed if rank.tail.error == first.tail.error]

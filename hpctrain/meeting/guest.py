@@ -9,7 +9,7 @@ from collections import deque
 from typing import Any, BinaryIO
 
 from hpctrain import variables
-from hpctrain.errors import StartError, repeated
+from hpctrain.errors import StartError, UsageError, repeated
 from hpctrain.launchers.base import MeetingPoint
 from hpctrain.meeting.boards import Board
 from hpctrain.meeting.knock import Knock
@@ -240,7 +240,9 @@ class Guest:
             return None
         if "error" in last:
             found, expected, fix = last["error"]
-            raise repeated(found, expected, fix, last["code"])
+            wrong_use = last["code"] == UsageError.exit_code
+            kind = UsageError if wrong_use else StartError
+            raise repeated(kind.__name__, found, expected, fix)
         entries = unpack(roll["roll"], self.world.world_size)
         return call_roll(entries, tuple(roll["addresses"]), roll["port"]), roll["nonce"]
 

@@ -22,7 +22,7 @@ __all__ = ["Watch"]
 
 _LOOKS = 20  # within the time-out
 _MOST_SECONDS_BETWEEN_LOOKS = 1.0
-_SECONDS_FOR_FILES = 2.0  # a file system that takes longer is done without
+_SECONDS_FOR_FILES = 5.0  # a file system that takes longer is done without
 # The helpers of other hosts notice that one has judged, and end their ranks at the same time.
 _SECONDS_TO_AGREE = 3.0
 _SECONDS_TO_DIE = 10.0
@@ -198,13 +198,12 @@ class Watch:
         blame = judge(seen, self._world_size, self._hosts)
         expected = f"a sign of life from every rank; {self._limit()}"
         judgement = str(HpctrainError(blame.found, expected, blame.fix))
-        end = time.monotonic()
         if not self._alone():
             mine = judgement
             judgement = (
                 self._files(lambda: self._board.settle(mine), _SECONDS_FOR_FILES) or judgement
             )
-            end += _SECONDS_TO_AGREE
+        end = time.monotonic() + (0.0 if self._alone() else _SECONDS_TO_AGREE)
         try:
             self._tell(judgement, seen)
             time.sleep(max(0.0, end - time.monotonic()))

@@ -3,6 +3,7 @@
 import datetime
 import inspect
 import os
+import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from hpctrain.backends.ddp.store import first_line, open_store
 from hpctrain.backends.environment import Environment
 from hpctrain.backends.settings import Settings
 from hpctrain.backends.transparent import Transparent
-from hpctrain.errors import StartError, UsageError
+from hpctrain.errors import HpctrainError, RankLostError, StartError, UsageError
 from hpctrain.meeting import Meeting
 from hpctrain.meeting.interfaces import interface_of
 from hpctrain.variables import GLOO_INTERFACE
@@ -44,7 +45,7 @@ class DDP(Backend):
                 "remove the script's own init_process_group(), or close the Session before",
             )
         self.device, self._own = device, settings.own
-        self._deterministic = settings.deterministic
+        self._deterministic, self._meeting = settings.deterministic, meeting
         self.transport = _transport(device)
         self._environment = Environment(os.environ)
         world, own = meeting.world, meeting.roll.addresses[meeting.world.rank]
@@ -159,6 +160,17 @@ class DDP(Backend):
         else:
             dist.barrier()
 
+    def explain(self, error: BaseException) -> HpctrainError | None:
+        """Of gloo's and NCCL's errors those that come of a rank which is gone, or silent."""
+        if not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
+            return None
+        return RankLostError(
+            f"rank {self.rank} lost another rank: {_named(error, self._meeting)}",
+            "all ranks, to the end",
+            "look for the first error in the logs of the others, and whether their hosts are up; "
+            "--resume goes on from the newest checkpoint",
+        )
+
     def close(self, failure: str | None = None) -> None:
         """Destroy the process group and put the environment back."""
         if dist.is_initialized() and not (failure is not None and self.transport == "nccl"):
@@ -193,6 +205,14 @@ class TransparentDDP(Transparent, DistributedDataParallel):
         return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
 
 
+# Of gloo's pair.cc and unbound_buffer.cc, and of ProcessGroupNCCL.cpp, torch 2.15.
+_LOST = re.compile(
+    r"Connection (closed|reset) by|Broken pipe|Timed out waiting|Application timeout"
+    r"|NCCL (error|communicator)|remote process (exited|has terminated)",
+    re.IGNORECASE,
+)
+
+
 def _transport(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
@@ -206,8 +226,12 @@ def _set_timeout(timeout: datetime.timedelta) -> None:
 def _named(error: Exception, meeting: Meeting) -> str:
     """The message of torch, with the ranks and hosts behind the addresses in it."""
     roll, text = meeting.roll, first_line(error)
-    for rank, address in reversed(list(enumerate(roll.addresses))):
-        host = host_of(meeting, rank)
+    if len(set(roll.addresses)) == 1:
+        return text
+    for address in dict.fromkeys(roll.addresses):
+        there = [rank for rank, other in enumerate(roll.addresses) if other == address]
+        host = host_of(meeting, there[0])
         if address in text and host not in text:
-            text += f" ({address} is {host}, with rank {rank})"
+            ranks = ", ".join(map(str, there[:8]))
+            text += f" ({address} is {host}, with rank{'s' if len(there) > 1 else ''} {ranks})"
     return text
