@@ -1,9 +1,6 @@
 """A run: its directory, its position in the loop, its metrics and checkpoints."""
 
-import json
-import logging
 import os
-import secrets
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -13,24 +10,17 @@ from typing import Any, Self
 
 import torch
 
-from hpctrain import generators, identity, optim, preparation, rundir, seeds, signals, speech
-from hpctrain.agreement import Agreement, by_rank_0
+from hpctrain import generators, identity, optim, preparation, rundir, seeds, signals
+from hpctrain.agreement import Agreement
 from hpctrain.data import Loader, TrainingSampler
-from hpctrain.errors import (
-    CheckpointError,
-    GivenUpError,
-    NonFiniteError,
-    ReplacedError,
-    UsageError,
-)
-from hpctrain.lock import Lock
-from hpctrain.metrics import Metrics, table
+from hpctrain.errors import CheckpointError, NonFiniteError, ReplacedError, UsageError
+from hpctrain.metrics import Metrics
 from hpctrain.preemption import REASONS, Stopped
+from hpctrain.records import Records, code_of
 from hpctrain.rundir import RunDirectory
 from hpctrain.saving import Saving
 from hpctrain.speech import logger
 from hpctrain.state import Parts, Position, restore
-from hpctrain.tee import Tee
 from hpctrain.watchdog import AGREEING, COMPUTING, IDLE, LOADING, SAVING, Watchdog
 
 __all__ = ["Run"]
@@ -71,10 +61,7 @@ class Run:
         self._seconds = 0.0
         self._trained = 0
         self._paused, self._pause = time.monotonic(), 0.0  # the longest time between two epochs
-        self._lock: Lock | None = None
-        self._log: logging.Handler | None = None
-        self._tee: Tee | None = None
-        self._metrics: Metrics | None = None
+        self._records: Records | None = None
         self._saving: Saving | None = None
         self._watchdog: Watchdog | None = None
 
@@ -88,57 +75,28 @@ class Run:
 
     def _open(self) -> None:
         session = self._session
-        finished, key = self._agree()
-        self._keep_log()
-        if finished:
+        self._records = records = Records(session, self._name)
+        self.directory = records.directory
+        if records.finished:
             logger.info("%s is finished; --run DIR begins another", self.directory.path)
             raise SystemExit(rundir.DONE)
         session.preemption.begin(self.directory, self._lead)
-        resumed = restore(session, self.directory, self._state)
         self._watchdog = Watchdog(
-            session.world, session.options.timeout, self.directory, key, session.verdict
+            session.world, session.options.timeout, self.directory, records.key, session.verdict
         )
         session.beat = self._beat
+        resumed = restore(session, self.directory, self._state)
+        position = resumed[0] if resumed else None
         if resumed is not None:
             self._go_on(*resumed)
-        position = resumed[0] if resumed else None
-        by_rank_0(session.backend, self._note_start)
-        self._metrics = Metrics(
-            session.backend,
-            self.directory,
-            position.rows if position else 0,
-            session.batches.accumulate,
-        )
+        records.begin(self.step, position.rows if position else 0)
         facts = identity.facts(self.directory, session.world)
-        self._saving = Saving(session, self._state, self.directory, self._lock, facts, position)
+        self._saving = Saving(session, self._state, self.directory, records.lock, facts, position)
         self._agreement = Agreement(session.backend, self._say)
         logger.info("run directory %s", self.directory.path)
         self._hear(self._agreement.now())
         if self._stop is not None:
             raise Stopped(f"{self._stop}, before the first step", True, os.environ)
-
-    def _agree(self) -> tuple[bool, str]:
-        """Take up rank 0's choice of a directory.
-
-        Returns:
-            Whether the run in it is finished, and what names this start.
-        """
-        session = self._session
-
-        def claim() -> tuple[str, bool, str]:
-            directory, self._lock = identity.claim(
-                self._name,
-                session.models,
-                session.options,
-                session.world,
-                session.allocation,
-                os.environ,
-            )
-            return str(directory.path.absolute()), self._lock is None, secrets.token_hex(8)
-
-        path, finished, key = by_rank_0(session.backend, claim)
-        self.directory = RunDirectory(path)
-        return finished, key
 
     def _go_on(self, position: Position, random: dict[str, Any] | None) -> None:
         """Take up a position."""
@@ -146,27 +104,6 @@ class Run:
         self._epoch_step = position.epoch_step
         self._random = random
         logger.info("resumed at step %d, epoch %d", self.step, self.epoch)
-
-    def _note_start(self) -> None:
-        """At rank 0: write down this start, unless it is one too many."""
-        session = self._session
-        identity.refuse_fruitless(self.directory, session.allocation, self.step)
-        identity.note_start(
-            self.directory, session.options, session.world, session.allocation, self.step
-        )
-        self.directory.summary.unlink(missing_ok=True)
-
-    def _keep_log(self) -> None:
-        path = self.directory.log(self._session.world.rank)
-        self._log = speech.keep(path)
-        self._tee = Tee(path) if self._session.backend.prints else None
-
-    def _drop_log(self) -> None:
-        if self._tee is not None:
-            self._tee.close()
-        if self._log is not None:
-            speech.drop(self._log)
-        self._tee = self._log = None
 
     def epochs(self, default: int | None = None) -> Iterator[int]:
         """The epochs that are left, each with a checkpoint at its end.
@@ -285,7 +222,7 @@ class Run:
             self._end_row(samples / (now - self._lap))
             self._lap, self._lap_step = now, self.step
         else:
-            self._opened.poll()
+            self._metrics.poll()
         heard = self._agreement.step()
         overdue = heard is not None and self._hear(heard)
         if overdue or self._saves.due(self.step):
@@ -361,9 +298,9 @@ class Run:
         """
         if not self._in_step:
             self._settle()
-            self._opened.write(self._head(), values)
+            self._metrics.write(self._head(), values)
         elif self._due:
-            self._opened.add(values, self._session.weight)
+            self._metrics.add(values, self._session.weight)
 
     def save(self) -> None:
         """Take a checkpoint of all that makes the next step; called by all ranks.
@@ -383,13 +320,13 @@ class Run:
             )
         self._settle()  # a loop that was left by a break
         self._beat(SAVING)
-        self._opened.flush()
+        self._metrics.flush()
         self._hear(self._agreement.now())
-        self._saves.save(self._position(), self._opened.at(self.step))
+        self._saves.save(self._position(), self._metrics.at(self.step))
         self._beat(IDLE)
 
     def _position(self) -> Position:
-        return Position(self.step, self.epoch, self._epoch_step, self._opened.rows)
+        return Position(self.step, self.epoch, self._epoch_step, self._metrics.rows)
 
     def _put_back_random(self) -> None:
         """Let the random numbers of this rank go on where the checkpoint was taken."""
@@ -398,9 +335,10 @@ class Run:
             self._random = None
 
     @property
-    def _opened(self) -> Metrics:
-        assert self._metrics is not None
-        return self._metrics
+    def _metrics(self) -> Metrics:
+        assert self._records is not None
+        assert self._records.metrics is not None
+        return self._records.metrics
 
     @property
     def _saves(self) -> Saving:
@@ -454,7 +392,7 @@ class Run:
         tail = {"samples_per_second": speed}
         if session.optimizers:
             tail = {"lr": float(session.optimizers[0].param_groups[0]["lr"]), **tail}
-        self._opened.end_step(self._head(), session.precision.numbers(), tail)
+        self._metrics.end_step(self._head(), session.precision.numbers(), tail)
 
     def _refuse_streak(self, ranks: float) -> None:
         """End a run that goes nowhere, on all ranks at the same step."""
@@ -480,7 +418,7 @@ class Run:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if _code(error) == rundir.DONE:
+            if code_of(error) == rundir.DONE:
                 self._finish()
         except BaseException as late:
             self._close(late)
@@ -493,7 +431,7 @@ class Run:
         saved = self._saves.saved
         if saved is None or self.step != saved.step:
             self.save()  # the loop was left by a break
-        self._opened.flush()
+        self._metrics.flush()
         self._saves.finish()
 
     def _close(self, error: BaseException | None) -> None:
@@ -503,44 +441,19 @@ class Run:
             self._saving.close()
         if self._watchdog is not None:
             self._watchdog.close()
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._lock is not None:
-            try:
-                with self._lock.commit():
-                    self._summarise(error)
-            except OSError as full:
-                logger.error("%s could not be written: %s", self.directory.summary, full)
-            except CheckpointError as replaced:
-                logger.error("%s", replaced)
-            self._lock.release()
-        self._drop_log()
+        if self._records is not None:
+            self._records.close(error, self._facts())
         self._session.preemption.end()
 
-    def _summarise(self, error: BaseException | None) -> None:
-        """Write summary.json at rank 0, and say in a few lines how it went."""
-        session, code = self._session, _code(error)
-        if isinstance(error, GivenUpError):
-            self.directory.give_up(error.found)
-        if self._metrics is None:
-            return  # it did not come to train
-        speed = self._trained / self._seconds if self._seconds else 0.0
-        summary = {
-            "status": rundir.STATUS[code],
+    def _facts(self) -> dict[str, Any]:
+        """How far it came, and how fast."""
+        return {
             "step": self.step,
             "epoch": self.epoch,
-            "metrics": self._metrics.last,
             "seconds": self._seconds,
-            "samples_per_second": speed,
-            "world_size": session.world.world_size,
-            "backend": session.backend.name,
-            "precision": session.precision.name,
+            "samples_per_second": self._trained / self._seconds if self._seconds else 0.0,
             "learning_rate": self._schedule.describe() if self._schedule else "constant",
         }
-        rundir.replace(self.directory.summary, json.dumps(summary, indent=1) + "\n")
-        if code == rundir.DONE:
-            sys.stdout.write(table(summary, session.backend.transport, self.directory.path))
-            sys.stdout.flush()
 
 
 # What the ranks tell each other besides the reasons to stop.
@@ -551,14 +464,3 @@ _END = object()
 
 def ignore(phase: int) -> None:
     """Nobody watches."""
-
-
-def _code(error: BaseException | None) -> int:
-    """How a run ended that was left by this error."""
-    if isinstance(error, Stopped):
-        return rundir.STOPPED
-    if isinstance(error, GivenUpError):
-        return rundir.GIVEN_UP
-    if error is None or (isinstance(error, SystemExit) and not error.code):
-        return rundir.DONE
-    return rundir.FAILED

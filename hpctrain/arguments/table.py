@@ -223,7 +223,11 @@ class Options:
         "--start-timeout", 300.0, "seconds to wait for all ranks", seconds, metavar="S"
     )
     timeout: float = option(
-        "--timeout", 1800.0, "seconds that a step or a collective may be silent", seconds, metavar="S"
+        "--timeout",
+        1800.0,
+        "seconds that a step or a collective may be silent",
+        seconds,
+        metavar="S",
     )
 
     ddp_compression: str = option(

@@ -90,6 +90,7 @@ class Watch:
         self._expected: int | None = settings["local_world_size"]
         self._ranks: dict[str, _Watched] = {}
         self._posted: float | None = None  # when the others were told of silence
+        self._suspended = False  # whether all ranks of the run were stopped
         self._files, self._voice = Aside(), Aside()
 
     def run(self) -> None:
@@ -191,9 +192,11 @@ class Watch:
         if not self._alone():
             self._post()
             seen += self._files(self._board.others, _SECONDS_FOR_FILES) or []
-        if suspended(seen, self._world_size):
+        # Not all hosts of a job go on at the same moment, so the end of it is looked at twice.
+        before, self._suspended = self._suspended, suspended(seen, self._world_size)
+        if before or self._suspended:
             for one in self._ranks.values():
-                one.silence = 0.0
+                one.silence = min(one.silence, self._timeout / 2)
             return
         blame = judge(seen, self._world_size, self._hosts)
         expected = f"a sign of life from every rank; {self._limit()}"

@@ -40,8 +40,8 @@ def test_every_option_reaches_its_field():
     assert read == Options(
         "mnist", True, "there", False, True, "ddp", "O2", 128.0, False, 9, 96, 8, 3, 2, 7, 5, True,
         4, 0.5, "linear", 32, 0.5, "step", 4, 0.2, 1.5, "weights", 1.5, 2.5, 0.99, True, False,
-        True, 1, 20, 5.0, 4, "top1", 30.0, 60.0, "powersgd", 2, 5, 1.0, True, False, "sum", "fp16", 2.0, 3,
-        True,
+        True, 1, 20, 5.0, 4, "top1", 30.0, 60.0, "powersgd", 2, 5, 1.0, True, False, "sum",
+        "fp16", 2.0, 3, True,
     )  # fmt: skip
     assert Options.of(None, dataclasses.asdict(read)) == read
     unlike = [f.name for f in dataclasses.fields(Options) if getattr(read, f.name) == f.default]
