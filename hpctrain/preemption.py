@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hpctrain import rundir, signals, variables
+from hpctrain import rundir, signals, slurm, variables
 from hpctrain.allocation import Allocation
 from hpctrain.speech import logger
 
@@ -66,6 +66,7 @@ class Preemption:
         self, rank: int, env: Mapping[str, str], job: Allocation | None, undo: ExitStack
     ) -> None:
         self._rank, self._env, self._process = rank, env, os.getpid()
+        self._job = job
         self._end = job.end_time if job is not None else None
         self._of_the_start = Path(env[variables.STOP]) if env.get(variables.STOP) else None
         self._of_the_run: Path | None = None
@@ -94,6 +95,9 @@ class Preemption:
         self._of_the_run = directory.stop
         self._lead = lead
         self._running = True
+        if self._rank == 0 and self._end is None and self._job and self._job.scheduler == "slurm":
+            # Older ones, such as 22.05, do not tell their jobs; a busy one is not waited for.
+            threading.Thread(target=self._ask, name="end of the job", daemon=True).start()
 
     def end(self) -> None:
         """The run is over: a signal ends the process again."""
@@ -132,6 +136,10 @@ class Preemption:
         found = self._found.get(number)
         if self._rank == 0 and callable(found) and found is not signal.default_int_handler:
             found(number, None)
+
+    def _ask(self) -> None:
+        if self._job is not None:
+            self._end = slurm.end_time(self._job.label, self._env)
 
     def _look_at_the_clock(self, what: str) -> None:
         if self._rank > 0 or self._end is None:

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["JobState", "NoAnswerError", "hosts_left", "job_state", "step_lives"]
+__all__ = ["JobState", "NoAnswerError", "end_time", "hosts_left", "job_state", "step_lives"]
 
 _SECONDS_TO_ANSWER = 10.0
 # squeue of a host list, where a wrong guess would cost hosts.
@@ -29,6 +29,7 @@ _NOT_THERE = re.compile(r"Invalid job id|not found|Invalid job array", re.IGNORE
 _LABEL = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?\Z", re.ASCII)
 _STEP = re.compile(r"[0-9]{1,12}\Z", re.ASCII)
 # The keys beside are Slurm's own, so that a job's name is not taken for its state.
+_END = re.compile(r" EndTime=([0-9]{1,12}) Deadline=")
 _SHOWN = re.compile(r" JobState=([A-Z_]+) Reason=.* Restarts=([0-9]+) BatchFlag=")
 
 
@@ -100,6 +101,28 @@ def step_lives(job_id: str, step: str, env: Mapping[str, str]) -> bool | None:
     except NoAnswerError as error:
         return False if _NOT_THERE.search(str(error)) else None
     return True
+
+
+def end_time(label: str, env: Mapping[str, str]) -> int | None:
+    """When a job's time limit strikes, in seconds since the epoch.
+
+    None where it has no limit, and where Slurm is absent or does not answer.
+
+    Args:
+        label: `JOBID`, or `ARRAYJOBID_TASK` of an array's task.
+        env: for the command.
+    """
+    if not _LABEL.match(label):
+        return None
+    try:
+        # The format is one of strftime(3): "ENVIRONMENT VARIABLES" of scontrol(1).
+        shown = _ask(
+            ["scontrol", "show", "job", "--oneliner", label], {**env, "SLURM_TIME_FORMAT": "%s"}
+        )
+    except NoAnswerError:
+        return None
+    found = _END.search(shown)
+    return int(found[1]) if found else None
 
 
 def hosts_left(job_id: str, env: Mapping[str, str]) -> str:

@@ -217,6 +217,8 @@ class Watch:
         """Say it in the log, on standard error and in the verdict."""
         error = f"hpctrain: error: {judgement}\n"
         shown = self._show()
+        # From here on they say nothing of their own, as that a rank of another host is gone.
+        self._send(signal.SIGSTOP)
         elsewhere = [one for one in seen if one.host != self._host]
         lines = [f"{one.host}: {_describe(one)}\n" for one in elsewhere]
         self._note("".join([error, *shown, *lines]).rstrip())
@@ -243,9 +245,7 @@ class Watch:
         return lines
 
     def _kill(self) -> None:
-        victims = [one for one in self._ranks.values() if one.inside]
-        for one in victims:
-            one.process.send(signal.SIGKILL)
+        victims = self._send(signal.SIGKILL)
         end = time.monotonic() + _SECONDS_TO_DIE
         while any(one.process.state() for one in victims) and time.monotonic() < end:
             time.sleep(0.01)
@@ -254,6 +254,13 @@ class Watch:
                 self._note(f"rank {one.facts.rank}, process {one.facts.pid}, cannot be killed")
             one.state = ""
         self._posted = None  # what was found stays for the helpers of other hosts
+
+    def _send(self, number: int) -> list[_Watched]:
+        """Send a signal to all ranks of this host that are in the run."""
+        inside = [one for one in self._ranks.values() if one.inside]
+        for one in inside:
+            one.process.send(number)
+        return inside
 
     def _sightings(self) -> list[Sighting]:
         return [self._sighting(one) for one in self._ranks.values()]
