@@ -267,6 +267,7 @@ class Run:
         reason, where = self._stop, "from here"
         if self._position() != self._saves.saved:
             self.save()
+        self._beat(SAVING)
         try:
             self._saves.finish()
         except ReplacedError:
@@ -431,6 +432,7 @@ class Run:
         saved = self._saves.saved
         if saved is None or self.step != saved.step:
             self.save()  # the loop was left by a break
+        self._beat(SAVING)
         self._metrics.flush()
         self._saves.finish()
 

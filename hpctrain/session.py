@@ -37,7 +37,7 @@ from hpctrain.run import Run, ignore
 from hpctrain.speech import logger
 from hpctrain.threads import Threads
 from hpctrain.update import Update
-from hpctrain.watchdog import BACKWARD, EVALUATING, UPDATING
+from hpctrain.watchdog import BACKWARD, EVALUATING, IDLE, UPDATING
 
 __all__ = ["Session"]
 
@@ -372,6 +372,7 @@ class Session:
         """
         self.beat(EVALUATING)
         sums = evaluation.total(self.backend, *values)
+        self.beat(IDLE)
         return sums[0] if len(sums) == 1 else sums
 
     def run(self, state: dict[str, Any] | None = None, name: str | None = None) -> Run:
