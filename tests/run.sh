@@ -38,6 +38,7 @@ for part in shellcheck:shellcheck openmpi:mpirun.openmpi mpich:mpirun.mpich ssh:
     strace:strace; do
     ! command -v "${part#*:}" >/dev/null || required+=(--require "${part%:*}")
 done
+[ "$(id -u)" != 0 ] || required+=(--require mount)
 [ "$(nproc)" -lt 2 ] || required+=(--require two-cores)
 [ -e /dev/nvidiactl ] || required+=(--require no-driver)
 [ ! -e /dev/nvidiactl ] || required+=(--require gpu)

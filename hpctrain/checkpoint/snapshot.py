@@ -84,8 +84,12 @@ class _Filler(pickle.Unpickler):
         return self._tensors[number]
 
 
-def freeze(state: Mapping[str, Any]) -> Snapshot:
+def freeze(state: Mapping[str, Any], known: dict[str, bytes] | None = None) -> Snapshot:
     """Take the structure and the plain values of a state; tensors are the caller's still.
+
+    Args:
+        state: part by part.
+        known: by part a structure that has been tried, which need not be again; kept up to date.
 
     Raises:
         UsageError: it holds what `torch.save` refuses, or `torch.load` with `weights_only`: that is
@@ -101,8 +105,11 @@ def freeze(state: Mapping[str, Any]) -> Snapshot:
             raise _refused(name, error) from None
         tensors, structure = finder.tensors, file.getvalue()
         through = _Loop(name)
-        # A try of the structure alone; where all tensors are is of no account there.
-        through(_Filler(structure, [torch.empty(0, device="cpu")] * len(tensors)).load())
+        if known is None or known.get(name) != structure:
+            # Of the structure alone: what the tensors hold is of no account.
+            through(_Filler(structure, [torch.empty(0, device="cpu")] * len(tensors)).load())
+        if known is not None:
+            known[name] = structure
         plain = [number for number, tensor in enumerate(tensors) if _plain(tensor)]
         for number in set(range(len(tensors))).difference(plain):
             tensors[number] = through(tensors[number])
@@ -168,7 +175,12 @@ class Buffers:
                 return False
             copies = {}
             for (key, storage), buffer in zip(storages.items(), kept, strict=True):
-                buffer.copy_(_bytes(storage), non_blocking=storage.device.type == "cuda")
+                if storage.is_cuda:
+                    buffer.copy_(_bytes(storage), non_blocking=True)
+                else:
+                    # By NumPy, in this thread: those of torch wait for each other after each
+                    # tensor, which takes seconds on a machine that has other work.
+                    buffer.numpy()[:] = _bytes(storage).numpy()
                 copies[key] = buffer.untyped_storage()
             for part in snapshot.parts.values():
                 for number in part.plain:

@@ -77,6 +77,7 @@ class Writer:
     ) -> None:
         self._folder = Folder(directory, keep, best, commit)
         self._buffers = Buffers()
+        self._structures: dict[str, bytes] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()
@@ -102,7 +103,7 @@ class Writer:
         """
         self._idle.wait()
         begin = time.perf_counter()
-        snapshot = freeze(state)
+        snapshot = freeze(state, self._structures)
         copied = self._buffers.copy(snapshot)
         job = _Job(step, snapshot, _as_json(facts), begin)
         if copied and self._serving():

@@ -1,0 +1,578 @@
+"""What is written in the background is the state of the step at which it was asked for."""
+
+import collections
+import copy
+import errno
+import io
+import logging
+import os
+import shutil
+import threading
+from contextlib import contextmanager
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.checkpoint import Writer, folder, load_newest, memory, snapshot
+from hpctrain.checkpoint.snapshot import Buffers, freeze
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.rundir import RunDirectory
+from hpctrain.speech import logger
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory(tmp_path / "run")
+
+
+@pytest.fixture
+def writer(run):
+    writer = Writer(run)
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def said(caplog):
+    """What is logged."""
+    before = logger.level, logger.propagate
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.level, logger.propagate = before
+
+
+class Gate:
+    """A disk that takes nothing before it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.waits, self.open = threading.Event(), threading.Event()
+        real = folder.write
+
+        def write(path, value):
+            self.waits.set()
+            assert self.open.wait(60)
+            return real(path, value)
+
+        monkeypatch.setattr(folder, "write", write)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
+
+
+def model_and_optimizer():
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    model(torch.randn(8, 5)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def through_torch(value):
+    """What `torch.save` of the value gives when it is loaded."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True, map_location="cpu")
+
+
+def same(one, other):
+    """Bit for bit, type for type."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert one.layout == other.layout
+        assert one.shape == other.shape
+        assert one.requires_grad == other.requires_grad
+        assert one.is_quantized == other.is_quantized
+        assert one.is_conj() == other.is_conj()
+        if one.layout == torch.strided and not one.is_meta:
+            assert one.stride() == other.stride()
+            assert one.storage_offset() == other.storage_offset()
+        if not one.is_meta:
+            assert torch.equal(one.to_dense(), other.to_dense())
+        assert vars(one).keys() == vars(other).keys()
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            same(a, b)
+    elif torch.is_storage(one):
+        assert list(one) == list(other)
+    else:
+        assert one == other
+
+
+BASE = torch.arange(24.0).reshape(4, 6)
+# What torch warns of is made in the test.
+VALUES = {
+    "tensor": BASE,
+    "views": [BASE, BASE[1:3], BASE.t(), BASE[:, ::2], BASE.flatten()[5:]],
+    "expanded": torch.ones(3, 1).expand(3, 4),
+    "empty": [torch.empty(0), torch.empty(0, 3), torch.tensor(1.5)],
+    "types": [torch.ones(3).to(t) for t in (torch.float16, torch.bfloat16, torch.int8, torch.bool)],
+    "eighths": torch.ones(4).to(torch.float8_e4m3fn).view(torch.uint8),
+    "complex": torch.tensor([1 + 2j, 3 - 1j]),
+    "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "negative": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "csr": lambda: torch.eye(4).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.arange(4.0), 0.1, 3, torch.quint8),
+    "meta": torch.empty(3, device="meta"),
+    "parameter": nn.Parameter(torch.randn(3)),
+    "frozen": nn.Parameter(torch.randn(3), requires_grad=False),
+    "of numpy": torch.from_numpy(numpy.arange(5)),
+    "plain": {
+        "numbers": (1, -1.5, 2**70, 1j, True, None, float("inf")),
+        "texts": ["a", "ü", b"bytes", bytearray(b"x")],
+        3: {"set": {1, 2}, "dtype": torch.float32, "size": torch.Size([2, 3])},
+        "device": torch.device("cpu"),
+    },
+    "dicts": [collections.OrderedDict(a=1), collections.Counter("aab")],
+    "model": nn.BatchNorm2d(3).state_dict(),
+    "generator": torch.get_rng_state(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse", "ignore:.*quant", "ignore:TypedStorage")
+@pytest.mark.parametrize("name", VALUES)
+def test_what_comes_back_is_what_torch_would_have_given(run, writer, name):
+    value = VALUES[name]() if callable(VALUES[name]) else VALUES[name]
+    for number in (1, 2):
+        writer.save(number, {"part": value}, {})
+    writer.wait()
+    found, state = load_newest(run)
+    assert found == 2
+    same(state["part"], through_torch(value))
+
+
+def test_the_attributes_of_a_state_dict_stay(run, writer):
+    state = nn.Sequential(nn.BatchNorm1d(3)).state_dict()
+    writer.save(1, {"model": [state]}, {})
+    writer.wait()
+    (loaded,) = load_newest(run)[1]["model"]
+    assert loaded._metadata == state._metadata
+
+
+def test_what_shares_memory_shares_it_again(run, writer):
+    weight = torch.randn(4, 4)
+    rows = [1, 2]
+    writer.save(1, {"part": {"a": weight, "b": weight.t(), "c": weight[2], "d": [rows, rows]}}, {})
+    writer.wait()
+    part = load_newest(run)[1]["part"]
+    part["a"][2, 1] = 99
+    assert part["b"][1, 2] == 99
+    assert part["c"][1] == 99
+    assert part["d"][0] is part["d"][1]
+    assert (run.checkpoint(1) / "part.pt").stat().st_size < 3000
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+class Sub(torch.Tensor):
+    """A tensor of a user's class."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        numpy.float64(1.5),
+        {"deep": [(numpy.arange(3),)]},
+        Point(1, 2),
+        collections.defaultdict(list),
+        len,
+        lambda: None,
+        threading.Lock(),
+        torch.ones(3).as_subclass(Sub),
+        {"x": object()},
+        [torch.ones(4), torch.ones(4).untyped_storage()],
+        frozenset({1}),
+        slice(3),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_no_checkpoint_gives_back_is_refused_at_once(run, writer, value):
+    loads = True
+    try:
+        through_torch(value)
+    except Exception:
+        loads = False
+    if loads:  # by this release of torch
+        writer.save(1, {"part": value}, {})
+        writer.wait()
+        same(load_newest(run)[1]["part"], through_torch(value))
+        return
+    with pytest.raises(UsageError, match="'part' holds what no checkpoint can give back") as caught:
+        writer.save(1, {"model": torch.ones(3), "part": value}, {})
+    assert caught.value.fix
+    assert writer.failure() is None
+    assert writer.seconds is None
+    assert not run.checkpoints.exists()
+    writer.save(1, {"model": torch.ones(3)}, {})
+    writer.wait()
+    assert writer.committed == 1
+
+
+def test_what_was_good_is_looked_at_again_when_it_has_changed(run, writer):
+    state = {"best": 1.0, "weight": torch.ones(3)}
+    for number in (1, 2):
+        writer.save(number, {"part": state}, {})
+    state["best"] = numpy.float64(2.0)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="'part' holds"):
+            writer.save(3, {"part": state}, {})
+    writer.wait()
+    assert run.steps() == [1, 2]
+
+
+def test_tensors_that_share_memory_under_two_types_are_refused(run, writer):
+    weight = torch.randn(4)
+    with pytest.raises(UsageError, match="different types that share memory"):
+        writer.save(1, {"part": [weight, weight.view(torch.int32)]}, {})
+    writer.save(1, {"part": weight, "other": weight.view(torch.int32)}, {})
+    writer.wait()
+    state = load_newest(run)[1]
+    assert torch.equal(state["part"], weight)
+    assert torch.equal(state["other"], weight.view(torch.int32))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_written_is_the_state_of_the_boundary(
+    run, writer, gate, inference, monkeypatch, tmp_path
+):
+    """The training changes everything in place while nothing has reached the disk yet."""
+    # The first step of an optimizer would set it.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, optimizer = model_and_optimizer()
+    others = {"list": [1, [2]], "numpy": torch.from_numpy(numpy.zeros(4))}
+
+    def state():
+        return {"model": [model.state_dict()], "optimizer": optimizer.state_dict(), "x": others}
+
+    expected = copy.deepcopy(state())
+    facts = {"metrics": {"loss": 1.0}}
+    with torch.inference_mode(inference):
+        writer.save(1, state(), facts)
+    gate.waits.wait(60)
+    for _ in range(5):
+        step(model, optimizer)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    others["list"][1].append(3)
+    others["numpy"].numpy()[:] = 7
+    facts["metrics"]["loss"] = 2.0
+    optimizer.param_groups[0]["lr"] = 99.0
+    assert run.steps() == []
+    gate.open.set()
+    writer.wait()
+    same(load_newest(run)[1], expected)
+    manifest = (run.checkpoint(1) / "manifest.json").read_text()
+    assert '"loss": 1.0' in manifest
+    model, optimizer = model_and_optimizer()
+    expected = copy.deepcopy(state())
+    writer.save(2, state(), {})  # over the same buffers
+    writer.wait()
+    same(load_newest(run)[1], expected)
+
+
+def test_the_tensors_are_not_looked_at_after_the_call(run, writer, gate):
+    weight = torch.full((100_000,), 5.0)
+    writer.save(1, {"model": weight}, {})
+    gate.waits.wait(60)
+    stop = threading.Event()
+
+    def hammer():
+        while not stop.is_set():
+            weight.uniform_()
+
+    thread = threading.Thread(target=hammer)
+    thread.start()
+    gate.open.set()
+    writer.wait()
+    stop.set()
+    thread.join()
+    assert (load_newest(run)[1]["model"] == 5.0).all()
+
+
+def test_a_second_save_waits_for_the_first(run, writer, gate):
+    weight = torch.zeros(1000)
+    writer.save(1, {"model": weight}, {})
+    gate.waits.wait(60)
+    weight += 1
+    done = threading.Event()
+
+    def second():
+        writer.save(2, {"model": weight}, {})
+        done.set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    assert not done.wait(0.2)
+    assert writer.committed is None
+    gate.open.set()
+    thread.join(60)
+    writer.wait()
+    assert run.steps() == [1, 2]
+    assert load_newest(run)[1]["model"].mean() == 1
+    shutil.rmtree(run.checkpoint(2))
+    assert load_newest(run)[1]["model"].mean() == 0
+
+
+def test_buffers_are_kept_as_long_as_they_fit():
+    buffers = Buffers()
+
+    def memory_of(value):
+        taken = freeze({"part": value})
+        assert buffers.copy(taken)
+        return [t.untyped_storage().data_ptr() for t in taken.parts["part"].tensors]
+
+    first = memory_of([torch.ones(3, 5), torch.ones(100)])
+    assert memory_of([torch.zeros(15), torch.zeros(100)]) == first
+    grown = memory_of([torch.zeros(15), torch.zeros(100), torch.zeros(7)])
+    assert grown[:2] == first
+    assert memory_of([torch.zeros(100)]) == first[1:]
+    assert len(buffers._kept) == 1
+
+
+def test_the_memory_is_said_once(run, writer, said):
+    for number in range(3):
+        writer.save(number, {"model": torch.ones(1_000_000)}, {})
+    writer.wait()
+    assert [record.message for record in said.records] == [
+        "4.0 MB of memory are kept for copies of the state; it is written in the background"
+    ]
+
+
+@pytest.mark.parametrize("why", ["room", "allocation", "torch"])
+def test_without_memory_it_is_written_at_once_and_said(run, said, monkeypatch, why):
+    def fail(*_):
+        raise {"allocation": MemoryError, "torch": RuntimeError}[why]("not enough memory")
+
+    if why == "room":
+        monkeypatch.setattr(snapshot, "available", lambda: 1000)
+    else:
+        monkeypatch.setattr(snapshot, "_new", fail)
+    writer = Writer(run)
+    weight = torch.ones(1000)
+    for number in (1, 2):
+        writer.save(number, {"model": weight}, {})
+        assert writer.committed == number
+        assert writer.seconds > 0
+    assert threading.active_count() == len(threading.enumerate())
+    assert not [t for t in threading.enumerate() if t.name == "checkpoint writer"]
+    (record,) = said.records
+    assert record.levelname == "WARNING"
+    assert "training waits while a checkpoint is written" in record.message
+    assert ("4.0" in record.message or "0.0 MB more are needed" in record.message) == (
+        why == "room"
+    )
+    monkeypatch.undo()
+    writer.save(3, {"model": weight}, {})  # room is back
+    writer.close()
+    assert run.steps() == [1, 2, 3]
+    assert len(said.records) == 2
+
+
+def test_without_a_thread_it_is_written_at_once_and_said(run, said, monkeypatch):
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    writer = Writer(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        writer.save(1, {"model": torch.ones(3)}, {})
+    assert writer.committed == 1
+    assert "can't start new thread" in said.records[-1].message
+    writer.close()
+
+
+def test_a_write_at_once_that_fails_raises_nothing_in_save(run, monkeypatch):
+    monkeypatch.setattr(snapshot, "available", lambda: 0)
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    writer = Writer(run)
+    writer.save(1, {"model": torch.ones(3)}, {})
+    assert "broken" in writer.failure().found
+
+
+def test_a_failure_is_said_and_told_once(run, writer, said, monkeypatch):
+    writer.save(1, {"model": torch.ones(3)}, {})
+    writer.wait()
+    assert writer.failure() is None
+    assert writer.committed == 1
+    before = writer.seconds
+    assert before > 0
+    with monkeypatch.context() as patch:
+
+        def full(path, value):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(folder, "write", full)
+        writer.save(2, {"model": torch.ones(3)}, {})
+        with pytest.raises(CheckpointError, match="step 2 could not be written"):
+            writer.wait()
+        writer.save(3, {"model": torch.ones(3)}, {})  # does not raise for the one before
+        writer._idle.wait()
+        error = writer.failure()
+    assert "step 3 could not be written" in error.found
+    assert error.fix.startswith("df -h")
+    assert writer.failure() is None
+    assert writer.committed == 1
+    errors = [r.message for r in said.records if r.levelname == "ERROR"]
+    assert len(errors) == 2
+    assert "to mend:  df -h" in errors[0]
+    assert run.steps() == [1]
+    writer.save(4, {"model": torch.ones(3)}, {})
+    writer.wait()
+    assert writer.failure() is None
+    assert writer.committed == 4
+    assert writer.seconds >= before
+
+
+def test_an_error_that_nobody_thought_of_does_not_end_the_thread(run, writer, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "write", lambda path, value: {}["strange"])
+        writer.save(1, {"model": torch.ones(3)}, {})
+        with pytest.raises(CheckpointError, match="KeyError: 'strange'"):
+            writer.wait()
+    writer.save(2, {"model": torch.ones(3)}, {})
+    writer.wait()
+    assert run.steps() == [2]
+
+
+def test_a_start_that_was_replaced_commits_and_removes_nothing(run):
+    for number in (1, 2, 3):
+        first = Writer(run, keep=3)
+        first.save(number, {"model": torch.full((3,), float(number))}, {})
+        first.close()
+    error = CheckpointError("another start", "this one to have the run", "nothing")
+    entered = []
+
+    @contextmanager
+    def commit():
+        entered.append(sorted(entry.name for entry in run.checkpoints.iterdir()))
+        raise error
+        yield
+
+    writer = Writer(run, keep=1, commit=commit)
+    for number in (3, 4):
+        writer.save(number, {"model": torch.zeros(3)}, {})
+        with pytest.raises(CheckpointError) as caught:
+            writer.wait()
+        assert caught.value is error
+    writer.save(4, {"model": torch.zeros(3)}, {})
+    writer.close()
+    assert writer.failure() is error
+    assert writer.failure() is None
+    assert [len(found) for found in entered] == [4, 4, 4]  # with the whole temporary one
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [
+        f"step-0000000{step}" for step in (1, 2, 3)
+    ]
+    step, state = load_newest(run)
+    assert step == 3
+    assert (state["model"] == 3).all()
+
+
+def test_renames_and_removals_are_inside_of_commit(run, monkeypatch):
+    inside, outside = [], []
+    holding = False
+    real = folder.Path.rename
+
+    def rename(self, target):
+        (inside if holding else outside).append(target.name)
+        return real(self, target)
+
+    @contextmanager
+    def commit():
+        nonlocal holding
+        holding = True
+        yield
+        holding = False
+
+    monkeypatch.setattr(folder.Path, "rename", rename)
+    writer = Writer(run, keep=1, commit=commit)
+    for number in (1, 2):
+        writer.save(number, {"model": torch.zeros(3)}, {})
+    writer.close()
+    assert inside[:2] == ["step-00000001", "step-00000002"]
+    assert inside[2].startswith(".step-00000001.")
+    assert not outside
+    assert run.steps() == [2]
+
+
+def test_close_writes_what_is_under_way_and_ends_the_thread(run, gate):
+    writer = Writer(run)
+    writer.close()  # nothing to do
+    writer.save(1, {"model": torch.zeros(3)}, {})
+    gate.waits.wait(60)
+    (thread,) = [t for t in threading.enumerate() if t.name == "checkpoint writer"]
+    assert thread.daemon
+    gate.open.set()
+    writer.close()
+    assert not thread.is_alive()
+    assert run.steps() == [1]
+    writer.close()
+
+
+def system(tmp_path, **files):
+    for name, text in files.items():
+        path = tmp_path / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return memory.available(tmp_path)
+
+
+MEMINFO = "MemTotal:       2000 kB\nMemFree:         100 kB\nMemAvailable:   1000 kB\n"
+
+
+def test_the_memory_of_the_machine(tmp_path):
+    assert memory.available(tmp_path) is None
+    assert system(tmp_path, proc__meminfo=MEMINFO) == 1_024_000
+    assert memory.available() > 0
+
+
+def test_the_memory_of_a_group_of_version_2_and_those_around_it(tmp_path):
+    group = "sys__fs__cgroup__job__step__"
+    files = {
+        "proc__meminfo": MEMINFO,
+        "proc__self__cgroup": "0::/job/step\n",
+        group + "memory_dot_max": "max\n",
+        group + "memory_dot_current": "5000\n",
+        "sys__fs__cgroup__job__memory_dot_max": "90000\n",
+        "sys__fs__cgroup__job__memory_dot_current": "80000\n",
+        "sys__fs__cgroup__job__memory_dot_stat": "anon 1\ninactive_file 30000\n",
+    }
+    assert system(tmp_path, **files) == 40_000
+    files[group + "memory_dot_max"] = "6000\n"
+    assert system(tmp_path, **files) == 1_000
+    files[group + "memory_dot_current"] = "7000\n"
+    assert system(tmp_path, **files) == 0
+
+
+def test_the_memory_of_a_group_of_version_1(tmp_path):
+    group = "sys__fs__cgroup__memory__slurm__job_1__"
+    files = {
+        "proc__meminfo": MEMINFO,
+        "proc__self__cgroup": "5:cpu,cpuacct:/x\n4:memory:/slurm/job_1\n0::/\n",
+        group + "memory_dot_limit_in_bytes": "70000\n",
+        group + "memory_dot_usage_in_bytes": "60000\n",
+        group + "memory_dot_stat": "total_inactive_file 500\n",
+    }
+    assert system(tmp_path, **files) == 10_500

@@ -1,0 +1,169 @@
+"""Weights for other programs: `hpctrain export`."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+from hpctrain.checkpoint import export, save
+from hpctrain.cli import main
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.rundir import RunDirectory
+
+
+class Tied(nn.Module):
+    """The second layer has the weight of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.register_buffer("nothing", torch.empty(0))
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    torch.manual_seed(0)
+    for step, top1 in ((1, 0.2), (2, 0.9), (3, 0.4)):
+        model = Tied()
+        average = {"first.weight": model.first.weight.detach() + 100}
+        state = {"model": [model.state_dict()], "ema": {"averages": [average]}}
+        save(run, step, state, {"metrics": {"top1": top1, "eval_loss": 1 - top1}})
+        run.models = [*getattr(run, "models", []), model]
+    run.identity.write_text(json.dumps({"name": "digits"}))
+    return run
+
+
+def metadata(path):
+    with safe_open(path, "pt") as file:
+        return file.metadata()
+
+
+def test_a_model_takes_it_up_again(run, tmp_path):
+    target = tmp_path / "out.safetensors"
+    assert export(run, target) == 3
+    model = Tied()
+    load_model(model, str(target))
+    for name, value in run.models[2].state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    said = metadata(target)
+    assert said["step"] == "3"
+    assert said["run"] == "digits"
+    assert said["format"] == "pt"
+    assert said["second.weight"] == "first.weight"
+
+
+def test_views_are_written_as_what_they_show(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    whole = torch.arange(12.0).reshape(3, 4)
+    views = {"whole": whole, "corner": whole[:2, :2], "turned": whole.t(), "again": whole}
+    views |= {"wide": torch.ones(2, 1).expand(2, 9), "none": torch.empty(0), "non": torch.empty(0)}
+    save(run, 1, {"model": [views]}, {})
+    target = tmp_path / "out.safetensors"
+    export(run, target)
+    loaded = load_file(target)
+    assert metadata(target)["again"] == "whole"
+    del views["again"]
+    assert loaded.keys() == views.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in views.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [([], 3), (["--step", "1"], 1), (["--best", "top1"], 2), (["--best", "eval_loss"], 2)],
+)
+def test_the_command(run, tmp_path, capsys, options, step):
+    target = tmp_path / "out.safetensors"
+    target.write_text("an old one")
+    assert main(["export", str(run.path), str(target), *options]) == 0
+    assert capsys.readouterr().out == f"{target}: the weights of step {step}\n"
+    weight = run.models[step - 1].first.weight
+    assert torch.equal(load_file(target)["first.weight"], weight)
+    assert main(["export", str(run.path), str(target), *options, "--ema"]) == 0
+    loaded = load_file(target)
+    assert torch.equal(loaded["first.weight"], weight + 100)
+    assert torch.equal(loaded["first.bias"], run.models[step - 1].first.bias)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "run"]
+
+
+def test_several_models_have_their_number_in_front(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    models = [nn.Linear(2, 2).state_dict(), {**nn.Linear(2, 2).state_dict(), "count": 3}]
+    save(run, 1, {"model": models}, {})
+    target = tmp_path / "out.safetensors"
+    export(run, target)
+    loaded = load_file(target)
+    assert sorted(loaded) == ["model0.bias", "model0.weight", "model1.bias", "model1.weight"]
+    assert torch.equal(loaded["model1.bias"], models[1]["bias"])
+    assert metadata(target)["run"] == "run"
+    with pytest.raises(UsageError, match="no averages") as caught:
+        export(run, target, ema=True)
+    assert caught.value.fix == "leave out --ema"
+
+
+def test_a_damaged_checkpoint_is_not_exported(run, tmp_path):
+    target = tmp_path / "out.safetensors"
+    path = run.checkpoint(3) / "model.pt"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="not what was written"):
+        export(run, target, step=3)
+    assert not target.exists()
+    assert export(run, target) == 2
+
+
+def test_what_is_not_there_is_said(run, tmp_path, capsys):
+    target = str(tmp_path / "out.safetensors")
+    assert main(["export", str(run.path), target, "--step", "7"]) == 1
+    assert "one of 1, 2, 3" in capsys.readouterr().err
+    assert main(["export", str(run.path), target, "--best", "top5"]) == 1
+    assert "--keep-best" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "none"), target]) == 1
+    assert "no whole checkpoint" in capsys.readouterr().err
+    assert main(["export", str(run.path), str(tmp_path / "none" / "out")]) == 2
+    assert "could not be written" in capsys.readouterr().err
+
+
+def test_it_is_written_whole_or_not_at_all(run, tmp_path, monkeypatch):
+    target = tmp_path / "out.safetensors"
+    target.write_text("before")
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("broken")))
+    with pytest.raises(UsageError, match="broken"):
+        export(run, target)
+    assert target.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "run"]
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o002])
+def test_the_mode_follows_the_umask(run, tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        export(run, tmp_path / "out.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out.safetensors").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_without_safetensors_it_says_what_to_type(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(UsageError, match="safetensors cannot be imported") as caught:
+        export(run, tmp_path / "out.safetensors")
+    assert "pip install" in caught.value.fix
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None; from hpctrain.cli import main; main(sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "export", "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "RUN_DIR" in done.stdout
