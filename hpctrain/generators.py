@@ -6,7 +6,21 @@ from typing import Any
 
 import torch
 
-__all__ = ["capture", "put_back"]
+__all__ = ["capture", "put_back", "seed"]
+
+
+def seed(number: int, all_of_them: bool) -> None:
+    """Begin a stream of random numbers.
+
+    Args:
+        number: from 0 on, below 2**63.
+        all_of_them: whether those of Python and NumPy begin anew too, or torch's alone.
+    """
+    torch.manual_seed(number)
+    if all_of_them:
+        random.seed(number)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(number % 2**32)  # which takes no more
 
 
 def capture(device: torch.device) -> dict[str, Any]:

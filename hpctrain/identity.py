@@ -21,7 +21,7 @@ from hpctrain.allocation import Allocation
 from hpctrain.arguments import Options
 from hpctrain.errors import GivenUpError, UsageError
 from hpctrain.lock import Lock
-from hpctrain.rundir import DONE, MOST_FRUITLESS, STATUS, RunDirectory, create, default
+from hpctrain.rundir import DONE, MOST_FRUITLESS, STATUS, RunDirectory, append, create, default
 from hpctrain.world import World
 
 __all__ = ["claim", "facts", "note_start", "refuse_fruitless"]
@@ -183,8 +183,7 @@ def note_start(
         "world": asdict(world),
         "job": asdict(job) if job else None,
     }
-    with open(directory.starts, "a") as file:
-        file.write(json.dumps(line) + "\n")
+    append(directory.starts, json.dumps(line))
 
 
 def _versions() -> dict[str, str]:

@@ -19,7 +19,7 @@ from hpctrain.backends.base import Backend, Later
 from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
 
-__all__ = ["Metrics", "table"]
+__all__ = ["Metrics", "table", "trim"]
 
 # People cannot read more, and saying a row costs more than writing it.
 _SECONDS_BETWEEN_LINES = 1.0
@@ -49,7 +49,7 @@ class Metrics:
     Args:
         backend: over whose ranks to average.
         directory: of the run.
-        keep: rows to keep of an earlier start; those after them are removed.
+        keep: rows that are there of an earlier start; see `trim`.
         accumulate: micro-batches of one step on each rank.
 
     Attributes:
@@ -81,10 +81,8 @@ class Metrics:
         self.last: dict[str, float] = {}
         self._noted: tuple[int, dict[str, float]] = (-1, {})
         if backend.rank == 0:
-            kept = directory.rows()[:keep]
-            for row in kept:
+            for row in directory.rows()[:keep]:
                 self._remember(row)
-            rundir.replace(directory.metrics, "".join(json.dumps(row) + "\n" for row in kept))
             self._lines = _Lines(directory.metrics)
 
     def add(self, values: Mapping[str, Any], weight: float = 1.0) -> None:
@@ -209,6 +207,20 @@ class Metrics:
 
     def _remember(self, row: Mapping[str, Any]) -> None:
         self.last.update({k: v for k, v in row.items() if k not in ("step", "epoch", "time")})
+
+
+def trim(directory: RunDirectory, keep: int) -> None:
+    """Remove the rows that an earlier start wrote after the checkpoint from which it goes on.
+
+    Args:
+        directory: of the run.
+        keep: rows.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    kept = directory.rows()[:keep]
+    rundir.replace(directory.metrics, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 class _Lines:

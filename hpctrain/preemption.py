@@ -24,6 +24,9 @@ from hpctrain.speech import logger
 __all__ = ["REASONS", "Preemption", "Stopped"]
 
 _TIME_LIMIT, _STOP_FILE = "the end of the job's time", "a stop file"
+_SUBMITIT = "SUBMITIT_EXECUTOR"
+# SIGNALING is what Slurm shows for a moment after it has sent a signal.
+_GOES_ON = ("RUNNING", "SIGNALING")
 _TAKEN = (*signals.STOP, signal.SIGINT)
 
 #: Why a run stops; ranks tell each other by the place in this list.
@@ -71,7 +74,7 @@ class Preemption:
         self._of_the_start = Path(env[variables.STOP]) if env.get(variables.STOP) else None
         self._of_the_run: Path | None = None
         self._caught: int | None = None
-        self._opened = self._running = False
+        self._opened = self._running = self._looked = False
         self._found: dict[int, Any] = {}
         self._lead: Callable[[], float] = lambda: 0.0
         if threading.current_thread() is not threading.main_thread():
@@ -115,7 +118,8 @@ class Preemption:
             return signal.Signals(self._caught).name
         if self._rank > 0:
             return None
-        if any(file and file.exists() for file in (self._of_the_start, self._of_the_run)):
+        # os.path.exists takes what a file system says in a bad moment for a no.
+        if any(file and os.path.exists(file) for file in (self._of_the_start, self._of_the_run)):
             self._look_at_the_clock(_STOP_FILE)
             return _STOP_FILE
         if self._end is not None and time.time() + self._lead() >= self._end:
@@ -125,16 +129,34 @@ class Preemption:
     def obeyed(self, directory: rundir.RunDirectory) -> None:
         """The run has saved; a person's stop file would stop the next start as well."""
         if self._rank == 0:
-            directory.stop.unlink(missing_ok=True)
+            try:
+                directory.stop.unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("the next start will stop as well: %s", error)
 
     def hand_on(self) -> None:
         """Let a handler that was there before do its part, such as submitit's, which requeues.
 
-        Called on rank 0 when the session is closed, and not from within a handler.
+        Called on rank 0 when the session is closed, and not from within a handler. Of submitit's
+        handlers that which requeues is called, whatever came, and not for a job that is cancelled:
+        it would come back to life.
+
+        Source: submitit/core/job_environment.py, submitit 1.5.4.
         """
-        number = self._caught or signal.SIGUSR2
-        found = self._found.get(number)
-        if self._rank == 0 and callable(found) and found is not signal.default_int_handler:
+        if self._rank > 0:
+            return
+        number = self._caught
+        if _SUBMITIT in self._env:
+            name = "SIG" + self._env.get("SUBMITIT_PREEMPT_SIGNAL", "USR2")
+            number = getattr(signal, name, None)
+            if self._job is not None and self._job.scheduler == "slurm":
+                state = slurm.job_state(self._job.label, self._env)
+                if state is None or state.word not in _GOES_ON:
+                    word = state.word if state else "unknown"
+                    logger.info("not requeued: job %s is %s", self._job.label, word)
+                    return
+        found = self._found.get(number) if number is not None else None
+        if callable(found) and found is not signal.default_int_handler:
             found(number, None)
 
     def _ask(self) -> None:
@@ -142,8 +164,10 @@ class Preemption:
             self._end = slurm.end_time(self._job.label, self._env)
 
     def _look_at_the_clock(self, what: str) -> None:
-        if self._rank > 0 or self._end is None:
+        """Once, say so where a request comes late."""
+        if self._rank > 0 or self._end is None or self._looked:
             return
+        self._looked = True
         left, needed = self._end - time.time(), self._lead()
         if left < needed:
             logger.warning(

@@ -12,7 +12,7 @@ from hpctrain import identity, rundir, speech
 from hpctrain.agreement import by_rank_0
 from hpctrain.errors import CheckpointError, GivenUpError
 from hpctrain.lock import Lock
-from hpctrain.metrics import Metrics, table
+from hpctrain.metrics import Metrics, table, trim
 from hpctrain.preemption import Stopped
 from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
@@ -66,13 +66,24 @@ class Records:
 
         Raises:
             GivenUpError: it is one too many.
+            CheckpointError: the directory cannot be written.
         """
         parts = self._parts
 
         def note() -> None:
             identity.refuse_fruitless(self.directory, parts.allocation, step)
-            identity.note_start(self.directory, parts.options, parts.world, parts.allocation, step)
-            self.directory.summary.unlink(missing_ok=True)
+            try:
+                identity.note_start(
+                    self.directory, parts.options, parts.world, parts.allocation, step
+                )
+                self.directory.summary.unlink(missing_ok=True)
+                trim(self.directory, rows)
+            except OSError as error:
+                raise CheckpointError(
+                    f"the run directory cannot be written: {error}",
+                    "a file system with room, which this user may write to",
+                    f"df -h {self.directory.path}; ls -ld {self.directory.path}",
+                ) from None
 
         by_rank_0(parts.backend, note)
         self.metrics = Metrics(parts.backend, self.directory, rows, parts.batches.accumulate)

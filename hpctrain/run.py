@@ -96,6 +96,7 @@ class Run:
         logger.info("run directory %s", self.directory.path)
         self._hear(self._agreement.now())
         if self._stop is not None:
+            session.preemption.obeyed(self.directory)
             raise Stopped(f"{self._stop}, before the first step", True, os.environ)
 
     def _go_on(self, position: Position, random: dict[str, Any] | None) -> None:
@@ -162,7 +163,9 @@ class Run:
         self._begun = True
         session = self._session
         options, world = session.options, session.world
-        torch.manual_seed(seeds.derive("epoch", options.seed, self.epoch, world.rank))
+        generators.seed(
+            seeds.derive("epoch", options.seed, self.epoch, world.rank), options.deterministic
+        )
         self._plan(loader)
         iterator = self._iterate(loader)
         self._put_back_random()
@@ -229,6 +232,19 @@ class Run:
             self.save()
         if self._stop is not None:
             self._stop_here()
+
+    def _drop_rest(self) -> None:
+        """Leave out micro-batches that make no step: no checkpoint could have their gradients."""
+        if not self._index:
+            return
+        logger.warning(
+            "%d of %d micro-batches of a step are left out, as epoch %d or its loop ended there",
+            self._index,
+            self._session.batches.accumulate,
+            self.epoch,
+        )
+        self._index = 0
+        self._session.forget_step()
 
     def _beat(self, phase: int) -> None:
         """Show that this rank lives."""
@@ -320,6 +336,7 @@ class Run:
                 "--checkpoint-every STEPS, or save after the loop over the batches",
             )
         self._settle()  # a loop that was left by a break
+        self._drop_rest()
         self._beat(SAVING)
         self._metrics.flush()
         self._hear(self._agreement.now())
@@ -429,6 +446,7 @@ class Run:
     def _finish(self) -> None:
         """The end of training: nothing of it is lost."""
         self._settle()
+        self._drop_rest()
         saved = self._saves.saved
         if saved is None or self.step != saved.step:
             self.save()  # the loop was left by a break

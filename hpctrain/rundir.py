@@ -9,6 +9,7 @@ summary.json                how the run ended
 stop                        made by a person: save, and leave
 """
 
+import errno
 import json
 import os
 import re
@@ -28,6 +29,7 @@ __all__ = [
     "STATUS",
     "STOPPED",
     "RunDirectory",
+    "append",
     "create",
     "default",
     "read_verdict",
@@ -116,7 +118,7 @@ class RunDirectory:
         return self.lines(self.metrics)
 
     def lines(self, path: Path) -> list[dict[str, Any]]:
-        """The lines of one of the .jsonl files; a last one that was cut off is left out."""
+        """The lines of one of the .jsonl files; those that were cut off are left out."""
         lines: list[dict[str, Any]] = []
         try:
             text = path.read_text()
@@ -126,7 +128,7 @@ class RunDirectory:
             try:
                 content = json.loads(line)
             except ValueError:
-                break
+                continue
             if isinstance(content, dict):
                 lines.append(content)
         return lines
@@ -185,6 +187,24 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def append(path: Path, line: str) -> None:
+    """Add a line to a file, whole or not at all; also after one that was cut off.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size and os.pread(descriptor, 1, size - 1) != b"\n"
+        text = (("\n" if torn else "") + line + "\n").encode()
+        if os.write(descriptor, text) < len(text):
+            os.ftruncate(descriptor, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(descriptor)
 
 
 def write_verdict(path: str, code: int, reason: str) -> None:

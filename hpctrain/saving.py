@@ -46,7 +46,8 @@ class Saving:
     ) -> None:
         self._parts, self._others, self._facts = parts, others, facts
         self.saved = saved
-        self._kept = saved  # the newest that is known to be written
+        self._first = saved
+        self._taken: list[Position] = []  # since then, the newest last
         self._replaced: ReplacedError | None = None
         self._writer: Writer | None = None
         if lock is not None:
@@ -85,14 +86,16 @@ class Saving:
             ReplacedError: another start has the directory, so it goes on there.
         """
 
-        def look() -> None:
+        def look() -> int | None:
             if self._replaced is not None:
                 raise self._replaced
+            return self._writer.committed if self._writer is not None else None
 
-        by_rank_0(self._parts.backend, look)
+        step = by_rank_0(self._parts.backend, look)
         if self._writer is None:
-            logger.warning("rank 0 could not write the newest checkpoint; its log says why")
-        self.saved = self._kept
+            logger.warning("rank 0 could not write a checkpoint; its log says why")
+        written = [one for one in self._taken if step is not None and one.step == step]
+        self.saved = written[-1] if written else self._first
 
     def lead(self) -> float:
         """Seconds that a save may take, with some to spare; at rank 0."""
@@ -123,7 +126,8 @@ class Saving:
                     self._writer.save(position.step, state, facts)
 
             by_rank_0(parts.backend, write)
-        self._kept, self.saved = self.saved, position
+        self.saved = position
+        self._taken = [*self._taken[-2:], position]
         self._since = time.monotonic()
 
     def finish(self) -> None:

@@ -357,6 +357,14 @@ class Session:
         self._arm()
         return True
 
+    def forget_step(self) -> None:
+        """Drop the micro-batches of a step that does not come to its end."""
+        self._micro_batch = 0
+        self.backend.forget()
+        for optimizer in self._optimizers:
+            self.precision.clear(optimizer)
+        self._arm()
+
     def _arm(self) -> None:
         """Let only the last micro-batch of a step synchronise the gradients."""
         if self.batches.accumulate > 1:

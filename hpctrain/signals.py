@@ -6,11 +6,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["STOP", "heed_the_parent", "unheard"]
+__all__ = ["STOP", "heed", "unheard"]
 
 # What schedulers send before they kill: Slurm's --signal and preemption, and people's own choice.
 STOP = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
+_SECONDS_BETWEEN_LOOKS = 5.0
 _ALL = {*STOP, signal.SIGINT}
 
 
@@ -29,15 +30,30 @@ def unheard() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def heed_the_parent() -> None:
-    """In a process that was started `unheard`: end by a SIGTERM of its parent's, and of no other.
+def heed(master: int) -> None:
+    """In a process that was started `unheard`: end by a SIGTERM of its master, and of no other.
 
-    So `multiprocessing` can still end a worker that hangs.
+    So `multiprocessing` can still end a worker that hangs. It also ends when its master is gone:
+    one that a fork server has started would not notice.
+
+    Args:
+        master: the id of the process that it works for.
     """
 
-    def listen(parent: int) -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-            pass
-        os._exit(128 + signal.SIGTERM)
+    def listen() -> None:
+        while True:
+            heard = signal.sigtimedwait({signal.SIGTERM}, _SECONDS_BETWEEN_LOOKS)
+            if (heard is not None and heard.si_pid == master) or not _lives(master):
+                os._exit(128 + signal.SIGTERM)
 
-    threading.Thread(target=listen, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=listen, daemon=True).start()
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

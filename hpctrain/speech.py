@@ -1,5 +1,6 @@
 """Who speaks: rank 0 to people, every rank to a log file of its own."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -35,10 +36,30 @@ def speak(rank: int) -> None:
     logger.addHandler(handler)
 
 
+class _LogFile(logging.FileHandler):
+    """A log that may come to a full disk: said once, and no reason to end anything."""
+
+    _said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, its name in logging
+        """Instead of a traceback for each line."""
+        del record
+        if not self._said:
+            self._said = True
+            sys.stderr.write(
+                f"hpctrain: {self.baseFilename} cannot be written: {sys.exc_info()[1]}\n"
+            )
+
+    def close(self) -> None:
+        """What is not written by now is lost."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 def keep(path: Path) -> logging.Handler:
     """Write all that this rank says to a file as well, until `drop`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path)
+    handler = _LogFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     return handler

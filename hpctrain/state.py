@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain import checkpoint, generators
+from hpctrain import checkpoint, generators, identity
 from hpctrain.allocation import Allocation
 from hpctrain.arguments import Batches, Options
 from hpctrain.backends.base import Backend
@@ -39,6 +39,9 @@ class Parts(Protocol):
     preemption: Preemption
     verdict: str | None
     beat: Callable[[int], None]
+
+    def forget_step(self) -> None:
+        """Drop the micro-batches of a step that does not come to its end."""
 
     @property
     def models(self) -> Sequence[nn.Module]:
@@ -261,7 +264,8 @@ def _load(parts: Parts, directory: RunDirectory) -> dict[str, Any] | None:
     """The newest checkpoint, the same on all ranks."""
     loaded, mistake = None, None
     try:
-        loaded = checkpoint.load_newest(directory)
+        of = identity.facts(directory, parts.world)["run"]
+        loaded = checkpoint.load_newest(directory, of)
     except CheckpointError as error:
         mistake = error
     here = -1 if loaded is None else loaded[0]

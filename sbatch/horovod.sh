@@ -13,7 +13,8 @@
 #
 #     HPCTRAIN_START_BY=horovodrun sbatch sbatch/horovod.sh
 #
-# --no-kill is what lets the job outlive the loss of a host, unless it is the first one.
+# --no-kill is what lets the job outlive the loss of a host, unless it is the first one. It saves and
+# is requeued when its time ends or its hosts are taken away, as preemptible.sh says.
 #
 #SBATCH --job-name=horovod
 #SBATCH --nodes=4
@@ -21,6 +22,8 @@
 #SBATCH --cpus-per-task=2
 #SBATCH --time=00:30:00
 #SBATCH --no-kill
+#SBATCH --requeue
+#SBATCH --signal=B:USR2@60
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 
@@ -35,6 +38,7 @@ if [ -z "$python" ]; then
     if [ -x .venv/bin/python ]; then python=$PWD/.venv/bin/python; fi
 fi
 
+export HPCTRAIN_RUN=${HPCTRAIN_RUN:-$PWD/runs/mnist-$SLURM_JOB_ID}
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 
 # Each start of the ranks is an `srun --kill-on-bad-exit=1 --cpus-per-task=…` on the hosts that are
@@ -48,7 +52,5 @@ fi
 
 # The global batch can be cut into equal parts for 8, 6, 4 and 2 ranks; --elastic lets a run go on
 # with another number of them.
-command=("${launch[@]}" examples/mnist.py --backend horovod --elastic --data fashion-mnist
-    --global-batch 240 --lr 0.002 --epochs 2 --checkpoint-every 50 "$@")
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: ${command[*]}"
-exec "${command[@]}"
+. sbatch/preemptible.sh "${launch[@]}" examples/mnist.py --backend horovod --elastic \
+    --data fashion-mnist --global-batch 240 --lr 0.002 --epochs 2 --checkpoint-every 50 "$@"

@@ -8,11 +8,15 @@
 #
 #     sbatch --gpus-per-node=4 --ntasks-per-node=4 sbatch/mnist.sh
 #
+# It saves and is requeued when its time ends or its hosts are taken away, as preemptible.sh says.
+#
 #SBATCH --job-name=mnist
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=2
 #SBATCH --time=00:30:00
+#SBATCH --requeue
+#SBATCH --signal=B:USR2@60
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 
@@ -27,30 +31,9 @@ if [ -z "$python" ]; then
     if [ -x .venv/bin/python ]; then python=$PWD/.venv/bin/python; fi
 fi
 
-# Rank 0 writes here how the run ended; the exit code of srun depends on which rank left first.
-job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
-export HPCTRAIN_VERDICT=$PWD/runs/.verdict-$job-${SLURM_RESTART_COUNT:-0}
-mkdir -p runs
-
-# Without it another user of the hosts who guesses the job's number could join the ranks.
-HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
-export HPCTRAIN_SECRET
-
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 
 # srun does not take over --cpus-per-task from sbatch in every version of Slurm, and without
 # --kill-on-bad-exit the ranks that are left wait for a dead one.
-command=(srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}"
-    "$python" examples/mnist.py --data fashion-mnist --global-batch 256 --lr 0.002
-    --epochs 2 "$@")
-echo "job $job on $SLURM_JOB_NODELIST: ${command[*]}"
-
-code=0
-"${command[@]}" || code=$?
-if [ -s "$HPCTRAIN_VERDICT" ]; then
-    said=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$HPCTRAIN_VERDICT")
-    # A verdict of 0 does not cover what a rank did after its session.
-    if [ "$said" != 0 ]; then code=$said; fi
-    rm -f "$HPCTRAIN_VERDICT"
-fi
-exit "$code"
+. sbatch/preemptible.sh srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+    "$python" examples/mnist.py --data fashion-mnist --global-batch 256 --lr 0.002 --epochs 2 "$@"

@@ -113,6 +113,9 @@ class Backend(ABC):
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
         """Whether the next backward pass of a wrapped model averages its gradients."""
 
+    def forget(self) -> None:  # noqa: B027, as only Horovod's hooks count
+        """Micro-batches of the step under way do not count; its gradients are cleared."""
+
     def average(self) -> None:  # noqa: B027, as ddp's backward pass has done it
         """After the last backward pass of a step: every gradient is now that of all ranks."""
 

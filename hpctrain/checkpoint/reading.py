@@ -59,10 +59,16 @@ def places(directory: RunDirectory) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def load_newest(directory: RunDirectory) -> tuple[int, dict[str, Any]] | None:
+def load_newest(
+    directory: RunDirectory, run: Mapping[str, Any] | None = None
+) -> tuple[int, dict[str, Any]] | None:
     """The newest whole checkpoint: its step and state; None when there is none at all.
 
-    One that is damaged is named and the one before it is taken.
+    One that is damaged, or of another run, is named and the one before it is taken.
+
+    Args:
+        directory: of the run.
+        run: what its checkpoints say of it in their manifests' `run` (default: anything).
 
     Raises:
         CheckpointError: there are checkpoints, and none of them is whole.
@@ -70,6 +76,9 @@ def load_newest(directory: RunDirectory) -> tuple[int, dict[str, Any]] | None:
     found = places(directory)
     for step in reversed(found):
         try:
+            said = read_manifest(found[step], step).get("run")
+            if run is not None and said != run:
+                raise CheckpointError(f"{found[step]} is of another run, {said}, not {run}")
             return step, load(found[step], step)
         except CheckpointError as error:
             logger.error("%s; trying the one before", error.found)

@@ -83,7 +83,7 @@ class Writer:
         self._idle = threading.Event()
         self._idle.set()
         self._error: CheckpointError | None = None  # of the newest finished save
-        self._told = True
+        self._untold: CheckpointError | None = None  # of any save, until `failure` or `wait`
         self._seconds: float | None = None
         self._committed: int | None = None
 
@@ -120,15 +120,13 @@ class Writer:
         """
         self._idle.wait()
         if self._error is not None:
-            self._told = True
+            self._untold = None
             raise self._error
 
     def failure(self) -> CheckpointError | None:
         """What went wrong in the newest finished save, told once; waits for nothing."""
-        if self._told:
-            return None
-        self._told = True
-        return self._error
+        untold, self._untold = self._untold, None
+        return untold
 
     @property
     def seconds(self) -> float | None:
@@ -186,7 +184,7 @@ class Writer:
             logger.error("%s", error)
         taken = time.perf_counter() - job.begin
         self._seconds = max(taken, self._seconds or 0.0)
-        self._error, self._told = error, error is None
+        self._error, self._untold = error, error or self._untold
 
 
 def _as_json(facts: Mapping[str, Any]) -> dict[str, Any]:

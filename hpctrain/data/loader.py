@@ -1,5 +1,6 @@
 """From a data set to batches on the device."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +91,9 @@ class Loader:
         self._seed = seeds.derive(seed, rank)
         # A generator of its own: the loader takes nothing from the stream that dropout reads.
         self._generator = torch.Generator()
-        seeded = isinstance(sampler, TrainingSampler) and draws(dataset)
+        # What `collate_fn` draws in a worker follows from the last sample of the batch then.
+        random = draws(dataset) or (workers > 0 and "collate_fn" in arguments)
+        seeded = isinstance(sampler, TrainingSampler) and random
         self._loader = DataLoader(
             Seeded(dataset, seed) if seeded else dataset,
             batch_sampler=_WithEpoch(sampler) if seeded else sampler,  # type: ignore[arg-type]
@@ -193,10 +196,10 @@ class _Begin:
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
-        self._then = then
+        self._master, self._then = os.getpid(), then
 
     def __call__(self, worker: int) -> None:
-        signals.heed_the_parent()
+        signals.heed(self._master)
         if self._then is not None:
             self._then(worker)
 

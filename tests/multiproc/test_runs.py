@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -135,12 +137,18 @@ def trains_wide(die_at=None, **options):
         )
 
         class Wide(nn.Module):
+            """Changes its input, assigns a buffer anew, and draws from Python's generator."""
+
             def __init__(self):
                 super().__init__()
                 self.layers = wide
+                self.register_buffer("mean", torch.zeros(1))
 
             def forward(self, x):
-                return {"scores": in_order(self.layers, x.flatten(1))}
+                x = x.sub_(0.1).flatten(1)
+                self.mean = 0.9 * self.mean + x.mean()
+                scores = in_order(self.layers, x - self.mean)
+                return {"scores": scores * (1 + random.random()), "nothing": None}
 
         model = Wide()
         model, _optimizer = opened.prepare(model, torch.optim.Adam(model.parameters(), 1e-3))
@@ -171,6 +179,70 @@ def test_a_resumed_run_is_bit_equal_at_three_and_four_ranks(run, options, tmp_pa
         run(size, trains_wide_with, {**options, "die_at": 4})
         resumed = ranks.values(run(size, trains_wide_with, {**options, "resume": True}))
         assert torch.equal(resumed[0], whole[0])
+
+
+def does_not_fill_its_steps(die_at=None, **options):
+    """Seven batches an epoch, and two make a step."""
+    with session(
+        batch_size=4, accumulate=2, epochs=3, run="run", precision="fp64", **options
+    ) as opened:
+        model = opened.prepare(nn.Linear(3, 1))
+        opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        batches = [torch.full((4, 3), float(n)) for n in range(7)]
+        with opened.run(name="example") as run:
+            for _ in run.epochs():
+                for batch in run.batches(batches):
+                    opened.step((model(batch) ** 2).mean() / 100)
+                    if run.step == die_at:
+                        os._exit(9)
+        return run.step, model.state_dict()["weight"]
+
+
+def does_not_fill_its_steps_with(options):
+    return does_not_fill_its_steps(**options)
+
+
+def test_micro_batches_that_make_no_step_are_left_out_at_the_end_of_an_epoch(
+    run, tmp_path, monkeypatch
+):
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    whole = ranks.values(run(2, does_not_fill_its_steps_with, {}))
+    monkeypatch.chdir(tmp_path)
+    run(2, does_not_fill_its_steps_with, {"die_at": 4, "checkpoint_every": 1})
+    resumed = ranks.values(run(2, does_not_fill_its_steps_with, {"resume": True}))
+    assert resumed[0][0] == whole[0][0] == 9
+    assert torch.equal(resumed[0][1], whole[0][1])
+    assert "1 of 2 micro-batches of a step are left out" in Path("run/logs/rank-0.log").read_text()
+
+
+def test_a_checkpoint_of_another_run_is_not_taken():
+    ranks.values(ranks.run(1, train_with, {"max_steps": 5, "epochs": None}))
+    Path("run").rename("other")
+    options = {"max_steps": 3, "epochs": None, "data": "another"}
+    ranks.values(ranks.run(1, train_with, options))
+    shutil.copytree("other/checkpoints/step-00000005", "run/checkpoints/step-00000005")
+    Path("run/summary.json").unlink()
+    options |= {"max_steps": 4, "resume": True}
+    assert ranks.values(ranks.run(1, train_with, options))[0][0] == [3]
+    assert "step-00000005 is of another run" in Path("run/logs/rank-0.log").read_text()
+
+
+def crashes_with_workers():
+    with session(batch_size=4, epochs=1, run="run", workers=2) as opened:
+        model = opened.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        loader = opened.loader(images(50), multiprocessing_context="forkserver")
+        with opened.run(name="example") as run:
+            for _ in run.epochs():
+                for batch, _targets in run.batches(loader):
+                    opened.step(model(batch).mean())
+                    raise ArithmeticError("of the script")
+
+
+def test_a_rank_that_fails_is_not_held_back_by_its_workers():
+    (result,) = ranks.run(1, crashes_with_workers)
+    assert isinstance(result, ArithmeticError)
 
 
 def losses_in_micro_batches(die_at=None, **options):

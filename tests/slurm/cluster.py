@@ -95,6 +95,7 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 {nodes}
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 MaxTime=INFINITE State=UP
+PartitionName=patient Nodes=ALL PriorityTier=1 GraceTime=60 MaxTime=INFINITE State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE State=UP
 """
 SSHD_CONFIG = """\
@@ -121,7 +122,7 @@ NODE_LINE = (
 )
 
 
-_UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "REQUEUED", "COMPLETING")
+_UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "SIGNALING", "REQUEUED", "COMPLETING")
 
 
 class ClusterError(RuntimeError):
@@ -268,12 +269,16 @@ class Cluster:
         """
         if silently:
             self.cut(host)
-        self._kill({os.readlink(f"/proc/{self._holder(host)}/ns/net")}, {self._holder(host)})
+        self.crash(host)
         if not silently:
             self.cut(host)
 
+    def crash(self, host: str) -> None:
+        """Kill what runs on a host, slurmd and its tasks; its kernel and network go on."""
+        self._kill({os.readlink(f"/proc/{self._holder(host)}/ns/net")}, {self._holder(host)})
+
     def power_on(self, host: str) -> None:
-        """Bring a host back; idle again within a minute, or when Slurm is told to resume it."""
+        """Bring back a host that was lost; idle again within a minute, or when told to resume."""
         self.mend(host)
         self._start_node(host)
 

@@ -11,7 +11,7 @@ import torch
 from hpctrain.agreement import Agreement, by_rank_0
 from hpctrain.backends.single import Single
 from hpctrain.errors import GivenUpError
-from hpctrain.metrics import Metrics
+from hpctrain.metrics import Metrics, trim
 from hpctrain.rundir import RunDirectory
 
 
@@ -36,6 +36,7 @@ def full():
 
 def test_rows_wait_for_room_and_no_line_is_cut(single, full, caplog):
     directory = RunDirectory("run")
+    trim(directory, 0)
     metrics = Metrics(single, directory, 0, 1)
     metrics.write({"step": 1}, {"top1": 0.5})
     size = directory.metrics.stat().st_size
@@ -52,6 +53,7 @@ def test_rows_wait_for_room_and_no_line_is_cut(single, full, caplog):
 
 
 def test_what_was_written_at_a_step_is_known_at_that_step_alone(single):
+    trim(RunDirectory("run"), 0)
     metrics = Metrics(single, RunDirectory("run"), 0, 1)
     metrics.write({"step": 4}, {"top1": 0.5})
     metrics.write({"step": 4}, {"eval_loss": 2})

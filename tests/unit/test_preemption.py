@@ -86,6 +86,15 @@ def test_with_a_verdict_ranks_that_leave_together_leave_with_0():
     assert Stopped("", True, {}).code == 75
 
 
+def test_a_stop_file_that_cannot_be_looked_at_or_removed_ends_nothing(watching, run, caplog):
+    preemption = watching(env={"HPCTRAIN_STOP": "x" * 5000})
+    assert preemption.asked() is None
+    run.stop.mkdir()
+    assert preemption.asked() == "a stop file"
+    preemption.obeyed(run)
+    assert "the next start will stop as well" in caplog.text
+
+
 def test_both_stop_files_are_looked_at_by_rank_0_alone(watching, run, tmp_path):
     env = {"HPCTRAIN_STOP": str(tmp_path / "of-the-script")}
     first, other = watching(env=env), watching(rank=1, env=env)
@@ -163,13 +172,14 @@ def test_a_worker_that_hangs_is_ended_by_its_parent_and_by_nobody_else():
     lines = (
         "import os, subprocess, sys, time\n"
         "from hpctrain import signals\n"
-        "signals.heed_the_parent()\n"
+        "signals.heed(int(sys.argv[1]))\n"
         "subprocess.run(['kill', '-TERM', str(os.getpid())])\n"
         "print('alive', flush=True)\n"
         "time.sleep(60)\n"
     )
     with signals.unheard():
-        child = subprocess.Popen([sys.executable, "-c", lines], stdout=subprocess.PIPE)
+        command = [sys.executable, "-c", lines, str(os.getpid())]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert child.stdout.readline() == b"alive\n"
     child.terminate()
     assert child.wait(20) == 128 + signal.SIGTERM

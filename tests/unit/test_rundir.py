@@ -9,6 +9,7 @@ import pytest
 from hpctrain.errors import UsageError
 from hpctrain.rundir import (
     RunDirectory,
+    append,
     create,
     read_verdict,
     replace,
@@ -122,3 +123,11 @@ def test_the_names_in_a_run_directory_are_those_that_are_promised(tmp_path):
         "checkpoints/step-00000042",
     ]
     assert run.steps() == []
+
+
+def test_a_line_after_one_that_was_cut_off_is_a_line(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.starts.write_text('{"step": 1}\n{"step": 2, "comm')
+    append(directory.starts, '{"step": 3}')
+    append(directory.starts, '{"step": 4}')
+    assert [line["step"] for line in directory.lines(directory.starts)] == [1, 3, 4]

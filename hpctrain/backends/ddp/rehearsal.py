@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hpctrain import generators
 from hpctrain.nested import map_tensors
 
 __all__ = ["rehearse"]
@@ -31,30 +32,49 @@ def rehearse(
         wrapped: before its first forward pass with gradients.
         inputs, keywords: of that pass.
     """
-    own = [*wrapped.module.buffers()]
-    before = [buffer.detach().clone() for buffer in own]
-    synchronizes = wrapped.require_backward_grad_sync
     device = next(wrapped.module.parameters()).device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        wrapped.require_backward_grad_sync = True
-        found = DistributedDataParallel.forward(  # type: ignore[no-untyped-call]
-            wrapped, *map_tensors(_apart, list(inputs)), **map_tensors(_apart, dict(keywords))
-        )
-        outputs: list[Tensor] = []
-        map_tensors(outputs.append, found)
-        parts = [output.sum() for output in outputs if output.requires_grad]
-        if parts:
-            torch.autograd.backward(parts)
+    buffers = [_Buffers(module) for module in wrapped.module.modules()]
+    random, synchronizes = generators.capture(device), wrapped.require_backward_grad_sync
+    wrapped.require_backward_grad_sync = True
+    found = DistributedDataParallel.forward(  # type: ignore[no-untyped-call]
+        wrapped, *map_tensors(_apart, list(inputs)), **map_tensors(_apart, dict(keywords))
+    )
+    outputs: list[Tensor] = []
+    map_tensors(outputs.append, found)
+    parts = [output.sum() for output in outputs if output.requires_grad]
+    if parts:
+        torch.autograd.backward(parts)
     wrapped.require_backward_grad_sync = synchronizes
+    generators.put_back(random, device)
     # The copies of the weights that autocast keeps belong to the pass that is over.
     torch.clear_autocast_cache()
     for parameter in wrapped.module.parameters():
         parameter.grad = None
-    with torch.no_grad():
-        for buffer, value in zip(own, before, strict=True):
-            buffer.copy_(value)
+    for one in buffers:
+        one.put_back()
+
+
+class _Buffers:
+    """The buffers of one module: which tensors they are, and what is in them.
+
+    A forward pass may change them, or put others in their place.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = module._buffers
+        self._were = [
+            (name, buffer, None if buffer is None else buffer.detach().clone())
+            for name, buffer in module._buffers.items()
+        ]
+
+    def put_back(self) -> None:
+        for name, buffer, value in self._were:
+            self._places[name] = buffer
+            if buffer is not None and value is not None:
+                with torch.no_grad():
+                    buffer.copy_(value)
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """The values alone: what made them is left for the real pass."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    """The values alone, as the model may change them; what made them is left for the real pass."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

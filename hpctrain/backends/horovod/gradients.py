@@ -48,6 +48,7 @@ class Gradients:
                     "float16, float32 or float64",
                     "weights in fp32 and --precision bf16; or --backend ddp",
                 )
+        self._accumulate = accumulate
         self._all = list(model.parameters())
         self._parameters = [parameter for _, parameter in trained]
         self._synchronizer = hvd.DistributedOptimizer(
@@ -76,6 +77,10 @@ class Gradients:
             )
         if any(parameter.grad is not None for parameter in self._parameters):
             self._synchronizer.synchronize()
+
+    def forget(self) -> None:
+        """The micro-batches that came since the last average do not count."""
+        self._synchronizer.set_backward_passes_per_step(self._accumulate)
 
     def shares(self, model: nn.Module) -> bool:
         """Whether a model has parameters of this one, whose gradients would be averaged twice."""

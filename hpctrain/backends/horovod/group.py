@@ -205,6 +205,11 @@ class Horovod(Backend):
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
         """Nothing: Horovod's hooks count the micro-batches (backward_passes_per_step)."""
 
+    def forget(self) -> None:
+        """Let the hooks count anew."""
+        for one in self._gradients:
+            one.forget()
+
     def average(self) -> None:
         """Wait for the sums that the backward pass began."""
         with self._watch("gradients"):

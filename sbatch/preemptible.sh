@@ -1,0 +1,82 @@
+#!/bin/bash
+# Runs a training that is stopped, saved and requeued by itself, for as often as it takes:
+#
+#     sbatch --nodes=4 --ntasks-per-node=4 sbatch/preemptible.sh \
+#         srun --kill-on-bad-exit=1 python train.py --epochs 90
+#
+# What follows the script's name is the command that starts all ranks, by srun, torchrun, mpirun or
+# `hpctrain run`. Copy this file and put the command in the place of "$@", or leave it as it is:
+# sbatch/mnist.sh sources it. The three options below are part of it; docs/preemption.md says why.
+#
+#SBATCH --requeue
+#SBATCH --signal=B:USR2@60
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+
+set -euo pipefail
+
+# Slurm runs a copy of this file, from its spool: only the submit directory is the user's.
+cd "$SLURM_SUBMIT_DIR"
+
+# As Slurm's own tools call it; a requeue changes neither this nor the run directory.
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+export HPCTRAIN_RUN=${HPCTRAIN_RUN:-$PWD/runs/${SLURM_JOB_NAME//\//_}-$job}
+
+# Two files on the file system that all hosts share, new for each start. This script makes the stop
+# file, which asks the ranks to save and to leave. Rank 0 writes the verdict before they do, as the
+# exit code of a launcher depends on which rank left first.
+mkdir -p runs
+export HPCTRAIN_STOP=$PWD/runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
+export HPCTRAIN_VERDICT=$PWD/runs/.verdict-$job-${SLURM_RESTART_COUNT:-0}
+rm -f runs/.stop-"$job"-* runs/.verdict-"$job"-*
+
+# Without it another user of the hosts who guesses the job's number could join the ranks.
+HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+export HPCTRAIN_SECRET
+
+# USR2 comes before the end of the time, TERM where Slurm takes the hosts away.
+trap 'touch "$HPCTRAIN_STOP"' USR2 TERM
+
+echo "job $job, start ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST: $*"
+# In the background: bash runs no trap while it waits for a command in front.
+"$@" &
+ranks=$!
+# A signal ends `wait`, and not the ranks.
+while kill -0 "$ranks" 2>/dev/null; do wait "$ranks" || true; done
+code=0
+wait "$ranks" || code=$?
+
+if [ -s "$HPCTRAIN_VERDICT" ]; then
+    said=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$HPCTRAIN_VERDICT")
+    # A verdict of 0 does not cover what a rank did after its session.
+    if [ "$said" != 0 ]; then code=$said; fi
+elif [ "$code" != 0 ] && [ -e "$HPCTRAIN_STOP" ]; then
+    code=75 # stopped before the first step
+elif [ "$code" = $((128 + $(kill -l USR1))) ] || [ "$code" = $((128 + $(kill -l USR2))) ]; then
+    code=75 # the same, by a signal to the ranks while they still imported
+fi
+trap '' USR2
+trap - TERM
+rm -f "$HPCTRAIN_STOP" "$HPCTRAIN_VERDICT"
+# Done, failed, or given up (76): the end.
+if [ "$code" != 75 ]; then exit "$code"; fi
+
+# Stopped. A cancelled job would come back to life, and one that Slurm has taken away for another
+# it requeues itself: both are no longer RUNNING (or SIGNALING, while a signal is under way).
+if shown=$(scontrol show job --oneliner "$job" 2>&1); then
+    state=$(sed -n 's/.* JobState=\([A-Z_]*\) Reason=.*/\1/p' <<<"$shown")
+    if [ "$state" != RUNNING ] && [ "$state" != SIGNALING ]; then
+        echo "job $job is $state: not requeued from here; its checkpoints are in $HPCTRAIN_RUN"
+        exit 75
+    fi
+    command=$(sed -n 's/.* Command=\(.*\) WorkDir=.*/\1/p' <<<"$shown")
+    # Last of all, as it ends this script.
+    if shown=$(scontrol requeue "$job" 2>&1); then
+        sleep 60
+        shown="scontrol requeue was accepted, but the job goes on"
+    fi
+fi
+echo "job $job was stopped and could not be requeued: $shown"
+echo "its checkpoints are in $HPCTRAIN_RUN; to go on, with the options of sbatch that it had:"
+echo "    HPCTRAIN_RUN=${HPCTRAIN_RUN@Q} sbatch ${command:-THE SCRIPT AND ITS ARGUMENTS} --resume"
+exit 75

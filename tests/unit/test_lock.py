@@ -1,0 +1,573 @@
+"""One run, one directory: who is refused, who takes over, and who may not commit any more.
+
+Other hosts, boots and jobs are pretended by what the lock file says; scontrol is a fake, a script
+on the PATH that says what the real one said. Processes and their ends are real.
+"""
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpctrain.allocation import Allocation
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.lock import Lock, living, record, turns
+from hpctrain.rundir import RunDirectory
+
+SHOWN = (
+    "JobId=70 JobName=train Priority=1 JobState={word} Reason=None Requeue=1 Restarts={restarts} "
+    "BatchFlag=1"
+)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return RunDirectory(tmp_path / "run")
+
+
+@pytest.fixture
+def env(tmp_path):
+    """An environment without Slurm."""
+    return {"PATH": str(tmp_path)}
+
+
+@pytest.fixture
+def scontrol(tmp_path):
+    """A function that puts a fake scontrol on the PATH, and gives the environment with it."""
+
+    def put(says="", error="", code=0):
+        program = tmp_path / "bin" / "scontrol"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\necho '{says}'\necho '{error}' >&2\nexit {code}\n")
+        program.chmod(0o755)
+        return {"PATH": str(program.parent), "SLURM_CLUSTER_NAME": "alpha"}
+
+    return put
+
+
+@pytest.fixture
+def info(caplog):
+    """What is said, as text."""
+    logger = logging.getLogger("hpctrain")
+    logger.addHandler(caplog.handler)
+    level, logger.level = logger.level, logging.INFO
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.level = level
+
+
+def job(number="70", restart=0, task=None):
+    array = number if task is not None else None
+    return Allocation("slurm", number, array, task, restart)
+
+
+def leave(directory, age=0.0, **said):
+    """Leave a lock file as another start would; `said` are its values that differ from mine."""
+    lock = Lock.take(directory, None, {})
+    values = json.loads(path(directory).read_text())
+    lock.release()
+    values |= {"token": "0" * 32, "user": "ada", **said}
+    path(directory).write_text(json.dumps(values))
+    grow_old(path(directory), age)
+
+
+def grow_old(file, age):
+    os.utime(file, (time.time() - age,) * 2, follow_symlinks=False)
+
+
+def path(directory):
+    return directory.path / ".lock"
+
+
+def token(directory):
+    return json.loads(path(directory).read_text())["token"]
+
+
+def refused(directory, allocation, env):
+    """The message with which a start is refused; the lock is as before."""
+    before = token(directory)
+    with pytest.raises(UsageError) as caught:
+        Lock.take(directory, allocation, env)
+    assert caught.value.exit_code == 2
+    assert token(directory) == before
+    return str(caught.value)
+
+
+def taken_over(directory, allocation, env):
+    """Take over, commit, release; nothing but the file for the turns is left."""
+    before = token(directory)
+    lock = Lock.take(directory, allocation, env)
+    assert token(directory) != before
+    with lock.commit():
+        pass
+    lock.release()
+    assert os.listdir(directory.path) == [".lock.turn"]
+
+
+# --- an ordinary life
+
+
+def test_a_directory_is_made_locked_and_given_back(directory, env):
+    lock = Lock.take(directory, job(restart=2), {**env, "SLURM_CLUSTER_NAME": "alpha"})
+    said = json.loads(path(directory).read_text())
+    assert (said["job"], said["restart"], said["cluster"]) == ("70", 2, "alpha")
+    assert (said["pid"], said["host"]) == (os.getpid(), os.uname().nodename)
+    with lock.commit():
+        assert path(directory).exists()
+    with pytest.raises(ZeroDivisionError), lock.commit():
+        raise ZeroDivisionError
+    lock.release()
+    lock.release()
+    assert os.listdir(directory.path) == [".lock.turn"]
+
+
+def test_it_is_as_open_as_the_umask_says(directory, env):
+    before = os.umask(0o027)
+    try:
+        Lock.take(directory, None, env).release()
+        lock = Lock.take(directory, None, env)
+    finally:
+        os.umask(before)
+    assert path(directory).stat().st_mode & 0o777 == 0o640
+    assert (directory.path / ".lock.turn").stat().st_mode & 0o777 == 0o640
+    lock.release()
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path, env):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"cannot be locked(.|\n)*--run DIR"):
+        Lock.take(RunDirectory(tmp_path / "file" / "run"), None, env)
+
+
+def test_the_owner_is_heard_of_while_it_runs(directory, env, monkeypatch):
+    monkeypatch.setattr("hpctrain.lock._HEARTBEAT", 0.02)
+    lock = Lock.take(directory, None, env)
+    old = time.time() - 1000
+    os.utime(path(directory), (old, old))
+    end = time.monotonic() + 20
+    while path(directory).stat().st_mtime == old and time.monotonic() < end:
+        time.sleep(0.01)
+    assert path(directory).stat().st_mtime > old + 900
+    lock.release()
+
+
+def test_a_start_that_lost_the_directory_does_not_speak_for_the_next(directory, env, monkeypatch):
+    monkeypatch.setattr("hpctrain.lock._HEARTBEAT", 0.02)
+    lock = Lock.take(directory, job(restart=0), env)
+    leave_other = json.loads(path(directory).read_text()) | {"token": "1" * 32, "restart": 1}
+    other = path(directory).with_name(".new")
+    other.write_text(json.dumps(leave_other))
+    grow_old(other, 1000)
+    os.replace(other, path(directory))
+    time.sleep(0.2)  # ten of its heartbeats
+    assert time.time() - path(directory).stat().st_mtime > 900
+    lock.release()
+    assert token(directory) == "1" * 32
+
+
+# --- real processes of this host
+
+HOLDS = """
+import sys, time
+from hpctrain.lock import Lock
+from hpctrain.rundir import RunDirectory
+lock = Lock.take(RunDirectory(sys.argv[1]), None, {})
+print("taken", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(directory):
+    """A process that has the directory, until it is killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, directory.path], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "taken\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_second_start_is_refused_with_who_and_what_to_type(directory, holder, env):
+    said = refused(directory, job(), env)
+    assert f"process {holder.pid} of " in said
+    assert os.uname().nodename in said
+    assert "since 20" in said
+    assert "its process runs" in said
+    assert "--run DIR" in said
+    assert f"kill {holder.pid}" in said
+    assert f"rm {path(directory)}" in said
+
+
+def test_one_that_is_stopped_lives(directory, holder, env):
+    holder.send_signal(signal.SIGSTOP)
+    assert "its process runs" in refused(directory, None, env)
+
+
+@pytest.mark.parametrize("reaped", [True, False])
+def test_a_killed_start_is_followed_at_once(directory, holder, env, info, reaped):
+    holder.kill()
+    if reaped:
+        holder.wait()
+    else:
+        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+    taken_over(directory, None, env)
+    assert f"takes over {directory.path} from process {holder.pid}" in info.text
+    assert "its process is gone" in info.text
+
+
+def test_a_number_that_another_process_has_by_now_is_no_sign_of_life(directory, holder, env):
+    said = json.loads(path(directory).read_text())
+    path(directory).write_text(json.dumps(said | {"started": said["started"] - 1}))
+    taken_over(directory, None, env)
+
+
+def test_a_second_run_in_the_same_process_follows_the_first(directory, env):
+    first = Lock.take(directory, None, env)
+    second = Lock.take(directory, None, env)
+    with pytest.raises(CheckpointError, match="fenced off"), first.commit():
+        pass
+    first.release()
+    with second.commit():
+        pass
+    second.release()
+
+
+def test_processes_of_another_container_are_not_judged_by_their_numbers(directory, env):
+    leave(directory, pid=2**22 + 1, namespace="pid:[1]")
+    assert "last heard of" in refused(directory, None, env)
+    grow_old(path(directory), 301)
+    taken_over(directory, None, env)
+
+
+def test_a_host_that_was_rebooted_has_no_process_of_before(directory, env, monkeypatch):
+    monkeypatch.setattr(living, "_uptime", lambda: 30.0)
+    leave(directory, age=40, boot="another")
+    taken_over(directory, None, env)
+    leave(directory, age=20, boot="another")  # renewed since: another host of the same name
+    assert "last heard of" in refused(directory, None, env)
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 2**40])
+def test_numbers_that_no_process_has_hit_nobody(directory, env, pid):
+    leave(directory, pid=pid, started=-1, age=301)
+    taken_over(directory, None, env)
+
+
+# --- age, where nobody can be asked
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_another_host_counts_as_dead_after_five_minutes_of_silence(directory, env, shift):
+    leave(directory, age=290 * shift, host="elsewhere")
+    said = refused(directory, None, env)
+    assert "last heard of 2" in said
+    assert "on elsewhere" in said
+    grow_old(path(directory), 310 * shift)  # a time to come is no sign of life either
+    taken_over(directory, None, env)
+
+
+# --- jobs
+
+
+def test_a_requeued_job_takes_over_its_own_without_asking(directory, env, info):
+    leave(directory, job="70", job_id="70", restart=0, host="elsewhere")
+    taken_over(directory, job(restart=1), env)
+    assert "the job was requeued since" in info.text
+    leave(directory, job="70_3", job_id="73", restart=1, host="elsewhere")
+    taken_over(directory, job(task=3, restart=2), env)
+
+
+def test_an_old_start_that_comes_late_is_refused(directory, env):
+    leave(directory, age=1000, job="70", restart=2, host="elsewhere")
+    said = refused(directory, job(restart=1), env)
+    assert "this is its start 1" in said
+    assert "job 70 (restart 2)" in said
+
+
+def test_another_task_of_an_array_is_another_job(directory, scontrol):
+    leave(directory, job="70_3", cluster="alpha", restart=0, host="elsewhere")
+    env = scontrol(SHOWN.format(word="RUNNING", restarts=0))
+    assert "job 70_3 is RUNNING" in refused(directory, job(task=4, restart=1), env)
+
+
+@pytest.mark.parametrize("word", ["RUNNING", "PENDING", "COMPLETING"])
+def test_a_job_that_lives_keeps_its_directory(directory, scontrol, word):
+    # However long it was silent, and although its process of this host is gone.
+    leave(directory, age=1000, job="69", cluster="alpha", pid=2**22 - 1)
+    env = scontrol(SHOWN.format(word=word, restarts=0))
+    for allocation in (job(restart=3), None):
+        said = refused(directory, allocation, env)
+        assert f"Slurm says that job 69 is {word}" in said
+        assert "scancel 69" in said
+
+
+@pytest.mark.parametrize("word", ["COMPLETED", "CANCELLED", "TIMEOUT", "NODE_FAIL"])
+def test_a_job_that_has_ended_is_followed_at_once(directory, scontrol, word):
+    leave(directory, job="69", cluster="alpha", host="elsewhere")
+    taken_over(directory, job(), scontrol(SHOWN.format(word=word, restarts=0)))
+
+
+def test_a_job_that_slurm_has_forgotten_is_followed_but_not_that_of_another_user(
+    directory, scontrol
+):
+    env = scontrol(error="slurm_load_jobs error: Invalid job id specified", code=1)
+    leave(directory, job="69", cluster="alpha", host="elsewhere", user=record.myself(None, {}).user)
+    taken_over(directory, job(), env)
+    leave(directory, job="69", cluster="alpha", host="elsewhere", user="somebody")
+    assert "last heard of" in refused(directory, job(), env)  # jobs may be private
+
+
+def test_the_job_of_another_cluster_has_another_ones_number(directory, scontrol):
+    ended = scontrol(SHOWN.format(word="COMPLETED", restarts=0))
+    leave(directory, job="70", cluster="beta", host="elsewhere")
+    assert "last heard of" in refused(directory, job(restart=1), ended)
+    assert "last heard of" in refused(directory, job("71"), ended)
+    grow_old(path(directory), 301)
+    taken_over(directory, job("71"), ended)
+
+
+@pytest.mark.parametrize("job_of_lock", ["69", "12345.pbs", "--help"])
+def test_without_slurm_another_job_counts_by_its_age(directory, env, job_of_lock):
+    leave(directory, job=job_of_lock, host="elsewhere")
+    assert "last heard of" in refused(directory, job(), env)
+    grow_old(path(directory), 301)
+    taken_over(directory, job(), env)
+
+
+def test_two_steps_of_one_job_are_two_starts(directory, scontrol):
+    env = {**scontrol("StepId=70.0 State=RUNNING"), "SLURM_STEP_ID": "1"}
+    theirs = {"job": "70", "job_id": "70", "cluster": "alpha", "step": "0", "host": "elsewhere"}
+    leave(directory, **theirs)
+    assert "step 0 runs" in refused(directory, job(), env)
+    scontrol(error="Job step 70.0 not found", code=1)
+    taken_over(directory, job(), env)
+    leave(directory, **theirs | {"step": "1"})  # within a step nobody can be asked
+    assert "last heard of" in refused(directory, job(), env)
+
+
+def test_the_starts_of_one_elastic_run_follow_each_other(directory, env):
+    leave(directory, launch="5f3a", host="lost")
+    taken_over(directory, None, {**env, "HPCTRAIN_START": "5f3a"})
+    # `hpctrain run` without --elastic has an address there, which another start may have later.
+    lock = Lock.take(directory, None, {**env, "HPCTRAIN_START": "127.0.0.1:2000"})
+    assert json.loads(path(directory).read_text())["launch"] == ""
+    lock.release()
+
+
+# --- fencing
+
+
+def test_a_start_that_was_replaced_may_not_commit(directory, env):
+    old = Lock.take(directory, job(restart=0), env)
+    with old.commit():
+        pass
+    new = Lock.take(directory, job(restart=1), env)
+    with pytest.raises(CheckpointError, match=r"fenced off.*now that of job 70 \(restart 1\)"):
+        old.commit().__enter__()
+    old.release()
+    with new.commit():
+        pass
+    new.release()
+    for held in (old, new):  # also when the newer one has ended
+        with pytest.raises(CheckpointError, match=r"fenced off.*gone"):
+            held.commit().__enter__()
+
+
+def test_nobody_takes_over_in_the_middle_of_a_commit(directory, env):
+    old = Lock.take(directory, job(restart=0), env)
+    other = multiprocessing.get_context("fork").Process(
+        target=lambda: Lock.take(directory, job(restart=1), env)
+    )
+    with old.commit():
+        other.start()
+        other.join(0.5)
+        assert other.is_alive()
+        assert json.loads(path(directory).read_text())["restart"] == 0
+    other.join(20)
+    assert other.exitcode == 0
+    assert json.loads(path(directory).read_text())["restart"] == 1
+    old.release()
+
+
+def test_a_child_that_was_forked_in_a_commit_does_not_keep_the_turn(directory, env):
+    lock = Lock.take(directory, None, env)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    with lock.commit():
+        child.start()
+    begun = time.monotonic()
+    with lock.commit():
+        pass
+    assert time.monotonic() - begun < 5
+    child.kill()
+    child.join()
+    lock.release()
+
+
+def test_a_turn_that_is_never_over_is_not_waited_for(directory, env, monkeypatch, info):
+    monkeypatch.setattr(turns, "_TURN", 0.2)
+    lock = Lock.take(directory, job(restart=0), env)
+    with lock.commit():
+        Lock.take(directory, job(restart=1), env).release()
+    assert "not waiting" in info.text
+    lock.release()
+
+
+@pytest.mark.parametrize("error", ["ENOLCK", "ENOTSUP", "ENOSYS"])
+def test_a_file_system_without_flock_still_fences(directory, env, monkeypatch, error):
+    def flock(*_):
+        raise OSError(getattr(errno, error), "no")
+
+    monkeypatch.setattr(turns.fcntl, "flock", flock)
+    leave(directory, host="elsewhere")
+    refused(directory, job(restart=0), env)
+    grow_old(path(directory), 301)
+    old = Lock.take(directory, job(restart=0), env)
+    new = Lock.take(directory, job(restart=1), env)
+    with new.commit(), pytest.raises(CheckpointError, match="fenced off"), old.commit():
+        pass
+    old.release()
+    new.release()
+
+
+# --- files that no start wrote
+
+
+def hostile(kind, file):
+    if kind == "directory":
+        file.mkdir()
+        (file / "inside").touch()
+    elif kind == "link":
+        file.symlink_to(file.with_name("target"))
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.write_bytes(kind)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("directory", "link", "pipe"),
+        *(b"", b"{", b"null", b"[]", b"\xff\xfe", b"{}", b"[" * 50_000, b"x" * 200_000),
+        *(b'{"token": 1}', b'{"token": "0"}'),
+    ],
+)
+def test_what_no_start_wrote_is_refused_while_young_and_replaced_when_old(
+    directory, env, info, kind
+):
+    directory.path.mkdir()
+    target = directory.path / "target"
+    target.write_text("somebody's")
+    hostile(kind, path(directory))
+    with pytest.raises(UsageError, match=r"rm -r .*\.lock"):
+        Lock.take(directory, job(), env)
+    grow_old(path(directory), 301)
+    lock = Lock.take(directory, job(), env)
+    assert "is replaced" in info.text
+    assert path(directory).is_file()
+    assert not path(directory).is_symlink()
+    with lock.commit():
+        pass
+    assert target.read_text() == "somebody's"
+    hostile_later = path(directory)
+    hostile_later.unlink()
+    hostile(kind, hostile_later)
+    with pytest.raises(CheckpointError, match="fenced off"), lock.commit():
+        pass
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"pid": "1"},
+        {"pid": True},
+        {"pid": None},
+        {"host": "\x1b[2Jhost"},
+        {"user": "ada\nroot"},
+        {"job": "9" * 300},
+    ],
+)
+def test_values_that_no_start_writes_are_not_believed(directory, env, said):
+    leave(directory, **said)
+    with pytest.raises(UsageError, match=r"not whole, or not written by hpctrain(.|\n)*rm -r"):
+        Lock.take(directory, None, env)
+
+
+def test_a_lock_file_cut_at_any_byte_is_not_believed(directory, env):
+    leave(directory)
+    whole = path(directory).read_bytes()
+    for length in range(0, len(whole), 7):
+        path(directory).write_bytes(whole[:length])
+        assert record.look(path(directory)).owner is None
+
+
+@pytest.mark.parametrize("content", ["directory", "link"])
+def test_a_file_for_turns_that_is_none_stops_nobody(directory, env, content):
+    directory.path.mkdir()
+    hostile(content, directory.path / ".lock.turn")
+    lock = Lock.take(directory, None, env)
+    with lock.commit():
+        pass
+    lock.release()
+
+
+# --- several at once
+
+
+def race(directory, allocation, barrier, results, number):
+    barrier.wait()
+    try:
+        lock = Lock.take(directory, allocation, {})
+    except UsageError as error:
+        results.put((number, str(error)))
+        return
+    with lock.commit():
+        results.put((number, "won"))
+    time.sleep(600)  # it has to live while the others look
+
+
+@pytest.mark.parametrize("before", ["nothing", "dead", "own", "old rubbish"])
+def test_of_several_starts_at_once_exactly_one_wins(directory, before):
+    restart = 0
+    if before == "dead":
+        leave(directory, age=400, host="elsewhere")
+    elif before == "own":
+        leave(directory, job="70", host="elsewhere")
+        restart = 1
+    elif before == "old rubbish":
+        directory.path.mkdir()
+        path(directory).touch()
+        grow_old(path(directory), 400)
+    context = multiprocessing.get_context("fork")
+    for _ in range(5):
+        content, age = (path(directory).read_bytes(), 400) if path(directory).exists() else (b"", 0)
+        barrier, results = context.Barrier(4), context.Queue()
+        processes = [
+            context.Process(
+                target=race, args=(directory, job(restart=restart), barrier, results, n)
+            )
+            for n in range(4)
+        ]
+        for process in processes:
+            process.start()
+        said = [results.get(timeout=60)[1] for _ in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+        assert said.count("won") == 1, said
+        assert all("its process runs" in text for text in said if text != "won")
+        path(directory).unlink()
+        if before != "nothing":
+            path(directory).write_bytes(content)
+            grow_old(path(directory), age)

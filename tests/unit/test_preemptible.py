@@ -1,0 +1,163 @@
+"""What sbatch/preemptible.sh does with the end of its ranks.
+
+scontrol is a fake, a script on the PATH that writes down how it was called; tests/slurm has the
+whole of it on a real Slurm.
+"""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "sbatch" / "preemptible.sh"
+SCONTROL = """#!/bin/sh
+echo "$@" >> calls
+case "$1" in
+show) echo "JobId=7 JobState={state} Reason=None Restarts=0 Command=/home/a.sh -x WorkDir=/home";;
+requeue) {requeue};;
+esac
+"""
+VERDICT = 'echo "{\\"code\\": %d, \\"reason\\": \\"so\\"}" > "$HPCTRAIN_VERDICT"; '
+# Slurm ends the script and all that it started, before scontrol comes back.
+ACCEPTED = "kill -TERM 0"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs the script around ranks that are a line of shell: its exit code and what it said."""
+
+    def run(ranks, state="RUNNING", requeue=ACCEPTED, meanwhile=None, **env):
+        program = tmp_path / "bin" / "scontrol"
+        program.parent.mkdir(exist_ok=True)
+        if state:
+            program.write_text(SCONTROL.format(state=state, requeue=requeue))
+            program.chmod(0o755)
+        environ = {
+            "PATH": f"{program.parent}:/usr/bin:/bin",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NAME": "a/name",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            **env,
+        }
+        process = subprocess.Popen(
+            ["bash", SCRIPT, "sh", "-c", ranks],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        if meanwhile:
+            meanwhile(process)
+        said, _ = process.communicate(timeout=30)
+        return process.returncode, said
+
+    return run
+
+
+def calls():
+    return Path("calls").read_text().splitlines() if Path("calls").exists() else []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "code"),
+    [
+        ("true", 0),
+        (VERDICT % 0, 0),
+        (VERDICT % 0 + "exit 3", 3),  # after the session
+        ("exit 1", 1),  # no verdict: the launcher's code
+        (VERDICT % 1, 1),
+        (VERDICT % 2 + "exit 143", 2),
+        (VERDICT % 76 + "exit 143", 76),
+        ("kill -KILL $$", 137),
+        ("kill -TERM $$", 143),  # srun has ended them, as one failed
+    ],
+)
+def test_what_has_ended_is_not_requeued(run, ranks, code):
+    assert run(ranks)[0] == code
+    assert not calls()
+    assert not list(Path("runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        VERDICT % 75,
+        VERDICT % 75 + "exit 1",  # torchrun's
+        VERDICT % 75 + "exit 143",  # srun's
+        "exit 75",  # hpctrain run's
+        'touch "$HPCTRAIN_STOP"; kill -TERM $$',  # before the first step
+        "kill -USR1 $$",
+        "kill -USR2 $$",
+    ],
+)
+def test_what_was_stopped_is_requeued_and_that_comes_last(run, ranks):
+    code, said = run(ranks, state="SIGNALING" if "USR2" in ranks else "RUNNING")
+    assert code == -signal.SIGTERM, said
+    assert calls() == ["show job --oneliner 7", "requeue 7"]
+    assert not list(Path("runs").iterdir())
+
+
+def test_a_task_of_an_array_names_itself(run):
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
+    _, said = run('echo "$HPCTRAIN_RUN $HPCTRAIN_STOP"; exit 75', **array, SLURM_JOB_ID="9")
+    assert calls() == ["show job --oneliner 7_3", "requeue 7_3"]
+    here = os.getcwd()
+    assert f"{here}/runs/a_name-7_3 {here}/runs/.stop-7_3-2\n" in said
+
+
+@pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED"])
+def test_what_is_cancelled_or_taken_away_is_left_alone(run, state):
+    code, said = run(VERDICT % 75, state=state)
+    assert code == 75
+    assert calls() == ["show job --oneliner 7"]
+    assert f"job 7 is {state}: not requeued" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"requeue": "echo Requested operation is disabled >&2; exit 1"}, "operation is disabled"),
+        ({"state": None, "PATH": "/usr/bin:/bin"}, "scontrol"),
+    ],
+)
+def test_where_it_cannot_be_requeued_it_says_what_to_type(run, tmp_path, more, why):
+    if "PATH" in more:  # that of a machine without Slurm
+        tools = tmp_path / "tools"
+        tools.mkdir()
+        for tool in ("bash", "sh", "mkdir", "rm", "od", "tr", "sed", "touch"):
+            (tools / tool).symlink_to(f"/usr/bin/{tool}")
+        more["PATH"] = str(tools)
+    code, said = run(VERDICT % 75, **more)
+    assert code == 75
+    assert why in said
+    command = "THE SCRIPT AND ITS ARGUMENTS" if "PATH" in more else "/home/a.sh -x"
+    assert f"    HPCTRAIN_RUN='{tmp_path}/runs/a_name-7' sbatch {command} --resume\n" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_signal_to_the_script_becomes_the_stop_file_and_the_ranks_end_in_peace(run, number):
+    def warn(process):
+        for line in process.stdout:
+            if line == "ready\n":
+                break
+        process.send_signal(number)
+        process.send_signal(number)
+
+    wait = 'echo ready; until [ -e "$HPCTRAIN_STOP" ]; do sleep 0.02; done; sleep 0.3; echo saved; '
+    code, said = run(wait + VERDICT % 75, meanwhile=warn)
+    assert code == -signal.SIGTERM
+    assert said == "saved\n"
+    assert calls()[-1] == "requeue 7"
+
+
+def test_what_a_start_that_was_killed_has_left_stops_no_other(run):
+    Path("runs").mkdir()
+    for name in (".stop-7-0", ".verdict-7-0", ".stop-70-0"):
+        Path("runs", name).write_text('{"code": 75}')
+    code, _ = run('[ ! -e "$HPCTRAIN_STOP" ] && [ ! -e "$HPCTRAIN_VERDICT" ]')
+    assert code == 0
+    assert os.listdir("runs") == [".stop-70-0"]
