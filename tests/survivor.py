@@ -1,0 +1,331 @@
+"""A training script as a user would write one, that hurts itself when it is told to.
+
+Its loop draws from torch, NumPy and Python, its model has batch norm and dropout, its optimizer a
+schedule of its own. In the run directory it leaves
+
+ledger-RANK.jsonl  a line for each step that a rank has taken: `step` (from 0), the `ids` of its
+                   samples, `start` (from 0; of several lines of a step the last start's counts),
+                   `draws` and `state`, which say whether this rank's random numbers, weights and
+                   buffers are those of another run
+final.pt           at the end, whole: model, optimizer, schedule and EMA of rank 0
+
+and takes the options of every training script, and `--fault KIND[=SECONDS]@PLACE[:rankN][:always]`,
+as often as wanted:
+
+KIND   kill, stop, term, usr1, usr2, int: a signal to this rank, SECONDS later by a thread
+       usr2-all, term-all: to all that it has started as well, as Slurm's to a step; kill-parent: to
+       the process that started it
+       file: the stop file $HPCTRAIN_STOP; request: the file `stop` of the run directory
+       crash: an exception; sleep, gil: for SECONDS, without and with Python's lock held
+       nan, overflow: a loss of NaN or infinity
+PLACE  N: before the backward pass of step N, from 0; imports, opened, entered: before the session,
+       after it, and when the run has resumed; evalN: in the evaluation of epoch N; saveN: in the
+       first save at step N or later
+
+A fault happens on all ranks but for `:rankN`, and in one start alone but for `:always`.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset
+
+import hpctrain
+
+_SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("term", "usr1", "usr2", "int")}
+_SIGNALS |= {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+class Fault:
+    """One `--fault` of this rank.
+
+    Args:
+        text: of the option.
+        args: of the script.
+        rank: of this process.
+    """
+
+    def __init__(self, text, args, rank):
+        what, place = text.split("@")
+        self.kind, _, seconds = what.partition("=")
+        self.seconds = float(seconds or 0)
+        self.place, *more = place.split(":")
+        self.always = "always" in more
+        self.here = not [m for m in more if m.startswith("rank")] or f"rank{rank}" in more
+        self.run = Path(args.run)
+        # Beside the run directory, which is not there before the run.
+        self.mark = Path(f"{args.run}.faults", f"{text}-of-{rank}".replace("/", "_"))
+
+    def due(self, place):
+        """Whether it happens at this place, and has not yet."""
+        if not self.here or not self._matches(place):
+            return False
+        if not self.always:
+            self.mark.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self.mark.touch(exist_ok=False)
+            except FileExistsError:
+                return False
+        return True
+
+    def _matches(self, place):
+        if self.place.startswith("save") and place.startswith("save"):
+            return int(place[4:]) >= int(self.place[4:])
+        return self.place == place
+
+    def happen(self):
+        """Do it; the factor that the loss is given."""
+        name, _, all_of_them = self.kind.partition("-")
+        if name in _SIGNALS:
+            if self.seconds:
+                threading.Timer(self.seconds, self._signal, [name, all_of_them]).start()
+            else:
+                self._signal(name, all_of_them)
+        elif name == "file":
+            Path(os.environ["HPCTRAIN_STOP"]).touch()
+        elif name == "request":
+            (self.run / "stop").touch()
+        elif name == "crash":
+            raise RuntimeError("this script crashes where it is told to")
+        elif name == "sleep":
+            time.sleep(self.seconds)
+        elif name == "gil":
+            ctypes.PyDLL(None).sleep(int(self.seconds))
+        return {"nan": float("nan"), "overflow": float("inf")}.get(name, 1.0)
+
+    def _signal(self, name, whom):
+        if whom == "parent":
+            os.kill(os.getppid(), _SIGNALS[name])
+        elif whom == "all":
+            # By another process: a worker may well obey the rank that started it.
+            everybody = map(str, [*descendants(os.getpid()), os.getpid()])
+            subprocess.run(["kill", f"-{name.upper()}", *everybody], check=True)
+        else:
+            os.kill(os.getpid(), _SIGNALS[name])
+
+
+def descendants(process):
+    """The ids of all that a process has started, and what those have, as far as they still run."""
+    found = []
+    for table in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in table.read_text().split():
+            found += [*descendants(int(child)), int(child)]
+    return found
+
+
+class Faults:
+    """All faults of this rank."""
+
+    def __init__(self, args, rank):
+        self._faults = [Fault(text, args, rank) for text in args.fault]
+
+    def at(self, place):
+        """Let those of a place happen; the factor that the loss is given there."""
+        factor = 1.0
+        for fault in self._faults:
+            if fault.due(str(place)):
+                factor *= fault.happen()
+        return factor
+
+
+class Bars(Dataset):
+    """Noise with a bright bar whose row is the class, in another way each time; and the id.
+
+    Args:
+        samples: how many.
+        seed: of the images.
+        augmented: whether a sample is another one each time.
+    """
+
+    def __init__(self, samples, seed, augmented):
+        self.random = augmented
+        generator = torch.Generator().manual_seed(seed)
+        self.targets = torch.arange(samples) % 8
+        self.images = torch.rand(samples, 1, 8, 8, generator=generator)
+        self.images[torch.arange(samples), 0, self.targets] += 0.5
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        image = self.images[index]
+        if self.random:
+            image = image.roll(int(numpy.random.randint(3)), 2) * random.uniform(0.8, 1.2)
+            image = image + 0.1 * torch.randn(1, 8, 8)
+        return image, self.targets[index], index
+
+
+class Net(nn.Sequential):
+    """Batch norm, dropout, and more than one layer for the sums over the ranks."""
+
+    def __init__(self):
+        super().__init__(
+            *(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2)),
+            *(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()),
+            *(nn.Linear(128, 16), nn.ReLU(), nn.Linear(16, 8)),
+        )
+
+
+class Counted:
+    """A thing of the script's own in the checkpoint: how many samples this rank has seen.
+
+    Args:
+        faults: those of a save happen here.
+    """
+
+    def __init__(self, faults):
+        self.samples = 0
+        self.run = None
+        self._faults = faults
+
+    def state_dict(self):
+        if self.run is not None:
+            self._faults.at(f"save{self.run.step}")
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state):
+        self.samples = state["samples"]
+
+
+class Ledger:
+    """What this rank has consumed, a line for each step.
+
+    Args:
+        session: of the run.
+        path: the run directory.
+    """
+
+    def __init__(self, session, path):
+        last = -1
+        if session.is_main:
+            for ledger in path.glob("ledger-*.jsonl"):
+                starts = [json.loads(line)["start"] for line in ledger.read_text().splitlines()]
+                last = max([last, *starts])
+        self.start = session.sum(last + 1 if session.is_main else 0)
+        self._file = open(path / f"ledger-{session.world.rank}.jsonl", "a")  # noqa: SIM115
+        self._ids, self._draws = [], []
+
+    def consumed(self, ids, *draws):
+        """Note a micro-batch, and what the loop drew for it."""
+        self._ids += ids.tolist()
+        self._draws += draws
+
+    def step(self, number, model):
+        """Write the line of a step that is done."""
+        state = hashlib.blake2b(digest_size=8)
+        for tensor in model.state_dict().values():
+            state.update(tensor.detach().cpu().double().numpy().tobytes())
+        line = {"step": number, "ids": self._ids, "start": self.start}
+        line |= {"draws": self._draws, "state": state.hexdigest()}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        self._ids, self._draws = [], []
+
+
+def evaluate(session, model, loader, faults, epoch):
+    """Top-1 and loss over the whole test set, of the averaged weights where there are any."""
+    model.eval()
+    correct = count = loss = 0
+    with torch.no_grad(), session.averaged_weights():
+        for images, targets, _ in loader:
+            with session.autocast():
+                scores = model(images)
+            correct += (scores.argmax(1) == targets).sum().item()
+            loss += F.cross_entropy(scores.double(), targets, reduction="sum").item()
+            count += len(targets)
+        faults.at(f"eval{epoch}")
+        correct, count, loss = session.sum(correct, count, loss)
+    model.train()
+    return {"top1": correct / count, "eval_loss": loss / count}
+
+
+def leave_result(session, run, model, optimizer, schedule):
+    """Rank 0 writes final.pt, whole or not at all."""
+    if not session.is_main:
+        return
+    result = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "schedule": schedule.state_dict(),
+        "ema": session.ema.state_dict() if session.ema else None,
+    }
+    path = run.directory.path / "final.pt"
+    torch.save(result, path.with_name(".final.pt"))
+    path.with_name(".final.pt").replace(path)
+
+
+def options(argv):
+    parser = hpctrain.options(description="A training that hurts itself.")
+    own = parser.add_argument_group("of this script")
+    own.add_argument("--optimizer", choices=("adam", "sgd"), default="sgd")
+    own.add_argument("--samples", type=int, default=100, help="of the training set")
+    own.add_argument("--pace", type=float, default=0.0, help="seconds that a step waits")
+    own.add_argument("--context", help="how loader workers start: fork, spawn, forkserver")
+    own.add_argument("--fault", action="append", default=[], help="see the text above the code")
+    own.set_defaults(global_batch=12, epochs=3, log_every=1, run="run", lr=0.05)
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = options(argv)
+    rank = hpctrain.detect().rank
+    faults = Faults(args, rank)
+    random.seed(args.seed + rank)
+    numpy.random.seed(args.seed + rank)
+    faults.at("imports")
+    with hpctrain.Session(args) as session:
+        faults.at("opened")
+        train(session, args, faults)
+
+
+def train(session, args, faults):
+    context = {"multiprocessing_context": args.context} if args.context else {}
+    loader = session.loader(Bars(args.samples, 1, augmented=True), **context)
+    test_loader = session.loader(Bars(60, 2, augmented=False), train=False, **context)
+    model = Net()
+    kinds = {
+        "adam": lambda: torch.optim.Adam(model.parameters(), args.lr / 10),
+        "sgd": lambda: torch.optim.SGD(model.parameters(), args.lr, 0.9, weight_decay=1e-4),
+    }
+    model, optimizer = session.prepare(model, kinds[args.optimizer]())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    counted = Counted(faults)
+    with session.run(state={"schedule": schedule, "counted": counted}, name="survivor") as run:
+        counted.run = run
+        ledger = Ledger(session, run.directory.path)
+        faults.at("entered")
+        for epoch in run.epochs():
+            for images, targets, ids in run.batches(loader):
+                mix, order = random.uniform(0.7, 1), numpy.random.permutation(len(images))
+                mixed = mix * images + (1 - mix) * images[order]
+                with session.autocast():
+                    scores = model(mixed)
+                    loss = mix * F.cross_entropy(scores, targets)
+                    loss = loss + (1 - mix) * F.cross_entropy(scores, targets[order])
+                done = session.step(loss * faults.at(run.step))
+                run.log(loss=loss)
+                counted.samples += len(images)
+                ledger.consumed(ids, mix, int(order[0]))
+                if done:
+                    schedule.step()
+                    ledger.step(run.step, model)
+                    time.sleep(args.pace)
+            run.log(**evaluate(session, model, test_loader, faults, epoch))
+        leave_result(session, run, model, optimizer, schedule)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
