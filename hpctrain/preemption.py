@@ -43,7 +43,7 @@ class Stopped(SystemExit):
     """
 
     def __init__(self, reason: str, together: bool, env: Mapping[str, str]) -> None:
-        told = together and variables.VERDICT in env
+        told = together and env.get(variables.VERDICT)
         super().__init__(0 if told else rundir.STOPPED)
         self.reason = reason
         self.together = together

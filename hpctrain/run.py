@@ -8,8 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-
 from hpctrain import generators, identity, optim, preparation, rundir, seeds, signals
 from hpctrain.agreement import Agreement
 from hpctrain.data import Loader, TrainingSampler
@@ -163,9 +161,8 @@ class Run:
         self._begun = True
         session = self._session
         options, world = session.options, session.world
-        generators.seed(
-            seeds.derive("epoch", options.seed, self.epoch, world.rank), options.deterministic
-        )
+        number = seeds.derive("epoch", options.seed, self.epoch, world.rank)
+        generators.seed(number, session.device, all_of_them=options.deterministic)
         self._plan(loader)
         iterator = self._iterate(loader)
         self._put_back_random()
@@ -187,7 +184,8 @@ class Run:
                         optim.apply(session.optimizers, self._schedule.factor(self.step))
                 if deterministic:
                     micro_batch = self._index * world.world_size + world.rank
-                    torch.manual_seed(seeds.derive("step", options.seed, self.step, micro_batch))
+                    number = seeds.derive("step", options.seed, self.step, micro_batch)
+                    generators.seed(number, session.device)
                 self._in_step = True
                 try:
                     yield batch
