@@ -1,7 +1,9 @@
 """The ranks under Horovod: who they are, what they sum, and who of them is lost."""
 
 import atexit
+import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +34,7 @@ __all__ = ["Horovod"]
 
 T = TypeVar("T")
 _MOST_LATER = 64
+_SHUTDOWN_SECONDS = 5.0
 _LOOK_SECONDS = 0.1  # while Horovod connects the ranks: for one that is lost
 
 
@@ -280,8 +283,26 @@ class Horovod(Backend):
         if others is not None and failure is not None and not others.tell(failure):
             # Rank 0 is gone or silent, so shutting down together would wait for it.
             self._connections.cut()
-        self._hvd.shutdown()
+        if failure is None:
+            self._hvd.shutdown()
+        else:
+            self._shut_down_alone()
         self._let_go(failure)
+
+    def _shut_down_alone(self) -> None:
+        """After a failure: a sum of Horovod's own that begins when the others are gone never ends.
+
+        Its shutdown waits for that sum until gloo's time-out, half an hour; so, then, does its
+        destructor at the end of the process, which is left without.
+        """
+        shutdown = self._hvd.mpi_ops._basics.shutdown
+        thread = threading.Thread(target=shutdown, name="hvd.shutdown", daemon=True)
+        thread.start()
+        thread.join(_SHUTDOWN_SECONDS)
+        if thread.is_alive():
+            logger.warning("Horovod does not shut down, so this process leaves without")
+            atexit.unregister(shutdown)
+            atexit.register(_leave)
 
     def _complain(self) -> None:
         """This rank waits in vain: rank 0 looks for whom."""
@@ -307,6 +328,14 @@ class Horovod(Backend):
         if self._server is not None:
             self._server.close()
             self._server = None
+
+
+def _leave() -> None:
+    """End a process that has failed, without the destructors of its libraries."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 class _Work:
