@@ -13,7 +13,7 @@ from test_backends import images, session, small_model
 from torch import nn
 
 import hpctrain
-from hpctrain.errors import UsageError
+from hpctrain.errors import ReplacedError, UsageError
 from hpctrain.rundir import RunDirectory
 
 
@@ -226,6 +226,29 @@ def test_a_checkpoint_of_another_run_is_not_taken():
     options |= {"max_steps": 4, "resume": True}
     assert ranks.values(ranks.run(1, train_with, options))[0][0] == [3]
     assert "step-00000005 is of another run" in Path("run/logs/rank-0.log").read_text()
+
+
+def is_replaced():
+    """After its second step another start takes the directory over, as one on a new host would."""
+    with session(global_batch=12, max_steps=4000, run="run", checkpoint_every=2) as opened:
+        model = opened.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        with opened.run(name="example") as run:
+            for _ in run.epochs():
+                for batch, _targets in run.batches(opened.loader(images(50))):
+                    opened.step(model(batch).mean())
+                    if run.step == 2 and opened.is_main:
+                        lock = Path("run/.lock")
+                        lock.write_text(json.dumps(json.loads(lock.read_text()) | {"token": "x"}))
+                        Path("run/summary.json").write_text("of the other start")
+
+
+def test_a_start_that_was_replaced_ends_on_all_ranks_and_leaves_the_directory_alone(run):
+    results = run(3, is_replaced)
+    assert all(isinstance(result, ReplacedError) for result in results), results
+    assert "fenced off" in results[2].found
+    assert RunDirectory("run").steps() in ([], [2])
+    assert Path("run/summary.json").read_text() == "of the other start"
 
 
 def crashes_with_workers():
