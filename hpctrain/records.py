@@ -108,6 +108,7 @@ class Records:
             self.lock.release()
         if self._tee is not None:
             self._tee.close()
+            self._tee = None  # it has what standard error was, for as long as somebody needs that
         speech.drop(self._log)
 
     def _sum_up(self, error: BaseException | None, facts: Mapping[str, Any]) -> None:

@@ -161,7 +161,7 @@ class Session:
         """
         opts = self.options
         return backends.Settings(
-            opts.timeout + _SECONDS_TO_BLAME,
+            opts.timeout + min(_SECONDS_TO_BLAME, opts.timeout),
             opts.start_timeout,
             self.batches.accumulate,
             opts.deterministic,
