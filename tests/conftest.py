@@ -72,7 +72,11 @@ def _children():
     """The processes that this one started and has not reaped, but for multiprocessing's own."""
     children = {}
     for table in Path("/proc/self/task").glob("*/children"):
-        for pid in table.read_text().split():
+        try:
+            pids = table.read_text().split()
+        except FileNotFoundError:  # a thread that has just ended
+            continue
+        for pid in pids:
             command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode()
             if "multiprocessing." not in command:
                 children[int(pid)] = command

@@ -76,10 +76,7 @@ def load_newest(
     found = places(directory)
     for step in reversed(found):
         try:
-            said = read_manifest(found[step], step).get("run")
-            if run is not None and said != run:
-                raise CheckpointError(f"{found[step]} is of another run, {said}, not {run}")
-            return step, load(found[step], step)
+            return step, load(found[step], step, run=run)
         except CheckpointError as error:
             logger.error("%s; trying the one before", error.found)
     if found:
@@ -91,19 +88,28 @@ def load_newest(
     return None
 
 
-def load(folder: Path, step: int, parts: Collection[str] | None = None) -> dict[str, Any]:
+def load(
+    folder: Path,
+    step: int,
+    parts: Collection[str] | None = None,
+    run: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """The state in a checkpoint, part by part, on the CPU.
 
     Args:
         folder: of the checkpoint.
         step: that it has to be of.
         parts: those to read, where they are there (default: all).
+        run: that it has to be of (default: any).
 
     Raises:
-        CheckpointError: it is not what was written.
+        CheckpointError: it is not what was written, or of another run.
     """
     state = {}
-    for name, said in read_manifest(folder, step)["files"].items():
+    manifest = read_manifest(folder, step)
+    if run is not None and manifest.get("run") != run:
+        raise CheckpointError(f"{folder} is of another run, {manifest.get('run')}, not {run}")
+    for name, said in manifest["files"].items():
         part = name.removesuffix(".pt")
         if parts is not None and part not in parts:
             continue

@@ -170,10 +170,11 @@ def test_processes_that_are_started_unheard_do_not_die_of_a_signal_and_this_one_
 
 def test_a_worker_that_hangs_is_ended_by_its_parent_and_by_nobody_else():
     lines = (
-        "import os, subprocess, sys, time\n"
+        "import os, signal, subprocess, sys, time\n"
         "from hpctrain import signals\n"
         "signals.heed(int(sys.argv[1]))\n"
         "subprocess.run(['kill', '-TERM', str(os.getpid())])\n"
+        "while signal.SIGTERM in signal.sigpending(): time.sleep(0.01)\n"  # two would be one
         "print('alive', flush=True)\n"
         "time.sleep(60)\n"
     )
