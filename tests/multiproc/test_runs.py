@@ -505,7 +505,7 @@ def unlike_checkpoints():
 
 
 def test_ranks_that_find_different_checkpoints_do_not_train():
-    ranks.run(3, train_with, {"die_at": 6})
+    ranks.run(3, train_with, {"die_at": 7, "checkpoint_every": 2})
     for result in ranks.run(3, unlike_checkpoints):
         assert isinstance(result, hpctrain.HpctrainError)
         assert "1 of 3 ranks do not find" in str(result)
