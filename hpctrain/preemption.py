@@ -81,6 +81,8 @@ class Preemption:
             return  # handlers belong to the main thread
         interactive = hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
         for number in signals.STOP if interactive else _TAKEN:
+            if signal.getsignal(number) == signal.SIG_IGN:
+                continue  # as in the background of a shell's script, which is not to hear Ctrl-C
             self._found[number] = signal.signal(number, self._handle)
         undo.callback(self._put_back)
 
@@ -103,7 +105,7 @@ class Preemption:
             threading.Thread(target=self._ask, name="end of the job", daemon=True).start()
 
     def end(self) -> None:
-        """The run is over: a signal ends the process again."""
+        """The run is over, and no file asks for anything."""
         self._running = False
         self._of_the_run = None
 

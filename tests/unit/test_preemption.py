@@ -24,6 +24,8 @@ def run(tmp_path):
 @pytest.fixture
 def watching(run):
     """Makes a Preemption inside of a run; at the end the handlers are those of before."""
+    # The background of a shell's script, in which tests may run, ignores it.
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = {number: signal.getsignal(number) for number in (*signals.STOP, signal.SIGINT)}
     with ExitStack() as undo:
 
@@ -36,6 +38,7 @@ def watching(run):
 
         yield make
     assert before == {number: signal.getsignal(number) for number in before}
+    signal.signal(signal.SIGINT, found)
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT"])
@@ -45,6 +48,16 @@ def test_a_signal_to_any_rank_is_a_request(watching, name):
     signal.raise_signal(getattr(signal, name))
     assert preemption.asked() == name
     assert name in REASONS
+
+
+def test_what_was_ignored_at_the_start_stays_so(watching):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        preemption = watching()
+        signal.raise_signal(signal.SIGINT)
+        assert preemption.asked() is None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_second_interrupt_leaves_at_once(watching):
