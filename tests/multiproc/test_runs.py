@@ -263,6 +263,7 @@ def crashes_with_workers():
                     raise ArithmeticError("of the script")
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_is_not_held_back_by_its_workers():
     (result,) = ranks.run(1, crashes_with_workers)
     assert isinstance(result, ArithmeticError)
