@@ -1,0 +1,1 @@
+"""Describe a job once; render, check and submit it. Never imports torch."""

@@ -1,0 +1,81 @@
+"""JOB.toml: a JobSpec in a file, with the same names."""
+
+import json
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.jobs.spec import JobSpec, complaint, unknown
+
+__all__ = ["read", "text"]
+
+_MOST_BYTES = 2**20
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a JOB.toml says, by the names of JobSpec; the values are not checked yet.
+
+    Raises:
+        UsageError: it cannot be read, is no TOML, or has names that JobSpec has not.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES} bytes")
+        values = tomllib.loads(content.decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{path} cannot be read: {error}",
+            'a job in TOML, such as\n    command = "python train.py"\n    nodes = 2',
+            "hpctrain submit --save JOB.toml --dry-run [options] -- COMMAND … writes one",
+        ) from None
+    if problems := unknown(list(values)):
+        raise complaint(problems, str(path))
+    return values
+
+
+def text(spec: JobSpec) -> str:
+    """The TOML that says what a JobSpec says; defaults are left out."""
+    lines, tables = [], []
+    for one in fields(spec):
+        value = getattr(spec, one.name)
+        if value is None or value == one.default or value in ({}, ()):
+            continue
+        if one.name == "sweep":
+            tables.append("\n".join(f"[[sweep]]\n{_rows(dict(each))}" for each in value))
+        elif isinstance(value, dict):
+            tables.append(f"[{one.name}]\n{_rows(value)}")
+        else:
+            lines.append(f"{one.name} = {_value(value)}\n")
+    return "\n".join(["".join(lines), *tables])
+
+
+def _rows(table: dict[str, Any]) -> str:
+    return "".join(f"{_text(name)} = {_value(value)}\n" for name, value in table.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_text(one) for one in value) + "]"
+    return _text(str(value))
+
+
+def _text(value: str) -> str:
+    """A basic string. Source: https://toml.io/en/v1.0.0#string
+
+    Raises:
+        UsageError: it has bytes that are no UTF-8, which TOML cannot hold.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{value!r} is not UTF-8", "text that TOML can hold") from None
+    # JSON's escapes are TOML's, but for DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

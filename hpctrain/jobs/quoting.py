@@ -1,0 +1,55 @@
+"""Text that stays text: in a line of bash, and in a line of #SBATCH. Pure."""
+
+import re
+import shlex
+
+__all__ = ["directive", "word"]
+
+_PLAIN = re.compile(r"[\w@%+=:,./-]+\Z", re.ASCII)
+_ESCAPES = {"\\": r"\\", "'": r"\'", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+
+def word(text: str) -> str:
+    r"""One word of bash that stands for the text, whatever it is; on one line, readable.
+
+    Control characters and bytes that are no UTF-8 (as `os.fsdecode` gives them) are written as
+    $'\n' or $'\xff', as sbatch refuses a script with \r and #SBATCH might begin a line.
+
+    Source: QUOTING of bash(1).
+
+    Raises:
+        ValueError: it holds NUL, which no argument and no variable can.
+    """
+    if "\0" in text:
+        raise ValueError("text without NUL")
+    if all(character.isprintable() for character in text):
+        return shlex.quote(text)
+    return "$'" + "".join(_escaped(character) for character in text) + "'"
+
+
+def _escaped(character: str) -> str:
+    if character in _ESCAPES:
+        return _ESCAPES[character]
+    if character.isprintable():
+        return character
+    # In octal, which takes three digits and no more; \x would take what follows as well.
+    return "".join(f"\\{byte:03o}" for byte in character.encode(errors="surrogateescape"))
+
+
+def directive(name: str, value: str) -> str:
+    r"""One #SBATCH line.
+
+    Its parser is no shell: a backslash takes the next character as it is, inside of quotes too,
+    and white space and # end a value.
+
+    Source: src/sbatch/opt.c of Slurm 22.05, `_get_argument`.
+
+    Raises:
+        ValueError: the value holds what would end the line, or no printable text.
+    """
+    if not all(character.isprintable() for character in value):
+        raise ValueError("one line of printable characters")
+    if value and _PLAIN.match(value):
+        return f"#SBATCH --{name}={value}"
+    quoted = re.sub(r'(["\\])', r"\\\1", value)
+    return f'#SBATCH --{name}="{quoted}"'

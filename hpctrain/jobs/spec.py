@@ -1,0 +1,267 @@
+"""JobSpec: what a job is, once, for sbatch, submitit and this machine. Pure."""
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.jobs import units, values
+
+__all__ = ["BACKENDS", "LAUNCHERS", "JobSpec", "complaint", "names", "unknown"]
+
+LAUNCHERS = ("srun", "torchrun", "horovodrun", "none")
+BACKENDS = ("auto", "single", "ddp", "horovod", "dataparallel")
+RUNTIMES = ("apptainer", "pyxis")
+# Source: --signal and --mail-type of sbatch(1).
+SIGNALS = ("USR1", "USR2", "TERM", "INT", "HUP")
+MAIL_EVENTS = (
+    *("NONE", "BEGIN", "END", "FAIL", "REQUEUE", "ALL", "INVALID_DEPEND", "STAGE_OUT"),
+    *("TIME_LIMIT", "TIME_LIMIT_90", "TIME_LIMIT_80", "TIME_LIMIT_50", "ARRAY_TASKS"),
+)
+
+_DEPENDENCY = re.compile(r"singleton|after(?:\w+)?(?::\d+(?:_\d+)?(?:\+\d+)?)+\Z", re.ASCII)
+_ARRAY = re.compile(r"\d+(?:-\d+(?::[1-9]\d*)?)?(?:,\d+(?:-\d+(?::[1-9]\d*)?)?)*\Z", re.ASCII)
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z", re.ASCII)
+
+
+def _field(take: Callable[[Any], Any], default: Any, about: str, metavar: str = "") -> Any:
+    """A field: how it is read and checked, its default, and a line of help."""
+    more: dict[str, Any] = {"take": take, "help": about, "metavar": metavar}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=more)
+    return field(default=default, metadata=more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What a job is. The same names are those of JOB.toml and, with dashes, of `hpctrain submit`.
+
+    Everything is checked when it is made, all problems at once. Numbers may come as texts. What is
+    not said is left to the cluster.
+
+    Raises:
+        UsageError: with a line for each value that cannot be.
+    """
+
+    about: str = _field(values.string, "", "what it is, for the head of the script")
+    name: str = _field(values.name, "", "of the job (default: the script's)", "NAME")
+    comment: str = _field(values.line, "", "for scontrol and sacct", "TEXT")
+    cluster: str = _field(values.line, "", "the profile [cluster.NAME] of your settings", "NAME")
+    command: tuple[str, ...] = _field(
+        values.command, (), "program and arguments; no shell reads them"
+    )
+    function: str = _field(
+        values.matching(_FUNCTION, "MODULE:FUNCTION"),
+        "", "a Python function in place of a command", "MODULE:FUNCTION",
+    )  # fmt: skip
+    run: str = _field(values.string, "", "run directory (default: runs/NAME-JOBID)", "DIR")
+    launcher: str = _field(
+        values.one_of(LAUNCHERS), "srun", f"what starts the ranks: {', '.join(LAUNCHERS)}", "NAME"
+    )
+    elastic: bool = _field(
+        values.flag, False, "go on with the hosts that are left when one is lost"
+    )
+    backend: str = _field(
+        values.one_of(("", *BACKENDS)), "", "how ranks talk, the option of the script", "NAME"
+    )
+
+    nodes: int = _field(values.whole(1, 10**5), 1, "hosts", "N")
+    tasks_per_node: int | None = _field(
+        values.whole(1, 1024), None, "ranks on each host (default: one for each GPU, else one)", "N"
+    )
+    gpus_per_node: str = _field(
+        values.written(units.gpu_count), "0", "GPUs of each host, such as 4 or a100:4", "N"
+    )
+    cpus_per_task: int | None = _field(values.whole(1, 4096), None, "CPUs for each rank", "N")
+    memory: str = _field(values.written(units.memory), "", "of each host, such as 64G", "SIZE")
+    time: str = _field(values.written(units.slurm_time), "", "such as 4h, 1d12h, 90m", "TIME")
+    partition: str = _field(values.line, "", "Slurm's", "NAME")
+    account: str = _field(values.line, "", "Slurm's", "NAME")
+    qos: str = _field(values.line, "", "Slurm's", "NAME")
+    constraint: str = _field(values.line, "", "features that hosts must have", "EXPR")
+    exclude: str = _field(values.line, "", "hosts not to use", "HOSTS")
+    dependency: tuple[str, ...] = _field(
+        values.list_of(values.matching(_DEPENDENCY, "such as afterok:123, or singleton"), ","),
+        (), "jobs to wait for, such as afterok:123", "JOBS",
+    )  # fmt: skip
+    array: str = _field(
+        values.matching(_ARRAY, "indices such as 0-5 or 1,3,7"),
+        "",
+        "one task for each index",
+        "INDICES",
+    )
+    sweep: tuple[tuple[tuple[str, str], ...], ...] = _field(
+        values.sweep, (), "options and values to try: a grid, or a list of settings"
+    )
+    throttle: int | None = _field(
+        values.whole(1), None, "tasks of an array or sweep that run at once", "N"
+    )
+    mail: str = _field(values.line, "", "address to tell how the job ends", "ADDRESS")
+    mail_events: tuple[str, ...] = _field(
+        values.list_of(values.one_of(MAIL_EVENTS), ","),
+        ("END", "FAIL"),
+        "what to tell of",
+        "EVENTS",
+    )
+    output: str = _field(
+        values.line, "", "log file, with Slurm's patterns (default: %%x-%%j.log)", "PATTERN"
+    )
+
+    signal: str = _field(values.one_of(SIGNALS), "USR2", "what tells the script to save", "NAME")
+    signal_lead: int = _field(
+        values.whole(0, 65535),
+        120,
+        "seconds before the end of the time to save in; 0: none",
+        "SECONDS",
+    )
+    requeue: bool = _field(values.flag, True, "start again what was stopped")
+    max_restarts: int | None = _field(
+        values.whole(0), None, "give up after so many restarts (default: none)", "N"
+    )
+
+    environment: Mapping[str, str] = _field(values.environment, {}, "variables of the ranks")
+    modules: tuple[str, ...] = _field(
+        values.list_of(values.string), (), "for `module load`", "NAME"
+    )
+    setup: tuple[str, ...] = _field(
+        values.list_of(values.string),
+        (),
+        "lines of bash to run before; the only field that is code",
+        "LINE",
+    )
+    venv: str = _field(values.string, "", "virtual environment to activate", "DIR")
+    conda: str = _field(values.string, "", "conda environment to activate", "NAME")
+    container: str = _field(values.string, "", "image in which the ranks run", "IMAGE")
+    container_runtime: str = _field(
+        values.one_of(("", *RUNTIMES)), "", "apptainer (default) or pyxis", "NAME"
+    )
+    stage_code: str = _field(
+        values.string, "", "folder that each host copies to its own disk; ranks start there", "DIR"
+    )
+    stage_environment: str = _field(
+        values.string,
+        "",
+        "archive of an environment that each host unpacks on its own disk",
+        "FILE.tar",
+    )
+    extra: Mapping[str, str | bool] = _field(values.extra, {}, "other options of sbatch")
+
+    def __post_init__(self) -> None:
+        problems = []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if type(value) is type(one.default) and value == one.default:
+                continue
+            try:
+                object.__setattr__(self, one.name, one.metadata["take"](value))
+            except (ValueError, TypeError) as error:
+                problems.append((f"{one.name} = {_shown(value)}", str(error)))
+        if not problems:
+            problems = list(self._contradictions())
+        if problems:
+            raise complaint(problems)
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs of each node."""
+        return units.gpu_count(self.gpus_per_node)
+
+    @property
+    def tasks(self) -> int:
+        """The number of ranks on each node."""
+        return self.tasks_per_node or self.gpus or 1
+
+    @property
+    def title(self) -> str:
+        """The job's name: the one given, else that of the script, module or function."""
+        if self.name:
+            return self.name
+        if self.function:
+            return self.function.rpartition(":")[2]
+        words = [word for word in self.command if word.endswith(".py")] or self.command[:1]
+        if len(self.command) > 2 and self.command[1] == "-m":
+            words = [self.command[2].rpartition(".")[2]]
+        plain = re.sub(r"[^\w.-]", "_", os.path.basename(words[0])) if words else ""
+        return plain.removesuffix(".py")[: values.LONGEST_NAME] or "job"
+
+    @property
+    def indices(self) -> str:
+        """Those of the array that this job is; empty where it is none."""
+        return f"0-{len(self.sweep) - 1}" if self.sweep else self.array
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        """Program and arguments of a rank; empty where neither command nor function was given."""
+        backend = ("--backend", self.backend) if self.backend else ()
+        if self.function:
+            module, _, function = self.function.partition(":")
+            return ("python", "-c", f"import {module}; {module}.{function}()", *backend)
+        return (*self.command, *backend) if self.command else ()
+
+    def _contradictions(self) -> Sequence[tuple[str, str]]:
+        """What fits its name and not the rest: what was found, what was expected."""
+        found = []
+        for one, other in (
+            ("command", "function"), ("array", "sweep"), ("venv", "conda"),
+            ("venv", "stage_environment"), ("conda", "stage_environment"),
+        ):  # fmt: skip
+            if getattr(self, one) and getattr(self, other):
+                found.append((f"{one} and {other}", "one of them"))
+        for one, needed, there in (
+            ("throttle", "array or sweep", self.indices),
+            ("container_runtime", "container", self.container),
+            ("max_restarts", "requeue", self.requeue),
+        ):
+            if getattr(self, one) and not there:
+                found.append((f"{one} without {needed}", "both"))
+        alone = self.launcher == "none" or self.backend == "dataparallel"
+        if self.gpus and self.tasks != self.gpus and not alone:
+            found.append(
+                (
+                    f"tasks_per_node = {self.tasks} with {self.gpus} GPUs on each node",
+                    f"a rank for each GPU: tasks_per_node = {self.gpus}, or none",
+                )
+            )
+        if self.elastic and self.launcher not in ("srun", "horovodrun"):
+            found.append((f"elastic with launcher = {self.launcher}", "srun or horovodrun"))
+        if self.container and self.launcher in ("horovodrun", "none"):
+            found.append((f"container with launcher = {self.launcher}", "srun or torchrun"))
+        if self.time and self.signal_lead >= units.seconds(self.time):
+            found.append(
+                (
+                    f"signal_lead = {self.signal_lead} and time = {self.time}",
+                    "less than the whole time, in seconds",
+                )
+            )
+        return found
+
+
+def names() -> list[str]:
+    """The names of all fields."""
+    return [one.name for one in fields(JobSpec)]
+
+
+def unknown(given: Sequence[str]) -> list[tuple[str, str]]:
+    """A problem for each name that is none of JobSpec's."""
+    problems = []
+    for name in given:
+        if name not in names():
+            near = difflib.get_close_matches(str(name).replace("-", "_"), names(), 1)
+            guess = f"{near[0]}; " if near else ""
+            problems.append((f"{_shown(name)}", f"{guess}one of {', '.join(names())}"))
+    return problems
+
+
+def complaint(problems: Sequence[tuple[str, str]], source: str = "") -> UsageError:
+    """The error that tells of all problems: what was found and what was expected, of each."""
+    lines = "".join(f"\n  {found}\n    expected: {expected}" for found, expected in problems)
+    count = "a value" if len(problems) == 1 else f"{len(problems)} values"
+    return UsageError(f"{source + ': ' if source else ''}{count} of the job cannot be:{lines}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "…"

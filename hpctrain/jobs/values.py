@@ -1,0 +1,225 @@
+"""How each value of a JobSpec is read and checked: from Python, TOML or a command line. Pure.
+
+Each function here takes what was given and returns what is kept, or raises ValueError with what
+was expected; some return such a function.
+"""
+
+import itertools
+import math
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "command",
+    "environment",
+    "extra",
+    "flag",
+    "line",
+    "list_of",
+    "matching",
+    "name",
+    "one_of",
+    "string",
+    "sweep",
+    "whole",
+    "written",
+]
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
+# bash cannot set the first ones; the others are the script's own and Slurm's.
+_READ_ONLY = re.compile(
+    r"(BASHOPTS|BASH_VERSINFO|EUID|PPID|SHELLOPTS|UID|IFS|BASH_ENV"
+    r"|HPCTRAIN_(STOP|VERDICT|RUN|SECRET)|SLURM_.*)\Z"
+)
+_OPTION = re.compile(r"[a-z][a-z0-9-]*\Z", re.ASCII)
+_FLAG = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
+# Slurm's own limits are higher; beyond this it is a mistake, such as a file in place of a name.
+_LONGEST_LINE = 1000
+LONGEST_NAME = 200
+_MOST_SETTINGS = 10_000
+
+
+def whole(least: int, most: int = 10**6) -> Callable[[Any], int]:
+    """A whole number, also as text."""
+
+    def take(value: Any) -> int:
+        text = str(value).strip()
+        if isinstance(value, bool) or not (text.isascii() and text.isdigit() and len(text) < 12):
+            raise ValueError(f"a whole number from {least} on")
+        if not least <= int(text) <= most:
+            raise ValueError(f"a whole number from {least} to {most}")
+        return int(text)
+
+    return take
+
+
+def flag(value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def string(value: Any) -> str:
+    """Any text without NUL; a path as well."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError("text without NUL")
+    return value
+
+
+def line(value: Any) -> str:
+    """What stands in a line of #SBATCH."""
+    text = string(value)
+    if not all(character.isprintable() for character in text):
+        raise ValueError("one line of printable characters")
+    if len(text) > _LONGEST_LINE:
+        raise ValueError(f"at most {_LONGEST_LINE} characters")
+    return text
+
+
+def name(value: Any) -> str:
+    """Of files as well: Slurm's %x, and the run directory."""
+    text = line(value)
+    if "/" in text or len(text.encode(errors="replace")) > LONGEST_NAME or text.strip() != text:
+        raise ValueError(f"a name without / and of at most {LONGEST_NAME} bytes")
+    return text
+
+
+def one_of(allowed: Sequence[str]) -> Callable[[Any], str]:
+    """One of some words."""
+
+    def take(value: Any) -> str:
+        if value not in allowed:
+            raise ValueError(f"one of {', '.join(allowed)}")
+        return str(value)
+
+    return take
+
+
+def matching(pattern: re.Pattern[str], expected: str) -> Callable[[Any], str]:
+    """A line that matches, or an empty one."""
+
+    def take(value: Any) -> str:
+        text = line(str(value) if isinstance(value, int) else value)
+        if text and not pattern.match(text):
+            raise ValueError(expected)
+        return text
+
+    return take
+
+
+def written(unit: Callable[[str], Any]) -> Callable[[Any], str]:
+    """A time, a size or a number of GPUs: checked by `unit`, kept as Slurm writes it."""
+
+    def take(value: Any) -> str:
+        text = "" if value is None or isinstance(value, bool) else str(value)
+        made = unit(text)
+        return made if isinstance(made, str) else text
+
+    return take
+
+
+def list_of(one: Callable[[Any], str], split: str = "") -> Callable[[Any], tuple[str, ...]]:
+    """A list, or one text, cut at `split` where there is one."""
+
+    def take(value: Any) -> tuple[str, ...]:
+        if isinstance(value, str):
+            value = value.split(split) if split else [value]
+        if not isinstance(value, (list, tuple)):
+            raise ValueError("a list of texts")
+        return tuple(one(item) for item in value)
+
+    return take
+
+
+def command(value: Any) -> tuple[str, ...]:
+    """A list, or a line split as a shell would; never given to one."""
+    if isinstance(value, str):
+        try:
+            value = shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"a list, or a line with its quotes closed ({error})") from None
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("a list of texts, or one line")
+    words = tuple(string(item) for item in value)
+    if words and not words[0].strip():
+        raise ValueError("a program first")
+    return words
+
+
+def environment(value: Any) -> dict[str, str]:
+    """Names that a job may set, and texts."""
+    if not isinstance(value, Mapping):
+        raise ValueError("a table of NAME = value")
+    taken = {}
+    for name, content in value.items():
+        if not isinstance(name, str) or not _VARIABLE.match(name) or _READ_ONLY.match(name):
+            raise ValueError(f"names of variables that a job may set, not {name!r}")
+        taken[name] = _value(content)
+    return taken
+
+
+def extra(value: Any) -> dict[str, str | bool]:
+    """Long options of sbatch's that JobSpec has no field for."""
+    if not isinstance(value, Mapping):
+        raise ValueError("a table of options of sbatch, without their --")
+    taken: dict[str, str | bool] = {}
+    for name, content in value.items():
+        if not isinstance(name, str) or not _OPTION.match(name):
+            raise ValueError(f"options of sbatch by their long names, not {name!r}")
+        if own := _OWN_OPTIONS.get(name):
+            raise ValueError(f"no {name}: that is {own}")
+        taken[name] = content if isinstance(content, bool) else line(str(content))
+    return taken
+
+
+def sweep(value: Any) -> tuple[tuple[tuple[str, str], ...], ...]:
+    """A grid, as a table of lists, or a list of tables; each setting as options and values."""
+    if isinstance(value, Mapping):
+        axes = [[(name, one) for one in _values(values)] for name, values in value.items()]
+        if math.prod(len(axis) for axis in axes) > _MOST_SETTINGS:
+            raise ValueError(f"at most {_MOST_SETTINGS} settings")
+        settings = [dict(one) for one in itertools.product(*axes)] if axes else []
+    elif isinstance(value, (list, tuple)):
+        settings = [dict(one) for one in value]
+    else:
+        raise ValueError("a table of lists, or a list of tables")
+    if len(settings) > _MOST_SETTINGS:
+        raise ValueError(f"at most {_MOST_SETTINGS} settings")
+    for setting in settings:
+        for name in setting:
+            if not isinstance(name, str) or not _FLAG.match(name):
+                raise ValueError(f"names of options, not {name!r}")
+    return tuple(tuple((name, _value(one)) for name, one in each.items()) for each in settings)
+
+
+def _values(values: Any) -> Sequence[Any]:
+    if not isinstance(values, (list, tuple)) or not values:
+        raise ValueError("a list of values for each option")
+    return values
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return repr(value)
+    return string(value)
+
+
+# What has a field of its own, so that nothing is said twice.
+_OWN_OPTIONS = {
+    "job-name": "name", "comment": "comment", "chdir": "the folder in which it is submitted",
+    "nodes": "nodes", "ntasks-per-node": "tasks_per_node", "ntasks": "nodes and tasks_per_node",
+    "gpus-per-node": "gpus_per_node", "cpus-per-task": "cpus_per_task", "mem": "memory",
+    "time": "time", "partition": "partition", "account": "account", "qos": "qos",
+    "constraint": "constraint", "exclude": "exclude", "dependency": "dependency",
+    "array": "array", "mail-user": "mail", "mail-type": "mail_events", "output": "output",
+    "signal": "signal and signal_lead", "requeue": "requeue", "no-requeue": "requeue",
+    "open-mode": "append, always", "no-kill": "elastic", "export": "environment",
+    "wrap": "command", "parsable": "what submit does", "test-only": "submit --dry-run",
+    "wait": "submit --wait", "gpus-per-task": "gpus_per_node: all GPUs of a node are for NCCL",
+}  # fmt: skip
