@@ -1,0 +1,177 @@
+"""What a job may be, and what is said of one that may not."""
+
+import dataclasses
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain import backends
+from hpctrain.errors import UsageError
+from hpctrain.jobs import files, units
+from hpctrain.jobs.spec import BACKENDS, JobSpec, names, unknown
+
+TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
+VARIABLE = st.from_regex(r"X_[A-Za-z0-9_]{0,8}", fullmatch=True)
+
+
+def refused(**values):
+    with pytest.raises(UsageError) as caught:
+        JobSpec(**values)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *(("4h", 14400), ("1d12h", 129600), ("90m", 5400), ("90min", 5400), ("45s", 45)),
+        *(("90", 5400), ("1:30", 90), ("04:00:00", 14400), ("1-12", 129600), ("1-0:30", 88200)),
+        *(("2-01:02:03", 176523), (" 4h ", 14400), ("1h30m", 5400)),
+    ],
+)
+def test_times_as_people_and_slurm_write_them(text, expected):
+    assert units.seconds(text) == expected
+    assert units.seconds(units.slurm_time(text)) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "h", "4x", "-4h", "4h:30", "١h", "1e3", "999999999999d", "4 h\n2"]
+)
+def test_what_is_no_time(text):
+    with pytest.raises(ValueError, match="such as 4h"):
+        units.seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("64G", "64G"), ("64gb", "64G"), ("64GiB", "64G"), ("500", "500M"), ("0", "0"), ("2T", "2T")],
+)
+def test_sizes_of_memory(text, expected):
+    assert JobSpec(memory=text).memory == expected
+
+
+def test_all_problems_come_at_once_with_what_was_expected():
+    said = refused(
+        name="a/b", nodes=0, time="soon", gpus_per_node="many", requeue="no", venv=None,
+        environment={"PATH-": "x"}, extra={"nodes": "3"}, mail_events=["LATER"], memory="much",
+        dependency="afterok:x", array="0..5", function="train", container_runtime="docker",
+    )  # fmt: skip
+    assert said.startswith("14 values of the job cannot be:")
+    for name in (
+        *("name", "nodes", "time", "gpus_per_node", "requeue", "venv", "environment", "extra"),
+        *("mail_events", "memory", "dependency", "array", "function", "container_runtime"),
+    ):
+        assert f"\n  {name} = " in said, name
+    assert "no nodes: that is nodes" in said
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"command": "a", "function": "a:b"}, "command and function"),
+        ({"array": "0-5", "sweep": {"lr": [1]}}, "array and sweep"),
+        ({"venv": "a", "conda": "b"}, "venv and conda"),
+        ({"throttle": 2}, "throttle without array or sweep"),
+        ({"max_restarts": 2, "requeue": False}, "max_restarts without requeue"),
+        ({"gpus_per_node": 4, "tasks_per_node": 2}, "tasks_per_node = 2 with 4 GPUs"),
+        ({"elastic": True, "launcher": "torchrun"}, "elastic with launcher = torchrun"),
+        ({"container": "a.sif", "launcher": "horovodrun"}, "container with launcher = horovodrun"),
+        ({"time": "1m", "signal_lead": 60}, "signal_lead = 60 and time = 00:01:00"),
+        ({"nodes": True}, "nodes = True"),
+        ({"nodes": "٣"}, "nodes = '٣'"),
+        ({"command": 'python "x'}, "its quotes closed"),
+        ({"command": ["", "x"]}, "a program first"),
+        ({"comment": "a\nb"}, "comment"),
+        ({"partition": "a" * 1001}, "at most 1000 characters"),
+        ({"environment": {"SLURM_PROCID": "1"}}, "'SLURM_PROCID'"),
+        ({"environment": {"A": "x\0"}}, "text without NUL"),
+        ({"sweep": {"lr": []}}, "a list of values"),
+        ({"sweep": {"a": list(range(200)), "b": list(range(200))}}, "at most 10000 settings"),
+        ({"sweep": [{"lr; rm": 1}]}, "names of options"),
+    ],
+)
+def test_what_cannot_be_is_named(values, found):
+    assert found in refused(**values)
+
+
+def test_what_is_not_said_follows():
+    spec = JobSpec(command="python -u src/train.py --lr 0.1", gpus_per_node="a100:4", nodes="2")
+    assert (spec.title, spec.gpus, spec.tasks, spec.nodes) == ("train", 4, 4, 2)
+    assert spec.argv == ("python", "-u", "src/train.py", "--lr", "0.1")
+    assert JobSpec(command="python -m package.train").title == "train"
+    assert JobSpec(command="hostname").title == "hostname"
+    assert JobSpec(function="package.train:main").title == "main"
+    assert JobSpec(command="x", backend="horovod").argv == ("x", "--backend", "horovod")
+    assert JobSpec(gpus_per_node=4, tasks_per_node=1, backend="dataparallel").tasks == 1
+
+
+def test_a_sweep_is_a_grid_or_a_list():
+    grid = JobSpec(command="x", sweep={"lr": [0.1, 0.2], "seed": [1, 2, 3]}, throttle=2)
+    assert grid.indices == "0-5"
+    assert grid.sweep[3] == (("lr", "0.2"), ("seed", "1"))
+    assert JobSpec(sweep=[{"lr": 0.1}, {"lr": "-1", "wd": ""}]).sweep[1] == (
+        ("lr", "-1"),
+        ("wd", ""),
+    )
+
+
+@pytest.mark.parametrize("name", ["node", "gpus-per-node", "x"])
+def test_a_name_that_is_none_comes_with_the_valid_ones(name):
+    ((found, expected),) = unknown([name])
+    assert repr(name) == found
+    assert expected.endswith(", ".join(names()))
+    near = {"node": "nodes; ", "gpus-per-node": "gpus_per_node; ", "x": "one of "}[name]
+    assert expected.startswith(near)
+
+
+def test_backends_are_those_that_there_are():
+    assert set(BACKENDS) == {"auto", *backends.BACKENDS}
+
+
+def test_nothing_of_a_spec_can_be_changed_afterwards():
+    spec = JobSpec(command="x")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.nodes = 2
+    assert dataclasses.replace(spec, nodes=2).nodes == 2
+
+
+@given(
+    command=st.lists(TEXT, min_size=1, max_size=4).filter(lambda words: words[0].strip()),
+    environment=st.dictionaries(VARIABLE, TEXT, max_size=3),
+    setup=st.lists(TEXT, max_size=2),
+    run=TEXT,
+    sweep=st.lists(st.dictionaries(st.sampled_from(["lr", "seed"]), TEXT, min_size=1), max_size=3),
+    requeue=st.booleans(),
+    nodes=st.integers(1, 99),
+)
+def test_a_spec_survives_its_file(tmp_path_factory, **values):
+    spec = JobSpec(**values)
+    text = files.text(spec)
+    assert JobSpec(**tomllib.loads(text)) == spec
+    path = tmp_path_factory.getbasetemp() / "job.toml"
+    path.write_bytes(text.encode())
+    assert JobSpec(**files.read(path)) == spec
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"\xff", b"nodes = ", b"[" * 100_000, b"x = 1", b"# " + b"x" * 2**20, "folder"],
+)
+def test_a_file_that_is_no_job(tmp_path, content):
+    path = tmp_path / "job.toml"
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    if content == b"":
+        assert files.read(path) == {}
+        return
+    with pytest.raises(UsageError) as caught:
+        files.read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_text_that_toml_cannot_hold_is_refused():
+    with pytest.raises(UsageError, match="not UTF-8"):
+        files.text(JobSpec(command=["x", "\udcff"]))
