@@ -1,0 +1,71 @@
+"""`hpctrain lint`: what is wrong with a batch script, before Slurm sees it."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.jobs.lint import lint
+
+__all__ = ["add"]
+
+# A quarter of what Slurm itself takes by default (max_script_size).
+_MOST_BYTES = 2**20
+
+
+def add(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "lint",
+        help="find what is wrong with an sbatch script",
+        description="Reads batch scripts for sbatch, whoever wrote them, and prints what will go "
+        "wrong: file, line, rule, why, and what to type. Exit code 1 where there is anything. "
+        "Log folders are looked for in the current folder, as sbatch does.",
+    )
+    parser.add_argument(
+        "scripts", nargs="+", metavar="SCRIPT", help="a file; - reads standard input"
+    )
+    parser.set_defaults(command=_main)
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    texts = [(name, _text(name)) for name in arguments.scripts]
+    code = 0
+    for name, text in texts:
+        for finding in lint(text, Path.cwd()):
+            code = 1
+            place = f"{'standard input' if name == '-' else name}:{finding.line}"
+            sys.stdout.write(
+                f"{place}: {finding.rule}: {finding.reason}\n  to mend:  {finding.fix}\n"
+            )
+    return code
+
+
+def _text(name: str) -> str:
+    """The text of a script.
+
+    Raises:
+        UsageError: it cannot be read, is no text, or has nothing of a batch script.
+    """
+    try:
+        if name == "-":
+            read = sys.stdin.buffer.read(_MOST_BYTES + 1)
+        else:
+            with Path(name).open("rb") as file:
+                read = file.read(_MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{name} cannot be read: {reason}", "a batch script") from error
+    if len(read) > _MOST_BYTES:
+        raise UsageError(f"{name} has more than {_MOST_BYTES} bytes", "a batch script")
+    if not read.strip():
+        raise UsageError(f"{name} is empty", "a batch script")
+    if b"\0" in read:
+        raise UsageError(f"{name} is no text", "a batch script, which has no NUL byte")
+    text = read.decode(errors="backslashreplace")
+    if not text.startswith("#!") and "#SBATCH" not in text:
+        raise UsageError(
+            f"{name} has neither #! nor #SBATCH", "a batch script", "put #!/bin/bash on top of it"
+        )
+    return text

@@ -1,0 +1,45 @@
+"""What will go wrong with a batch script, found before Slurm sees it.
+
+`lint` takes any sbatch script. A rule speaks up only where it is sure: what it cannot know (another
+script's commands, options on the command line, the site's configuration) it leaves alone.
+"""
+
+from pathlib import Path
+
+from hpctrain.jobs.lint import about_directives, about_environment, about_signals, about_steps
+from hpctrain.jobs.lint.findings import Finding
+from hpctrain.jobs.lint.job import load
+
+__all__ = ["Finding", "lint"]
+
+# A rule is a function of the job that yields findings; its docstring names where it is written.
+RULES = (
+    *about_directives.RULES,
+    *about_steps.RULES,
+    *about_signals.RULES,
+    *about_environment.RULES,
+)
+
+
+def lint(text: str, folder: Path) -> list[Finding]:
+    """The findings of a script, by line.
+
+    Args:
+        text: of the script.
+        folder: from which it will be submitted; relative log files lie there.
+    """
+    carriage = text.find("\r\n")
+    findings = []
+    if carriage >= 0:
+        line = text.count("\n", 0, carriage) + 1
+        findings.append(
+            Finding(
+                line,
+                "dos-line-ends",
+                "lines end in \\r\\n, and sbatch refuses the script",
+                "sed -i 's/\\r$//' SCRIPT",
+            )
+        )
+    job = load(text.replace("\r\n", "\n"), folder)
+    findings += [finding for rule in RULES for finding in rule(job)]
+    return sorted(set(findings))

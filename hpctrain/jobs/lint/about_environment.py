@@ -1,0 +1,200 @@
+"""Rules on variables and paths: what tasks inherit, and where the script is when it runs."""
+
+import re
+from collections.abc import Iterator
+
+from hpctrain.jobs.lint.findings import Finding, shown
+from hpctrain.jobs.lint.job import Job
+from hpctrain.jobs.lint.words import Word
+
+__all__ = ["RULES"]
+
+_OF_A_TASK = frozenset(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))
+_NODE_RANKS = ("NODE_RANK", "GROUP_RANK")
+_RANKS = ("RANK", "LOCAL_RANK", *_NODE_RANKS)
+_SECRET = re.compile(r"(\w*(PASSWORD|PASSWD|SECRET|TOKEN|API_KEY|ACCESS_KEY))\Z")
+_PLACEHOLDER = re.compile(
+    r"<|/|~|\.\.\.|x{3,}|true\Z|false\Z|none\Z|your|my|change|\*{3}|here", re.IGNORECASE
+)
+_OWN_PATH = frozenset(("0", "BASH_SOURCE"))
+# Commands to which the spooled script's name does no harm.
+_SPEAK = frozenset(
+    ("echo", "printf", "logger", "basename", "[", "[[", "test", "case", "trap", "sbatch")
+)
+
+
+def not_exported(job: Job) -> Iterator[Finding]:
+    """sbatch(1), --export=NONE: steps inherit it, unless SLURM_EXPORT_ENV is ALL in the script."""
+    one = job.options.get("export")
+    if not one or one.value.upper() not in ("NONE", "NIL") or job.heterogeneous:
+        return
+    if job.variables.assigned.get("SLURM_EXPORT_ENV"):
+        return
+    step = next((step for step in job.steps if "export" not in step.options), None)
+    if step:
+        yield Finding(
+            step.command.line,
+            "export-none",
+            f"srun takes over --export={shown(one.value)} from line {one.line}: its tasks get "
+            "neither PATH nor any variable of this script",
+            "type srun --export=ALL, or unset SLURM_EXPORT_ENV before it",
+        )
+
+
+def nested_sbatch(job: Job) -> Iterator[Finding]:
+    """sbatch(1), INPUT ENVIRONMENT VARIABLES: those of this job go into the next one."""
+    scrubs = re.search(r"unset\b.*SLURM|env\s+(-i|-u\s*S(LURM|BATCH)_)|\$\{!SLURM_?[@*]", job.text)
+    for one in job.commands:
+        cleared = any(word.startswith(("--export=NONE", "--export=NIL")) for word in one.argv)
+        # The same job again has the same variables.
+        itself = any(_mentions(word) & _OWN_PATH for word in one.command.words)
+        if one.argv[0] == "sbatch" and not scrubs and not cleared and not itself:
+            yield Finding(
+                one.command.line,
+                "sbatch-in-job",
+                "sbatch in a job gives this job's SLURM_* variables to the next one, whose srun "
+                "takes them for options",
+                'unset "${!SLURM_@}" before it, at the end of the script',
+            )
+
+
+def rank_by_hand(job: Job) -> Iterator[Finding]:
+    """srun(1), OUTPUT ENVIRONMENT VARIABLES: in the batch shell a rank is always 0."""
+    steps = [one for one in job.steps if one.trains and (job.step_tasks(one)[0] or 0) > 1]
+    # torchrun gives its ranks variables of their own.
+    alone = any(one.kind == "python" for one in steps)
+    for name in _RANKS if alone else _NODE_RANKS if steps else ():
+        value = job.variables.get(name)
+        fixed = value and (value.text.isdigit() or _mentions(value) & _OF_A_TASK)
+        if value and fixed and name in job.variables.exported:
+            yield Finding(
+                value.line,
+                "rank-by-hand",
+                f"{name} is set once, in the batch shell, so all tasks have the same",
+                "leave it out: each task has SLURM_PROCID, SLURM_LOCALID and SLURM_NODEID, as in "
+                f"srun bash -c '{name}=$SLURM_PROCID python …'",
+            )
+    value = job.variables.get("WORLD_SIZE")
+    given = value.text if value and "WORLD_SIZE" in job.variables.exported else ""
+    tasks = {str(job.step_tasks(one)[0]) for one in steps}
+    if alone and value and given.isdigit() and given not in tasks:
+        yield Finding(
+            value.line,
+            "rank-by-hand",
+            f"WORLD_SIZE is {shown(given)}, and srun starts another number of tasks",
+            'export WORLD_SIZE="$SLURM_NTASKS"',
+        )
+
+
+def rank_of_batch_shell(job: Job) -> Iterator[Finding]:
+    """bash(1), EXPANSION: a variable in srun's line is replaced before the tasks are there."""
+    alone = {
+        name
+        for name in job.variables.assigned
+        if (word := job.variables.get(name)) and _mentions(word) & _OF_A_TASK
+    }
+    for step in job.steps:
+        tasks = job.step_tasks(step)[0]
+        words = [word for word in step.command.words if _mentions(word) & (_OF_A_TASK | alone)]
+        if words and tasks and tasks > 1:
+            name = sorted(_mentions(words[0]) & (_OF_A_TASK | alone))[0]
+            yield Finding(
+                words[0].line,
+                "rank-of-batch-shell",
+                f"${name} is replaced here, in the batch shell, where it is 0, for all tasks",
+                f"let each task replace it: srun bash -c '… ${name} …' in single quotes",
+            )
+
+
+def gpus_by_hand(job: Job) -> Iterator[Finding]:
+    """gres.conf(5) and the guide to GRES: Slurm sets CUDA_VISIBLE_DEVICES to what it gave.
+
+    Where cgroups hide the other GPUs, the job's are 0 to N-1: that much is left alone.
+    """
+    value, gpus = job.variables.get("CUDA_VISIBLE_DEVICES"), job.gpus_per_node
+    listed = bool(value and re.fullmatch(r"\d{1,4}(,\d{1,4})*", value.text, re.ASCII))
+    exported = "CUDA_VISIBLE_DEVICES" in job.variables.exported
+    if not value or not gpus or not listed or not exported or job.options.get("exclusive"):
+        return
+    if max(int(number) for number in value.text.split(",")) >= gpus:
+        yield Finding(
+            value.line,
+            "gpus-by-hand",
+            f"of the job's {gpus} GPUs on a node, none is surely called {shown(value.text)}: Slurm "
+            "sets CUDA_VISIBLE_DEVICES to those that it gave",
+            "leave it out",
+        )
+
+
+def fixed_port(job: Job) -> Iterator[Finding]:
+    """Two jobs on one host cannot both listen there; on a node of one's own there is no other."""
+    value = job.variables.get("MASTER_PORT")
+    exported = "MASTER_PORT" in job.variables.exported
+    if not value or not exported or not value.text.isdigit() or job.options.get("exclusive"):
+        return
+    # torchrun takes its port from an option.
+    takes = any(
+        one.kind == "python"
+        or (one.trains and any("MASTER_PORT" in _mentions(word) for word in one.command.words))
+        for one in job.commands
+    )
+    if takes:
+        yield Finding(
+            value.line,
+            "fixed-port",
+            f"two jobs on one host both take port {shown(value.text)}, and one fails or joins the "
+            "other",
+            "export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000)), or leave it out with hpctrain",
+        )
+
+
+def secret(job: Job) -> Iterator[Finding]:
+    """sbatch(1): Slurm keeps a copy of the script, and may show it (AccountingStoreFlags)."""
+    for name, value, _ in job.variables.written:
+        text = value.text if value.literal and _SECRET.match(name) else ""
+        ours = name == "HPCTRAIN_SECRET"
+        if (text and ours) or (len(text) >= 8 and not _PLACEHOLDER.search(text)):
+            yield Finding(
+                value.line,
+                "secret-in-script",
+                f"{name} stands in the script, of which Slurm and others keep copies",
+                f"{name}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"
+                if ours
+                else f'read it from a file that only you can read: {name}=$(<"$HOME/.{name}")',
+            )
+
+
+def script_path(job: Job) -> Iterator[Finding]:
+    """sbatch(1), DESCRIPTION: the script is copied; what runs is the copy, in a spool folder."""
+    # Who asks Slurm for the script's path knows.
+    if re.search(r"Command=", job.text):
+        return
+    for one in job.commands:
+        named = any(_mentions(word) & _OWN_PATH for word in one.command.words)
+        # A branch may be for those who start the script without Slurm.
+        if named and one.argv[0] not in _SPEAK and not one.command.conditional:
+            yield _spooled(one.command.line)
+            return
+    for _, value, sure in job.variables.written:
+        if sure and _mentions(value) & _OWN_PATH:
+            yield _spooled(value.line)
+            return
+
+
+def _spooled(line: int) -> Finding:
+    return Finding(
+        line,
+        "script-path",
+        "Slurm runs a copy of the script, so its own path is that of a spool folder",
+        'cd "$SLURM_SUBMIT_DIR", the folder where sbatch was called',
+    )
+
+
+def _mentions(word: Word) -> set[str]:
+    return {piece.mentions for piece in word.pieces if piece.mentions}
+
+
+RULES = (
+    *(not_exported, nested_sbatch, rank_by_hand, rank_of_batch_shell),
+    *(gpus_by_hand, fixed_port, secret, script_path),
+)

@@ -1,0 +1,154 @@
+"""Rules on what is started on which hosts, with which CPUs and GPUs."""
+
+import re
+from collections.abc import Iterator
+
+from hpctrain.jobs.lint.findings import Finding, shown
+from hpctrain.jobs.lint.job import Job
+from hpctrain.jobs.lint.launches import Launch
+
+__all__ = ["RULES"]
+
+_NPROC = re.compile(r"--nproc[-_]per[-_]node(?:=(.*))?\Z", re.DOTALL)
+
+
+def missing_srun(job: Job) -> Iterator[Finding]:
+    """sbatch(1), DESCRIPTION: a single copy of the script is run, on the first of the nodes."""
+    elsewhere = any(one.by for one in job.commands) or job.opaque or job.heterogeneous
+    nodes, each, gpus = job.nodes or 1, job.tasks_per_node or 1, job.gpus_per_node or 0
+    if elsewhere:
+        return
+    for one in job.commands:
+        # On one node torchrun is right without srun, and so is a program with its own processes.
+        ranks = each > 1 and gpus == each and one.kind == "python"
+        if one.trains and (nodes > 1 or ranks):
+            where = f"on the first of {nodes} nodes" if nodes > 1 else f"as one of {each} tasks"
+            yield Finding(
+                one.command.line,
+                "missing-srun",
+                f"this starts {shown(one.argv[0])} {where} only: Slurm runs a batch script once",
+                f"srun --kill-on-bad-exit=1 {shown(' '.join(one.argv))}",
+            )
+            return
+
+
+def tasks_and_gpus(job: Job) -> Iterator[Finding]:
+    """srun(1), --ntasks-per-node and --gpus-per-node: one rank for each GPU, or torchrun's."""
+    for one in job.commands:
+        each = job.step_tasks(one)[1] if one.by == "srun" else None
+        gpus = job.gpus_per_node
+        if one.kind == "agent":
+            yield from _agents(one, each)
+            wanted = _nproc(one.program)
+            if gpus and wanted and wanted != gpus and not _hides_gpus(job, one):
+                yield Finding(
+                    one.command.line,
+                    "tasks-and-gpus",
+                    f"{wanted} processes on each node, which has {gpus} GPUs",
+                    f"type --nproc-per-node={gpus}",
+                )
+        elif one.kind == "python" and each and gpus and 1 < each != gpus:
+            yield from _tasks(job, one, each, gpus)
+
+
+def _tasks(job: Job, one: Launch, each: int, gpus: int) -> Iterator[Finding]:
+    if not _hides_gpus(job, one):
+        yield Finding(
+            one.command.line,
+            "tasks-and-gpus",
+            f"{each} tasks on each node, which has {gpus} GPUs",
+            f"type #SBATCH --ntasks-per-node={gpus}",
+        )
+
+
+def _agents(one: Launch, each: int | None) -> Iterator[Finding]:
+    if each and each > 1:
+        yield Finding(
+            one.command.line,
+            "several-agents",
+            f"srun starts {each} times torchrun on each node, and each starts ranks of its own",
+            "type #SBATCH --ntasks-per-node=1, or start python instead of torchrun",
+        )
+
+
+def _hides_gpus(job: Job, step: Launch) -> bool:
+    """Whether each task was given GPUs, or the step others than the job."""
+    names = {"gpus-per-task", "gpu-bind", "gpus", "gres", "gpus-per-node", "ntasks-per-gpu"}
+    own = {"gpus-per-task", "gpu-bind", "ntasks-per-gpu"}
+    asked = any(job.options.get(name) for name in own)
+    return asked or bool(names & step.options.keys()) or job.heterogeneous
+
+
+def _nproc(program: list[str]) -> int | None:
+    for index, word in enumerate(program):
+        match = _NPROC.match(word)
+        if match:
+            text = match[1] if match[1] is not None else "".join(program[index + 1 : index + 2])
+            return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else None
+    return None
+
+
+def cpus_dropped(job: Job) -> Iterator[Finding]:
+    """srun(1), --cpus-per-task: from 22.05 on it is not taken over from sbatch."""
+    asked = job.options.number("cpus-per-task")
+    if not asked or asked < 2 or job.heterogeneous or job.exports("SRUN_CPUS_PER_TASK"):
+        return
+    for one in job.steps:
+        own = {"cpus-per-task", "cpus-per-gpu", "tres-per-task"} & one.options.keys()
+        inline = any(w.text.startswith("SRUN_CPUS_PER_TASK=") for w in one.command.assignments)
+        if one.kind in ("python", "agent", "other") and not own and not inline:
+            yield Finding(
+                one.command.line,
+                "cpus-dropped",
+                f"from Slurm 22.05 on srun does not take --cpus-per-task={asked} from sbatch: "
+                "tasks may get one CPU each",
+                'type srun --cpus-per-task="$SLURM_CPUS_PER_TASK", or export '
+                "SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before it",
+            )
+
+
+def kill_on_bad_exit(job: Job) -> Iterator[Finding]:
+    """srun(1), --kill-on-bad-exit: by default the other tasks go on, and wait for the dead one."""
+    if job.exports("SLURM_KILL_BAD_EXIT") or job.exports("SLURM_WAIT"):
+        return
+    for one in job.steps:
+        tasks = job.step_tasks(one)[0]
+        asked = one.options.get("kill-on-bad-exit")
+        inline = any(w.text.startswith("SLURM_KILL_BAD_EXIT=") for w in one.command.assignments)
+        if not one.trains or not tasks or tasks < 2 or "wait" in one.options or inline:
+            continue
+        if asked is None or asked == "0":
+            yield Finding(
+                one.command.line,
+                "no-kill-on-bad-exit",
+                f"when one of {tasks} tasks dies, the others wait for it, as long as the job may "
+                "run",
+                "type srun --kill-on-bad-exit=1",
+            )
+
+
+def gpu_isolation(job: Job) -> Iterator[Finding]:
+    """srun(1), --gpus-per-task and --gpu-bind: a task that sees one GPU alone.
+
+    NCCL's tasks then cannot reach each other's GPUs directly, and `cuda:LOCAL_RANK` is not there.
+    `--gpu-bind=none` lets each task see all of them.
+    """
+    for one in job.steps:
+        each = job.step_tasks(one)[1]
+        bind = one.options.get("gpu-bind", job.options.value("gpu-bind"))
+        single = re.match(r"(verbose,|v,)?(single|per_task|map_gpu|mask_gpu)", bind)
+        own = one.options.get("gpus-per-task", job.options.value("gpus-per-task"))
+        if not one.trains or not each or each < 2 or "none" in bind or not (single or own):
+            continue
+        given = f"--gpu-bind={shown(bind)}" if single else f"--gpus-per-task={shown(own)}"
+        yield Finding(
+            one.command.line,
+            "gpu-isolation",
+            f"with {given} a task sees its own GPU alone, as number 0: NCCL cannot reach the "
+            "others directly, and cuda:LOCAL_RANK is not there",
+            f"type --gpus-per-node={job.gpus_per_node or each} in its place, or add "
+            "--gpu-bind=none",
+        )
+
+
+RULES = (missing_srun, tasks_and_gpus, cpus_dropped, kill_on_bad_exit, gpu_isolation)

@@ -1,0 +1,241 @@
+"""The #SBATCH lines of a script, read as sbatch reads them, and what it would refuse of them.
+
+sbatch(1), DESCRIPTION: they end at the first line that is neither comment nor white space. How
+quotes, backslashes and # are taken was asked of sbatch 22.05.
+"""
+
+import re
+from collections import deque
+from dataclasses import dataclass, field
+
+from hpctrain.jobs.lint.findings import Finding, shown
+from hpctrain.jobs.lint.options import SHORT, SRUN_ONLY, argument, long_name, nearest
+
+__all__ = ["Component", "Directive", "read_directives"]
+
+_MARK = "#SBATCH"
+# More than anybody writes; what follows is not looked at.
+_MOST_LINES = 1000
+# White space, then a word of plain characters, quoted ones and escaped ones, to # or white space.
+# A backslash goes, in quotes as well, and keeps a quote or a # after it, but no space.
+_WORD = re.compile(r"""\s*((?:\\\S?|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^\s'"\\#])*)""")
+_PARTS = re.compile(r"""'((?:\\.|[^'\\])*)'|"((?:\\.|[^"\\])*)"|(\\\S?|[^\s'"\\])""")
+_ESCAPED = re.compile(r"\\(.?)")
+
+
+@dataclass(frozen=True)
+class Directive:
+    """An option in a #SBATCH line.
+
+    Attributes:
+        line: of the script, from 1.
+        name: the long name, without hyphens.
+        value: as sbatch takes it, without quotes; empty where there is none.
+    """
+
+    line: int
+    name: str
+    value: str
+
+
+@dataclass
+class Component:
+    """The options of a job, or of one part of a heterogeneous job."""
+
+    directives: list[Directive] = field(default_factory=list)
+    last: dict[str, Directive] = field(default_factory=dict)
+
+    def add(self, directive: Directive) -> None:
+        """Take one more option."""
+        self.directives.append(directive)
+        self.last[directive.name] = directive
+
+    def get(self, name: str) -> Directive | None:
+        """The last one of a name: the one that counts."""
+        return self.last.get(name)
+
+    def value(self, name: str) -> str:
+        """Its value; empty where it is not there."""
+        found = self.get(name)
+        return found.value if found else ""
+
+    def number(self, name: str) -> int | None:
+        """Its value as a number; None where it is not there, or is none."""
+        value = self.value(name)
+        return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else None
+
+
+def read_directives(lines: list[str]) -> tuple[list[Component], list[Finding], int]:
+    """The job's parts (one, but for heterogeneous jobs), findings, and where #SBATCH lines end.
+
+    Args:
+        lines: of the script.
+
+    Returns:
+        The last value is the number of the first line with a command; one past the last line
+        where there is none.
+    """
+    components, findings = [Component()], []
+    end = len(lines) + 1
+    marked = 0
+    for number, line in enumerate(lines, 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            end = number
+            if number > 1 and _continues(lines[number - 2], line):
+                findings.append(_not_continued(number))
+            break
+        if not line.startswith(_MARK):
+            continue
+        words, finding = _words(line[len(_MARK) :], number)
+        findings += [finding] if finding else []
+        if words in (["hetjob"], ["packjob"]):
+            components.append(Component())
+        else:
+            found, wrong = _options(words, number)
+            for one in found:
+                components[-1].add(one)
+            findings += wrong
+        marked += 1
+        if marked == _MOST_LINES:
+            break
+    return components, findings, end
+
+
+def _continues(before: str, line: str) -> bool:
+    """Whether a line with options seems to go on with a #SBATCH line."""
+    return before.startswith(_MARK) and before.endswith("\\") and line.lstrip().startswith("-")
+
+
+def _not_continued(line: int) -> Finding:
+    return Finding(
+        line,
+        "directive-ignored",
+        "a backslash does not continue a #SBATCH line: this is a command, which does not exist",
+        "begin the line with #SBATCH",
+    )
+
+
+def _words(text: str, line: int) -> tuple[list[str], Finding | None]:
+    """Split as sbatch does, and what is wrong: an open quote, or a word that a # cuts."""
+    words: list[str] = []
+    at = 0
+    while match := _WORD.match(text, at):
+        parts = (one[1] or one[2] or one[3] or "" for one in _PARTS.finditer(match[1]))
+        word = "".join(_ESCAPED.sub(r"\1", part) for part in parts)
+        at = match.end()
+        if text[at : at + 1] == "#":
+            cut = bool(match[1])
+            words += [word] if word else []
+            return words, _cut(text[at:], line) if cut else None
+        if not match[1]:
+            break
+        words += [word] if word else []
+    if text[at:].strip():
+        return words, _refused(
+            line,
+            f"a quote in {shown(text[at:].strip())} is not closed",
+            "the other quote; a #SBATCH line ends with its line",
+        )
+    return words, None
+
+
+def _cut(rest: str, line: int) -> Finding:
+    return Finding(
+        line,
+        "directive-cut",
+        f"sbatch takes {shown(rest)} for a comment, though no space stands before it",
+        "put the value into quotes, or a space before the comment",
+    )
+
+
+def _options(words: list[str], line: int) -> tuple[list[Directive], list[Finding]]:
+    found: list[Directive] = []
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        if word.startswith("--") and len(word) > 2:
+            problem = _long(word[2:], rest, line, found)
+        elif word.startswith("-") and len(word) > 1:
+            problem = _short(word, rest, line, found)
+        else:
+            problem = _no_option(word, line)
+        if problem:
+            return found, [problem]
+    return found, []
+
+
+def _no_option(word: str, line: int) -> Finding:
+    fix = "an option begins with - or --, and stands in its line as --name=value"
+    if word.startswith(("–", "—", "−")):
+        fix = f"type two hyphens in place of the dash: --{shown(word.lstrip('–—−'))}"
+    return Finding(line, "directive-refused", f"sbatch refuses {shown(word)}: no option", fix)
+
+
+def _long(text: str, rest: deque[str], line: int, found: list[Directive]) -> Finding | None:
+    given, equals, value = text.partition("=")
+    name = long_name(given)
+    if name is None:
+        return _unknown(given, line, rest)
+    kind = argument(name)
+    if kind == "none" and equals:
+        return _refused(line, f"--{given} takes no value", f"#SBATCH --{name}")
+    if kind == "required" and not equals:
+        if not rest:
+            return _refused(line, f"--{given} needs a value", f"#SBATCH --{name}=…")
+        value = rest.popleft()
+        if value == "=" or value.startswith("="):
+            return _refused(line, f"there is a space before = in --{given} =", f"--{name}=…")
+    found.append(Directive(line, name, value))
+    return None
+
+
+def _unknown(given: str, line: int, rest: deque[str]) -> Finding | None:
+    """What is near no option may be a plugin's, and so may the word after it."""
+    if given in SRUN_ONLY:
+        return Finding(
+            line,
+            "unknown-option",
+            f"sbatch refuses --{given}",
+            f"type {SRUN_ONLY[given]}",
+        )
+    meant = nearest(given)
+    if meant:
+        names = " or ".join(f"--{name}" for name in meant)
+        return Finding(line, "unknown-option", f"sbatch knows no --{shown(given)}", f"type {names}")
+    if rest and not rest[0].startswith("-"):
+        rest.popleft()
+    return None
+
+
+def _short(word: str, rest: deque[str], line: int, found: list[Directive]) -> Finding | None:
+    """One or several short options, as in -Hv or -N2."""
+    for index, letter in enumerate(word[1:], 1):
+        name = SHORT.get(letter)
+        if name is None:
+            fix = "one that sbatch --help lists"
+            return _refused(line, f"sbatch knows no -{shown(letter)}", fix)
+        if argument(name) == "required":
+            wrong = _short_value(letter, word[index + 1 :], word, rest, line)
+            if not wrong:
+                value = word[index + 1 :] or rest.popleft()
+                found.append(Directive(line, name, value))
+            return wrong
+        found.append(Directive(line, name, ""))
+        if argument(name) == "optional":
+            break
+    return None
+
+
+def _short_value(letter: str, value: str, word: str, rest: deque[str], line: int) -> Finding | None:
+    if "=" in word and long_name(word[1:].partition("=")[0]):
+        return _refused(line, f"{shown(word)} has one hyphen", f"-{shown(word)}")
+    if value.startswith("="):
+        fix = f"-{letter} {shown(value[1:])}, or --{SHORT[letter]}{shown(value)}"
+        return _refused(line, f"the = in {shown(word)} is read as part of the value", fix)
+    if not value and not rest:
+        return _refused(line, f"-{letter} needs a value", f"#SBATCH --{SHORT[letter]}=…")
+    return None
+
+
+def _refused(line: int, why: str, fix: str) -> Finding:
+    return Finding(line, "directive-refused", f"sbatch refuses this line: {why}", f"type {fix}")

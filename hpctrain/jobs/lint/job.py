@@ -1,0 +1,188 @@
+"""What a script asks of Slurm and starts: the facts that the rules look at."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.jobs.lint.bash import Command, Comment, Shell, read
+from hpctrain.jobs.lint.directives import Component, read_directives
+from hpctrain.jobs.lint.findings import Finding
+from hpctrain.jobs.lint.launches import Launch, launches
+from hpctrain.jobs.lint.variables import Variables
+
+__all__ = ["Job", "Trap", "load"]
+
+_SHELLS = re.compile(r"#!\s*(/\S*/)?(env\s+(-\S+\s+)*)?(/\S*/)?(ba|da|k|z)?sh\b")
+_GPUS = re.compile(r"(?:gres/)?gpu(?::[A-Za-z]\w*(?:[.-]\w+)*)?(?:[:=](\d{1,6}))?\Z", re.ASCII)
+_COUNT = re.compile(r"(?:[A-Za-z][\w.-]*[:=])?(\d{1,6})\Z", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Trap:
+    """A `trap` of the batch shell.
+
+    Attributes:
+        command: in the script.
+        signals: names without SIG, and EXIT.
+        body: its text.
+        ignores: whether it is `trap '' …` or `trap - …`.
+    """
+
+    command: Command
+    signals: frozenset[str]
+    body: str
+    ignores: bool
+
+
+@dataclass(frozen=True)
+class Job:
+    """A script and what is known of its job.
+
+    Attributes:
+        text: of the script.
+        folder: from which it will be submitted.
+        components: its #SBATCH options; several for a heterogeneous job.
+        refused: what is wrong with the #SBATCH lines themselves.
+        end: the first line after the #SBATCH lines.
+        comments: of the whole script.
+        commands: with their names, in order; empty where it is no shell script.
+        variables: of the script.
+        traps: in order.
+    """
+
+    text: str
+    folder: Path
+    components: list[Component]
+    refused: list[Finding]
+    end: int
+    comments: list[Comment]
+    commands: list[Launch]
+    variables: Variables
+    traps: list[Trap]
+
+    @property
+    def options(self) -> Component:
+        """The options of the job; of a heterogeneous one, those of its first part."""
+        return self.components[0]
+
+    @property
+    def heterogeneous(self) -> bool:
+        """Whether it has several parts, whose steps are hard to tell apart."""
+        return len(self.components) > 1
+
+    @property
+    def steps(self) -> list[Launch]:
+        """The calls of srun."""
+        return [one for one in self.commands if one.by == "srun"]
+
+    @property
+    def nodes(self) -> int | None:
+        """The smallest number of nodes; None where #SBATCH does not say."""
+        match = re.match(r"(\d{1,6})(-\d{1,6})?\Z", self.options.value("nodes"), re.ASCII)
+        return int(match[1]) if match and int(match[1]) else None
+
+    @property
+    def tasks(self) -> int | None:
+        """The number of tasks; None where #SBATCH does not say."""
+        total, each = self.options.number("ntasks"), self.options.number("ntasks-per-node")
+        if total is not None:
+            return total
+        if each is not None:
+            return each * (self.nodes or 1)
+        return None if self.options.get("ntasks-per-gpu") else self.nodes
+
+    @property
+    def tasks_per_node(self) -> int | None:
+        """The tasks of each node; None where that is not known for sure."""
+        each, total = self.options.number("ntasks-per-node"), self.options.number("ntasks")
+        if total is not None:
+            nodes = self.nodes
+            return total // nodes if nodes and total % nodes == 0 else None
+        if each is not None or self.options.get("ntasks-per-gpu"):
+            return each
+        return 1 if self.nodes else None
+
+    @property
+    def gpus_per_node(self) -> int | None:
+        """The GPUs of each node; None where that is not known for sure."""
+        each = _count(self.options.value("gpus-per-node"))
+        if each is None and self.options.get("gres"):
+            found = [_GPUS.match(one) for one in self.options.value("gres").split(",")]
+            each = sum(int(match[1] or 1) for match in found if match) or None
+        if each is None and (total := _count(self.options.value("gpus"))) is not None:
+            nodes = self.nodes
+            each = total // nodes if nodes and total % nodes == 0 else None
+        if each is None and (own := _count(self.options.value("gpus-per-task"))) is not None:
+            each = own * self.tasks_per_node if self.tasks_per_node else None
+        return each
+
+    def step_tasks(self, step: Launch) -> tuple[int | None, int | None]:
+        """The tasks of an srun, in all and on each node; None where that is not known for sure."""
+        own = {"ntasks", "ntasks-per-node", "nodes", "n"} & step.options.keys()
+        if self.heterogeneous or "het-group" in step.options or "multi-prog" in step.options:
+            return None, None
+        if not own:
+            return self.tasks, self.tasks_per_node
+        total, each = (_int(step.options.get(name)) for name in ("ntasks", "ntasks-per-node"))
+        nodes = _int(step.options.get("nodes")) if "nodes" in step.options else self.nodes
+        if total is None and "ntasks" not in step.options and nodes:
+            if each is None and "ntasks-per-node" not in step.options:
+                each = self.tasks_per_node
+            total = each * nodes if each else None
+        elif total is not None and each is None and nodes and total % nodes == 0:
+            each = total // nodes
+        return total, each
+
+    def exports(self, name: str) -> bool:
+        """Whether a variable reaches the steps from this script."""
+        return name in self.variables.exported
+
+    @property
+    def opaque(self) -> bool:
+        """Whether commands are hidden: in variables, in other scripts, in functions of theirs."""
+        return any(
+            one.kind == "unknown"
+            or one.argv[0].endswith(".sh")
+            or (one.argv[0] in (".", "source") and len(one.argv) > 2)
+            for one in self.commands
+        )
+
+
+def _int(text: str | None) -> int | None:
+    return int(text) if text and text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+def _count(text: str) -> int | None:
+    """The number in `4`, `a100:4` or `a100=4`."""
+    match = _COUNT.match(text)
+    return int(match[1]) if match else None
+
+
+def load(text: str, folder: Path) -> Job:
+    """Read a script.
+
+    Args:
+        text: of the script, with line feeds at the ends of lines.
+        folder: from which it will be submitted.
+    """
+    lines = text.split("\n")
+    components, refused, end = read_directives(lines)
+    # A script in Python or another language has #SBATCH lines, and nothing else to look at.
+    shell = read(text) if _SHELLS.match(lines[0]) or not lines[0].startswith("#!") else Shell()
+    variables = Variables(shell)
+    commands = launches(shell, variables)
+    traps = [trap for one in commands if (trap := _trap(one))]
+    return Job(text, folder, components, refused, end, shell.comments, commands, variables, traps)
+
+
+def _trap(launch: Launch) -> Trap | None:
+    words = [word for word in launch.argv if word != "--"]
+    if words[0] != "trap" or len(words) < 3 or words[1] in ("-l", "-p"):
+        return None
+    names = frozenset(_signal(word) for word in words[2:])
+    return Trap(launch.command, names, words[1], words[1] in ("", "-"))
+
+
+def _signal(word: str) -> str:
+    numbers = {"0": "EXIT", "1": "HUP", "2": "INT", "10": "USR1", "12": "USR2", "15": "TERM"}
+    return numbers.get(word, word.upper().removeprefix("SIG"))

@@ -1,0 +1,131 @@
+"""The options of sbatch, as data, and how getopt_long(3) reads their names."""
+
+import difflib
+
+__all__ = ["SHORT", "SRUN_ONLY", "argument", "long_name", "nearest"]
+
+
+def _listed(names: str) -> list[str]:
+    return names.split()
+
+
+# sbatch --help and getopt's own lists of 22.05; those of later releases from their sbatch(1).
+_REQUIRED = _listed("""
+account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint
+container context core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline
+delay-boot dependency distribution error exclude export export-file extra-node-info gid gpu-bind
+gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint input job-name
+kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu
+mincpus network nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node
+ntasks-per-socket open-mode output partition power prefer priority profile qos reservation signal
+sockets-per-node switches thread-spec threads-per-core time time-min tmp uid
+wait-all-nodes wckey wrap container-id extra segment tres-bind tres-per-task
+container-image container-mounts container-workdir container-name
+""")
+_OPTIONAL = _listed("""
+exclusive get-user-env nice no-kill parsable propagate oom-kill-step resv-ports
+""")
+_NONE = _listed("""
+contiguous help hold ignore-pbs no-requeue overcommit oversubscribe quiet reboot requeue
+spread-job test-only usage use-min-nodes verbose version wait stepmgr consolidate-segments
+spread-segments container-mount-home no-container-mount-home container-writable
+container-readonly container-remap-root no-container-remap-root
+""")
+# Other names of the same option.
+_ALIASES = {
+    "cluster": "clusters",
+    "ntasks-per-tres": "ntasks-per-gpu",
+    "tasks": "ntasks",
+    "tasks-per-node": "ntasks-per-node",
+}
+_KINDS = (
+    dict.fromkeys(_REQUIRED, "required")
+    | dict.fromkeys(_OPTIONAL, "optional")
+    | dict.fromkeys(_NONE, "none")
+)
+_NAMES = sorted({*_KINDS, *_ALIASES})
+
+#: The long names of the short options.
+SHORT = {
+    "a": "array",
+    "A": "account",
+    "b": "begin",
+    "B": "extra-node-info",
+    "c": "cpus-per-task",
+    "C": "constraint",
+    "d": "dependency",
+    "D": "chdir",
+    "e": "error",
+    "F": "nodefile",
+    "G": "gpus",
+    "h": "help",
+    "H": "hold",
+    "i": "input",
+    "J": "job-name",
+    "k": "no-kill",
+    "L": "licenses",
+    "m": "distribution",
+    "M": "clusters",
+    "n": "ntasks",
+    "N": "nodes",
+    "o": "output",
+    "O": "overcommit",
+    "p": "partition",
+    "q": "qos",
+    "Q": "quiet",
+    "s": "oversubscribe",
+    "S": "core-spec",
+    "t": "time",
+    "v": "verbose",
+    "V": "version",
+    "w": "nodelist",
+    "W": "wait",
+    "x": "exclude",
+}
+
+#: Options that srun has and sbatch refuses, and old ones, with what to type instead.
+SRUN_ONLY = {
+    "accel-bind": "srun --accel-bind=…",
+    "bcast": "srun --bcast=…",
+    "cpu-bind": "srun --cpu-bind=…",
+    "cpu_bind": "srun --cpu-bind=…",
+    "exact": "srun --exact …",
+    "kill-on-bad-exit": "srun --kill-on-bad-exit=1 …",
+    "label": "srun --label …",
+    "mpi": "srun --mpi=…",
+    "multi-prog": "srun --multi-prog …",
+    "overlap": "srun --overlap …",
+    "pty": "srun --pty …",
+    "unbuffered": "srun --unbuffered …",
+    "task-prolog": "srun --task-prolog=…",
+    "task-epilog": "srun --task-epilog=…",
+    "share": "#SBATCH --oversubscribe",
+    "workdir": "#SBATCH --chdir=…",
+}
+
+
+def long_name(given: str) -> str | None:
+    """The option that getopt takes a long name for: itself, or an unambiguous beginning of it.
+
+    Args:
+        given: without the hyphens.
+    """
+    if given in _ALIASES or given in _KINDS:
+        return _ALIASES.get(given, given)
+    meant = {_ALIASES.get(name, name) for name in _NAMES if given and name.startswith(given)}
+    return meant.pop() if len(meant) == 1 else None
+
+
+def argument(name: str) -> str:
+    """Whether a long option has an argument: "required", "optional" (only after =) or "none"."""
+    return _KINDS[name]
+
+
+def nearest(given: str) -> list[str]:
+    """The names that a misspelt one may stand for, the nearest first; none where it is too far.
+
+    A plugin of the site (spank(7)) may add options of its own, so what resembles nothing is left
+    alone.
+    """
+    ahead = [name for name in _NAMES if given and name.startswith(given)]
+    return ahead or difflib.get_close_matches(given.replace("_", "-"), _NAMES, 3, cutoff=0.8)

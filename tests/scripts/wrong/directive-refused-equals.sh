@@ -1,0 +1,4 @@
+#!/bin/bash
+#SBATCH -N=2
+
+srun hostname

@@ -1,0 +1,5 @@
+#!/bin/bash
+#SBATCH --ntasks=1
+#SBATCH --chdir ~/project
+
+srun hostname

@@ -1,0 +1,5 @@
+#!/bin/bash
+#SBATCH --ntasks=1
+
+srun hostname
+python train.py

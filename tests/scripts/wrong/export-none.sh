@@ -1,0 +1,6 @@
+#!/bin/bash
+#SBATCH --ntasks=1
+#SBATCH --export=NONE
+
+module load python
+srun python train.py

@@ -1,0 +1,5 @@
+#!/bin/bash
+#SBATCH --ntasks=1
+#SBATCH --requeue
+
+python train.py --resume

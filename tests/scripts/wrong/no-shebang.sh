@@ -1,0 +1,3 @@
+#SBATCH --ntasks=1
+
+srun hostname

@@ -1,0 +1,5 @@
+#!/bin/bash
+#SBATCH --ntasks=1
+
+cd "$(dirname "$0")"
+python train.py

@@ -1,0 +1,5 @@
+#!/bin/bash
+#SBATCH --ntasks=1
+
+export HPCTRAIN_SECRET=squeamish-ossifrage
+python train.py

@@ -1,0 +1,5 @@
+#!/bin/bash
+#SBATCH --nodes=1
+#SBATCH --gres=gpu:4
+
+srun torchrun --standalone --nproc_per_node 2 train.py

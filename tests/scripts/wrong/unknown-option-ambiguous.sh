@@ -1,0 +1,4 @@
+#!/bin/bash
+#SBATCH --node=1
+
+srun hostname

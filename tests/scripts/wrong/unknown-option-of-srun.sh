@@ -1,0 +1,5 @@
+#!/bin/bash
+#SBATCH --ntasks=1
+#SBATCH --cpu-bind=cores
+
+srun hostname
