@@ -1,19 +1,22 @@
 """The command line: one file for each command, and the table that names them."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
 from hpctrain._version import __version__
-from hpctrain.cli import doctor, explain, export, horovod, hostlist, run
 from hpctrain.errors import HpctrainError
 from hpctrain.speech import abandon
 
 __all__ = ["main"]
 
-# Each module has `add(subparsers)`, which sets the default `command` to a function of the parsed
-# arguments that returns an exit code.
-COMMANDS = (run, explain, doctor, hostlist, export, horovod)
+# Each is a module here with `add(subparsers)`, which sets the default `command` to a function of
+# the parsed arguments that returns an exit code.
+COMMANDS = (
+    *("run", "submit", "status", "cancel", "requeue", "render", "lint", "site"),
+    *("explain", "doctor", "hostlist", "export", "horovod"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,15 +25,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name (default: those of this process).
     """
+    given = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(
         prog="hpctrain",
         description="One PyTorch training script, unchanged, under every launcher.",
     )
     parser.add_argument("--version", action="version", version=f"hpctrain {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(subparsers)
-    parsed = parser.parse_args(arguments)
+    # The one that is meant, else all for --help: importing them takes longer than most commands.
+    for name in given[:1] if given[:1] and given[0] in COMMANDS else COMMANDS:
+        importlib.import_module(f"hpctrain.cli.{name}").add(subparsers)
+    parsed = parser.parse_args(given)
     try:
         code = int(parsed.command(parsed))
         sys.stdout.flush()

@@ -18,7 +18,14 @@ def blocks(kind):
 
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
 STARTED_HERE = ("python", "hpctrain", "torchrun", "mpirun")
-LOCAL = [line for line in COMMANDS if line.split()[0] in STARTED_HERE]
+# Those that tests/slurm/test_readme_on_slurm.py runs.
+JOBS = ("submit", "render", "status", "lint")
+LOCAL = [
+    line
+    for line in COMMANDS
+    if line.split()[0] in STARTED_HERE
+    and line.split()[:2] not in [["hpctrain", job] for job in JOBS]
+]
 PATH = f"{launches.BIN}:{os.environ['PATH']}"
 # Open MPI's own words for what a container's root may do.
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

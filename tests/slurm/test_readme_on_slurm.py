@@ -1,0 +1,46 @@
+"""What the README submits, on a real Slurm, in its order and in one folder."""
+
+import json
+
+import launches
+import pytest
+
+pytestmark = pytest.mark.slurm
+
+PROGRAMS = ("sbatch ", "srun ", *map("hpctrain {} ".format, ("submit", "render", "status", "lint")))
+COMMANDS = [
+    line.partition("  ")[0]
+    for line in (launches.TOP / "README.md").read_text().splitlines()
+    if line.startswith(PROGRAMS)
+]
+
+
+@pytest.fixture
+def checkout(cluster, tmp_path):
+    """A folder that looks like the top of the repository; its jobs end with the test."""
+    for name in ("sbatch", "examples"):
+        (tmp_path / name).symlink_to(launches.TOP / name)
+    yield tmp_path
+    cluster.clear()
+
+
+def test_the_commands(cluster, checkout):
+    assert len(COMMANDS) == 9
+    env = cluster.environ()
+    env["PATH"] = f"{launches.BIN}:{env['PATH']}"
+    said = {}
+    for command in COMMANDS:
+        program, _, rest = command.partition(" ")
+        trial = "--test-only " if program in ("sbatch", "srun") else ""
+        line = f"{program} {trial}{rest}"
+        done = cluster.run(["bash", "-c", line], cwd=checkout, env=env, timeout=200)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        said[command] = done.stdout
+    first, followed = (
+        out for command, out in said.items() if command.startswith("hpctrain submit")
+    )
+    assert "#SBATCH --nodes=2\n" in said["hpctrain render job.toml"]
+    assert said["hpctrain lint sbatch/mnist.sh"] == ""
+    (run,) = (checkout / "runs").glob(f"mnist-{followed.split()[0]}")
+    assert json.loads((run / "summary.json").read_text())["status"] == "done"
+    assert first.strip() in said["hpctrain status"]
