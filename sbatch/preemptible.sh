@@ -5,22 +5,34 @@
 #         srun --kill-on-bad-exit=1 python train.py --epochs 90
 #
 # What follows the script's name is the command that starts all ranks, by srun, torchrun, mpirun or
-# `hpctrain run`. Copy this file and put the command in the place of "$@", or leave it as it is:
-# sbatch/mnist.sh sources it. The three options below are part of it; docs/preemption.md says why.
+# `hpctrain run`. docs/preemption.md says why the lines are what they are.
 #
-#SBATCH --requeue
-#SBATCH --signal=B:USR2@60
-#SBATCH --open-mode=append
+#SBATCH --job-name=preemptible
 #SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR2@120
+#SBATCH --requeue
 
 set -euo pipefail
 
 # Slurm runs a copy of this file, from its spool: only the submit directory is the user's.
 cd "$SLURM_SUBMIT_DIR"
 
+if [ $# = 0 ]; then
+    echo "nothing to run: the command follows the script's name" >&2
+    exit 2
+fi
+command=("$@")
+
 # As Slurm's own tools call it; a requeue changes neither this nor the run directory.
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
-export HPCTRAIN_RUN=${HPCTRAIN_RUN:-$PWD/runs/${SLURM_JOB_NAME//\//_}-$job}
+
+# One that was given goes on: HPCTRAIN_RUN=runs/NAME-JOB sbatch …
+run=$PWD/runs/${SLURM_JOB_NAME//\//_}-$job
+HPCTRAIN_RUN=${HPCTRAIN_RUN:-$run}
+case $HPCTRAIN_RUN in /*) ;; *) HPCTRAIN_RUN=$PWD/$HPCTRAIN_RUN ;; esac
+export HPCTRAIN_RUN
+mkdir -p -- "$HPCTRAIN_RUN"
 
 # Two files on the file system that all hosts share, new for each start. This script makes the stop
 # file, which asks the ranks to save and to leave. Rank 0 writes the verdict before they do, as the
@@ -37,9 +49,23 @@ export HPCTRAIN_SECRET
 # USR2 comes before the end of the time, TERM where Slurm takes the hosts away.
 trap 'touch "$HPCTRAIN_STOP"' USR2 TERM
 
-echo "job $job, start ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST: $*"
+# What all jobs on this cluster need. Such files are not written for -e and -u.
+site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
+if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
+    code=0
+    set +eu
+    # shellcheck source=/dev/null
+    . "$site" || code=$?
+    set -eu
+    if [ "$code" != 0 ]; then echo "$site ended with $code" >&2; fi
+fi
+
+launch=(env --) # a program, and no word of bash's
+
+printf 'job %s, start %s, on %s:%s\n' "$job" "${SLURM_RESTART_COUNT:-0}" "$SLURM_JOB_NODELIST" \
+    "$(printf ' %q' "${launch[@]}" "${command[@]}")"
 # In the background: bash runs no trap while it waits for a command in front.
-"$@" &
+"${launch[@]}" "${command[@]}" &
 ranks=$!
 # A signal ends `wait`, and not the ranks.
 while kill -0 "$ranks" 2>/dev/null; do wait "$ranks" || true; done
@@ -63,13 +89,14 @@ if [ "$code" != 75 ]; then exit "$code"; fi
 
 # Stopped. A cancelled job would come back to life, and one that Slurm has taken away for another
 # it requeues itself: both are no longer RUNNING (or SIGNALING, while a signal is under way).
+script=
 if shown=$(scontrol show job --oneliner "$job" 2>&1); then
     state=$(sed -n 's/.* JobState=\([A-Z_]*\) Reason=.*/\1/p' <<<"$shown")
     if [ "$state" != RUNNING ] && [ "$state" != SIGNALING ]; then
         echo "job $job is $state: not requeued from here; its checkpoints are in $HPCTRAIN_RUN"
         exit 75
     fi
-    command=$(sed -n 's/.* Command=\(.*\) WorkDir=.*/\1/p' <<<"$shown")
+    script=$(sed -n 's/.* Command=\(.*\) WorkDir=.*/\1/p' <<<"$shown")
     # Last of all, as it ends this script.
     if shown=$(scontrol requeue "$job" 2>&1); then
         sleep 60
@@ -78,5 +105,10 @@ if shown=$(scontrol show job --oneliner "$job" 2>&1); then
 fi
 echo "job $job was stopped and could not be requeued: $shown"
 echo "its checkpoints are in $HPCTRAIN_RUN; to go on, with the options of sbatch that it had:"
-echo "    HPCTRAIN_RUN=${HPCTRAIN_RUN@Q} sbatch ${command:-THE SCRIPT AND ITS ARGUMENTS} --resume"
-exit 75
+if [ "$script" = "(null)" ]; then # it came to sbatch by standard input
+    script=job-$job.sh
+    echo "    scontrol write batch_script $SLURM_JOB_ID $script"
+fi
+script=${script:-THE SCRIPT AND ITS ARGUMENTS}
+echo "    HPCTRAIN_RUN=${HPCTRAIN_RUN@Q} sbatch $script --resume"
+exit "$code"

@@ -18,6 +18,7 @@ fi
 
 packages=(slurm-wlm munge iproute2 dataset-fashion-mnist shellcheck openmpi-bin mpich libpmix-dev)
 packages+=(openssh-server) # for horovodrun, on the hosts in network namespaces
+packages+=(environment-modules) # a cluster's `module load`
 packages+=(strace) # kills a save at each of its system calls
 packages+=(g++ make python3-dev libopenmpi-dev) # to build Horovod
 set_up test
@@ -39,6 +40,7 @@ for part in shellcheck:shellcheck openmpi:mpirun.openmpi mpich:mpirun.mpich ssh:
     ! command -v "${part#*:}" >/dev/null || required+=(--require "${part%:*}")
 done
 [ "$(id -u)" != 0 ] || required+=(--require mount)
+[ ! -e /usr/share/modules/init/bash ] || required+=(--require modules)
 [ "$(nproc)" -lt 2 ] || required+=(--require two-cores)
 [ -e /dev/nvidiactl ] || required+=(--require no-driver)
 [ ! -e /dev/nvidiactl ] || required+=(--require gpu)

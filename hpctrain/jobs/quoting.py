@@ -2,9 +2,11 @@
 
 import re
 import shlex
+from collections.abc import Sequence
 
-__all__ = ["directive", "word"]
+__all__ = ["array", "directive", "word"]
 
+_WIDTH = 100
 _PLAIN = re.compile(r"[\w@%+=:,./-]+\Z", re.ASCII)
 _ESCAPES = {"\\": r"\\", "'": r"\'", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
@@ -36,8 +38,22 @@ def _escaped(character: str) -> str:
     return "".join(f"\\{byte:03o}" for byte in character.encode(errors="surrogateescape"))
 
 
-def directive(name: str, value: str) -> str:
-    r"""One #SBATCH line.
+def array(name: str, words: Sequence[str]) -> str:
+    """An array of bash, on as many lines as its words take."""
+    line = f"{name}=({' '.join(words)})"
+    if len(line) <= _WIDTH:
+        return line
+    lines = [f"{name}=("]
+    for one in words:
+        if len(lines) == 1 or len(lines[-1]) + 1 + len(one) > _WIDTH:
+            lines.append(f"    {one}")
+        else:
+            lines[-1] += f" {one}"
+    return "\n".join([*lines, ")"])
+
+
+def directive(name: str, value: str | None) -> str:
+    r"""One #SBATCH line; of an option that has no value with None.
 
     Its parser is no shell: a backslash takes the next character as it is, inside of quotes too,
     and white space and # end a value.
@@ -47,6 +63,8 @@ def directive(name: str, value: str) -> str:
     Raises:
         ValueError: the value holds what would end the line, or no printable text.
     """
+    if value is None:
+        return f"#SBATCH --{name}"
     if not all(character.isprintable() for character in value):
         raise ValueError("one line of printable characters")
     if value and _PLAIN.match(value):

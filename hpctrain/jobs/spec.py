@@ -24,6 +24,7 @@ MAIL_EVENTS = (
 
 _DEPENDENCY = re.compile(r"singleton|after(?:\w+)?(?::\d+(?:_\d+)?(?:\+\d+)?)+\Z", re.ASCII)
 _ARRAY = re.compile(r"\d+(?:-\d+(?::[1-9]\d*)?)?(?:,\d+(?:-\d+(?::[1-9]\d*)?)?)*\Z", re.ASCII)
+_TAR = re.compile(r"\.(tar(\.\w+)?|t(gz|xz|bz2|zst))\Z", re.ASCII)
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z", re.ASCII)
 
 
@@ -207,6 +208,8 @@ class JobSpec:
         for one, other in (
             ("command", "function"), ("array", "sweep"), ("venv", "conda"),
             ("venv", "stage_environment"), ("conda", "stage_environment"),
+            ("container", "venv"), ("container", "conda"), ("container", "stage_environment"),
+            ("container", "elastic"),
         ):  # fmt: skip
             if getattr(self, one) and getattr(self, other):
                 found.append((f"{one} and {other}", "one of them"))
@@ -217,26 +220,44 @@ class JobSpec:
         ):
             if getattr(self, one) and not there:
                 found.append((f"{one} without {needed}", "both"))
-        alone = self.launcher == "none" or self.backend == "dataparallel"
-        if self.gpus and self.tasks != self.gpus and not alone:
-            found.append(
-                (
-                    f"tasks_per_node = {self.tasks} with {self.gpus} GPUs on each node",
-                    f"a rank for each GPU: tasks_per_node = {self.gpus}, or none",
-                )
-            )
-        if self.elastic and self.launcher not in ("srun", "horovodrun"):
-            found.append((f"elastic with launcher = {self.launcher}", "srun or horovodrun"))
-        if self.container and self.launcher in ("horovodrun", "none"):
-            found.append((f"container with launcher = {self.launcher}", "srun or torchrun"))
-        if self.time and self.signal_lead >= units.seconds(self.time):
-            found.append(
-                (
-                    f"signal_lead = {self.signal_lead} and time = {self.time}",
-                    "less than the whole time, in seconds",
-                )
-            )
+        found += [(what, expected) for wrong, what, expected in self._misfits() if wrong]
         return found
+
+    def _misfits(self) -> Sequence[tuple[object, str, str]]:
+        """Whether something does not fit, what that is, and what was expected."""
+        alone = self.launcher == "none" or self.backend == "dataparallel"
+        return (
+            (
+                self.gpus and self.tasks != self.gpus and not alone,
+                f"tasks_per_node = {self.tasks} with {self.gpus} GPUs on each node",
+                f"a rank for each GPU: tasks_per_node = {self.gpus}, or none",
+            ),
+            (
+                self.elastic and self.launcher not in ("srun", "horovodrun"),
+                f"elastic with launcher = {self.launcher}",
+                "srun or horovodrun",
+            ),
+            (
+                self.container and self.launcher in ("horovodrun", "none"),
+                f"container with launcher = {self.launcher}",
+                "srun or torchrun",
+            ),
+            (
+                self.container and set(",:") & set(self.run),
+                f"run = {_shown(self.run)} in a container",
+                "a path without , and :",
+            ),
+            (
+                self.stage_environment and not _TAR.search(self.stage_environment),
+                f"stage_environment = {_shown(self.stage_environment)}",
+                "a tar archive, such as env.tar.gz",
+            ),
+            (
+                self.time and self.signal_lead >= units.seconds(self.time),
+                f"signal_lead = {self.signal_lead} and time = {self.time}",
+                "less than the whole time, in seconds",
+            ),
+        )
 
 
 def names() -> list[str]:

@@ -29,14 +29,37 @@ __all__ = [
 ]
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
-# bash cannot set the first ones; the others are the script's own and Slurm's.
-_READ_ONLY = re.compile(
-    r"(BASHOPTS|BASH_VERSINFO|EUID|PPID|SHELLOPTS|UID|IFS|BASH_ENV"
-    r"|HPCTRAIN_(STOP|VERDICT|RUN|SECRET)|SLURM_.*)\Z"
+# bash cannot set these, or gives them values of its own. Source: "Shell Variables" of bash(1).
+_OF_BASH = (
+    *("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID", "IFS", "BASH_ENV", "_"),
+    *("BASHPID", "BASH_ALIASES", "BASH_ARGC", "BASH_ARGV", "BASH_ARGV0", "BASH_CMDS", "DIRSTACK"),
+    *("BASH_COMMAND", "BASH_LINENO", "BASH_SOURCE", "BASH_SUBSHELL", "BASH_XTRACEFD", "COPROC"),
+    *("EPOCHREALTIME", "EPOCHSECONDS", "FUNCNAME", "GROUPS", "HISTCMD", "LINENO", "MAPFILE"),
+    *("OPTARG", "OPTIND", "PIPESTATUS", "POSIXLY_CORRECT", "PWD", "OLDPWD", "RANDOM", "SECONDS"),
+    *("REPLY", "SRANDOM", "BASH", "BASH_VERSION", "BASH_COMPAT"),
 )
+# The script's own.
+OF_THE_SCRIPT = (
+    *("HPCTRAIN_RUN", "HPCTRAIN_SECRET", "HPCTRAIN_STOP", "HPCTRAIN_VERDICT"),
+    *("code", "command", "conda", "counts", "each_host", "first", "hosts", "job", "launch"),
+    *(
+        "modules",
+        "mounts",
+        "one",
+        "port",
+        "ranks",
+        "ranks_of_host",
+        "run",
+        "said",
+        "scratch",
+        "script",
+    ),
+    *("setting", "shown", "site", "slots", "state", "times", "venv"),
+)
+_TAKEN = frozenset((*_OF_BASH, *OF_THE_SCRIPT))
 _OPTION = re.compile(r"[a-z][a-z0-9-]*\Z", re.ASCII)
 _FLAG = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
-# Slurm's own limits are higher; beyond this it is a mistake, such as a file in place of a name.
+# Slurm takes 1024 bytes; beyond this it is a mistake, such as a file in place of a name.
 _LONGEST_LINE = 1000
 LONGEST_NAME = 200
 _MOST_SETTINGS = 10_000
@@ -69,6 +92,10 @@ def string(value: Any) -> str:
         value = os.fspath(value)
     if not isinstance(value, str) or "\0" in value:
         raise ValueError("text without NUL")
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        raise ValueError("text that can be written as bytes") from None
     return value
 
 
@@ -77,15 +104,15 @@ def line(value: Any) -> str:
     text = string(value)
     if not all(character.isprintable() for character in text):
         raise ValueError("one line of printable characters")
-    if len(text) > _LONGEST_LINE:
-        raise ValueError(f"at most {_LONGEST_LINE} characters")
+    if len(text.encode()) > _LONGEST_LINE:
+        raise ValueError(f"at most {_LONGEST_LINE} bytes")
     return text
 
 
 def name(value: Any) -> str:
     """Of files as well: Slurm's %x, and the run directory."""
     text = line(value)
-    if "/" in text or len(text.encode(errors="replace")) > LONGEST_NAME or text.strip() != text:
+    if "/" in text or len(text.encode()) > LONGEST_NAME or text.strip() != text:
         raise ValueError(f"a name without / and of at most {LONGEST_NAME} bytes")
     return text
 
@@ -147,7 +174,7 @@ def command(value: Any) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)):
         raise ValueError("a list of texts, or one line")
     words = tuple(string(item) for item in value)
-    if words and not words[0].strip():
+    if words and (not words[0].strip() or words[0].startswith("-")):
         raise ValueError("a program first")
     return words
 
@@ -158,10 +185,14 @@ def environment(value: Any) -> dict[str, str]:
         raise ValueError("a table of NAME = value")
     taken = {}
     for name, content in value.items():
-        if not isinstance(name, str) or not _VARIABLE.match(name) or _READ_ONLY.match(name):
+        if not isinstance(name, str) or not _may_be_set(name):
             raise ValueError(f"names of variables that a job may set, not {name!r}")
         taken[name] = _value(content)
     return taken
+
+
+def _may_be_set(name: str) -> bool:
+    return bool(_VARIABLE.match(name)) and name not in _TAKEN and not name.startswith("SLURM_")
 
 
 def extra(value: Any) -> dict[str, str | bool]:

@@ -32,18 +32,27 @@ def checkout(tmp_path):
 
 
 def broken(tmp_path, more=""):
-    """A python on which the doctor finds a problem on the second host."""
+    """A folder with a python on which the doctor finds a problem on the second host."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    program = tmp_path / "python"
+    program = tmp_path / "bin" / "python"
+    program.parent.mkdir()
     program.write_text(ELSEWHERE.format(elsewhere=elsewhere, python=launches.PYTHON, more=more))
     program.chmod(0o755)
-    return str(program)
+    return program.parent
 
 
-def accept(cluster, folder, python, *arguments):
-    """Run the script as a job to its end: its number, exit code, page and log."""
-    env = {**cluster.environ(), "HPCTRAIN_PYTHON": python}
+def accept(cluster, folder, tools, *arguments):
+    """Run the script as a job to its end: its number, exit code, page and log.
+
+    Args:
+        cluster: where.
+        folder: to submit it in.
+        tools: the folder that has its `python`.
+        arguments: for sbatch.
+    """
+    env = cluster.environ()
+    env["PATH"] = f"{tools}:{env['PATH']}"
     command = ["--cpus-per-task=1", *arguments, "sbatch/acceptance.sh"]
     job, code = cluster.batch(command, cwd=folder, env=env)
     page = (folder / f"acceptance-{job}.txt").read_text()
@@ -62,7 +71,7 @@ def details(page, name):
 
 @pytest.mark.long
 def test_all_checks_pass_on_two_hosts_and_the_job_ends_with_0(cluster, checkout):
-    job, code, page, log = accept(cluster, checkout, launches.PYTHON)
+    job, code, page, log = accept(cluster, checkout, launches.BIN)
     assert verdicts(page) == dict.fromkeys(CHECKS, "pass"), page + log
     assert code == 0
     assert "PASSED: all 7 checks" in page
@@ -111,8 +120,7 @@ def test_a_cancelled_job_stays_cancelled_and_its_page_says_what_was_not_reached(
 
 
 def test_one_rank_is_too_few(cluster, checkout):
-    env = {**cluster.environ(), "HPCTRAIN_PYTHON": launches.PYTHON}
-    job, code = cluster.batch(["--nodes=1", "sbatch/acceptance.sh"], cwd=checkout, env=env)
+    job, code = cluster.batch(["--nodes=1", "sbatch/acceptance.sh"], cwd=checkout)
     assert code == 2
     log = (checkout / f"acceptance-{job}.log").read_text()
     assert "sbatch --ntasks=2" in log

@@ -10,6 +10,10 @@ from pathlib import Path
 import launches
 import pytest
 
+from hpctrain.jobs import files
+from hpctrain.jobs.script import render
+from hpctrain.jobs.spec import JobSpec
+
 pytestmark = pytest.mark.slurm
 
 # 24 micro-batches, which 8, 6, 4, 3 and 2 ranks share evenly.
@@ -128,12 +132,25 @@ def checkout(tmp_path):
     return tmp_path
 
 
+def horovod_spec():
+    return files.read(launches.TOP / "sbatch" / "horovod.toml")
+
+
+def written(folder, **changes):
+    """The folder, with the script of a sbatch/horovod.toml in which something is changed."""
+    (folder / "sbatch").unlink()
+    (folder / "sbatch").mkdir()
+    script = render(JobSpec(**{**horovod_spec(), **changes}))
+    (folder / "sbatch" / "horovod.sh").write_text(script)
+    return folder
+
+
 def submit(cluster, folder, env, *arguments):
     """Start the batch script; its job."""
     done = cluster.run(
         ["sbatch", "--parsable", "--cpus-per-task=1", "sbatch/horovod.sh", *arguments],
         cwd=folder,
-        env={**env, "HPCTRAIN_PYTHON": launches.PYTHON},
+        env=env,
     )
     assert done.stdout.strip(), done.stderr
     return done.stdout.strip()
@@ -157,10 +174,10 @@ def wait(until, seconds=PATIENCE):
 def test_the_batch_script_has_eight_ranks_on_four_hosts(
     horovod, cluster, ssh, reference, checkout, by
 ):
-    job = submit(cluster, checkout, {**ssh, "HPCTRAIN_START_BY": by}, *TRAIN)
+    job = submit(cluster, written(checkout, launcher=by), ssh, *TRAIN)
     code, log = ended(cluster, checkout, job)
     assert code == 0, log
-    run = checkout / "runs" / f"mnist-{job}"
+    run = checkout / "runs" / f"horovod-{job}"
     same_steps(run, reference)
     assert (worlds(run)[0]["world_size"], worlds(run)[0]["num_nodes"]) == (8, 4)
     assert not list(run.glob(".starts-*"))
@@ -265,12 +282,8 @@ def test_the_batch_script_goes_on_without_the_host_that_was_lost(
 ):
     """By srun, as soon as Slurm knows of the loss."""
     (checkout / "slow.py").write_text(SLOW)
-    script = checkout / "sbatch" / "horovod.sh"
-    text = script.read_text().replace("examples/mnist.py", "slow.py examples/mnist.py")
-    (checkout / "sbatch").unlink()
-    script.parent.mkdir()
-    script.write_text(text)
-    job = submit(cluster, checkout, ssh, *TRAIN, "--run", "run")
+    command = ("python", "slow.py", *horovod_spec()["command"][1:])
+    job = submit(cluster, written(checkout, command=command), ssh, *TRAIN, "--run", "run")
     run = checkout / "run"
     wait((run / "checkpoints" / "step-00000005").exists)
     with lost(cluster, "node3"):

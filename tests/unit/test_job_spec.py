@@ -82,8 +82,13 @@ def test_all_problems_come_at_once_with_what_was_expected():
         ({"nodes": "٣"}, "nodes = '٣'"),
         ({"command": 'python "x'}, "its quotes closed"),
         ({"command": ["", "x"]}, "a program first"),
+        ({"command": ["-x"]}, "a program first"),
+        ({"container": "a.sif", "venv": ".venv"}, "container and venv"),
+        ({"container": "a.sif", "run": "a:b"}, "run = 'a:b' in a container"),
+        ({"stage_environment": "env.zip"}, "a tar archive"),
+        ({"run": "\ud800"}, "written as bytes"),
         ({"comment": "a\nb"}, "comment"),
-        ({"partition": "a" * 1001}, "at most 1000 characters"),
+        ({"partition": "a" * 1001}, "at most 1000 bytes"),
         ({"environment": {"SLURM_PROCID": "1"}}, "'SLURM_PROCID'"),
         ({"environment": {"A": "x\0"}}, "text without NUL"),
         ({"sweep": {"lr": []}}, "a list of values"),
@@ -137,7 +142,9 @@ def test_nothing_of_a_spec_can_be_changed_afterwards():
 
 
 @given(
-    command=st.lists(TEXT, min_size=1, max_size=4).filter(lambda words: words[0].strip()),
+    command=st.lists(TEXT, min_size=1, max_size=4).filter(
+        lambda words: words[0].strip() and words[0][0] != "-"
+    ),
     environment=st.dictionaries(VARIABLE, TEXT, max_size=3),
     setup=st.lists(TEXT, max_size=2),
     run=TEXT,

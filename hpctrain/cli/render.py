@@ -1,0 +1,42 @@
+"""`hpctrain render`: the batch script of a job, as text."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpctrain.cli.job_options import add_job_options, spec_from
+from hpctrain.errors import UsageError
+from hpctrain.jobs.script import render
+
+__all__ = ["add"]
+
+
+def add(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "render",
+        allow_abbrev=False,
+        help="write the batch script of a job",
+        description="The script that `hpctrain submit` would hand to sbatch, on standard output. "
+        "It asks nobody and starts nothing.",
+    )
+    parser.add_argument("-o", "--to", metavar="FILE", help="write it there instead")
+    add_job_options(parser)
+    parser.set_defaults(command=_main)
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    # In bytes, as the terminal's encoding is not the file's.
+    script = render(spec_from(arguments)).encode(errors="surrogateescape")
+    if arguments.to is None:
+        sys.stdout.buffer.write(script)
+        sys.stdout.buffer.flush()
+        return 0
+    try:
+        Path(arguments.to).write_bytes(script)
+    except OSError as error:
+        raise UsageError(
+            f"-o {arguments.to} cannot be written: {error}", "a file in a folder that is there"
+        ) from None
+    return 0

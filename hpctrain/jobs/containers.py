@@ -1,0 +1,46 @@
+"""The words that put the ranks into a container. Pure bash text."""
+
+import os.path
+
+from hpctrain.jobs.quoting import word
+from hpctrain.jobs.spec import JobSpec
+
+__all__ = ["inside"]
+
+# The script itself stays outside, where scontrol is.
+_APPTAINER = """\
+# In the container: the submit directory and that of the run, all variables, and the GPUs where the
+# job has some.
+launch+=(apptainer exec ${{SLURM_GPUS_ON_NODE:+--nv}} --pwd "$PWD" --bind "$SLURM_SUBMIT_DIR"
+    --bind "$HPCTRAIN_RUN"{scratch} {image})"""
+
+_PYXIS = """\
+# In the container: the submit directory and that of the run, and all variables.
+mounts=$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR,$HPCTRAIN_RUN:$HPCTRAIN_RUN{scratch}
+launch+=(--container-image={image}
+    --container-mounts="$mounts" --container-workdir="$PWD"
+    --container-env="{variables}") # before those that the image brings"""
+
+
+def inside(spec: JobSpec) -> str:
+    """The line that adds the container to `launch`; nothing where there is none."""
+    if not spec.container:
+        return ""
+    staged = bool(spec.stage_code)
+    if spec.container_runtime == "pyxis":
+        names = ",".join(("OMP_NUM_THREADS", *spec.environment))
+        return _PYXIS.format(
+            image=_image(spec.container, ("./", "../")),
+            scratch=",$scratch:$scratch" if staged else "",
+            variables=names,
+        )
+    return _APPTAINER.format(
+        image=_image(spec.container, ("",)), scratch=' --bind "$scratch"' if staged else ""
+    )
+
+
+def _image(name: str, relative: tuple[str, ...]) -> str:
+    """A file of the submit directory with its whole path, as ranks may start elsewhere."""
+    if "://" in name or os.path.isabs(name) or not name.startswith(relative):
+        return word(name)
+    return f'"$SLURM_SUBMIT_DIR"/{word(name)}'

@@ -1,0 +1,64 @@
+"""The #SBATCH lines of a job. Pure."""
+
+from collections.abc import Iterator
+
+from hpctrain.jobs.quoting import directive
+from hpctrain.jobs.spec import JobSpec
+
+__all__ = ["LOG", "LOG_OF_ARRAY", "directives"]
+
+# Where nothing else was said. Source: "filename pattern" of sbatch(1).
+LOG = "%x-%j.log"
+LOG_OF_ARRAY = "%x-%A_%a.log"
+
+
+def directives(spec: JobSpec) -> str:
+    """A line for each option of sbatch; what the spec leaves to the cluster has none."""
+    return "\n".join(directive(name, value) for name, value in _options(spec))
+
+
+def _options(spec: JobSpec) -> Iterator[tuple[str, str | None]]:
+    """Options and their values, None for those that have none."""
+    yield "job-name", spec.title
+    for name, value in (*_size(spec), *_place(spec), *_mail(spec)):
+        if value:
+            yield name, value
+    yield "output", spec.output or (LOG_OF_ARRAY if spec.indices else LOG)
+    # Or each start empties the log.
+    yield "open-mode", "append"
+    if spec.signal_lead:
+        # B: to the batch shell alone, where the trap is.
+        yield "signal", f"B:{spec.signal}@{spec.signal_lead}"
+    yield "requeue" if spec.requeue else "no-requeue", None
+    if spec.elastic:
+        yield "no-kill", None
+    for name, given in spec.extra.items():
+        if given is not False:
+            yield name, None if given is True else str(given)
+
+
+def _size(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    """How much of the cluster; a command that is no rank takes what sbatch's own line says."""
+    if spec.launcher != "none" or spec.nodes != 1:
+        yield "nodes", str(spec.nodes)
+    if spec.launcher != "none" or spec.tasks != 1 or spec.tasks_per_node:
+        yield "ntasks-per-node", str(spec.tasks)
+    if spec.gpus:
+        yield "gpus-per-node", spec.gpus_per_node
+    yield "cpus-per-task", str(spec.cpus_per_task or "")
+    yield "mem", spec.memory
+    yield "time", spec.time
+
+
+def _place(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    for name in ("partition", "account", "qos", "constraint", "exclude", "comment"):
+        yield name, getattr(spec, name)
+    yield "dependency", ",".join(spec.dependency)
+    throttle = f"%{spec.throttle}" if spec.throttle else ""
+    yield "array", f"{spec.indices}{throttle}" if spec.indices else ""
+
+
+def _mail(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    if spec.mail:
+        yield "mail-user", spec.mail
+        yield "mail-type", ",".join(spec.mail_events)

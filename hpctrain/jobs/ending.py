@@ -1,0 +1,79 @@
+"""How a job ends, and goes on: verdict, requeue, the line to type. Pure bash text."""
+
+from hpctrain.jobs.spec import JobSpec
+
+__all__ = ["ending"]
+
+_VERDICT = """\
+if [ -s "$HPCTRAIN_VERDICT" ]; then
+    said=$(sed -n 's/.*"code": *\\([0-9]*\\).*/\\1/p' "$HPCTRAIN_VERDICT")
+    # A verdict of 0 does not cover what a rank did after its session.
+    if [ "$said" != 0 ]; then code=$said; fi
+elif [ "$code" != 0 ] && [ -e "$HPCTRAIN_STOP" ]; then
+    code=75 # stopped before the first step
+elif [ "$code" = $((128 + $(kill -l USR1))) ] || [ "$code" = $((128 + $(kill -l USR2))) ]; then
+    code=75 # the same, by a signal to the ranks while they still imported
+fi
+{traps}
+rm -f "$HPCTRAIN_STOP" "$HPCTRAIN_VERDICT"
+# Done, failed, or given up (76): the end.
+if [ "$code" != 75 ]; then exit "$code"; fi"""
+
+_REQUEUE = """\
+# Stopped. A cancelled job would come back to life, and one that Slurm has taken away for another
+# it requeues itself: both are no longer RUNNING (or SIGNALING, while a signal is under way).
+script=
+if shown=$(scontrol show job --oneliner "$job" 2>&1); then
+    state=$(sed -n 's/.* JobState=\\([A-Z_]*\\) Reason=.*/\\1/p' <<<"$shown")
+    if [ "$state" != RUNNING ] && [ "$state" != SIGNALING ]; then
+        echo "job $job is $state: not requeued from here; its checkpoints are in $HPCTRAIN_RUN"
+        exit 75
+    fi
+    script=$(sed -n 's/.* Command=\\(.*\\) WorkDir=.*/\\1/p' <<<"$shown")
+    {most}# Last of all, as it ends this script.
+    {else_}if shown=$(scontrol requeue "$job" 2>&1); then
+        sleep 60
+        shown="scontrol requeue was accepted, but the job goes on"
+    fi
+fi
+echo "job $job was stopped and could not be requeued: $shown\""""
+
+_MOST = """\
+if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {most} ]; then
+        code=76
+        shown="it was started again ${{SLURM_RESTART_COUNT:-0}} times, of {most} that it may be"
+    """
+
+_NO_REQUEUE = """\
+script=
+if shown=$(scontrol show job --oneliner "$job" 2>&1); then
+    script=$(sed -n 's/.* Command=\\(.*\\) WorkDir=.*/\\1/p' <<<"$shown")
+fi
+echo "job $job was stopped, and is not one to be requeued\""""
+
+_GO_ON = """\
+echo "its checkpoints are in $HPCTRAIN_RUN; to go on, with the options of sbatch that it had:"
+if [ "$script" = "(null)" ]; then # it came to sbatch by standard input
+    script=job-$job.sh
+    echo "    scontrol write batch_script $SLURM_JOB_ID $script"
+fi
+script={array}${{script:-THE SCRIPT AND ITS ARGUMENTS}}
+echo "    HPCTRAIN_RUN=${{HPCTRAIN_RUN@Q}} sbatch $script --resume"
+exit "$code\""""
+
+
+def ending(spec: JobSpec) -> str:
+    """From the end of the ranks to that of the script."""
+    traps = "trap - TERM"
+    if spec.signal_lead and spec.signal != "TERM":
+        traps = f"trap '' {spec.signal}\n{traps}"
+    go_on = _GO_ON.format(array='"--array=$SLURM_ARRAY_TASK_ID "' if spec.indices else "")
+    return f"{_VERDICT.format(traps=traps)}\n\n{_after(spec)}\n{go_on}"
+
+
+def _after(spec: JobSpec) -> str:
+    if not spec.requeue:
+        return _NO_REQUEUE
+    capped = spec.max_restarts is not None
+    most = _MOST.format(most=spec.max_restarts) if capped else ""
+    return _REQUEUE.format(most=most, else_="el" if capped else "")

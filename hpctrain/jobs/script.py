@@ -1,0 +1,201 @@
+"""The batch script of a JobSpec, as a person would have written it. Pure."""
+
+import os.path
+from collections.abc import Callable, Sequence
+
+from hpctrain.errors import UsageError
+from hpctrain.jobs.directives import directives
+from hpctrain.jobs.ending import ending
+from hpctrain.jobs.quoting import array, word
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs.staging import removal, staging
+from hpctrain.jobs.starting import command, launch, python_script
+from hpctrain.jobs.surroundings import surroundings
+
+__all__ = ["render", "render_local"]
+
+_SUBMIT_DIRECTORY = """\
+set -euo pipefail
+
+# Slurm runs a copy of this file, from its spool: only the submit directory is the user's.
+cd "$SLURM_SUBMIT_DIR\""""
+
+_FROM_THE_LINE = """\
+if [ $# = 0 ]; then
+    echo "nothing to run: the command follows the script's name" >&2
+    exit 2
+fi
+command=("$@")"""
+
+_LAST = "# What follows the script's name on sbatch's line comes last, and so overrules."
+
+_SETTINGS = """\
+# One setting for each task of the array.
+case $SLURM_ARRAY_TASK_ID in
+{cases}
+    *) echo "no setting has the index $SLURM_ARRAY_TASK_ID" >&2 && exit 2 ;;
+esac
+echo "setting $SLURM_ARRAY_TASK_ID:$(printf ' %q' "${{setting[@]}}")\""""
+
+_LABEL = """\
+# As Slurm's own tools call it; a requeue changes neither this nor the run directory.
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"""
+
+_FILES = """\
+# Two files on the file system that all hosts share, new for each start. This script makes the stop
+# file, which asks the ranks to save and to leave. Rank 0 writes the verdict before they do, as the
+# exit code of a launcher depends on which rank left first.
+mkdir -p runs
+export HPCTRAIN_STOP=$PWD/runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
+export HPCTRAIN_VERDICT=$PWD/runs/.verdict-$job-${SLURM_RESTART_COUNT:-0}
+rm -f runs/.stop-"$job"-* runs/.verdict-"$job"-*
+
+# Without it another user of the hosts who guesses the job's number could join the ranks.
+HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
+export HPCTRAIN_SECRET"""
+
+_TRAP = """trap 'touch "$HPCTRAIN_STOP"'"""
+
+_RANKS = """\
+printf 'job %s, start %s, on %s:%s\\n' "$job" "${SLURM_RESTART_COUNT:-0}" "$SLURM_JOB_NODELIST" \\
+    "$(printf ' %q' "${launch[@]}" "${command[@]}")"
+# In the background: bash runs no trap while it waits for a command in front.
+"${launch[@]}" "${command[@]}" &
+ranks=$!
+# A signal ends `wait`, and not the ranks.
+while kill -0 "$ranks" 2>/dev/null; do wait "$ranks" || true; done
+code=0
+wait "$ranks" || code=$?"""
+
+
+def render(spec: JobSpec) -> str:
+    """The text of the script that runs a job; the same spec gives the same text.
+
+    Raises:
+        UsageError: the launcher cannot start the command.
+    """
+    parts = [part if isinstance(part, str) else part(spec) for part in _PARTS]
+    return _joined(_head(spec), *parts)
+
+
+def render_local(spec: JobSpec) -> str:
+    """The script that runs the job's ranks on this machine, without Slurm, by `hpctrain run`.
+
+    What only a scheduler gives (time, memory, partition, requeue, …) has no meaning there.
+
+    Raises:
+        UsageError: the command is no Python script, or the job needs what only Slurm's hosts have.
+    """
+    for name in ("container", "stage_code", "stage_environment", "array", "sweep", "function"):
+        if getattr(spec, name):
+            raise UsageError(
+                f"{name} on this machine", "a job without it", "hpctrain submit --via sbatch"
+            )
+    python, script = python_script(spec.argv, "this machine")
+    nodes = ["--nodes", str(spec.nodes)] if spec.nodes > 1 else []
+    start = [python, "-m", "hpctrain", "run", *nodes, "--nproc-per-node", str(spec.tasks), *script]
+    words = array("command", [*(word(one) for one in start), '"$@"'])
+    run = f"run={_run(spec.run)}\nexport HPCTRAIN_RUN=${{HPCTRAIN_RUN:-$run}}" if spec.run else ""
+    shell = "#!/bin/bash\nset -euo pipefail"
+    return _joined(shell, words, surroundings(spec), run, 'exec "${command[@]}"')
+
+
+def _joined(*parts: str) -> str:
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _head(spec: JobSpec) -> str:
+    about = [
+        "# " + "".join(one if one.isprintable() else "?" for one in line)
+        for line in spec.about.strip().split("\n")
+    ]
+    lines = [line.rstrip() for line in about] if spec.about.strip() else []
+    return "\n".join(["#!/bin/bash", *lines, *["#"] * bool(lines), directives(spec)])
+
+
+def _command(spec: JobSpec) -> str:
+    words = command(spec)
+    if not words and (spec.sweep or spec.backend):
+        raise UsageError(
+            f"{'sweep' if spec.sweep else 'backend'} without a command",
+            "the command that gets these options",
+        )
+    if not words:
+        return _FROM_THE_LINE
+    more = '"$@"'
+    if not spec.sweep:
+        return f"{_LAST}\n{array('command', [*words, more])}"
+    cases = "\n".join(
+        f"    {index}) setting=({_setting(setting)}) ;;" for index, setting in enumerate(spec.sweep)
+    )
+    words += ['"${setting[@]}"', more]
+    return f"{_SETTINGS.format(cases=cases)}\n{_LAST}\n{array('command', words)}"
+
+
+def _setting(setting: tuple[tuple[str, str], ...]) -> str:
+    return " ".join(f"--{name} {word(value)}" for name, value in setting)
+
+
+def _threads(spec: JobSpec) -> str:
+    if spec.launcher == "none":
+        return ""
+    return """\
+# Of each rank, unless something below says otherwise; torch would take all CPUs of the host.
+export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}"""
+
+
+def _surroundings(spec: JobSpec) -> str:
+    return surroundings(spec, staging(spec))
+
+
+def _run_directory(spec: JobSpec) -> str:
+    if spec.run:
+        default = _run(spec.run) + ("/$SLURM_ARRAY_TASK_ID" if spec.indices else "")
+    else:
+        default = "$PWD/runs/${SLURM_JOB_NAME//\\//_}-$job"
+    folder = os.path.dirname(spec.output)
+    log = f"mkdir -p -- {word(folder)}\n" if folder and "%" not in folder else ""
+    return f"""\
+# One that was given goes on: HPCTRAIN_RUN=runs/NAME-JOB sbatch …
+run={default}
+HPCTRAIN_RUN=${{HPCTRAIN_RUN:-$run}}
+case $HPCTRAIN_RUN in /*) ;; *) HPCTRAIN_RUN=$PWD/$HPCTRAIN_RUN ;; esac
+export HPCTRAIN_RUN
+mkdir -p -- "$HPCTRAIN_RUN"
+{log}""".rstrip()
+
+
+def _run(path: str) -> str:
+    """A run directory as a word of bash, absolute."""
+    return word(path) if os.path.isabs(path) else f"$PWD/{word(path)}"
+
+
+def _trap(spec: JobSpec) -> str:
+    if not spec.signal_lead or spec.signal == "TERM":
+        return f"# It comes where Slurm takes the hosts away.\n{_TRAP} TERM"
+    why = (
+        f"# {spec.signal} comes before the end of the time, TERM where Slurm takes the hosts away."
+    )
+    return f"{why}\n{_TRAP} {spec.signal} TERM"
+
+
+def _launch(spec: JobSpec) -> str:
+    there = '# The ranks start where this shell is.\ncd "$scratch/code"\n\n'
+    return (there if spec.stage_code else "") + launch(spec)
+
+
+# In the order in which they stand in the script: text, or what gives it, or nothing.
+_PARTS: Sequence[str | Callable[[JobSpec], str]] = (
+    _SUBMIT_DIRECTORY,
+    _command,
+    _LABEL,
+    _run_directory,
+    _FILES,
+    _trap,
+    _threads,
+    _surroundings,
+    _launch,
+    _RANKS,
+    removal,
+    ending,
+)

@@ -1,0 +1,150 @@
+"""What starts the ranks: one function for each launcher, and the table of them. Pure bash text.
+
+Each gives the lines that make `launch`, the words before the command. Numbers come from Slurm when
+the job runs, so that options on sbatch's own line hold.
+"""
+
+import os.path
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from hpctrain.errors import UsageError
+from hpctrain.jobs.containers import inside
+from hpctrain.jobs.quoting import word
+from hpctrain.jobs.spec import JobSpec
+
+__all__ = ["command", "launch", "python_script"]
+
+_PYTHON = re.compile(r"python(\d+(\.\d+)?)?\Z", re.ASCII)
+
+_SRUN = """\
+# srun does not take over --cpus-per-task from sbatch in every version of Slurm, and without
+# --kill-on-bad-exit the ranks that are left wait for a dead one.
+launch=(srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}")"""
+
+_TORCHRUN = """\
+# One agent on each host, with all CPUs of the host's ranks; they meet on the first host, at a port
+# of this start's own. -- as torchrun would take the script's --run for its own --run-path.
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${{hosts%%$'\\n'*}}
+ranks_of_host=${{SLURM_NTASKS_PER_NODE:-${{SLURM_GPUS_ON_NODE:-1}}}}
+port=$((10000 + (SLURM_JOB_ID * 7 + ${{SLURM_RESTART_COUNT:-0}}) % 10000))
+launch=(srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"
+    --ntasks-per-node=1 --cpus-per-task=$((${{SLURM_CPUS_PER_TASK:-1}} * ranks_of_host)))
+{inside}launch+=({torchrun} --nnodes="$SLURM_JOB_NUM_NODES"
+    --nproc-per-node="$ranks_of_host" --rdzv-backend=c10d --rdzv-endpoint="$first:$port"
+    --rdzv-id="$job-${{SLURM_RESTART_COUNT:-0}}"{no_python} --)"""
+
+_SLOTS = """\
+# horovodrun wants host:slots,host:slots; Slurm says 2(x3),1.
+counts=()
+for one in ${SLURM_TASKS_PER_NODE//,/ }; do
+    times=${one#*x}
+    if [ "$times" = "$one" ]; then times=1; else times=${times%)}; fi
+    for ((; times > 0; times--)); do counts+=("${one%%(*}"); done
+done
+slots=
+for one in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+    slots+=${slots:+,}$one:${counts[0]}
+    counts=("${counts[@]:1}")
+done"""
+
+_HOROVODRUN = """
+# Over ssh; without --gloo it takes mpirun where Horovod was built with MPI.
+launch=(horovodrun --gloo -np "$SLURM_NTASKS" -H "$slots")"""
+
+_ELASTIC = """\
+# Each start of the ranks is an `srun --kill-on-bad-exit=1 --cpus-per-task=…` on the hosts that are
+# left, with a secret that no other user of the hosts knows. Rank 0's verdict decides how it ended,
+# and after three starts in a row without a new checkpoint the run is given up (exit code 76)."""
+
+_ELASTIC_SSH = """\
+# Each start of the ranks is a horovodrun over ssh, on the hosts that answer. Rank 0's verdict
+# decides how it ended, and after three starts in a row without a new checkpoint the run is given
+# up (exit code 76)."""
+
+
+def command(spec: JobSpec) -> list[str]:
+    """The command, as the launcher takes it, in words of bash.
+
+    Raises:
+        UsageError: the launcher starts Python scripts only, and this is none.
+    """
+    argv: Sequence[str] = spec.argv
+    if spec.elastic:
+        argv = python_script(argv, "elastic")[1]
+    elif spec.launcher == "torchrun" and _is_python(argv):
+        argv = python_script(argv, "torchrun")[1]
+    return [word(one) for one in argv]
+
+
+def launch(spec: JobSpec) -> str:
+    """The lines of bash that make `launch`."""
+    if spec.elastic:
+        return _elastic(spec)
+    return _LAUNCHERS[spec.launcher](spec)
+
+
+def python_script(argv: Sequence[str], user: str) -> tuple[str, Sequence[str]]:
+    """The Python of a command, and the script or `-m MODULE` with its arguments.
+
+    Raises:
+        UsageError: the command is no such one.
+    """
+    if not _is_python(argv):
+        raise UsageError(
+            f"{user} with the command {' '.join(argv[:3])!r}",
+            "python SCRIPT … or python -m MODULE …",
+            "a script of Python, or another way to start it",
+        )
+    return argv[0], argv[1:]
+
+
+def _is_python(argv: Sequence[str]) -> bool:
+    if len(argv) < 2 or not _PYTHON.match(os.path.basename(argv[0])):
+        return False
+    return not argv[1].startswith("-") or (argv[1] == "-m" and len(argv) > 2)
+
+
+def _srun(spec: JobSpec) -> str:
+    return "\n".join(part for part in (_SRUN, inside(spec)) if part)
+
+
+def _torchrun(spec: JobSpec) -> str:
+    python = _is_python(spec.argv)
+    torchrun = f"{word(spec.argv[0])} -m torch.distributed.run" if python else "torchrun"
+    within = inside(spec)
+    return _TORCHRUN.format(
+        inside=f"{within}\n" if within else "",
+        torchrun=torchrun,
+        no_python="" if python else " --no-python",
+    )
+
+
+def _horovodrun(spec: JobSpec) -> str:
+    del spec
+    return _SLOTS + _HOROVODRUN
+
+
+def _none(spec: JobSpec) -> str:
+    """Once, on the first host, where the script runs."""
+    del spec
+    # With env a program is meant, and no word of bash.
+    return "launch=(env --) # a program, and no word of bash's"
+
+
+def _elastic(spec: JobSpec) -> str:
+    python, _ = python_script(spec.argv, "elastic")
+    start = f"launch=({word(python)} -m hpctrain run --elastic"
+    if spec.launcher == "horovodrun":
+        return f'{_SLOTS}\n{_ELASTIC_SSH}\n{start} --hosts "$slots")'
+    return f"{_ELASTIC}\n{start})"
+
+
+# A new one is a function and a line here, and a name in LAUNCHERS of spec.py.
+_LAUNCHERS: Mapping[str, Callable[[JobSpec], str]] = {
+    "srun": _srun,
+    "torchrun": _torchrun,
+    "horovodrun": _horovodrun,
+    "none": _none,
+}

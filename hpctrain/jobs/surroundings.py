@@ -1,0 +1,104 @@
+"""What is set up before anything runs: site, modules, environments, variables. Pure bash text."""
+
+import os.path
+
+from hpctrain.jobs.quoting import word
+from hpctrain.jobs.spec import JobSpec
+
+__all__ = ["surroundings"]
+
+_SITE = """\
+# What all jobs on this cluster need. Such files are not written for -e and -u.
+site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
+if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
+    code=0
+    set +eu
+    # shellcheck source=/dev/null
+    . "$site" || code=$?
+    set -eu
+    if [ "$code" != 0 ]; then echo "$site ended with $code" >&2; fi
+fi"""
+
+_MODULES = """\
+# A batch shell is no login shell, and may not know `module` yet.
+set +eu
+for one in /etc/profile.d/{{lmod,z00_lmod,modules}}.sh "${{LMOD_PKG:-}}/init/bash" \\
+    "${{MODULESHOME:-}}/init/bash" /usr/share/lmod/lmod/init/bash /usr/share/modules/init/bash; do
+    # shellcheck source=/dev/null
+    if ! type module >/dev/null 2>&1 && [ -r "$one" ]; then . "$one"; fi
+done
+modules=({names})
+for one in "${{modules[@]}}"; do
+    if ! module load "$one"; then
+        printf '%s: this module could not be loaded\\n' "$one" >&2
+        exit 2
+    fi
+done
+set -eu"""
+
+_SETUP = """\
+# Lines of the job's own.
+set +u
+{lines}
+set -eu"""
+
+_VENV = """\
+venv={path}
+if [ ! -r "$venv/bin/activate" ]; then
+    printf '%s: no virtual environment on %s, seen from %s\\n' "$venv" "$HOSTNAME" "$PWD" >&2
+    exit 2
+fi
+# shellcheck source=/dev/null
+. "$venv/bin/activate\""""
+
+_CONDA = """\
+# `conda activate` is a function, which a batch shell does not know yet.
+conda=$(type -P conda || true)
+conda=${{CONDA_EXE:-$conda}}
+if [ -z "$conda" ]; then
+    echo "no conda on the PATH: a line of setup or of site.sh has to find it" >&2
+    exit 2
+fi
+set +eu
+eval "$("$conda" shell.bash hook)"
+if ! conda activate {name}; then
+    printf '%s: this conda environment could not be activated\\n' {name} >&2
+    exit 2
+fi
+set -eu"""
+
+
+def surroundings(spec: JobSpec, staged: str = "") -> str:
+    """The parts in the order in which one may overrule another: the spec's own variables last.
+
+    Args:
+        spec: the job.
+        staged: what hosts copy to their own disks, for which modules may be needed.
+    """
+    parts = [_SITE, _modules(spec), _setup(spec), _environment_of_python(spec), staged]
+    return "\n\n".join(part for part in (*parts, _variables(spec)) if part)
+
+
+def _modules(spec: JobSpec) -> str:
+    names = " ".join(word(name) for name in spec.modules)
+    return _MODULES.format(names=names) if names else ""
+
+
+def _setup(spec: JobSpec) -> str:
+    return _SETUP.format(lines="\n".join(spec.setup)) if spec.setup else ""
+
+
+def _environment_of_python(spec: JobSpec) -> str:
+    if spec.venv:
+        # With a folder in front it is no option of the dot.
+        path = spec.venv if os.path.isabs(spec.venv) else f"./{spec.venv}"
+        return _VENV.format(path=word(path))
+    return _CONDA.format(name=word(spec.conda)) if spec.conda else ""
+
+
+def _variables(spec: JobSpec) -> str:
+    lines = [f"export {name}={word(value)}" for name, value in spec.environment.items()]
+    if lines and spec.container and spec.container_runtime != "pyxis":
+        lines.append("# Before those that the image brings.")
+        lines += [f'export APPTAINERENV_{name}="${name}"' for name in spec.environment]
+    return "\n".join(lines)

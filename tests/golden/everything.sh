@@ -1,0 +1,198 @@
+#!/bin/bash
+# Everything at once.
+#
+# Two paragraphs.
+#
+#SBATCH --job-name="every thing"
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=a100:4
+#SBATCH --cpus-per-task=8
+#SBATCH --mem=64G
+#SBATCH --time=1-12:00:00
+#SBATCH --partition=gpu
+#SBATCH --account=abc
+#SBATCH --qos=normal
+#SBATCH --constraint="a100&nvlink"
+#SBATCH --exclude="node[7-8]"
+#SBATCH --comment="a \"comment\""
+#SBATCH --dependency=afterok:123
+#SBATCH --array=1,3,7%2
+#SBATCH --mail-user=ada@example.org
+#SBATCH --mail-type=END,FAIL,REQUEUE
+#SBATCH --output=logs/%x-%A_%a.log
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --exclusive
+#SBATCH --hint=nomultithread
+
+set -euo pipefail
+
+# Slurm runs a copy of this file, from its spool: only the submit directory is the user's.
+cd "$SLURM_SUBMIT_DIR"
+
+# What follows the script's name on sbatch's line comes last, and so overrules.
+command=(python train.py --data 'my data' --lr 0.1 --backend ddp "$@")
+
+# As Slurm's own tools call it; a requeue changes neither this nor the run directory.
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+
+# One that was given goes on: HPCTRAIN_RUN=runs/NAME-JOB sbatch …
+run=$PWD/'my runs/one'/$SLURM_ARRAY_TASK_ID
+HPCTRAIN_RUN=${HPCTRAIN_RUN:-$run}
+case $HPCTRAIN_RUN in /*) ;; *) HPCTRAIN_RUN=$PWD/$HPCTRAIN_RUN ;; esac
+export HPCTRAIN_RUN
+mkdir -p -- "$HPCTRAIN_RUN"
+mkdir -p -- logs
+
+# Two files on the file system that all hosts share, new for each start. This script makes the stop
+# file, which asks the ranks to save and to leave. Rank 0 writes the verdict before they do, as the
+# exit code of a launcher depends on which rank left first.
+mkdir -p runs
+export HPCTRAIN_STOP=$PWD/runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
+export HPCTRAIN_VERDICT=$PWD/runs/.verdict-$job-${SLURM_RESTART_COUNT:-0}
+rm -f runs/.stop-"$job"-* runs/.verdict-"$job"-*
+
+# Without it another user of the hosts who guesses the job's number could join the ranks.
+HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+export HPCTRAIN_SECRET
+
+# USR1 comes before the end of the time, TERM where Slurm takes the hosts away.
+trap 'touch "$HPCTRAIN_STOP"' USR1 TERM
+
+# Of each rank, unless something below says otherwise; torch would take all CPUs of the host.
+export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
+
+# What all jobs on this cluster need. Such files are not written for -e and -u.
+site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
+if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
+    code=0
+    set +eu
+    # shellcheck source=/dev/null
+    . "$site" || code=$?
+    set -eu
+    if [ "$code" != 0 ]; then echo "$site ended with $code" >&2; fi
+fi
+
+# A batch shell is no login shell, and may not know `module` yet.
+set +eu
+for one in /etc/profile.d/{lmod,z00_lmod,modules}.sh "${LMOD_PKG:-}/init/bash" \
+    "${MODULESHOME:-}/init/bash" /usr/share/lmod/lmod/init/bash /usr/share/modules/init/bash; do
+    # shellcheck source=/dev/null
+    if ! type module >/dev/null 2>&1 && [ -r "$one" ]; then . "$one"; fi
+done
+modules=(gcc/12 cuda)
+for one in "${modules[@]}"; do
+    if ! module load "$one"; then
+        printf '%s: this module could not be loaded\n' "$one" >&2
+        exit 2
+    fi
+done
+set -eu
+
+# Lines of the job's own.
+set +u
+ulimit -n 65536
+set -eu
+
+venv='./my env'
+if [ ! -r "$venv/bin/activate" ]; then
+    printf '%s: no virtual environment on %s, seen from %s\n' "$venv" "$HOSTNAME" "$PWD" >&2
+    exit 2
+fi
+# shellcheck source=/dev/null
+. "$venv/bin/activate"
+
+# Each host copies code to its own disk, once for all of its ranks.
+# /tmp is everybody's: a folder of that name that is not ours is refused.
+scratch=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/hpctrain-${USER:-$UID}-$job-${SLURM_RESTART_COUNT:-0}
+each_host=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"
+    --ntasks-per-node=1 --cpus-per-task=1)
+remove_copies() {
+    cd "$SLURM_SUBMIT_DIR"
+    "${each_host[@]}" rm -rf -- "$scratch" || true
+}
+trap remove_copies EXIT
+# shellcheck disable=SC2016 # for the other hosts' shells
+if ! "${each_host[@]}" --kill-on-bad-exit=1 bash -c '
+    set -euo pipefail
+    umask 077
+    for old in "${1%-*}"-*; do # of a start that was killed
+        if [ "$old" != "$1" ] && [ -O "$old" ] && [ ! -L "$old" ]; then rm -rf -- "$old"; fi
+    done
+    mkdir -- "$1"
+    mkdir -- "$1/code"
+    tar -C "$2" --exclude=./runs --exclude=./.git --exclude=./.venv -cf - . |
+        tar -C "$1/code" -xf -
+' stage "$scratch" . ''; then
+    echo "a host could not copy code to $scratch: the lines above say why" >&2
+    exit 1
+fi
+
+export NCCL_DEBUG=INFO
+export GREETING='it'"'"'s me'
+
+# The ranks start where this shell is.
+cd "$scratch/code"
+
+# srun does not take over --cpus-per-task from sbatch in every version of Slurm, and without
+# --kill-on-bad-exit the ranks that are left wait for a dead one.
+launch=(srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}")
+
+printf 'job %s, start %s, on %s:%s\n' "$job" "${SLURM_RESTART_COUNT:-0}" "$SLURM_JOB_NODELIST" \
+    "$(printf ' %q' "${launch[@]}" "${command[@]}")"
+# In the background: bash runs no trap while it waits for a command in front.
+"${launch[@]}" "${command[@]}" &
+ranks=$!
+# A signal ends `wait`, and not the ranks.
+while kill -0 "$ranks" 2>/dev/null; do wait "$ranks" || true; done
+code=0
+wait "$ranks" || code=$?
+
+trap - EXIT
+remove_copies
+
+if [ -s "$HPCTRAIN_VERDICT" ]; then
+    said=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$HPCTRAIN_VERDICT")
+    # A verdict of 0 does not cover what a rank did after its session.
+    if [ "$said" != 0 ]; then code=$said; fi
+elif [ "$code" != 0 ] && [ -e "$HPCTRAIN_STOP" ]; then
+    code=75 # stopped before the first step
+elif [ "$code" = $((128 + $(kill -l USR1))) ] || [ "$code" = $((128 + $(kill -l USR2))) ]; then
+    code=75 # the same, by a signal to the ranks while they still imported
+fi
+trap '' USR1
+trap - TERM
+rm -f "$HPCTRAIN_STOP" "$HPCTRAIN_VERDICT"
+# Done, failed, or given up (76): the end.
+if [ "$code" != 75 ]; then exit "$code"; fi
+
+# Stopped. A cancelled job would come back to life, and one that Slurm has taken away for another
+# it requeues itself: both are no longer RUNNING (or SIGNALING, while a signal is under way).
+script=
+if shown=$(scontrol show job --oneliner "$job" 2>&1); then
+    state=$(sed -n 's/.* JobState=\([A-Z_]*\) Reason=.*/\1/p' <<<"$shown")
+    if [ "$state" != RUNNING ] && [ "$state" != SIGNALING ]; then
+        echo "job $job is $state: not requeued from here; its checkpoints are in $HPCTRAIN_RUN"
+        exit 75
+    fi
+    script=$(sed -n 's/.* Command=\(.*\) WorkDir=.*/\1/p' <<<"$shown")
+    if [ "${SLURM_RESTART_COUNT:-0}" -ge 5 ]; then
+        code=76
+        shown="it was started again ${SLURM_RESTART_COUNT:-0} times, of 5 that it may be"
+    # Last of all, as it ends this script.
+    elif shown=$(scontrol requeue "$job" 2>&1); then
+        sleep 60
+        shown="scontrol requeue was accepted, but the job goes on"
+    fi
+fi
+echo "job $job was stopped and could not be requeued: $shown"
+echo "its checkpoints are in $HPCTRAIN_RUN; to go on, with the options of sbatch that it had:"
+if [ "$script" = "(null)" ]; then # it came to sbatch by standard input
+    script=job-$job.sh
+    echo "    scontrol write batch_script $SLURM_JOB_ID $script"
+fi
+script="--array=$SLURM_ARRAY_TASK_ID "${script:-THE SCRIPT AND ITS ARGUMENTS}
+echo "    HPCTRAIN_RUN=${HPCTRAIN_RUN@Q} sbatch $script --resume"
+exit "$code"

@@ -1,0 +1,30 @@
+#!/bin/bash
+set -euo pipefail
+
+command=(
+    python -m hpctrain run --nodes 2 --nproc-per-node 2 train.py --data 'my data' --lr 0.1 "$@"
+)
+
+# What all jobs on this cluster need. Such files are not written for -e and -u.
+site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
+if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
+    code=0
+    set +eu
+    # shellcheck source=/dev/null
+    . "$site" || code=$?
+    set -eu
+    if [ "$code" != 0 ]; then echo "$site ended with $code" >&2; fi
+fi
+
+venv=./.venv
+if [ ! -r "$venv/bin/activate" ]; then
+    printf '%s: no virtual environment on %s, seen from %s\n' "$venv" "$HOSTNAME" "$PWD" >&2
+    exit 2
+fi
+# shellcheck source=/dev/null
+. "$venv/bin/activate"
+
+run=$PWD/runs/one
+export HPCTRAIN_RUN=${HPCTRAIN_RUN:-$run}
+
+exec "${command[@]}"

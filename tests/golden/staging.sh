@@ -1,0 +1,149 @@
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR2@120
+#SBATCH --requeue
+
+set -euo pipefail
+
+# Slurm runs a copy of this file, from its spool: only the submit directory is the user's.
+cd "$SLURM_SUBMIT_DIR"
+
+# What follows the script's name on sbatch's line comes last, and so overrules.
+command=(python train.py --data 'my data' --lr 0.1 "$@")
+
+# As Slurm's own tools call it; a requeue changes neither this nor the run directory.
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+
+# One that was given goes on: HPCTRAIN_RUN=runs/NAME-JOB sbatch …
+run=$PWD/runs/${SLURM_JOB_NAME//\//_}-$job
+HPCTRAIN_RUN=${HPCTRAIN_RUN:-$run}
+case $HPCTRAIN_RUN in /*) ;; *) HPCTRAIN_RUN=$PWD/$HPCTRAIN_RUN ;; esac
+export HPCTRAIN_RUN
+mkdir -p -- "$HPCTRAIN_RUN"
+
+# Two files on the file system that all hosts share, new for each start. This script makes the stop
+# file, which asks the ranks to save and to leave. Rank 0 writes the verdict before they do, as the
+# exit code of a launcher depends on which rank left first.
+mkdir -p runs
+export HPCTRAIN_STOP=$PWD/runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
+export HPCTRAIN_VERDICT=$PWD/runs/.verdict-$job-${SLURM_RESTART_COUNT:-0}
+rm -f runs/.stop-"$job"-* runs/.verdict-"$job"-*
+
+# Without it another user of the hosts who guesses the job's number could join the ranks.
+HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+export HPCTRAIN_SECRET
+
+# USR2 comes before the end of the time, TERM where Slurm takes the hosts away.
+trap 'touch "$HPCTRAIN_STOP"' USR2 TERM
+
+# Of each rank, unless something below says otherwise; torch would take all CPUs of the host.
+export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
+
+# What all jobs on this cluster need. Such files are not written for -e and -u.
+site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
+if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
+    code=0
+    set +eu
+    # shellcheck source=/dev/null
+    . "$site" || code=$?
+    set -eu
+    if [ "$code" != 0 ]; then echo "$site ended with $code" >&2; fi
+fi
+
+# Each host copies environment to its own disk, once for all of its ranks.
+# /tmp is everybody's: a folder of that name that is not ours is refused.
+scratch=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/hpctrain-${USER:-$UID}-$job-${SLURM_RESTART_COUNT:-0}
+each_host=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"
+    --ntasks-per-node=1 --cpus-per-task=1)
+remove_copies() {
+    cd "$SLURM_SUBMIT_DIR"
+    "${each_host[@]}" rm -rf -- "$scratch" || true
+}
+trap remove_copies EXIT
+# shellcheck disable=SC2016 # for the other hosts' shells
+if ! "${each_host[@]}" --kill-on-bad-exit=1 bash -c '
+    set -euo pipefail
+    umask 077
+    for old in "${1%-*}"-*; do # of a start that was killed
+        if [ "$old" != "$1" ] && [ -O "$old" ] && [ ! -L "$old" ]; then rm -rf -- "$old"; fi
+    done
+    mkdir -- "$1"
+    mkdir -- "$1/environment"
+    tar -C "$1/environment" --force-local -xf "$3"
+    if [ ! -d "$1/environment/bin" ]; then
+        printf "%s has no bin/ at its top: tar -C ENVIRONMENT -cf FILE.tar .\n" "$3" >&2
+        exit 1
+    fi
+    # As conda-pack wants it.
+    if [ -x "$1/environment/bin/conda-unpack" ]; then
+        "$1/environment/bin/python" "$1/environment/bin/conda-unpack"
+    fi
+' stage "$scratch" '' envs/torch.tar.gz; then
+    echo "a host could not copy environment to $scratch: the lines above say why" >&2
+    exit 1
+fi
+
+# At the same place on all hosts, so that this is enough.
+export PATH=$scratch/environment/bin:$PATH
+
+# srun does not take over --cpus-per-task from sbatch in every version of Slurm, and without
+# --kill-on-bad-exit the ranks that are left wait for a dead one.
+launch=(srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}")
+
+printf 'job %s, start %s, on %s:%s\n' "$job" "${SLURM_RESTART_COUNT:-0}" "$SLURM_JOB_NODELIST" \
+    "$(printf ' %q' "${launch[@]}" "${command[@]}")"
+# In the background: bash runs no trap while it waits for a command in front.
+"${launch[@]}" "${command[@]}" &
+ranks=$!
+# A signal ends `wait`, and not the ranks.
+while kill -0 "$ranks" 2>/dev/null; do wait "$ranks" || true; done
+code=0
+wait "$ranks" || code=$?
+
+trap - EXIT
+remove_copies
+
+if [ -s "$HPCTRAIN_VERDICT" ]; then
+    said=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$HPCTRAIN_VERDICT")
+    # A verdict of 0 does not cover what a rank did after its session.
+    if [ "$said" != 0 ]; then code=$said; fi
+elif [ "$code" != 0 ] && [ -e "$HPCTRAIN_STOP" ]; then
+    code=75 # stopped before the first step
+elif [ "$code" = $((128 + $(kill -l USR1))) ] || [ "$code" = $((128 + $(kill -l USR2))) ]; then
+    code=75 # the same, by a signal to the ranks while they still imported
+fi
+trap '' USR2
+trap - TERM
+rm -f "$HPCTRAIN_STOP" "$HPCTRAIN_VERDICT"
+# Done, failed, or given up (76): the end.
+if [ "$code" != 75 ]; then exit "$code"; fi
+
+# Stopped. A cancelled job would come back to life, and one that Slurm has taken away for another
+# it requeues itself: both are no longer RUNNING (or SIGNALING, while a signal is under way).
+script=
+if shown=$(scontrol show job --oneliner "$job" 2>&1); then
+    state=$(sed -n 's/.* JobState=\([A-Z_]*\) Reason=.*/\1/p' <<<"$shown")
+    if [ "$state" != RUNNING ] && [ "$state" != SIGNALING ]; then
+        echo "job $job is $state: not requeued from here; its checkpoints are in $HPCTRAIN_RUN"
+        exit 75
+    fi
+    script=$(sed -n 's/.* Command=\(.*\) WorkDir=.*/\1/p' <<<"$shown")
+    # Last of all, as it ends this script.
+    if shown=$(scontrol requeue "$job" 2>&1); then
+        sleep 60
+        shown="scontrol requeue was accepted, but the job goes on"
+    fi
+fi
+echo "job $job was stopped and could not be requeued: $shown"
+echo "its checkpoints are in $HPCTRAIN_RUN; to go on, with the options of sbatch that it had:"
+if [ "$script" = "(null)" ]; then # it came to sbatch by standard input
+    script=job-$job.sh
+    echo "    scontrol write batch_script $SLURM_JOB_ID $script"
+fi
+script=${script:-THE SCRIPT AND ITS ARGUMENTS}
+echo "    HPCTRAIN_RUN=${HPCTRAIN_RUN@Q} sbatch $script --resume"
+exit "$code"

@@ -1,0 +1,119 @@
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --array=0-2
+#SBATCH --output=%x-%A_%a.log
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR2@120
+#SBATCH --requeue
+
+set -euo pipefail
+
+# Slurm runs a copy of this file, from its spool: only the submit directory is the user's.
+cd "$SLURM_SUBMIT_DIR"
+
+# One setting for each task of the array.
+case $SLURM_ARRAY_TASK_ID in
+    0) setting=(--name 'it'"'"'s') ;;
+    1) setting=(--name 'a b' --lr 0.001) ;;
+    2) setting=() ;;
+    *) echo "no setting has the index $SLURM_ARRAY_TASK_ID" >&2 && exit 2 ;;
+esac
+echo "setting $SLURM_ARRAY_TASK_ID:$(printf ' %q' "${setting[@]}")"
+# What follows the script's name on sbatch's line comes last, and so overrules.
+command=(python train.py --data 'my data' --lr 0.1 "${setting[@]}" "$@")
+
+# As Slurm's own tools call it; a requeue changes neither this nor the run directory.
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+
+# One that was given goes on: HPCTRAIN_RUN=runs/NAME-JOB sbatch …
+run=$PWD/runs/sweep/$SLURM_ARRAY_TASK_ID
+HPCTRAIN_RUN=${HPCTRAIN_RUN:-$run}
+case $HPCTRAIN_RUN in /*) ;; *) HPCTRAIN_RUN=$PWD/$HPCTRAIN_RUN ;; esac
+export HPCTRAIN_RUN
+mkdir -p -- "$HPCTRAIN_RUN"
+
+# Two files on the file system that all hosts share, new for each start. This script makes the stop
+# file, which asks the ranks to save and to leave. Rank 0 writes the verdict before they do, as the
+# exit code of a launcher depends on which rank left first.
+mkdir -p runs
+export HPCTRAIN_STOP=$PWD/runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
+export HPCTRAIN_VERDICT=$PWD/runs/.verdict-$job-${SLURM_RESTART_COUNT:-0}
+rm -f runs/.stop-"$job"-* runs/.verdict-"$job"-*
+
+# Without it another user of the hosts who guesses the job's number could join the ranks.
+HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+export HPCTRAIN_SECRET
+
+# USR2 comes before the end of the time, TERM where Slurm takes the hosts away.
+trap 'touch "$HPCTRAIN_STOP"' USR2 TERM
+
+# Of each rank, unless something below says otherwise; torch would take all CPUs of the host.
+export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
+
+# What all jobs on this cluster need. Such files are not written for -e and -u.
+site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
+if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
+    code=0
+    set +eu
+    # shellcheck source=/dev/null
+    . "$site" || code=$?
+    set -eu
+    if [ "$code" != 0 ]; then echo "$site ended with $code" >&2; fi
+fi
+
+# srun does not take over --cpus-per-task from sbatch in every version of Slurm, and without
+# --kill-on-bad-exit the ranks that are left wait for a dead one.
+launch=(srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}")
+
+printf 'job %s, start %s, on %s:%s\n' "$job" "${SLURM_RESTART_COUNT:-0}" "$SLURM_JOB_NODELIST" \
+    "$(printf ' %q' "${launch[@]}" "${command[@]}")"
+# In the background: bash runs no trap while it waits for a command in front.
+"${launch[@]}" "${command[@]}" &
+ranks=$!
+# A signal ends `wait`, and not the ranks.
+while kill -0 "$ranks" 2>/dev/null; do wait "$ranks" || true; done
+code=0
+wait "$ranks" || code=$?
+
+if [ -s "$HPCTRAIN_VERDICT" ]; then
+    said=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$HPCTRAIN_VERDICT")
+    # A verdict of 0 does not cover what a rank did after its session.
+    if [ "$said" != 0 ]; then code=$said; fi
+elif [ "$code" != 0 ] && [ -e "$HPCTRAIN_STOP" ]; then
+    code=75 # stopped before the first step
+elif [ "$code" = $((128 + $(kill -l USR1))) ] || [ "$code" = $((128 + $(kill -l USR2))) ]; then
+    code=75 # the same, by a signal to the ranks while they still imported
+fi
+trap '' USR2
+trap - TERM
+rm -f "$HPCTRAIN_STOP" "$HPCTRAIN_VERDICT"
+# Done, failed, or given up (76): the end.
+if [ "$code" != 75 ]; then exit "$code"; fi
+
+# Stopped. A cancelled job would come back to life, and one that Slurm has taken away for another
+# it requeues itself: both are no longer RUNNING (or SIGNALING, while a signal is under way).
+script=
+if shown=$(scontrol show job --oneliner "$job" 2>&1); then
+    state=$(sed -n 's/.* JobState=\([A-Z_]*\) Reason=.*/\1/p' <<<"$shown")
+    if [ "$state" != RUNNING ] && [ "$state" != SIGNALING ]; then
+        echo "job $job is $state: not requeued from here; its checkpoints are in $HPCTRAIN_RUN"
+        exit 75
+    fi
+    script=$(sed -n 's/.* Command=\(.*\) WorkDir=.*/\1/p' <<<"$shown")
+    # Last of all, as it ends this script.
+    if shown=$(scontrol requeue "$job" 2>&1); then
+        sleep 60
+        shown="scontrol requeue was accepted, but the job goes on"
+    fi
+fi
+echo "job $job was stopped and could not be requeued: $shown"
+echo "its checkpoints are in $HPCTRAIN_RUN; to go on, with the options of sbatch that it had:"
+if [ "$script" = "(null)" ]; then # it came to sbatch by standard input
+    script=job-$job.sh
+    echo "    scontrol write batch_script $SLURM_JOB_ID $script"
+fi
+script="--array=$SLURM_ARRAY_TASK_ID "${script:-THE SCRIPT AND ITS ARGUMENTS}
+echo "    HPCTRAIN_RUN=${HPCTRAIN_RUN@Q} sbatch $script --resume"
+exit "$code"

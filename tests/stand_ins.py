@@ -1,0 +1,116 @@
+"""A machine without Slurm on which batch scripts run: stand-ins that write down their calls.
+
+What they were given is kept byte for byte, words and environment.
+"""
+
+import os
+import subprocess
+import tarfile
+
+from hpctrain.jobs.script import render
+
+# Steps that copy or remove are done here; of all others only the words and variables are kept.
+RECORD = """#!/bin/sh
+printf '%s\\0' "${{0##*/}}" "$@" >{folder}/$$.argv
+cat /proc/$$/environ >{folder}/$$.environ
+case " $* " in *" bash -c "*|*" rm -rf -- "*)
+    while [ "${{1#--}}" != "$1" ]; do shift; done
+    exec "$@"
+esac
+exit ${{CODE:-0}}
+"""
+SCONTROL = """#!/bin/sh
+case "$1 $2" in
+"show hostnames") printf 'node1\\nnode2\\nnode3\\n' ;;
+"show job") echo "JobId=7 JobState=RUNNING Reason=None Restarts=0 Command=$COMMAND WorkDir=/home" ;;
+requeue*) echo disabled; exit 1 ;;
+esac
+"""
+RECORDERS = ("srun", "horovodrun", "program", "python", "torchrun")
+
+
+class Machine:
+    """A folder to submit in, with stand-ins for what a script calls."""
+
+    def __init__(self, folder):
+        self.folder = folder / "submit"
+        self.records = folder / "records"
+        self.bin = folder / "bin"
+        for one in (self.folder, self.records, self.bin, folder / "scratch"):
+            one.mkdir(parents=True)
+        for name in RECORDERS:
+            self.program(name, RECORD.format(folder=self.records))
+        self.program("scontrol", SCONTROL)
+        self.environ = {
+            "PATH": f"{self.bin}:/usr/bin:/bin",
+            "HOME": str(folder),
+            "USER": "ada",
+            "TMPDIR": str(folder / "scratch"),
+            "COMMAND": "/home/ada/job.sh",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NAME": "name",
+            "SLURM_JOB_NODELIST": "node[1-3]",
+            "SLURM_JOB_NUM_NODES": "3",
+            "SLURM_NTASKS": "6",
+            "SLURM_TASKS_PER_NODE": "2(x3)",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_SUBMIT_DIR": str(self.folder),
+        }
+
+    def program(self, name, text):
+        """Put a program on the PATH."""
+        path = self.bin / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def run(self, spec, *arguments, **env):
+        """Run the job's script to its end; exit code and what it said."""
+        return self.bash(render(spec), *arguments, **env)
+
+    def bash(self, text, *arguments, cwd="/", **env):
+        """Run a text, with words after its name."""
+        path = self.folder.parent / "script.sh"
+        path.write_bytes(os.fsencode(text))
+        done = subprocess.run(
+            ["bash", path, *map(os.fsencode, arguments)],
+            env={**self.environ, **env},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=60,
+            check=False,
+        )
+        return done.returncode, os.fsdecode(done.stdout)
+
+    def calls(self):
+        """The words of each call of a recorder, in order."""
+        return [_entries(path) for path in self._paths()]
+
+    def variables(self, number=-1):
+        """The environment of one call."""
+        entries = _entries(self._paths()[number].with_suffix(".environ"))
+        return dict(entry.split("=", 1) for entry in entries)
+
+    def _paths(self):
+        return sorted(self.records.glob("*.argv"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def _entries(path):
+    return [os.fsdecode(one) for one in path.read_bytes().split(b"\0")[:-1]]
+
+
+def make_files(spec, folder):
+    """What a spec names: a virtual environment, code, an archive."""
+    if spec.venv:
+        (folder / spec.venv / "bin").mkdir(parents=True, exist_ok=True)
+        (folder / spec.venv / "bin" / "activate").write_text("export ACTIVE=yes\n")
+    if spec.stage_code:
+        (folder / spec.stage_code).mkdir(parents=True, exist_ok=True)
+        (folder / spec.stage_code / "train.py").touch()
+    if spec.stage_environment:
+        path = folder / spec.stage_environment
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (folder.parent / "bin-of-env").mkdir(exist_ok=True)
+        with tarfile.open(path, "w") as archive:
+            archive.add(folder.parent / "bin-of-env", "bin")

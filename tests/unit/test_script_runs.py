@@ -1,0 +1,271 @@
+"""What rendered scripts do, run by a real bash around stand-ins for Slurm's commands.
+
+tests/slurm/test_scripts_on_slurm.py has them on a real Slurm.
+"""
+
+import os
+import re
+import tarfile
+from pathlib import Path
+
+import pytest
+from stand_ins import Machine, make_files
+
+from hpctrain.errors import UsageError
+from hpctrain.jobs.script import render_local
+from hpctrain.jobs.spec import JobSpec
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path / "machine")
+
+
+# --- what is set up, and what beats what
+
+
+SAYS = """#!/bin/sh
+echo "ranks: A=$A PATH=$PATH threads=$OMP_NUM_THREADS run=$HPCTRAIN_RUN here=$(pwd)"
+"""
+
+
+@pytest.fixture
+def says(machine):
+    """A machine on which the ranks say what they see."""
+    machine.program("srun", SAYS)
+    return machine
+
+
+def site_file(machine, text):
+    path = machine.folder.parent / ".config" / "hpctrain" / "site.sh"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    return path
+
+
+def module_system(text="export A=module"):
+    """A `module` as a login shell exports it; it knows all but `absent`."""
+    body = f'[ "$2" != absent ] || return 1; {text}; unset "$never_set"'
+    return {"BASH_FUNC_module%%": f"() {{ {body}; }}"}
+
+
+def test_the_later_of_site_modules_setup_and_environment_has_the_word(says):
+    site_file(says, "export A=site OMP_NUM_THREADS=7")
+    modules = module_system()
+    more = {}
+    for name, field, value in (
+        ("site", "setup", ()),
+        ("module", "modules", ("there",)),
+        ("setup", "setup", ("export A=setup",)),
+        ("spec", "environment", {"A": "spec"}),
+    ):
+        more[field] = value
+        code, said = says.run(JobSpec(command="a", **more), A="inherited", **modules)
+        assert code == 0
+        assert f"A={name} " in said
+        assert "threads=7 " in said
+    assert "threads=1 " in says.run(JobSpec(command="a"), HPCTRAIN_SITE="/dev/null")[1]
+    more["environment"] = {"OMP_NUM_THREADS": "3"}
+    assert "threads=3 " in says.run(JobSpec(command="a", **more), **modules)[1]
+
+
+def test_a_site_file_that_fails_is_named_and_ends_nothing(says):
+    path = site_file(says, '[ "$unset" = x ] && true\nmodule load gone\nfalse')
+    code, said = says.run(JobSpec(command="a"))
+    assert (code, f"{path} ended with 1\n" in said) == (0, True)
+    path.write_text("if then")
+    code, said = says.run(JobSpec(command="a"))
+    assert (code, f"{path} ended with " in said) == (0, True)
+    code, said = says.run(JobSpec(command="a"), HPCTRAIN_SITE="/no/such/file")
+    assert (code, "/no/such/file: No such file" in said) == (0, True)
+
+
+def test_a_module_that_cannot_be_loaded_ends_the_job_with_its_name(says):
+    modules = module_system()
+    code, said = says.run(JobSpec(command="a", modules=("there", "absent")), **modules)
+    assert (code, said) == (2, "absent: this module could not be loaded\n")
+
+
+def test_a_line_of_setup_that_fails_ends_the_job(says):
+    code, said = says.run(JobSpec(command="a", setup=('echo "got $unset_before"', "false")))
+    assert (code, said) == (1, "got \n")
+
+
+CONDA = """#!/bin/sh
+echo 'conda() { [ "$2" = torch ] && export A=conda; }'
+"""
+
+
+def test_conda_is_found_and_what_it_lacks_is_said(says):
+    torch = JobSpec(command="a", conda="torch")
+    code, said = says.run(torch)
+    assert (code, "no conda on the PATH" in said) == (2, True)
+    says.program("conda", CONDA)
+    assert "A=conda " in says.run(torch)[1]
+    code, said = says.run(JobSpec(command="a", conda="it's $(id)"))
+    assert (code, said) == (2, "it's $(id): this conda environment could not be activated\n")
+
+
+def test_a_virtual_environment_that_is_missing_is_said_at_once(says):
+    code, said = says.run(JobSpec(command="a", venv="my env"))
+    assert code == 2
+    assert said.startswith("./my env: no virtual environment on ")
+    assert said.endswith(f"seen from {says.folder}\n")
+
+
+def test_an_inherited_run_directory_wins_and_becomes_absolute(says):
+    spec = JobSpec(command="a", run="mine")
+    here = says.folder
+    assert f"run={here}/mine " in says.run(spec)[1]
+    assert f"run={here}/runs/other " in says.run(spec, HPCTRAIN_RUN="runs/other")[1]
+    assert f"run={here.parent}/x " in says.run(spec, HPCTRAIN_RUN=f"{here.parent}/x")[1]
+    assert (here / "runs" / "other").is_dir()
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
+    assert f"run={here}/runs/name-5_3 " in says.run(JobSpec(command="a", array="3"), **array)[1]
+
+
+def test_the_folder_of_the_logs_is_made(says):
+    assert says.run(JobSpec(command="a", output="my logs/%x-%j.log"))[0] == 0
+    assert (says.folder / "my logs").is_dir()
+
+
+def test_an_index_without_a_setting_is_refused(says):
+    spec = JobSpec(command="a", sweep={"lr": [1, 2]})
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    assert says.run(spec, **array) == (2, "no setting has the index 2\n")
+
+
+def test_the_log_begins_with_what_runs_and_where(says):
+    said = says.run(JobSpec(command=["a", "b c"], sweep=[{"lr": "1 2"}]), SLURM_ARRAY_TASK_ID="0")[
+        1
+    ]
+    assert said.splitlines()[:2] == [
+        r"setting 0: --lr 1\ 2",
+        r"job 7_0, start 0, on node[1-3]: srun --kill-on-bad-exit=1 --cpus-per-task=1 a b\ c "
+        r"--lr 1\ 2",
+    ]
+
+
+# --- the end
+
+
+def stopped(machine, spec, **env):
+    return machine.run(spec, CODE="75", **env)
+
+
+def test_a_job_that_is_not_to_be_requeued_says_what_to_type(machine):
+    code, said = stopped(machine, JobSpec(command="a b", requeue=False))
+    assert code == 75
+    run = f"{machine.folder}/runs/name-7"
+    assert said.endswith(f"    HPCTRAIN_RUN='{run}' sbatch /home/ada/job.sh --resume\n")
+
+
+def test_after_the_last_restart_it_is_given_up(machine):
+    spec = JobSpec(command="a b", max_restarts=2)
+    for restarts, expected in ((1, 75), (2, 76), (3, 76)):
+        code, said = stopped(machine, spec, SLURM_RESTART_COUNT=str(restarts))
+        assert code == expected
+        assert ("of 2 that it may be" in said) == (expected == 76)
+        assert "sbatch /home/ada/job.sh --resume\n" in said
+
+
+def test_a_script_that_came_by_standard_input_is_fetched_first(machine):
+    sweep = JobSpec(command="a b", sweep={"lr": [1]}, requeue=False)
+    array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
+    said = stopped(machine, sweep, COMMAND="(null)", **array)[1]
+    assert said.splitlines()[-2:] == [
+        "    scontrol write batch_script 9 job-7_0.sh",
+        f"    HPCTRAIN_RUN='{machine.folder}/runs/name-7_0' sbatch --array=0 job-7_0.sh --resume",
+    ]
+
+
+# --- copies on the hosts' own disks
+
+
+def test_code_is_copied_without_what_is_no_code_and_ranks_start_there(machine):
+    for name in ("runs/old", ".git", ".venv/bin", "package/runs"):
+        (machine.folder / name).mkdir(parents=True)
+        (machine.folder / name / "file").touch()
+    list_it = "find . -type f; pwd; stat -c %a .."
+    machine.program(
+        "srun", f'#!/bin/sh\ncase "$*" in *ranks*) {list_it}; exit;; esac\n'
+        'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"\n'
+    )  # fmt: skip
+    code, said = machine.run(JobSpec(command="ranks", stage_code="."))
+    scratch = f"{machine.environ['TMPDIR']}/hpctrain-ada-7-0"
+    assert (code, said.splitlines()[1:]) == (0, ["./package/runs/file", f"{scratch}/code", "700"])
+    assert not Path(scratch).exists()
+
+
+@pytest.mark.parametrize("there", ["a link", "somebody else's"])
+def test_a_folder_that_is_not_ours_is_not_used(machine, lacking, there):
+    scratch = Path(machine.environ["TMPDIR"], "hpctrain-ada-7-0")
+    if there == "a link":
+        (machine.folder.parent / "target").mkdir()
+        scratch.symlink_to(machine.folder.parent / "target")
+    elif os.geteuid():
+        lacking("mount", "a folder of somebody else's takes root")
+    else:
+        scratch.mkdir()
+        os.chown(scratch, 1, 1)
+    code, said = machine.run(JobSpec(command="a", stage_code="."))
+    assert code == 1
+    assert f"a host could not copy code to {scratch}: the lines above say why\n" in said
+    assert len(machine.calls()) == 2, "the ranks have started"
+
+
+def test_what_an_earlier_start_has_left_is_removed_and_nothing_else(machine):
+    scratch = Path(machine.environ["TMPDIR"])
+    (scratch / "hpctrain-ada-7-0" / "code").mkdir(parents=True)
+    (scratch / "hpctrain-ada-77-0").mkdir()
+    (scratch / "hpctrain-ada-7-1").symlink_to("hpctrain-ada-77-0")
+    code, said = machine.run(JobSpec(command="a", stage_code="."), SLURM_RESTART_COUNT="2")
+    assert code == 0, said
+    assert sorted(os.listdir(scratch)) == ["hpctrain-ada-7-1", "hpctrain-ada-77-0"]
+
+
+def test_hosts_that_share_what_should_be_their_own_are_told(machine):
+    Path(machine.environ["TMPDIR"], "hpctrain-ada-7-0").mkdir()  # by the other host
+    code, said = machine.run(JobSpec(command="a", stage_code="."))
+    assert code == 1
+    assert re.search("hpctrain-ada-7-0.: File exists", said)
+
+
+def test_an_archive_without_an_environment_is_refused(machine):
+    with tarfile.open(machine.folder / "e.tar", "w") as archive:
+        archive.add(machine.bin, "env/bin")
+    code, said = machine.run(JobSpec(command="a", stage_environment="e.tar"))
+    assert code == 1
+    assert "e.tar has no bin/ at its top" in said
+    assert not list(Path(machine.environ["TMPDIR"]).iterdir())
+
+
+# --- on this machine
+
+
+def test_here_the_ranks_are_those_of_hpctrain_run(machine):
+    make_files(JobSpec(venv="env"), machine.folder)
+    spec = JobSpec(
+        command=["python", "train.py", "it's"], nodes=2, tasks_per_node=3, run="one", venv="env",
+        environment={"A": "$(id)"}, memory="64G",
+    )  # fmt: skip
+    assert machine.bash(render_local(spec), "more", cwd=machine.folder)[0] == 0
+    run = ["python", "-m", "hpctrain", "run", "--nodes", "2", "--nproc-per-node", "3"]
+    assert machine.calls() == [[*run, "train.py", "it's", "more"]]
+    found = machine.variables()
+    assert (found["A"], found["ACTIVE"]) == ("$(id)", "yes")
+    assert found["HPCTRAIN_RUN"] == f"{machine.folder}/one"
+
+
+@pytest.mark.parametrize(
+    ("more", "names"),
+    [
+        ({"command": "./train"}, "python SCRIPT"),
+        ({"container": "x.sif"}, "container on this machine"),
+        ({"sweep": {"lr": [1]}}, "sweep on this machine"),
+        ({"stage_code": "."}, "stage_code on this machine"),
+    ],
+)
+def test_here_what_needs_a_cluster_is_refused(more, names):
+    with pytest.raises(UsageError, match=names):
+        render_local(JobSpec(**{"command": "python train.py", **more}))
