@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hpctrain.allocation import Allocation
     from hpctrain.arguments import options
     from hpctrain.errors import HpctrainError
+    from hpctrain.jobs import JobSpec, submit
     from hpctrain.launchers import detect
     from hpctrain.local import spawn
     from hpctrain.run import Run
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Allocation",
     "HpctrainError",
+    "JobSpec",
     "Run",
     "Session",
     "World",
@@ -28,25 +30,30 @@ __all__ = [
     "detect",
     "options",
     "spawn",
+    "submit",
 ]
 
 _HOME = {
     "Allocation": "allocation",
     "HpctrainError": "errors",
+    "JobSpec": "jobs",
     "Run": "run",
     "Session": "session",
     "World": "world",
     "detect": "launchers",
     "options": "arguments",
     "spawn": "local",
+    "submit": "jobs",
 }
 
 
 def __getattr__(name):  # type: ignore[no-untyped-def]
-    if name not in _HOME:
-        raise AttributeError("module 'hpctrain' has no attribute {!r}".format(name))
     from importlib import import_module
 
+    if name == "jobs":  # for a notebook that comes back to a job: hpctrain.jobs.find(ID)
+        return import_module("hpctrain.jobs")
+    if name not in _HOME:
+        raise AttributeError("module 'hpctrain' has no attribute {!r}".format(name))
     value = getattr(import_module("hpctrain." + _HOME[name]), name)
     # `hpctrain.arguments` is a module as well: the name stays with the function.
     globals()[name] = value

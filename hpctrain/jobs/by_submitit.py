@@ -1,0 +1,300 @@
+"""Functions and scripts as jobs of submitit: on Slurm, on this machine, or in this process.
+
+submitit carries the work to the ranks, and back what they return. The script that Slurm gets is
+`script.render`'s, in place of submitit's own: with all of JobSpec, with its quoting, and with its
+way to save, to requeue and to give up.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpctrain import gpus, rundir, variables
+from hpctrain.errors import StartError, UsageError
+from hpctrain.jobs import function, sending, site, units
+from hpctrain.jobs.function import Function, Rank, Script, pack
+from hpctrain.jobs.handle import Job
+from hpctrain.jobs.kept import Kept, new_folder
+from hpctrain.jobs.spec import JobSpec
+from hpctrain.lock.record import started
+from hpctrain.speech import logger
+
+try:
+    import submitit
+except ImportError as error:
+    raise UsageError(
+        f"submitit cannot be imported: {error}",
+        "submitit, which carries functions to the ranks of a job",
+        "pip install 'hpctrain[submit]'",
+    ) from None
+
+__all__ = ["send", "submit"]
+
+_EXECUTOR = "SUBMITIT_EXECUTOR"
+# Of a job without a time, on this machine, where submitit wants one.
+_MOST_SECONDS = 10 * 365 * 86400
+_PYTHON = re.compile(r"python[\d.]*\Z", re.ASCII)
+
+_AS_SCRIPT = "hpctrain submit --via sbatch, which gives Slurm a script alone"
+# What a job of submitit cannot have, and what to do instead.
+_NEVER = {
+    **dict.fromkeys(("container", "stage_code", "stage_environment", "elastic"), _AS_SCRIPT),
+    "array": f"one submit() for each index; or {_AS_SCRIPT}",
+    "sweep": f"[hpctrain.submit(train, spec, kwargs=one) for one in …]; or {_AS_SCRIPT}",
+}
+_GIVEN = "without it: the function or script is the first argument"
+_TWICE = dict.fromkeys(("command", "function"), _GIVEN)
+# What a batch script would do before the ranks start.
+_BEFORE = "have it done before this process starts, or via='slurm'"
+_NOT_HERE = {
+    **dict.fromkeys(("modules", "setup", "conda"), _BEFORE),
+    "dependency": "without it: wait for the other job's result()",
+}
+
+
+def send(
+    train: Callable[..., Any] | str | os.PathLike[str],
+    spec: JobSpec,
+    via: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    env: Mapping[str, str],
+) -> Job:
+    """Submit a function or a script; see `hpctrain.submit`.
+
+    Raises:
+        UsageError: what cannot be, or cannot be pickled.
+        StartError: Slurm does not take the job.
+    """
+    _check(train, spec, via, args, kwargs)
+    if via == "slurm":
+        spec = site.completed(spec, env)
+    _refuse(spec, {**_TWICE, **_NEVER})
+    work: Function | Script
+    if callable(train):
+        _refuse(spec, {"backend": "hpctrain.Session(backend=…) in the function"})
+        work = pack(train, args, kwargs)
+        title = getattr(train, "__name__", type(train).__name__)
+    else:
+        work = _script(os.fspath(train), [str(one) for one in args], spec)
+        title = Path(train).stem
+    title = spec.name or re.sub(r"[^\w.-]", "_", title).strip("_")[:100] or "job"
+    return _VIA[via](work, replace(spec, name=title, backend=""), env)
+
+
+def submit(spec: JobSpec, env: Mapping[str, str] = os.environ) -> str:
+    """Submit a job's own command, `python X.py …` or `python -m M …`, to Slurm.
+
+    Args:
+        spec: with such a command, and with the defaults of its profile.
+        env: of this process.
+
+    Returns:
+        The id of the job.
+
+    Raises:
+        UsageError: another command, or something that a job of submitit cannot have.
+        StartError: Slurm does not take the job.
+    """
+    _refuse(
+        spec, {**_NEVER, "function": "command = python X.py …, or hpctrain.submit(FUNCTION, …)"}
+    )
+    words = [one for one in spec.command if one != "-u"]
+    module = words[1:2] == ["-m"]
+    name = words[1 + module : 2 + module]
+    if not name or not _PYTHON.match(os.path.basename(words[0])) or name[0].startswith("-"):
+        raise UsageError(
+            f"submitit with the command {shlex.join(spec.command)!r}",
+            "python X.py …, or python -m M …",
+            _AS_SCRIPT,
+        )
+    arguments = words[2 + module :]
+    if module:
+        work = Script(name[0], True, (*arguments, *_backend(spec)))
+    else:
+        work = _script(name[0], arguments, spec)
+    plain = replace(spec, name=spec.title, command=(), backend="")
+    return _to_slurm(work, plain, env, words[0]).id
+
+
+def _check(train: object, spec: object, via: object, args: object, kwargs: object) -> None:
+    usage = "hpctrain.submit(FUNCTION, hpctrain.JobSpec(nodes=2), args=(…,))"
+    script = isinstance(train, (str, os.PathLike))
+    for right, found, expected in (
+        (callable(train) or script, f"submit({train!r}, …)", "a function, or the path of a script"),
+        (isinstance(spec, JobSpec), f"submit(…, {type(spec).__name__}, …)", "a hpctrain.JobSpec"),
+        (via in _VIA, f"submit(…, via={via!r})", f"one of {', '.join(_VIA)}"),
+        (
+            isinstance(args, (tuple, list)),
+            f"submit(…, args=…) with a {type(args).__name__}",
+            "a tuple or list of arguments; with one argument args=(ARGUMENT,)",
+        ),
+        (not (script and kwargs), "submit(SCRIPT, kwargs=…)", "args=('--lr', 0.1) for a script"),
+    ):
+        if not right:
+            raise UsageError(found, expected, usage)
+
+
+def _refuse(spec: JobSpec, fields: Mapping[str, str]) -> None:
+    """Nothing of a spec is dropped in silence."""
+    for name, instead in fields.items():
+        if getattr(spec, name):
+            raise UsageError(f"{name} = {getattr(spec, name)!r} in a job of submitit", "", instead)
+
+
+def _script(path: str, arguments: Sequence[str], spec: JobSpec) -> Script:
+    if not os.path.isfile(path):
+        raise UsageError(f"there is no file {path!r}", "the path of a script of Python")
+    return Script(os.path.abspath(path), False, (*arguments, *_backend(spec)))
+
+
+def _backend(spec: JobSpec) -> tuple[str, ...]:
+    return ("--backend", spec.backend) if spec.backend else ()
+
+
+class _OnSlurm(submitit.SlurmExecutor):
+    """submitit's executor, with the script of a JobSpec.
+
+    Args:
+        folder: of the job.
+        spec: of the job, whole.
+        env: of this process.
+        program: the Python of the ranks.
+
+    Raises:
+        RuntimeError: there is no srun here.
+    """
+
+    def __init__(self, folder: Path, spec: JobSpec, env: Mapping[str, str], program: str) -> None:
+        super().__init__(folder)
+        self._spec, self._env, self._program = spec, env, program
+
+    def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
+        """Submit the script that starts each rank; `command` is one line for a shell."""
+        del command
+        spec = self._spec
+        words = (self._program, "-u", "-m", "submitit.core._submit", os.fspath(self.folder))
+        sent = sending.send(
+            replace(
+                spec,
+                command=words,
+                environment={**spec.environment, _EXECUTOR: "slurm"},
+                output=spec.output or os.path.relpath(self.folder / "%j.log"),
+            ),
+            self._env,
+        )
+        for note in sent.notes:
+            logger.warning("%s", note)
+        tasks = list(range(spec.nodes * spec.tasks))
+        return submitit.SlurmJob(folder=self.folder, job_id=sent.job, tasks=tasks)
+
+
+def _to_slurm(
+    work: Function | Script, spec: JobSpec, env: Mapping[str, str], python: str = ""
+) -> Job:
+    if spec.launcher not in ("srun", "none"):
+        raise UsageError(
+            f"launcher = {spec.launcher!r} in a job of submitit", "srun, or none", _AS_SCRIPT
+        )
+    # An environment of the job's own has a Python of its own.
+    python = python or ("python" if spec.venv or spec.conda else sys.executable)
+    with new_folder() as folder:
+        try:
+            executor = _OnSlurm(folder, spec, env, python)
+        except RuntimeError as error:
+            raise StartError(
+                f"no Slurm here: {error}", "a host of the cluster", "via='local' runs it here"
+            ) from None
+        number = executor.submit(Rank(work, {})).job_id
+        run = _run(spec, env, f"runs/{spec.title}-{number}")
+        ranks = spec.nodes * spec.tasks
+        kept = Kept(folder, number, "slurm", ranks, run, spec.title)
+        kept.write()
+    return Job(kept, env)
+
+
+def _to_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[str, str]) -> Job:
+    _refuse(spec, _NOT_HERE)
+    if spec.nodes > 1:
+        raise UsageError(
+            f"nodes = {spec.nodes} via 'local'", "nodes = 1", "dataclasses.replace(spec, nodes=1)"
+        )
+    run = _run(spec, env, rundir.default(spec.title, None))
+    # submitit sets this one itself, and counts from 0.
+    devices = {gpus.CUDA: _gpus(spec, env)}
+    told = {variables.RUN: os.fspath(run), variables.SECRET: secrets.token_hex(16)}
+    seconds = units.seconds(spec.time) if spec.time else _MOST_SECONDS
+    python = shlex.quote(os.path.join(os.path.abspath(spec.venv), "bin", "python"))
+    clean = variables.scrubbed(sending.environ(spec, env)[0])
+    with new_folder() as folder, _environ({**clean, **spec.environment, **told}):
+        executor = submitit.LocalExecutor(folder, python=python if spec.venv else None)
+        executor.update_parameters(
+            tasks_per_node=spec.tasks, timeout_min=seconds / 60, signal_delay_s=spec.signal_lead
+        )
+        live = executor.submit(Rank(work, devices, warned=signal.SIGUSR2))
+        number, began = live.job_id, started(int(live.job_id))
+        kept = Kept(folder, number, "local", spec.tasks, run, spec.title, began)
+        kept.write()
+    return Job(kept, env, live)
+
+
+def _to_this_process(work: Function | Script, spec: JobSpec, env: Mapping[str, str]) -> Job:
+    run = _run(spec, env, rundir.default(spec.title, None))
+    with (
+        new_folder() as folder,
+        _environ({**env, **spec.environment, variables.RUN: os.fspath(run)}),
+    ):
+        live = submitit.DebugExecutor(folder).submit(function.run, work)
+    return Job(Kept(folder, live.job_id, "debug", 1, run, spec.title), env, live)
+
+
+_VIA: dict[str, Callable[[Function | Script, JobSpec, Mapping[str, str]], Job]] = {
+    "slurm": _to_slurm,
+    "local": _to_this_machine,
+    "debug": _to_this_process,
+}
+
+
+def _gpus(spec: JobSpec, env: Mapping[str, str]) -> str:
+    """As many GPUs as a node of the job has, of those that this process sees."""
+    seen = gpus.visible(env)
+    there = list(seen.names) if seen else gpus.here()
+    if spec.gpus > len(there):
+        raise UsageError(
+            f"gpus_per_node = {spec.gpus_per_node}, and this machine shows {len(there)}",
+            f"at most {len(there)}" if there else "0: ranks on CPUs",
+            f"dataclasses.replace(spec, gpus_per_node={len(there)}, tasks_per_node=…)",
+        )
+    return ",".join(there[: spec.gpus])
+
+
+def _run(spec: JobSpec, env: Mapping[str, str], default: str) -> Path:
+    """The run directory: one that a person has exported, else the job's, else the default."""
+    clean, _ = sending.environ(spec, env)
+    return Path(clean.get(variables.RUN) or spec.run or default).absolute()
+
+
+@contextlib.contextmanager
+def _environ(wanted: Mapping[str, str]) -> Iterator[None]:
+    """The environment for a library that takes it from nowhere else; put back at the end."""
+    before = dict(os.environ)
+    try:
+        _become(wanted)
+        yield
+    finally:
+        _become(before)
+
+
+def _become(wanted: Mapping[str, str]) -> None:
+    # Only what differs: another thread of a notebook may look meanwhile.
+    for name in set(os.environ) - set(wanted):
+        del os.environ[name]
+    os.environ.update({k: v for k, v in wanted.items() if os.environ.get(k) != v})

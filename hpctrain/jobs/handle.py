@@ -1,0 +1,252 @@
+"""A job that was submitted from Python: its state, what it printed, and what it returned.
+
+All of it is read from Slurm, the job's folder and its run directory, so that a later process, such
+as a notebook's kernel that was restarted, comes back to the job by its id alone.
+"""
+
+import html
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpctrain import slurm
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.jobs import curves
+from hpctrain.jobs.kept import Kept, Outcome
+from hpctrain.lock.record import started
+from hpctrain.rundir import RunDirectory
+
+__all__ = ["Job"]
+
+_CANCELLED = "cancelled"  # a file in the folder of a job of this machine
+_LOOK_SECONDS = 0.25
+_LONGEST_PAUSE = 10.0
+# A file that another host has written may be seen late: the attribute cache of NFS.
+_SECONDS_TO_ARRIVE = 15.0
+_LAST_LINES = 20
+_UNKNOWN = "unknown"
+
+_WHY = {
+    "CANCELLED": (
+        "it was cancelled",
+        "submit it again with JobSpec(run={run!r}) and Session(resume=True)",
+    ),
+    "TIMEOUT": ("its time ended before it had stopped", "a longer time, or a longer signal_lead"),
+    "OUT_OF_MEMORY": ("it took more memory than it had", "JobSpec(memory=…)"),
+    "NODE_FAIL": (
+        "a host was lost",
+        "submit it again with JobSpec(run={run!r}) and Session(resume=True)",
+    ),
+}
+
+
+class Job:
+    """A job that `hpctrain.submit` has submitted.
+
+    Args:
+        kept: what is kept of it.
+        env: for Slurm's commands.
+        live: submitit's job, where it was started by this process.
+
+    Attributes:
+        id: Slurm's number; of a job of this machine a process, of one in this process a name.
+        via: "slurm", "local" or "debug".
+        ranks: how many.
+        run: the run directory.
+        folder: what is kept of the job.
+    """
+
+    def __init__(self, kept: Kept, env: Mapping[str, str], live: Any = None) -> None:
+        self._kept, self._env, self._live = kept, env, live
+        self.id, self.via, self.ranks = kept.id, kept.via, kept.ranks
+        self.run, self.folder = kept.run, kept.folder
+        self._came, self._last = False, (_UNKNOWN, False)
+        self._ask_afresh()
+
+    @property
+    def state(self) -> str:
+        """In Slurm's words: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, …
+
+        Of a job that Slurm has forgotten what its accounting says, or without one what its
+        results tell, as of a job of this machine; "unknown" where they tell nothing.
+        """
+        return self._look()[0]
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Wait until the job has ended, through its requeues; its state then, or after `timeout`.
+
+        Args:
+            timeout: seconds; None for as long as it takes. The job goes on, also after Ctrl-C.
+        """
+        self._ask_afresh()
+        state, ended = self._wait(timeout)
+        return state if ended else self.state
+
+    def _ask_afresh(self) -> None:
+        self._asked, self._pause = float("-inf"), 2 * _LOOK_SECONDS
+
+    def _wait(self, timeout: float | None) -> tuple[str, bool]:
+        """The state as it was when Slurm was last asked, and whether the job has ended.
+
+        Looking for a file is cheap. Slurm is asked when it has come, and else ever more seldom.
+        """
+        end = time.monotonic() + timeout if timeout is not None else float("inf")
+        if self.via == "debug":
+            self._live.results()
+        while True:
+            came = self._kept.result(0).exists()
+            if came and not self._came:
+                self._pause = _LOOK_SECONDS
+            self._came = came
+            now = time.monotonic()
+            if now >= self._asked + self._pause:
+                self._last = self._look()
+                self._asked, self._pause = now, min(1.5 * self._pause, _LONGEST_PAUSE)
+            if self._last[1] or now >= end:
+                return self._last
+            time.sleep(min(_LOOK_SECONDS, end - now))
+
+    def result(self) -> Any:
+        """What the function returned on rank 0, when the job has ended; see `results`."""
+        return self.results()[0]
+
+    def results(self) -> list[Any]:
+        """What the function returned, by rank, when the job has ended.
+
+        Raises:
+            HpctrainError: a rank failed: which one, and its traceback; or the job was cancelled,
+                its time ended, or a result was lost.
+        """
+        if self.via == "debug":
+            return list(self._live.results())
+        state = self.wait()
+        outcomes = self._kept.outcomes()
+        if state == "COMPLETED":
+            # Whoever looks into the folder also has what it shows made anew.
+            end = time.monotonic() + _SECONDS_TO_ARRIVE
+            while None in outcomes and time.monotonic() < end:
+                time.sleep(_LOOK_SECONDS)
+                os.listdir(self.folder)
+                outcomes = self._kept.outcomes()
+        if all(one is not None and one[0] == "success" for one in outcomes):
+            return [one[1] for one in outcomes if one is not None]
+        raise self._failure(state, outcomes)
+
+    def logs(self, rank: int = 0) -> str:
+        """What a rank has printed so far; before the ranks run, what the job has.
+
+        Args:
+            rank: its number.
+        """
+        if not 0 <= rank < self.ranks:
+            raise UsageError(f"logs({rank})", f"a rank from 0 to {self.ranks - 1}")
+        return self._kept.log(rank)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows that the run has logged so far: `step`, `epoch`, `time`, then values."""
+        return RunDirectory(self.run).rows()
+
+    def curves(self) -> Path | None:
+        """Plot what the run logs, until the job has ended.
+
+        In a notebook one figure that is drawn anew in its place; elsewhere `curves.png` in the
+        job's folder, and a line for each new drawing. Ctrl-C ends this, and not the job.
+
+        Returns:
+            The file; None in a notebook.
+
+        Raises:
+            UsageError: matplotlib is not installed.
+        """
+        self._ask_afresh()
+        title = f"{self._kept.title}-{self.id}"
+        return curves.follow(title, self.metrics, self._wait, self.folder / "curves.png")
+
+    def cancel(self) -> None:
+        """End the job; what it has saved is kept. One in this process needs no such thing.
+
+        Raises:
+            HpctrainError: Slurm's reason why it cannot.
+        """
+        if self.via == "slurm":
+            try:
+                slurm.cancel([self.id], self._env)
+            except slurm.NoAnswerError as error:
+                raise HpctrainError(f"job {self.id} was not cancelled: {error}") from None
+        elif self.via == "local" and self._runs():
+            (self.folder / _CANCELLED).touch()
+            os.kill(int(self.id), signal.SIGINT)
+
+    def _look(self) -> tuple[str, bool]:
+        """The state, and whether the job has ended."""
+        if self.via == "slurm":
+            state = slurm.job_state(self.id, self._env)
+            if state is not None and state.known:
+                return state.word, not state.lives
+            word = (state and self._accounted()) or self._by_results()
+            return word, state is not None or word != _UNKNOWN
+        if self.via == "debug":
+            done = self._live.state == "DONE"
+            return "COMPLETED" if done else "PENDING", True
+        if self.via == "local" and self._runs():
+            return "RUNNING", False
+        if (self.folder / _CANCELLED).exists():
+            return "CANCELLED", True
+        word = self._by_results()
+        return "FAILED" if word == _UNKNOWN else word, True
+
+    def _accounted(self) -> str:
+        """How a job ended that Slurm has forgotten, where there is accounting; else nothing."""
+        try:
+            found = slurm.ended(self.id, self._env)
+        except slurm.NoAnswerError:
+            return ""
+        return found[0].word if found and found[0].word in slurm.ENDED else ""
+
+    def _runs(self) -> bool:
+        """Whether the process that leads a job of this machine lives."""
+        if self._live is not None:
+            self._live.done()  # it has to be waited for by its parent
+        return self._kept.process is not None and started(int(self.id)) == self._kept.process
+
+    def _by_results(self) -> str:
+        outcomes = self._kept.outcomes()
+        if all(one is not None and one[0] == "success" for one in outcomes):
+            return "COMPLETED"
+        return "FAILED" if any(one and one[0] == "error" for one in outcomes) else _UNKNOWN
+
+    def _failure(self, state: str, outcomes: list[Outcome]) -> HpctrainError:
+        """Which rank failed first, and why; or what became of the job."""
+        of = f"of job {self.id}" if self.ranks == 1 else f"of {self.ranks} of job {self.id}"
+        failed = [
+            rank for rank, one in enumerate(outcomes) if one is not None and one[0] == "error"
+        ]
+        if failed and state not in _WHY:
+            first = min(failed, key=lambda rank: self._kept.result(rank).stat().st_mtime_ns)
+            _, trace = outcomes[first] or ("", "")
+            return HpctrainError(f"rank {first} {of} failed:\n{str(trace).rstrip()}")
+        why, fix = _WHY.get(state, ("", ""))
+        if not why:
+            summary = RunDirectory(self.run).read(RunDirectory(self.run).summary) or {}
+            missing = [rank for rank, one in enumerate(outcomes) if one is None]
+            why = str(summary.get("reason") or "") or f"rank {missing[0]} {of} left no result"
+            tail = "\n".join(self.logs(missing[0]).splitlines()[-_LAST_LINES:])
+            why += f"; the last that it printed:\n{tail}" if tail else ""
+        ended = f"job {self.id} ended as {state}: {why}"
+        return HpctrainError(ended, fix=fix.format(run=os.fspath(self.run)))
+
+    def __repr__(self) -> str:
+        return f"Job(id={self.id!r}, state={self.state!r}, run={os.fspath(self.run)!r})"
+
+    def _repr_html_(self) -> str:
+        """For a notebook."""
+        last = ", ".join(curves.last_values(self.metrics()))
+        shown = {"job": self.id, "state": self.state, "run": os.fspath(self.run), "last": last}
+        cells = "".join(
+            f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>"
+            for name, value in shown.items()
+        )
+        return f"<table>{cells}</table>"

@@ -1,0 +1,41 @@
+"""examples/notebook.ipynb, executed as it is, on a host of a real Slurm."""
+
+import json
+
+import launches
+import pytest
+
+pytestmark = pytest.mark.slurm
+
+NOTEBOOK = launches.TOP / "examples" / "notebook.ipynb"
+EXECUTE = """
+import sys
+import nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], 4)
+nbclient.NotebookClient(notebook, timeout=150, kernel_name="python3").execute()
+nbformat.write(notebook, "done.ipynb")
+"""
+
+
+def test_from_zero_to_a_trained_model_on_the_cluster(cluster, tmp_path):
+    kept = json.loads(NOTEBOOK.read_text())["cells"]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in kept)
+    done = cluster.run(
+        [launches.PYTHON, "-c", EXECUTE, NOTEBOOK],
+        cwd=tmp_path,
+        env={**cluster.environ(), "IPYTHONDIR": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    cells = json.loads((tmp_path / "done.ipynb").read_text())["cells"]
+    outputs = [cell["outputs"] for cell in cells if cell.get("outputs")]
+    shown, (figure,), said, log, row = outputs
+    assert "<th>job</th>" in "".join(shown[0]["data"]["text/html"])
+    assert figure["data"]["image/png"]  # one, drawn anew in its place
+    assert "of the test images are right" in "".join(said[0]["text"])
+    assert float("".join(said[0]["text"]).partition("%")[0]) > 80
+    assert "completed" in "".join(log[0]["text"])
+    assert "'top1'" in "".join(row[0]["data"]["text/plain"])
+    (run,) = (tmp_path / "runs").glob("train-*")
+    assert json.loads((run / "summary.json").read_text())["status"] == "done"
+    assert json.loads((run / "run.json").read_text())["world"]["num_nodes"] == 2

@@ -1,0 +1,68 @@
+"""The curves of a run: what is drawn together, and that any text can be drawn."""
+
+import sys
+
+import pytest
+
+from hpctrain.errors import UsageError
+from hpctrain.jobs import curves
+
+ROWS = [
+    {"step": 10, "epoch": 0, "time": 1.0, "loss": 2.0, "lr": 0.1, "samples_per_second": 5},
+    {"step": 20, "epoch": 0, "time": 2.0, "loss": float("nan"), "lr": 0.1},
+    {"step": 20, "epoch": 0, "time": 2.5, "top1": 0.5, "top5": 0.9, "eval_loss": 1.5},
+    {"step": 30, "epoch": 1, "time": 3.0, "loss": 1.0, "lr": 0.05, "note": "text", "flag": True},
+]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def test_losses_and_accuracies_stand_together_and_first():
+    drawn = curves.panels([{"step": 0, "lr": 0.1}, *ROWS])
+    assert list(drawn) == ["loss", "accuracy", "lr", "samples_per_second"]
+    assert list(drawn["loss"]) == ["loss", "eval_loss"]
+    assert drawn["accuracy"] == {"top1": ([20], [0.5]), "top5": ([20], [0.9])}
+    steps, values = drawn["loss"]["loss"]
+    assert steps == [10, 20, 30]
+    assert (values[0], values[2]) == (2.0, 1.0)
+    assert values[1] != values[1]
+
+
+def test_a_long_run_is_thinned_and_a_row_without_a_step_left_out():
+    rows = [{"step": step, "loss": 1.0} for step in range(10_001)] + [{"loss": 1.0}]
+    steps, values = curves.panels(rows)["loss"]["loss"]
+    assert len(steps) == len(values) <= 2000
+    assert steps[0] == 0
+    assert steps[-1] > 9990
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[], ROWS, [{"step": 1, "$\\frac{": 1.0, "_hidden": 2.0}], [{"step": 1, "loss": 1e400}]],
+)
+def test_whatever_was_logged_under_whatever_name_is_drawn(rows):
+    assert curves.png(rows, "$\\broken{ <script> \x1b[2J").startswith(PNG)
+
+
+def test_outside_of_a_notebook_a_file_is_drawn_anew_until_the_end(tmp_path, capsys):
+    seen = iter([("PENDING", False), ("RUNNING", False), ("RUNNING", False), ("COMPLETED", True)])
+    there = iter([[], ROWS[:1], ROWS[:1], ROWS])
+    path = tmp_path / "curves.png"
+    assert curves.follow("train-7", lambda: next(there), lambda seconds: next(seen), path) == path
+    assert path.read_bytes().startswith(PNG)
+    # Nothing is drawn where nothing is new.
+    assert [line.split(": ")[1][:7] for line in capsys.readouterr().err.splitlines()] == [
+        *("nothing", "step 10", "step 30")
+    ]
+
+
+def test_ctrl_c_ends_the_drawing_alone(tmp_path):
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    assert curves.follow("train-7", list, interrupted, tmp_path / "curves.png")
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match=r"pip install 'hpctrain\[notebook\]'"):
+        curves.png(ROWS, "train-7")

@@ -1,0 +1,259 @@
+"""The handle of a job that was submitted from Python: what it says of a job in any state."""
+
+import json
+import os
+import pickle
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.jobs import find, handle, kept
+
+SHOWN = "JobId=7 JobName=x JobState={} Reason=None Dependency=(null) Restarts=0 BatchFlag=1"
+FORGOTTEN = "slurm_load_jobs error: Invalid job id specified"
+
+
+class Slurm:
+    """Stand-ins for scontrol and scancel, and the environment that has them."""
+
+    def __init__(self, folder):
+        self.answer, self.cancelled = folder / "answer", folder / "cancelled"
+        bin = folder / "bin"
+        bin.mkdir()
+        self._command(
+            bin / "scontrol", f'cat "{self.answer}" || {{ echo {FORGOTTEN} >&2; exit 1; }}'
+        )
+        self.accounts = folder / "accounts"
+        self._command(bin / "sacct", f'cat "{self.accounts}"')
+        self._command(bin / "scancel", f'echo "$@" >>"{self.cancelled}"')
+        self.env = {"PATH": f"{bin}:/usr/bin:/bin"}
+
+    @staticmethod
+    def _command(path, text):
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+    def says(self, word):
+        self.answer.write_text(SHOWN.format(word))
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    return Slurm(tmp_path)
+
+
+def folder_of(outcomes, number="7", name="20260101-000000-a", **more):
+    """The folder of a job, as it is after some of its ranks have left something."""
+    folder = kept.FOLDERS / name
+    folder.mkdir(parents=True, mode=0o700)
+    record = {"id": number, "via": "slurm", "ranks": len(outcomes), "run": os.path.abspath("run")}
+    record |= {"title": "train", "process": None, **more}
+    (folder / "job.json").write_text(json.dumps(record))
+    for rank, outcome in enumerate(outcomes):
+        if outcome is not None:
+            data = outcome if isinstance(outcome, bytes) else pickle.dumps(outcome)
+            (folder / f"{number}_{rank}_result.pkl").write_bytes(data)
+    return folder
+
+
+def job_in(folder, env):
+    return handle.Job(kept.read(Path(folder)), env)
+
+
+def good(value):
+    return "success", value
+
+
+def bad(trace):
+    return "error", trace
+
+
+@pytest.mark.parametrize("word", ["COMPLETED", None])
+def test_results_come_by_rank_also_of_a_job_that_slurm_has_forgotten(slurm, word):
+    if word:
+        slurm.says(word)
+    job = job_in(folder_of([good(3), good({"top1": 0.5})]), slurm.env)
+    assert job.state == "COMPLETED"
+    assert job.results() == [3, {"top1": 0.5}]
+    assert job.result() == 3
+
+
+def test_the_rank_that_failed_first_is_named_with_its_traceback(slurm):
+    slurm.says("FAILED")
+    folder = folder_of([bad("rank 0 lost rank 2"), None, bad("Traceback\nValueError: why")])
+    os.utime(folder / "7_2_result.pkl", ns=(1, 1))
+    job = job_in(folder, slurm.env)
+    with pytest.raises(HpctrainError) as caught:
+        job.results()
+    assert str(caught.value) == "rank 2 of 3 of job 7 failed:\nTraceback\nValueError: why"
+
+
+def test_of_a_forgotten_job_the_accounting_is_asked(slurm):
+    job = job_in(folder_of([None, bad("why")]), slurm.env)
+    assert job.state == "FAILED"
+    slurm.accounts.write_text("7|CANCELLED by 1000|0:15\n")
+    assert job.state == "CANCELLED"
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("CANCELLED", "it was cancelled"),
+        ("TIMEOUT", "its time ended"),
+        ("OUT_OF_MEMORY", "more memory"),
+        ("NODE_FAIL", "a host was lost"),
+    ],
+)
+def test_how_slurm_ended_a_job_comes_before_what_its_ranks_said(slurm, word, reason):
+    slurm.says(word)
+    job = job_in(folder_of([bad("rank 0 lost rank 1"), None]), slurm.env)
+    with pytest.raises(HpctrainError, match=f"job 7 ended as {word}: .*{reason}"):
+        job.result()
+
+
+def test_a_result_that_was_lost_comes_with_the_rank_and_its_last_words(slurm, monkeypatch):
+    monkeypatch.setattr(handle, "_SECONDS_TO_ARRIVE", 0.1)
+    slurm.says("COMPLETED")
+    folder = folder_of([good(1), None])
+    (folder / "rank-1.log").write_text("first\n" * 50 + "last words\n")
+    with pytest.raises(HpctrainError) as caught:
+        job_in(folder, slurm.env).results()
+    said = str(caught.value)
+    assert said.startswith("job 7 ended as COMPLETED: rank 1 of 2 of job 7 left no result")
+    assert said.endswith("last words")
+    assert said.count("first") < 50
+
+
+def test_a_result_that_comes_late_is_waited_for(slurm):
+    slurm.says("COMPLETED")
+    folder = folder_of([good(1), None])
+    path = folder / "7_1_result.pkl"
+
+    def arrive():
+        path.with_suffix(".new").write_bytes(pickle.dumps(good(2)))
+        path.with_suffix(".new").rename(path)
+
+    timer = threading.Timer(0.5, arrive)
+    timer.start()
+    assert job_in(folder, slurm.env).results() == [1, 2]
+    timer.join()
+
+
+def test_a_result_that_cannot_be_read_here_says_why(slurm):
+    slurm.says("COMPLETED")
+    job = job_in(folder_of([b"\x80\x04cnowhere_to_be_found\nThing\n."]), slurm.env)
+    with pytest.raises(HpctrainError, match="cannot be read here: ModuleNotFoundError"):
+        job.result()
+
+
+def test_without_a_slurm_that_answers_the_results_tell(tmp_path):
+    nothing = {"PATH": str(tmp_path / "empty")}
+    assert job_in(folder_of([good(1)]), nothing).results() == [1]
+    unknown = job_in(folder_of([None], number="8", name="b"), nothing)
+    assert unknown.state == unknown.wait(0) == unknown.wait(0.3) == "unknown"
+
+
+def test_wait_goes_on_through_a_requeue_and_ends_with_the_job(slurm):
+    slurm.says("RUNNING")
+    folder = folder_of([None])
+    job = job_in(folder, slurm.env)
+    started = time.monotonic()
+    assert job.wait(0.3) == "RUNNING"
+    assert time.monotonic() - started < 5
+    slurm.says("PENDING")
+
+    def end():
+        slurm.says("COMPLETED")
+        (folder / "7_0_result.pkl").write_bytes(pickle.dumps(good(None)))
+
+    timer = threading.Timer(0.5, end)
+    timer.start()
+    assert job.wait(60) == "COMPLETED"
+    timer.join()
+
+
+def test_while_curves_are_drawn_slurm_is_asked_ever_more_seldom(slurm, monkeypatch):
+    job = job_in(folder_of([None]), slurm.env)
+    clock, asked = [0.0], []
+    monkeypatch.setattr(handle.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(handle.time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    monkeypatch.setattr(job, "_look", lambda: asked.append(clock[0]) or ("RUNNING", False))
+    draw = handle.curves.follow
+    rounds = iter(range(150))
+
+    def rows():
+        if next(rounds, None) is None:
+            raise KeyboardInterrupt
+        return []
+
+    monkeypatch.setattr(handle.curves, "png", lambda rows, title: b"")
+    monkeypatch.setattr(
+        handle.curves, "follow", lambda title, _, wait, path: draw(title, rows, wait, path)
+    )
+    job.curves()
+    assert clock[0] == pytest.approx(300, abs=5)
+    assert len(asked) < 45
+    assert asked[-1] - asked[-2] == pytest.approx(10, abs=0.5)
+
+
+def test_cancel_names_this_job_alone_and_passes_on_why_it_cannot(slurm, tmp_path):
+    job = job_in(folder_of([None]), slurm.env)
+    job.cancel()
+    assert slurm.cancelled.read_text() == "7\n"
+    with pytest.raises(HpctrainError, match="job 7 was not cancelled"):
+        job_in(job.folder, {"PATH": str(tmp_path / "empty")}).cancel()
+
+
+def test_what_a_rank_printed_and_before_that_what_the_job_did(slurm):
+    folder = folder_of([None, None])
+    job = job_in(folder, slurm.env)
+    assert job.logs() == ""
+    (folder / "7.log").write_text("module not found\n")
+    (folder / "rank-1.log").write_bytes(b"of rank 1 \xff\n")
+    assert job.logs(0) == "module not found\n"
+    assert job.logs(1) == "of rank 1 \ufffd\n"
+    with pytest.raises(UsageError, match=r"a rank from 0 to 1"):
+        job.logs(2)
+
+
+def test_a_notebook_shows_text_as_text(slurm):
+    slurm.says("RUNNING")
+    run = os.path.abspath("<script>alert(1)</script>\x1b[2J")
+    job = job_in(folder_of([None], run=run), slurm.env)
+    os.makedirs(run)
+    row = {"step": 3, "<img src=x>": "<b>"}
+    (job.run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert job.metrics() == [row]
+    shown = job._repr_html_()
+    assert "<script>" not in shown
+    assert "<img" not in shown
+    assert "&lt;script&gt;" in shown
+    assert "\x1b" not in repr(job)
+    assert repr(job).startswith("Job(id='7', state='RUNNING', run='")
+
+
+def test_a_job_is_found_by_its_number_the_newest_first_or_by_its_folder(slurm):
+    old = folder_of([good("old")], name="20250101-000000-z")
+    new = folder_of([good("new")], name="20260101-000000-a")
+    folder_of([None], number="8", name="20240101-000000-a")
+    assert find("7").folder == find(7).folder == new.absolute()
+    assert find(old).result() == "old"
+    with pytest.raises(UsageError, match="no job '9' was submitted") as caught:
+        find("9")
+    assert "one of 7, 7, 8" in str(caught.value)
+
+
+def test_a_folder_in_which_others_can_write_is_not_read(slurm):
+    folder = folder_of([good(1)])
+    folder.chmod(0o770)
+    with pytest.raises(UsageError, match="results read from it can run code"):
+        find("7")
+    folder.chmod(0o700)
+    (folder / "job.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds no job"):
+        job_in(folder, slurm.env)
+    with pytest.raises(UsageError, match="cannot be read"):
+        job_in("nowhere", slurm.env)

@@ -1,0 +1,153 @@
+"""`hpctrain.submit`: what it refuses, by name and with what to do instead."""
+
+import importlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import hpctrain
+from hpctrain import JobSpec
+from hpctrain.errors import StartError, UsageError
+from hpctrain.jobs import handle, kept
+
+
+def train():
+    return 1
+
+
+@pytest.fixture
+def submit():
+    return hpctrain.submit
+
+
+@pytest.fixture
+def no_job():
+    """Nothing of a job that was not accepted is left."""
+    yield
+    assert not list(kept.FOLDERS.glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "instead"),
+    [
+        ("container", "image.sif", "hpctrain submit"),
+        ("stage_code", ".", "hpctrain submit"),
+        ("stage_environment", "env.tar", "hpctrain submit"),
+        ("elastic", True, "hpctrain submit"),
+        ("array", "0-3", r"one submit\(\) for each index"),
+        ("sweep", {"lr": [0.1, 0.2]}, r"kwargs=one"),
+        ("command", "python x.py", "first argument"),
+        ("function", "module:train", "first argument"),
+        ("backend", "ddp", r"Session\(backend="),
+        ("launcher", "torchrun", "hpctrain submit"),
+    ],
+)
+def test_what_a_job_of_submitit_cannot_have_is_refused_by_name(
+    submit, no_job, field, value, instead
+):
+    with pytest.raises(UsageError, match=instead) as caught:
+        submit(train, JobSpec(**{field: value}))
+    assert field in caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("modules", ["cuda"]), ("setup", ["ulimit -n 9"]), ("conda", "env"), ("nodes", 2)],
+        ("dependency", "afterok:7"),
+    ],
+)
+def test_what_this_machine_cannot_give_is_refused_by_name(submit, no_job, field, value):
+    with pytest.raises(UsageError, match=field):
+        submit(train, JobSpec(**{field: value}), via="local")
+
+
+def test_more_gpus_than_this_machine_shows_are_refused(submit, no_job, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    with pytest.raises(UsageError, match=r"gpus_per_node = a100:4, and this machine shows 2"):
+        submit(train, JobSpec(gpus_per_node="a100:4"), via="local")
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (lambda: hpctrain.submit(3, JobSpec()), r"submit\(3"),
+        (lambda: hpctrain.submit(train, {"nodes": 2}), "dict"),
+        (lambda: hpctrain.submit(train, JobSpec(), via="cloud"), "via='cloud'"),
+        (lambda: hpctrain.submit(train, JobSpec(), args="ab"), "args=.* with a str"),
+        (lambda: hpctrain.submit("gone.py", JobSpec()), "no file 'gone.py'"),
+        (lambda: hpctrain.submit("gone.py", JobSpec(), kwargs={"lr": 1}), "kwargs"),
+        (lambda: hpctrain.submit(train, JobSpec(), args=[threading.Lock()]), "cannot be sent"),
+    ],
+)
+def test_wrong_calls_say_what_is_right(no_job, call, found):
+    with pytest.raises(UsageError, match=found) as caught:
+        call()
+    assert caught.value.expected
+
+
+@pytest.mark.parametrize("command", ["bash x.sh", "python", "python -c 'print(1)'", "./x.py"])
+def test_a_command_that_is_no_script_of_python_is_refused(no_job, command):
+    from hpctrain.jobs import by_submitit
+
+    with pytest.raises(UsageError, match="submitit with the command"):
+        by_submitit.submit(JobSpec(command=command))
+
+
+def test_a_folder_whose_name_submitit_would_change_is_refused(submit, monkeypatch, tmp_path):
+    folder = tmp_path / "50%jobs"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(UsageError, match="without %j"):
+        submit(train, JobSpec(), via="local")
+    assert not list(folder.glob("runs/.submitit/*"))
+
+
+def test_without_slurm_it_says_how_to_run_here(submit, no_job, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(StartError, match="via='local' runs it here"):
+        submit(train, JobSpec())
+
+
+def test_a_job_that_slurm_refuses_leaves_nothing(submit, no_job, monkeypatch, tmp_path):
+    for name, text in (("srun", ""), ("sbatch", "echo 'sbatch: error: no such thing' >&2; exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(StartError, match="no such thing"):
+        submit(train, JobSpec())
+
+
+def test_without_submitit_it_says_what_to_install(submit, monkeypatch):
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    monkeypatch.delitem(sys.modules, "hpctrain.jobs.by_submitit", raising=False)
+    monkeypatch.delattr("hpctrain.jobs.by_submitit", raising=False)
+    with pytest.raises(UsageError, match=r"pip install 'hpctrain\[submit\]'"):
+        submit(train, JobSpec(), via="debug")
+
+
+def test_nothing_is_imported_before_it_is_used():
+    code = (
+        "import sys, hpctrain; hpctrain.JobSpec(nodes=2); hpctrain.jobs.find; hpctrain.submit; "
+        "print(sorted({'torch', 'submitit', 'matplotlib', 'IPython', 'cloudpickle'} "
+        "& sys.modules.keys()))"
+    )
+    top = Path(hpctrain.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(top)},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_every_name_of_the_room_is_there():
+    jobs = importlib.import_module("hpctrain.jobs")
+    for name in jobs.__all__:
+        assert getattr(jobs, name) is not None
+    assert jobs.Job is handle.Job
+    with pytest.raises(AttributeError, match="no attribute 'launch'"):
+        jobs.launch  # noqa: B018
