@@ -481,11 +481,14 @@ class Cluster:
     def _set_cables(self, host: str, state: str) -> None:
         self._ip(SWITCH, [f"link set {host}-{cable} {state}" for cable in ("eth0", "eth1")])
 
-    def _start_daemons(self) -> None:
+    def _start_munge(self) -> None:
         munge = self.directory / "munge"
         files = ("key-file", "socket", "pid-file", "log-file", "seed-file")
         munged = ["munged", *(f"--{file}={munge / file}" for file in files)]
         self._daemon("login", munged, munge / "log-file")
+
+    def _start_daemons(self) -> None:
+        self._start_munge()
         self._daemon("login", ["slurmctld"], self.directory / "login" / "slurmctld.log")
         for node in NODES:
             self._start_node(node)

@@ -6,7 +6,9 @@ real ones.
 
 import time
 
+import fake_slurm
 import pytest
+from fake_slurm import job
 
 from hpctrain import slurm
 
@@ -52,7 +54,12 @@ def put(tmp_path):
 def test_the_states_in_which_a_job_has_processes_or_will_have_some(put, word, lives):
     env = put("scontrol", SHOWN.format(name="train", word=word, restarts=2))
     state = slurm.job_state("70", env)
-    assert (state.word, state.restarts, state.known, state.lives) == (word, 2, True, lives)
+    assert (state.word, state.restarts, state.known, state.lives) == (
+        word,
+        2,
+        True,
+        lives,
+    )
 
 
 def test_a_job_name_is_not_taken_for_a_state(put):
@@ -79,7 +86,11 @@ def test_squeue_answers_where_scontrol_does_not(put):
 
 
 def test_lists_as_a_user_likes_them_do_not_change_the_answer(put):
-    env = put("squeue", "", more='[ -z "$SQUEUE_PARTITION$SQUEUE_STATES" ] && echo "RUNNING 0"')
+    env = put(
+        "squeue",
+        "",
+        more='[ -z "$SQUEUE_PARTITION$SQUEUE_STATES" ] && echo "RUNNING 0"',
+    )
     env |= {"SQUEUE_PARTITION": "debug", "SQUEUE_STATES": "PENDING"}
     assert slurm.job_state("70", env) == slurm.JobState("RUNNING", 0)
 
@@ -94,13 +105,17 @@ def test_no_slurm_and_a_slurm_that_says_strange_things_are_no_answer(put, tmp_pa
     assert slurm.job_state("70", env) is None
     put("scontrol", more="printf '\\377\\376'")
     assert slurm.job_state("70", env) is None
-    put("scontrol", error="slurm_load_jobs error: Unable to contact slurm controller", code=1)
+    put(
+        "scontrol",
+        error="slurm_load_jobs error: Unable to contact slurm controller",
+        code=1,
+    )
     assert slurm.job_state("70", env) is None
     assert slurm.step_lives("70", "0", env) is None
 
 
 def test_a_slow_slurm_is_no_answer(put, monkeypatch):
-    monkeypatch.setattr(slurm, "_SECONDS_TO_ANSWER", 0.2)
+    monkeypatch.setattr("hpctrain.slurm.command.SECONDS_TO_ANSWER", 0.2)
     put("scontrol", more="exec sleep 20")
     env = put("squeue", more="exec sleep 20")
     begun = time.monotonic()
@@ -130,3 +145,96 @@ def test_the_hosts_that_a_job_has_left(put):
     env = put("squeue", error=UNKNOWN, code=1)
     with pytest.raises(slurm.NoAnswerError, match="Invalid job id"):
         slurm.hosts_left("70", env)
+
+
+@pytest.fixture
+def fake(tmp_path):
+    return fake_slurm.FakeSlurm(tmp_path)
+
+
+def test_jobs_with_any_name_at_all(fake):
+    names = [
+        "a\nb",
+        "x|y  z",
+        "\x1b[31m",
+        "<0123456789abcdef>",
+        "JobState=COMPLETED",
+        "",
+    ]
+    fake.jobs(*(job(str(70 + at), Name=name) for at, name in enumerate(names)))
+    assert [one.name for one in slurm.jobs(fake.env)] == names
+
+
+def test_a_job_with_all_that_squeue_says(fake):
+    fake.jobs(
+        job(
+            "70_3",
+            State="FAILED",
+            exit_code="768",
+            RestartCnt="2",
+            Reason="NonZeroExitCode",
+        )
+    )
+    (one,) = slurm.jobs(fake.env, ["70_3"])
+    assert (one.label, one.array, one.task, one.word) == ("70_3", "70", "3", "FAILED")
+    assert (one.code, one.restarts, one.lives, one.uid) == (3, 2, False, "1000")
+    fake.jobs(job("71", State="CANCELLED", exit_code="15"))
+    assert slurm.jobs(fake.env)[0].code == 128 + 15
+
+
+def test_jobs_come_in_the_order_of_their_numbers(fake):
+    fake.jobs(*(job(one) for one in ("9_[4-7%2]", "9_10", "10", "9_2", "8")))
+    assert [one.label for one in slurm.jobs(fake.env)] == [
+        "8",
+        "9_2",
+        "9_10",
+        "9_[4-7%2]",
+        "10",
+    ]
+
+
+def test_forgotten_jobs_are_left_out_and_a_silent_controller_is_no_answer(fake):
+    assert slurm.jobs(fake.env, ["70"]) == []
+    fake.jobs(None)
+    with pytest.raises(slurm.NoAnswerError, match="Unable to contact"):
+        slurm.jobs(fake.env, ["70"])
+    fake.command("squeue", "a notice of the site")
+    with pytest.raises(slurm.NoAnswerError, match="notice of the site"):
+        slurm.jobs(fake.env)
+
+
+def test_the_number_that_sbatch_gives(fake):
+    for says in ("70", "70;cluster", "a notice of the site\n70"):
+        fake.command("sbatch", says)
+        assert slurm.sbatch(b"", fake.env) == slurm.Answer(0, "70", "")
+    fake.command("sbatch", error="sbatch: error: no", code=1)
+    assert slurm.sbatch(b"", fake.env) == slurm.Answer(1, "", "sbatch: error: no")
+    (fake.folder / "sbatch").unlink()
+    with pytest.raises(slurm.NoAnswerError, match="no sbatch"):
+        slurm.sbatch(b"", {"PATH": str(fake.folder)})
+
+
+def test_partitions_with_their_default_and_their_gpus(fake):
+    fake.command(
+        "sinfo",
+        "main*|infinite|4|up|(null)\nv100|2:00:00|8|down|gpu:v100:4(S:0-1),nvme:1",
+    )
+    assert slurm.partitions(fake.env) == [
+        slurm.Partition("main", True, "infinite", "4", "", True),
+        slurm.Partition("v100", False, "2:00:00", "8", "gpu:v100:4", False),
+    ]
+
+
+def test_what_accounting_says_of_jobs_and_accounts(fake):
+    fake.command("sacct", "70_0|COMPLETED|0:0\n70_1|CANCELLED by 1000|0:15\n70_2|FAILED|75:0")
+    assert slurm.ended("70", fake.env) == [
+        slurm.Ended("70_0", "COMPLETED", 0),
+        slurm.Ended("70_1", "CANCELLED", 143),
+        slurm.Ended("70_2", "FAILED", 75),
+    ]
+    more = 'case "$*" in *associations*) printf "b\\na\\nb\\n"; exit;; esac'
+    fake.command("sacctmgr", "b", more=more)
+    assert slurm.accounts("ada", fake.env) == ["b", "a"]
+    fake.command("sacct", error="Slurm accounting storage is disabled", code=1)
+    with pytest.raises(slurm.NoAnswerError, match="disabled"):
+        slurm.ended("70", fake.env)

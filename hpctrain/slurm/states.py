@@ -1,22 +1,18 @@
-"""What Slurm says of jobs. The only caller of its commands.
-
-A cluster may have no Slurm, a container may lack its commands, and a busy controller answers late:
-these are ordinary answers here, `None` or `NoAnswerError`, and never errors of a run.
-"""
+"""Whether a job or a step lives, when a job ends, and which hosts it has left."""
 
 import re
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["JobState", "NoAnswerError", "end_time", "hosts_left", "job_state", "step_lives"]
+from hpctrain.slurm.command import NoAnswerError, ask
 
-_SECONDS_TO_ANSWER = 10.0
+__all__ = ["ENDED", "JobState", "end_time", "hosts_left", "job_state", "step_lives"]
+
 # squeue of a host list, where a wrong guess would cost hosts.
 _SECONDS_FOR_HOSTS = 60.0
 
 # In these no process of a job runs, and none will. Source: "JOB STATE CODES" of squeue(1).
-_ENDED = frozenset(
+ENDED = frozenset(
     {
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED"),
         *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT"),
@@ -31,10 +27,6 @@ _STEP = re.compile(r"[0-9]{1,12}\Z", re.ASCII)
 # The keys beside are Slurm's own, so that a job's name is not taken for its state.
 _END = re.compile(r" EndTime=([0-9]{1,12}) Deadline=")
 _SHOWN = re.compile(r" JobState=([A-Z_]+) Reason=.* Restarts=([0-9]+) BatchFlag=")
-
-
-class NoAnswerError(Exception):
-    """A command of Slurm's is not here, failed, or took too long; the text says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +49,7 @@ class JobState:
     @property
     def lives(self) -> bool:
         """Whether it has processes, or waits to have some."""
-        return self.known and self.word not in _ENDED
+        return self.known and self.word not in ENDED
 
 
 def job_state(label: str, env: Mapping[str, str]) -> JobState | None:
@@ -76,7 +68,7 @@ def job_state(label: str, env: Mapping[str, str]) -> JobState | None:
         ([*squeue, "--Format=State:30,RestartCnt:12"], re.compile(r"([A-Z_]+) +([0-9]+)")),
     ):
         try:
-            found = pattern.search(_ask(argv, env))
+            found = pattern.search(ask(argv, env))
         except NoAnswerError as error:
             if _NOT_THERE.search(str(error)):
                 return JobState(_FORGOTTEN)
@@ -97,7 +89,7 @@ def step_lives(job_id: str, step: str, env: Mapping[str, str]) -> bool | None:
     if not (_STEP.match(job_id) and _STEP.match(step)):
         return None
     try:
-        _ask(["scontrol", "show", "step", "--oneliner", f"{job_id}.{step}"], env)
+        ask(["scontrol", "show", "step", "--oneliner", f"{job_id}.{step}"], env)
     except NoAnswerError as error:
         return False if _NOT_THERE.search(str(error)) else None
     return True
@@ -116,7 +108,7 @@ def end_time(label: str, env: Mapping[str, str]) -> int | None:
         return None
     try:
         # The format is one of strftime(3): "ENVIRONMENT VARIABLES" of scontrol(1).
-        shown = _ask(
+        shown = ask(
             ["scontrol", "show", "job", "--oneliner", label], {**env, "SLURM_TIME_FORMAT": "%s"}
         )
     except NoAnswerError:
@@ -132,21 +124,4 @@ def hosts_left(job_id: str, env: Mapping[str, str]) -> str:
         NoAnswerError: squeue is absent, failed, or did not answer within a minute.
     """
     argv = ["squeue", "--noheader", "--job", job_id, "--format=%N"]
-    return _ask(argv, env, _SECONDS_FOR_HOSTS).strip()
-
-
-def _ask(argv: Sequence[str], env: Mapping[str, str], seconds: float | None = None) -> str:
-    """The answer of a command; NoAnswerError with what it said where it failed."""
-    # SQUEUE_STATES and its like would filter the answer as the user likes to see lists.
-    clean = {name: value for name, value in env.items() if not name.startswith("SQUEUE_")}
-    try:
-        done = subprocess.run(
-            argv, env=clean, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            errors="replace", timeout=seconds or _SECONDS_TO_ANSWER, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError) as error:
-        raise NoAnswerError(str(error)) from None
-    if done.returncode:
-        said = " ".join(done.stderr.split()) or f"left with {done.returncode}"
-        raise NoAnswerError(f"{argv[0]}: {said}")
-    return done.stdout
+    return ask(argv, env, _SECONDS_FOR_HOSTS).strip()

@@ -1,0 +1,141 @@
+"""What does `hpctrain submit` cost over plain sbatch? Fresh processes, in turns.
+
+    python benchmarks/submit.py [--rounds 30] [--here] [--save FILE]
+
+On the test cluster of tests/slurm, which it starts and stops (as root), or with --here on the one
+that this machine belongs to. All jobs are held and cancelled at the end. The arms take turns, and
+each is compared with the sbatch of its own round; the bare Python is there to see what of it is
+Python's own start.
+"""
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from measure import describe, facts, order, save, summary, table, verdict
+
+SBATCH, SUBMIT, SUBMITIT = "sbatch job.sh", "hpctrain submit", "submitit"
+BARE = "python -c pass"
+TARGET_MS = 150.0
+
+SCRIPT = "#!/bin/bash\nsrun python train.py\n"
+BY_SUBMITIT = """
+import submitit
+executor = submitit.SlurmExecutor("log")
+executor.update_parameters(time=5, additional_parameters={"hold": True})
+print(executor.submit(print, 1).job_id)
+"""
+HELD = ("--hold", "--job-name=benchmark-of-submitting")
+ARMS = {
+    SBATCH: ("sbatch", "--parsable", *HELD, "job.sh"),
+    SUBMIT: (
+        *(sys.executable, "-m", "hpctrain", "submit", "--extra", "hold"),
+        *("--nodes", "2", "--time", "4h", "--", sys.executable, "train.py", "--lr", "0.1"),
+    ),
+    SUBMITIT: (sys.executable, "-c", BY_SUBMITIT),
+    BARE: (sys.executable, "-c", "pass"),
+}
+Command = Callable[[Sequence[str]], list[str]]
+
+
+@contextlib.contextmanager
+def slurm(here: bool) -> Iterator[tuple[Command, dict[str, str]]]:
+    """How a command is run where Slurm is, and its environment."""
+    # Without bytecode caches it would be the compiler that is measured.
+    names = ("PYTHONDONTWRITEBYTECODE",)
+    if here:
+        yield list, {name: value for name, value in os.environ.items() if name not in names}
+        return
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "slurm"))
+    from cluster import Cluster
+
+    cluster = Cluster()
+    cluster.start()
+    try:
+        environ = cluster.environ()
+        yield cluster.command, {name: environ[name] for name in environ if name not in names}
+    finally:
+        cluster.stop()
+
+
+def measure(rounds: int, command: Command, environ: dict[str, str]) -> dict[str, list[float]]:
+    """The milliseconds of each arm in each round."""
+    times: dict[str, list[float]] = {name: [] for name in ARMS}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "job.sh").write_text(SCRIPT)
+        Path(folder, "train.py").touch()
+
+        def run(name: str) -> tuple[float, str]:
+            # As a shell in that folder would: the command line of a host begins with its own.
+            argv = command(["env", "--chdir", folder, *ARMS[name]])
+            start = time.perf_counter()
+            done = subprocess.run(
+                argv, env=environ, capture_output=True, check=True, text=True, timeout=60
+            )
+            return (time.perf_counter() - start) * 1e3, done.stdout.strip()
+
+        for name in ARMS:  # writes the caches, and brings the files into memory
+            run(name)
+        jobs = []
+        try:
+            for number in range(rounds):
+                for name in order(list(ARMS), number):
+                    spent, job = run(name)
+                    times[name].append(spent)
+                    jobs += [job] if job else []
+        finally:
+            if jobs:
+                subprocess.run(command(["scancel", *jobs]), env=environ, check=False)
+    return times
+
+
+def evaluate(times: dict[str, list[float]]) -> dict[str, dict]:
+    """Per arm the time, and what it is more than the sbatch of the same round."""
+    results = {}
+    for name, own in times.items():
+        results[name] = {"ms": summary(own), "all_ms": own}
+        if name != SBATCH:
+            more = [a - b for a, b in zip(own, times[SBATCH], strict=True)]
+            results[name]["more_ms"] = summary(more)
+    submit = results[SUBMIT]
+    submit |= {"target_ms": TARGET_MS, "verdict": verdict(submit["more_ms"], TARGET_MS)}
+    return results
+
+
+def show(results: dict[str, dict]) -> str:
+    """The results for people."""
+    rows = [("", "ms", "more than sbatch", "target", "")]
+    for name, result in results.items():
+        more, target = result.get("more_ms"), result.get("target_ms")
+        limit = f"≤ {target:g}" if target else ""
+        rows.append(
+            (name, describe(result["ms"]), describe(more) if more else "", limit,
+             result.get("verdict", ""))
+        )  # fmt: skip
+    return table(rows) + "\nMedians, with their 95 % intervals."
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description="The cost of submitting.")
+    parser.add_argument("--rounds", type=int, default=30, metavar="N", help="default: 30")
+    parser.add_argument("--here", action="store_true", help="the Slurm of this machine")
+    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error("a spread needs --rounds 2 or more")
+    record = facts(["hpctrain", "submitit"])
+    with slurm(arguments.here) as (command, environ):
+        results = evaluate(measure(arguments.rounds, command, environ))
+    print(show(results))
+    save(arguments.save, {"benchmark": "submit", **record, "results": results})
+
+
+if __name__ == "__main__":
+    main()

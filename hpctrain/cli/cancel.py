@@ -1,0 +1,62 @@
+"""`hpctrain cancel`: end jobs, by number, run or name."""
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from hpctrain import rundir, slurm
+from hpctrain.errors import StartError
+from hpctrain.jobs import naming, progress
+from hpctrain.jobs.reasons import plain
+
+__all__ = ["add"]
+
+
+def add(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "cancel",
+        help="cancel jobs; their checkpoints are kept",
+        description="Cancels what is named and nothing else: where a name fits several jobs, it "
+        "lists them and cancels none.",
+    )
+    parser.add_argument(
+        "words", nargs="+", metavar="RUN", help="a job's number, a run directory, or a job's name"
+    )
+    parser.set_defaults(command=_main)
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    # All are looked up before the first is cancelled.
+    for one in naming.own_jobs(arguments.words, os.environ):
+        try:
+            _cancel(one)
+        except slurm.NoAnswerError as error:
+            raise StartError(f"job {one.label} is not cancelled: {error}", "an answer") from None
+    return rundir.DONE
+
+
+def _cancel(one: naming.Named) -> None:
+    live = [job for job in one.jobs if job.lives]
+    if not live:
+        _say(f"job {one.label} has ended already: {plain(one.jobs[0].word).lower()}")
+        return
+    runs = [progress.run_of(job, os.environ) for job in live]
+    slurm.cancel([one.label], os.environ)
+    _say(f"job {one.label} ({plain(live[0].name)}) is cancelled")
+    for run in runs:
+        if run is None:
+            continue
+        steps = rundir.RunDirectory(run).steps()
+        if steps:
+            _say(f"{plain(str(run))} keeps its checkpoints, the newest of step {steps[-1]}")
+            _say(
+                "to go on: the same hpctrain submit, with --run and that folder, and --resume last"
+            )
+        else:
+            _say(f"{plain(str(run))} has no checkpoint yet")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")

@@ -1,0 +1,100 @@
+"""`hpctrain site`: a first site.sh, from what Slurm says of this cluster."""
+
+import argparse
+import os
+import pwd
+import shlex
+import sys
+from typing import Any
+
+from hpctrain import rundir, slurm
+from hpctrain.errors import StartError, UsageError
+from hpctrain.jobs import site
+from hpctrain.jobs.reasons import plain
+
+__all__ = ["add"]
+
+_HEAD = """\
+# What all your jobs on this cluster need. Scripts of `hpctrain render` and `hpctrain submit` source
+# it before the ranks start. `hpctrain submit` also takes SBATCH_ACCOUNT, SBATCH_PARTITION and
+# SBATCH_QOS from here, where neither an option nor JOB.toml nor a profile says otherwise. So does
+# sbatch by itself, if your ~/.bashrc has the line
+#     . {path}
+"""
+_TAIL = """
+# What the ranks need:
+# module purge
+# module load python cuda
+# export NCCL_SOCKET_IFNAME=ib0
+"""
+
+
+def add(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "site",
+        help="show a first site.sh for this cluster, or write it",
+        description="What all jobs on this cluster need, for ${HPCTRAIN_SITE:-$HOME/.config/"
+        "hpctrain/site.sh}: account and partition as Slurm says, and places for modules.",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write it where there is none; nothing is overwritten"
+    )
+    parser.set_defaults(command=_main)
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    path = site.script(os.environ)
+    try:
+        partitions = slurm.partitions(os.environ)
+    except slurm.NoAnswerError as error:
+        raise StartError(
+            f"Slurm does not say what is here: {error}", "a login node of a cluster with Slurm"
+        ) from None
+    text = _HEAD.format(path=shlex.quote(str(path))) + _accounts() + _partitions(partitions) + _TAIL
+    if not arguments.write:
+        sys.stdout.write(text)
+        sys.stderr.write(f"hpctrain: hpctrain site --write makes this {path}\n")
+        return rundir.DONE
+    try:
+        rundir.create(path, text)
+    except FileExistsError:
+        sys.stdout.write(text)
+        raise UsageError(
+            f"{path} is there and stays as it is", "no file of that name", "take over what you need"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error}", "a folder of your own") from None
+    sys.stdout.write(f"{path}\n")
+    return rundir.DONE
+
+
+def _accounts() -> str:
+    """A line for each account; the default one is no comment."""
+    try:
+        names = slurm.accounts(pwd.getpwuid(os.getuid()).pw_name, os.environ)
+    except (slurm.NoAnswerError, KeyError):
+        names = []
+    if not names:
+        return "\n# SBATCH_ACCOUNT=PROJECT\n"
+    first, *others = [_assignment("ACCOUNT", name) for name in names]
+    return "\n" + "".join([first, *(f"# {line}" for line in others)])
+
+
+def _partitions(partitions: list[slurm.Partition]) -> str:
+    """A line for each partition, with what it has; the default one is no comment."""
+    found: dict[str, list[slurm.Partition]] = {}
+    for one in partitions:
+        found.setdefault(one.name, []).append(one)
+    lines = []
+    for name, kinds in found.items():
+        start = "" if kinds[0].default else "# "
+        has = ", ".join(f"{one.nodes} nodes with {one.gpus or 'no GPU'}" for one in kinds)
+        down = "" if any(one.up for one in kinds) else ", down"
+        line = _assignment("PARTITION", name).rstrip("\n")
+        lines.append(f"{start}{line} # up to {kinds[0].limit}: {plain(has)}{down}\n")
+    return "\n" + "".join(lines) + "# SBATCH_QOS=\n"
+
+
+def _assignment(name: str, value: str) -> str:
+    return f"export SBATCH_{name}={shlex.quote(value)}\n"

@@ -1,0 +1,91 @@
+"""`hpctrain status`: one's jobs, why they wait, and how far their runs have come."""
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpctrain import rundir, slurm
+from hpctrain.errors import StartError, UsageError
+from hpctrain.jobs import naming, overview, progress
+
+__all__ = ["add"]
+
+
+def add(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "status",
+        help="show your jobs, why they wait, and how far their runs have come",
+        description="Your jobs that wait or run, and those that Slurm still remembers. Without "
+        "Slurm the runs below ./runs.",
+    )
+    parser.add_argument(
+        "words", nargs="*", metavar="RUN", help="a job's number, a run directory, or a job's name"
+    )
+    parser.set_defaults(command=_main)
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    try:
+        mine = slurm.jobs(os.environ, uid=os.getuid())
+    except slurm.NoAnswerError as error:
+        sys.stderr.write(f"hpctrain: Slurm does not answer: {error}\n")
+        return _without_slurm(arguments.words)
+    if not arguments.words:
+        rows = [overview.row_of_job(job, os.environ) for job in mine]
+        _show(rows, "you have no jobs, and Slurm remembers none that has ended")
+        return rundir.DONE
+    try:
+        rows = [row for word in arguments.words for row in _rows(word, mine)]
+    except slurm.NoAnswerError as error:
+        raise StartError(f"Slurm does not answer: {error}", "an answer") from None
+    _show(rows, "")
+    return rundir.DONE
+
+
+def _rows(word: str, mine: list[slurm.Job]) -> list[tuple[str, ...]]:
+    """The rows of what a person has named."""
+    try:
+        one = naming.named(word, mine, os.environ)
+    except UsageError:
+        if ended := _accounted(word):
+            return [overview.row_of_ended(job, None) for job in ended]
+        raise
+    if one.jobs or one.run is None:
+        return [overview.row_of_job(job, os.environ) for job in one.jobs]
+    ended = _accounted(one.label)
+    if len(ended) == 1:
+        return [overview.row_of_ended(ended[0], one.run)]
+    return [overview.row_of_run(one.run, one.label)]
+
+
+def _accounted(label: str) -> list[slurm.Ended]:
+    """A job of old, where the accounting knows it."""
+    try:
+        return slurm.ended(label, os.environ) if naming.is_number(label) else []
+    except slurm.NoAnswerError:
+        return []
+
+
+def _without_slurm(words: list[str]) -> int:
+    """What the run directories say alone."""
+    there = Path("runs")
+    if words:
+        runs = [naming.named(word, (), os.environ).run for word in words]
+        paths = [run for run in runs if run is not None]
+    else:
+        paths = sorted(path for path in there.iterdir() if path.is_dir()) if there.is_dir() else []
+    rows = [overview.row_of_run(path, progress.label_of(path)) for path in paths]
+    _show(rows, "and there are no runs below ./runs")
+    return rundir.DONE
+
+
+def _show(rows: list[tuple[str, ...]], nothing: str) -> None:
+    if not rows:
+        sys.stderr.write(f"hpctrain: {nothing}\n")
+        return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    sys.stdout.write(overview.aligned([overview.HEADS, *rows], width))

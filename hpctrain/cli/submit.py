@@ -1,0 +1,172 @@
+"""`hpctrain submit`: a job to Slurm, or to this machine."""
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpctrain.cli.job_options import Described, add_job_options, gather, option
+from hpctrain.errors import UsageError
+from hpctrain.jobs import script, sending
+from hpctrain.jobs.spec import JobSpec
+
+__all__ = ["add"]
+
+_DETACHED = 130  # as a shell has it for what Ctrl-C ends
+
+
+def add(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "submit",
+        allow_abbrev=False,
+        help="submit a job, by sbatch or submitit, or run it here",
+        description="Writes the batch script of a job and submits it from the current folder. The "
+        "job's number is all that goes to standard output. Options overrule JOB.toml, which "
+        "overrules the profile of --cluster, which overrules site.sh.",
+    )
+    parser.add_argument(
+        "--via",
+        choices=("sbatch", "submitit", "local"),
+        default="sbatch",
+        help="local: on this machine, in the foreground, without Slurm (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the script, say what would happen, and ask Slurm whether it would take the job",
+    )
+    parser.add_argument("--save", metavar="FILE", help="write the job to a new JOB.toml as well")
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="until the job has ended, through its requeues; leave with its exit code",
+    )
+    parser.add_argument(
+        "--follow", action="store_true", help="the same, with its log on standard error"
+    )
+    add_job_options(parser)
+    parser.set_defaults(command=_main)
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    described = gather(arguments, os.environ)
+    spec = described.spec
+    if arguments.follow and arguments.via == "submitit":
+        raise UsageError("--follow with --via submitit", "its log is read by Python: job.logs()",
+                         "--wait in place of --follow")  # fmt: skip
+    if arguments.save is not None:
+        _save(arguments.save, described.own)
+    if arguments.dry_run:
+        return _dry_run(described, arguments.via)
+    if arguments.via == "local":
+        sys.stdout.flush()
+        return sending.here(spec, os.environ)
+    log = sending.log_size(spec, os.environ)
+    job = _submit(spec, arguments.via)
+    sys.stdout.write(f"{job}\n")
+    sys.stdout.flush()
+    if not (arguments.wait or arguments.follow):
+        return 0
+    return _wait(spec, job, arguments.follow, log)
+
+
+def _submit(spec: JobSpec, via: str) -> str:
+    if via == "submitit":
+        from hpctrain.jobs import by_submitit  # which imports submitit
+
+        return by_submitit.submit(spec, os.environ)
+    sent = sending.send(spec, os.environ, option)
+    for note in sent.notes:
+        _say(note)
+    return sent.job
+
+
+def _save(path: str, spec: JobSpec) -> None:
+    from hpctrain import rundir  # here, as below: submitting is to take no longer than it must
+    from hpctrain.jobs import files
+
+    try:
+        rundir.create(Path(path), files.text(spec))
+    except FileExistsError:
+        raise UsageError(f"--save {path}: it is there", "the name of a new file") from None
+    except OSError as error:
+        raise UsageError(f"--save {path}: {error}", "a file in a folder that is there") from None
+
+
+def _dry_run(described: Described, via: str) -> int:
+    """The script on standard output, all else on standard error."""
+    spec = described.spec
+    notes = sending.check(spec, os.environ)
+    text = script.render_local(spec) if via == "local" else script.render(spec)
+    sys.stdout.buffer.write(text.encode(errors="surrogateescape"))
+    sys.stdout.buffer.flush()
+    for name, source in described.sources.items():
+        _say(f"{name}: from {source}")
+    clean, left = sending.environ(spec, os.environ)
+    for note in (*notes, *left):
+        _say(note)
+    if handed := sorted(set(os.environ) - set(clean)):
+        _say(f"not handed on to the job: {', '.join(handed)}")
+    if via == "local":
+        _say("would run this script here, by bash")
+        return 0
+    if folder := sending.log_folder(spec, os.environ):
+        _say(f"would make the folder {folder}" if not folder.is_dir() else f"logs in {folder}")
+    _say(f"would submit this script in {os.getcwd()}: " + (
+        "by submitit" if via == "submitit" else "sbatch --parsable < SCRIPT"
+    ))  # fmt: skip
+    for line in sending.trial(spec, os.environ, option).splitlines() or [
+        "no sbatch here to ask whether Slurm would take it"
+    ]:
+        _say(line)
+    return 0
+
+
+def _wait(spec: JobSpec, job: str, follow: bool, log_size: int) -> int:
+    """Until the job has ended; its exit code."""
+    from hpctrain.jobs import following
+
+    log = None
+    if follow and spec.indices:
+        _say("several tasks: their table at the end, in place of a log")
+    elif follow:
+        log = following.Log(sending.log_pattern(spec), log_size, sys.stderr.buffer)
+    try:
+        outcomes = following.wait(job, os.environ, _say, log)
+    except KeyboardInterrupt:
+        _say(f"job {job} goes on. To look at it: hpctrain status {job}; to end it: "
+             f"hpctrain cancel {job}")  # fmt: skip
+        if log is not None and log.path is not None:
+            _say(f"its log: tail -f {shlex.quote(str(log.path))}")
+        return _DETACHED
+    if spec.indices:
+        _say_table(spec, job, outcomes)
+    code = following.worst(outcomes)
+    states = ", ".join(sorted({one.word.lower() for one in outcomes}))
+    _say(f"job {job} has ended: {states}, exit code {code}")
+    return code
+
+
+def _say_table(spec: JobSpec, job: str, outcomes: Any) -> None:
+    from hpctrain.jobs import overview
+
+    rows = []
+    for one in sorted(outcomes, key=lambda one: _index(one.label)):
+        index = _index(one.label)
+        setting = spec.sweep[index] if 0 <= index < len(spec.sweep) else ()
+        words = " ".join(f"--{name} {value}" for name, value in setting)
+        rows.append((one.label, words, one.word, sending.run_directory(spec, job, index)))
+    sys.stderr.write(overview.aligned(overview.of_array(rows)))
+
+
+def _index(label: str) -> int:
+    task = label.partition("_")[2]
+    return int(task) if task.isdigit() else -1
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"hpctrain: {line}\n")
+    sys.stderr.flush()

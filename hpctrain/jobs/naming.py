@@ -1,0 +1,133 @@
+"""What a person calls a run or a job: a number, a run directory, or the job's name."""
+
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain import slurm
+from hpctrain.errors import StartError, UsageError
+from hpctrain.jobs.progress import label_of, progress, run_of
+from hpctrain.jobs.reasons import plain
+
+__all__ = ["Named", "is_number", "named", "own_jobs"]
+
+_NUMBER = re.compile(r"\d{1,12}(_\d{1,12})?\Z", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What a word stands for.
+
+    Attributes:
+        word: as a person typed it.
+        label: the job's; of an array, that of the whole where the whole is meant; may be empty.
+        jobs: what Slurm knows of it; several are tasks of one array.
+        run: the run directory, where that was named.
+    """
+
+    word: str
+    label: str
+    jobs: tuple[slurm.Job, ...]
+    run: Path | None = None
+
+
+def is_number(word: str) -> bool:
+    """Whether a word is JOBID or JOBID_TASK."""
+    return bool(_NUMBER.match(word))
+
+
+def named(word: str, mine: Sequence[slurm.Job], env: Mapping[str, str]) -> Named:
+    """The job or run of a word.
+
+    Args:
+        word: JOBID, JOBID_TASK, a run directory by its path or by its name below runs, or the name
+            of a job.
+        mine: one's own jobs.
+        env: to ask Slurm for a number that is none of them.
+
+    Raises:
+        UsageError: there is none, or several; the message lists them.
+        NoAnswerError: Slurm had to be asked and did not answer.
+    """
+    if is_number(word):
+        found = slurm.jobs(env, [word])
+        if found:
+            return Named(word, word, tuple(found))
+    if path := _run(word):
+        label = label_of(path)
+        # Its name alone proves nothing: anybody may call a run exp-3.
+        known = [job for job in mine if job.label == label and _is(run_of(job, env), path)]
+        return Named(word, label, tuple(known), path)
+    found = [job for job in mine if job.name == word]
+    labels = {job.array if job.task != "N/A" else job.label for job in found}
+    if len(labels) == 1:
+        return Named(word, labels.pop(), tuple(found))
+    if found:
+        raise UsageError(
+            f"{plain(word)!r} is the name of {len(labels)} jobs",
+            "one of " + ", ".join(f"{job.label} ({plain(job.word)})" for job in found),
+            "its number in place of its name",
+        )
+    raise UsageError(f"{plain(word)!r} is neither a job nor a run here", _candidates(mine))
+
+
+def _run(word: str) -> Path | None:
+    """The run directory of a word; a number stands for the one run whose name ends in it."""
+    for path in (Path(word), Path("runs", word)):
+        if word and path.is_dir() and (progress(path) or label_of(path)):
+            return path
+    ends = [one for one in _runs() if is_number(word) and one.name.endswith(f"-{word}")]
+    return ends[0] if len(ends) == 1 else None
+
+
+def _runs() -> list[Path]:
+    try:
+        return sorted(path for path in Path("runs").iterdir() if path.is_dir())
+    except OSError:
+        return []
+
+
+def _is(one: Path | None, other: Path) -> bool:
+    return one is not None and os.path.realpath(one) == os.path.realpath(other)
+
+
+def own_jobs(words: Sequence[str], env: Mapping[str, str]) -> list[Named]:
+    """Jobs of one's own that Slurm knows, by what a person calls them; all, or an error.
+
+    Raises:
+        UsageError: as `named`; or Slurm knows one no more, one is somebody else's, or there is no
+            Slurm on this host.
+        StartError: Slurm does not answer.
+    """
+    said = ", ".join(plain(word) for word in words)
+    try:
+        mine = slurm.jobs(env, uid=os.getuid())
+        return [_own(named(word, mine, env)) for word in words]
+    except slurm.NoAnswerError as error:
+        if shutil.which("squeue", path=env.get("PATH", os.defpath)) is None:
+            raise UsageError(
+                f"{said}: there is no Slurm on this host", "a login host of the cluster"
+            ) from None
+        raise StartError(f"{said}: nothing is done, as {error}", "an answer of Slurm's") from None
+
+
+def _own(one: Named) -> Named:
+    if not one.jobs:
+        what = f"job {one.label}" if one.label else "no job"
+        raise UsageError(
+            f"{plain(one.word)} is the run of {what}, which Slurm does not know (any more)",
+            "a job that waits, runs, or has ended lately",
+            f"hpctrain submit … --run {plain(str(one.run))} -- … --resume    goes on with the run",
+        )
+    if others := [job for job in one.jobs if job.uid != str(os.getuid())]:
+        raise UsageError(f"job {one.label} is {plain(others[0].user)}'s", "a job of your own")
+    return one
+
+
+def _candidates(mine: Sequence[slurm.Job]) -> str:
+    jobs = [f"{job.label} ({plain(job.name)})" for job in mine if job.lives]
+    shown = jobs[:20] + [plain(str(path)) for path in _runs()[-20:]]
+    return f"one of {', '.join(shown)}" if shown else "a job's number; you have no jobs"

@@ -1,0 +1,184 @@
+"""What a person says once for all jobs of a cluster: profiles in config.toml, and site.sh.
+
+    option > JOB.toml > profile [cluster.NAME] > SBATCH_* of the shell > site.sh > Slurm's own
+
+site.sh is a person's file of bash that rendered scripts source inside of the job. Submitting starts
+no shell for it: only its plain assignments of SBATCH_ACCOUNT, SBATCH_PARTITION and SBATCH_QOS count
+here, as defaults.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.jobs.spec import JobSpec, complaint, unknown
+
+__all__ = ["DEFAULTS", "Layer", "checked", "completed", "config_file", "layers", "merged", "script"]
+
+# What sbatch reads from its environment, by the names of JobSpec.
+DEFAULTS = {"account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "qos": "SBATCH_QOS"}
+
+_ASSIGNMENT = re.compile(
+    r"[ \t]*(?:export[ \t]+)?(?P<name>SBATCH_[A-Z]+)="
+    r"(?:'(?P<single>[^'\n]*)'|\"(?P<double>[^\"\\$`\n]*)\"|(?P<plain>[\w@%+=:,./-]*))"
+    r"[ \t]*(?:[ \t]#.*)?\r?\Z",
+    re.ASCII,
+)
+_MOST_BYTES = 2**20
+# Of these the nearest to the person counts, as no two of a row fit each other.
+_INSTEAD_OF = (("command", "function"), ("array", "sweep"), ("venv", "conda", "stage_environment"))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Some values of a job.
+
+    Attributes:
+        source: where they were said, for people.
+        values: by the names of JobSpec.
+    """
+
+    source: str
+    values: Mapping[str, Any]
+
+
+def script(env: Mapping[str, str]) -> Path:
+    """The person's site.sh; it need not be there."""
+    return _settings(env, "HPCTRAIN_SITE", "site.sh")
+
+
+def config_file(env: Mapping[str, str]) -> Path:
+    """The person's config.toml, with the profiles; it need not be there."""
+    return _settings(env, "HPCTRAIN_CONFIG", "config.toml")
+
+
+def layers(cluster: str, env: Mapping[str, str]) -> list[Layer]:
+    """What holds where neither an option nor JOB.toml says otherwise, the lowest first.
+
+    Args:
+        cluster: the profile; empty for none.
+        env: SBATCH_* of the shell, and where the files are.
+
+    Raises:
+        UsageError: the profile is not there or cannot be, or a file cannot be read.
+    """
+    found = [_site(script(env))]
+    shell = {name: env[variable] for name, variable in DEFAULTS.items() if env.get(variable)}
+    if shell:
+        found.append(Layer("the shell's SBATCH_*", checked(shell, "SBATCH_* of the shell")))
+    if cluster:
+        found.append(_profile(config_file(env), cluster))
+    return [layer for layer in found if layer.values]
+
+
+def merged(found: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values that hold, and by the same names where they were said.
+
+    Later layers beat earlier ones; tables are joined. A virtual environment of a later layer takes
+    the place of a conda environment of an earlier one, and so on.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for layer in found:
+        for row in _INSTEAD_OF:
+            if any(layer.values.get(name) for name in row):
+                for name in row:
+                    values.pop(name, None)
+                    sources.pop(name, None)
+        for name, value in layer.values.items():
+            below = values.get(name)
+            joined = name != "sweep" and isinstance(value, Mapping) and isinstance(below, Mapping)
+            values[name] = {**below, **value} if joined and below else value
+            sources[name] = f"{sources[name]}, {layer.source}" if joined else layer.source
+    return values, sources
+
+
+def completed(spec: JobSpec, env: Mapping[str, str]) -> JobSpec:
+    """A job made in Python, with the defaults of its profile and of site.sh.
+
+    Raises:
+        UsageError: as `layers`, or the whole cannot be.
+    """
+    said = {
+        one.name: getattr(spec, one.name)
+        for one in fields(spec)
+        if getattr(spec, one.name) not in (one.default, {})
+    }
+    values, _ = merged([*layers(spec.cluster, env), Layer("the job", said)])
+    return JobSpec(**values)
+
+
+def checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The values as JobSpec keeps them, each checked by itself.
+
+    Raises:
+        UsageError: with a line for each name that JobSpec has not, and each value that cannot be.
+    """
+    problems = unknown(list(values))
+    taken = {}
+    for one in fields(JobSpec):
+        if one.name in values:
+            try:
+                taken[one.name] = one.metadata["take"](values[one.name])
+            except (ValueError, TypeError) as error:
+                problems.append((f"{one.name} = {repr(values[one.name])[:100]}", str(error)))
+    if problems:
+        raise complaint(problems, source)
+    return taken
+
+
+def _settings(env: Mapping[str, str], variable: str, name: str) -> Path:
+    if env.get(variable):
+        return Path(env[variable])
+    return Path(env.get("HOME") or os.path.expanduser("~"), ".config", "hpctrain", name)
+
+
+def _site(path: Path) -> Layer:
+    """The plain assignments of site.sh; of several of one name the last, as in bash."""
+    variables = {}
+    for line in _text(path).splitlines():
+        if match := _ASSIGNMENT.match(line):
+            quoted = match["single"] if match["single"] is not None else match["double"]
+            variables[match["name"]] = match["plain"] if quoted is None else quoted
+    values = {name: variables[one] for name, one in DEFAULTS.items() if variables.get(one)}
+    return Layer(str(path), checked(values, str(path)))
+
+
+def _profile(path: Path, name: str) -> Layer:
+    import tomllib  # only where there is a profile: it is a third of what submitting imports
+
+    try:
+        content = tomllib.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is no TOML: {error}", "[cluster.NAME] and values") from None
+    profiles = content.get("cluster", {})
+    if not isinstance(profiles, dict) or not isinstance(profiles.get(name), dict):
+        there = ", ".join(map(str, profiles)) if isinstance(profiles, dict) else ""
+        raise UsageError(
+            f"cluster = {name!r}: {path} has no [cluster.{name}]",
+            f"one of {there}" if there else "a table of that name, with the names of JOB.toml",
+        )
+    source = f"[cluster.{name}] of {path}"
+    return Layer(source, checked(profiles[name], source))
+
+
+def _text(path: Path) -> str:
+    """What a file says; nothing where there is none.
+
+    Raises:
+        UsageError: it is there and cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES} bytes")
+        return content.decode()
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}", "a text file of your own") from None

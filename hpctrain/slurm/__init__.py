@@ -1,0 +1,66 @@
+"""What Slurm says of jobs. The only caller of its commands.
+
+A cluster may have no Slurm, a container may lack its commands, and a busy controller answers late:
+these are ordinary answers here, `None` or `NoAnswerError`, and never errors of a run.
+
+What this package offers is imported when it is first used: submitting a job is a matter of 0.1 s.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpctrain.slurm.accounting import Ended, accounts, ended
+    from hpctrain.slurm.batch import Answer, batch_script, cancel, requeue, sbatch
+    from hpctrain.slurm.command import NoAnswerError
+    from hpctrain.slurm.places import Partition, partitions
+    from hpctrain.slurm.queue import Job, jobs
+    from hpctrain.slurm.states import (
+        ENDED,
+        JobState,
+        end_time,
+        hosts_left,
+        job_state,
+        step_lives,
+    )
+
+__all__ = [
+    "ENDED",
+    "Answer",
+    "Ended",
+    "Job",
+    "JobState",
+    "NoAnswerError",
+    "Partition",
+    "accounts",
+    "batch_script",
+    "cancel",
+    "end_time",
+    "ended",
+    "hosts_left",
+    "job_state",
+    "jobs",
+    "partitions",
+    "requeue",
+    "sbatch",
+    "step_lives",
+]
+
+_HOME = {
+    "accounting": ("Ended", "accounts", "ended"),
+    "batch": ("Answer", "batch_script", "cancel", "requeue", "sbatch"),
+    "command": ("NoAnswerError",),
+    "places": ("Partition", "partitions"),
+    "queue": ("Job", "jobs"),
+    "states": ("ENDED", "JobState", "end_time", "hosts_left", "job_state", "step_lives"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    for module, names in _HOME.items():
+        if name in names:
+            value = getattr(import_module(f"hpctrain.slurm.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'hpctrain.slurm' has no attribute {name!r}")

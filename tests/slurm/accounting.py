@@ -1,0 +1,105 @@
+"""The cluster of cluster.py with Slurm's accounting: slurmdbd and a MariaDB of its own.
+
+    apt-get install slurmdbd mariadb-server-core mariadb-client-core
+
+A cluster beside the one without: in another folder, in namespaces of its own. The database listens
+on the login host's loopback alone, and is removed with the cluster.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+
+from cluster import SYSTEM_PATH, Cluster, ClusterError, available
+
+PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db")
+# A job is forgotten after the first of these seconds, and after the next look for such jobs.
+MIN_JOB_AGE = 2
+
+# The "password" is where munged listens.
+SLURM_CONF = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=login
+AccountingStoragePass={directory}/munge/socket
+AccountingStorageEnforce=associations,limits,qos
+MinJobAge={age}
+"""
+SLURMDBD_CONF = """\
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge/socket
+DbdHost=login
+SlurmUser=root
+LogFile={directory}/login/slurmdbd.log
+PidFile={directory}/login/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StorageUser=root
+StorageLoc=slurm
+"""
+MARIADB = (
+    "--no-defaults", "--user=root", "--bind-address=127.0.0.1", "--skip-grant-tables",
+    "--innodb-buffer-pool-size=32M",
+)  # fmt: skip
+
+
+def missing() -> str:
+    """Say in one line why no accounting can run here; "" when it can."""
+    absent = [one for one in PROGRAMS if shutil.which(one, path=SYSTEM_PATH) is None]
+    if absent:
+        packages = "slurmdbd mariadb-server-core mariadb-client-core"
+        return f"no {', '.join(absent)} here: type apt-get install {packages}"
+    return available()
+
+
+class AccountedCluster(Cluster):
+    """The one with accounting: an account physics, for root, beside that of root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = self.directory.with_name("hpctrain-slurm-accounting")
+        self.configuration = self.directory / "slurm.conf"
+        self.ssh_folder = self.directory / "ssh" / "bin"
+
+    def _write_files(self) -> None:
+        super()._write_files()
+        with self.configuration.open("a") as file:
+            file.write(SLURM_CONF.format(directory=self.directory, age=MIN_JOB_AGE))
+        slurmdbd = self.directory / "slurmdbd.conf"
+        slurmdbd.touch(mode=0o600)  # it refuses one that others can read
+        slurmdbd.write_text(SLURMDBD_CONF.format(directory=self.directory))
+
+    def _start_munge(self) -> None:
+        super()._start_munge()
+        data = self.directory / "mysql"
+        install = ["mariadb-install-db", *MARIADB[:2], f"--datadir={data}", "--skip-test-db"]
+        done = self.run(install, timeout=60)
+        if done.returncode:
+            raise ClusterError(f"mariadb-install-db failed: {done.stdout}{done.stderr}")
+        files = [f"--{one}={data}/{one}" for one in ("socket", "pid-file", "log-error")]
+        # It stays in the foreground; its end comes with that of the host's other processes.
+        subprocess.Popen(
+            self.command(["mariadbd", *MARIADB, f"--datadir={data}", *files]), env=self.environ(),
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        self._until(["mariadb", "--no-defaults", f"--socket={data}/socket", "-e", "select 1"])
+        self._daemon("login", ["slurmdbd"], self.directory / "login" / "slurmdbd.log")
+        self._until(["sacctmgr", "--noheader", "show", "cluster"])
+        for words in (
+            ("cluster", "hpctrain"),
+            ("account", "physics"),
+            ("user", "root", "account=physics"),
+        ):
+            added = self.run(["sacctmgr", "--immediate", "add", *words])
+            if added.returncode:
+                raise ClusterError(f"sacctmgr add {words}: {added.stdout}{added.stderr}")
+
+    def _until(self, argv: list[str], timeout: float = 60) -> None:
+        """Wait until a daemon answers."""
+        deadline = time.monotonic() + timeout
+        while (done := self.run(argv)).returncode:
+            if time.monotonic() > deadline:
+                raise ClusterError(f"{argv[0]}: {done.stderr}")
+            time.sleep(0.2)

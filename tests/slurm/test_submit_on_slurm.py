@@ -1,0 +1,273 @@
+"""submit, status, cancel and requeue on a real Slurm: jobs come, are followed, and end as told."""
+
+import json
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import launches
+import pytest
+
+pytestmark = pytest.mark.slurm
+
+HPCTRAIN = (launches.PYTHON, "-m", "hpctrain")
+HOSTILE = "$(touch x);`id` 'a' \x1b]0;b\x07\n#SBATCH --nodes=9"
+
+
+@pytest.fixture(scope="module")
+def hpctrain(cluster, tmp_path_factory):
+    """A function that runs a command of hpctrain on the login host; a person with no settings."""
+    home = str(tmp_path_factory.mktemp("home"))
+
+    def run(*words, env=None, **more):
+        clean = {**cluster.environ(), "HOME": home, **(env or {})}
+        return cluster.run([*HPCTRAIN, *map(str, words)], env=clean, **more)
+
+    run.home = home
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _hosts_for_the_next(cluster):
+    yield
+    cluster.clear()
+
+
+def script(name, text):
+    """A script of the test's own, and the command that runs it."""
+    Path(name).write_text(f"import os, sys, time\n{text}\n")
+    return ("--", launches.PYTHON, name)
+
+
+def until(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+LEAVES = """
+code = int(os.environ["CODE"])
+if code == 75 and os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+    code = 0
+print("leaves with", code, flush=True)
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def followed(cluster, hpctrain, tmp_path_factory):
+    """Jobs that leave with some codes, all at once: what `submit --follow` said of each."""
+    folder = tmp_path_factory.mktemp("followed")
+    (folder / "leaves.py").write_text(f"import os, sys\n{LEAVES}")
+    started = {}
+    for code in (0, 3, 75):
+        argv = [*HPCTRAIN, "submit", "--follow", "--output", f"logs/{code}.log"]
+        argv += ["--env", f"CODE={code}", "--", launches.PYTHON, "leaves.py"]
+        started[code] = subprocess.Popen(
+            cluster.command(argv), cwd=folder, env={**cluster.environ(), "HOME": hpctrain.home},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    said = {}
+    for code, process in started.items():
+        try:
+            said[code] = (*process.communicate(timeout=120), process.returncode)
+        finally:
+            process.kill()
+    return said
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_following_shows_the_log_and_leaves_with_the_jobs_code(followed, code):
+    out, err, left = followed[code]
+    assert left == code, err
+    assert re.fullmatch(r"\d+\n", out)
+    assert err.count(f"leaves with {code}\n") == 1
+    assert f"job {out.strip()} has ended: {'failed' if code else 'completed'}" in err
+
+
+def test_following_goes_on_through_a_requeue(followed):
+    out, err, left = followed[75]
+    assert left == 0, err
+    assert re.fullmatch(r"\d+\n", out)
+    assert err.index("leaves with 75\n") < err.index("leaves with 0\n")
+    assert "after 1 restart" in err
+
+
+PROBE = """
+import json
+names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "HPCTRAIN_RUN", "CUDA_VISIBLE_DEVICES",
+         "OF_A_PERSON", "MASTER_PORT", "HPCTRAIN_SECRET")
+json.dump({name: os.environ.get(name) for name in names}, open(sys.argv[1], "w"))
+"""
+
+
+def test_a_job_that_a_job_submits_is_one_of_its_own(hpctrain):
+    command = script("probe.py", PROBE)
+    inner = json.dumps([*HPCTRAIN, "submit", "--name", "inner", *command, "inner.json"])
+    outer = (
+        "import json, subprocess\n"
+        "json.dump(dict(os.environ), open('outer.json', 'w'))\n"
+        f"done = subprocess.run({inner}, capture_output=True, text=True)\n"
+        "print(done.stdout, done.stderr)\nsys.exit(done.returncode)"
+    )
+    env = {"OF_A_PERSON": "kept", "SBATCH_TIMELIMIT": "1"}
+    done = hpctrain(
+        "submit", "--wait", "--name", "outer", "--gpus-per-node", 2, "--tasks-per-node", 1,
+        "--launcher", "none", "--setup", "export MASTER_PORT=7", *script("outer.py", outer),
+        env=env,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "SBATCH_TIMELIMIT: not heeded" in done.stderr
+    until(lambda: Path("inner.json").exists() and Path("inner.json").read_text())
+    outside, inside = (json.loads(Path(f"{one}.json").read_text()) for one in ("outer", "inner"))
+    assert outside["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert inside["CUDA_VISIBLE_DEVICES"] is None
+    assert inside["MASTER_PORT"] is None
+    assert inside["SLURM_NTASKS"] == "1"
+    assert inside["SLURM_JOB_ID"] != outside["SLURM_JOB_ID"]
+    assert inside["HPCTRAIN_SECRET"] != outside["HPCTRAIN_SECRET"]
+    assert inside["HPCTRAIN_RUN"] == f"{os.getcwd()}/runs/inner-{inside['SLURM_JOB_ID']}"
+    assert inside["OF_A_PERSON"] == "kept"
+
+
+def test_an_array_is_waited_for_and_its_table_has_each_setting(hpctrain):
+    text = """
+code = int(sys.argv[sys.argv.index("--code") + 1])
+run = os.environ["HPCTRAIN_RUN"]
+with open(run + "/run.json", "w") as file:
+    file.write("{}")
+with open(run + "/summary.json", "w") as file:
+    file.write('{"status": "done", "step": %d, "metrics": {"top1": 0.%d}}' % (10 + code, code))
+sys.exit(code)
+"""
+    command = script("settings.py", text)
+    done = hpctrain("submit", "--wait", "--name", "grid", "--sweep", "code=0,5,4", *command)
+    number = done.stdout.strip()
+    assert done.returncode == 5, done.stderr
+    rows = [re.split(r"  +", line) for line in done.stderr.splitlines()]
+    at = rows.index(["TASK", "SETTING", "STATE", "STEP", "TOP1"])
+    assert rows[at + 1 : at + 4] == [
+        [f"{number}_0", "--code 0", "completed", "10", "0"],
+        [f"{number}_1", "--code 5", "failed", "15", "0.5"],
+        [f"{number}_2", "--code 4", "failed", "14", "0.4"],
+    ]
+
+
+def test_a_dependency_is_waited_for_and_a_wrong_one_said(cluster, hpctrain):
+    sleeps = script("sleeps.py", "time.sleep(2)")
+    first = hpctrain("submit", *sleeps).stdout.strip()
+    done = hpctrain("submit", "--wait", "--dependency", f"afterok:{first}", *sleeps)
+    assert done.returncode == 0, done.stderr
+    assert "waits for the jobs of its dependency" in done.stderr
+    assert cluster.job(first)["JobState"] == "COMPLETED"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ["--partition", "nope"],
+            r"main \(up to infinite\); .*--partition \(partition in JOB.toml",
+        ),
+        (["--gpus-per-node", "a100:1"], r"--gpus-per-node \(gpus_per_node in JOB.toml, .*a100:1"),
+        (["--memory", "900G"], r"--memory \(memory in JOB.toml, which is 900G"),
+        (["--constraint", "fast"], r"--constraint \(constraint in JOB.toml"),
+        (["--extra", "reservation=x"], r"--extra"),
+        (["--extra", "nodelist=node9"], r"--extra"),
+        (["--extra", "no-such-option"], r"unrecognized option.*\n.*sbatch --help"),
+        (["--array", "0-5000000"], r"MaxArraySize.*\n.*--array"),
+    ],
+)
+def test_a_refusal_names_the_option_that_mends_it(hpctrain, options, says):
+    done = hpctrain("submit", *options, *script("x.py", ""))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "sbatch refused the job: " in done.stderr
+    assert re.search(says, done.stderr, re.DOTALL), done.stderr
+
+
+def test_a_dry_run_asks_slurm_and_makes_nothing(cluster, hpctrain):
+    command = script("x.py", "")
+    before = sorted(Path().rglob("*")), cluster.run(["squeue", "-h"]).stdout
+    done = hpctrain("submit", "--dry-run", "--output", "logs/%j.log", *command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=x\n")
+    assert "would make the folder logs" in done.stderr
+    assert "to start at" in done.stderr
+    assert (sorted(Path().rglob("*")), cluster.run(["squeue", "-h"]).stdout) == before
+    refused = hpctrain("submit", "--dry-run", "--gpus-per-node", "99", *command)
+    assert refused.returncode == 2
+    assert "--gpus-per-node" in refused.stderr
+
+
+def test_the_life_of_a_job_in_status_requeue_and_cancel(cluster, hpctrain):
+    """Waiting, running, started again, cancelled: by its run, its number and its name."""
+    rows = '{"step": 40, "epoch": 2, "time": 1, "loss": 0.25, "samples_per_second": 512.0}\\n'
+    command = script(
+        "trains.py",
+        "run = os.environ['HPCTRAIN_RUN']\n"
+        f"open(run + '/metrics.jsonl', 'w').write('{rows}')\n"
+        "os.makedirs(run + '/checkpoints/step-00000040', exist_ok=True)\n"
+        "open('began', 'a').write('x')\ntime.sleep(300)",
+    )
+    began = Path("began")
+    held = hpctrain("submit", "--name", "held", "--extra", "hold", *command).stdout.strip()
+    number = hpctrain("submit", *command).stdout.strip()
+    until(began.exists)
+    until(lambda: began.read_text() == "x")
+
+    said = hpctrain("status").stdout
+    assert "held by you: scontrol release" in next(x for x in said.splitlines() if held in x)
+    row = next(line.split() for line in said.splitlines() if line.startswith(f"{number} "))
+    assert row[1:4] == ["trains", "running", "1"], said
+    assert row[-5:] == ["40", "2", "0.25", "512", f"runs/trains-{number}"], said
+
+    waits = hpctrain("requeue", held)
+    assert waits.returncode == 2
+    assert "waits already" in waits.stderr
+    again = hpctrain("requeue", f"runs/trains-{number}")
+    assert again.returncode == 0, again.stderr
+    assert cluster.job(number)["Restarts"] == "1"
+    until(lambda: began.read_text() == "xx")
+
+    twin = hpctrain("submit", "--name", "held", "--extra", "hold", *command).stdout.strip()
+    unclear = hpctrain("cancel", "held")
+    assert unclear.returncode == 2
+    assert f"{held} (PENDING), {twin} (PENDING)" in unclear.stderr
+    both = hpctrain("cancel", "trains", "nobody")
+    assert both.returncode == 2
+    assert f"{number} (trains)" in both.stderr
+    assert cluster.job(number)["JobState"] == "RUNNING"
+    ended = hpctrain("cancel", "trains")
+    assert ended.returncode == 0, ended.stderr
+    assert "newest of step 40" in ended.stdout
+    cluster.ended(number)
+    assert cluster.job(number)["JobState"] == "CANCELLED"
+    assert {cluster.job(one)["JobState"] for one in (held, twin)} == {"PENDING"}
+    assert "has ended already: cancelled" in hpctrain("cancel", number).stdout
+    assert re.search(rf"{number} .*cancelled", hpctrain("status", number).stdout)
+
+
+def test_hostile_names_stay_names(cluster, hpctrain):
+    command = script("a b'$(touch x).py", "time.sleep(60)")
+    plain = "$(touch x);`id` 'a' [b]|%j #SBATCH --nodes=9"
+    done = hpctrain("submit", "--name", plain, "--comment", plain, *command)
+    assert done.returncode == 0, done.stderr
+    # By hand, as `submit` takes no name with control characters.
+    by_hand = cluster.run(
+        ["sbatch", "--parsable", "--hold", f"--job-name={HOSTILE}", "--wrap", "true"]
+    )
+    assert by_hand.returncode == 0, by_hand.stderr
+    said = hpctrain("status")
+    assert said.returncode == 0, said.stderr
+    assert len(said.stdout.splitlines()) >= 3
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", said.stdout)
+    number = done.stdout.strip()
+    assert any(line.startswith(f"{number} ") for line in said.stdout.splitlines())
+    assert not Path("x").exists()
+    assert hpctrain("cancel", plain).returncode == 0
+    cluster.ended(number)
+    assert cluster.job(by_hand.stdout.strip())["JobState"] == "PENDING"
+    assert hpctrain("cancel", HOSTILE).returncode == 0

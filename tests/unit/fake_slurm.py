@@ -1,0 +1,77 @@
+"""Commands of Slurm's as scripts that print what a test has told them to."""
+
+import json
+import sys
+from pathlib import Path
+
+# Prints the jobs of a JSON file as squeue would, by the columns and separators of --Format.
+_SQUEUE = """#!{python} -SE
+import json, sys
+jobs = json.load(open({jobs!r}))
+if jobs is None:
+    sys.exit("slurm_load_jobs error: Unable to contact slurm controller")
+said = dict(one[2:].partition("=")[::2] for one in sys.argv[1:])
+if "job" in said:
+    wanted = said["job"].split(",")
+    jobs = [one for one in jobs if {{one["JobArrayID"], one["ArrayJobID"]}} & set(wanted)]
+    if not jobs:
+        sys.exit("slurm_load_jobs error: Invalid job id specified")
+if "user" in said:
+    jobs = [one for one in jobs if one["UserID"] == said["user"]]
+columns = [one.partition(":0") for one in said["Format"].split(",")]
+for job in jobs:
+    print("".join(job[name] + end for name, _, end in columns))
+"""
+
+
+class FakeSlurm:
+    """A folder for PATH in which no command of the real Slurm is found.
+
+    Args:
+        folder: to make it in.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "fakes"
+        self.folder.mkdir()
+        self.calls = folder / "calls"
+        self._jobs = folder / "jobs.json"
+        squeue = _SQUEUE.format(python=sys.executable, jobs=str(self._jobs))
+        self._put("squeue", squeue)
+        self.jobs()
+        for name in ("scontrol", "sbatch", "scancel", "sinfo", "sacct", "sacctmgr"):
+            self.command(name, error=f"{name}: Unable to contact slurm controller", code=1)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment in which these commands are found, and a person without settings."""
+        return {"PATH": f"{self.folder}:/usr/bin:/bin", "HOME": str(self.folder)}
+
+    def jobs(self, *jobs: dict[str, str] | None) -> None:
+        """What squeue knows, see `job`; None alone where it cannot reach the controller."""
+        self._jobs.write_text(json.dumps(None if jobs == (None,) else jobs))
+
+    def command(self, name: str, says="", error="", code=0, more="") -> None:
+        """A command that prints, and keeps its arguments; `more` is done before, in sh."""
+        self._put(
+            name,
+            f'#!/bin/sh\necho "{name} $*" >> {self.calls}\n{more}\n'
+            f"cat <<'EOF'\n{says}\nEOF\ncat >&2 <<'EOF'\n{error}\nEOF\nexit {code}\n",
+        )
+
+    def _put(self, name: str, text: str) -> None:
+        program = self.folder / name
+        program.write_text(text)
+        program.chmod(0o755)
+
+
+def job(label: str, **more: str) -> dict[str, str]:
+    """A job that runs, by squeue's names of columns; exit_code is a wait status."""
+    array, _, task = label.partition("_")
+    return {
+        "JobArrayID": label, "JobID": array, "ArrayJobID": array, "ArrayTaskID": task or "N/A",
+        "UserName": "ada", "UserID": "1000", "Name": "train", "State": "RUNNING",
+        "Reason": "None", "RestartCnt": "0", "exit_code": "0", "TimeUsed": "0:12",
+        "TimeLeft": "47:48", "StartTime": "2026-11-21T10:00:00", "NumNodes": "2",
+        "NodeList": "node[1-2]", "WorkDir": "/nowhere", "Partition": "main", **more,
+    }  # fmt: skip

@@ -1,0 +1,149 @@
+"""What a person says once for all jobs: site.sh, profiles, and which of them counts."""
+
+import argparse
+
+import fake_slurm
+import pytest
+
+from hpctrain import cli
+from hpctrain.cli import job_options
+from hpctrain.errors import UsageError
+from hpctrain.jobs import site
+from hpctrain.jobs.spec import JobSpec
+
+
+@pytest.fixture
+def person(tmp_path, monkeypatch):
+    """A person's settings: a function that writes them, and the environment in which they hold."""
+    env = {"HOME": str(tmp_path)}
+
+    def write(site_sh="", config=""):
+        folder = tmp_path / ".config" / "hpctrain"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "site.sh").write_text(site_sh)
+        (folder / "config.toml").write_text(config)
+
+    write.env = env
+    return write
+
+
+def described(env, *words):
+    parser = argparse.ArgumentParser()
+    job_options.add_job_options(parser)
+    return job_options.gather(parser.parse_args([*words]), env)
+
+
+JZ = """
+[cluster.jz]
+account = "profile"
+qos = "profile"
+modules = ["a"]
+environment = {A = "1"}
+"""
+
+
+def test_each_level_overrules_those_below(person, tmp_path):
+    everywhere = "\n".join(f"export SBATCH_{name}=site" for name in ("ACCOUNT", "PARTITION", "QOS"))
+    person(everywhere, JZ)
+    (tmp_path / "job.toml").write_text(
+        'command = "python t.py"\ncluster = "jz"\nqos = "file"\nenvironment = {B = "2"}\n'
+    )
+    env = {**person.env, "SBATCH_PARTITION": "shell"}
+    found = described(env, "--env", "C=3", str(tmp_path / "job.toml"))
+    spec = found.spec
+    assert (spec.account, spec.partition, spec.qos) == ("profile", "shell", "file")
+    assert spec.modules == ("a",)
+    assert spec.environment == {"A": "1", "B": "2", "C": "3"}
+    assert found.sources["partition"] == "the shell's SBATCH_*"
+    assert described(env, str(tmp_path / "job.toml"), "--qos", "option").spec.qos == "option"
+    assert described(person.env, "--", "x").spec.account == "site"
+    # What a JOB.toml keeps is what the job itself says.
+    assert (found.own.account, found.own.qos, found.own.cluster) == ("", "file", "jz")
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("SBATCH_ACCOUNT=a", "a"),
+        ("export SBATCH_ACCOUNT='a b'  # mine", "a b"),
+        ('  SBATCH_ACCOUNT="a$"', ""),
+        ("SBATCH_ACCOUNT=$(id)", ""),
+        ("SBATCH_ACCOUNT=a; rm x", ""),
+        ("# SBATCH_ACCOUNT=a", ""),
+        ("SBATCH_ACCOUNT=a\nSBATCH_ACCOUNT=b", "b"),
+        ("if x; then SBATCH_ACCOUNT=a; fi", ""),
+        ("SBATCH_TIMELIMIT=1", ""),
+        ("", ""),
+    ],
+)
+def test_only_plain_assignments_of_site_sh_count(person, line, value):
+    person(line + "\n")
+    assert described(person.env, "--", "x").spec.account == value
+
+
+def test_a_profile_with_mistakes_is_told_of_all_of_them(person):
+    person(config='[cluster.jz]\ngpu = 4\nnodes = "many"\ntime = "soon"\n')
+    with pytest.raises(UsageError) as caught:
+        described(person.env, "--cluster", "jz", "--", "x")
+    assert "[cluster.jz] of " in caught.value.found
+    for part in ("3 values", "'gpu'", "nodes = 'many'", "time = 'soon'"):
+        assert part in caught.value.found
+
+
+def test_a_profile_that_is_not_there_is_answered_with_those_that_are(person):
+    person(config="[cluster.jz]\n[cluster.lumi]\n")
+    with pytest.raises(UsageError, match="jz, lumi"):
+        described(person.env, "--cluster", "ja", "--", "x")
+    with pytest.raises(UsageError, match="a table of that name"):
+        described({"HOME": "/nowhere"}, "--cluster", "jz", "--", "x")
+
+
+def test_of_two_that_do_not_fit_each_other_the_nearer_one_counts(person):
+    person(config='[cluster.jz]\nvenv = ".venv"\n')
+    spec = described(person.env, "--cluster", "jz", "--conda", "torch", "--", "x").spec
+    assert (spec.venv, spec.conda) == ("", "torch")
+
+
+def test_a_job_made_in_python_has_the_same_defaults(person):
+    person("SBATCH_QOS=site\n", JZ)
+    spec = site.completed(JobSpec(command="x", cluster="jz", account="own"), person.env)
+    assert (spec.account, spec.qos, spec.modules) == ("own", "profile", ("a",))
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    made = fake_slurm.FakeSlurm(tmp_path)
+    for name, value in made.env.items():
+        monkeypatch.setenv(name, value)
+    made.command("sinfo", "main*|infinite|4|up|(null)\nv100|2:00:00|8|up|gpu:v100:4")
+    return made
+
+
+def test_a_first_site_sh_says_what_slurm_says_and_is_never_written_twice(fake, tmp_path, capsys):
+    path = site.script(fake.env)
+    assert cli.main(["site"]) == 0
+    assert not path.exists()
+    assert cli.main(["site", "--write"]) == 0
+    text = path.read_text()
+    assert "\nexport SBATCH_PARTITION=main # up to infinite: 4 nodes with no GPU\n" in text
+    assert "\n# export SBATCH_PARTITION=v100 # up to 2:00:00: 8 nodes with gpu:v100:4\n" in text
+    assert "\n# SBATCH_ACCOUNT=PROJECT\n" in text
+    path.write_text("SBATCH_ACCOUNT=mine\n")
+    assert cli.main(["site", "--write"]) == 2
+    assert path.read_text() == "SBATCH_ACCOUNT=mine\n"
+    assert "stays as it is" in capsys.readouterr().err
+
+
+def test_a_site_sh_has_the_accounts_where_slurm_keeps_some(fake):
+    fake.command("sacctmgr", "b", more='case "$*" in *assoc*) printf "a\\nb\\n"; exit;; esac')
+    assert cli.main(["site", "--write"]) == 0
+    text = site.script(fake.env).read_text()
+    assert "\nexport SBATCH_ACCOUNT=b\n# export SBATCH_ACCOUNT=a\n" in text
+    assert described(fake.env, "--", "x").spec.account == "b"
+
+
+def test_without_slurm_there_is_nothing_to_ask(fake, capsys):
+    fake.command("sinfo", error="sinfo: error: Unable to contact slurm controller", code=1)
+    assert cli.main(["site", "--write"]) == 1
+    assert "Unable to contact" in capsys.readouterr().err
+    assert not site.script(fake.env).exists()

@@ -1,0 +1,243 @@
+"""status, cancel and requeue: what they show, and which job a word stands for."""
+
+import json
+import os
+from pathlib import Path
+
+import fake_slurm
+import pytest
+from fake_slurm import job
+
+from hpctrain import cli, slurm
+from hpctrain.jobs import overview, progress, reasons
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    made = fake_slurm.FakeSlurm(tmp_path)
+    for name, value in made.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    return made
+
+
+def run(name, status="", label="", **row):
+    """A run directory below ./runs."""
+    path = Path("runs", name)
+    path.mkdir(parents=True)
+    path.joinpath("run.json").write_text("{}")
+    if row:
+        path.joinpath("metrics.jsonl").write_text(json.dumps(row) + "\n")
+    if status:
+        path.joinpath("summary.json").write_text(json.dumps({"status": status, "step": 9}))
+    if label:
+        array, _, task = label.partition("_")
+        start = {
+            "job_id": array,
+            "array_job_id": array,
+            "array_task": int(task) if task else None,
+        }
+        path.joinpath("starts.jsonl").write_text(json.dumps({"job": start}) + "\n")
+    return path
+
+
+def status(capsys, *words, code=0):
+    assert cli.main(["status", *words]) == code
+    return capsys.readouterr()
+
+
+def test_a_job_that_runs_and_one_that_waits(fake, capsys):
+    run("train-70", step=40, epoch=2, loss=0.25, samples_per_second=512.3)
+    fake.jobs(
+        job("70", WorkDir=os.getcwd(), RestartCnt="1"),
+        job("71", State="PENDING", Reason="Resources", NodeList="", StartTime="N/A"),
+        job("72", UserID="7"),
+    )
+    first, second = status(capsys).out.splitlines()[1:]
+    assert first.split() == [
+        *("70", "train", "running", "2", "node[1-2]", "1", "0:12", "47:48"),
+        *("40", "2", "0.25", "512", "runs/train-70"),
+    ]
+    assert second.split()[:4] == ["71", "train", "pending", "2"]
+    assert "waits for hosts to become free; it is the next in line (Resources)" in second
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("None", ""),
+        ("BeginTime", "requeued"),
+        ("QOSMaxJobsPerUserLimit", "a limit of the qos: jobs that run"),
+        ("AssocGrpGRES", "a limit of your account: GPUs"),
+        ("QOSMaxGRESPerUser", "a limit of the qos: GPUs"),
+        ("MaxGRESPerAccount", "MaxGRESPerAccount"),
+        ("DependencyNeverSatisfied", "cancel it"),
+        (
+            "ReqNodeNotAvail, UnavailableNodes:node[1-4]",
+            "a shorter time may let it start",
+        ),
+        ("ReqNodeNotAvail(Unavailable:node1)", "a shorter time"),
+        ("PartitionNodeLimit", "for ever"),
+        ("SomethingNew", "SomethingNew"),
+        ("(\x1b[31mx)", r"\x1b[31mx"),
+    ],
+)
+def test_slurms_reasons_in_words(reason, words):
+    assert words in reasons.in_words(reason)
+    assert reasons.in_words(reason).isprintable()
+
+
+def test_names_cannot_command_a_terminal(fake, capsys):
+    fake.jobs(
+        job(
+            "70",
+            Name="\x1b]0;x\x07\r\n\u202e\udcff",
+            Reason="\x1b[2J",
+            NodeList="\x9b1m",
+        )
+    )
+    out = status(capsys).out
+    assert out.isascii()
+    assert all(character.isprintable() or character == "\n" for character in out)
+    assert len(out.splitlines()) == 2
+    assert r"\x1b]0;x\x07\r\n" in out
+
+
+def test_lines_are_cut_for_a_terminal_and_whole_in_a_pipe():
+    rows = [("JOB", "NAME", "LOSS"), ("70", "", "x" * 50)]
+    assert overview.aligned(rows) == f"JOB  {'LOSS':>50}\n70   {'x' * 50}\n"
+    assert [len(line) for line in overview.aligned(rows, 20).splitlines()] == [20, 20]
+
+
+def test_without_slurm_the_runs_that_are_here_are_shown(fake, capsys):
+    run("train-69", "done", loss=0.5)
+    run("train-70", label="70", step=3)
+    for absent in (lambda: fake.jobs(None), (fake.folder / "squeue").unlink):
+        absent()
+        said = status(capsys)
+        assert "Slurm does not answer" in said.err
+        rows = [line.split() for line in said.out.splitlines()[1:]]
+        assert rows == [
+            ["69", "done", "9", "0.5", "runs/train-69"],
+            ["70", "not", "ended", "3", "runs/train-70"],
+        ]
+    assert status(capsys, "train-69").out.splitlines()[1].startswith("69")
+
+
+def test_a_finished_run_by_its_name_and_by_its_number(fake, capsys):
+    run("train-69", "given-up")
+    out = status(capsys, "train-69", "runs/train-69", "69").out
+    assert [line.split()[:3] for line in out.splitlines()[1:]] == [["69", "given-up", "9"]] * 3
+
+
+def test_an_unknown_word_is_answered_with_what_there_is(fake, capsys):
+    run("other-69", "done")
+    fake.jobs(job("70"))
+    err = status(capsys, "no\x1bne", code=2).err
+    assert "70 (train)" in err
+    assert "runs/other-69" in err
+    assert "\x1b" not in err
+
+
+def test_a_run_directory_that_the_script_names(fake):
+    said = Path("my runs", "x", "3")
+    said.mkdir(parents=True)
+    fake.jobs(job("70_3", WorkDir=os.getcwd()))
+    (one,) = slurm.jobs(fake.env)
+    fake.command("scontrol", "#!/bin/bash\nrun=$PWD/'my runs/x'/$SLURM_ARRAY_TASK_ID\n")
+    assert progress.run_of(one, fake.env) == Path.cwd() / said
+    for hostile in ("$(touch x)", "`touch x`", "'a", "a b"):
+        fake.command("scontrol", f"#!/bin/bash\nrun={hostile}\n")
+        assert progress.run_of(one, fake.env) is None
+    assert not Path("x").exists()
+
+
+def test_a_run_that_a_later_job_goes_on_with(fake):
+    path = run("train-12", label="70")
+    fake.jobs(job("70", WorkDir=os.getcwd()))
+    assert progress.run_of(slurm.jobs(fake.env)[0], fake.env) == Path.cwd() / path
+    assert progress.label_of(path) == "70"
+
+
+def test_what_a_run_directory_has_is_never_trusted(tmp_path):
+    path = run("odd-1", step="many", epoch=True, loss=None, samples_per_second=[1])
+    path.joinpath("summary.json").write_text("[1")
+    made = progress.progress(path)
+    assert (made.step, made.epoch, made.loss, made.speed, made.status) == (
+        *(None,) * 4,
+        "",
+    )
+    with path.joinpath("metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "loss": 2}\n' * 9000 + '{"step": 9001, "lo')
+    assert (progress.progress(path).step, progress.progress(path).loss) == (1, 2.0)
+    assert progress.progress(tmp_path / "none") is None
+
+
+def test_cancel_ends_what_was_named_and_says_how_to_go_on(fake, capsys):
+    path = run("train-70")
+    (path / "checkpoints" / "step-00000040").mkdir(parents=True)
+    fake.jobs(job("70", WorkDir=os.getcwd()), job("71"), job("9_1"), job("9_[2-5]"))
+    fake.command("scancel")
+    assert cli.main(["cancel", "train-70"]) == 0
+    out = capsys.readouterr().out
+    assert "job 70 (train) is cancelled" in out
+    assert "newest of step 40" in out
+    assert cli.main(["cancel", "9"]) == 0
+    calls = [line for line in fake.calls.read_text().splitlines() if line.startswith("scancel")]
+    assert calls == ["scancel 70", "scancel 9"]
+
+
+@pytest.mark.parametrize("command", ["cancel", "requeue"])
+def test_what_is_unclear_or_somebody_elses_is_left_alone(fake, capsys, command):
+    fake.jobs(
+        job("70"),
+        job("71"),
+        job("72", UserID="7", UserName="bob"),
+        job("73", Name="one"),
+    )
+    fake.command("scancel")
+    run("old-12", "done")
+    for word, says in (
+        ("train", "name of 2 jobs"),
+        ("72", "job 72 is bob's"),
+        ("99", "neither a job nor a run"),
+        ("old-12", "which Slurm does not know"),
+        ("..", "neither a job nor a run"),
+        ("", "neither a job nor a run"),
+    ):
+        assert cli.main([command, "73", word]) == 2
+        assert says in capsys.readouterr().err
+    assert not fake.calls.exists()
+
+
+def test_a_run_that_only_looks_like_a_jobs_cancels_no_job(fake, capsys):
+    run("exp-70")  # by hand: the job's own is runs/train-70
+    run("train-71").joinpath("starts.jsonl").write_text('{"job": null}\n')
+    Path("train").mkdir()  # a folder of sources, with the name of the job
+    fake.jobs(job("70", WorkDir=os.getcwd()), job("71", Name="other"))
+    fake.command("scancel")
+    for word in ("exp-70", "train-71"):
+        assert cli.main(["cancel", word]) == 2
+        assert "which Slurm does not know" in capsys.readouterr().err
+    assert "scancel" not in fake.calls.read_text()
+    assert cli.main(["cancel", "train"]) == 0
+    assert fake.calls.read_text().splitlines()[-1] == "scancel 70"
+
+
+def test_requeue_says_what_slurm_says(fake, capsys):
+    fake.jobs(job("70"), job("71", State="PENDING"))
+    assert cli.main(["requeue", "71"]) == 2
+    assert "waits already" in capsys.readouterr().err
+    fake.command("scontrol", error="Requested operation is presently disabled for job 70", code=1)
+    assert cli.main(["requeue", "70"]) == 1
+    assert "presently disabled" in capsys.readouterr().err
+    fake.command("scontrol")
+    assert cli.main(["requeue", "70"]) == 0
+    assert fake.calls.read_text().splitlines()[-1] == "scontrol requeue 70"
+
+
+def test_a_silent_slurm_ends_in_an_error_and_nothing_is_done(fake, capsys):
+    fake.jobs(None)
+    for command in ("cancel", "requeue"):
+        assert cli.main([command, "70"]) == 1
+        assert "Unable to contact" in capsys.readouterr().err

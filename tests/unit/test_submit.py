@@ -1,0 +1,455 @@
+"""submit: options, environment, checks, refusals, and waiting for the end."""
+
+import dataclasses
+import io
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import fake_slurm
+import pytest
+from fake_slurm import job
+
+from hpctrain import cli, slurm
+from hpctrain.cli import job_options
+from hpctrain.errors import UsageError
+from hpctrain.jobs import following, refusals, sending
+from hpctrain.jobs.spec import JobSpec
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    made = fake_slurm.FakeSlurm(tmp_path)
+    for name, value in made.env.items():
+        monkeypatch.setenv(name, value)
+    keep = f"cat > {tmp_path}/script; env > {tmp_path}/environ"
+    made.command("sbatch", "70", more=keep)
+    Path("t.py").touch()
+    return made
+
+
+def submit(*words):
+    return cli.main(["submit", *words])
+
+
+# The command line.
+
+
+def test_each_field_of_a_job_has_an_option():
+    names = [one.name for one in dataclasses.fields(JobSpec)]
+    assert len({job_options.option(name) for name in names}) == len(names)
+
+
+def test_options_on_both_sides_of_a_job_file_and_more_arguments_for_its_command(fake, capsys):
+    Path("job.toml").write_text('command = ["python3", "t.py", "--a"]\nnodes = 2\n')
+    assert submit("--name", "n", "job.toml", "--nodes", "3", "--", "--wait", "--", "x") == 0
+    script = Path("script").read_text()
+    assert "#SBATCH --nodes=3\n" in script
+    assert "command=(python3 t.py --a --wait -- x " in script
+    assert capsys.readouterr().out == "70\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["python3", "t.py"], "one JOB.toml; a command follows --"),
+        (["t.py"], "-- before the command"),
+        ([], "no command to run"),
+        (["none.toml"], "none.toml cannot be read"),
+        (["--env", "A", "--", "x"], "--env NAME=VALUE"),
+        (["--nodes", "x", "--time", "y", "--", "x"], "2 values"),
+        (["--follow", "--via", "submitit", "--", "python3", "t.py"], "--wait in place"),
+    ],
+)
+def test_a_command_line_that_cannot_be(fake, capsys, words, says):
+    try:
+        code = submit(*words)
+    except SystemExit as exit:  # argparse's own
+        code = exit.code
+    assert code == 2
+    said = capsys.readouterr()
+    assert (said.out, Path("script").exists()) == ("", False)
+    assert says in said.err
+
+
+def test_repeated_options_make_tables_and_lists(fake):
+    words = ["--env", "A=b=c", "--env", "B=", "--extra", "exclusive", "--extra", "nice=5"]
+    words += ["--sweep", "lr=0.1,0.2", "--sweep", "seed=1", "--module", "a", "--module", "b"]
+    assert submit(*words, "--save", "job.toml", "--", "python3", "t.py") == 0
+    saved = tomllib.loads(Path("job.toml").read_text())
+    assert saved["environment"] == {"A": "b=c", "B": ""}
+    assert saved["extra"] == {"exclusive": True, "nice": "5"}
+    assert saved["sweep"] == [{"lr": "0.1", "seed": "1"}, {"lr": "0.2", "seed": "1"}]
+    assert saved["modules"] == ["a", "b"]
+    first = Path("script").read_text()
+    assert submit("job.toml") == 0
+    assert Path("script").read_text() == first
+
+
+def test_a_job_file_is_never_overwritten(fake, capsys):
+    Path("job.toml").write_text("mine")
+    assert submit("--save", "job.toml", "--", "python3", "t.py") == 2
+    assert "the name of a new file" in capsys.readouterr().err
+    assert Path("job.toml").read_text() == "mine"
+    assert not Path("script").exists()
+
+
+# What reaches Slurm.
+
+
+def handed_on():
+    return dict(one.split("=", 1) for one in Path("environ").read_text().splitlines() if "=" in one)
+
+
+def test_outside_of_a_job_only_sbatchs_own_variables_are_left_out(fake, monkeypatch, capsys):
+    mine = {"MASTER_PORT": "7", "HPCTRAIN_RUN": "r", "CUDA_VISIBLE_DEVICES": "1", "SRUN_X": "1"}
+    for name, value in {**mine, "SBATCH_QOS": "q", "SBATCH_RESERVATION": "r"}.items():
+        monkeypatch.setenv(name, value)
+    assert submit("--", "python3", "t.py") == 0
+    environ = handed_on()
+    assert mine.items() <= environ.items()
+    assert not [name for name in environ if name.startswith("SBATCH_")]
+    assert "#SBATCH --qos=q\n" in Path("script").read_text()
+    assert "SBATCH_RESERVATION: not heeded" in capsys.readouterr().err
+
+
+def test_inside_of_a_job_nothing_of_it_is_handed_on(fake, monkeypatch):
+    outer = ("SLURM_JOB_ID", "SLURM_NTASKS", "PMIX_RANK", "RANK", "MASTER_ADDR", "HPCTRAIN_RUN")
+    outer += ("HPCTRAIN_SECRET", "HPCTRAIN_STOP", "HPCTRAIN_VERDICT", "CUDA_VISIBLE_DEVICES")
+    mine = {"SLURM_CONF": "c", "NCCL_DEBUG": "INFO", "HPCTRAIN_DATA": "d", "WANDB_MODE": "offline"}
+    for name, value in {**dict.fromkeys(outer, "5"), **mine}.items():
+        monkeypatch.setenv(name, value)
+    assert submit("--", "python3", "t.py") == 0
+    environ = handed_on()
+    assert not set(outer) & set(environ)
+    assert mine.items() <= environ.items()
+
+
+def test_a_run_directory_of_the_shell_does_not_beat_the_jobs(fake, monkeypatch, capsys):
+    monkeypatch.setenv("HPCTRAIN_RUN", "shells")
+    for words in (["--run", "own"], ["--array", "0-3"]):
+        assert submit(*words, "--", "python3", "t.py") == 0
+        assert "HPCTRAIN_RUN" not in handed_on()
+        assert "HPCTRAIN_RUN=shells: not heeded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("output", "folder"),
+    [("logs/%j.log", "logs"), ("a/%x/%%/%A.log", "a/job/%"), ("b\\%/%j.log", "b%"), ("x.log", ".")],
+)
+def test_the_folder_of_the_log_is_made(fake, output, folder):
+    assert submit("--name", "job", "--output", output, "--", "python3", "t.py") == 0
+    assert Path(folder).is_dir()
+
+
+def test_a_folder_named_by_the_jobs_number_cannot_be_made(fake, capsys):
+    assert submit("--output", "logs/%j/x.log", "--", "python3", "t.py") == 2
+    assert "output = logs/x.log" in capsys.readouterr().err
+    assert not Path("script").exists()
+
+
+def test_a_dry_run_makes_nothing(fake, capsys):
+    assert submit("--dry-run", "--output", "logs/%j.log", "--", "python3", "t.py") == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("#!/bin/bash\n")
+    assert "command: from the command line" in said.err
+    assert "--test-only" in fake.calls.read_text()
+    assert not Path("logs").exists()
+
+
+def test_this_machine_runs_a_job_in_the_foreground(fake):
+    Path("t.py").write_text("import os, sys\nprint(os.environ['A'])\nsys.exit(3)\n")
+    Path("bin").mkdir()
+    Path("bin/python").symlink_to(sys.executable)
+    argv = [sys.executable, "-m", "hpctrain", "submit", "--via", "local", "--env", "A=b c"]
+    env = {**os.environ, "PATH": f"{Path.cwd()}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [*argv, "--", sys.executable, "t.py"], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 3, done.stderr
+    assert "b c" in done.stdout
+    assert not Path("script").exists()
+
+
+# What is seen before Slurm is asked.
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"command": "python3 none.py"}, "none.py is no file here"),
+        ({"command": "python3 ."}, ". is no file"),
+        ({"command": "python3 t.py", "venv": "none"}, "no bin/activate"),
+        ({"command": "python3 t.py", "stage_code": "none"}, "stage_code = none"),
+        ({"command": "python3 t.py", "stage_environment": "none.tar"}, "none.tar is not there"),
+    ],
+)
+def test_files_that_are_not_there(fake, values, found):
+    with pytest.raises(UsageError, match=re.escape(found)):
+        sending.check(JobSpec(**values), fake.env)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"command": "python3 -m none"},
+        {"command": "python3 none.py", "setup": ["cd elsewhere"]},
+        {"command": "python none.py", "container": "image.sif"},
+        {"command": "no-such-program x", "modules": ["m"]},
+        {"command": "python3 code.py", "stage_code": "code"},
+        {"function": "module:train"},
+    ],
+)
+def test_no_false_alarms(fake, values):
+    Path("code").mkdir()
+    Path("code", "code.py").touch()
+    fake.command("python")
+    assert sending.check(JobSpec(**values), fake.env) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "note"),
+    [
+        ({"command": "no-such-program x"}, "no program on the PATH"),
+        ({"command": "t.py"}, "python before it?"),
+        ({"command": "python3 made.py", "dependency": "afterok:1"}, "made.py is no file"),
+        ({"command": "python3 t.py", "venv": "/node/venv"}, "on this host"),
+    ],
+)
+def test_what_may_be_there_when_the_job_starts_is_only_said(fake, values, note):
+    assert note in " ".join(sending.check(JobSpec(**values), fake.env))
+
+
+# Refusals.
+
+FULL = {"command": "x", "partition": "p", "account": "a", "qos": "q", "time": "5h", "memory": "9T"}
+
+
+@pytest.mark.parametrize(
+    ("said", "option"),
+    [
+        ("Batch job submission failed: Invalid partition name specified", "--partition"),
+        ("Required partition not available (inactive or drain)", "--partition"),
+        ("Invalid account or account/partition combination specified", "--account"),
+        ("Invalid qos specification", "--qos"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", "--time"),
+        ("Job violates accounting/QOS policy (job submit limit, user's size)", "--qos"),
+        ("Node count specification invalid", "--nodes"),
+        ("Memory required by task is not available", "--memory"),
+        ("Invalid generic resource (gres) specification", "--gpus-per-node"),
+        ("Invalid feature specification", "--constraint"),
+        ("Job dependency problem", "--dependency"),
+        ("Invalid job array specification", "--array"),
+        ("Requested node configuration is not available", "--memory"),
+        ("Invalid --mail-type specification", "--mail-events"),
+        ("sbatch: unrecognized option '--bogus'", "--extra"),
+    ],
+)
+def test_what_slurm_refuses_is_mended_by_an_option(fake, said, option):
+    error = refusals.refused(
+        f"sbatch: error: {said}", JobSpec(**FULL), fake.env, job_options.option
+    )
+    assert error.exit_code == 2
+    assert said.removeprefix("sbatch: ") in error.found
+    assert error.fix.startswith(f"{option} ("), error.fix
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Batch job submission failed: Unable to contact slurm controller (connect failure)",
+        "Batch job submission failed: Socket timed out on send/recv operation",
+        "s_p_parse_file: cannot stat file /etc/slurm/slurm.conf",
+        "resolve_ctls_from_dns_srv: res_nsearch error: Unknown host",
+        "Something that nobody has heard of",
+        "",
+    ],
+)
+def test_what_is_no_mistake_of_the_job_is_exit_code_1(fake, capsys, said):
+    fake.command("sbatch", error=said, code=1)
+    assert submit("--", "python3", "t.py") == 1
+    err = capsys.readouterr().err
+    assert said in err
+    assert "JOB.toml" not in err
+
+
+def test_valid_values_are_listed_where_slurm_knows_them(fake):
+    fake.command("sinfo", "main*|2:00:00|4|up|gpu:v100:4\nold|1:00|4|down|(null)")
+    spec = JobSpec(command="x", partition="p", gpus_per_node="9")
+    error = refusals.refused("invalid partition", spec, fake.env, str)
+    assert error.expected == "a partition of this cluster: main (up to 2:00:00)"
+    error = refusals.refused("Invalid generic resource (gres)", spec, fake.env, str)
+    assert "gpu:v100:4" in error.expected
+
+
+def test_without_sbatch_the_way_to_run_here_is_named(fake, capsys, monkeypatch):
+    (fake.folder / "sbatch").unlink()
+    monkeypatch.setenv("PATH", str(fake.folder))
+    assert submit("--", "t.py") == 1
+    assert "--via local" in capsys.readouterr().err
+
+
+# Waiting.
+
+
+class Story:
+    """A Slurm whose jobs change whenever somebody sleeps.
+
+    Args:
+        fake: whose squeue it is.
+        scenes: the jobs of one moment after the other; the last one stays.
+    """
+
+    def __init__(self, fake, *scenes):
+        self.fake, self.scenes, self.told, self.slept = fake, list(scenes), [], []
+        self.next()
+
+    def next(self, seconds=None):
+        self.slept.append(seconds)
+        if self.scenes:
+            self.fake.jobs(*self.scenes.pop(0))
+
+    def wait(self, log=None):
+        return following.wait("70", self.fake.env, self.told.append, log, self.next)
+
+
+RUNS, WAITS = job("70"), job("70", State="PENDING", Reason="BeginTime", RestartCnt="1", NodeList="")
+DONE = job("70", State="COMPLETED")
+
+
+def ended(word, status=0):
+    return job("70", State=word, exit_code=str(status), Reason="None")
+
+
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [
+        (DONE, 0),
+        (ended("FAILED", 3 << 8), 3),
+        (ended("FAILED", 75 << 8), 75),
+        (ended("FAILED", 76 << 8), 76),
+        (ended("CANCELLED", 15), 143),
+        (ended("CANCELLED"), 1),
+        (ended("CANCELLED", 75 << 8), 75),
+        (ended("TIMEOUT"), 1),
+        (ended("NODE_FAIL"), 1),
+        (ended("OUT_OF_MEMORY", 125 << 8), 125),
+    ],
+)
+def test_the_exit_code_of_a_job(fake, last, code):
+    (outcome,) = Story(fake, [RUNS], [last]).wait()
+    assert outcome == following.Outcome("70", last["State"], code)
+
+
+def test_waiting_goes_on_through_requeues_and_a_lost_host(fake):
+    again = job("70", RestartCnt="1")
+    story = Story(fake, [RUNS], [ended("NODE_FAIL")], [WAITS], [again], [again], [DONE])
+    (outcome,) = story.wait()
+    assert outcome.exit_code == 0
+    assert story.told == [
+        "job 70: running on node[1-2]",
+        "job 70: node_fail",
+        "job 70: pending after 1 restart: waits a while after it was requeued, or for its --begin "
+        "(BeginTime)",
+        "job 70: running after 1 restart on node[1-2]",
+        "job 70: completed",
+    ]
+
+
+def test_slurm_is_asked_gently_and_may_be_silent_for_a_while(fake):
+    story = Story(fake, [RUNS], *[[None]] * 3, *[[RUNS]] * 40, [DONE])
+    assert story.wait()[0].exit_code == 0
+    assert min(story.slept[1:]) >= 1
+    assert max(story.slept[1:]) == 10
+    assert len([line for line in story.told if "does not answer" in line]) == 1
+
+
+def test_a_job_that_was_forgotten_meanwhile_is_asked_of_the_accounting(fake):
+    fake.command("sacct", "70|FAILED|75:0")
+    assert Story(fake, [RUNS], []).wait() == [following.Outcome("70", "FAILED", 75)]
+    fake.command("sacct", error="Slurm accounting storage is disabled", code=1)
+    assert Story(fake, [RUNS], []).wait() == [following.Outcome("70", "unknown to Slurm", 1)]
+
+
+def test_the_tasks_of_an_array_each_have_an_outcome(fake):
+    waiting = job("70_[1-2]", State="PENDING", JobID="70")
+    none = job("70_0", State="COMPLETED")
+    one = job("70_1", State="FAILED", exit_code=str(2 << 8))
+    two = job("70_2", State="COMPLETED")
+    # The first one is forgotten before the last one ends.
+    story = Story(fake, [waiting, job("70_0")], [waiting, none], [one, job("70_2")], [one, two])
+    outcomes = {each.label: each.exit_code for each in story.wait()}
+    assert outcomes == {"70_0": 0, "70_1": 2, "70_2": 0}
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [([0, 0], 0), ([0, 75], 75), ([75, 76], 76), ([76, 1, 75], 1), ([1, 143, 0], 143)],
+)
+def test_the_worst_of_several_exit_codes(codes, code):
+    assert following.worst([following.Outcome("1", "", one) for one in codes]) == code
+
+
+def test_a_log_that_appears_late_and_goes_on_after_a_requeue(fake):
+    path, out = Path("l-70.log"), io.BytesIO()
+    shown = [{**one, "WorkDir": os.getcwd()} for one in (RUNS, WAITS, RUNS, DONE)]
+    story = Story(fake, *([one] for one in shown))
+
+    def next_scene(seconds):
+        if len(story.scenes) < 3:
+            with path.open("ab") as file:
+                file.write(b"%d\xff\r" % len(story.scenes))
+        story.next()
+
+    log = following.Log("l-%j.log", 0, out)
+    following.wait("70", fake.env, story.told.append, log, next_scene)
+    assert out.getvalue() == path.read_bytes()
+    assert out.getvalue().startswith(b"2\xff\r1\xff\r0\xff\r")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("%x-%j.log", "a%j/../x-71.log"), ("%A_%3a.log", "70_003.log"), ("%%j-%5j", "%j-00071"),
+        ("%N-%u", "node1-ada"), ("a\\%j", "a%j"), ("/abs/%j", "/abs/71"),
+    ],
+)  # fmt: skip
+def test_the_name_of_a_log(fake, pattern, name):
+    fake.jobs(job("70_3", JobID="71", Name="a%j/../x"))
+    (one,) = slurm.jobs(fake.env)
+    assert following.log_path(pattern, one) == Path("/nowhere", name)
+
+
+def test_what_an_earlier_job_has_left_in_the_log_is_not_shown(fake):
+    Path("train.log").write_text("earlier\n")
+    spec = JobSpec(command="x", output="train.log")
+    assert sending.log_size(spec, fake.env) == 8
+    assert sending.log_size(JobSpec(command="x"), fake.env) == 0
+    fake.jobs({**DONE, "WorkDir": os.getcwd()})
+    out = io.BytesIO()
+    log = following.Log("train.log", 8, out)
+    Path("train.log").write_text("earlier\nlater\n")
+    log.read(slurm.jobs(fake.env)[0])
+    assert out.getvalue() == b"later\n"
+
+
+def test_ctrl_c_detaches_and_says_how_to_come_back(fake, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(following, "wait", interrupted)
+    assert submit("--wait", "--", "python3", "t.py") == 130
+    said = capsys.readouterr()
+    assert said.out == "70\n"
+    assert "job 70 goes on" in said.err
+    assert "hpctrain status 70" in said.err
+    assert "scancel" not in fake.calls.read_text()
+
+
+def test_a_saved_job_is_what_the_command_line_said(fake):
+    submit("--save", "job.toml", "--nodes", "2", "--", "python3", "t.py", "--x", "a b")
+    saved = tomllib.loads(Path("job.toml").read_text())
+    assert saved == {"command": ["python3", "t.py", "--x", "a b"], "nodes": 2}
