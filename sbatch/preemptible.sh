@@ -17,15 +17,47 @@ set -euo pipefail
 
 # Slurm runs a copy of this file, from its spool: only the submit directory is the user's.
 cd "$SLURM_SUBMIT_DIR"
+# What follows the script's name on sbatch's line.
+hpctrain_arguments=("$@")
 
-if [ $# = 0 ]; then
-    echo "nothing to run: the command follows the script's name" >&2
-    exit 2
+# USR2 comes before the end of the time, TERM where Slurm takes the hosts away.
+hpctrain_asked=
+trap 'hpctrain_asked=yes' USR2 TERM
+
+# What all jobs on this cluster need. Such files are not written for -e and -u.
+site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
+if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
+    code=0
+    set +eu
+    trap 'echo "$site has an exit, where return was meant: it ends the job" >&2; exit 2' EXIT
+    # shellcheck source=/dev/null
+    . "$site" || code=$?
+    trap - EXIT
+    set -eu
+    if [ "$code" != 0 ]; then echo "$site ended with $code" >&2; fi
 fi
-command=("$@")
+
+# Where sbatch was called in another job, that one's variables came along. Slurm puts its own in
+# their place only where it has some: not in a job that is no array, or was not requeued.
+if [ -n "${SLURM_ARRAY_TASK_ID:-}${SLURM_RESTART_COUNT:-}" ] &&
+    shown=$(scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null); then
+    case ${shown%% JobName=*} in
+    *\ ArrayTaskId=*) ;;
+    *) unset "${!SLURM_ARRAY_@}" ;;
+    esac
+    count=$(sed -n 's/.* Restarts=\([0-9]*\) BatchFlag=.*/\1/p' <<<"$shown")
+    SLURM_RESTART_COUNT=${count:-${SLURM_RESTART_COUNT:-0}}
+fi
+if [ -n "${HPCTRAIN_STOP:-}" ]; then unset HPCTRAIN_RUN; fi # that other job's
 
 # As Slurm's own tools call it; a requeue changes neither this nor the run directory.
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+
+if [ "${#hpctrain_arguments[@]}" = 0 ]; then
+    echo "nothing to run: the command follows the script's name" >&2
+    exit 2
+fi
+command=("${hpctrain_arguments[@]}")
 
 # One that was given goes on: HPCTRAIN_RUN=runs/NAME-JOB sbatch …
 run=$PWD/runs/${SLURM_JOB_NAME//\//_}-$job
@@ -46,19 +78,8 @@ rm -f runs/.stop-"$job"-* runs/.verdict-"$job"-*
 HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 export HPCTRAIN_SECRET
 
-# USR2 comes before the end of the time, TERM where Slurm takes the hosts away.
 trap 'touch "$HPCTRAIN_STOP"' USR2 TERM
-
-# What all jobs on this cluster need. Such files are not written for -e and -u.
-site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
-if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
-    code=0
-    set +eu
-    # shellcheck source=/dev/null
-    . "$site" || code=$?
-    set -eu
-    if [ "$code" != 0 ]; then echo "$site ended with $code" >&2; fi
-fi
+if [ -n "$hpctrain_asked" ]; then touch "$HPCTRAIN_STOP"; fi
 
 launch=(env --) # a program, and no word of bash's
 
@@ -89,14 +110,12 @@ if [ "$code" != 75 ]; then exit "$code"; fi
 
 # Stopped. A cancelled job would come back to life, and one that Slurm has taken away for another
 # it requeues itself: both are no longer RUNNING (or SIGNALING, while a signal is under way).
-script=
 if shown=$(scontrol show job --oneliner "$job" 2>&1); then
     state=$(sed -n 's/.* JobState=\([A-Z_]*\) Reason=.*/\1/p' <<<"$shown")
     if [ "$state" != RUNNING ] && [ "$state" != SIGNALING ]; then
         echo "job $job is $state: not requeued from here; its checkpoints are in $HPCTRAIN_RUN"
         exit 75
     fi
-    script=$(sed -n 's/.* Command=\(.*\) WorkDir=.*/\1/p' <<<"$shown")
     # Last of all, as it ends this script.
     if shown=$(scontrol requeue "$job" 2>&1); then
         sleep 60
@@ -105,10 +124,11 @@ if shown=$(scontrol show job --oneliner "$job" 2>&1); then
 fi
 echo "job $job was stopped and could not be requeued: $shown"
 echo "its checkpoints are in $HPCTRAIN_RUN; to go on, with the options of sbatch that it had:"
-if [ "$script" = "(null)" ]; then # it came to sbatch by standard input
-    script=job-$job.sh
-    echo "    scontrol write batch_script $SLURM_JOB_ID $script"
+# Slurm forgets it some minutes after the end.
+script=$SLURM_SUBMIT_DIR/runs/job-$job.sh
+if ! scontrol write batch_script "$SLURM_JOB_ID" "$script" >/dev/null 2>&1; then
+    script=THE_SCRIPT
 fi
-script=${script:-THE SCRIPT AND ITS ARGUMENTS}
-echo "    HPCTRAIN_RUN=${HPCTRAIN_RUN@Q} sbatch $script --resume"
+words=$(printf ' %q' "$script" "${hpctrain_arguments[@]}")
+echo "    HPCTRAIN_RUN=${HPCTRAIN_RUN@Q} sbatch$words --resume"
 exit "$code"

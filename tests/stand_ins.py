@@ -22,7 +22,14 @@ exit ${{CODE:-0}}
 SCONTROL = """#!/bin/sh
 case "$1 $2" in
 "show hostnames") printf 'node1\\nnode2\\nnode3\\n' ;;
-"show job") echo "JobId=7 JobState=RUNNING Reason=None Restarts=0 Command=$COMMAND WorkDir=/home" ;;
+"show job") # the task of an array that is one, unless it is told to be none
+    index="${SLURM_ARRAY_TASK_ID:+ ArrayJobId=$SLURM_ARRAY_JOB_ID ArrayTaskId=$SLURM_ARRAY_TASK_ID}"
+    count=${SLURM_RESTART_COUNT:-0}
+    if [ -n "${OUTER:-}" ]; then index='' count=0; fi
+    restarts="Restarts=$count BatchFlag=1"
+    echo "JobId=7$index JobName=a ArrayTaskId=9 JobState=RUNNING Reason=None $restarts"
+    ;;
+"write batch_script") echo "#!/bin/bash" >"$4" ;;
 requeue*) echo disabled; exit 1 ;;
 esac
 """
@@ -46,7 +53,6 @@ class Machine:
             "HOME": str(folder),
             "USER": "ada",
             "TMPDIR": str(folder / "scratch"),
-            "COMMAND": "/home/ada/job.sh",
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NAME": "name",
             "SLURM_JOB_NODELIST": "node[1-3]",

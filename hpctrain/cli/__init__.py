@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from hpctrain._version import __version__
 from hpctrain.errors import HpctrainError
-from hpctrain.speech import abandon
 
 __all__ = ["main"]
 
@@ -45,5 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         # The reader of a pipe left, as in `hpctrain hostlist … | head -1`.
+        from hpctrain.speech import abandon  # which imports logging, as few commands need
+
         abandon(sys.stdout)
         return 0

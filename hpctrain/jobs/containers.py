@@ -22,10 +22,22 @@ launch+=(--container-image={image}
     --container-env="{variables}") # before those that the image brings"""
 
 
+_PATHS = """\
+case $SLURM_SUBMIT_DIR$HPCTRAIN_RUN in
+*[,:]*)
+    echo "no container takes folders with , or : $SLURM_SUBMIT_DIR $HPCTRAIN_RUN" >&2
+    exit 2
+    ;;
+esac
+"""
+
+
 def inside(spec: JobSpec) -> str:
-    """The line that adds the container to `launch`; nothing where there is none."""
-    if not spec.container:
-        return ""
+    """The lines that add the container to `launch`; nothing where there is none."""
+    return _PATHS + _container(spec) if spec.container else ""
+
+
+def _container(spec: JobSpec) -> str:
     staged = bool(spec.stage_code)
     if spec.container_runtime == "pyxis":
         names = ",".join(("OMP_NUM_THREADS", *spec.environment))

@@ -22,14 +22,12 @@ if [ "$code" != 75 ]; then exit "$code"; fi"""
 _REQUEUE = """\
 # Stopped. A cancelled job would come back to life, and one that Slurm has taken away for another
 # it requeues itself: both are no longer RUNNING (or SIGNALING, while a signal is under way).
-script=
 if shown=$(scontrol show job --oneliner "$job" 2>&1); then
     state=$(sed -n 's/.* JobState=\\([A-Z_]*\\) Reason=.*/\\1/p' <<<"$shown")
     if [ "$state" != RUNNING ] && [ "$state" != SIGNALING ]; then
         echo "job $job is $state: not requeued from here; its checkpoints are in $HPCTRAIN_RUN"
         exit 75
     fi
-    script=$(sed -n 's/.* Command=\\(.*\\) WorkDir=.*/\\1/p' <<<"$shown")
     {most}# Last of all, as it ends this script.
     {else_}if shown=$(scontrol requeue "$job" 2>&1); then
         sleep 60
@@ -45,20 +43,17 @@ if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {most} ]; then
     """
 
 _NO_REQUEUE = """\
-script=
-if shown=$(scontrol show job --oneliner "$job" 2>&1); then
-    script=$(sed -n 's/.* Command=\\(.*\\) WorkDir=.*/\\1/p' <<<"$shown")
-fi
 echo "job $job was stopped, and is not one to be requeued\""""
 
 _GO_ON = """\
 echo "its checkpoints are in $HPCTRAIN_RUN; to go on, with the options of sbatch that it had:"
-if [ "$script" = "(null)" ]; then # it came to sbatch by standard input
-    script=job-$job.sh
-    echo "    scontrol write batch_script $SLURM_JOB_ID $script"
+# Slurm forgets it some minutes after the end.
+script=$SLURM_SUBMIT_DIR/runs/job-$job.sh
+if ! scontrol write batch_script "$SLURM_JOB_ID" "$script" >/dev/null 2>&1; then
+    script=THE_SCRIPT
 fi
-script={array}${{script:-THE SCRIPT AND ITS ARGUMENTS}}
-echo "    HPCTRAIN_RUN=${{HPCTRAIN_RUN@Q}} sbatch $script --resume"
+words=$(printf ' %q' {array}"$script" "${{hpctrain_arguments[@]}}")
+echo "    HPCTRAIN_RUN=${{HPCTRAIN_RUN@Q}} sbatch$words --resume"
 exit "$code\""""
 
 
@@ -67,7 +62,7 @@ def ending(spec: JobSpec) -> str:
     traps = "trap - TERM"
     if spec.signal_lead and spec.signal != "TERM":
         traps = f"trap '' {spec.signal}\n{traps}"
-    go_on = _GO_ON.format(array='"--array=$SLURM_ARRAY_TASK_ID "' if spec.indices else "")
+    go_on = _GO_ON.format(array='"--array=$SLURM_ARRAY_TASK_ID" ' if spec.indices else "")
     return f"{_VERDICT.format(traps=traps)}\n\n{_after(spec)}\n{go_on}"
 
 

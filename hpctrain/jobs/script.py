@@ -10,7 +10,7 @@ from hpctrain.jobs.quoting import array, word
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.jobs.staging import removal, staging
 from hpctrain.jobs.starting import command, launch, python_script
-from hpctrain.jobs.surroundings import surroundings
+from hpctrain.jobs.surroundings import surroundings, variables
 
 __all__ = ["render", "render_local"]
 
@@ -18,28 +18,50 @@ _SUBMIT_DIRECTORY = """\
 set -euo pipefail
 
 # Slurm runs a copy of this file, from its spool: only the submit directory is the user's.
-cd "$SLURM_SUBMIT_DIR\""""
+cd "$SLURM_SUBMIT_DIR"
+# What follows the script's name on sbatch's line.
+hpctrain_arguments=("$@")"""
 
-_FROM_THE_LINE = """\
-if [ $# = 0 ]; then
+_ARGUMENTS = '"${hpctrain_arguments[@]}"'
+
+_FROM_THE_LINE = f"""\
+if [ "${{#hpctrain_arguments[@]}}" = 0 ]; then
     echo "nothing to run: the command follows the script's name" >&2
     exit 2
 fi
-command=("$@")"""
-
-_LAST = "# What follows the script's name on sbatch's line comes last, and so overrules."
+command=({_ARGUMENTS})"""
 
 _SETTINGS = """\
 # One setting for each task of the array.
-case $SLURM_ARRAY_TASK_ID in
+case ${{SLURM_ARRAY_TASK_ID:=none}} in
 {cases}
     *) echo "no setting has the index $SLURM_ARRAY_TASK_ID" >&2 && exit 2 ;;
 esac
 echo "setting $SLURM_ARRAY_TASK_ID:$(printf ' %q' "${{setting[@]}}")\""""
 
 _LABEL = """\
+# Where sbatch was called in another job, that one's variables came along. Slurm puts its own in
+# their place only where it has some: not in a job that is no array, or was not requeued.
+if [ -n "${SLURM_ARRAY_TASK_ID:-}${SLURM_RESTART_COUNT:-}" ] &&
+    shown=$(scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null); then
+    case ${shown%% JobName=*} in
+    *\\ ArrayTaskId=*) ;;
+    *) unset "${!SLURM_ARRAY_@}" ;;
+    esac
+    count=$(sed -n 's/.* Restarts=\\([0-9]*\\) BatchFlag=.*/\\1/p' <<<"$shown")
+    SLURM_RESTART_COUNT=${count:-${SLURM_RESTART_COUNT:-0}}
+fi
+if [ -n "${HPCTRAIN_STOP:-}" ]; then unset HPCTRAIN_RUN; fi # that other job's
+
 # As Slurm's own tools call it; a requeue changes neither this nor the run directory.
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"""
+
+_SEVERAL = """\
+if [ -n "${HPCTRAIN_RUN:-}" ] && [ "${SLURM_ARRAY_TASK_COUNT:-1}" -gt 1 ]; then
+    echo "HPCTRAIN_RUN=$HPCTRAIN_RUN is one run directory, for $SLURM_ARRAY_TASK_COUNT tasks" >&2
+    exit 2
+fi
+"""
 
 _FILES = """\
 # Two files on the file system that all hosts share, new for each start. This script makes the stop
@@ -54,7 +76,9 @@ rm -f runs/.stop-"$job"-* runs/.verdict-"$job"-*
 HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
 export HPCTRAIN_SECRET"""
 
-_TRAP = """trap 'touch "$HPCTRAIN_STOP"'"""
+_TRAP = """\
+trap 'touch "$HPCTRAIN_STOP"' {signals}
+if [ -n "$hpctrain_asked" ]; then touch "$HPCTRAIN_STOP"; fi"""
 
 _RANKS = """\
 printf 'job %s, start %s, on %s:%s\\n' "$job" "${SLURM_RESTART_COUNT:-0}" "$SLURM_JOB_NODELIST" \\
@@ -97,7 +121,7 @@ def render_local(spec: JobSpec) -> str:
     words = array("command", [*(word(one) for one in start), '"$@"'])
     run = f"run={_run(spec.run)}\nexport HPCTRAIN_RUN=${{HPCTRAIN_RUN:-$run}}" if spec.run else ""
     shell = "#!/bin/bash\nset -euo pipefail"
-    return _joined(shell, words, surroundings(spec), run, 'exec "${command[@]}"')
+    return _joined(shell, words, surroundings(spec), variables(spec), run, 'exec "${command[@]}"')
 
 
 def _joined(*parts: str) -> str:
@@ -122,14 +146,13 @@ def _command(spec: JobSpec) -> str:
         )
     if not words:
         return _FROM_THE_LINE
-    more = '"$@"'
     if not spec.sweep:
-        return f"{_LAST}\n{array('command', [*words, more])}"
+        return array("command", [*words, _ARGUMENTS])
     cases = "\n".join(
         f"    {index}) setting=({_setting(setting)}) ;;" for index, setting in enumerate(spec.sweep)
     )
-    words += ['"${setting[@]}"', more]
-    return f"{_SETTINGS.format(cases=cases)}\n{_LAST}\n{array('command', words)}"
+    words += ['"${setting[@]}"', _ARGUMENTS]
+    return f"{_SETTINGS.format(cases=cases)}\n{array('command', words)}"
 
 
 def _setting(setting: tuple[tuple[str, str], ...]) -> str:
@@ -144,10 +167,6 @@ def _threads(spec: JobSpec) -> str:
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}"""
 
 
-def _surroundings(spec: JobSpec) -> str:
-    return surroundings(spec, staging(spec))
-
-
 def _run_directory(spec: JobSpec) -> str:
     if spec.run:
         default = _run(spec.run) + ("/$SLURM_ARRAY_TASK_ID" if spec.indices else "")
@@ -155,9 +174,10 @@ def _run_directory(spec: JobSpec) -> str:
         default = "$PWD/runs/${SLURM_JOB_NAME//\\//_}-$job"
     folder = os.path.dirname(spec.output)
     log = f"mkdir -p -- {word(folder)}\n" if folder and "%" not in folder else ""
+    several = _SEVERAL if spec.indices else ""
     return f"""\
 # One that was given goes on: HPCTRAIN_RUN=runs/NAME-JOB sbatch …
-run={default}
+{several}run={default}
 HPCTRAIN_RUN=${{HPCTRAIN_RUN:-$run}}
 case $HPCTRAIN_RUN in /*) ;; *) HPCTRAIN_RUN=$PWD/$HPCTRAIN_RUN ;; esac
 export HPCTRAIN_RUN
@@ -170,13 +190,21 @@ def _run(path: str) -> str:
     return word(path) if os.path.isabs(path) else f"$PWD/{word(path)}"
 
 
+def _signals(spec: JobSpec) -> str:
+    return "TERM" if not spec.signal_lead or spec.signal == "TERM" else f"{spec.signal} TERM"
+
+
+def _early_trap(spec: JobSpec) -> str:
+    signal = _signals(spec).removesuffix("TERM").strip()
+    before = f"{signal} comes before the end of the time, " if signal else ""
+    return f"""\
+# {before}TERM where Slurm takes the hosts away.
+hpctrain_asked=
+trap 'hpctrain_asked=yes' {_signals(spec)}"""
+
+
 def _trap(spec: JobSpec) -> str:
-    if not spec.signal_lead or spec.signal == "TERM":
-        return f"# It comes where Slurm takes the hosts away.\n{_TRAP} TERM"
-    why = (
-        f"# {spec.signal} comes before the end of the time, TERM where Slurm takes the hosts away."
-    )
-    return f"{why}\n{_TRAP} {spec.signal} TERM"
+    return _TRAP.format(signals=_signals(spec))
 
 
 def _launch(spec: JobSpec) -> str:
@@ -187,13 +215,16 @@ def _launch(spec: JobSpec) -> str:
 # In the order in which they stand in the script: text, or what gives it, or nothing.
 _PARTS: Sequence[str | Callable[[JobSpec], str]] = (
     _SUBMIT_DIRECTORY,
-    _command,
+    _early_trap,
+    _threads,
+    surroundings,
     _LABEL,
+    _command,
     _run_directory,
     _FILES,
     _trap,
-    _threads,
-    _surroundings,
+    staging,
+    variables,
     _launch,
     _RANKS,
     removal,

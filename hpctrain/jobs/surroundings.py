@@ -5,7 +5,7 @@ import os.path
 from hpctrain.jobs.quoting import word
 from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["surroundings"]
+__all__ = ["surroundings", "variables"]
 
 _SITE = """\
 # What all jobs on this cluster need. Such files are not written for -e and -u.
@@ -13,8 +13,10 @@ site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
 if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
     code=0
     set +eu
+    trap 'echo "$site has an exit, where return was meant: it ends the job" >&2; exit 2' EXIT
     # shellcheck source=/dev/null
     . "$site" || code=$?
+    trap - EXIT
     set -eu
     if [ "$code" != 0 ]; then echo "$site ended with $code" >&2; fi
 fi"""
@@ -68,15 +70,23 @@ fi
 set -eu"""
 
 
-def surroundings(spec: JobSpec, staged: str = "") -> str:
-    """The parts in the order in which one may overrule another: the spec's own variables last.
+def surroundings(spec: JobSpec) -> str:
+    """What other people's files and the job's own lines set up, in this shell.
 
-    Args:
-        spec: the job.
-        staged: what hosts copy to their own disks, for which modules may be needed.
+    They may use any name: what the script itself keeps in variables begins with hpctrain_, or is
+    set later. In the order in which one may overrule another.
     """
-    parts = [_SITE, _modules(spec), _setup(spec), _environment_of_python(spec), staged]
-    return "\n\n".join(part for part in (*parts, _variables(spec)) if part)
+    parts = [_SITE, _modules(spec), _setup(spec), _environment_of_python(spec)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def variables(spec: JobSpec) -> str:
+    """The spec's own variables, which overrule all others."""
+    lines = [f"export {name}={word(value)}" for name, value in spec.environment.items()]
+    if lines and spec.container and spec.container_runtime != "pyxis":
+        lines.append("# Before those that the image brings.")
+        lines += [f'export APPTAINERENV_{name}="${name}"' for name in spec.environment]
+    return "\n".join(lines)
 
 
 def _modules(spec: JobSpec) -> str:
@@ -94,11 +104,3 @@ def _environment_of_python(spec: JobSpec) -> str:
         path = spec.venv if os.path.isabs(spec.venv) else f"./{spec.venv}"
         return _VENV.format(path=word(path))
     return _CONDA.format(name=word(spec.conda)) if spec.conda else ""
-
-
-def _variables(spec: JobSpec) -> str:
-    lines = [f"export {name}={word(value)}" for name, value in spec.environment.items()]
-    if lines and spec.container and spec.container_runtime != "pyxis":
-        lines.append("# Before those that the image brings.")
-        lines += [f'export APPTAINERENV_{name}="${name}"' for name in spec.environment]
-    return "\n".join(lines)

@@ -41,20 +41,10 @@ _OF_BASH = (
 # The script's own.
 OF_THE_SCRIPT = (
     *("HPCTRAIN_RUN", "HPCTRAIN_SECRET", "HPCTRAIN_STOP", "HPCTRAIN_VERDICT"),
-    *("code", "command", "conda", "counts", "each_host", "first", "hosts", "job", "launch"),
-    *(
-        "modules",
-        "mounts",
-        "one",
-        "port",
-        "ranks",
-        "ranks_of_host",
-        "run",
-        "said",
-        "scratch",
-        "script",
-    ),
-    *("setting", "shown", "site", "slots", "state", "times", "venv"),
+    *("code", "command", "conda", "count", "counts", "each_host", "first", "hosts"),
+    *("hpctrain_arguments", "hpctrain_asked", "job", "launch", "modules", "mounts", "one"),
+    *("port", "ranks", "ranks_of_host", "run", "said", "scratch", "script", "setting", "shown"),
+    *("site", "slots", "state", "times", "venv", "words"),
 )
 _TAKEN = frozenset((*_OF_BASH, *OF_THE_SCRIPT))
 _OPTION = re.compile(r"[a-z][a-z0-9-]*\Z", re.ASCII)
@@ -203,8 +193,10 @@ def extra(value: Any) -> dict[str, str | bool]:
     for name, content in value.items():
         if not isinstance(name, str) or not _OPTION.match(name):
             raise ValueError(f"options of sbatch by their long names, not {name!r}")
-        if own := _OWN_OPTIONS.get(name):
-            raise ValueError(f"no {name}: that is {own}")
+        # sbatch takes the beginning of an option for the whole.
+        own = next((one for one in sorted(_OWN_OPTIONS) if one.startswith(name)), None)
+        if own is not None:
+            raise ValueError(f"no {name}: that is {_OWN_OPTIONS[own]}")
         taken[name] = content if isinstance(content, bool) else line(str(content))
     return taken
 
@@ -245,7 +237,8 @@ def _value(value: Any) -> str:
 _OWN_OPTIONS = {
     "job-name": "name", "comment": "comment", "chdir": "the folder in which it is submitted",
     "nodes": "nodes", "ntasks-per-node": "tasks_per_node", "ntasks": "nodes and tasks_per_node",
-    "gpus-per-node": "gpus_per_node", "cpus-per-task": "cpus_per_task", "mem": "memory",
+    "gpus-per-node": "gpus_per_node", "gpus": "gpus_per_node", "mem": "memory",
+    "cpus-per-task": "cpus_per_task",
     "time": "time", "partition": "partition", "account": "account", "qos": "qos",
     "constraint": "constraint", "exclude": "exclude", "dependency": "dependency",
     "array": "array", "mail-user": "mail", "mail-type": "mail_events", "output": "output",

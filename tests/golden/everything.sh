@@ -31,35 +31,12 @@ set -euo pipefail
 
 # Slurm runs a copy of this file, from its spool: only the submit directory is the user's.
 cd "$SLURM_SUBMIT_DIR"
-
-# What follows the script's name on sbatch's line comes last, and so overrules.
-command=(python train.py --data 'my data' --lr 0.1 --backend ddp "$@")
-
-# As Slurm's own tools call it; a requeue changes neither this nor the run directory.
-job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
-
-# One that was given goes on: HPCTRAIN_RUN=runs/NAME-JOB sbatch …
-run=$PWD/'my runs/one'/$SLURM_ARRAY_TASK_ID
-HPCTRAIN_RUN=${HPCTRAIN_RUN:-$run}
-case $HPCTRAIN_RUN in /*) ;; *) HPCTRAIN_RUN=$PWD/$HPCTRAIN_RUN ;; esac
-export HPCTRAIN_RUN
-mkdir -p -- "$HPCTRAIN_RUN"
-mkdir -p -- logs
-
-# Two files on the file system that all hosts share, new for each start. This script makes the stop
-# file, which asks the ranks to save and to leave. Rank 0 writes the verdict before they do, as the
-# exit code of a launcher depends on which rank left first.
-mkdir -p runs
-export HPCTRAIN_STOP=$PWD/runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
-export HPCTRAIN_VERDICT=$PWD/runs/.verdict-$job-${SLURM_RESTART_COUNT:-0}
-rm -f runs/.stop-"$job"-* runs/.verdict-"$job"-*
-
-# Without it another user of the hosts who guesses the job's number could join the ranks.
-HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
-export HPCTRAIN_SECRET
+# What follows the script's name on sbatch's line.
+hpctrain_arguments=("$@")
 
 # USR1 comes before the end of the time, TERM where Slurm takes the hosts away.
-trap 'touch "$HPCTRAIN_STOP"' USR1 TERM
+hpctrain_asked=
+trap 'hpctrain_asked=yes' USR1 TERM
 
 # Of each rank, unless something below says otherwise; torch would take all CPUs of the host.
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
@@ -69,8 +46,10 @@ site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
 if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
     code=0
     set +eu
+    trap 'echo "$site has an exit, where return was meant: it ends the job" >&2; exit 2' EXIT
     # shellcheck source=/dev/null
     . "$site" || code=$?
+    trap - EXIT
     set -eu
     if [ "$code" != 0 ]; then echo "$site ended with $code" >&2; fi
 fi
@@ -103,6 +82,51 @@ if [ ! -r "$venv/bin/activate" ]; then
 fi
 # shellcheck source=/dev/null
 . "$venv/bin/activate"
+
+# Where sbatch was called in another job, that one's variables came along. Slurm puts its own in
+# their place only where it has some: not in a job that is no array, or was not requeued.
+if [ -n "${SLURM_ARRAY_TASK_ID:-}${SLURM_RESTART_COUNT:-}" ] &&
+    shown=$(scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null); then
+    case ${shown%% JobName=*} in
+    *\ ArrayTaskId=*) ;;
+    *) unset "${!SLURM_ARRAY_@}" ;;
+    esac
+    count=$(sed -n 's/.* Restarts=\([0-9]*\) BatchFlag=.*/\1/p' <<<"$shown")
+    SLURM_RESTART_COUNT=${count:-${SLURM_RESTART_COUNT:-0}}
+fi
+if [ -n "${HPCTRAIN_STOP:-}" ]; then unset HPCTRAIN_RUN; fi # that other job's
+
+# As Slurm's own tools call it; a requeue changes neither this nor the run directory.
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+
+command=(python train.py --data 'my data' --lr 0.1 --backend ddp "${hpctrain_arguments[@]}")
+
+# One that was given goes on: HPCTRAIN_RUN=runs/NAME-JOB sbatch …
+if [ -n "${HPCTRAIN_RUN:-}" ] && [ "${SLURM_ARRAY_TASK_COUNT:-1}" -gt 1 ]; then
+    echo "HPCTRAIN_RUN=$HPCTRAIN_RUN is one run directory, for $SLURM_ARRAY_TASK_COUNT tasks" >&2
+    exit 2
+fi
+run=$PWD/'my runs/one'/$SLURM_ARRAY_TASK_ID
+HPCTRAIN_RUN=${HPCTRAIN_RUN:-$run}
+case $HPCTRAIN_RUN in /*) ;; *) HPCTRAIN_RUN=$PWD/$HPCTRAIN_RUN ;; esac
+export HPCTRAIN_RUN
+mkdir -p -- "$HPCTRAIN_RUN"
+mkdir -p -- logs
+
+# Two files on the file system that all hosts share, new for each start. This script makes the stop
+# file, which asks the ranks to save and to leave. Rank 0 writes the verdict before they do, as the
+# exit code of a launcher depends on which rank left first.
+mkdir -p runs
+export HPCTRAIN_STOP=$PWD/runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
+export HPCTRAIN_VERDICT=$PWD/runs/.verdict-$job-${SLURM_RESTART_COUNT:-0}
+rm -f runs/.stop-"$job"-* runs/.verdict-"$job"-*
+
+# Without it another user of the hosts who guesses the job's number could join the ranks.
+HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+export HPCTRAIN_SECRET
+
+trap 'touch "$HPCTRAIN_STOP"' USR1 TERM
+if [ -n "$hpctrain_asked" ]; then touch "$HPCTRAIN_STOP"; fi
 
 # Each host copies code to its own disk, once for all of its ranks.
 # /tmp is everybody's: a folder of that name that is not ours is refused.
@@ -170,14 +194,12 @@ if [ "$code" != 75 ]; then exit "$code"; fi
 
 # Stopped. A cancelled job would come back to life, and one that Slurm has taken away for another
 # it requeues itself: both are no longer RUNNING (or SIGNALING, while a signal is under way).
-script=
 if shown=$(scontrol show job --oneliner "$job" 2>&1); then
     state=$(sed -n 's/.* JobState=\([A-Z_]*\) Reason=.*/\1/p' <<<"$shown")
     if [ "$state" != RUNNING ] && [ "$state" != SIGNALING ]; then
         echo "job $job is $state: not requeued from here; its checkpoints are in $HPCTRAIN_RUN"
         exit 75
     fi
-    script=$(sed -n 's/.* Command=\(.*\) WorkDir=.*/\1/p' <<<"$shown")
     if [ "${SLURM_RESTART_COUNT:-0}" -ge 5 ]; then
         code=76
         shown="it was started again ${SLURM_RESTART_COUNT:-0} times, of 5 that it may be"
@@ -189,10 +211,11 @@ if shown=$(scontrol show job --oneliner "$job" 2>&1); then
 fi
 echo "job $job was stopped and could not be requeued: $shown"
 echo "its checkpoints are in $HPCTRAIN_RUN; to go on, with the options of sbatch that it had:"
-if [ "$script" = "(null)" ]; then # it came to sbatch by standard input
-    script=job-$job.sh
-    echo "    scontrol write batch_script $SLURM_JOB_ID $script"
+# Slurm forgets it some minutes after the end.
+script=$SLURM_SUBMIT_DIR/runs/job-$job.sh
+if ! scontrol write batch_script "$SLURM_JOB_ID" "$script" >/dev/null 2>&1; then
+    script=THE_SCRIPT
 fi
-script="--array=$SLURM_ARRAY_TASK_ID "${script:-THE SCRIPT AND ITS ARGUMENTS}
-echo "    HPCTRAIN_RUN=${HPCTRAIN_RUN@Q} sbatch $script --resume"
+words=$(printf ' %q' "--array=$SLURM_ARRAY_TASK_ID" "$script" "${hpctrain_arguments[@]}")
+echo "    HPCTRAIN_RUN=${HPCTRAIN_RUN@Q} sbatch$words --resume"
 exit "$code"

@@ -10,8 +10,10 @@ site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
 if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
     code=0
     set +eu
+    trap 'echo "$site has an exit, where return was meant: it ends the job" >&2; exit 2' EXIT
     # shellcheck source=/dev/null
     . "$site" || code=$?
+    trap - EXIT
     set -eu
     if [ "$code" != 0 ]; then echo "$site ended with $code" >&2; fi
 fi

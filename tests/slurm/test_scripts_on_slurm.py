@@ -51,6 +51,23 @@ def run(cluster, spec, *options, **more):
     return job, code, "".join(path.read_text() for path in sorted(Path().glob(f"*{job}*.log")))
 
 
+def test_a_job_that_another_one_submits_is_not_taken_for_that_one(cluster, tmp_path, monkeypatch):
+    """sbatch in a task of an array that was requeued hands on what told it so."""
+    monkeypatch.chdir(tmp_path)
+    theirs = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
+    spec = JobSpec(name="inner", command=["sh", "-c", 'echo "$HPCTRAIN_RUN"'], max_restarts=1)
+    script = render(spec)
+    env = environ(cluster, HPCTRAIN_STOP="/x", HPCTRAIN_RUN="/x", **theirs)
+    done = cluster.run(["sbatch", "--parsable"], input=script, env=env)
+    job, code = cluster.ended(done.stdout.strip())
+    log = Path(f"inner-{job}.log").read_text()
+    assert code == 0
+    assert f"job {job}, start 0, on node1: " in log
+    assert f"{tmp_path}/runs/inner-{job}\n" in log
+    one = run(cluster, JobSpec(name="task", command="true", sweep={"lr": [1]}))
+    assert f"job {one[0]}_0, start 0, on " in one[2]
+
+
 # --- what sbatch takes
 
 LETTERS = "abz09 \"'\\`$(){}[]<>|&;:,.=%#@!?*~^+-_/é日本€𝛼"
@@ -209,15 +226,12 @@ def test_code_that_cannot_be_copied_is_one_error_and_no_rank_starts(cluster):
     assert "\nstarted" not in log
 
 
-def test_what_stopped_and_came_by_standard_input_goes_on_by_the_lines_it_says(cluster):
+def test_what_stopped_and_came_by_standard_input_goes_on_by_the_line_it_says(cluster):
     stops_first = 'echo "run $HPCTRAIN_RUN $*"; [ "$1" = --resume ] || exit 75'
     spec = JobSpec(name="on", command=["bash", "-c", stops_first, "x"], requeue=False)
     job, code, log = run(cluster, spec)
     assert code == 75
-    fetch, go_on = (line.strip() for line in log.splitlines()[-2:])
-    assert fetch.startswith("scontrol write batch_script ")
-    assert cluster.run(["bash", "-c", fetch]).returncode == 0
-    done = cluster.run(["bash", "-c", go_on], env=environ(cluster))
+    done = cluster.run(["bash", "-c", log.splitlines()[-1]], env=environ(cluster))
     second = done.stdout.split()[-1]
     assert cluster.ended(second)[1] == 0
     said = Path(f"on-{second}.log").read_text()
@@ -230,9 +244,8 @@ def test_a_task_of_a_sweep_goes_on_alone(cluster):
     spec = JobSpec(name="on", command=command, requeue=False, sweep={"lr": [1, 2]})
     job = submit(cluster, render(spec))
     assert [cluster.ended(f"{job}_{index}")[1] for index in (0, 1)] == [75, 75]
-    lines = Path(f"on-{job}_1.log").read_text().splitlines()[-2:]
-    assert cluster.run(["bash", "-c", lines[0]]).returncode == 0
-    second = cluster.run(["bash", "-c", lines[1]], env=environ(cluster)).stdout.split()[-1]
+    line = Path(f"on-{job}_1.log").read_text().splitlines()[-1]
+    second = cluster.run(["bash", "-c", line], env=environ(cluster)).stdout.split()[-1]
     assert cluster.ended(f"{second}_1")[1] == 0
     said = Path(f"on-{second}_1.log").read_text()
     assert f"\nrun {Path.cwd()}/runs/on-{job}_1 --lr 2 --resume\n" in said

@@ -91,6 +91,8 @@ def test_all_problems_come_at_once_with_what_was_expected():
         ({"partition": "a" * 1001}, "at most 1000 bytes"),
         ({"environment": {"SLURM_PROCID": "1"}}, "'SLURM_PROCID'"),
         ({"environment": {"A": "x\0"}}, "text without NUL"),
+        ({"extra": {"no-req": True}}, "no no-req: that is requeue"),
+        ({"extra": {"gpus": 4}}, "no gpus: that is gpus_per_node"),
         ({"sweep": {"lr": []}}, "a list of values"),
         ({"sweep": {"a": list(range(200)), "b": list(range(200))}}, "at most 10000 settings"),
         ({"sweep": [{"lr; rm": 1}]}, "names of options"),

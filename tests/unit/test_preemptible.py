@@ -15,7 +15,11 @@ SCRIPT = Path(__file__).resolve().parents[2] / "sbatch" / "preemptible.sh"
 SCONTROL = """#!/bin/sh
 echo "$@" >> calls
 case "$1" in
-show) echo "JobId=7 JobState={state} Reason=None Restarts=0 Command=/home/a.sh -x WorkDir=/home";;
+show)
+    index="${{SLURM_ARRAY_TASK_ID:+ ArrayJobId=7 ArrayTaskId=$SLURM_ARRAY_TASK_ID}}"
+    restarts="Restarts=${{SLURM_RESTART_COUNT:-0}} BatchFlag=1"
+    echo "JobId=7$index JobName=a JobState={state} Reason=None $restarts";;
+write) echo '#!/bin/bash' >"$4";;
 requeue) {requeue};;
 esac
 """
@@ -109,7 +113,7 @@ def test_what_was_stopped_is_requeued_and_that_comes_last(run, ranks):
 def test_a_task_of_an_array_names_itself(run):
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
     _, said = run('echo "$HPCTRAIN_RUN $HPCTRAIN_STOP"; exit 75', **array, SLURM_JOB_ID="9")
-    assert calls() == ["show job --oneliner 7_3", "requeue 7_3"]
+    assert calls() == ["show job --oneliner 9", "show job --oneliner 7_3", "requeue 7_3"]
     here = os.getcwd()
     assert f"{here}/runs/a_name-7_3 {here}/runs/.stop-7_3-2\n" in said
 
@@ -139,8 +143,9 @@ def test_where_it_cannot_be_requeued_it_says_what_to_type(run, tmp_path, more, w
     code, said = run(VERDICT % 75, **more)
     assert code == 75
     assert why in said
-    command = "THE SCRIPT AND ITS ARGUMENTS" if "PATH" in more else "/home/a.sh -x"
-    assert f"    HPCTRAIN_RUN='{tmp_path}/runs/a_name-7' sbatch {command} --resume\n" in said
+    script = "THE_SCRIPT" if "PATH" in more else f"{tmp_path}/runs/job-7.sh"
+    assert f"    HPCTRAIN_RUN='{tmp_path}/runs/a_name-7' sbatch {script} sh -c " in said
+    assert said.endswith(" --resume\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])

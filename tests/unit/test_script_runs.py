@@ -154,10 +154,20 @@ def stopped(machine, spec, **env):
 
 
 def test_a_job_that_is_not_to_be_requeued_says_what_to_type(machine):
-    code, said = stopped(machine, JobSpec(command="a b", requeue=False))
+    spec = JobSpec(command="a b", requeue=False)
+    code, said = machine.run(spec, "it's", "--lr", "", CODE="75")
     assert code == 75
     run = f"{machine.folder}/runs/name-7"
-    assert said.endswith(f"    HPCTRAIN_RUN='{run}' sbatch /home/ada/job.sh --resume\n")
+    script = f"{machine.folder}/runs/job-7.sh"
+    go_on = said.splitlines()[-1]
+    assert go_on == f"    HPCTRAIN_RUN='{run}' sbatch {script} it\\'s --lr '' --resume"
+    assert Path(script).read_text() == "#!/bin/bash\n"
+
+
+def test_where_slurm_does_not_give_the_script_its_name_is_left_open(machine):
+    machine.program("scontrol", "#!/bin/sh\nexit 1\n")
+    said = stopped(machine, JobSpec(command="a b"))[1]
+    assert said.endswith(" sbatch THE_SCRIPT --resume\n")
 
 
 def test_after_the_last_restart_it_is_given_up(machine):
@@ -166,17 +176,64 @@ def test_after_the_last_restart_it_is_given_up(machine):
         code, said = stopped(machine, spec, SLURM_RESTART_COUNT=str(restarts))
         assert code == expected
         assert ("of 2 that it may be" in said) == (expected == 76)
-        assert "sbatch /home/ada/job.sh --resume\n" in said
+        assert "/runs/job-7.sh --resume\n" in said
 
 
-def test_a_script_that_came_by_standard_input_is_fetched_first(machine):
+def test_a_task_of_an_array_goes_on_by_itself(machine):
     sweep = JobSpec(command="a b", sweep={"lr": [1]}, requeue=False)
     array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
-    said = stopped(machine, sweep, COMMAND="(null)", **array)[1]
-    assert said.splitlines()[-2:] == [
-        "    scontrol write batch_script 9 job-7_0.sh",
-        f"    HPCTRAIN_RUN='{machine.folder}/runs/name-7_0' sbatch --array=0 job-7_0.sh --resume",
-    ]
+    said = stopped(machine, sweep, **array)[1]
+    run, script = (f"{machine.folder}/runs/{name}" for name in ("name-7_0", "job-7_0.sh"))
+    assert said.splitlines()[-1] == f"    HPCTRAIN_RUN='{run}' sbatch --array=0 {script} --resume"
+
+
+def test_what_another_job_left_in_the_environment_is_not_this_one_s(says):
+    """As after sbatch in a task of an array that was requeued: Slurm hands all of it on."""
+    outer = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
+    theirs = {"HPCTRAIN_STOP": "/outer/stop", "HPCTRAIN_RUN": "/outer/run", "OUTER": "yes"}
+    code, said = says.run(JobSpec(command="a", max_restarts=1), **outer, **theirs)
+    assert code == 0
+    assert "job 7, start 0, on" in said
+    assert f"run={says.folder}/runs/name-7 " in said
+
+
+def test_one_run_directory_is_not_given_to_several_tasks(says):
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "2"}
+    spec = JobSpec(command="a", array="0-1")
+    code, said = says.run(spec, HPCTRAIN_RUN="x", **array)
+    assert (code, said) == (2, "HPCTRAIN_RUN=x is one run directory, for 2 tasks\n")
+    assert says.run(spec, HPCTRAIN_RUN="x", **{**array, "SLURM_ARRAY_TASK_COUNT": "1"})[0] == 0
+
+
+def test_a_site_file_changes_nothing_of_the_script_s_own(says):
+    site_file(says, "job=1 command=(echo hijacked) run=/x; set -- other words; code=75 shown=1")
+    code, said = says.run(JobSpec(command="a"), "more")
+    assert code == 0
+    assert (
+        "job 7, start 0, on node[1-3]: srun --kill-on-bad-exit=1 --cpus-per-task=1 a more" in said
+    )
+
+
+def test_a_site_file_that_exits_ends_the_job_with_words(says):
+    path = site_file(says, "exit 0")
+    code, said = says.run(JobSpec(command="a"))
+    assert (code, said) == (2, f"{path} has an exit, where return was meant: it ends the job\n")
+
+
+def test_a_signal_that_comes_during_the_set_up_asks_the_ranks_to_stop(machine):
+    site_file(machine, "kill -USR2 $$")
+    machine.program("srun", '#!/bin/sh\n[ -e "$HPCTRAIN_STOP" ] && echo asked; exit 75\n')
+    code, said = machine.run(JobSpec(command="a", requeue=False))
+    assert code == 75
+    assert "\nasked\n" in said
+
+
+@pytest.mark.parametrize("runtime", ["", "pyxis"])
+def test_a_container_is_not_given_folders_that_it_would_cut(says, runtime):
+    spec = JobSpec(command="a", container="a.sif", container_runtime=runtime)
+    code, said = says.run(spec, SLURM_JOB_NAME="lr=0.1,seed:2")
+    assert code == 2
+    assert "no container takes folders with , or :" in said
 
 
 # --- copies on the hosts' own disks
