@@ -2,10 +2,10 @@
 
 import argparse
 import os
-import sys
 from typing import Any
 
 from hpctrain import rundir, slurm
+from hpctrain.cli.printing import put
 from hpctrain.errors import StartError
 from hpctrain.jobs import naming, progress
 from hpctrain.jobs.reasons import plain
@@ -59,4 +59,4 @@ def _cancel(one: naming.Named) -> None:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+    put(f"{line}\n")

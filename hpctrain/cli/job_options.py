@@ -105,10 +105,12 @@ def _add(group: Any, one: dataclasses.Field[Any]) -> None:
 def spec_from(arguments: argparse.Namespace) -> JobSpec:
     """The job that a command line describes, with its JOB.toml, profile and site.sh.
 
+    Without a launcher it may have no command: that follows the script's name on sbatch's line.
+
     Raises:
         UsageError: it describes none, or one that cannot be.
     """
-    return gather(arguments, os.environ).spec
+    return _described(arguments, os.environ).spec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,11 +134,22 @@ class Described:
 
 
 def gather(arguments: argparse.Namespace, env: Mapping[str, str]) -> Described:
-    """The job as `spec_from` has it, and where its values were said.
+    """The job as `spec_from` has it, with a command, and where its values were said.
 
     Raises:
-        UsageError: as `spec_from`.
+        UsageError: as `spec_from`; or it has no command.
     """
+    described = _described(arguments, env)
+    if not described.spec.argv:
+        raise _no_command()
+    return described
+
+
+def _no_command() -> UsageError:
+    return UsageError("no command to run", "a JOB.toml that has one, or -- COMMAND", _EXAMPLE)
+
+
+def _described(arguments: argparse.Namespace, env: Mapping[str, str]) -> Described:
     given = {
         one.name: _read(one.name, getattr(arguments, one.name))
         for one in dataclasses.fields(JobSpec)
@@ -157,8 +170,8 @@ def gather(arguments: argparse.Namespace, env: Mapping[str, str]) -> Described:
     above = [site.Layer(str(arguments.job), file), site.Layer("the command line", given)]
     values, sources = site.merged([*below, *above])
     spec = JobSpec(**values)
-    if not spec.argv:
-        raise UsageError("no command to run", "a JOB.toml that has one, or -- COMMAND", _EXAMPLE)
+    if not spec.argv and spec.launcher != "none":
+        raise _no_command()
     return Described(spec, sources, site.merged(above)[0])
 
 

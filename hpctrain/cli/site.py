@@ -3,13 +3,13 @@
 import argparse
 import os
 import pwd
-import shlex
 import sys
 from typing import Any
 
 from hpctrain import rundir, slurm
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs import site
+from hpctrain.jobs.quoting import word
 from hpctrain.jobs.reasons import plain
 
 __all__ = ["add"]
@@ -51,7 +51,7 @@ def _main(arguments: argparse.Namespace) -> int:
         raise StartError(
             f"Slurm does not say what is here: {error}", "a login node of a cluster with Slurm"
         ) from None
-    text = _HEAD.format(path=shlex.quote(str(path))) + _accounts() + _partitions(partitions) + _TAIL
+    text = _HEAD.format(path=word(str(path))) + _accounts() + _partitions(partitions) + _TAIL
     if not arguments.write:
         sys.stdout.write(text)
         sys.stderr.write(f"hpctrain: hpctrain site --write makes this {path}\n")
@@ -92,9 +92,9 @@ def _partitions(partitions: list[slurm.Partition]) -> str:
         has = ", ".join(f"{one.nodes} nodes with {one.gpus or 'no GPU'}" for one in kinds)
         down = "" if any(one.up for one in kinds) else ", down"
         line = _assignment("PARTITION", name).rstrip("\n")
-        lines.append(f"{start}{line} # up to {kinds[0].limit}: {plain(has)}{down}\n")
+        lines.append(f"{start}{line} # up to {plain(kinds[0].limit)}: {plain(has)}{down}\n")
     return "\n" + "".join(lines) + "# SBATCH_QOS=\n"
 
 
 def _assignment(name: str, value: str) -> str:
-    return f"export SBATCH_{name}={shlex.quote(value)}\n"
+    return f"export SBATCH_{name}={word(value)}\n"

@@ -4,10 +4,10 @@ import argparse
 import os
 import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 from hpctrain import rundir, slurm
+from hpctrain.cli.printing import put
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs import naming, overview, progress
 
@@ -65,19 +65,18 @@ def _rows(word: str, mine: list[slurm.Job]) -> list[tuple[str, ...]]:
 def _accounted(label: str) -> list[slurm.Ended]:
     """A job of old, where the accounting knows it."""
     try:
-        return slurm.ended(label, os.environ) if naming.is_number(label) else []
+        return slurm.ended(label, os.environ) if progress.is_number(label) else []
     except slurm.NoAnswerError:
         return []
 
 
 def _without_slurm(words: list[str]) -> int:
     """What the run directories say alone."""
-    there = Path("runs")
     if words:
         runs = [naming.named(word, (), os.environ).run for word in words]
         paths = [run for run in runs if run is not None]
     else:
-        paths = sorted(path for path in there.iterdir() if path.is_dir()) if there.is_dir() else []
+        paths = naming.runs()
     rows = [overview.row_of_run(path, progress.label_of(path)) for path in paths]
     _show(rows, "and there are no runs below ./runs")
     return rundir.DONE
@@ -88,4 +87,4 @@ def _show(rows: list[tuple[str, ...]], nothing: str) -> None:
         sys.stderr.write(f"hpctrain: {nothing}\n")
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    sys.stdout.write(overview.aligned([overview.HEADS, *rows], width))
+    put(overview.aligned([overview.HEADS, *rows], width))

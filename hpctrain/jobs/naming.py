@@ -1,7 +1,6 @@
 """What a person calls a run or a job: a number, a run directory, or the job's name."""
 
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +8,10 @@ from pathlib import Path
 
 from hpctrain import slurm
 from hpctrain.errors import StartError, UsageError
-from hpctrain.jobs.progress import label_of, progress, run_of
+from hpctrain.jobs.progress import is_number, label_of, progress, run_of
 from hpctrain.jobs.reasons import plain
 
-__all__ = ["Named", "is_number", "named", "own_jobs"]
-
-_NUMBER = re.compile(r"\d{1,12}(_\d{1,12})?\Z", re.ASCII)
+__all__ = ["Named", "named", "own_jobs", "runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +29,6 @@ class Named:
     label: str
     jobs: tuple[slurm.Job, ...]
     run: Path | None = None
-
-
-def is_number(word: str) -> bool:
-    """Whether a word is JOBID or JOBID_TASK."""
-    return bool(_NUMBER.match(word))
 
 
 def named(word: str, mine: Sequence[slurm.Job], env: Mapping[str, str]) -> Named:
@@ -77,15 +69,16 @@ def named(word: str, mine: Sequence[slurm.Job], env: Mapping[str, str]) -> Named
 def _run(word: str) -> Path | None:
     """The run directory of a word; a number stands for the one run whose name ends in it."""
     for path in (Path(word), Path("runs", word)):
-        if word and path.is_dir() and (progress(path) or label_of(path)):
+        if word and os.path.isdir(path) and (progress(path) or label_of(path)):
             return path
-    ends = [one for one in _runs() if is_number(word) and one.name.endswith(f"-{word}")]
+    ends = [one for one in runs() if is_number(word) and one.name.endswith(f"-{word}")]
     return ends[0] if len(ends) == 1 else None
 
 
-def _runs() -> list[Path]:
+def runs() -> list[Path]:
+    """The folders below ./runs, sorted."""
     try:
-        return sorted(path for path in Path("runs").iterdir() if path.is_dir())
+        return sorted(path for path in Path("runs").iterdir() if os.path.isdir(path))
     except OSError:
         return []
 
@@ -98,9 +91,8 @@ def own_jobs(words: Sequence[str], env: Mapping[str, str]) -> list[Named]:
     """Jobs of one's own that Slurm knows, by what a person calls them; all, or an error.
 
     Raises:
-        UsageError: as `named`; or Slurm knows one no more, one is somebody else's, or there is no
-            Slurm on this host.
-        StartError: Slurm does not answer.
+        UsageError: as `named`; or Slurm knows one no more, or one is somebody else's.
+        StartError: there is no Slurm on this host, or it does not answer.
     """
     said = ", ".join(plain(word) for word in words)
     try:
@@ -108,8 +100,9 @@ def own_jobs(words: Sequence[str], env: Mapping[str, str]) -> list[Named]:
         return [_own(named(word, mine, env)) for word in words]
     except slurm.NoAnswerError as error:
         if shutil.which("squeue", path=env.get("PATH", os.defpath)) is None:
-            raise UsageError(
-                f"{said}: there is no Slurm on this host", "a login host of the cluster"
+            raise StartError(
+                f"{said}: there is no Slurm on this host (no squeue on the PATH)",
+                "a login host of the cluster",
             ) from None
         raise StartError(f"{said}: nothing is done, as {error}", "an answer of Slurm's") from None
 
@@ -129,5 +122,5 @@ def _own(one: Named) -> Named:
 
 def _candidates(mine: Sequence[slurm.Job]) -> str:
     jobs = [f"{job.label} ({plain(job.name)})" for job in mine if job.lives]
-    shown = jobs[:20] + [plain(str(path)) for path in _runs()[-20:]]
+    shown = jobs[:20] + [plain(str(path)) for path in runs()[-20:]]
     return f"one of {', '.join(shown)}" if shown else "a job's number; you have no jobs"

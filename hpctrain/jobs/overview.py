@@ -16,6 +16,8 @@ HEADS = (
 )
 _RIGHT = ("NODES", "RESTARTS", "USED", "LEFT", "STEP", "EPOCH", "LOSS", "SAMPLES/S")
 _LONGEST_NAME = 32
+_LONGEST_REASON = 500
+_MOST_DIGITS = 10**9
 
 
 def row_of_job(job: slurm.Job, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -41,8 +43,9 @@ def row_of_run(path: Path, label: str) -> tuple[str, ...]:
     """The row of a run directory whose job Slurm does not know, by `HEADS`."""
     made = progress(path)
     state = made.status or "not ended" if made else "no run yet"
-    notes = [_place(path)] + ([plain(made.reason)] if made and made.reason else [])
-    return (label, "", plain(state), "", "", "", "", *_figures(made), "; ".join(notes))
+    why = _cut(plain(made.reason), _LONGEST_REASON) if made else ""
+    notes = [_place(path), *([why] if why else [])]
+    return (label, "", _cut(plain(state), _LONGEST_NAME), "", "", "", "", *_figures(made), "; ".join(notes))
 
 
 def row_of_ended(one: slurm.Ended, run: Path | None) -> tuple[str, ...]:
@@ -61,7 +64,7 @@ def of_array(rows: Sequence[tuple[str, str, str, Path]]) -> list[tuple[str, ...]
     """
     made = [progress(path) for _, _, _, path in rows]
     names = list(dict.fromkeys(name for one in made if one for name in one.metrics))
-    table = [("TASK", "SETTING", "STATE", "STEP", *(plain(name).upper() for name in names))]
+    table = [("TASK", "SETTING", "STATE", "STEP", *(_cut(plain(name), _LONGEST_NAME).upper() for name in names))]
     for (label, setting, state, _), one in zip(rows, made, strict=True):
         step = "" if one is None or one.step is None else str(one.step)
         values = [_value(one.metrics.get(name)) if one else "" for name in names]
@@ -99,19 +102,27 @@ def _figures(made: Progress | None) -> tuple[str, str, str, str]:
         "" if made.step is None else str(made.step),
         "" if made.epoch is None else str(made.epoch),
         _value(made.loss),
-        "" if made.speed is None else f"{made.speed:.0f}",
+        _speed(made.speed),
     )
+
+
+def _speed(value: float | None) -> str:
+    whole = value is not None and abs(value) < _MOST_DIGITS
+    return f"{value:.0f}" if whole else _value(value)
 
 
 def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    return "" if value is None else plain(str(value))
+    return "" if value is None else _cut(plain(str(value)), _LONGEST_NAME)
 
 
 def _place(path: Path) -> str:
     """A path as short as it can be said from here."""
-    here = os.getcwd()
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # it was removed
+        return plain(str(path))
     text = os.path.normpath(os.path.join(here, path))
     return plain(os.path.relpath(text, here) if text.startswith(here + os.sep) else text)
 

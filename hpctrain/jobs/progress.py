@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,15 +12,19 @@ from typing import Any
 
 from hpctrain import rundir, slurm
 
-__all__ = ["Progress", "label_of", "progress", "run_of"]
+__all__ = ["Progress", "is_number", "label_of", "progress", "run_of"]
 
 # The end of metrics.jsonl that is read: some hundred rows.
 _TAIL = 2**16
+# A summary takes some hundred bytes.
+_MOST_BYTES = 2**20
+# Steps and epochs are less.
+_MOST = 2**63
 # Folders of runs that are looked into for a job that has none of its name, the newest.
 _MOST_RUNS = 300
 # As scripts of `hpctrain render`, and by hand as sbatch/preemptible.sh, have it.
 _SAID = re.compile(r"^(?:run|(?:export )?HPCTRAIN_RUN)=(.+)$", re.MULTILINE)
-_LABEL = re.compile(r"-(\d+(?:_\d+)?)\Z", re.ASCII)
+_NUMBER = re.compile(r"\d{1,12}(_\d{1,12})?\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,7 @@ class Progress:
         path: of it.
         status: done, stopped, failed or given-up; empty where the run has not ended.
         step, epoch, loss, speed: the newest; None where it says nothing. Speed in samples/s.
-        metrics: the last ones, by name.
+        metrics: the last ones, by name: numbers and texts.
         reason: why it ended, where it says so.
     """
 
@@ -47,7 +52,8 @@ class Progress:
 def progress(path: Path) -> Progress | None:
     """How far a run has come; None where there is no run."""
     directory = rundir.RunDirectory(path)
-    if not directory.identity.exists() and not directory.metrics.exists():
+    # Not by pathlib, here and below, which raises where a folder is closed to others.
+    if not os.path.exists(directory.identity) and not os.path.exists(directory.metrics):
         return None
     summary = _summary(directory)
     newest: dict[str, Any] = {}
@@ -56,46 +62,71 @@ def progress(path: Path) -> Progress | None:
     metrics = summary.get("metrics")
     return Progress(
         path,
-        str(summary.get("status", "")),
+        _text(summary.get("status")),
         _number(summary.get("step", newest.get("step")), int),
         _number(newest.get("epoch"), int),
         _number(newest.get("loss"), float),
         _number(newest.get("samples_per_second"), float),
-        metrics if isinstance(metrics, dict) else {},
-        str(summary.get("reason", "")),
+        {name: one for name, one in metrics.items() if isinstance(one, (str, int, float))}
+        if isinstance(metrics, dict)
+        else {},
+        _text(summary.get("reason")),
     )
 
 
-def _summary(directory: rundir.RunDirectory) -> dict[str, Any]:
-    try:
-        content = json.loads(directory.summary.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _number(value: Any, kind: type[Any]) -> Any:
-    right = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return kind(value) if right and (kind is float or value == value // 1) else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    try:
+        if kind is float:
+            return float(value)
+        return int(value) if abs(value) < _MOST and value == value // 1 else None
+    except OverflowError:
+        return None
+
+
+def _summary(directory: rundir.RunDirectory) -> dict[str, Any]:
+    text, whole = _end(directory.summary, _MOST_BYTES)
+    return _object(text) if whole else {}
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
+    """The last rows of a .jsonl file; those that are none are left out."""
+    text, whole = _end(path, _TAIL)
+    return [row for row in map(_object, text.splitlines()[0 if whole else 1 :]) if row]
+
+
+def _end(path: Path, most: int) -> tuple[bytes, bool]:
+    """The last bytes of a file, and whether they are all; none where it cannot be read.
+
+    The run may be somebody else's, and the file a FIFO, for which one would wait for ever.
+    """
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL))
-            lines = file.read().splitlines()[1 if size > _TAIL else 0 :]
-    except OSError:
-        return []
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+        with open(path, "rb", opener=_opened) as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode):
+                return b"", True
+            file.seek(max(0, facts.st_size - most))
+            return file.read(most), facts.st_size <= most
+    except (OSError, ValueError):
+        return b"", True
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    """A JSON object; an empty one where the text is none."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def run_of(job: slurm.Job, env: Mapping[str, str]) -> Path | None:
@@ -106,14 +137,14 @@ def run_of(job: slurm.Job, env: Mapping[str, str]) -> Path | None:
     if "[" in job.label:  # tasks that wait
         return None
     usual = Path(job.folder, "runs", f"{job.name.replace('/', '_')}-{job.label}")
-    if usual.is_dir():
+    if os.path.isdir(usual):
         return usual
     try:
         said = _said(slurm.batch_script(job.number, env), job)
     except slurm.NoAnswerError:
         said = None
     # It may be that of an earlier job, which goes on: HPCTRAIN_RUN=… at its submission.
-    return said if said and said.is_dir() else _by_starts(Path(job.folder, "runs"), job.label)
+    return said if said and os.path.isdir(said) else _by_starts(Path(job.folder, "runs"), job.label)
 
 
 def _said(script: str, job: slurm.Job) -> Path | None:
@@ -137,10 +168,17 @@ def _said(script: str, job: slurm.Job) -> Path | None:
 def _by_starts(runs: Path, label: str) -> Path | None:
     """The run whose last start was this job's."""
     try:
-        found = sorted(runs.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        found = sorted(runs.iterdir(), key=_changed, reverse=True)
     except OSError:
         return None
     return next((path for path in found[:_MOST_RUNS] if _last_start(path) == label), None)
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _last_start(path: Path) -> str:
@@ -149,7 +187,16 @@ def _last_start(path: Path) -> str:
     if not isinstance(job, dict):
         return ""
     task = job.get("array_task")
-    return f"{job.get('array_job_id')}_{task}" if task is not None else str(job.get("job_id"))
+    parts = [job.get("job_id")] if task is None else [job.get("array_job_id"), task]
+    if not all(isinstance(one, (str, int)) for one in parts):
+        return ""
+    label = "_".join(map(str, parts))
+    return label if is_number(label) else ""
+
+
+def is_number(word: str) -> bool:
+    """Whether a word is JOBID or JOBID_TASK."""
+    return bool(_NUMBER.match(word))
 
 
 def label_of(path: Path) -> str:
@@ -157,7 +204,7 @@ def label_of(path: Path) -> str:
 
     Nothing where it was no job's.
     """
-    if (path / "starts.jsonl").exists():
+    if os.path.exists(path / "starts.jsonl"):
         return _last_start(path)
-    match = _LABEL.search(path.name)
-    return match[1] if match else ""
+    _, dash, label = path.name.rpartition("-")
+    return label if dash and is_number(label) else ""

@@ -68,7 +68,12 @@ def send(spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str] = st
     text = script.render(spec)
     # Slurm would end the job without a word where it cannot open the log.
     if folder := log_folder(spec, env):
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"output = {spec.output}: {error}", "a log in a folder that can be made"
+            ) from None
     clean, more = environ(spec, env)
     answer = _answer(text, spec, clean, spelt)
     return Sent(answer.job, (*notes, *more, *answer.said.splitlines()))
@@ -184,8 +189,13 @@ def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
     """Look whether the files that a job names are here; lines for what cannot be known here.
 
     Raises:
-        UsageError: one is not, and nothing could bring it before the job starts.
+        UsageError: one is not, and nothing could bring it before the job starts; or the current
+            folder, where it would start, is gone.
     """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder is gone", "one that is there", "cd to it") from None
     for name in ("stage_code", "stage_environment"):
         path = getattr(spec, name)
         if path and not os.path.exists(path):

@@ -32,6 +32,8 @@ def ask(argv: Sequence[str], env: Mapping[str, str], seconds: float | None = Non
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise NoAnswerError(f"{argv[0]}: no answer within {error.timeout:.0f} s") from None
+    except FileNotFoundError:
+        raise NoAnswerError(f"no {argv[0]} on the PATH") from None
     except (OSError, subprocess.SubprocessError) as error:
         raise NoAnswerError(str(error)) from None
     if done.returncode:

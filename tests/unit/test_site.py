@@ -1,11 +1,12 @@
 """What a person says once for all jobs: site.sh, profiles, and which of them counts."""
 
 import argparse
+import subprocess
 
 import fake_slurm
 import pytest
 
-from hpctrain import cli
+from hpctrain import cli, slurm
 from hpctrain.cli import job_options
 from hpctrain.errors import UsageError
 from hpctrain.jobs import site
@@ -140,6 +141,26 @@ def test_a_site_sh_has_the_accounts_where_slurm_keeps_some(fake):
     text = site.script(fake.env).read_text()
     assert "\nexport SBATCH_ACCOUNT=b\n# export SBATCH_ACCOUNT=a\n" in text
     assert described(fake.env, "--", "x").spec.account == "b"
+
+
+def test_nothing_that_slurm_or_a_path_says_becomes_a_line_of_its_own(
+    fake, tmp_path, monkeypatch, capfdbinary
+):
+    canary = tmp_path / "canary"
+    line = f"x\ntouch {canary} #"
+    monkeypatch.setenv("HPCTRAIN_SITE", str(tmp_path / f"{line}.sh"))
+    monkeypatch.setattr(
+        "hpctrain.slurm.partitions",
+        lambda env: [slurm.Partition(line, True, line, line, line, True)],
+    )
+    monkeypatch.setattr("hpctrain.slurm.accounts", lambda user, env: [line, line])
+    assert cli.main(["site"]) == 0
+    done = subprocess.run(
+        ["bash"], input=capfdbinary.readouterr().out + b'\necho "$SBATCH_PARTITION"',
+        capture_output=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.decode() == f"{line}\n"
+    assert not canary.exists()
 
 
 def test_without_slurm_there_is_nothing_to_ask(fake, capsys):

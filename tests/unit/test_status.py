@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import fake_slurm
@@ -173,6 +175,85 @@ def test_what_a_run_directory_has_is_never_trusted(tmp_path):
     assert progress.progress(tmp_path / "none") is None
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("metrics.jsonl", '{"loss": 1' + "0" * 400 + ', "step": 1' + "0" * 400 + "}"),
+        ("metrics.jsonl", '{"loss": Infinity, "step": NaN, "epoch": -Infinity}'),
+        ("metrics.jsonl", "[" * 60000),
+        ("summary.json", "[" * 100000),
+        ("summary.json", '{"status": ' + "[" * 900 + "]" * 900 + ', "reason": {}}'),
+        ("summary.json", '{"metrics": {"top1": ' + "[" * 900 + "]" * 900 + "}}"),
+        ("summary.json", '{"status": "done"}' + " " * 2**21),
+        ("starts.jsonl", '{"job": {"job_id": ' + "[" * 900 + "]" * 900 + "}}"),
+        ("starts.jsonl", '{"job": {"array_job_id": {}, "array_task": 7}}'),
+        *((name, None) for name in ("metrics.jsonl", "summary.json", "starts.jsonl")),
+    ],
+)
+def test_no_file_of_a_run_ends_or_holds_up_the_table(fake, capsys, file, content):
+    path = run("odd-1")
+    if content is None:
+        os.mkfifo(path / file)
+    else:
+        path.joinpath(file).write_text(content)
+    run("train-2", "done")
+    fake.jobs(None)
+    odd, other = status(capsys).out.splitlines()[1:]
+    assert odd.endswith("runs/odd-1")
+    assert len(odd) < 200
+    assert other.split() == ["2", "done", "9", "runs/train-2"]
+
+
+def test_a_label_is_a_jobs_number_or_nothing(fake, capsys):
+    path = run("evil-9")
+    start = {"job_id": "\x1b]0;pwn\x07X\nfake row"}
+    path.joinpath("starts.jsonl").write_text(json.dumps({"job": start}) + "\n")
+    assert progress.label_of(path) == ""
+    out = status(capsys, "evil-9").out
+    assert len(out.splitlines()) == 2
+    assert "pwn" not in out
+    assert cli.main(["cancel", "evil-9"]) == 2
+    assert "run of no job" in capsys.readouterr().err
+
+
+def test_what_a_terminal_cannot_show_does_not_end_the_table(fake):
+    fake.jobs(job("70", UserID=str(os.geteuid()), Name="\xe9" * 40))
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "hpctrain", "status"],
+        env={**os.environ, **plain}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    head, row = done.stdout.splitlines()
+    assert f"70   {'?' * 32}  running" in row
+    assert row.index("running") == head.index("STATE")
+
+
+def test_from_a_folder_that_is_gone_jobs_are_shown_still(fake, capsys, monkeypatch, tmp_path):
+    fake.jobs(job("70", WorkDir=os.getcwd()))
+    path = run("train-70", step=3).absolute()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert str(path) in status(capsys).out
+    fake.jobs()
+    assert "no jobs" in status(capsys).err
+
+
+def test_a_word_that_no_file_can_be_called(fake, capsys):
+    for word in ("a" * 300, "a\0b"):
+        assert "neither a job nor a run" in status(capsys, word, code=2).err
+
+
+def test_a_job_with_a_name_that_no_folder_can_have(fake):
+    fake.jobs(job("70", Name="x" * 300, WorkDir=os.getcwd()))
+    Path("runs").mkdir()
+    Path("runs", "gone").symlink_to("nowhere")
+    path = run("other", label="70")
+    assert progress.run_of(slurm.jobs(fake.env)[0], fake.env) == Path.cwd() / path
+
+
 def test_cancel_ends_what_was_named_and_says_how_to_go_on(fake, capsys):
     path = run("train-70")
     (path / "checkpoints" / "step-00000040").mkdir(parents=True)
@@ -241,3 +322,13 @@ def test_a_silent_slurm_ends_in_an_error_and_nothing_is_done(fake, capsys):
     for command in ("cancel", "requeue"):
         assert cli.main([command, "70"]) == 1
         assert "Unable to contact" in capsys.readouterr().err
+
+
+def test_without_slurm_nothing_can_be_cancelled(fake, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    for command in ("cancel", "requeue"):
+        assert cli.main([command, "70"]) == 1
+        said = capsys.readouterr().err
+        assert "no Slurm on this host (no squeue on the PATH)" in said
+        assert "Errno" not in said
+    assert "Slurm does not answer: no squeue on the PATH" in status(capsys).err

@@ -151,6 +151,36 @@ def test_a_folder_named_by_the_jobs_number_cannot_be_made(fake, capsys):
     assert not Path("script").exists()
 
 
+def test_a_folder_that_cannot_be_made(fake, capsys):
+    Path("file").touch()
+    for folder in ("file", "/proc/none", "a" * 300):
+        assert submit("--output", f"{folder}/a.log", "--", "python3", "t.py") == 2
+        assert f"output = {folder}/a.log" in capsys.readouterr().err
+    assert not Path("script").exists()
+
+
+def test_a_job_whose_command_follows_the_scripts_name_is_rendered_only(fake, capsys):
+    Path("job.toml").write_text('launcher = "none"\nnodes = 2\n')
+    assert cli.main(["render", "job.toml"]) == 0
+    assert "#SBATCH --nodes=2\n" in capsys.readouterr().out
+    for more in ([], ["--dry-run"], ["--via", "local"]):
+        assert submit("job.toml", *more) == 2
+        assert "no command to run" in capsys.readouterr().err
+    assert not Path("script").exists()
+    assert submit("job.toml", "--", "python3", "t.py") == 0
+    assert cli.main(["render", "--launcher", "srun", "job.toml"]) == 2
+
+
+def test_a_folder_that_is_gone_cannot_be_submitted_from(fake, capsys, monkeypatch, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for more in ([], ["--dry-run"]):
+        assert submit(*more, "--", "python3", "t.py") == 2
+        assert "the current folder" in capsys.readouterr().err
+
+
 def test_a_dry_run_makes_nothing(fake, capsys):
     assert submit("--dry-run", "--output", "logs/%j.log", "--", "python3", "t.py") == 0
     said = capsys.readouterr()
