@@ -28,6 +28,7 @@ DATA = "HPCTRAIN_DATA"  # the folder with data sets
 CACHE = "HPCTRAIN_CACHE"  # the folder for everything that can be made again
 VERDICT = "HPCTRAIN_VERDICT"  # where rank 0 writes how the run ended
 STOP = "HPCTRAIN_STOP"  # the file that asks the run to save and to leave
+SCRATCH = "HPCTRAIN_SCRATCH"  # where a host has its copies of code and environment
 
 # What a start writes into its ranks, as against what a person sets for all of them.
 _OF_ONE_RANK = (
@@ -45,6 +46,7 @@ _OF_ONE_RANK = (
     MAIN_PORT,
     VERDICT,
     STOP,
+    SCRATCH,
 )
 
 SCRUB_NAMES = frozenset(

@@ -26,8 +26,9 @@ set -euo pipefail
 
 # Slurm runs a copy of this file, from its spool: only the submit directory is the user's.
 cd "$SLURM_SUBMIT_DIR"
-# What follows the script's name on sbatch's line.
+# What follows the script's name on sbatch's line; no file that is read below gets to see it.
 hpctrain_arguments=("$@")
+set --
 
 # USR2 comes before the end of the time, TERM where Slurm takes the hosts away.
 hpctrain_asked=
@@ -39,6 +40,7 @@ export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 # What all jobs on this cluster need. Such files are not written for -e and -u.
 site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
 if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
+    case $site in */*) ;; *) site=./$site ;; esac # or the dot looks along the PATH
     code=0
     set +eu
     trap 'echo "$site has an exit, where return was meant: it ends the job" >&2; exit 2' EXIT
@@ -115,8 +117,8 @@ wait "$ranks" || code=$?
 
 if [ -s "$HPCTRAIN_VERDICT" ]; then
     said=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$HPCTRAIN_VERDICT")
-    # A verdict of 0 does not cover what a rank did after its session.
-    if [ "$said" != 0 ]; then code=$said; fi
+    # A verdict of 0 does not cover what a rank did after its session; one cut off says nothing.
+    if [ "${said:-0}" != 0 ]; then code=$said; fi
 elif [ "$code" != 0 ] && [ -e "$HPCTRAIN_STOP" ]; then
     code=75 # stopped before the first step
 elif [ "$code" = $((128 + $(kill -l USR1))) ] || [ "$code" = $((128 + $(kill -l USR2))) ]; then
@@ -136,8 +138,8 @@ if shown=$(scontrol show job --oneliner "$job" 2>&1); then
         echo "job $job is $state: not requeued from here; its checkpoints are in $HPCTRAIN_RUN"
         exit 75
     fi
-    # Last of all, as it ends this script.
-    if shown=$(scontrol requeue "$job" 2>&1); then
+    # Last of all, as it ends this script. One that was cancelled just now is complete.
+    if shown=$(scontrol requeue incomplete "$job" 2>&1); then
         sleep 60
         shown="scontrol requeue was accepted, but the job goes on"
     fi

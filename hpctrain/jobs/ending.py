@@ -7,8 +7,8 @@ __all__ = ["ending"]
 _VERDICT = """\
 if [ -s "$HPCTRAIN_VERDICT" ]; then
     said=$(sed -n 's/.*"code": *\\([0-9]*\\).*/\\1/p' "$HPCTRAIN_VERDICT")
-    # A verdict of 0 does not cover what a rank did after its session.
-    if [ "$said" != 0 ]; then code=$said; fi
+    # A verdict of 0 does not cover what a rank did after its session; one cut off says nothing.
+    if [ "${{said:-0}}" != 0 ]; then code=$said; fi
 elif [ "$code" != 0 ] && [ -e "$HPCTRAIN_STOP" ]; then
     code=75 # stopped before the first step
 elif [ "$code" = $((128 + $(kill -l USR1))) ] || [ "$code" = $((128 + $(kill -l USR2))) ]; then
@@ -28,8 +28,8 @@ if shown=$(scontrol show job --oneliner "$job" 2>&1); then
         echo "job $job is $state: not requeued from here; its checkpoints are in $HPCTRAIN_RUN"
         exit 75
     fi
-    {most}# Last of all, as it ends this script.
-    {else_}if shown=$(scontrol requeue "$job" 2>&1); then
+    {most}# Last of all, as it ends this script. One that was cancelled just now is complete.
+    {else_}if shown=$(scontrol requeue incomplete "$job" 2>&1); then
         sleep 60
         shown="scontrol requeue was accepted, but the job goes on"
     fi

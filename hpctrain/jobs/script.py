@@ -19,8 +19,9 @@ set -euo pipefail
 
 # Slurm runs a copy of this file, from its spool: only the submit directory is the user's.
 cd "$SLURM_SUBMIT_DIR"
-# What follows the script's name on sbatch's line.
-hpctrain_arguments=("$@")"""
+# What follows the script's name on sbatch's line; no file that is read below gets to see it.
+hpctrain_arguments=("$@")
+set --"""
 
 _ARGUMENTS = '"${hpctrain_arguments[@]}"'
 
@@ -209,7 +210,15 @@ def _trap(spec: JobSpec) -> str:
 
 def _launch(spec: JobSpec) -> str:
     there = '# The ranks start where this shell is.\ncd "$scratch/code"\n\n'
-    return (there if spec.stage_code else "") + launch(spec)
+    return (there if spec.stage_code else "") + launch(spec) + _in_staged(spec)
+
+
+def _in_staged(spec: JobSpec) -> str:
+    if not spec.stage_environment:
+        return ""
+    return """
+# For the ranks alone: what this shell calls is not sought in a folder of /tmp.
+launch=(env "PATH=$scratch/environment/bin:$PATH" "${launch[@]}")"""
 
 
 # In the order in which they stand in the script: text, or what gives it, or nothing.

@@ -29,7 +29,8 @@ if ! "${{each_host[@]}}" --kill-on-bad-exit=1 bash -c '
 ' stage "$scratch" {arguments}; then
     echo "a host could not copy {what} to $scratch: the lines above say why" >&2
     exit 1
-fi"""
+fi
+export HPCTRAIN_SCRATCH=$scratch"""
 
 _CODE = """\
     mkdir -- "$1/code"
@@ -48,10 +49,6 @@ _ENVIRONMENT = """\
         "$1/environment/bin/python" "$1/environment/bin/conda-unpack"
     fi"""
 
-_ACTIVE = """\
-# At the same place on all hosts, so that this is enough.
-export PATH=$scratch/environment/bin:$PATH"""
-
 _REMOVE = """\
 trap - EXIT
 remove_copies"""
@@ -68,8 +65,7 @@ def staging(spec: JobSpec) -> str:
     )
     steps = [_CODE] * bool(spec.stage_code) + [_ENVIRONMENT] * bool(spec.stage_environment)
     arguments = [word(spec.stage_code), word(spec.stage_environment)]
-    copy = _COPY.format(what=what, steps="\n".join(steps), arguments=" ".join(arguments))
-    return f"{copy}\n\n{_ACTIVE}" if spec.stage_environment else copy
+    return _COPY.format(what=what, steps="\n".join(steps), arguments=" ".join(arguments))
 
 
 def removal(spec: JobSpec) -> str:

@@ -11,6 +11,7 @@ _SITE = """\
 # What all jobs on this cluster need. Such files are not written for -e and -u.
 site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
 if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
+    case $site in */*) ;; *) site=./$site ;; esac # or the dot looks along the PATH
     code=0
     set +eu
     trap 'echo "$site has an exit, where return was meant: it ends the job" >&2; exit 2' EXIT

@@ -40,7 +40,7 @@ _OF_BASH = (
 )
 # The script's own.
 OF_THE_SCRIPT = (
-    *("HPCTRAIN_RUN", "HPCTRAIN_SECRET", "HPCTRAIN_STOP", "HPCTRAIN_VERDICT"),
+    *("HPCTRAIN_RUN", "HPCTRAIN_SCRATCH", "HPCTRAIN_SECRET", "HPCTRAIN_STOP", "HPCTRAIN_VERDICT"),
     *("code", "command", "conda", "count", "counts", "each_host", "first", "hosts"),
     *("hpctrain_arguments", "hpctrain_asked", "job", "launch", "modules", "mounts", "one"),
     *("port", "ranks", "ranks_of_host", "run", "said", "scratch", "script", "setting", "shown"),
@@ -177,7 +177,10 @@ def environment(value: Any) -> dict[str, str]:
     for name, content in value.items():
         if not isinstance(name, str) or not _may_be_set(name):
             raise ValueError(f"names of variables that a job may set, not {name!r}")
-        taken[name] = _value(content)
+        try:
+            taken[name] = _value(content)
+        except ValueError as error:
+            raise ValueError(f"{error} in {name}") from None
     return taken
 
 
@@ -197,7 +200,7 @@ def extra(value: Any) -> dict[str, str | bool]:
         own = next((one for one in sorted(_OWN_OPTIONS) if one.startswith(name)), None)
         if own is not None:
             raise ValueError(f"no {name}: that is {_OWN_OPTIONS[own]}")
-        taken[name] = content if isinstance(content, bool) else line(str(content))
+        taken[name] = content if isinstance(content, bool) else line(_value(content))
     return taken
 
 
@@ -209,7 +212,7 @@ def sweep(value: Any) -> tuple[tuple[tuple[str, str], ...], ...]:
             raise ValueError(f"at most {_MOST_SETTINGS} settings")
         settings = [dict(one) for one in itertools.product(*axes)] if axes else []
     elif isinstance(value, (list, tuple)):
-        settings = [dict(one) for one in value]
+        settings = [_setting(one) for one in value]
     else:
         raise ValueError("a table of lists, or a list of tables")
     if len(settings) > _MOST_SETTINGS:
@@ -219,6 +222,15 @@ def sweep(value: Any) -> tuple[tuple[tuple[str, str], ...], ...]:
             if not isinstance(name, str) or not _FLAG.match(name):
                 raise ValueError(f"names of options, not {name!r}")
     return tuple(tuple((name, _value(one)) for name, one in each.items()) for each in settings)
+
+
+def _setting(value: Any) -> dict[Any, Any]:
+    """A table, or what `sweep` makes of one."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple) and all(isinstance(one, tuple) and len(one) == 2 for one in value):
+        return dict(value)
+    raise ValueError("a table of lists, or a list of tables")
 
 
 def _values(values: Any) -> Sequence[Any]:

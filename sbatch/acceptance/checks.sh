@@ -440,7 +440,7 @@ requeue() {
         echo "not requeued: Slurm says ${state:-nothing} of this job"
         exit 1
     fi
-    if said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1); then
+    if said=$(scontrol requeue incomplete "$SLURM_JOB_ID" 2>&1); then
         # Slurm ends this shell.
         sleep "$limit"
         said="accepted, but the job still runs after $limit s"

@@ -106,14 +106,14 @@ def test_what_has_ended_is_not_requeued(run, ranks, code):
 def test_what_was_stopped_is_requeued_and_that_comes_last(run, ranks):
     code, said = run(ranks, state="SIGNALING" if "USR2" in ranks else "RUNNING")
     assert code == -signal.SIGTERM, said
-    assert calls() == ["show job --oneliner 7", "requeue 7"]
+    assert calls() == ["show job --oneliner 7", "requeue incomplete 7"]
     assert not left()
 
 
 def test_a_task_of_an_array_names_itself(run):
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
     _, said = run('echo "$HPCTRAIN_RUN $HPCTRAIN_STOP"; exit 75', **array, SLURM_JOB_ID="9")
-    assert calls() == ["show job --oneliner 9", "show job --oneliner 7_3", "requeue 7_3"]
+    assert calls() == ["show job --oneliner 9", "show job --oneliner 7_3", "requeue incomplete 7_3"]
     here = os.getcwd()
     assert f"{here}/runs/a_name-7_3 {here}/runs/.stop-7_3-2\n" in said
 
@@ -161,7 +161,7 @@ def test_a_signal_to_the_script_becomes_the_stop_file_and_the_ranks_end_in_peace
     code, said = run(wait + VERDICT % 75, meanwhile=warn)
     assert code == -signal.SIGTERM
     assert said == "saved\n"
-    assert calls()[-1] == "requeue 7"
+    assert calls()[-1] == "requeue incomplete 7"
 
 
 def test_what_a_start_that_was_killed_has_left_stops_no_other(run):

@@ -214,6 +214,19 @@ def test_a_site_file_changes_nothing_of_the_script_s_own(says):
     )
 
 
+def test_a_site_file_gets_no_arguments_and_may_be_named_without_a_folder(says):
+    (says.folder / "mine.sh").write_text('echo "site got $#"')
+    code, said = says.run(JobSpec(command="a"), "--lr", "1", HPCTRAIN_SITE="mine.sh")
+    assert code == 0
+    assert said.startswith("site got 0\n")
+
+
+def test_a_verdict_that_is_cut_off_says_nothing(machine):
+    half = 'echo "{\\"co" >"$HPCTRAIN_VERDICT"; exit 3'
+    machine.program("srun", f"#!/bin/sh\n{half}\n")
+    assert machine.run(JobSpec(command="a"))[0] == 3
+
+
 def test_a_site_file_that_exits_ends_the_job_with_words(says):
     path = site_file(says, "exit 0")
     code, said = says.run(JobSpec(command="a"))
