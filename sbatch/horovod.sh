@@ -63,7 +63,7 @@ set -eu
 # Where sbatch was called in another job, that one's variables came along. Slurm puts its own in
 # their place only where it has some: not in a job that is no array, or was not requeued.
 if [ -n "${SLURM_ARRAY_TASK_ID:-}${SLURM_RESTART_COUNT:-}" ] &&
-    shown=$(scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null); then
+    shown=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID "); then
     case ${shown%% JobName=*} in
     *\ ArrayTaskId=*) ;;
     *) unset "${!SLURM_ARRAY_@}" ;;
@@ -71,7 +71,10 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}${SLURM_RESTART_COUNT:-}" ] &&
     count=$(sed -n 's/.* Restarts=\([0-9]*\) BatchFlag=.*/\1/p' <<<"$shown")
     SLURM_RESTART_COUNT=${count:-${SLURM_RESTART_COUNT:-0}}
 fi
-if [ -n "${HPCTRAIN_STOP:-}" ]; then unset HPCTRAIN_RUN; fi # that other job's
+if [ -n "${HPCTRAIN_STOP:-}" ] && [ -n "${HPCTRAIN_RUN:-}" ]; then
+    echo "HPCTRAIN_RUN=$HPCTRAIN_RUN is the run of the job in which sbatch was called: not heeded"
+    unset HPCTRAIN_RUN
+fi
 
 # As Slurm's own tools call it; a requeue changes neither this nor the run directory.
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
@@ -82,19 +85,24 @@ command=(
 )
 
 # One that was given goes on: HPCTRAIN_RUN=runs/NAME-JOB sbatch …
-run=$PWD/runs/${SLURM_JOB_NAME//\//_}-$job
+if [ -n "${HPCTRAIN_RUN:-}" ] && [ "${SLURM_ARRAY_TASK_COUNT:-1}" -gt 1 ]; then
+    echo "HPCTRAIN_RUN=$HPCTRAIN_RUN is one run directory, for $SLURM_ARRAY_TASK_COUNT tasks" >&2
+    exit 2
+fi
+run=$SLURM_SUBMIT_DIR/runs/${SLURM_JOB_NAME//\//_}-$job
 HPCTRAIN_RUN=${HPCTRAIN_RUN:-$run}
-case $HPCTRAIN_RUN in /*) ;; *) HPCTRAIN_RUN=$PWD/$HPCTRAIN_RUN ;; esac
+case $HPCTRAIN_RUN in /*) ;; *) HPCTRAIN_RUN=$SLURM_SUBMIT_DIR/$HPCTRAIN_RUN ;; esac
 export HPCTRAIN_RUN
 mkdir -p -- "$HPCTRAIN_RUN"
 
 # Two files on the file system that all hosts share, new for each start. This script makes the stop
 # file, which asks the ranks to save and to leave. Rank 0 writes the verdict before they do, as the
 # exit code of a launcher depends on which rank left first.
-mkdir -p runs
-export HPCTRAIN_STOP=$PWD/runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
-export HPCTRAIN_VERDICT=$PWD/runs/.verdict-$job-${SLURM_RESTART_COUNT:-0}
-rm -f runs/.stop-"$job"-* runs/.verdict-"$job"-*
+runs=$SLURM_SUBMIT_DIR/runs
+mkdir -p "$runs"
+export HPCTRAIN_STOP=$runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
+export HPCTRAIN_VERDICT=$runs/.verdict-$job-${SLURM_RESTART_COUNT:-0}
+rm -f "$runs"/.stop-"$job"-* "$runs"/.verdict-"$job"-*
 
 # Without it another user of the hosts who guesses the job's number could join the ranks.
 HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
@@ -136,9 +144,10 @@ if [ "$code" != 75 ]; then exit "$code"; fi
 # Stopped. A cancelled job would come back to life, and one that Slurm has taken away for another
 # it requeues itself: both are no longer RUNNING (or SIGNALING, while a signal is under way).
 if shown=$(scontrol show job --oneliner "$job" 2>&1); then
-    state=$(sed -n 's/.* JobState=\([A-Z_]*\) Reason=.*/\1/p' <<<"$shown")
+    state=$(sed -n "s/^JobId=$SLURM_JOB_ID .* JobState=\([A-Z_]*\) Reason=.*/\1/p" <<<"$shown")
     if [ "$state" != RUNNING ] && [ "$state" != SIGNALING ]; then
-        echo "job $job is $state: not requeued from here; its checkpoints are in $HPCTRAIN_RUN"
+        echo "job $job is ${state:-not this one}: not requeued from here"
+        echo "its checkpoints are in $HPCTRAIN_RUN"
         exit 75
     fi
     # Last of all, as it ends this script. One that was cancelled just now is complete.
@@ -150,7 +159,7 @@ fi
 echo "job $job was stopped and could not be requeued: $shown"
 echo "its checkpoints are in $HPCTRAIN_RUN; to go on, with the options of sbatch that it had:"
 # Slurm forgets it some minutes after the end.
-script=$SLURM_SUBMIT_DIR/runs/job-$job.sh
+script=$runs/job-$job.sh
 if ! scontrol write batch_script "$SLURM_JOB_ID" "$script" >/dev/null 2>&1; then
     script=THE_SCRIPT
 fi

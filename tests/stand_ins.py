@@ -27,7 +27,7 @@ case "$1 $2" in
     count=${SLURM_RESTART_COUNT:-0}
     if [ -n "${OUTER:-}" ]; then index='' count=0; fi
     restarts="Restarts=$count BatchFlag=1"
-    echo "JobId=7$index JobName=a ArrayTaskId=9 JobState=RUNNING Reason=None $restarts"
+    echo "JobId=$SLURM_JOB_ID$index JobName=a ArrayTaskId=9 JobState=RUNNING Reason=None $restarts"
     ;;
 "write batch_script") echo "#!/bin/bash" >"$4" ;;
 requeue*) echo disabled; exit 1 ;;

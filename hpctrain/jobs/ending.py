@@ -23,9 +23,10 @@ _REQUEUE = """\
 # Stopped. A cancelled job would come back to life, and one that Slurm has taken away for another
 # it requeues itself: both are no longer RUNNING (or SIGNALING, while a signal is under way).
 if shown=$(scontrol show job --oneliner "$job" 2>&1); then
-    state=$(sed -n 's/.* JobState=\\([A-Z_]*\\) Reason=.*/\\1/p' <<<"$shown")
+    state=$(sed -n "s/^JobId=$SLURM_JOB_ID .* JobState=\\([A-Z_]*\\) Reason=.*/\\1/p" <<<"$shown")
     if [ "$state" != RUNNING ] && [ "$state" != SIGNALING ]; then
-        echo "job $job is $state: not requeued from here; its checkpoints are in $HPCTRAIN_RUN"
+        echo "job $job is ${{state:-not this one}}: not requeued from here"
+        echo "its checkpoints are in $HPCTRAIN_RUN"
         exit 75
     fi
     {most}# Last of all, as it ends this script. One that was cancelled just now is complete.
@@ -48,7 +49,7 @@ echo "job $job was stopped, and is not one to be requeued\""""
 _GO_ON = """\
 echo "its checkpoints are in $HPCTRAIN_RUN; to go on, with the options of sbatch that it had:"
 # Slurm forgets it some minutes after the end.
-script=$SLURM_SUBMIT_DIR/runs/job-$job.sh
+script=$runs/job-$job.sh
 if ! scontrol write batch_script "$SLURM_JOB_ID" "$script" >/dev/null 2>&1; then
     script=THE_SCRIPT
 fi

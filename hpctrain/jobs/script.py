@@ -44,7 +44,7 @@ _LABEL = """\
 # Where sbatch was called in another job, that one's variables came along. Slurm puts its own in
 # their place only where it has some: not in a job that is no array, or was not requeued.
 if [ -n "${SLURM_ARRAY_TASK_ID:-}${SLURM_RESTART_COUNT:-}" ] &&
-    shown=$(scontrol show job --oneliner "$SLURM_JOB_ID" 2>/dev/null); then
+    shown=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID "); then
     case ${shown%% JobName=*} in
     *\\ ArrayTaskId=*) ;;
     *) unset "${!SLURM_ARRAY_@}" ;;
@@ -52,26 +52,23 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}${SLURM_RESTART_COUNT:-}" ] &&
     count=$(sed -n 's/.* Restarts=\\([0-9]*\\) BatchFlag=.*/\\1/p' <<<"$shown")
     SLURM_RESTART_COUNT=${count:-${SLURM_RESTART_COUNT:-0}}
 fi
-if [ -n "${HPCTRAIN_STOP:-}" ]; then unset HPCTRAIN_RUN; fi # that other job's
+if [ -n "${HPCTRAIN_STOP:-}" ] && [ -n "${HPCTRAIN_RUN:-}" ]; then
+    echo "HPCTRAIN_RUN=$HPCTRAIN_RUN is the run of the job in which sbatch was called: not heeded"
+    unset HPCTRAIN_RUN
+fi
 
 # As Slurm's own tools call it; a requeue changes neither this nor the run directory.
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"""
-
-_SEVERAL = """\
-if [ -n "${HPCTRAIN_RUN:-}" ] && [ "${SLURM_ARRAY_TASK_COUNT:-1}" -gt 1 ]; then
-    echo "HPCTRAIN_RUN=$HPCTRAIN_RUN is one run directory, for $SLURM_ARRAY_TASK_COUNT tasks" >&2
-    exit 2
-fi
-"""
 
 _FILES = """\
 # Two files on the file system that all hosts share, new for each start. This script makes the stop
 # file, which asks the ranks to save and to leave. Rank 0 writes the verdict before they do, as the
 # exit code of a launcher depends on which rank left first.
-mkdir -p runs
-export HPCTRAIN_STOP=$PWD/runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
-export HPCTRAIN_VERDICT=$PWD/runs/.verdict-$job-${SLURM_RESTART_COUNT:-0}
-rm -f runs/.stop-"$job"-* runs/.verdict-"$job"-*
+runs=$SLURM_SUBMIT_DIR/runs
+mkdir -p "$runs"
+export HPCTRAIN_STOP=$runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
+export HPCTRAIN_VERDICT=$runs/.verdict-$job-${SLURM_RESTART_COUNT:-0}
+rm -f "$runs"/.stop-"$job"-* "$runs"/.verdict-"$job"-*
 
 # Without it another user of the hosts who guesses the job's number could join the ranks.
 HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
@@ -120,7 +117,11 @@ def render_local(spec: JobSpec) -> str:
     nodes = ["--nodes", str(spec.nodes)] if spec.nodes > 1 else []
     start = [python, "-m", "hpctrain", "run", *nodes, "--nproc-per-node", str(spec.tasks), *script]
     words = array("command", [*(word(one) for one in start), '"$@"'])
-    run = f"run={_run(spec.run)}\nexport HPCTRAIN_RUN=${{HPCTRAIN_RUN:-$run}}" if spec.run else ""
+    run = (
+        f"run={_run(spec.run, '$PWD')}\nexport HPCTRAIN_RUN=${{HPCTRAIN_RUN:-$run}}"
+        if spec.run
+        else ""
+    )
     shell = "#!/bin/bash\nset -euo pipefail"
     return _joined(shell, words, surroundings(spec), variables(spec), run, 'exec "${command[@]}"')
 
@@ -170,25 +171,31 @@ export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}"""
 
 def _run_directory(spec: JobSpec) -> str:
     if spec.run:
-        default = _run(spec.run) + ("/$SLURM_ARRAY_TASK_ID" if spec.indices else "")
+        default = (
+            _run(spec.run, "$SLURM_SUBMIT_DIR") + "${SLURM_ARRAY_TASK_ID:+/$SLURM_ARRAY_TASK_ID}"
+        )
     else:
-        default = "$PWD/runs/${SLURM_JOB_NAME//\\//_}-$job"
+        default = "$SLURM_SUBMIT_DIR/runs/${SLURM_JOB_NAME//\\//_}-$job"
     folder = os.path.dirname(spec.output)
-    log = f"mkdir -p -- {word(folder)}\n" if folder and "%" not in folder else ""
-    several = _SEVERAL if spec.indices else ""
+    below = _run(folder, '"$SLURM_SUBMIT_DIR"')
+    log = f"mkdir -p -- {below}\n" if folder and "%" not in folder else ""
     return f"""\
 # One that was given goes on: HPCTRAIN_RUN=runs/NAME-JOB sbatch …
-{several}run={default}
+if [ -n "${{HPCTRAIN_RUN:-}}" ] && [ "${{SLURM_ARRAY_TASK_COUNT:-1}}" -gt 1 ]; then
+    echo "HPCTRAIN_RUN=$HPCTRAIN_RUN is one run directory, for $SLURM_ARRAY_TASK_COUNT tasks" >&2
+    exit 2
+fi
+run={default}
 HPCTRAIN_RUN=${{HPCTRAIN_RUN:-$run}}
-case $HPCTRAIN_RUN in /*) ;; *) HPCTRAIN_RUN=$PWD/$HPCTRAIN_RUN ;; esac
+case $HPCTRAIN_RUN in /*) ;; *) HPCTRAIN_RUN=$SLURM_SUBMIT_DIR/$HPCTRAIN_RUN ;; esac
 export HPCTRAIN_RUN
 mkdir -p -- "$HPCTRAIN_RUN"
 {log}""".rstrip()
 
 
-def _run(path: str) -> str:
-    """A run directory as a word of bash, absolute."""
-    return word(path) if os.path.isabs(path) else f"$PWD/{word(path)}"
+def _run(path: str, base: str) -> str:
+    """A path as a word of bash, absolute: relative ones are below `base`."""
+    return word(path) if os.path.isabs(path) else f"{base}/{word(path)}"
 
 
 def _signals(spec: JobSpec) -> str:

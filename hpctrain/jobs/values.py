@@ -43,7 +43,18 @@ OF_THE_SCRIPT = (
     *("HPCTRAIN_RUN", "HPCTRAIN_SCRATCH", "HPCTRAIN_SECRET", "HPCTRAIN_STOP", "HPCTRAIN_VERDICT"),
     *("code", "command", "conda", "count", "counts", "each_host", "first", "hosts"),
     *("hpctrain_arguments", "hpctrain_asked", "job", "launch", "modules", "mounts", "one"),
-    *("port", "ranks", "ranks_of_host", "run", "said", "scratch", "script", "setting", "shown"),
+    *(
+        "port",
+        "ranks",
+        "ranks_of_host",
+        "run",
+        "runs",
+        "said",
+        "scratch",
+        "script",
+        "setting",
+        "shown",
+    ),
     *("site", "slots", "state", "times", "venv", "words"),
 )
 _TAKEN = frozenset((*_OF_BASH, *OF_THE_SCRIPT))

@@ -254,6 +254,17 @@ def test_a_task_of_a_sweep_goes_on_alone(cluster):
     assert f"\nrun {Path.cwd()}/runs/on-{job}_1 --lr 2 --resume\n" in said
 
 
+def test_each_task_of_an_array_counts_its_own_restarts(cluster):
+    """Of the last one the job's number is also that of the array."""
+    spec = JobSpec(name="three", command=["bash", "-c", "exit 75"], max_restarts=1, array="0-2")
+    job = submit(cluster, render(spec))
+    for index in range(3):
+        assert cluster.ended(f"{job}_{index}")[1] == 76
+        log = Path(f"three-{job}_{index}.log").read_text()
+        assert f"job {job}_{index}, start 1, on " in log
+        assert "start 2" not in log
+
+
 def test_it_is_requeued_as_often_as_it_may_and_then_given_up(cluster):
     spec = JobSpec(name="most", command="bash -c", max_restarts=1)
     Path("most.sh").write_text(render(spec))

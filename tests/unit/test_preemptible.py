@@ -18,7 +18,7 @@ case "$1" in
 show)
     index="${{SLURM_ARRAY_TASK_ID:+ ArrayJobId=7 ArrayTaskId=$SLURM_ARRAY_TASK_ID}}"
     restarts="Restarts=${{SLURM_RESTART_COUNT:-0}} BatchFlag=1"
-    echo "JobId=7$index JobName=a JobState={state} Reason=None $restarts";;
+    echo "JobId=$SLURM_JOB_ID$index JobName=a JobState={state} Reason=None $restarts";;
 write) echo '#!/bin/bash' >"$4";;
 requeue) {requeue};;
 esac

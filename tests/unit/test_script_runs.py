@@ -197,6 +197,36 @@ def test_what_another_job_left_in_the_environment_is_not_this_one_s(says):
     assert f"run={says.folder}/runs/name-7 " in said
 
 
+def test_another_job_is_never_requeued(machine):
+    """Not even where Slurm answers only at the end."""
+    calls = machine.folder / "calls"
+    machine.program(
+        "scontrol",
+        f"""#!/bin/sh
+echo "$@" >>{calls}
+[ "$(wc -l <{calls})" -gt 1 ] || exit 1
+echo "JobId=5 ArrayJobId=5 ArrayTaskId=3 JobName=a JobState=RUNNING Reason=None"
+""",
+    )
+    outer = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
+    code, said = stopped(machine, JobSpec(command="a"), **outer)
+    assert code == 75
+    assert "not this one: not requeued" in said
+    assert "requeue" not in calls.read_text()
+
+
+def test_each_task_has_its_own_run_directory_also_where_sbatch_s_line_makes_them(says):
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_TASK_COUNT": "2"}
+    assert f"run={says.folder}/mine/4 " in says.run(JobSpec(command="a", run="mine"), **array)[1]
+
+
+def test_a_cd_in_the_set_up_moves_the_ranks_and_not_the_run(says):
+    (says.folder / "src").mkdir()
+    spec = JobSpec(command="a", run="mine", setup=("cd src",))
+    said = says.run(spec)[1]
+    assert f"run={says.folder}/mine here={says.folder}/src\n" in said
+
+
 def test_one_run_directory_is_not_given_to_several_tasks(says):
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "2"}
     spec = JobSpec(command="a", array="0-1")
