@@ -19,6 +19,7 @@ fi
 packages=(slurm-wlm munge iproute2 dataset-fashion-mnist shellcheck openmpi-bin mpich libpmix-dev)
 packages+=(openssh-server) # for horovodrun, on the hosts in network namespaces
 packages+=(environment-modules) # a cluster's `module load`
+[ -z "$long" ] || packages+=(slurmdbd mariadb-{server,client}-core) # for Slurm's accounting
 packages+=(strace) # kills a save at each of its system calls
 packages+=(g++ make python3-dev libopenmpi-dev) # to build Horovod
 set_up test

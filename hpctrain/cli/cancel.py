@@ -18,8 +18,8 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "cancel",
         help="cancel jobs; their checkpoints are kept",
-        description="Cancels what is named and nothing else: where a name fits several jobs, it "
-        "lists them and cancels none.",
+        description="Cancels what is named and nothing else: where a name fits several jobs that "
+        "have not ended, it lists them and cancels none.",
     )
     parser.add_argument(
         "words", nargs="+", metavar="RUN", help="a job's number, a run directory, or a job's name"
@@ -29,7 +29,7 @@ def add(subparsers: Any) -> None:
 
 def _main(arguments: argparse.Namespace) -> int:
     # All are looked up before the first is cancelled.
-    for one in naming.own_jobs(arguments.words, os.environ):
+    for one in naming.own_jobs(arguments.words, os.environ, living=True):
         try:
             _cancel(one)
         except slurm.NoAnswerError as error:

@@ -2,15 +2,18 @@
 
 import argparse
 import os
-import sys
 from typing import Any
 
 from hpctrain import rundir, slurm
+from hpctrain.cli.printing import put
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs import naming
 from hpctrain.jobs.reasons import plain
 
 __all__ = ["add"]
+
+# Tasks of an array that are not started again, but where they are named themselves.
+_LEFT_ALONE = ("PENDING", "COMPLETED", "CANCELLED")
 
 
 def add(subparsers: Any) -> None:
@@ -19,7 +22,8 @@ def add(subparsers: Any) -> None:
         "requeue",
         help="let jobs start again from their last checkpoints",
         description="The job keeps its number and goes on in the same run directory. One that runs "
-        "is ended for it; what came after its last checkpoint is done again.",
+        "is ended for it; what came after its last checkpoint is done again. Of an array the tasks "
+        "that run or have failed.",
     )
     parser.add_argument(
         "words", nargs="+", metavar="RUN", help="a job's number, a run directory, or a job's name"
@@ -29,25 +33,37 @@ def add(subparsers: Any) -> None:
 
 def _main(arguments: argparse.Namespace) -> int:
     named = naming.own_jobs(arguments.words, os.environ)
-    for one in named:
-        if waiting := [job for job in one.jobs if job.word == "PENDING"]:
-            raise UsageError(
-                f"job {waiting[0].label} waits already", "a job that runs, or has ended lately",
-                f"hpctrain status {one.label}    says what it waits for",
-            )  # fmt: skip
-    for one in named:
-        _requeue(one)
+    # All are looked at before the first is requeued.
+    for job in [job for one in named for job in _chosen(one)]:
+        _requeue(job)
     return rundir.DONE
 
 
-def _requeue(one: naming.Named) -> None:
-    word = plain(one.jobs[0].word).lower()
+def _chosen(one: naming.Named) -> list[slurm.Job]:
+    """The job itself; of an array the tasks that run, and those that failed."""
+    chosen = [job for job in one.jobs if job.label == one.label]
+    chosen = chosen or [job for job in one.jobs if job.word not in _LEFT_ALONE]
+    if chosen and chosen[0].word != "PENDING":
+        return chosen
+    if any(job.word == "PENDING" for job in one.jobs):
+        raise UsageError(
+            f"job {one.label} waits already", "a job that runs, or has ended lately",
+            f"hpctrain status {one.label}    says what it waits for",
+        )  # fmt: skip
+    raise UsageError(
+        f"the tasks of job {one.label} are done or cancelled", "a task that runs or has failed",
+        f"hpctrain requeue {one.jobs[0].label}    does one again all the same",
+    )  # fmt: skip
+
+
+def _requeue(job: slurm.Job) -> None:
+    word = plain(job.word).lower()
     try:
-        slurm.requeue(one.label, os.environ)
+        slurm.requeue(job.label, os.environ)
     except slurm.NoAnswerError as error:
         raise StartError(
-            f"job {one.label} ({word}) is not requeued: {error}",
+            f"job {job.label} ({word}) is not requeued: {error}",
             "a job that was submitted with --requeue, and a Slurm that answers",
             "the same hpctrain submit, with --run and its run directory, and --resume last",
         ) from None
-    sys.stdout.write(f"job {one.label}, which was {word}, waits for its next start\n")
+    put(f"job {job.label}, which was {word}, waits for its next start\n")

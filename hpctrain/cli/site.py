@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from hpctrain import rundir, slurm
+from hpctrain.cli.printing import put
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs import site
 from hpctrain.jobs.quoting import word
@@ -17,9 +18,8 @@ __all__ = ["add"]
 _HEAD = """\
 # What all your jobs on this cluster need. Scripts of `hpctrain render` and `hpctrain submit` source
 # it before the ranks start. `hpctrain submit` also takes SBATCH_ACCOUNT, SBATCH_PARTITION and
-# SBATCH_QOS from here, where neither an option nor JOB.toml nor a profile says otherwise. So does
-# sbatch by itself, if your ~/.bashrc has the line
-#     . {path}
+# SBATCH_QOS from here, where neither an option nor JOB.toml nor a profile says otherwise. Do not
+# export them in your shell: for sbatch by itself they overrule the #SBATCH lines of every script.
 """
 _TAIL = """
 # What the ranks need:
@@ -51,22 +51,28 @@ def _main(arguments: argparse.Namespace) -> int:
         raise StartError(
             f"Slurm does not say what is here: {error}", "a login node of a cluster with Slurm"
         ) from None
-    text = _HEAD.format(path=word(str(path))) + _accounts() + _partitions(partitions) + _TAIL
+    text = _HEAD + _accounts() + _partitions(partitions) + _TAIL
     if not arguments.write:
-        sys.stdout.write(text)
-        sys.stderr.write(f"hpctrain: hpctrain site --write makes this {path}\n")
+        _show(text)
+        sys.stderr.write(f"hpctrain: hpctrain site --write makes this {plain(str(path))}\n")
         return rundir.DONE
     try:
         rundir.create(path, text)
     except FileExistsError:
-        sys.stdout.write(text)
+        _show(text)
         raise UsageError(
             f"{path} is there and stays as it is", "no file of that name", "take over what you need"
         ) from None
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error}", "a folder of your own") from None
-    sys.stdout.write(f"{path}\n")
+    put(f"{path}\n")
     return rundir.DONE
+
+
+def _show(text: str) -> None:
+    # In bytes, as the terminal's encoding is not the file's.
+    sys.stdout.buffer.write(text.encode())
+    sys.stdout.buffer.flush()
 
 
 def _accounts() -> str:
@@ -82,17 +88,16 @@ def _accounts() -> str:
 
 
 def _partitions(partitions: list[slurm.Partition]) -> str:
-    """A line for each partition, with what it has; the default one is no comment."""
+    """A comment for each partition, with what it has: the default one needs no line."""
     found: dict[str, list[slurm.Partition]] = {}
     for one in partitions:
         found.setdefault(one.name, []).append(one)
     lines = []
     for name, kinds in found.items():
-        start = "" if kinds[0].default else "# "
         has = ", ".join(f"{one.nodes} nodes with {one.gpus or 'no GPU'}" for one in kinds)
         down = "" if any(one.up for one in kinds) else ", down"
         line = _assignment("PARTITION", name).rstrip("\n")
-        lines.append(f"{start}{line} # up to {plain(kinds[0].limit)}: {plain(has)}{down}\n")
+        lines.append(f"# {line} # up to {plain(kinds[0].limit)}: {plain(has)}{down}\n")
     return "\n" + "".join(lines) + "# SBATCH_QOS=\n"
 
 

@@ -35,7 +35,7 @@ def _main(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"hpctrain: Slurm does not answer: {error}\n")
         return _without_slurm(arguments.words)
     if not arguments.words:
-        rows = [overview.row_of_job(job, os.environ) for job in mine]
+        rows = [overview.row_of_job(job, os.environ, named=False) for job in mine]
         _show(rows, "you have no jobs, and Slurm remembers none that has ended")
         return rundir.DONE
     try:
@@ -65,7 +65,7 @@ def _rows(word: str, mine: list[slurm.Job]) -> list[tuple[str, ...]]:
 def _accounted(label: str) -> list[slurm.Ended]:
     """A job of old, where the accounting knows it."""
     try:
-        return slurm.ended(label, os.environ) if progress.is_number(label) else []
+        return slurm.ended(label, os.environ) if slurm.is_label(label) else []
     except slurm.NoAnswerError:
         return []
 

@@ -62,6 +62,8 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(described, arguments.via)
     if arguments.via == "local":
+        for note in sending.check(spec, os.environ):
+            _say(note)
         sys.stdout.flush()
         return sending.here(spec, os.environ)
     log = sending.log_size(spec, os.environ)
@@ -100,6 +102,11 @@ def _dry_run(described: Described, via: str) -> int:
     """The script on standard output, all else on standard error."""
     spec = described.spec
     notes = sending.check(spec, os.environ)
+    if via == "submitit":
+        from hpctrain.jobs import by_submitit
+
+        by_submitit.of_command(spec)
+        notes.append("in place of the command each rank gets submitit's own, which runs it")
     text = script.render_local(spec) if via == "local" else script.render(spec)
     sys.stdout.buffer.write(text.encode(errors="surrogateescape"))
     sys.stdout.buffer.flush()

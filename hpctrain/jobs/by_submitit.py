@@ -7,7 +7,6 @@ way to save, to requeue and to give up.
 
 import contextlib
 import os
-import re
 import secrets
 import shlex
 import signal
@@ -20,10 +19,11 @@ from typing import Any
 from hpctrain import gpus, rundir, variables
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs import function, sending, site, units
-from hpctrain.jobs.function import Function, Rank, Script, pack
+from hpctrain.jobs.function import Function, Rank, Script
 from hpctrain.jobs.handle import Job
 from hpctrain.jobs.kept import Kept, new_folder
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs.work import check_launcher, of_call, of_command, refuse
 from hpctrain.lock.record import started
 from hpctrain.speech import logger
 
@@ -36,27 +36,18 @@ except ImportError as error:
         "pip install 'hpctrain[submit]'",
     ) from None
 
-__all__ = ["send", "submit"]
+__all__ = ["of_command", "send", "submit"]
 
 _EXECUTOR = "SUBMITIT_EXECUTOR"
 # Of a job without a time, on this machine, where submitit wants one.
 _MOST_SECONDS = 10 * 365 * 86400
-_PYTHON = re.compile(r"python[\d.]*\Z", re.ASCII)
 
-_AS_SCRIPT = "hpctrain submit --via sbatch, which gives Slurm a script alone"
-# What a job of submitit cannot have, and what to do instead.
-_NEVER = {
-    **dict.fromkeys(("container", "stage_code", "stage_environment", "elastic"), _AS_SCRIPT),
-    "array": f"one submit() for each index; or {_AS_SCRIPT}",
-    "sweep": f"[hpctrain.submit(train, spec, kwargs=one) for one in …]; or {_AS_SCRIPT}",
-}
-_GIVEN = "without it: the function or script is the first argument"
-_TWICE = dict.fromkeys(("command", "function"), _GIVEN)
 # What a batch script would do before the ranks start.
 _BEFORE = "have it done before this process starts, or via='slurm'"
 _NOT_HERE = {
     **dict.fromkeys(("modules", "setup", "conda"), _BEFORE),
     "dependency": "without it: wait for the other job's result()",
+    "cluster": "without it: a profile is for Slurm's jobs",
 }
 
 
@@ -77,16 +68,7 @@ def send(
     _check(train, spec, via, args, kwargs)
     if via == "slurm":
         spec = site.completed(spec, env)
-    _refuse(spec, {**_TWICE, **_NEVER})
-    work: Function | Script
-    if callable(train):
-        _refuse(spec, {"backend": "hpctrain.Session(backend=…) in the function"})
-        work = pack(train, args, kwargs)
-        title = getattr(train, "__name__", type(train).__name__)
-    else:
-        work = _script(os.fspath(train), [str(one) for one in args], spec)
-        title = Path(train).stem
-    title = spec.name or re.sub(r"[^\w.-]", "_", title).strip("_")[:100] or "job"
+    work, title = of_call(train, spec, args, kwargs)
     return _VIA[via](work, replace(spec, name=title, backend=""), env)
 
 
@@ -104,25 +86,9 @@ def submit(spec: JobSpec, env: Mapping[str, str] = os.environ) -> str:
         UsageError: another command, or something that a job of submitit cannot have.
         StartError: Slurm does not take the job.
     """
-    _refuse(
-        spec, {**_NEVER, "function": "command = python X.py …, or hpctrain.submit(FUNCTION, …)"}
-    )
-    words = [one for one in spec.command if one != "-u"]
-    module = words[1:2] == ["-m"]
-    name = words[1 + module : 2 + module]
-    if not name or not _PYTHON.match(os.path.basename(words[0])) or name[0].startswith("-"):
-        raise UsageError(
-            f"submitit with the command {shlex.join(spec.command)!r}",
-            "python X.py …, or python -m M …",
-            _AS_SCRIPT,
-        )
-    arguments = words[2 + module :]
-    if module:
-        work = Script(name[0], True, (*arguments, *_backend(spec)))
-    else:
-        work = _script(name[0], arguments, spec)
+    work, python = of_command(spec)
     plain = replace(spec, name=spec.title, command=(), backend="")
-    return _to_slurm(work, plain, env, words[0]).id
+    return _to_slurm(work, plain, env, python).id
 
 
 def _check(train: object, spec: object, via: object, args: object, kwargs: object) -> None:
@@ -141,23 +107,6 @@ def _check(train: object, spec: object, via: object, args: object, kwargs: objec
     ):
         if not right:
             raise UsageError(found, expected, usage)
-
-
-def _refuse(spec: JobSpec, fields: Mapping[str, str]) -> None:
-    """Nothing of a spec is dropped in silence."""
-    for name, instead in fields.items():
-        if getattr(spec, name):
-            raise UsageError(f"{name} = {getattr(spec, name)!r} in a job of submitit", "", instead)
-
-
-def _script(path: str, arguments: Sequence[str], spec: JobSpec) -> Script:
-    if not os.path.isfile(path):
-        raise UsageError(f"there is no file {path!r}", "the path of a script of Python")
-    return Script(os.path.abspath(path), False, (*arguments, *_backend(spec)))
-
-
-def _backend(spec: JobSpec) -> tuple[str, ...]:
-    return ("--backend", spec.backend) if spec.backend else ()
 
 
 class _OnSlurm(submitit.SlurmExecutor):
@@ -200,12 +149,15 @@ class _OnSlurm(submitit.SlurmExecutor):
 def _to_slurm(
     work: Function | Script, spec: JobSpec, env: Mapping[str, str], python: str = ""
 ) -> Job:
-    if spec.launcher not in ("srun", "none"):
-        raise UsageError(
-            f"launcher = {spec.launcher!r} in a job of submitit", "srun, or none", _AS_SCRIPT
-        )
+    check_launcher(spec)
     # An environment of the job's own has a Python of its own.
     python = python or ("python" if spec.venv or spec.conda else sys.executable)
+    copies = env.get(variables.SCRATCH, "")
+    if copies and sending.is_below(copies, python):
+        raise UsageError(
+            f"{python} is this job's own copy", "a Python that is there when the next job runs",
+            "JobSpec(venv=…) or JobSpec(conda=…)",
+        )  # fmt: skip
     with new_folder() as folder:
         try:
             executor = _OnSlurm(folder, spec, env, python)
@@ -222,7 +174,7 @@ def _to_slurm(
 
 
 def _to_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[str, str]) -> Job:
-    _refuse(spec, _NOT_HERE)
+    refuse(spec, _NOT_HERE)
     if spec.nodes > 1:
         raise UsageError(
             f"nodes = {spec.nodes} via 'local'", "nodes = 1", "dataclasses.replace(spec, nodes=1)"

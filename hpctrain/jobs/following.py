@@ -24,7 +24,6 @@ _BLINK = 0.5
 _LAST_LOOKS = 3
 # In these a job that is requeued may be seen for a moment.
 _TWICE = frozenset({"BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "PREEMPTED", "REVOKED"})
-_UNKNOWN = "unknown to Slurm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +205,13 @@ def _outcomes(
         except slurm.NoAnswerError:
             pass
         for job in seen.values():
-            known.setdefault(job.label, Outcome(job.label, _UNKNOWN, rundir.FAILED))
+            known.setdefault(job.label, Outcome(job.label, slurm.FORGOTTEN, rundir.FAILED))
     # Tasks that never ran are cancelled as one row, by the number of the array.
-    return list(known.values()) or [Outcome(number, _UNKNOWN, rundir.FAILED)]
+    return list(known.values()) or [Outcome(number, slurm.FORGOTTEN, rundir.FAILED)]
 
 
 def _code(word: str, code: int) -> int:
+    # The script of a job that is cancelled may leave with 75, which would mean: run me again.
+    if word == "CANCELLED":
+        return rundir.FAILED
     return code or (rundir.DONE if word == "COMPLETED" else rundir.FAILED)

@@ -4,6 +4,7 @@ submitit carries a `Rank` to the ranks as a pickle, calls it there, and carries 
 returns. Source of what it does before and after: submitit/core/_submit.py, submitit 1.5.4.
 """
 
+import logging
 import os
 import pickle
 import runpy
@@ -120,6 +121,8 @@ class Rank:
         _let_go_of_signals(self.warned)
         report_uncaught()
         _forget_the_last_start()
+        # What it says at the end is no more than that this has ended, in the log of the work.
+        logging.getLogger("submitit").setLevel(logging.WARNING)
         os.environ.update(self.environ)
         _keep_log()
         return run(self.work)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpctrain import slurm
 from hpctrain.errors import StartError, UsageError
-from hpctrain.jobs.progress import is_number, label_of, progress, run_of
+from hpctrain.jobs.progress import label_of, progress, run_of
 from hpctrain.jobs.reasons import plain
 
 __all__ = ["Named", "named", "own_jobs", "runs"]
@@ -31,7 +31,9 @@ class Named:
     run: Path | None = None
 
 
-def named(word: str, mine: Sequence[slurm.Job], env: Mapping[str, str]) -> Named:
+def named(
+    word: str, mine: Sequence[slurm.Job], env: Mapping[str, str], living: bool = False
+) -> Named:
     """The job or run of a word.
 
     Args:
@@ -39,12 +41,13 @@ def named(word: str, mine: Sequence[slurm.Job], env: Mapping[str, str]) -> Named
             of a job.
         mine: one's own jobs.
         env: to ask Slurm for a number that is none of them.
+        living: of several jobs with a name, those that have not ended are meant.
 
     Raises:
         UsageError: there is none, or several; the message lists them.
         NoAnswerError: Slurm had to be asked and did not answer.
     """
-    if is_number(word):
+    if slurm.is_label(word):
         found = slurm.jobs(env, [word])
         if found:
             return Named(word, word, tuple(found))
@@ -54,7 +57,10 @@ def named(word: str, mine: Sequence[slurm.Job], env: Mapping[str, str]) -> Named
         known = [job for job in mine if job.label == label and _is(run_of(job, env), path)]
         return Named(word, label, tuple(known), path)
     found = [job for job in mine if job.name == word]
-    labels = {job.array if job.task != "N/A" else job.label for job in found}
+    labels = _labels(found)
+    if living and len(labels) > 1:
+        found = [job for job in found if job.lives] or found
+        labels = _labels(found)
     if len(labels) == 1:
         return Named(word, labels.pop(), tuple(found))
     if found:
@@ -66,12 +72,16 @@ def named(word: str, mine: Sequence[slurm.Job], env: Mapping[str, str]) -> Named
     raise UsageError(f"{plain(word)!r} is neither a job nor a run here", _candidates(mine))
 
 
+def _labels(jobs: Sequence[slurm.Job]) -> set[str]:
+    return {job.array if job.task != "N/A" else job.label for job in jobs}
+
+
 def _run(word: str) -> Path | None:
     """The run directory of a word; a number stands for the one run whose name ends in it."""
     for path in (Path(word), Path("runs", word)):
         if word and os.path.isdir(path) and (progress(path) or label_of(path)):
             return path
-    ends = [one for one in runs() if is_number(word) and one.name.endswith(f"-{word}")]
+    ends = [one for one in runs() if slurm.is_label(word) and one.name.endswith(f"-{word}")]
     return ends[0] if len(ends) == 1 else None
 
 
@@ -87,8 +97,11 @@ def _is(one: Path | None, other: Path) -> bool:
     return one is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
-def own_jobs(words: Sequence[str], env: Mapping[str, str]) -> list[Named]:
+def own_jobs(words: Sequence[str], env: Mapping[str, str], living: bool = False) -> list[Named]:
     """Jobs of one's own that Slurm knows, by what a person calls them; all, or an error.
+
+    Args:
+        words, env, living: as of `named`.
 
     Raises:
         UsageError: as `named`; or Slurm knows one no more, or one is somebody else's.
@@ -97,7 +110,7 @@ def own_jobs(words: Sequence[str], env: Mapping[str, str]) -> list[Named]:
     said = ", ".join(plain(word) for word in words)
     try:
         mine = slurm.jobs(env, uid=os.getuid())
-        return [_own(named(word, mine, env)) for word in words]
+        return [_own(named(word, mine, env, living), mine) for word in words]
     except slurm.NoAnswerError as error:
         if shutil.which("squeue", path=env.get("PATH", os.defpath)) is None:
             raise StartError(
@@ -107,7 +120,12 @@ def own_jobs(words: Sequence[str], env: Mapping[str, str]) -> list[Named]:
         raise StartError(f"{said}: nothing is done, as {error}", "an answer of Slurm's") from None
 
 
-def _own(one: Named) -> Named:
+def _own(one: Named, mine: Sequence[slurm.Job]) -> Named:
+    if not one.jobs and one.label in [job.label for job in mine]:
+        raise UsageError(
+            f"{plain(one.word)} is not the run of job {one.label}, which has another one",
+            "the job's own run, or its number", f"hpctrain status {one.label}",
+        )  # fmt: skip
     if not one.jobs:
         what = f"job {one.label}" if one.label else "no job"
         raise UsageError(

@@ -20,10 +20,10 @@ _LONGEST_REASON = 500
 _MOST_DIGITS = 10**9
 
 
-def row_of_job(job: slurm.Job, env: Mapping[str, str]) -> tuple[str, ...]:
-    """The row of a job, by `HEADS`."""
+def row_of_job(job: slurm.Job, env: Mapping[str, str], named: bool = True) -> tuple[str, ...]:
+    """The row of a job, by `HEADS`; `named` as in `run_of`."""
     waits = job.word == "PENDING"
-    run = run_of(job, env)
+    run = run_of(job, env, named)
     made = progress(run) if run else None
     nodes = job.nodes if waits or not job.hosts else f"{job.nodes} {plain(job.hosts)}"
     notes = [_place(run)] if run else []
@@ -45,7 +45,8 @@ def row_of_run(path: Path, label: str) -> tuple[str, ...]:
     state = made.status or "not ended" if made else "no run yet"
     why = _cut(plain(made.reason), _LONGEST_REASON) if made else ""
     notes = [_place(path), *([why] if why else [])]
-    return (label, "", _cut(plain(state), _LONGEST_NAME), "", "", "", "", *_figures(made), "; ".join(notes))
+    state = _cut(plain(state), _LONGEST_NAME)
+    return (label, "", state, *[""] * 4, *_figures(made), "; ".join(notes))
 
 
 def row_of_ended(one: slurm.Ended, run: Path | None) -> tuple[str, ...]:
@@ -64,7 +65,8 @@ def of_array(rows: Sequence[tuple[str, str, str, Path]]) -> list[tuple[str, ...]
     """
     made = [progress(path) for _, _, _, path in rows]
     names = list(dict.fromkeys(name for one in made if one for name in one.metrics))
-    table = [("TASK", "SETTING", "STATE", "STEP", *(_cut(plain(name), _LONGEST_NAME).upper() for name in names))]
+    heads = [_cut(plain(name), _LONGEST_NAME).upper() for name in names]
+    table = [("TASK", "SETTING", "STATE", "STEP", *heads)]
     for (label, setting, state, _), one in zip(rows, made, strict=True):
         step = "" if one is None or one.step is None else str(one.step)
         values = [_value(one.metrics.get(name)) if one else "" for name in names]

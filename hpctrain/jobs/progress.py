@@ -12,7 +12,7 @@ from typing import Any
 
 from hpctrain import rundir, slurm
 
-__all__ = ["Progress", "is_number", "label_of", "progress", "run_of"]
+__all__ = ["Progress", "label_of", "progress", "run_of"]
 
 # The end of metrics.jsonl that is read: some hundred rows.
 _TAIL = 2**16
@@ -23,8 +23,13 @@ _MOST = 2**63
 # Folders of runs that are looked into for a job that has none of its name, the newest.
 _MOST_RUNS = 300
 # As scripts of `hpctrain render`, and by hand as sbatch/preemptible.sh, have it.
-_SAID = re.compile(r"^(?:run|(?:export )?HPCTRAIN_RUN)=(.+)$", re.MULTILINE)
-_NUMBER = re.compile(r"\d{1,12}(_\d{1,12})?\Z", re.ASCII)
+_SAID = re.compile(
+    r"""^(?:run|(?:export\ )?HPCTRAIN_RUN)=
+    (?:\$PWD/|"\$PWD"/|\$SLURM_SUBMIT_DIR/|"\$SLURM_SUBMIT_DIR"/)?
+    (?P<path>.+?)
+    (?P<task>/\$SLURM_ARRAY_TASK_ID|\$\{SLURM_ARRAY_TASK_ID:\+/\$SLURM_ARRAY_TASK_ID\})?$""",
+    re.MULTILINE | re.VERBOSE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +134,24 @@ def _object(text: bytes) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def run_of(job: slurm.Job, env: Mapping[str, str]) -> Path | None:
+def run_of(job: slurm.Job, env: Mapping[str, str], named: bool = True) -> Path | None:
     """The run directory of a job; None where it has none yet, or nobody knows which.
 
     Slurm is asked for the job's script only where there is none of the job's own name.
+
+    Args:
+        job: which.
+        env: to ask Slurm.
+        named: whether a person has named the job. For a table of many that have not started, each
+            with such a question, Slurm is not asked: theirs could only be an earlier job's.
     """
     if "[" in job.label:  # tasks that wait
         return None
     usual = Path(job.folder, "runs", f"{job.name.replace('/', '_')}-{job.label}")
     if os.path.isdir(usual):
         return usual
+    if not named and job.word == "PENDING" and not job.restarts:
+        return None
     try:
         said = _said(slurm.batch_script(job.number, env), job)
     except slurm.NoAnswerError:
@@ -150,18 +163,14 @@ def run_of(job: slurm.Job, env: Mapping[str, str]) -> Path | None:
 def _said(script: str, job: slurm.Job) -> Path | None:
     """What the script says, where that takes no shell to know."""
     match = _SAID.search(script)
-    if not match:
-        return None
-    text = match[1].removeprefix("$PWD/").removeprefix('"$PWD"/')
-    task = "/$SLURM_ARRAY_TASK_ID"
-    folder = job.task if text.endswith(task) else ""
-    text = text.removesuffix(task)
-    if "$" in text or "`" in text:
+    if not match or "$" in match["path"] or "`" in match["path"]:
         return None
     try:
-        words = shlex.split(text)
+        words = shlex.split(match["path"])
     except ValueError:
         return None
+    # The index of a job that is none of an array is "N/A".
+    folder = job.task if match["task"] and job.task.isdigit() else ""
     return Path(job.folder, words[0], folder) if len(words) == 1 else None
 
 
@@ -191,12 +200,7 @@ def _last_start(path: Path) -> str:
     if not all(isinstance(one, (str, int)) for one in parts):
         return ""
     label = "_".join(map(str, parts))
-    return label if is_number(label) else ""
-
-
-def is_number(word: str) -> bool:
-    """Whether a word is JOBID or JOBID_TASK."""
-    return bool(_NUMBER.match(word))
+    return label if slurm.is_label(label) else ""
 
 
 def label_of(path: Path) -> str:
@@ -207,4 +211,4 @@ def label_of(path: Path) -> str:
     if os.path.exists(path / "starts.jsonl"):
         return _last_start(path)
     _, dash, label = path.name.rpartition("-")
-    return label if dash and is_number(label) else ""
+    return label if dash and slurm.is_label(label) else ""

@@ -1,5 +1,6 @@
 """A job's way to Slurm, by sbatch, or to this machine: checks, environment, folders, answer."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -20,6 +21,8 @@ __all__ = [
     "check",
     "environ",
     "here",
+    "is_below",
+    "is_python",
     "log_folder",
     "log_pattern",
     "log_size",
@@ -36,7 +39,7 @@ _OF_THAT_JOB = (
     *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     *("GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"),
 )
-_PYTHON = re.compile(r"python[\d.]*\Z", re.ASCII)
+_PYTHON = re.compile(r"python(\d+(\.\d+)?)?\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +69,7 @@ def send(spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str] = st
     """
     notes = check(spec, env)
     text = script.render(spec)
-    # Slurm would end the job without a word where it cannot open the log.
-    if folder := log_folder(spec, env):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"output = {spec.output}: {error}", "a log in a folder that can be made"
-            ) from None
+    _make_log_folder(spec, env)
     clean, more = environ(spec, env)
     answer = _answer(text, spec, clean, spelt)
     return Sent(answer.job, (*notes, *more, *answer.said.splitlines()))
@@ -133,11 +129,28 @@ def environ(spec: JobSpec, env: Mapping[str, str]) -> tuple[dict[str, str], list
     notes = [f"{', '.join(left)}: not heeded; say it as an option"] if left else []
     if any(env.get(name) for name in _JOBS):
         clean = variables.scrubbed(clean)
-        clean = {name: value for name, value in clean.items() if name not in _OF_THAT_JOB}
+        scratch = env.get(variables.SCRATCH, "")
+        clean = {
+            name: _without(scratch, value) if scratch and name.endswith("PATH") else value
+            for name, value in clean.items()
+            if name not in _OF_THAT_JOB
+        }
     if clean.get(variables.RUN) and (spec.run or spec.indices):
         why = "the job names its own" if spec.run else "each task has its own"
         notes.append(f"{variables.RUN}={clean.pop(variables.RUN)}: not heeded, {why}")
     return clean, notes
+
+
+def _without(scratch: str, path: str) -> str:
+    """A search path without what is in a folder, where anybody may put something later."""
+    return os.pathsep.join(
+        entry for entry in path.split(os.pathsep) if not is_below(scratch, entry)
+    )
+
+
+def is_below(folder: str, path: str) -> bool:
+    """Whether a path is a folder, or in it."""
+    return os.path.normpath(path) == folder or os.path.normpath(path).startswith(folder + os.sep)
 
 
 def log_pattern(spec: JobSpec) -> str:
@@ -179,6 +192,27 @@ def log_folder(spec: JobSpec, env: Mapping[str, str]) -> Path | None:
         ) from None
 
 
+def _make_log_folder(spec: JobSpec, env: Mapping[str, str]) -> None:
+    """Slurm would end the job without a word where it cannot open the log."""
+    pattern = log_pattern(spec)
+    folder = log_folder(spec, env) or Path()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"output = {pattern}: {error}", "a log in a folder that can be made"
+        ) from None
+    if os.access(folder, os.W_OK | os.X_OK):
+        return
+    with contextlib.suppress(LookupError):
+        if os.access(_expanded(pattern, spec, env), os.W_OK):
+            return
+    raise UsageError(
+        f"output = {pattern}: you may not write in the folder {folder.absolute()}",
+        "a log in a folder of your own",
+    )
+
+
 def _expanded(pattern: str, spec: JobSpec, env: Mapping[str, str]) -> str:
     """What Slurm makes of a pattern; LookupError for what is known only when the job runs."""
     user = {"u": env["USER"]} if env.get("USER") else {}
@@ -211,12 +245,16 @@ def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
     return notes
 
 
+def is_python(program: str) -> bool:
+    """Whether a program is called as Python is."""
+    return bool(_PYTHON.match(os.path.basename(program)))
+
+
 def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
     """The program and the Python script, where the job starts in this folder."""
     program, *arguments = spec.argv
     notes = []
-    python = bool(_PYTHON.match(os.path.basename(program)))
-    if python and arguments and not arguments[0].startswith("-"):
+    if is_python(program) and arguments and not arguments[0].startswith("-"):
         path = os.path.join(spec.stage_code, arguments[0])
         if not os.path.isfile(path):
             where = f"in stage_code = {spec.stage_code}" if spec.stage_code else "here"

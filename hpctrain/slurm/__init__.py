@@ -16,15 +16,18 @@ if TYPE_CHECKING:
     from hpctrain.slurm.queue import Job, jobs
     from hpctrain.slurm.states import (
         ENDED,
+        FORGOTTEN,
         JobState,
         end_time,
         hosts_left,
+        is_label,
         job_state,
         step_lives,
     )
 
 __all__ = [
     "ENDED",
+    "FORGOTTEN",
     "Answer",
     "Ended",
     "Job",
@@ -37,6 +40,7 @@ __all__ = [
     "end_time",
     "ended",
     "hosts_left",
+    "is_label",
     "job_state",
     "jobs",
     "partitions",
@@ -51,7 +55,10 @@ _HOME = {
     "command": ("NoAnswerError",),
     "places": ("Partition", "partitions"),
     "queue": ("Job", "jobs"),
-    "states": ("ENDED", "JobState", "end_time", "hosts_left", "job_state", "step_lives"),
+    "states": (
+        *("ENDED", "FORGOTTEN", "JobState", "end_time", "hosts_left", "is_label", "job_state"),
+        "step_lives",
+    ),
 }
 
 

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 from hpctrain.slurm.command import NoAnswerError, ask
 
-__all__ = ["ENDED", "JobState", "end_time", "hosts_left", "job_state", "step_lives"]
+__all__ = [
+    "ENDED",
+    "FORGOTTEN",
+    "JobState",
+    "end_time",
+    "hosts_left",
+    "is_label",
+    "job_state",
+    "step_lives",
+]
 
 # squeue of a host list, where a wrong guess would cost hosts.
 _SECONDS_FOR_HOSTS = 60.0
@@ -19,7 +28,7 @@ ENDED = frozenset(
     }
 )
 # Slurm forgets a job some minutes after its end (MinJobAge).
-_FORGOTTEN = "unknown to Slurm"
+FORGOTTEN = "unknown to Slurm"
 _NOT_THERE = re.compile(r"Invalid job id|not found|Invalid job array", re.IGNORECASE)
 
 _LABEL = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?\Z", re.ASCII)
@@ -44,12 +53,17 @@ class JobState:
     @property
     def known(self) -> bool:
         """Whether Slurm knows the job; one that ended long ago it does not."""
-        return self.word != _FORGOTTEN
+        return self.word != FORGOTTEN
 
     @property
     def lives(self) -> bool:
         """Whether it has processes, or waits to have some."""
         return self.known and self.word not in ENDED
+
+
+def is_label(word: str) -> bool:
+    """Whether a word is `JOBID` or `JOBID_TASK`."""
+    return bool(_LABEL.match(word))
 
 
 def job_state(label: str, env: Mapping[str, str]) -> JobState | None:
@@ -59,7 +73,7 @@ def job_state(label: str, env: Mapping[str, str]) -> JobState | None:
         label: `JOBID`, or `ARRAYJOBID_TASK` of an array's task.
         env: for the command, as the user's PATH and SLURM_CONF.
     """
-    if not _LABEL.match(label):
+    if not is_label(label):
         return None
     # squeue where scontrol, an administrator's tool to some sites, is not given to users.
     squeue = ["squeue", "--noheader", "--states=all", f"--job={label}"]
@@ -71,7 +85,7 @@ def job_state(label: str, env: Mapping[str, str]) -> JobState | None:
             found = pattern.search(ask(argv, env))
         except NoAnswerError as error:
             if _NOT_THERE.search(str(error)):
-                return JobState(_FORGOTTEN)
+                return JobState(FORGOTTEN)
             continue
         if found:
             return JobState(found[1], int(found[2]))
@@ -104,7 +118,7 @@ def end_time(label: str, env: Mapping[str, str]) -> int | None:
         label: `JOBID`, or `ARRAYJOBID_TASK` of an array's task.
         env: for the command.
     """
-    if not _LABEL.match(label):
+    if not is_label(label):
         return None
     try:
         # The format is one of strftime(3): "ENVIRONMENT VARIABLES" of scontrol(1).

@@ -250,6 +250,22 @@ def test_the_life_of_a_job_in_status_requeue_and_cancel(cluster, hpctrain):
     assert re.search(rf"{number} .*cancelled", hpctrain("status", number).stdout)
 
 
+def test_of_an_array_what_is_done_stays_done(cluster, hpctrain):
+    command = script("part.py", "if os.environ['SLURM_ARRAY_TASK_ID'] != '0': time.sleep(300)")
+    number = hpctrain("submit", "--array", "0-2", "--launcher", "none", *command).stdout.strip()
+    tasks = [f"{number}_{index}" for index in range(3)]
+    begun = ["COMPLETED", "RUNNING", "RUNNING"]
+    until(lambda: [cluster.job(one)["JobState"] for one in tasks] == begun)
+    again = hpctrain("requeue", "part")
+    assert again.returncode == 0, again.stderr
+    assert [line.split(",")[0] for line in again.stdout.splitlines()] == [
+        f"job {one}" for one in tasks[1:]
+    ]
+    assert [cluster.job(one)["Restarts"] for one in tasks] == ["0", "1", "1"]
+    assert cluster.job(tasks[0])["JobState"] == "COMPLETED"
+    assert hpctrain("cancel", "part").returncode == 0
+
+
 def test_hostile_names_stay_names(cluster, hpctrain):
     command = script("a b'$(touch x).py", "time.sleep(60)")
     plain = "$(touch x);`id` 'a' [b]|%j #SBATCH --nodes=9"

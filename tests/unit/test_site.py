@@ -126,7 +126,7 @@ def test_a_first_site_sh_says_what_slurm_says_and_is_never_written_twice(fake, t
     assert not path.exists()
     assert cli.main(["site", "--write"]) == 0
     text = path.read_text()
-    assert "\nexport SBATCH_PARTITION=main # up to infinite: 4 nodes with no GPU\n" in text
+    assert "\n# export SBATCH_PARTITION=main # up to infinite: 4 nodes with no GPU\n" in text
     assert "\n# export SBATCH_PARTITION=v100 # up to 2:00:00: 8 nodes with gpu:v100:4\n" in text
     assert "\n# SBATCH_ACCOUNT=PROJECT\n" in text
     path.write_text("SBATCH_ACCOUNT=mine\n")
@@ -139,6 +139,7 @@ def test_a_site_sh_has_the_accounts_where_slurm_keeps_some(fake):
     fake.command("sacctmgr", "b", more='case "$*" in *assoc*) printf "a\\nb\\n"; exit;; esac')
     assert cli.main(["site", "--write"]) == 0
     text = site.script(fake.env).read_text()
+    assert "bashrc" not in text  # there it would overrule every script
     assert "\nexport SBATCH_ACCOUNT=b\n# export SBATCH_ACCOUNT=a\n" in text
     assert described(fake.env, "--", "x").spec.account == "b"
 
@@ -156,7 +157,7 @@ def test_nothing_that_slurm_or_a_path_says_becomes_a_line_of_its_own(
     monkeypatch.setattr("hpctrain.slurm.accounts", lambda user, env: [line, line])
     assert cli.main(["site"]) == 0
     done = subprocess.run(
-        ["bash"], input=capfdbinary.readouterr().out + b'\necho "$SBATCH_PARTITION"',
+        ["bash"], input=capfdbinary.readouterr().out + b'\necho "$SBATCH_ACCOUNT"',
         capture_output=True, timeout=60, check=True,
     )  # fmt: skip
     assert done.stdout.decode() == f"{line}\n"

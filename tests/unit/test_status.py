@@ -148,6 +148,9 @@ def test_a_run_directory_that_the_script_names(fake):
     (one,) = slurm.jobs(fake.env)
     fake.command("scontrol", "#!/bin/bash\nrun=$PWD/'my runs/x'/$SLURM_ARRAY_TASK_ID\n")
     assert progress.run_of(one, fake.env) == Path.cwd() / said
+    always = "run=$SLURM_SUBMIT_DIR/'my runs/x'${SLURM_ARRAY_TASK_ID:+/$SLURM_ARRAY_TASK_ID}\n"
+    fake.command("scontrol", f"#!/bin/bash\n{always}")
+    assert progress.run_of(one, fake.env) == Path.cwd() / said
     for hostile in ("$(touch x)", "`touch x`", "'a", "a b"):
         fake.command("scontrol", f"#!/bin/bash\nrun={hostile}\n")
         assert progress.run_of(one, fake.env) is None
@@ -297,12 +300,49 @@ def test_a_run_that_only_looks_like_a_jobs_cancels_no_job(fake, capsys):
     Path("train").mkdir()  # a folder of sources, with the name of the job
     fake.jobs(job("70", WorkDir=os.getcwd()), job("71", Name="other"))
     fake.command("scancel")
-    for word in ("exp-70", "train-71"):
+    for word, says in (("exp-70", "is not the run of job 70"), ("train-71", "run of no job")):
         assert cli.main(["cancel", word]) == 2
-        assert "which Slurm does not know" in capsys.readouterr().err
+        assert says in capsys.readouterr().err
     assert "scancel" not in fake.calls.read_text()
     assert cli.main(["cancel", "train"]) == 0
     assert fake.calls.read_text().splitlines()[-1] == "scancel 70"
+
+
+def test_of_several_jobs_with_a_name_the_one_that_lives_is_cancelled(fake, capsys):
+    fake.jobs(job("70", State="COMPLETED"), job("71"), job("72_1", Name="two", State="FAILED"))
+    fake.command("scancel")
+    assert cli.main(["requeue", "train"]) == 2
+    assert "name of 2 jobs" in capsys.readouterr().err
+    assert cli.main(["cancel", "train"]) == 0
+    assert fake.calls.read_text().splitlines()[-1] == "scancel 71"
+    assert cli.main(["cancel", "two"]) == 0
+    assert "has ended already" in capsys.readouterr().out
+
+
+def test_of_an_array_only_tasks_that_run_or_failed_are_started_again(fake, capsys):
+    states = ("COMPLETED", "RUNNING", "FAILED", "CANCELLED", "PENDING")
+    tasks = [job(f"7_{index}", State=word) for index, word in enumerate(states)]
+    fake.jobs(*tasks, job("7_[5-9]", State="PENDING"), job("8_0", Name="b", State="COMPLETED"))
+    fake.command("scontrol")
+    assert cli.main(["requeue", "train"]) == 0
+    assert [line.partition(",")[0] for line in capsys.readouterr().out.splitlines()] == [
+        *("job 7_1", "job 7_2"),
+    ]
+    assert cli.main(["requeue", "7_0"]) == 0
+    assert cli.main(["requeue", "b"]) == 2
+    assert "done or cancelled" in capsys.readouterr().err
+    calls = [line for line in fake.calls.read_text().splitlines() if "requeue" in line]
+    assert calls == [f"scontrol requeue {label}" for label in ("7_1", "7_2", "7_0")]
+
+
+def test_a_table_asks_for_no_script_of_a_job_that_has_not_started(fake, capsys):
+    fake.jobs(*(job(str(number), State="PENDING") for number in (70, 71)))
+    status(capsys)
+    assert not fake.calls.exists()
+    Path("goes on").mkdir()
+    fake.jobs(job("70", State="PENDING", WorkDir=os.getcwd()))
+    fake.command("scontrol", "#!/bin/bash\nrun=$PWD/'goes on'\n")
+    assert "goes on" in status(capsys, "70").out
 
 
 def test_requeue_says_what_slurm_says(fake, capsys):

@@ -128,6 +128,33 @@ def test_inside_of_a_job_nothing_of_it_is_handed_on(fake, monkeypatch):
     assert mine.items() <= environ.items()
 
 
+def test_what_a_job_has_copied_to_its_host_is_not_on_the_path_of_the_next(fake, monkeypatch):
+    copies = "/tmp/hpctrain-ada-7-0"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("HPCTRAIN_SCRATCH", copies)
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", f"{copies}/environment/bin:{path}:{copies}/code")
+    monkeypatch.setenv("PYTHONPATH", f"{copies}-not/lib:{copies}/code")
+    assert submit("--", "python3", "t.py") == 0
+    assert (handed_on()["PATH"], handed_on()["PYTHONPATH"]) == (path, f"{copies}-not/lib")
+    assert "HPCTRAIN_SCRATCH" not in handed_on()
+
+
+def test_a_dry_run_refuses_what_submitit_cannot(fake, capsys):
+    words = ["--dry-run", "--via", "submitit", "--", "python3", "t.py"]
+    assert submit("--container", "a.sif", *words) == 2
+    assert "in a job of submitit" in capsys.readouterr().err
+    assert submit("--launcher", "torchrun", *words) == 2
+    capsys.readouterr()
+    assert submit(*words) == 0
+    assert "submitit's own" in capsys.readouterr().err
+
+
+def test_on_this_machine_a_script_has_to_be_there_too(fake, capsys):
+    assert submit("--via", "local", "--", "python3", "none.py") == 2
+    assert "none.py is no file here" in capsys.readouterr().err
+
+
 def test_a_run_directory_of_the_shell_does_not_beat_the_jobs(fake, monkeypatch, capsys):
     monkeypatch.setenv("HPCTRAIN_RUN", "shells")
     for words in (["--run", "own"], ["--array", "0-3"]):
@@ -157,6 +184,22 @@ def test_a_folder_that_cannot_be_made(fake, capsys):
         assert submit("--output", f"{folder}/a.log", "--", "python3", "t.py") == 2
         assert f"output = {folder}/a.log" in capsys.readouterr().err
     assert not Path("script").exists()
+
+
+def test_a_folder_in_which_one_may_not_write(fake, capsys, monkeypatch):
+    Path("theirs").mkdir()
+    Path("theirs", "own.log").touch()
+    own = ("theirs/own.log", "/dev/null")
+    access = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: access(path, mode) and (mode < os.W_OK or str(path) in own)
+    )
+    for words in (["--output", "theirs/%j.log"], []):
+        assert submit(*words, "--", "python3", "t.py") == 2
+        assert "you may not write" in capsys.readouterr().err
+    assert not Path("script").exists()
+    for path in own:
+        assert submit("--output", path, "--", "python3", "t.py") == 0
 
 
 def test_a_job_whose_command_follows_the_scripts_name_is_rendered_only(fake, capsys):
@@ -361,9 +404,9 @@ def ended(word, status=0):
         (ended("FAILED", 3 << 8), 3),
         (ended("FAILED", 75 << 8), 75),
         (ended("FAILED", 76 << 8), 76),
-        (ended("CANCELLED", 15), 143),
+        (ended("CANCELLED", 15), 1),
         (ended("CANCELLED"), 1),
-        (ended("CANCELLED", 75 << 8), 75),
+        (ended("CANCELLED", 75 << 8), 1),  # 75 would mean: run me again
         (ended("TIMEOUT"), 1),
         (ended("NODE_FAIL"), 1),
         (ended("OUT_OF_MEMORY", 125 << 8), 125),

@@ -58,7 +58,7 @@ def test_what_a_job_of_submitit_cannot_have_is_refused_by_name(
     ("field", "value"),
     [
         *[("modules", ["cuda"]), ("setup", ["ulimit -n 9"]), ("conda", "env"), ("nodes", 2)],
-        ("dependency", "afterok:7"),
+        *[("dependency", "afterok:7"), ("cluster", "jz")],
     ],
 )
 def test_what_this_machine_cannot_give_is_refused_by_name(submit, no_job, field, value):
@@ -88,6 +88,13 @@ def test_wrong_calls_say_what_is_right(no_job, call, found):
     with pytest.raises(UsageError, match=found) as caught:
         call()
     assert caught.value.expected
+
+
+def test_a_python_that_goes_with_this_job_cannot_start_another(submit, no_job, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_SCRATCH", "/tmp/hpctrain-ada-7-0")
+    monkeypatch.setattr("sys.executable", "/tmp/hpctrain-ada-7-0/environment/bin/python")
+    with pytest.raises(UsageError, match="this job's own copy"):
+        submit(train, JobSpec())
 
 
 @pytest.mark.parametrize("command", ["bash x.sh", "python", "python -c 'print(1)'", "./x.py"])
