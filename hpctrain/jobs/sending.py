@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from hpctrain.jobs import script
 from hpctrain.jobs.directives import LOG, LOG_OF_ARRAY
 from hpctrain.jobs.patterns import filled
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs.starting import is_python
 
 __all__ = [
     "Sent",
@@ -22,7 +22,6 @@ __all__ = [
     "environ",
     "here",
     "is_below",
-    "is_python",
     "log_folder",
     "log_pattern",
     "log_size",
@@ -39,7 +38,6 @@ _OF_THAT_JOB = (
     *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     *("GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"),
 )
-_PYTHON = re.compile(r"python(\d+(\.\d+)?)?\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +241,6 @@ def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
     if not spec.container and not spec.setup:
         notes += _check_command(spec, env)
     return notes
-
-
-def is_python(program: str) -> bool:
-    """Whether a program is called as Python is."""
-    return bool(_PYTHON.match(os.path.basename(program)))
 
 
 def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:

@@ -13,7 +13,7 @@ from hpctrain.jobs.containers import inside
 from hpctrain.jobs.quoting import word
 from hpctrain.jobs.spec import JobSpec
 
-__all__ = ["command", "launch", "python_script"]
+__all__ = ["command", "is_python", "launch", "python_script"]
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?\Z", re.ASCII)
 
@@ -73,7 +73,7 @@ def command(spec: JobSpec) -> list[str]:
     argv: Sequence[str] = spec.argv
     if spec.elastic:
         argv = python_script(argv, "elastic")[1]
-    elif spec.launcher == "torchrun" and _is_python(argv):
+    elif spec.launcher == "torchrun" and _starts_python(argv):
         argv = python_script(argv, "torchrun")[1]
     return [word(one) for one in argv]
 
@@ -91,7 +91,7 @@ def python_script(argv: Sequence[str], user: str) -> tuple[str, Sequence[str]]:
     Raises:
         UsageError: the command is no such one.
     """
-    if not _is_python(argv):
+    if not _starts_python(argv):
         raise UsageError(
             f"{user} with the command {' '.join(argv[:3])!r}",
             "python SCRIPT … or python -m MODULE …",
@@ -100,8 +100,13 @@ def python_script(argv: Sequence[str], user: str) -> tuple[str, Sequence[str]]:
     return argv[0], argv[1:]
 
 
-def _is_python(argv: Sequence[str]) -> bool:
-    if len(argv) < 2 or not _PYTHON.match(os.path.basename(argv[0])):
+def is_python(program: str) -> bool:
+    """Whether a program is called as Python is."""
+    return bool(_PYTHON.match(os.path.basename(program)))
+
+
+def _starts_python(argv: Sequence[str]) -> bool:
+    if len(argv) < 2 or not is_python(argv[0]):
         return False
     return not argv[1].startswith("-") or (argv[1] == "-m" and len(argv) > 2)
 
@@ -111,7 +116,7 @@ def _srun(spec: JobSpec) -> str:
 
 
 def _torchrun(spec: JobSpec) -> str:
-    python = _is_python(spec.argv)
+    python = _starts_python(spec.argv)
     torchrun = f"{word(spec.argv[0])} -m torch.distributed.run" if python else "torchrun"
     within = inside(spec)
     return _TORCHRUN.format(

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs import sending
 from hpctrain.jobs.function import Function, Script, pack
 from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs.starting import is_python
 
 __all__ = ["check_launcher", "of_call", "of_command", "refuse"]
 
@@ -61,7 +61,7 @@ def of_command(spec: JobSpec) -> tuple[Script, str]:
     words = [one for one in spec.command if one != "-u"]
     module = words[1:2] == ["-m"]
     name = words[1 + module : 2 + module]
-    if not name or not sending.is_python(words[0]) or name[0].startswith("-"):
+    if not name or not is_python(words[0]) or name[0].startswith("-"):
         raise UsageError(
             f"submitit with the command {shlex.join(spec.command)!r}",
             "python X.py …, or python -m M …",
