@@ -4,6 +4,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from hpctrain._version import __version__
 from hpctrain.errors import HpctrainError
@@ -18,6 +19,32 @@ COMMANDS = (
 )
 
 
+class _Parser(argparse.ArgumentParser):
+    """One that says which option may be meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with 2."""
+        words = message.removeprefix("unrecognized arguments: ").split()
+        if words and message.startswith("unrecognized") and words[0].startswith("--"):
+            import difflib  # seldom needed
+
+            known = [
+                option
+                for parser in self._known()
+                for option, action in parser._option_string_actions.items()
+                if action.help != argparse.SUPPRESS
+            ]
+            word = words[0].partition("=")[0]
+            near = [option for option in known if option.startswith(word)]
+            near = near or difflib.get_close_matches(word, known, 1, 0.7)
+            message += f"; do you mean {near[0]}?" if near else ""
+        super().error(message)
+
+    def _known(self) -> list[argparse.ArgumentParser]:
+        choices = (action.choices for action in self._actions if isinstance(action.choices, dict))
+        return [self, *(parser for choice in choices for parser in choice.values())]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; an exit code.
 
@@ -25,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name (default: those of this process).
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="hpctrain",
         description="One PyTorch training script, unchanged, under every launcher.",
     )
@@ -34,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The one that is meant, else all for --help: importing them takes longer than most commands.
     for name in given[:1] if given[:1] and given[0] in COMMANDS else COMMANDS:
         importlib.import_module(f"hpctrain.cli.{name}").add(subparsers)
-    parsed = parser.parse_args(given)
     try:
+        parsed = parser.parse_args(given)
         code = int(parsed.command(parsed))
         sys.stdout.flush()
         return code

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs import site
-from hpctrain.jobs.spec import JobSpec
+from hpctrain.jobs import site, values
+from hpctrain.jobs.spec import JobSpec, names
 
 __all__ = ["Described", "add_job_options", "gather", "option", "spec_from"]
 
@@ -29,6 +29,12 @@ _GROUPS = {
     "what runs": ("about", "elastic"),
     "where, how long, how often": ("nodes", "output"),
 }
+# sbatch's short options, by the field that is meant.
+_SHORT = {
+    "N": "nodes", "n": "tasks_per_node", "t": "time", "p": "partition", "A": "account",
+    "c": "cpus_per_task", "J": "name", "G": "gpus_per_node", "q": "qos", "C": "constraint",
+    "d": "dependency", "a": "array", "x": "exclude",
+}  # fmt: skip
 _EXAMPLE = "hpctrain submit --nodes 2 --gpus-per-node 4 -- python train.py"
 
 
@@ -66,6 +72,23 @@ class _JobAndCommand(argparse.Action):
             parser.parse_args(words[1:], namespace)
 
 
+class _OfSbatch(argparse.Action):
+    """An option by sbatch's name: says what it is called here."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Refuse it."""
+        del parser, namespace, values
+        raise UsageError(
+            f"{option_string} is an option of sbatch's", "", f"{self.const} in its place"
+        )
+
+
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each field of JobSpec, and [JOB.toml] … [-- COMMAND …].
 
@@ -87,6 +110,20 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
             group = parser.add_argument_group(starts[one.name])
         if one.name != "command":
             _add(group, one)
+    own = {option(one.name) for one in dataclasses.fields(JobSpec)} | {"--wait", "--requeue"}
+    for name, meant in (
+        *((f"-{letter}", option(name)) for letter, name in _SHORT.items()),
+        *((f"--{name}", _spelt(text)) for name, text in values.OWN_OPTIONS.items()),
+    ):
+        if name not in own and name != "--no-requeue":
+            parser.add_argument(
+                name, action=_OfSbatch, nargs="?", const=meant, help=argparse.SUPPRESS
+            )
+
+
+def _spelt(text: str) -> str:
+    """What stands in place of an option of sbatch's, with options for the names of fields."""
+    return " ".join(option(word) if word in names() else word for word in text.split())
 
 
 def _add(group: Any, one: dataclasses.Field[Any]) -> None:
@@ -168,8 +205,8 @@ def _described(arguments: argparse.Namespace, env: Mapping[str, str]) -> Describ
     cluster = given.get("cluster", file.get("cluster", ""))
     below = site.layers(cluster, env)
     above = [site.Layer(str(arguments.job), file), site.Layer("the command line", given)]
-    values, sources = site.merged([*below, *above])
-    spec = JobSpec(**values)
+    merged, sources = site.merged([*below, *above])
+    spec = JobSpec(**merged)
     if not spec.argv and spec.launcher != "none":
         raise _no_command()
     return Described(spec, sources, site.merged(above)[0])

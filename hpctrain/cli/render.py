@@ -21,7 +21,7 @@ def add(subparsers: Any) -> None:
         description="The script that `hpctrain submit` would hand to sbatch, on standard output. "
         "It asks nobody and starts nothing.",
     )
-    parser.add_argument("-o", "--to", metavar="FILE", help="write it there instead")
+    parser.add_argument("-o", "--to", metavar="FILE", help="write it to a new file instead")
     add_job_options(parser)
     parser.set_defaults(command=_main)
 
@@ -34,7 +34,13 @@ def _main(arguments: argparse.Namespace) -> int:
         sys.stdout.buffer.flush()
         return 0
     try:
-        Path(arguments.to).write_bytes(script)
+        # What was edited by hand is not lost.
+        with Path(arguments.to).open("xb") as file:
+            file.write(script)
+    except FileExistsError:
+        raise UsageError(
+            f"-o {arguments.to}: it is there", "the name of a new file", f"rm {arguments.to}"
+        ) from None
     except OSError as error:
         raise UsageError(
             f"-o {arguments.to} cannot be written: {error}", "a file in a folder that is there"

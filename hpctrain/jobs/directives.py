@@ -26,9 +26,9 @@ def _options(spec: JobSpec) -> Iterator[tuple[str, str | None]]:
     yield "output", spec.output or (LOG_OF_ARRAY if spec.indices else LOG)
     # Or each start empties the log.
     yield "open-mode", "append"
-    if spec.signal_lead:
+    if spec.lead:
         # B: to the batch shell alone, where the trap is.
-        yield "signal", f"B:{spec.signal}@{spec.signal_lead}"
+        yield "signal", f"B:{spec.signal}@{spec.lead}"
     yield "requeue" if spec.requeue else "no-requeue", None
     if spec.elastic:
         yield "no-kill", None

@@ -61,7 +61,7 @@ exit "$code\""""
 def ending(spec: JobSpec) -> str:
     """From the end of the ranks to that of the script."""
     traps = "trap - TERM"
-    if spec.signal_lead and spec.signal != "TERM":
+    if spec.lead and spec.signal != "TERM":
         traps = f"trap '' {spec.signal}\n{traps}"
     go_on = _GO_ON.format(array='"--array=$SLURM_ARRAY_TASK_ID" ' if spec.indices else "")
     return f"{_VERDICT.format(traps=traps)}\n\n{_after(spec)}\n{go_on}"

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from collections.abc import Container
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,19 @@ def read(path: Path) -> dict[str, Any]:
     return values
 
 
-def text(spec: JobSpec) -> str:
-    """The TOML that says what a JobSpec says; defaults are left out."""
+def text(spec: JobSpec, said: Container[str] = ()) -> str:
+    """The TOML that says what a JobSpec says; defaults are left out.
+
+    Args:
+        spec: the job.
+        said: names to write also where they have their defaults, as a profile may have others.
+    """
     lines, tables = [], []
     for one in fields(spec):
         value = getattr(spec, one.name)
-        if value is None or value == one.default or value in ({}, ()):
+        if value is None or value in ({}, ()):
+            continue
+        if value == one.default and one.name not in said:
             continue
         if one.name == "sweep":
             tables.append("\n".join(f"[[sweep]]\n{_rows(dict(each))}" for each in value))

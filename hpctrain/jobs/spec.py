@@ -12,6 +12,7 @@ from hpctrain.jobs import units, values
 
 __all__ = ["BACKENDS", "LAUNCHERS", "JobSpec", "complaint", "names", "unknown"]
 
+_LEAD = 120
 LAUNCHERS = ("srun", "torchrun", "horovodrun", "none")
 BACKENDS = ("auto", "single", "ddp", "horovod", "dataparallel")
 RUNTIMES = ("apptainer", "pyxis")
@@ -22,6 +23,8 @@ MAIL_EVENTS = (
     *("TIME_LIMIT", "TIME_LIMIT_90", "TIME_LIMIT_80", "TIME_LIMIT_50", "ARRAY_TASKS"),
 )
 
+# What other tools, and the options of the command line, call a field.
+_ALSO = {"env": "environment", "module": "modules", "cpus": "cpus_per_task", "script": "command"}
 _DEPENDENCY = re.compile(r"(?:singleton|after(?:\w+)?(?::\d+(?:_\d+)?(?:\+\d+)?)+)\Z", re.ASCII)
 _ARRAY = re.compile(r"\d+(?:-\d+(?::[1-9]\d*)?)?(?:,\d+(?:-\d+(?::[1-9]\d*)?)?)*\Z", re.ASCII)
 _TAR = re.compile(r"\.(tar(\.\w+)?|t(gz|xz|bz2|zst))\Z", re.ASCII)
@@ -108,14 +111,15 @@ class JobSpec:
         "EVENTS",
     )
     output: str = _field(
-        values.line, "", "log file, with Slurm's patterns (default: %%x-%%j.log)", "PATTERN"
+        values.log, "", "log file, with Slurm's patterns (default: %%x-%%j.log)", "PATTERN"
     )
 
     signal: str = _field(values.one_of(SIGNALS), "USR2", "what tells the script to save", "NAME")
-    signal_lead: int = _field(
+    signal_lead: int | None = _field(
         values.whole(0, 65535),
-        120,
-        "seconds before the end of the time to save in; 0: none",
+        None,
+        "seconds before the end of the time to save in (default: 120, or half of a shorter time); "
+        "0: none",
         "SECONDS",
     )
     requeue: bool = _field(values.flag, True, "start again what was stopped")
@@ -174,6 +178,13 @@ class JobSpec:
     def tasks(self) -> int:
         """The number of ranks on each node."""
         return self.tasks_per_node or self.gpus or 1
+
+    @property
+    def lead(self) -> int:
+        """Seconds before the end of the time at which the ranks are told to save; 0 for never."""
+        if self.signal_lead is not None:
+            return self.signal_lead
+        return min(_LEAD, units.seconds(self.time) // 2) if self.time else _LEAD
 
     @property
     def title(self) -> str:
@@ -253,8 +264,8 @@ class JobSpec:
                 "a tar archive, such as env.tar.gz",
             ),
             (
-                self.time and self.signal_lead >= units.seconds(self.time),
-                f"signal_lead = {self.signal_lead} and time = {self.time}",
+                self.time and self.lead >= units.seconds(self.time),
+                f"signal_lead = {self.lead} and time = {self.time}",
                 "less than the whole time, in seconds",
             ),
         )
@@ -266,13 +277,15 @@ def names() -> list[str]:
 
 
 def unknown(given: Sequence[str]) -> list[tuple[str, str]]:
-    """A problem for each name that is none of JobSpec's."""
+    """A problem for each name that is none of JobSpec's; the last one lists those that are."""
     problems = []
     for name in given:
         if name not in names():
+            own = values.OWN_OPTIONS.get(str(name).replace("_", "-")) or _ALSO.get(str(name))
             near = difflib.get_close_matches(str(name).replace("-", "_"), names(), 1)
-            guess = f"{near[0]}; " if near else ""
-            problems.append((f"{_shown(name)}", f"{guess}one of {', '.join(names())}"))
+            problems.append((_shown(name), own or (near[0] if near else "another name")))
+    if problems:
+        problems[-1] = (problems[-1][0], f"{problems[-1][1]}; all names: {', '.join(names())}")
     return problems
 
 

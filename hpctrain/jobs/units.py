@@ -51,11 +51,12 @@ def memory(text: str) -> str:
     """A size of memory as sbatch takes it: a number and K, M, G or T. 0 is all that a node has.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none; also without a unit, which Slurm takes for megabytes.
     """
-    if not (match := _MEMORY.match(text.strip())):
-        raise ValueError("a size such as 64G, or 0 for all that a node has")
-    return match[1] + (match[2].upper() or ("M" if int(match[1]) else ""))
+    match = _MEMORY.match(text.strip())
+    if not match or (int(match[1]) and not match[2]):
+        raise ValueError("a size with its unit such as 64G, or 0 for all that a node has")
+    return match[1] + (match[2].upper() if int(match[1]) else "")
 
 
 def gpu_count(text: str) -> int:

@@ -110,6 +110,14 @@ def line(value: Any) -> str:
     return text
 
 
+def log(value: Any) -> str:
+    """The name of a log file, in which nobody expands what a shell would."""
+    text = line(value)
+    if text.startswith("~") or "$" in text:
+        raise ValueError("a path as it is, without ~ and $: Slurm is no shell")
+    return text
+
+
 def name(value: Any) -> str:
     """Of files as well: Slurm's %x, and the run directory."""
     text = line(value)
@@ -208,9 +216,9 @@ def extra(value: Any) -> dict[str, str | bool]:
         if not isinstance(name, str) or not _OPTION.match(name):
             raise ValueError(f"options of sbatch by their long names, not {name!r}")
         # sbatch takes the beginning of an option for the whole.
-        own = next((one for one in sorted(_OWN_OPTIONS) if one.startswith(name)), None)
+        own = next((one for one in sorted(OWN_OPTIONS) if one.startswith(name)), None)
         if own is not None:
-            raise ValueError(f"no {name}: that is {_OWN_OPTIONS[own]}")
+            raise ValueError(f"no {name}: that is {OWN_OPTIONS[own]}")
         taken[name] = content if isinstance(content, bool) else line(_value(content))
     return taken
 
@@ -257,7 +265,7 @@ def _value(value: Any) -> str:
 
 
 # What has a field of its own, so that nothing is said twice.
-_OWN_OPTIONS = {
+OWN_OPTIONS = {
     "job-name": "name", "comment": "comment", "chdir": "the folder in which it is submitted",
     "nodes": "nodes", "ntasks-per-node": "tasks_per_node", "ntasks": "nodes and tasks_per_node",
     "gpus-per-node": "gpus_per_node", "gpus": "gpus_per_node", "mem": "memory",

@@ -6,6 +6,8 @@ import sys
 import launches
 import pytest
 
+from hpctrain.cli import main
+
 BARE = (
     "import sys; sys.path.insert(0, sys.argv.pop(1));"
     "from hpctrain.__main__ import main; code = main();"
@@ -46,3 +48,21 @@ def test_a_command(tmp_path, arguments, code, told):
     assert done.returncode == code, done.stderr
     assert told in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--nods", "2"), "do you mean --nodes?"),
+        (("--mem", "4G"), "--mem is an option of sbatch's\n  to mend:  --memory in its place"),
+        (("-N", "2"), "--nodes in its place"),
+        (("--ntasks=4",), "--nodes and --tasks-per-node in its place"),
+    ],
+)
+def test_an_option_that_is_none_comes_with_the_one_that_is_meant(words, hint, capsys):
+    try:
+        code = main(["submit", *words, "--dry-run", "--", "true"])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert hint in capsys.readouterr().err

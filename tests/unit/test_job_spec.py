@@ -45,7 +45,7 @@ def test_what_is_no_time(text):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("64G", "64G"), ("64gb", "64G"), ("64GiB", "64G"), ("500", "500M"), ("0", "0"), ("2T", "2T")],
+    [("64G", "64G"), ("64gb", "64G"), ("64GiB", "64G"), ("500M", "500M"), ("0", "0"), ("2T", "2T")],
 )
 def test_sizes_of_memory(text, expected):
     assert JobSpec(memory=text).memory == expected
@@ -91,6 +91,9 @@ def test_all_problems_come_at_once_with_what_was_expected():
         ({"partition": "a" * 1001}, "at most 1000 bytes"),
         ({"environment": {"SLURM_PROCID": "1"}}, "'SLURM_PROCID'"),
         ({"environment": {"A": "x\0"}}, "text without NUL"),
+        ({"memory": "64"}, "a size with its unit"),
+        ({"output": "~/logs/%j"}, "without ~ and $"),
+        ({"output": "$HOME/%j"}, "without ~ and $"),
         ({"extra": {"no-req": True}}, "no no-req: that is requeue"),
         ({"extra": {"gpus": 4}}, "no gpus: that is gpus_per_node"),
         ({"sweep": {"lr": []}}, "a list of values"),
@@ -129,13 +132,29 @@ def test_a_sweep_is_a_grid_or_a_list():
     )
 
 
-@pytest.mark.parametrize("name", ["node", "gpus-per-node", "x"])
-def test_a_name_that_is_none_comes_with_the_valid_ones(name):
-    ((found, expected),) = unknown([name])
-    assert repr(name) == found
-    assert expected.endswith(", ".join(names()))
-    near = {"node": "nodes; ", "gpus-per-node": "gpus_per_node; ", "x": "one of "}[name]
-    assert expected.startswith(near)
+def test_names_that_are_none_come_with_what_may_be_meant_and_once_with_all():
+    given = ["node", "gpus-per-node", "mem", "env", "nodes", "x"]
+    found = dict(unknown(given))
+    assert [name for name in given if repr(name) not in found] == ["nodes"]
+    assert found["'node'"] == "nodes"
+    assert found["'gpus-per-node'"] == "gpus_per_node"
+    assert found["'mem'"] == "memory"
+    assert found["'env'"] == "environment"
+    assert found["'x'"] == f"another name; all names: {', '.join(names())}"
+
+
+def test_a_short_job_is_told_to_save_at_its_half():
+    assert JobSpec().lead == JobSpec(time="4h").lead == 120
+    assert JobSpec(time="2m").lead == 60
+    assert JobSpec(time="2m", signal_lead=0).lead == 0
+
+
+def test_what_was_said_is_kept_also_where_it_is_the_default():
+    spec = JobSpec(command="x", nodes=1, requeue=True, partition="a")
+    assert "nodes" not in files.text(spec)
+    assert files.text(spec, {"nodes", "requeue"}).splitlines()[1:] == [
+        "nodes = 1", 'partition = "a"', "requeue = true",
+    ]  # fmt: skip
 
 
 def test_backends_are_those_that_there_are():
