@@ -1,6 +1,8 @@
 """`hpctrain lint`: what is wrong with a batch script, before Slurm sees it."""
 
 import argparse
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,15 +32,24 @@ def add(subparsers: Any) -> None:
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    texts = [(name, _text(name)) for name in arguments.scripts]
     code = 0
-    for name, text in texts:
+    errors = []
+    for name in arguments.scripts:
+        try:
+            text = _text(name)
+        except UsageError as error:
+            errors.append(error)
+            continue
         for finding in lint(text, Path.cwd()):
             code = 1
             place = f"{'standard input' if name == '-' else name}:{finding.line}"
             sys.stdout.write(
                 f"{place}: {finding.rule}: {finding.reason}\n  to mend:  {finding.fix}\n"
             )
+    if errors:
+        sys.stdout.flush()
+        several = UsageError("\n".join(map(str, errors)))
+        raise errors[0] if len(errors) == 1 else several
     return code
 
 
@@ -64,8 +75,28 @@ def _text(name: str) -> str:
     if b"\0" in read:
         raise UsageError(f"{name} is no text", "a batch script, which has no NUL byte")
     text = read.decode(errors="backslashreplace")
+    directives = re.search(r"^#SBATCH", text, re.MULTILINE)
+    if name.endswith(".toml") or (name.endswith(".py") and not directives):
+        raise _of_another_command(name)
     if not text.startswith("#!") and "#SBATCH" not in text:
         raise UsageError(
             f"{name} has neither #! nor #SBATCH", "a batch script", "put #!/bin/bash on top of it"
         )
     return text
+
+
+def _of_another_command(name: str) -> UsageError:
+    """A training script or a JOB.toml, to which #!/bin/bash would do harm."""
+    quoted = shlex.quote(name)
+    script = "a batch script, for sbatch"
+    if name.endswith(".toml"):
+        return UsageError(
+            f"{name} is no batch script",
+            script,
+            f"hpctrain render {quoted} | hpctrain lint -, or hpctrain submit {quoted}",
+        )
+    return UsageError(
+        f"{name} is a Python script without #SBATCH lines, and no batch script",
+        script,
+        f"hpctrain submit -- python {quoted}",
+    )

@@ -45,11 +45,16 @@ WRONG = {
     "gpu-isolation-bind": 6,
     "gpu-isolation": 6,
     "gpus-by-hand": 5,
+    "hosts-apart-address": 6,
+    "hosts-apart-endpoint": 5,
+    "hosts-apart-one-node": 7,
+    "hosts-apart": 6,
     "log-folder-missing-job": 3,
     "log-folder-missing": 3,
     "log-truncated": 3,
     "memory-in-megabytes": 3,
     "memory-twice": 4,
+    "missing-srun-alone": 5,
     "missing-srun-one-node": 7,
     "missing-srun-torchrun": 5,
     "missing-srun": 10,
@@ -224,6 +229,44 @@ def test_a_misspelt_option_comes_with_the_nearest(given, meant):
     (finding,) = lint(f"#!/bin/bash\n#SBATCH {given}\n", Path("/nowhere"))
     assert finding.rule == "unknown-option"
     assert meant in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("asked", "command", "typed"),
+    [
+        # Alone, srun in front of it would train once on each host.
+        ("--ntasks-per-node=1", "torchrun --nproc-per-node 2 a.py --lr 1", "2 a.py --lr 1"),
+        ("-n 8 -c 4", "torchrun --standalone --nproc-per-node=4 a.py", "--cpus-per-task=16 "),
+        ("-n 2", "torchrun --nnodes 2 --node-rank $SLURM_NODEID -m a", " -m a"),
+        ("-n 2", "python -m torch.distributed.run --master-addr=localhost a.py", "run --nnodes="),
+        ("-n 2", 'torchrun --nnodes=2 --rdzv-endpoint="$head:1" a.py', "torchrun --nnodes=2 --rdz"),
+        ("-n 2", "accelerate launch a.py", "--num_machines=$SLURM_JOB_NUM_NODES"),
+        ("-n 2 -c 4", "python a.py", '--cpus-per-task="$SLURM_CPUS_PER_TASK" python a.py'),
+        ("-n 2", "python a.py --rank $SLURM_PROCID", "bash -c 'python a.py --rank $SLURM_PROCID'"),
+    ],
+)
+def test_what_missing_srun_tells_to_type_is_right(asked, command, typed):
+    script = f"#!/bin/bash\n#SBATCH -N 2 {asked}\n"
+    (finding,) = lint(script + command, Path("/nowhere"))
+    assert finding.rule == "missing-srun"
+    assert typed in finding.fix
+    assert ("--rdzv-backend=c10d" in finding.fix) == ("torch" in command and "head" not in command)
+    assert rules(script + finding.fix) == []
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "srun -K torchrun --nnodes=2 a.py",
+        "srun -K torchrun --nnodes=2 --master-addr 127.0.0.1 a.py",
+        "srun -K torchrun --standalone --nproc_per_node $GPUS a.py $OPTIONS",
+        "srun -K -N 2 --ntasks-per-node=1 apptainer exec a.sif torchrun a.py",
+        "srun -K bash -c 'module load x; torchrun --nnode 1 a.py'",
+        "MASTER_ADDR=localhost srun -K python a.py",
+    ],
+)
+def test_hosts_that_do_not_meet(step):
+    assert rules(f"#!/bin/bash\n#SBATCH -N 2\n{step}\n") == ["hosts-apart"]
 
 
 def commands(text):
@@ -401,6 +444,34 @@ def test_wrong_use(content, said, tmp_path):
     assert caught.value.exit_code == 2
 
 
+def test_the_findings_of_the_others_are_shown_where_a_file_is_missing(tmp_path, capsys):
+    wrong = tmp_path / "wrong.sh"
+    wrong.write_text("#!/bin/bash\n#SBATCH --time=24h\n")
+    with pytest.raises(UsageError, match=r"nothere\.sh cannot be read"):
+        run(wrong, tmp_path / "nothere.sh", wrong)
+    found = capsys.readouterr().out
+    assert found.count("directive-refused") == 2
+    with pytest.raises(UsageError, match=r"(?s)a\.sh cannot be read.*b\.sh cannot be read"):
+        run(tmp_path / "a.sh", tmp_path / "b.sh")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "typed"),
+    [
+        ("train.py", "import torch\n", "hpctrain submit -- python "),
+        ("train.py", "#!/usr/bin/env python3\nimport torch\n", "hpctrain submit -- python "),
+        ("job.toml", "command = 'python train.py'\n", "hpctrain render "),
+    ],
+)
+def test_files_of_other_commands(name, text, typed, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UsageError, match="no batch script") as caught:
+        run(path)
+    assert caught.value.fix.startswith(f"{typed}{path}")
+    assert "#!/bin/bash" not in str(caught.value)
+
+
 def test_bytes_that_are_no_utf8_are_read(tmp_path, capsys):
     path = tmp_path / "job.sh"
     path.write_bytes(b"#!/bin/bash\n#SBATCH --job-name=\xe9$USER\n# \xff\x1b[31m\n")
@@ -421,6 +492,17 @@ def test_bytes_that_are_no_utf8_are_read(tmp_path, capsys):
         "#SBATCH -N 2\nsrun -luK python a.py",
         "#SBATCH -N 2\nsrun -lK1 -n2 python a.py",
         "#SBATCH -N 2\nexport SLURM_KILL_BAD_EXIT=1\nsrun python a.py",
+        # How the hosts meet may be said elsewhere, and another training on each may be meant.
+        "#SBATCH -N 2\nsrun -K torchrun $OPTIONS a.py",
+        '#SBATCH -N 2\nsrun -K torchrun "${OPTIONS[@]}" a.py',
+        "#SBATCH -N 2\nexport PET_NNODES=2 PET_RDZV_ENDPOINT=$head\nsrun -K torchrun a.py",
+        "#SBATCH -N 2\nif x; then srun -K torchrun --standalone a.py; fi",
+        "#SBATCH -N 2\nsrun -K bash -c 'torchrun --standalone a.py --seed $SLURM_PROCID'",
+        "#SBATCH -N 2\nsrun -K -n1 -N1 torchrun a.py",
+        "#SBATCH -N 1 -n 4\nexport MASTER_ADDR=localhost\nsrun -K python a.py",
+        "#SBATCH -N 2\nexport MASTER_ADDR=localhost\nsrun -K bash -c 'MASTER_ADDR=a python a.py'",
+        "#SBATCH -N 2\nexport MASTER_ADDR=localhost\nif x; then MASTER_ADDR=$head; fi\n"
+        "srun -K python a.py",
         # MPI ends its own ranks.
         "#SBATCH -N 2\nsrun ./a.out",
         # One task with several GPUs may be right.

@@ -6,7 +6,13 @@ script's commands, options on the command line, the site's configuration) it lea
 
 from pathlib import Path
 
-from hpctrain.jobs.lint import about_directives, about_environment, about_signals, about_steps
+from hpctrain.jobs.lint import (
+    about_directives,
+    about_environment,
+    about_hosts,
+    about_signals,
+    about_steps,
+)
 from hpctrain.jobs.lint.findings import Finding
 from hpctrain.jobs.lint.job import load
 
@@ -16,6 +22,7 @@ __all__ = ["Finding", "lint"]
 RULES = (
     *about_directives.RULES,
     *about_steps.RULES,
+    *about_hosts.RULES,
     *about_signals.RULES,
     *about_environment.RULES,
 )

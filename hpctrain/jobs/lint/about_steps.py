@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from hpctrain.jobs.lint.about_hosts import OF_A_TASK, srun_of_agents
 from hpctrain.jobs.lint.findings import Finding, shown
 from hpctrain.jobs.lint.job import Job
 from hpctrain.jobs.lint.launches import Launch
@@ -27,9 +28,17 @@ def missing_srun(job: Job) -> Iterator[Finding]:
                 one.command.line,
                 "missing-srun",
                 f"this starts {shown(one.argv[0])} {where} only: Slurm runs a batch script once",
-                f"srun --kill-on-bad-exit=1 {shown(' '.join(one.argv))}",
+                srun_of_agents(job, one) if one.kind == "agent" else _with_srun(job, one),
             )
             return
+
+
+def _with_srun(job: Job, one: Launch) -> str:
+    srun, command = "srun --kill-on-bad-exit=1", shown(" ".join(one.argv))
+    if (job.options.number("cpus-per-task") or 1) > 1:
+        srun += ' --cpus-per-task="$SLURM_CPUS_PER_TASK"'
+    # The batch shell would replace such a variable by 0, for all tasks.
+    return f"{srun} bash -c '{command}'" if OF_A_TASK.search(command) else f"{srun} {command}"
 
 
 def tasks_and_gpus(job: Job) -> Iterator[Finding]:

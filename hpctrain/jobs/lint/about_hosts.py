@@ -1,0 +1,187 @@
+"""Rules on the hosts of a step: whether the ranks on them meet, and the line with which they do."""
+
+import itertools
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hpctrain.jobs.lint.bash import read
+from hpctrain.jobs.lint.findings import Finding, shown
+from hpctrain.jobs.lint.job import Job
+from hpctrain.jobs.lint.launches import Launch, launches
+from hpctrain.jobs.lint.variables import Variables
+
+__all__ = ["OF_A_TASK", "RULES", "srun_of_agents"]
+
+#: A variable of Slurm's that differs from task to task.
+OF_A_TASK = re.compile(r"\$\{?SLURM_(PROCID|LOCALID|NODEID)\b")
+_MODULES = frozenset(("torch.distributed.run", "torch.distributed.launch"))
+# Options of torchrun that have no value; all others have one.
+_FLAGS = frozenset(
+    ("standalone", "no-python", "run-path", "use-env", "virtual-local-rank", "h", "help")
+)
+_MEETING = frozenset(
+    (
+        *("nnodes", "node-rank", "standalone", "rdzv-backend", "rdzv-endpoint"),
+        *("master-addr", "master-port"),
+    )
+)
+_LOOPBACK = re.compile(r"(localhost|127\.[\d.]+|::1|\[::1\])(:\d+)?\Z")
+_FIRST_HOST = "$(scontrol show hostnames | head -n 1)"
+_MEET = (
+    '--nnodes="$SLURM_JOB_NUM_NODES" --rdzv-backend=c10d '
+    f'--rdzv-endpoint="{_FIRST_HOST}:$((20000 + SLURM_JOB_ID % 10000))"'
+)
+
+
+@dataclass(frozen=True)
+class _Torchrun:
+    """A call of torchrun.
+
+    Attributes:
+        name: the words up to its name.
+        options: that say how its agents meet, by name with hyphens.
+        others: all other words.
+    """
+
+    name: list[str]
+    options: dict[str, str]
+    others: list[str]
+
+    @property
+    def alone(self) -> bool:
+        """Whether its agent waits for no other."""
+        return self.options.get("nnodes", "1") in ("1", "1:1") or "standalone" in self.options
+
+    @property
+    def meets_itself(self) -> bool:
+        """Whether each agent looks for the others on its own host, as torchrun does unasked."""
+        where = self.options.get("rdzv-endpoint") or self.options.get("master-addr")
+        return not where or bool(_LOOPBACK.match(where))
+
+    @property
+    def mended(self) -> str:
+        """The line with which the agents of all hosts meet."""
+        return f"{shown(' '.join(self.name))} {_MEET} {shown(' '.join(self.others))}"
+
+
+def _torchrun(argv: Sequence[str]) -> _Torchrun | None:
+    """The torchrun in a command; None where there is none, or its options are not all known."""
+    for index, word in enumerate(argv):
+        module = word in _MODULES and argv[max(index - 1, 0)] == "-m"
+        if module or os.path.basename(word) == "torchrun":
+            return _parsed(list(argv[: index + 1]), list(argv[index + 1 :]))
+    for option, text in itertools.pairwise(argv):
+        if re.match(r"-[a-z]*c\Z", option):
+            shell = read(text)
+            for one in launches(shell, Variables(shell)):
+                if one.kind == "agent" and not one.by:
+                    return _torchrun(one.argv)
+    return None
+
+
+def _parsed(name: list[str], rest: list[str]) -> _Torchrun | None:
+    options: dict[str, str] = {}
+    others: list[str] = []
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "--module", "--"):
+        taken = [rest.pop(0)]
+        option, equals, value = taken[0].partition("=")
+        option = option.lstrip("-").replace("_", "-")
+        # argparse takes the beginning of a name as well.
+        option = "nnodes" if option.startswith("nn") else option
+        if not equals and option not in _FLAGS and rest:
+            value = rest.pop(0)
+            taken.append(value)
+        if option in _MEETING:
+            options[option] = value
+        else:
+            others += taken
+    # Else it is a variable that may hold more options, or the end of an expansion that was cut.
+    if not rest or not (rest[0].startswith("-") or rest[0].endswith(".py")):
+        return None
+    return _Torchrun(name, options, others + rest)
+
+
+def srun_of_agents(job: Job, one: Launch) -> str:
+    """The line that starts torchrun or its like, which had no srun, on all hosts of a job.
+
+    Args:
+        one: of kind "agent".
+    """
+    srun = 'srun --kill-on-bad-exit=1 --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'
+    cpus = job.options.number("cpus-per-task")
+    if cpus and cpus > 1:
+        # One agent has the CPUs of all tasks of its host.
+        srun += f" --cpus-per-task={cpus * (job.tasks_per_node or 1)}"
+    command = shown(" ".join(one.argv))
+    if os.path.basename(one.argv[0]) == "accelerate":
+        return (
+            f"{srun} bash -c 'accelerate launch --num_machines=$SLURM_JOB_NUM_NODES "
+            "--machine_rank=$SLURM_NODEID --main_process_ip=FIRST_HOST --main_process_port=PORT …'"
+        )
+    found = _torchrun(one.argv)
+    if found:
+        meets = not found.alone and not found.meets_itself
+        tells = "node-rank" in found.options
+        return f"{srun} {command if meets and not tells else found.mended}"
+    # Its options are not known, and may be right.
+    return f"{srun} {command}, where it has {_MEET}"
+
+
+def hosts_apart(job: Job) -> Iterator[Finding]:
+    """torch.distributed.run, Usage, and torch.distributed, Environment variable initialization.
+
+    Without --nnodes an agent waits for no other, and 127.0.0.1, where torchrun meets unasked, is
+    another host on each.
+    """
+    for one in job.steps:
+        total, each = job.step_tasks(one)
+        several = (
+            total and each and total > each and not {"nodelist", "relative"} & set(one.options)
+        )
+        # Another training on each host may be meant, and options may come from the environment.
+        meant = OF_A_TASK.search(" ".join(one.program)) or "PET_" in job.text
+        if not several or one.command.conditional:
+            continue
+        if one.kind == "python":
+            yield from _address(job, one)
+        elif one.kind == "agent" and not meant and (found := _torchrun(one.program)):
+            yield from _agents(one, found)
+
+
+def _agents(one: Launch, found: _Torchrun) -> Iterator[Finding]:
+    if found.alone or found.meets_itself:
+        yield Finding(
+            one.command.line,
+            "hosts-apart",
+            "srun starts torchrun on several hosts, and without --nnodes each host trains alone, "
+            "and writes the same files"
+            if found.alone
+            else "each host's torchrun looks for the others on its own host, and finds nobody",
+            f"srun … {found.mended}",
+        )
+
+
+def _address(job: Job, one: Launch) -> Iterator[Finding]:
+    """A MASTER_ADDR that is another host on each."""
+    value = job.variables.get("MASTER_ADDR")
+    line, text = one.command.line, ""
+    if value and "MASTER_ADDR" in job.variables.exported:
+        line, text = value.line, value.text
+    for word in one.command.assignments:
+        name, _, inline = word.text.partition("=")
+        if name == "MASTER_ADDR":
+            line, text = word.line, inline
+    # A program may set it anew, as bash -c 'MASTER_ADDR=…' does.
+    if _LOOPBACK.match(text) and not any("MASTER_ADDR" in word for word in one.program):
+        yield Finding(
+            line,
+            "hosts-apart",
+            f"MASTER_ADDR is {shown(text)}, which on each host is that host itself: its ranks do "
+            "not find those of the others",
+            f'export MASTER_ADDR="{_FIRST_HOST}"',
+        )
+
+
+RULES = (hosts_apart,)
