@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 from typing import Any
 
 from hpctrain import rundir, slurm
@@ -50,10 +51,11 @@ def _cancel(one: naming.Named) -> None:
             continue
         steps = rundir.RunDirectory(run).steps()
         if steps:
-            _say(f"{plain(str(run))} keeps its checkpoints, the newest of step {steps[-1]}")
-            _say(
-                "to go on: the same hpctrain submit, with --run and that folder, and --resume last"
-            )
+            # It saves once more on its way out.
+            newest = f"the newest of step {steps[-1]} or later"
+            path = plain(str(run))
+            _say(f"{path} keeps its checkpoints, {newest}")
+            _say(f"to go on: hpctrain submit … --run {shlex.quote(path)} -- … --resume")
         else:
             _say(f"{plain(str(run))} has no checkpoint yet")
 

@@ -8,7 +8,7 @@ from hpctrain import rundir, slurm
 from hpctrain.cli.printing import put
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs import naming
-from hpctrain.jobs.reasons import plain
+from hpctrain.jobs.reasons import explained, plain
 
 __all__ = ["add"]
 
@@ -43,6 +43,12 @@ def _chosen(one: naming.Named) -> list[slurm.Job]:
     """The job itself; of an array the tasks that run, and those that failed."""
     chosen = [job for job in one.jobs if job.label == one.label]
     chosen = chosen or [job for job in one.jobs if job.word not in _LEFT_ALONE]
+    if refused := [job for job in chosen if job.refused]:
+        raise UsageError(
+            f"job {refused[0].label} never started: {explained(refused[0])}",
+            "a job that runs, or has ended lately",
+            "hpctrain submit, with what Slurm can give",
+        )
     if chosen and chosen[0].word != "PENDING":
         return chosen
     if any(job.word == "PENDING" for job in one.jobs):

@@ -76,7 +76,7 @@ def _without_slurm(words: list[str]) -> int:
         runs = [naming.named(word, (), os.environ).run for word in words]
         paths = [run for run in runs if run is not None]
     else:
-        paths = naming.runs()
+        paths = [path for path in naming.runs() if not path.name.startswith(".")]
     rows = [overview.row_of_run(path, progress.label_of(path)) for path in paths]
     _show(rows, "and there are no runs below ./runs")
     return rundir.DONE

@@ -14,6 +14,7 @@ from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["add"]
 
+_MOST_LOGS = 10
 _DETACHED = 130  # as a shell has it for what Ctrl-C ends
 
 
@@ -58,7 +59,7 @@ def _main(arguments: argparse.Namespace) -> int:
         raise UsageError("--follow with --via submitit", "its log is read by Python: job.logs()",
                          "--wait in place of --follow")  # fmt: skip
     if arguments.save is not None:
-        _save(arguments.save, described.own)
+        _save(arguments.save, described)
     if arguments.dry_run:
         return _dry_run(described, arguments.via)
     if arguments.via == "local":
@@ -72,7 +73,7 @@ def _main(arguments: argparse.Namespace) -> int:
     sys.stdout.flush()
     if not (arguments.wait or arguments.follow):
         return 0
-    return _wait(spec, job, arguments.follow, log)
+    return _wait(spec, job, arguments, log)
 
 
 def _submit(spec: JobSpec, via: str) -> str:
@@ -86,12 +87,12 @@ def _submit(spec: JobSpec, via: str) -> str:
     return sent.job
 
 
-def _save(path: str, spec: JobSpec) -> None:
+def _save(path: str, described: Described) -> None:
     from hpctrain import rundir  # here, as below: submitting is to take no longer than it must
     from hpctrain.jobs import files
 
     try:
-        rundir.create(Path(path), files.text(spec))
+        rundir.create(Path(path), files.text(described.own, described.said))
     except FileExistsError:
         raise UsageError(f"--save {path}: it is there", "the name of a new file") from None
     except OSError as error:
@@ -120,6 +121,7 @@ def _dry_run(described: Described, via: str) -> int:
     if via == "local":
         _say("would run this script here, by bash")
         return 0
+    sending.check_folders(spec, os.environ)
     if folder := sending.log_folder(spec, os.environ):
         _say(f"would make the folder {folder}" if not folder.is_dir() else f"logs in {folder}")
     _say(f"would submit this script in {os.getcwd()}: " + (
@@ -132,14 +134,14 @@ def _dry_run(described: Described, via: str) -> int:
     return 0
 
 
-def _wait(spec: JobSpec, job: str, follow: bool, log_size: int) -> int:
+def _wait(spec: JobSpec, job: str, arguments: argparse.Namespace, log_size: int) -> int:
     """Until the job has ended; its exit code."""
     from hpctrain.jobs import following
 
     log = None
-    if follow and spec.indices:
+    if arguments.follow and spec.indices:
         _say("several tasks: their table at the end, in place of a log")
-    elif follow:
+    elif arguments.follow:
         log = following.Log(sending.log_pattern(spec), log_size, sys.stderr.buffer)
     try:
         outcomes = following.wait(job, os.environ, _say, log)
@@ -154,7 +156,25 @@ def _wait(spec: JobSpec, job: str, follow: bool, log_size: int) -> int:
     code = following.worst(outcomes)
     states = ", ".join(sorted({one.word.lower() for one in outcomes}))
     _say(f"job {job} has ended: {states}, exit code {code}")
+    _say_logs(spec, job, arguments.via, outcomes)
     return code
+
+
+def _say_logs(spec: JobSpec, job: str, via: str, outcomes: Any) -> None:
+    """Where to read why: the logs of what has not completed."""
+    from hpctrain.jobs import following, kept, overview
+
+    failed = [one for one in outcomes if one.exit_code]
+    if failed and via == "submitit":
+        _say(f"its logs are in {overview.place(kept.find(job))}")
+        return
+    pattern = sending.log_pattern(spec)
+    logs = [(one.label, following.log_path(pattern, one.job)) for one in failed if one.job]
+    there = [(label, log) for label, log in logs if log is not None and os.path.exists(log)]
+    for label, log in there[:_MOST_LOGS]:
+        _say(f"log of job {label}: {overview.place(log)}")
+    if len(there) > _MOST_LOGS:
+        _say(f"and {len(there) - _MOST_LOGS} more")
 
 
 def _say_table(spec: JobSpec, job: str, outcomes: Any) -> None:

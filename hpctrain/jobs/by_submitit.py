@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain import gpus, rundir, variables
+from hpctrain import gpus, variables
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs import function, sending, site, units
 from hpctrain.jobs.function import Function, Rank, Script
@@ -179,19 +179,20 @@ def _to_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[str, s
         raise UsageError(
             f"nodes = {spec.nodes} via 'local'", "nodes = 1", "dataclasses.replace(spec, nodes=1)"
         )
-    run = _run(spec, env, rundir.default(spec.title, None))
     # submitit sets this one itself, and counts from 0.
     devices = {gpus.CUDA: _gpus(spec, env)}
-    told = {variables.RUN: os.fspath(run), variables.SECRET: secrets.token_hex(16)}
-    seconds = units.seconds(spec.time) if spec.time else _MOST_SECONDS
     python = shlex.quote(os.path.join(os.path.abspath(spec.venv), "bin", "python"))
     clean = variables.scrubbed(sending.environ(spec, env)[0])
-    with new_folder() as folder, _environ({**clean, **spec.environment, **told}):
-        executor = submitit.LocalExecutor(folder, python=python if spec.venv else None)
-        executor.update_parameters(
-            tasks_per_node=spec.tasks, timeout_min=seconds / 60, signal_delay_s=spec.signal_lead
-        )
-        live = executor.submit(Rank(work, devices, warned=signal.SIGUSR2))
+    seconds = units.seconds(spec.time) if spec.time else _MOST_SECONDS
+    with new_folder() as folder:
+        run = _run(spec, env, _default(spec, folder))
+        told = {variables.RUN: os.fspath(run), variables.SECRET: secrets.token_hex(16)}
+        with _environ({**clean, **spec.environment, **told}):
+            executor = submitit.LocalExecutor(folder, python=python if spec.venv else None)
+            executor.update_parameters(
+                tasks_per_node=spec.tasks, timeout_min=seconds / 60, signal_delay_s=spec.lead
+            )
+            live = executor.submit(Rank(work, devices, warned=signal.SIGUSR2))
         number, began = live.job_id, started(int(live.job_id))
         kept = Kept(folder, number, "local", spec.tasks, run, spec.title, began)
         kept.write()
@@ -199,12 +200,10 @@ def _to_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[str, s
 
 
 def _to_this_process(work: Function | Script, spec: JobSpec, env: Mapping[str, str]) -> Job:
-    run = _run(spec, env, rundir.default(spec.title, None))
-    with (
-        new_folder() as folder,
-        _environ({**env, **spec.environment, variables.RUN: os.fspath(run)}),
-    ):
-        live = submitit.DebugExecutor(folder).submit(function.run, work)
+    with new_folder() as folder:
+        run = _run(spec, env, _default(spec, folder))
+        with _environ({**env, **spec.environment, variables.RUN: os.fspath(run)}):
+            live = submitit.DebugExecutor(folder).submit(function.run, work)
     return Job(Kept(folder, live.job_id, "debug", 1, run, spec.title), env, live)
 
 
@@ -226,6 +225,11 @@ def _gpus(spec: JobSpec, env: Mapping[str, str]) -> str:
             f"dataclasses.replace(spec, gpus_per_node={len(there)}, tasks_per_node=…)",
         )
     return ",".join(there[: spec.gpus])
+
+
+def _default(spec: JobSpec, folder: Path) -> str:
+    """Named as the job's folder, which is new: another job may be submitted in this second."""
+    return f"runs/{spec.title}-{folder.name}"
 
 
 def _run(spec: JobSpec, env: Mapping[str, str], default: str) -> Path:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,11 +34,13 @@ class Outcome:
         label: 70, or 70_3.
         word: its state in Slurm's words; "unknown to Slurm" where it was forgotten meanwhile.
         exit_code: of the job, or 1 where it did not complete and left none.
+        job: what Slurm said of it last, where it said something.
     """
 
     label: str
     word: str
     exit_code: int
+    job: slurm.Job | None = field(default=None, compare=False)
 
 
 class Log:
@@ -195,17 +197,18 @@ def _outcomes(
     env: Mapping[str, str],
 ) -> list[Outcome]:
     """What Slurm said last; what it has forgotten meanwhile its accounting may know."""
-    known = {job.label: Outcome(job.label, job.word, _code(job.word, job.code))
+    known = {job.label: Outcome(job.label, job.word, _code(job.word, job.code), job)
              for job in seen.values() if not job.lives}  # fmt: skip
     if not seen or any(label not in (found or {}) for label in seen if label not in known):
         try:
             for one in slurm.ended(number, env):
                 if one.label not in known and one.word in slurm.ENDED:
-                    known[one.label] = Outcome(one.label, one.word, _code(one.word, one.code))
+                    code = _code(one.word, one.code)
+                    known[one.label] = Outcome(one.label, one.word, code, seen.get(one.label))
         except slurm.NoAnswerError:
             pass
         for job in seen.values():
-            known.setdefault(job.label, Outcome(job.label, slurm.FORGOTTEN, rundir.FAILED))
+            known.setdefault(job.label, Outcome(job.label, slurm.FORGOTTEN, rundir.FAILED, job))
     # Tasks that never ran are cancelled as one row, by the number of the array.
     return list(known.values()) or [Outcome(number, slurm.FORGOTTEN, rundir.FAILED)]
 

@@ -134,10 +134,31 @@ def find(job: str | int | os.PathLike[str]) -> Path:
         known.append(str((rundir.RunDirectory(path.parent).read(path) or {}).get("id")))
         if known[-1] == str(job):
             return path.parent
+    _refuse_folder(job)
     raise UsageError(
         f"no job {str(job)!r} was submitted from this folder by hpctrain.submit",
-        f"one of {', '.join(known[:10])}" if known else f"the folder that has {FOLDERS} in it",
+        f"one of {', '.join(known[:10])}" if known else "the number of one, in its own folder",
+        f"hpctrain.jobs.find('FOLDER/{FOLDERS}/DATE-TIME-…') finds one of another folder",
     )
+
+
+def _refuse_folder(job: str | int | os.PathLike[str]) -> None:
+    """Raise UsageError for a folder with jobs in or beside it, which are listed: which is meant?"""
+    if isinstance(job, int) or not os.path.isdir(job):
+        return
+    path = Path(job).absolute()
+    for folders in (path / FOLDERS, path, path.parent / FOLDERS.name):
+        found = sorted(folders.glob(f"*/{_RECORD}"), reverse=True)
+        if found:
+            listed = [
+                f"{(rundir.RunDirectory(one.parent).read(one) or {}).get('id')} in {one.parent}"
+                for one in found[:10]
+            ]
+            raise UsageError(
+                f"{os.fspath(job)!r} is not the folder of one job",
+                f"one of {', '.join(listed)}",
+                f"hpctrain.jobs.find({os.fspath(found[0].parent)!r})",
+            )
 
 
 def read(folder: Path) -> Kept:

@@ -8,7 +8,7 @@ from hpctrain import slurm
 from hpctrain.jobs.progress import Progress, progress, run_of
 from hpctrain.jobs.reasons import explained, plain
 
-__all__ = ["HEADS", "aligned", "of_array", "row_of_ended", "row_of_job", "row_of_run"]
+__all__ = ["HEADS", "aligned", "of_array", "place", "row_of_ended", "row_of_job", "row_of_run"]
 
 HEADS = (
     *("JOB", "NAME", "STATE", "NODES", "RESTARTS", "USED", "LEFT"),
@@ -26,7 +26,7 @@ def row_of_job(job: slurm.Job, env: Mapping[str, str], named: bool = True) -> tu
     run = run_of(job, env, named)
     made = progress(run) if run else None
     nodes = job.nodes if waits or not job.hosts else f"{job.nodes} {plain(job.hosts)}"
-    notes = [_place(run)] if run else []
+    notes = [place(run)] if run else []
     if why := explained(job):
         notes.append(why)
     if waits and "T" in job.start:
@@ -44,14 +44,14 @@ def row_of_run(path: Path, label: str) -> tuple[str, ...]:
     made = progress(path)
     state = made.status or "not ended" if made else "no run yet"
     why = _cut(plain(made.reason), _LONGEST_REASON) if made else ""
-    notes = [_place(path), *([why] if why else [])]
+    notes = [place(path), *([why] if why else [])]
     state = _cut(plain(state), _LONGEST_NAME)
     return (label, "", state, *[""] * 4, *_figures(made), "; ".join(notes))
 
 
 def row_of_ended(one: slurm.Ended, run: Path | None) -> tuple[str, ...]:
     """The row of a job that only the accounting knows, by `HEADS`."""
-    notes = [_place(run)] if run else []
+    notes = [place(run)] if run else []
     notes += [f"exit code {one.code}"] if one.code else []
     figures = _figures(progress(run) if run else None)
     return (one.label, "", plain(one.word).lower(), *[""] * 4, *figures, "; ".join(notes))
@@ -119,7 +119,7 @@ def _value(value: object) -> str:
     return "" if value is None else _cut(plain(str(value)), _LONGEST_NAME)
 
 
-def _place(path: Path) -> str:
+def place(path: Path) -> str:
     """A path as short as it can be said from here."""
     try:
         here = os.getcwd()

@@ -3,6 +3,8 @@
 Source: JOB REASON CODES and JOB STATE CODES of squeue(1), and the Resource Limits guide.
 """
 
+import re
+
 from hpctrain.slurm import Job
 
 __all__ = ["explained", "in_words", "plain"]
@@ -43,6 +45,8 @@ _REASONS = {
     "QOSNotAllowed": "its qos may not use the partition or account",
     "FedJobLock": "waits for the other clusters of its federation",
 }  # fmt: skip
+# What may be done about a job that waits, and about none that has ended.
+_ADVICE = re.compile(": (cancel it|it would wait for ever|ask.*|scontrol release.*)$")
 # Such as QOSMaxJobsPerUserLimit, AssocGrpGRES, MaxJobsPerAccount: whose limit, of what.
 _WHOSE = {"QOS": "the qos", "Assoc": "your account", "MaxJobs": "the account or qos"}
 _OF_WHAT = {
@@ -56,21 +60,29 @@ def explained(job: Job) -> str:
     """Why a job waits, or how it ended; nothing where its state says it all."""
     if job.lives:
         return in_words(job.reason)
+    if job.refused:
+        return f"Slurm refused it: {in_words(job.reason, ended=True) or 'it says no reason'}"
     notes = [f"exit code {job.code}"] if job.code else []
     # What it waited for before it was cancelled is no news; that a code is not zero neither.
     if job.word not in ("COMPLETED", "CANCELLED") and job.reason != "NonZeroExitCode":
-        notes.append(in_words(job.reason))
+        notes.append(in_words(job.reason, ended=True))
     return "; ".join(note for note in notes if note)
 
 
-def in_words(reason: str) -> str:
-    """What a reason of Slurm's means; Slurm's own word behind it, or alone where it is unknown."""
+def in_words(reason: str, ended: bool = False) -> str:
+    """What a reason of Slurm's means; Slurm's own word behind it, or alone where it is unknown.
+
+    Args:
+        reason: of a job.
+        ended: without what to do about a job that waits.
+    """
     reason = plain(reason).strip("() ")
     if reason in ("", "None", "N/A"):
         return ""
     # "ReqNodeNotAvail, UnavailableNodes:node[1-4]", "ReqNodeNotAvail(Unavailable:node1)"
     head = reason.partition(",")[0].partition("(")[0].strip()
     if meaning := _REASONS.get(head) or _limit(head):
+        meaning = _ADVICE.sub("", meaning) if ended else meaning
         return f"{meaning} ({reason})"
     return reason
 

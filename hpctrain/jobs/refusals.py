@@ -118,7 +118,9 @@ def _fix(names: list[str], spec: JobSpec, spelt: Callable[[str], str]) -> str:
     for name in names[:4]:
         value = getattr(spec, name)
         has = f", which is {value}" if _given(spec, name) and name not in ("extra", "sweep") else ""
-        parts.append(f"{spelt(name)} ({name} in JOB.toml{has})")
+        # In Python there is no JOB.toml.
+        plain = spelt(name) == name
+        parts.append(f"{name}{has}" if plain else f"{spelt(name)} ({name} in JOB.toml{has})")
     return " or ".join(parts)
 
 

@@ -19,6 +19,7 @@ from hpctrain.jobs.starting import is_python
 __all__ = [
     "Sent",
     "check",
+    "check_folders",
     "environ",
     "here",
     "is_below",
@@ -38,6 +39,8 @@ _OF_THAT_JOB = (
     *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     *("GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"),
 )
+# What only a shell would understand.
+_SHELL = ("&&", "||", "|", ";", ">", ">>", "<", "&")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ def send(spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str] = st
     """
     notes = check(spec, env)
     text = script.render(spec)
+    check_folders(spec, env)
     _make_log_folder(spec, env)
     clean, more = environ(spec, env)
     answer = _answer(text, spec, clean, spelt)
@@ -190,25 +194,51 @@ def log_folder(spec: JobSpec, env: Mapping[str, str]) -> Path | None:
         ) from None
 
 
-def _make_log_folder(spec: JobSpec, env: Mapping[str, str]) -> None:
-    """Slurm would end the job without a word where it cannot open the log."""
+def check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
+    """Look whether log and runs can be written where they are to lie; makes nothing.
+
+    Slurm would end the job without a word where it cannot open the log.
+
+    Raises:
+        UsageError: one cannot, or the run directory is a file.
+    """
     pattern = log_pattern(spec)
+    folder = log_folder(spec, env) or Path()
+    if not _is_writable(folder):
+        own = False
+        with contextlib.suppress(LookupError):
+            own = os.access(_expanded(pattern, spec, env), os.W_OK)
+        if not own:
+            raise UsageError(
+                f"output = {pattern}: you may not write in the folder {folder.absolute()}",
+                "a log in a folder of your own",
+            )
+    # The script has files of its own there, wherever the run directory is.
+    if not _is_writable(Path("runs")):
+        raise UsageError(
+            f"you may not write in the folder {Path('runs').absolute()}, where each job has files",
+            "a folder of your own, or runs in it, to submit from",
+        )
+    if spec.run and os.path.exists(spec.run) and not os.path.isdir(spec.run):
+        raise UsageError(f"run = {spec.run} is a file", "a folder, there or new")
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether one may write in a folder, or make it, by the modes of what is there."""
+    path = folder.absolute()
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
+
+
+def _make_log_folder(spec: JobSpec, env: Mapping[str, str]) -> None:
     folder = log_folder(spec, env) or Path()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"output = {pattern}: {error}", "a log in a folder that can be made"
+            f"output = {log_pattern(spec)}: {error}", "a log in a folder that can be made"
         ) from None
-    if os.access(folder, os.W_OK | os.X_OK):
-        return
-    with contextlib.suppress(LookupError):
-        if os.access(_expanded(pattern, spec, env), os.W_OK):
-            return
-    raise UsageError(
-        f"output = {pattern}: you may not write in the folder {folder.absolute()}",
-        "a log in a folder of your own",
-    )
 
 
 def _expanded(pattern: str, spec: JobSpec, env: Mapping[str, str]) -> str:
@@ -259,6 +289,24 @@ def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
     path = os.pathsep.join([*folders, env.get("PATH", os.defpath)])
     brought = spec.modules or spec.conda or spec.stage_environment or spec.stage_code
     if not brought and shutil.which(program, path=path) is None:
-        hint = "; python before it?" if program.endswith(".py") else ""
-        notes.append(f"{program} is no program on the PATH of this host{hint}")
+        _refuse_slip(spec, path)
+        notes.append(f"{program} is no program on the PATH of this host")
+    if shell := [word for word in arguments if word in _SHELL]:
+        notes.append(f"no shell reads the command: {shell[0]} is an argument (bash -c '…')")
     return notes
+
+
+def _refuse_slip(spec: JobSpec, path: str) -> None:
+    """Raise UsageError where a program that is not on a PATH is one of two known slips."""
+    program = spec.argv[0]
+    if program.endswith(".py") and os.path.isfile(program) and not os.access(program, os.X_OK):
+        raise UsageError(
+            f"the command {shlex.join(spec.argv)}: {program} is no program",
+            "python before a script", f"python {shlex.join(spec.argv)}",
+        )  # fmt: skip
+    first, *others = program.split() or [""]
+    if others and len(spec.argv) == 1 and shutil.which(first, path=path):
+        raise UsageError(
+            f"the command {shlex.quote(program)}: one word, with spaces in it",
+            "one word for each argument", f"-- {program}",
+        )  # fmt: skip

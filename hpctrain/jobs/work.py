@@ -1,5 +1,6 @@
 """What each rank of a job of submitit is to run, and what such a job cannot have."""
 
+import inspect
 import os
 import re
 import shlex
@@ -40,12 +41,31 @@ def of_call(
     work: Function | Script
     if callable(train):
         refuse(spec, {"backend": "hpctrain.Session(backend=…) in the function"})
+        _check_arguments(train, args, kwargs)
         work = pack(train, args, kwargs)
         title = getattr(train, "__name__", type(train).__name__)
     else:
         work = _script(os.fspath(train), [str(one) for one in args], spec)
         title = Path(train).stem
     return work, spec.name or re.sub(r"[^\w.-]", "_", title).strip("_")[:100] or "job"
+
+
+def _check_arguments(
+    train: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise UsageError where a function does not take its arguments, before it waits in a queue."""
+    try:
+        signature = inspect.signature(train)
+    except (TypeError, ValueError):  # such as one of C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(train, "__name__", type(train).__name__)
+        raise UsageError(
+            f"{name}{signature} with args={args!r:.200} and kwargs={kwargs!r:.200}: {error}",
+            "the arguments that it takes",
+        ) from None
 
 
 def of_command(spec: JobSpec) -> tuple[Script, str]:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from hpctrain.slurm.command import NoAnswerError, ask
 from hpctrain.slurm.states import ENDED
@@ -31,7 +31,8 @@ class Job:
         word: its state, such as RUNNING.
         reason: why it waits or how it ended, in Slurm's words; "None" where there is none.
         restarts: how often it was requeued.
-        code: exit code, and 128 and the signal that ended it; 0 while it has none.
+        code: exit code, and 128 and the signal that ended it; 0 while it has none, and of a job
+            that never started.
         used, left: times as Slurm writes them.
         start: when it began or is expected to, YYYY-MM-DDTHH:MM:SS; "N/A" where unknown.
         nodes: how many.
@@ -63,6 +64,11 @@ class Job:
     def lives(self) -> bool:
         """Whether it has processes, or waits to have some."""
         return self.word not in ENDED
+
+    @property
+    def refused(self) -> bool:
+        """Whether it failed before it had any host, as a job that sbatch gave no number for."""
+        return self.word == "FAILED" and not self.hosts
 
 
 def jobs(env: Mapping[str, str], labels: Sequence[str] = (), uid: int | None = None) -> list[Job]:
@@ -102,7 +108,9 @@ def _job(row: Sequence[str]) -> Job:
     code = status >> 8 & 0xFF or (128 + (status & 0x7F) if status & 0x7F else 0)
     texts = [*row[:9], *row[11:]]
     names = [one.name for one in fields(Job) if one.name not in ("restarts", "code")]
-    return Job(restarts=restarts, code=code, **dict(zip(names, texts, strict=True)))
+    job = Job(restarts=restarts, code=code, **dict(zip(names, texts, strict=True)))
+    # Slurm gives it 1, which would be a signal.
+    return replace(job, code=0) if job.refused else job
 
 
 def _order(job: Job) -> tuple[int, bool, int]:

@@ -244,6 +244,12 @@ def test_a_job_is_found_by_its_number_the_newest_first_or_by_its_folder(slurm):
     with pytest.raises(UsageError, match="no job '9' was submitted") as caught:
         find("9")
     assert "one of 7, 7, 8" in str(caught.value)
+    for folder in (".", "runs/.submitit", "runs/train-7"):
+        Path("runs/train-7").mkdir(exist_ok=True)
+        with pytest.raises(UsageError, match="is not the folder of one job") as caught:
+            find(folder)
+        assert f"one of 7 in {new.absolute()}, 7 in" in caught.value.expected
+        assert caught.value.fix == f"hpctrain.jobs.find({str(new.absolute())!r})"
 
 
 def test_a_folder_in_which_others_can_write_is_not_read(slurm):

@@ -89,6 +89,24 @@ def test_slurms_reasons_in_words(reason, words):
     assert reasons.in_words(reason).isprintable()
 
 
+def test_a_job_that_slurm_refused_says_so_and_no_advice_that_does_nothing(fake, capsys):
+    fake.jobs(
+        job("70", State="FAILED", Reason="BadConstraints", exit_code="1", NodeList=""),
+        job("71", State="CANCELLED", Reason="DependencyNeverSatisfied", NodeList=""),
+        job("72", State="FAILED", Reason="PartitionDown", exit_code="512"),
+    )
+    refused, cancelled, ran = status(capsys).out.splitlines()[1:]
+    said = "Slurm refused it: no host can do what it asks for (BadConstraints)"
+    assert refused.endswith(said)
+    assert cancelled.split()[:3] == ["71", "train", "cancelled"]
+    assert ran.endswith("exit code 2; its partition is down (PartitionDown)")
+    assert "exit code" not in refused
+    assert "cancel it" not in refused + cancelled
+    assert cli.main(["requeue", "70"]) == 2
+    assert f"job 70 never started: {said}" in capsys.readouterr().err
+    assert "requeue" not in fake.calls.read_text()
+
+
 def test_names_cannot_command_a_terminal(fake, capsys):
     fake.jobs(
         job(
@@ -265,7 +283,8 @@ def test_cancel_ends_what_was_named_and_says_how_to_go_on(fake, capsys):
     assert cli.main(["cancel", "train-70"]) == 0
     out = capsys.readouterr().out
     assert "job 70 (train) is cancelled" in out
-    assert "newest of step 40" in out
+    assert "the newest of step 40 or later" in out
+    assert f"--run {path.absolute()} -- … --resume" in out
     assert cli.main(["cancel", "9"]) == 0
     calls = [line for line in fake.calls.read_text().splitlines() if line.startswith("scancel")]
     assert calls == ["scancel 70", "scancel 9"]

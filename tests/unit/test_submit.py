@@ -194,12 +194,25 @@ def test_a_folder_in_which_one_may_not_write(fake, capsys, monkeypatch):
     monkeypatch.setattr(
         os, "access", lambda path, mode: access(path, mode) and (mode < os.W_OK or str(path) in own)
     )
-    for words in (["--output", "theirs/%j.log"], []):
-        assert submit(*words, "--", "python3", "t.py") == 2
-        assert "you may not write" in capsys.readouterr().err
+    for words in (["--output", "theirs/%j.log"], ["--output", "theirs/new/%j.log"], []):
+        for dry in ([], ["--dry-run"]):
+            assert submit(*words, *dry, "--", "python3", "t.py") == 2
+            assert "you may not write" in capsys.readouterr().err
+    # The script makes runs here, wherever the log is.
+    assert submit("--output", "/dev/null", "--", "python3", "t.py") == 2
+    assert f"you may not write in the folder {Path.cwd()}/runs" in capsys.readouterr().err
     assert not Path("script").exists()
-    for path in own:
+    Path("runs").mkdir()
+    own += (f"{Path.cwd()}/runs",)
+    for path in own[:2]:
         assert submit("--output", path, "--", "python3", "t.py") == 0
+
+
+def test_a_run_directory_that_is_a_file(fake, capsys):
+    for dry in ([], ["--dry-run"]):
+        assert submit("--run", "t.py", *dry, "--", "python3", "t.py") == 2
+        assert "run = t.py is a file" in capsys.readouterr().err
+    assert not Path("script").exists()
 
 
 def test_a_job_whose_command_follows_the_scripts_name_is_rendered_only(fake, capsys):
@@ -266,6 +279,16 @@ def test_files_that_are_not_there(fake, values, found):
 
 
 @pytest.mark.parametrize(
+    ("words", "fix"),
+    [(["t.py", "--x"], "python t.py --x"), (["env python t.py"], "-- env python t.py")],
+)
+def test_a_command_that_can_only_fail(fake, words, fix):
+    with pytest.raises(UsageError) as caught:
+        sending.check(JobSpec(command=words), fake.env)
+    assert caught.value.fix == fix
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {"command": "python3 -m none"},
@@ -287,7 +310,8 @@ def test_no_false_alarms(fake, values):
     ("values", "note"),
     [
         ({"command": "no-such-program x"}, "no program on the PATH"),
-        ({"command": "t.py"}, "python before it?"),
+        ({"command": "none.py"}, "none.py is no program"),
+        ({"command": "env a '&&' b"}, "no shell reads the command: &&"),
         ({"command": "python3 made.py", "dependency": "afterok:1"}, "made.py is no file"),
         ({"command": "python3 t.py", "venv": "/node/venv"}, "on this host"),
     ],
@@ -361,7 +385,7 @@ def test_valid_values_are_listed_where_slurm_knows_them(fake):
 def test_without_sbatch_the_way_to_run_here_is_named(fake, capsys, monkeypatch):
     (fake.folder / "sbatch").unlink()
     monkeypatch.setenv("PATH", str(fake.folder))
-    assert submit("--", "t.py") == 1
+    assert submit("--", "python3", "t.py") == 1
     assert "--via local" in capsys.readouterr().err
 
 
@@ -526,3 +550,21 @@ def test_a_saved_job_is_what_the_command_line_said(fake):
     submit("--save", "job.toml", "--nodes", "2", "--", "python3", "t.py", "--x", "a b")
     saved = tomllib.loads(Path("job.toml").read_text())
     assert saved == {"command": ["python3", "t.py", "--x", "a b"], "nodes": 2}
+
+
+def test_the_log_of_what_failed_is_named_at_the_end(fake, capsys):
+    fake.jobs(job("70", State="FAILED", exit_code="256", WorkDir=os.getcwd(), Name="t"))
+    Path("t-70.log").touch()
+    assert submit("--wait", "--", "python3", "t.py") == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "hpctrain: log of job 70: t-70.log"
+    shown = {"Name": "t", "WorkDir": os.getcwd()}
+    fake.jobs(
+        job("70_0", State="COMPLETED", **shown),
+        job("70_1", State="FAILED", exit_code="256", **shown),
+        job("70_2", State="CANCELLED", NodeList="", **shown),  # which never had one
+    )
+    for index in range(2):
+        Path(f"t-70_{index}.log").touch()
+    assert submit("--wait", "--array", "0-2", "--", "python3", "t.py") == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [one for one in lines if "log of" in one] == ["hpctrain: log of job 70_1: t-70_1.log"]

@@ -81,13 +81,27 @@ def test_more_gpus_than_this_machine_shows_are_refused(submit, no_job, monkeypat
         (lambda: hpctrain.submit(train, JobSpec(), args="ab"), "args=.* with a str"),
         (lambda: hpctrain.submit("gone.py", JobSpec()), "no file 'gone.py'"),
         (lambda: hpctrain.submit("gone.py", JobSpec(), kwargs={"lr": 1}), "kwargs"),
-        (lambda: hpctrain.submit(train, JobSpec(), args=[threading.Lock()]), "cannot be sent"),
+        (lambda: hpctrain.submit(print, JobSpec(), args=[threading.Lock()]), "cannot be sent"),
     ],
 )
 def test_wrong_calls_say_what_is_right(no_job, call, found):
     with pytest.raises(UsageError, match=found) as caught:
         call()
     assert caught.value.expected
+
+
+def test_a_function_is_called_with_what_it_takes(submit, no_job):
+    with pytest.raises(UsageError, match=r"train\(\) with .*'lr': 1"):
+        submit(train, JobSpec(), kwargs={"lr": 1})
+
+
+def test_jobs_of_one_second_have_run_directories_of_their_own(submit):
+    jobs = [submit(train, JobSpec(name="a"), via="debug") for _ in range(3)]
+    assert len({job.run for job in jobs}) == 3
+    assert all(job.run.name == f"a-{job.folder.name}" for job in jobs)
+    first, second = (submit(os.getpid, JobSpec(), via="local") for _ in range(2))
+    assert first.run != second.run
+    assert first.result() != second.result()
 
 
 def test_a_python_that_goes_with_this_job_cannot_start_another(submit, no_job, monkeypatch):
