@@ -34,7 +34,7 @@ def test_from_zero_to_a_trained_model_on_the_cluster(cluster, tmp_path):
     assert figure["data"]["image/png"]  # one, drawn anew in its place
     assert "of the test images are right" in "".join(said[0]["text"])
     assert float("".join(said[0]["text"]).partition("%")[0]) > 80
-    assert "completed" in "".join(log[0]["text"])
+    assert "hpctrain: " in "".join(log[0]["text"])
     assert "'top1'" in "".join(row[0]["data"]["text/plain"])
     (run,) = (tmp_path / "runs").glob("train-*")
     assert json.loads((run / "summary.json").read_text())["status"] == "done"
