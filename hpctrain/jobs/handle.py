@@ -178,7 +178,10 @@ class Job:
                 raise HpctrainError(f"job {self.id} was not cancelled: {error}") from None
         elif self.via == "local" and self._runs():
             (self.folder / _CANCELLED).touch()
-            os.kill(int(self.id), signal.SIGINT)
+            # As submitit does; where this process was started in the background of a shell, what it
+            # starts does not hear that.
+            deaf = _ignores(int(self.id), signal.SIGINT)
+            os.kill(int(self.id), signal.SIGTERM if deaf else signal.SIGINT)
 
     def _look(self) -> tuple[str, bool]:
         """The state, and whether the job has ended."""
@@ -250,3 +253,10 @@ class Job:
             for name, value in shown.items()
         )
         return f"<table>{cells}</table>"
+
+
+def _ignores(process: int, number: int) -> bool:
+    """Whether a process ignores a signal. Source: SigIgn in proc(5)."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    masks = [line.split()[1] for line in lines if line.startswith("SigIgn:")]
+    return bool(masks and int(masks[0], 16) >> (number - 1) & 1)

@@ -49,7 +49,8 @@ def test_ranks_of_this_machine_know_who_they_are_and_are_found_again(monkeypatch
     assert not list(Path().rglob("canary"))
 
 
-def test_a_rank_that_fails_is_named_and_a_job_that_is_cancelled_ends():
+@pytest.mark.parametrize("heard", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_rank_that_fails_is_named_and_a_job_that_is_cancelled_ends(heard):
     # Inside of this one, so that the ranks need not import this module, and with it torch.
     def fail(rank):
         import hpctrain
@@ -64,7 +65,9 @@ def test_a_rank_that_fails_is_named_and_a_job_that_is_cancelled_ends():
         time.sleep(120)
 
     failed = hpctrain.submit(fail, JobSpec(tasks_per_node=3), via="local", args=(1,))
+    before = signal.signal(signal.SIGINT, heard)
     asleep = hpctrain.submit(sleep, JobSpec(), via="local")
+    signal.signal(signal.SIGINT, before)
     with pytest.raises(HpctrainError, match=r"rank 1 of 3 of job .* failed:\nTraceback") as caught:
         failed.result()
     assert str(caught.value).endswith("RuntimeError: this rank has had enough")
