@@ -2,16 +2,11 @@
 
 import re
 
-__all__ = ["gpu_count", "memory", "seconds", "slurm_time"]
+__all__ = ["gpu_count", "memory", "seconds", "slurm_seconds", "slurm_time"]
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _SPOKEN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?:in)?)?(?:(\d+)s)?\Z", re.ASCII)
-# Source: --time of sbatch(1).
-_SLURM = (
-    re.compile(r"(?P<m>\d+)(?::(?P<s>\d{1,2}))?\Z", re.ASCII),
-    re.compile(r"(?P<h>\d+):(?P<m>\d{1,2}):(?P<s>\d{1,2})\Z", re.ASCII),
-    re.compile(r"(?P<d>\d+)-(?P<h>\d{1,2})(?::(?P<m>\d{1,2})(?::(?P<s>\d{1,2}))?)?\Z", re.ASCII),
-)
+_TIME = re.compile(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?\Z", re.ASCII)
 _MEMORY = re.compile(r"(\d{1,9})\s*([KMGT]?)(?:i?B)?\Z", re.ASCII | re.IGNORECASE)
 _GPUS = re.compile(r"(?:[A-Za-z0-9_.-]+:)?(\d{1,4})\Z", re.ASCII)
 _LONGEST = 10 * 365 * 86400
@@ -25,14 +20,30 @@ def seconds(text: str) -> int:
     """
     text = text.strip()
     if spoken := _SPOKEN.match(text):
-        parts = dict(zip(_UNITS, spoken.groups(), strict=True))
+        numbers = zip(spoken.groups(), _UNITS.values(), strict=True)
+        total = sum(int(number or 0) * unit for number, unit in numbers)
     else:
-        matches = (pattern.match(text) for pattern in _SLURM)
-        parts = next((match.groupdict() for match in matches if match), {})
-    total = sum(int(number or 0) * _UNITS[unit] for unit, number in parts.items())
+        total = slurm_seconds(text) or 0
     if not 0 < total <= _LONGEST:
         raise ValueError("a time such as 4h, 1d12h, 90m or 4:00:00")
     return total
+
+
+def slurm_seconds(text: str) -> int | None:
+    """The seconds of a time as Slurm writes it; None where it is none.
+
+    minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
+    days-hours:minutes:seconds. Source: --time of sbatch(1).
+    """
+    match = _TIME.match(text)
+    if not match:
+        return None
+    days, *given = match.groups()
+    parts = [int(part) for part in given if part is not None]
+    if days is not None or len(parts) == 3:
+        hours, minutes, rest = [*parts, 0, 0][:3]
+        return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + rest
+    return parts[0] * 60 + (parts[1] if len(parts) == 2 else 0)
 
 
 def slurm_time(text: str) -> str:

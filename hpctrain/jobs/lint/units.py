@@ -3,32 +3,19 @@
 import re
 import signal
 
+from hpctrain.jobs.units import slurm_seconds
+
 __all__ = ["megabytes", "seconds", "signal_request"]
 
-_TIME = re.compile(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?\Z", re.ASCII)
 _MEMORY = re.compile(r"(\d{1,12})([KMGT]?)B?\Z", re.ASCII | re.IGNORECASE)
 _SIGNAL = re.compile(r"(?:([RB]+):)?(\w+)(?:@(\d{1,9}))?\Z", re.ASCII)
 
 
 def seconds(text: str) -> float | None:
-    """A limit of time; None where it is none, infinity where there is no limit.
-
-    minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
-    days-hours:minutes:seconds.
-    """
+    """A limit of time; None where it is none, infinity where there is no limit."""
     if text.lower() in ("infinite", "unlimited", "-1", "0"):
         return float("inf")
-    match = _TIME.match(text)
-    if not match:
-        return None
-    days, *given = match.groups()
-    parts = [int(part) for part in given if part is not None]
-    if days is not None:
-        parts = [*parts, 0, 0][:3]
-        return int(days) * 86400 + parts[0] * 3600 + parts[1] * 60 + parts[2]
-    if len(parts) == 3:
-        return parts[0] * 3600 + parts[1] * 60 + parts[2]
-    return parts[0] * 60 + (parts[1] if len(parts) == 2 else 0)
+    return slurm_seconds(text)
 
 
 def megabytes(text: str) -> tuple[int, bool] | None:
