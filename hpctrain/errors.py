@@ -9,6 +9,7 @@ from types import TracebackType
 __all__ = [
     "CheckpointError",
     "ContradictionError",
+    "DataError",
     "GivenUpError",
     "HpctrainError",
     "NonFiniteError",
@@ -19,6 +20,9 @@ __all__ = [
     "repeated",
     "report_uncaught",
 ]
+
+
+_EXPECTED, _FIX = "  expected: ", "  to mend:  "
 
 
 class HpctrainError(Exception):
@@ -36,6 +40,8 @@ class HpctrainError(Exception):
     told_by_rank_0 = False
 
     def __init__(self, found: str, expected: str = "", fix: str = "") -> None:
+        if found.startswith("Caught ") and not expected:
+            found, expected, fix = self._in_worker(found)
         super().__init__(found, expected, fix)
         self.found = found
         self.expected = expected
@@ -44,10 +50,21 @@ class HpctrainError(Exception):
     def __str__(self) -> str:
         lines = [self.found]
         if self.expected:
-            lines.append(f"  expected: {self.expected}")
+            lines.append(f"{_EXPECTED}{self.expected}")
         if self.fix:
-            lines.append(f"  to mend:  {self.fix}")
+            lines.append(f"{_FIX}{self.fix}")
         return "\n".join(lines)
+
+    def _in_worker(self, text: str) -> tuple[str, str, str]:
+        """What an error said in a process of a DataLoader: torch raises another one of its kind.
+
+        Source: ExceptionWrapper.reraise of torch._utils, which gives it the text of the traceback.
+        """
+        kind = type(self)
+        said = text.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")[2].rstrip("\n")
+        said, _, fix = said.partition(f"\n{_FIX}")
+        found, _, expected = said.partition(f"\n{_EXPECTED}")
+        return found, expected, fix
 
 
 def repeated(kind: str, found: str, expected: str, fix: str) -> HpctrainError:
@@ -89,6 +106,10 @@ class RankLostError(HpctrainError):
 
 class NonFiniteError(HpctrainError):
     """Training has left the finite numbers."""
+
+
+class DataError(HpctrainError):
+    """A sample of a data set could not be read."""
 
 
 class GivenUpError(HpctrainError):

@@ -15,7 +15,7 @@ __all__ = ["main"]
 # the parsed arguments that returns an exit code.
 COMMANDS = (
     *("run", "submit", "status", "cancel", "requeue", "render", "lint", "site"),
-    *("explain", "doctor", "hostlist", "export", "horovod"),
+    *("explain", "doctor", "bench", "report", "hostlist", "export", "horovod", "shards"),
 )
 
 

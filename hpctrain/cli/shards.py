@@ -1,0 +1,122 @@
+"""`hpctrain shards`: images in tar files, made of folders, and their index."""
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.shards import build_index, make
+from hpctrain.shards.index import path_of, shard_paths
+
+__all__ = ["add"]
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def add(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "shards",
+        help="put folders of images into a few large files",
+        description="A shared file system opens a few large files sooner than a million small "
+        "ones. The tar files hold KEY.jpg and KEY.cls, as WebDataset has them, and the index says "
+        "where each image lies. Training takes either layout, with the same numbers.",
+    )
+    kinds = parser.add_subparsers(required=True, metavar="WHAT")
+    one = kinds.add_parser(
+        "make",
+        help="write tar files",
+        description="Writes SOURCE/SPLIT/CLASS/*.jpg as TARGET/SPLIT-000000.tar, … with "
+        "TARGET/SPLIT.index: all of it, or nothing.",
+    )
+    one.add_argument("source", metavar="SOURCE", type=Path, help="folder of the splits")
+    one.add_argument("target", metavar="TARGET", type=Path, help="a new folder")
+    one.add_argument(
+        "--shard-size", metavar="SIZE", type=_size, default="1G", help="of a tar file (1G)"
+    )
+    one.add_argument(
+        "--splits", metavar="NAME,…", default="train,val", help="what to write (train,val)"
+    )
+    one.set_defaults(command=_make)
+    one = kinds.add_parser(
+        "index",
+        help="write the index of tar files",
+        description="Writes PATH/SPLIT.index for each PATH/SPLIT-*.tar that has none.",
+    )
+    one.add_argument("path", metavar="PATH", type=Path, help="folder of the tar files")
+    one.set_defaults(command=_index)
+
+
+def _size(text: str) -> int:
+    """Bytes from a number with K, M, G or T."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500M or 1G")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _make(arguments: argparse.Namespace) -> int:
+    splits = [name for name in arguments.splits.split(",") if name]
+    make(arguments.source, arguments.target, splits, arguments.shard_size, _Progress())
+    sys.stdout.write(f"{arguments.target}: {', '.join(splits)}\n")
+    return 0
+
+
+def _index(arguments: argparse.Namespace) -> int:
+    folder = arguments.path
+    names = sorted(folder.glob("*-*.tar")) if folder.is_dir() else []
+    splits = sorted({path.name.rpartition("-")[0] for path in names})
+    splits = [split for split in splits if shard_paths(folder, split)]
+    if not splits:
+        raise UsageError(
+            f"{folder} has no tar files", f"{folder}/SPLIT-000000.tar, …", "another PATH"
+        )
+    for split in splits:
+        path = path_of(folder, split)
+        if path.exists():
+            sys.stdout.write(f"{path} is there already\n")
+            continue
+        try:
+            index = build_index(folder, split)
+            index.write(path)
+        except OSError as error:
+            raise HpctrainError(
+                f"{error.filename or path}: {error.strerror}",
+                "tar files that can be read, and a folder that can be written",
+            ) from None
+        sys.stdout.write(
+            f"{path}: {len(index.offsets):,} images of {len(index.classes):,} classes in "
+            f"{len(index.shards):,} tar files\n"
+        )
+    return 0
+
+
+class _Progress:
+    """A line on standard error: renewed each second on a terminal, each 30 s elsewhere."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+        self._next = 0.0
+        self._split = self._said = ""
+
+    def __call__(self, split: str, done: int, samples: int, written: int) -> None:
+        """So far: images and bytes of a split."""
+        if split != self._split:
+            self._split, self._begin, self._next = split, time.monotonic(), 0.0
+        now = time.monotonic() - self._begin
+        if done < samples and now < self._next:
+            return
+        self._next = now + (1 if self._terminal else 30)
+        line = (
+            f"{split}: {done:,} of {samples:,} images, {written / 1e9:.2f} GB, "
+            f"{done / max(now, 1e-3):,.0f} images/s"
+        )
+        begin = "\r" if self._terminal else ""
+        end = "" if self._terminal and done < samples else "\n"
+        sys.stderr.write(f"{begin}{line.ljust(len(self._said))}{end}")
+        sys.stderr.flush()
+        self._said = line

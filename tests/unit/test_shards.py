@@ -1,0 +1,547 @@
+"""Folders and tar files give the same samples; what is missing or damaged is said clearly."""
+
+import errno
+import io
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hpctrain import shards
+from hpctrain.cli import main
+from hpctrain.errors import DataError, HpctrainError, UsageError
+from hpctrain.shards import FolderSource, ShardSource, image_source, same_classes, writing
+
+
+def write(folder, files):
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two splits of files that are no images, which nobody here decodes."""
+    files = {
+        f"{split}/{name}/{number}.JPEG": f"{split} {name} {number}".encode() * 40
+        for split, count in (("train", 7), ("val", 2))
+        for name in ("n01", "002.Laysan_Albatross", "cat")
+        for number in range(count)
+    }
+    odd = {"train/cat/a.jpg": b"one", "train/cat/a.png": b"two", "train/cat/b.c.jpg": b"three"}
+    write(tmp_path / "images", files | odd)
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def made(folders):
+    target = folders.parent / "shards"
+    shards.make(folders, target, ["train", "val"], shard_size=5000)
+    return target
+
+
+def pack(path, *files, **options):
+    """A tar file of somebody else's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", **options) as tar:
+        for name, content in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+def everything(source):
+    return [(source.read(i), source.target(i)) for i in range(len(source))]
+
+
+def test_classes_and_files_are_sorted_and_what_is_no_image_is_left_out(tmp_path):
+    write(
+        tmp_path / "train",
+        {
+            "b/2.jpg": b"b2",
+            "b/10.JPG": b"b10",
+            "a/x.png": b"ax",
+            "a/images/deep.webp": b"deep",
+            "a/._x.png": b"of macOS",
+            "a/notes.txt": b"",
+            ".hidden/x.jpg": b"",
+            "README.jpg": b"",
+        },
+    )
+    (tmp_path / "train" / "c").symlink_to(tmp_path / "train" / "b")
+    source = image_source(tmp_path, "train")
+    assert source.classes == ["a", "b", "c"]
+    content = [(b"ax", 0), (b"deep", 0), (b"b10", 1), (b"b2", 1), (b"b10", 2), (b"b2", 2)]
+    assert everything(source) == content
+    assert source.name(2) == str(tmp_path / "train" / "b" / "10.JPG")
+
+
+def test_tar_files_hold_the_same_samples_in_the_same_order(folders, made):
+    for split in ("train", "val"):
+        folder, tar = image_source(folders, split), image_source(made, split)
+        assert isinstance(folder, FolderSource)
+        assert isinstance(tar, ShardSource)
+        assert folder.classes == tar.classes
+        assert everything(folder) == everything(tar)
+    assert len(list(made.glob("train-*.tar"))) > 3
+    assert tar.name(0) == f"{made}/val-000000.tar: 002.Laysan_Albatross/0.JPEG"
+
+
+def test_tar_files_keep_to_the_convention_of_webdataset(made, folders):
+    """As its reader pairs them: a key ends at the first dot of the last part of the name."""
+    samples = {}
+    for path in sorted(made.glob("train-*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                folder, _, name = member.name.rpartition("/")
+                key, _, suffix = name.partition(".")
+                sample = samples.setdefault(f"{folder}/{key}", {})
+                assert suffix not in sample
+                sample[suffix.lower()] = tar.extractfile(member).read()
+    expected = [
+        (data, str(target).encode()) for data, target in everything(image_source(folders, "train"))
+    ]
+    assert [
+        (next(v for k, v in s.items() if k != "cls"), s["cls"]) for s in samples.values()
+    ] == expected
+
+
+def test_an_index_is_made_again_of_the_tar_files_alone(made, caplog):
+    caplog.set_level("INFO", "hpctrain")
+    written = (made / "train.index").read_bytes()
+    before = everything(image_source(made, "train"))
+    (made / "train.index").unlink()
+    source = image_source(made, "train")
+    assert everything(source) == before
+    assert f"hpctrain shards index {made}" in caplog.text
+    assert main(["shards", "index", str(made)]) == 0
+    assert (made / "train.index").read_bytes() == written
+
+
+def test_tar_files_of_others_are_read(tmp_path, capsys):
+    zero = [("0.cls", b"4\n"), ("0.json", b"{}"), ("0.jpg", b"zero")]
+    pack(tmp_path / "train-0000.tar", *zero, ("1.PNG", b"one"), ("1.json", b"{}"), ("1.cls", b"0"))
+    assert main(["shards", "index", str(tmp_path)]) == 0
+    assert "2 images of 5 classes in 1 tar files" in capsys.readouterr().out
+    source = image_source(tmp_path, "train")
+    assert everything(source) == [(b"zero", 4), (b"one", 0)]
+    assert source.classes == ["0", "1", "2", "3", "4"]
+
+
+def test_processes_share_the_descriptors_and_pickles_have_none(made):
+    source = image_source(made, "train")
+    expected = everything(source)
+    assert everything(pickle.loads(pickle.dumps(source))) == expected
+    read, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        same = everything(source) == expected
+        os.write(write_end, b"y" if same else b"n")
+        os._exit(0)
+    assert everything(source) == expected
+    os.waitpid(child, 0)
+    assert os.read(read, 1) == b"y"
+    os.close(read)
+    os.close(write_end)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-10240])
+
+
+def other_content(path):
+    """As many bytes, in which another sample begins."""
+    path.write_bytes(path.read_bytes().replace(b"0000644", b"0000600"))
+
+
+def rewrite(path, change):
+    """The same files, but for those that `change` turns into others of the same size."""
+    with tarfile.open(path) as tar:
+        files = [(one.name, tar.extractfile(one).read()) for one in tar]
+    pack(path, *(change(number, *file) for number, file in enumerate(files)))
+
+
+def other_class(path):
+    rewrite(path, lambda n, name, data: (name, b"7" if n == 3 else data))
+
+
+def other_name(path):
+    rewrite(path, lambda n, name, data: (name.replace("/", "_") if n == 2 else name, data))
+
+
+def gone(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (cut, "bytes and not"),
+        (gone, "not there"),
+        (other_content, "another tar"),
+        (other_class, "sample 1 in it .* has another class"),
+        (other_name, "sample 1 in it is another"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(made, harm, said):
+    harm(made / "train-000001.tar")
+    with pytest.raises(UsageError, match=said) as caught:
+        everything(image_source(made, "train"))
+    assert "train-000001.tar" in caught.value.found
+    assert f"hpctrain shards index {made}" in caught.value.fix
+
+
+def test_an_index_without_one_of_the_tar_files_is_refused(made):
+    (made / "train-000099.tar").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"does not know train-000099\.tar"):
+        image_source(made, "train")
+
+
+def test_a_damaged_index_is_refused(made):
+    path = made / "train.index"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UsageError, match=r"train\.index is damaged"):
+        image_source(made, "train")
+
+
+@pytest.mark.parametrize("left", [0.4, 0.7, 0.99])
+def test_a_truncated_tar_file_without_an_index_is_refused(made, left):
+    (made / "train.index").unlink()
+    path = sorted(made.glob("train-*.tar"))[-1]
+    content = path.read_bytes().rstrip(b"\0")
+    path.write_bytes(content[: int(left * len(content))])
+    with pytest.raises(UsageError, match=r"is damaged|has no") as caught:
+        image_source(made, "train")
+    assert path.name in caught.value.found
+
+
+def test_a_writer_that_fails_leaves_nothing(folders, monkeypatch):
+    target = folders.parent / "shards"
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(writing.os, "fsync", full)
+    with pytest.raises(HpctrainError, match=r"shards cannot be written: No space left on device"):
+        shards.make(folders, target, ["train"], 10**6)
+    assert [path.name for path in folders.parent.iterdir()] == ["images"]
+
+
+def test_a_source_that_cannot_be_read_is_named_and_nothing_is_left(folders):
+    (folders / "train" / "cat" / "broken.jpg").symlink_to("nowhere")
+    with pytest.raises(DataError, match="No such file") as caught:
+        shards.make(folders, folders.parent / "shards", ["train"], 10**6)
+    assert "broken.jpg" in caught.value.found
+    assert [path.name for path in folders.parent.iterdir()] == ["images"]
+
+
+def test_a_target_that_is_there_or_being_written_is_refused(folders, made):
+    with pytest.raises(UsageError, match="shards is there"):
+        shards.make(folders, made, ["train"], 10**6)
+    (folders.parent / ".new.part").mkdir()
+    with pytest.raises(UsageError, match="writing now"):
+        shards.make(folders, folders.parent / "new", ["train"], 10**6)
+    assert (folders.parent / ".new.part").exists()
+
+
+def test_the_command_tells_how_far_it_is_and_takes_sizes_and_splits(folders, capsys):
+    target = folders.parent / "by-command"
+    command = ["shards", "make", str(folders), str(target), "--splits", "val"]
+    assert main([*command, "--shard-size", "1M"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{target}: val\n"
+    assert "val: 6 of 6 images" in err
+    assert sorted(path.name for path in target.iterdir()) == ["val-000000.tar", "val.index"]
+    with pytest.raises(SystemExit):
+        main([*command, "--shard-size", "big"])
+    assert "no size such as 500M" in capsys.readouterr().err
+
+
+def refused(path, split="train", env=None):
+    with pytest.raises(UsageError) as caught:
+        image_source(path, split, env or {})
+    return caught.value
+
+
+def test_a_folder_that_is_not_there_or_a_file_is_said(tmp_path):
+    assert refused(tmp_path / "none").found.endswith(f"no folder {tmp_path}/none")
+    write(tmp_path, {"file": b""})
+    assert "is a file" in refused(tmp_path / "file").found
+
+
+def test_what_lies_in_a_folder_without_the_split_is_listed_with_what_is_expected(tmp_path):
+    write(tmp_path, {f"{name}/x.jpg": b"" for name in "abcdefg"})
+    error = refused(tmp_path)
+    assert error.found == f"{tmp_path} has no train: there is a, b, c, d, e and 2 more"
+    assert f"{tmp_path}/train/CLASS/*.jpg" in error.expected
+    assert f"{tmp_path}/train-*.tar" in error.expected
+
+
+def test_a_folder_one_too_high_is_answered_with_the_right_one(folders):
+    assert refused(folders.parent).fix == f"--data {folders}"
+
+
+def test_a_train_without_val_says_where_to_put_it(tmp_path):
+    write(tmp_path, {"train/a/x.jpg": b""})
+    assert refused(tmp_path, "val").fix == "put the images of val beside those of train"
+
+
+def test_a_flat_validation_set_and_an_empty_class_are_named(tmp_path):
+    write(tmp_path, {"val/ILSVRC2012_val_1.JPEG": b"", "val/ILSVRC2012_val_2.JPEG": b""})
+    error = refused(tmp_path, "val")
+    assert error.found == f"{tmp_path}/val has 2 images and no folders"
+    assert "move each image" in error.fix
+    write(tmp_path, {"train/a/x.jpg": b"", "train/b/notes.txt": b""})
+    assert refused(tmp_path).found == f"{tmp_path}/train/b has no images"
+
+
+def test_a_name_is_sought_where_data_sets_lie_and_a_copy_of_the_job_comes_first(
+    folders, monkeypatch
+):
+    monkeypatch.chdir(folders.parent)
+    assert image_source("images", "val", {}).place == "images/val"
+    source = image_source("images", "val", {"HPCTRAIN_DATA": str(folders.parent)})
+    assert source.place == str(folders / "val")
+
+
+def test_splits_of_different_classes_are_refused_with_the_first_that_differ(folders):
+    train, val = image_source(folders, "train"), image_source(folders, "val")
+    assert same_classes(train, val) == ["002.Laysan_Albatross", "cat", "n01"]
+    (folders / "val" / "cat").rename(folders / "val" / "dog")
+    with pytest.raises(UsageError) as caught:
+        same_classes(train, image_source(folders, "val"))
+    assert f"1 in {folders}/train alone, such as cat" in caught.value.found
+    assert f"1 in {folders}/val alone, such as dog" in caught.value.found
+
+
+# --- what others make, and what goes wrong with it
+
+
+ONE = (("0.jpg", b"photo"), ("0.cls", b"0"))
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ((*ONE, ("0.seg.png", b"mask")), r"0\.jpg and 0\.seg\.png are of one sample"),
+        ((*ONE, ("0.cls", b"1")), r"0\.cls and 0\.cls are of one sample"),
+        ((ONE[0], ("0.cls", b"4294967296")), r"0 has no number of a class"),
+        ((ONE[0], ("0.cls", b"7" * 5000)), r"0 has no number of a class"),
+        ((ONE[0], ("0.cls", b"900000000")), r"0 has no number of a class"),
+    ],
+)
+def test_a_sample_with_two_images_or_without_a_class_is_refused(tmp_path, files, said):
+    pack(tmp_path / "train-000000.tar", *files)
+    with pytest.raises(UsageError, match=said):
+        image_source(tmp_path, "train")
+
+
+def test_old_tar_files_are_read_and_those_with_holes_refused(tmp_path):
+    write(tmp_path / "a", {"0.jpg": b"photo", "0.cls": b"0"})
+    path = tmp_path / "train-000000.tar"
+    create = ["tar", "-C", tmp_path, "--sort=name", "-cf", path]
+    subprocess.run([*create, "--format=v7", "a"], check=True)
+    assert everything(image_source(tmp_path, "train")) == [(b"photo", 0)]
+    with open(tmp_path / "a" / "0.jpg", "wb") as file:
+        file.truncate(1 << 20)
+        file.seek(1 << 20)
+        file.write(b"photo")
+    subprocess.run([*create, "-S", "a"], check=True)
+    with pytest.raises(UsageError, match=r"a/0\.jpg has holes"):
+        image_source(tmp_path, "train")
+
+
+@pytest.mark.parametrize("lost", ["first", "middle"])
+def test_a_tar_file_that_is_missing_is_seen_without_an_index(made, lost):
+    (made / "train.index").unlink()
+    number = 0 if lost == "first" else 1
+    (made / f"train-{number:06d}.tar").unlink()
+    with pytest.raises(UsageError, match=f"train-{number:06d}.tar is missing"):
+        image_source(made, "train")
+
+
+def test_what_lies_after_the_end_of_a_tar_file_is_not_lost_without_a_word(made):
+    first, second = made / "val-000000.tar", made / "val-000001.tar"
+    (made / "val.index").unlink()
+    content = first.read_bytes()
+    first.write_bytes(content + second.read_bytes())
+    with pytest.raises(UsageError, match=r"val-000000\.tar is damaged: its files end at byte"):
+        image_source(made, "val")
+    # A copy that had its size before it had its bytes.
+    first.write_bytes(content[:3072] + bytes(len(content) + 10240 - 3072))
+    with pytest.raises(UsageError, match=r"val-000000\.tar is damaged"):
+        image_source(made, "val")
+
+
+@pytest.mark.parametrize("below", ["", "images/"])
+def test_classes_keep_their_names_when_the_index_is_made_again(tmp_path, below):
+    """Also where images lie one folder deeper, as those of Tiny ImageNet."""
+    names = ("n01", "n02", "n03")
+    write(tmp_path / "images", {f"train/{name}/{below}x.JPEG": b"x" for name in names})
+    shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
+    (tmp_path / "shards" / "train.index").unlink()
+    assert image_source(tmp_path / "shards", "train").classes == list(names)
+
+
+def test_classes_below_a_folder_of_all_are_named_too(tmp_path):
+    files = [
+        (f"train/{name}/x.{suffix}", data)
+        for name, number in (("cat", b"0"), ("dog", b"1"))
+        for suffix, data in (("jpg", b"photo"), ("cls", number))
+    ]
+    pack(tmp_path / "train-000000.tar", *files)
+    assert image_source(tmp_path, "train").classes == ["cat", "dog"]
+
+
+def test_names_that_become_one_key_stay_two_samples(tmp_path):
+    write(tmp_path / "images" / "train" / "a", {"a.b.jpg": b"one", "a_b-0.jpg": b"two"})
+    shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
+    (tmp_path / "shards" / "train.index").unlink()
+    assert everything(image_source(tmp_path / "shards", "train")) == [(b"one", 0), (b"two", 0)]
+
+
+def test_long_names_and_those_of_any_bytes_are_told_whole(tmp_path):
+    long, odd = f"{'c' * 120}/{'n' * 150}.jpg", "d/\udce9 \N{LATIN SMALL LETTER E WITH ACUTE}.jpg"
+    write(tmp_path / "images" / "train", {long: b"1", odd: b"2"})
+    shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
+    source = image_source(tmp_path / "shards", "train")
+    assert [source.name(i).partition(": ")[2] for i in range(2)] == [long, odd]
+
+
+def test_a_changed_line_of_an_index_is_seen(made):
+    path = made / "val.index"
+    path.write_bytes(path.read_bytes().replace(b'"samples": 6', b'"samples": 5'))
+    with pytest.raises(UsageError, match=r"val\.index is damaged: its digest"):
+        image_source(made, "val")
+
+
+MANY = """
+import resource, sys
+soft, hard = map(int, sys.argv[2:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+from hpctrain.shards import ShardSource
+source = ShardSource(sys.argv[1], "train")
+print(len({source.read(i) for _ in range(2) for i in range(len(source))}))
+"""
+
+
+def many(tmp_path, soft, hard):
+    """A process with few open files reads many tar files."""
+    for number in range(300):
+        pack(tmp_path / f"train-{number:04d}.tar", ("0.jpg", str(number).encode()), ("0.cls", b"0"))
+    return subprocess.run(
+        [sys.executable, "-c", MANY, tmp_path, str(soft), str(hard)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_more_tar_files_than_a_process_may_have_open_are_read(tmp_path):
+    for soft, hard in ((64, 4096), (200, 200)):
+        done = many(tmp_path, soft, hard)
+        assert done.stdout == "300\n", done.stderr
+
+
+def test_a_process_without_room_for_open_files_is_told_how_many_it_may_have(tmp_path):
+    done = many(tmp_path, 64, 64)
+    assert "this process has 64 files open" in done.stderr
+    assert "LimitNOFILE" in done.stderr
+
+
+def open_below(folder):
+    """How many of a folder's files this process has open."""
+    links = Path("/proc/self/fd").iterdir()
+    return sum(os.path.realpath(link).startswith(f"{folder}/") for link in links)
+
+
+def test_threads_may_read_while_files_are_closed(tmp_path):
+    for number in range(200):
+        pack(tmp_path / f"train-{number:04d}.tar", ("0.jpg", str(number).encode()), ("0.cls", b"0"))
+    source = image_source(tmp_path, "train")
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(source.read, list(range(200)) * 5))
+    assert found == [str(number).encode() for number in range(200)] * 5
+    assert 0 < open_below(tmp_path) <= 128
+    del source
+    assert open_below(tmp_path) == 0
+
+
+# --- slips on the command line
+
+
+def said(capsys, *words):
+    """The error of a command that is refused."""
+    assert main(["shards", *map(str, words)]) != 0
+    return capsys.readouterr().err
+
+
+def test_a_split_that_is_not_there_is_said_with_those_that_are(folders, capsys):
+    target = folders.parent / "new"
+    error = said(capsys, "make", folders, target, "--splits", "train,vall")
+    assert f"{folders} has no folder vall" in error
+    assert "--splits train\n" in error
+    assert "no folder a/b" in said(capsys, "make", folders, target, "--splits", "a/b")
+    assert [path.name for path in folders.parent.iterdir()] == ["images"]
+
+
+def test_a_target_may_be_this_folder_or_a_link_to_an_empty_one(folders, monkeypatch):
+    real = folders.parent / "real"
+    real.mkdir()
+    (folders.parent / "link").symlink_to(real)
+    shards.make(folders, folders.parent / "link", ["val"], 10**6)
+    assert len(image_source(real, "val")) == 6
+    here = folders.parent / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    shards.make(folders, Path(), ["val"], 10**6)
+    assert len(image_source(here, "val")) == 6
+
+
+def test_where_a_file_system_is_mounted_nothing_is_written(folders, monkeypatch):
+    target = folders.parent / "scratch"
+    target.mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == target)
+    with pytest.raises(UsageError, match="is where a file system is mounted") as caught:
+        shards.make(folders, target, ["val"], 10**6)
+    assert caught.value.fix == f"{target}/shards"
+
+
+def test_two_may_write_an_index_at_once(made, monkeypatch):
+    """Each begins before the other has ended; both come to their end."""
+    index, path = shards.build_index(made, "val"), made / "val.index"
+    fsync = os.fsync
+
+    def meanwhile(file):
+        monkeypatch.setattr(os, "fsync", fsync)
+        index.write(path)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    index.write(path)
+    assert len(image_source(made, "val")) == 6
+    assert not list(made.glob(".*"))
+
+
+def test_an_index_that_cannot_be_written_is_said(made, capsys, monkeypatch):
+    (made / "val.index").unlink()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert "val.index: No space left on device" in said(capsys, "index", made)
+
+
+@pytest.mark.parametrize("name", ["b", "a/deeper"])
+def test_a_class_or_a_folder_in_it_that_is_a_link_to_nothing_is_not_left_out(tmp_path, name):
+    write(tmp_path, {"train/a/x.jpg": b"x"})
+    (tmp_path / "train" / name).symlink_to("/nowhere")
+    assert (
+        refused(tmp_path).found
+        == f"{tmp_path}/train/{name} is a link to /nowhere, where nothing is"
+    )
