@@ -1,15 +1,37 @@
 """Data: sets of images, the order in which ranks see them, and the way to the device."""
 
 from hpctrain.data.datasets import Images, load
-from hpctrain.data.loader import Loader, Placement, check_arguments
+from hpctrain.data.feed import Placement, feed
+from hpctrain.data.images import (
+    IGNORED,
+    CenterCrop,
+    ImageSet,
+    Normalize,
+    RandomResizedCrop,
+    SyntheticImages,
+)
+from hpctrain.data.loader import Loader, check_arguments
 from hpctrain.data.sampler import EvaluationSampler, TrainingSampler
+from hpctrain.shards import FolderSource, ShardSource, Source, image_source, same_classes
 
 __all__ = [
+    "IGNORED",
+    "CenterCrop",
     "EvaluationSampler",
+    "FolderSource",
+    "ImageSet",
     "Images",
     "Loader",
+    "Normalize",
     "Placement",
+    "RandomResizedCrop",
+    "ShardSource",
+    "Source",
+    "SyntheticImages",
     "TrainingSampler",
     "check_arguments",
+    "feed",
+    "image_source",
     "load",
+    "same_classes",
 ]

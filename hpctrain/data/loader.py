@@ -2,55 +2,18 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hpctrain import seeds, signals
 from hpctrain.data.augmentation import Seeded, draws
+from hpctrain.data.feed import Placement, feed
 from hpctrain.data.sampler import EvaluationSampler, TrainingSampler
 from hpctrain.errors import UsageError
-from hpctrain.nested import map_tensors
 
-__all__ = ["Loader", "Placement", "check_arguments"]
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where batches go, and in which form.
-
-    Attributes:
-        device: of the rank.
-        dtype: of their floating-point tensors; None leaves them.
-        channels_last: whether their images, of shape (samples, channels, height, width), are laid
-            out with the channels last.
-    """
-
-    device: torch.device
-    dtype: torch.dtype | None = None
-    channels_last: bool = False
-
-    @property
-    def changes(self) -> bool:
-        """Whether a batch of the loader's is not what it should be already."""
-        return self.device.type != "cpu" or self.dtype is not None or self.channels_last
-
-    def __call__(self, batch: Any) -> Any:
-        """A batch, of tensors in tuples, lists and dicts, on the device."""
-        return map_tensors(self._place, batch)
-
-    def _place(self, tensor: Tensor) -> Tensor:
-        dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else None
-        images = self.channels_last and tensor.dim() == 4
-        return tensor.to(
-            device=self.device,
-            dtype=dtype,
-            non_blocking=True,
-            memory_format=torch.channels_last if images else torch.preserve_format,
-        )
+__all__ = ["Loader", "check_arguments"]
 
 
 class Loader:
@@ -67,6 +30,7 @@ class Loader:
         before: called before each iteration.
         weigh: called with the weight of a micro-batch before it is handed out, where they differ.
         each: called before each batch is fetched.
+        on_device: makes of each batch there the one that is handed out.
         arguments: more for `torch.utils.data.DataLoader`, such as `collate_fn`.
     """
 
@@ -81,6 +45,7 @@ class Loader:
         before: Callable[[], None] = lambda: None,
         weigh: Callable[[float], None] = lambda weight: None,
         each: Callable[[], None] | None = None,
+        on_device: Callable[[Any], Any] | None = None,
         **arguments: Any,
     ) -> None:
         self.sampler = sampler
@@ -88,6 +53,7 @@ class Loader:
         self._before = before
         self._weigh = weigh
         self._each = each
+        self._on_device = on_device
         self._seed = seeds.derive(seed, rank)
         # A generator of its own: the loader takes nothing from the stream that dropout reads.
         self._generator = torch.Generator()
@@ -113,9 +79,8 @@ class Loader:
         epoch = getattr(self.sampler, "epoch", 0)
         self._generator.manual_seed(seeds.derive("loader", self._seed, epoch))
         with signals.unheard():
-            batches = iter(self._loader)
-        if self._placement.changes:
-            batches = map(self._placement, batches)  # type: ignore[assignment]
+            loaded = iter(self._loader)
+        batches = feed(loaded, self._placement, self._on_device)
         if isinstance(self.sampler, TrainingSampler) and self.sampler.uneven:
             return self._weighed(self.sampler, batches)
         return batches if self._each is None else _after(self._each, batches)

@@ -23,6 +23,7 @@ from hpctrain.data import (
     Placement,
     TrainingSampler,
     augmentation,
+    feed,
     load,
 )
 from hpctrain.errors import UsageError
@@ -339,6 +340,55 @@ def test_a_loader_gives_the_samples_of_its_sampler(dtype):
     assert targets.tolist() == [2, 3]
     assert pixels.dtype == (dtype or torch.float32)
     assert pixels[:, 0, 0, 0].tolist() == [8.0, 12.0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_done_on_the_device_is_done_to_whole_batches_and_in_the_precision(workers):
+    seen = []
+
+    def halve(batch):
+        seen.append(batch[0].dtype)
+        return batch[0] / 2, batch[1]
+
+    images = torch.arange(24, dtype=torch.uint8).reshape(6, 1, 2, 2)
+    samples = torch.utils.data.TensorDataset(images, torch.arange(6))
+    sampler = EvaluationSampler(6, 4, World(0, 1, 0))
+    placement = Placement(CPU, torch.float64, channels_last=True)
+    loader = Loader(samples, sampler, placement, workers, seed=0, rank=0, on_device=halve)
+    batches = list(loader)
+    assert seen == [torch.uint8] * 2
+    assert [pixels.dtype for pixels, _ in batches] == [torch.float64] * 2
+    assert all(p.is_contiguous(memory_format=torch.channels_last) for p, _ in batches)
+    assert torch.cat([pixels for pixels, _ in batches]).equal(images / 2)
+
+
+class StreamStandIn:
+    """Of CUDA's streams, which this machine need not have: writes down who waits for whom."""
+
+    def __init__(self, name, events):
+        self.name, self.events = name, events
+
+    def wait_stream(self, other):
+        self.events.append(f"{self.name} waits for {other.name}")
+
+    def __enter__(self):
+        self.events.append("aside")
+
+    def __exit__(self, *error):
+        self.events.append("back")
+
+
+def test_a_gpu_copies_beside_and_waits_before_each_batch_is_handed_out(monkeypatch):
+    events = []
+    compute, aside = StreamStandIn("compute", events), StreamStandIn("copy", events)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: aside)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(Placement, "_place", lambda self, tensor: events.append("copy") or tensor)
+    batches = feed(iter([torch.ones(1), torch.ones(1)]), Placement(torch.device("cuda")))
+    for _ in batches:
+        events.append("step")
+    assert events == ["aside", "copy", "back", "compute waits for copy", "step"] * 2
 
 
 @given(

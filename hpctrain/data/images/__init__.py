@@ -1,0 +1,15 @@
+"""Images as they lie on disk, decoded, cut and brought to the device."""
+
+from hpctrain.data.images.cropping import CenterCrop, RandomResizedCrop
+from hpctrain.data.images.imageset import IGNORED, ImageSet
+from hpctrain.data.images.normalizing import Normalize
+from hpctrain.data.images.synthetic import SyntheticImages
+
+__all__ = [
+    "IGNORED",
+    "CenterCrop",
+    "ImageSet",
+    "Normalize",
+    "RandomResizedCrop",
+    "SyntheticImages",
+]
