@@ -1,12 +1,20 @@
 """Exact numbers over uneven shards."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from hpctrain.backends.base import Backend
+from hpctrain.errors import UsageError
 
-__all__ = ["total"]
+__all__ = ["Classification", "Scores", "total"]
+
+# The published figure beside top-1 (ILSVRC).
+_NEAR = 5
 
 
 def total(backend: Backend, *values: Any) -> tuple[float, ...]:
@@ -25,7 +33,7 @@ def total(backend: Backend, *values: Any) -> tuple[float, ...]:
     whole = torch.zeros(2, len(values), dtype=torch.int64)  # sums, and how many are not whole
     parts = torch.zeros(len(values), dtype=torch.float64)
     for place, value in enumerate(values):
-        number = value.item() if isinstance(value, torch.Tensor) else value
+        number = value.item() if isinstance(value, Tensor) else value
         if isinstance(number, int):
             whole[0, place] = number
         else:
@@ -34,3 +42,187 @@ def total(backend: Backend, *values: Any) -> tuple[float, ...]:
     sums, fractional = backend.sum(whole.to(backend.device)).tolist()
     rest = backend.sum(parts.to(backend.device)).tolist()
     return tuple(n + r if f else n for n, f, r in zip(sums, fractional, rest, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What a classifier makes of a data set, the same on all ranks; tensors are on the CPU.
+
+    Attributes:
+        top1: the part of the samples whose own class has the highest output, 0 to 1.
+        top5: the part of those whose own class is among the five highest; among all of them where
+            there are fewer than five classes.
+        loss: the mean cross entropy of a sample, in nats; NaN where that of a sample is.
+        count: samples that count.
+        ignored: samples with a target below 0, which count nowhere else.
+        per_class: float64 (C,), for each class the part of its samples that top-1 has right; NaN
+            for a class without samples.
+        confusion: int64 (C, C), samples by their class (row) and the class of the highest output
+            (column). A sample whose loss is no number is in none of its columns.
+    """
+
+    top1: float
+    top5: float
+    loss: float
+    count: int
+    ignored: int
+    per_class: Tensor
+    confusion: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        """For `run.log`, by the names that rows of evaluation have."""
+        return {"top1": self.top1, "top5": self.top5, "eval_loss": self.loss}
+
+
+class Classification:
+    """Counts what a classifier gets right; no batch makes the host wait for the device.
+
+    Of equal outputs the one of the lower class is the higher one, on every device and for top-5
+    as for top-1. A sample whose loss is no number, as an output is NaN or +∞, is never right. All
+    counts are whole numbers, so they do not depend on the batches or on the number of ranks; the
+    loss of a sample is computed in at least float32, and summed in float64.
+
+    On the device this takes 9 · C² bytes, and 16 · C² more in `compute`: 9 and 16 MB for 1000
+    classes, 8 MB of them summed over the ranks once an evaluation.
+
+    Args:
+        backend: of the session.
+        classes: how many there are, C.
+        before, after: called around the exchange between the ranks.
+
+    Raises:
+        UsageError: fewer than two classes.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        classes: int,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        if classes < 2:
+            raise UsageError(
+                f"classification({classes})",
+                "two classes or more, each with an output of its own",
+                "session.sum(correct, count) for a model with a single output",
+            )
+        self._backend = backend
+        self._classes = classes
+        self._before, self._after = before, after
+        device = backend.device
+        # Made inside of inference_mode they could not be changed outside of it.
+        with torch.inference_mode(False):
+            # By row of the table below: the class, or -1 where there is none.
+            self._class = torch.arange(-1, classes + 1, device=device)
+            self._class[-1] = -1
+            numbers = torch.arange(classes, device=device)
+            self._lower = numbers < self._class[:, None]  # the classes before it
+            self._one = torch.ones(1, dtype=torch.int64, device=device)
+            # By target and guess. The first row is for ignored targets, the last one for those
+            # that are no class; the last column for samples whose loss is no number.
+            cells = (classes + 2) * (classes + 1)
+            self._guesses = torch.zeros(cells, dtype=torch.int64, device=device)
+            self._near = torch.zeros(classes + 2, dtype=torch.int64, device=device)
+            self._loss = torch.zeros((), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Count a batch of this rank.
+
+        Args:
+            outputs: logits of any floating-point type, of shape (N, C), on the device.
+            targets: classes as whole numbers from 0, of shape (N,), on the device; those below 0
+                are ignored. One that is C or more is an error that `compute` raises.
+
+        Raises:
+            UsageError: shapes, types or devices that do not fit.
+        """
+        self._check(outputs, targets)
+        # Exact, so the order of the outputs stays.
+        outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
+        rows = (targets.long() + 1).clamp(0, self._classes + 1)
+        classes = self._class.index_select(0, rows)
+        losses = cross_entropy(outputs, classes, reduction="none", ignore_index=-1)
+        self._loss += losses.sum(dtype=torch.float64)
+        undecided = losses.isnan()
+        guesses = outputs.argmax(dim=1).masked_fill(undecided, self._classes)  # the first of ties
+        places = guesses.add(rows, alpha=self._classes + 1)
+        self._guesses.index_add_(0, places, self._one.expand_as(rows))
+        # torch.topk does not say which of equal outputs it takes.
+        own = outputs.gather(1, classes.clamp(min=0)[:, None])
+        ahead = (outputs > own) | ((outputs == own) & self._lower.index_select(0, rows))
+        near = (ahead.sum(dim=1) < _NEAR) & ~undecided
+        self._near.index_add_(0, rows, near.long())
+
+    def _check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Hold a batch to what can be seen without its numbers."""
+        device = self._loss.device
+        found = ""
+        if outputs.dim() != 2 or outputs.shape[1] != self._classes:
+            found = f"outputs of shape {tuple(outputs.shape)}"
+        elif targets.shape != outputs.shape[:1]:
+            found = f"targets of shape {tuple(targets.shape)} for {len(outputs)} outputs"
+        elif not outputs.is_floating_point():
+            found = f"outputs of type {outputs.dtype}"
+        elif targets.is_floating_point():
+            found = f"targets of type {targets.dtype}"
+        elif not outputs.device == targets.device == device:
+            found = f"outputs on {outputs.device} and targets on {targets.device}"
+        if found:
+            raise UsageError(
+                f"classification({self._classes}): {found}",
+                f"logits of shape (N, {self._classes}) and classes as int64 of shape (N,), "
+                f"both on {device}",
+                "scores.update(model(images), targets), as session.loader(…) gives them",
+            )
+
+    def compute(self) -> Scores:
+        """The scores over all batches of all ranks so far, in one exchange; called by all ranks.
+
+        A rank without a batch takes part.
+
+        Raises:
+            UsageError: a target that is no class, or no sample that counts; on all ranks alike.
+        """
+        self._before()
+        # As float64, which is exact below 2⁵³, all of it is one exchange.
+        sums = self._backend.sum(
+            torch.cat([self._guesses.double(), self._near.double(), self._loss[None]])
+        ).cpu()
+        self._after()
+        cells = len(self._guesses)
+        table = sums[:cells].reshape(self._classes + 2, self._classes + 1)
+        ignored, outside = int(table[0].sum()), int(table[-1].sum())
+        near, guesses = int(sums[cells + 1 : -2].sum()), table[1:-1]
+        samples, right = guesses.sum(dim=1), guesses.diagonal()
+        count = int(samples.sum())
+        if outside or not count:
+            raise self._refusal(outside, ignored)
+        return Scores(
+            int(right.sum()) / count,
+            near / count,
+            float(sums[-1]) / count,
+            count,
+            ignored,
+            right / samples,
+            guesses[:, :-1].long(),
+        )
+
+    def _refusal(self, outside: int, ignored: int) -> UsageError:
+        """Why there are no scores."""
+        if outside:
+            error = UsageError(
+                f"classification({self._classes}): {outside} targets are {self._classes} or more",
+                f"classes from 0 to {self._classes - 1}, and targets below 0 to be ignored",
+                "session.classification(len(dataset.classes)), of the set that is evaluated",
+            )
+        else:
+            error = UsageError(
+                f"classification({self._classes}): no sample to score, {ignored} ignored",
+                "samples with targets from 0, on one rank at least",
+                "for images, targets in session.loader(val_set, train=False): "
+                "scores.update(model(images), targets)",
+            )
+        error.told_by_rank_0 = self._backend.rank > 0
+        return error
