@@ -41,7 +41,8 @@ class Agreement:
             return None
         heard = self._read()
         self._begin()
-        if self._backend.world_size == 1:
+        # Who is alone need not hear it where others do; a GPU may still have to sum it.
+        if heard is None and self._backend.world_size == 1 and self._sum and self._sum[1].ready():
             heard = self._read()
         self._left = self._steps
         return heard

@@ -93,10 +93,12 @@ def _refuse_other_runs(
 ) -> None:
     """Hold run.json to what this start says of itself."""
     if not resume:
+        saved = max(directory.steps(), default=None)
+        where = "begin it again" if saved is None else f"go on from step {saved}"
         raise UsageError(
             f"{directory.path} has a run in it",
             "an empty or new run directory",
-            "--resume to go on with it, or --run DIR for another",
+            f"--resume to {where}, or --run DIR for another",
         )
     for key in _IDENTITY:
         if before.get(key) != said[key]:
@@ -170,20 +172,38 @@ def _refuse_strangers(directory: RunDirectory) -> None:
 
 
 def note_start(
-    directory: RunDirectory, options: Options, world: World, job: Allocation | None, step: int
+    directory: RunDirectory,
+    options: Options,
+    own: Mapping[str, Any],
+    device: torch.device,
+    world: World,
+    job: Allocation | None,
+    step: int,
 ) -> None:
-    """Append to starts.jsonl how the run was started this time, and at which step it goes on."""
+    """Append to starts.jsonl how the run was started this time, and at which step it goes on.
+
+    Args:
+        directory: of the run.
+        options: those that all scripts share.
+        own: the script's own, by name.
+        device: of rank 0.
+        world, job: of this start.
+        step: at which it goes on.
+    """
+    cuda = device.type == "cuda"
     line = {
         "time": time.time(),
         "command": sys.argv,
         "options": asdict(options),
+        "own_options": own,
         "step": step,
+        "device": torch.cuda.get_device_name(device) if cuda else device.type,
         "versions": _versions(),
         "commit": _commit(),
         "world": asdict(world),
         "job": asdict(job) if job else None,
     }
-    append(directory.starts, json.dumps(line))
+    append(directory.starts, json.dumps(line, default=str))
 
 
 def _versions() -> dict[str, str]:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ from hpctrain.speech import logger
 
 __all__ = ["Metrics", "table", "trim"]
 
-# People cannot read more, and saying a row costs more than writing it.
-_SECONDS_BETWEEN_LINES = 1.0
 # A sum over the ranks takes about this long to come by, or this many rows.
 _SECONDS_BETWEEN_SUMS = 1.0
 _MOST_ROWS = 32
@@ -51,6 +49,7 @@ class Metrics:
         directory: of the run.
         keep: rows that are there of an earlier start; see `trim`.
         accumulate: micro-batches of one step on each rank.
+        heard: called at rank 0 with each row that is written, and whether it is one of training.
 
     Attributes:
         rows: that are written.
@@ -63,9 +62,10 @@ class Metrics:
         directory: RunDirectory,
         keep: int,
         accumulate: int,
+        heard: Callable[[Mapping[str, Any], bool], None] = lambda row, training: None,
     ) -> None:
         self._backend = backend
-        self._accumulate = accumulate
+        self._accumulate, self._heard = accumulate, heard
         self._micro_batches = accumulate * backend.world_size
         self._on_host = backend.device.type == "cpu"
         self._step: dict[str, Any] = {}  # tensors on a GPU, Python floats on a CPU
@@ -76,7 +76,6 @@ class Metrics:
         self._sum_begun = time.perf_counter()
         self._seconds_per_row = 0.0  # a mean over the ranks, so it is the same on all of them
         self._lines: _Lines | None = None
-        self._said = 0.0  # when the last training row was said
         self.rows = keep
         self.last: dict[str, float] = {}
         self._noted: tuple[int, dict[str, float]] = (-1, {})
@@ -146,7 +145,6 @@ class Metrics:
         self._unwritten.append(_Row({**head, "time": time.time()}, [], [], numbers, done=True))
         known = self._noted[1] if self._noted[0] == head["step"] else {}
         self._noted = (head["step"], {**known, **numbers})
-        self._say({**head, **numbers})
         self._write()
 
     def at(self, step: int) -> dict[str, float]:
@@ -194,16 +192,9 @@ class Metrics:
             self.rows += 1
             self._remember(numbers)
             if self._lines is not None:
-                self._lines.write(json.dumps({**row.head, **numbers}) + "\n")
-            if row.names and row.head["time"] >= self._said + _SECONDS_BETWEEN_LINES:
-                self._said = row.head["time"]
-                self._say({**row.head, **numbers})
-
-    def _say(self, row: Mapping[str, Any]) -> None:
-        """Show a row to people; all of them are in the file."""
-        if self._lines is not None:
-            shown = (f"{name} {value:.5g}" for name, value in row.items() if name != "time")
-            logger.info("%s", "  ".join(shown))
+                full = {**row.head, **numbers}
+                self._lines.write(json.dumps(full) + "\n")
+                self._heard(full, bool(row.names))
 
     def _remember(self, row: Mapping[str, Any]) -> None:
         self.last.update({k: v for k, v in row.items() if k not in ("step", "epoch", "time")})
@@ -274,9 +265,12 @@ def table(summary: Mapping[str, Any], transport: str, path: Path) -> str:
         transport: what carried the numbers, such as "gloo".
         path: of the run directory.
     """
-    top1 = summary["metrics"].get("top1")
+    metrics = summary["metrics"]
+    name, score = (
+        ("loss", "loss") if "top1" not in metrics and "loss" in metrics else ("top-1", "top1")
+    )
     shown = {
-        "top-1": "-" if top1 is None else f"{top1:.4f}",
+        name: f"{metrics[score]:.4f}" if score in metrics else "-",
         "images/s": f"{summary['samples_per_second']:,.0f}",
         "time": f"{summary['seconds']:.1f} s",
         "ranks": str(summary["world_size"]),

@@ -1,15 +1,18 @@
 """How a model and an optimizer become those of a session."""
 
+import hashlib
 import io
 import os
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain import optim, syncbn
+from hpctrain.agreement import by_rank_0
 from hpctrain.arguments import Batches, Options
 from hpctrain.backends.base import Backend
 from hpctrain.data import Placement
@@ -23,6 +26,8 @@ __all__ = [
     "plan_schedule",
     "prepare_model",
     "prepare_optimizer",
+    "refuse_other_data",
+    "refuse_second_schedule",
     "share_state",
 ]
 
@@ -177,3 +182,60 @@ def plan_schedule(
         options.lr_step_factor,
         options.lr_power,
     )
+
+
+def refuse_second_schedule(optimizers: Sequence[Optimizer]) -> None:
+    """Where the options set the learning rate, nobody else does.
+
+    Raises:
+        UsageError: one of the optimizers has a scheduler.
+    """
+    if any(map(optim.scheduled, optimizers)):
+        raise UsageError(
+            "a scheduler of the script's own, and --lr-schedule or --lr-warmup-epochs",
+            "one course of the learning rate",
+            "leave the options out, or remove the scheduler from the script",
+        )
+
+
+def refuse_other_data(backend: Backend, hosts: Sequence[str], datasets: Sequence[Any]) -> None:
+    """Hold the data sets of all ranks to those of rank 0; called by all ranks.
+
+    Each rank takes its part of an order that follows from the length. A host whose own copy lacks
+    some samples would go through others than its share, and nobody would see it. Where some ranks
+    alone made a loader nothing can be held to anything.
+
+    Args:
+        backend: of the session.
+        hosts: that of each rank.
+        datasets: of the session's loaders, in the order in which they were made.
+
+    Raises:
+        UsageError: a rank has other ones.
+    """
+    seen = backend.gather([(len(dataset), _classes(dataset)) for dataset in datasets])
+
+    def compare() -> None:
+        for rank, theirs in enumerate(seen):
+            if len(theirs) != len(seen[0]):
+                return
+            for (length, classes), (expected, expected_classes) in zip(
+                theirs, seen[0], strict=True
+            ):
+                if (length, classes) != (expected, expected_classes):
+                    other = " of other classes" if classes != expected_classes else ""
+                    raise UsageError(
+                        f"a data set of {length:,} samples{other} at rank {rank} on {hosts[rank]}, "
+                        f"and of {expected:,} at rank 0 on {hosts[0]}",
+                        "the same samples on all ranks",
+                        "the same files on every host; compare there: find PATH -type f | wc -l",
+                    )
+
+    by_rank_0(backend, compare)
+
+
+def _classes(dataset: Any) -> str:
+    """What tells sets of equal length apart, short: the names of the classes, where it has any."""
+    classes = getattr(dataset, "classes", ())
+    named = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+    return hashlib.sha256(repr(named).encode(errors="surrogateescape")).hexdigest()

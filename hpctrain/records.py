@@ -5,7 +5,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpctrain import identity, rundir, speech
@@ -57,12 +57,13 @@ class Records:
         )
         return str(directory.path.absolute()), self.lock is None, secrets.token_hex(8)
 
-    def begin(self, step: int, rows: int) -> None:
+    def begin(self, step: int, rows: int, heard: Callable[[Mapping[str, Any], bool], None]) -> None:
         """Write down this start; called by all ranks.
 
         Args:
             step: at which it goes on.
             rows: of metrics to keep.
+            heard: called at rank 0 with each row, and whether it is one of training.
 
         Raises:
             GivenUpError: it is one too many.
@@ -74,7 +75,13 @@ class Records:
             identity.refuse_fruitless(self.directory, parts.allocation, step)
             try:
                 identity.note_start(
-                    self.directory, parts.options, parts.world, parts.allocation, step
+                    self.directory,
+                    parts.options,
+                    parts.own_options,
+                    parts.device,
+                    parts.world,
+                    parts.allocation,
+                    step,
                 )
                 self.directory.summary.unlink(missing_ok=True)
                 trim(self.directory, rows)
@@ -86,26 +93,31 @@ class Records:
                 ) from None
 
         by_rank_0(parts.backend, note)
-        self.metrics = Metrics(parts.backend, self.directory, rows, parts.batches.accumulate)
+        self.metrics = Metrics(parts.backend, self.directory, rows, parts.batches.accumulate, heard)
 
-    def close(self, error: BaseException | None, facts: Mapping[str, Any]) -> None:
-        """Let go of everything. Rank 0 sums up, where the directory is still this start's.
+    def close(self, error: BaseException | None, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Let go of all but the logs. Rank 0 sums up, where the directory is still this start's.
 
         Args:
             error: that ended the run, if any.
-            facts: for summary.json.
+            facts: those for summary.json.
         """
         if self.metrics is not None:
             self.metrics.close()
-        if self.lock is not None:
-            try:
-                with self.lock.commit():
-                    self._sum_up(error, facts)
-            except OSError as full:
-                logger.error("%s could not be written: %s", self.directory.summary, full)
-            except CheckpointError as replaced:
-                logger.error("%s", replaced)
+        if self.lock is None:
+            return
+        try:
+            with self.lock.commit():
+                self._sum_up(error, facts())
+        except OSError as full:
+            logger.error("%s could not be written: %s", self.directory.summary, full)
+        except CheckpointError as replaced:
+            logger.error("%s", replaced)
+        finally:
             self.lock.release()
+
+    def drop_logs(self) -> None:
+        """Nothing more is said of this run."""
         if self._tee is not None:
             self._tee.close()
             self._tee = None  # it has what standard error was, for as long as somebody needs that

@@ -4,22 +4,24 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from hpctrain import generators, identity, optim, preparation, rundir, seeds, signals
 from hpctrain.agreement import Agreement
-from hpctrain.data import Loader, TrainingSampler
-from hpctrain.errors import CheckpointError, NonFiniteError, ReplacedError, UsageError
+from hpctrain.data import Loader, TrainingSampler, feed
+from hpctrain.errors import CheckpointError, ReplacedError, UsageError
 from hpctrain.metrics import Metrics
 from hpctrain.preemption import REASONS, Stopped
 from hpctrain.records import Records, code_of
 from hpctrain.rundir import RunDirectory
 from hpctrain.saving import Saving
 from hpctrain.speech import logger
-from hpctrain.state import Parts, Position, restore
+from hpctrain.state import Parts, Position, refuse_streak, restore
 from hpctrain.watchdog import AGREEING, COMPUTING, IDLE, LOADING, SAVING, Watchdog
+from hpctrain.watching import Watching
 
 __all__ = ["Run"]
 
@@ -41,7 +43,7 @@ class Run:
     def __init__(self, session: Parts, state: dict[str, Any], name: str | None) -> None:
         self._session = session
         self._state = state
-        self._name = name or Path(sys.argv[0]).stem or "run"
+        self._name = name or _UNNAMED.get(Path(sys.argv[0]).stem) or Path(sys.argv[0]).stem
         self.step = 0
         self.epoch = 0
         self._epoch_step = 0  # steps of this epoch that are done
@@ -50,18 +52,17 @@ class Run:
         self._schedule: optim.Schedule | None = None
         self._index = 0  # micro-batches of the step under way that are done
         self._in_hand = False  # whether a micro-batch was handed out and not yet counted
-        self._lap, self._lap_step = 0.0, 0  # when and where the last row of metrics was
+        self._compared = False  # whether the ranks' data sets were
         self._begun = False  # whether the batches of this epoch were asked for
         self._cut_short = False  # whether --max-steps ended the epoch under way
         self._due = False  # whether the step under way ends in a row of metrics
         self._in_step = False
         self._stop: str | None = None  # why all ranks stop, once they have agreed
-        self._seconds = 0.0
-        self._trained = 0
         self._paused, self._pause = time.monotonic(), 0.0  # the longest time between two epochs
         self._records: Records | None = None
         self._saving: Saving | None = None
         self._watchdog: Watchdog | None = None
+        self._watching: Watching | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -82,12 +83,13 @@ class Run:
         self._watchdog = Watchdog(
             session.world, session.options.timeout, self.directory, records.key, session.verdict
         )
+        self._watching = watching = Watching(session, self.directory, self._name)
         session.beat = self._beat
         resumed = restore(session, self.directory, self._state)
         position = resumed[0] if resumed else None
         if resumed is not None:
             self._go_on(*resumed)
-        records.begin(self.step, position.rows if position else 0)
+        records.begin(self.step, position.rows if position else 0, watching.row)
         facts = identity.facts(self.directory, session.world)
         self._saving = Saving(session, self._state, self.directory, records.lock, facts, position)
         self._agreement = Agreement(session.backend, self._say)
@@ -96,13 +98,21 @@ class Run:
         if self._stop is not None:
             session.preemption.obeyed(self.directory)
             raise Stopped(f"{self._stop}, before the first step", True, os.environ)
+        watching.begin(self.step)
 
     def _go_on(self, position: Position, random: dict[str, Any] | None) -> None:
         """Take up a position."""
         self.step, self.epoch = position.step, position.epoch
         self._epoch_step = position.epoch_step
         self._random = random
-        logger.info("resumed at step %d, epoch %d", self.step, self.epoch)
+        limit = self._session.options.max_steps
+        if limit is not None and self.step > limit:
+            raise UsageError(
+                f"--max-steps {limit}, and the run is at step {self.step} already",
+                f"an end at step {self.step} or later",
+                f"--max-steps {2 * self.step}, or leave it out",
+            )
+        logger.info("resumed at step %d, in epoch %d", self.step, self.epoch + 1)
 
     def epochs(self, default: int | None = None) -> Iterator[int]:
         """The epochs that are left, each with a checkpoint at its end.
@@ -148,7 +158,7 @@ class Run:
                 what it has seen once more and drops it.
 
         Raises:
-            UsageError: it is the second time in this epoch.
+            UsageError: it is the second time in this epoch, or another rank has other data.
             Stopped: the run was asked to stop.
         """
         self._settle()
@@ -161,13 +171,16 @@ class Run:
         self._begun = True
         session = self._session
         options, world = session.options, session.world
+        if not self._compared:
+            self._compared = True
+            hosts = [session.roll.hosts[host] for host in session.roll.host_of_rank]
+            preparation.refuse_other_data(session.backend, hosts, session.datasets)
         number = seeds.derive("epoch", options.seed, self.epoch, world.rank)
         generators.seed(number, session.device, all_of_them=options.deterministic)
-        self._plan(loader)
+        length = self._plan(loader)
         iterator = self._iterate(loader)
         self._put_back_random()
-        self._lap = started = time.perf_counter()
-        first = self._lap_step = self.step
+        self._watch.begin_batches(self.step, self.epoch, self._epoch_step, self._epochs, length)
         deterministic, every = options.deterministic, options.log_every
         limit = sys.maxsize if options.max_steps is None else options.max_steps
         beat = self._beat
@@ -197,8 +210,7 @@ class Run:
         finally:
             beat(IDLE)
             self._paused = time.monotonic()
-            self._seconds += time.perf_counter() - started
-            self._trained += (self.step - first) * session.batches.global_batch
+            self._watch.end_batches(self.step)
 
     def _settle(self) -> None:
         """Count the micro-batch that was handed out last, and with the last of a step the step.
@@ -217,11 +229,9 @@ class Run:
         self.step += 1
         self._epoch_step += 1
         self._beat(AGREEING)
+        self._watch.step(self.step)
         if self._due:
-            now = time.perf_counter()
-            samples = (self.step - self._lap_step) * session.batches.global_batch
-            self._end_row(samples / (now - self._lap))
-            self._lap, self._lap_step = now, self.step
+            self._end_row()
         else:
             self._metrics.poll()
         heard = self._agreement.step()
@@ -246,8 +256,9 @@ class Run:
 
     def _beat(self, phase: int) -> None:
         """Show that this rank lives."""
-        if self._watchdog is not None:
+        if self._watchdog is not None and self._watching is not None:
             self._watchdog.beat(self.step, phase)
+            self._watching.beat(phase)
 
     def _say(self) -> dict[str, float]:
         """What the other ranks have to know: why this one wants to stop, and what went wrong."""
@@ -255,9 +266,11 @@ class Run:
         asked = session.preemption.asked()
         return {
             **{reason: float(reason == asked) for reason in REASONS},
-            _NOT_FINITE: float(session.precision.nonfinite.streak >= session.options.max_nonfinite),
+            _NOT_FINITE: 1.0
+            * (session.precision.nonfinite.streak >= session.options.max_nonfinite),
             _NOT_WRITTEN: float(self._saves.failed()),
             _OVERDUE: float(self._saves.overdue()),
+            _MEASURED: float(self._watch.due()),
         }
 
     def _hear(self, heard: Mapping[str, float]) -> bool:
@@ -267,11 +280,12 @@ class Run:
             NonFiniteError: the run goes nowhere.
         """
         if heard[_NOT_FINITE]:
-            self._refuse_streak(heard[_NOT_FINITE])
+            refuse_streak(self._session, heard[_NOT_FINITE], self.step, self._saves.saved)
         if heard[_NOT_WRITTEN]:
             self._saves.lost()
         if self._stop is None:
             self._stop = next((reason for reason in REASONS if heard[reason]), None)
+        self._watch.hear(heard[_MEASURED] > 0, self.step, self.epoch)
         return heard[_OVERDUE] > 0
 
     def _stop_here(self) -> None:
@@ -282,6 +296,7 @@ class Run:
         if self._position() != self._saves.saved:
             self.save()
         self._beat(SAVING)
+        self._watch.finish(self.step, self.epoch)
         try:
             self._saves.finish()
         except ReplacedError:
@@ -361,6 +376,11 @@ class Run:
         assert self._saving is not None
         return self._saving
 
+    @property
+    def _watch(self) -> Watching:
+        assert self._watching is not None
+        return self._watching
+
     def _enough(self) -> bool:
         limit = self._session.options.max_steps
         return limit is not None and self.step >= limit
@@ -374,7 +394,7 @@ class Run:
             loader.sampler.first_step = self._epoch_step
             return iter(loader)
         with signals.unheard():
-            iterator = map(session.placement, iter(loader))
+            iterator = feed(iter(loader), session.placement)
         seen = self._epoch_step * session.batches.accumulate
         if seen:
             logger.warning("this loader cannot skip: %d batches are fetched and dropped", seen)
@@ -382,8 +402,8 @@ class Run:
                 next(iterator, None)
         return iterator
 
-    def _plan(self, loader: Iterable[Any]) -> None:
-        """The course of the learning rate, once the length of an epoch is known."""
+    def _plan(self, loader: Iterable[Any]) -> int | None:
+        """Steps of an epoch, where the loader knows; and with them the course of the rate."""
         session = self._session
         sampler = loader.sampler if isinstance(loader, Loader) else None
         length: int | None = None
@@ -392,37 +412,17 @@ class Run:
         elif isinstance(loader, Sized):
             length = len(loader) // session.batches.accumulate
         schedule = preparation.plan_schedule(session.options, length, self._epochs)
-        if schedule is None or schedule == self._schedule:
-            return
-        if any(map(optim.scheduled, session.optimizers)):
-            raise UsageError(
-                "a scheduler of the script's own, and --lr-schedule or --lr-warmup-epochs",
-                "one course of the learning rate",
-                "leave the options out, or remove the scheduler from the script",
-            )
-        self._schedule = schedule
-        logger.info("learning rate: %s", schedule.describe())
+        if schedule is not None and schedule != self._schedule:
+            preparation.refuse_second_schedule(session.optimizers)
+            self._schedule = schedule
+            logger.info("learning rate: %s", schedule.describe())
+        return length
 
-    def _end_row(self, speed: float) -> None:
-        session = self._session
-        tail = {"samples_per_second": speed}
+    def _end_row(self) -> None:
+        session, tail = self._session, self._watch.lap(self.step)
         if session.optimizers:
             tail = {"lr": float(session.optimizers[0].param_groups[0]["lr"]), **tail}
         self._metrics.end_step(self._head(), session.precision.numbers(), tail)
-
-    def _refuse_streak(self, ranks: float) -> None:
-        """End a run that goes nowhere, on all ranks at the same step."""
-        session = self._session
-        saved = self._saves.saved
-        error = NonFiniteError(
-            f"{session.options.max_nonfinite} steps in a row overflowed or had no finite loss, "
-            f"on {ranks:.0f} of {session.world.world_size} ranks, before step {self.step}",
-            f"fewer in a row (--max-nonfinite {session.options.max_nonfinite})",
-            f"--resume goes on from step {saved.step if saved else 0}; a lower --lr, "
-            "--lr-warmup-epochs, --clip-norm or --precision bf16 or fp32 may mend it",
-        )
-        error.told_by_rank_0 = session.world.rank > 0
-        raise error
 
     def _head(self) -> dict[str, Any]:
         return {"step": self.step, "epoch": self.epoch}
@@ -450,32 +450,47 @@ class Run:
             self.save()  # the loop was left by a break
         self._beat(SAVING)
         self._metrics.flush()
+        self._watch.finish(self.step, self.epoch)
         self._saves.finish()
 
     def _close(self, error: BaseException | None) -> None:
-        """Let go of everything; what is being written gets written."""
+        """Let go of everything; what is being written gets written.
+
+        Each part has its turn whatever becomes of those before it. The directory is summed up and
+        unlocked before anybody waits for a tracker; a signal then ends that wait.
+        """
         self._session.beat = ignore
-        if self._saving is not None:
-            self._saving.close()
-        if self._watchdog is not None:
-            self._watchdog.close()
-        if self._records is not None:
-            self._records.close(error, self._facts())
-        self._session.preemption.end()
+        with ExitStack() as turns:  # the last one comes first
+            if self._records is not None:
+                turns.callback(self._records.drop_logs)
+            if self._watching is not None:
+                turns.callback(self._watching.close_trackers, code_of(error))
+            turns.callback(self._session.preemption.end)
+            if self._records is not None:
+                turns.callback(self._records.close, error, self._facts)
+            if self._watching is not None:
+                turns.callback(self._watching.close, self.step)
+            if self._watchdog is not None:
+                turns.callback(self._watchdog.close)
+            if self._saving is not None:
+                turns.callback(self._saving.close)
 
     def _facts(self) -> dict[str, Any]:
         """How far it came, and how fast."""
         return {
             "step": self.step,
             "epoch": self.epoch,
-            "seconds": self._seconds,
-            "samples_per_second": self._trained / self._seconds if self._seconds else 0.0,
+            **(self._watching.facts() if self._watching is not None else {}),
             "learning_rate": self._schedule.describe() if self._schedule else "constant",
         }
 
 
+# Where the script has no name of its own: in an interpreter, by -c, from a pipe, in a notebook.
+_UNNAMED = {"": "run", "-c": "run", "-": "run", "ipykernel_launcher": "notebook"}
+
 # What the ranks tell each other besides the reasons to stop.
-_NOT_FINITE, _NOT_WRITTEN, _OVERDUE = "not finite", "not written", "overdue"
+_NOT_FINITE, _NOT_WRITTEN = "not finite", "not written"
+_OVERDUE, _MEASURED = "overdue", "measured"
 
 _END = object()
 

@@ -3,8 +3,11 @@
 run.json                    what run this is: name, data, model, and the world it started in
 starts.jsonl                a line for each start: command, options, versions, commit, world
 metrics.jsonl               a line for each logged step: step, epoch, time, then values
+timings.jsonl               a line for each half minute: where the time of a step goes, by rank
 checkpoints/step-00000042/  .pt files and a manifest
 logs/rank-0.log             what each rank had to say
+profile/rank-0.json.gz      what --profile has traced
+track.json                  the names of this run in the trackers of --track
 summary.json                how the run ended
 stop                        made by a person: save, and leave
 """
@@ -13,9 +16,10 @@ import errno
 import json
 import os
 import re
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ __all__ = [
     "default",
     "read_verdict",
     "replace",
+    "slow_ranks",
     "write_verdict",
 ]
 
@@ -63,6 +68,9 @@ class RunDirectory:
         self.identity = self.path / "run.json"
         self.starts = self.path / "starts.jsonl"
         self.metrics = self.path / "metrics.jsonl"
+        self.timings = self.path / "timings.jsonl"
+        self.profile = self.path / "profile"
+        self.tracked = self.path / "track.json"
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         self.summary = self.path / "summary.json"
@@ -96,7 +104,7 @@ class RunDirectory:
             return content
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(
                 f"{path} cannot be read: {error}",
                 "a file that hpctrain wrote",
@@ -119,19 +127,37 @@ class RunDirectory:
 
     def lines(self, path: Path) -> list[dict[str, Any]]:
         """The lines of one of the .jsonl files; those that were cut off are left out."""
-        lines: list[dict[str, Any]] = []
+        return list(self.each(path))
+
+    def each(self, path: Path) -> Iterator[dict[str, Any]]:
+        """The same one by one, as some files are long."""
         try:
-            text = path.read_text()
+            with path.open(errors="replace") as file:
+                for line in file:
+                    try:
+                        content = json.loads(line)
+                    except (ValueError, RecursionError):
+                        continue
+                    if isinstance(content, dict):
+                        yield content
         except FileNotFoundError:
-            return []
-        for line in text.splitlines():
-            try:
-                content = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(content, dict):
-                lines.append(content)
-        return lines
+            return
+
+
+def slow_ranks(seconds: Sequence[float], a_step: float) -> list[int]:
+    """The ranks that are so much slower than the others that a person would want to know.
+
+    More than half as slow again as the median (of two ranks, the quicker), by at least 2 ms and a
+    twentieth of a step.
+
+    Args:
+        seconds: that each rank takes in a step for something the ranks do not wait for each other
+            in, such as `data` and `forward` of timings.jsonl.
+        a_step: seconds of all of it.
+    """
+    usual = statistics.median_low(seconds)
+    least = max(1.5 * usual, usual + 0.002, usual + 0.05 * a_step)
+    return [rank for rank, one in enumerate(seconds) if one > least]
 
 
 def default(name: str, label: str | None) -> str:

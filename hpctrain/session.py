@@ -1,8 +1,9 @@
 """Session: the only place where World, Backend and Precision meet."""
 
 import argparse
+import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -14,35 +15,25 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from hpctrain import (
-    backends,
     data,
-    device,
     evaluation,
     launchers,
-    meeting,
-    open_files,
-    precision,
     preparation,
-    proof,
     rundir,
     speech,
     variables,
 )
-from hpctrain.arguments import Options, plan_batches
-from hpctrain.determinism import Determinism
-from hpctrain.errors import HpctrainError, StartError, UsageError, report_uncaught
+from hpctrain.arguments import Options
+from hpctrain.errors import HpctrainError, UsageError, report_uncaught
+from hpctrain.opening import open_ranks
 from hpctrain.optim import EMA
 from hpctrain.preemption import Preemption, Stopped
 from hpctrain.run import Run, ignore
 from hpctrain.speech import logger
-from hpctrain.threads import Threads
 from hpctrain.update import Update
 from hpctrain.watchdog import BACKWARD, EVALUATING, IDLE, UPDATING
 
 __all__ = ["Session"]
-
-# Of a hang the watchdog can say who is to blame; a collective that gives up can not.
-_SECONDS_TO_BLAME = 10.0
 
 
 class Session:
@@ -62,8 +53,10 @@ class Session:
         backend: how the ranks talk.
         precision: how numbers are kept.
         options: as given.
+        own_options: by name, those that the script added to them.
         batches: global batch, micro-batch and accumulation.
         placement: where batches go.
+        workers: loader processes of this rank.
         weight: of the micro-batch at hand in its step; 1 where all have as many samples.
         roll: what the ranks said of themselves.
         preemption: whether this rank was asked to stop.
@@ -78,6 +71,12 @@ class Session:
     def __init__(self, namespace: argparse.Namespace | None = None, **keywords: Any) -> None:
         report_uncaught()
         self.options = Options.of(namespace, keywords)
+        shared = {field.name for field in dataclasses.fields(Options)}
+        self.own_options: Mapping[str, Any] = (
+            {name: value for name, value in vars(namespace).items() if name not in shared}
+            if namespace
+            else {}
+        )
         start = launchers.survey()
         speech.speak(start.world.rank)
         # The verdict is that of the start; a process that is none of its ranks leaves it alone.
@@ -89,6 +88,7 @@ class Session:
         self._micro_batch = 0
         self._ema: EMA | None = None
         self._samplers: list[data.TrainingSampler] = []
+        self._datasets: list[Dataset[Any]] = []
         self.weight = 1.0
         self._closed = False
         self._undo = ExitStack()  # what a session changes in its process, and puts back
@@ -107,42 +107,23 @@ class Session:
             raise
 
     def _open(self, start: launchers.Start) -> None:
-        opts, world = self.options, start.world
-        if start.stray:
-            raise start.stray
-        self.allocation = start.allocation
-        self.batches = plan_batches(opts, world.world_size)
-        name = backends.choose(opts.backend, world.world_size)
-        own = opts.of_backend(name)
-        threads = Threads.here(os.environ)
-        self._undo.callback(threads.put_back)
-        entry, error = self._introduce(start, name, own)
-        met = meeting.meet(
-            world,
-            start.meeting_point,
-            {**entry, **threads.entry()},
-            opts.start_timeout,
-            logger.info if world.rank == 0 else logger.warning,
-            error,
-            check=_prove,
-            store=backends.agent_store(start.meeting_point, opts.start_timeout),
-            folder=Path(opts.run or os.environ.get(variables.RUN) or "runs"),
-        )
-        self.world, self.roll = met.world, met.roll
-        threads.fit(met.roll.entries, met.roll.host_of_rank, world.rank, opts.workers)
-        self._undo.callback(Determinism(opts.deterministic, self.device).put_back)
-        self.precision.switch(self._undo)
-        self.backend = backends.open_backend(name, met, self.device, self._settings(own))
+        opts = self.options
+        opened = open_ranks(start, opts, os.environ, self._undo)
         self.preemption.opened()
+        self.allocation = start.allocation
+        self.world, self.roll, self.batches = opened.world, opened.roll, opened.batches
+        self.device, self.precision = opened.device, opened.precision
+        self.backend, self.workers = opened.backend, opened.workers
         self.placement = preparation.place_batches(opts, self.precision)
         self._update = Update(self.backend, self.precision, opts)
         # The same on all ranks, so that they make the same weights.
         torch.manual_seed(opts.seed)
+        world = self.world
         logger.info(
             "%d rank%s on %s by %s, %s over %s, %s, global batch %d = %d × %d × %d",
             world.world_size,
             "s" if world.world_size > 1 else "",
-            ", ".join(self.world.hosts or ()),
+            ", ".join(world.hosts or ()),
             world.launcher,
             self.backend.name,
             self.backend.transport if world.world_size > 1 else self.device,
@@ -152,56 +133,6 @@ class Session:
             self.batches.accumulate,
             world.world_size,
         )
-
-    def _settings(self, own: dict[str, Any]) -> backends.Settings:
-        """How the backend has to work.
-
-        Args:
-            own: its own options.
-        """
-        opts = self.options
-        return backends.Settings(
-            opts.timeout + min(_SECONDS_TO_BLAME, opts.timeout),
-            opts.start_timeout,
-            self.batches.accumulate,
-            opts.deterministic,
-            self.precision.joint,
-            own,
-        )
-
-    def _introduce(
-        self, start: launchers.Start, backend: str, own: dict[str, Any]
-    ) -> tuple[dict[str, Any], HpctrainError | None]:
-        """What this rank says of itself, and what is wrong with it.
-
-        An error is told to all ranks, so that none of them waits for this one.
-        """
-        try:
-            self._undo.callback(open_files.make_room(start.world.world_size))
-            device.take_slice(start.world, os.environ, self._undo)
-            self.device = device.choose(start.world, start.allocation, os.environ)
-            opts = self.options
-            self.precision = precision.open_precision(
-                opts.precision,
-                self.device,
-                precision.Settings(
-                    opts.loss_scale, opts.keep_batchnorm_fp32, start.world.world_size
-                ),
-            )
-            preparation.check_compiler(opts, self.device)
-            backends.check(backend, start.world, self.device, self._settings(own))
-            # Unlike GPUs make something else of --precision auto.
-            deciding = {**opts.deciding(), "--precision": self.precision.name}
-            return proof.entry(self.device, deciding), start.waste
-        except UsageError as mistake:
-            return {}, start.waste or mistake
-        except RuntimeError as failure:  # of CUDA
-            reason = (str(failure).strip().splitlines() or ["no reason given"])[0]
-            return {}, start.waste or StartError(
-                f"its GPU cannot be used: {reason}",
-                "a GPU that works and is free",
-                "nvidia-smi    on that host; then hpctrain doctor",
-            )
 
     @property
     def is_main(self) -> bool:
@@ -267,6 +198,7 @@ class Session:
         train: bool = True,
         batch_size: int | None = None,
         drop_last: bool | None = None,
+        on_device: Callable[[Any], Any] | None = None,
         **arguments: Any,
     ) -> data.Loader:
         """The batches of this rank, on its device.
@@ -279,6 +211,8 @@ class Session:
             drop_last: of a training, whether it leaves out the samples at the end of an epoch that
                 do not fill a global batch (the default); else they are a step of their own, in
                 which each micro-batch counts by its samples.
+            on_device: called with each batch there, gives the one that the loop gets: normalises
+                images that were sent as bytes, for one (`hpctrain.data.Normalize`).
             arguments: more for `torch.utils.data.DataLoader`, such as `collate_fn`.
 
         Raises:
@@ -286,6 +220,7 @@ class Session:
         """
         data.check_arguments(dataset, train, batch_size, drop_last, arguments)
         length = len(dataset)  # type: ignore[arg-type]
+        self._datasets.append(dataset)
         sampler: data.TrainingSampler | data.EvaluationSampler
         if train:
             sampler = data.TrainingSampler(
@@ -299,12 +234,13 @@ class Session:
             dataset,
             sampler,
             self.placement,
-            self.options.workers,
+            self.workers,
             self.options.seed,
             self.world.rank,
             before=(lambda: None) if train else self._align,
             weigh=self._weigh,
             each=None if train else lambda: self.beat(EVALUATING),
+            on_device=on_device,
             **arguments,
         )
 
@@ -383,6 +319,19 @@ class Session:
         self.beat(IDLE)
         return sums[0] if len(sums) == 1 else sums
 
+    def classification(self, classes: int) -> evaluation.Classification:
+        """Exact scores of a classifier over all ranks, counted on the device.
+
+        Args:
+            classes: how many there are.
+        """
+        return evaluation.Classification(
+            self.backend,
+            classes,
+            before=lambda: self.beat(EVALUATING),
+            after=lambda: self.beat(IDLE),
+        )
+
     def run(self, state: dict[str, Any] | None = None, name: str | None = None) -> Run:
         """A run: its directory, its position in the loop, its metrics and checkpoints.
 
@@ -409,6 +358,11 @@ class Session:
     def samplers(self) -> Sequence[data.TrainingSampler]:
         """Those of the loaders of training sets."""
         return self._samplers
+
+    @property
+    def datasets(self) -> Sequence[Dataset[Any]]:
+        """Those of the loaders, in the order in which they were made."""
+        return self._datasets
 
     def _weigh(self, weight: float) -> None:
         self.weight = weight
@@ -479,8 +433,3 @@ class Session:
             self.close(error.code, f"the script left with {error.code}")
         else:
             self.close(rundir.FAILED, f"{type(error).__name__}: {error}")
-
-
-def _prove(roll: meeting.Roll) -> None:
-    """The start-up proof, by rank 0 for all."""
-    proof.check(roll.entries, [roll.hosts[host] for host in roll.host_of_rank])

@@ -34,7 +34,9 @@ def heed(master: int) -> None:
     """In a process that was started `unheard`: end by a SIGTERM of its master, and of no other.
 
     So `multiprocessing` can still end a worker that hangs. It also ends when its master is gone:
-    one that a fork server has started would not notice.
+    one that a fork server has started would not notice. The exit code is 0 where the master has
+    asked, so that torch does not call a worker failed that it has ended itself, and 143 where the
+    master is gone.
 
     Args:
         master: the id of the process that it works for.
@@ -43,7 +45,9 @@ def heed(master: int) -> None:
     def listen() -> None:
         while True:
             heard = signal.sigtimedwait({signal.SIGTERM}, _SECONDS_BETWEEN_LOOKS)
-            if (heard is not None and heard.si_pid == master) or not _lives(master):
+            if heard is not None and heard.si_pid == master:
+                os._exit(0)
+            if not _lives(master):
                 os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=listen, daemon=True).start()

@@ -13,14 +13,18 @@ logger = logging.getLogger("hpctrain")
 
 
 class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what `sys.stderr` is at the time: tests and notebooks replace it."""
+    """Writes to what `sys.stderr` is at the time: tests, notebooks and progress bars replace it.
+
+    A record with `extra={"screen": False}` is for log files alone.
+    """
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
+        if getattr(record, "screen", True):
+            self.stream = sys.stderr
+            super().emit(record)
 
 
 def speak(rank: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
 from hpctrain import checkpoint, generators, identity
 from hpctrain.allocation import Allocation
@@ -14,6 +15,7 @@ from hpctrain.arguments import Batches, Options
 from hpctrain.backends.base import Backend
 from hpctrain.data import Placement, TrainingSampler
 from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
+from hpctrain.meeting import Roll
 from hpctrain.optim import EMA, scheduled
 from hpctrain.precision import Precision
 from hpctrain.preemption import Preemption
@@ -21,7 +23,7 @@ from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
 from hpctrain.world import World
 
-__all__ = ["Parts", "Position", "gather", "refuse_nonfinite", "restore"]
+__all__ = ["Parts", "Position", "gather", "refuse_nonfinite", "refuse_streak", "restore"]
 
 
 class Parts(Protocol):
@@ -29,11 +31,13 @@ class Parts(Protocol):
 
     world: World
     allocation: Allocation | None
+    roll: Roll
     device: torch.device
     backend: Backend
     precision: Precision
     placement: Placement
     options: Options
+    own_options: Mapping[str, Any]
     batches: Batches
     weight: float
     preemption: Preemption
@@ -54,6 +58,10 @@ class Parts(Protocol):
     @property
     def samplers(self) -> Sequence[TrainingSampler]:
         """Those of the loaders of training sets."""
+
+    @property
+    def datasets(self) -> Sequence[Dataset[Any]]:
+        """Those of the loaders, in the order in which they were made."""
 
     @property
     def ema(self) -> EMA | None:
@@ -93,6 +101,30 @@ def refuse_nonfinite(parts: Parts, step: int) -> None:
         )
         error.told_by_rank_0 = parts.world.rank > 0
         raise error
+
+
+def refuse_streak(parts: Parts, ranks: float, step: int, saved: Position | None) -> None:
+    """End a run that goes nowhere; called by all ranks at the same step.
+
+    Args:
+        parts: the session.
+        ranks: how many had as many steps in a row without finite numbers as are allowed.
+        step: of the run.
+        saved: where it would go on.
+
+    Raises:
+        NonFiniteError: always.
+    """
+    most = parts.options.max_nonfinite
+    error = NonFiniteError(
+        f"{most} steps in a row overflowed or had no finite loss, "
+        f"on {ranks:.0f} of {parts.world.world_size} ranks, before step {step}",
+        f"fewer in a row (--max-nonfinite {most})",
+        f"--resume goes on from step {saved.step if saved else 0}; a lower --lr, "
+        "--lr-warmup-epochs, --clip-norm or --precision bf16 or fp32 may mend it",
+    )
+    error.told_by_rank_0 = parts.world.rank > 0
+    raise error
 
 
 def gather(parts: Parts, others: Mapping[str, Any], position: Position) -> dict[str, Any] | None:

@@ -15,6 +15,9 @@ __all__ = ["Threads"]
 # Whoever sets one of these has decided.
 _DECIDED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
+# Each keeps batches in memory, and more of them feed no GPU of today any faster.
+_MOST_WORKERS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Threads:
@@ -47,8 +50,8 @@ class Threads:
         entries: Sequence[Mapping[str, Any]],
         host_of_rank: Sequence[int],
         rank: int,
-        workers: int,
-    ) -> None:
+        workers: int | str,
+    ) -> int:
         """Divide cores among the ranks that share them, where nobody has decided; warn of too few.
 
         By default torch takes a thread for each core that it may use, and so would every rank on
@@ -58,7 +61,10 @@ class Threads:
             entries: by rank, what `entry` said.
             host_of_rank: by rank, the index of its host.
             rank: this one; rank 0 speaks for all.
-            workers: loader processes of each rank.
+            workers: loader processes of each rank; "auto" leaves one core for the rank itself.
+
+        Returns:
+            The loader processes of this rank.
         """
         shares = _shares(entries, host_of_rank)
         share = shares[rank]
@@ -66,7 +72,8 @@ class Threads:
             torch.set_num_threads(min(share, self.before))
         if rank == 0:
             _tell(entries, shares)
-            _warn(entries, shares, workers)
+            _warn(entries, shares, 0 if isinstance(workers, str) else workers)
+        return min(max(share - 1, 1), _MOST_WORKERS) if isinstance(workers, str) else workers
 
     def put_back(self) -> None:
         """As before the session."""

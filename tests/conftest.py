@@ -18,7 +18,7 @@ PARTS = (
     *("slurm", "fashion-mnist", "shellcheck", "openmpi", "mpich", "pmix", "submitit"),
     *("horovod", "ssh", "openmpi5", "intelmpi", "ipv6", "two-cores", "no-driver"),
     "gpu",
-    *("strace", "mount", "modules"),
+    *("strace", "mount", "modules", "browser", "photographs"),
 )
 
 

@@ -19,7 +19,7 @@ from hpctrain import rundir
 # Bit-equal repeats, and a checkpoint that is rarely the end of an epoch.
 OPTIONS = ("--deterministic", "--global-batch", "12", "--checkpoint-every", "5", "--ema", "0.9")
 # What a row of metrics says of the day.
-_OF_THE_DAY = ("time", "samples_per_second")
+_OF_THE_DAY = ("time", "samples_per_second", "data_wait")
 _MOST_STARTS = 6
 
 

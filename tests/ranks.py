@@ -28,7 +28,7 @@ def run(
     function: Callable[..., Any],
     *arguments: Any,
     layout: Sequence[int] = (),
-    timeout: float = 60.0,
+    timeout: float = 180.0,
     absent: Sequence[int] = (),
     env: dict[str, str] | None = None,
 ) -> list[Any]:

@@ -20,6 +20,7 @@ packages=(slurm-wlm munge iproute2 dataset-fashion-mnist shellcheck openmpi-bin 
 packages+=(openssh-server) # for horovodrun, on the hosts in network namespaces
 packages+=(environment-modules) # a cluster's `module load`
 [ -z "$long" ] || packages+=(slurmdbd mariadb-{server,client}-core) # for Slurm's accounting
+packages+=(chromium-headless-shell mate-backgrounds) # to look at a report; photographs
 packages+=(strace) # kills a save at each of its system calls
 packages+=(g++ make python3-dev libopenmpi-dev) # to build Horovod
 set_up test
@@ -37,9 +38,10 @@ cluster() { .venv/bin/python tests/slurm/cluster.py "$@"; }
 required=(--require submitit)
 [ ! -d /usr/share/datasets/fashion-mnist ] || required+=(--require fashion-mnist)
 for part in shellcheck:shellcheck openmpi:mpirun.openmpi mpich:mpirun.mpich ssh:/usr/sbin/sshd \
-    strace:strace; do
+    strace:strace browser:chromium-headless-shell; do
     ! command -v "${part#*:}" >/dev/null || required+=(--require "${part%:*}")
 done
+[ ! -d /usr/share/backgrounds/mate ] || required+=(--require photographs)
 [ "$(id -u)" != 0 ] || required+=(--require mount)
 [ ! -e /usr/share/modules/init/bash ] || required+=(--require modules)
 [ "$(nproc)" -lt 2 ] || required+=(--require two-cores)

@@ -107,13 +107,15 @@ def _entries(path):
 
 
 def make_files(spec, folder):
-    """What a spec names: a virtual environment, code, an archive."""
+    """What a spec names: a virtual environment, code, data, an archive."""
     if spec.venv:
         (folder / spec.venv / "bin").mkdir(parents=True, exist_ok=True)
         (folder / spec.venv / "bin" / "activate").write_text("export ACTIVE=yes\n")
     if spec.stage_code:
         (folder / spec.stage_code).mkdir(parents=True, exist_ok=True)
         (folder / spec.stage_code / "train.py").touch()
+    if spec.stage_data:
+        (folder / spec.stage_data).mkdir(parents=True, exist_ok=True)
     if spec.stage_environment:
         path = folder / spec.stage_environment
         path.parent.mkdir(parents=True, exist_ok=True)

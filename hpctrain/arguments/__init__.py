@@ -11,19 +11,26 @@ import dataclasses
 from typing import Any
 
 from hpctrain.arguments.batches import Batches, plan_batches
+from hpctrain.arguments.recipe import Parser
 from hpctrain.arguments.table import Options
 
 __all__ = ["Batches", "Options", "options", "plan_batches"]
 
 
-def options(**parser_arguments: Any) -> argparse.ArgumentParser:
-    """A parser with the shared training options; add your own to it.
+def options(**parser_arguments: Any) -> Parser:
+    """A parser with the shared training options, and with `--recipe`; add your own to it.
 
     Args:
         parser_arguments: for `argparse.ArgumentParser`, such as `description`.
     """
-    parser = argparse.ArgumentParser(allow_abbrev=False, **parser_arguments)
+    parser = Parser(allow_abbrev=False, **parser_arguments)
     group = parser.add_argument_group("training options")
+    group.add_argument(
+        "--recipe",
+        metavar="FILE.toml",
+        default=argparse.SUPPRESS,
+        help="defaults for this command line: names of options, with _ for -, and their values",
+    )
     for field in dataclasses.fields(Options):
         spec = dict(field.metadata)
         flag = spec.pop("flag")

@@ -19,6 +19,7 @@ __all__ = [
     "option",
     "positive",
     "seconds",
+    "workers",
 ]
 
 
@@ -86,6 +87,7 @@ seconds = Number(
     above=0.0,
     below=LONGEST_TIMEOUT + 1.0,
 )
+workers = Number("number of workers", "a whole number from 0 on, or auto", least=0, word="auto")
 loss_scale = Number("loss scale", "a number above 0, or dynamic", above=0.0, word="dynamic")
 
 

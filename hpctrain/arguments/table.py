@@ -17,6 +17,7 @@ from hpctrain.arguments.kinds import (
     option,
     positive,
     seconds,
+    workers,
 )
 from hpctrain.backends import BACKENDS
 from hpctrain.errors import UsageError
@@ -27,7 +28,10 @@ __all__ = ["DEFAULT_BATCH_SIZE", "Options"]
 DEFAULT_BATCH_SIZE = 32
 
 # What each host may have in its own way, or what rank 0 decides for all.
-_MAY_DIFFER = {"data", "download", "run", "resume", "workers", "start_timeout", "timeout"}
+_MAY_DIFFER = {
+    *("data", "download", "run", "resume", "workers", "start_timeout", "timeout"),
+    *("profile", "track"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,13 @@ class Options:
     deterministic: bool = option(
         "--deterministic", False, "bit-equal repeats; slower on GPUs", action="store_true"
     )
-    workers: int = option("--workers", 0, "loader processes of a rank", FROM_ZERO, metavar="N")
+    workers: int | str = option(
+        "--workers",
+        0,
+        "loader processes of a rank; auto: the cores of a rank, but one",
+        workers,
+        metavar="N|auto",
+    )
     lr: float = option("--lr", 1e-3, "learning rate", positive, metavar="X")
     lr_scaling: str = option(
         "--lr-scaling",
@@ -218,6 +228,19 @@ class Options:
         "keep the checkpoint with the best value of this too, such as top1 (lower is better where "
         "the name ends in loss)",
         metavar="NAME",
+    )
+    track: str | None = option(
+        "--track",
+        None,
+        "where rows of metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, or several "
+        "with commas",
+        metavar="NAME[,NAME]",
+    )
+    profile: str | None = option(
+        "--profile",
+        None,
+        "steps from A on and before B are traced, into RUN_DIR/profile",
+        metavar="A:B",
     )
     start_timeout: float = option(
         "--start-timeout", 300.0, "seconds to wait for all ranks", seconds, metavar="S"

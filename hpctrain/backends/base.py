@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpctrain.backends.by_hand import ByHand
 from hpctrain.backends.settings import Settings
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.meeting import Meeting
@@ -163,6 +164,10 @@ class Backend(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Wait until all ranks are here."""
+
+    def by_hand(self) -> ByHand:
+        """The same without hpctrain, among the same ranks."""
+        return ByHand()
 
     def explain(self, error: BaseException) -> HpctrainError | None:
         """Who is to blame for an error that came out of this backend; None where nobody knows."""

@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from hpctrain.backends.by_hand import ByHand
 from hpctrain.backends.settings import Settings
 from hpctrain.backends.single import Single
 from hpctrain.backends.transparent import Transparent
@@ -53,6 +55,15 @@ class DataParallel(Single):
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model inside of DataParallel, over all GPUs."""
         return TransparentDataParallel(model)
+
+    def by_hand(self) -> ByHand:
+        """That of torch."""
+        return _ByHand()
+
+
+class _ByHand(ByHand):
+    def share(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        return nn.DataParallel(model), optimizer
 
 
 class TransparentDataParallel(Transparent, nn.DataParallel):  # type: ignore[type-arg]

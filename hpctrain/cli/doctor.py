@@ -4,7 +4,7 @@ import argparse
 import importlib
 from typing import Any
 
-from hpctrain.launchers import LONGEST_TIMEOUT
+from hpctrain.cli.kinds import seconds
 
 __all__ = ["add"]
 
@@ -27,22 +27,12 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--start-timeout",
-        type=_seconds,
+        type=seconds,
         default=300.0,
         metavar="S",
         help="seconds to wait for all ranks (default: %(default)s)",
     )
     parser.set_defaults(command=_main)
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= LONGEST_TIMEOUT:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {LONGEST_TIMEOUT:.0f}")
-    return value
-
-
-_seconds.__name__ = "number of seconds"  # for argparse's messages
 
 
 def _main(arguments: argparse.Namespace) -> int:

@@ -128,7 +128,8 @@ def _check_script(script: str) -> None:
         found = f"{script} cannot be read by this user"
     else:
         return
-    raise UsageError(found, "a Python script", "hpctrain run [options] SCRIPT [its arguments]")
+    form = "-m hpctrain" if path.name == "hpctrain" else "SCRIPT"
+    raise UsageError(found, "a Python script", f"hpctrain run [options] {form} [its arguments]")
 
 
 def _real_host(arguments: argparse.Namespace) -> local.RealHost | None:

@@ -38,7 +38,7 @@ def inside(spec: JobSpec) -> str:
 
 
 def _container(spec: JobSpec) -> str:
-    staged = bool(spec.stage_code)
+    staged = bool(spec.stage_code or spec.stage_data)
     if spec.container_runtime == "pyxis":
         names = ",".join(("OMP_NUM_THREADS", *spec.environment))
         return _PYXIS.format(

@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import UsageError
+from hpctrain import drawing
 
 __all__ = ["follow", "last_values", "panels", "png"]
 
 _SECONDS = 2.0
 _MOST_POINTS = 2000
-_NO_CURVE = ("step", "epoch", "time")
 _OTHERS = 4  # panels for what is neither a loss nor an accuracy
 
 # A figure, and the rows that it shows.
@@ -31,16 +30,15 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Curve]]:
     curves: dict[str, Curve] = {}
     for row in rows:
         for name, value in row.items():
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if number and name not in _NO_CURVE and isinstance(row.get("step"), int):
+            number = drawing.is_number(value) and name not in drawing.HEADS
+            if number and isinstance(row.get("step"), int):
                 steps, values = curves.setdefault(name, ([], []))
                 steps.append(row["step"])
                 values.append(float(value) if math.isfinite(value) else math.nan)
     drawn: dict[str, dict[str, Curve]] = {}
     for name, (steps, values) in curves.items():
         every = -(-len(steps) // _MOST_POINTS)
-        title = "loss" if "loss" in name else "accuracy" if name.startswith("top") else name
-        drawn.setdefault(title, {})[name] = (steps[::every], values[::every])
+        drawn.setdefault(drawing.panel_of(name), {})[name] = (steps[::every], values[::every])
     first = [title for title in ("loss", "accuracy") if title in drawn]
     others = [title for title in drawn if title not in first][:_OTHERS]
     return {title: drawn[title] for title in (*first, *others)}
@@ -66,37 +64,25 @@ def png(rows: Sequence[Mapping[str, Any]], title: str) -> bytes:
     Raises:
         UsageError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError(
-            f"matplotlib cannot be imported: {error}",
-            "matplotlib, which draws curves",
-            "pip install 'hpctrain[notebook]'",
-        ) from None
+    drawing.need("notebook", "matplotlib.figure")
+    from matplotlib.figure import Figure
+
     drawn = panels(rows)
     # Not by pyplot, which would choose a backend for the whole process.
     figure = Figure(figsize=(4.5 * max(len(drawn), 1), 3.2), layout="constrained")
     # parse_math: $ in a name is a $.
-    figure.suptitle(_shown(title), parse_math=False)
+    figure.suptitle(drawing.plain(title), parse_math=False)
     for place, (name, curves) in enumerate(drawn.items(), 1):
         axes = figure.add_subplot(1, len(drawn), place)
         for steps, values in curves.values():
             axes.plot(steps, values, marker="." if len(steps) < 50 else "")
         axes.set_xlabel("step")
-        axes.set_title(_shown(name), parse_math=False)
+        axes.set_title(drawing.plain(name), parse_math=False)
         if list(curves) != [name]:
-            legend = axes.legend(axes.get_lines(), list(map(_shown, curves)), fontsize="small")
-            for text in legend.get_texts():
-                text.set_parse_math(False)
+            drawing.legend(axes, axes.get_lines(), curves, fontsize="small")
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=100)
     return content.getvalue()
-
-
-def _shown(text: str) -> str:
-    """Without what no font has."""
-    return "".join(one if one.isprintable() else "?" for one in text) or " "
 
 
 def follow(

@@ -102,7 +102,7 @@ def _figures(made: Progress | None) -> tuple[str, str, str, str]:
         return "", "", "", ""
     return (
         "" if made.step is None else str(made.step),
-        "" if made.epoch is None else str(made.epoch),
+        "" if made.epoch is None else str(made.epoch + 1),
         _value(made.loss),
         _speed(made.speed),
     )

@@ -108,7 +108,10 @@ def render_local(spec: JobSpec) -> str:
     Raises:
         UsageError: the command is no Python script, or the job needs what only Slurm's hosts have.
     """
-    for name in ("container", "stage_code", "stage_environment", "array", "sweep", "function"):
+    for name in (
+        *("container", "stage_code", "stage_environment", "stage_data"),
+        *("array", "sweep", "function"),
+    ):
         if getattr(spec, name):
             raise UsageError(
                 f"{name} on this machine", "a job without it", "hpctrain submit --via sbatch"

@@ -133,7 +133,7 @@ def environ(spec: JobSpec, env: Mapping[str, str]) -> tuple[dict[str, str], list
         clean = variables.scrubbed(clean)
         scratch = env.get(variables.SCRATCH, "")
         clean = {
-            name: _without(scratch, value) if scratch and name.endswith("PATH") else value
+            name: _without(scratch, value) if scratch and _lists_folders(name) else value
             for name, value in clean.items()
             if name not in _OF_THAT_JOB
         }
@@ -141,6 +141,11 @@ def environ(spec: JobSpec, env: Mapping[str, str]) -> tuple[dict[str, str], list
         why = "the job names its own" if spec.run else "each task has its own"
         notes.append(f"{variables.RUN}={clean.pop(variables.RUN)}: not heeded, {why}")
     return clean, notes
+
+
+def _lists_folders(name: str) -> bool:
+    """Whether a variable may name one of a job's copies."""
+    return name.endswith("PATH") or name == variables.DATA
 
 
 def _without(scratch: str, path: str) -> str:
@@ -258,7 +263,7 @@ def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
         os.getcwd()
     except FileNotFoundError:
         raise UsageError("the current folder is gone", "one that is there", "cd to it") from None
-    for name in ("stage_code", "stage_environment"):
+    for name in ("stage_code", "stage_environment", "stage_data"):
         path = getattr(spec, name)
         if path and not os.path.exists(path):
             raise UsageError(f"{name} = {path} is not there", "a path from here")

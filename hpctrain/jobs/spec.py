@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hpctrain import variables
 from hpctrain.errors import UsageError
 from hpctrain.jobs import units, values
 
@@ -28,6 +29,7 @@ _ALSO = {"env": "environment", "module": "modules", "cpus": "cpus_per_task", "sc
 _DEPENDENCY = re.compile(r"(?:singleton|after(?:\w+)?(?::\d+(?:_\d+)?(?:\+\d+)?)+)\Z", re.ASCII)
 _ARRAY = re.compile(r"\d+(?:-\d+(?::[1-9]\d*)?)?(?:,\d+(?:-\d+(?::[1-9]\d*)?)?)*\Z", re.ASCII)
 _TAR = re.compile(r"\.(tar(\.\w+)?|t(gz|xz|bz2|zst))\Z", re.ASCII)
+_NO_NAMES = ("", ".", "..")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z", re.ASCII)
 
 
@@ -152,6 +154,12 @@ class JobSpec:
         "archive of an environment that each host unpacks on its own disk",
         "FILE.tar",
     )
+    stage_data: str = _field(
+        values.string,
+        "",
+        "folder that each host copies to its own disk; --data with its name alone means the copy",
+        "DIR",
+    )
     extra: Mapping[str, str | bool] = _field(values.extra, {}, "other options of sbatch")
 
     def __post_init__(self) -> None:
@@ -262,6 +270,16 @@ class JobSpec:
                 self.stage_environment and not _TAR.search(self.stage_environment),
                 f"stage_environment = {_shown(self.stage_environment)}",
                 "a tar archive, such as env.tar.gz",
+            ),
+            (
+                self.stage_data and os.path.basename(self.stage_data.rstrip("/")) in _NO_NAMES,
+                f"stage_data = {_shown(self.stage_data)}",
+                "a folder by its name, as that is the name of the copy",
+            ),
+            (
+                self.stage_data and variables.DATA in self.environment,
+                f"stage_data and {variables.DATA}",
+                "one of them, as that is where the copy is",
             ),
             (
                 self.time and self.lead >= units.seconds(self.time),

@@ -1,4 +1,7 @@
-"""Copies on each host's own disk: of the code, of an environment. Pure bash text."""
+"""Copies on each host's own disk: of the code, an environment, a data set. Pure bash text."""
+
+import os
+from collections.abc import Sequence
 
 from hpctrain.jobs.quoting import word
 from hpctrain.jobs.spec import JobSpec
@@ -14,7 +17,12 @@ each_host=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"
     --ntasks-per-node=1 --cpus-per-task=1)
 remove_copies() {{
     cd "$SLURM_SUBMIT_DIR"
-    "${{each_host[@]}}" rm -rf -- "$scratch" || true
+    # What was copied may be read-only, and then nobody but root can remove it.
+    # shellcheck disable=SC2016 # for the other hosts' shells
+    "${{each_host[@]}}" bash -c '
+        if [ -O "$1" ] && [ ! -L "$1" ]; then chmod -R u+rwX -- "$1"; fi
+        rm -rf -- "$1"
+    ' remove "$scratch" || true
 }}
 trap remove_copies EXIT
 # shellcheck disable=SC2016 # for the other hosts' shells
@@ -22,7 +30,12 @@ if ! "${{each_host[@]}}" --kill-on-bad-exit=1 bash -c '
     set -euo pipefail
     umask 077
     for old in "${{1%-*}}"-*; do # of a start that was killed
-        if [ "$old" != "$1" ] && [ -O "$old" ] && [ ! -L "$old" ]; then rm -rf -- "$old"; fi
+        if [ "$old" != "$1" ] && [ -O "$old" ] && [ ! -L "$old" ]; then
+            chmod -R u+rwX -- "$old" || true
+            if ! rm -rf -- "$old"; then
+                printf "%s is of an earlier start and cannot be removed\\n" "$old" >&2
+            fi
+        fi
     done
     mkdir -- "$1"
 {steps}
@@ -49,6 +62,20 @@ _ENVIRONMENT = """\
         "$1/environment/bin/python" "$1/environment/bin/conda-unpack"
     fi"""
 
+# Its links become files, as what they point to may be far; and what is read-only there could not be
+# removed here.
+_DATA = """\
+    if [ ! -d "$4" ]; then
+        printf "%s is no folder on %s\\n" "$4" "$(uname -n)" >&2
+        exit 1
+    fi
+    mkdir -- "$1/data" "$1/data/$5"
+    cp -RL --no-preserve=mode -- "$4/." "$1/data/$5"/"""
+
+# Where --data seeks a name first.
+_DATA_IS_THERE = """
+export HPCTRAIN_DATA=$scratch/data"""
+
 _REMOVE = """\
 trap - EXIT
 remove_copies"""
@@ -56,18 +83,29 @@ remove_copies"""
 
 def staging(spec: JobSpec) -> str:
     """One step that copies on all hosts, over before the ranks start; nothing without copies."""
-    if not (spec.stage_code or spec.stage_environment):
+    copies = [(path, what, step) for path, what, step in _copies(spec) if path]
+    if not copies:
         return ""
-    what = " and ".join(
-        name
-        for name, given in (("code", spec.stage_code), ("environment", spec.stage_environment))
-        if given
+    arguments = [spec.stage_code, spec.stage_environment]
+    if spec.stage_data:
+        arguments += [spec.stage_data, os.path.basename(spec.stage_data.rstrip("/"))]
+    text = _COPY.format(
+        what=" and ".join(what for _, what, _ in copies),
+        steps="\n".join(step for _, _, step in copies),
+        arguments=" ".join(map(word, arguments)),
     )
-    steps = [_CODE] * bool(spec.stage_code) + [_ENVIRONMENT] * bool(spec.stage_environment)
-    arguments = [word(spec.stage_code), word(spec.stage_environment)]
-    return _COPY.format(what=what, steps="\n".join(steps), arguments=" ".join(arguments))
+    return text + (_DATA_IS_THERE if spec.stage_data else "")
+
+
+def _copies(spec: JobSpec) -> Sequence[tuple[str, str, str]]:
+    """What may be copied: from where, its name, the lines that do it."""
+    return (
+        (spec.stage_code, "code", _CODE),
+        (spec.stage_environment, "environment", _ENVIRONMENT),
+        (spec.stage_data, "data", _DATA),
+    )
 
 
 def removal(spec: JobSpec) -> str:
     """What removes the copies when the ranks have ended, as nothing comes after a requeue."""
-    return _REMOVE if spec.stage_code or spec.stage_environment else ""
+    return _REMOVE if any(path for path, _, _ in _copies(spec)) else ""

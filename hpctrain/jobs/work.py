@@ -18,7 +18,9 @@ __all__ = ["check_launcher", "of_call", "of_command", "refuse"]
 _AS_SCRIPT = "hpctrain submit --via sbatch, which gives Slurm a script alone"
 # What a job of submitit cannot have, and what to do instead.
 _NEVER = {
-    **dict.fromkeys(("container", "stage_code", "stage_environment", "elastic"), _AS_SCRIPT),
+    **dict.fromkeys(
+        ("container", "stage_code", "stage_environment", "stage_data", "elastic"), _AS_SCRIPT
+    ),
     "array": f"one submit() for each index; or {_AS_SCRIPT}",
     "sweep": f"[hpctrain.submit(train, spec, kwargs=one) for one in …]; or {_AS_SCRIPT}",
 }

@@ -141,7 +141,12 @@ each_host=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"
     --ntasks-per-node=1 --cpus-per-task=1)
 remove_copies() {
     cd "$SLURM_SUBMIT_DIR"
-    "${each_host[@]}" rm -rf -- "$scratch" || true
+    # What was copied may be read-only, and then nobody but root can remove it.
+    # shellcheck disable=SC2016 # for the other hosts' shells
+    "${each_host[@]}" bash -c '
+        if [ -O "$1" ] && [ ! -L "$1" ]; then chmod -R u+rwX -- "$1"; fi
+        rm -rf -- "$1"
+    ' remove "$scratch" || true
 }
 trap remove_copies EXIT
 # shellcheck disable=SC2016 # for the other hosts' shells
@@ -149,7 +154,12 @@ if ! "${each_host[@]}" --kill-on-bad-exit=1 bash -c '
     set -euo pipefail
     umask 077
     for old in "${1%-*}"-*; do # of a start that was killed
-        if [ "$old" != "$1" ] && [ -O "$old" ] && [ ! -L "$old" ]; then rm -rf -- "$old"; fi
+        if [ "$old" != "$1" ] && [ -O "$old" ] && [ ! -L "$old" ]; then
+            chmod -R u+rwX -- "$old" || true
+            if ! rm -rf -- "$old"; then
+                printf "%s is of an earlier start and cannot be removed\n" "$old" >&2
+            fi
+        fi
     done
     mkdir -- "$1"
     mkdir -- "$1/code"

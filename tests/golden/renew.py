@@ -34,7 +34,9 @@ SPECS: Mapping[str, JobSpec] = {
         command=COMMAND, nodes=2, gpus_per_node=4, container="nvcr.io#nvidia/pytorch:25.10-py3",
         container_runtime="pyxis", environment={"NCCL_DEBUG": "INFO"}, run="/scratch/run",
     ),
-    "staging": JobSpec(command=COMMAND, nodes=4, stage_environment="envs/torch.tar.gz"),
+    "staging": JobSpec(
+        command=COMMAND, nodes=4, stage_environment="envs/torch.tar.gz", stage_data="/shared/it's"
+    ),
     "conda": JobSpec(command="./train --lr 0.1", launcher="torchrun", nodes=2, conda="torch"),
     "no-requeue": JobSpec(command=COMMAND, requeue=False, signal="TERM"),
     "horovodrun": JobSpec(command=COMMAND, launcher="horovodrun", backend="horovod", nodes=2),

@@ -84,14 +84,19 @@ export HPCTRAIN_SECRET
 trap 'touch "$HPCTRAIN_STOP"' USR2 TERM
 if [ -n "$hpctrain_asked" ]; then touch "$HPCTRAIN_STOP"; fi
 
-# Each host copies environment to its own disk, once for all of its ranks.
+# Each host copies environment and data to its own disk, once for all of its ranks.
 # /tmp is everybody's: a folder of that name that is not ours is refused.
 scratch=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/hpctrain-${USER:-$UID}-$job-${SLURM_RESTART_COUNT:-0}
 each_host=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"
     --ntasks-per-node=1 --cpus-per-task=1)
 remove_copies() {
     cd "$SLURM_SUBMIT_DIR"
-    "${each_host[@]}" rm -rf -- "$scratch" || true
+    # What was copied may be read-only, and then nobody but root can remove it.
+    # shellcheck disable=SC2016 # for the other hosts' shells
+    "${each_host[@]}" bash -c '
+        if [ -O "$1" ] && [ ! -L "$1" ]; then chmod -R u+rwX -- "$1"; fi
+        rm -rf -- "$1"
+    ' remove "$scratch" || true
 }
 trap remove_copies EXIT
 # shellcheck disable=SC2016 # for the other hosts' shells
@@ -99,7 +104,12 @@ if ! "${each_host[@]}" --kill-on-bad-exit=1 bash -c '
     set -euo pipefail
     umask 077
     for old in "${1%-*}"-*; do # of a start that was killed
-        if [ "$old" != "$1" ] && [ -O "$old" ] && [ ! -L "$old" ]; then rm -rf -- "$old"; fi
+        if [ "$old" != "$1" ] && [ -O "$old" ] && [ ! -L "$old" ]; then
+            chmod -R u+rwX -- "$old" || true
+            if ! rm -rf -- "$old"; then
+                printf "%s is of an earlier start and cannot be removed\n" "$old" >&2
+            fi
+        fi
     done
     mkdir -- "$1"
     mkdir -- "$1/environment"
@@ -112,11 +122,18 @@ if ! "${each_host[@]}" --kill-on-bad-exit=1 bash -c '
     if [ -x "$1/environment/bin/conda-unpack" ]; then
         "$1/environment/bin/python" "$1/environment/bin/conda-unpack"
     fi
-' stage "$scratch" '' envs/torch.tar.gz; then
-    echo "a host could not copy environment to $scratch: the lines above say why" >&2
+    if [ ! -d "$4" ]; then
+        printf "%s is no folder on %s\n" "$4" "$(uname -n)" >&2
+        exit 1
+    fi
+    mkdir -- "$1/data" "$1/data/$5"
+    cp -RL --no-preserve=mode -- "$4/." "$1/data/$5"/
+' stage "$scratch" '' envs/torch.tar.gz '/shared/it'"'"'s' 'it'"'"'s'; then
+    echo "a host could not copy environment and data to $scratch: the lines above say why" >&2
     exit 1
 fi
 export HPCTRAIN_SCRATCH=$scratch
+export HPCTRAIN_DATA=$scratch/data
 
 # srun does not take over --cpus-per-task from sbatch in every version of Slurm, and without
 # --kill-on-bad-exit the ranks that are left wait for a dead one.

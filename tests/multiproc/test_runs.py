@@ -45,7 +45,7 @@ def train(die_at=None, seed=0, width=None, name="example", **options):
 
 def rows():
     return [
-        {k: v for k, v in row.items() if k not in ("time", "samples_per_second")}
+        {k: v for k, v in row.items() if k not in ("time", "samples_per_second", "data_wait")}
         for row in RunDirectory("run").rows()
     ]
 

@@ -190,3 +190,16 @@ def fails():
 
 def test_a_session_that_does_not_open_leaves_the_threads_as_they_were():
     assert ranks.run(3, fails) == [8, 8, 8]
+
+
+def loads(workers):
+    """The loader processes of a rank on eight cores of a stand-in."""
+    os.sched_getaffinity = lambda pid: set(range(8))
+    with hpctrain.Session(batch_size=1, start_timeout=30, workers=workers) as session:
+        return session.workers
+
+
+@pytest.mark.parametrize(("layout", "expected"), [((3,), [1, 1, 1]), ((2, 1), [3, 3, 7])])
+def test_loader_processes_follow_from_the_cores_of_a_rank_where_they_are_to(layout, expected):
+    assert ranks.values(ranks.run(3, loads, "auto", layout=layout)) == expected
+    assert ranks.values(ranks.run(3, loads, 5, layout=layout)) == [5, 5, 5]

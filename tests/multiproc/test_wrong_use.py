@@ -178,3 +178,44 @@ def test_ranks_that_talk_already_say_what_is_wrong_too(tmp_path):
     assert done.stderr.count("0:   to mend:  --run DIR for another") == 1
     assert "2:   to mend" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+class Flowers(torch.utils.data.Dataset):
+    def __init__(self, length, classes):
+        self.length, self.classes = length, classes
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.ones(2), index % 2
+
+
+def with_own_data(lengths, classes, folder):
+    """A rank with a copy of the data of its own."""
+    rank = hpctrain.detect().rank
+    with hpctrain.Session(batch_size=2, max_steps=2, start_timeout=30, run=folder) as session:
+        model = torch.nn.Linear(2, 2)
+        model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        loader = session.loader(Flowers(lengths[rank], classes[rank]))
+        with session.run(name="own") as run:
+            for _ in run.epochs():
+                for images, targets in run.batches(loader):
+                    session.step(torch.nn.functional.cross_entropy(model(images), targets))
+        return run.step
+
+
+@pytest.mark.parametrize(
+    ("lengths", "classes", "found"),
+    [
+        ((24, 24, 23), ["ab"] * 3, "a data set of 23 samples at rank 2 on node1, and of 24 at"),
+        ((24, 24, 24), ["ab", "ba", "ab"], "24 samples of other classes at rank 1"),
+    ],
+)
+def test_hosts_whose_copies_of_the_data_differ_do_not_train(lengths, classes, found):
+    classes = [list(names) for names in classes]
+    for result in ranks.run(3, with_own_data, lengths, classes, "refused"):
+        assert isinstance(result, hpctrain.HpctrainError)
+        assert found in result.found
+        assert "find PATH" in result.fix
+    ranks.values(ranks.run(3, with_own_data, (24, 24, 24), [["a", "b"]] * 3, "run"))

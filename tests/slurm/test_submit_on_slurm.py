@@ -222,7 +222,7 @@ def test_the_life_of_a_job_in_status_requeue_and_cancel(cluster, hpctrain):
     assert "held by you: scontrol release" in next(x for x in said.splitlines() if held in x)
     row = next(line.split() for line in said.splitlines() if line.startswith(f"{number} "))
     assert row[1:4] == ["trains", "running", "1"], said
-    assert row[-5:] == ["40", "2", "0.25", "512", f"runs/trains-{number}"], said
+    assert row[-5:] == ["40", "3", "0.25", "512", f"runs/trains-{number}"], said
 
     waits = hpctrain("requeue", held)
     assert waits.returncode == 2

@@ -30,7 +30,7 @@ def test_every_option_reaches_its_field():
         "--lr-power 1.5 --decay weights --clip-norm 1.5 --clip-value 2.5 --ema 0.99 "
         "--sync-batchnorm --no-channels-last --compile --log-every 1 "
         "--checkpoint-every 20 --checkpoint-minutes 5 --keep-checkpoints 4 --keep-best top1 "
-        "--start-timeout 30 --timeout 60 --ddp-compression powersgd "
+        "--track wandb --profile 3:5 --start-timeout 30 --timeout 60 --ddp-compression powersgd "
         "--ddp-powersgd-rank 2 --ddp-powersgd-start 5 --ddp-bucket-mb 1 --ddp-static-graph "
         "--no-ddp-gradient-as-bucket-view --horovod-op sum "
         "--horovod-compression fp16 --horovod-gradient-predivide-factor 2 --horovod-groups 3 "
@@ -40,10 +40,11 @@ def test_every_option_reaches_its_field():
     assert read == Options(
         "mnist", True, "there", False, True, "ddp", "O2", 128.0, False, 9, 96, 8, 3, 2, 7, 5, True,
         4, 0.5, "linear", 32, 0.5, "step", 4, 0.2, 1.5, "weights", 1.5, 2.5, 0.99, True, False,
-        True, 1, 20, 5.0, 4, "top1", 30.0, 60.0, "powersgd", 2, 5, 1.0, True, False, "sum",
-        "fp16", 2.0, 3, True,
+        True, 1, 20, 5.0, 4, "top1", "wandb", "3:5", 30.0, 60.0, "powersgd", 2, 5, 1.0, True,
+        False, "sum", "fp16", 2.0, 3, True,
     )  # fmt: skip
     assert Options.of(None, dataclasses.asdict(read)) == read
+    assert Options.of(options().parse_args(["--workers", "auto"]), {}).workers == "auto"
     unlike = [f.name for f in dataclasses.fields(Options) if getattr(read, f.name) == f.default]
     assert unlike == []
 
@@ -102,6 +103,7 @@ def test_keywords_beat_the_command_line_and_own_arguments_of_a_script_are_left_a
         ({"batch_size": "8"}, "--batch-size '8'", ""),
         ({"accumulate": True}, "--accumulate True", ""),
         ({"workers": -1}, "--workers -1", ""),
+        ({"workers": "all"}, "--workers 'all'", ""),
         ({"seed": -1}, "--seed -1", ""),
         ({"seed": None}, "--seed None", ""),
         ({"log_every": None}, "--log-every None", ""),

@@ -86,6 +86,11 @@ def test_all_problems_come_at_once_with_what_was_expected():
         ({"container": "a.sif", "venv": ".venv"}, "container and venv"),
         ({"container": "a.sif", "run": "a:b"}, "run = 'a:b' in a container"),
         ({"stage_environment": "env.zip"}, "a tar archive"),
+        (
+            {"stage_data": "x", "environment": {"HPCTRAIN_DATA": "/y"}},
+            "stage_data and HPCTRAIN_DATA",
+        ),
+        ({"stage_data": "../"}, "a folder by its name"),
         ({"run": "\ud800"}, "written as bytes"),
         ({"comment": "a\nb"}, "comment"),
         ({"partition": "a" * 1001}, "at most 1000 bytes"),

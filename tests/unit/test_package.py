@@ -21,7 +21,7 @@ def test_an_installed_package_is_whole(tmp_path):
     assert done.returncode == 0, done.stderr
     shutil.rmtree(tmp_path / "hpctrain")
     wanted = {path.relative_to(TOP) for path in (TOP / "hpctrain").rglob("*") if path.is_file()}
-    wanted = {path for path in wanted if path.suffix in (".py", ".gz", ".typed")}
+    wanted = {path for path in wanted if path.suffix in (".py", ".gz", ".typed", ".html", ".css")}
     assert wanted
     assert not {path for path in wanted if not (target / path).is_file()}
     for command in ([target / "bin" / "hpctrain"], [sys.executable, "-m", "hpctrain"]):

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack
 
@@ -170,7 +171,8 @@ def test_processes_that_are_started_unheard_do_not_die_of_a_signal_and_this_one_
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
-            os.kill(os.getpid(), signal.SIGUSR2)
+            # To this thread: another one of this process, left by other tests, would hear it.
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
             assert heard == []
         assert heard == [signal.SIGUSR2]
         for number in (*signals.STOP, signal.SIGINT):
@@ -196,5 +198,37 @@ def test_a_worker_that_hangs_is_ended_by_its_parent_and_by_nobody_else():
         child = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert child.stdout.readline() == b"alive\n"
     child.terminate()
-    assert child.wait(20) == 128 + signal.SIGTERM
+    assert child.wait(20) == 0
     child.stdout.close()
+
+
+def test_an_error_in_a_loaders_process_is_the_last_thing_that_is_said():
+    """Torch takes a worker that it has ended itself for a failed one, unless that ends with 0."""
+    lines = (
+        "import hpctrain\n"
+        "from torch.utils.data import Dataset\n"
+        "class Broken(Dataset):\n"
+        "    def __len__(self): return 400\n"
+        "    def __getitem__(self, index): raise hpctrain.errors.DataError('broken', 'whole')\n"
+        "with hpctrain.Session(workers=6, global_batch=4) as session:\n"
+        "    for batch in session.loader(Broken()): pass\n"
+    )
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "broken" in done.stderr
+    assert "exited unexpectedly" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_worker_whose_parent_is_gone_ends_with_the_code_of_sigterm():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(20)
+    lines = (
+        "import sys, time\n"
+        "from hpctrain import signals\n"
+        "signals._SECONDS_BETWEEN_LOOKS = 0.01\n"
+        "signals.heed(int(sys.argv[1]))\n"
+        "time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", lines, str(gone.pid)], timeout=30)
+    assert done.returncode == 128 + signal.SIGTERM

@@ -114,6 +114,7 @@ def test_a_file_that_is_not_there_is_none_and_one_that_is_damaged_is_refused(tmp
 def test_the_names_in_a_run_directory_are_those_that_are_promised(tmp_path):
     run = RunDirectory(tmp_path)
     places = [run.identity, run.starts, run.metrics, run.summary, run.log(3), run.checkpoint(42)]
+    places += [run.timings, run.profile, run.tracked]
     assert [str(place.relative_to(tmp_path)) for place in places] == [
         "run.json",
         "starts.jsonl",
@@ -121,6 +122,9 @@ def test_the_names_in_a_run_directory_are_those_that_are_promised(tmp_path):
         "summary.json",
         "logs/rank-3.log",
         "checkpoints/step-00000042",
+        "timings.jsonl",
+        "profile",
+        "track.json",
     ]
     assert run.steps() == []
 

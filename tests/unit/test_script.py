@@ -88,6 +88,7 @@ def test_names_of_the_script_are_not_taken_by_the_job():
     for text in renew.scripts().values():
         assigned |= set(re.findall(r"^ *(?:export |for )?([A-Za-z_]+)(?:=|\+=| in )", text, re.M))
     assigned -= {"GREETING", "NCCL_DEBUG", "OMP_NUM_THREADS", "PATH", "APPTAINERENV_NCCL_DEBUG"}
+    assigned -= {"HPCTRAIN_DATA"}  # refused beside stage_data
     assigned -= {"old"}  # by a shell of its own, on the hosts
     assigned -= {"SLURM_RESTART_COUNT"}  # refused with all that begin as it does
     assert assigned <= set(values.OF_THE_SCRIPT)
@@ -173,6 +174,8 @@ class Hostile:
             more["sweep"] = [{"a": self.text(), "b-c": self.text()} for _ in range(3)]
         if some() < 0.3:
             more["stage_code"] = self.path()
+        if some() < 0.2:
+            more["stage_data"] = f"{self.path()}/data"
         if not contained and some() < 0.5:
             name = self.chance.choice(("venv", "stage_environment"))
             more[name] = self.path(end=".tar" if name == "stage_environment" else "")
@@ -191,12 +194,13 @@ def expected_words(spec, machine, run, index, more):
         return command
     if spec.container_runtime == "pyxis":
         mounts = f"{submit}:{submit},{run}:{run}"
-        mounts += f",{scratch}:{scratch}" if spec.stage_code else ""
+        mounts += f",{scratch}:{scratch}" if spec.stage_code or spec.stage_data else ""
         near = spec.container.startswith(("./", "../"))
         image = f"{submit}/{spec.container}" if near else spec.container
         inside = [f"--container-image={image}", f"--container-mounts={mounts}"]
         return [*inside, f"--container-workdir={start}", command]
-    binds = ["--bind", submit, "--bind", run, *(["--bind", scratch] if spec.stage_code else [])]
+    binds = ["--bind", submit, "--bind", run]
+    binds += ["--bind", scratch] if spec.stage_code or spec.stage_data else []
     inside = ["apptainer", "exec", "--pwd", start, *binds, f"{submit}/{spec.container}"]
     return [*inside, command] if spec.launcher == "torchrun" else [*inside, *command]
 

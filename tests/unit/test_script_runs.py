@@ -6,6 +6,7 @@ tests/slurm/test_scripts_on_slurm.py has them on a real Slurm.
 import os
 import re
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -331,6 +332,63 @@ def test_hosts_that_share_what_should_be_their_own_are_told(machine):
     assert re.search("hpctrain-ada-7-0.: File exists", said)
 
 
+def test_data_is_copied_with_what_its_links_point_to_and_found_by_its_name(machine):
+    (machine.folder / "far").write_text("image")
+    (machine.folder / "my data" / "train").mkdir(parents=True)
+    (machine.folder / "my data" / "train" / "x.jpg").symlink_to(machine.folder / "far")
+    machine.program(
+        "srun", '#!/bin/sh\ncase "$*" in *ranks*) cd "$HPCTRAIN_DATA" && find . ! -type d;'
+        ' pwd; exit;; esac\nwhile [ "${1#--}" != "$1" ]; do shift; done; exec "$@"\n'
+    )  # fmt: skip
+    code, said = machine.run(JobSpec(command="ranks", stage_data="my data/"))
+    scratch = f"{machine.environ['TMPDIR']}/hpctrain-ada-7-0"
+    assert (code, said.splitlines()[1:]) == (0, ["./my data/train/x.jpg", f"{scratch}/data"])
+    assert not Path(scratch).exists()
+
+
+def test_data_that_is_no_folder_is_said(machine):
+    (machine.folder / "images.tar").touch()
+    code, said = machine.run(JobSpec(command="a", stage_data="images.tar"))
+    assert code == 1
+    assert "images.tar is no folder on " in said
+
+
+AS_A_USER = """#!/bin/sh
+while [ "${1#--}" != "$1" ]; do shift; done
+case "$1" in python) exit ;; esac
+exec setpriv --reuid=65534 --regid=65534 --clear-groups "$@"
+"""
+
+
+@pytest.fixture
+def open_machine():
+    """One in a folder that everybody may enter, unlike pytest's."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Machine(Path(folder) / "machine")
+
+
+def test_copies_of_what_is_read_only_are_removed_by_who_is_not_root(open_machine, lacking):
+    """As shared data is: in a folder that may not be written nothing can be removed."""
+    if os.geteuid():
+        lacking("mount", "to become a user that is not root takes root")
+    machine = open_machine
+    scratch = Path(machine.environ["TMPDIR"])
+    scratch.chmod(0o777)
+    old = scratch / "hpctrain-ada-7-0"
+    for image in (machine.folder / "images" / "a" / "x.jpg", old / "data" / "a" / "x.jpg"):
+        image.parent.mkdir(parents=True)
+        image.touch()
+        image.parent.chmod(0o555)
+    for path in (old, *old.rglob("*")):  # of a start that was killed
+        os.chown(path, 65534, 65534)
+    machine.program("srun", AS_A_USER)
+    spec = JobSpec(command="python a", stage_data="images", stage_code=".")
+    code, said = machine.run(spec, SLURM_RESTART_COUNT="1")
+    assert (code, list(scratch.iterdir())) == (0, []), said
+    assert "denied" not in said
+
+
 def test_an_archive_without_an_environment_is_refused(machine):
     with tarfile.open(machine.folder / "e.tar", "w") as archive:
         archive.add(machine.bin, "env/bin")
@@ -364,6 +422,7 @@ def test_here_the_ranks_are_those_of_hpctrain_run(machine):
         ({"container": "x.sif"}, "container on this machine"),
         ({"sweep": {"lr": [1]}}, "sweep on this machine"),
         ({"stage_code": "."}, "stage_code on this machine"),
+        ({"stage_data": "images"}, "stage_data on this machine"),
     ],
 )
 def test_here_what_needs_a_cluster_is_refused(more, names):

@@ -49,7 +49,7 @@ def status(capsys, *words, code=0):
 
 
 def test_a_job_that_runs_and_one_that_waits(fake, capsys):
-    run("train-70", step=40, epoch=2, loss=0.25, samples_per_second=512.3)
+    run("train-70", step=40, epoch=2, loss=0.25, samples_per_second=512.3)  # the third
     fake.jobs(
         job("70", WorkDir=os.getcwd(), RestartCnt="1"),
         job("71", State="PENDING", Reason="Resources", NodeList="", StartTime="N/A"),
@@ -58,7 +58,7 @@ def test_a_job_that_runs_and_one_that_waits(fake, capsys):
     first, second = status(capsys).out.splitlines()[1:]
     assert first.split() == [
         *("70", "train", "running", "2", "node[1-2]", "1", "0:12", "47:48"),
-        *("40", "2", "0.25", "512", "runs/train-70"),
+        *("40", "3", "0.25", "512", "runs/train-70"),
     ]
     assert second.split()[:4] == ["71", "train", "pending", "2"]
     assert "waits for hosts to become free; it is the next in line (Resources)" in second

@@ -270,6 +270,7 @@ def test_this_machine_runs_a_job_in_the_foreground(fake):
         ({"command": "python3 ."}, ". is no file"),
         ({"command": "python3 t.py", "venv": "none"}, "no bin/activate"),
         ({"command": "python3 t.py", "stage_code": "none"}, "stage_code = none"),
+        ({"command": "python3 t.py", "stage_data": "none"}, "stage_data = none"),
         ({"command": "python3 t.py", "stage_environment": "none.tar"}, "none.tar is not there"),
     ],
 )

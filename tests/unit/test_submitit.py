@@ -37,6 +37,7 @@ def no_job():
         ("container", "image.sif", "hpctrain submit"),
         ("stage_code", ".", "hpctrain submit"),
         ("stage_environment", "env.tar", "hpctrain submit"),
+        ("stage_data", "images", "hpctrain submit"),
         ("elastic", True, "hpctrain submit"),
         ("array", "0-3", r"one submit\(\) for each index"),
         ("sweep", {"lr": [0.1, 0.2]}, r"kwargs=one"),

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpctrain.backends.assembly import assemble, host_of
 from hpctrain.backends.base import Backend, Later, vector
 from hpctrain.backends.ddp import options
+from hpctrain.backends.ddp.by_hand import DDPByHand
 from hpctrain.backends.ddp.rehearsal import rehearse
 from hpctrain.backends.ddp.store import first_line, open_store
 from hpctrain.backends.environment import Environment
@@ -159,6 +160,10 @@ class DDP(Backend):
             dist.barrier(device_ids=[self.device.index])
         else:
             dist.barrier()
+
+    def by_hand(self) -> DDPByHand:
+        """With the settings of `wrap`."""
+        return DDPByHand(self.device, _NO_BUFFERS_IN_FORWARD)
 
     def explain(self, error: BaseException) -> HpctrainError | None:
         """Of gloo's and NCCL's errors those that come of a rank which is gone, or silent."""

@@ -19,6 +19,7 @@ from hpctrain.backends.assembly import assemble
 from hpctrain.backends.base import Backend, Later, vector
 from hpctrain.backends.environment import Environment
 from hpctrain.backends.horovod import gradients, placement
+from hpctrain.backends.horovod.by_hand import HorovodByHand
 from hpctrain.backends.horovod.connections import Connections
 from hpctrain.backends.horovod.installed import load, refuse_options, refuse_own_name
 from hpctrain.backends.horovod.rendezvous import Client, Server
@@ -264,6 +265,10 @@ class Horovod(Backend):
         """Horovod's barrier."""
         with self._watch("a barrier"):
             self._hvd.barrier()
+
+    def by_hand(self) -> HorovodByHand:
+        """Over the same Horovod."""
+        return HorovodByHand(self._hvd)
 
     def explain(self, error: BaseException) -> HpctrainError | None:
         """After a failure that Horovod noticed: which ranks are lost, or have failed, and why.

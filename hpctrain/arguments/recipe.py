@@ -1,0 +1,121 @@
+"""Recipes: values of options in a file, for a command line that says the rest."""
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Parser"]
+
+# Text for people, unless the script has an option of that name.
+_ABOUT = "about"
+# `extend` is a kind of the first; what they hold is no value that could be typed.
+_ADDS_UP = (argparse._AppendAction, argparse._AppendConstAction, argparse._CountAction)
+_NOT_IN_A_FILE = {"recipe", "help", "local_rank"}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser with `--recipe FILE`, whose values are defaults for the rest of the command line.
+
+    The file is TOML. Its keys are names of options as they are in the namespace (`global_batch`),
+    those that a script has added as well; a value is what could be typed, a switch is true or
+    false, and an option that takes several values has a list. `about` is text for people. Options
+    that add up over a command line (append, extend, count), and those that stand for a constant
+    (store_const), are for the command line alone. What is wrong with the file ends the process as a
+    wrong command line does, with exit code 2.
+    """
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's own, which `parse_args` calls; the defaults are put back."""
+        path = self._path(args)
+        before = [(action, action.default, action.required) for action in self._actions]
+        try:
+            if path is not None:
+                self._take(path)
+            known: tuple[argparse.Namespace, list[str]] = super().parse_known_args(args, namespace)
+            return known
+        finally:
+            for action, default, required in before:
+                action.default, action.required = default, required
+
+    def _path(self, args: Sequence[str] | None) -> str | None:
+        """The file that a command line names. A missing name is for the whole parser to report."""
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--recipe", nargs="?")
+        path: str | None = finder.parse_known_args(args)[0].recipe
+        return path
+
+    def _take(self, path: str) -> None:
+        """Make the values of a file the defaults."""
+        try:
+            with open(path, "rb") as file:
+                values = tomllib.load(file)
+        except OSError as error:
+            self.error(f"--recipe {path}: {error.strerror or error}")
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            self.error(f"--recipe {path}: no TOML file: {error}")
+        actions: dict[str, list[argparse.Action]] = {}
+        for action in self._actions:
+            if action.option_strings and action.dest not in _NOT_IN_A_FILE:
+                actions.setdefault(action.dest, []).append(action)
+        for name, value in values.items():
+            if name in actions:
+                try:
+                    default = self._value(_taker(actions[name], value), value)
+                except argparse.ArgumentError as error:
+                    self.error(f"--recipe {path}: {name}: {error.message}")
+                for action in actions[name]:  # argparse takes the default of the first
+                    action.default, action.required = default, False
+            elif name != _ABOUT:
+                near = difflib.get_close_matches(name.lower().replace("-", "_"), actions, 1)
+                hint = f": {near[0]} is near" if near else "; --help shows them"
+                self.error(f"--recipe {path}: {name} is no option of {self.prog}{hint}")
+
+    def _value(self, action: argparse.Action, value: Any) -> Any:
+        """The default with which an option has what it would have from the command line.
+
+        Raises:
+            argparse.ArgumentError: the command line does not take it.
+        """
+        if action.nargs == 0:
+            if not isinstance(value, bool):
+                raise argparse.ArgumentError(action, f"{value!r} is not true or false")
+            return value
+        several = isinstance(value, list)
+        texts = [_text(action, one) for one in (value if several else [value])]
+        if several != (action.nargs not in (None, argparse.OPTIONAL)):
+            expected = "a single value" if several else "a list"
+            raise argparse.ArgumentError(action, f"{value!r} is not {expected}")
+        if self._match_argument(action, "A" * len(texts)) < len(texts):
+            raise argparse.ArgumentError(action, f"{value!r} is too long")
+        taken = self._get_values(action, texts)
+        return texts[0] if isinstance(taken, str) else taken  # argparse makes texts into values
+
+
+def _taker(actions: list[argparse.Action], value: Any) -> argparse.Action:
+    """Which of the options with one name takes a value.
+
+    Raises:
+        argparse.ArgumentError: none does.
+    """
+    takers = [action for action in actions if not _only_typed(action)]
+    if not takers or any(isinstance(action, _ADDS_UP) for action in actions):
+        options = "/".join(option for action in actions for option in action.option_strings)
+        raise argparse.ArgumentError(actions[0], f"{options} is for the command line alone")
+    switch = isinstance(value, bool)
+    return next((action for action in takers if (action.nargs == 0) == switch), takers[0])
+
+
+def _only_typed(action: argparse.Action) -> bool:
+    constant = isinstance(action, argparse._StoreConstAction)
+    return constant and not isinstance(action.const, bool)
+
+
+def _text(action: argparse.Action, value: Any) -> str:
+    """A value of a file as it would be typed."""
+    if isinstance(value, (bool, dict, list)):
+        raise argparse.ArgumentError(action, f"{value!r} is not a number or text")
+    return str(value)

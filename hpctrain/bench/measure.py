@@ -1,0 +1,209 @@
+"""What measurements share: spread, pairs, sizes, tables, and what machine it was. No torch."""
+
+import datetime
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "busbw",
+    "compare",
+    "describe",
+    "facts",
+    "order",
+    "size",
+    "spell",
+    "summary",
+    "table",
+]
+
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([kKMGT]?)B?\Z", re.ASCII)
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median, quartiles, and an interval that holds the true median in at least 95 of 100 cases.
+
+    A mean would be that of the other jobs on the machine; the interval is that of the sign test
+    and assumes no shape. Of fewer than six values it is their range, which holds it less often.
+    """
+    rising = sorted(values)
+    count = len(rising)
+    quarters = statistics.quantiles(rising, n=4, method="inclusive")
+    below = _left_out(count)
+    return {
+        "median": statistics.median(rising),
+        "first_quartile": quarters[0],
+        "third_quartile": quarters[2],
+        "low": rising[below],
+        "high": rising[count - 1 - below],
+        "count": count,
+    }
+
+
+def _left_out(count: int) -> int:
+    """How many values the interval leaves out at either end.
+
+    Of n values k or fewer are below the true median in sum(comb(n, i) for i <= k) of 2^n cases, and
+    above it in as many; all of them together may be a twentieth.
+    """
+    number, ways, cases = 0, 1, 1
+    while 40 * cases <= 2**count:
+        number += 1
+        ways = ways * (count - number + 1) // number
+        cases += ways
+    return max(number - 1, 0)
+
+
+def compare(
+    times: Mapping[str, Sequence[float]], base: str, unit: str, factor: float = 1.0
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Per arm a summary of its times, and of what each is to the base of the same round.
+
+    Args:
+        times: by arm, one for each round.
+        base: the arm that the others are held to.
+        unit: what the times are called in the result.
+        factor: that the times are multiplied by, to be in that unit.
+    """
+    return {
+        name: {
+            unit: summary([one * factor for one in own]),
+            "ratio": summary([a / b for a, b in zip(own, times[base], strict=True)]),
+        }
+        for name, own in times.items()
+    }
+
+
+def order(names: Sequence[str], number: int) -> list[str]:
+    """The order of the arms in a round: each comes as often before another as after it.
+
+    Drift of the machine within a round then falls on all arms alike.
+    """
+    start = number // 2 % len(names)
+    turned = [*names[start:], *names[:start]]
+    return turned[::-1] if number % 2 else turned
+
+
+def busbw(bytes_per_second: float, ranks: int) -> float:
+    """The bus bandwidth of an all-reduce: what the slowest link has to carry, whatever the ranks.
+
+    Args:
+        bytes_per_second: the algorithm bandwidth, size over time.
+        ranks: that take part.
+
+    Source: PERFORMANCE.md of NVIDIA's nccl-tests: times 2(n-1)/n.
+    """
+    return bytes_per_second * 2 * (ranks - 1) / ranks
+
+
+def size(text: str) -> int:
+    """The bytes of a size such as 4B, 64kB, 1.5MB or 1GB; units are powers of ten.
+
+    Raises:
+        ValueError: it is none, or less than one byte.
+    """
+    match = _SIZE.match(text.strip())
+    value = float(match[1]) * _UNITS[match[2].replace("K", "k")] if match else 0.0
+    if value < 1 or value != int(value):
+        raise ValueError("a size such as 4B, 64kB, 1MB or 1GB")
+    return int(value)
+
+
+def spell(count: float) -> str:
+    """A number of bytes for people, as `size` reads it where it is round."""
+    for unit, factor in reversed(_UNITS.items()):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}B"
+    return f"{count:.3g} B"
+
+
+def describe(figures: Mapping[str, float], form: str = ".1f") -> str:
+    """A median with its interval."""
+    return f"{figures['median']:{form}} [{figures['low']:{form}}, {figures['high']:{form}}]"
+
+
+def facts(packages: Sequence[str]) -> dict[str, Any]:
+    """What a figure means nothing without.
+
+    Args:
+        packages: whose versions matter.
+    """
+    program = Path(sys.argv[0])
+    ours = program.name == "hpctrain" or program.parts[-2:] == ("hpctrain", "__main__.py")
+    words = ["hpctrain", *sys.argv[1:]] if ours else [Path(sys.executable).name, *sys.argv]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(words),
+        "machine": {
+            "cpu": _cpu(),
+            "cores": len(os.sched_getaffinity(0)),
+            "system": platform.platform(),
+            "load": os.getloadavg()[0],
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{package: _version(package) for package in packages},
+        },
+        "commit": _commit(),
+    }
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows under a head, the first column to the left and the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of this file, with a + where something around it has changed.
+
+    None where it is in no repository, as in an installed package, even one inside of another's.
+    """
+    commands = (
+        ["git", "ls-files", "--error-unmatch", Path(__file__).name],
+        ["git", "--no-optional-locks", "describe", "--always", "--dirty=+", "--abbrev=12"],
+    )
+    try:
+        answers = [
+            subprocess.run(
+                command,
+                cwd=Path(__file__).parent,
+                capture_output=True,
+                text=True,
+                timeout=5,
+                check=True,
+            ).stdout
+            for command in commands
+        ]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answers[-1].strip()

@@ -1,0 +1,78 @@
+"""JPEG files in memory, about as many pixels and bytes as those of ImageNet have."""
+
+import importlib
+import io
+
+import torch
+import torch.nn.functional as F  # noqa: N812, its usual name
+
+from hpctrain.errors import UsageError
+
+__all__ = ["Pictures"]
+
+_HEIGHT, _WIDTH, _QUALITY = 375, 500, 95
+_FILES = 8
+# Amplitudes of the noise by the size of its grains in pixels: together files of about 110 kB.
+_GRAINS = {125: 0.2, 25: 0.25, 5: 0.15, 2: 0.4}
+
+
+class Pictures:
+    """A source of images that lie in no file.
+
+    Args:
+        length: how many there are to be; the same few come again and again.
+
+    Attributes:
+        classes: their names.
+        place: for messages.
+
+    Raises:
+        UsageError: Pillow, which makes them, is not installed.
+    """
+
+    place = "memory"
+
+    def __init__(self, length: int) -> None:
+        self.classes = ["one", "other"]
+        self._length = length
+        self._files = [_file(number) for number in range(_FILES)]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, index: int) -> bytes:
+        """A JPEG file."""
+        return self._files[index % _FILES]
+
+    def target(self, index: int) -> int:
+        """The number of its class."""
+        return index % len(self.classes)
+
+    def name(self, index: int) -> str:
+        """For messages."""
+        return f"picture {index}"
+
+    @property
+    def mean_bytes(self) -> float:
+        """Of a file."""
+        return sum(map(len, self._files)) / _FILES
+
+
+def _file(number: int) -> bytes:
+    try:
+        image = importlib.import_module("PIL.Image")
+    except ImportError as error:
+        raise UsageError(
+            f"synthetic images, and Pillow cannot be imported: {error}",
+            "what makes them",
+            "pip install 'hpctrain[vision]'",
+        ) from None
+    generator = torch.Generator().manual_seed(number)
+    pixels = torch.zeros(1, 3, _HEIGHT, _WIDTH)
+    for grain, amplitude in _GRAINS.items():
+        noise = torch.rand(1, 3, _HEIGHT // grain, _WIDTH // grain, generator=generator)
+        pixels += amplitude * F.interpolate(noise, (_HEIGHT, _WIDTH), mode="bilinear")
+    box = io.BytesIO()
+    rows = (pixels[0] * 255).to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
+    image.fromarray(rows).save(box, "JPEG", quality=_QUALITY)
+    return box.getvalue()

@@ -1,0 +1,163 @@
+"""`hpctrain bench`: how fast is this cluster, and what does hpctrain cost on it?"""
+
+import argparse
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from hpctrain.bench.measure import size
+from hpctrain.cli.kinds import seconds
+
+__all__ = ["add"]
+
+
+def add(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure this machine or all ranks of a start: steps, sums, input, checkpoints",
+        description="Measures in the place of your script, as in srun hpctrain bench allreduce, or "
+        "alone. Each figure has its yardstick beside it, which takes turns with it in the same "
+        "processes. Rank 0 shows a table.",
+    )
+    kinds = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
+    for add_kind in (_add_step, _add_allreduce, _add_input, _add_checkpoint):
+        add_kind(kinds)
+
+
+def _add_step(kinds: Any) -> None:
+    parser = _kind(kinds, "step", "hpctrain's loop against one written by hand", 40.0)
+    _backend(parser)
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="of torchvision, or small (default: resnet50 on GPUs where there is torchvision, "
+        "else small)",
+    )
+    parser.add_argument(
+        "--batch-size", type=_count, metavar="N", help="of a rank (default: 128 on GPUs, else 32)"
+    )
+    parser.add_argument(
+        "--precision",
+        default="auto",
+        choices=("auto", "fp32", "tf32", "bf16", "fp16"),
+        help="of both loops (default: %(default)s)",
+    )
+    parser.add_argument("--compile", action="store_true", help="compile the models")
+
+
+def _add_allreduce(kinds: Any) -> None:
+    parser = _kind(kinds, "allreduce", "a sum over the ranks, by size", 30.0)
+    _backend(parser)
+    parser.add_argument(
+        "--sizes",
+        type=_sizes,
+        metavar="SIZE[,SIZE…]",
+        help="of a message (default: 4B to 16MB on CPUs, to 256MB on GPUs)",
+    )
+
+
+def _add_input(kinds: Any) -> None:
+    parser = _kind(kinds, "input", "images from files to the device, by number of workers", 40.0)
+    parser.add_argument(
+        "--data",
+        default="synthetic",
+        metavar="PATH|synthetic",
+        help="images in folders or shards; synthetic makes JPEGs in memory (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size", type=_count, default=64, metavar="N", help="of a rank (default: 64)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=_workers,
+        metavar="N[,N…]",
+        help="numbers of workers to try (default: 0, 1, 2, 4, … up to the cores of a rank)",
+    )
+    parser.add_argument(
+        "--need", type=_count, metavar="N", help="images/s that the steps of a rank take"
+    )
+
+
+def _add_checkpoint(kinds: Any) -> None:
+    parser = _kind(kinds, "checkpoint", "how long training waits for a save, and the disk", 40.0)
+    parser.add_argument(
+        "--run",
+        metavar="DIR",
+        help="on the file system to measure (default: $HPCTRAIN_RUN, else runs); nothing is left",
+    )
+    parser.add_argument(
+        "--size",
+        type=_size,
+        metavar="SIZE",
+        help="of the state (default: 1GB, less where room, memory or the disk's speed say so)",
+    )
+
+
+def _kind(kinds: Any, name: str, text: str, default: float) -> argparse.ArgumentParser:
+    """A parser with what all of them have."""
+    parser: argparse.ArgumentParser = kinds.add_parser(name, help=text, description=text)
+    parser.add_argument(
+        "--seconds",
+        type=seconds,
+        default=default,
+        metavar="S",
+        help="about how long to measure (default: %(default)s)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="what was found, for programs")
+    parser.add_argument(
+        "--start-timeout",
+        type=seconds,
+        default=300.0,
+        metavar="S",
+        help="seconds to wait for all ranks (default: %(default)s)",
+    )
+    parser.set_defaults(command=_main)
+    return parser
+
+
+def _backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backend", default="auto", metavar="NAME", help="how ranks talk (default: %(default)s)"
+    )
+
+
+def _named(name: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
+    """What argparse's messages call a type."""
+
+    def give(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+        kind.__name__ = name
+        return kind
+
+    return give
+
+
+@_named("whole number from 1 on")
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+@_named("list of whole numbers such as 0,1,4")
+def _workers(text: str) -> list[int]:
+    values = [int(part) for part in text.split(",")]
+    if min(values) < 0:
+        raise ValueError
+    return sorted(set(values))
+
+
+@_named("size such as 64kB, 1MB or 1GB")
+def _size(text: str) -> int:
+    return size(text)
+
+
+@_named("list of sizes such as 4B,64kB,1MB")
+def _sizes(text: str) -> list[int]:
+    return sorted({size(part) for part in text.split(",")})
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    # Imported by name, and here: it imports torch, and the other commands do without.
+    return int(importlib.import_module("hpctrain.bench.command").execute(arguments))

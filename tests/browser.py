@@ -1,0 +1,101 @@
+"""A real browser that looks at a file, and says what it did for that."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+EXECUTABLE = "chromium-headless-shell"
+
+_OVERFLOW = """() => document.documentElement.scrollWidth - document.documentElement.clientWidth"""
+_UNDECODED = """() => [...document.images].filter(image => !image.complete || !image.naturalWidth)
+    .map(image => image.alt)"""
+
+
+def why_not() -> str:
+    """What is missing for a browser; empty where there is one."""
+    if not shutil.which(EXECUTABLE):
+        return f"apt-get install {EXECUTABLE}"
+    try:
+        import playwright.sync_api  # noqa: F401
+    except ImportError:
+        return "pip install playwright"
+    return ""
+
+
+class Browser:
+    """Chromium, without a window.
+
+    Args:
+        driver: of playwright.
+
+    Attributes:
+        said: errors and warnings of the page's console, and errors of its scripts.
+        asked: the addresses that were asked for since the last `open`, but data: ones.
+        page: of playwright.
+    """
+
+    def __init__(self, driver: Any) -> None:
+        # A sandbox does not work for root.
+        self._chromium = driver.chromium.launch(
+            executable_path=shutil.which(EXECUTABLE), args=["--no-sandbox"]
+        )
+        self.page = self._chromium.new_page()
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("dialog", self._dialog)
+        self.page.on("request", self._request)
+
+    def _dialog(self, dialog: Any) -> None:
+        self.said.append(f"a dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def _request(self, request: Any) -> None:
+        if not request.url.startswith("data:"):
+            self.asked.append(request.url)
+
+    def open(
+        self, path: Path, width: int = 1280, scheme: str = "light", media: str = "screen"
+    ) -> Any:
+        """Open a file; the page.
+
+        Args:
+            path: of an HTML file.
+            width: of the window, in pixels.
+            scheme: light or dark, as the person has it.
+            media: screen or print.
+        """
+        self.asked.clear()
+        self.said.clear()
+        self.page.set_viewport_size({"width": width, "height": 800})
+        self.page.emulate_media(media=media, color_scheme=scheme)
+        self.page.goto(path.resolve().as_uri())
+        return self.page
+
+    def overflow(self) -> int:
+        """Pixels by which the page is wider than its window."""
+        return self.page.evaluate(_OVERFLOW)
+
+    def undecoded(self) -> list[str]:
+        """The images that are not there, by what stands in for them."""
+        return self.page.evaluate(_UNDECODED)
+
+    def close(self) -> None:
+        """End it."""
+        self._chromium.close()
+
+
+@contextlib.contextmanager
+def browser() -> Iterator[Browser]:
+    """A browser for as long as the block lasts."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        one = Browser(driver)
+        try:
+            yield one
+        finally:
+            one.close()

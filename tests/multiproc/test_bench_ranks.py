@@ -1,0 +1,157 @@
+"""`hpctrain bench` over several ranks: what it finds agrees with itself, and all leave together."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+
+import launches
+import pytest
+import ranks
+
+from hpctrain.bench import allreduce, input, step
+from hpctrain.cli import main
+
+
+def benches(*words, fault=None):
+    """What a rank returns and prints.
+
+    Args:
+        words: of the command.
+        fault: a function that a rank calls before, with its number.
+    """
+    for module in (step, allreduce, input):
+        module._BLOCK_SECONDS = 0.01
+    if fault:
+        fault(int(os.environ["HPCTRAIN_RANK"]))
+    backend = ["--backend", os.environ.get("TEST_BACKEND", "auto")]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = main(["bench", *words, *(backend if words[0] in ("step", "allreduce") else [])])
+    return code, out.getvalue()
+
+
+def told(results):
+    """What rank 0 printed; the others print nothing and leave with 0."""
+    (code, said), *others = ranks.values(results)
+    assert [code, *others] == [0, *[(0, "")] * len(others)]
+    return said
+
+
+def test_sums_of_three_ranks(run, tmp_path):
+    words = ("allreduce", "--sizes", "4B,64kB", "--seconds", "0.2", "--json", "found.json")
+    said = told(run(3, benches, *words))
+    (saved,) = tmp_path.iterdir()
+    found = json.loads(saved.read_text())
+    assert found["world"]["world_size"] == 3
+    assert found["transport"] == "gloo"
+    assert [one["bytes"] for one in found["results"]] == [4, 64_000]
+    for one in found["results"]:
+        raw, ours, copy = (one["arms"][name] for name in ("raw call", "hpctrain", "copy"))
+        for arm in (raw, ours):
+            algbw = one["bytes"] / arm["us"]["median"] / 1e3
+            assert arm["algbw"] == pytest.approx(algbw)
+            assert arm["busbw"] == pytest.approx(algbw * 4 / 3)
+        assert raw["ratio"]["median"] == 1.0
+        assert ours["ratio"]["low"] <= ours["ratio"]["median"] <= ours["ratio"]["high"]
+        assert ours["us"]["count"] == copy["us"]["count"] >= 3
+    assert "64 kB" in said
+
+
+def test_steps_of_three_ranks(run, tmp_path):
+    words = ("step", "--batch-size", "2", "--seconds", "0.2", "--json", "found.json")
+    said = told(run(3, benches, *words, layout=(2, 1)))
+    (saved,) = tmp_path.iterdir()
+    found = json.loads(saved.read_text())
+    assert found["world"]["num_nodes"] == 2
+    assert list(found["arms"]) == ["by hand", "hpctrain", "by hand, nothing exchanged"]
+    for arm in found["arms"].values():
+        assert arm["images_per_second"] == pytest.approx(3 * 2 / arm["ms"]["median"] * 1e3)
+        assert arm["images_per_second"] == pytest.approx(3 * arm["images_per_second_of_a_rank"])
+    assert found["scaling"]["count"] == found["arms"]["hpctrain"]["ms"]["count"]
+    assert "Scaling" in said
+
+
+def test_rank_0_alone_writes_checkpoints(tmp_path):
+    words = ("checkpoint", "--size", "1MB", "--seconds", "0.1", "--run", "shared")
+    said = told(ranks.run(3, benches, *words))
+    assert f"1 MB, half weights and half momenta, in {tmp_path}/shared" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_images_of_all_ranks_are_added_up(tmp_path):
+    words = ("input", "--workers", "0", "--batch-size", "2", "--seconds", "0.1")
+    said = told(ranks.run(3, benches, *words))
+    assert "2 of a rank in a batch" in said
+    assert not list(tmp_path.iterdir())
+
+
+def fails(*words, fault=None):
+    """The exit code, and the lines of errors that a rank shows."""
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        code, _ = benches(*words, fault=fault)
+    return code, [line for line in shown.getvalue().splitlines() if "error: " in line]
+
+
+def test_a_mistake_is_told_by_rank_0_alone():
+    first, *others = ranks.values(ranks.run(3, fails, "checkpoint", "--size", "900TB"))
+    assert others == [(2, [])] * 2
+    code, (line,) = first
+    assert code == 2
+    assert line.startswith("hpctrain: error: ")
+
+
+def measures(fault):
+    return fails("allreduce", "--sizes", "4", "--seconds", "30", fault=fault)
+
+
+def test_ranks_that_are_cancelled_leave_together(run, tmp_path):
+    results = run(3, measures, is_cancelled)
+    assert results == [("exit", 75)] * 3
+    assert not list(tmp_path.iterdir())
+
+
+def is_cancelled(rank):
+    """Rank 1 gets the signal of a scheduler while it measures."""
+    timed, calls = allreduce.timed, []
+
+    def signalled(*arguments):
+        calls.append(arguments)
+        if rank == 1 and len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return timed(*arguments)
+
+    allreduce.timed = signalled
+
+
+def is_lost(rank):
+    """Rank 1 is gone in the middle of it."""
+    timed, calls = allreduce.timed, []
+
+    def gone(*arguments):
+        calls.append(arguments)
+        if rank == 1 and len(calls) == 3:
+            os._exit(9)
+        return timed(*arguments)
+
+    allreduce.timed = gone
+
+
+def test_a_rank_that_is_lost_ends_the_others(run):
+    first, gone, last = run(3, measures, is_lost)
+    assert isinstance(gone, RuntimeError)  # of the test: no result came
+    for code, lines in (first, last):
+        assert code == 1
+        assert len(lines) == 1
+
+
+def test_the_command_takes_the_place_of_the_script(tmp_path):
+    command = [launches.PYTHON, "-m", "hpctrain", "run", "--nproc-per-node", "3"]
+    command += ["-m", "hpctrain", "bench", "allreduce", "--sizes", "4", "--seconds", "0.1"]
+    done = launches.start(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "allreduce: 3 ranks on 1 host, ddp over gloo" in done.stdout
+    assert all(line.startswith("0: ") for line in done.stdout.splitlines())
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,188 @@
+"""`--recipe FILE`: values of options in a file, under those of the command line."""
+
+import argparse
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hpctrain.arguments import Options, options
+
+RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def parser():
+    made = options(prog="train.py")
+    made.add_argument("--model", default="resnet50", choices=("resnet18", "resnet50"))
+    made.add_argument("--sizes", type=int, nargs=2, default=[1, 2])
+    made.add_argument("--secret", required=True)
+    return made
+
+
+RECIPE = """
+about = "Of the paper."
+global_batch = 256
+lr = 1
+workers = "auto"
+deterministic = true
+resume = false
+model = "resnet18"
+sizes = [3, 4]
+secret = "open"
+"""
+
+
+def test_a_recipe_is_under_the_command_line_and_over_the_defaults(write):
+    recipe = write(RECIPE)
+    mine = parser()
+    mine.set_defaults(lr=0.5, seed=7)
+    read = mine.parse_args(["--global-batch", "64", "--recipe", recipe])
+    assert (read.global_batch, read.lr, read.workers) == (64, 1.0, "auto")
+    assert (read.deterministic, read.resume, read.seed) == (True, False, 7)
+    assert (read.model, read.sizes, read.secret) == ("resnet18", [3, 4], "open")
+    assert read.recipe == recipe
+    assert Options.of(read, {}).global_batch == 64
+
+
+def test_it_works_with_what_other_programs_add_and_leaves_the_parser_as_it_was(write):
+    mine = parser()
+    read, rest = mine.parse_known_args([f"--recipe={write(RECIPE)}", "--theirs", "1"])
+    assert (read.model, rest) == ("resnet18", ["--theirs", "1"])
+    read = mine.parse_args(["--secret", "x"])
+    assert (read.model, read.lr, read.sizes) == ("resnet50", Options().lr, [1, 2])
+    assert not hasattr(read, "recipe")
+    with pytest.raises(SystemExit):
+        mine.parse_args([])
+
+
+def test_help_shows_the_values_of_the_recipe(write, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parser().parse_args(["--recipe", write(RECIPE + "clip_value = 3.5\n"), "--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert "--recipe FILE.toml" in said
+    assert "(default: 1.0)" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("global_bach = 256", "global_bach is no option of train.py: global_batch is near"),
+        ("global-batch = 256", "global-batch is no option of train.py: global_batch is near"),
+        ("zzz = 1", "zzz is no option of train.py; --help shows them"),
+        ("recipe = 'other.toml'", "recipe is no option"),
+        ("[training]\nlr = 0.1", "training is no option"),
+        ("lr = {x = 1}", "lr: {'x': 1} is not a number or text"),
+        ("global_batch = 0", "global_batch: 0 is not a whole number from 1 on"),
+        ("global_batch = 2.5", "global_batch: invalid whole number value: '2.5'"),
+        ("global_batch = true", "global_batch: True is not a number or text"),
+        ("precision = 'bf61'", "precision: invalid choice: 'bf61' (choose from "),
+        ("deterministic = 1", "deterministic: 1 is not true or false"),
+        ("resume = 'no'", "resume: 'no' is not true or false"),
+        ("lr = [0.1]", "lr: [0.1] is not a single value"),
+        ("sizes = 3", "sizes: 3 is not a list"),
+        ("sizes = [3]", "sizes: expected 2 arguments"),
+        ("sizes = [3, 4, 5]", "sizes: [3, 4, 5] is too long"),
+        ("lr = ", "no TOML file: "),
+        ("lr = 1\nlr = 2", "no TOML file: "),
+    ],
+)
+def test_what_is_wrong_in_it_is_one_error_with_its_name(write, capsys, text, said):
+    path = write(text)
+    with pytest.raises(SystemExit) as caught:
+        parser().parse_args(["--secret", "x", "--recipe", path])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"train.py: error: --recipe {path}: {said}")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "expected"),
+    [
+        ("flip = true", [], True),
+        ("flip = true", ["--no-flip"], False),
+        ("flip = false", [], False),
+        ("flip = false", ["--flip"], True),
+        ("", [], False),
+    ],
+)
+def test_two_switches_of_one_name_have_the_value_of_the_file(write, text, line, expected):
+    mine = options(prog="train.py")
+    mine.add_argument("--flip", action="store_true")
+    mine.add_argument("--no-flip", dest="flip", action="store_false")
+    assert mine.parse_args(["--recipe", write(text), *line]).flip is expected
+    assert mine.parse_args([]).flip is False
+
+
+def test_of_an_option_and_a_switch_of_one_name_each_takes_its_own_kind(write):
+    mine = options(prog="train.py")
+    mine.add_argument("--size", type=int, default=1)
+    mine.add_argument("--huge", dest="size", action="store_const", const=99)
+    mine.add_argument("--blur", action=argparse.BooleanOptionalAction)
+    read = mine.parse_args(["--recipe", write("size = 7\nblur = false")])
+    assert (read.size, read.blur) == (7, False)
+    assert mine.parse_args(["--recipe", write("size = 7"), "--huge"]).size == 99
+
+
+def test_a_text_goes_through_its_type_once(write):
+    mine = options(prog="train.py")
+    mine.add_argument("--mark", type=lambda text: f"{text}!")
+    assert mine.parse_args(["--recipe", write("mark = 'x'")]).mark == "x!"
+
+
+@pytest.mark.parametrize(
+    ("action", "more", "value"),
+    [
+        ("append", {}, "'x'"),
+        ("append", {}, "['x']"),
+        ("extend", {"nargs": "+"}, "['x']"),
+        ("append_const", {"const": 1}, "true"),
+        ("count", {}, "true"),
+        ("store_const", {"const": 5}, "true"),
+    ],
+)
+def test_an_option_that_no_value_can_stand_for_is_refused_by_name(
+    write, capsys, action, more, value
+):
+    mine = options(prog="train.py")
+    mine.add_argument("-t", "--tag", action=action, **more)
+    with pytest.raises(SystemExit) as caught:
+        mine.parse_args(["--recipe", write(f"tag = {value}")])
+    assert caught.value.code == 2
+    assert "tag: -t/--tag is for the command line alone" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_read_is_one_error(tmp_path, capsys):
+    (tmp_path / "latin.toml").write_bytes(b"about = '\xe9'")
+    for name, said in (
+        ("nothing.toml", "No such file"),
+        (".", "Is a directory"),
+        ("latin.toml", "no TOML file"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            parser().parse_args(["--secret", "x", "--recipe", name])
+        assert caught.value.code == 2
+        assert f"--recipe {name}: {said}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--secret", "x", "--recipe"])
+    assert "argument --recipe: expected one argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_recipes_of_the_repository_say_where_they_are_from(path):
+    """That the examples take them is tested where they run."""
+    text = path.read_text()
+    about = tomllib.loads(text)["about"]
+    assert "https://" in about
+    assert "published" in about.lower()
+    assert "--" not in text

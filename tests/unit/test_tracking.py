@@ -1,0 +1,250 @@
+"""Rows of metrics in TensorBoard, Weights & Biases and MLflow; and trackers that fail."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain import profiling, tracking
+from hpctrain.errors import UsageError
+from hpctrain.rundir import RunDirectory
+from hpctrain.tracking import About, Tracker, Tracking, parse
+
+ROWS = [
+    {"step": 1, "epoch": 0, "time": 100.0, "loss": 2.5, "lr": 0.1},
+    {"step": 2, "epoch": 0, "time": 101.0, "loss": 2.25, "lr": 0.1},
+    {"step": 2, "epoch": 0, "time": 102.0, "top1": 0.5},
+]
+# After a checkpoint at step 1.
+AGAIN = [{"step": 2, "epoch": 0, "time": 201.0, "loss": 2.0, "lr": 0.1}]
+
+
+def about(step=0):
+    directory = RunDirectory("run")
+    directory.path.mkdir(exist_ok=True)
+    return About(
+        "train", directory, {"lr": 0.1, "precision": "bf16", "weights": Path("a.pt")}, step
+    )
+
+
+def track(names, rows, step=0, status="done", timeout=1800.0):
+    trackers = Tracking(names.split(","), about(step))
+    for row in rows:
+        trackers.row(row)
+    trackers.close(status, timeout)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (None, []),
+        ("tensorboard", ["tensorboard"]),
+        ("wandb, mlflow,wandb", ["wandb", "mlflow"]),
+    ],
+)
+def test_names_come_with_commas(text, names):
+    assert parse(text, here=False) == names
+
+
+@pytest.mark.parametrize(
+    ("text", "near"), [("tensorbord", "tensorboard"), ("wandb,mlflo", "mlflow"), (",", "")]
+)
+def test_an_unknown_tracker_is_refused_with_the_near_one(text, near):
+    with pytest.raises(UsageError) as refused:
+        parse(text, here=False)
+    assert refused.value.fix == f"--track {near or 'tensorboard'}"
+
+
+def test_a_missing_package_is_refused_where_it_is_needed(monkeypatch):
+    # Only a folder that W&B has made.
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: Folder)
+    assert parse("wandb", here=False) == ["wandb"]
+    with pytest.raises(UsageError, match="not installed") as refused:
+        parse("wandb", here=True)
+    assert refused.value.fix == "pip install 'hpctrain[wandb]'"
+
+
+class Folder:
+    """What importlib says of a folder that is no package."""
+
+    origin = None
+
+
+class Fake(Tracker):
+    """A tracker that fails or hangs where the test says."""
+
+    package = "json"
+    fails = hangs = ""
+    wakes: threading.Event
+
+    def __init__(self, about):
+        self.rows, Fake.last = [], self
+        self.come("init")
+
+    def come(self, place):
+        if place == self.fails:
+            raise OSError(f"no network at {place}\nand more")
+        if place == self.hangs:
+            self.wakes.wait(60)
+
+    def open(self):
+        self.come("open")
+
+    def log(self, step, seconds, values):
+        self.come("log")
+        self.rows.append((step, seconds, dict(values)))
+
+    def close(self, status):
+        self.come("close")
+        self.rows.append(status)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setitem(tracking.TRACKERS, "fake", Fake)
+    monkeypatch.setitem(tracking.TRACKERS, "other", Fake)
+    for name in ("fails", "hangs"):
+        monkeypatch.setattr(Fake, name, "")
+    Fake.wakes = threading.Event()
+    yield Fake
+    Fake.wakes.set()
+
+
+def test_a_tracker_gets_each_row_and_how_the_run_ended(fake):
+    track("fake", ROWS, status="stopped")
+    assert fake.last.rows == [
+        (1, 100.0, {"epoch": 0, "loss": 2.5, "lr": 0.1}),
+        (2, 101.0, {"epoch": 0, "loss": 2.25, "lr": 0.1}),
+        (2, 102.0, {"epoch": 0, "top1": 0.5}),
+        "stopped",
+    ]
+    assert "time" in ROWS[0]
+
+
+@pytest.mark.parametrize("place", ["init", "open", "log", "close"])
+def test_a_tracker_that_fails_says_so_once_and_ends_nothing(fake, monkeypatch, caplog, place):
+    monkeypatch.setattr(fake, "fails", place)
+    track("fake", ROWS * 3)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("--track fake gets no rows from here on")
+    assert said.endswith(f"no network at {place}")
+
+
+@pytest.mark.parametrize("place", ["open", "log", "close"])
+def test_trackers_that_hang_are_waited_for_together_and_not_as_long_as_ranks_are(
+    fake, monkeypatch, caplog, place
+):
+    monkeypatch.setattr(fake, "hangs", place)
+    before = time.monotonic()
+    track("fake,other", ROWS, timeout=2.0)
+    # Half a second for both, where it would be thirty: the others soon give up on this rank.
+    assert time.monotonic() - before < 10
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("--track fake,other has not taken all rows within")
+
+
+def test_a_slow_tracker_misses_rows_which_is_said_once_and_hears_of_the_end(
+    fake, monkeypatch, caplog
+):
+    monkeypatch.setattr(tracking.outlet, "_MOST_ROWS", 2)
+    monkeypatch.setattr(fake, "hangs", "open")
+    trackers = Tracking(["fake"], about())
+    for row in ROWS * 3:
+        trackers.row(row)
+    fake.wakes.set()
+    trackers.close("done", 1800.0)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("--track fake misses rows from here on, as 2 wait for it")
+    assert [row[0] for row in fake.last.rows[:-1]] == [1, 2]
+    assert fake.last.rows[-1] == "done"
+
+
+def test_tensorboard_has_the_rows_and_leaves_out_what_a_resumed_run_takes_again():
+    track("tensorboard", ROWS)
+    track("tensorboard", AGAIN, step=1)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator("run/tensorboard")
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.5), (2, 2.0)]
+    assert events.Scalars("loss")[0].wall_time == 100.0
+    (first, *_) = events.Tensors("options/text_summary")
+    assert b"| precision | bf16 |" in first.tensor_proto.string_val[0]
+
+
+def test_wandb_goes_on_in_the_same_run(monkeypatch, tmp_path):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folders = []
+    for rows, step in ((ROWS, 0), (AGAIN, 1)):
+        try:
+            track("wandb", rows, step)
+        finally:
+            wandb.teardown()  # what is offline is written by then
+        name = json.loads(RunDirectory("run").tracked.read_text())["wandb"]
+        (new,) = set(RunDirectory("run").path.glob("wandb/offline-run-*")) - set(folders)
+        folders.append(new)
+        written = (new / f"run-{name}.wandb").read_bytes()
+        assert written.count(b"loss") >= len([row for row in rows if "loss" in row])
+        assert b"bf16" in written
+    assert b"top1" in (folders[0] / f"run-{name}.wandb").read_bytes()
+
+
+def test_mlflow_goes_on_in_the_same_run(monkeypatch, tmp_path):
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    track("mlflow", ROWS, status="stopped")
+    name = json.loads(RunDirectory("run").tracked.read_text())["mlflow"]
+    assert MlflowClient().get_run(name).info.status == "KILLED"
+    track("mlflow", AGAIN, step=1)
+    run = MlflowClient().get_run(name)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["precision"] == "bf16"
+    assert run.data.metrics["top1"] == 0.5
+    history = MlflowClient().get_metric_history(name, "loss")
+    assert sorted((m.step, m.value) for m in history) == [(1, 2.5), (2, 2.0), (2, 2.25)]
+    assert len(MlflowClient().search_runs([run.info.experiment_id])) == 1
+
+
+@pytest.mark.parametrize("text", ["5", "5:5", "9:3", "a:b", ":3", "-1:3", "1:2:3", ""])
+def test_steps_to_trace_are_two_numbers(text):
+    with pytest.raises(UsageError) as refused:
+        profiling.steps(text)
+    assert "--profile 20:25" in refused.value.fix
+
+
+def test_the_steps_of_a_trace():
+    assert profiling.steps("3:5") == range(3, 5)
+
+
+MUTE = """
+import os, pathlib, socket
+server = socket.create_server(("127.0.0.1", 0))  # takes connections and never answers
+url = f"http://127.0.0.1:{server.getsockname()[1]}"
+os.environ |= {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40, "WANDB_SILENT": "true"}
+from hpctrain.rundir import RunDirectory
+from hpctrain.tracking import About, Tracking
+pathlib.Path("run").mkdir()
+tracking = Tracking(["wandb"], About("mute", RunDirectory("run"), {}, 0))
+tracking.row({"step": 1, "epoch": 0, "time": 0.0, "loss": 1.0})
+while not [c for c in pathlib.Path("/proc/self/task").glob("*/children") if c.read_text()]:
+    pass
+tracking.close("done", 4.0)
+"""
+
+
+def test_a_server_of_wandb_that_never_answers_keeps_no_process_from_its_end():
+    command = [sys.executable, "-c", MUTE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--track wandb has not taken all rows" in done.stderr
+    assert "Traceback" not in done.stderr
