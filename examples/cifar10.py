@@ -1,20 +1,100 @@
 """ResNet on CIFAR-10, from the original files of its Python version."""
 
-import os
 import pickle
-import sys
 from pathlib import Path
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torchvision import datasets, models
-from torchvision.transforms import v2
 
 import hpctrain
+from hpctrain import data
+from hpctrain.errors import UsageError
 
 # Of the training set's pixels, by channel.
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+TRAIN, TEST = [f"data_batch_{number}" for number in range(1, 6)], ["test_batch"]
+
+
+def options():
+    parser = hpctrain.options(description=__doc__)
+    parser.set_defaults(data="data/cifar10", lr=0.1)
+    group = parser.add_argument_group("options of this example")
+    names = ("resnet18", "resnet34", "resnet50")
+    group.add_argument("--model", default=names[0], choices=names, help="(%(default)s)")
+    group.add_argument(
+        "--weight-decay", type=float, default=5e-4, metavar="X", help="(%(default)s)"
+    )
+    group.add_argument("--nesterov", action="store_true", help="momentum of that kind")
+    return parser
+
+
+class Plain(pickle.Unpickler):
+    """Reads arrays and what they are made of. Any other pickle could run a program of its own."""
+
+    def find_class(self, module, name):
+        known = {
+            "_reconstruct": numpy.empty(0).__reduce__()[0],  # its module has another name today
+            "ndarray": numpy.ndarray,
+            "dtype": numpy.dtype,
+        }
+        if module.split(".")[0] == "numpy" and name in known:
+            return known[name]
+        if (module, name) == ("_codecs", "encode"):  # bytes, as later Pythons wrote them
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no array")
+
+
+def read(path):
+    """A batch of the original files: 3072 bytes an image, by channel and row, and labels."""
+    try:
+        with open(path, "rb") as file:
+            batch = Plain(file, encoding="bytes").load()
+        images = torch.from_numpy(batch[b"data"]).reshape(-1, 3, 32, 32)
+        labels = torch.tensor(batch[b"labels"])
+        if images.dtype != torch.uint8 or labels.shape != (len(images),):
+            raise ValueError(f"{len(images)} images of {images.dtype}, and {labels.shape} labels")
+    except Exception as error:  # a damaged pickle can raise any
+        raise UsageError(
+            f"{path}: {error or type(error).__name__}",
+            f"CIFAR-10's Python version: cifar-10-batches-py with {', '.join(TRAIN + TEST)} in it",
+            "--data FOLDER of cifar-10-batches-py, or --download",
+        ) from None
+    return images, labels
+
+
+class Images(torch.utils.data.Dataset):
+    """uint8 images (3, 32, 32) in memory; with `augment` shifted by up to 4 pixels, and flipped."""
+
+    def __init__(self, folder, names, augment):
+        parts = [read(Path(folder, "cifar-10-batches-py", name)) for name in names]
+        self.images, self.targets = (torch.cat(part) for part in zip(*parts, strict=True))
+        if augment:
+            self.images = F.pad(self.images, (4, 4, 4, 4))
+        self.random = augment
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        image, target = self.images[index], self.targets[index]
+        if not self.random:
+            return image, target
+        top, left = torch.randint(0, 9, (2,)).tolist()
+        flip = torch.rand(()).item() < 0.5
+        return image[:, top : top + 32, left : left + 32], flip, target
+
+
+def load(session):
+    """Training set and test set."""
+    folder = session.options.data
+    if session.options.download:
+        if session.is_main:
+            datasets.CIFAR10(folder, download=True)
+        session.sum(0)  # the others wait for it
+    return Images(folder, TRAIN, augment=True), Images(folder, TEST, augment=False)
 
 
 def resnet(name):
@@ -25,65 +105,31 @@ def resnet(name):
     return model
 
 
-class Images(torch.utils.data.Dataset):
-    """Batches of the original files: 3072 bytes an image, by channel and row, and labels."""
-
-    def __init__(self, folder, names, transform):
-        self.images, self.targets, self.transform = [], [], transform
-        for name in names:
-            with open(Path(folder, "cifar-10-batches-py", name), "rb") as file:
-                batch = pickle.load(file, encoding="bytes")  # noqa: S301  take it from whom you trust
-            batch = {os.fsdecode(key): value for key, value in batch.items()}
-            self.images += torch.as_tensor(batch["data"]).reshape(-1, 3, 32, 32)
-            self.targets += batch["labels"]
-
-    def __len__(self):
-        return len(self.targets)
-
-    def __getitem__(self, index):
-        return self.transform(self.images[index]), self.targets[index]
-
-
-def load(folder, download):
-    """Training set and test set."""
-    normalize = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-    augment = [v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()]
-    if download:
-        datasets.CIFAR10(folder, download=True)
-    names = [f"data_batch_{number}" for number in range(1, 6)]
-    try:
-        return (
-            Images(folder, names, v2.Compose(augment + normalize)),
-            Images(folder, ["test_batch"], v2.Compose(normalize)),
-        )
-    except OSError as error:
-        expected = "cifar-10-batches-py with data_batch_1 to 5 and test_batch in it"
-        sys.exit(f"--data {folder}: {error}\n  expected: {expected}")
-
-
 def evaluate(session, model, loader):
+    scores = session.classification(10)
     model.eval()
-    correct = count = 0
     with torch.no_grad(), session.autocast(), session.averaged_weights():
         for images, targets in loader:
-            correct += (model(images).argmax(1) == targets).sum().item()
-            count += len(targets)
+            scores.update(model(images), targets)
     model.train()
-    correct, count = session.sum(correct, count)
-    return correct / count
+    return scores.compute()
 
 
 def main():
-    parser = hpctrain.options(description=__doc__)
-    parser.add_argument("--model", default="resnet18", help="resnet18 or resnet50 (resnet18)")
-    args = parser.parse_args()
-    train_set, test_set = load(args.data, args.download)
+    args = options().parse_args()
     with hpctrain.Session(args) as session:
-        train_loader = session.loader(train_set)
-        test_loader = session.loader(test_set, train=False)
+        train_set, test_set = load(session)
+        normalize = data.Normalize(MEAN, STD)
+        train_loader = session.loader(train_set, on_device=normalize)
+        test_loader = session.loader(test_set, train=False, on_device=normalize)
         model = resnet(args.model)
         optimizer = torch.optim.SGD(
-            model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True
+            model.parameters(),
+            lr=args.lr,
+            momentum=0.9,
+            weight_decay=args.weight_decay,
+            nesterov=args.nesterov,
+            fused=session.device.type == "cuda",
         )
         model, optimizer = session.prepare(model, optimizer)
         with session.run() as run:
@@ -93,7 +139,7 @@ def main():
                         loss = F.cross_entropy(model(images), targets)
                     session.step(loss)
                     run.log(loss=loss)
-                run.log(top1=evaluate(session, model, test_loader))
+                run.log(**evaluate(session, model, test_loader).metrics())
 
 
 if __name__ == "__main__":

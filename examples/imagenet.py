@@ -1,77 +1,185 @@
-"""A model of torchvision's on ImageNet, from folders of images."""
+"""A model of torchvision's on ImageNet, from folders of images or from shards."""
 
-import sys
-from pathlib import Path
+import argparse
+import difflib
 
+import numpy
 import torch
 import torch.nn.functional as F
-from torchvision import datasets, models
+from torchvision import models
 from torchvision.transforms import v2
 
 import hpctrain
+from hpctrain import data
+from hpctrain.errors import DataError, UsageError
 
 # Of the training set's pixels, by channel.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def load(folder):
-    """Training set and validation set: FOLDER/train/CLASS/*.jpg and FOLDER/val/CLASS/*.jpg."""
-    normalize = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-    train = [v2.RandomResizedCrop(224), v2.RandomHorizontalFlip(), *normalize]
-    val = [v2.Resize(256), v2.CenterCrop(224), *normalize]
-    try:
-        train_set = datasets.ImageFolder(Path(folder, "train"), v2.Compose(train))
-        val_set = datasets.ImageFolder(Path(folder, "val"), v2.Compose(val))
-    except OSError as error:
-        sys.exit(
-            f"--data {folder}: {error}\n  expected: train/CLASS/*.jpg and val/CLASS/*.jpg in it"
-        )
-    if train_set.classes != val_set.classes:
-        sys.exit(
-            f"--data {folder}: train/ has {len(train_set.classes)} classes and val/ "
-            f"{len(val_set.classes)}\n  expected: the same folders in both"
-        )
-    return train_set, val_set
+def number(kind, least, most):
+    """A type of argparse's: such a number, from the least to the most."""
+
+    def read(text):
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not from {least} to {most}")
+        return value
+
+    read.__name__ = kind.__name__  # for argparse's messages
+    return read
 
 
-def evaluate(session, model, loader):
+def options():
+    parser = hpctrain.options(description=__doc__)
+    parser.set_defaults(data="imagenet", lr=0.1, workers="auto")
+    group = parser.add_argument_group("options of this example")
+    add = group.add_argument
+    add("--model", default="resnet50", help="name of a torchvision model (%(default)s)")
+    for name, default, least, most, text in (
+        ("train-crop", 224, 1, 10_000, "pixels of a side"),
+        ("val-crop", 224, 1, 10_000, "pixels of a side"),
+        ("val-resize", 256, 1, 10_000, "pixels of the shorter side before that"),
+        ("max-corrupt", 0, 0, 10**9, "unreadable images that each of the two sets may have"),
+        ("weight-decay", 1e-4, 0.0, 1.0, "of the optimizer"),
+        ("label-smoothing", 0.0, 0.0, 1.0, "of the targets"),
+        ("mixup", 0.0, 0.0, 100.0, "alpha of arXiv 1710.09412"),
+        ("cutmix", 0.0, 0.0, 100.0, "alpha of arXiv 1905.04899"),
+        ("random-erase", 0.0, 0.0, 1.0, "probability of arXiv 1708.04896"),
+    ):
+        kind, text = number(type(default), least, most), f"{text} (%(default)s)"
+        add(f"--{name}", type=kind, default=default, metavar="N", help=text)
+    add("--trivial-augment", action="store_true", help="arXiv 2103.10158")
+    add("--nesterov", action="store_true", help="momentum of that kind")
+    return parser
+
+
+def load(args):
+    """Training set, validation set, and the names of the classes."""
+    if args.data == "synthetic":
+        train_set = data.SyntheticImages(131_072, args.train_crop, 1000)
+        val_set = data.SyntheticImages(2_048, args.val_crop, 1000)
+        return train_set, val_set, [str(number) for number in range(1000)]
+    augment = []
+    if args.trivial_augment:
+        augment.append(v2.TrivialAugmentWide(interpolation=v2.InterpolationMode.BILINEAR))
+    if args.random_erase:
+        mean = [round(255 * value) for value in MEAN]
+        augment.append(v2.RandomErasing(args.random_erase, value=mean))
+    crop = data.RandomResizedCrop(args.train_crop, augment=v2.Compose(augment) if augment else None)
+    if args.val_crop > args.val_resize:
+        raise UsageError(
+            f"--val-crop {args.val_crop} of --val-resize {args.val_resize}",
+            "a crop no larger than that",
+            f"--val-resize {args.val_crop * 8 // 7}",
+        )
+    centre = data.CenterCrop(args.val_crop, resize=args.val_resize)
+    train, val = (data.image_source(args.data, split) for split in ("train", "val"))
+    data.same_classes(train, val)
+    return (
+        data.ImageSet(train, crop, max_corrupt=args.max_corrupt),
+        data.ImageSet(val, centre, max_corrupt=args.max_corrupt),
+        train.classes,
+    )
+
+
+def build(name, classes):
+    names = models.list_models(module=models)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1) or ["resnet50"]
+        raise UsageError(
+            f"--model {name}", f"one of torchvision's: {', '.join(names)}", f"--model {near[0]}"
+        )
+    # Their second output, for training alone, is left out: the loss below has no use for it.
+    two = name in ("googlenet", "inception_v3")
+    more = {"aux_logits": False, "init_weights": True} if two else {}
+    return models.get_model(name, num_classes=classes, **more)
+
+
+def blend(args):
+    """Mixup or cutmix, one of them for each micro-batch."""
+    chosen = [kind(alpha=a) for kind, a in ((v2.MixUp, args.mixup), (v2.CutMix, args.cutmix)) if a]
+    return v2.RandomChoice(chosen) if chosen else v2.Identity()
+
+
+def soften(targets, classes, smoothing):
+    """Classes as probabilities, (N, classes). An unreadable image has none, and so no loss."""
+    hot = targets[:, None] == torch.arange(classes, device=targets.device)
+    soft = torch.where(hot, 1 - smoothing + smoothing / classes, smoothing / classes)
+    return soft * (targets >= 0)[:, None]
+
+
+def evaluate(session, model, loader, classes):
+    scores = session.classification(classes)
     model.eval()
-    top1 = top5 = count = 0
     with torch.no_grad(), session.autocast(), session.averaged_weights():
         for images, targets in loader:
-            outputs = model(images)
-            best = outputs.topk(min(5, outputs.shape[1])).indices == targets[:, None]
-            top1 += best[:, 0].sum().item()
-            top5 += best.sum().item()
-            count += len(targets)
+            scores.update(model(images), targets)
     model.train()
-    top1, top5, count = session.sum(top1, top5, count)
-    return {"top1": top1 / count, "top5": top5 / count}
+    return scores.compute()
+
+
+def check(args, split, unreadable):
+    """After an epoch, as a process knows only of the unreadable images that it has met itself."""
+    if unreadable > args.max_corrupt:
+        raise DataError(
+            f"{unreadable} images of {args.data}/{split} cannot be decoded; each has a warning",
+            f"at most {args.max_corrupt} such files",
+            f"fetch them again, or --max-corrupt {2 * unreadable} to go on without them",
+        )
+
+
+def keep(folder, result, names):
+    """What an accuracy does not tell: the confusion matrix, its rows the true classes."""
+    part = folder / ".part"  # renamed, so that a reader never sees half a file
+    with part.open("wb") as file:
+        numpy.save(file, result.confusion.numpy())
+    part.replace(folder / "confusion.npy")
+    counts = result.confusion.sum(1).tolist()
+    names = [name.translate({9: r"\t", 10: r"\n", 13: r"\r"}) for name in names]
+    lines = zip(names, counts, result.per_class.tolist(), strict=True)
+    text = "".join(f"{name}\t{count}\t{top1:.6f}\n" for name, count, top1 in lines)
+    # Names of folders need not be UTF-8: these bytes are theirs.
+    part.write_text("class\timages\ttop1\n" + text, encoding="utf-8", errors="surrogateescape")
+    part.replace(folder / "classes.tsv")
 
 
 def main():
-    parser = hpctrain.options(description=__doc__)
-    parser.add_argument(
-        "--model", default="resnet50", help="name of a torchvision model (resnet50)"
-    )
-    args = parser.parse_args()
-    train_set, val_set = load(args.data)
+    args = options().parse_args()
+    if args.data == "synthetic":
+        args.workers = 0  # they would only copy it
     with hpctrain.Session(args) as session:
-        train_loader = session.loader(train_set)
-        val_loader = session.loader(val_set, train=False)
-        model = models.get_model(args.model, num_classes=len(train_set.classes))
+        train_set, val_set, names = load(args)
+        normalize = data.Normalize(MEAN, STD)
+        train_loader = session.loader(train_set, on_device=normalize)
+        val_loader = session.loader(val_set, train=False, on_device=normalize)
+        model = build(args.model, len(names))
         optimizer = torch.optim.SGD(
-            model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4, nesterov=True
+            model.parameters(),
+            lr=args.lr,
+            momentum=0.9,
+            weight_decay=args.weight_decay,
+            nesterov=args.nesterov,
+            fused=session.device.type == "cuda",
         )
         model, optimizer = session.prepare(model, optimizer)
+        mix = blend(args)
         with session.run() as run:
             for _ in run.epochs(90):
+                unreadable = torch.zeros((), dtype=torch.int64, device=session.device)
                 for images, targets in run.batches(train_loader):
+                    unreadable += (targets < 0).sum()
+                    images, targets = mix(images, soften(targets, len(names), args.label_smoothing))
                     with session.autocast():
-                        loss = F.cross_entropy(model(images), targets, label_smoothing=0.1)
+                        loss = F.cross_entropy(model(images), targets)
                     session.step(loss)
                     run.log(loss=loss)
-                run.log(**evaluate(session, model, val_loader))
+                check(args, "train", session.sum(unreadable))
+                result = evaluate(session, model, val_loader, len(names))
+                run.log(**result.metrics(), ignored=result.ignored)
+                check(args, "val", result.ignored)
+                if session.is_main:
+                    keep(run.directory.path, result, names)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 #!/bin/bash
-# Trains ResNet-18 on CIFAR-10 with the four GPUs of one host. From the top of the repository, with
-# the original files (cifar-10-batches-py) in data/cifar10:
+# Trains ResNet-18 on CIFAR-10 with the four GPUs of one host, by a recipe with its published
+# accuracy. From the top of the repository, with the original files (cifar-10-batches-py) in
+# data/cifar10:
 #
 #     sbatch sbatch/cifar10.sh
 #     sbatch sbatch/cifar10.sh --data /datasets/cifar10 --model resnet50   (options of the example)
@@ -77,8 +78,8 @@ fi
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 
 command=(
-    python examples/cifar10.py --data data/cifar10 --global-batch 512 --lr 0.2 --lr-warmup-epochs 2
-    --lr-schedule cosine --epochs 30 --workers 6 "${hpctrain_arguments[@]}"
+    python examples/cifar10.py --data data/cifar10 --recipe examples/recipes/cifar10.toml --workers
+    auto "${hpctrain_arguments[@]}"
 )
 
 # One that was given goes on: HPCTRAIN_RUN=runs/NAME-JOB sbatch …

@@ -1,9 +1,11 @@
 #!/bin/bash
-# Trains ResNet-50 on ImageNet on two hosts with four GPUs each. From the top of the repository,
-# with train/CLASS/*.jpg and val/CLASS/*.jpg in data/imagenet:
+# Trains ResNet-50 on ImageNet on two hosts with four GPUs each, by a recipe with its published
+# accuracy. From the top of the repository, with the images or shards of docs/imagenet.md in
+# data/imagenet:
 #
 #     sbatch sbatch/imagenet.sh
 #     sbatch sbatch/imagenet.sh --data /datasets/imagenet --epochs 100  (options of the example)
+#     sbatch sbatch/imagenet.sh --recipe examples/recipes/resnet50-modern.toml
 #
 # On four such hosts:
 #
@@ -77,9 +79,8 @@ fi
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 
 command=(
-    python examples/imagenet.py --data data/imagenet --model resnet50 --global-batch 2048 --lr 0.1
-    --lr-scaling linear --lr-warmup-epochs 5 --lr-schedule cosine --decay weights --epochs 90
-    --workers 12 --checkpoint-minutes 20 "${hpctrain_arguments[@]}"
+    python examples/imagenet.py --data data/imagenet --recipe examples/recipes/resnet50-90.toml
+    --checkpoint-minutes 20 "${hpctrain_arguments[@]}"
 )
 
 # One that was given goes on: HPCTRAIN_RUN=runs/NAME-JOB sbatch …

@@ -52,7 +52,7 @@ def test_every_command_is_one_that_a_test_runs():
     known = {"python", "hpctrain", "torchrun", "mpirun", "sbatch", "srun"}
     others = [line for line in COMMANDS if line.split()[0] not in known]
     assert others == ["bash examples/quickstart.sh", "bash tests/run.sh"]
-    assert len(LOCAL) == 7
+    assert len(LOCAL) == 9
 
 
 @pytest.mark.parametrize("command", LOCAL)
