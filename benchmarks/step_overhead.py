@@ -1,43 +1,32 @@
-"""What does hpctrain's loop cost over a loop written by hand?
+"""What does hpctrain's loop cost over a loop written by hand, and what do its peers'?
 
     python benchmarks/step_overhead.py [--rounds 300] [--steps 20] [--backend NAME] [--save FILE]
 
 A model so small that a step takes about a millisecond, on CPUs, in one process, in two over gloo,
-and in two over Horovod, where one is installed. The arms take turns in the same processes, a short
-block of steps each, and each block is compared with the block by hand of the same round: what else
-the machine does falls on all of them. Besides the time on the clock, for which the targets are,
-there is the time on the processor, which hardly knows of other jobs.
+and in two over Horovod, where one is installed. The arms (see loops.py, also for what each logs)
+take turns in the same processes, a short block of steps each, and each block is compared with the
+block by hand of the same round: what else the machine does falls on all of them. Besides the time
+on the clock, for which the targets are, there is the time on the processor, which hardly knows of
+other jobs.
 """
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from loops import ARMS, BASE, BATCH, LOG_EVERY, Setup, data, missing
 from measure import describe, facts, order, save, summary, table, verdict
-from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    TensorDataset,
-)
 
 import hpctrain
 
-LOG_EVERY = 10
-BATCH, FEATURES, WIDTH, CLASSES = 32, 32, 128, 10
 TARGET_RATIO, TARGET_US = 1.02, 15.0
 # What it is called, the ranks, and how they talk.
 WORLDS = {
@@ -46,110 +35,6 @@ WORLDS = {
     "two processes, Horovod": (2, "horovod"),
 }
 Times = dict[str, list[tuple[float, float]]]
-
-
-@dataclasses.dataclass
-class Setup:
-    """What every arm begins with: the same work."""
-
-    session: hpctrain.Session
-    dataset: TensorDataset
-    folder: Path
-
-    def parts(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """A new model and its optimizer; the same weights in every arm."""
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(FEATURES, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(),
-            nn.Linear(WIDTH, CLASSES),
-        )  # fmt: skip
-        return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-    def shared(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Both as an expert lets the ranks share them, with the settings of hpctrain."""
-        if self.backend == "ddp":
-            model = DistributedDataParallel(
-                model, gradient_as_bucket_view=True, broadcast_buffers=False
-            )
-        elif self.backend == "horovod":
-            import horovod.torch as hvd
-
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-        return model, optimizer
-
-    @property
-    def backend(self) -> str:
-        """How the ranks talk."""
-        return self.session.backend.name
-
-    def loss_to_log(self, loss: torch.Tensor) -> float:
-        """What an expert writes: of rank 0, and with Horovod of all, as in its examples."""
-        if self.backend == "horovod":
-            import horovod.torch as hvd
-
-            loss = hvd.allreduce(loss.detach(), name="loss")
-        return loss.item()
-
-
-def by_hand(setup: Setup) -> Iterator[None]:
-    """The loop that an expert writes, with the log that an expert has."""
-    rank, size = setup.session.world.rank, setup.session.world.world_size
-    model, optimizer = setup.shared(*setup.parts())
-    sampler = RandomSampler(setup.dataset)
-    if size > 1:
-        sampler = DistributedSampler(setup.dataset, size, rank, drop_last=True)
-    batches = BatchSampler(sampler, BATCH, drop_last=True)
-    loader = DataLoader(setup.dataset, batch_sampler=batches)
-    with open(setup.folder / f"by-hand-{rank}.jsonl", "w", buffering=1) as log:
-        for step, (inputs, targets) in enumerate(loader, 1):
-            loss = cross_entropy(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step % LOG_EVERY == 0 and (rank == 0 or setup.backend == "horovod"):
-                row = {"step": step, "time": time.time(), "loss": setup.loss_to_log(loss)}
-                log.write(json.dumps(row) + "\n")
-            yield
-
-
-def bare(setup: Setup) -> Iterator[None]:
-    """By hand over hpctrain's loader, without a log: only the work that no loop can leave out."""
-    model, optimizer = setup.shared(*setup.parts())
-    for inputs, targets in setup.session.loader(setup.dataset):
-        loss = cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield
-
-
-def with_hpctrain(setup: Setup) -> Iterator[None]:
-    """The loop of hpctrain's examples, with everything on that is on by default."""
-    session = setup.session
-    model, _ = session.prepare(*setup.parts())
-    loader = session.loader(setup.dataset)
-    with session.run() as run:
-        for _ in run.epochs():
-            for inputs, targets in run.batches(loader):
-                with session.autocast():
-                    loss = cross_entropy(model(inputs), targets)
-                session.step(loss)
-                run.log(loss=loss)
-                yield
-
-
-BASE = "by hand"
-# A new arm is a function that yields after each step, and a line here: its name, the function, and
-# whether the targets are its own.
-ARMS: dict[str, tuple[Callable[[Setup], Iterator[None]], bool]] = {
-    BASE: (by_hand, False),
-    "bare, no log": (bare, False),
-    "hpctrain": (with_hpctrain, True),
-}
 
 
 def block(loop: Iterator[None], steps: int) -> tuple[float, float]:
@@ -164,18 +49,15 @@ def block(loop: Iterator[None], steps: int) -> tuple[float, float]:
 def take_turns(session: hpctrain.Session, rounds: int, steps: int, folder: Path) -> Times:
     """What each arm took, a pair for each round."""
     # One epoch holds all blocks and the one to warm up, so no block has the end of an epoch in it.
-    samples = (rounds + 2) * steps * session.batches.global_batch
-    generator = torch.Generator().manual_seed(0)
-    dataset = TensorDataset(
-        torch.randn(samples, FEATURES, generator=generator),
-        torch.randint(CLASSES, (samples,), generator=generator),
-    )
-    loops = {name: arm(Setup(session, dataset, folder)) for name, (arm, _) in ARMS.items()}
-    times: Times = {name: [] for name in ARMS}
+    dataset = data((rounds + 2) * steps * session.batches.global_batch)
+    absent = missing(session.backend.name)
+    setup = Setup(session, dataset, folder, steps)
+    loops = {name: arm.loop(setup) for name, arm in ARMS.items() if name not in absent}
+    times: Times = {name: [] for name in loops}
     for loop in loops.values():
         block(loop, steps)  # to warm up
     for number in range(rounds):
-        for name in order(list(ARMS), number):
+        for name in order(list(loops), number):
             session.backend.barrier()
             times[name].append(block(loops[name], steps))
     for loop in loops.values():
@@ -221,8 +103,8 @@ def evaluate(times: Times) -> dict[str, dict[str, Any]]:
     """Per arm the time of a step, and block by block what it is to the loop by hand."""
     results = {}
     base_clock, base_cpu = zip(*times[BASE], strict=True)
-    for name, (_, has_target) in ARMS.items():
-        clock, cpu = zip(*times[name], strict=True)
+    for name, blocks in times.items():
+        clock, cpu = zip(*blocks, strict=True)
         result = {
             "us": summary(clock),
             "ratio": summary([a / b for a, b in zip(clock, base_clock, strict=True)]),
@@ -230,7 +112,7 @@ def evaluate(times: Times) -> dict[str, dict[str, Any]]:
             "cpu_us": summary(cpu),
             "more_cpu_us": summary([a - b for a, b in zip(cpu, base_cpu, strict=True)]),
         }
-        if has_target:
+        if ARMS[name].has_target:
             result["targets"] = {
                 key: {"limit": limit, "verdict": verdict(result[key], limit)}
                 for key, limit in (("ratio", TARGET_RATIO), ("more_us", TARGET_US))
@@ -275,7 +157,8 @@ def main() -> None:
         parser.error("a spread needs --rounds 2 or more")
     if arguments.steps < 1 or arguments.steps % LOG_EVERY:
         parser.error(f"--steps: whole multiples of {LOG_EVERY}, so that all blocks log alike")
-    record = facts(["hpctrain", "torch", "horovod"])
+    peers = ["accelerate", "lightning-fabric", "pytorch-ignite"]
+    record = facts(["hpctrain", "torch", "horovod", *peers])
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for world, (size, backend) in WORLDS.items():
@@ -285,7 +168,10 @@ def main() -> None:
                 print(f"{world}: left out, as there is none: hpctrain horovod build\n")
                 continue
             results[world] = evaluate(start(size, backend, arguments, folder))
-            print(show(world, results[world]), flush=True)
+            print(show(world, results[world]))
+            for name, reason in missing(backend).items():
+                print(f"{name}: left out: {reason}")
+            print(flush=True)
     print("Medians over blocks, with their 95 % intervals; ratios and differences block by block.")
     settings = {"rounds": arguments.rounds, "steps": arguments.steps, "batch_size": BATCH}
     save(arguments.save, {"benchmark": "step_overhead", **record, **settings, "results": results})

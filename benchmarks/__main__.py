@@ -1,0 +1,126 @@
+"""All benchmarks, one after the other, each in a process of its own, and one table at the end.
+
+    python benchmarks [--only NAME …] [--quick] [--save DIR]
+
+What cannot run on this machine is said, with the reason. With `--quick` each takes the fewest
+rounds that show a spread: to see that all of them work, not for figures. `--save DIR` keeps what
+each has measured in DIR/NAME.json, with machine, date, versions and commit.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from measure import table
+from verdicts import verdicts
+
+HERE = Path(__file__).resolve().parent
+
+
+@functools.cache
+def no_gpu() -> str:
+    """Why there is none, or nothing."""
+    asking = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    found = subprocess.run([sys.executable, "-c", asking], check=False, capture_output=True)
+    return "torch sees no GPU" if found.returncode else ""
+
+
+def no_slurm() -> str:
+    """Why the test cluster cannot be started, or nothing."""
+    if os.geteuid():
+        return "the Slurm of tests/slurm is started by root"
+    return "" if shutil.which("slurmctld") else "no Slurm: apt-get install slurm-wlm"
+
+
+def nothing() -> str:
+    """Nothing is missing."""
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """A file beside this one.
+
+    Attributes:
+        quick: the options with which it ends soon.
+        lacks: says why it cannot run here, or nothing.
+    """
+
+    quick: str
+    lacks: Callable[[], str] = nothing
+
+
+# A new benchmark is a file that takes --save FILE, and a line here.
+BENCHMARKS = {
+    "startup": Benchmark("--rounds 2"),
+    "hostlist": Benchmark("--rounds 6"),
+    "first_allreduce": Benchmark("--rounds 2"),
+    "meeting": Benchmark("--rounds 2"),
+    "submit": Benchmark("--rounds 2", no_slurm),
+    "step_overhead": Benchmark("--rounds 4"),
+    "allreduce": Benchmark("--rounds 4"),
+    "evaluation": Benchmark("--rounds 4"),
+    "input": Benchmark("--rounds 2 --images 24"),
+    "checkpoint": Benchmark("--rounds 2"),
+    "precision": Benchmark("--rounds 2 --steps 2", no_gpu),
+    "imagenet": Benchmark("--rounds 2 --steps 2", no_gpu),
+}
+
+
+def run(name: str, quick: bool, folder: Path) -> list[tuple[str, ...]]:
+    """Run one, which prints as it goes; the rows of the table that it gives.
+
+    Args:
+        name: of BENCHMARKS.
+        quick: whether with few rounds.
+        folder: for its record.
+    """
+    if reason := BENCHMARKS[name].lacks():
+        print(f"== {name}: left out: {reason}\n", flush=True)
+        return [(name, "", "", "", f"left out: {reason}")]
+    options = shlex.split(BENCHMARKS[name].quick) if quick else []
+    path = folder / f"{name}.json"
+    command = [sys.executable, str(HERE / f"{name}.py"), *options, "--save", str(path)]
+    print(f"== {shlex.join(['python', f'benchmarks/{name}.py', *options])}", flush=True)
+    begun = time.monotonic()
+    done = subprocess.run(command, check=False)
+    print(f"== {time.monotonic() - begun:.0f} s\n", flush=True)
+    if done.returncode or not path.exists():
+        return [(name, "", "", "", f"failed, exit code {done.returncode}")]
+    rows = list(verdicts(json.loads(path.read_text())))
+    return [(name, *row) for row in rows] or [(name, "", "", "", "no target")]
+
+
+def main() -> int:
+    """Run what was asked for; 1 if any of it failed."""
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks", description="All benchmarks, one after the other."
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS)
+    )
+    parser.add_argument("--quick", action="store_true", help="few rounds: not for figures")
+    parser.add_argument("--save", metavar="DIR", help="keep each record as DIR/NAME.json")
+    arguments = parser.parse_args()
+    rows: list[tuple[str, ...]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(arguments.save or temporary)
+        for name in arguments.only or BENCHMARKS:
+            rows += run(name, arguments.quick, folder)
+    head = ("benchmark", "of what", "median [95 % interval]", "target", "verdict")
+    print(table([head, *rows]))
+    return any(row[-1].startswith("failed") for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
