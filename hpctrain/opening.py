@@ -149,6 +149,7 @@ def _equip(
             precision.Settings(options.loss_scale, options.keep_batchnorm_fp32, world.world_size),
         )
         preparation.check_compiler(options, chosen)
+        preparation.check_weights(options, world.rank)
         watching.check(options, world.rank)
         settings = backends.Settings(
             options.timeout + min(_SECONDS_TO_BLAME, options.timeout),

@@ -5,13 +5,14 @@ import io
 import os
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hpctrain import optim, syncbn
+from hpctrain import checkpoint, optim, syncbn
 from hpctrain.agreement import by_rank_0
 from hpctrain.arguments import Batches, Options
 from hpctrain.backends.base import Backend
@@ -22,6 +23,7 @@ from hpctrain.speech import logger
 
 __all__ = [
     "check_compiler",
+    "check_weights",
     "place_batches",
     "plan_schedule",
     "prepare_model",
@@ -58,15 +60,37 @@ def check_compiler(options: Options, device: torch.device) -> None:
         )
 
 
+def check_weights(options: Options, rank: int) -> None:
+    """Look at `--init-from`, before the ranks meet: the first one reads for all.
+
+    Raises:
+        UsageError: there is no such file, or nothing that reads it.
+    """
+    if options.init_from is not None and rank == 0:
+        checkpoint.check_weights(Path(options.init_from))
+
+
 def prepare_model(
-    model: nn.Module, backend: Backend, precision: Precision, placement: Placement, options: Options
+    model: nn.Module,
+    number: int,
+    backend: Backend,
+    precision: Precision,
+    placement: Placement,
+    options: Options,
 ) -> nn.Module:
     """A model as it trains with the others, with rank 0's weights.
 
     Args:
         model: changed in place.
+        number: of the model among the prepared ones, from 0.
         backend, precision, placement, options: of the session.
+
+    Raises:
+        UsageError: `--init-from` does not fit it.
     """
+    if options.init_from is not None:
+        path = Path(options.init_from)
+        by_rank_0(backend, lambda: checkpoint.fill_weights(path, model, number))
     model.to(placement.device)
     if placement.channels_last:
         for parameter in model.parameters():

@@ -3,15 +3,15 @@
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hpctrain import generators, identity, optim, preparation, rundir, seeds, signals
+from hpctrain import generators, identity, optim, preparation, rundir, seeds
 from hpctrain.agreement import Agreement
-from hpctrain.data import Loader, TrainingSampler, feed
+from hpctrain.data import begin_epoch, steps_of_epoch
 from hpctrain.errors import CheckpointError, ReplacedError, UsageError
 from hpctrain.metrics import Metrics
 from hpctrain.preemption import REASONS, Stopped
@@ -177,8 +177,12 @@ class Run:
             preparation.refuse_other_data(session.backend, hosts, session.datasets)
         number = seeds.derive("epoch", options.seed, self.epoch, world.rank)
         generators.seed(number, session.device, all_of_them=options.deterministic)
-        length = self._plan(loader)
-        iterator = self._iterate(loader)
+        accumulate = session.batches.accumulate
+        length = steps_of_epoch(loader, accumulate)
+        self._plan(length)
+        iterator = begin_epoch(
+            loader, session.samplers, session.placement, self.epoch, self._epoch_step, accumulate
+        )
         self._put_back_random()
         self._watch.begin_batches(self.step, self.epoch, self._epoch_step, self._epochs, length)
         deterministic, every = options.deterministic, options.log_every
@@ -385,38 +389,13 @@ class Run:
         limit = self._session.options.max_steps
         return limit is not None and self.step >= limit
 
-    def _iterate(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The micro-batches of this epoch from the position on."""
-        session = self._session
-        for sampler in session.samplers:  # also of those that the script has wrapped
-            sampler.epoch, sampler.first_step = self.epoch, 0
-        if isinstance(loader, Loader) and isinstance(loader.sampler, TrainingSampler):
-            loader.sampler.first_step = self._epoch_step
-            return iter(loader)
-        with signals.unheard():
-            iterator = feed(iter(loader), session.placement)
-        seen = self._epoch_step * session.batches.accumulate
-        if seen:
-            logger.warning("this loader cannot skip: %d batches are fetched and dropped", seen)
-            for _ in range(seen):
-                next(iterator, None)
-        return iterator
-
-    def _plan(self, loader: Iterable[Any]) -> int | None:
-        """Steps of an epoch, where the loader knows; and with them the course of the rate."""
-        session = self._session
-        sampler = loader.sampler if isinstance(loader, Loader) else None
-        length: int | None = None
-        if isinstance(sampler, TrainingSampler):
-            length = sampler.steps
-        elif isinstance(loader, Sized):
-            length = len(loader) // session.batches.accumulate
-        schedule = preparation.plan_schedule(session.options, length, self._epochs)
+    def _plan(self, length: int | None) -> None:
+        """The course of the rate, which may need the number of steps in an epoch."""
+        schedule = preparation.plan_schedule(self._session.options, length, self._epochs)
         if schedule is not None and schedule != self._schedule:
-            preparation.refuse_second_schedule(session.optimizers)
+            preparation.refuse_second_schedule(self._session.optimizers)
             self._schedule = schedule
             logger.info("learning rate: %s", schedule.describe())
-        return length
 
     def _end_row(self) -> None:
         session, tail = self._session, self._watch.lap(self.step)

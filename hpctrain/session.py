@@ -161,8 +161,9 @@ class Session:
             The things, in their order; a single one alone.
 
         Raises:
-            UsageError: something that is neither a model nor an optimizer; or an optimizer with
-                parameters of no prepared model, or with a scheduler that an option would mislead.
+            UsageError: something that is neither a model nor an optimizer; a model that the file
+                of `--init-from` does not fit; or an optimizer with parameters of no prepared model,
+                or with a scheduler that an option would mislead.
         """
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer)):
@@ -175,7 +176,12 @@ class Session:
         for place, thing in enumerate(things):
             if isinstance(thing, nn.Module):
                 model = preparation.prepare_model(
-                    thing, self.backend, self.precision, self.placement, self.options
+                    thing,
+                    len(self._models),
+                    self.backend,
+                    self.precision,
+                    self.placement,
+                    self.options,
                 )
                 prepared[place] = model
                 self._models.append(model)

@@ -61,6 +61,12 @@ class Options:
         "go on from the newest whole checkpoint, or from the start when there is none",
         action=argparse.BooleanOptionalAction,
     )
+    init_from: str | None = option(
+        "--init-from",
+        None,
+        "weights that the models begin with: of hpctrain export, or of torch.save",
+        metavar="FILE",
+    )
     elastic: bool = option(
         "--elastic",
         False,

@@ -5,11 +5,12 @@
 
 `snapshot` copies the state between two steps, `writer` has a thread that writes the copy, `folder`
 commits it by a rename, `reading` holds what it loads against the manifest, `export` gives weights
-to other programs.
+to other programs, `weights` takes those that a training begins with.
 """
 
 from hpctrain.checkpoint.export import export
 from hpctrain.checkpoint.reading import load_newest
+from hpctrain.checkpoint.weights import check_weights, fill_weights
 from hpctrain.checkpoint.writer import Writer, save
 
-__all__ = ["Writer", "export", "load_newest", "save"]
+__all__ = ["Writer", "check_weights", "export", "fill_weights", "load_newest", "save"]

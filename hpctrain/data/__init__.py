@@ -1,7 +1,8 @@
 """Data: sets of images, the order in which ranks see them, and the way to the device."""
 
 from hpctrain.data.datasets import Images, load
-from hpctrain.data.feed import Placement, feed
+from hpctrain.data.epochs import begin_epoch, steps_of_epoch
+from hpctrain.data.feed import Placement
 from hpctrain.data.images import (
     IGNORED,
     CenterCrop,
@@ -29,9 +30,10 @@ __all__ = [
     "Source",
     "SyntheticImages",
     "TrainingSampler",
+    "begin_epoch",
     "check_arguments",
-    "feed",
     "image_source",
     "load",
     "same_classes",
+    "steps_of_epoch",
 ]

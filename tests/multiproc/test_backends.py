@@ -10,6 +10,7 @@ from torch import nn
 import hpctrain
 import hpctrain.rundir
 from hpctrain.data import Images
+from hpctrain.errors import UsageError
 
 WORLDS = pytest.mark.parametrize("size", [1, 3, 4])
 
@@ -362,3 +363,31 @@ def ddp_alone():
 
 def test_ddp_also_serves_a_process_that_is_alone():
     assert ranks.values(ranks.run(1, ddp_alone)) == [("ddp", 5)]
+
+
+def begin_from(path, **options):
+    with session(batch_size=2, init_from=str(path), **options) as opened:
+        model, other = opened.prepare(small_model(), small_model())
+        states = [one.state_dict() for one in (model, other)]
+        return [{name: value.tolist() for name, value in state.items()} for state in states]
+
+
+def test_all_ranks_begin_with_the_weights_of_a_file(run, tmp_path):
+    torch.manual_seed(5)
+    sources = [small_model(), small_model()]
+    for source in sources:
+        source[1].running_mean.uniform_()
+    torch.save([source.state_dict() for source in sources], tmp_path / "weights.pt")
+    wanted = [
+        {name: value.tolist() for name, value in source.state_dict().items()} for source in sources
+    ]
+    for found in ranks.values(run(3, begin_from, tmp_path / "weights.pt")):
+        assert found == wanted
+
+
+def test_a_file_that_does_not_fit_is_told_to_all_ranks(run, tmp_path):
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "other.pt")
+    for path, words in (("other.pt", "has no 0.weight"), ("none.pt", "No such file")):
+        results = run(3, begin_from, tmp_path / path)
+        assert {type(result) for result in results} == {UsageError}, results
+        assert all(words in result.found for result in results)

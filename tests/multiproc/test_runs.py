@@ -522,3 +522,20 @@ def saves_within_a_step():
 def test_a_checkpoint_within_a_step_is_refused():
     (result,) = ranks.run(1, saves_within_a_step)
     assert "--checkpoint-every STEPS" in str(result)
+
+
+def train_from(path, die_at=None):
+    return train(die_at, resume=True, init_from=path)
+
+
+def test_a_run_that_goes_on_has_its_own_weights_and_not_those_it_began_with(tmp_path):
+    path = str(tmp_path / "weights.pt")
+    torch.save(small_model().state_dict(), path)
+    ((_, whole),) = ranks.values(ranks.run(1, train_from, path))
+    shutil.rmtree("run")
+    ranks.run(1, train_from, path, 10)
+    ((_, resumed),) = ranks.values(ranks.run(1, train_from, path))
+    assert torch.equal(resumed, whole)
+    shutil.rmtree("run")
+    ((_, without),) = ranks.values(ranks.run(1, train))
+    assert not torch.equal(without, whole)

@@ -23,9 +23,9 @@ from hpctrain.data import (
     Placement,
     TrainingSampler,
     augmentation,
-    feed,
     load,
 )
+from hpctrain.data.feed import feed
 from hpctrain.errors import UsageError
 from hpctrain.nested import map_tensors
 from hpctrain.world import World

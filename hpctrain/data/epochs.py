@@ -1,0 +1,58 @@
+"""An epoch of a loader: how long it is, and how to begin it where a run stands."""
+
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any
+
+from hpctrain import signals
+from hpctrain.data.feed import Placement, feed
+from hpctrain.data.loader import Loader
+from hpctrain.data.sampler import TrainingSampler
+from hpctrain.speech import logger
+
+__all__ = ["begin_epoch", "steps_of_epoch"]
+
+
+def steps_of_epoch(loader: Iterable[Any], accumulate: int) -> int | None:
+    """How many optimizer steps an epoch has, where the loader knows.
+
+    Args:
+        loader: of `session.loader()`, or any iterable of batches.
+        accumulate: micro-batches of a step on one rank.
+    """
+    sampler = loader.sampler if isinstance(loader, Loader) else None
+    if isinstance(sampler, TrainingSampler):
+        return sampler.steps
+    return len(loader) // accumulate if isinstance(loader, Sized) else None
+
+
+def begin_epoch(
+    loader: Iterable[Any],
+    samplers: Sequence[TrainingSampler],
+    placement: Placement,
+    epoch: int,
+    first: int,
+    accumulate: int,
+) -> Iterator[Any]:
+    """The micro-batches of an epoch from one of its steps on.
+
+    Args:
+        loader: of `session.loader()`; or any iterable, whose batches are placed here.
+        samplers: those of all training loaders, also of those that the script has wrapped.
+        placement: where batches go.
+        epoch: its number, from 0.
+        first: the step of the epoch to begin with.
+        accumulate: micro-batches of a step on one rank.
+    """
+    for sampler in samplers:
+        sampler.epoch, sampler.first_step = epoch, 0
+    if isinstance(loader, Loader) and isinstance(loader.sampler, TrainingSampler):
+        loader.sampler.first_step = first
+        return iter(loader)
+    with signals.unheard():
+        iterator = feed(iter(loader), placement)
+    seen = first * accumulate
+    if seen:
+        logger.warning("this loader cannot skip: %d batches are fetched and dropped", seen)
+        for _ in range(seen):
+            next(iterator, None)
+    return iterator

@@ -1,0 +1,135 @@
+"""Weights that a training begins with: `--init-from FILE`."""
+
+import logging
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.checkpoint import check_weights, export, fill_weights, save
+from hpctrain.errors import UsageError
+from hpctrain.rundir import RunDirectory
+
+
+class Tied(nn.Module):
+    """The second layer has the weight of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(3)
+
+
+@pytest.fixture
+def source():
+    torch.manual_seed(1)
+    model = Tied()
+    model.norm.running_mean.fill_(7.0)
+    return model
+
+
+def equal(model, other):
+    there = other.state_dict()
+    return all(torch.equal(value, there[name]) for name, value in model.state_dict().items())
+
+
+FORMS = {
+    "a state_dict()": lambda state: state,
+    "torchvision's scripts": lambda state: {"model": state, "epoch": 3},
+    "timm's scripts": lambda state: {"state_dict": state, "arch": "x"},
+    "of a DistributedDataParallel": lambda state: {f"module.{n}": v for n, v in state.items()},
+    "a part of a checkpoint": lambda state: [state],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_programs_save_is_taken(form, source, tmp_path):
+    torch.save(FORMS[form](source.state_dict()), tmp_path / "weights.pt")
+    model = Tied()
+    fill_weights(tmp_path / "weights.pt", model, 0)
+    assert equal(model, source)
+    assert model.second.weight is model.first.weight
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_exported_is_taken(count, source, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    sources = [source, Tied()][:count]
+    save(run, 1, {"model": [one.state_dict() for one in sources]}, {"metrics": {}})
+    export(run, tmp_path / "out.safetensors")
+    for number, one in enumerate(sources):
+        model = Tied()
+        fill_weights(tmp_path / "out.safetensors", model, number)
+        assert equal(model, one)
+
+
+def test_a_model_that_the_file_has_not_stays_as_it_is(source, tmp_path, caplog):
+    torch.save(source.state_dict(), tmp_path / "one.pt")
+    model = Tied()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with caplog.at_level(logging.WARNING, "hpctrain"):
+        fill_weights(tmp_path / "one.pt", model, 1)
+    assert "one.pt has no model 1" in caplog.text
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_other_names_and_shapes_are_told_and_change_nothing(source, tmp_path):
+    state = source.state_dict()
+    del state["norm.weight"], state["norm.bias"]
+    state |= {"head.weight": torch.ones(2), "first.bias": torch.ones(5)}
+    torch.save(state, tmp_path / "other.pt")
+    model = Tied()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UsageError) as caught:
+        fill_weights(tmp_path / "other.pt", model, 0)
+    found = caught.value.found
+    assert "has no norm.weight; has no norm.bias; has head.weight, which the model has not" in found
+    assert found.endswith("and 1 more")
+    assert "strict=False" in caught.value.fix
+    del state["head.weight"]
+    state |= {name: torch.ones(3) for name in ("norm.weight", "norm.bias")}
+    torch.save(state, tmp_path / "other.pt")
+    with pytest.raises(UsageError, match=r"first.bias of shape \(5,\), the model's is \(3,\)"):
+        fill_weights(tmp_path / "other.pt", model, 0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"no weights at all", b"\x80\x04", b"\xff" * 64])
+def test_other_files_are_refused(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match="cannot be read as weights"):
+        fill_weights(tmp_path / name, Tied(), 0)
+
+
+def test_a_file_with_code_in_it_is_not_run(tmp_path):
+    class Hostile:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    torch.save({"model": Hostile()}, tmp_path / "weights.pt")
+    with pytest.raises(UsageError, match="cannot be read as weights"):
+        fill_weights(tmp_path / "weights.pt", Tied(), 0)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [{}, {0: 1}, [], 3, "text", [3], {"model": 3}])
+def test_a_file_without_a_model_is_refused(content, tmp_path):
+    torch.save(content, tmp_path / "weights.pt")
+    with pytest.raises(UsageError, match=r"has no first\.weight"):
+        fill_weights(tmp_path / "weights.pt", Tied(), 0)
+
+
+def test_what_cannot_be_read_is_known_before_the_ranks_meet(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="No such file"):
+        check_weights(tmp_path / "absent.pt")
+    with pytest.raises(UsageError, match="is a folder") as caught:
+        check_weights(tmp_path)
+    assert f"hpctrain export {tmp_path} FILE.safetensors" in caught.value.fix
+    (tmp_path / "there.safetensors").touch()
+    check_weights(tmp_path / "there.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(UsageError, match="safetensors cannot be imported"):
+        check_weights(tmp_path / "there.safetensors")
