@@ -13,7 +13,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from typing import Any
+from unittest import mock
 
 from hpctrain.launchers.local import HpctrainRun
 from hpctrain.world import World
@@ -44,6 +46,9 @@ def run(
         absent: ranks that are never started.
         env: more variables for all ranks.
     """
+    # Read by OpenMP as it is loaded, so by the server: ranks have it from their start elsewhere too.
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
     layout = layout or (size,)
     number = secrets.randbelow(2**31)
     pipes, processes = {}, {}
