@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -63,6 +63,7 @@ class Run:
         self._saving: Saving | None = None
         self._watchdog: Watchdog | None = None
         self._watching: Watching | None = None
+        self._beat: Callable[[int], None] = ignore  # shows that this rank lives
 
     def __enter__(self) -> Self:
         try:
@@ -80,11 +81,10 @@ class Run:
             logger.info("%s is finished; --run DIR begins another", self.directory.path)
             raise SystemExit(rundir.DONE)
         session.preemption.begin(self.directory, self._lead)
-        self._watchdog = Watchdog(
+        self._watchdog = watchdog = Watchdog(
             session.world, session.options.timeout, self.directory, records.key, session.verdict
         )
-        self._watching = watching = Watching(session, self.directory, self._name)
-        session.beat = self._beat
+        self._watching = watching = Watching(session, self.directory, self._name, watchdog.seconds)
         resumed = restore(session, self.directory, self._state)
         position = resumed[0] if resumed else None
         if resumed is not None:
@@ -99,6 +99,8 @@ class Run:
             session.preemption.obeyed(self.directory)
             raise Stopped(f"{self._stop}, before the first step", True, os.environ)
         watching.begin(self.step)
+        watchdog.step = self.step
+        self._beat = session.beat = watching.beside(watchdog.beat)
 
     def _go_on(self, position: Position, random: dict[str, Any] | None) -> None:
         """Take up a position."""
@@ -230,17 +232,20 @@ class Run:
         if self._index < session.batches.accumulate:
             return
         self._index = 0
-        self.step += 1
         self._epoch_step += 1
+        # Not by the properties below, each of which is one more call in every step.
+        watchdog, watching, saving = self._watchdog, self._watching, self._saving
+        assert watchdog is not None
+        assert watching is not None
+        assert saving is not None
+        self.step = watchdog.step = self.step + 1
         self._beat(AGREEING)
-        self._watch.step(self.step)
+        watching.step(self.step)
         if self._due:
             self._end_row()
-        else:
-            self._metrics.poll()
         heard = self._agreement.step()
         overdue = heard is not None and self._hear(heard)
-        if overdue or self._saves.due(self.step):
+        if overdue or saving.due(self.step):
             self.save()
         if self._stop is not None:
             self._stop_here()
@@ -257,12 +262,6 @@ class Run:
         )
         self._index = 0
         self._session.forget_step()
-
-    def _beat(self, phase: int) -> None:
-        """Show that this rank lives."""
-        if self._watchdog is not None and self._watching is not None:
-            self._watchdog.beat(self.step, phase)
-            self._watching.beat(phase)
 
     def _say(self) -> dict[str, float]:
         """What the other ranks have to know: why this one wants to stop, and what went wrong."""
@@ -289,6 +288,7 @@ class Run:
             self._saves.lost()
         if self._stop is None:
             self._stop = next((reason for reason in REASONS if heard[reason]), None)
+        self._metrics.poll()
         self._watch.hear(heard[_MEASURED] > 0, self.step, self.epoch)
         return heard[_OVERDUE] > 0
 

@@ -271,7 +271,9 @@ class Session:
             UsageError: optimizers are named while micro-batches accumulate, or were not prepared.
         """
         accumulate = self.batches.accumulate
-        if not self._optimizers or any(one not in self._optimizers for one in optimizers):
+        if not self._optimizers or (
+            optimizers and any(one not in self._optimizers for one in optimizers)
+        ):
             raise UsageError(
                 "session.step() with an optimizer that was not prepared"
                 if optimizers
@@ -296,7 +298,8 @@ class Session:
         self._micro_batch = 0
         self.beat(UPDATING)
         self._update(optimizers or self._optimizers, self._optimizers, self._ema)
-        self._arm()
+        if accumulate > 1:
+            self._arm()
         return True
 
     def forget_step(self) -> None:

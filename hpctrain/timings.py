@@ -26,8 +26,6 @@ _LEAST_SECONDS = 10.0
 _SAMPLES = 8
 _MOST_NAMED = 3
 
-_now = time.perf_counter
-
 # By what is slow: what such a rank does, and where to look.
 _ADVICE = {
     "data": (
@@ -48,14 +46,12 @@ class Phases:
     """Which numbers of a loop's phases mean what.
 
     Attributes:
-        count: of all phases, from 0.
         loading: waits for a batch.
         computing: from the batch to the backward pass.
         backward: what follows that.
         steps: those that make a step.
     """
 
-    count: int
     loading: int
     computing: int
     backward: int
@@ -63,25 +59,18 @@ class Phases:
 
 
 class Clock:
-    """Seconds of this process in each phase of the loop.
+    """How long this process is in each phase of the loop.
 
     Args:
         phases: of the loop.
+        seconds: by phase; somebody else counts them.
 
     Attributes:
-        seconds: by phase; that under way is not in it.
+        phases, seconds: as above.
     """
 
-    def __init__(self, phases: Phases) -> None:
-        self.phases = phases
-        self.seconds = [0.0] * phases.count
-        self._phase, self._since = 0, _now()
-
-    def enter(self, phase: int) -> None:
-        """A phase begins; several times in each step."""
-        now = _now()
-        self.seconds[self._phase] += now - self._since
-        self._phase, self._since = phase, now
+    def __init__(self, phases: Phases, seconds: Sequence[float]) -> None:
+        self.phases, self.seconds = phases, seconds
 
     def restart(self) -> None:
         """An interval begins."""
@@ -104,19 +93,16 @@ class DeviceClock(Clock):
     A few passes of each interval are between two CUDA events, which nobody waits for.
     """
 
-    def __init__(self, phases: Phases) -> None:
-        super().__init__(phases)
+    def __init__(self, phases: Phases, seconds: Sequence[float]) -> None:
+        super().__init__(phases, seconds)
         self._wanted = 0
         self._first: torch.cuda.Event | None = None
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def enter(self, phase: int) -> None:
         """A phase begins; several times in each step."""
-        super().enter(phase)
-        if self._wanted:
-            self._mark(phase)
-
-    def _mark(self, phase: int) -> None:
+        if not self._wanted:
+            return
         if phase == self.phases.computing:
             self._first = _event()
         elif phase == self.phases.backward and self._first is not None:
@@ -170,6 +156,7 @@ class Timings:
         micro_batches: int,
     ) -> None:
         self._backend, self._clock, self._hosts = backend, clock, hosts
+        self._seconds, self._in_steps = clock.seconds, clock.phases.steps
         self._directory, self._micro_batches = directory, micro_batches
         self._ended = 0.0  # when the last step did, in seconds of steps
         self._asked = 0.0
@@ -177,23 +164,22 @@ class Timings:
         self._failed = False
         self._sum: tuple[dict[str, Any], float, Later] | None = None  # under way
         self._restart()
-        self._steps = -1
+        self._first = True  # whether the next step is the first one of this start
 
     def _restart(self) -> None:
-        self._buckets: Counter[int] = Counter()
-        self._begun, self._steps = self._ended, 0  # steps of this interval
+        self._took: list[float] = []  # seconds of each step of this interval
+        self._begun = self._ended
         self._waited = self._clock.seconds[self._clock.phases.loading]
         self._clock.restart()
 
     def step(self) -> None:
         """A step is done."""
-        seconds = sum(self._clock.seconds[self._clock.phases.steps])
-        took, self._ended = seconds - self._ended, seconds
-        self._steps += 1
-        if not self._steps:
+        ended = sum(self._seconds[self._in_steps])
+        self._took.append(ended - self._ended)
+        self._ended = ended
+        if self._first:
+            self._first = False
             self._restart()
-        elif took > 0:
-            self._buckets[math.floor(20 * math.log10(took * 1e6))] += 1
 
     def due(self) -> bool:
         """Whether rank 0 finds it time for a line; said once, and all ranks have to be told."""
@@ -205,20 +191,24 @@ class Timings:
     def begin(self, step: int, epoch: int) -> None:
         """Begin a line; called by all ranks at the same step."""
         self._finish()
-        if self._steps < 1:
+        steps = len(self._took)
+        if self._first or not steps:
             return
         rank, size = self._backend.rank, self._backend.world_size
         waited = self._clock.seconds[self._clock.phases.loading] - self._waited
         own = [0.0] * (2 * size)
-        own[rank] = waited / self._steps
-        own[size + rank] = self._clock.forward(self._steps, self._micro_batches)
+        own[rank] = waited / steps
+        own[size + rank] = self._clock.forward(steps, self._micro_batches)
+        buckets = Counter(
+            math.floor(20 * math.log10(took * 1e6)) for took in self._took if took > 0
+        )
         line = {
             "step": step,
             "epoch": epoch,
             "time": time.time(),
-            "steps": self._steps,
+            "steps": steps,
             "hosts": list(self._hosts),
-            "step_times": {str(bucket): n for bucket, n in sorted(self._buckets.items())},
+            "step_times": {str(bucket): n for bucket, n in sorted(buckets.items())},
         }
         self._sum = line, self._ended - self._begun, self._backend.sum_later(own)
         self._restart()

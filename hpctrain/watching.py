@@ -1,7 +1,7 @@
 """What people see of a run while it goes on: progress, timings, slow ranks, trackers, a trace."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,11 +15,11 @@ from hpctrain.rundir import RunDirectory
 from hpctrain.state import Parts
 from hpctrain.timings import Clock, DeviceClock, Phases, Timings
 from hpctrain.tracking import About, Tracking
-from hpctrain.watchdog import AGREEING, BACKWARD, COMPUTING, EVALUATING, LOADING, PHASES
+from hpctrain.watchdog import AGREEING, BACKWARD, COMPUTING, EVALUATING, LOADING
 
 __all__ = ["Watching", "check"]
 
-_PHASES = Phases(len(PHASES), LOADING, COMPUTING, BACKWARD, slice(LOADING, AGREEING + 1))
+_PHASES = Phases(LOADING, COMPUTING, BACKWARD, slice(LOADING, AGREEING + 1))
 # Asking the allocator costs more than all else in a row.
 _SECONDS_BETWEEN_LOOKS = 1.0
 
@@ -46,23 +46,23 @@ class Watching:
         parts: the session.
         directory: of the run.
         name: of the run.
-
-    Attributes:
-        beat: called with each phase of the loop as it begins.
+        seconds: that this rank has been in each phase of the loop; the watchdog counts them.
     """
 
-    def __init__(self, parts: Parts, directory: RunDirectory, name: str) -> None:
+    def __init__(
+        self, parts: Parts, directory: RunDirectory, name: str, seconds: Sequence[float]
+    ) -> None:
         options, world, roll = parts.options, parts.world, parts.roll
         check(options, world.rank)
         self._parts, self._directory, self._name = parts, directory, name
         on_gpu = parts.device.type == "cuda"
-        self._clock = DeviceClock(_PHASES) if on_gpu else Clock(_PHASES)
-        self.beat: Callable[[int], None] = self._clock.enter
+        self._clock = (DeviceClock if on_gpu else Clock)(_PHASES, seconds)
         hosts = [roll.hosts[host] for host in roll.host_of_rank]
         self._timings = Timings(
             parts.backend, self._clock, hosts, directory, parts.batches.accumulate
         )
         self._progress = Lines(Course(options.max_steps))
+        self._draws = False
         self._tracking: Tracking | None = None
         self._profile: Profile | None = None
         if options.profile is not None and world.rank == 0:
@@ -86,13 +86,26 @@ class Watching:
         if names := tracking.parse(parts.options.track, here=True):
             self._tracking = Tracking(names, about)
         self._progress = open_progress(self._progress.course)
-        if type(self._progress) is not Lines:
-            self.beat = self._beat_and_draw
+        self._draws = type(self._progress) is not Lines
 
-    def _beat_and_draw(self, phase: int) -> None:
-        self._clock.enter(phase)
-        if phase == EVALUATING:
-            self._progress.evaluates()
+    def beside(self, beat: Callable[[int], None]) -> Callable[[int], None]:
+        """What is called as a phase begins: `beat`, and what is seen of the phase here.
+
+        Args:
+            beat: of the watchdog.
+        """
+        enter = self._clock.enter if isinstance(self._clock, DeviceClock) else None
+        if enter is None and not self._draws:
+            return beat
+
+        def both(phase: int) -> None:
+            beat(phase)
+            if enter is not None:
+                enter(phase)
+            if phase == EVALUATING:
+                self._progress.evaluates()
+
+        return both
 
     def begin_batches(
         self, step: int, epoch: int, epoch_step: int, epochs: int | None, length: int | None
@@ -122,7 +135,8 @@ class Watching:
     def step(self, step: int) -> None:
         """A step is done, which makes so many."""
         self._timings.step()
-        self._progress.step(step)
+        if self._draws:
+            self._progress.step(step)
         if self._profile is not None:
             self._profile.at(step)
 

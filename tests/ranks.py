@@ -46,7 +46,7 @@ def run(
         absent: ranks that are never started.
         env: more variables for all ranks.
     """
-    # Read by OpenMP as it is loaded, so by the server: ranks have it from their start elsewhere too.
+    # OpenMP reads it as it is loaded, so in the server. Elsewhere ranks have it from their start.
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
     layout = layout or (size,)

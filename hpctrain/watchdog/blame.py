@@ -97,7 +97,7 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
         behind = in_kernel
     waits = PHASES[behind[0].phase].waits
     left = [one for one in seen if one.phase == CLOSED]
-    if len(behind) < len(alive) or world_size == 1 or (missing and not waits):
+    if len(behind) < len(alive) or world_size == 1 or ((missing or left) and not waits):
         return Blame(_ranks(behind), _silent(behind) + _kernel(behind) + unheard, _LONG)
     if missing and waits:
         return Blame(tuple(missing), _silent(alive) + f": they wait{unheard}", _NETWORK)

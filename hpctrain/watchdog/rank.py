@@ -11,11 +11,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
 from hpctrain.watchdog import slots
+from hpctrain.watchdog.phases import IDLE, PHASES
 from hpctrain.watchdog.processes import start_time
 from hpctrain.watchdog.stacks import SIGNAL
 from hpctrain.world import World
@@ -44,6 +46,12 @@ class Watchdog:
         directory: of the run.
         key: names this start: unlike that of any other, the same on all ranks.
         verdict: the file in which rank 0 would say how the run ended; None on the other ranks.
+
+    Attributes:
+        step: optimizer steps done; told with the next beat.
+        seconds: by phase, how long this rank has been in it; the one under way is not counted yet.
+        beat: called with each phase of `PHASES` as it begins, several times in each step: says that
+            this rank lives. In `IDLE` silence is allowed.
     """
 
     def __init__(
@@ -61,6 +69,9 @@ class Watchdog:
         self._alone = False  # whether the helper ends with this rank
         # Beats go there, and to nobody, where there is no slot.
         self._memory: bytearray | mmap.mmap = bytearray(slots.PLACE.size)
+        self.step = 0
+        self.seconds = [0.0] * len(PHASES)
+        self.beat = self._pulse()
         settings = {
             "host": host,
             "hosts": world.hosts or (host,),
@@ -86,14 +97,22 @@ class Watchdog:
         except OSError as error:
             logger.warning("no watch for hangs on %s: %s", host, error)
 
-    def beat(self, step: int, phase: int) -> None:
-        """Say that this rank lives; two or three times in each step.
+    def _pulse(self) -> Callable[[int], None]:
+        """One function and one look at the clock for all that has to know of a phase.
 
-        Args:
-            step: optimizer steps done.
-            phase: what it begins now, of `PHASES`. In `IDLE` silence is allowed.
+        Between the kernels of a model the processor has forgotten all of this each time, so every
+        further call would cost microseconds.
         """
-        _pack(self._memory, 0, step, phase, _now())
+        seconds, last, since = self.seconds, IDLE, _now()
+
+        def beat(phase: int) -> None:
+            nonlocal last, since
+            now = _now()
+            _pack(self._memory, 0, self.step, phase, now)
+            seconds[last] += (now - since) * 1e-9
+            last, since = phase, now
+
+        return beat
 
     def close(self) -> None:
         """Watch this rank no more. With the last one of the host the helper ends."""

@@ -44,9 +44,10 @@ place, how, present, timeout, key = json.loads(sys.argv[1])
 world = World(**place)
 verdict = "verdict" if world.rank == 0 else None
 watchdog = Watchdog(world, timeout, RunDirectory("run"), key, verdict)
+watchdog.step = 3
 
 def wait_for_the_others():
-    watchdog.beat(3, BACKWARD)
+    watchdog.beat(BACKWARD)
     threading.Event().wait()
 
 def hold_the_gil():
@@ -58,7 +59,7 @@ def turn_in_circles():
         pass
 
 def load():
-    watchdog.beat(3, LOADING)
+    watchdog.beat(LOADING)
     threading.Event().wait()
 
 def stop():
@@ -66,7 +67,7 @@ def stop():
     threading.Event().wait()  # it goes on for a moment, to show its stack
 
 def stop_in_the_sums():
-    watchdog.beat(3, BACKWARD)
+    watchdog.beat(BACKWARD)
     stop()
 
 def die():
@@ -77,23 +78,24 @@ def leave():
     os._exit(0)
 
 def rest():
-    watchdog.beat(3, IDLE)
+    watchdog.beat(IDLE)
     time.sleep(3 * timeout)
 
 def work():
     for step in range(3, 30):
-        watchdog.beat(step, COMPUTING)
+        watchdog.step = step
+        watchdog.beat(COMPUTING)
         time.sleep(timeout / 10)
 
 def work_on():
     while not Path("enough").exists():
-        watchdog.beat(3, COMPUTING)
+        watchdog.beat(COMPUTING)
         time.sleep(0.01)
 
 Path(f"ready-{world.rank}").touch()
 while not all(Path(f"ready-{rank}").exists() for rank in present):
     time.sleep(0.01)
-watchdog.beat(3, COMPUTING)
+watchdog.beat(COMPUTING)
 globals()[how]()
 watchdog.close()
 """
@@ -392,10 +394,10 @@ def test_closing_waits_for_the_helper_and_leaves_nothing(tmp_path):
     before = set(slots._bases()[0].glob("hpctrain-watch-*"))
     for _ in range(3):
         watchdog = alone(tmp_path)
-        watchdog.beat(1, COMPUTING)
+        watchdog.beat(COMPUTING)
         watchdog.close()
         watchdog.close()
-        watchdog.beat(2, COMPUTING)  # to nobody
+        watchdog.beat(COMPUTING)  # to nobody
     assert set(slots._bases()[0].glob("hpctrain-watch-*")) <= before
 
 
@@ -422,7 +424,7 @@ def test_without_any_place_the_run_goes_on_and_says_so(tmp_path, monkeypatch, ca
     monkeypatch.setattr("hpctrain.watchdog.rank.logger.propagate", True)
     watchdog = alone(tmp_path)
     assert "no watch for hangs on node1" in caplog.text
-    watchdog.beat(1, COMPUTING)
+    watchdog.beat(COMPUTING)
     watchdog.close()
 
 
@@ -465,6 +467,7 @@ def at(rank, phase, state="S", step=3, host="node1"):
         ([at(0, LOADING), at(1, LOADING), at(2, LOADING)], (), "all 3 ranks are silent for 60 s"),
         ([at(0, BACKWARD), at(1, CLOSED, ""), at(2, BACKWARD)], (1,), "no longer in the run"),
         ([at(0, SAVING), at(1, CLOSED), at(2, COMPUTING)], (2,), "rank 2"),
+        ([at(0, LOADING), at(1, CLOSED), at(2, CLOSED, "")], (0,), "rank 0 on node1 is silent"),
         ([at(0, BACKWARD), at(1, BACKWARD)], (2,), "nothing is heard of rank 2 (node2)"),
         ([at(0, COMPUTING), at(1, BACKWARD)], (0,), "nothing is heard of rank 2 (node2)"),
         ([at(0, LOADING), at(1, LOADING)], (0, 1), "nothing is heard of rank 2 (node2)"),
