@@ -5,13 +5,17 @@ under "model", those of timm under "state_dict"; torch's DistributedDataParallel
 before each name; `export` describes its safetensors.
 """
 
+import argparse
+import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hpctrain.errors import UsageError
 from hpctrain.speech import logger
@@ -29,13 +33,13 @@ def check_weights(path: Path) -> None:
     Raises:
         UsageError: there is no such file, or no package that reads it.
     """
-    if path.is_dir():
-        raise UsageError(
-            f"--init-from {path} is a folder", _FORMS, f"hpctrain export {path} FILE{_SAFETENSORS}"
-        )
     try:
         with path.open("rb"):
             pass
+    except IsADirectoryError:
+        raise UsageError(
+            f"--init-from {path} is a folder", _FORMS, f"hpctrain export {path} FILE{_SAFETENSORS}"
+        ) from None
     except OSError as error:
         raise UsageError(
             f"--init-from {path}: {error.strerror}",
@@ -64,18 +68,18 @@ def fill_weights(path: Path, model: nn.Module, number: int) -> None:
     Raises:
         UsageError: the file cannot be read, or has other names or shapes than the model.
     """
-    found = _of_model(_read(path), number)
+    own = {name: value for name, value in model.state_dict().items() if _is_data(value)}
+    found = _of_model(_read(path), number, own.keys())
     if found is None:
         logger.warning("%s has no model %d; it begins as the script made it", path, number)
         return
-    own = model.state_dict()
-    weights = {name: value for name, value in found.items() if name in own or _is_data(value)}
-    wrong = [f"has no {name}" for name in own if name not in weights and _is_data(own[name])]
+    weights = {name: value for name, value in found.items() if _is_data(value)}
+    wrong = [f"has no {name}" for name in own if name not in weights]
     wrong += [f"has {name}, which the model has not" for name in weights if name not in own]
     wrong += [
         f"has {name} of shape {tuple(weights[name].shape)}, the model's is {tuple(value.shape)}"
         for name, value in own.items()
-        if name in weights and _is_data(value) and weights[name].shape != value.shape
+        if name in weights and not is_lazy(value) and weights[name].shape != value.shape
     ]
     if wrong:
         more = len(wrong) - _MOST_NAMED
@@ -85,7 +89,7 @@ def fill_weights(path: Path, model: nn.Module, number: int) -> None:
             "the file of such a model; or, for a part of one, model.load_state_dict(…, "
             "strict=False) before session.prepare()",
         )
-    model.load_state_dict(weights, strict=False)
+    model.load_state_dict(found, strict=False)
     logger.info("model %d begins with the weights of %s", number, path)
 
 
@@ -93,32 +97,59 @@ def _read(path: Path) -> Any:
     """What a file holds, on the CPU."""
     try:
         if path.suffix != _SAFETENSORS:
-            return torch.load(path, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals(_plain_data()):
+                return torch.load(path, map_location="cpu", weights_only=True)
         with importlib.import_module("safetensors").safe_open(str(path), "pt") as file:
             held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             # Of weights with two names one is written, and the other name is in the metadata.
             others = (file.metadata() or {}).items()
         return held | {name: held[known] for name, known in others if known in held}
     except Exception as error:  # both raise whatever they come upon
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"{path} cannot be read as weights: {reason}", _FORMS, "--init-from FILE"
+            f"{path} cannot be read as weights: {_why(path, error)}", _FORMS, "--init-from FILE"
         ) from None
 
 
-def _of_model(content: Any, number: int) -> dict[str, Any] | None:
-    """The state of one model by its own names; None where the file has that of fewer models."""
+def _plain_data() -> list[Any]:
+    """What the scripts of torchvision and timm save beside weights; to make it runs no code."""
+    kinds = [numpy.dtype(kind) for kind in ("f2", "f4", "f8", "i4", "i8", "?")]
+    scalar = kinds[0].type(0).__reduce__()[0]  # type: ignore[call-overload]
+    return [argparse.Namespace, scalar, numpy.dtype, *map(type, kinds)]
+
+
+def _why(path: Path, error: Exception) -> str:
+    """Why a file cannot be read, in a line."""
+    with contextlib.suppress(Exception), torch.serialization.safe_globals(_plain_data()):
+        if refused := torch.serialization.get_unsafe_globals_in_checkpoint(path):
+            return (
+                f"it needs {', '.join(sorted(refused)[:_MOST_NAMED])}, and may run code of its own"
+            )
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    # torch's way to say so goes on over many lines.
+    return "it is none of torch.save" if reason.startswith("Weights only load failed") else reason
+
+
+def _of_model(content: Any, number: int, own: Collection[str]) -> dict[str, Any] | None:
+    """The state of one model by its own names; None where the file has that of fewer models.
+
+    Args:
+        content: of the file.
+        number: of the model.
+        own: the names of its weights and buffers.
+    """
     if isinstance(content, Mapping):
         inner = [content[key] for key in ("model", "state_dict") if key in content]
         content = next((one for one in inner if isinstance(one, (Mapping, list))), content)
     states = content if isinstance(content, list) else [content]  # a list in our checkpoints
     models = [_named(one) for one in states] or [{}]
+    if number == 0 and not models[0].keys().isdisjoint(own):
+        return models[0]
     if all(any(name.startswith(f"model{n}.") for name in models[0]) for n in (0, 1)):
         return _below(f"model{number}.", models[0]) or None
     if number >= len(models):
         return None
     within = _below("module.", models[number])
-    return within if len(within) == len(models[number]) else models[number]
+    return within if not within.keys().isdisjoint(own) else models[number]
 
 
 def _named(state: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from hpctrain import signals
 from hpctrain.data.feed import Placement, feed
 from hpctrain.data.loader import Loader
 from hpctrain.data.sampler import TrainingSampler
+from hpctrain.errors import UsageError
 from hpctrain.speech import logger
 
 __all__ = ["begin_epoch", "steps_of_epoch"]
@@ -18,11 +19,26 @@ def steps_of_epoch(loader: Iterable[Any], accumulate: int) -> int | None:
     Args:
         loader: of `session.loader()`, or any iterable of batches.
         accumulate: micro-batches of a step on one rank.
+
+    Raises:
+        UsageError: an epoch has no step.
     """
     sampler = loader.sampler if isinstance(loader, Loader) else None
     if isinstance(sampler, TrainingSampler):
         return sampler.steps
-    return len(loader) // accumulate if isinstance(loader, Sized) else None
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        batches = len(loader)
+    except (TypeError, NotImplementedError):  # a DataLoader asks its data set, which may have none
+        return None
+    if batches < accumulate:
+        raise UsageError(
+            f"a loader of {batches} batches, and a step takes {accumulate} micro-batches",
+            "at least one step in each epoch",
+            f"--accumulate {batches}, or smaller batches" if batches else "a loader with samples",
+        )
+    return batches // accumulate
 
 
 def begin_epoch(

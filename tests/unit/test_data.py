@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
 
 from hpctrain import data
 from hpctrain.arguments import Batches
@@ -24,6 +25,7 @@ from hpctrain.data import (
     TrainingSampler,
     augmentation,
     load,
+    steps_of_epoch,
 )
 from hpctrain.data.feed import feed
 from hpctrain.errors import UsageError
@@ -536,3 +538,18 @@ def test_data_sets_that_draw_nothing_are_spared_the_generators():
     quiet = Noisy()
     quiet.random = False
     assert not augmentation.draws(quiet)
+
+
+class Stream(IterableDataset):
+    """Nobody knows how long it is."""
+
+    def __iter__(self):
+        yield from torch.arange(7.0)
+
+
+def test_steps_of_a_loader_of_the_scripts_own():
+    assert steps_of_epoch(DataLoader(list(range(7)), batch_size=2), 2) == 2
+    assert steps_of_epoch(DataLoader(Stream(), batch_size=2), 2) is None
+    assert steps_of_epoch(iter([1, 2]), 2) is None
+    with pytest.raises(UsageError, match="1 batches, and a step takes 2 micro-batches"):
+        steps_of_epoch([1], 2)

@@ -1,8 +1,10 @@
 """Weights that a training begins with: `--init-from FILE`."""
 
+import argparse
 import logging
 import sys
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -37,8 +39,19 @@ def equal(model, other):
 
 FORMS = {
     "a state_dict()": lambda state: state,
-    "torchvision's scripts": lambda state: {"model": state, "epoch": 3},
-    "timm's scripts": lambda state: {"state_dict": state, "arch": "x"},
+    "torchvision's scripts": lambda state: {
+        "model": state,
+        "optimizer": {},
+        "epoch": 3,
+        "args": argparse.Namespace(lr=0.1, amp=True),
+    },
+    "timm's scripts": lambda state: {
+        "epoch": 3,
+        "arch": "x",
+        "state_dict": state,
+        "args": argparse.Namespace(lr=0.1),
+        "metric": numpy.float64(76.1),
+    },
     "of a DistributedDataParallel": lambda state: {f"module.{n}": v for n, v in state.items()},
     "a part of a checkpoint": lambda state: [state],
 }
@@ -110,7 +123,7 @@ def test_a_file_with_code_in_it_is_not_run(tmp_path):
             return (open, (str(tmp_path / "ran"), "w"))
 
     torch.save({"model": Hostile()}, tmp_path / "weights.pt")
-    with pytest.raises(UsageError, match="cannot be read as weights"):
+    with pytest.raises(UsageError, match=r"it needs io\.open, and may run code"):
         fill_weights(tmp_path / "weights.pt", Tied(), 0)
     assert not (tmp_path / "ran").exists()
 
@@ -125,6 +138,8 @@ def test_a_file_without_a_model_is_refused(content, tmp_path):
 def test_what_cannot_be_read_is_known_before_the_ranks_meet(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="No such file"):
         check_weights(tmp_path / "absent.pt")
+    with pytest.raises(UsageError, match="File name too long"):
+        check_weights(tmp_path / ("n" * 300))
     with pytest.raises(UsageError, match="is a folder") as caught:
         check_weights(tmp_path)
     assert f"hpctrain export {tmp_path} FILE.safetensors" in caught.value.fix
@@ -133,3 +148,40 @@ def test_what_cannot_be_read_is_known_before_the_ranks_meet(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(UsageError, match="safetensors cannot be imported"):
         check_weights(tmp_path / "there.safetensors")
+
+
+class Ensemble(nn.Module):
+    """Its names begin as those of several models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.model0, self.model1, self.module = (nn.Linear(2, 2) for _ in range(3))
+
+
+class OnlyChild(nn.Module):
+    """Its names begin as DistributedDataParallel lets them."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("kind", [Ensemble, OnlyChild])
+def test_names_are_taken_as_they_are_where_the_model_has_them(kind, tmp_path):
+    source, model = kind(), kind()
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    fill_weights(tmp_path / "weights.pt", model, 0)
+    assert equal(model, source)
+
+
+def test_numbers_are_no_weights(tmp_path):
+    torch.save({"weight": 3.0, "bias": torch.ones(2)}, tmp_path / "weights.pt")
+    with pytest.raises(UsageError, match="has no weight"):
+        fill_weights(tmp_path / "weights.pt", nn.Linear(2, 2), 0)
+
+
+def test_a_model_that_does_not_know_its_shapes_yet_is_filled(tmp_path):
+    source, model = nn.Linear(3, 2), nn.LazyLinear(2)
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    fill_weights(tmp_path / "weights.pt", model, 0)
+    assert equal(model, source)
