@@ -75,7 +75,12 @@ def load(args):
         )
     centre = data.CenterCrop(args.val_crop, resize=args.val_resize)
     train, val = (data.image_source(args.data, split) for split in ("train", "val"))
-    data.same_classes(train, val)
+    if len(data.same_classes(train, val)) < 2:
+        raise UsageError(
+            f"{train.place} has one class, {train.classes[0]}",
+            "two classes or more",
+            "a folder for each class, with its images",
+        )
     return (
         data.ImageSet(train, crop, max_corrupt=args.max_corrupt),
         data.ImageSet(val, centre, max_corrupt=args.max_corrupt),

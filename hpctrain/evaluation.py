@@ -1,5 +1,6 @@
 """Exact numbers over uneven shards."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ def total(backend: Backend, *values: Any) -> tuple[float, ...]:
 
     Args:
         backend: of the session.
-        values: Python numbers, or tensors of one element on any device.
+        values: numbers of Python or NumPy, or tensors of one element on any device.
 
     Returns:
         Python numbers, the same on all ranks, in the order of the values.
@@ -33,11 +34,11 @@ def total(backend: Backend, *values: Any) -> tuple[float, ...]:
     whole = torch.zeros(2, len(values), dtype=torch.int64)  # sums, and how many are not whole
     parts = torch.zeros(len(values), dtype=torch.float64)
     for place, value in enumerate(values):
-        number = value.item() if isinstance(value, Tensor) else value
-        if isinstance(number, int):
-            whole[0, place] = number
-        else:
-            whole[1, place], parts[place] = 1, number
+        number: Any = value.item() if isinstance(value, Tensor) else value
+        try:
+            whole[0, place] = operator.index(number)
+        except TypeError:
+            whole[1, place], parts[place] = 1, float(number)
     # Always two sums of the same lengths: a rank without samples brings 0 for another's 0.5.
     sums, fractional = backend.sum(whole.to(backend.device)).tolist()
     rest = backend.sum(parts.to(backend.device)).tolist()

@@ -1,5 +1,6 @@
 """A trace of a few steps, for people who want to see each kernel."""
 
+import re
 from pathlib import Path
 
 import torch
@@ -17,15 +18,14 @@ def steps(text: str) -> range:
     Raises:
         UsageError: it is none.
     """
-    first, colon, last = text.partition(":")
-    digits = first.isascii() and first.isdigit() and last.isascii() and last.isdigit()
-    if not colon or not digits or int(first) >= int(last):
+    match = re.fullmatch(r"(\d{1,18}):(\d{1,18})", text, re.ASCII)
+    if match is None or int(match[1]) >= int(match[2]):
         raise UsageError(
             f"--profile {text}",
             "two numbers of steps, the first one less than the second",
             "--profile 20:25, for five steps after the first twenty",
         )
-    return range(int(first), int(last))
+    return range(int(match[1]), int(match[2]))
 
 
 class Profile:

@@ -55,7 +55,8 @@ class Parser(argparse.ArgumentParser):
                 values = tomllib.load(file)
         except OSError as error:
             self.error(f"--recipe {path}: {error.strerror or error}")
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        # Also no UTF-8, numbers of more digits than Python reads, and lists too deep.
+        except (ValueError, RecursionError) as error:
             self.error(f"--recipe {path}: no TOML file: {error}")
         actions: dict[str, list[argparse.Action]] = {}
         for action in self._actions:

@@ -39,6 +39,8 @@ _ROOM = 2.2
 _COPIES = 4
 _PIECE = 1 << 22
 _LEAST = 10**4
+# How much slower than the trial any of the ways may be: others use the disk, caches fill up.
+_SLOWER = 3
 
 
 class _Arms:
@@ -150,6 +152,8 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
         path, folder = _make_folder(arguments.run, undo)
         size = arguments.size or _fitting(folder)
         refuse_size(size, path, shutil.disk_usage(folder).free, available())
+        if arguments.size and session.world.world_size > 1:
+            refuse_slow(size, _speed(folder, min(size, _TRIAL)), session.options.timeout)
         opened.append(_Arms(folder, size, session.device))
         undo.callback(opened[0].close)
         return str(path), size
@@ -196,14 +200,19 @@ def _make_folder(run: str | None, undo: ExitStack) -> tuple[Path, Path]:
 def _fitting(folder: Path) -> int:
     """A size that is written in about two seconds, and has room; of one digit, and at most 1 GB."""
     free = shutil.disk_usage(folder).free
-    trial = torch.zeros(max(min(_TRIAL, free // 4), 1), dtype=torch.uint8)
-    write(folder / "trial", trial)  # the first one may find a disk asleep
-    speed = len(trial) / write(folder / "trial", trial)
-    most = min(_USUAL, free / _ROOM / 2, speed * _SECONDS_OF_A_WRITE)
+    most = min(_USUAL, free / _ROOM / 2, _speed(folder, _TRIAL) * _SECONDS_OF_A_WRITE)
     memory = available()
     if memory is not None:
         most = min(most, memory / _COPIES / 2)
     return max(_rounded(most), _LEAST)
+
+
+def _speed(folder: Path, size: int) -> float:
+    """Bytes that are on the disk a second, of such a file, or a smaller one where room is short."""
+    free = shutil.disk_usage(folder).free
+    trial = torch.zeros(max(min(size, free // 4), 1), dtype=torch.uint8)
+    write(folder / "trial", trial)  # the first one may find a disk asleep
+    return len(trial) / write(folder / "trial", trial)
 
 
 def _rounded(number: float) -> int:
@@ -240,6 +249,28 @@ def refuse_size(size: int, path: Path, free: int, memory: int | None) -> None:
                 f"--size {spell(_rounded(there / needed * size)).replace(' ', '')}"
                 + ("" if where == "of memory" else "    or: --run DIR on another file system"),
             )
+
+
+def refuse_slow(size: int, speed: float, timeout: float) -> None:
+    """Hold a size to the time for which the other ranks wait for rank 0.
+
+    Args:
+        size: bytes of the state.
+        speed: bytes that a trial wrote a second.
+        timeout: seconds after which a rank that waits takes another for lost.
+
+    Raises:
+        UsageError: a state may take longer.
+    """
+    most = speed * timeout / _SLOWER
+    if size > most:
+        raise UsageError(
+            f"to write {spell(size)} takes about {size / speed:.0f} s here, and the other ranks "
+            f"wait for {timeout:.0f} s",
+            f"{timeout / _SLOWER:.0f} s or less, as torch.save may take several times as long",
+            f"--size {spell(_rounded(most)).replace(' ', '')}    or: in one process, which nobody "
+            "waits for",
+        )
 
 
 def evaluate(

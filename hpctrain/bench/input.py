@@ -15,7 +15,8 @@ from hpctrain.agreement import by_rank_0
 from hpctrain.bench.measure import compare, describe, summary, table
 from hpctrain.bench.pictures import Pictures
 from hpctrain.bench.turns import Times, in_turns, slowest
-from hpctrain.data.images.decoding import find
+from hpctrain.data.images.decoding import CorruptError, find
+from hpctrain.errors import DataError, UsageError
 from hpctrain.session import Session
 from hpctrain.shards import Source
 
@@ -56,10 +57,21 @@ class _Arms:
         self._sampler = _Endless(len(source), session.batches, session.world, session.options.seed)
 
     def decode(self) -> float:
-        """Read and decode whole images in one thread of one process."""
+        """Read and decode whole images in one thread of one process.
+
+        Raises:
+            DataError: one cannot be read or decoded.
+        """
         begin, count, seconds = time.perf_counter(), 0, 0.0
         for index in itertools.chain.from_iterable(self._anew()):
-            self._decoder.decode(self._source.read(index))
+            try:
+                self._decoder.decode(self._source.read(index))
+            except CorruptError as error:
+                raise DataError(
+                    f"{self._source.name(index)} is no image that can be decoded: {error}",
+                    "images",
+                    "fetch it again, or --data PATH of others",
+                ) from None
             count += 1
             seconds = time.perf_counter() - begin
             if seconds >= _BLOCK_SECONDS:
@@ -123,6 +135,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
         UsageError: no images there, or fewer than a step takes, or nothing to decode them with.
     """
     source = _source(arguments.data)
+    _refuse_few(source, session)
     arms = _Arms(session, source)
     cores = min(len(os.sched_getaffinity(0)), session.workers + 1)
     numbers = by_rank_0(session.backend, lambda: arguments.workers or numbers_of_workers(cores))
@@ -145,6 +158,20 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _source(path: str) -> Source:
     return Pictures(_PICTURES) if path == SYNTHETIC else data.image_source(path, "train")
+
+
+def _refuse_few(source: Source, session: Session) -> None:
+    """Hold the images to what one batch of each rank takes."""
+    ranks, size = session.world.world_size, session.batches.batch_size
+    if len(source) < ranks * size:
+        raise UsageError(
+            f"{source.place} has {len(source)} images, and a batch of each rank takes "
+            f"{ranks * size}",
+            "at least as many images",
+            f"--batch-size {len(source) // ranks}"
+            if len(source) >= ranks
+            else "--data PATH of more images",
+        )
 
 
 def numbers_of_workers(cores: int) -> list[int]:

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def size(text: str) -> int:
         ValueError: it is none, or less than one byte.
     """
     match = _SIZE.match(text.strip())
-    value = float(match[1]) * _UNITS[match[2].replace("K", "k")] if match else 0.0
+    value = Decimal(match[1]) * _UNITS[match[2].replace("K", "k")] if match else Decimal(0)
     if value < 1 or value != int(value):
         raise ValueError("a size such as 4B, 64kB, 1MB or 1GB")
     return int(value)
@@ -121,7 +122,7 @@ def size(text: str) -> int:
 def spell(count: float) -> str:
     """A number of bytes for people, as `size` reads it where it is round."""
     for unit, factor in reversed(_UNITS.items()):
-        if count >= factor:
+        if count >= 0.9995 * factor:  # 999.7 kB, of which three digits are 1 MB
             return f"{count / factor:.3g} {unit}B"
     return f"{count:.3g} B"
 

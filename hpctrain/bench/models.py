@@ -61,7 +61,10 @@ def maker(name: str) -> Callable[[], nn.Module]:
             "the same packages on all hosts",
             "pip install 'hpctrain[vision]'    or: --model small",
         )
-    return lambda: zoo.get_model(name, weights=None)  # type: ignore[no-any-return]
+    # Their second output, for training alone, is left out: the loss of a step has no use for it.
+    two = name in ("googlenet", "inception_v3")
+    more = {"aux_logits": False, "init_weights": True} if two else {}
+    return lambda: zoo.get_model(name, weights=None, **more)  # type: ignore[no-any-return]
 
 
 def batch_of(name: str, session: Session) -> tuple[Tensor, Tensor]:

@@ -67,9 +67,14 @@ def _make(arguments: argparse.Namespace) -> int:
 
 def _index(arguments: argparse.Namespace) -> int:
     folder = arguments.path
-    names = sorted(folder.glob("*-*.tar")) if folder.is_dir() else []
-    splits = sorted({path.name.rpartition("-")[0] for path in names})
-    splits = [split for split in splits if shard_paths(folder, split)]
+    try:
+        names = sorted(folder.glob("*-*.tar")) if folder.is_dir() else []
+        splits = sorted({path.name.rpartition("-")[0] for path in names})
+        splits = [split for split in splits if shard_paths(folder, split)]
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename}: {error.strerror}", "a folder that can be read"
+        ) from None
     if not splits:
         raise UsageError(
             f"{folder} has no tar files", f"{folder}/SPLIT-000000.tar, …", "another PATH"

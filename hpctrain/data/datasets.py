@@ -84,20 +84,38 @@ def load(
     """The training set and the test set.
 
     Args:
-        name: `digits` (carried by the package), `fashion-mnist`, `mnist`, `synthetic`, any other
-            name of a folder in $HPCTRAIN_DATA or /usr/share/datasets, or the path of a folder.
+        name: `digits`, `fashion-mnist`, `mnist`, `synthetic`, any other name of a folder, or the
+            path of one. A name is sought in $HPCTRAIN_DATA, where a job has its own copy, here (but
+            not those four), in /usr/share/datasets, and in the cache; `digits` in $HPCTRAIN_DATA
+            alone, and else the package has them.
         download: fetch `mnist` or `fashion-mnist` into the cache when it is found nowhere.
         env: for $HPCTRAIN_DATA and $HPCTRAIN_CACHE.
 
     Raises:
-        UsageError: it is not there, or its files are damaged.
+        UsageError: it is not there, or cannot be read, or its files are damaged.
     """
     if name == "synthetic":
         return _synthetic(4096, 0), _synthetic(1024, 1)
-    folder = _CARRIED if name == "digits" else _find(name, download, env)
-    train_images, train_targets = _read(folder, "train")
+    try:
+        folder = _find(name, download, env)
+        train_images, train_targets = _read(folder, "train")
+        test_images, test_targets = _read(folder, "test")
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise UsageError(
+            f"--data {name}: {where}{error.strerror}",
+            "folders and files that can be read"
+            + (", and a cache that can be written" if download else ""),
+            "--data PATH of a folder that can be read",
+        ) from None
+    if train_images.shape[1:] != test_images.shape[1:]:
+        sizes = (" × ".join(map(str, one.shape[1:])) for one in (train_images, test_images))
+        raise UsageError(
+            f"{folder}: training images of {' pixels and test images of '.join(sizes)}",
+            "one size of all images",
+            "fetch the files again",
+        )
     mean, std = _moments(train_images)
-    test_images, test_targets = _read(folder, "test")
     return (
         Images(train_images, train_targets, mean, std),
         Images(test_images, test_targets, mean, std),
@@ -108,10 +126,11 @@ def _places(name: str, env: Mapping[str, str]) -> list[Path]:
     """The folders that may hold a data set, in the order in which they are asked."""
     if os.sep in name or name in (".", ".."):
         return [Path(name).expanduser()]
-    places = [Path(name)] if Path(name).is_dir() and name not in _NAMES else []
-    if env.get(variables.DATA):
-        places.append(Path(env[variables.DATA]) / name)
-    return [*places, _SYSTEM / name, _cache(env) / name]
+    own = [Path(env[variables.DATA], name)] if env.get(variables.DATA) else []
+    if name == "digits":
+        return [*own, _CARRIED]
+    here = [Path(name)] if name not in _NAMES else []
+    return [*own, *here, _SYSTEM / name, _cache(env) / name]
 
 
 def _cache(env: Mapping[str, str]) -> Path:
@@ -202,11 +221,11 @@ def _read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
             )
         tensors.append(_idx(path))
     images, targets = tensors
-    if images.dim() != 3 or targets.dim() != 1 or len(images) != len(targets) or not len(images):
+    if images.dim() != 3 or targets.dim() != 1 or len(images) != len(targets) or not images.numel():
         raise UsageError(
             f"{folder}: {split} images of shape {tuple(images.shape)} and labels of shape "
             f"{tuple(targets.shape)}",
-            "as many labels as images, and at least one",
+            "as many labels as images, at least one, of at least one pixel",
             "fetch the files again",
         )
     return images, targets.long()

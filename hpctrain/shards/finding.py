@@ -59,18 +59,18 @@ def image_source(
     Raises:
         UsageError: there are none, or not in one of the two layouts.
     """
-    folder = _find(os.fspath(path), env)
     try:
+        folder = _find(os.fspath(path), env)
         if (folder / split).is_dir():
             return FolderSource(folder / split)
         if shard_paths(folder, split):
             return ShardSource(folder, split)
+        raise _missing(folder, split)
     except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
         raise UsageError(
-            f"--data {path}: {error.filename or folder}: {error.strerror}",
-            "folders and files that can be read",
+            f"--data {path}: {where}{error.strerror}", "folders and files that can be read"
         ) from None
-    raise _missing(folder, split)
 
 
 def same_classes(one: Source, other: Source) -> list[str]:

@@ -69,6 +69,7 @@ class FolderSource:
 
     def member(self, index: int) -> str:
         """An image's path in the folder, which begins with its class."""
+        self._check(index)
         start = self._ends[index - 1] if index else 0
         return os.fsdecode(self._names[start : self._ends[index]])
 
@@ -78,6 +79,7 @@ class FolderSource:
 
     def target(self, index: int) -> int:
         """The number of an image's class."""
+        self._check(index)
         return bisect.bisect_right(self._starts, index) - 1
 
     def read(self, index: int) -> bytes:
@@ -94,6 +96,10 @@ class FolderSource:
                 f"{self.name(index)} cannot be read: {error.strerror}",
                 "the files that were there when the run began",
             ) from None
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
 
 
 def _classes(folder: Path) -> list[str]:
@@ -137,7 +143,14 @@ def _files(folder: str, below: str) -> Iterator[str]:
             continue
         if entry.is_dir():
             deeper.append(entry.name)
-        elif is_image(entry.name):  # also a link to nothing: not to be lost without a word
+        elif is_image(entry.name):
+            # A link to nothing stays, not to be lost without a word: reading it is an error.
+            if not entry.is_file() and os.path.exists(entry.path):
+                raise UsageError(
+                    f"{entry.path} is no file",
+                    "files, and nothing that a reader would wait at, such as a pipe",
+                    f"rm {entry.path}",
+                )
             yield f"{below}/{entry.name}"
     for name in deeper:
         yield from _files(folder, f"{below}/{name}")

@@ -16,7 +16,11 @@ from hpctrain.errors import UsageError
 from hpctrain.shards.folders import is_image
 from hpctrain.shards.index import BLOCK, Index, shard_paths
 
-__all__ = ["build_index"]
+__all__ = ["DAMAGE", "build_index"]
+
+# What tarfile raises where a header is damaged, beside its own errors: numbers that are none, or
+# that fit nowhere, and names that are no UTF-8.
+DAMAGE = (tarfile.TarError, ValueError, OverflowError, EOFError, MemoryError)
 
 # A class is a place in a list of names; what is larger is no number of a class.
 _DIGITS = 7
@@ -53,12 +57,15 @@ def build_index(folder: Path, split: str) -> Index:
     _refuse_gaps(paths)
     for path in paths:
         first = len(index.offsets)
-        for sample in _samples(path):
-            image, label, target = _whole(path, sample)
-            index.add(image.offset_data, image.size, target, label.offset_data)
-            place = os.path.dirname(sample.key.removeprefix("./"))
-            _note(outer, target, place.partition("/")[0])
-            _note(inner, target, place.rpartition("/")[2])
+        try:
+            for sample in _samples(path):
+                image, label, target = _whole(path, sample)
+                index.add(image.offset_data, image.size, target, label.offset_data)
+                place = os.path.dirname(sample.key.removeprefix("./"))
+                _note(outer, target, place.partition("/")[0])
+                _note(inner, target, place.rpartition("/")[2])
+        except DAMAGE as error:
+            raise _damaged(path, str(error) or type(error).__name__) from None
         if len(index.offsets) == first:
             raise UsageError(f"{path} has no images", "tar files of KEY.jpg and KEY.cls")
         index.end_shard(path)
@@ -141,18 +148,27 @@ def _whole(path: Path, sample: _Sample) -> tuple[tarfile.TarInfo, tarfile.TarInf
 def _members(path: Path) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     """The files in a tar file, those that are called .cls with how they begin."""
     end = 0
-    try:
-        with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                if member.issparse():
-                    raise _damaged(path, f"{member.name} has holes that are left out (tar -S)")
-                end = member.offset_data + -(-member.size // BLOCK) * BLOCK
-                if member.isfile():
-                    small = tar.extractfile(member) if member.name.endswith(".cls") else None
-                    yield member, small.read(BLOCK) if small is not None else b""
-    except tarfile.TarError as error:
-        raise _damaged(path, str(error)) from None
+    with tarfile.open(path, "r:") as tar:
+        for member in tar:
+            if member.issparse():
+                raise _damaged(path, f"{member.name} has holes that are left out (tar -S)")
+            _refuse_links(path, member)
+            end = member.offset_data + -(-member.size // BLOCK) * BLOCK
+            if member.isfile():
+                small = tar.extractfile(member) if member.name.endswith(".cls") else None
+                yield member, small.read(BLOCK) if small is not None else b""
     _refuse_other_end(path, end)
+
+
+def _refuse_links(path: Path, member: tarfile.TarInfo) -> None:
+    """Also of a file that is there twice, the second is a link, so a sample would be missing."""
+    if member.issym() or member.islnk() or member.isdev():
+        kind = "device or pipe" if member.isdev() else f"link to {member.linkname}"
+        raise UsageError(
+            f"{path}: {member.name} is a {kind}",
+            "files alone, each with all of its bytes",
+            "tar --dereference --hard-dereference -cf …    makes such tar files",
+        )
 
 
 def _refuse_other_end(path: Path, end: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpctrain.errors import UsageError
 from hpctrain.shards.descriptors import Descriptors, make_room
 from hpctrain.shards.index import BLOCK, Index, path_of, shard_paths
-from hpctrain.shards.indexing import build_index
+from hpctrain.shards.indexing import DAMAGE, build_index
 from hpctrain.speech import logger
 
 __all__ = ["ShardSource"]
@@ -75,7 +75,7 @@ class ShardSource:
                 file.seek(-(-(before + size) // BLOCK) * BLOCK)
                 with tarfile.open(fileobj=file, mode="r:") as tar:
                     member = next((one.name for one in tar if one.offset_data == offset), member)
-        except (OSError, tarfile.TarError):
+        except (OSError, *DAMAGE):
             pass  # it is for a message alone
         return f"{path}: {member}"
 

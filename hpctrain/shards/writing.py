@@ -42,8 +42,13 @@ def make(
         HpctrainError: the disk is full, or cannot be written.
     """
     target = target.resolve()  # what a link means, and `.`
-    _refuse_target(target)
-    _refuse_splits(source, splits)
+    try:
+        _refuse_target(target)
+        _refuse_splits(source, splits)
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename}: {error.strerror}", "folders that can be read, and one to write"
+        ) from None
     sources = {split: FolderSource(source / split) for split in splits}
     part = target.with_name(f".{target.name}.part")
     _make_part(part, target)
@@ -68,7 +73,9 @@ def _refuse_target(target: Path) -> None:
 
 
 def _refuse_splits(source: Path, splits: Sequence[str]) -> None:
-    """Each is the name of a folder."""
+    """There are some, and each is the name of a folder."""
+    if not splits:
+        raise UsageError("no splits", "names of folders in SOURCE", "--splits train,val")
     there = [split for split in splits if os.sep not in split and (source / split).is_dir()]
     for split in splits:
         if split not in there or split in (".", ".."):
@@ -107,13 +114,13 @@ def _write(
 ) -> None:
     """One split."""
     index = Index(classes=images.classes)
-    written, key = 0, ""
+    written, keys = 0, _Keys(images)
     while len(index.offsets) < len(images):
         path = folder / f"{split}-{len(index.shards):06d}.tar"
         with open(path, "wb") as file:
             with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
                 while len(index.offsets) < len(images) and tar.offset < shard_size:
-                    key = _add(tar, images, index, key)
+                    _add(tar, images, index, keys)
                     written += index.sizes[-1]
                     progress(split, len(index.offsets), len(images), written)
             file.flush()
@@ -122,22 +129,35 @@ def _write(
     index.write(path_of(folder, split))
 
 
-def _add(tar: tarfile.TarFile, images: FolderSource, index: Index, before: str) -> str:
-    """The next sample: its image, and its class; its key, which is not the one before."""
+class _Keys:
+    """The names of samples, each of its own: that of the image up to the first dot."""
+
+    def __init__(self, images: FolderSource) -> None:
+        self._images = images
+        self._target, self._given = -1, set[str]()  # of a class, which every name begins with
+
+    def next(self, number: int) -> str:
+        """The name of the sample that comes next, without a suffix."""
+        target = self._images.target(number)
+        if target != self._target:
+            self._target, self._given = target, set()
+        folder, name = os.path.split(os.path.splitext(self._images.member(number))[0])
+        key = os.path.join(folder, name.replace(".", "_"))
+        if "." in name or key in self._given:  # a.b.jpg, which may lose its dot; a.jpg and a.png
+            key += f"-{number}"
+        while key in self._given:  # a.b.jpg, which became a_b-0, and a_b-0.jpg
+            key += "-"
+        self._given.add(key)
+        return key
+
+
+def _add(tar: tarfile.TarFile, images: FolderSource, index: Index, keys: _Keys) -> None:
+    """The next sample: its image, and its class."""
     number = len(index.offsets)
     data, target = images.read(number), images.target(number)
-    stem, suffix = os.path.splitext(images.member(number))
-    folder, name = os.path.split(stem)
-    # A key ends at the first dot, and may not be that of a neighbour (a.jpg and a.png).
-    key = os.path.join(folder, name.replace(".", "_"))
-    twin = number > 0 and os.path.splitext(images.member(number - 1))[0] == stem
-    if twin or "." in name:
-        key += f"-{number}"
-    if key == before:  # a.b.jpg, which became a_b-0, and a_b-0.jpg
-        key += "-"
+    key, suffix = keys.next(number), os.path.splitext(images.member(number))[1]
     offset = _put(tar, f"{key}{suffix}", data)
     index.add(offset, len(data), target, _put(tar, f"{key}.cls", str(target).encode()))
-    return key
 
 
 def _put(tar: tarfile.TarFile, name: str, data: bytes) -> int:

@@ -197,6 +197,14 @@ def test_what_is_not_there_is_said_with_the_layout(tmp_path, imagenet):
     assert "PATH/SPLIT/CLASS/*.jpg" in raised.value.expected
 
 
+def test_imagenet_with_a_single_class_is_refused_before_training(tmp_path, imagenet):
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+        (tmp_path / split / "cat" / "x.jpg").write_bytes(b"")
+    with pytest.raises(UsageError, match="has one class, cat"):
+        imagenet.load(imagenet.options().parse_args(["--data", str(tmp_path)]))
+
+
 class Hostile:
     def __reduce__(self):
         return os.mkdir, ("canary",)

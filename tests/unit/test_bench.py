@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import hpctrain
-from hpctrain.bench import allreduce, checkpoint, command, input, measure, step
+from hpctrain.bench import allreduce, checkpoint, command, input, measure, models, step
 from hpctrain.cli import main
 from hpctrain.errors import UsageError
 
@@ -45,11 +45,32 @@ def record(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("4", 4), ("4B", 4), ("64kB", 64_000), ("1.5 MB", 1_500_000), ("2K", 2000), ("1GB", 10**9)],
+    [
+        ("4", 4),
+        ("4B", 4),
+        ("64kB", 64_000),
+        ("1.5 MB", 1_500_000),
+        ("2K", 2000),
+        ("1GB", 10**9),
+        ("16.1kB", 16_100),
+        ("8.7TB", 8_700_000_000_000),
+        ("4.004kB", 4004),
+    ],
 )
 def test_sizes_are_read_in_powers_of_ten(text, count):
     assert measure.size(text) == count
-    assert measure.size(measure.spell(count)) == count
+    if count != 4004:  # people get three digits
+        assert measure.size(measure.spell(count)) == count
+
+
+def test_a_number_just_below_a_unit_is_spelled_in_that_unit():
+    assert [measure.spell(count) for count in (999, 999_499, 999_500, 999_700, 10**6)] == [
+        "999 B",
+        "999 kB",
+        "1 MB",
+        "1 MB",
+        "1 MB",
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "0", "-4", "1.5B", "1MiB", "many", "4 4"])
@@ -184,6 +205,16 @@ def test_steps_of_one_process(tmp_path, capsys):
     assert "peak memory" not in shown
 
 
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+def test_models_with_a_second_output_have_one_here(name, monkeypatch):
+    from torchvision import models as zoo
+
+    # The real ones take seconds to make.
+    monkeypatch.setattr(zoo, "get_model", lambda name, **more: more)
+    assert models.maker(name)()["aux_logits"] is False
+    assert "aux_logits" not in models.maker("resnet18")()
+
+
 def test_half_precision_is_that_of_both_loops(tmp_path):
     words = ("step", "--seconds", "0.1", "--batch-size", "2", "--precision", "fp16")
     assert bench(*words, "--json", "found.json") == 0
@@ -229,6 +260,14 @@ def test_a_size_is_held_to_room_and_memory():
     assert caught.value.fix == "--size 200kB"
     with pytest.raises(UsageError, match="--size 3B"):
         checkpoint.refuse_size(3, "runs", 10**8, None)
+
+
+def test_a_write_for_which_the_other_ranks_do_not_wait_is_refused():
+    checkpoint.refuse_slow(10**9, 10**8, 300.0)
+    with pytest.raises(UsageError, match=r"100 GB .* 333 s") as caught:
+        checkpoint.refuse_slow(10**11, 3 * 10**8, 300.0)
+    assert caught.value.fix.startswith("--size 30GB ")
+    checkpoint.refuse_slow(3 * 10**10, 3 * 10**8, 300.0)
 
 
 def fills_up(*_):
@@ -313,6 +352,28 @@ def test_the_end_of_an_epoch_is_in_no_block(arms):
     assert next(iter(arms._anew())) != batches[0]
     assert arms.load(1) > 0
     assert arms.decode() > 0
+
+
+def test_an_image_that_cannot_be_decoded_is_named(tmp_path, capsys):
+    folder = tmp_path / "images" / "train" / "a"
+    folder.mkdir(parents=True)
+    for number in range(4):
+        (folder / f"{number}.jpg").write_bytes(b"no image")
+    words = ("input", "--data", "images", "--batch-size", "2", "--workers", "0", "--seconds", "0.1")
+    assert bench(*words) == 1
+    error = capsys.readouterr().err
+    assert ".jpg is no image that can be decoded" in error
+    assert "Traceback" not in error
+
+
+def test_too_few_images_are_said_with_an_option_of_the_command(tmp_path, capsys):
+    folder = tmp_path / "images" / "train" / "a"
+    folder.mkdir(parents=True)
+    (folder / "x.jpg").write_bytes(b"")
+    assert bench("input", "--data", "images") == 2
+    error = capsys.readouterr().err
+    assert "images/train has 1 images, and a batch of each rank takes 64" in error
+    assert "--batch-size 1\n" in error
 
 
 def test_images_that_are_not_there_are_refused(tmp_path, capsys):

@@ -1,6 +1,8 @@
 """Every world sees the same samples in the same steps; data sets are found and read whole."""
 
+import errno
 import gzip
+import os
 import random
 import shutil
 import struct
@@ -201,6 +203,40 @@ def test_a_data_set_that_is_nowhere_is_refused_with_every_place_that_was_asked(t
         load(str(tmp_path), env=env)
 
 
+def test_a_copy_of_the_job_comes_before_what_lies_here(digits, tmp_path, monkeypatch):
+    copies = tmp_path / "copies"
+    for name in ("scans", "digits"):
+        shutil.copytree(digits, copies / name)
+        for split in ("train", "t10k"):  # one sample less than the other
+            (copies / name / f"{split}-images-idx3-ubyte.gz").unlink()
+            (copies / name / f"{split}-labels-idx1-ubyte.gz").unlink()
+            (copies / name / f"{split}-images-idx3-ubyte").write_bytes(
+                struct.pack(">HBBIII", 0, 8, 3, 2, 1, 1) + b"ab"
+            )
+            (copies / name / f"{split}-labels-idx1-ubyte").write_bytes(
+                struct.pack(">HBBI", 0, 8, 1, 2) + b"\0\1"
+            )
+    monkeypatch.chdir(digits.parent)
+    assert len(load("scans", env={})[1]) == len(load("digits", env={})[1]) == 360
+    for name in ("scans", "digits"):
+        assert len(load(name, env={"HPCTRAIN_DATA": str(copies)})[1]) == 2
+    assert len(load("digits", env={"HPCTRAIN_DATA": str(tmp_path)})[1]) == 360
+
+
+def test_a_place_that_cannot_be_looked_at_is_said_with_the_reason(tmp_path, monkeypatch):
+    for name in ("n" * 300, f"/{'n' * 300}"):
+        with pytest.raises(UsageError, match="File name too long"):
+            load(name, env={})
+
+    def locked(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_file", locked)
+    with pytest.raises(UsageError, match=f"{tmp_path}.*Permission denied") as caught:
+        load(str(tmp_path), env={})
+    assert "that can be read" in caught.value.expected
+
+
 def remove(path):
     path.unlink()
 
@@ -262,6 +298,16 @@ def no_samples(content):
     return content[:4] + struct.pack(f">{dimensions}I", 0, *[8] * (dimensions - 1))
 
 
+@repacked
+def no_pixels(content):
+    return content[:8] + bytes(8)
+
+
+@repacked
+def narrower(content):
+    return content[:8] + struct.pack(">II", 4, 16) + content[16:]
+
+
 @pytest.mark.parametrize("name", [TRAIN_IMAGES, TEST_LABELS])
 @pytest.mark.parametrize(
     "damage",
@@ -286,6 +332,17 @@ def test_a_damaged_file_is_refused_by_its_folder(digits, name, damage):
     assert str(digits) in caught.value.found
     assert caught.value.exit_code == 2
     assert caught.value.fix
+
+
+def test_images_without_pixels_or_of_two_sizes_are_refused(digits):
+    original = (digits / f"{TEST_IMAGES}.gz").read_bytes()
+    no_pixels(digits / f"{TEST_IMAGES}.gz")
+    with pytest.raises(UsageError, match=r"test images of shape \(360, 0, 0\)"):
+        load(str(digits), env={})
+    (digits / f"{TEST_IMAGES}.gz").write_bytes(original)
+    narrower(digits / f"{TEST_IMAGES}.gz")
+    with pytest.raises(UsageError, match=r"8 × 8 pixels .* 4 × 16"):
+        load(str(digits), env={})
 
 
 def test_a_plain_file_that_is_cut_short_is_refused(digits):

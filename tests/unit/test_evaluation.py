@@ -12,7 +12,7 @@ from torchmetrics.functional.classification import (
 
 from hpctrain.backends.single import Single
 from hpctrain.errors import UsageError
-from hpctrain.evaluation import Classification
+from hpctrain.evaluation import Classification, total
 
 IGNORED = -100
 
@@ -184,3 +184,11 @@ def test_nothing_to_score_is_refused():
         counts.compute()
     with pytest.raises(UsageError, match=r"classification\(1\)"):
         classification(1)
+
+
+def test_numbers_of_numpy_are_summed_as_those_of_python():
+    backend = Single(None, torch.device("cpu"), None)
+    values = (3, np.int64(4), np.float32(0.5), torch.tensor(2), torch.tensor([1.5]), True)
+    sums = total(backend, *values)
+    assert sums == (3, 4, 0.5, 2, 1.5, 1)
+    assert [type(value) for value in sums] == [int, int, float, int, float, int]

@@ -286,6 +286,18 @@ def test_corrupt_images_that_are_allowed_are_grey_named_once_and_ignored_by_the_
     assert loss == torch.nn.functional.cross_entropy(outputs[:1], targets[:1])
 
 
+def test_there_is_no_image_before_the_first_one_or_after_the_last(tmp_path):
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    (tmp_path / "train" / "a" / "x.jpg").write_bytes(GOOD)
+    images = data.ImageSet(data.image_source(tmp_path, "train"), data.CenterCrop(8, 8))
+    assert images[0][2] == 0
+    for index in (-1, 1):
+        with pytest.raises(IndexError):
+            images[index]
+        with pytest.raises(IndexError):
+            images.source.target(index)
+
+
 def test_of_a_set_with_no_more_corrupt_images_than_are_allowed_all_epochs_pass():
     files = Files(*(b"" if number % 4 == 0 else GOOD for number in range(24)))
     images = data.ImageSet(files, data.RandomResizedCrop(8), max_corrupt=6)
@@ -334,6 +346,31 @@ def test_a_file_that_claims_more_than_fits_into_memory_is_corrupt(name, least, m
         decoder.decode(claiming(60000, 60000), least)
     with pytest.raises(decoding.CorruptError, match="decompression bomb"):
         decoder.size(claiming(60000, 60000))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_an_image_whose_resized_pixels_do_not_fit_into_memory_is_corrupt(name):
+    thin = encoded(Image.new("RGB", (30_000, 1)), "PNG")
+    images = data.ImageSet(Files(thin), data.CenterCrop(224, resize=256), decoder=name)
+    with pytest.raises(DataError, match=r"memory/0\.jpg .*256 × 7680000 pixels"):
+        images[0]
+    assert data.ImageSet(Files(thin), data.RandomResizedCrop(8))[0][0].shape == (3, 8, 8)
+
+
+GREYS = numpy.array([[0x1234, 0xFFFF, 0, 128, 129, 0x8000]], dtype=numpy.uint16)
+DEEP = {
+    "PNG": encoded(Image.fromarray(GREYS), "PNG"),
+    "TIFF": encoded(Image.fromarray(GREYS), "TIFF"),
+    "TIFF, the high byte first": encoded(Image.fromarray(GREYS.astype(">u2")), "TIFF"),
+    "PGM": encoded(Image.fromarray(GREYS), "PPM"),
+}
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_grey_of_16_bits_keeps_its_brightness(kind):
+    pixels = decoding.find("auto").decode(DEEP[kind])
+    assert pixels.shape == (3, 1, 6)
+    assert (pixels.numpy() == (GREYS / 257).round()).all()
 
 
 def test_of_an_image_that_can_be_decoded_no_warning_is_printed(monkeypatch):

@@ -95,6 +95,8 @@ def test_help_shows_the_values_of_the_recipe(write, capsys):
         ("sizes = [3, 4, 5]", "sizes: [3, 4, 5] is too long"),
         ("lr = ", "no TOML file: "),
         ("lr = 1\nlr = 2", "no TOML file: "),
+        ("lr = " + "9" * 5000, "no TOML file: "),
+        ("lr = " + "[" * 5000, "no TOML file: "),
     ],
 )
 def test_what_is_wrong_in_it_is_one_error_with_its_name(write, capsys, text, said):

@@ -310,6 +310,32 @@ def test_a_name_is_sought_where_data_sets_lie_and_a_copy_of_the_job_comes_first(
     assert source.place == str(folders / "val")
 
 
+LONG = "n" * 300  # longer than a file system takes
+
+
+def test_a_place_that_cannot_be_looked_at_is_said_with_the_reason(folders, monkeypatch, capsys):
+    assert "File name too long" in refused(LONG).found
+    assert "File name too long" in refused(f"/{LONG}").found
+    assert "File name too long" in refused(folders, LONG).found
+    new = folders.parent / "new"
+    for source, target, splits in (
+        (folders / LONG, new, ["train"]),
+        (folders, folders / LONG, ["train"]),
+        (folders, new, [LONG]),
+    ):
+        with pytest.raises(UsageError, match="File name too long"):
+            shards.make(source, target, splits, 10**6)
+    assert "File name too long" in said(capsys, "index", folders / LONG)
+    assert not new.exists()
+
+    def locked(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", locked)
+        assert f"{folders}: Permission denied" in refused(folders, "test").found
+
+
 def test_splits_of_different_classes_are_refused_with_the_first_that_differ(folders):
     train, val = image_source(folders, "train"), image_source(folders, "val")
     assert same_classes(train, val) == ["002.Laysan_Albatross", "cat", "n01"]
@@ -340,6 +366,44 @@ def test_a_sample_with_two_images_or_without_a_class_is_refused(tmp_path, files,
     pack(tmp_path / "train-000000.tar", *files)
     with pytest.raises(UsageError, match=said):
         image_source(tmp_path, "train")
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE])
+def test_what_a_tar_file_does_not_hold_as_a_file_is_not_left_out_without_a_word(tmp_path, kind):
+    """Python's and GNU's tar store the second name of a file as a link."""
+    path = tmp_path / "train-000000.tar"
+    pack(path, *ONE)
+    with tarfile.open(path, "a") as tar:
+        member = tarfile.TarInfo("1.jpg")
+        member.type, member.linkname = kind, "0.jpg"
+        tar.addfile(member)
+    with pytest.raises(UsageError, match=r"train-000000\.tar: 1\.jpg is a ") as caught:
+        image_source(tmp_path, "train")
+    assert "tar --dereference --hard-dereference" in caught.value.fix
+
+
+HEADERS = {
+    "a size that is no number": ("1.jpg", b"zzzzzzzzzzz\0"),
+    "a size below 0": ("1.jpg", b"\xff" * 11 + b"\x80"),
+    "a size that ends in the middle": ("0.cls", b"77777777777\0"),
+    "a size that no file can have": ("1.jpg", b"\x80" + b"\xff" * 11),
+    "a size that no name can have": ("é.jpg", b"\x80" + b"\xff" * 11),
+}
+
+
+@pytest.mark.parametrize("damage", HEADERS)
+def test_a_damaged_header_is_an_error_with_the_name_of_the_tar_file(tmp_path, damage):
+    path = tmp_path / "train-000000.tar"
+    odd = (("é.jpg", b"one"), ("é.cls", b"1"))
+    pack(path, *ONE, *odd, ("1.jpg", b"one"), ("1.cls", b"1"))
+    name, size = HEADERS[damage]
+    with tarfile.open(path) as tar:
+        start = tar.getmember(name).offset
+    header = bytearray(path.read_bytes()[start : start + 512])
+    header[124:136], header[148:156] = size, b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    path.write_bytes(path.read_bytes()[:start] + header + path.read_bytes()[start + 512 :])
+    assert str(path) in refused(tmp_path).found
 
 
 def test_old_tar_files_are_read_and_those_with_holes_refused(tmp_path):
@@ -404,6 +468,19 @@ def test_names_that_become_one_key_stay_two_samples(tmp_path):
     shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
     (tmp_path / "shards" / "train.index").unlink()
     assert everything(image_source(tmp_path / "shards", "train")) == [(b"one", 0), (b"two", 0)]
+
+
+def test_every_file_of_a_tar_file_has_a_name_of_its_own(tmp_path):
+    """Else tar, which knows no samples, loses one of two."""
+    names = ("a.b.jpg", "a.jpg", "a.k.jpg", "a.png", "a_b-0.jpg", "a_k-2.jpg", "a_k-2-5.jpg")
+    write(tmp_path / "images" / "train" / "c", {name: name.encode() for name in names})
+    shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
+    with tarfile.open(tmp_path / "shards" / "train-000000.tar") as tar:
+        found = tar.getnames()
+    assert len(set(found)) == len(found) == 2 * len(names)
+    (tmp_path / "shards" / "train.index").unlink()
+    again = everything(image_source(tmp_path / "shards", "train"))
+    assert [data.decode() for data, _ in again] == sorted(names)
 
 
 def test_long_names_and_those_of_any_bytes_are_told_whole(tmp_path):
@@ -489,6 +566,14 @@ def test_a_split_that_is_not_there_is_said_with_those_that_are(folders, capsys):
     assert [path.name for path in folders.parent.iterdir()] == ["images"]
 
 
+def test_no_splits_are_refused(folders, capsys):
+    target = folders.parent / "new"
+    error = said(capsys, "make", folders, target, "--splits", ",")
+    assert "no splits" in error
+    assert "--splits train,val\n" in error
+    assert not target.exists()
+
+
 def test_a_target_may_be_this_folder_or_a_link_to_an_empty_one(folders, monkeypatch):
     real = folders.parent / "real"
     real.mkdir()
@@ -545,3 +630,10 @@ def test_a_class_or_a_folder_in_it_that_is_a_link_to_nothing_is_not_left_out(tmp
         refused(tmp_path).found
         == f"{tmp_path}/train/{name} is a link to /nowhere, where nothing is"
     )
+
+
+def test_what_has_the_name_of_an_image_and_is_no_file_is_refused(tmp_path):
+    """Nobody may ever write into a pipe that a run reads."""
+    write(tmp_path, {"train/a/x.jpg": b"x"})
+    os.mkfifo(tmp_path / "train" / "a" / "y.jpg")
+    assert refused(tmp_path).found == f"{tmp_path}/train/a/y.jpg is no file"

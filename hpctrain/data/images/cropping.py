@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812, its usual name
 from torch import Tensor
 
-from hpctrain.data.images.decoding import Decoder
+from hpctrain.data.images.decoding import CorruptError, Decoder
 from hpctrain.errors import UsageError
 
 __all__ = ["CenterCrop", "Crop", "RandomResizedCrop"]
@@ -147,11 +147,20 @@ class CenterCrop:
         Args:
             data: an image file's bytes.
             decoder: for it.
+
+        Raises:
+            CorruptError: it is damaged; or it is so thin that it would have more pixels at the new
+                size than the decoder takes.
         """
         pixels = decoder.decode(data)
         height, width = pixels.shape[1:]
         short = min(height, width)
         height, width = (self.resize * side // short for side in (height, width))
+        if decoder.refuses(height * width):
+            raise CorruptError(
+                f"its shorter side of {short} pixels brought to {self.resize} gives an image of "
+                f"{height} × {width} pixels"
+            )
         image = _resized(pixels, height, width)
         # Half to even, as torchvision has it.
         top, left = round((height - self.size) / 2), round((width - self.size) / 2)

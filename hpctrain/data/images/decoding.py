@@ -29,6 +29,10 @@ class CorruptError(Exception):
 class Decoder(Protocol):
     """What decodes images of all kinds."""
 
+    def refuses(self, pixels: int) -> bool:
+        """Whether an image of so many pixels is taken for an attack."""
+        ...
+
     def size(self, data: bytes) -> tuple[int, int]:
         """Height and width, from the head of the file.
 
@@ -55,7 +59,8 @@ class Pillow:
     """Decodes all kinds of files. What it refuses is corrupt, as in torchvision's ImageFolder.
 
     Of an animation the first image; grey, CMYK and palettes become RGB, and transparency is left
-    out; the orientation in EXIF is not heeded.
+    out; the orientation in EXIF is not heeded. Grey of 16 bits is scaled to 8, where ImageFolder
+    has white for all from 255 on.
 
     Raises:
         UsageError: Pillow is not installed.
@@ -83,7 +88,7 @@ class Pillow:
             if least is not None:
                 part = _part(image.height, image.width, least)
                 image.draft("RGB", (max(image.width // part, 1), max(image.height // part, 1)))
-            rgb = image.convert("RGB")
+            rgb = (_of_8_bits(image) if _is_deep(image) else image).convert("RGB")
             pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
             return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1)
 
@@ -100,6 +105,16 @@ class Pillow:
             raise CorruptError("no kind of image" if data else "it is empty") from None
         except Exception as error:  # its plugins raise all kinds
             raise CorruptError(str(error) or type(error).__name__) from None
+
+
+def _is_deep(image: Any) -> bool:
+    """Whether it is grey of 16 bits, which Pillow's "I", of 32 bits, is in PNG and PGM."""
+    return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+
+
+def _of_8_bits(image: Any) -> Any:
+    # To the nearest: what is behind the point is cut off.
+    return image.convert("I").point(lambda value: value / 257 + 0.5)
 
 
 class SimpleJpeg:
@@ -119,13 +134,17 @@ class SimpleJpeg:
     def __reduce__(self) -> tuple[type["SimpleJpeg"], tuple[()]]:
         return type(self), ()
 
+    def refuses(self, pixels: int) -> bool:
+        """As Pillow."""
+        return self._other.refuses(pixels)
+
     def size(self, data: bytes) -> tuple[int, int]:
         """Height and width."""
         try:
             height, width, *_ = self._jpeg.decode_jpeg_header(data)
         except ValueError:
             return self._other.size(data)
-        if self._other.refuses(height * width):
+        if self.refuses(height * width):
             return self._other.size(data)  # says so
         return height, width
 
