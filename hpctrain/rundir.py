@@ -16,6 +16,7 @@ import errno
 import json
 import os
 import re
+import stat
 import statistics
 import tempfile
 import time
@@ -98,7 +99,8 @@ class RunDirectory:
             UsageError: it cannot be read, or is not JSON.
         """
         try:
-            content = json.loads(path.read_text())
+            with open(path, opener=_open) as file:
+                content = json.loads(file.read())
             if not isinstance(content, dict):
                 raise ValueError(f"a {type(content).__name__}")
             return content
@@ -132,7 +134,7 @@ class RunDirectory:
     def each(self, path: Path) -> Iterator[dict[str, Any]]:
         """The same one by one, as some files are long."""
         try:
-            with path.open(errors="replace") as file:
+            with open(path, errors="replace", opener=_open) as file:
                 for line in file:
                     try:
                         content = json.loads(line)
@@ -142,6 +144,15 @@ class RunDirectory:
                         yield content
         except FileNotFoundError:
             return
+
+
+def _open(name: str, flags: int) -> int:
+    """Open a regular file alone: a pipe would be waited for, and a device may have no end."""
+    descriptor = os.open(name, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file", name)
+    return descriptor
 
 
 def slow_ranks(seconds: Sequence[float], a_step: float) -> list[int]:
@@ -185,23 +196,23 @@ def create(path: Path, text: str) -> None:
     _write(path, text, os.link)
 
 
-def replace(path: Path, text: str) -> None:
+def replace(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all: under a temporary name, then renamed.
 
     Raises:
         OSError: it could not be written; what was there before is still there.
     """
-    _write(path, text, os.replace)
+    _write(path, content, os.replace)
 
 
-def _write(path: Path, text: str, commit: Callable[[str, Path], None]) -> None:
+def _write(path: Path, content: str | bytes, commit: Callable[[str, Path], None]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(descriptor, "wb") as file:
             # mkstemp makes private files; a run directory is as open as its owner's umask says.
             os.fchmod(file.fileno(), 0o666 & ~_umask())
-            file.write(text)
+            file.write(content if isinstance(content, bytes) else content.encode())
             file.flush()
             os.fsync(file.fileno())
         commit(name, path)

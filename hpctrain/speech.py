@@ -63,7 +63,8 @@ class _LogFile(logging.FileHandler):
 def keep(path: Path) -> logging.Handler:
     """Write all that this rank says to a file as well, until `drop`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = _LogFile(path)
+    # A name that is no UTF-8 is shown as well as it can be.
+    handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     return handler

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -51,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name (default: those of this process).
     """
+    # A name that is no UTF-8 is no reason to fail when the work is done.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _Parser(
         prog="hpctrain",

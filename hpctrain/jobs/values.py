@@ -41,21 +41,10 @@ _OF_BASH = (
 # The script's own.
 OF_THE_SCRIPT = (
     *("HPCTRAIN_RUN", "HPCTRAIN_SCRATCH", "HPCTRAIN_SECRET", "HPCTRAIN_STOP", "HPCTRAIN_VERDICT"),
-    *("code", "command", "conda", "count", "counts", "each_host", "first", "hosts"),
-    *("hpctrain_arguments", "hpctrain_asked", "job", "launch", "modules", "mounts", "one"),
-    *(
-        "port",
-        "ranks",
-        "ranks_of_host",
-        "run",
-        "runs",
-        "said",
-        "scratch",
-        "script",
-        "setting",
-        "shown",
-    ),
-    *("site", "slots", "state", "times", "venv", "words"),
+    *("code", "command", "conda", "count", "counts", "each_host", "first", "host_functions"),
+    *("hosts", "hpctrain_arguments", "hpctrain_asked", "job", "launch", "modules", "mounts"),
+    *("one", "port", "ranks", "ranks_of_host", "run", "runs", "said", "scratch", "script"),
+    *("setting", "shown", "site", "slots", "start_mark", "state", "times", "venv", "words"),
 )
 _TAKEN = frozenset((*_OF_BASH, *OF_THE_SCRIPT))
 _OPTION = re.compile(r"[a-z][a-z0-9-]*\Z", re.ASCII)

@@ -4,6 +4,7 @@ It needs no script, no network and no torch: it is read where the run directory 
 """
 
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,19 +58,25 @@ def _unwritable(found: str) -> UsageError:
 
 
 def _refuse_strangers(path: Path) -> None:
-    if path.exists() and not _own(path):
-        raise UsageError(
-            f"{path} is there, and no report",
-            "a new name, or that of a report",
-            "--output FILE.html",
-        )
+    if os.path.lexists(path) and not _own(path):
+        raise _stranger(path)
+
+
+def _stranger(path: Path) -> UsageError:
+    return UsageError(
+        f"{path} is there, and no report",
+        "a new name, or that of a report",
+        "--output FILE.html",
+    )
 
 
 def _own(path: Path) -> bool:
-    """Whether a file was written here."""
+    """Whether a file was written here; a link may point to anybody's, and a pipe has no head."""
     from hpctrain.report.figures import MARK
 
     try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return False
         with path.open("rb") as file:
             return MARK.encode() in file.read(_HEAD)
     except OSError:
@@ -82,15 +89,14 @@ def _images(folder: Path, images: dict[str, bytes]) -> list[Path]:
     Raises:
         UsageError: a file of somebody else has one of the names.
     """
-    written = [folder / f"{name}.png" for name in images]
+    if folder.is_symlink():
+        raise _stranger(folder)
+    written = {folder / f"{name}.png": image for name, image in images.items()}
     for path in written:
         _refuse_strangers(path)
-    if folder.is_dir():
-        for path in folder.glob("*.png"):
-            if _own(path):
-                path.unlink()
-    if written:
-        folder.mkdir(parents=True, exist_ok=True)
-    for path, image in zip(written, images.values(), strict=True):
-        path.write_bytes(image)
-    return written
+    for path, image in written.items():
+        rundir.replace(path, image)
+    for path in folder.glob("*.png"):
+        if path not in written and _own(path):
+            path.unlink()
+    return list(written)

@@ -34,6 +34,8 @@ _FORMATS: dict[str, Callable[[], Any]] = {
 }
 # Of a run; more would hide its curves.
 _MOST_RESTARTS = 50
+# Files of the figures that are no metrics.
+_OF_STEPS = re.compile(r"step-times|ranks(-\d+)?")
 _FROM_ZERO = ("lr", "samples_per_second", "data_wait", "gpu_memory")
 
 
@@ -74,10 +76,13 @@ def draw_all(runs: Sequence[Run]) -> tuple[list[Drawn], int]:
 
 
 def _stems(titles: Sequence[str]) -> list[str]:
-    """Names of files, each once."""
+    """Names of files, each once, and unlike those of `steps`."""
     stems: list[str] = []
     for title in titles:
-        stem = first = re.sub(r"[^A-Za-z0-9]+", "-", title)[:40].strip("-").lower() or "metric"
+        first = re.sub(r"[^A-Za-z0-9]+", "-", title)[:40].strip("-").lower() or "metric"
+        if _OF_STEPS.fullmatch(first):
+            first = f"metric-{first}"
+        stem = first
         count = 1
         while stem in stems:
             count += 1

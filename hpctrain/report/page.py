@@ -130,8 +130,8 @@ def _tiles(run: Run) -> dict[str, str]:
 
 def _notes(run: Run, now: float) -> list[str]:
     """What a person should know before reading on."""
-    notes = []
-    if not run.summary:
+    notes = [f"{run.label}: {wording.text(error.found)}" for error in run.unread.values()]
+    if not run.summary and not run.end_unread:
         last = wording.moment(run.last.get("time"))
         ago = wording.duration(now - run.last["time"]) if last != "–" else ""
         notes.append(

@@ -63,6 +63,7 @@ class Run:
         timings: what timings.jsonl says of steps and ranks.
         rows: lines of metrics.jsonl that have a step.
         last: `step`, `epoch` and `time` of the last of them.
+        unread: why run.json or summary.json, by name, cannot be read; it is empty above then.
     """
 
     path: Path
@@ -74,6 +75,12 @@ class Run:
     timings: Timings
     rows: int
     last: dict[str, Any]
+    unread: dict[str, UsageError]
+
+    @property
+    def end_unread(self) -> bool:
+        """Whether a summary.json is there that cannot be read."""
+        return RunDirectory(self.path).summary.name in self.unread
 
     @property
     def start(self) -> dict[str, Any]:
@@ -109,12 +116,17 @@ def read(paths: Sequence[str]) -> list[Run]:
         paths: as a person has typed them.
 
     Raises:
-        UsageError: one is no directory of a run, or cannot be read.
+        UsageError: one is no directory of a run, or its rows cannot be read, or of none anything
+            can be read.
     """
     given = list({os.path.realpath(path): Path(path) for path in paths}.values())
     for path in given:
         _refuse(path)
-    return [_run(path, label) for path, label in zip(given, _labels(given), strict=True)]
+    runs = [_run(path, label) for path, label in zip(given, _labels(given), strict=True)]
+    unread = [error for run in runs for error in run.unread.values()]
+    if unread and not any(run.identity or run.starts or run.rows for run in runs):
+        raise unread[0]
+    return runs
 
 
 def _refuse(path: Path) -> None:
@@ -150,16 +162,24 @@ def _run(path: Path, label: str) -> Run:
         raise UsageError(
             f"{path} cannot be read: {error}", "a run that this user may read", f"ls -l {path}"
         ) from None
+    known: dict[Path, dict[str, Any]] = {}
+    unread: dict[str, UsageError] = {}
+    for one in (directory.identity, directory.summary):
+        try:
+            known[one] = directory.read(one) or {}
+        except UsageError as error:
+            known[one], unread[one.name] = {}, error
     return Run(
         path,
         label,
-        directory.read(directory.identity) or {},
+        known[directory.identity],
         starts,
-        directory.read(directory.summary) or {},
+        known[directory.summary],
         series,
         timings,
         rows,
         last,
+        unread,
     )
 
 

@@ -65,6 +65,8 @@ def _count(value: Any) -> str:
 
 def status(run: Run) -> str:
     """How a run ended; one without a summary goes on, or was killed."""
+    if run.end_unread:
+        return "not known"
     found = run.summary.get("status")
     return wording.text(found) if isinstance(found, str) and found else "not ended"
 

@@ -73,8 +73,14 @@ class Outlet:
 
     def abandon(self) -> None:
         """Wait no more for what has not arrived."""
-        if self._tracker is not None and not self._over.is_set():
+        if self._tracker is None or self._over.is_set():
+            return
+        try:
             self._tracker.abandon()
+        except Exception as error:
+            logger.warning(
+                "--track %s may keep this process from its end: %s", self.name, _reason(error)
+            )
 
     def _work(self, tracker: Tracker) -> None:
         try:
@@ -90,9 +96,12 @@ class Outlet:
             self._over.set()
 
     def _fail(self, error: Exception) -> None:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         logger.error(
             "--track %s gets no rows from here on, metrics.jsonl has all of them: %s",
             self.name,
-            reason,
+            _reason(error),
         )
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -65,12 +65,20 @@ class WandB(Tracker):
 
     def abandon(self) -> None:
         """Its service tries for as long as there is no answer, and W&B waits for it at the end."""
-        for tasks in Path("/proc/self/task").glob("*/children"):
-            for process in tasks.read_text().split():
+        for task in Path("/proc/self/task").glob("*"):
+            for process in _children(task):
                 with suppress(OSError):  # over by now
                     if Path("/proc", process, "comm").read_text().strip() == _SERVICE:
                         os.kill(int(process), signal.SIGKILL)
         sys.unraisablehook = partial(_unless_of_wandb, sys.unraisablehook)
+
+
+def _children(task: Path) -> list[str]:
+    """The processes that a thread has begun; none where it is over by now."""
+    try:
+        return (task / "children").read_text().split()
+    except OSError:
+        return []
 
 
 def _unless_of_wandb(otherwise: Callable[[Any], Any], error: Any) -> None:

@@ -86,37 +86,44 @@ trap 'touch "$HPCTRAIN_STOP"' USR2 TERM
 if [ -n "$hpctrain_asked" ]; then touch "$HPCTRAIN_STOP"; fi
 
 # Each host copies code to its own disk, once for all of its ranks.
-# /tmp is everybody's: a folder of that name that is not ours is refused.
+# /tmp is everybody's: a folder of that name that is there already is refused.
 scratch=${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/hpctrain-${USER:-$UID}-$job-${SLURM_RESTART_COUNT:-0}
 each_host=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"
     --ntasks-per-node=1 --cpus-per-task=1)
+# A name says little of whose a folder is: only one with the mark of a start is removed.
+start_mark=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+# shellcheck disable=SC2016 # for the other hosts' shells
+host_functions='
+is_marked() { [ -O "$1" ] && [ ! -L "$1" ] && [ -f "$1/.start" ]; }
+remove() {
+    chmod -R u+rwX -- "$1" # it may be read-only, and then nobody but root can remove it
+    rm -rf -- "$1"/*       # the mark is last: what is left by a kill has it still
+    rm -rf -- "$1"
+}'
 remove_copies() {
     cd "$SLURM_SUBMIT_DIR"
-    # What was copied may be read-only, and then nobody but root can remove it.
     # shellcheck disable=SC2016 # for the other hosts' shells
-    "${each_host[@]}" bash -c '
-        if [ -O "$1" ] && [ ! -L "$1" ]; then chmod -R u+rwX -- "$1"; fi
-        rm -rf -- "$1"
-    ' remove "$scratch" || true
+    "${each_host[@]}" bash -c "$host_functions"'
+        if is_marked "$1" && [ "$(cat "$1/.start")" = "$2" ]; then remove "$1"; fi
+    ' remove "$scratch" "$start_mark" || true
 }
 trap remove_copies EXIT
 # shellcheck disable=SC2016 # for the other hosts' shells
-if ! "${each_host[@]}" --kill-on-bad-exit=1 bash -c '
+if ! "${each_host[@]}" --kill-on-bad-exit=1 bash -c "$host_functions"'
     set -euo pipefail
     umask 077
     for old in "${1%-*}"-*; do # of a start that was killed
-        if [ "$old" != "$1" ] && [ -O "$old" ] && [ ! -L "$old" ]; then
-            chmod -R u+rwX -- "$old" || true
-            if ! rm -rf -- "$old"; then
-                printf "%s is of an earlier start and cannot be removed\n" "$old" >&2
-            fi
+        case ${old#"${1%-*}-"} in *[!0-9]* | "") continue ;; esac
+        if [ "$old" != "$1" ] && is_marked "$old" && ! remove "$old"; then
+            printf "%s is of an earlier start and cannot be removed\n" "$old" >&2
         fi
     done
     mkdir -- "$1"
+    printf %s "$2" >"$1/.start"
     mkdir -- "$1/code"
-    tar -C "$2" --exclude=./runs --exclude=./.git --exclude=./.venv -cf - . |
+    tar -C "$3" --exclude=./runs --exclude=./.git --exclude=./.venv -cf - . |
         tar -C "$1/code" -xf -
-' stage "$scratch" code ''; then
+' stage "$scratch" "$start_mark" code ''; then
     echo "a host could not copy code to $scratch: the lines above say why" >&2
     exit 1
 fi

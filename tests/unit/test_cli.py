@@ -160,6 +160,17 @@ def test_a_reader_that_leaves_early_is_no_error():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_name_that_is_no_utf_8_is_shown_where_standard_output_is_strict(tmp_path):
+    env = {"PYTHONIOENCODING": "utf-8:strict"}
+    image = tmp_path / "train" / "cat" / "x.jpg"
+    image.parent.mkdir(parents=True)
+    image.touch()
+    arguments = ["shards", "make", str(tmp_path), os.fsdecode(b"out\xff"), "--splits", "train"]
+    done = hpctrain_command(*arguments, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("out\\udcff: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from hpctrain import progress
+from hpctrain import progress, speech
 from hpctrain.progress import Course, Lines, open_progress, said
 
 ROW = {
@@ -241,3 +241,13 @@ def test_a_terminal_works_after_a_process_that_is_cut_short(how, expected):
     assert "\x1b[?1049h" not in text  # nor was there another screen
     if how == "interrupted":
         assert "after it" in lines_of(text)
+
+
+def test_a_log_has_names_that_are_no_utf_8(tmp_path, capsys):
+    handler = speech.keep(tmp_path / "rank-0.log")
+    try:
+        speech.logger.warning("%s cannot be read", os.fsdecode(b"a\xff.jpg"))
+    finally:
+        speech.drop(handler)
+    assert (tmp_path / "rank-0.log").read_text().endswith("a\\udcff.jpg cannot be read\n")
+    assert "cannot be written" not in capsys.readouterr().err

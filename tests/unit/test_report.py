@@ -1,8 +1,10 @@
 """The page of `hpctrain report`: what it says and refuses, and how a real browser shows it."""
 
+import errno
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -252,11 +254,43 @@ def test_a_throughput_that_no_float_holds_is_told(tmp_path):
     assert "more than 1e308 samples/s" in (folder / "report.html").read_text()
 
 
-@pytest.mark.parametrize("name", ["run", "summary"])
-def test_a_file_that_is_nested_too_deep_is_an_error_of_one_line(whole, name, capsys):
-    (whole / f"{name}.json").write_text('{"name": ' + "[" * 10**5 + "]" * 10**5 + "}")
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("run", "[" * 10**5 + "]" * 10**5, "maximum recursion depth exceeded"),
+        ("summary", '{"sta', "Unterminated string"),
+        ("run", "", "Expecting value"),
+    ],
+    ids=["too deep", "cut", "empty"],
+)
+def test_a_file_that_cannot_be_read_is_told_and_the_rest_is_shown(
+    whole, tmp_path, name, content, reason
+):
+    (whole / f"{name}.json").write_text(content)
+    for arguments in ((whole,), (whole, run(tmp_path / "other", summary=DONE))):
+        assert report(*arguments, "--output", tmp_path / "page.html") == 0
+        text = (tmp_path / "page.html").read_text()
+        assert re.search(f"whole: .*/{name}.json cannot be read: {reason}", text)
+        assert "whole has not ended" not in text
+        assert ("not known" in text) == (name == "summary")
+        assert "resnet50" in text
+        assert (tmp_path / "page" / "loss.png").exists()
+
+
+def test_a_run_of_which_nothing_can_be_read_is_refused_alone(whole, tmp_path, capsys):
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    (torn / "run.json").touch()
+    assert report(torn) == 2
+    assert "torn/run.json cannot be read: Expecting value" in capsys.readouterr().err
+    assert report(torn, whole) == 0
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(whole, capsys):
+    (whole / "metrics.jsonl").unlink()
+    os.mkfifo(whole / "metrics.jsonl")
     assert report(whole) == 2
-    assert f"{name}.json cannot be read: maximum recursion depth" in capsys.readouterr().err
+    assert "no regular file" in capsys.readouterr().err
 
 
 def test_a_run_that_has_not_begun_to_train_has_a_page(tmp_path, browser):
@@ -317,6 +351,48 @@ def test_it_replaces_its_own_files_alone(whole, capsys):
     assert (whole / "report.html").read_text() == "<p>mine</p>"
 
 
+@pytest.mark.parametrize("link", ["report.html", "report/loss.png", "report"])
+def test_it_writes_through_no_link(whole, tmp_path, link, capsys):
+    far = tmp_path / "far"
+    if link == "report":
+        far.mkdir()
+    (whole / link).parent.mkdir(exist_ok=True)
+    (whole / link).symlink_to(far)
+    assert report(whole) == 2
+    assert f"{whole / link} is there, and no report" in capsys.readouterr().err
+    assert not far.exists() or not list(far.iterdir())
+    assert (whole / link).is_symlink()
+
+
+def test_pipes_beside_the_figures_are_left_alone(whole):
+    (whole / "report").mkdir()
+    os.mkfifo(whole / "report" / "mine.png")
+    assert report(whole) == 0
+    assert (whole / "report" / "mine.png").is_fifo()
+
+
+def test_a_figure_that_cannot_be_written_leaves_the_one_that_was_there(whole, monkeypatch):
+    report(whole)
+    before = (whole / "report" / "loss.png").read_bytes()
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert report(whole) == 2
+    assert (whole / "report" / "loss.png").read_bytes() == before
+
+
+def test_metrics_called_as_figures_of_steps_have_files_of_their_own(tmp_path):
+    names = ("ranks", "step times", "Step-Times", "ranks-2", "rank")
+    folder = run(tmp_path / "names", rows(5, **dict.fromkeys(names, 1.0)), intervals=[interval()])
+    assert report(folder) == 0
+    page, beside = (folder / "report.html").read_text(), list((folder / "report").iterdir())
+    assert len(beside) == page.count("<figure>")
+    named = {"ranks.png", "step-times.png", "metric-ranks.png", "metric-step-times-2.png"}
+    assert {path.name for path in beside} > named
+
+
 def test_what_it_refuses_comes_with_what_to_type(whole, tmp_path, capsys, monkeypatch):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
@@ -329,9 +405,6 @@ def test_what_it_refuses_comes_with_what_to_type(whole, tmp_path, capsys, monkey
     ):
         assert report(*arguments) == 2
         assert told in capsys.readouterr().err
-    (whole / "run.json").write_text("[")
-    assert report(whole) == 2
-    assert "run.json cannot be read" in capsys.readouterr().err
     for module in ("jinja2", "matplotlib.figure"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, module, None)

@@ -135,3 +135,19 @@ def test_a_line_after_one_that_was_cut_off_is_a_line(tmp_path):
     append(directory.starts, '{"step": 3}')
     append(directory.starts, '{"step": 4}')
     assert [line["step"] for line in directory.lines(directory.starts)] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["a pipe", "a device", "a folder"])
+def test_what_is_no_file_is_refused_and_waits_for_nobody(tmp_path, name):
+    directory = RunDirectory(tmp_path)
+    for path in (directory.metrics, directory.summary):
+        if name == "a pipe":
+            os.mkfifo(path)
+        elif name == "a device":
+            path.symlink_to("/dev/zero")
+        else:
+            path.mkdir()
+    with pytest.raises(OSError, match=r"no regular file.*metrics\.jsonl"):
+        directory.rows()
+    with pytest.raises(UsageError, match=r"summary\.json cannot be read: .*no regular file"):
+        directory.read(directory.summary)

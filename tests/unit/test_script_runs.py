@@ -5,12 +5,13 @@ tests/slurm/test_scripts_on_slurm.py has them on a real Slurm.
 
 import os
 import re
+import shutil
 import tarfile
 import tempfile
 from pathlib import Path
 
 import pytest
-from stand_ins import Machine, make_files
+from stand_ins import RECORD, Machine, make_files
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs.script import render_local
@@ -298,31 +299,56 @@ def test_code_is_copied_without_what_is_no_code_and_ranks_start_there(machine):
     assert not Path(scratch).exists()
 
 
-@pytest.mark.parametrize("there", ["a link", "somebody else's"])
-def test_a_folder_that_is_not_ours_is_not_used(machine, lacking, there):
+@pytest.mark.parametrize("there", ["a link", "somebody else's", "one's own", "of another start"])
+def test_a_folder_that_is_there_is_not_used_and_stays_as_it_is(machine, lacking, there):
     scratch = Path(machine.environ["TMPDIR"], "hpctrain-ada-7-0")
     if there == "a link":
         (machine.folder.parent / "target").mkdir()
         scratch.symlink_to(machine.folder.parent / "target")
-    elif os.geteuid():
-        lacking("mount", "a folder of somebody else's takes root")
     else:
         scratch.mkdir()
+    (scratch / "mine").touch()
+    if there == "somebody else's":
+        if os.geteuid():
+            lacking("mount", "a folder of somebody else's takes root")
+        scratch.chmod(0o777)
         os.chown(scratch, 1, 1)
+    if there == "of another start":
+        (scratch / ".start").write_text("0123")
     code, said = machine.run(JobSpec(command="a", stage_code="."))
     assert code == 1
     assert f"a host could not copy code to {scratch}: the lines above say why\n" in said
     assert len(machine.calls()) == 2, "the ranks have started"
+    assert (scratch / "mine").exists()
+
+
+# Copies are made, and when the ranks should start the job is killed.
+KILLED = """#!/bin/sh
+case "$*" in *" bash -c "*) ;; *) kill -KILL $PPID; sleep 1 ;; esac
+while [ "${1#--}" != "$1" ]; do shift; done
+exec "$@"
+"""
 
 
 def test_what_an_earlier_start_has_left_is_removed_and_nothing_else(machine):
     scratch = Path(machine.environ["TMPDIR"])
-    (scratch / "hpctrain-ada-7-0" / "code").mkdir(parents=True)
-    (scratch / "hpctrain-ada-77-0").mkdir()
+    killed = JobSpec(command="a", stage_code=".")
+    machine.program("srun", KILLED)
+    assert machine.run(killed)[0] == -9
+    machine.program("srun", RECORD.format(folder=machine.records))
+    assert sorted(os.listdir(scratch / "hpctrain-ada-7-0")) == [".start", "code"]
+    others = [f"hpctrain-ada-{rest}" for rest in ("7-4-0", "7-5", "7-results", "77-0")]
+    for name in others:
+        shutil.copytree(scratch / "hpctrain-ada-7-0", scratch / name)
+    shutil.rmtree(scratch / "hpctrain-ada-7-5")
+    (scratch / "hpctrain-ada-7-5").mkdir()  # of nobody who has left a mark
+    (scratch / "hpctrain-ada-7-6").write_text("a file")
     (scratch / "hpctrain-ada-7-1").symlink_to("hpctrain-ada-77-0")
-    code, said = machine.run(JobSpec(command="a", stage_code="."), SLURM_RESTART_COUNT="2")
+    code, said = machine.run(killed, SLURM_RESTART_COUNT="2")
     assert code == 0, said
-    assert sorted(os.listdir(scratch)) == ["hpctrain-ada-7-1", "hpctrain-ada-77-0"]
+    others += ["hpctrain-ada-7-1", "hpctrain-ada-7-6"]
+    assert sorted(os.listdir(scratch)) == sorted(others)
+    assert sorted(os.listdir(scratch / "hpctrain-ada-77-0")) == [".start", "code"]
 
 
 def test_hosts_that_share_what_should_be_their_own_are_told(machine):
@@ -380,6 +406,7 @@ def test_copies_of_what_is_read_only_are_removed_by_who_is_not_root(open_machine
         image.parent.mkdir(parents=True)
         image.touch()
         image.parent.chmod(0o555)
+    (old / ".start").touch()
     for path in (old, *old.rglob("*")):  # of a start that was killed
         os.chown(path, 65534, 65534)
     machine.program("srun", AS_A_USER)

@@ -102,6 +102,9 @@ class Fake(Tracker):
         self.come("close")
         self.rows.append(status)
 
+    def abandon(self):
+        self.come("abandon")
+
 
 @pytest.fixture
 def fake(monkeypatch):
@@ -145,6 +148,43 @@ def test_trackers_that_hang_are_waited_for_together_and_not_as_long_as_ranks_are
     assert time.monotonic() - before < 10
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("--track fake,other has not taken all rows within")
+
+
+def test_a_tracker_that_hangs_and_cannot_be_ended_ends_nothing(fake, monkeypatch, caplog):
+    monkeypatch.setattr(fake, "hangs", "log")
+    monkeypatch.setattr(fake, "fails", "abandon")
+    track("fake,other", ROWS, timeout=0.4)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0].startswith("--track fake,other has not taken all rows within")
+    assert said[1:] == [
+        f"--track {name} may keep this process from its end: no network at abandon"
+        for name in ("fake", "other")
+    ]
+
+
+def test_threads_that_end_meanwhile_do_not_keep_wandb_from_its_end(monkeypatch):
+    import wandb  # noqa: F401, which forks nothing before a run begins
+
+    tracker = tracking.TRACKERS["wandb"](about())
+    over = threading.Event()
+
+    def come_and_go():
+        while not over.is_set():
+            threads = [threading.Thread(target=time.sleep, args=(1e-3,)) for _ in range(20)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+    busy = threading.Thread(target=come_and_go)
+    busy.start()
+    try:
+        for _ in range(500):
+            monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+            tracker.abandon()
+    finally:
+        over.set()
+        busy.join()
 
 
 def test_a_slow_tracker_misses_rows_which_is_said_once_and_hears_of_the_end(
@@ -215,7 +255,9 @@ def test_mlflow_goes_on_in_the_same_run(monkeypatch, tmp_path):
     assert len(MlflowClient().search_runs([run.info.experiment_id])) == 1
 
 
-@pytest.mark.parametrize("text", ["5", "5:5", "9:3", "a:b", ":3", "-1:3", "1:2:3", ""])
+@pytest.mark.parametrize(
+    "text", ["5", "5:5", "9:3", "a:b", ":3", "-1:3", "1:2:3", "", "1:" + "9" * 5000]
+)
 def test_steps_to_trace_are_two_numbers(text):
     with pytest.raises(UsageError) as refused:
         profiling.steps(text)
