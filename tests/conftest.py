@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from hpctrain import variables
 
@@ -31,6 +32,15 @@ def pytest_addoption(parser):
         choices=PARTS,
         help="a part that has to be there: its tests may not be skipped",
     )
+
+
+def pytest_configure(config):
+    # Slow machines are no failure, and a test that passed passes again.
+    many = 100 if config.getoption("--long") else 30
+    settings.register_profile(
+        "tests", deadline=None, max_examples=many, derandomize=True, database=None
+    )
+    settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(config, items):

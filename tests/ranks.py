@@ -10,6 +10,7 @@ import os
 import pickle
 import secrets
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,8 +22,16 @@ from hpctrain.launchers.local import HpctrainRun
 from hpctrain.world import World
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# torch._dynamo is what the first step of any optimizer imports. What is not there is left out.
-_CONTEXT.set_forkserver_preload(["hpctrain.session", "torch._dynamo", "horovod.torch"])
+# What each rank would import for itself: for its test, to open a backend, at the first step of an
+# optimizer, to read a checkpoint. What is not there is left out.
+_CONTEXT.set_forkserver_preload(
+    [
+        *("pytest", "hpctrain.session", "hpctrain.backends.ddp", "hpctrain.backends.horovod"),
+        *("torch._dynamo", "torch.utils.serialization", "horovod.torch"),
+    ]
+)
+# Tests start ranks in several threads, and a patch of the environment that overlaps another stays.
+_STARTING = threading.Lock()
 
 
 def run(
@@ -47,7 +56,7 @@ def run(
         env: more variables for all ranks.
     """
     # OpenMP reads it as it is loaded, so in the server. Elsewhere ranks have it from their start.
-    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+    with _STARTING, mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
     layout = layout or (size,)
     number = secrets.randbelow(2**31)

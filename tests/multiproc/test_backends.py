@@ -12,7 +12,10 @@ import hpctrain.rundir
 from hpctrain.data import Images
 from hpctrain.errors import UsageError
 
-WORLDS = pytest.mark.parametrize("size", [1, 3, 4])
+# By default one rank, and as many as have an order.
+SIZES = pytest.mark.parametrize(
+    "sizes", [(1, 3), pytest.param((1, 2, 3, 4), marks=pytest.mark.long)], ids=str
+)
 
 
 def session(**options):
@@ -78,7 +81,7 @@ def sums():
         return whole, real, tensor, one, shared
 
 
-@WORLDS
+@pytest.mark.parametrize("size", [1, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_sums_are_exact_and_the_same_on_all_ranks(run, size):
     results = ranks.values(run(size, sums))
     whole = sum(2**53 + rank for rank in range(size))
@@ -103,10 +106,11 @@ def same_steps(accumulate_from):
         return losses, opened.batches, {k: v.clone() for k, v in model.state_dict().items()}
 
 
-def test_worlds_differ_only_in_the_order_of_sums(run, tmp_path, monkeypatch):
-    """Equal micro-batches in one process that accumulates and in worlds of 2, 3 and 4 ranks."""
+@SIZES
+def test_worlds_differ_only_in_the_order_of_sums(run, tmp_path, monkeypatch, sizes):
+    """Equal micro-batches in one process that accumulates and in worlds of several ranks."""
     found = {}
-    for size in (1, 2, 3, 4):
+    for size in sizes:
         folder = tmp_path / str(size)
         folder.mkdir()
         monkeypatch.chdir(folder)
@@ -119,7 +123,7 @@ def test_worlds_differ_only_in_the_order_of_sums(run, tmp_path, monkeypatch):
             for name in weights:
                 if "running" not in name:
                     assert torch.equal(weights[name], others[name]), f"{name} differs by rank"
-    for size in (2, 3, 4):
+    for size in sizes:
         assert found[size] == pytest.approx(found[1], rel=1e-9)
     assert len(set(found[1])) == 12
 
@@ -163,10 +167,11 @@ def uneven_evaluation():
         return opened.sum(correct, count, loss)
 
 
-def test_an_evaluation_counts_each_sample_once_in_every_world(run):
+@SIZES
+def test_an_evaluation_counts_each_sample_once_in_every_world(run, sizes):
     alone = ranks.values(run(1, uneven_evaluation))[0]
     assert alone[1] == 101
-    for size in (2, 3, 4):
+    for size in sizes[1:]:
         for result in ranks.values(run(size, uneven_evaluation)):
             assert result[:2] == alone[:2]
             assert result[2] == pytest.approx(alone[2], rel=1e-6)
@@ -181,8 +186,16 @@ def precisions(precision, clip):
         return losses, dtypes, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "clip"),
+    [
+        *(("fp64", None), ("fp32", None), ("bf16", None), ("fp16", None), ("fp16", 0.5)),
+        *(
+            pytest.param(precision, 0.5, marks=pytest.mark.long)
+            for precision in ("fp64", "fp32", "bf16")
+        ),
+    ],
+)
 def test_every_precision_trains_the_same_on_all_ranks(run, precision, clip):
     results = ranks.values(run(3, precisions, precision, clip))
     losses = results[0][0]
@@ -242,14 +255,15 @@ def repeat_with_dropout():
         return train(opened, 6, model)[0]
 
 
-def test_with_deterministic_dropout_follows_step_and_micro_batch(run, tmp_path, monkeypatch):
+@SIZES
+def test_with_deterministic_dropout_follows_step_and_micro_batch(run, tmp_path, monkeypatch, sizes):
     found = {}
-    for size in (1, 2, 3):
+    for size in sizes:
         (tmp_path / str(size)).mkdir()
         monkeypatch.chdir(tmp_path / str(size))
         found[size] = ranks.values(run(size, repeat_with_dropout))[0]
-    assert found[2] == pytest.approx(found[1], rel=1e-9)
-    assert found[3] == pytest.approx(found[1], rel=1e-9)
+    for size in sizes:
+        assert found[size] == pytest.approx(found[1], rel=1e-9)
 
 
 def sums_of_empty_shards():

@@ -76,14 +76,17 @@ def fail():
     raise ValueError("no such file: data.bin")
 
 
+GONE = "rank {} on node1: the process is gone"
+
+
 @pytest.mark.parametrize(
     ("how", "victim", "seconds", "said"),
     [
-        (die, 0, 60, "rank {} on node1: the process is gone"),
-        (die, 2, 60, "rank {} on node1: the process is gone"),
+        pytest.param(die, 0, 60, GONE, marks=pytest.mark.long),
+        (die, 2, 60, GONE),
         (fail, 2, 60, "rank {} on node1 failed: ValueError: no such file: data.bin"),
         (dawdle, 2, 1, "rank {} on node1: no answer"),
-        (freeze, 0, 1, "rank {} on node1: no answer"),
+        pytest.param(freeze, 0, 1, "rank {} on node1: no answer", marks=pytest.mark.long),
         (leave, 2, 1, "rank 1 waits for gradients; rank {} waits for a barrier"),
     ],
     ids=["die-0", "die-2", "fail-2", "dawdle-2", "freeze-0", "leave-2"],
@@ -214,7 +217,7 @@ def flat(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(
     "options",
     [
@@ -493,7 +496,7 @@ def many_gradients(groups):
         return flat(model)
 
 
-@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize("groups", [None, pytest.param(2, marks=pytest.mark.long)])
 def test_deterministic_repeats_are_bit_equal(groups):
     first = ranks.values(ranks.run(3, many_gradients, groups))[0]
     for _ in range(3):

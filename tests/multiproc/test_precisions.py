@@ -290,7 +290,7 @@ def interrupted(name, end, resume):
         return weights, averages, opened.precision.numbers(), list(opened.precision.masters())
 
 
-@pytest.mark.parametrize("name", ["fp16", "O2", "O3"])
+@pytest.mark.parametrize("name", ["fp16", "O2", pytest.param("O3", marks=pytest.mark.long)])
 def test_a_resumed_run_has_the_scale_the_masters_and_the_averages(run, name, tmp_path, monkeypatch):
     """Two ranks, whose sums have one order."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -60,12 +60,12 @@ SEEDS = {
     for seed in range(1, 5)
 }
 ARMS = {
-    ALONE: Arm(1, often=("fp64", "fp32", "bf16", "O2")),
+    ALONE: Arm(1, often=("fp64", "fp32", "O2")),
     "one process, the sums in the other order": Arm(1, often=("fp32",), backwards=True),
-    "ddp, 2 ranks": Arm(2, DDP, often=("fp64", "bf16")),
-    "ddp, 4 ranks": Arm(4, DDP, often=("fp64", "fp32", "O2")),
-    "Horovod, 2 ranks": Arm(2, HOROVOD, often=("fp64",)),
-    "Horovod, 4 ranks": Arm(4, HOROVOD, often=("fp64", "fp32")),
+    "ddp, 2 ranks": Arm(2, DDP, often=("O2",)),
+    "ddp, 4 ranks": Arm(4, DDP, often=("fp64", "fp32")),
+    "Horovod, 2 ranks": Arm(2, HOROVOD, often=("fp32",)),
+    "Horovod, 4 ranks": Arm(4, HOROVOD, often=("fp64",)),
     "Horovod, 2 ranks, `--horovod-groups 2`": Arm(
         2, (*HOROVOD, "--horovod-groups", "2"), ("fp64",)
     ),
@@ -244,17 +244,17 @@ def test_the_tables_of_the_page_keep_what_the_page_claims():
 
 def repeat(times):
     """The same training several times over; the bytes of each one's checkpoint."""
-    options = ("--batch-size", "8", "--max-steps", "20", *HOROVOD, "--deterministic")
+    options = ("--batch-size", "8", "--max-steps", "10", *HOROVOD, "--deterministic")
     for number in range(times):
         example((*options, "--run", f"{number}"))
 
 
 def test_deterministic_repeats_over_horovod_are_equal_to_the_last_bit(horovod):
     """From three ranks on: two numbers have the same sum in any order."""
-    times = 4
-    ranks.values(ranks.run(4, repeat, times, timeout=100))
+    times = 3
+    ranks.values(ranks.run(3, repeat, times, timeout=100))
     first, *others = (
-        torch.load(RunDirectory(f"{number}").checkpoint(20) / "model.pt", weights_only=True)[0]
+        torch.load(RunDirectory(f"{number}").checkpoint(10) / "model.pt", weights_only=True)[0]
         for number in range(times)
     )
     for weights in others:

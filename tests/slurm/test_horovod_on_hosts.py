@@ -90,12 +90,13 @@ def srun(cluster, folder, *options, env=None):
     return folder / "run"
 
 
-def test_srun_alone_starts_eight_ranks_on_four_hosts(horovod, cluster, reference, tmp_path):
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.long)])
+def test_srun_alone_starts_ranks_on_four_hosts(horovod, cluster, reference, tmp_path, ranks):
     """Without ssh, and without MPI."""
-    run = srun(cluster, tmp_path, "-N4", "-n8")
+    run = srun(cluster, tmp_path, "-N4", f"-n{ranks}")
     same_steps(run, reference, FEW)
     (world,) = worlds(run)
-    assert (world["world_size"], world["launcher"]) == (8, "slurm")
+    assert (world["world_size"], world["launcher"]) == (ranks, "slurm")
     assert world["hosts"] == list(cluster.hosts)
 
 

@@ -18,9 +18,7 @@ from hpctrain.errors import UsageError
 from hpctrain.hostlist import compress, expand, first
 
 pytestmark = pytest.mark.slurm
-in_turn = settings(
-    max_examples=300, deadline=None, derandomize=True, database=None, print_blob=False
-)
+in_turn = settings(max_examples=3 * settings.default.max_examples, print_blob=False)
 REFUSED = None
 
 

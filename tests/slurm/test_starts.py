@@ -114,13 +114,13 @@ def test_gpus_that_torch_cannot_use_are_refused_once_and_can_be_hidden(cluster, 
         "echo code $?",
         # What the message says; an export before srun would be lost in its tasks.
         "srun env CUDA_VISIBLE_DEVICES= python train.py",
-        options=("-N1", "-n3", "--gpus-per-node=3"),
+        options=("-N1", "-n2", "--gpus-per-node=2"),
     )
     assert code == 0, log
     refused, _, hidden = log.partition("code 2\n")
     assert refused.count("to mend:") == 1
-    assert f"job {number} has 3 GPUs on this host, and torch" in refused
-    trained(hidden, "slurm", number, places=[(r, r, 3, "node1") for r in range(3)])
+    assert f"job {number} has 2 GPUs on this host, and torch" in refused
+    trained(hidden, "slurm", number, places=[(r, r, 2, "node1") for r in range(2)])
 
 
 def test_a_job_submitted_from_inside_of_a_step_is_not_taken_for_that_step(cluster, tmp_path):
@@ -156,7 +156,7 @@ if __name__ == "__main__":
     ("where", "tasks", "seen"),
     [
         ("slurm", 2, [("slurm", rank, rank % 2, 2, 4) for rank in range(4)]),
-        ("local", 3, [("submitit", rank, rank, 1, 3) for rank in range(3)]),
+        ("local", 2, [("submitit", rank, rank, 1, 2) for rank in range(2)]),
     ],
 )
 def test_submitit_starts_ranks_on_slurm_and_here(cluster, tmp_path, where, tasks, seen):
