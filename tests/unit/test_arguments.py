@@ -22,8 +22,8 @@ def test_the_command_line_and_the_keywords_have_the_same_defaults():
 
 def test_every_option_reaches_its_field():
     line = (
-        "--data mnist --download --run there --no-resume --elastic --backend ddp --precision O2 "
-        "--loss-scale 128 --no-keep-batchnorm-fp32 --max-nonfinite 9 "
+        "--data mnist --download --run there --no-resume --init-from w.pt --elastic --backend ddp "
+        "--precision O2 --loss-scale 128 --no-keep-batchnorm-fp32 --max-nonfinite 9 "
         "--global-batch 96 --batch-size 8 --accumulate 3 --epochs 2 --max-steps 7 --seed 5 "
         "--deterministic --workers 4 --lr 0.5 --lr-scaling linear --lr-reference-batch 32 "
         "--lr-warmup-epochs 0.5 --lr-schedule step --lr-step-epochs 4 --lr-step-factor 0.2 "
@@ -38,10 +38,18 @@ def test_every_option_reaches_its_field():
     )
     read = Options.of(options().parse_args(line.split()), {})
     assert read == Options(
-        "mnist", True, "there", False, True, "ddp", "O2", 128.0, False, 9, 96, 8, 3, 2, 7, 5, True,
-        4, 0.5, "linear", 32, 0.5, "step", 4, 0.2, 1.5, "weights", 1.5, 2.5, 0.99, True, False,
-        True, 1, 20, 5.0, 4, "top1", "wandb", "3:5", 30.0, 60.0, "powersgd", 2, 5, 1.0, True,
-        False, "sum", "fp16", 2.0, 3, True,
+        data="mnist", download=True, run="there", resume=False, init_from="w.pt", elastic=True,
+        backend="ddp", precision="O2", loss_scale=128.0, keep_batchnorm_fp32=False,
+        max_nonfinite=9, global_batch=96, batch_size=8, accumulate=3, epochs=2, max_steps=7, seed=5,
+        deterministic=True, workers=4, lr=0.5, lr_scaling="linear", lr_reference_batch=32,
+        lr_warmup_epochs=0.5, lr_schedule="step", lr_step_epochs=4, lr_step_factor=0.2,
+        lr_power=1.5, decay="weights", clip_norm=1.5, clip_value=2.5, ema=0.99,
+        sync_batchnorm=True, channels_last=False, compile=True, log_every=1, checkpoint_every=20,
+        checkpoint_minutes=5.0, keep_checkpoints=4, keep_best="top1", track="wandb", profile="3:5",
+        start_timeout=30.0, timeout=60.0, ddp_compression="powersgd", ddp_powersgd_rank=2,
+        ddp_powersgd_start=5, ddp_bucket_mb=1, ddp_static_graph=True,
+        ddp_gradient_as_bucket_view=False, horovod_op="sum", horovod_compression="fp16",
+        horovod_gradient_predivide_factor=2.0, horovod_groups=3, horovod_sparse_as_dense=True,
     )  # fmt: skip
     assert Options.of(None, dataclasses.asdict(read)) == read
     assert Options.of(options().parse_args(["--workers", "auto"]), {}).workers == "auto"
