@@ -45,13 +45,13 @@ def claim(
     Args:
         name: of the run.
         models: whose weights it has.
-        options: of the session; `run`, `resume`, `elastic` and `data` matter.
+        options: of the session; `run`, `resume`, `elastic`, `data` and the end matter.
         world: of the session, for run.json.
         job: the scheduler's, for the default name and the restart count.
         env: for $HPCTRAIN_RUN.
 
     Returns:
-        The directory and its lock; None where the run in it is finished.
+        The directory and its lock; None where the run in it is finished, and no more is asked for.
 
     Raises:
         UsageError: the directory has a run in it and `--resume` was not given, or another run,
@@ -68,7 +68,7 @@ def claim(
         _refuse_strangers(directory)
     else:
         _refuse_other_runs(directory, before, said, resume)
-        if (directory.read(directory.summary) or {}).get("status") == STATUS[DONE]:
+        if _finished(directory, options):
             return directory, None
     lock = Lock.take(directory, job, env)
     if before is not None:
@@ -108,6 +108,25 @@ def _refuse_other_runs(
                 "the run that began there",
                 "--run DIR for another directory",
             )
+
+
+def _finished(directory: RunDirectory, options: Options) -> bool:
+    """Whether the run is done, and this start asks for no later end than it has come to.
+
+    Who asks for the same end as the last start gets nothing more: a script may have left its loop
+    before, for reasons of its own.
+    """
+    summary = directory.read(directory.summary) or {}
+    if summary.get("status") != STATUS[DONE]:
+        return False
+    starts = directory.lines(directory.starts)
+    before = starts[-1].get("options") or {} if starts else {}
+    ends = (("epochs", "epoch"), ("max_steps", "step"))
+    if all(getattr(options, name) == before.get(name) for name, _ in ends):
+        return True
+    asked = [(getattr(options, name), summary.get(done, 0)) for name, done in ends]
+    reached = [done >= end for end, done in asked if end is not None]
+    return any(reached) or not reached
 
 
 def facts(directory: RunDirectory, world: World) -> dict[str, Any]:

@@ -78,7 +78,11 @@ class Run:
         self._records = records = Records(session, self._name)
         self.directory = records.directory
         if records.finished:
-            logger.info("%s is finished; --run DIR begins another", self.directory.path)
+            logger.info(
+                "%s is finished; a larger --epochs or --max-steps goes on with it, and --run DIR "
+                "begins another",
+                self.directory.path,
+            )
             raise SystemExit(rundir.DONE)
         session.preemption.begin(self.directory, self._lead)
         self._watchdog = watchdog = Watchdog(

@@ -328,6 +328,53 @@ def test_a_finished_run_says_so_and_is_left_alone():
     assert Path("run/metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [({"epochs": 2}, {"epochs": 4}), ({"max_steps": 6}, {"epochs": 4}), ({"max_steps": 6}, {})],
+)
+def test_a_finished_run_goes_on_to_a_later_end(first, then, tmp_path, monkeypatch):
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    whole = ranks.values(ranks.run(3, train_with, {"deterministic": True}))
+    expected = [row for row in rows() if "loss" in row]
+    monkeypatch.chdir(tmp_path)
+    ranks.values(ranks.run(3, train_with, {"deterministic": True, **first}))
+    again = {"deterministic": True, "resume": True, **then}
+    more = ranks.values(ranks.run(3, train_with, again))
+    assert [steps[-1] for steps, _ in more] == [15] * 3
+    for (_, weights), (_, known) in zip(more, whole, strict=True):
+        assert torch.equal(weights, known)
+    assert [row for row in rows() if "loss" in row] == expected
+    assert ranks.run(3, train_with, again) == [("exit", 0)] * 3
+    sooner = {"resume": True, "max_steps": 7}
+    assert ranks.run(3, train_with, sooner) == [("exit", 0)] * 3
+
+
+def stop_early(**options):
+    """A script that leaves its loop before the end that was asked for."""
+    with session(global_batch=12, run="run", **options) as opened:
+        model, _ = opened.prepare(model := small_model(), torch.optim.SGD(model.parameters(), 0.05))
+        loader, here = opened.loader(images(50)), 0
+        with opened.run() as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(loader):
+                    opened.step(nn.functional.cross_entropy(model(batch), targets))
+                    here += 1
+                if here == 8:
+                    break
+        return run.step
+
+
+def stop_early_with(options):
+    return stop_early(**options)
+
+
+def test_a_run_that_its_script_has_ended_early_stays_finished_until_more_is_asked_for():
+    assert ranks.values(ranks.run(1, stop_early_with, {"epochs": 5})) == [8]
+    assert ranks.run(1, stop_early_with, {"epochs": 5, "resume": True}) == [("exit", 0)]
+    assert ranks.values(ranks.run(1, stop_early_with, {"epochs": 6, "resume": True})) == [16]
+
+
 def test_resume_without_a_checkpoint_begins():
     results = ranks.values(ranks.run(2, train_with, {"resume": True}))
     assert results[0][0] == list(range(16))
