@@ -1,6 +1,7 @@
 """How a model and an optimizer become those of a session."""
 
 import hashlib
+import inspect
 import io
 import os
 import shutil
@@ -118,8 +119,8 @@ def prepare_optimizer(
         batches: of the session, for the global batch.
 
     Raises:
-        UsageError: it has parameters of no prepared model, or a scheduler that would not learn of
-            what is changed here.
+        UsageError: it has parameters of no prepared model, needs a closure, or has a scheduler that
+            would not learn of what is changed here.
     """
     known = {parameter for model in models for parameter in model.parameters()}
     strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
@@ -129,6 +130,13 @@ def prepare_optimizer(
             "model, so each rank would keep its own gradients of them",
             "parameters of prepared models",
             "session.prepare(model, optimizer), with such parameters in a module",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"a {type(optimizer).__name__}, whose step calls a closure for the loss, several times",
+            "an optimizer that needs the gradients of one backward pass, as session.step() gives",
+            "torch.optim.AdamW(model.parameters()), for one; or train without session.step()",
         )
     if optim.scheduled(optimizer) and (options.decay != "all" or options.lr_scaling != "none"):
         raise UsageError(

@@ -163,7 +163,7 @@ class Session:
         Raises:
             UsageError: something that is neither a model nor an optimizer; a model that the file
                 of `--init-from` does not fit; or an optimizer with parameters of no prepared model,
-                or with a scheduler that an option would mislead.
+                that needs a closure, or with a scheduler that an option would mislead.
         """
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer)):

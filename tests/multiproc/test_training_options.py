@@ -448,6 +448,8 @@ def misused(how):
     with session(batch_size=4, decay="weights") as opened:
         model = plain_model()
         optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
+        if how == "closure":
+            optimizer = torch.optim.LBFGS(model.parameters())
         if how == "stranger":
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
         if how == "scheduler":
@@ -464,6 +466,7 @@ def misused(how):
     [
         ("stranger", "1 parameters of the SGD are in no prepared model"),
         ("scheduler", "a scheduler was made before session.prepare()"),
+        ("closure", "a LBFGS, whose step calls a closure"),
         ("unprepared", "an optimizer that was not prepared"),
         ("nothing", "no optimizer was prepared"),
     ],
