@@ -243,7 +243,7 @@ def test_a_second_session_in_the_same_process_works_and_the_environment_is_put_b
 
 def repeat_with_dropout():
     with session(
-        global_batch=12,
+        global_batch=24,
         batch_size=2,
         max_steps=6,
         precision="fp64",
