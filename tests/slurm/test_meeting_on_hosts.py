@@ -427,7 +427,7 @@ def test_a_host_that_is_cut_off_after_the_roll_call_is_named_on_both_sides(clust
             assert "on node1" in error
         else:
             assert any(f"rank {other} on {HOSTS[other]} came" in error for other in lost)
-            assert "was lost before the ranks were connected" in error
+            assert "lost before the ranks were connected" in error
 
 
 # Names, addresses and interfaces.
