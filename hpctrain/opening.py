@@ -31,7 +31,8 @@ from hpctrain.world import World
 
 __all__ = ["Opened", "open_ranks"]
 
-# Of a hang the watchdog can say who is to blame; a collective that gives up can not.
+# Of a hang the watchdog can say who is to blame; a collective that gives up can not. So that comes
+# later, also where the watchdog is late: time in which it could not run does not count for it.
 _SECONDS_TO_BLAME = 10.0
 
 
@@ -152,7 +153,7 @@ def _equip(
         preparation.check_weights(options, world.rank)
         watching.check(options, world.rank)
         settings = backends.Settings(
-            options.timeout + min(_SECONDS_TO_BLAME, options.timeout),
+            options.timeout + _SECONDS_TO_BLAME,
             options.start_timeout,
             batches.accumulate,
             options.deterministic,

@@ -25,8 +25,9 @@ from hpctrain.world import World
 __all__ = ["Watchdog"]
 
 # Signals that go to the whole step, or to all that a terminal has started: not for the helper.
+# With the last one blocked it may write to a terminal that stops background jobs for that.
 _NOT_FOR_THE_HELPER = {
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTTOU),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
 }
 _SECONDS_TO_LEAVE = 5.0
@@ -132,6 +133,8 @@ class Watchdog:
 
 def _start(folder: Path) -> "subprocess.Popen[bytes]":
     # What is blocked stays so in a new process: no moment in which a signal would end the helper.
+    # It stays in the session of the ranks: Linux shares processors out by session where autogroup
+    # is on, and beside ranks that poll, a helper in one of its own was seen to wait for seconds.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_THE_HELPER)
     try:
         return subprocess.Popen(
@@ -142,7 +145,7 @@ def _start(folder: Path) -> "subprocess.Popen[bytes]":
             cwd="/",
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,
+            process_group=0,
         )
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)

@@ -62,14 +62,14 @@ def leave():
 def freeze():
     if os.fork() == 0:  # nobody else ends a process that is stopped
         os.setsid()
-        time.sleep(14)
+        time.sleep(24)
         os.kill(os.getppid(), signal.SIGKILL)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def dawdle():
-    time.sleep(7)
+    time.sleep(17)
 
 
 def fail():
