@@ -340,10 +340,20 @@ def test_the_helper_survives_what_is_sent_to_the_whole_step(start):
     ranks = start(WAIT, "turn_in_circles")
     until(ranks.helpers)
     (helper,) = ranks.helpers()
-    for number in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "ALRM", "XCPU"):
+    for number in ("TERM", "INT", "HUP", "QUIT", "TTOU", "USR1", "USR2", "ALRM", "XCPU"):
         os.kill(helper, getattr(signal, f"SIG{number}"))
     assert ranks.end() == [-signal.SIGKILL] * 2
     assert ranks.reason().startswith("rank 1 on node1")
+
+
+def test_the_helper_has_its_share_of_the_processors_with_the_ranks(start):
+    """Linux's autogroup gives it by session; Ctrl-C goes to a process group."""
+    ranks = start("work_on", "work_on")
+    until(ranks.helpers)
+    (helper,) = ranks.helpers()
+    ours = [process.pid for process in ranks.ranks.values()]
+    assert os.getsid(helper) in map(os.getsid, ours)
+    assert os.getpgid(helper) not in map(os.getpgid, ours)
 
 
 def test_the_run_goes_on_without_its_helper(start):
