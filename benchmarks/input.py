@@ -11,6 +11,7 @@ target is 1.5 times the images a second of the pipeline over Pillow.
 """
 
 import argparse
+import importlib.util
 import io
 import sys
 import tempfile
@@ -22,7 +23,6 @@ from typing import Any
 
 import simplejpeg
 import torch
-import torchcodec.decoders
 import torchvision
 from measure import describe, facts, order, save, summary, table, verdict
 from PIL import Image
@@ -67,11 +67,16 @@ def on_one_core(files: list[bytes]) -> tuple[Arms, Arms]:
     decoders = {
         "Pillow": each(pillow.decode),
         "torchvision.io": each(lambda file: torchvision.io.decode_jpeg(tensor(file))),
-        "torchcodec": each(lambda file: torchcodec.decoders.decode_jpeg(tensor(file))),
         "simplejpeg": each(lambda file: simplejpeg.decode_jpeg(file, "RGB")),
         "Pillow, at a half": each(lambda file: pillow.decode(file, half)),
         "simplejpeg, at a half": each(lambda file: fast.decode(file, half)),
     }
+    if importlib.util.find_spec("torchcodec") is None:
+        print("torchcodec: left out: not installed: pip install 'hpctrain[benchmark]'")
+    else:
+        from torchcodec.decoders import decode_jpeg
+
+        decoders["torchcodec"] = each(lambda file: decode_jpeg(tensor(file)))
     return crops, decoders
 
 

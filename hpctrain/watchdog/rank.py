@@ -25,7 +25,7 @@ from hpctrain.world import World
 __all__ = ["Watchdog"]
 
 # Signals that go to the whole step, or to all that a terminal has started: not for the helper.
-# With the last one blocked it may write to a terminal that stops background jobs for that.
+# With SIGTTOU blocked it may write to a terminal that stops background jobs for that.
 _NOT_FOR_THE_HELPER = {
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTTOU),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),

@@ -75,3 +75,19 @@ def test_every_link_between_our_pages_leads_somewhere():
         if "://" not in target and not (page.parent / target).exists()
     ]
     assert not dead
+
+
+def test_benchmarks_need_nothing_but_what_they_say():
+    """A peer that is not installed is said, with the reason, and the others are measured."""
+    names = sorted(path.stem for path in (TOP / "benchmarks").glob("[a-z]*.py"))
+    assert "input" in names
+    lacking = ("accelerate", "ignite", "lightning", "timm", "torchcodec", "horovod")
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({lacking}))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{blocked}\nimport {', '.join(names)}"],
+        cwd=TOP / "benchmarks",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
