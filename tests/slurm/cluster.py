@@ -89,6 +89,10 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
 KillWait=5
+# A task that leaves in the very moment of its KILL can leave its slurmstepd waiting for its own
+# watch, and without the program below Slurm then takes the whole node away. Seen with 22.05.8.
+UnkillableStepTimeout=10
+UnkillableStepProgram={directory}/give-up
 SlurmdTimeout=10
 # Nodes larger than the machine, so that several tasks with several CPUs fit on each.
 SlurmdParameters=config_overrides
@@ -397,6 +401,9 @@ class Cluster:
         (self.directory / "gres.conf").write_text(
             f"AutoDetect=off\nName=gpu File={gpus}[0-{GPUS_PER_NODE - 1}]\n"
         )
+        give_up = self.directory / "give-up"
+        give_up.write_text("#!/bin/sh\nkill -KILL $PPID\n")
+        give_up.chmod(0o755)
         # Nothing here uses cgroups; the plugin for the second version would want systemd.
         (self.directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         for host in (SWITCH, *ADDRESSES):
