@@ -140,7 +140,7 @@ def test_what_horovod_prints_is_kept_in_the_log_of_the_rank():
 def lost_before_the_start(victim):
     if int(os.environ["HPCTRAIN_RANK"]) == victim:
         backends.open_backend = lambda *arguments: os._exit(9)
-    with session(start_timeout=3):
+    with session(start_timeout=6):
         pass
 
 
