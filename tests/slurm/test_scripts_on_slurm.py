@@ -220,9 +220,16 @@ def test_each_host_has_a_copy_of_code_and_environment_while_the_ranks_run(cluste
             assert not cluster.run(["ls", str(disk)], host).stdout
 
 
-def test_code_that_cannot_be_copied_is_one_error_and_no_rank_starts(cluster):
-    spec = JobSpec(name="stage", command="echo started", nodes=2, stage_code="missing")
-    _, code, log = run(cluster, spec)
+def test_code_that_cannot_be_copied_is_one_error_and_no_rank_starts(cluster, tmp_path):
+    with own_disks(cluster, tmp_path / "disk") as disk:
+        spec = JobSpec(
+            name="stage",
+            command="echo started",
+            nodes=2,
+            stage_code="missing",
+            setup=(f"export TMPDIR={disk}",),
+        )
+        _, code, log = run(cluster, spec)
     assert code == 1
     assert "missing: Cannot open" in log
     assert re.search("a host could not copy code to .*: the lines above say why", log)
