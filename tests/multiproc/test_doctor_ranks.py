@@ -24,7 +24,7 @@ def told_by_rank_0(done):
     return json.loads(said)
 
 
-def examines(own=None, fault=None, run=None, as_json=True, seconds=120.0):
+def examines(own=None, fault=None, run=None, as_json=True, seconds=40.0):
     """What a rank of the doctor returns and prints.
 
     Args:
