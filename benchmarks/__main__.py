@@ -38,7 +38,7 @@ def no_gpu() -> str:
 def no_slurm() -> str:
     """Why the test cluster cannot be started, or nothing."""
     if os.geteuid():
-        return "the Slurm of tests/slurm is started by root"
+        return "the Slurm of tests/support/cluster.py is started by root"
     return "" if shutil.which("slurmctld") else "no Slurm: apt-get install slurm-wlm"
 
 

@@ -6,7 +6,7 @@ brackets the last turns fastest; of more, after the last the first, then the sec
 name with brackets ends in one: so says slurm.conf(5) under NodeName.
 
 What scontrol refuses is refused here, and so is what it makes other names of without a word
-(`n[1,2` is `n]` and `2` to it); tests/slurm/test_hostnames.py has both.
+(`n[1,2` is `n]` and `2` to it); tests/slurm/test_hostlist_scontrol.py has both.
 """
 
 import itertools

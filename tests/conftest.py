@@ -1,9 +1,17 @@
-"""What every test gets: an environment without launchers, and a check that it leaves nothing."""
+"""Fixtures and markers for all tests: which tier a test is in, what it needs, what it may leave.
 
+Markers that follow from what a test uses are set here: `slurm` (the fixture `cluster`), `gpu` (`gpu`,
+`nccl`), `browser`, `horovod` (a parameter or fixture of that name) and `ranks` (the module starts
+forked ranks). `slow` and `e2e` are written where they apply.
+"""
+
+import functools
+import importlib.util
 import json
 import os
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,32 +19,58 @@ from hypothesis import settings
 
 from hpctrain import variables
 
-sys.path.insert(0, str(Path(__file__).parent))
+TESTS = Path(__file__).resolve().parent
+TOP = TESTS.parent
+sys.path.insert(0, str(TESTS / "support"))
+# Tests on a GPU pass the batteries of other folders once more.
+sys.path += [str(folder) for folder in TESTS.iterdir() if folder.is_dir()]
 
-TOP = Path(__file__).resolve().parent.parent
-# What a run of the tests may own; where it does, a skipped test of that part is an error.
-PARTS = (
-    *("slurm", "fashion-mnist", "shellcheck", "openmpi", "mpich", "pmix", "submitit"),
-    *("horovod", "ssh", "openmpi5", "intelmpi", "ipv6", "two-cores", "no-driver"),
-    "gpu",
-    *("strace", "mount", "modules", "browser", "photographs"),
-)
+# What a test may need, and how to get it. A test that lacks one is skipped, or fails with --strict.
+PARTS = {
+    "browser": "apt-get install chromium-headless-shell",
+    "fashion-mnist": "apt-get install dataset-fashion-mnist",
+    "gpu": "a machine with an NVIDIA GPU and its driver",
+    "horovod": ".venv/bin/hpctrain horovod build --cpu --mpi",
+    "modules": "apt-get install environment-modules",
+    "mount": "root, with the right to mount",
+    "mpich": "apt-get install mpich",
+    "nccl": "an NCCL that lets ranks share a GPU: NCCL_MULTI_RANK_GPU_ENABLE=1, since 2.30",
+    "openmpi": "apt-get install openmpi-bin",
+    "photographs": "apt-get install mate-backgrounds",
+    "pmix": "apt-get install libpmix-dev",
+    "shellcheck": "apt-get install shellcheck",
+    "slurm": "root, and apt-get install slurm-wlm munge iproute2",
+    "ssh": "apt-get install openssh-server",
+    "strace": "apt-get install strace",
+    "submitit": "pip install submitit",
+}
+# Facts about a machine, and programs that no Debian package brings: --strict does without them.
+OPTIONAL_PARTS = {
+    "intelmpi": "Intel MPI; $INTELMPI names its folder",
+    "ipv6": "a kernel with IPv6",
+    "no-driver": "a machine without an NVIDIA driver",
+    "openmpi5": "Open MPI 5; $OPENMPI5 names its folder",
+    "two-cores": "two cores",
+    "two-gpus": "two GPUs",
+}
+# Session fixtures that are costly: tests that share one run in one worker.
+GROUPS = {"cluster": "slurm", "references": "references", "sameness_reference": "references"}
 
 
 def pytest_addoption(parser):
-    parser.addoption("--long", action="store_true", help="also the tests that take minutes")
-    parser.addoption(
-        "--require",
-        action="append",
-        default=[],
-        choices=PARTS,
-        help="a part that has to be there: its tests may not be skipped",
+    group = parser.getgroup("hpctrain")
+    group.addoption("--all", action="store_true", help="also the tests that are marked slow")
+    group.addoption("--gpu", action="store_true", help="the tests that need a GPU, and only those")
+    group.addoption(
+        "--strict-parts",
+        action="store_true",
+        help="a test that lacks a part of the machine fails; without, it is skipped",
     )
 
 
 def pytest_configure(config):
     # Slow machines are no failure, and a test that passed passes again.
-    many = 100 if config.getoption("--long") else 30
+    many = 100 if config.getoption("--all") else 10
     settings.register_profile(
         "tests", deadline=None, max_examples=many, derandomize=True, database=None
     )
@@ -44,29 +78,140 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--long"):
-        long = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in long]
+    for item in items:
+        _mark(item)
+    on_gpu, everything = config.getoption("--gpu"), config.getoption("--all")
+    kept = [
+        item
+        for item in items
+        if bool(item.get_closest_marker("gpu")) == on_gpu
+        and (everything or on_gpu or not item.get_closest_marker("slow"))
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    # What waits for Slurm or for ranks begins first, so that no worker ends long after the others.
+    items[:] = sorted(kept, key=_order)
+
+
+def _mark(item):
+    fixtures = set(item.fixturenames)
+    parameters = getattr(item, "callspec", None)
+    words = {str(value) for value in parameters.params.values()} if parameters else set()
+    found = {
+        "slurm": "cluster" in fixtures,
+        "gpu": bool(fixtures & {"gpu", "nccl"}),
+        "browser": "browser" in fixtures,
+        "horovod": "horovod" in fixtures | words,
+        "ranks": hasattr(item.module, "ranks"),
+    }
+    for name in (name for name, applies in found.items() if applies):
+        item.add_marker(name)
+    if item.get_closest_marker("xdist_group"):
+        return
+    group = next((GROUPS[name] for name in GROUPS if name in fixtures), None)
+    if group is None and any(
+        definitions[-1].scope == "module"
+        for definitions in item._fixtureinfo.name2fixturedefs.values()
+    ):
+        group = item.module.__name__
+    if group:
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _order(item):
+    costs = ("slurm", "horovod", "ranks", "e2e")
+    return next((n for n, name in enumerate(costs) if item.get_closest_marker(name)), len(costs))
 
 
 @pytest.fixture(scope="session")
 def lacking(request):
-    """Skip for want of a part, or fail where this run owns it."""
+    """Skip for want of a part, or fail where this run is strict."""
 
     def lack(part: str, why: str):
-        if part in request.config.getoption("--require"):
-            pytest.fail(f"{part} was required: {why}")
-        pytest.skip(f"{part}: {why}")
+        known = PARTS | OPTIONAL_PARTS
+        assert part in known, f"{part!r} is in neither table of parts in {__file__}"
+        reason = f"{part}: {why} (needs {known[part]})"
+        if request.config.getoption("--strict-parts") and part in PARTS:
+            pytest.fail(f"left out with --strict: {reason}")
+        pytest.skip(reason)
 
     return lack
+
+
+@pytest.fixture(scope="session")
+def cluster(lacking):
+    """A real Slurm of four hosts."""
+    import cluster as slurm
+
+    missing = slurm.available()
+    if missing:
+        lacking("slurm", missing)
+    started = slurm.Cluster()
+    started.start()
+    yield started
+    started.stop()
+
+
+@pytest.fixture(params=("auto", "horovod"))  # auto: single for one rank, ddp for more
+def run(request, lacking):
+    """`ranks.run` over each backend in turn: the battery that every backend has to pass."""
+    import ranks
+
+    if request.param == "horovod" and importlib.util.find_spec("horovod") is None:
+        lacking("horovod", "no module named horovod")
+    return partial(ranks.run, env={"TEST_BACKEND": request.param})
+
+
+@pytest.fixture
+def gpu(lacking):
+    """`on_gpu.run`: ranks on the first GPU that this process sees."""
+    import on_gpu
+    import torch
+
+    if not torch.cuda.is_available():
+        lacking("gpu", "torch sees none; nvidia-smi and hpctrain doctor may say why")
+    return on_gpu.run
+
+
+@pytest.fixture
+def nccl(gpu, lacking):
+    """`on_gpu.run`, whose ranks share one GPU over NCCL."""
+    del gpu
+    if refusal := _nccl_refuses():
+        lacking("nccl", f"NCCL does not let ranks share one GPU: {refusal}")
+    return _on_one_gpu()
+
+
+def _on_one_gpu():
+    import on_gpu
+
+    from hpctrain.gpus import CUDA
+
+    env = {CUDA: on_gpu.visible()[0], "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    return partial(on_gpu.run, env=env)
+
+
+@functools.cache
+def _nccl_refuses() -> str:
+    """Return the refusal of an NCCL that does not know the variable; "" where it takes the ranks."""
+    import ranks
+    from battery import identity
+
+    from hpctrain.errors import StartError
+
+    results = _on_one_gpu()(2, identity)
+    for result in results:
+        # The code of NCCL for what torch calls "Duplicate GPU detected".
+        if isinstance(result, StartError) and "invalid usage" in str(result):
+            return result.found
+    ranks.values(results)
+    return ""
 
 
 @pytest.fixture(scope="session")
 def fashion_mnist(lacking):
     folder = Path("/usr/share/datasets/fashion-mnist")
     if not folder.is_dir():
-        lacking("fashion-mnist", "apt-get install dataset-fashion-mnist")
+        lacking("fashion-mnist", f"no folder {folder}")
     return folder
 
 

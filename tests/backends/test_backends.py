@@ -1,0 +1,365 @@
+"""One battery of checks for every backend: what a session promises, over one rank and more."""
+
+import os
+
+import pytest
+import ranks
+import torch
+from battery import identity, images, session, small_model, train
+from torch import nn
+
+import hpctrain
+import hpctrain.rundir
+from hpctrain.errors import UsageError
+
+# By default one rank, and as many as have an order.
+SIZES = pytest.mark.parametrize(
+    "sizes", [(1, 3), pytest.param((1, 2, 3, 4), marks=pytest.mark.slow)], ids=str
+)
+
+
+@pytest.mark.parametrize("layout", [(1,), (3,), (2, 1), (1, 1, 2)])
+def test_every_rank_knows_the_whole_world(run, layout):
+    size = sum(layout)
+    results = ranks.values(run(size, identity, layout=layout))
+    for rank, (world, backend_rank, backend_size) in enumerate(results):
+        assert (world.rank, world.world_size) == (rank, size) == (backend_rank, backend_size)
+        assert world.num_nodes == len(layout)
+        assert world.local_world_size == layout[world.node_rank]
+        assert len(world.hosts) == len(layout)
+    assert [r[0].node_rank for r in results] == [n for n, t in enumerate(layout) for _ in range(t)]
+
+
+def sums():
+    with session(batch_size=2) as opened:
+        rank = opened.world.rank
+        whole, real, tensor = opened.sum(2**53 + rank, 0.1 * rank, torch.tensor(rank))
+        one = opened.sum(rank)
+        shared = opened.backend.share({"from": rank})
+        return whole, real, tensor, one, shared
+
+
+@pytest.mark.parametrize("size", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_sums_are_exact_and_the_same_on_all_ranks(run, size):
+    results = ranks.values(run(size, sums))
+    whole = sum(2**53 + rank for rank in range(size))
+    ones = sum(range(size))
+    for result in results:
+        assert result[0] == whole
+        assert isinstance(result[0], int)
+        assert result[1] == pytest.approx(0.1 * ones, rel=1e-15)
+        assert result[2:] == (ones, ones, {"from": 0})
+
+
+def same_steps(accumulate_from):
+    with session(
+        global_batch=12,
+        batch_size=1 if accumulate_from == "one" else None,
+        precision="fp64",
+        max_steps=12,
+        log_every=1,
+        run="run",
+    ) as opened:
+        losses, model = train(opened, 12)
+        return losses, opened.batches, {k: v.clone() for k, v in model.state_dict().items()}
+
+
+@SIZES
+def test_worlds_differ_only_in_the_order_of_sums(run, tmp_path, monkeypatch, sizes):
+    """Equal micro-batches in one process that accumulates and in worlds of several ranks."""
+    found = {}
+    for size in sizes:
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        results = ranks.values(run(size, same_steps, "one"))
+        losses, batches, weights = results[0]
+        assert batches.accumulate == 12 // size
+        assert len(losses) == 12
+        found[size] = losses
+        for _, _, others in results[1:]:
+            for name in weights:
+                if "running" not in name:
+                    assert torch.equal(weights[name], others[name]), f"{name} differs by rank"
+    for size in sizes:
+        assert found[size] == pytest.approx(found[1], rel=1e-9)
+    assert len(set(found[1])) == 12
+
+
+def plain_attributes():
+    with session(batch_size=2) as opened:
+        model = small_model()
+        model.note = "mine"
+        names = list(model.state_dict())
+        parameters = [name for name, _ in model.named_parameters()]
+        prepared = opened.prepare(model)
+        assert prepared.note == "mine"
+        assert list(prepared.state_dict()) == names
+        assert [name for name, _ in prepared.named_parameters()] == parameters
+        prepared.load_state_dict(small_model().state_dict())
+        with pytest.raises(AttributeError, match="nothing_of_this_name"):
+            _ = prepared.nothing_of_this_name
+    return True
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_prepared_model_looks_like_the_plain_one(run, size):
+    assert all(ranks.values(run(size, plain_attributes)))
+
+
+def uneven_evaluation():
+    with session(batch_size=2) as opened:
+        model = small_model()
+        if opened.world.rank == 1:
+            model[1].running_mean += 5  # statistics of its own, as training leaves them
+        model = opened.prepare(model)
+        loader = opened.loader(images(101), train=False, batch_size=7)
+        model.eval()
+        correct = count = loss = 0
+        with torch.no_grad():
+            for batch, targets in loader:
+                out = model(batch)
+                correct += (out.argmax(1) == targets).sum()
+                loss += nn.functional.cross_entropy(out, targets, reduction="sum").double()
+                count += len(targets)
+        return opened.sum(correct, count, loss)
+
+
+@SIZES
+def test_an_evaluation_counts_each_sample_once_in_every_world(run, sizes):
+    alone = ranks.values(run(1, uneven_evaluation))[0]
+    assert alone[1] == 101
+    for size in sizes[1:]:
+        for result in ranks.values(run(size, uneven_evaluation)):
+            assert result[:2] == alone[:2]
+            assert result[2] == pytest.approx(alone[2], rel=1e-6)
+
+
+def precisions(precision, clip):
+    with session(
+        batch_size=8, max_steps=12, precision=precision, clip_norm=clip, log_every=1, run="run"
+    ) as opened:
+        losses, model = train(opened, 12)
+        dtypes = {p.dtype for p in model.parameters()}
+        return losses, dtypes, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("precision", "clip"),
+    [
+        *(("fp64", None), ("fp32", None), ("bf16", None), ("fp16", None), ("fp16", 0.5)),
+        *(
+            pytest.param(precision, 0.5, marks=pytest.mark.slow)
+            for precision in ("fp64", "fp32", "bf16")
+        ),
+    ],
+)
+def test_every_precision_trains_the_same_on_all_ranks(run, precision, clip):
+    results = ranks.values(run(3, precisions, precision, clip))
+    losses = results[0][0]
+    assert all(loss == loss for loss in losses)
+    assert sum(losses[-3:]) < sum(losses[:3])
+    expected = torch.float64 if precision == "fp64" else torch.float32
+    for _, dtypes, weights in results:
+        assert dtypes == {expected}
+        assert torch.equal(weights, results[0][2])
+
+
+def clipping(precision):
+    with session(batch_size=8, precision=precision, clip_norm=0.01) as opened:
+        model = small_model()
+        before = [p.detach().clone() for p in model.parameters()]
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        batch, targets = next(iter(opened.loader(images(240))))
+        with opened.autocast():
+            loss = nn.functional.cross_entropy(model(batch), targets)
+        opened.step(loss)
+        moved = [(a - b).flatten() for a, b in zip(model.parameters(), before, strict=True)]
+        return torch.cat(moved).norm().item()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_clipping_holds_the_true_norm_also_under_a_loss_scale(run, precision):
+    for norm in ranks.values(run(3, clipping, precision)):
+        assert norm == pytest.approx(0.01, rel=1e-2)
+
+
+def two_sessions():
+    first = dict(os.environ)
+    with session(batch_size=2) as opened:
+        inside = opened.sum(1)
+    changed = set(os.environ.items()) ^ set(first.items())
+    assert not changed, changed
+    assert not torch.distributed.is_initialized()
+    with session(batch_size=2) as opened:
+        return inside, opened.sum(opened.world.rank)
+
+
+def test_a_second_session_in_the_same_process_works_and_the_environment_is_put_back(run):
+    assert ranks.values(run(3, two_sessions)) == [(3, 3)] * 3
+
+
+def repeat_with_dropout():
+    with session(
+        global_batch=24,
+        batch_size=2,
+        max_steps=6,
+        precision="fp64",
+        deterministic=True,
+        log_every=1,
+        run="run",
+    ) as opened:
+        model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
+        return train(opened, 6, model)[0]
+
+
+@SIZES
+def test_with_deterministic_dropout_follows_step_and_micro_batch(run, tmp_path, monkeypatch, sizes):
+    found = {}
+    for size in sizes:
+        (tmp_path / str(size)).mkdir()
+        monkeypatch.chdir(tmp_path / str(size))
+        found[size] = ranks.values(run(size, repeat_with_dropout))[0]
+    for size in sizes:
+        assert found[size] == pytest.approx(found[1], rel=1e-9)
+
+
+def sums_of_empty_shards():
+    with session(batch_size=2) as opened:
+        loss = 0.5 if opened.world.rank == 0 else 0
+        return opened.sum(loss, opened.world.rank)
+
+
+def test_a_rank_that_saw_no_sample_may_bring_a_whole_zero(run):
+    assert ranks.values(run(3, sums_of_empty_shards)) == [(0.5, 3)] * 3
+
+
+def two_models():
+    with session(batch_size=2) as opened:
+        torch.manual_seed(opened.world.rank)
+        critic, maker = nn.Linear(4, 1), nn.Linear(4, 4)
+        for parameter in (frozen := nn.Linear(2, 2)).parameters():
+            parameter.requires_grad = False
+        first = torch.optim.SGD(critic.parameters(), 0.1)
+        second = torch.optim.SGD(maker.parameters(), 0.1)
+        critic, maker, first, second, frozen = opened.prepare(critic, maker, first, second, frozen)
+        start = critic.weight.detach().clone()
+        opened.step(critic(torch.ones(2, 4)).mean(), first)
+        moved = critic.weight.detach().clone()
+        opened.step(critic(maker(torch.ones(2, 4))).mean(), second)
+        left = [p.grad for p in critic.parameters() if p.grad is not None]
+        return start, moved, critic.weight.detach().clone(), left, frozen.weight
+
+
+def test_two_models_step_one_at_a_time_and_leave_each_other_no_gradients(run):
+    results = ranks.values(run(3, two_models))
+    for start, moved, end, left, frozen in results:
+        assert not torch.equal(start, moved)
+        assert torch.equal(moved, end)
+        assert not left
+        assert torch.equal(start, results[0][0])
+        assert torch.equal(frozen, results[0][4])
+
+
+def refused_loader_arguments():
+    with session(batch_size=2) as opened:
+        opened.loader(images(20), shuffle=True, num_workers=2)
+
+
+def test_what_the_session_decides_of_a_loader_is_refused_by_name(run):
+    (result,) = run(1, refused_loader_arguments)
+    assert isinstance(result, hpctrain.HpctrainError)
+    assert "num_workers, shuffle" in str(result)
+
+
+# What is torch.distributed's alone.
+
+
+def counts_reductions():
+    with hpctrain.Session(global_batch=24, batch_size=2, max_steps=3, run="run") as session:
+        model = small_model()
+        model, _optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        seen = []
+        model.register_comm_hook(seen, _count)
+        steps = []
+        with session.run() as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(session.loader(images(240))):
+                    before = len(seen)
+                    loss = nn.functional.cross_entropy(model(batch), targets)
+                    stepped = session.step(loss)
+                    steps.append((stepped, len(seen) > before))
+        return steps
+
+
+def _count(seen, bucket):
+    seen.append(1)
+    return (
+        torch.distributed.all_reduce(
+            bucket.buffer() / torch.distributed.get_world_size(), async_op=True
+        )
+        .get_future()
+        .then(lambda future: future.value()[0])
+    )
+
+
+def test_only_the_last_micro_batch_of_a_step_talks():
+    for steps in ranks.values(ranks.run(3, counts_reductions)):
+        assert (
+            steps
+            == [(False, False)] * 3 + [(True, True)] + ([(False, False)] * 3 + [(True, True)]) * 2
+        )
+
+
+def too_early():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        hpctrain.Session(batch_size=2)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_process_group_of_the_script_is_refused():
+    for result in ranks.run(2, too_early):
+        assert isinstance(result, hpctrain.HpctrainError)
+        assert result.exit_code == 2
+        assert "init_process_group" in str(result)
+
+
+def ddp_alone():
+    with hpctrain.Session(batch_size=2, backend="ddp", timeout=20) as session:
+        return session.backend.name, session.sum(5)
+
+
+def test_ddp_also_serves_a_process_that_is_alone():
+    assert ranks.values(ranks.run(1, ddp_alone)) == [("ddp", 5)]
+
+
+def begin_from(path, **options):
+    with session(batch_size=2, init_from=str(path), **options) as opened:
+        model, other = opened.prepare(small_model(), small_model())
+        states = [one.state_dict() for one in (model, other)]
+        return [{name: value.tolist() for name, value in state.items()} for state in states]
+
+
+def test_all_ranks_begin_with_the_weights_of_a_file(run, tmp_path):
+    torch.manual_seed(5)
+    sources = [small_model(), small_model()]
+    for source in sources:
+        source[1].running_mean.uniform_()
+    torch.save([source.state_dict() for source in sources], tmp_path / "weights.pt")
+    wanted = [
+        {name: value.tolist() for name, value in source.state_dict().items()} for source in sources
+    ]
+    for found in ranks.values(run(3, begin_from, tmp_path / "weights.pt")):
+        assert found == wanted
+
+
+def test_a_file_that_does_not_fit_is_told_to_all_ranks(run, tmp_path):
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "other.pt")
+    for path, words in (("other.pt", "has no 0.weight"), ("none.pt", "No such file")):
+        results = run(3, begin_from, tmp_path / path)
+        assert {type(result) for result in results} == {UsageError}, results
+        assert all(words in result.found for result in results)

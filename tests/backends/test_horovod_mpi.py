@@ -1,0 +1,52 @@
+"""Horovod over a real MPI, and over an MPI that is not the one that started the ranks."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import launches
+import pytest
+
+PROGRAM = str(Path(__file__).with_name("over_mpi.py"))
+
+
+@pytest.fixture
+def mpirun(lacking):
+    """The commands of Open MPI, with which the tests build Horovod, and of MPICH."""
+    if importlib.util.find_spec("horovod") is None:
+        lacking("horovod", "hpctrain horovod build --mpi")
+    for part, program in (("openmpi", "mpirun.openmpi"), ("mpich", "mpiexec.hydra")):
+        if shutil.which(program) is None:
+            lacking(part, f"{program} is not there")
+    return {
+        "openmpi": ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"],
+        "mpich": ["mpiexec.hydra"],
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_adasum_over_mpi_is_what_horovod_does_by_hand(mpirun, ranks):
+    command = [*mpirun["openmpi"], "-np", str(ranks), launches.PYTHON, PROGRAM]
+    done = launches.start(command, ".")
+    assert done.returncode == 0, done.stdout + done.stderr
+    transport, apart = done.stdout.splitlines()[0].split()
+    assert transport == "mpi"
+    assert float(apart) < 1e-12
+    assert done.stdout.count("a second Session over Horovod and MPI in one process") == ranks
+
+
+def test_an_mpi_that_did_not_start_the_ranks_is_named(mpirun):
+    command = [*mpirun["mpich"], "-np", "3", launches.PYTHON, str(launches.EXAMPLE)]
+    done = launches.start([*command, "--backend", "horovod", "--max-steps", "1"], ".")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "horovod over mpi says rank 0 of 1, hydra says rank 2 of 3" in done.stderr
+    assert "export HOROVOD_CONTROLLER=gloo" in done.stderr
+
+
+def test_gloo_serves_under_any_mpi(mpirun):
+    command = [*mpirun["mpich"], "-np", "2", launches.PYTHON, str(launches.EXAMPLE)]
+    arguments = ["--backend", "horovod", "--max-steps", "2", "--run", "run"]
+    done = launches.start([*command, *arguments], ".", HOROVOD_CONTROLLER="gloo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks" in done.stderr
+    assert "horovod over gloo" in done.stderr

@@ -1,0 +1,295 @@
+"""Horovod on four hosts: by srun, by horovodrun over ssh, and after a host was lost."""
+
+import contextlib
+import importlib.util
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import launches
+import pytest
+
+from hpctrain.jobs import files
+from hpctrain.jobs.script import render
+from hpctrain.jobs.spec import JobSpec
+
+pytestmark = pytest.mark.slurm
+
+# 24 micro-batches, which 8, 6, 4, 3 and 2 ranks share evenly.
+TRAIN = (
+    *("--data", "digits", "--precision", "fp64", "--global-batch", "48", "--batch-size", "2"),
+    *("--max-steps", "30", "--lr", "0.001", "--log-every", "1", "--checkpoint-every", "5"),
+)
+HOROVOD = ("--backend", "horovod", "--start-timeout", "120", *TRAIN)
+# The example, but slow enough to lose a host in its middle.
+SLOW = """
+import runpy, sys, time
+import hpctrain
+
+class Slow(hpctrain.Session):
+    def step(self, loss):
+        super().step(loss)
+        time.sleep(0.02)
+
+hpctrain.Session = Slow
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+PATIENCE = 400
+FEW = 10  # steps, where nothing happens in their middle
+
+
+@pytest.fixture(scope="session")
+def horovod(lacking):
+    if importlib.util.find_spec("horovod") is None:
+        lacking("horovod", "hpctrain horovod build")
+
+
+@pytest.fixture(scope="session")
+def ssh(cluster, lacking):
+    """The environment in which ssh reaches the hosts."""
+    if not (cluster.ssh_folder / "ssh").exists():
+        lacking("ssh", "apt-get install openssh-server")
+    env = cluster.environ()
+    path = f"{cluster.ssh_folder}:{launches.BIN}:{env['PATH']}"
+    return {**env, "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    """The losses of one process, which accumulates."""
+    folder = tmp_path_factory.mktemp("one-process")
+    command = [launches.PYTHON, launches.EXAMPLE, *TRAIN, "--run", "run"]
+    done = launches.start(command, folder)
+    assert done.returncode == 0, done.stderr
+    return launches.losses(folder / "run")
+
+
+def same_steps(run, reference, steps=30):
+    """Every step once, with the losses of one process."""
+    rows = [row for row in launches.rows(run) if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert [row["loss"] for row in rows] == pytest.approx(reference[:steps], rel=1e-9)
+
+
+def worlds(run):
+    """The world of each start."""
+    return [json.loads(line)["world"] for line in (run / "starts.jsonl").read_text().splitlines()]
+
+
+def srun(cluster, folder, *options, env=None):
+    command = [launches.PYTHON, launches.EXAMPLE, *HOROVOD, "--max-steps", str(FEW), "--run", "run"]
+    done = cluster.run(
+        ["srun", "--kill-on-bad-exit=1", *options, *command],
+        cwd=folder,
+        env={**cluster.environ(), "OMP_NUM_THREADS": "1", **(env or {})},
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_srun_alone_starts_ranks_on_four_hosts(horovod, cluster, reference, tmp_path, ranks):
+    """Without ssh, and without MPI."""
+    run = srun(cluster, tmp_path, "-N4", f"-n{ranks}")
+    same_steps(run, reference, FEW)
+    (world,) = worlds(run)
+    assert (world["world_size"], world["launcher"]) == (ranks, "slurm")
+    assert world["hosts"] == list(cluster.hosts)
+
+
+LAYOUTS = {
+    "3+1": ("node1", "node1", "node1", "node2"),
+    "2+2 cyclic": ("node1", "node2", "node1", "node2"),
+    "4+1+1 cyclic": ("node1", "node2", "node3", "node1", "node1", "node1"),
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("3+1", marks=pytest.mark.slow),
+        pytest.param("2+2 cyclic", marks=pytest.mark.slow),
+        pytest.param("4+1+1 cyclic", marks=pytest.mark.slow),
+    ],
+)
+def test_hosts_have_as_many_ranks_as_they_like(horovod, cluster, reference, tmp_path, layout):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"{host}\n" for host in LAYOUTS[layout]))
+    ranks = str(len(LAYOUTS[layout]))
+    options = ("-n", ranks, "--distribution=arbitrary")
+    run = srun(cluster, tmp_path, *options, env={"SLURM_HOSTFILE": str(hosts)})
+    same_steps(run, reference, FEW)
+    assert worlds(run)[0]["world_size"] == int(ranks)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder that looks like the top of the repository, for scripts that write into it."""
+    for name in ("sbatch", "examples"):
+        (tmp_path / name).symlink_to(launches.TOP / name)
+    return tmp_path
+
+
+def horovod_spec():
+    return files.read(launches.TOP / "sbatch" / "horovod.toml")
+
+
+def written(folder, **changes):
+    """The folder, with the script of a sbatch/horovod.toml in which something is changed."""
+    (folder / "sbatch").unlink()
+    (folder / "sbatch").mkdir()
+    script = render(JobSpec(**{**horovod_spec(), **changes}))
+    (folder / "sbatch" / "horovod.sh").write_text(script)
+    return folder
+
+
+def submit(cluster, folder, env, *arguments):
+    """Start the batch script; its job."""
+    done = cluster.run(
+        ["sbatch", "--parsable", "--cpus-per-task=1", "sbatch/horovod.sh", *arguments],
+        cwd=folder,
+        env=env,
+    )
+    assert done.stdout.strip(), done.stderr
+    return done.stdout.strip()
+
+
+def ended(cluster, folder, job):
+    """Wait for a job's end: its exit code and log."""
+    _, code = cluster.ended(job, PATIENCE)
+    return code, (folder / f"horovod-{job}.log").read_text()
+
+
+def wait(until, seconds=PATIENCE):
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["srun", "horovodrun"])
+def test_the_batch_script_has_eight_ranks_on_four_hosts(
+    horovod, cluster, ssh, reference, checkout, by
+):
+    job = submit(cluster, written(checkout, launcher=by), ssh, *TRAIN)
+    code, log = ended(cluster, checkout, job)
+    assert code == 0, log
+    run = checkout / "runs" / f"horovod-{job}"
+    same_steps(run, reference)
+    assert (worlds(run)[0]["world_size"], worlds(run)[0]["num_nodes"]) == (8, 4)
+    assert not list(run.glob(".starts-*"))
+
+
+@contextlib.contextmanager
+def lost(cluster, host, silently=False):
+    """A host that is not there for a while."""
+    try:
+        cluster.power_off(host, silently)
+        yield
+    finally:
+        cluster.power_on(host)
+        cluster.run(["scontrol", "update", f"nodename={host}", "state=resume"])
+        cluster.clear()
+
+
+def ranks_of(folder):
+    """The environments of living processes whose run directory is in a folder, by process."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            entries = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+            env = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+            if env.get("HPCTRAIN_RUN", "").startswith(str(folder)):
+                found[int(process.name)] = env
+    return found
+
+
+@contextlib.contextmanager
+def elastic(cluster, folder, env, *command):
+    """`hpctrain run --elastic` on node1, ended with all that it started."""
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            cluster.command(
+                [launches.PYTHON, "-m", "hpctrain", "run", "--elastic", *command], "node1"
+            ),
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(PATIENCE)
+
+
+@pytest.mark.parametrize("silently", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_horovodrun_goes_on_without_the_host_that_was_lost(
+    horovod, cluster, ssh, reference, tmp_path, silently
+):
+    (tmp_path / "slow.py").write_text(SLOW)
+    script = ("slow.py", str(launches.EXAMPLE), *HOROVOD, "--elastic", "--run", "run")
+    run = tmp_path / "run"
+    with elastic(cluster, tmp_path, ssh, "--hosts", "node[1-3]:1", *script) as process:
+        wait((run / "checkpoints" / "step-00000005").exists)
+        with lost(cluster, "node2", silently):
+            code = process.wait(PATIENCE)
+    log = (tmp_path / "log").read_text()
+    assert code == 0, log
+    same_steps(run, reference)
+    assert [world["world_size"] for world in worlds(run)] == [3, 2]
+    assert worlds(run)[1]["hosts"] == ["node1", "node3"]
+    assert "hpctrain: start 2: 2 ranks on 2 of 3 hosts, without node2; from step " in log
+    assert {path.name for path in run.glob(".*")} <= {".lock.turn"}
+    assert not ranks_of(tmp_path)
+
+
+SLEEPS = (
+    "import pathlib, os, time; pathlib.Path(os.environ['HOROVOD_RANK']).touch(); time.sleep(600)"
+)
+
+
+def test_nothing_is_left_on_any_host_and_no_secret_was_on_a_command_line(
+    horovod, cluster, ssh, tmp_path
+):
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    env = {**ssh, "HPCTRAIN_SECRET": "a-word-to-nobody", "MY_PASSWORD": "a-second-one"}
+    with elastic(cluster, tmp_path, env, "--hosts", "node[1-3]:1", "sleeps.py") as process:
+        wait(lambda: all((tmp_path / rank).exists() for rank in "012"))
+        ranks = ranks_of(tmp_path)
+        everybody = b"".join(
+            path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()
+        )
+        process.kill()
+        process.wait()
+        wait(lambda: not ranks_of(tmp_path), 30)
+    assert len(ranks) == 3
+    for env in ranks.values():
+        assert env["HPCTRAIN_SECRET"] == "a-word-to-nobody"
+        assert env["MY_PASSWORD"] == "a-second-one"
+    assert b"a-word-to-nobody" not in everybody
+    assert b"a-second-one" not in everybody
+
+
+@pytest.mark.slow
+def test_the_batch_script_goes_on_without_the_host_that_was_lost(
+    horovod, cluster, ssh, reference, checkout
+):
+    """By srun, as soon as Slurm knows of the loss."""
+    (checkout / "slow.py").write_text(SLOW)
+    command = ("python", "slow.py", *horovod_spec()["command"][1:])
+    job = submit(cluster, written(checkout, command=command), ssh, *TRAIN, "--run", "run")
+    run = checkout / "run"
+    wait((run / "checkpoints" / "step-00000005").exists)
+    with lost(cluster, "node3"):
+        code, log = ended(cluster, checkout, job)
+    assert code == 0, log
+    same_steps(run, reference)
+    assert [world["world_size"] for world in worlds(run)] == [8, 6]
+    assert worlds(run)[1]["hosts"] == ["node1", "node2", "node4"]

@@ -1,0 +1,124 @@
+"""Several ranks over NCCL, on one GPU that they share."""
+
+import copy
+
+import battery
+import pytest
+import ranks
+import test_backends
+import torch
+from battery import session
+from on_gpu import visible
+from test_sync_batchnorm import PARTS, apart, own_part, trains
+from torch import nn
+
+from hpctrain import syncbn
+from hpctrain.errors import HpctrainError
+from hpctrain.gpus import CUDA
+
+
+def test_a_gpu_is_shared_only_where_all_ranks_say_so(gpu):
+    results = gpu(3, battery.identity, env={CUDA: visible()[0]})
+    for result in results:
+        assert isinstance(result, HpctrainError), result
+        assert result.exit_code == 2
+        assert "is shared by ranks 0, 1, 2" in str(result)
+
+
+def kind():
+    with session(batch_size=2) as opened:
+        return opened.backend.name, opened.backend.transport, str(opened.device)
+
+
+def test_ranks_on_one_gpu_talk_over_nccl(nccl):
+    assert ranks.values(nccl(3, kind)) == [("ddp", "nccl", "cuda:0")] * 3
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_over_nccl_are_exact_and_the_same_on_all_ranks(nccl, size):
+    test_backends.test_sums_are_exact_and_the_same_on_all_ranks(nccl, size)
+    test_backends.test_a_rank_that_saw_no_sample_may_bring_a_whole_zero(nccl)
+
+
+def begun():
+    """Weights and buffers that were another's on each rank."""
+    with session(batch_size=2, precision="fp32") as opened:
+        torch.manual_seed(opened.world.rank)
+        model = opened.prepare(battery.small_model())
+        return dict(model.state_dict())
+
+
+def test_all_ranks_begin_with_the_weights_of_rank_0(nccl):
+    results = ranks.values(nccl(3, begun))
+    torch.manual_seed(0)
+    for name, tensor in battery.small_model().state_dict().items():
+        assert all(torch.equal(result[name], tensor) for result in results), name
+
+
+def test_steps_over_nccl_are_those_of_one_process(nccl, tmp_path, monkeypatch):
+    test_backends.test_worlds_differ_only_in_the_order_of_sums(nccl, tmp_path, monkeypatch)
+
+
+def test_dropout_over_nccl_is_that_of_one_process(nccl, tmp_path, monkeypatch):
+    test_backends.test_with_deterministic_dropout_follows_step_and_micro_batch(
+        nccl, tmp_path, monkeypatch
+    )
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains_the_same_on_all_ranks(nccl, precision, clip):
+    test_backends.test_every_precision_trains_the_same_on_all_ranks(nccl, precision, clip)
+
+
+def test_a_second_session_over_nccl_works(nccl):
+    test_backends.test_a_second_session_in_the_same_process_works_and_the_environment_is_put_back(
+        nccl
+    )
+
+
+def torchs_and_ours(dtype):
+    """How far our synchronised batch norm is from torch's: outputs, gradients, statistics."""
+    with session(batch_size=2, precision="fp32") as opened:
+        rank, device = opened.world.rank, opened.device
+        torch.manual_seed(1)
+        whole = torch.randn(sum(PARTS), 4, 5, 6, dtype=dtype) * 3 + 5
+        slope = torch.randn_like(whole)
+        plain = nn.BatchNorm2d(4, dtype=dtype)
+        nn.init.normal_(plain.weight)
+        nn.init.normal_(plain.bias)
+        theirs = syncbn.convert(plain.to(device), opened.backend)
+        assert type(theirs) is nn.SyncBatchNorm
+        ours = copy.deepcopy(theirs)
+        ours.__class__ = syncbn.SyncBatchNorm
+        ours.ranks = syncbn._Ranks(opened.backend)
+        found = []
+        for layer in (theirs, ours):
+            x = own_part(whole, rank).to(device).requires_grad_()
+            y = layer(x)
+            (y * own_part(slope, rank).to(device)).sum().backward()
+            gradients = [parameter.grad for parameter in layer.parameters()]
+            found.append([y, x.grad, *gradients, layer.running_mean, layer.running_var])
+        return [apart(own, other) for own, other in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_our_synchronised_batch_norm_is_torchs(nccl, dtype, error):
+    for found in ranks.values(nccl(len(PARTS), torchs_and_ours, dtype)):
+        assert len(found) == 6
+        assert max(found) < error
+
+
+def test_a_training_with_torchs_batch_norm_is_that_of_one_process(nccl, tmp_path, monkeypatch):
+    found = {}
+    for size in (1, 3):
+        (tmp_path / str(size)).mkdir()
+        monkeypatch.chdir(tmp_path / str(size))
+        found[size] = ranks.values(nccl(size, trains))
+    losses, state, _ = found[1][0]
+    assert len(losses) == 20
+    assert found[3][0][0] == pytest.approx(losses, rel=1e-8)
+    for _, other, kind in found[3]:
+        assert kind == "SyncBatchNorm"
+        for name, tensor in other.items():
+            assert apart(tensor.double(), state[name].double()) < 1e-7, name

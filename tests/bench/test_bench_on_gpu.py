@@ -1,0 +1,53 @@
+"""`hpctrain bench` on a GPU: ResNet-50 in half precision, memory by arm, sums within the device."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+import ranks
+
+from hpctrain.bench import allreduce, step
+from hpctrain.cli import main
+
+
+def benches(*words):
+    """What a rank printed, and rank 0's record."""
+    for module in (step, allreduce):
+        module._BLOCK_SECONDS = 0.05
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        assert main(["bench", *words, "--seconds", "1", "--json", "found.json"]) == 0
+    return shown.getvalue(), json.loads(Path("found.json").read_text())
+
+
+def test_a_step_is_that_of_resnet50_in_half_precision(gpu):
+    ((said, found),) = ranks.values(gpu(1, benches, "step", "--batch-size", "16"))
+    assert found["model"] in ("resnet50", "small")  # without torchvision the small one
+    assert found["precision"] in ("bf16", "fp16")
+    assert found["channels_last"]
+    by_hand, ours = found["arms"]["by hand"], found["arms"]["hpctrain"]
+    # Weights, momenta, gradients and activations of one loop; those of the other do not count.
+    assert ours["peak_memory"] == pytest.approx(by_hand["peak_memory"], rel=0.2)
+    assert "peak memory" in said
+
+
+def test_sums_over_one_gpu(nccl):
+    (said, found), _ = ranks.values(nccl(2, benches, "allreduce", "--sizes", "4,1MB"))
+    assert found["transport"] == "nccl"
+    for one in found["results"]:
+        ours = one["arms"]["hpctrain"]
+        assert ours["busbw"] == pytest.approx(ours["algbw"])  # 2(n-1)/n of two ranks
+    assert "copy GB/s" in said
+
+
+def test_a_state_on_the_gpu_is_saved(gpu):
+    ((_, found),) = ranks.values(gpu(1, benches, "checkpoint", "--size", "10MB"))
+    assert found["bytes"] == 10**7
+    assert found["pause"]["seconds"]["median"] <= found["arms"]["hpctrain"]["seconds"]["median"]
+
+
+def test_images_are_normalised_on_the_gpu(gpu):
+    ((_, found),) = ranks.values(gpu(1, benches, "input", "--workers", "0,1", "--batch-size", "8"))
+    assert list(found["arms"]) == ["decoded, no loader", "0 workers", "1 worker"]

@@ -1,0 +1,626 @@
+"""Killed, damaged, forged, full: the newest whole checkpoint is found, and no other."""
+
+import ctypes
+import errno
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+
+from hpctrain.checkpoint import Writer, folder, load_newest, save
+from hpctrain.errors import CheckpointError
+from hpctrain.rundir import RunDirectory
+
+RANDOM = "0123456789abcdef"
+# Of the calls of a save, those that change files, or make them last.
+CHANGES = ["openat", "write", "fsync", "mkdir", "rename", "renameat2", "unlinkat", "rmdir"]
+
+
+def state_of(step, size=6):
+    return {
+        "model": {"weight": torch.full((size,), float(step))},
+        "position": {"step": step},
+    }
+
+
+def newest(run):
+    """The step that is loaded; the state is that of the step."""
+    step, state = load_newest(run)
+    assert state["position"] == {"step": step}
+    assert (state["model"]["weight"] == float(step)).all()
+    return step
+
+
+def names(run):
+    return sorted(entry.name for entry in run.checkpoints.iterdir())
+
+
+def temporaries(run):
+    return [name for name in names(run) if name.startswith(".")]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with checkpoints of steps 1 and 2."""
+    directory = RunDirectory(tmp_path / "run")
+    for step in (1, 2):
+        save(directory, step, state_of(step), {"time": 1.5})
+    return directory
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def replacing(request, monkeypatch):
+    """On a file system that can exchange two folders, and on one that cannot."""
+    if request.param == "two renames":
+        monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+    return request.param
+
+
+def test_this_file_system_exchanges_two_folders(tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert folder._exchange(tmp_path / "one", tmp_path / "other")
+    assert (tmp_path / "one" / "other").exists()
+    assert (tmp_path / "other" / "one").exists()
+    with pytest.raises(FileNotFoundError):
+        folder._exchange(tmp_path / "one", tmp_path / "none")
+
+
+# Killed
+
+
+def a_save(path, pipe, replacing, threaded):
+    """Replace step 2, then add 3 and 4, of which 4 makes 1 too many; in a process of its own."""
+    if replacing == "two renames":
+        folder._exchange = lambda one, other: False
+    # The tracer is no ancestor of this process, which some kernels ask for (PR_SET_PTRACER).
+    ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(2**64 - 1), 0, 0, 0)
+    directory = RunDirectory(path)
+    os.write(pipe[1], b"x")
+    select.select([pipe[2]], [], [])
+    if threaded:
+        writer = Writer(directory)
+        for step in (2, 3, 4):
+            writer.save(step, state_of(step), {})
+            writer.wait()
+        writer.close()
+    else:
+        for step in (2, 3, 4):
+            save(directory, step, state_of(step), {})
+    os._exit(0)
+
+
+def traced(options, path, replacing, threaded):
+    """Let a process save under strace.
+
+    Returns:
+        Its exit code; what strace said where it could not.
+    """
+    ready, go = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            a_save(path, (ready[0], ready[1], go[0]), replacing, threaded)
+        finally:
+            os._exit(1)
+    tracer = None
+    try:
+        os.read(ready[0], 1)
+        command = ["strace", "-f", "-qq", "-p", str(pid), *options]
+        tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
+            if tracer.poll() is not None:
+                return tracer.stderr.read()
+        os.write(go[1], b"x")
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        pid = None
+        return code
+    finally:
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        if tracer is not None:
+            tracer.wait()
+            tracer.stderr.close()
+        for end in (*ready, *go):
+            os.close(end)
+
+
+def two_checkpoints(path):
+    directory = RunDirectory(path)
+    for step in (1, 2):
+        save(directory, step, state_of(step), {})
+    return directory
+
+
+def kill_everywhere(path, calls, replacing, threaded):
+    """One process after another, each killed at another call; by one that has imported torch.
+
+    Returns:
+        How many were killed at each kind of call, or what strace had to say.
+    """
+    table = Path(path) / "calls"
+    options = ["-c", "-U", "name", "-o", str(table)]
+    said = traced(options, two_checkpoints(Path(path) / "0").path, replacing, threaded)
+    if said != 0:
+        return str(said)
+    made = [name for name in table.read_text().split() if name.isidentifier()]
+    made = [name for name in made if name not in ("syscall", "total")]  # its head and foot
+    kills = {}
+    for call in made if calls == "all" else sorted(set(made).intersection(calls)):
+        # strace counts the calls of each kind and thread.
+        number = kills[call] = 0
+        while True:
+            number += 1
+            directory = two_checkpoints(Path(path) / f"{call}-{number}")
+            inject = f"inject={call}:signal=KILL:when={number}"
+            options = ["-o", "/dev/null", "-e", f"trace={call}", "-e", inject]
+            code = traced(options, directory.path, replacing, threaded)
+            assert code in (0, -signal.SIGKILL), (call, number, code)
+            look_at(directory, code == 0, (call, number))
+            if code == 0:
+                break
+            kills[call] += 1
+    return kills
+
+
+def look_at(directory, survived, where):
+    """What is there is whole and the newest, and the next start goes on from it."""
+    there = names(directory)
+    found = newest(directory)
+    committed = [name.strip(".").removesuffix(".old") for name in there]
+    steps = {int(name.removeprefix("step-")) for name in committed if name.count(".") == 0}
+    assert found == max(steps) >= 2, (where, there)
+    assert found == 4 or not survived, (where, there)
+    assert len(steps) >= 2, (where, there)
+    for step in (found, found + 1):
+        save(directory, step, state_of(step), {})
+        assert newest(directory) == step, (where, there)
+    assert not temporaries(directory), (where, there, names(directory))
+    assert len(directory.steps()) == 3, (where, there, names(directory))
+    shutil.rmtree(directory.path)
+
+
+@pytest.fixture
+def killed(lacking, monkeypatch):
+    """Kill a save everywhere; how often at each kind of call."""
+    if not shutil.which("strace"):
+        lacking("strace", "apt-get install strace")
+
+    def kill(calls, replacing, threaded=False):
+        # Memory, where there is some: a kill takes nothing from the caches of a disk.
+        with tempfile.TemporaryDirectory(
+            dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+        ) as path:
+            arguments = (path, calls, replacing, threaded)
+            (kills,) = ranks.values(ranks.run(1, kill_everywhere, *arguments, timeout=1800))
+        if isinstance(kills, str):
+            lacking("strace", kills)
+        print(kills)
+        return kills
+
+    return kill
+
+
+def test_killed_at_any_call_that_changes_a_file(killed):
+    kills = killed(CHANGES, "exchange")
+    assert kills["fsync"] == 3 * 5
+    assert kills["renameat2"] == 1
+    assert kills["rename"] >= 2
+    assert kills["unlinkat"] >= 2 * 3
+
+
+def test_killed_at_any_rename_where_replacing_takes_two(killed):
+    assert killed(["rename", "unlinkat", "rmdir"], "two renames")["rename"] >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threaded", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("way", ["exchange", "two renames"])
+def test_killed_at_any_system_call(killed, way, threaded):
+    assert sum(killed("all", way, threaded).values()) > 100
+
+
+# Damaged
+
+
+def damages(content, every):
+    """Cut at several lengths, grown, and with each bit turned of every so many bytes."""
+    for length in {0, 1, 4, len(content) // 3, len(content) // 2, len(content) - 1}:
+        yield content[:length]
+    yield content + b"\0"
+    for position in range(0, len(content), every):
+        for bit in range(8):
+            changed = bytearray(content)
+            changed[position] ^= 1 << bit
+            yield bytes(changed)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.pt", "position.pt"])
+@pytest.mark.parametrize("every", [31, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_file_that_is_cut_or_has_a_wrong_bit_is_never_loaded(run, name, every):
+    path = run.checkpoint(2) / name
+    content = path.read_bytes()
+    for changed in damages(content, every):
+        if name == "manifest.json" and changed == content.strip():
+            continue  # says the same
+        path.write_bytes(changed)
+        assert newest(run) == 1
+    path.write_bytes(content)
+    assert newest(run) == 2
+
+
+def test_parts_of_another_checkpoint_are_not_taken(run):
+    shutil.copy(run.checkpoint(1) / "model.pt", run.checkpoint(2) / "model.pt")
+    assert newest(run) == 1
+    shutil.rmtree(run.checkpoint(2))
+    shutil.copytree(run.checkpoint(1), run.checkpoint(5))
+    assert newest(run) == 1
+
+
+# Forged
+
+
+def forge(run, **changes):
+    """Give step 2 a manifest that has the right hash and says something else."""
+    path = run.checkpoint(2) / "manifest.json"
+    manifest = {**json.loads(path.read_text()), **changes}
+    manifest["sha256"] = folder.digest(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+GOOD = {"size": 1, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"../x.pt": GOOD},
+        {"/etc/passwd": GOOD},
+        {"/tmp/x.pt": GOOD},
+        {"sub/x.pt": GOOD},
+        {"..pt": GOOD},
+        {".pt": GOOD},
+        {"x\n.pt\n": GOOD},
+        {"x\0.pt": GOOD},
+        {"": GOOD},
+        {f"part{number}.pt": GOOD for number in range(1001)},
+        {"model.pt": {"size": "1", "sha256": "0" * 64}},
+        {"model.pt": {"size": 1.0, "sha256": "0" * 64}},
+        {"model.pt": {"size": True, "sha256": "0" * 64}},
+        {"model.pt": {"size": 1, "sha256": 0}},
+        {"model.pt": {"size": 1, "sha256": "0"}},
+        {"model.pt": {"size": 1}},
+        {"model.pt": None},
+        {"model.pt": []},
+        [["model.pt", GOOD]],
+        "model.pt",
+        None,
+    ],
+    ids=lambda files: repr(files)[:30],
+)
+def test_a_manifest_that_names_what_no_checkpoint_has_is_refused(run, monkeypatch, files):
+    forge(run, files=files)
+    real, opened = os.open, []
+    monkeypatch.setattr("os.open", lambda path, *a, **k: opened.append(path) or real(path, *a, **k))
+    assert newest(run) == 1
+    beside = {run.checkpoint(1), run.checkpoint(2)}
+    assert {Path(path).parent for path in opened} == beside
+    assert run.checkpoint(2) / "manifest.json" in opened
+    assert len(opened) == 4
+
+
+@pytest.mark.parametrize(
+    "changes", [{"format": 2}, {"format": "3"}, {"step": 1}, {"step": "2"}, {"step": None}]
+)
+def test_a_manifest_of_another_format_or_step_is_refused(run, changes):
+    forge(run, **changes)
+    assert newest(run) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, "null", "3", '"x"', '{"format": 3}', "1" * 5000, '{"a": ' * 50_000, "\xff"],
+    ids=["deep", "null", "number", "string", "short", "digits", "deep dict", "no UTF-8"],
+)
+def test_what_is_no_manifest_is_refused(run, text):
+    (run.checkpoint(2) / "manifest.json").write_text(text, encoding="latin-1")
+    assert newest(run) == 1
+
+
+def test_a_manifest_without_end_is_not_read_to_its_end(run):
+    with open(run.checkpoint(2) / "manifest.json", "wb") as file:
+        file.truncate(1 << 40)
+    assert newest(run) == 1
+
+
+def test_links_and_pipes_are_refused(run, tmp_path):
+    good, two = tmp_path / "good", run.checkpoint(2)
+    two.rename(good)
+    two.symlink_to(good)  # a link to a good one
+    assert newest(run) == 1
+    two.unlink()
+    two.write_text("a file")
+    assert newest(run) == 1
+    two.unlink()
+    for name in ("manifest.json", "model.pt"):
+        shutil.copytree(good, two)
+        (two / name).unlink()
+        (two / name).symlink_to(good / name)
+        assert newest(run) == 1
+        (two / name).unlink()
+        os.mkfifo(two / name)
+        assert newest(run) == 1
+        shutil.rmtree(two)
+
+
+def test_a_link_is_replaced_and_not_followed(run, tmp_path):
+    good = tmp_path / "good"
+    run.checkpoint(2).rename(good)
+    run.checkpoint(2).symlink_to(good)
+    save(run, 2, state_of(2), {})
+    assert newest(run) == 2
+    assert not run.checkpoint(2).is_symlink()
+    assert sorted(path.name for path in good.iterdir()) == [
+        "manifest.json",
+        "model.pt",
+        "position.pt",
+    ]
+    for step in (3, 4, 5):
+        save(run, step, state_of(step), {})
+    assert good.exists()
+    assert not temporaries(run)
+
+
+# Full
+
+
+@contextmanager
+def largest_file(size):
+    """No file may grow beyond this many bytes. Python ignores the signal that comes with it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [0, 100, 20_000, 1_000_000])
+def test_a_limit_on_the_size_of_files(run, size):
+    with largest_file(size), pytest.raises(CheckpointError, match="File too large") as caught:
+        save(run, 3, state_of(3, 1_000_000), {})
+    assert caught.value.fix == "ulimit -f unlimited"
+    assert names(run) == ["step-00000001", "step-00000002"]
+    assert newest(run) == 2
+    save(run, 3, state_of(3, 1_000_000), {})
+    assert newest(run) == 3
+
+
+@pytest.fixture
+def small_disk(lacking, tmp_path):
+    """A file system of 2 MB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "hpctrain-test", str(path)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        lacking("mount", done.stderr.strip())
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk(small_disk):
+    run = RunDirectory(small_disk / "run")
+    writer = Writer(run)
+    writer.save(1, state_of(1, 100_000), {})
+    writer.wait()
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(1_400_000))
+    for step, size in ((2, 100_000), (1, 100_000), (3, 30_000), (4, 10_000_000)):
+        writer.save(step, state_of(step, size), {})
+        if step == 3:
+            writer.wait()  # there is room for this one
+            continue
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            writer.wait()
+        assert f"step {step} " in caught.value.found
+        assert caught.value.fix.startswith("df -h ")
+        assert not temporaries(run)
+        assert newest(run) == (3 if step == 4 else 1)
+    filler.unlink()
+    writer.save(5, state_of(5, 100_000), {})
+    writer.close()
+    assert newest(run) == 5
+    assert run.steps() == [1, 3, 5]
+
+
+def test_a_directory_that_is_gone_and_comes_back(run):
+    writer = Writer(run)
+    run.path.rename(run.path.with_name("gone"))
+    run.path.write_text("in the way")
+    writer.save(3, state_of(3), {})
+    with pytest.raises(CheckpointError, match="could not be written"):
+        writer.wait()
+    run.path.unlink()
+    run.path.with_name("gone").rename(run.path)
+    assert newest(run) == 2
+    writer.save(3, state_of(3), {})
+    writer.close()
+    assert newest(run) == 3
+
+
+@pytest.mark.parametrize("fails", range(1, 6))
+@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("step", [2, 3])
+def test_an_fsync_that_fails_leaves_all_as_it_was(run, monkeypatch, replacing, fails, number, step):
+    """Of two files, the manifest, the folder, and the one around it."""
+    real, calls = os.fsync, []
+
+    def sync(descriptor):
+        calls.append(descriptor)
+        if len(calls) == fails:
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    manifest = run.checkpoint(2) / "manifest.json"
+    before = manifest.stat().st_ino
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", sync)
+        with pytest.raises(CheckpointError) as caught:
+            save(run, step, state_of(step), {})
+    assert os.strerror(number) in caught.value.found
+    assert ("quota" in caught.value.fix) == (number == errno.EDQUOT)
+    assert names(run) == ["step-00000001", "step-00000002"]
+    assert manifest.stat().st_ino == before
+    assert newest(run) == 2
+
+
+# Left behind
+
+
+def leave(run, name):
+    """What a start that was killed has left."""
+    path = run.checkpoints / name
+    path.mkdir()
+    (path / "model.pt").write_bytes(b"half")
+    (path / "manifest.json").write_bytes(b'{"format"')
+    return path
+
+
+def dead():
+    """The number of a process that is no more."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_what_a_start_left_goes_when_that_is_safe(run):
+    here = folder._here()
+    mine = leave(run, f".step-00000003.{here}.{os.getpid()}.{RANDOM}")
+    ended = leave(run, f".step-00000003.{here}.{dead()}.{RANDOM}")
+    alive = leave(run, f".step-00000003.{here}.1.{RANDOM}")
+    elsewhere = leave(run, f".step-00000003.other.4026531836.77.{RANDOM}")
+    container = leave(run, f".step-00000003.{here[:-1]}.{dead()}.{RANDOM}")
+    strange = leave(run, ".step-00000003.notes")
+    assert newest(run) == 2
+    save(run, 3, state_of(3), {})  # without a lock: of other hosts nothing is known
+    left = {path for path in (mine, ended, alive, elsewhere, container, strange) if path.exists()}
+    assert left == {alive, elsewhere, container, strange}
+    assert newest(run) == 3
+
+    @contextmanager
+    def refused():
+        raise CheckpointError("another start has the run")
+        yield
+
+    writer = Writer(run, commit=refused)
+    writer.save(4, state_of(4), {})
+    with pytest.raises(CheckpointError, match="another start has the run"):
+        writer.wait()
+    writer.close()
+    assert {path for path in left if path.exists()} == left
+
+    @contextmanager
+    def held():
+        yield
+
+    writer = Writer(run, commit=held)
+    writer.save(4, state_of(4), {})
+    writer.close()
+    assert {path for path in left if path.exists()} == {alive, strange}
+    assert newest(run) == 4
+
+
+def test_another_writer_that_is_at_work_is_left_alone(run, monkeypatch):
+    inside, go = threading.Event(), threading.Event()
+    real = folder.write
+
+    def slow(path, value):
+        inside.set()
+        assert go.wait(60)
+        return real(path, value)
+
+    writer = Writer(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "write", slow)
+        writer.save(3, state_of(3), {})
+        assert inside.wait(60)
+    (name,) = temporaries(run)
+    # As if another process of this host had it, and then another host.
+    for changed in (
+        name.replace(f".{os.getpid()}.", ".1."),
+        name.replace(f".{folder._here()}.", ".other.1."),
+    ):
+        (run.checkpoints / name).rename(run.checkpoints / changed)
+        save(run, 4, state_of(4), {})
+        assert temporaries(run) == [changed]
+        name_now = run.checkpoints / changed
+        name_now.rename(run.checkpoints / name)
+    go.set()
+    writer.close()
+    assert run.steps() == [2, 3, 4] or run.steps() == [1, 2, 3, 4]
+    assert not temporaries(run)
+
+
+def test_a_checkpoint_that_was_being_replaced_counts_until_the_new_one_is_there(run):
+    aside = run.checkpoints / ".step-00000002.old"
+    run.checkpoint(2).rename(aside)  # killed between the two renames
+    assert run.steps() == [1]
+    assert newest(run) == 2
+    assert newest(run) == 2  # a reader changes nothing
+    shutil.copytree(run.checkpoint(1), run.checkpoint(2))  # whatever is there has the word
+    assert newest(run) == 1
+    shutil.rmtree(run.checkpoint(2))
+    save(run, 3, state_of(3), {})
+    assert names(run) == [f"step-0000000{step}" for step in (1, 2, 3)]
+    assert newest(run) == 3
+    shutil.copytree(run.checkpoint(2), aside)  # killed after the second
+    save(run, 2, state_of(2), {})
+    assert names(run) == [f"step-0000000{step}" for step in (1, 2, 3)]
+
+
+def test_replacing_is_whole_or_not_at_all(run, replacing, monkeypatch):
+    save(run, 2, state_of(2), {"again": 1})
+    assert names(run) == ["step-00000001", "step-00000002"]
+    assert json.loads((run.checkpoint(2) / "manifest.json").read_text())["again"] == 1
+    real = Path.rename
+
+    def fails(self, target):
+        if not target.name.startswith("."):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, target)
+
+    if replacing == "two renames":
+        count = []
+
+        def second(self, target):
+            if target == run.checkpoint(2) and not count:
+                count.append(self)
+                raise OSError(errno.EIO, "Input/output error")
+            return real(self, target)
+
+        monkeypatch.setattr(Path, "rename", second)
+    else:
+        monkeypatch.setattr(Path, "rename", fails)
+
+        def refuses(one, other):
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(folder, "_exchange", refuses)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(run, 2, state_of(2), {"again": 2})
+    assert names(run) == ["step-00000001", "step-00000002"]
+    assert json.loads((run.checkpoint(2) / "manifest.json").read_text())["again"] == 1

@@ -1,0 +1,290 @@
+"""The examples that need torchvision, on small sets in the shape of the real ones."""
+
+import importlib.util
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import launches
+import numpy
+import pytest
+import torch
+
+from hpctrain.errors import DataError, UsageError
+
+SIZE = 3  # ranks
+EXAMPLES = launches.TOP / "examples"
+RECIPES = EXAMPLES / "recipes"
+
+
+def module(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def cifar10():
+    return module("cifar10")
+
+
+@pytest.fixture(scope="module")
+def imagenet():
+    return module("imagenet")
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory, lacking):
+    """3 classes; of 17 files to evaluate 2 cannot be decoded, of 12 to train by one."""
+    folder = tmp_path_factory.mktemp("photographs")
+    try:
+        module("photographs").make(folder, train=4, val=5, classes=3)
+    except FileNotFoundError as error:
+        lacking("photographs", str(error))
+    for number in (1, 2):
+        (folder / "val" / f"photo{number:03d}" / "damaged.jpg").write_bytes(b"\xff\xd8 no more")
+    (folder / "train" / "photo000" / "000001.jpg").write_bytes(b"")
+    return folder
+
+
+def write_cifar10(folder):
+    """Six batches as the original files have them, with a bright row whose place is the class."""
+    folder = folder / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    draw = numpy.random.default_rng(0)
+    for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
+        labels = draw.integers(0, 10, 20).tolist()
+        images = draw.integers(0, 100, (20, 3, 32, 32), dtype=numpy.uint8)
+        images[numpy.arange(20), :, 3 * numpy.array(labels)] += 150
+        batch = {b"batch_label": b"one", b"data": images.reshape(20, 3072), b"labels": labels}
+        (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
+
+
+def start(example, run, *options, ranks=SIZE):
+    command = ["run", "--nproc-per-node", str(ranks), EXAMPLES / f"{example}.py", "--run", run]
+    return launches.start([launches.BIN / "hpctrain", *command, *options], Path.cwd())
+
+
+def train(example, run, *options, ranks=SIZE):
+    """Start an example, and give its rows."""
+    done = start(example, run, *options, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((run / "summary.json").read_text())["status"] == "done"
+    return launches.rows(run), done.stderr
+
+
+def test_cifar10_trains_by_its_recipe_and_evaluates_every_sample(tmp_path, cifar10, monkeypatch):
+    """In this process, as the ranks of the ImageNet example take seconds to start."""
+    write_cifar10(tmp_path / "data")
+    more = ["--recipe", RECIPES / "cifar10.toml", "--global-batch", "12", "--max-steps", "2"]
+    line = ["cifar10.py", "--data", tmp_path / "data", "--run", tmp_path / "run", *more]
+    monkeypatch.setattr("sys.argv", list(map(str, line)))
+    cifar10.main()
+    row = launches.rows(tmp_path / "run")[-1]
+    assert row["step"] == 2
+    assert row["eval_loss"] > 0
+    for name in ("top1", "top5"):
+        assert abs(20 * row[name] - round(20 * row[name])) < 1e-9
+    start = json.loads((tmp_path / "run" / "starts.jsonl").read_text())
+    assert (start["options"]["lr_step_epochs"], start["options"]["global_batch"]) == (60, 12)
+    assert start["own_options"]["recipe"].endswith("cifar10.toml")
+    assert start["own_options"]["nesterov"] is True
+
+
+SMALL = (
+    *(
+        "--recipe",
+        RECIPES / "resnet50-modern.toml",
+        "--model",
+        "squeezenet1_1",
+        "--max-corrupt",
+        "2",
+    ),
+    *("--train-crop", "64", "--val-crop", "64", "--val-resize", "72", "--workers", "0"),
+    *("--lr-scaling", "none", "--lr-warmup-epochs", "0", "--lr", "0.01", "--ema", "0.5"),
+    *("--epochs", "2", "--log-every", "1", "--deterministic", "--precision", "fp64"),
+    *("--global-batch", "6", "--batch-size", "2"),
+)
+
+
+def test_imagenet_has_the_same_numbers_in_every_world_from_folders_and_shards(
+    tmp_path, photographs
+):
+    """Mixup, cutmix, TrivialAugment and erasing are drawn; unreadable images count nowhere."""
+    shards = tmp_path / "shards"
+    done = launches.start([launches.BIN / "hpctrain", "shards", "make", photographs, shards], ".")
+    assert done.returncode == 0, done.stderr
+    many, said = train("imagenet", tmp_path / "many", "--data", shards, *SMALL)
+    one, _ = train("imagenet", tmp_path / "one", "--data", photographs, *SMALL, ranks=1)
+    assert "photo001/damaged.jpg" in said
+    assert len(many) == len(one) == 6
+    for mine, theirs in zip(many, one, strict=True):
+        for name in {"loss", "lr", "top1", "top5", "eval_loss", "ignored"} & mine.keys():
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-9), (name, mine, theirs)
+    assert {row["ignored"] for row in many if "ignored" in row} == {2}
+    first, second = (numpy.load(tmp_path / name / "confusion.npy") for name in ("many", "one"))
+    assert first.sum(1).tolist() == [5, 5, 5]
+    assert (first == second).all()
+    texts = [(tmp_path / name / "classes.tsv").read_text() for name in ("many", "one")]
+    assert texts[0] == texts[1]
+    lines = [line.split("\t") for line in texts[0].splitlines()]
+    assert lines[0] == ["class", "images", "top1"]
+    right = sum(float(top1) * int(count) for _, count, top1 in lines[1:])
+    assert right / 15 == pytest.approx(many[-1]["top1"])
+
+
+def test_imagenet_with_too_many_unreadable_images_ends_after_its_first_epoch(tmp_path, photographs):
+    """None of three ranks has met all 3 of those to train by until then."""
+    folder = tmp_path / "photos"
+    shutil.copytree(photographs, folder)
+    for number in (1, 2):
+        (folder / "train" / f"photo{number:03d}" / "000001.jpg").write_bytes(b"")
+    done = start("imagenet", tmp_path / "run", "--data", folder, *SMALL)
+    assert done.returncode == 1
+    assert f"3 images of {folder}/train cannot be decoded" in done.stderr
+    assert "to mend:  fetch them again, or --max-corrupt 6" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {row["epoch"] for row in launches.rows(tmp_path / "run")} == {0}
+
+
+def test_imagenet_counts_unreadable_images_of_an_epoch(imagenet):
+    args = SimpleNamespace(data="photos", max_corrupt=2)
+    imagenet.check(args, "train", 2)
+    with pytest.raises(DataError, match="3 images of photos/train"):
+        imagenet.check(args, "train", 3)
+
+
+def test_imagenet_keeps_the_accuracy_of_classes_with_any_name(tmp_path, imagenet):
+    names = [os.fsdecode(b"caf\xe9"), "café", "a\tb\nc"]
+    counts = torch.eye(3, dtype=torch.int64)
+    result = SimpleNamespace(confusion=counts, per_class=torch.ones(3))
+    for _ in range(2):
+        imagenet.keep(tmp_path, result, names)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["classes.tsv", "confusion.npy"]
+    lines = (tmp_path / "classes.tsv").read_bytes().split(b"\n")
+    assert [line.split(b"\t")[0] for line in lines[1:-1]] == [
+        b"caf\xe9",
+        "café".encode(),
+        rb"a\tb\nc",
+    ]
+    assert (numpy.load(tmp_path / "confusion.npy") == numpy.eye(3)).all()
+
+
+def test_imagenet_takes_its_recipes_and_knows_its_models(imagenet, monkeypatch):
+    modern = imagenet.options().parse_args(["--recipe", str(RECIPES / "resnet50-modern.toml")])
+    assert (modern.train_crop, modern.mixup, modern.ema) == (176, 0.2, 0.99996585)
+    assert modern.workers == "auto"
+    plain = imagenet.options().parse_args(["--recipe", str(RECIPES / "resnet50-90.toml")])
+    assert (plain.lr_schedule, plain.label_smoothing, plain.epochs) == ("step", 0.0, 90)
+    with pytest.raises(UsageError, match="--model resnet5") as raised:
+        imagenet.build("resnet5", 10)
+    assert raised.value.fix.startswith("--model resnet")
+    # The real ones take seconds to make.
+    monkeypatch.setattr(imagenet.models, "get_model", lambda name, **more: more)
+    assert imagenet.build("resnet18", 10) == {"num_classes": 10}
+    for name in ("googlenet", "inception_v3"):
+        assert imagenet.build(name, 10)["aux_logits"] is False
+
+
+def test_what_is_not_there_is_said_with_the_layout(tmp_path, imagenet):
+    args = imagenet.options().parse_args(["--data", str(tmp_path / "nothing")])
+    with pytest.raises(UsageError, match="/nothing") as raised:
+        imagenet.load(args)
+    assert "PATH/SPLIT/CLASS/*.jpg" in raised.value.expected
+
+
+def test_imagenet_with_a_single_class_is_refused_before_training(tmp_path, imagenet):
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+        (tmp_path / split / "cat" / "x.jpg").write_bytes(b"")
+    with pytest.raises(UsageError, match="has one class, cat"):
+        imagenet.load(imagenet.options().parse_args(["--data", str(tmp_path)]))
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, ("canary",)
+
+
+def batch(protocol=4):
+    images = numpy.zeros((2, 3072), numpy.uint8)
+    return pickle.dumps({b"data": images, b"labels": [1, 2]}, protocol)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "No such file"),
+        (b"", "Ran out of input"),
+        (batch()[:-200], "pickle data was truncated"),
+        (b"<html>Not Found</html>", "invalid load key, '<'"),
+        (pickle.dumps({b"data": Hostile(), b"labels": []}), "posix.mkdir, which is no array"),
+        (pickle.dumps([1]), "list indices"),
+        (pickle.dumps({b"data": numpy.zeros((2, 3072)), b"labels": [1, 2]}), "torch.float64"),
+        (
+            pickle.dumps({b"data": numpy.zeros((2, 3072), "u1"), b"labels": [1]}),
+            "torch.Size([1]) labels",
+        ),
+        (pickle.dumps({b"data": numpy.zeros((2, 30), "u1"), b"labels": [1, 2]}), "shape"),
+    ],
+)
+def test_a_file_of_cifar10_that_is_none_is_one_error_and_runs_nothing(
+    tmp_path, cifar10, content, said
+):
+    path = tmp_path / "data_batch_1"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError) as raised:
+        cifar10.read(path)
+    assert str(path) in raised.value.found
+    assert said in raised.value.found
+    assert "cifar-10-batches-py" in raised.value.expected
+    assert not Path("canary").exists()
+
+
+def test_cifar10_as_python_2_wrote_it(tmp_path, cifar10):
+    """Its NumPy had another name for the module."""
+    made = batch(2)
+    assert b"numpy._core" in made
+    (tmp_path / "batch").write_bytes(made.replace(b"numpy._core", b"numpy.core"))
+    images, targets = cifar10.read(tmp_path / "batch")
+    assert (images.shape, targets.tolist()) == ((2, 3, 32, 32), [1, 2])
+
+
+@pytest.mark.slow
+def test_the_ladder_has_a_row_for_each_rung(tmp_path):
+    more = ("--data", "digits", "--steps", "10", "--ranks", str(SIZE), "--global-batch", "48")
+    script = [launches.PYTHON, EXAMPLES / "ladder.py", *more, "--json", tmp_path / "ladder.json"]
+    done = launches.start(script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    made = json.loads((tmp_path / "ladder.json").read_text())
+    assert f"torch {torch.__version__}" in made["about"]
+    assert [(row["rung"], row["steps"]) for row in made["rows"]] == [
+        ("one process", 10),
+        ("ddp, 3 ranks", 10),
+        ("ddp, 3 ranks, bf16", 1),
+    ]
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("| ") for line in lines) == 4
+    for row in made["rows"]:
+        assert abs(360 * row["top1"] - round(360 * row["top1"])) < 1e-9
+
+
+def test_the_rungs_of_the_ladder():
+    ladder = module("ladder")
+    made = ladder.rungs(ranks=4, gpus=4)
+    assert [processes for processes, _ in made.values()] == [1, 1, 4, 4]
+    assert made["DataParallel, 4 GPUs"][1][:2] == ["--backend", "dataparallel"]
+    assert made["ddp, 4 ranks, bf16"][1] == ["--backend", "ddp", "--precision", "bf16"]
+    rows = [
+        {"rung": "one", "images_per_second": 100.0, "top1": 0.5, "steps": 10},
+        {"rung": "two", "images_per_second": 150.0, "top1": 0.4567, "steps": 2},
+    ]
+    assert ladder.table(rows, 3000).splitlines()[2:] == [
+        "| one | 30.0 s | 100 | 1.00 | 50.00 % after 10 steps |",
+        "| two | 20.0 s | 150 | 1.50 | 45.67 % after 2 steps |",
+    ]

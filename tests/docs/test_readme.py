@@ -1,0 +1,101 @@
+"""What the README shows is what happens."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import launches
+import pytest
+
+README = (launches.TOP / "README.md").read_text()
+
+
+def blocks(kind):
+    return re.findall(rf"^```{kind}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
+STARTED_HERE = ("python", "hpctrain", "torchrun", "mpirun")
+# Those that tests/docs/test_readme_on_slurm.py runs.
+JOBS = ("submit", "render", "status", "lint")
+LOCAL = [
+    line
+    for line in COMMANDS
+    if line.split()[0] in STARTED_HERE
+    and line.split()[:2] not in [["hpctrain", job] for job in JOBS]
+]
+PATH = f"{launches.BIN}:{os.environ['PATH']}"
+# Open MPI's own words for what a container's root may do.
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def test_the_difference_is_the_one_between_the_two_examples():
+    done = subprocess.run(
+        ["diff", "-w", "-U0", "examples/mnist_plain.py", "examples/mnist.py"],
+        cwd=launches.TOP,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = [
+        line
+        for line in done.stdout.splitlines()
+        if not line.startswith(("@@", "---", "+++")) and line[1:].strip()
+    ]
+    assert blocks("diff") == ["\n".join(lines) + "\n"]
+    assert sum(line.startswith("+") for line in lines) == 16
+
+
+def test_every_command_is_one_that_a_test_runs():
+    known = {"python", "hpctrain", "torchrun", "mpirun", "sbatch", "srun"}
+    others = [line for line in COMMANDS if line.split()[0] not in known]
+    assert others == ["bash examples/quickstart.sh", "bash tests/run.sh"]
+    assert len(LOCAL) == 9
+
+
+@pytest.mark.parametrize("command", LOCAL)
+def test_a_command_works_as_it_is_printed(command, tmp_path, lacking):
+    if shutil.which(command.split()[0], path=PATH) is None:
+        lacking("openmpi", f"no {command.split()[0]} here")
+    (tmp_path / "examples").symlink_to(launches.TOP / "examples")
+    done = launches.start(["bash", "-c", command], tmp_path, PATH=PATH, **AS_ROOT)
+    assert done.returncode == 0, done.stderr
+    if "mnist.py" in command:
+        (run,) = (tmp_path / "runs").iterdir()
+        assert json.loads((run / "summary.json").read_text())["metrics"]["top1"] > 0.5
+
+
+def test_the_plain_example_trains(tmp_path):
+    command = [launches.PYTHON, launches.TOP / "examples" / "mnist_plain.py", "--epochs", "1"]
+    done = launches.start(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) > 0.5
+
+
+def quickstart(tmp_path, *options):
+    if not (launches.TOP / ".venv").is_dir():
+        pytest.fail("tests/run.sh makes the .venv that the quickstart uses")
+    command = ["bash", launches.TOP / "examples" / "quickstart.sh", *options]
+    done = launches.start([*command, "--run", tmp_path / "run"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_quickstart_does_not_owe_it_to_its_seed(seed, tmp_path):
+    quickstart(tmp_path, "--seed", str(seed))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["metrics"]["top1"] >= 0.98
+
+
+def test_quickstart_trains_the_digits_to_98_percent(tmp_path):
+    out = quickstart(tmp_path)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["metrics"]["top1"] >= 0.98
+    assert summary["world_size"] >= 1
+    table = dict(line.removeprefix("0: ").split(None, 1) for line in out.splitlines()[-7:])
+    assert set(table) == {"top-1", "images/s", "time", "ranks", "backend", "precision", "run"}
+    assert table["run"] == str(tmp_path / "run")

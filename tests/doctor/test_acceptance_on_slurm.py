@@ -1,0 +1,127 @@
+"""The site's acceptance page, made on two hosts of a real Slurm by sbatch/acceptance.sh."""
+
+import re
+
+import launches
+import pytest
+
+pytestmark = pytest.mark.slurm
+
+CHECKS = ["identity", "gpus", "all-reduce", "train", "kill", "resume", "preempt"]
+
+# A python that leaves one host's run directory elsewhere when the doctor asks.
+ELSEWHERE = """#!/bin/sh
+case "$(hostname) $*" in
+    "node2 -m hpctrain doctor"*) set -- "$@" --run {elsewhere};;
+{more}
+esac
+exec {python} "$@"
+"""
+# Not longer than it takes: a task that Slurm does not reach while it starts runs to its own end.
+CANCELS = '*"examples/mnist.py"*) scancel $SLURM_JOB_ID; sleep 20;;'
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder that looks like the top of the repository, for scripts that write into it."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    for name in ("sbatch", "examples"):
+        (folder / name).symlink_to(launches.TOP / name)
+    return folder
+
+
+def broken(tmp_path, more=""):
+    """A folder with a python on which the doctor finds a problem on the second host."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    program = tmp_path / "bin" / "python"
+    program.parent.mkdir()
+    program.write_text(ELSEWHERE.format(elsewhere=elsewhere, python=launches.PYTHON, more=more))
+    program.chmod(0o755)
+    return program.parent
+
+
+def accept(cluster, folder, tools, *arguments):
+    """Run the script as a job to its end: its number, exit code, page and log.
+
+    Args:
+        cluster: where.
+        folder: to submit it in.
+        tools: the folder that has its `python`.
+        arguments: for sbatch.
+    """
+    env = cluster.environ()
+    env["PATH"] = f"{tools}:{env['PATH']}"
+    command = ["--cpus-per-task=1", *arguments, "sbatch/acceptance.sh"]
+    job, code = cluster.batch(command, cwd=folder, env=env)
+    page = (folder / f"acceptance-{job}.txt").read_text()
+    return job, code, page, (folder / f"acceptance-{job}.log").read_text()
+
+
+def verdicts(page):
+    """By check, pass, FAIL, begun (and not ended) or not reached."""
+    return dict(re.findall(r"^\d  ([a-z-]+) +(pass|FAIL|begun|not reached)", page, re.MULTILINE))
+
+
+def details(page, name):
+    """The lines below a check's own, up to the next one or the end."""
+    return re.search(rf"^\d  {name} .*\n((?: {{5}}.*\n)*)", page, re.MULTILINE)[1]
+
+
+@pytest.mark.slow
+def test_all_checks_pass_on_two_hosts_and_the_job_ends_with_0(cluster, checkout):
+    job, code, page, log = accept(cluster, checkout, launches.BIN)
+    assert verdicts(page) == dict.fromkeys(CHECKS, "pass"), page + log
+    assert code == 0
+    assert "PASSED: all 7 checks" in page
+    assert "node[1-2], 2 ranks" in page
+    assert re.search(r"Slurm [\d.]+, Python [\d.]+, torch [\d.]+, hpctrain [\d.]+", page)
+    assert "2 ranks, each once" in details(page, "identity")
+    assert "no GPUs in this job" in details(page, "gpus")
+    assert re.search(r"exact .* over gloo: .* GB/s.*\n.*memory copy", details(page, "all-reduce"))
+    assert "rank 1 on node2 killed" in details(page, "kill")
+    assert "node2: task 1: Killed" in details(page, "kill")
+    assert "nothing of it is left" in details(page, "kill")
+    metrics = details(page, "train").strip()
+    assert "60 steps: loss" in metrics
+    for name in ("resume", "preempt"):
+        assert re.search(r"went on from its last checkpoint at step [1-5]\d\n", details(page, name))
+        assert "top1 equal" in details(page, name)
+    assert metrics in details(page, "preempt")
+    assert "requeued by Slurm" in details(page, "preempt")
+    assert cluster.job(job)["Restarts"] == "1"
+    assert "Traceback" not in log
+
+
+@pytest.mark.slow
+def test_what_is_broken_fails_its_own_line_and_the_job(cluster, checkout, tmp_path):
+    job, code, page, log = accept(cluster, checkout, broken(tmp_path), "--no-requeue")
+    failed = {"all-reduce": "FAIL", "preempt": "FAIL"}
+    assert verdicts(page) == {**dict.fromkeys(CHECKS, "pass"), **failed}, page + log
+    assert code == 1
+    assert "FAILED: 2 of 7 checks" in page
+    assert "problem: shared directory (ranks 1)" in details(page, "all-reduce")
+    assert "to mend: --run DIR" in details(page, "all-reduce")
+    assert "to mend: sbatch --requeue" in details(page, "preempt")
+    assert cluster.job(job)["Restarts"] == "0"
+
+
+def test_a_cancelled_job_stays_cancelled_and_its_page_says_what_was_not_reached(
+    cluster, checkout, tmp_path
+):
+    job, code, page, log = accept(cluster, checkout, broken(tmp_path, CANCELS))
+    first = {"identity": "pass", "gpus": "pass", "all-reduce": "FAIL", "train": "begun"}
+    assert verdicts(page) == {**dict.fromkeys(CHECKS, "not reached"), **first}, page + log
+    assert code != 0
+    assert "NOT COMPLETE: 3 of 7 checks ended, 1 failed" in page
+    known = cluster.job(job)
+    assert (known["JobState"], known["Restarts"]) == ("CANCELLED", "0")
+
+
+def test_one_rank_is_too_few(cluster, checkout):
+    job, code = cluster.batch(["--nodes=1", "sbatch/acceptance.sh"], cwd=checkout)
+    assert code == 2
+    log = (checkout / f"acceptance-{job}.log").read_text()
+    assert "sbatch --ntasks=2" in log
+    assert not list(checkout.glob("*.txt"))

@@ -1,0 +1,68 @@
+"""Writes the scripts that tests compare with anew: those of sbatch/, and those of this folder.
+
+python tests/jobs/golden/renew.py
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpctrain.jobs import files
+from hpctrain.jobs.script import render, render_local
+from hpctrain.jobs.spec import JobSpec
+
+HERE = Path(__file__).resolve().parent
+SBATCH = HERE.parents[2] / "sbatch"
+COMMAND = "python train.py --data 'my data' --lr 0.1"
+# By file, what each shows beside the scripts of sbatch/.
+SPECS: Mapping[str, JobSpec] = {
+    "everything": JobSpec(
+        about="Everything at once.\n\nTwo paragraphs.", name="every thing", comment='a "comment"',
+        command=COMMAND, run="my runs/one", backend="ddp", nodes=2, gpus_per_node="a100:4",
+        cpus_per_task=8, memory="64G", time="1d12h", partition="gpu", account="abc", qos="normal",
+        constraint="a100&nvlink", exclude="node[7-8]", dependency="afterok:123", array="1,3,7",
+        throttle=2, mail="ada@example.org", mail_events="END,FAIL,REQUEUE",
+        output="logs/%x-%A_%a.log", signal="USR1", signal_lead=300, max_restarts=5,
+        environment={"NCCL_DEBUG": "INFO", "GREETING": "it's me"}, modules=("gcc/12", "cuda"),
+        setup=("ulimit -n 65536",), venv="my env", stage_code=".",
+        extra={"exclusive": True, "hint": "nomultithread"},
+    ),
+    "apptainer": JobSpec(
+        command=COMMAND, nodes=2, gpus_per_node=4, container="images/torch.sif",
+        environment={"NCCL_DEBUG": "INFO"}, launcher="torchrun", stage_code="code",
+    ),
+    "pyxis": JobSpec(
+        command=COMMAND, nodes=2, gpus_per_node=4, container="nvcr.io#nvidia/pytorch:25.10-py3",
+        container_runtime="pyxis", environment={"NCCL_DEBUG": "INFO"}, run="/scratch/run",
+    ),
+    "staging": JobSpec(
+        command=COMMAND, nodes=4, stage_environment="envs/torch.tar.gz", stage_data="/shared/it's"
+    ),
+    "conda": JobSpec(command="./train --lr 0.1", launcher="torchrun", nodes=2, conda="torch"),
+    "no-requeue": JobSpec(command=COMMAND, requeue=False, signal="TERM"),
+    "horovodrun": JobSpec(command=COMMAND, launcher="horovodrun", backend="horovod", nodes=2),
+    "horovodrun-elastic": JobSpec(
+        command="python -m my.train", launcher="horovodrun", elastic=True, nodes=2
+    ),
+    "sweep-of-texts": JobSpec(
+        command=COMMAND, run="runs/sweep", sweep=[{"name": "it's"}, {"name": "a b", "lr": 1e-3}, {}]
+    ),
+    "function": JobSpec(function="my.module:main", nodes=2),
+}  # fmt: skip
+LOCAL: Mapping[str, JobSpec] = {
+    "local": JobSpec(command=COMMAND, nodes=2, tasks_per_node=2, run="runs/one", venv=".venv"),
+}
+
+
+def scripts() -> dict[Path, str]:
+    """By path, what each script has to be."""
+    made = {
+        path.with_suffix(".sh"): render(JobSpec(**files.read(path)))
+        for path in sorted(SBATCH.glob("*.toml"))
+    }
+    made |= {HERE / f"{name}.sh": render(spec) for name, spec in SPECS.items()}
+    return made | {HERE / f"{name}.sh": render_local(spec) for name, spec in LOCAL.items()}
+
+
+if __name__ == "__main__":
+    for path, text in scripts().items():
+        path.write_text(text)

@@ -1,0 +1,537 @@
+"""A finding for each wrong script, none for the right ones, and no text that stops the reader."""
+
+import argparse
+import io
+import itertools
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.cli import lint as command
+from hpctrain.errors import UsageError
+from hpctrain.jobs.lint import lint
+from hpctrain.jobs.lint.bash import read
+from hpctrain.jobs.lint.launches import launches
+from hpctrain.jobs.lint.variables import Variables
+
+TOP = Path(__file__).resolve().parents[2]
+SCRIPTS = TOP / "tests" / "jobs" / "scripts"
+# The line of what is wrong in each of tests/jobs/scripts/wrong; its name begins with the rule's.
+WRONG = {
+    "cpus-dropped-program": 6,
+    "cpus-dropped": 7,
+    "directive-cut": 3,
+    "directive-ignored-continued": 3,
+    "directive-ignored-indented": 3,
+    "directive-ignored-misspelt": 3,
+    "directive-ignored-space": 3,
+    "directive-ignored": 5,
+    "directive-refused-dash": 3,
+    "directive-refused-equals": 2,
+    "directive-refused-quote": 3,
+    "directive-refused-signal": 3,
+    "directive-refused-time": 3,
+    "directive-refused": 2,
+    "directive-variable-home": 3,
+    "directive-variable": 3,
+    "dos-line-ends": 4,
+    "export-cut": 3,
+    "export-none": 6,
+    "fixed-port": 6,
+    "gpu-isolation-bind": 6,
+    "gpu-isolation": 6,
+    "gpus-by-hand": 5,
+    "hosts-apart-address": 6,
+    "hosts-apart-endpoint": 5,
+    "hosts-apart-one-node": 7,
+    "hosts-apart": 6,
+    "log-folder-missing-job": 3,
+    "log-folder-missing": 3,
+    "log-truncated": 3,
+    "memory-in-megabytes": 3,
+    "memory-twice": 4,
+    "missing-srun-alone": 5,
+    "missing-srun-one-node": 7,
+    "missing-srun-torchrun": 5,
+    "missing-srun": 10,
+    "no-kill-on-bad-exit-container": 5,
+    "no-kill-on-bad-exit": 7,
+    "no-shebang": 1,
+    "no-time-to-save": 3,
+    "no-time-to-train": 4,
+    "no-wait": 5,
+    "option-twice": 5,
+    "rank-by-hand-world-size": 5,
+    "rank-by-hand": 5,
+    "rank-of-batch-shell": 7,
+    "requeue-revives-trap": 7,
+    "requeue-revives": 8,
+    "sbatch-in-job": 5,
+    "script-path-source": 4,
+    "script-path": 4,
+    "secret-in-script-key": 4,
+    "secret-in-script": 4,
+    "several-agents": 7,
+    "signal-not-to-shell": 3,
+    "signal-without-trap-other": 3,
+    "signal-without-trap": 3,
+    "tasks-and-gpus-nproc": 5,
+    "tasks-and-gpus": 6,
+    "trap-lost": 6,
+    "trap-waits": 7,
+    "unknown-option-ambiguous": 2,
+    "unknown-option-of-srun": 3,
+    "unknown-option": 3,
+    "unknown-pattern": 3,
+}
+
+
+def text_of(path):
+    return path.read_bytes().decode()
+
+
+def rules(text, folder=Path("/nowhere")):
+    return [finding.rule for finding in lint(text, folder)]
+
+
+def run(*arguments):
+    parser = argparse.ArgumentParser()
+    command.add(parser.add_subparsers())
+    parsed = parser.parse_args(["lint", *map(str, arguments)])
+    return parsed.command(parsed)
+
+
+def test_each_wrong_script_is_in_the_table():
+    assert {path.stem for path in (SCRIPTS / "wrong").iterdir()} == set(WRONG)
+
+
+@pytest.mark.parametrize(("name", "line"), WRONG.items())
+def test_a_planted_mistake_is_the_one_finding(name, line, tmp_path):
+    (finding,) = lint(text_of(SCRIPTS / "wrong" / f"{name}.sh"), tmp_path)
+    assert finding.line == line
+    assert name == finding.rule or name.startswith(f"{finding.rule}-")
+    assert finding.reason
+    assert finding.fix
+
+
+RIGHT = sorted([*(SCRIPTS / "right").iterdir(), *(TOP / "sbatch").glob("*.sh")])
+
+
+@pytest.mark.parametrize("path", RIGHT, ids=lambda path: path.stem)
+def test_nothing_is_wrong_with_a_right_script(path, tmp_path):
+    assert lint(text_of(path), tmp_path) == []
+
+
+def blocks_of_the_documentation():
+    for path in [*TOP.glob("docs/*.md"), TOP / "README.md"]:
+        for block in re.findall(r"```\w*\n(.*?)```", path.read_text(), re.DOTALL):
+            if block.startswith("#!") and "\n#SBATCH" in block:
+                yield pytest.param(path.name, block, id=path.stem)
+
+
+@pytest.mark.parametrize(("name", "block"), list(blocks_of_the_documentation()))
+def test_what_the_documentation_shows_is_right(name, block, tmp_path):
+    # migrate.md shows a script from before, which has this mistake.
+    before = ["no-kill-on-bad-exit"] if name == "migrate.md" else []
+    assert rules(block, tmp_path) == before
+
+
+def test_every_rule_has_a_wrong_script_and_a_line_in_the_documentation(tmp_path):
+    found = {
+        finding.rule
+        for name in WRONG
+        for finding in lint(text_of(SCRIPTS / "wrong" / f"{name}.sh"), tmp_path)
+    }
+    named = set()
+    for path in (TOP / "hpctrain" / "jobs" / "lint").glob("*.py"):
+        named |= set(re.findall(r'^ +"([a-z]+(?:-[a-z]+)+)",$', path.read_text(), re.MULTILINE))
+    assert named - {"directive-refused"} <= found
+    documented = re.findall(r"^\| `([a-z-]+)` \|", (TOP / "docs/lint.md").read_text(), re.MULTILINE)
+    assert sorted(documented) == sorted(found)
+
+
+def test_a_log_folder_that_is_there_is_no_finding(tmp_path):
+    (tmp_path / "logs").mkdir()
+    text = "#!/bin/bash\n#SBATCH --output=logs/%x/%A_%a.log\n"
+    assert rules("#!/bin/bash\n#SBATCH --output=logs/%j.log\n", tmp_path) == []
+    assert rules("#!/bin/bash\n#SBATCH -o./logs/%j.log -e ./%j.log\n", tmp_path) == []
+    assert rules("#!/bin/bash\n#SBATCH -o logs/%x/out.log\n", tmp_path) == []
+    assert rules(text, tmp_path) == []
+    assert rules("#!/bin/bash\n#SBATCH -o logs/%A/%a.log\n", tmp_path) == ["log-folder-missing"]
+
+
+# What sbatch 22.05 makes of these lines was asked of it.
+@pytest.mark.parametrize(
+    "line",
+    [
+        "#SBATCH-N 2",
+        "#SBATCH\t-N2 -n4",
+        "#SBATCH -N 2 # it's two",
+        "#SBATCH --comment=\"a # b\" -J 'c d'",
+        "#SBATCH -N 2 \\",
+        r"#SBATCH -J a\#b",
+        "#SBATCH -vN 2",
+        "#SBATCH --ntasks-per-n=2",
+        "#SBATCH --exclusive --nice=5",
+        "#SBATCH -t 1-2",
+        "#SBATCH -t 1:30",
+        "#SBATCH --mem=10GB",
+        "#SBATCH --signal=BR:SIGUSR2@60 --no-kill",
+        "##SBATCH --nodes=2",
+        "#SBATCH --made-up-by-the-site=7",
+    ],
+)
+def test_lines_that_sbatch_takes(line):
+    found = rules(f"#!/bin/bash\n{line}\ntrap : USR2\nhostname\n")
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "#SBATCH: -N 2",
+        "#SBATCH -N 2 \\\\",
+        "#SBATCH --nodes = 2",
+        "#SBATCH -nodes=2",
+        "#SBATCH nodes=2",
+        "#SBATCH --nodes",
+        "#SBATCH -N",
+        "#SBATCH --requeue=yes",
+        "#SBATCH --exclusive user",
+        "#SBATCH --mem=10G B",
+        '#SBATCH --comment="a\\"',
+        "#SBATCH --signal=B:USR2@70000",
+        "#SBATCH --signal=USR2@B:60",
+        "#SBATCH --time=",
+        "#SBATCH -Z",
+    ],
+)
+def test_lines_that_sbatch_refuses(line):
+    assert rules(f"#!/bin/bash\n{line}\ntrap : USR2\nhostname\n") == ["directive-refused"]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--ntasks_per_node=2", "--ntasks-per-node"),
+        ("--gpu-per-node=2", "--gpus-per-node"),
+        ("--cpu-per-task=2", "--cpus-per-task"),
+        ("--partiton=gpu", "--partition"),
+        ("--kill-on-bad-exit=1", "srun --kill-on-bad-exit=1"),
+        ("--nod=2", "--nodefile or --nodelist or --nodes"),
+    ],
+)
+def test_a_misspelt_option_comes_with_the_nearest(given, meant):
+    (finding,) = lint(f"#!/bin/bash\n#SBATCH {given}\n", Path("/nowhere"))
+    assert finding.rule == "unknown-option"
+    assert meant in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("asked", "command", "typed"),
+    [
+        # Alone, srun in front of it would train once on each host.
+        ("--ntasks-per-node=1", "torchrun --nproc-per-node 2 a.py --lr 1", "2 a.py --lr 1"),
+        ("-n 8 -c 4", "torchrun --standalone --nproc-per-node=4 a.py", "--cpus-per-task=16 "),
+        ("-n 2", "torchrun --nnodes 2 --node-rank $SLURM_NODEID -m a", " -m a"),
+        ("-n 2", "python -m torch.distributed.run --master-addr=localhost a.py", "run --nnodes="),
+        ("-n 2", 'torchrun --nnodes=2 --rdzv-endpoint="$head:1" a.py', "torchrun --nnodes=2 --rdz"),
+        ("-n 2", "accelerate launch a.py", "--num_machines=$SLURM_JOB_NUM_NODES"),
+        ("-n 2 -c 4", "python a.py", '--cpus-per-task="$SLURM_CPUS_PER_TASK" python a.py'),
+        ("-n 2", "python a.py --rank $SLURM_PROCID", "bash -c 'python a.py --rank $SLURM_PROCID'"),
+    ],
+)
+def test_what_missing_srun_tells_to_type_is_right(asked, command, typed):
+    script = f"#!/bin/bash\n#SBATCH -N 2 {asked}\n"
+    (finding,) = lint(script + command, Path("/nowhere"))
+    assert finding.rule == "missing-srun"
+    assert typed in finding.fix
+    assert ("--rdzv-backend=c10d" in finding.fix) == ("torch" in command and "head" not in command)
+    assert rules(script + finding.fix) == []
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "srun -K torchrun --nnodes=2 a.py",
+        "srun -K torchrun --nnodes=2 --master-addr 127.0.0.1 a.py",
+        "srun -K torchrun --standalone --nproc_per_node $GPUS a.py $OPTIONS",
+        "srun -K -N 2 --ntasks-per-node=1 apptainer exec a.sif torchrun a.py",
+        "srun -K bash -c 'module load x; torchrun --nnode 1 a.py'",
+        "MASTER_ADDR=localhost srun -K python a.py",
+    ],
+)
+def test_hosts_that_do_not_meet(step):
+    assert rules(f"#!/bin/bash\n#SBATCH -N 2\n{step}\n") == ["hosts-apart"]
+
+
+def commands(text):
+    shell = read(text)
+    return launches(shell, Variables(shell))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a b 'c d' \"e f\"", ["a", "b", "c d", "e f"]),
+        ("a\\\n b # no\n", ["a", "b"]),
+        ("a b#c", ["a", "b#c"]),
+        ("a >f 2>&1 <<<x b", ["a", "b"]),
+        ("x='1 2'\na $x \"$x\"", ["a", "1", "2", "1 2"]),
+        ("x=(b 'c d')\nx+=(e)\na \"${x[@]}\"", ["a", "b", "c d", "e"]),
+        ("if y; then x=1; fi\na $x", ["a", "$x"]),
+        ("x=1\nx=2\na $x", ["a", "$x"]),
+        ("a $'b c' \\$d", ["a", "b c", "$d"]),
+        ('a "$(b "c")" d', ["a", '$(b "c")', "d"]),
+        ("exec env X=1 a b", ["a", "b"]),
+        ("timeout -k 5 1h a b", ["a", "b"]),
+    ],
+)
+def test_the_words_of_a_command(text, expected):
+    assert [one.argv for one in commands(text) if one.argv[0] == "a"] == [expected]
+
+
+def test_groups_in_the_background_functions_and_branches():
+    shell = """\
+f() {
+    a | b &
+}
+{ c; if d; then e; fi; } &
+for i in 1 2; do (g && h) & done
+k
+cat <<X; l
+not a command
+X
+case $y in (m) n ;; o|p) q & ;; esac
+r $(s `t`)
+"""
+    found = {one.argv[0]: one.command for one in commands(shell)}
+    assert not {"not", "m", "o", "p", "X"} & found.keys()
+    assert {name for name, one in found.items() if one.background} == set("abcdeghq")
+    assert {name for name, one in found.items() if one.function} == set("ab")
+    assert {name for name, one in found.items() if one.substituted} == set("st")
+    assert {"d", "e", "g", "h", "n", "q"} <= {n for n, one in found.items() if one.conditional}
+    assert not {"a", "c", "k", "l", "r", "s"} & {n for n, one in found.items() if one.conditional}
+    assert [found[name].line for name in "aceklr"] == [2, 4, 4, 6, 7, 11]
+
+
+SNIPPETS = st.sampled_from(
+    [
+        *("#!/bin/bash\n", "#SBATCH ", "--nodes=2", "-n", " 4", "--signal=B:USR2@60", "\n", " "),
+        *(
+            "srun ",
+            "python t.py",
+            "torchrun ",
+            "trap 'f' USR2",
+            "$(",
+            ")",
+            "${",
+            "}",
+            "`",
+            "((",
+            "))",
+        ),
+        *("'", '"', "\\", "<<A", "\nA\n", "f() {", "case x in", "a)", ";;", "esac", "if", "then"),
+        *(
+            "fi",
+            "&",
+            "&&",
+            "|",
+            ";",
+            "$x",
+            "x=(",
+            "x+=(1)",
+            "x='y'",
+            "export ",
+            "#",
+            "$0",
+            "=",
+            "\0",
+        ),
+        *("coproc ", "function ", "[[", "]]", "<(", ">", "2>&1", "$'", "é", "\r\n", "bash -c "),
+    ]
+)
+
+
+@settings(deadline=None)
+@given(st.lists(SNIPPETS, max_size=60).map("".join) | st.text(max_size=200))
+def test_any_text_is_read(text):
+    count = text.count("\n") + 1
+    for finding in lint(text, Path("/nowhere")):
+        assert 1 <= finding.line <= count
+        assert finding.reason.isprintable()
+        assert finding.fix.isprintable()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *(
+            "$(",
+            '"$(',
+            "a=(",
+            "${a:-",
+            "`",
+            "(",
+            "((",
+            "{ a; ",
+            "case a in b) ",
+            "'",
+            "\\",
+            "f() { ",
+        ),
+        *("a=$a$a\n", "cat <<A\n", "#SBATCH -v", "x" * 99, "coproc a { ", "if a; then "),
+        *("bash -c '", 'bash -c "', "srun " * 9, "-" * 9),
+    ],
+)
+def test_depth_and_length_stop_nobody(part):
+    lint("#!/bin/bash\n#SBATCH -" + part * 3000, Path("/nowhere"))
+
+
+def test_variables_that_name_each_other_do_not_explode():
+    names = "abcdefghijklmnop"
+    pairs = itertools.pairwise(names)
+    lines = [f"{name}=({' '.join([f'${{{other}[@]}}'] * 50)})" for name, other in pairs]
+    text = "#!/bin/bash\n" + "\n".join([*lines, "p=()", '"${a[@]}"'])
+    assert rules(text + "\n" + text.replace("(", "").replace(")", "").replace("[@]", "")) == []
+
+
+def test_findings_go_to_standard_output_with_file_line_rule_and_fix(tmp_path, capsys):
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/bash\n#SBATCH --ntasks=1\n#SBATCH --time=24h\n")
+    right = tmp_path / "right.sh"
+    right.write_text("#!/bin/bash\n#SBATCH --ntasks=1\nhostname\n")
+    assert run(right) == 0
+    assert capsys.readouterr().out == ""
+    assert run(right, script) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{script}:3: directive-refused: ")
+    assert second.startswith("  to mend:  type ")
+
+
+def test_standard_input(monkeypatch, capsys):
+    text = b"#!/bin/bash\n#SBATCH --time=24h\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+    assert run("-") == 1
+    assert capsys.readouterr().out.startswith("standard input:2: directive-refused: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        ("folder", "cannot be read: Is a directory"),
+        (b"", "is empty"),
+        (b" \n\n", "is empty"),
+        (b"\x7fELF\x02\x01\0\0", "is no text"),
+        (b"#!/bin/bash\nhost\0name\n", "is no text"),
+        (b"hostname\n", "neither #! nor #SBATCH"),
+        (b"#!/bin/bash\n" + b"#" * 2**20, "more than"),
+    ],
+)
+def test_wrong_use(content, said, tmp_path):
+    path = tmp_path / "job.sh"
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=said) as caught:
+        run(path)
+    assert caught.value.exit_code == 2
+
+
+def test_the_findings_of_the_others_are_shown_where_a_file_is_missing(tmp_path, capsys):
+    wrong = tmp_path / "wrong.sh"
+    wrong.write_text("#!/bin/bash\n#SBATCH --time=24h\n")
+    with pytest.raises(UsageError, match=r"nothere\.sh cannot be read"):
+        run(wrong, tmp_path / "nothere.sh", wrong)
+    found = capsys.readouterr().out
+    assert found.count("directive-refused") == 2
+    with pytest.raises(UsageError, match=r"(?s)a\.sh cannot be read.*b\.sh cannot be read"):
+        run(tmp_path / "a.sh", tmp_path / "b.sh")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "typed"),
+    [
+        ("train.py", "import torch\n", "hpctrain submit -- python "),
+        ("train.py", "#!/usr/bin/env python3\nimport torch\n", "hpctrain submit -- python "),
+        ("job.toml", "command = 'python train.py'\n", "hpctrain render "),
+    ],
+)
+def test_files_of_other_commands(name, text, typed, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UsageError, match="no batch script") as caught:
+        run(path)
+    assert caught.value.fix.startswith(f"{typed}{path}")
+    assert "#!/bin/bash" not in str(caught.value)
+
+
+def test_bytes_that_are_no_utf8_are_read(tmp_path, capsys):
+    path = tmp_path / "job.sh"
+    path.write_bytes(b"#!/bin/bash\n#SBATCH --job-name=\xe9$USER\n# \xff\x1b[31m\n")
+    assert run(path) == 1
+    assert "directive-variable" in capsys.readouterr().out
+
+
+# What would be a false alarm.
+@pytest.mark.parametrize(
+    "text",
+    [
+        # The step is smaller than the job, or its size is not known.
+        "#SBATCH -N 2 --ntasks-per-node=4\nsrun -N1 -n1 python a.py",
+        "#SBATCH -N 2 --ntasks-per-node=4\nsrun -n $RANKS python a.py",
+        # Somebody may add --kill-on-bad-exit there.
+        '#SBATCH -N 2\nstep=(srun)\nif x; then step+=(-K); fi\n"${step[@]}" python a.py',
+        "#SBATCH -N 2\nsrun $SRUN_OPTIONS python a.py",
+        "#SBATCH -N 2\nsrun -luK python a.py",
+        "#SBATCH -N 2\nsrun -lK1 -n2 python a.py",
+        "#SBATCH -N 2\nexport SLURM_KILL_BAD_EXIT=1\nsrun python a.py",
+        # How the hosts meet may be said elsewhere, and another training on each may be meant.
+        "#SBATCH -N 2\nsrun -K torchrun $OPTIONS a.py",
+        '#SBATCH -N 2\nsrun -K torchrun "${OPTIONS[@]}" a.py',
+        "#SBATCH -N 2\nexport PET_NNODES=2 PET_RDZV_ENDPOINT=$head\nsrun -K torchrun a.py",
+        "#SBATCH -N 2\nif x; then srun -K torchrun --standalone a.py; fi",
+        "#SBATCH -N 2\nsrun -K bash -c 'torchrun --standalone a.py --seed $SLURM_PROCID'",
+        "#SBATCH -N 2\nsrun -K -n1 -N1 torchrun a.py",
+        "#SBATCH -N 1 -n 4\nexport MASTER_ADDR=localhost\nsrun -K python a.py",
+        "#SBATCH -N 2\nexport MASTER_ADDR=localhost\nsrun -K bash -c 'MASTER_ADDR=a python a.py'",
+        "#SBATCH -N 2\nexport MASTER_ADDR=localhost\nif x; then MASTER_ADDR=$head; fi\n"
+        "srun -K python a.py",
+        # MPI ends its own ranks.
+        "#SBATCH -N 2\nsrun ./a.out",
+        # One task with several GPUs may be right.
+        "#SBATCH --gpus-per-node=4 --ntasks-per-node=1\nsrun python a.py",
+        "#SBATCH --gpus-per-node=4 --ntasks-per-node=2\nsrun -K --gpus-per-task=2 --gpu-bind=none "
+        "python a.py",
+        # exec gives the signal to srun, which gives it to the tasks.
+        "#SBATCH --signal=B:USR2@120\nexec srun python a.py",
+        # bash runs the trap for EXIT when a signal ends it.
+        "#SBATCH --signal=B:USR2@120\ntrap clean EXIT\npython a.py",
+        "#SBATCH --signal=B:CONT@120\npython a.py",
+        "#SBATCH --signal=B:USR2@120\nsource traps.sh\nsrun python a.py",
+        # Others wait for it.
+        "srun python a.py & sleep 60",
+        # A part of the hosts' own business.
+        "#SBATCH --exclusive\nexport MASTER_PORT=29500\npython a.py",
+        "#SBATCH --gres=gpu:4\nexport CUDA_VISIBLE_DEVICES=0,1,2,3\npython a.py",
+        # Of another script.
+        'if [ -z "$SLURM_JOB_ID" ]; then cd "$(dirname "$0")"; fi',
+        'cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")}"',
+        "sbatch $0",
+        'unset "${!SLURM_@}"\nsbatch next.sbatch',
+        "PASSWORD=${PASSWORD:?}\nAPI_KEY=$(cat key)\nHF_TOKEN=your-token-here",
+        # A program's own processes on one node.
+        "#SBATCH -n 8\npython a.py",
+        "#SBATCH --ntasks-per-node=4 --gpus-per-node=4\ntorchrun --nproc-per-node=4 a.py",
+        "#SBATCH -N 4\npython -m hpctrain run --elastic a.py",
+        "#SBATCH -N 4\nssh node2 python a.py & python a.py\nwait",
+    ],
+)
+def test_no_false_alarm(text):
+    assert rules(f"#!/bin/bash\n{text}\n") == []

@@ -1,0 +1,76 @@
+"""Text stays text: in bash, as bash itself reads it, and in a line of #SBATCH."""
+
+import os
+import subprocess
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hpctrain.jobs.quoting import array, directive, word
+
+# Everything that an argument can be: text, and bytes that are no UTF-8 as os.fsdecode gives them.
+ARGUMENT = st.binary(max_size=30).map(lambda data: os.fsdecode(data.replace(b"\0", b"")))
+TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
+
+
+def by_bash(script):
+    """What `printf '%s\0'` of a script prints."""
+    done = subprocess.run(
+        ["bash", "-c", os.fsencode(script)], stdout=subprocess.PIPE, timeout=30, check=True
+    )
+    return done.stdout.split(b"\0")[:-1]
+
+
+@given(st.lists(ARGUMENT | TEXT, min_size=20, max_size=60))
+@example(
+    ["", "'", "''", "a'b", "\\", "\\'", "$'x'", "\n", "\r\n", "!", "~", "\x01", "\x7f", "\xa0"]
+)
+@example(
+    ["\udcff", "\udcc3\udca9", "é\n", "\u2028", "-n", "*", "#", "a=b", "{a,b}", "\\n\n", "\x1b["]
+)
+def test_bash_reads_every_word_as_it_was(texts):
+    words, given_bytes = [word(text) for text in texts], [os.fsencode(text) for text in texts]
+    assert by_bash(f"printf '%s\\0' {' '.join(words)}") == given_bytes
+    assert by_bash(f"set -eu\n{array('a', words)}\nprintf '%s\\0' \"${{a[@]}}\"") == given_bytes
+    for one in words:
+        assert one.isprintable(), "on one line, and readable"
+
+
+def test_plain_words_stay_plain():
+    assert [word(text) for text in ("train.py", "--lr=0.1", "a b", "it's", "a\nb")] == [
+        *("train.py", "--lr=0.1", "'a b'", "'it'\"'\"'s'", r"$'a\nb'")
+    ]
+
+
+def test_nul_is_refused():
+    with pytest.raises(ValueError, match="without NUL"):
+        word("a\0b")
+
+
+def test_a_long_array_is_cut_between_words():
+    text = array("command", [word(f"word number {number}") for number in range(30)])
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.startswith("command=(\n    'word number 0' ")
+    assert array("command", ["a", "b"]) == "command=(a b)"
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ("plain-1.2_%j/x", "#SBATCH --name=plain-1.2_%j/x"),
+        ("two words", '#SBATCH --name="two words"'),
+        ('a"b\\c#d', r'#SBATCH --name="a\"b\\c#d"'),
+        ("", '#SBATCH --name=""'),
+        (None, "#SBATCH --name"),
+    ],
+)
+def test_a_directive_is_as_its_own_parser_reads_it(value, line):
+    """tests/jobs/test_sbatch_script_on_slurm.py asks sbatch."""
+    assert directive("name", value) == line
+
+
+@pytest.mark.parametrize("value", ["a\nb", "a\r", "\x7f", "\udcff", "a\u2028b", "\t"])
+def test_what_cannot_stand_in_a_directive_is_refused(value):
+    with pytest.raises(ValueError, match="printable"):
+        directive("name", value)

@@ -1,0 +1,377 @@
+"""Rendered scripts on a real Slurm of four hosts: what it takes, and what it runs."""
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import random
+import re
+import shutil
+import tarfile
+from pathlib import Path
+
+import launches
+import pytest
+
+from hpctrain.jobs import files
+from hpctrain.jobs.script import render
+from hpctrain.jobs.spec import JobSpec
+
+pytestmark = pytest.mark.slurm
+
+SBATCH = launches.TOP / "sbatch"
+NAMES = sorted(path.stem for path in SBATCH.glob("*.toml"))
+
+
+def environ(cluster, **more):
+    env = {**cluster.environ(), **more}
+    return {**env, "PATH": f"{launches.BIN}:{env['PATH']}"}
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder that looks like the top of the repository, for scripts that write into it."""
+    for name in ("sbatch", "examples"):
+        (tmp_path / name).symlink_to(launches.TOP / name)
+    return tmp_path
+
+
+def submit(cluster, script, *options, **more):
+    """Hand a script to sbatch by standard input, as `hpctrain submit` does; its job."""
+    done = cluster.run(
+        ["sbatch", "--parsable", *options], input=script, env=environ(cluster), **more
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def run(cluster, spec, *options, **more):
+    """A job from its spec to its end: its number, exit code and log."""
+    job, code = cluster.ended(submit(cluster, render(spec), *options, **more))
+    return job, code, "".join(path.read_text() for path in sorted(Path().glob(f"*{job}*.log")))
+
+
+def test_a_job_that_another_one_submits_is_not_taken_for_that_one(cluster, tmp_path, monkeypatch):
+    """sbatch in a task of an array that was requeued hands on what told it so."""
+    monkeypatch.chdir(tmp_path)
+    theirs = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
+    spec = JobSpec(name="inner", command=["sh", "-c", 'echo "$HPCTRAIN_RUN"'], max_restarts=1)
+    script = render(spec)
+    env = environ(cluster, HPCTRAIN_STOP="/x", HPCTRAIN_RUN="/x", **theirs)
+    done = cluster.run(["sbatch", "--parsable"], input=script, env=env)
+    job, code = cluster.ended(done.stdout.strip())
+    log = Path(f"inner-{job}.log").read_text()
+    assert code == 0
+    assert f"job {job}, start 0, on node1: " in log
+    assert f"{tmp_path}/runs/inner-{job}\n" in log
+    one = run(cluster, JobSpec(name="task", command="true", sweep={"lr": [1]}))
+    assert f"job {one[0]}_0, start 0, on " in one[2]
+
+
+# --- what sbatch takes
+
+LETTERS = "abz09 \"'\\`$(){}[]<>|&;:,.=%#@!?*~^+-_/é日本€𝛼"
+
+
+def texts(count, without=""):
+    """Hostile ones, and then as many by chance."""
+    chance = random.Random(1)
+    letters = [one for one in LETTERS if one not in without]
+    fixed = ["a b", "a  b", "#a", "a # b", "'", '"', "\\", "\\\\", '\\"', "a\\", "$(id)", "%j %x"]
+    made = ("".join(chance.choices(letters, k=chance.randrange(1, 40))) for _ in itertools.count())
+    return list(itertools.islice((one for one in made if one.strip() == one), count)) + fixed
+
+
+def test_names_and_comments_arrive_as_they_were_given(cluster):
+    names, comments = texts(20, without="/"), texts(20)
+    longest = "é" * 500
+    for name, comment in zip([*names, "x" * 200], [*comments, longest], strict=True):
+        spec = JobSpec(name=name, comment=comment, command="true", output="/dev/null")
+        job = submit(cluster, render(spec), "--hold")
+        shown = cluster.run(["scontrol", "show", "job", job], check=True).stdout
+        cluster.run(["scancel", job], check=True)
+        # scontrol ends the line with a blank of its own.
+        assert re.search(r"JobName=(.*)", shown)[1] == name
+        assert re.search(r"^   Comment=(.*) $", shown, re.MULTILINE)[1] == comment
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slurm_accepts_the_scripts_of_the_repository(cluster, name):
+    small = ["--cpus-per-task=2"]  # the hosts here have eight CPUs
+    script = str(SBATCH / f"{name}.sh")
+    done = cluster.run(["sbatch", "--test-only", *small, script])
+    assert done.returncode == 0, done.stderr
+    done = cluster.run(["sbatch", "--hold", "--parsable", *small, script])
+    facts = cluster.job(done.stdout.strip())
+    cluster.run(["scancel", done.stdout.strip()], check=True)
+    spec = JobSpec(**files.read(SBATCH / f"{name}.toml"))
+    assert facts["JobName"] == spec.title
+    assert facts["NumNodes"].partition("-")[0] == str(spec.nodes)
+    assert facts["Requeue"] == "1"
+    gpus = re.search(r"gres:gpu:(\d+)", str(facts))
+    assert int(gpus[1] if gpus else 0) == spec.gpus
+
+
+# --- what it runs
+
+
+def test_values_of_all_kinds_arrive_at_the_ranks(cluster):
+    words = ["", " ", "it's", '"', "\\", "$(touch canary)", "`touch canary`", "a\nb", "*", "\r\n"]
+    tell = 'printf "%s\\0" "$SLURM_PROCID" "$A" "$@" >out-$SLURM_PROCID'
+    spec = JobSpec(
+        name="arrive",
+        command=["bash", "-c", tell, "x", *words],
+        environment={"A": "a\n'$(touch canary)',\udcff"},
+        nodes=2,
+        tasks_per_node=2,
+    )
+    _, code, log = run(cluster, spec)
+    assert code == 0, log
+    for rank in range(4):
+        expected = [str(rank), "a\n'$(touch canary)',\udcff", *words]
+        assert [os.fsdecode(one) for one in Path(f"out-{rank}").read_bytes().split(b"\0")] == [
+            *expected,
+            "",
+        ]
+    assert not Path("canary").exists()
+
+
+def test_options_on_the_line_of_sbatch_hold(cluster):
+    spec = JobSpec(name="hold", command="bash -c", nodes=1, tasks_per_node=1)
+    line = 'echo "$SLURM_PROCID of $SLURM_NTASKS has $CUDA_VISIBLE_DEVICES"'
+    Path("hold.sh").write_text(render(spec))
+    options = ["--nodes=2", "--ntasks-per-node=3", "--gpus-per-node=3"]
+    job, code = cluster.batch([*options, "hold.sh", line], env=environ(cluster))
+    log = Path(f"hold-{job}.log").read_text()
+    assert code == 0, log
+    # All GPUs of a host for each of its ranks: NCCL wants to see them.
+    said = sorted(re.findall(r"^(\d) of 6 has 0,1,2$", log, re.MULTILINE))
+    assert said == [str(rank) for rank in range(6)], log
+
+
+def test_a_sweep_tries_each_setting_and_never_more_at_once_than_it_may(cluster):
+    begin_end = 'echo begin $(date +%s%N) "$@"; sleep 1; echo end $(date +%s%N)'
+    spec = JobSpec(
+        name="sweep",
+        command=["bash", "-c", begin_end, "x"],
+        sweep={"lr": [0.1, 0.2, 0.3], "seed": [1, 2]},
+        throttle=2,
+    )
+    job = submit(cluster, render(spec))
+    for index in range(6):
+        assert cluster.ended(f"{job}_{index}")[1] == 0
+    logs = [Path(f"sweep-{job}_{index}.log").read_text() for index in range(6)]
+    settings = [re.search(r"^begin \d+ (.*)", log, re.MULTILINE)[1] for log in logs]
+    assert settings == [f"--lr {rate} --seed {seed}" for rate in (0.1, 0.2, 0.3) for seed in (1, 2)]
+    moments = [
+        (int(time), 1 if what == "begin" else -1)
+        for log in logs
+        for what, time in re.findall(r"^(begin|end) (\d+)", log, re.MULTILINE)
+    ]
+    assert len(moments) == 12
+    assert max(itertools.accumulate(change for _, change in sorted(moments))) == 2
+    assert sorted(os.listdir("runs")) == [f"sweep-{job}_{index}" for index in range(6)]
+
+
+@contextlib.contextmanager
+def own_disks(cluster, path):
+    """A folder that is another one on each host."""
+    path.mkdir()
+    try:
+        for host in cluster.hosts:
+            mount = ["mount", "-t", "tmpfs", "tmpfs", str(path)]
+            assert cluster.run(mount, host).returncode == 0
+        yield path
+    finally:
+        for host in cluster.hosts:
+            cluster.run(["umount", str(path)], host)
+
+
+def test_each_host_has_a_copy_of_code_and_environment_while_the_ranks_run(cluster, tmp_path):
+    code, tools = tmp_path / "code", tmp_path / "tools" / "bin"
+    for folder in (code / "runs", tools):
+        folder.mkdir(parents=True)
+    (code / "train.sh").write_text("pwd; hostname; ls; echo $HPCTRAIN_RUN; exec answer\n")
+    (tools / "answer").write_text("#!/bin/sh\necho $0\n")
+    (tools / "answer").chmod(0o755)
+    with tarfile.open(tmp_path / "tools.tar.gz", "w:gz") as archive:
+        archive.add(tools.parent, ".")
+    with own_disks(cluster, tmp_path / "disk") as disk:
+        spec = JobSpec(
+            name="stage",
+            command="bash train.sh",
+            nodes=3,
+            stage_code="code",
+            stage_environment="tools.tar.gz",
+            setup=(f"export TMPDIR={disk} USER=ada",),
+        )
+        job, left, log = run(cluster, spec)
+        assert left == 0, log
+        scratch = f"{disk}/hpctrain-ada-{job}-0"
+        lines = log.splitlines()[1:]
+        assert set(lines) >= set(cluster.hosts[:3])
+        for line in (
+            *(f"{scratch}/code", f"{scratch}/environment/bin/answer", "train.sh"),
+            f"{tmp_path}/runs/stage-{job}",
+        ):
+            assert lines.count(line) == 3, log
+        assert "runs" not in lines
+        for host in cluster.hosts:
+            assert not cluster.run(["ls", str(disk)], host).stdout
+
+
+def test_code_that_cannot_be_copied_is_one_error_and_no_rank_starts(cluster, tmp_path):
+    with own_disks(cluster, tmp_path / "disk") as disk:
+        spec = JobSpec(
+            name="stage",
+            command="echo started",
+            nodes=2,
+            stage_code="missing",
+            setup=(f"export TMPDIR={disk}",),
+        )
+        _, code, log = run(cluster, spec)
+    assert code == 1
+    assert "missing: Cannot open" in log
+    assert re.search("a host could not copy code to .*: the lines above say why", log)
+    assert "\nstarted" not in log
+
+
+def test_what_stopped_and_came_by_standard_input_goes_on_by_the_line_it_says(cluster):
+    stops_first = 'echo "run $HPCTRAIN_RUN $*"; [ "$1" = --resume ] || exit 75'
+    spec = JobSpec(name="on", command=["bash", "-c", stops_first, "x"], requeue=False)
+    job, code, log = run(cluster, spec)
+    assert code == 75
+    done = cluster.run(["bash", "-c", log.splitlines()[-1]], env=environ(cluster))
+    second = done.stdout.split()[-1]
+    assert cluster.ended(second)[1] == 0
+    said = Path(f"on-{second}.log").read_text()
+    assert f"\nrun {Path.cwd()}/runs/on-{job} --resume\n" in said
+
+
+def test_a_task_of_a_sweep_goes_on_alone(cluster):
+    stops_first = 'echo "run $HPCTRAIN_RUN $*"; [ "${*: -1}" = --resume ] || exit 75'
+    command = ["bash", "-c", stops_first, "x"]
+    spec = JobSpec(name="on", command=command, requeue=False, sweep={"lr": [1, 2]})
+    job = submit(cluster, render(spec))
+    assert [cluster.ended(f"{job}_{index}")[1] for index in (0, 1)] == [75, 75]
+    line = Path(f"on-{job}_1.log").read_text().splitlines()[-1]
+    second = cluster.run(["bash", "-c", line], env=environ(cluster)).stdout.split()[-1]
+    assert cluster.ended(f"{second}_1")[1] == 0
+    said = Path(f"on-{second}_1.log").read_text()
+    assert f"\nrun {Path.cwd()}/runs/on-{job}_1 --lr 2 --resume\n" in said
+
+
+def test_each_task_of_an_array_counts_its_own_restarts(cluster):
+    """Of the last one the job's number is also that of the array."""
+    spec = JobSpec(name="three", command=["bash", "-c", "exit 75"], max_restarts=1, array="0-2")
+    job = submit(cluster, render(spec))
+    for index in range(3):
+        assert cluster.ended(f"{job}_{index}")[1] == 76
+        log = Path(f"three-{job}_{index}.log").read_text()
+        assert f"job {job}_{index}, start 1, on " in log
+        assert "start 2" not in log
+
+
+def test_it_is_requeued_as_often_as_it_may_and_then_given_up(cluster):
+    spec = JobSpec(name="most", command="bash -c", max_restarts=1)
+    Path("most.sh").write_text(render(spec))
+    line = 'echo "{\\"code\\": 75}" >"$HPCTRAIN_VERDICT"'
+    job, code = cluster.batch(["most.sh", line], env=environ(cluster))
+    log = Path(f"most-{job}.log").read_text()
+    assert code == 76, log
+    assert cluster.job(job)["Restarts"] == "1"
+    assert "it was started again 1 times, of 1 that it may be" in log
+    assert not list(Path("runs").glob(".*"))
+
+
+TRAIN = ("--data", "digits", "--epochs", "1", "--global-batch", "64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torchrun", "sweep", "preemptible"])
+def test_the_scripts_of_the_repository_train(cluster, checkout, name):
+    arguments = [f"sbatch/{name}.sh", *TRAIN]
+    if name == "preemptible":
+        srun = ["srun", "--kill-on-bad-exit=1", "python", "examples/mnist.py", *TRAIN]
+        arguments = ["--nodes=2", "sbatch/preemptible.sh", *srun]
+    done = cluster.run(
+        ["sbatch", "--parsable", "--cpus-per-task=1", *arguments], env=environ(cluster)
+    )
+    job = done.stdout.strip()
+    tasks = [f"{job}_{index}" for index in range(6)] if name == "sweep" else [job]
+    for task in tasks:
+        _, code = cluster.ended(task, 400)
+        log = Path(f"{name}-{task}.log").read_text()
+        assert code == 0, log
+        assert '"status": "done"' in Path("runs", f"{name}-{task}", "summary.json").read_text()
+    if name == "torchrun":
+        text = Path("runs", f"{name}-{job}", "run.json").read_text()
+        assert re.search(r'"world_size": 4\b', text)
+        assert '"launcher": "torchrun"' in text
+
+
+@pytest.mark.slow
+def test_horovodrun_starts_the_ranks_over_ssh(cluster, checkout, lacking):
+    if importlib.util.find_spec("horovod") is None:
+        lacking("horovod", "hpctrain horovod build")
+    if not (cluster.ssh_folder / "ssh").exists():
+        lacking("ssh", "apt-get install openssh-server")
+    hostile = "it's $(touch canary)\\"
+    line = "import os, sys; print(os.environ['HOROVOD_RANK'], os.environ['A'] == sys.argv[1])"
+    spec = JobSpec(
+        name="ssh", launcher="horovodrun", nodes=2, tasks_per_node=2, environment={"A": hostile},
+        command=["python", "-c", line, hostile],
+    )  # fmt: skip
+    job = submit(
+        cluster, render(spec).replace("set -euo pipefail", f"PATH={cluster.ssh_folder}:$PATH", 1)
+    )
+    _, code = cluster.ended(job)
+    log = Path(f"ssh-{job}.log").read_text()
+    assert code == 0, log
+    assert sorted(re.findall(r"\d True$", log, re.MULTILINE)) == [f"{r} True" for r in range(4)]
+    assert not Path("canary").exists()
+
+
+@pytest.mark.slow
+def test_modules_of_the_real_kind_are_loaded(cluster, tmp_path, lacking):
+    if not Path("/usr/share/modules/init/bash").exists():
+        lacking("modules", "apt-get install environment-modules")
+    (tmp_path / "modulefiles").mkdir()
+    (tmp_path / "modulefiles" / "good").write_text("#%Module\nsetenv GOOD yes\n")
+    (tmp_path / "site.sh").write_text(f"export MODULEPATH={tmp_path}/modulefiles\n")
+    command = ["bash", "-c", 'echo "good: $GOOD"']
+    for modules, expected in ((("good",), 0), (("good", "it's absent"), 2)):
+        spec = JobSpec(name="modules", command=command, modules=modules)
+        job, code = cluster.ended(
+            submit(
+                cluster,
+                render(spec).replace("set -euo", f"HPCTRAIN_SITE={tmp_path}/site.sh\nset -euo", 1),
+            )
+        )
+        log = Path(f"modules-{job}.log").read_text()
+        assert code == expected, log
+        assert ("good: yes" in log) == (expected == 0)
+        assert ("it's absent: this module could not be loaded" in log) == (expected == 2)
+
+
+def test_apptainer_or_what_stands_for_it_gets_the_ranks(cluster, tmp_path):
+    """Without apptainer here: a stand-in that starts them outside, as its own words say."""
+    if shutil.which("apptainer"):
+        pytest.fail("apptainer is here: let this test use it")
+    stand_in = tmp_path / "bin" / "apptainer"
+    stand_in.parent.mkdir()
+    stand_in.write_text(
+        '#!/bin/sh\necho "stand-in: $*"\nwhile [ "${1%.sif}" = "$1" ]; do shift; done\n'
+        'shift\nexec "$@"\n'
+    )
+    stand_in.chmod(0o755)
+    spec = JobSpec(
+        name="box", command=["bash", "-c", 'echo "inside $SLURM_PROCID $APPTAINERENV_A"'], nodes=2,
+        container="image.sif", environment={"A": "1"}, setup=(f"PATH={stand_in.parent}:$PATH",),
+    )  # fmt: skip
+    job, code, log = run(cluster, spec)
+    assert code == 0, log
+    assert sorted(re.findall("inside . 1", log)) == ["inside 0 1", "inside 1 1"]
+    here, own = Path.cwd(), Path.cwd() / "runs" / f"box-{job}"
+    binds = f"--bind {here} --bind {own}"
+    assert f"stand-in: exec --pwd {here} {binds} {here}/image.sif bash" in log

@@ -1,0 +1,457 @@
+"""What rendered scripts do, run by a real bash around stand-ins for Slurm's commands.
+
+tests/jobs/test_sbatch_script_on_slurm.py has them on a real Slurm.
+"""
+
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+from pathlib import Path
+
+import pytest
+from stand_ins import RECORD, Machine, make_files
+
+from hpctrain.errors import UsageError
+from hpctrain.jobs.script import render_local
+from hpctrain.jobs.spec import JobSpec
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path / "machine")
+
+
+# --- what is set up, and what beats what
+
+
+SAYS = """#!/bin/sh
+echo "ranks: A=$A PATH=$PATH threads=$OMP_NUM_THREADS run=$HPCTRAIN_RUN here=$(pwd)"
+"""
+
+
+@pytest.fixture
+def says(machine):
+    """A machine on which the ranks say what they see."""
+    machine.program("srun", SAYS)
+    return machine
+
+
+def site_file(machine, text):
+    path = machine.folder.parent / ".config" / "hpctrain" / "site.sh"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    return path
+
+
+def module_system(text="export A=module"):
+    """A `module` as a login shell exports it; it knows all but `absent`."""
+    body = f'[ "$2" != absent ] || return 1; {text}; unset "$never_set"'
+    return {"BASH_FUNC_module%%": f"() {{ {body}; }}"}
+
+
+def test_the_later_of_site_modules_setup_and_environment_has_the_word(says):
+    site_file(says, "export A=site OMP_NUM_THREADS=7")
+    modules = module_system()
+    more = {}
+    for name, field, value in (
+        ("site", "setup", ()),
+        ("module", "modules", ("there",)),
+        ("setup", "setup", ("export A=setup",)),
+        ("spec", "environment", {"A": "spec"}),
+    ):
+        more[field] = value
+        code, said = says.run(JobSpec(command="a", **more), A="inherited", **modules)
+        assert code == 0
+        assert f"A={name} " in said
+        assert "threads=7 " in said
+    assert "threads=1 " in says.run(JobSpec(command="a"), HPCTRAIN_SITE="/dev/null")[1]
+    more["environment"] = {"OMP_NUM_THREADS": "3"}
+    assert "threads=3 " in says.run(JobSpec(command="a", **more), **modules)[1]
+
+
+def test_a_site_file_that_fails_is_named_and_ends_nothing(says):
+    path = site_file(says, '[ "$unset" = x ] && true\nmodule load gone\nfalse')
+    code, said = says.run(JobSpec(command="a"))
+    assert (code, f"{path} ended with 1\n" in said) == (0, True)
+    path.write_text("if then")
+    code, said = says.run(JobSpec(command="a"))
+    assert (code, f"{path} ended with " in said) == (0, True)
+    code, said = says.run(JobSpec(command="a"), HPCTRAIN_SITE="/no/such/file")
+    assert (code, "/no/such/file: No such file" in said) == (0, True)
+
+
+def test_a_module_that_cannot_be_loaded_ends_the_job_with_its_name(says):
+    modules = module_system()
+    code, said = says.run(JobSpec(command="a", modules=("there", "absent")), **modules)
+    assert (code, said) == (2, "absent: this module could not be loaded\n")
+
+
+def test_a_line_of_setup_that_fails_ends_the_job(says):
+    code, said = says.run(JobSpec(command="a", setup=('echo "got $unset_before"', "false")))
+    assert (code, said) == (1, "got \n")
+
+
+CONDA = """#!/bin/sh
+echo 'conda() { [ "$2" = torch ] && export A=conda; }'
+"""
+
+
+def test_conda_is_found_and_what_it_lacks_is_said(says):
+    torch = JobSpec(command="a", conda="torch")
+    code, said = says.run(torch)
+    assert (code, "no conda on the PATH" in said) == (2, True)
+    says.program("conda", CONDA)
+    assert "A=conda " in says.run(torch)[1]
+    code, said = says.run(JobSpec(command="a", conda="it's $(id)"))
+    assert (code, said) == (2, "it's $(id): this conda environment could not be activated\n")
+
+
+def test_a_virtual_environment_that_is_missing_is_said_at_once(says):
+    code, said = says.run(JobSpec(command="a", venv="my env"))
+    assert code == 2
+    assert said.startswith("./my env: no virtual environment on ")
+    assert said.endswith(f"seen from {says.folder}\n")
+
+
+def test_an_inherited_run_directory_wins_and_becomes_absolute(says):
+    spec = JobSpec(command="a", run="mine")
+    here = says.folder
+    assert f"run={here}/mine " in says.run(spec)[1]
+    assert f"run={here}/runs/other " in says.run(spec, HPCTRAIN_RUN="runs/other")[1]
+    assert f"run={here.parent}/x " in says.run(spec, HPCTRAIN_RUN=f"{here.parent}/x")[1]
+    assert (here / "runs" / "other").is_dir()
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
+    assert f"run={here}/runs/name-5_3 " in says.run(JobSpec(command="a", array="3"), **array)[1]
+
+
+def test_the_folder_of_the_logs_is_made(says):
+    assert says.run(JobSpec(command="a", output="my logs/%x-%j.log"))[0] == 0
+    assert (says.folder / "my logs").is_dir()
+
+
+def test_an_index_without_a_setting_is_refused(says):
+    spec = JobSpec(command="a", sweep={"lr": [1, 2]})
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    assert says.run(spec, **array) == (2, "no setting has the index 2\n")
+
+
+def test_the_log_begins_with_what_runs_and_where(says):
+    said = says.run(JobSpec(command=["a", "b c"], sweep=[{"lr": "1 2"}]), SLURM_ARRAY_TASK_ID="0")[
+        1
+    ]
+    assert said.splitlines()[:2] == [
+        r"setting 0: --lr 1\ 2",
+        r"job 7_0, start 0, on node[1-3]: srun --kill-on-bad-exit=1 --cpus-per-task=1 a b\ c "
+        r"--lr 1\ 2",
+    ]
+
+
+# --- the end
+
+
+def stopped(machine, spec, **env):
+    return machine.run(spec, CODE="75", **env)
+
+
+def test_a_job_that_is_not_to_be_requeued_says_what_to_type(machine):
+    spec = JobSpec(command="a b", requeue=False)
+    code, said = machine.run(spec, "it's", "--lr", "", CODE="75")
+    assert code == 75
+    run = f"{machine.folder}/runs/name-7"
+    script = f"{machine.folder}/runs/job-7.sh"
+    go_on = said.splitlines()[-1]
+    assert go_on == f"    HPCTRAIN_RUN='{run}' sbatch {script} it\\'s --lr '' --resume"
+    assert Path(script).read_text() == "#!/bin/bash\n"
+
+
+def test_where_slurm_does_not_give_the_script_its_name_is_left_open(machine):
+    machine.program("scontrol", "#!/bin/sh\nexit 1\n")
+    said = stopped(machine, JobSpec(command="a b"))[1]
+    assert said.endswith(" sbatch THE_SCRIPT --resume\n")
+
+
+def test_after_the_last_restart_it_is_given_up(machine):
+    spec = JobSpec(command="a b", max_restarts=2)
+    for restarts, expected in ((1, 75), (2, 76), (3, 76)):
+        code, said = stopped(machine, spec, SLURM_RESTART_COUNT=str(restarts))
+        assert code == expected
+        assert ("of 2 that it may be" in said) == (expected == 76)
+        assert "/runs/job-7.sh --resume\n" in said
+
+
+def test_a_task_of_an_array_goes_on_by_itself(machine):
+    sweep = JobSpec(command="a b", sweep={"lr": [1]}, requeue=False)
+    array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
+    said = stopped(machine, sweep, **array)[1]
+    run, script = (f"{machine.folder}/runs/{name}" for name in ("name-7_0", "job-7_0.sh"))
+    assert said.splitlines()[-1] == f"    HPCTRAIN_RUN='{run}' sbatch --array=0 {script} --resume"
+
+
+def test_what_another_job_left_in_the_environment_is_not_this_one_s(says):
+    """As after sbatch in a task of an array that was requeued: Slurm hands all of it on."""
+    outer = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
+    theirs = {"HPCTRAIN_STOP": "/outer/stop", "HPCTRAIN_RUN": "/outer/run", "OUTER": "yes"}
+    code, said = says.run(JobSpec(command="a", max_restarts=1), **outer, **theirs)
+    assert code == 0
+    assert "job 7, start 0, on" in said
+    assert f"run={says.folder}/runs/name-7 " in said
+
+
+def test_another_job_is_never_requeued(machine):
+    """Not even where Slurm answers only at the end."""
+    calls = machine.folder / "calls"
+    machine.program(
+        "scontrol",
+        f"""#!/bin/sh
+echo "$@" >>{calls}
+[ "$(wc -l <{calls})" -gt 1 ] || exit 1
+echo "JobId=5 ArrayJobId=5 ArrayTaskId=3 JobName=a JobState=RUNNING Reason=None"
+""",
+    )
+    outer = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
+    code, said = stopped(machine, JobSpec(command="a"), **outer)
+    assert code == 75
+    assert "not this one: not requeued" in said
+    assert "requeue" not in calls.read_text()
+
+
+def test_each_task_has_its_own_run_directory_also_where_sbatch_s_line_makes_them(says):
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_TASK_COUNT": "2"}
+    assert f"run={says.folder}/mine/4 " in says.run(JobSpec(command="a", run="mine"), **array)[1]
+
+
+def test_a_cd_in_the_set_up_moves_the_ranks_and_not_the_run(says):
+    (says.folder / "src").mkdir()
+    spec = JobSpec(command="a", run="mine", setup=("cd src",))
+    said = says.run(spec)[1]
+    assert f"run={says.folder}/mine here={says.folder}/src\n" in said
+
+
+def test_one_run_directory_is_not_given_to_several_tasks(says):
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "2"}
+    spec = JobSpec(command="a", array="0-1")
+    code, said = says.run(spec, HPCTRAIN_RUN="x", **array)
+    assert (code, said) == (2, "HPCTRAIN_RUN=x is one run directory, for 2 tasks\n")
+    assert says.run(spec, HPCTRAIN_RUN="x", **{**array, "SLURM_ARRAY_TASK_COUNT": "1"})[0] == 0
+
+
+def test_a_site_file_changes_nothing_of_the_script_s_own(says):
+    site_file(says, "job=1 command=(echo hijacked) run=/x; set -- other words; code=75 shown=1")
+    code, said = says.run(JobSpec(command="a"), "more")
+    assert code == 0
+    assert (
+        "job 7, start 0, on node[1-3]: srun --kill-on-bad-exit=1 --cpus-per-task=1 a more" in said
+    )
+
+
+def test_a_site_file_gets_no_arguments_and_may_be_named_without_a_folder(says):
+    (says.folder / "mine.sh").write_text('echo "site got $#"')
+    code, said = says.run(JobSpec(command="a"), "--lr", "1", HPCTRAIN_SITE="mine.sh")
+    assert code == 0
+    assert said.startswith("site got 0\n")
+
+
+def test_a_verdict_that_is_cut_off_says_nothing(machine):
+    half = 'echo "{\\"co" >"$HPCTRAIN_VERDICT"; exit 3'
+    machine.program("srun", f"#!/bin/sh\n{half}\n")
+    assert machine.run(JobSpec(command="a"))[0] == 3
+
+
+def test_a_site_file_that_exits_ends_the_job_with_words(says):
+    path = site_file(says, "exit 0")
+    code, said = says.run(JobSpec(command="a"))
+    assert (code, said) == (2, f"{path} has an exit, where return was meant: it ends the job\n")
+
+
+def test_a_signal_that_comes_during_the_set_up_asks_the_ranks_to_stop(machine):
+    site_file(machine, "kill -USR2 $$")
+    machine.program("srun", '#!/bin/sh\n[ -e "$HPCTRAIN_STOP" ] && echo asked; exit 75\n')
+    code, said = machine.run(JobSpec(command="a", requeue=False))
+    assert code == 75
+    assert "\nasked\n" in said
+
+
+@pytest.mark.parametrize("runtime", ["", "pyxis"])
+def test_a_container_is_not_given_folders_that_it_would_cut(says, runtime):
+    spec = JobSpec(command="a", container="a.sif", container_runtime=runtime)
+    code, said = says.run(spec, SLURM_JOB_NAME="lr=0.1,seed:2")
+    assert code == 2
+    assert "no container takes folders with , or :" in said
+
+
+# --- copies on the hosts' own disks
+
+
+def test_code_is_copied_without_what_is_no_code_and_ranks_start_there(machine):
+    for name in ("runs/old", ".git", ".venv/bin", "package/runs"):
+        (machine.folder / name).mkdir(parents=True)
+        (machine.folder / name / "file").touch()
+    list_it = "find . -type f; pwd; stat -c %a .."
+    machine.program(
+        "srun", f'#!/bin/sh\ncase "$*" in *ranks*) {list_it}; exit;; esac\n'
+        'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"\n'
+    )  # fmt: skip
+    code, said = machine.run(JobSpec(command="ranks", stage_code="."))
+    scratch = f"{machine.environ['TMPDIR']}/hpctrain-ada-7-0"
+    assert (code, said.splitlines()[1:]) == (0, ["./package/runs/file", f"{scratch}/code", "700"])
+    assert not Path(scratch).exists()
+
+
+@pytest.mark.parametrize("there", ["a link", "somebody else's", "one's own", "of another start"])
+def test_a_folder_that_is_there_is_not_used_and_stays_as_it_is(machine, lacking, there):
+    scratch = Path(machine.environ["TMPDIR"], "hpctrain-ada-7-0")
+    if there == "a link":
+        (machine.folder.parent / "target").mkdir()
+        scratch.symlink_to(machine.folder.parent / "target")
+    else:
+        scratch.mkdir()
+    (scratch / "mine").touch()
+    if there == "somebody else's":
+        if os.geteuid():
+            lacking("mount", "a folder of somebody else's takes root")
+        scratch.chmod(0o777)
+        os.chown(scratch, 1, 1)
+    if there == "of another start":
+        (scratch / ".start").write_text("0123")
+    code, said = machine.run(JobSpec(command="a", stage_code="."))
+    assert code == 1
+    assert f"a host could not copy code to {scratch}: the lines above say why\n" in said
+    assert len(machine.calls()) == 2, "the ranks have started"
+    assert (scratch / "mine").exists()
+
+
+# Copies are made, and when the ranks should start the job is killed.
+KILLED = """#!/bin/sh
+case "$*" in *" bash -c "*) ;; *) kill -KILL $PPID; sleep 1 ;; esac
+while [ "${1#--}" != "$1" ]; do shift; done
+exec "$@"
+"""
+
+
+def test_what_an_earlier_start_has_left_is_removed_and_nothing_else(machine):
+    scratch = Path(machine.environ["TMPDIR"])
+    killed = JobSpec(command="a", stage_code=".")
+    machine.program("srun", KILLED)
+    assert machine.run(killed)[0] == -9
+    machine.program("srun", RECORD.format(folder=machine.records))
+    assert sorted(os.listdir(scratch / "hpctrain-ada-7-0")) == [".start", "code"]
+    others = [f"hpctrain-ada-{rest}" for rest in ("7-4-0", "7-5", "7-results", "77-0")]
+    for name in others:
+        shutil.copytree(scratch / "hpctrain-ada-7-0", scratch / name)
+    shutil.rmtree(scratch / "hpctrain-ada-7-5")
+    (scratch / "hpctrain-ada-7-5").mkdir()  # of nobody who has left a mark
+    (scratch / "hpctrain-ada-7-6").write_text("a file")
+    (scratch / "hpctrain-ada-7-1").symlink_to("hpctrain-ada-77-0")
+    code, said = machine.run(killed, SLURM_RESTART_COUNT="2")
+    assert code == 0, said
+    others += ["hpctrain-ada-7-1", "hpctrain-ada-7-6"]
+    assert sorted(os.listdir(scratch)) == sorted(others)
+    assert sorted(os.listdir(scratch / "hpctrain-ada-77-0")) == [".start", "code"]
+
+
+def test_hosts_that_share_what_should_be_their_own_are_told(machine):
+    Path(machine.environ["TMPDIR"], "hpctrain-ada-7-0").mkdir()  # by the other host
+    code, said = machine.run(JobSpec(command="a", stage_code="."))
+    assert code == 1
+    assert re.search("hpctrain-ada-7-0.: File exists", said)
+
+
+def test_data_is_copied_with_what_its_links_point_to_and_found_by_its_name(machine):
+    (machine.folder / "far").write_text("image")
+    (machine.folder / "my data" / "train").mkdir(parents=True)
+    (machine.folder / "my data" / "train" / "x.jpg").symlink_to(machine.folder / "far")
+    machine.program(
+        "srun", '#!/bin/sh\ncase "$*" in *ranks*) cd "$HPCTRAIN_DATA" && find . ! -type d;'
+        ' pwd; exit;; esac\nwhile [ "${1#--}" != "$1" ]; do shift; done; exec "$@"\n'
+    )  # fmt: skip
+    code, said = machine.run(JobSpec(command="ranks", stage_data="my data/"))
+    scratch = f"{machine.environ['TMPDIR']}/hpctrain-ada-7-0"
+    assert (code, said.splitlines()[1:]) == (0, ["./my data/train/x.jpg", f"{scratch}/data"])
+    assert not Path(scratch).exists()
+
+
+def test_data_that_is_no_folder_is_said(machine):
+    (machine.folder / "images.tar").touch()
+    code, said = machine.run(JobSpec(command="a", stage_data="images.tar"))
+    assert code == 1
+    assert "images.tar is no folder on " in said
+
+
+AS_A_USER = """#!/bin/sh
+while [ "${1#--}" != "$1" ]; do shift; done
+case "$1" in python) exit ;; esac
+exec setpriv --reuid=65534 --regid=65534 --clear-groups "$@"
+"""
+
+
+@pytest.fixture
+def open_machine():
+    """One in a folder that everybody may enter, unlike pytest's."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Machine(Path(folder) / "machine")
+
+
+def test_copies_of_what_is_read_only_are_removed_by_who_is_not_root(open_machine, lacking):
+    """As shared data is: in a folder that may not be written nothing can be removed."""
+    if os.geteuid():
+        lacking("mount", "to become a user that is not root takes root")
+    machine = open_machine
+    scratch = Path(machine.environ["TMPDIR"])
+    scratch.chmod(0o777)
+    old = scratch / "hpctrain-ada-7-0"
+    for image in (machine.folder / "images" / "a" / "x.jpg", old / "data" / "a" / "x.jpg"):
+        image.parent.mkdir(parents=True)
+        image.touch()
+        image.parent.chmod(0o555)
+    (old / ".start").touch()
+    for path in (old, *old.rglob("*")):  # of a start that was killed
+        os.chown(path, 65534, 65534)
+    machine.program("srun", AS_A_USER)
+    spec = JobSpec(command="python a", stage_data="images", stage_code=".")
+    code, said = machine.run(spec, SLURM_RESTART_COUNT="1")
+    assert (code, list(scratch.iterdir())) == (0, []), said
+    assert "denied" not in said
+
+
+def test_an_archive_without_an_environment_is_refused(machine):
+    with tarfile.open(machine.folder / "e.tar", "w") as archive:
+        archive.add(machine.bin, "env/bin")
+    code, said = machine.run(JobSpec(command="a", stage_environment="e.tar"))
+    assert code == 1
+    assert "e.tar has no bin/ at its top" in said
+    assert not list(Path(machine.environ["TMPDIR"]).iterdir())
+
+
+# --- on this machine
+
+
+def test_here_the_ranks_are_those_of_hpctrain_run(machine):
+    make_files(JobSpec(venv="env"), machine.folder)
+    spec = JobSpec(
+        command=["python", "train.py", "it's"], nodes=2, tasks_per_node=3, run="one", venv="env",
+        environment={"A": "$(id)"}, memory="64G",
+    )  # fmt: skip
+    assert machine.bash(render_local(spec), "more", cwd=machine.folder)[0] == 0
+    run = ["python", "-m", "hpctrain", "run", "--nodes", "2", "--nproc-per-node", "3"]
+    assert machine.calls() == [[*run, "train.py", "it's", "more"]]
+    found = machine.variables()
+    assert (found["A"], found["ACTIVE"]) == ("$(id)", "yes")
+    assert found["HPCTRAIN_RUN"] == f"{machine.folder}/one"
+
+
+@pytest.mark.parametrize(
+    ("more", "names"),
+    [
+        ({"command": "./train"}, "python SCRIPT"),
+        ({"container": "x.sif"}, "container on this machine"),
+        ({"sweep": {"lr": [1]}}, "sweep on this machine"),
+        ({"stage_code": "."}, "stage_code on this machine"),
+        ({"stage_data": "images"}, "stage_data on this machine"),
+    ],
+)
+def test_here_what_needs_a_cluster_is_refused(more, names):
+    with pytest.raises(UsageError, match=names):
+        render_local(JobSpec(**{"command": "python train.py", **more}))

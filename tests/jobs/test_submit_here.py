@@ -1,0 +1,124 @@
+"""`hpctrain.submit` without Slurm: ranks on this machine, and one rank in this process."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import faults
+import pytest
+import survivor
+
+import hpctrain
+from hpctrain import JobSpec
+from hpctrain.errors import HpctrainError
+from hpctrain.jobs import find
+
+HOSTILE = "a'b\"c $(touch canary) `touch canary` \\ \n; touch canary # ä%j\t*~!"
+
+
+def place(what, *, more):
+    import hpctrain
+
+    with hpctrain.Session(batch_size=1, start_timeout=60) as session:
+        world, total = session.world, session.sum(what)
+    print("printed by", world.rank, more)
+    return world, total, os.environ["HOSTILE"], os.environ["HPCTRAIN_RUN"]
+
+
+def test_ranks_of_this_machine_know_who_they_are_and_are_found_again(monkeypatch):
+    monkeypatch.setenv("RANK", "5")  # of a rank in which a notebook might run
+    job = hpctrain.submit(
+        place,
+        JobSpec(tasks_per_node=3, environment={"HOSTILE": HOSTILE, "OMP_NUM_THREADS": "1"}),
+        via="local",
+        args=(2,),
+        kwargs={"more": "now"},
+    )
+    assert job.state == "RUNNING"
+    results = job.results()
+    assert os.environ["RANK"] == "5"
+    for rank, (world, total, hostile, run) in enumerate(results):
+        assert (world.rank, world.world_size, world.local_rank) == (rank, 3, rank)
+        assert (world.launcher, world.num_nodes) == ("submitit", 1)
+        assert (total, hostile, run) == (6, HOSTILE, str(job.run))
+    assert job.state == "COMPLETED"
+    assert "printed by 1 now\n" in job.logs(1)
+    assert find(job.id).results() == results
+    assert not list(Path().rglob("canary"))
+
+
+@pytest.mark.parametrize("heard", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_rank_that_fails_is_named_and_a_job_that_is_cancelled_ends(heard):
+    # Inside of this one, so that the ranks need not import this module, and with it torch.
+    def fail(rank):
+        import hpctrain
+
+        if hpctrain.detect().rank == rank:
+            raise RuntimeError("this rank has had enough")
+
+    def sleep():
+        import time
+
+        print("asleep", flush=True)
+        time.sleep(120)
+
+    failed = hpctrain.submit(fail, JobSpec(tasks_per_node=3), via="local", args=(1,))
+    before = signal.signal(signal.SIGINT, heard)
+    asleep = hpctrain.submit(sleep, JobSpec(), via="local")
+    signal.signal(signal.SIGINT, before)
+    with pytest.raises(HpctrainError, match=r"rank 1 of 3 of job .* failed:\nTraceback") as caught:
+        failed.result()
+    assert str(caught.value).endswith("RuntimeError: this rank has had enough")
+    assert failed.state == "FAILED"
+    end = time.monotonic() + 60
+    while "asleep" not in asleep.logs():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert find(asleep.id).state == asleep.wait(timeout=0.1) == "RUNNING"
+    asleep.cancel()
+    with pytest.raises(HpctrainError, match="ended as CANCELLED: it was cancelled"):
+        asleep.result()
+    asleep.cancel()  # of a job that has ended nothing is left to do
+
+
+# submitit 1.5.4 leaves the log files of its debug executor open.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_one_rank_in_this_process_for_a_debugger(capsys):
+    seen = []
+    before = dict(os.environ)
+    job = hpctrain.submit(
+        lambda: seen.append(os.environ["ODD"]) or hpctrain.detect().world_size,
+        JobSpec(nodes=2, tasks_per_node=4, environment={"ODD": HOSTILE}),
+        via="debug",
+    )
+    assert (job.state, seen) == ("PENDING", [])
+    assert job.result() == 1
+    assert job.state == "COMPLETED"
+    assert dict(os.environ) == before
+    Path("script.py").write_text("import sys; print(__name__, sys.argv[1:]); sys.exit(0)")
+    assert hpctrain.submit("script.py", JobSpec(), via="debug", args=("-x", 1)).result() is None
+    assert "__main__ ['-x', '1']\n" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_in_the_next_job(tmp_path_factory):
+    options = (*faults.OPTIONS, "--epochs", "2")
+    spec = JobSpec(tasks_per_node=3, run="run", environment={"OMP_NUM_THREADS": "1"})
+    first = hpctrain.submit(survivor.main, spec, via="local", args=([*options, "--pace", "0.5"],))
+    ledger = Path("run/ledger-0.jsonl")
+    end = time.monotonic() + 120
+    while not ledger.exists() or len(ledger.read_text().splitlines()) < 3:
+        assert time.monotonic() < end, first.logs()
+        time.sleep(0.05)
+    # As submitit does when the time is nearly over; the processes of loaders come behind.
+    for rank in survivor.descendants(int(first.id))[:3]:
+        os.kill(rank, signal.SIGUSR2)
+    with pytest.raises(HpctrainError, match="SIGUSR2"):
+        first.result()
+    assert first.state == "FAILED"
+    assert json.loads((first.run / "summary.json").read_text())["status"] == "stopped"
+    second = hpctrain.submit(survivor.main, spec, via="local", args=([*options, "--resume"],))
+    assert second.results() == [None] * 3
+    faults.same("run", faults.References(tmp_path_factory)(3, "--epochs", "2"))

@@ -1,0 +1,189 @@
+"""Precisions and memory formats on a GPU: what they make of the numbers."""
+
+import pytest
+import ranks
+import torch
+from battery import images, session, small_model, train
+from test_precisions import STEPS, by_session, losses_of
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hpctrain.data import load
+
+
+def products(device):
+    """A matrix product and a convolution, of the same numbers each time."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(2, 512, 512, generator=generator).to(device)
+    images = torch.randn(8, 64, 32, 32, generator=generator).to(device)
+    kernel = torch.randn(64, 64, 3, 3, generator=generator).to(device)
+    return left @ right, nn.functional.conv2d(images, kernel)
+
+
+def switches():
+    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+
+def set_switches(on):
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
+
+
+def rounded_products():
+    """By precision what a session computes, and by torch's own switch what torch does."""
+    before, found, expected = switches(), {}, {}
+    for name in ("fp32", "tf32"):
+        with session(batch_size=2, precision=name) as opened:
+            found[name] = products(opened.device)
+        assert switches() == before
+        set_switches(name == "tf32")
+        expected[name] = products(opened.device)
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    return found, expected
+
+
+def test_tf32_is_torchs_own_and_fp32_is_none(gpu):
+    ((found, expected),) = ranks.values(gpu(1, rounded_products))
+    for name, both in found.items():
+        assert all(torch.equal(own, other) for own, other in zip(both, expected[name], strict=True))
+    left, right = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).double()
+    exact = left @ right
+    error = {name: ((own[0] - exact).norm() / exact.norm()).item() for name, own in found.items()}
+    # Inputs of 23 and of 10 bits.
+    assert error["fp32"] < 1e-6
+    assert 1e-5 < error["tf32"] < 2e-3
+
+
+def chosen():
+    with session(batch_size=2) as opened:
+        own = torch.cuda.get_device_capability(opened.device)
+        return opened.precision.name, opened.device.type, own
+
+
+def test_auto_is_bf16_where_the_gpu_computes_in_it(gpu):
+    ((name, device, capability),) = ranks.values(gpu(1, chosen))
+    assert device == "cuda"
+    assert name == ("bf16" if capability >= (8, 0) else "fp16")
+
+
+def digits(name):
+    """Two epochs of the digits: top-1 of the test set, and the type of the first weights."""
+    with session(batch_size=16, epochs=2, precision=name, run="run") as opened:
+        train_set, test_set = load("digits")
+        model = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(),
+            nn.Linear(16 * 64, 10),
+        )  # fmt: skip
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.02, 0.9))
+        with opened.run(name="digits") as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(opened.loader(train_set)):
+                    with opened.autocast():
+                        loss = nn.functional.cross_entropy(model(batch), targets)
+                    opened.step(loss)
+                    run.log(loss=loss)
+        model.eval()
+        right = 0
+        with torch.no_grad():
+            for batch, targets in opened.loader(test_set, train=False):
+                with opened.autocast():
+                    right += (model(batch).argmax(1) == targets).sum().item()
+        return right / len(test_set), model[0].weight.dtype
+
+
+@pytest.mark.parametrize(
+    "name", ["fp64", "fp32", "tf32", "bf16", "fp16", "O0", "O1", "O2", "O3"]
+)  # fmt: skip
+def test_every_precision_trains_the_digits(gpu, name):
+    ((top1, kind),) = ranks.values(gpu(1, digits, name))
+    assert top1 > 0.9
+    half = {"O2": torch.float16, "O3": torch.float16, "fp64": torch.float64}
+    assert kind == half.get(name, torch.float32)
+
+
+def repeatable(name, clip):
+    return by_session(name, clip, deterministic=True)
+
+
+def by_hand(half, clip):
+    """torch's own loop: autocast, GradScaler for fp16, and channels last."""
+    with session(batch_size=4, deterministic=True, precision="fp16") as opened:
+        device = opened.device
+        batches = list(opened.loader(images(240)))[:STEPS]
+        torch.manual_seed(0)
+        model = small_model().to(device, memory_format=torch.channels_last)
+        scaler = torch.amp.GradScaler(device.type, enabled=half == torch.float16)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+        losses = []
+        for step, (batch, targets) in enumerate(batches):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, half):
+                loss = losses_of(model, batch, targets, step)
+            scaler.scale(loss).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+        return losses, dict(model.named_parameters()), scaler.get_scale()
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    ("name", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("O1", torch.float16)]
+)
+def test_autocast_on_a_gpu_is_the_loop_that_torch_documents_bit_by_bit(gpu, name, half, clip):
+    ((ours, weights, _, row),) = ranks.values(gpu(1, repeatable, name, clip))
+    ((expected, by_name, scale),) = ranks.values(gpu(1, by_hand, half, clip))
+    assert ours == expected
+    assert all(torch.equal(weights[name], tensor) for name, tensor in by_name.items())
+    if half == torch.float16:
+        assert (row["skipped"], row["loss_scale"]) == (1, scale) == (1, 2.0**15)
+
+
+def formats(name, channels_last):
+    """Whether channels are last in weights and batches, before and after a step."""
+    options = {} if channels_last is None else {"channels_last": channels_last}
+    with session(batch_size=4, precision=name, **options) as opened:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
+        colors = TensorDataset(torch.randn(8, 3, 8, 8), torch.zeros(8, dtype=torch.long))
+        batch, targets = next(iter(opened.loader(colors)))
+        before = model[0].weight.stride()
+        with opened.autocast():
+            loss = nn.functional.cross_entropy(model(batch), targets)
+        opened.step(loss)
+        assert model[0].weight.stride() == before
+        return [
+            tensor.is_contiguous(memory_format=torch.channels_last)
+            for tensor in (model[0].weight, batch)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "last"),
+    [
+        *((name, None, True) for name in ("bf16", "fp16", "O1", "O2", "O3")),
+        *((name, None, False) for name in ("fp64", "fp32", "tf32", "O0")),
+        ("bf16", False, False),
+        ("fp32", True, True),
+    ],
+)
+def test_channels_are_last_where_convolutions_are_in_half_precision(gpu, name, given, last):
+    assert ranks.values(gpu(1, formats, name, given)) == [[last, last]]
+
+
+def in_fp64():
+    with session(batch_size=12, max_steps=12, precision="fp64", log_every=1, run="run") as opened:
+        return train(opened, 12)[0], opened.device.type
+
+
+def test_a_gpu_trains_as_a_cpu_does(gpu, tmp_path, monkeypatch):
+    found = {}
+    for device, env in (("cuda", {}), ("cpu", {"CUDA_VISIBLE_DEVICES": ""})):
+        (tmp_path / device).mkdir()
+        monkeypatch.chdir(tmp_path / device)
+        ((found[device], used),) = ranks.values(gpu(1, in_fp64, env=env))
+        assert used == device
+    assert len(found["cpu"]) == 12
+    assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-9)

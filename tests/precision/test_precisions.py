@@ -1,0 +1,546 @@
+"""Every precision: what it makes of the numbers, of an overflow, and of a resumed run."""
+
+import copy
+import json
+
+import pytest
+import ranks
+import torch
+from battery import images, session, small_model
+from torch import nn
+
+import hpctrain
+from hpctrain import precision
+from hpctrain.rundir import RunDirectory
+
+STEPS, OVERFLOW = 8, 3  # in step 3 the gradients are beyond the range of half precision
+CPU = torch.device("cpu")
+
+
+def losses_of(model, batch, targets, step):
+    loss = nn.functional.cross_entropy(model(batch), targets)
+    return loss * 1e6 if step == OVERFLOW else loss
+
+
+def by_session(name, clip=None, **options):
+    """Losses, weights, and the last row of metrics."""
+    with session(
+        batch_size=4, max_steps=STEPS, precision=name, clip_norm=clip, log_every=1, run=name,
+        **options,
+    ) as opened:  # fmt: skip
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+        model, optimizer = opened.prepare(model, optimizer)
+        losses = []
+        with opened.run(name="precision") as run:
+            for _ in run.epochs():
+                for step, (batch, targets) in enumerate(run.batches(opened.loader(images(240)))):
+                    with opened.autocast():
+                        loss = losses_of(model, batch, targets, step)
+                    opened.step(loss)
+                    run.log(loss=loss)
+                    losses.append(loss.item())
+        weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+        masters = [master.clone() for master in opened.precision.masters()]
+        *_, row = RunDirectory(name).rows()
+        return losses, weights, masters, row
+
+
+def batches():
+    """The same as those of `by_session`, by hand."""
+    with session(batch_size=4) as opened:
+        yield from list(opened.loader(images(240)))[:STEPS]
+
+
+def by_hand(half, clip):
+    """torch's own loop for autocast: with GradScaler for fp16."""
+    torch.manual_seed(0)
+    model, scaler = small_model(), torch.amp.GradScaler("cpu", enabled=half == torch.float16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+    losses = []
+    for step, (batch, targets) in enumerate(batches()):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", half):
+            loss = losses_of(model, batch, targets, step)
+        scaler.scale(loss).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return losses, {n: p.detach() for n, p in model.named_parameters()}, scaler.get_scale()
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    ("name", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("O1", torch.float16)]
+)
+def test_autocast_is_the_loop_that_torch_documents_bit_by_bit(name, half, clip):
+    ours, weights, _, row = ranks.values(ranks.run(1, by_session, name, clip))[0]
+    expected, by_name, scale = ranks.values(ranks.run(1, by_hand, half, clip))[0]
+    assert ours == expected
+    assert all(torch.equal(weights[name], tensor) for name, tensor in by_name.items())
+    if half == torch.float16:
+        assert (row["skipped"], row["loss_scale"]) == (1, scale) == (1, 2.0**15)
+
+
+def masters_by_hand(clip):
+    """Micikevicius et al., arXiv 1710.03740: half weights, fp32 masters, a scaled loss."""
+    torch.manual_seed(0)
+    model, scale = small_model(), 2.0**16
+    originals = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for module in (model[0], model[4]):
+        module.half()
+    copies = dict(model.named_parameters())
+    masters = {n: nn.Parameter(original) for n, original in originals.items()}
+    optimizer = torch.optim.SGD(masters.values(), 0.05, 0.9)
+    losses = []
+    for step, (batch, targets) in enumerate(batches()):
+        loss = losses_of(lambda x: model(x.half()).float(), batch, targets, step)
+        (loss * scale).backward()
+        for name, master in masters.items():
+            master.grad = copies[name].grad.float() / scale
+            copies[name].grad = None
+        losses.append(loss.item())
+        if not all(master.grad.isfinite().all() for master in masters.values()):
+            scale /= 2
+            continue
+        if clip:
+            nn.utils.clip_grad_norm_(masters.values(), clip)
+        optimizer.step()
+        with torch.no_grad():
+            for name, master in masters.items():
+                copies[name].copy_(master)
+    return losses, {n: p.detach() for n, p in copies.items()}, masters
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_o2_steps_fp32_masters_and_keeps_batch_norm_in_fp32(clip):
+    ours, weights, masters, row = ranks.values(ranks.run(1, by_session, "O2", clip))[0]
+    expected, by_name, by_hand = ranks.values(ranks.run(1, masters_by_hand, clip))[0]
+    assert ours == expected
+    assert {n: p.dtype for n, p in weights.items()} == {n: p.dtype for n, p in by_name.items()}
+    assert {p.dtype for n, p in weights.items() if n.startswith("1.")} == {torch.float32}
+    assert {p.dtype for n, p in weights.items() if n[0] in "04"} == {torch.float16}
+    assert all(torch.equal(weights[name], tensor) for name, tensor in by_name.items())
+    halves = [by_hand[name] for name, weight in weights.items() if weight.dtype == torch.float16]
+    assert all(torch.equal(a, b) for a, b in zip(masters, halves, strict=True))
+    assert (row["skipped"], row["loss_scale"]) == (1, 2.0**15)
+
+
+def kept_types(name, **options):
+    with session(batch_size=2, precision=name, **options) as opened:
+        model = opened.prepare(small_model())
+        output = model(torch.ones(2, 1, 8, 8))
+        scale = opened.precision.numbers().get("loss_scale", 1.0)
+        return {str(t.dtype)[6:] for t in model[1].state_dict().values()}, output.dtype, scale
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "batch_norm", "scale"),
+    [
+        ("O0", {}, "float32", 1.0),
+        ("O0", {"loss_scale": 128}, "float32", 128.0),
+        ("O1", {"loss_scale": 512.0}, "float32", 512.0),
+        ("O2", {}, "float32", 65536.0),
+        ("O2", {"keep_batchnorm_fp32": False, "loss_scale": 64}, "float16", 64.0),
+        ("O3", {}, "float16", 1.0),
+        ("O3", {"keep_batchnorm_fp32": True, "loss_scale": "dynamic"}, "float32", 65536.0),
+        ("fp16", {"loss_scale": 8.0}, "float32", 8.0),
+    ],
+)
+def test_batch_norm_and_loss_scale_are_as_apex_has_them(name, options, batch_norm, scale):
+    ((types, output, found),) = ranks.values(ranks.run(1, _kept, name, options))
+    assert types == {batch_norm, "int64"}
+    assert output == (torch.bfloat16 if name == "bf16" else torch.float32)
+    assert found == scale
+
+
+def _kept(name, options):
+    return kept_types(name, **options)
+
+
+@pytest.mark.parametrize("scale", [64.0, "dynamic"])
+def test_o3_with_a_loss_scale_unscales_gradients_in_half_precision(scale):
+    ((losses, weights, masters, row),) = ranks.values(ranks.run(1, _o3, scale))
+    ((expected, *_),) = ranks.values(ranks.run(1, by_session, "fp16"))
+    assert not masters
+    assert {p.dtype for p in weights.values()} == {torch.float16}
+    assert all(p.isfinite().all() for p in weights.values())
+    assert losses == pytest.approx(expected, rel=0.05)
+    assert row["skipped"] == 1
+    assert row["loss_scale"] == (64.0 if scale == 64.0 else 2.0**15)
+
+
+def _o3(scale):
+    return by_session("O3", loss_scale=scale)
+
+
+def overflow_of_one(name):
+    """Only rank 1's loss is beyond the range, and only once."""
+    with session(
+        batch_size=4,
+        max_steps=5,
+        precision=name,
+        log_every=1,
+        run="run",
+        timeout=30,
+        loss_scale=1024.0,
+    ) as opened:
+        model = small_model()
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
+        seen = []
+        with opened.run() as run:
+            for _ in run.epochs():
+                for step, (batch, targets) in enumerate(run.batches(opened.loader(images(240)))):
+                    with opened.autocast():
+                        loss = nn.functional.cross_entropy(model(batch), targets)
+                    seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+                    opened.step(loss * 1e9 if step == 2 and opened.world.rank == 1 else loss)
+                    run.log(loss=loss)
+        return seen, int(opened.precision.nonfinite.skipped)
+
+
+@pytest.mark.parametrize("name", ["fp16", "O2"])
+def test_a_step_that_overflows_on_one_rank_is_left_out_by_all_and_counted(run, name):
+    results = ranks.values(run(3, overflow_of_one, name))
+    assert [row["skipped"] for row in RunDirectory("run").rows()] == [0, 0, 1, 1, 1]
+    for seen, skipped in results:
+        assert skipped == 1
+        assert torch.equal(seen[2], seen[3])
+        assert not torch.equal(seen[3], seen[4])
+        assert all(torch.equal(a, b) for a, b in zip(seen, results[0][0], strict=True))
+
+
+def end_in_overflows(name, resume):
+    with session(
+        batch_size=4, max_steps=400, precision=name, log_every=1, run="run", checkpoint_every=2,
+        max_nonfinite=5, resume=resume, timeout=30,
+    ) as opened:  # fmt: skip
+        model = small_model()
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
+        with opened.run() as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(opened.loader(images(240))):
+                    with opened.autocast():
+                        loss = nn.functional.cross_entropy(model(batch), targets)
+                    opened.step(loss * float("inf") if run.step >= 3 else loss)
+                    run.log(loss=loss)
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16"])
+def test_a_run_that_leaves_the_finite_numbers_ends_with_its_last_good_checkpoint(run, name):
+    """fp32 takes up what is not finite, which the next checkpoint sees; fp16 leaves it out."""
+    results = run(3, end_in_overflows, name, False)
+    assert {type(result) for result in results} == {hpctrain.errors.NonFiniteError}
+    assert [result.told_by_rank_0 for result in results] == [False, True, True]
+    assert "--resume goes on from" in results[0].fix
+    said = "are not finite any more at step 4" if name == "fp32" else "steps in a row overflowed"
+    assert said in results[0].found
+    kept = RunDirectory("run")
+    for step in kept.steps():
+        (model,) = torch.load(kept.checkpoint(step) / "model.pt", weights_only=True)
+        assert all(tensor.isfinite().all() for tensor in model.values())
+    assert kept.steps()[0] <= 2 or name == "fp16"
+    assert json.loads(kept.summary.read_text())["status"] == "failed"
+
+
+def test_a_run_without_finite_losses_ends_before_any_checkpoint_would_see_it():
+    (result,) = ranks.run(1, _nothing_but_nan)
+    assert isinstance(result, hpctrain.errors.NonFiniteError)
+    assert "--max-nonfinite" in result.expected
+
+
+def _nothing_but_nan():
+    with session(batch_size=4, max_steps=4000, log_every=1, run="run", max_nonfinite=7) as opened:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
+        with opened.run() as run:
+            for _ in run.epochs():
+                for batch, _targets in run.batches(opened.loader(images(24000))):
+                    loss = model(batch).mean() * float("nan")
+                    opened.step(loss)
+                    run.log(loss=loss)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupted(name, end, resume):
+    """Six steps, the first of which overflows, with a checkpoint after each, up to an end."""
+    with session(
+        batch_size=4, max_steps=6, precision=name, run="run", resume=resume, ema=0.9,
+        deterministic=True, loss_scale="dynamic", checkpoint_every=1,
+    ) as opened:  # fmt: skip
+        model = small_model()
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
+        with opened.run() as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(opened.loader(images(240))):
+                    if run.step == end:
+                        raise Interrupted
+                    with opened.autocast():
+                        loss = losses_of(model, batch, targets, run.step + OVERFLOW)
+                    opened.step(loss)
+        with opened.averaged_weights():
+            averages = {n: t.clone() for n, t in model.state_dict().items()}
+        weights = {n: t.clone() for n, t in model.state_dict().items()}
+        return weights, averages, opened.precision.numbers(), list(opened.precision.masters())
+
+
+@pytest.mark.parametrize("name", ["fp16", "O2", pytest.param("O3", marks=pytest.mark.slow)])
+def test_a_resumed_run_has_the_scale_the_masters_and_the_averages(run, name, tmp_path, monkeypatch):
+    """Two ranks, whose sums have one order."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    monkeypatch.chdir(whole)
+    expected = ranks.values(run(2, interrupted, name, None, False))
+    monkeypatch.chdir(parts)
+    assert {type(result) for result in run(2, interrupted, name, 4, False)} == {Interrupted}
+    found = ranks.values(run(2, interrupted, name, None, True))
+    # Of rank 0; the others' statistics of batch norm are not in the checkpoint.
+    weights, averages, numbers, masters = expected[0]
+    assert numbers == found[0][2]
+    assert numbers["skipped"] >= 1
+    assert all(torch.equal(weights[n], found[0][0][n]) for n in weights)
+    assert all(torch.equal(averages[n], found[0][1][n]) for n in averages)
+    assert any(not torch.equal(averages[n], weights[n]) for n in averages)
+    assert all(torch.equal(a, b) for a, b in zip(masters, found[0][3], strict=True))
+
+
+def other_weights_on_each_rank():
+    with session(batch_size=2, precision="O2") as opened:
+        torch.manual_seed(opened.world.rank)
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = opened.prepare(model, optimizer)
+        first = next(iter(opened.precision.masters())).clone()
+        # What is loaded later goes to the masters as well.
+        model.load_state_dict({n: torch.ones_like(t) for n, t in model.state_dict().items()})
+        return first, [float(m.sum() / m.numel()) for m in opened.precision.masters()]
+
+
+def test_masters_begin_as_those_of_rank_0_and_follow_what_is_loaded(run):
+    results = ranks.values(run(3, other_weights_on_each_rank))
+    assert all(torch.equal(first, results[0][0]) for first, _ in results)
+    assert {value for _, means in results for value in means} == {1.0}
+
+
+def opened_with(options, half=False):
+    with session(batch_size=2, **options) as opened:
+        model = small_model()
+        opened.prepare(model.half() if half else model)
+
+
+@pytest.mark.parametrize("name", ["fp16", "O1"])
+def test_a_half_model_is_refused_with_the_two_right_spellings(name):
+    (error,) = ranks.run(1, opened_with, {"precision": name}, True)
+    assert isinstance(error, hpctrain.errors.UsageError)
+    assert "0.weight of the Sequential is in half precision" in error.found
+    assert f"remove model.half() and keep --precision {name}" in error.fix
+    assert "--precision O2" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"loss_scale": 8.0}, "--loss-scale with --precision fp32"),
+        ({"precision": "bf16", "loss_scale": "dynamic"}, "--loss-scale with --precision bf16"),
+        ({"precision": "O1", "keep_batchnorm_fp32": True}, "--keep-batchnorm-fp32 with"),
+        ({"precision": "tf32"}, "--precision tf32 on a CPU"),
+        ({"precision": "fp16", "loss_scale": -1.0}, "--loss-scale -1.0"),
+        ({"precision": "fp16", "loss_scale": "static"}, "--loss-scale 'static'"),
+    ],
+)
+def test_settings_that_a_precision_does_not_take_are_refused(options, said):
+    (error,) = ranks.run(1, opened_with, options)
+    assert isinstance(error, hpctrain.errors.UsageError)
+    assert said in error.found
+    assert error.exit_code == 2
+
+
+class Gpu:
+    """A fake: what torch.cuda would say of a GPU."""
+
+    def __init__(self, monkeypatch, name, bf16, capability):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: bf16)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "capability", "chosen"),
+    [("H200", True, (9, 0), "bf16"), ("V100", False, (7, 0), "fp16")],
+)
+def test_auto_takes_what_a_gpu_computes_in_and_says_so(
+    monkeypatch, caplog, name, bf16, capability, chosen
+):
+    Gpu(monkeypatch, name, bf16, capability)
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    caplog.set_level("INFO", logger="hpctrain")
+    precision.logger.addHandler(caplog.handler)
+    try:
+        opened = precision.open_precision("auto", torch.device("cuda", 0), precision.Settings())
+    finally:
+        precision.logger.removeHandler(caplog.handler)
+    assert opened.name == chosen
+    assert f"precision auto: {chosen}" in caplog.text
+    assert name in caplog.text
+
+
+def test_auto_is_fp32_on_a_cpu_and_an_old_gpu_has_no_tf32(monkeypatch):
+    assert precision.open_precision("auto", CPU, precision.Settings()).name == "fp32"
+    Gpu(monkeypatch, "V100", False, (7, 0))
+    with pytest.raises(hpctrain.errors.UsageError, match="--precision tf32 on V100"):
+        precision.open_precision("tf32", torch.device("cuda", 0), precision.Settings())
+
+
+@pytest.mark.parametrize(("name", "allowed"), [("fp32", False), ("O0", False), ("bf16", None)])
+def test_tf32_is_off_in_fp32_and_put_back_afterwards(name, allowed):
+    ((before, inside, after),) = ranks.values(ranks.run(1, switches, name))
+    assert before == after
+    assert inside == (before if allowed is None else (allowed, allowed))
+
+
+def switches(name):
+    def read():
+        return torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+
+    before = read()
+    with session(batch_size=2, precision=name):
+        inside = read()
+    return before, inside, read()
+
+
+def loads_and_masters():
+    """Loading into a part, into another model and into a copy; and a group that comes later."""
+    with session(batch_size=2, precision="O2", loss_scale=1.0) as opened:
+        model, other = small_model(), small_model()
+        optimizer = torch.optim.SGD(model[0].parameters(), 1e-6)
+        model, other, optimizer = opened.prepare(model, other, optimizer)
+        conv, linear = model.get_submodule("0"), model.get_submodule("4")
+        exact = opened.precision.master(linear.weight).detach().clone()
+        other.load_state_dict(model.state_dict())
+        copy.deepcopy(linear).load_state_dict(linear.state_dict())
+        kept = torch.equal(opened.precision.master(linear.weight), exact)
+        conv.load_state_dict({n: torch.full_like(t, 5.0) for n, t in conv.state_dict().items()})
+        loaded = set(opened.precision.master(conv.weight).flatten().tolist())
+        optimizer.add_param_group({"params": linear.parameters(), "lr": 0.5})
+        before = linear.weight.detach().clone()
+        opened.step(linear(torch.ones(2, 144, dtype=torch.float16)).float().sum())
+        master = opened.precision.master(linear.weight).detach()
+        return (
+            kept,
+            loaded,
+            not torch.equal(linear.weight, before),
+            torch.equal(linear.weight, master.half()),
+            {p.dtype for group in optimizer.param_groups for p in group["params"]},
+        )
+
+
+def test_masters_follow_what_is_loaded_into_a_part_and_nothing_else():
+    (result,) = ranks.values(ranks.run(1, loads_and_masters))
+    assert result == (True, {5.0}, True, True, {torch.float32})
+
+
+def one_bad_rank():
+    with session(
+        batch_size=4, max_steps=4000, log_every=1, run="run", max_nonfinite=5, timeout=30
+    ) as opened:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
+        with opened.run() as run:
+            for _ in run.epochs():
+                for batch, _targets in run.batches(opened.loader(images(2400))):
+                    loss = model(batch).mean()
+                    run.log(loss=loss)
+                    # Not a number that goes back into the weights.
+                    opened.precision.nonfinite.see(
+                        loss * float("inf") if opened.world.rank == 1 else loss
+                    )
+                    opened.step(loss)
+
+
+def test_one_rank_without_finite_losses_ends_all_at_one_step(run):
+    results = run(3, one_bad_rank)
+    assert {type(result) for result in results} == {hpctrain.errors.NonFiniteError}
+    assert len({result.found for result in results}) == 1
+    assert "5 steps in a row" in results[0].found
+    assert "on 1 of 3 ranks" in results[0].found
+
+
+def nan_at_the_end():
+    with session(batch_size=4, epochs=1, log_every=1, run="run") as opened:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
+        with opened.run() as run:
+            for _ in run.epochs():
+                for batch, _targets in run.batches(opened.loader(images(240))):
+                    loss = model(batch).mean() * (float("nan") if run.step == 1 else 1.0)
+                    opened.step(loss)
+                    run.log(loss=loss)
+                    if run.step == 1:
+                        break
+                break
+
+
+def test_a_run_that_cannot_be_saved_at_its_end_says_so_in_its_summary():
+    (error,) = ranks.run(1, nan_at_the_end)
+    assert isinstance(error, hpctrain.errors.NonFiniteError)
+    assert json.loads(RunDirectory("run").summary.read_text())["status"] == "failed"
+    assert [row["step"] for row in RunDirectory("run").rows()] == [1, 2]
+
+
+def repeated(name):
+    """Twice the same training with dropout, in one start of the ranks."""
+    found = []
+    for number in range(2):
+        with session(
+            batch_size=4, max_steps=6, precision=name, deterministic=True, run=f"run-{number}"
+        ) as opened:
+            model = nn.Sequential(*small_model()[:4], nn.Dropout(0.3), nn.Linear(4 * 36, 10))
+            model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
+            with opened.run(name="repeated") as run:
+                for _ in run.epochs():
+                    for batch, targets in run.batches(opened.loader(images(240))):
+                        with opened.autocast():
+                            loss = nn.functional.cross_entropy(model(batch), targets)
+                        opened.step(loss)
+            found.append(torch.cat([p.detach().flatten().float() for p in model.parameters()]))
+    return torch.equal(*found), float(found[0].sum())
+
+
+@pytest.mark.parametrize("name", ["bf16", "O2"])
+def test_deterministic_repeats_are_equal_to_the_last_bit_in_half_precision(run, name):
+    results = ranks.values(run(3, repeated, name))
+    assert {equal for equal, _ in results} == {True}
+    assert len({total for _, total in results}) == 1
+
+
+def test_a_fixed_loss_scale_is_that_of_this_start_after_a_resume_too():
+    def opened(scale):
+        kept = precision.open_precision("fp16", CPU, precision.Settings(loss_scale=scale))
+        kept.scale(torch.ones(()))  # which makes the scale a tensor
+        return kept
+
+    before, after, dynamic = opened(128.0), opened(1024.0), opened("dynamic")
+    after.load_state_dict(before.state_dict())
+    assert after.scale(torch.ones(())).item() == 1024.0
+    dynamic.load_state_dict(before.state_dict())
+    assert dynamic.scale(torch.ones(())).item() == 128.0
+
+
+def with_switches_of_its_own():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with session(batch_size=2, precision="fp32"):
+        pass
+
+
+def test_a_script_that_sets_tf32_itself_is_told_so():
+    (error,) = ranks.run(1, with_switches_of_its_own)
+    assert isinstance(error, hpctrain.errors.UsageError), error
+    assert "fp32_precision" in error.found
+    assert "--precision tf32" in error.fix

@@ -1,0 +1,52 @@
+"""A session, a model, data and a loop for tests of what every backend promises."""
+
+import os
+
+import torch
+from torch import nn
+
+import hpctrain
+import hpctrain.rundir
+from hpctrain.data import Images
+
+
+def session(**options):
+    """Over the backend that the `run` fixture chose; outside of the battery, the default one."""
+    return hpctrain.Session(backend=os.environ.get("TEST_BACKEND", "auto"), **options)
+
+
+def small_model():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10)
+    )
+
+
+def images(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 255, (count, 8, 8), dtype=torch.uint8, generator=generator)
+    return Images(pixels, torch.randint(0, 10, (count,), generator=generator), 127.0, 60.0)
+
+
+def train(session, steps, model=None, lr=0.05):
+    """Losses of the first steps, and the model."""
+    model = model or small_model()
+    model, _optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr, 0.9))
+    loader = session.loader(images(240))
+    losses = []
+    with session.run(name="battery") as run:
+        for _ in run.epochs():
+            for batch, targets in run.batches(loader):
+                with session.autocast():
+                    loss = nn.functional.cross_entropy(model(batch), targets)
+                session.step(loss)
+                run.log(loss=loss)
+            assert run.step <= steps
+        path = run.directory.path
+    if session.is_main:
+        losses = [row["loss"] for row in hpctrain.rundir.RunDirectory(path).rows()]
+    return losses, model
+
+
+def identity():
+    with session(batch_size=2) as opened:
+        return opened.world, opened.backend.rank, opened.backend.world_size

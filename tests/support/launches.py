@@ -1,0 +1,66 @@
+"""Starts of examples/mnist.py as a person types them, and what they left in the run directory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).resolve().parents[2]
+EXAMPLE = TOP / "examples" / "mnist.py"
+TWICE = Path(__file__).with_name("fp64_and_fp32.py")
+PYTHON = sys.executable
+BIN = Path(PYTHON).parent
+SAMENESS = ("--data", "fashion-mnist", "--global-batch", "64", "--batch-size", "16")
+
+LOCAL = {
+    "python": [PYTHON],
+    "torchrun": [str(BIN / "torchrun"), "--nproc-per-node", "2", "--"],
+    "hpctrain run": [
+        *(str(BIN / "hpctrain"), "run", "--nodes", "2", "--nproc-per-node", "2", "--as", "slurm")
+    ],
+}
+
+
+def environ(**more):
+    kept = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {**kept, "OMP_NUM_THREADS": "1", **more}
+
+
+def start(command, cwd, timeout=180, **more):
+    """Run a command to its end; kill all that it started when it takes too long."""
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environ(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        out, err = process.communicate()
+        raise AssertionError(f"{command} did not end within {timeout} s\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def rows(run):
+    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run):
+    return [row["loss"] for row in rows(run) if "loss" in row]
+
+
+def same_losses(folder, reference):
+    """Hold the two runs of fp64_and_fp32.py against those of one process."""
+    fp64, fp32 = losses(folder / "fp64"), losses(folder / "fp32")
+    assert len(fp64) == 50
+    assert len(fp32) == 10
+    assert fp64 == pytest.approx(losses(reference / "fp64"), rel=1e-9)
+    assert fp32 == pytest.approx(losses(reference / "fp32"), rel=1e-3)

@@ -1,0 +1,42 @@
+"""Scores of a classifier on a GPU: those of the CPU, and no batch waits for the device."""
+
+import on_gpu
+import pytest
+import ranks
+import torch
+from test_exact_evaluation import CASES, hold, samples, scored
+
+from hpctrain.backends.single import Single
+from hpctrain.evaluation import Classification
+
+
+def test_scores_are_those_of_the_cpu(gpu):
+    (found,) = ranks.values(gpu(1, scored))
+    (expected,) = ranks.values(ranks.run(1, scored, env={"CUDA_VISIBLE_DEVICES": ""}))
+    # The loss of a sample is another in its last digits.
+    hold([found], expected, loss=1e-6)
+
+
+def test_scores_are_those_of_one_process_over_nccl(nccl, gpu):
+    (alone,) = ranks.values(gpu(1, scored))
+    hold(ranks.values(nccl(2, scored)), alone)
+
+
+def counted(deterministic, dtype):
+    """The scores of one case, whose batches are on the GPU before."""
+    case = "counts that divide by nothing"
+    outputs, targets = (tensor.to(on_gpu.DEVICE) for tensor in samples(case))
+    outputs = outputs.to(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+    scores = Classification(Single(None, outputs.device, None), CASES[case][1])
+    scores.update(outputs[:64], targets[:64])
+    with on_gpu.never_waits():
+        for start in range(64, len(targets), 64):
+            scores.update(outputs[start : start + 64], targets[start : start + 64])
+    return scores.compute().count
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_no_batch_waits_for_the_gpu(gpu, deterministic, dtype):
+    assert ranks.values(gpu(1, counted, deterministic, dtype)) == [997 - len(range(0, 997, 11))]

@@ -1,0 +1,137 @@
+"""Scores of a classifier over ranks: the same numbers as in one process, over every backend."""
+
+import pytest
+import ranks
+import torch
+from battery import session
+from torch.utils.data import TensorDataset
+
+import hpctrain
+
+IGNORED = -100
+# Samples, classes, batch size, steps of a unit that outputs are rounded to (0: not at all).
+CASES = {
+    "counts that divide by nothing": (997, 10, 64, 0),
+    "small batches": (211, 7, 7, 0),
+    "ties": (503, 10, 32, 2),
+    "few classes": (101, 3, 16, 4),
+    "a rank without a batch": (5, 10, 2, 0),
+    "one batch": (61, 10, 64, 0),
+}
+
+
+def samples(case):
+    """Outputs and targets of a case; every eleventh target is ignored."""
+    count, classes, _, steps = CASES[case]
+    generator = torch.Generator().manual_seed(count)
+    outputs = torch.randn(count, classes, generator=generator)
+    targets = torch.randint(classes, (count,), generator=generator)
+    targets[::11] = IGNORED
+    return (outputs * steps).round() / steps if steps else outputs, targets
+
+
+def scored():
+    """The scores of every case, over the loader that an evaluation has."""
+    found = {}
+    with session(batch_size=2) as opened:
+        for case, (_, classes, batch, _) in CASES.items():
+            loader = opened.loader(TensorDataset(*samples(case)), train=False, batch_size=batch)
+            scores = opened.classification(classes)
+            for outputs, targets in loader:
+                scores.update(outputs, targets)
+            found[case] = (len(loader), scores.compute())
+    return found
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """What torchmetrics says of all samples at once, and the loss in float64."""
+    # Here, as the ranks import this file too, and this takes seconds.
+    from torchmetrics.functional.classification import (
+        multiclass_accuracy,
+        multiclass_confusion_matrix,
+    )
+
+    said = {}
+    for case, (_, classes, _, _) in CASES.items():
+        outputs, targets = samples(case)
+        kept = {"num_classes": classes, "ignore_index": IGNORED}
+        said[case] = {
+            "top1": multiclass_accuracy(outputs, targets, average="micro", **kept).item(),
+            "confusion": multiclass_confusion_matrix(outputs, targets, **kept),
+            "loss": torch.nn.functional.cross_entropy(outputs.double(), targets).item(),
+        }
+        if not CASES[case][3]:  # of ties torch.topk takes any
+            near = {"top_k": min(5, classes), "average": "micro", **kept}
+            said[case]["top5"] = multiclass_accuracy(outputs, targets, **near).item()
+    return said
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The scores that one process has."""
+    return ranks.values(ranks.run(1, scored))[0]
+
+
+def hold(results, alone, loss=1e-12):
+    """The scores of all ranks to those of one process, the loss with a relative tolerance."""
+    for case, (count, *_) in CASES.items():
+        _, first = alone[case]
+        for result in results:
+            _, found = result[case]
+            assert found.count + found.ignored == count
+            assert (found.top1, found.top5, found.ignored) == (
+                first.top1,
+                first.top5,
+                first.ignored,
+            )
+            assert torch.equal(found.confusion, first.confusion)
+            torch.testing.assert_close(
+                found.per_class, first.per_class, rtol=0, atol=0, equal_nan=True
+            )
+            assert found.loss == pytest.approx(first.loss, rel=loss)
+        assert len({result[case][1].loss for result in results}) == 1
+
+
+def test_scores_over_a_loader_are_those_of_torchmetrics(alone, oracle):
+    for case, (_, found) in alone.items():
+        expected = oracle[case]
+        assert found.ignored == len(range(0, CASES[case][0], 11))
+        assert torch.equal(found.confusion, expected["confusion"])
+        assert found.loss == pytest.approx(expected["loss"], rel=1e-6)
+        assert found.top1 == pytest.approx(expected["top1"], rel=1e-6)
+        assert found.top5 == pytest.approx(expected.get("top5", found.top5), rel=1e-6)
+
+
+def test_scores_are_the_same_over_every_backend(run, alone):
+    hold(ranks.values(run(3, scored)), alone)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_scores_are_the_same_whatever_the_ranks(size, alone):
+    results = ranks.values(ranks.run(size, scored))
+    batches = [result["a rank without a batch"][0] for result in results]
+    assert (0 in batches) == (size == 4)
+    hold(results, alone)
+
+
+def refused():
+    """What this rank is refused when only rank 1 has targets that are no class; and with none."""
+    found = []
+    with session(batch_size=2) as opened:
+        for targets in ([0, 4, 1], []):
+            scores = opened.classification(4)
+            if opened.world.rank == 1:
+                scores.update(torch.zeros(len(targets), 4), torch.tensor(targets).long())
+            with pytest.raises(hpctrain.errors.UsageError) as error:
+                scores.compute()
+            found.append((error.value.found, error.value.told_by_rank_0))
+    return found
+
+
+def test_all_ranks_refuse_alike_and_rank_0_says_it(run):
+    results = ranks.values(run(3, refused))
+    for outside, nothing in results:
+        assert "1 targets are 4 or more" in outside[0]
+        assert "no sample to score" in nothing[0]
+    assert [outside[1] for outside, _ in results] == [False, True, True]

@@ -1,0 +1,310 @@
+"""Kill anything, any time, on a real Slurm: the run goes on by itself, bit for bit.
+
+The job is sbatch/preemptible.sh around survivor.py, on three hosts. The undisturbed runs to compare
+with have as many ranks on this machine.
+"""
+
+import importlib.util
+import json
+import re
+import shlex
+import time
+from pathlib import Path
+
+import faults
+import launches
+import pytest
+
+from hpctrain import rundir
+
+pytestmark = pytest.mark.slurm
+
+SIZE = 3
+SCRIPT = launches.TOP / "sbatch" / "preemptible.sh"
+SURVIVOR = launches.TOP / "tests" / "survivor.py"
+ON_THREE_HOSTS = ("--nodes=3", "--ntasks-per-node=1", "--job-name=survivor")
+# A stop is agreed upon about once a second: slow steps leave it time to come before the end.
+SLOW = ("--pace", "0.4")
+# Takes all hosts from the jobs of other partitions.
+URGENT = ("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    return faults.References(tmp_path_factory)
+
+
+@pytest.fixture(autouse=True)
+def _hosts_for_the_next(cluster):
+    yield
+    cluster.clear()
+
+
+class Job:
+    """A job of survivor.py in the current folder.
+
+    Args:
+        cluster: where.
+        number: of the job; with its index, where it is an array's.
+        run: directory of the run.
+    """
+
+    def __init__(self, cluster, number, run="run"):
+        self.cluster, self.number = cluster, number
+        self.run = rundir.RunDirectory(run)
+
+    @property
+    def facts(self):
+        return self.cluster.job(self.number)
+
+    @property
+    def log(self):
+        return "".join(path.read_text() for path in Path().glob("*.log"))
+
+    def steps(self):
+        """Steps that rank 0 has taken, those that were taken again included."""
+        ledger = self.run.path / "ledger-0.jsonl"
+        return len(ledger.read_text().splitlines()) if ledger.exists() else 0
+
+    def starts(self):
+        """The steps at which the starts of the run began."""
+        return [line["step"] for line in self.run.lines(self.run.starts)]
+
+    def until(self, condition, seconds=120.0):
+        """Wait for a moment of the job."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"{self.facts}\n{self.log}"
+            time.sleep(0.05)
+
+    def ended(self, seconds=240.0):
+        """Wait for its end; state, exit code and how often it was requeued."""
+        _, code = self.cluster.ended(self.number, seconds)
+        facts = self.facts
+        return facts["JobState"], code, int(facts["Restarts"])
+
+
+@pytest.fixture
+def submit(cluster):
+    def submit(*options, script=SLOW, launch=("srun", "--kill-on-bad-exit=1"), **more):
+        command = [*launch, launches.PYTHON, SURVIVOR, *faults.OPTIONS, *script]
+        done = cluster.run(
+            ["sbatch", "--parsable", *ON_THREE_HOSTS, *options, SCRIPT, *command],
+            env={**cluster.environ(), "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr
+        return Job(cluster, done.stdout.strip(), **more)
+
+    return submit
+
+
+def finished(job, undisturbed, options=()):
+    """The run in the job's directory is as if nothing had happened to it."""
+    faults.same(job.run.path, undisturbed(SIZE, *options))
+    assert json.loads(job.run.summary.read_text())["status"] == "done"
+    assert not list(Path("runs").glob(f".*-{job.number}-*")), "stop file or verdict left"
+
+
+def nothing_twice(job):
+    """No step was taken a second time: each stop came with a checkpoint of that very step."""
+    assert job.steps() == len(faults.ledger(job.run.path))
+
+
+@pytest.mark.slow
+def test_usr2_to_a_single_rank_stops_all_and_the_job_goes_on_by_itself(submit, undisturbed):
+    short = ("--epochs", "2")
+    job = submit(script=(*SLOW, *short, "--fault=usr2@3:rank1"))
+    assert job.ended() == ("COMPLETED", 0, 1), job.log
+    finished(job, undisturbed, short)
+    nothing_twice(job)
+    assert len(job.starts()) == 2
+
+
+def test_a_job_that_is_cancelled_in_its_training_stays_so_and_keeps_its_checkpoint(cluster, submit):
+    job = submit()
+    job.until(job.run.steps)
+    cluster.run(["scancel", job.number], check=True)
+    state, _, restarts = job.ended()
+    assert (state, restarts) == ("CANCELLED", 0), job.log
+    assert job.run.steps()
+    assert not list(job.run.checkpoints.glob(".*"))
+
+
+@pytest.mark.slow
+def test_the_next_job_goes_on_where_a_cancelled_one_was(cluster, submit, undisturbed):
+    # In the middle of a save, which ends with the job.
+    first = submit(script=(*SLOW, "--fault=sleep=30@save7:rank0"))
+    first.until(lambda: list(Path("run.faults").glob("*")))
+    cluster.run(["scancel", first.number], check=True)
+    assert first.ended()[::2] == ("CANCELLED", 0), first.log
+    assert first.run.steps() == [5]
+    # Its lock may be left, and is that of a job that has ended.
+    second = submit(script=("--resume",))
+    assert second.ended() == ("COMPLETED", 0, 0), second.log
+    finished(second, undisturbed)
+    assert second.starts() == [0, 5]
+
+
+@pytest.mark.slow
+def test_a_job_that_is_cancelled_before_its_next_start_stays_so(cluster, submit):
+    job = submit(script=(*SLOW, "--fault=usr2@4"))
+    job.until(lambda: job.facts["JobState"] == "PENDING" and job.facts["Restarts"] == "1")
+    cluster.run(["scancel", job.number], check=True)
+    assert job.ended()[::2] == ("CANCELLED", 1), job.log
+    assert job.run.steps()[-1] == json.loads(job.run.summary.read_text())["step"] > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal", ["USR1", "USR2", "TERM"])
+def test_signals_to_the_whole_step_spare_the_loader_workers(cluster, submit, undisturbed, signal):
+    workers = ("--workers", "2")
+    job = submit(script=(*SLOW, *workers))
+    job.until(lambda: job.steps() > 3)
+    cluster.run(["scancel", f"--signal={signal}", job.number], check=True)
+    assert job.ended() == ("COMPLETED", 0, 1), job.log
+    finished(job, undisturbed, workers)
+    nothing_twice(job)
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_ranks_have_imported_anything_is_one_more_start(
+    cluster, submit, undisturbed
+):
+    job = submit(script=("--fault=sleep=3@imports",))
+    job.until(lambda: job.facts["JobState"] == "RUNNING" and "start 0" in job.log)
+    time.sleep(1)  # srun has to start the tasks; each imports for seconds
+    cluster.run(["scancel", "--signal=USR2", job.number], check=True)
+    assert job.ended() == ("COMPLETED", 0, 1), job.log
+    finished(job, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partition", ["main", "patient"])
+def test_preemption_by_a_higher_partition(cluster, submit, undisturbed, partition):
+    job = submit(f"--partition={partition}", "--exclusive")
+    job.until(lambda: job.steps() > 3)
+    urgent = cluster.run(["sbatch", "--parsable", *URGENT, "--wrap", "sleep 2"], check=True)
+    assert job.ended() == ("COMPLETED", 0, 1), job.log
+    assert cluster.job(urgent.stdout.strip())["JobState"] == "COMPLETED"
+    finished(job, undisturbed)
+    if partition == "patient":  # with a grace time, in which ranks save and Slurm waits
+        nothing_twice(job)
+
+
+@pytest.mark.slow
+def test_a_time_limit_that_is_hit_three_times(submit, undisturbed):
+    # Slurm warns up to a minute too early: a limit of one minute would leave time for imports only.
+    more = ("--epochs", "9")
+    job = submit("--time=2", "--signal=B:USR2@15", script=("--pace", "5", *more))
+    ended = job.ended(900)
+    assert ended == ("COMPLETED", 0, len(job.starts()) - 1), job.log
+    assert len(job.starts()) > 3, job.log
+    finished(job, undisturbed, more)
+    nothing_twice(job)
+
+
+@pytest.mark.slow
+def test_a_task_of_an_array_requeues_itself_and_no_other(cluster, submit, undisturbed):
+    # The script has to choose the directory, as it says --run.
+    launch = ("srun", "bash", "-c", 'exec "$@" --run "run-$SLURM_ARRAY_TASK_ID"', "task")
+    array = submit("--array=3,5", "--output=%A_%a.log", launch=launch)
+    three, five = (Job(cluster, f"{array.number}_{task}", f"run-{task}") for task in (3, 5))
+    three.until(lambda: three.steps() > 3)
+    cluster.run(["scancel", "--signal=USR2", three.number], check=True)
+    assert three.ended() == ("COMPLETED", 0, 1), three.log
+    assert five.ended() == ("COMPLETED", 0, 0), five.log
+    finished(three, undisturbed)
+    finished(five, undisturbed)
+    nothing_twice(three)
+
+
+@pytest.mark.slow
+def test_without_the_right_to_requeue_the_log_has_the_line_to_type(cluster, submit, undisturbed):
+    job = submit("--no-requeue", script=(*SLOW, "--fault=usr2@4:rank2"))
+    assert job.ended() == ("FAILED", 75, 0), job.log
+    assert job.run.steps()[-1] == json.loads(job.run.summary.read_text())["step"]
+    assert "could not be requeued: " in job.log
+    line = re.search(r"^    (HPCTRAIN_RUN=\S+) sbatch (.*)$", job.log, re.MULTILINE)
+    variable, script = shlex.split(line[1]), shlex.split(line[2])
+    again = ["env", *variable, "sbatch", "--parsable", *ON_THREE_HOSTS, *script]
+    done = cluster.run(again, env={**cluster.environ(), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    second = Job(cluster, done.stdout.strip())
+    assert second.ended() == ("COMPLETED", 0, 0), second.log
+    finished(second, undisturbed)
+    nothing_twice(second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["crash", "power_off", "cut"])
+@pytest.mark.parametrize("host", ["node1", "node3"])
+def test_a_lost_host(cluster, submit, undisturbed, loss, host):
+    job = submit(script=("--pace", "0.8"))
+    job.until(lambda: job.steps() > 6)
+    assert job.facts["NodeList"] == "node[1-3]"
+    getattr(cluster, loss)(host)
+    try:
+        assert job.ended() == ("COMPLETED", 0, 1), job.log
+        finished(job, undisturbed)
+        last = json.loads(job.run.starts.read_text().splitlines()[-1])
+        assert host not in last["world"]["hosts"]
+    finally:
+        if loss == "cut":
+            cluster.mend(host)
+        else:
+            cluster.power_on(host)
+
+
+SUBMIT = """
+import sys
+import submitit
+import survivor
+executor = submitit.AutoExecutor(folder="log", cluster="slurm")
+# Of a job of ten minutes or less submitit believes that its time is over.
+executor.update_parameters(nodes=3, tasks_per_node=1, timeout_min=60)
+print(executor.submit(survivor.main, sys.argv[1:]).job_id)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal", ["USR2", "TERM"])
+def test_a_job_of_submitit_is_requeued_by_submitit(cluster, undisturbed, lacking, signal):
+    if importlib.util.find_spec("submitit") is None:
+        lacking("submitit", "pip install submitit")
+    tests = str(SURVIVOR.parent)
+    env = {**cluster.environ(), "OMP_NUM_THREADS": "1", "PYTHONPATH": tests}
+    command = [launches.PYTHON, "-c", SUBMIT, *faults.OPTIONS, *SLOW]
+    done = cluster.run(command, env=env)
+    assert done.returncode == 0, done.stderr
+    job = Job(cluster, done.stdout.strip())
+    job.until(lambda: job.steps() > 3)
+    cluster.run(["scancel", f"--signal={signal}", job.number], check=True)
+    ended = job.ended()
+    logs = "".join(path.read_text() for path in Path("log").glob("*_log.*"))
+    assert ended == ("COMPLETED", 0, 1), logs
+    finished(job, undisturbed)
+    nothing_twice(job)
+    assert logs.count("Requeued job") == 1
+
+
+BLOCK = re.compile(r"```bash\n(#!/bin/bash\n.*?)```", re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_script_in_the_docs_with_torchrun(cluster, undisturbed):
+    text = (launches.TOP / "docs" / "preemption.md").read_text()
+    block = BLOCK.search(text)[1]
+    script = shlex.join(map(str, (SURVIVOR, *faults.OPTIONS, *SLOW)))
+    block = block.replace(" train.py", f" {script}").replace(
+        "torchrun", launches.LOCAL["torchrun"][0]
+    )
+    Path("job.sh").write_text(block)
+    env = {**cluster.environ(), "OMP_NUM_THREADS": "1"}
+    done = cluster.run(["sbatch", "--parsable", "--nodes=3", "job.sh"], env=env)
+    assert done.returncode == 0, done.stderr
+    job = Job(cluster, done.stdout.strip())
+    job.until(lambda: job.steps() > 3)
+    cluster.run(["scancel", "--batch", "--signal=USR2", job.number], check=True)
+    assert job.ended() == ("COMPLETED", 0, 1), job.log
+    finished(job, undisturbed)
+    nothing_twice(job)

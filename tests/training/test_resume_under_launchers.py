@@ -1,0 +1,113 @@
+"""Runs that are stopped under the launchers of a laptop go on, bit for bit."""
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import faults
+import launches
+import pytest
+import survivor
+
+from hpctrain import rundir
+
+pytestmark = pytest.mark.slow
+
+SIZE = 3
+LAUNCHERS = {
+    "hpctrain run": ["hpctrain", "run", "--nproc-per-node", "3"],
+    "torchrun": ["torchrun", "--nproc-per-node", "3", "--"],
+    "openmpi": ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "3"],
+    "mpich": ["mpiexec.hydra", "-np", "3"],
+    "horovodrun": ["horovodrun", "--gloo", "-np", "3"],
+}
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    return faults.References(tmp_path_factory)
+
+
+@pytest.fixture(params=LAUNCHERS)
+def launcher(request, lacking):
+    """A launcher's name, and its command for three ranks of a Python script."""
+    program, *arguments = LAUNCHERS[request.param]
+    found = shutil.which(program, path=f"{launches.BIN}:{os.environ['PATH']}")
+    if request.param == "horovodrun" and importlib.util.find_spec("horovod") is None:
+        lacking("horovod", "hpctrain horovod build")
+    if found is None:
+        lacking(request.param, f"{program} is not there")
+    python = [] if program in ("torchrun", "hpctrain") else [launches.PYTHON]
+    return request.param, [found, *arguments, *python]
+
+
+def _over(name):
+    return ("--backend", "horovod" if name == "horovodrun" else "ddp")
+
+
+def _start(command, *options, act=lambda process: None):
+    """Start survivor.py; what the launcher left with, and the verdict's code."""
+    verdict, stop = Path("run.verdict").absolute(), Path("run.stop").absolute()
+    verdict.unlink(missing_ok=True)
+    stop.unlink(missing_ok=True)
+    process = subprocess.Popen(
+        [*command, survivor.__file__, *faults.OPTIONS, *options, "--resume", "--run", "run"],
+        env=launches.environ(HPCTRAIN_VERDICT=str(verdict), HPCTRAIN_STOP=str(stop)),
+        start_new_session=True,
+    )
+    try:
+        act(process)
+        code = process.wait(180)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    said = rundir.read_verdict(verdict)
+    return code, said[0] if said else None
+
+
+def _in_training(seconds=120.0):
+    deadline = time.monotonic() + seconds
+    while faults.last_steps("run").keys() != set(range(SIZE)):
+        assert time.monotonic() < deadline, "no rank took a step"
+        time.sleep(0.05)
+
+
+def _stop(process, how):
+    _in_training()
+    if how == "file":
+        Path("run.stop").touch()
+    elif how == "a rank":
+        os.kill(_ranks(process)[1], signal.SIGTERM)
+    else:
+        process.send_signal(signal.SIGTERM)
+
+
+def _ranks(process):
+    """The processes that run the script."""
+    said = {
+        pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3]
+        for pid in survivor.descendants(process.pid)
+    }
+    return sorted(
+        pid
+        for pid, (program, *more) in said.items()
+        if b"python" in program and survivor.__file__.encode() in more
+    )
+
+
+@pytest.mark.parametrize("how", ["file", "a rank", "the launcher"])
+def test_a_stop_under_a_launcher(undisturbed, launcher, how):
+    name, command = launcher
+    over = _over(name)
+    _, verdict = _start(command, *over, "--pace", "0.2", act=lambda process: _stop(process, how))
+    # Open MPI's mpirun kills its ranks a second after a TERM, whether they have saved or not.
+    if (name, how, verdict) != ("openmpi", "the launcher", None):
+        assert verdict == rundir.STOPPED
+        assert set(faults.last_steps("run").values()) == {rundir.RunDirectory("run").steps()[-1]}
+    assert _start(command, *over) == (0, rundir.DONE)
+    faults.same("run", undisturbed(SIZE, *over))

@@ -1,0 +1,593 @@
+"""A run directory: what is written, how a run goes on, and what is refused."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from battery import images, session, small_model
+from torch import nn
+
+import hpctrain
+from hpctrain.errors import ReplacedError, UsageError
+from hpctrain.rundir import RunDirectory
+
+
+def train(die_at=None, seed=0, width=None, name="example", **options):
+    """Four epochs of four steps, with a schedule; the weights at the end."""
+    with session(
+        **{"global_batch": 12, "epochs": 4, "log_every": 2, "run": "run", "seed": seed, **options}
+    ) as opened:
+        model = small_model() if width is None else nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        model, optimizer = opened.prepare(
+            model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        )
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        loader = opened.loader(images(50))
+        steps = []
+        with opened.run(state={"schedule": schedule}, name=name) as run:
+            for epoch in run.epochs():
+                for batch, targets in run.batches(loader):
+                    loss = nn.functional.cross_entropy(model(batch), targets)
+                    opened.step(loss)
+                    schedule.step()
+                    run.log(loss=loss)
+                    steps.append(run.step)
+                    if run.step == die_at:
+                        os._exit(9)
+                run.log(top1=epoch / 10)
+        return steps, torch.cat([p.detach().flatten().double() for p in model.parameters()])
+
+
+def rows():
+    return [
+        {k: v for k, v in row.items() if k not in ("time", "samples_per_second", "data_wait")}
+        for row in RunDirectory("run").rows()
+    ]
+
+
+def test_a_run_directory_has_what_it_promises():
+    ranks.values(ranks.run(3, train))
+    run = RunDirectory("run")
+    identity = json.loads(run.identity.read_text())
+    assert identity["name"] == "example"
+    assert set(identity["world"]) == set(hpctrain.World.__dataclass_fields__)
+    (start,) = [json.loads(line) for line in run.starts.read_text().splitlines()]
+    assert {"command", "options", "versions", "commit", "world"} <= set(start)
+    training = [row for row in rows() if "loss" in row]
+    assert [row["step"] for row in training] == list(range(2, 17, 2))
+    assert all(set(row) == {"step", "epoch", "loss", "lr"} for row in training)
+    assert [row["top1"] for row in rows() if "top1" in row] == [0.0, 0.1, 0.2, 0.3]
+    assert all((run.logs / f"rank-{rank}.log").is_file() for rank in range(3))
+    summary = json.loads(run.summary.read_text())
+    assert (summary["status"], summary["step"]) == ("done", 16)
+    assert summary["metrics"]["top1"] == 0.3
+    assert run.steps() == [8, 12, 16]
+    for folder in run.checkpoints.iterdir():
+        assert {path.suffix for path in folder.iterdir()} == {".pt", ".json"}
+
+
+def mean_loss(global_batch):
+    with session(
+        global_batch=global_batch, batch_size=2, max_steps=1, log_every=1, run="run"
+    ) as opened:
+        model = opened.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        losses = []
+        with opened.run() as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(opened.loader(images(50))):
+                    loss = nn.functional.cross_entropy(model(batch), targets)
+                    losses.append(loss.item())
+                    opened.step(loss)
+                    run.log(loss=loss, half=0.5)
+        return losses
+
+
+def test_the_logged_loss_is_the_mean_over_the_global_batch(run):
+    seen = [loss for losses in ranks.values(run(3, mean_loss, 12)) for loss in losses]
+    assert len(seen) == 6
+    (row,) = RunDirectory("run").rows()
+    assert row["loss"] == pytest.approx(sum(seen) / 6, rel=1e-12)
+    assert row["half"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("size", "die_at"), [(1, 6), pytest.param(3, 1, marks=pytest.mark.slow), (3, 9)]
+)
+def test_a_killed_run_goes_on_where_its_checkpoint_was(run, size, die_at, tmp_path, monkeypatch):
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    options = {"checkpoint_every": 3, "precision": "fp64"}
+    whole = ranks.values(run(size, train_with, options))
+    expected = rows()
+    monkeypatch.chdir(tmp_path)
+    assert all(
+        isinstance(result, BaseException)
+        for result in run(size, train_with, {**options, "die_at": die_at})
+    )
+    resumed = ranks.values(run(size, train_with, {**options, "resume": True}))
+    # The last one may have been on its way to the disk.
+    done = [step for step in (0, 3, 4, 6, 8, 9) if step <= die_at][-2:]
+    assert resumed[0][0][0] in done
+    assert resumed[0][0] == list(range(resumed[0][0][0], 16))
+    assert [{**row, "loss": 0} for row in rows()] == [{**row, "loss": 0} for row in expected]
+    for row, wanted in zip(rows(), expected, strict=True):
+        assert row.get("loss", 0) == pytest.approx(wanted.get("loss", 0), rel=1e-9)
+    # At three ranks and more torch sums in another order after a restart.
+    assert torch.allclose(resumed[0][1], whole[0][1], rtol=1e-9, atol=0)
+    if size == 1:
+        assert torch.equal(resumed[0][1], whole[0][1])
+    assert len(RunDirectory("run").starts.read_text().splitlines()) == 2
+
+
+def in_order(wide, x):
+    """Uses its layers in another order than it has them."""
+    return wide["last"](torch.relu(wide["first"](torch.relu(wide["middle"](x)))))
+
+
+def trains_wide(die_at=None, **options):
+    with session(
+        global_batch=12, epochs=2, run="run", deterministic=True, precision="fp32", **options
+    ) as opened:
+        wide = nn.ModuleDict(
+            {"first": nn.Linear(99, 77), "last": nn.Linear(77, 10), "middle": nn.Linear(64, 99)}
+        )
+
+        class Wide(nn.Module):
+            """Changes its input, assigns a buffer anew, and draws from Python's generator."""
+
+            def __init__(self):
+                super().__init__()
+                self.layers = wide
+                self.register_buffer("mean", torch.zeros(1))
+
+            def forward(self, x):
+                x = x.sub_(0.1).flatten(1)
+                self.mean = 0.9 * self.mean + x.mean()
+                scores = in_order(self.layers, x - self.mean)
+                return {"scores": scores * (1 + random.random()), "nothing": None}
+
+        model = Wide()
+        model, _optimizer = opened.prepare(model, torch.optim.Adam(model.parameters(), 1e-3))
+        with opened.run(name="example") as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(opened.loader(images(50))):
+                    loss = nn.functional.cross_entropy(model(batch)["scores"], targets)
+                    opened.step(loss)
+                    run.log(loss=loss)
+                    if run.step == die_at:
+                        os._exit(9)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def trains_wide_with(options):
+    return trains_wide(**options)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(3, {}), (3, {"batch_size": 2}), pytest.param(4, {}, marks=pytest.mark.slow)],
+    ids=["three", "three-accumulated", "four"],
+)
+def test_a_resumed_run_is_bit_equal(run, size, options, tmp_path, monkeypatch):
+    options = {**options, "checkpoint_every": 3}
+    for folder in ("whole", "cut"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    whole = ranks.values(run(size, trains_wide_with, options))
+    monkeypatch.chdir(tmp_path / "cut")
+    run(size, trains_wide_with, {**options, "die_at": 4})
+    resumed = ranks.values(run(size, trains_wide_with, {**options, "resume": True}))
+    assert torch.equal(resumed[0], whole[0])
+
+
+def does_not_fill_its_steps(die_at=None, **options):
+    """Seven batches an epoch, and two make a step."""
+    with session(
+        batch_size=4, accumulate=2, epochs=3, run="run", precision="fp64", **options
+    ) as opened:
+        model = opened.prepare(nn.Linear(3, 1))
+        opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        batches = [torch.full((4, 3), float(n)) for n in range(7)]
+        with opened.run(name="example") as run:
+            for _ in run.epochs():
+                for batch in run.batches(batches):
+                    opened.step((model(batch) ** 2).mean() / 100)
+                    if run.step == die_at:
+                        os._exit(9)
+        return run.step, model.state_dict()["weight"]
+
+
+def does_not_fill_its_steps_with(options):
+    return does_not_fill_its_steps(**options)
+
+
+def test_micro_batches_that_make_no_step_are_left_out_at_the_end_of_an_epoch(
+    run, tmp_path, monkeypatch
+):
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    whole = ranks.values(run(2, does_not_fill_its_steps_with, {}))
+    monkeypatch.chdir(tmp_path)
+    run(2, does_not_fill_its_steps_with, {"die_at": 4, "checkpoint_every": 1})
+    resumed = ranks.values(run(2, does_not_fill_its_steps_with, {"resume": True}))
+    assert resumed[0][0] == whole[0][0] == 9
+    assert torch.equal(resumed[0][1], whole[0][1])
+    assert "1 of 2 micro-batches of a step are left out" in Path("run/logs/rank-0.log").read_text()
+
+
+def test_a_checkpoint_of_another_run_is_not_taken():
+    ranks.values(ranks.run(1, train_with, {"max_steps": 5, "epochs": None}))
+    Path("run").rename("other")
+    options = {"max_steps": 3, "epochs": None, "data": "another"}
+    ranks.values(ranks.run(1, train_with, options))
+    shutil.copytree("other/checkpoints/step-00000005", "run/checkpoints/step-00000005")
+    Path("run/summary.json").unlink()
+    options |= {"max_steps": 4, "resume": True}
+    assert ranks.values(ranks.run(1, train_with, options))[0][0] == [3]
+    assert "step-00000005 is of another run" in Path("run/logs/rank-0.log").read_text()
+
+
+def is_replaced():
+    """After its second step another start takes the directory over, as one on a new host would."""
+    with session(global_batch=12, max_steps=4000, run="run", checkpoint_every=2) as opened:
+        model = opened.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        with opened.run(name="example") as run:
+            for _ in run.epochs():
+                for batch, _targets in run.batches(opened.loader(images(50))):
+                    opened.step(model(batch).mean())
+                    if run.step == 2 and opened.is_main:
+                        lock = Path("run/.lock")
+                        lock.write_text(json.dumps(json.loads(lock.read_text()) | {"token": "x"}))
+                        Path("run/summary.json").write_text("of the other start")
+
+
+def test_a_start_that_was_replaced_ends_on_all_ranks_and_leaves_the_directory_alone(run):
+    results = run(3, is_replaced)
+    assert all(isinstance(result, ReplacedError) for result in results), results
+    assert "fenced off" in results[2].found
+    assert RunDirectory("run").steps() in ([], [2])
+    assert Path("run/summary.json").read_text() == "of the other start"
+
+
+def crashes_with_workers():
+    with session(batch_size=4, epochs=1, run="run", workers=2) as opened:
+        model = opened.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        loader = opened.loader(images(50), multiprocessing_context="forkserver")
+        with opened.run(name="example") as run:
+            for _ in run.epochs():
+                for batch, _targets in run.batches(loader):
+                    opened.step(model(batch).mean())
+                    raise ArithmeticError("of the script")
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_not_held_back_by_its_workers():
+    (result,) = ranks.run(1, crashes_with_workers)
+    assert isinstance(result, ArithmeticError)
+
+
+def losses_in_micro_batches(die_at=None, **options):
+    with hpctrain.Session(
+        global_batch=12,
+        batch_size=3,
+        epochs=2,
+        log_every=1,
+        run="run",
+        **{"precision": "fp64", "checkpoint_every": 3, **options},
+    ) as opened:
+        model = small_model()
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9))
+        with opened.run(name="example") as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(opened.loader(images(50))):
+                    loss = nn.functional.cross_entropy(model(batch), targets)
+                    opened.step(loss)
+                    run.log(loss=loss)
+                    if run.step == die_at:
+                        os._exit(9)
+    return [(row["step"], row["loss"]) for row in RunDirectory("run").rows()]
+
+
+def again(options):
+    return losses_in_micro_batches(**options)
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_another_number_of_ranks_goes_on_only_with_elastic(left, tmp_path, monkeypatch):
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    (expected,) = ranks.values(ranks.run(1, losses_in_micro_batches))
+    monkeypatch.chdir(tmp_path)
+    ranks.run(4, again, {"die_at": 5})
+    for result in ranks.run(left, again, {"resume": True}):
+        assert isinstance(result, UsageError), result
+        assert f"has 4 ranks, this start {left}" in result.found
+        assert "--elastic" in result.fix
+    resumed = ranks.values(ranks.run(left, again, {"elastic": True}))[0]
+    assert [step for step, _ in resumed] == [step for step, _ in expected] == list(range(1, 9))
+    assert [loss for _, loss in resumed] == pytest.approx([x for _, x in expected], rel=1e-9)
+
+
+def train_with(options):
+    return train(**options)
+
+
+def test_a_finished_run_says_so_and_is_left_alone():
+    ranks.values(ranks.run(3, train))
+    before = Path("run/metrics.jsonl").read_bytes()
+    assert ranks.run(3, train_with, {"resume": True}) == [("exit", 0)] * 3
+    assert "run is finished" in Path("run/logs/rank-0.log").read_text()
+    assert Path("run/metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [({"epochs": 2}, {"epochs": 4}), ({"max_steps": 6}, {"epochs": 4}), ({"max_steps": 6}, {})],
+)
+def test_a_finished_run_goes_on_to_a_later_end(first, then, tmp_path, monkeypatch):
+    (tmp_path / "whole").mkdir()
+    monkeypatch.chdir(tmp_path / "whole")
+    whole = ranks.values(ranks.run(3, train_with, {"deterministic": True}))
+    expected = [row for row in rows() if "loss" in row]
+    monkeypatch.chdir(tmp_path)
+    ranks.values(ranks.run(3, train_with, {"deterministic": True, **first}))
+    again = {"deterministic": True, "resume": True, **then}
+    more = ranks.values(ranks.run(3, train_with, again))
+    assert [steps[-1] for steps, _ in more] == [15] * 3
+    for (_, weights), (_, known) in zip(more, whole, strict=True):
+        assert torch.equal(weights, known)
+    assert [row for row in rows() if "loss" in row] == expected
+    assert ranks.run(3, train_with, again) == [("exit", 0)] * 3
+    sooner = {"resume": True, "max_steps": 7}
+    assert ranks.run(3, train_with, sooner) == [("exit", 0)] * 3
+
+
+def stop_early(**options):
+    """A script that leaves its loop before the end that was asked for."""
+    with session(global_batch=12, run="run", **options) as opened:
+        model, _ = opened.prepare(model := small_model(), torch.optim.SGD(model.parameters(), 0.05))
+        loader, here = opened.loader(images(50)), 0
+        with opened.run() as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(loader):
+                    opened.step(nn.functional.cross_entropy(model(batch), targets))
+                    here += 1
+                if here == 8:
+                    break
+        return run.step
+
+
+def stop_early_with(options):
+    return stop_early(**options)
+
+
+def test_a_run_that_its_script_has_ended_early_stays_finished_until_more_is_asked_for():
+    assert ranks.values(ranks.run(1, stop_early_with, {"epochs": 5})) == [8]
+    assert ranks.run(1, stop_early_with, {"epochs": 5, "resume": True}) == [("exit", 0)]
+    assert ranks.values(ranks.run(1, stop_early_with, {"epochs": 6, "resume": True})) == [16]
+
+
+def test_resume_without_a_checkpoint_begins():
+    results = ranks.values(ranks.run(2, train_with, {"resume": True}))
+    assert results[0][0] == list(range(16))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "has a run in it"),
+        ({"resume": True, "name": "other"}, "its name is 'example'"),
+        ({"resume": True, "data": "mnist"}, "its data is 'digits'"),
+        ({"resume": True, "width": 1}, "its model is"),
+        ({"resume": True, "global_batch": 24}, "a global batch of 12"),
+    ],
+)
+def test_a_directory_of_another_run_is_refused_and_left_alone(options, words):
+    ranks.values(ranks.run(1, train_with, {"max_steps": 5}))
+    Path("run/summary.json").write_text('{"status": "stopped"}')
+    before = {
+        path: path.read_bytes()
+        for path in Path("run").rglob("*")
+        if path.is_file() and "logs" not in path.parts
+    }
+    for result in ranks.run(3, train_with, options):
+        assert isinstance(result, hpctrain.HpctrainError)
+        assert result.exit_code == 2
+        assert words in str(result)
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_files_of_somebody_else_are_not_written_between():
+    Path("run").mkdir()
+    Path("run/thesis.tex").write_text("years")
+    for result in ranks.run(2, train):
+        assert isinstance(result, hpctrain.HpctrainError)
+        assert "thesis.tex" in str(result)
+    assert os.listdir("run") == ["thesis.tex"]
+
+
+def test_max_steps_ends_inside_of_an_epoch_and_lifts_the_limit_on_epochs():
+    steps, _ = ranks.values(ranks.run(1, train_with, {"max_steps": 6, "epochs": None}))[0]
+    assert steps == list(range(6))
+    assert json.loads(Path("run/summary.json").read_text())["step"] == 6
+
+
+def without_end():
+    with hpctrain.Session(global_batch=12, run="run") as session, session.run() as run:
+        next(run.epochs())
+
+
+def test_a_loop_without_end_is_refused():
+    (result,) = ranks.run(1, without_end)
+    assert isinstance(result, hpctrain.HpctrainError)
+    assert "--epochs N or --max-steps N" in str(result)
+
+
+def own_loader():
+    with hpctrain.Session(
+        batch_size=4, max_steps=7, precision="fp64", log_every=1, run="run"
+    ) as session:
+        model = session.prepare(nn.Linear(3, 1))
+        optimizer = session.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        batches = [{"x": torch.ones(4, 3), "names": ["a"]}] * 5
+        steps = []
+        with session.run() as run:
+            for _ in run.epochs():
+                for batch in run.batches(batches):
+                    assert batch["x"].dtype == torch.float64
+                    session.step(model(batch["x"]).mean(), optimizer)
+                    steps.append(run.step)
+                    if run.step == 3:
+                        break
+        return steps, run.step
+
+
+def test_a_loader_of_ones_own_and_leaving_an_epoch_early():
+    assert ranks.values(ranks.run(1, own_loader)) == [([0, 1, 2, 3, 4, 5, 6], 7)]
+
+
+def test_the_default_directory_has_the_job_or_the_date(monkeypatch):
+    job = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
+    ranks.values(ranks.run(2, train_with, {"run": None}, env=job))
+    ranks.values(ranks.run(2, train_with, {"run": None}))
+    ranks.values(ranks.run(2, train_with, {"run": None}, env={"HPCTRAIN_RUN": "named"}))
+    names = sorted(path.name for path in Path("runs").iterdir())
+    assert names[1] == "example-70_3" or names[0] == "example-70_3"
+    assert sum(name.startswith("example-20") for name in names) == 1
+    assert Path("named/run.json").is_file()
+
+
+def test_a_requeued_job_resumes_by_itself():
+    job = {"SLURM_JOB_ID": "78"}
+    assert all(
+        isinstance(result, BaseException)
+        for result in ranks.run(
+            2, train_with, {"run": None, "checkpoint_every": 2, "die_at": 7}, env=job
+        )
+    )
+    job["SLURM_RESTART_COUNT"] = "1"
+    options = {"run": None, "checkpoint_every": 2}
+    assert ranks.values(ranks.run(2, train_with, options, env=job))[0][0][0] in (4, 6)
+
+
+def test_the_verdict_is_there_before_any_rank_leaves(tmp_path):
+    env = {"HPCTRAIN_VERDICT": str(tmp_path / "verdict")}
+    ranks.values(ranks.run(3, train, env=env))
+    assert json.loads((tmp_path / "verdict").read_text())["code"] == 0
+    (tmp_path / "verdict").unlink()
+    ranks.run(3, train, env=env)
+    verdict = json.loads((tmp_path / "verdict").read_text())
+    assert verdict["code"] == 2
+    assert "has a run in it" in verdict["reason"]
+
+
+def leaves_early():
+    with hpctrain.Session(global_batch=12, epochs=3, log_every=1, run="run") as session:
+        model = session.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+        optimizer = session.prepare(torch.optim.SGD(model.parameters(), 0.1))
+        loader = session.loader(images(50))
+        with session.run() as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(loader):
+                    loss = nn.functional.cross_entropy(model(batch), targets)
+                    session.step(loss, optimizer)
+                    run.log(loss=loss)
+                    if run.step == 2:
+                        break
+                break
+
+
+def test_a_loop_that_is_left_keeps_its_last_step():
+    ranks.values(ranks.run(3, leaves_early))
+    assert [row["step"] for row in rows()] == [1, 2, 3]
+    assert RunDirectory("run").steps() == [3]
+    assert json.loads(Path("run/summary.json").read_text())["step"] == 3
+
+
+def twice_in_an_epoch():
+    with hpctrain.Session(global_batch=12, epochs=1, run="run") as session, session.run() as run:
+        loader = session.loader(images(50))
+        for _ in run.epochs():
+            for _ in range(2):
+                for _ in run.batches(loader):
+                    pass
+
+
+def test_a_second_pass_within_an_epoch_is_refused():
+    (result,) = ranks.run(1, twice_in_an_epoch)
+    assert "run.batches() for the second time in epoch 0" in str(result)
+
+
+class Stubborn:
+    def state_dict(self):
+        return {"best": Path("not plain")}
+
+    def load_state_dict(self, state):
+        raise AssertionError("never loaded")
+
+
+def unloadable():
+    with (
+        hpctrain.Session(global_batch=12, epochs=1, run="run") as session,
+        session.run(state={"mine": Stubborn()}) as run,
+    ):
+        run.save()
+
+
+def test_a_state_that_could_not_be_loaded_again_is_found_when_it_is_saved():
+    (result,) = ranks.run(1, unloadable)
+    assert isinstance(result, hpctrain.HpctrainError)
+    assert "'state'" in str(result)
+    assert RunDirectory("run").steps() == []
+
+
+def unlike_checkpoints():
+    if hpctrain.detect().rank == 2:
+        from hpctrain import checkpoint
+
+        checkpoint.load_newest = lambda *_: None  # a host without the shared file system
+    return train(resume=True)
+
+
+def test_ranks_that_find_different_checkpoints_do_not_train():
+    ranks.run(3, train_with, {"die_at": 7, "checkpoint_every": 2})
+    for result in ranks.run(3, unlike_checkpoints):
+        assert isinstance(result, hpctrain.HpctrainError)
+        assert "1 of 3 ranks do not find" in str(result)
+
+
+def saves_within_a_step():
+    with hpctrain.Session(global_batch=12, epochs=1, run="run") as session, session.run() as run:
+        for _ in run.epochs():
+            for _ in run.batches(session.loader(images(50))):
+                run.save()
+
+
+def test_a_checkpoint_within_a_step_is_refused():
+    (result,) = ranks.run(1, saves_within_a_step)
+    assert "--checkpoint-every STEPS" in str(result)
+
+
+def train_from(path, die_at=None):
+    return train(die_at, resume=True, init_from=path)
+
+
+def test_a_run_that_goes_on_has_its_own_weights_and_not_those_it_began_with(tmp_path):
+    path = str(tmp_path / "weights.pt")
+    torch.save(small_model().state_dict(), path)
+    ((_, whole),) = ranks.values(ranks.run(1, train_from, path))
+    shutil.rmtree("run")
+    ranks.run(1, train_from, path, 10)
+    ((_, resumed),) = ranks.values(ranks.run(1, train_from, path))
+    assert torch.equal(resumed, whole)
+    shutil.rmtree("run")
+    ((_, without),) = ranks.values(ranks.run(1, train))
+    assert not torch.equal(without, whole)

@@ -1,0 +1,169 @@
+"""A step on a GPU: nothing in it waits for the device, and the optimizers are those of the CPU."""
+
+import copy
+from itertools import pairwise
+
+import on_gpu
+import pytest
+import ranks
+import test_optimizers
+import torch
+from battery import images, session, small_model, train
+from test_ema import Net
+from torch import nn
+
+from hpctrain.optim import EMA, LAMB, LARS
+
+WARM_UP, STEPS, OVERFLOW = 3, 6, 2
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.05, 0.9),
+    "Adam": lambda p: torch.optim.Adam(p, 1e-3),
+    "LARS": lambda p: LARS(p, 0.05, weight_decay=1e-4),
+    "LAMB": lambda p: LAMB(p, 1e-3),
+    "fused SGD": lambda p: torch.optim.SGD(p, 0.05, 0.9, fused=True),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, 1e-3, fused=True),
+}
+
+
+def steps(precision, optimizer, options):
+    """By step whether it moved the weights, and how many were left out."""
+    with session(batch_size=16, precision=precision, **options) as opened:
+        model = small_model()
+        model, _ = opened.prepare(model, OPTIMIZERS[optimizer](model.parameters()))
+        weights = []
+
+        def step(batch, targets, factor):
+            with opened.autocast():
+                loss = nn.functional.cross_entropy(model(batch), targets)
+            opened.step(loss * factor)
+            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+        batches = list(opened.loader(images(240)))
+        for batch, targets in batches[:WARM_UP]:
+            step(batch, targets, 1.0)
+        overflows = opened.precision.joint
+        with on_gpu.never_waits():
+            for number, (batch, targets) in enumerate(batches[WARM_UP : WARM_UP + STEPS]):
+                step(batch, targets, 1e6 if overflows and number == OVERFLOW else 1.0)
+        moved = [not torch.equal(a, b) for a, b in pairwise(weights[WARM_UP - 1 :])]
+        assert all(tensor.isfinite().all() for tensor in weights)
+        return moved, int(opened.precision.nonfinite.skipped)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5, "clip_value": 0.1, "ema": 0.9}])
+@pytest.mark.parametrize(
+    ("precision", "optimizer"),
+    [
+        *(("bf16", name) for name in OPTIMIZERS),
+        *((name, "SGD") for name in ("fp64", "fp32", "tf32", "O3")),
+        *((name, "fused SGD") for name in ("fp16", "O2")),
+        *((name, "fused AdamW") for name in ("fp16", "O1", "O2")),
+    ],
+)
+def test_no_step_waits_for_the_gpu(gpu, precision, optimizer, options):
+    ((moved, skipped),) = ranks.values(gpu(1, steps, precision, optimizer, options))
+    scaled = precision in ("fp16", "O1", "O2")
+    assert moved == [not scaled or number != OVERFLOW for number in range(STEPS)]
+    assert skipped == (1 if scaled else 0)
+
+
+def loop():
+    """The loop of the examples, with a row of metrics for each step."""
+    with session(batch_size=16, max_steps=12, precision="bf16", log_every=1, run="run") as opened:
+        model = small_model()
+        model, _ = opened.prepare(model, OPTIMIZERS["Adam"](model.parameters()))
+        with opened.run(name="loop") as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(opened.loader(images(240))):
+                    if run.step == WARM_UP:
+                        torch.cuda.set_sync_debug_mode("error")
+                    if run.step == WARM_UP + STEPS:
+                        torch.cuda.set_sync_debug_mode("default")
+                    with opened.autocast():
+                        loss = nn.functional.cross_entropy(model(batch), targets)
+                    opened.step(loss)
+                    run.log(loss=loss, number=1.0)
+        return run.directory.rows()
+
+
+def test_a_loop_with_rows_of_metrics_does_not_wait_for_the_gpu(gpu):
+    (rows,) = ranks.values(gpu(1, loop))
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert {row["number"] for row in rows} == {1.0}
+
+
+def compiled(precision, compile):
+    with session(
+        batch_size=12, max_steps=8, precision=precision, log_every=1, run=str(compile),
+        compile=compile,
+    ) as opened:  # fmt: skip
+        losses, model = train(opened, 8)
+        return losses, list(model.state_dict()), model._compiled_call_impl is not None
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.05)])
+def test_a_compiled_model_trains_the_same_and_keeps_its_names(gpu, tmp_path, precision, tolerance):
+    # In the ranks themselves, and with nothing left outside of the test's folder.
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    ((losses, names, yes),) = ranks.values(gpu(1, compiled, precision, True, env=env))
+    ((expected, plain, no),) = ranks.values(gpu(1, compiled, precision, False))
+    assert (yes, no) == (True, False)
+    assert names == plain == list(small_model().state_dict())
+    assert losses == pytest.approx(expected, rel=tolerance)
+    assert len(losses) == 8
+
+
+def moved(kind, settings, tensor_lr, device):
+    """The weights after the steps of the unit tests."""
+    weights = [[w.to(device) for w in group] for group in test_optimizers.beginning()]
+    gradients = [
+        [None if gradient is None else gradient.to(device) for gradient in step]
+        for step in test_optimizers.slopes()
+    ]
+    make = {"LARS": lambda g: LARS(g, 1.0, **settings), "LAMB": lambda g: LAMB(g, **settings)}
+    with on_gpu.never_waits():
+        optimizer = test_optimizers.train(make[kind], weights, gradients, tensor_lr)
+    return test_optimizers.parameters(optimizer)
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("LARS", {}),
+        ("LARS", {"nesterov": True}),
+        ("LAMB", {}),
+        ("LAMB", {"max_grad_norm": 1.0, "use_nvlamb": True}),
+    ],
+)
+def test_lars_and_lamb_take_the_steps_of_the_cpu_and_do_not_wait(gpu, kind, settings, tensor_lr):
+    ((found, expected),) = ranks.values(gpu(1, on_both, moved, kind, settings, tensor_lr))
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)
+
+
+def on_both(function, *arguments):
+    """On the GPU and on the CPU; the modules are imported by then, and nothing else is done."""
+    return [function(*arguments, device) for device in (on_gpu.DEVICE, torch.device("cpu"))]
+
+
+def averaged(decay, device):
+    """The averages after ten changes of the weights."""
+    torch.manual_seed(0)
+    model = Net().double()
+    changes = [[torch.randn_like(p) for p in model.parameters()] for _ in range(10)]
+    changes = [[change.to(device) for change in step] for step in changes]
+    model = copy.deepcopy(model).to(device)
+    ema = EMA([model], decay)
+    with on_gpu.never_waits(), torch.no_grad():
+        for step in changes:
+            torch._foreach_add_(list(model.parameters()), step)
+            ema.update()
+        with ema.swapped():
+            return [p.detach().clone() for p in model.parameters()]
+
+
+def test_averages_are_those_of_the_cpu_and_do_not_wait(gpu):
+    ((found, expected),) = ranks.values(gpu(1, on_both, averaged, 0.9))
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,502 @@
+"""What the options of a training do: accumulation, clipping, rates, decay, averages, formats."""
+
+import json
+import math
+import random
+
+import pytest
+import ranks
+import torch
+from battery import images, session, small_model
+from torch import nn
+from torch.utils.data import Dataset
+
+import hpctrain
+from hpctrain.rundir import RunDirectory
+
+
+def plain_model():
+    """Without batch norm, so that a micro-batch may have any size."""
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10))
+
+
+def trained(options, count=240, before=lambda model: None, **loading):
+    """Rows of metrics, and the weights at the end."""
+    with session(**{"log_every": 1, "run": "run", "precision": "fp64", **options}) as opened:
+        model = plain_model()
+        before(model)
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
+        loader = opened.loader(images(count), **loading)
+        with opened.run(name="options") as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(loader):
+                    with opened.autocast():
+                        loss = nn.functional.cross_entropy(model(batch), targets)
+                    opened.step(loss)
+                    run.log(loss=loss)
+        rows = RunDirectory("run").rows() if opened.is_main else []
+        return rows, [p.detach().clone() for p in model.parameters()]
+
+
+def in_folders(run, tmp_path, monkeypatch, function, *cases):
+    """Rank 0's result of each case (ranks, arguments), each in a folder of its own."""
+    results = []
+    for number, (size, *arguments) in enumerate(cases):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
+        results.append(ranks.values(run(size, function, *arguments))[0])
+    return results
+
+
+def steps_of_twelve(batch_size):
+    return trained({"global_batch": 12, "batch_size": batch_size, "max_steps": 6})
+
+
+def test_k_micro_batches_are_one_batch_of_k_times_the_size(tmp_path, monkeypatch):
+    cases = [(1, 12), (1, 4), (1, 1), (3, 2)]
+    (rows, weights), *others = in_folders(ranks.run, tmp_path, monkeypatch, steps_of_twelve, *cases)
+    for other_rows, other_weights in others:
+        losses = [row["loss"] for row in rows]
+        assert [row["loss"] for row in other_rows] == pytest.approx(losses, rel=1e-12)
+        for mine, theirs in zip(weights, other_weights, strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+def uneven_epochs(batch_size):
+    """Two epochs of 12 + 12 + 7 samples."""
+    options = {"global_batch": 12, "batch_size": batch_size, "epochs": 2}
+    return trained(options, count=31, drop_last=False)
+
+
+def uneven_by_hand():
+    """The same steps, each as one batch."""
+    with session(batch_size=1) as opened:
+        order = hpctrain.data.TrainingSampler
+        torch.manual_seed(0)
+        model = plain_model().double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+        pictures, losses = images(31), []
+        for epoch in range(2):
+            sampler = order(31, hpctrain.arguments.Batches(1, 1, 1), opened.world, 0)
+            sampler.epoch = epoch
+            indices = [index for (index,) in sampler]
+            for start in (0, 12, 24):
+                batch = pictures.__getitems__(indices[start : start + 12])
+                pixels = torch.stack([pixel for pixel, _ in batch]).double()
+                loss = nn.functional.cross_entropy(
+                    model(pixels), torch.stack([target for _, target in batch])
+                )
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        return losses, [p.detach() for p in model.parameters()]
+
+
+def test_an_uneven_last_step_counts_each_sample_once_in_every_world(run, tmp_path, monkeypatch):
+    """12 + 12 + 7 samples, in micro-batches of 3: the last step has 3 + 3 + 1, and a rank none."""
+    expected, weights = ranks.values(ranks.run(1, uneven_by_hand))[0]
+    found = in_folders(run, tmp_path, monkeypatch, uneven_epochs, (1, 3), (2, 3), (4, 3), (1, 12))
+    for rows, ours in found:
+        assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-12)
+        for mine, theirs in zip(ours, weights, strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+class Jittered(Dataset):
+    """Augmented by all three generators, one sample at a time."""
+
+    def __init__(self, count):
+        self.images = images(count)
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        pixels, target = self.images[index]
+        return pixels * (1 + torch.rand(())) + random.random(), target
+
+
+def augmented(workers):
+    with session(
+        global_batch=12, batch_size=2, max_steps=8, precision="fp64", log_every=1, run="run",
+        workers=workers,
+    ) as opened:  # fmt: skip
+        model = plain_model()
+        first = [p.detach().clone() for p in model.parameters()]
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
+        loader = opened.loader(Jittered(60))
+        with opened.run(name="augmented") as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(loader):
+                    loss = nn.functional.cross_entropy(model(batch), targets)
+                    opened.step(loss)
+                    run.log(loss=loss)
+        return [row["loss"] for row in RunDirectory("run").rows()], first
+
+
+def test_one_seed_gives_the_same_weights_and_augmentation_in_every_world(
+    run, tmp_path, monkeypatch
+):
+    (losses, first), *others = in_folders(
+        run, tmp_path, monkeypatch, augmented, (1, 0), (3, 0), (2, 1)
+    )
+    assert len(set(losses)) == 8
+    for other_losses, other_first in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other_first, strict=True))
+        assert other_losses == pytest.approx(losses, rel=1e-12)
+
+
+def clipped(options):
+    with session(batch_size=4, **options) as opened:
+        model = plain_model()
+        before = [p.detach().clone() for p in model.parameters()]
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for batch, targets in list(opened.loader(images(240)))[: opened.batches.accumulate]:
+            with opened.autocast():
+                loss = nn.functional.cross_entropy(model(batch) * 100, targets)
+            opened.step(loss)
+        moved = [
+            (a - b).detach().flatten() for a, b in zip(model.parameters(), before, strict=True)
+        ]
+        return torch.cat(moved)
+
+
+@pytest.mark.parametrize(("precision", "accumulate"), [("fp64", 1), ("fp16", 3), ("O2", 3)])
+def test_clipping_is_of_the_averaged_true_gradients(run, precision, accumulate):
+    scale = {} if precision == "fp64" else {"loss_scale": 8.0}
+    options = {"precision": precision, "accumulate": accumulate, **scale}
+    close = {"rel": 1e-2 if precision == "O2" else 1e-4}  # half weights round what is moved
+    for moved in ranks.values(run(3, clipped, {**options, "clip_value": 0.25})):
+        assert moved.abs().max().item() == pytest.approx(0.25, **close)
+    for moved in ranks.values(run(3, clipped, {**options, "clip_value": 0.25, "clip_norm": 0.125})):
+        assert moved.double().norm().item() == pytest.approx(0.125, **close)
+
+
+def with_rates(options):
+    options = {"batch_size": 4, "lr": 0.02, **options}
+    return trained(options)[0], json.loads(RunDirectory("run").summary.read_text())["learning_rate"]
+
+
+def test_the_learning_rate_follows_the_options_is_logged_and_stored(tmp_path, monkeypatch):
+    """Twenty steps an epoch on three ranks."""
+    warm = {"lr_warmup_epochs": 0.25, "epochs": 2}
+    cosine = {**warm, "lr_schedule": "cosine", "lr_scaling": "linear", "lr_reference_batch": 24}
+    step = {"lr_schedule": "step", "lr_step_epochs": 1, "lr_step_factor": 0.5, "epochs": 3}
+    polynomial = {"lr_schedule": "polynomial", "lr_power": 2.0, "max_steps": 25}
+    found = in_folders(
+        ranks.run, tmp_path, monkeypatch, with_rates, (3, cosine), (3, step), (3, polynomial)
+    )
+    rates = [[row["lr"] for row in rows] for rows, _ in found]
+    half = 0.05 * 12 / 24  # of the optimizer's own rate, not of --lr
+    curve = [half * (1 + math.cos(math.pi * (s - 5) / 35)) / 2 for s in range(5, 40)]
+    assert rates[0] == pytest.approx([half * (s + 1) / 5 for s in range(5)] + curve)
+    assert rates[1] == pytest.approx([0.05] * 20 + [0.025] * 20 + [0.0125] * 20)
+    assert rates[2] == pytest.approx([0.05 * (1 - s / 25) ** 2 for s in range(25)])
+    assert [said for _, said in found] == [
+        "warm-up 5 steps, cosine over 40 steps",
+        "times 0.5 every 20 steps",
+        "polynomial of power 2 over 25 steps",
+    ]
+
+
+def resumed_rates(die_at, resume):
+    options = {
+        "batch_size": 4, "epochs": 2, "lr_warmup_epochs": 0.5, "lr_schedule": "cosine",
+        "lr_scaling": "sqrt", "checkpoint_every": 7, "resume": resume,
+    }  # fmt: skip
+
+    def die(model):
+        if die_at is not None:
+            model.register_forward_pre_hook(dying(die_at))
+
+    return [row["lr"] for row in trained(options, before=die)[0]]
+
+
+def dying(step):
+    seen = iter(range(step))
+
+    def hook(*_):
+        if next(seen, None) is None:
+            raise RuntimeError("as planned")
+
+    return hook
+
+
+def test_a_resumed_run_has_the_rates_of_one_that_was_not_interrupted(tmp_path, monkeypatch):
+    (expected,) = in_folders(ranks.run, tmp_path, monkeypatch, resumed_rates, (1, None, False))
+    monkeypatch.chdir(tmp_path)
+    (error,) = ranks.run(1, resumed_rates, 70, False)
+    assert "as planned" in str(error)
+    assert ranks.values(ranks.run(1, resumed_rates, None, True)) == [expected]
+    assert len(expected) == 120
+
+
+def two_schedules():
+    with session(batch_size=4, max_steps=2, lr_schedule="cosine") as opened:
+        model = plain_model()
+        model, optimizer = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        mine = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        with opened.run(state={"mine": mine}) as run:
+            for _ in run.epochs():
+                for _batch in run.batches(opened.loader(images(24))):
+                    pass
+
+
+def test_a_schedule_of_the_scripts_own_and_one_of_the_options_are_refused():
+    (error,) = ranks.run(1, two_schedules)
+    assert isinstance(error, hpctrain.errors.UsageError)
+    assert "a scheduler of the script's own" in error.found
+
+
+def endless(options):
+    with session(batch_size=4, **options) as opened:
+        model = plain_model()
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        with opened.run() as run:
+            for _ in run.epochs():
+                for _batch in run.batches(iter([1, 2])):
+                    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lr_schedule": "cosine", "epochs": 2}, "over a loader without a length"),
+        ({"lr_warmup_epochs": 1.0, "epochs": 2}, "over a loader without a length"),
+        ({"lr_schedule": "step", "max_steps": 2}, "over a loader without a length"),
+    ],
+)
+def test_a_course_that_needs_a_length_is_refused_without_one(options, said):
+    (error,) = ranks.run(1, endless, options)
+    assert isinstance(error, hpctrain.errors.UsageError)
+    assert said in error.found
+
+
+def decayed(decay):
+    with session(batch_size=4, decay=decay) as opened:
+        model = small_model()
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.5)
+        model, optimizer = opened.prepare(model, optimizer)
+        opened.step(sum((p * 0).sum() for p in model.parameters()))
+        return {n: bool((p != before[n]).any()) for n, p in model.named_parameters()}
+
+
+def test_weight_decay_reaches_weights_alone_when_told_so(run):
+    for names in ranks.values(run(3, decayed, "weights")):
+        assert [name for name, moved in names.items() if moved] == ["0.weight", "4.weight"]
+    for names in ranks.values(run(3, decayed, "all")):
+        assert sum(names.values()) > 2
+
+
+def averaged(decay):
+    with session(batch_size=4, precision="fp64", ema=decay) as opened:
+        model = plain_model()
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.5))
+        expected = [p.detach().clone() for p in model.parameters()]
+        for batch, targets in list(opened.loader(images(240)))[:6]:
+            opened.step(nn.functional.cross_entropy(model(batch), targets))
+            if decay is not None:
+                expected = [
+                    decay * mean + (1 - decay) * p.detach()
+                    for mean, p in zip(expected, model.parameters(), strict=True)
+                ]
+        last = [p.detach().clone() for p in model.parameters()]
+        with opened.averaged_weights():
+            inside = [p.detach().clone() for p in model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), last, strict=True))
+        return inside, expected, last
+
+
+def test_an_average_of_the_weights_is_there_for_an_evaluation(run):
+    for inside, expected, last in ranks.values(run(3, averaged, 0.75)):
+        for mine, theirs, now in zip(inside, expected, last, strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-13, atol=1e-15)
+            assert not torch.equal(mine, now)
+    for inside, _, last in ranks.values(run(1, averaged, None)):
+        assert all(torch.equal(a, b) for a, b in zip(inside, last, strict=True))
+
+
+def formats(channels_last):
+    with session(batch_size=4, channels_last=channels_last) as opened:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 10))
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        pictures = [(torch.rand(3, 8, 8), 1) for _ in range(24)]
+        batch, targets = next(iter(opened.loader(pictures)))
+        opened.step(nn.functional.cross_entropy(model(batch), targets))
+        last = {"memory_format": torch.channels_last}
+        return batch.is_contiguous(**last), model.get_submodule("0").weight.is_contiguous(**last)
+
+
+def test_channels_are_last_where_asked_for_and_not_by_themselves_on_a_cpu(run):
+    assert ranks.values(run(3, formats, True)) == [(True, True)] * 3
+    assert ranks.values(run(3, formats, None)) == [(False, False)] * 3
+
+
+def compiled(compile):
+    options = {"batch_size": 8, "max_steps": 4, "compile": compile, "run": str(compile)}
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    with session(precision="fp32", log_every=1, **options) as opened:
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
+        with opened.run(name="compiled") as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(opened.loader(images(240))):
+                    loss = nn.functional.cross_entropy(model(batch), targets)
+                    opened.step(loss)
+                    run.log(loss=loss)
+        compiling = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        return (
+            list(model.state_dict()),
+            compiling,
+            [r["loss"] for r in RunDirectory(str(compile)).rows()],
+        )
+
+
+def test_a_compiled_model_trains_and_keeps_its_names():
+    names, graphs, losses = ranks.values(ranks.run(1, compiled, True, timeout=120))[0]
+    plain, none, expected = ranks.values(ranks.run(1, compiled, False))[0]
+    assert names == plain == ["1.weight", "1.bias"]
+    assert (graphs > 0, none) == (True, 0)
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_compiling_without_a_compiler_is_refused(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    (error,) = ranks.run(1, compiled, True, env={"PATH": "/nowhere"})
+    assert isinstance(error, hpctrain.errors.UsageError)
+    assert "no g++ and no clang++" in error.found
+
+
+def wrong_loader(options):
+    with session(batch_size=4) as opened:
+        opened.loader(images(24), **options)
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_an_evaluation_drops_nothing(drop_last):
+    (error,) = ranks.run(1, wrong_loader, {"train": False, "drop_last": drop_last})
+    assert "drop_last=…) for an evaluation" in error.found
+
+
+class Wrapped:
+    """What a progress bar makes of a loader."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        yield from self.loader
+
+
+def orders(wrap):
+    with session(batch_size=4, epochs=3, run=f"run-{wrap}") as opened:
+        opened.prepare(plain_model())
+        loader = opened.loader(images(24))
+        seen = []
+        with opened.run(name="orders") as run:
+            for _ in run.epochs():
+                batches = run.batches(Wrapped(loader) if wrap else loader)
+                seen.append([targets.tolist() for _, targets in batches])
+        return seen
+
+
+def test_a_wrapped_loader_has_another_order_in_each_epoch_too():
+    (plain,) = ranks.values(ranks.run(1, orders, False))
+    (wrapped,) = ranks.values(ranks.run(1, orders, True))
+    assert wrapped == plain
+    assert len({str(epoch) for epoch in plain}) == 3
+
+
+def saved_in_odd_places():
+    """By a break, and while the averages are in the place of the weights."""
+    with session(batch_size=4, ema=0.5, run="run", epochs=2) as opened:
+        model = plain_model()
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.5))
+        with opened.run(name="odd") as run:
+            for _ in run.epochs():
+                for number, (batch, targets) in enumerate(run.batches(opened.loader(images(240)))):
+                    opened.step(nn.functional.cross_entropy(model(batch), targets))
+                    if number == 2:
+                        break
+                with opened.averaged_weights():
+                    averages = [p.detach().clone() for p in model.parameters()]
+                    run.save()
+                    inside = [
+                        torch.equal(*pair)
+                        for pair in zip(model.parameters(), averages, strict=True)
+                    ]
+                break
+        return inside, [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_checkpoint_after_a_break_and_among_averages_has_the_weights_and_their_step():
+    ((inside, weights),) = ranks.values(ranks.run(1, saved_in_odd_places))
+    assert all(inside)
+    kept = RunDirectory("run")
+    assert kept.steps() == [3]
+    position = torch.load(kept.checkpoint(3) / "position.pt", weights_only=True)
+    assert (position["step"], position["epoch_step"]) == (3, 3)
+    (model,) = torch.load(kept.checkpoint(3) / "model.pt", weights_only=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.values(), weights, strict=True))
+
+
+def misused(how):
+    with session(batch_size=4, decay="weights") as opened:
+        model = plain_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
+        if how == "closure":
+            optimizer = torch.optim.LBFGS(model.parameters())
+        if how == "stranger":
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        if how == "scheduler":
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        model = opened.prepare(model)
+        if how not in ("unprepared", "nothing"):
+            optimizer = opened.prepare(optimizer)
+        loss = model(torch.ones(4, 1, 8, 8)).sum()
+        opened.step(loss, *([optimizer] if how == "unprepared" else []))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("stranger", "1 parameters of the SGD are in no prepared model"),
+        ("scheduler", "a scheduler was made before session.prepare()"),
+        ("closure", "a LBFGS, whose step calls a closure"),
+        ("unprepared", "an optimizer that was not prepared"),
+        ("nothing", "no optimizer was prepared"),
+    ],
+)
+def test_optimizers_that_would_go_wrong_silently_are_refused(how, said):
+    (error,) = ranks.run(1, misused, how)
+    assert isinstance(error, hpctrain.errors.UsageError), error
+    assert said in error.found
+
+
+def three_dimensions():
+    with session(batch_size=2, channels_last=True) as opened:
+        return opened.prepare(nn.Conv3d(1, 2, 3))(torch.ones(1, 1, 4, 4, 4)).shape
+
+
+def test_models_of_volumes_have_no_channels_last():
+    assert ranks.values(ranks.run(1, three_dimensions)) == [torch.Size([1, 2, 2, 2, 2])]
+
+
+def without_an_order():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(8))
+
+    with session(batch_size=2) as opened:
+        opened.loader(Stream())
+
+
+def test_a_stream_is_refused_with_what_to_do_instead():
+    (error,) = ranks.run(1, without_an_order)
+    assert isinstance(error, hpctrain.errors.UsageError)
+    assert "a Stream, which has no length" in error.found
+    assert "run.batches(loader)" in error.fix
