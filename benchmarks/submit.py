@@ -2,7 +2,7 @@
 
     python benchmarks/submit.py [--rounds 30] [--here] [--save FILE]
 
-On the test cluster of tests/support/cluster.py, which it starts and stops (as root), or with --here on the one
+On the test cluster of tests/support, which it starts and stops (as root), or with --here on the one
 that this machine belongs to. All jobs are held and cancelled at the end. The arms take turns, and
 each is compared with the sbatch of its own round; the bare Python is there to see what of it is
 Python's own start.

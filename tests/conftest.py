@@ -1,8 +1,8 @@
 """Fixtures and markers for all tests: which tier a test is in, what it needs, what it may leave.
 
-Markers that follow from what a test uses are set here: `slurm` (the fixture `cluster`), `gpu` (`gpu`,
-`nccl`), `browser`, `horovod` (a parameter or fixture of that name) and `ranks` (the module starts
-forked ranks). `slow` and `e2e` are written where they apply.
+Markers that follow from what a test uses are set here: `slurm` (the fixture `cluster`), `gpu`
+(`gpu`, `nccl`), `browser`, `horovod` (a parameter or fixture of that name) and `ranks` (the module
+starts forked ranks). `slow` and `e2e` are written where they apply.
 """
 
 import functools
@@ -77,6 +77,8 @@ def pytest_configure(config):
     settings.load_profile("tests")
 
 
+# First, as xdist reads the groups in its own.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     for item in items:
         _mark(item)
@@ -192,7 +194,7 @@ def _on_one_gpu():
 
 @functools.cache
 def _nccl_refuses() -> str:
-    """Return the refusal of an NCCL that does not know the variable; "" where it takes the ranks."""
+    """Return the refusal of an NCCL that does not know the variable, else an empty text."""
     import ranks
     from battery import identity
 
