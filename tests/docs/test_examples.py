@@ -77,7 +77,7 @@ def train(example, run, *options, ranks=SIZE):
     return launches.rows(run), done.stderr
 
 
-def test_cifar10_trains_by_its_recipe_and_evaluates_every_sample(tmp_path, cifar10, monkeypatch):
+def test_cifar10_takes_two_steps_with_recipe_on_made_up_images(tmp_path, cifar10, monkeypatch):
     """In this process, as the ranks of the ImageNet example take seconds to start."""
     write_cifar10(tmp_path / "data")
     more = ["--recipe", RECIPES / "cifar10.toml", "--global-batch", "12", "--max-steps", "2"]
@@ -111,9 +111,7 @@ SMALL = (
 )
 
 
-def test_imagenet_has_the_same_numbers_in_every_world_from_folders_and_shards(
-    tmp_path, photographs
-):
+def test_imagenet_same_losses_on_three_ranks_and_one_from_shards_and_folders(tmp_path, photographs):
     """Mixup, cutmix, TrivialAugment and erasing are drawn; unreadable images count nowhere."""
     shards = tmp_path / "shards"
     done = launches.start([launches.BIN / "hpctrain", "shards", "make", photographs, shards], ".")
@@ -137,7 +135,7 @@ def test_imagenet_has_the_same_numbers_in_every_world_from_folders_and_shards(
     assert right / 15 == pytest.approx(many[-1]["top1"])
 
 
-def test_imagenet_with_too_many_unreadable_images_ends_after_its_first_epoch(tmp_path, photographs):
+def test_imagenet_max_corrupt_ends_run_after_first_epoch(tmp_path, photographs):
     """None of three ranks has met all 3 of those to train by until then."""
     folder = tmp_path / "photos"
     shutil.copytree(photographs, folder)
@@ -151,14 +149,14 @@ def test_imagenet_with_too_many_unreadable_images_ends_after_its_first_epoch(tmp
     assert {row["epoch"] for row in launches.rows(tmp_path / "run")} == {0}
 
 
-def test_imagenet_counts_unreadable_images_of_an_epoch(imagenet):
+def test_imagenet_max_corrupt_counts_images_of_an_epoch(imagenet):
     args = SimpleNamespace(data="photos", max_corrupt=2)
     imagenet.check(args, "train", 2)
     with pytest.raises(DataError, match="3 images of photos/train"):
         imagenet.check(args, "train", 3)
 
 
-def test_imagenet_keeps_the_accuracy_of_classes_with_any_name(tmp_path, imagenet):
+def test_imagenet_writes_accuracy_of_classes_with_any_name(tmp_path, imagenet):
     names = [os.fsdecode(b"caf\xe9"), "café", "a\tb\nc"]
     counts = torch.eye(3, dtype=torch.int64)
     result = SimpleNamespace(confusion=counts, per_class=torch.ones(3))
@@ -174,7 +172,7 @@ def test_imagenet_keeps_the_accuracy_of_classes_with_any_name(tmp_path, imagenet
     assert (numpy.load(tmp_path / "confusion.npy") == numpy.eye(3)).all()
 
 
-def test_imagenet_takes_its_recipes_and_knows_its_models(imagenet, monkeypatch):
+def test_imagenet_recipes_and_models(imagenet, monkeypatch):
     modern = imagenet.options().parse_args(["--recipe", str(RECIPES / "resnet50-modern.toml")])
     assert (modern.train_crop, modern.mixup, modern.ema) == (176, 0.2, 0.99996585)
     assert modern.workers == "auto"
@@ -190,14 +188,14 @@ def test_imagenet_takes_its_recipes_and_knows_its_models(imagenet, monkeypatch):
         assert imagenet.build(name, 10)["aux_logits"] is False
 
 
-def test_what_is_not_there_is_said_with_the_layout(tmp_path, imagenet):
+def test_imagenet_missing_data_shows_expected_layout(tmp_path, imagenet):
     args = imagenet.options().parse_args(["--data", str(tmp_path / "nothing")])
     with pytest.raises(UsageError, match="/nothing") as raised:
         imagenet.load(args)
     assert "PATH/SPLIT/CLASS/*.jpg" in raised.value.expected
 
 
-def test_imagenet_with_a_single_class_is_refused_before_training(tmp_path, imagenet):
+def test_imagenet_refuses_single_class(tmp_path, imagenet):
     for split in ("train", "val"):
         (tmp_path / split / "cat").mkdir(parents=True)
         (tmp_path / split / "cat" / "x.jpg").write_bytes(b"")
@@ -232,9 +230,7 @@ def batch(protocol=4):
         (pickle.dumps({b"data": numpy.zeros((2, 30), "u1"), b"labels": [1, 2]}), "shape"),
     ],
 )
-def test_a_file_of_cifar10_that_is_none_is_one_error_and_runs_nothing(
-    tmp_path, cifar10, content, said
-):
+def test_cifar10_refuses_damaged_or_hostile_files(tmp_path, cifar10, content, said):
     path = tmp_path / "data_batch_1"
     if content is not None:
         path.write_bytes(content)
@@ -246,7 +242,7 @@ def test_a_file_of_cifar10_that_is_none_is_one_error_and_runs_nothing(
     assert not Path("canary").exists()
 
 
-def test_cifar10_as_python_2_wrote_it(tmp_path, cifar10):
+def test_cifar10_reads_pickles_of_python_2(tmp_path, cifar10):
     """Its NumPy had another name for the module."""
     made = batch(2)
     assert b"numpy._core" in made
@@ -256,7 +252,7 @@ def test_cifar10_as_python_2_wrote_it(tmp_path, cifar10):
 
 
 @pytest.mark.slow
-def test_the_ladder_has_a_row_for_each_rung(tmp_path):
+def test_ladder_example_measures_each_rung(tmp_path):
     more = ("--data", "digits", "--steps", "10", "--ranks", str(SIZE), "--global-batch", "48")
     script = [launches.PYTHON, EXAMPLES / "ladder.py", *more, "--json", tmp_path / "ladder.json"]
     done = launches.start(script, tmp_path)
@@ -274,7 +270,7 @@ def test_the_ladder_has_a_row_for_each_rung(tmp_path):
         assert abs(360 * row["top1"] - round(360 * row["top1"])) < 1e-9
 
 
-def test_the_rungs_of_the_ladder():
+def test_ladder_example_rungs_and_table():
     ladder = module("ladder")
     made = ladder.rungs(ranks=4, gpus=4)
     assert [processes for processes, _ in made.values()] == [1, 1, 4, 4]

@@ -68,9 +68,7 @@ def alone(run, folder, example):
         return model.eval()(pixels), targets
 
 
-def test_sbatch_imagenet_trains_and_evaluates_alike_from_folders_and_shards(
-    cluster, checkout, imagenet
-):
+def test_sbatch_imagenet_same_rows_from_folders_and_shards(cluster, checkout, imagenet):
     env = cluster.environ()
     env["PATH"] = f"{launches.BIN}:{env['PATH']}"
     jobs = [

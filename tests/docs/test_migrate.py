@@ -65,7 +65,7 @@ def as_a_rank(script, options, variables):
     return said.getvalue()
 
 
-def test_the_page_has_every_form_before_and_after():
+def test_migrate_page_has_each_script_before_and_after():
     assert list(SCRIPTS) == [
         *("common.py", "ported.py", "single.py", "data_parallel.py", "ddp.py", "spawned.py"),
         *("slurm_by_hand.py", "mixed.py", "apex_o2.py", "horovod_by_hand.py"),
@@ -75,7 +75,7 @@ def test_the_page_has_every_form_before_and_after():
 
 
 @pytest.mark.parametrize("script", ["single.py", "data_parallel.py", "mixed.py"])
-def test_one_process_by_hand_trains(script, scripts):
+def test_migrate_single_process_scripts_train(script, scripts):
     assert BEFORE[script] == f"python {script}"
     (said,) = ranks.values(ranks.run(1, as_a_rank, script, (), {}))
     assert accuracy(said) >= ACCURACY
@@ -90,13 +90,13 @@ def met():
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def test_slurm_by_hand_trains(scripts):
+def test_migrate_slurm_script_trains(scripts):
     first, *_ = ranks.values(ranks.run(2, as_a_rank, "slurm_by_hand.py", (), {**SLURM, **met()}))
     assert accuracy(first) >= ACCURACY
     assert (scripts / "model.pt").is_file()
 
 
-def test_apex_trains_with_other_imports(scripts):
+def test_migrate_apex_script_trains_with_compat_imports(scripts):
     before = (scripts / "apex_o2.py").read_text()
     subprocess.run(["bash", "-c", SED], cwd=scripts, check=True)
     changed = set((scripts / "apex_o2.py").read_text().splitlines()) - set(before.splitlines())
@@ -111,7 +111,7 @@ def test_apex_trains_with_other_imports(scripts):
 
 
 @pytest.mark.parametrize("script", ["ddp.py", "spawned.py", "horovod_by_hand.py"])
-def test_what_starts_its_ranks_itself_trains(script, scripts, request):
+def test_migrate_scripts_that_start_their_ranks_train(script, scripts, request):
     if "horovod" in script:
         request.getfixturevalue("horovod")
     command = BEFORE[script]
@@ -129,7 +129,7 @@ def started(command):
 
 
 @pytest.mark.parametrize(("size", "options"), sorted(set(map(started, AFTER))))
-def test_the_ported_script_trains_as_well(size, options, scripts, request):
+def test_migrate_ported_script_trains(size, options, scripts, request):
     over_horovod = "--backend horovod" in options
     if over_horovod:
         request.getfixturevalue("horovod")

@@ -17,7 +17,7 @@ nbformat.write(notebook, "done.ipynb")
 """
 
 
-def test_from_zero_to_a_trained_model_on_the_cluster(cluster, tmp_path):
+def test_notebook_submits_and_trains_on_slurm(cluster, tmp_path):
     kept = json.loads(NOTEBOOK.read_text())["cells"]
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in kept)
     done = cluster.run(

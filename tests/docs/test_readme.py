@@ -31,7 +31,7 @@ PATH = f"{launches.BIN}:{os.environ['PATH']}"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-def test_the_difference_is_the_one_between_the_two_examples():
+def test_readme_diff_is_that_of_the_mnist_examples():
     done = subprocess.run(
         ["diff", "-w", "-U0", "examples/mnist_plain.py", "examples/mnist.py"],
         cwd=launches.TOP,
@@ -48,7 +48,7 @@ def test_the_difference_is_the_one_between_the_two_examples():
     assert sum(line.startswith("+") for line in lines) == 16
 
 
-def test_every_command_is_one_that_a_test_runs():
+def test_readme_commands_are_all_run_by_tests():
     known = {"python", "hpctrain", "torchrun", "mpirun", "sbatch", "srun"}
     others = [line for line in COMMANDS if line.split()[0] not in known]
     assert others == ["bash examples/quickstart.sh", "bash tests/run.sh"]
@@ -56,7 +56,7 @@ def test_every_command_is_one_that_a_test_runs():
 
 
 @pytest.mark.parametrize("command", LOCAL)
-def test_a_command_works_as_it_is_printed(command, tmp_path, lacking):
+def test_readme_command_works_as_printed(command, tmp_path, lacking):
     if shutil.which(command.split()[0], path=PATH) is None:
         lacking("openmpi", f"no {command.split()[0]} here")
     (tmp_path / "examples").symlink_to(launches.TOP / "examples")
@@ -67,7 +67,7 @@ def test_a_command_works_as_it_is_printed(command, tmp_path, lacking):
         assert json.loads((run / "summary.json").read_text())["metrics"]["top1"] > 0.5
 
 
-def test_the_plain_example_trains(tmp_path):
+def test_mnist_plain_example_trains(tmp_path):
     command = [launches.PYTHON, launches.TOP / "examples" / "mnist_plain.py", "--epochs", "1"]
     done = launches.start(command, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -85,13 +85,13 @@ def quickstart(tmp_path, *options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
-def test_quickstart_does_not_owe_it_to_its_seed(seed, tmp_path):
+def test_quickstart_reaches_98_percent_with_any_seed(seed, tmp_path):
     quickstart(tmp_path, "--seed", str(seed))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["metrics"]["top1"] >= 0.98
 
 
-def test_quickstart_trains_the_digits_to_98_percent(tmp_path):
+def test_quickstart_reaches_98_percent(tmp_path):
     out = quickstart(tmp_path)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["metrics"]["top1"] >= 0.98

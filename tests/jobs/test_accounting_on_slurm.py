@@ -53,14 +53,14 @@ def leaves(code):
         ("--qos", "a qos of the account's"),
     ],
 )
-def test_a_wrong_account_or_qos_is_refused(hpctrain, option, says):
+def test_submit_refuses_unknown_account_and_qos(hpctrain, option, says):
     done = hpctrain("submit", option, "nobody", *leaves(0))
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
     assert f"{option} (" in done.stderr
 
 
-def test_a_first_site_sh_has_the_accounts_and_jobs_follow_it(accounted, hpctrain, tmp_path):
+def test_site_write_lists_accounts_that_jobs_then_use(accounted, hpctrain, tmp_path):
     assert hpctrain("site", "--write").returncode == 0
     text = (tmp_path / ".config" / "hpctrain" / "site.sh").read_text()
     assert "\nexport SBATCH_ACCOUNT=root\n# export SBATCH_ACCOUNT=physics\n" in text
@@ -74,7 +74,7 @@ def test_a_first_site_sh_has_the_accounts_and_jobs_follow_it(accounted, hpctrain
     assert own.returncode == 3, own.stderr
 
 
-def test_a_job_that_slurm_has_forgotten_still_has_its_exit_code(accounted, hpctrain):
+def test_exit_code_of_forgotten_job_comes_from_sacct(accounted, hpctrain):
     def submit(*words):
         return hpctrain("submit", *words).stdout.strip()
 

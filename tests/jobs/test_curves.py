@@ -16,7 +16,7 @@ ROWS = [
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def test_losses_and_accuracies_stand_together_and_first():
+def test_curves_group_losses_and_accuracies_first():
     drawn = curves.panels([{"step": 0, "lr": 0.1}, *ROWS])
     assert list(drawn) == ["loss", "accuracy", "lr", "samples_per_second"]
     assert list(drawn["loss"]) == ["loss", "eval_loss"]
@@ -27,7 +27,7 @@ def test_losses_and_accuracies_stand_together_and_first():
     assert values[1] != values[1]
 
 
-def test_a_long_run_is_thinned_and_a_row_without_a_step_left_out():
+def test_curves_thin_long_runs_and_skip_rows_without_step():
     rows = [{"step": step, "loss": 1.0} for step in range(10_001)] + [{"loss": 1.0}]
     steps, values = curves.panels(rows)["loss"]["loss"]
     assert len(steps) == len(values) <= 2000
@@ -39,11 +39,11 @@ def test_a_long_run_is_thinned_and_a_row_without_a_step_left_out():
     "rows",
     [[], ROWS, [{"step": 1, "$\\frac{": 1.0, "_hidden": 2.0}], [{"step": 1, "loss": 1e400}]],
 )
-def test_whatever_was_logged_under_whatever_name_is_drawn(rows):
+def test_curves_draw_any_metric_name(rows):
     assert curves.png(rows, "$\\broken{ <script> \x1b[2J").startswith(PNG)
 
 
-def test_outside_of_a_notebook_a_file_is_drawn_anew_until_the_end(tmp_path, capsys):
+def test_curves_redraw_png_file_until_job_ends(tmp_path, capsys):
     seen = iter([("PENDING", False), ("RUNNING", False), ("RUNNING", False), ("COMPLETED", True)])
     there = iter([[], ROWS[:1], ROWS[:1], ROWS])
     path = tmp_path / "curves.png"
@@ -55,14 +55,14 @@ def test_outside_of_a_notebook_a_file_is_drawn_anew_until_the_end(tmp_path, caps
     ]
 
 
-def test_ctrl_c_ends_the_drawing_alone(tmp_path):
+def test_curves_ctrl_c_ends_only_the_drawing(tmp_path):
     def interrupted(seconds):
         raise KeyboardInterrupt
 
     assert curves.follow("train-7", list, interrupted, tmp_path / "curves.png")
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+def test_curves_without_matplotlib_name_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"pip install 'hpctrain\[notebook\]'"):
         curves.png(ROWS, "train-7")

@@ -72,7 +72,7 @@ def bad(trace):
 
 
 @pytest.mark.parametrize("word", ["COMPLETED", None])
-def test_results_come_by_rank_also_of_a_job_that_slurm_has_forgotten(slurm, word):
+def test_job_results_by_rank_also_when_slurm_forgot_job(slurm, word):
     if word:
         slurm.says(word)
     job = job_in(folder_of([good(3), good({"top1": 0.5})]), slurm.env)
@@ -81,7 +81,7 @@ def test_results_come_by_rank_also_of_a_job_that_slurm_has_forgotten(slurm, word
     assert job.result() == 3
 
 
-def test_the_rank_that_failed_first_is_named_with_its_traceback(slurm):
+def test_job_result_names_first_failed_rank_with_traceback(slurm):
     slurm.says("FAILED")
     folder = folder_of([bad("rank 0 lost rank 2"), None, bad("Traceback\nValueError: why")])
     os.utime(folder / "7_2_result.pkl", ns=(1, 1))
@@ -91,7 +91,7 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback(slurm):
     assert str(caught.value) == "rank 2 of 3 of job 7 failed:\nTraceback\nValueError: why"
 
 
-def test_of_a_forgotten_job_the_accounting_is_asked(slurm):
+def test_job_state_of_forgotten_job_comes_from_sacct(slurm):
     job = job_in(folder_of([None, bad("why")]), slurm.env)
     assert job.state == "FAILED"
     slurm.accounts.write_text("7|CANCELLED by 1000|0:15\n")
@@ -107,14 +107,14 @@ def test_of_a_forgotten_job_the_accounting_is_asked(slurm):
         ("NODE_FAIL", "a host was lost"),
     ],
 )
-def test_how_slurm_ended_a_job_comes_before_what_its_ranks_said(slurm, word, reason):
+def test_job_result_prefers_slurm_state_to_rank_errors(slurm, word, reason):
     slurm.says(word)
     job = job_in(folder_of([bad("rank 0 lost rank 1"), None]), slurm.env)
     with pytest.raises(HpctrainError, match=f"job 7 ended as {word}: .*{reason}"):
         job.result()
 
 
-def test_a_result_that_was_lost_comes_with_the_rank_and_its_last_words(slurm, monkeypatch):
+def test_job_result_lost_shows_rank_and_end_of_log(slurm, monkeypatch):
     monkeypatch.setattr(handle, "_SECONDS_TO_ARRIVE", 0.1)
     slurm.says("COMPLETED")
     folder = folder_of([good(1), None])
@@ -127,7 +127,7 @@ def test_a_result_that_was_lost_comes_with_the_rank_and_its_last_words(slurm, mo
     assert said.count("first") < 50
 
 
-def test_a_result_that_comes_late_is_waited_for(slurm):
+def test_job_results_wait_for_late_file(slurm):
     slurm.says("COMPLETED")
     folder = folder_of([good(1), None])
     path = folder / "7_1_result.pkl"
@@ -142,21 +142,21 @@ def test_a_result_that_comes_late_is_waited_for(slurm):
     timer.join()
 
 
-def test_a_result_that_cannot_be_read_here_says_why(slurm):
+def test_job_result_that_cannot_be_unpickled_says_why(slurm):
     slurm.says("COMPLETED")
     job = job_in(folder_of([b"\x80\x04cnowhere_to_be_found\nThing\n."]), slurm.env)
     with pytest.raises(HpctrainError, match="cannot be read here: ModuleNotFoundError"):
         job.result()
 
 
-def test_without_a_slurm_that_answers_the_results_tell(tmp_path):
+def test_job_state_without_slurm_comes_from_results(tmp_path):
     nothing = {"PATH": str(tmp_path / "empty")}
     assert job_in(folder_of([good(1)]), nothing).results() == [1]
     unknown = job_in(folder_of([None], number="8", name="b"), nothing)
     assert unknown.state == unknown.wait(0) == unknown.wait(0.3) == "unknown"
 
 
-def test_wait_goes_on_through_a_requeue_and_ends_with_the_job(slurm):
+def test_job_wait_continues_through_requeue(slurm):
     slurm.says("RUNNING")
     folder = folder_of([None])
     job = job_in(folder, slurm.env)
@@ -175,7 +175,7 @@ def test_wait_goes_on_through_a_requeue_and_ends_with_the_job(slurm):
     timer.join()
 
 
-def test_while_curves_are_drawn_slurm_is_asked_ever_more_seldom(slurm, monkeypatch):
+def test_job_curves_poll_slurm_less_and_less_often(slurm, monkeypatch):
     job = job_in(folder_of([None]), slurm.env)
     clock, asked = [0.0], []
     monkeypatch.setattr(handle.time, "monotonic", lambda: clock[0])
@@ -199,7 +199,7 @@ def test_while_curves_are_drawn_slurm_is_asked_ever_more_seldom(slurm, monkeypat
     assert asked[-1] - asked[-2] == pytest.approx(10, abs=0.5)
 
 
-def test_cancel_names_this_job_alone_and_passes_on_why_it_cannot(slurm, tmp_path):
+def test_job_cancel_calls_scancel_and_reports_failure(slurm, tmp_path):
     job = job_in(folder_of([None]), slurm.env)
     job.cancel()
     assert slurm.cancelled.read_text() == "7\n"
@@ -207,7 +207,7 @@ def test_cancel_names_this_job_alone_and_passes_on_why_it_cannot(slurm, tmp_path
         job_in(job.folder, {"PATH": str(tmp_path / "empty")}).cancel()
 
 
-def test_what_a_rank_printed_and_before_that_what_the_job_did(slurm):
+def test_job_logs_of_batch_script_and_rank(slurm):
     folder = folder_of([None, None])
     job = job_in(folder, slurm.env)
     assert job.logs() == ""
@@ -219,7 +219,7 @@ def test_what_a_rank_printed_and_before_that_what_the_job_did(slurm):
         job.logs(2)
 
 
-def test_a_notebook_shows_text_as_text(slurm):
+def test_job_html_for_notebook_is_escaped(slurm):
     slurm.says("RUNNING")
     run = os.path.abspath("<script>alert(1)</script>\x1b[2J")
     job = job_in(folder_of([None], run=run), slurm.env)
@@ -235,7 +235,7 @@ def test_a_notebook_shows_text_as_text(slurm):
     assert repr(job).startswith("Job(id='7', state='RUNNING', run='")
 
 
-def test_a_job_is_found_by_its_number_the_newest_first_or_by_its_folder(slurm):
+def test_jobs_find_by_number_or_folder(slurm):
     old = folder_of([good("old")], name="20250101-000000-z")
     new = folder_of([good("new")], name="20260101-000000-a")
     folder_of([None], number="8", name="20240101-000000-a")
@@ -252,7 +252,7 @@ def test_a_job_is_found_by_its_number_the_newest_first_or_by_its_folder(slurm):
         assert caught.value.fix == f"hpctrain.jobs.find({str(new.absolute())!r})"
 
 
-def test_a_folder_in_which_others_can_write_is_not_read(slurm):
+def test_jobs_find_refuses_folder_writable_by_others(slurm):
     folder = folder_of([good(1)])
     folder.chmod(0o770)
     with pytest.raises(UsageError, match="results read from it can run code"):

@@ -30,7 +30,7 @@ def refused(**values):
         *(("2-01:02:03", 176523), (" 4h ", 14400), ("1h30m", 5400)),
     ],
 )
-def test_times_as_people_and_slurm_write_them(text, expected):
+def test_time_limit_formats(text, expected):
     assert units.seconds(text) == expected
     assert units.seconds(units.slurm_time(text)) == expected
 
@@ -38,7 +38,7 @@ def test_times_as_people_and_slurm_write_them(text, expected):
 @pytest.mark.parametrize(
     "text", ["", "0", "h", "4x", "-4h", "4h:30", "١h", "1e3", "999999999999d", "4 h\n2"]
 )
-def test_what_is_no_time(text):
+def test_time_limit_refused(text):
     with pytest.raises(ValueError, match="such as 4h"):
         units.seconds(text)
 
@@ -47,11 +47,11 @@ def test_what_is_no_time(text):
     ("text", "expected"),
     [("64G", "64G"), ("64gb", "64G"), ("64GiB", "64G"), ("500M", "500M"), ("0", "0"), ("2T", "2T")],
 )
-def test_sizes_of_memory(text, expected):
+def test_memory_formats(text, expected):
     assert JobSpec(memory=text).memory == expected
 
 
-def test_all_problems_come_at_once_with_what_was_expected():
+def test_job_spec_reports_all_problems_at_once():
     said = refused(
         name="a/b", nodes=0, time="soon", gpus_per_node="many", requeue="no", venv=None,
         environment={"PATH-": "x"}, extra={"nodes": "3"}, mail_events=["LATER"], memory="much",
@@ -112,11 +112,11 @@ def test_all_problems_come_at_once_with_what_was_expected():
         ({"sweep": [{"lr; rm": 1}]}, "names of options"),
     ],
 )
-def test_what_cannot_be_is_named(values, found):
+def test_job_spec_refuses_invalid_values(values, found):
     assert found in refused(**values)
 
 
-def test_what_is_not_said_follows():
+def test_job_spec_defaults_follow_from_command_and_gpus():
     spec = JobSpec(command="python -u src/train.py --lr 0.1", gpus_per_node="a100:4", nodes="2")
     assert (spec.title, spec.gpus, spec.tasks, spec.nodes) == ("train", 4, 4, 2)
     assert spec.argv == ("python", "-u", "src/train.py", "--lr", "0.1")
@@ -127,7 +127,7 @@ def test_what_is_not_said_follows():
     assert JobSpec(gpus_per_node=4, tasks_per_node=1, backend="dataparallel").tasks == 1
 
 
-def test_a_sweep_is_a_grid_or_a_list():
+def test_sweep_is_grid_or_list():
     grid = JobSpec(command="x", sweep={"lr": [0.1, 0.2], "seed": [1, 2, 3]}, throttle=2)
     assert grid.indices == "0-5"
     assert grid.sweep[3] == (("lr", "0.2"), ("seed", "1"))
@@ -137,7 +137,7 @@ def test_a_sweep_is_a_grid_or_a_list():
     )
 
 
-def test_names_that_are_none_come_with_what_may_be_meant_and_once_with_all():
+def test_job_spec_unknown_fields_suggest_names():
     given = ["node", "gpus-per-node", "mem", "env", "nodes", "x"]
     found = dict(unknown(given))
     assert [name for name in given if repr(name) not in found] == ["nodes"]
@@ -148,13 +148,13 @@ def test_names_that_are_none_come_with_what_may_be_meant_and_once_with_all():
     assert found["'x'"] == f"another name; all names: {', '.join(names())}"
 
 
-def test_a_short_job_is_told_to_save_at_its_half():
+def test_signal_lead_of_short_job_is_half_its_time():
     assert JobSpec().lead == JobSpec(time="4h").lead == 120
     assert JobSpec(time="2m").lead == 60
     assert JobSpec(time="2m", signal_lead=0).lead == 0
 
 
-def test_what_was_said_is_kept_also_where_it_is_the_default():
+def test_saved_job_toml_keeps_explicit_defaults():
     spec = JobSpec(command="x", nodes=1, requeue=True, partition="a")
     assert "nodes" not in files.text(spec)
     assert files.text(spec, {"nodes", "requeue"}).splitlines()[1:] == [
@@ -162,11 +162,11 @@ def test_what_was_said_is_kept_also_where_it_is_the_default():
     ]  # fmt: skip
 
 
-def test_backends_are_those_that_there_are():
+def test_job_spec_backends_match_backend_table():
     assert set(BACKENDS) == {"auto", *backends.BACKENDS}
 
 
-def test_nothing_of_a_spec_can_be_changed_afterwards():
+def test_job_spec_is_frozen():
     spec = JobSpec(command="x")
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec.nodes = 2
@@ -184,7 +184,7 @@ def test_nothing_of_a_spec_can_be_changed_afterwards():
     requeue=st.booleans(),
     nodes=st.integers(1, 99),
 )
-def test_a_spec_survives_its_file(tmp_path_factory, **values):
+def test_job_spec_round_trips_through_toml(tmp_path_factory, **values):
     spec = JobSpec(**values)
     text = files.text(spec)
     assert JobSpec(**tomllib.loads(text)) == spec
@@ -197,7 +197,7 @@ def test_a_spec_survives_its_file(tmp_path_factory, **values):
     "content",
     [None, b"", b"\xff", b"nodes = ", b"[" * 100_000, b"x = 1", b"# " + b"x" * 2**20, "folder"],
 )
-def test_a_file_that_is_no_job(tmp_path, content):
+def test_job_toml_invalid_file_is_refused(tmp_path, content):
     path = tmp_path / "job.toml"
     if content == "folder":
         path.mkdir()
@@ -211,6 +211,6 @@ def test_a_file_that_is_no_job(tmp_path, content):
     assert str(path) in str(caught.value)
 
 
-def test_text_that_toml_cannot_hold_is_refused():
+def test_job_toml_refuses_text_that_is_not_utf8():
     with pytest.raises(UsageError, match="not UTF-8"):
         files.text(JobSpec(command=["x", "\udcff"]))

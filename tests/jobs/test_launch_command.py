@@ -20,7 +20,7 @@ def launched(machine, spec, *arguments, **env):
     return machine.calls()[-1]
 
 
-def test_numbers_are_those_of_the_job_and_not_of_the_spec(machine):
+def test_srun_takes_cpus_per_task_from_slurm(machine):
     spec = JobSpec(command="program", nodes=4, tasks_per_node=8, cpus_per_task=2)
     words = launched(machine, spec, SLURM_CPUS_PER_TASK="5")
     assert words == ["srun", "--kill-on-bad-exit=1", "--cpus-per-task=5", "program"]
@@ -36,7 +36,7 @@ def test_numbers_are_those_of_the_job_and_not_of_the_spec(machine):
         ("./train -x", ["torchrun"]),
     ],
 )
-def test_torchrun_has_one_agent_on_each_host_with_the_cpus_of_its_ranks(machine, command, program):
+def test_torchrun_has_one_agent_per_host_with_cpus_of_its_ranks(machine, command, program):
     spec = JobSpec(command=command, launcher="torchrun", nodes=2)
     words = launched(machine, spec, "more", SLURM_CPUS_PER_TASK="3")
     nodes = ["--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=6"]
@@ -51,7 +51,7 @@ def test_torchrun_has_one_agent_on_each_host_with_the_cpus_of_its_ranks(machine,
     assert end[5:] == [*([] if as_python else ["--no-python"]), "--", *rest, "more"]
 
 
-def test_jobs_and_their_starts_have_ports_of_their_own(machine):
+def test_torchrun_rendezvous_port_differs_by_job_and_restart(machine):
     spec = JobSpec(command="program", launcher="torchrun")
     ports = set()
     for job in range(4):
@@ -66,7 +66,7 @@ def test_jobs_and_their_starts_have_ports_of_their_own(machine):
     ("counts", "slots"),
     [("2(x3)", "2,2,2"), ("4,2(x2)", "4,2,2"), ("1,12,3", "1,12,3"), ("1(x2),16", "1,1,16")],
 )
-def test_horovodrun_gets_the_slots_of_each_host(machine, counts, slots):
+def test_horovodrun_gets_slots_of_each_host(machine, counts, slots):
     spec = JobSpec(command="python train.py", launcher="horovodrun", nodes=3)
     words = launched(machine, spec, SLURM_TASKS_PER_NODE=counts)
     hosts = ",".join(f"node{i}:{n}" for i, n in enumerate(slots.split(","), 1))
@@ -77,7 +77,7 @@ def test_horovodrun_gets_the_slots_of_each_host(machine, counts, slots):
     assert words == [*run, "train.py"]
 
 
-def test_elastic_by_srun_is_hpctrain_run(machine):
+def test_elastic_srun_is_hpctrain_run(machine):
     spec = JobSpec(command="python -m my.train", elastic=True, nodes=3)
     assert "#SBATCH --no-kill" in render(spec)
     run = ["python", "-m", "hpctrain", "run", "--elastic", "-m", "my.train"]
@@ -86,7 +86,7 @@ def test_elastic_by_srun_is_hpctrain_run(machine):
         render(JobSpec(command="./train", elastic=True))
 
 
-def test_no_launcher_is_the_program_itself_and_no_word_of_bash(machine):
+def test_launcher_none_runs_program_without_shell_words(machine):
     spec = JobSpec(command=["eval", "touch canary"], launcher="none")
     code, said = machine.run(spec)
     assert (code, "eval" in said) == (127, True)
@@ -95,7 +95,7 @@ def test_no_launcher_is_the_program_itself_and_no_word_of_bash(machine):
     assert (code, said) == (2, "nothing to run: the command follows the script's name\n")
 
 
-def test_gpus_are_for_the_container_where_the_job_has_some(machine):
+def test_container_gets_gpus_and_environment(machine):
     spec = JobSpec(command="program", container="x.sif", environment={"A": "1"})
     assert "--nv" not in launched(machine, spec)
     assert machine.variables()["APPTAINERENV_A"] == "1"

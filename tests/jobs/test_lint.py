@@ -105,12 +105,12 @@ def run(*arguments):
     return parsed.command(parsed)
 
 
-def test_each_wrong_script_is_in_the_table():
+def test_lint_table_has_every_wrong_script():
     assert {path.stem for path in (SCRIPTS / "wrong").iterdir()} == set(WRONG)
 
 
 @pytest.mark.parametrize(("name", "line"), WRONG.items())
-def test_a_planted_mistake_is_the_one_finding(name, line, tmp_path):
+def test_lint_finds_only_the_planted_mistake(name, line, tmp_path):
     (finding,) = lint(text_of(SCRIPTS / "wrong" / f"{name}.sh"), tmp_path)
     assert finding.line == line
     assert name == finding.rule or name.startswith(f"{finding.rule}-")
@@ -122,7 +122,7 @@ RIGHT = sorted([*(SCRIPTS / "right").iterdir(), *(TOP / "sbatch").glob("*.sh")])
 
 
 @pytest.mark.parametrize("path", RIGHT, ids=lambda path: path.stem)
-def test_nothing_is_wrong_with_a_right_script(path, tmp_path):
+def test_lint_accepts_right_scripts(path, tmp_path):
     assert lint(text_of(path), tmp_path) == []
 
 
@@ -134,13 +134,13 @@ def blocks_of_the_documentation():
 
 
 @pytest.mark.parametrize(("name", "block"), list(blocks_of_the_documentation()))
-def test_what_the_documentation_shows_is_right(name, block, tmp_path):
+def test_lint_accepts_scripts_in_docs(name, block, tmp_path):
     # migrate.md shows a script from before, which has this mistake.
     before = ["no-kill-on-bad-exit"] if name == "migrate.md" else []
     assert rules(block, tmp_path) == before
 
 
-def test_every_rule_has_a_wrong_script_and_a_line_in_the_documentation(tmp_path):
+def test_lint_rules_have_wrong_script_and_docs(tmp_path):
     found = {
         finding.rule
         for name in WRONG
@@ -154,7 +154,7 @@ def test_every_rule_has_a_wrong_script_and_a_line_in_the_documentation(tmp_path)
     assert sorted(documented) == sorted(found)
 
 
-def test_a_log_folder_that_is_there_is_no_finding(tmp_path):
+def test_lint_log_folder_that_exists(tmp_path):
     (tmp_path / "logs").mkdir()
     text = "#!/bin/bash\n#SBATCH --output=logs/%x/%A_%a.log\n"
     assert rules("#!/bin/bash\n#SBATCH --output=logs/%j.log\n", tmp_path) == []
@@ -185,7 +185,7 @@ def test_a_log_folder_that_is_there_is_no_finding(tmp_path):
         "#SBATCH --made-up-by-the-site=7",
     ],
 )
-def test_lines_that_sbatch_takes(line):
+def test_lint_directives_that_sbatch_accepts(line):
     found = rules(f"#!/bin/bash\n{line}\ntrap : USR2\nhostname\n")
     assert found == []
 
@@ -210,7 +210,7 @@ def test_lines_that_sbatch_takes(line):
         "#SBATCH -Z",
     ],
 )
-def test_lines_that_sbatch_refuses(line):
+def test_lint_directives_that_sbatch_refuses(line):
     assert rules(f"#!/bin/bash\n{line}\ntrap : USR2\nhostname\n") == ["directive-refused"]
 
 
@@ -225,7 +225,7 @@ def test_lines_that_sbatch_refuses(line):
         ("--nod=2", "--nodefile or --nodelist or --nodes"),
     ],
 )
-def test_a_misspelt_option_comes_with_the_nearest(given, meant):
+def test_lint_misspelt_option_suggests_nearest(given, meant):
     (finding,) = lint(f"#!/bin/bash\n#SBATCH {given}\n", Path("/nowhere"))
     assert finding.rule == "unknown-option"
     assert meant in finding.fix
@@ -245,7 +245,7 @@ def test_a_misspelt_option_comes_with_the_nearest(given, meant):
         ("-n 2", "python a.py --rank $SLURM_PROCID", "bash -c 'python a.py --rank $SLURM_PROCID'"),
     ],
 )
-def test_what_missing_srun_tells_to_type_is_right(asked, command, typed):
+def test_lint_missing_srun_fix_is_right(asked, command, typed):
     script = f"#!/bin/bash\n#SBATCH -N 2 {asked}\n"
     (finding,) = lint(script + command, Path("/nowhere"))
     assert finding.rule == "missing-srun"
@@ -265,7 +265,7 @@ def test_what_missing_srun_tells_to_type_is_right(asked, command, typed):
         "MASTER_ADDR=localhost srun -K python a.py",
     ],
 )
-def test_hosts_that_do_not_meet(step):
+def test_lint_hosts_apart(step):
     assert rules(f"#!/bin/bash\n#SBATCH -N 2\n{step}\n") == ["hosts-apart"]
 
 
@@ -291,11 +291,11 @@ def commands(text):
         ("timeout -k 5 1h a b", ["a", "b"]),
     ],
 )
-def test_the_words_of_a_command(text, expected):
+def test_lint_parses_words_of_command(text, expected):
     assert [one.argv for one in commands(text) if one.argv[0] == "a"] == [expected]
 
 
-def test_groups_in_the_background_functions_and_branches():
+def test_lint_parses_groups_functions_and_branches():
     shell = """\
 f() {
     a | b &
@@ -359,7 +359,7 @@ SNIPPETS = st.sampled_from(
 
 @settings(deadline=None)
 @given(st.lists(SNIPPETS, max_size=60).map("".join) | st.text(max_size=200))
-def test_any_text_is_read(text):
+def test_lint_reads_any_text(text):
     count = text.count("\n") + 1
     for finding in lint(text, Path("/nowhere")):
         assert 1 <= finding.line <= count
@@ -388,11 +388,11 @@ def test_any_text_is_read(text):
         *("bash -c '", 'bash -c "', "srun " * 9, "-" * 9),
     ],
 )
-def test_depth_and_length_stop_nobody(part):
+def test_lint_survives_deep_and_long_scripts(part):
     lint("#!/bin/bash\n#SBATCH -" + part * 3000, Path("/nowhere"))
 
 
-def test_variables_that_name_each_other_do_not_explode():
+def test_lint_survives_recursive_variables():
     names = "abcdefghijklmnop"
     pairs = itertools.pairwise(names)
     lines = [f"{name}=({' '.join([f'${{{other}[@]}}'] * 50)})" for name, other in pairs]
@@ -400,7 +400,7 @@ def test_variables_that_name_each_other_do_not_explode():
     assert rules(text + "\n" + text.replace("(", "").replace(")", "").replace("[@]", "")) == []
 
 
-def test_findings_go_to_standard_output_with_file_line_rule_and_fix(tmp_path, capsys):
+def test_lint_prints_file_line_rule_and_fix(tmp_path, capsys):
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\n#SBATCH --ntasks=1\n#SBATCH --time=24h\n")
     right = tmp_path / "right.sh"
@@ -413,7 +413,7 @@ def test_findings_go_to_standard_output_with_file_line_rule_and_fix(tmp_path, ca
     assert second.startswith("  to mend:  type ")
 
 
-def test_standard_input(monkeypatch, capsys):
+def test_lint_reads_standard_input(monkeypatch, capsys):
     text = b"#!/bin/bash\n#SBATCH --time=24h\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     assert run("-") == 1
@@ -433,7 +433,7 @@ def test_standard_input(monkeypatch, capsys):
         (b"#!/bin/bash\n" + b"#" * 2**20, "more than"),
     ],
 )
-def test_wrong_use(content, said, tmp_path):
+def test_lint_refuses_files_that_are_no_script(content, said, tmp_path):
     path = tmp_path / "job.sh"
     if content == "folder":
         path.mkdir()
@@ -444,7 +444,7 @@ def test_wrong_use(content, said, tmp_path):
     assert caught.value.exit_code == 2
 
 
-def test_the_findings_of_the_others_are_shown_where_a_file_is_missing(tmp_path, capsys):
+def test_lint_shows_findings_of_other_files_when_one_is_missing(tmp_path, capsys):
     wrong = tmp_path / "wrong.sh"
     wrong.write_text("#!/bin/bash\n#SBATCH --time=24h\n")
     with pytest.raises(UsageError, match=r"nothere\.sh cannot be read"):
@@ -463,7 +463,7 @@ def test_the_findings_of_the_others_are_shown_where_a_file_is_missing(tmp_path, 
         ("job.toml", "command = 'python train.py'\n", "hpctrain render "),
     ],
 )
-def test_files_of_other_commands(name, text, typed, tmp_path):
+def test_lint_names_the_command_for_python_and_toml_files(name, text, typed, tmp_path):
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(UsageError, match="no batch script") as caught:
@@ -472,7 +472,7 @@ def test_files_of_other_commands(name, text, typed, tmp_path):
     assert "#!/bin/bash" not in str(caught.value)
 
 
-def test_bytes_that_are_no_utf8_are_read(tmp_path, capsys):
+def test_lint_reads_bytes_that_are_not_utf8(tmp_path, capsys):
     path = tmp_path / "job.sh"
     path.write_bytes(b"#!/bin/bash\n#SBATCH --job-name=\xe9$USER\n# \xff\x1b[31m\n")
     assert run(path) == 1
@@ -533,5 +533,5 @@ def test_bytes_that_are_no_utf8_are_read(tmp_path, capsys):
         "#SBATCH -N 4\nssh node2 python a.py & python a.py\nwait",
     ],
 )
-def test_no_false_alarm(text):
+def test_lint_no_false_alarm(text):
     assert rules(f"#!/bin/bash\n{text}\n") == []

@@ -85,7 +85,7 @@ def calls():
         ("kill -TERM $$", 143),  # srun has ended them, as one failed
     ],
 )
-def test_what_has_ended_is_not_requeued(run, ranks, code):
+def test_preemptible_does_not_requeue_ended_ranks(run, ranks, code):
     assert run(ranks)[0] == code
     assert not calls()
     assert not left()
@@ -103,14 +103,14 @@ def test_what_has_ended_is_not_requeued(run, ranks, code):
         "kill -USR2 $$",
     ],
 )
-def test_what_was_stopped_is_requeued_and_that_comes_last(run, ranks):
+def test_preemptible_requeues_stopped_ranks_last(run, ranks):
     code, said = run(ranks, state="SIGNALING" if "USR2" in ranks else "RUNNING")
     assert code == -signal.SIGTERM, said
     assert calls() == ["show job --oneliner 7", "requeue incomplete 7"]
     assert not left()
 
 
-def test_a_task_of_an_array_names_itself(run):
+def test_preemptible_requeues_array_task_by_its_own_name(run):
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
     _, said = run('echo "$HPCTRAIN_RUN $HPCTRAIN_STOP"; exit 75', **array, SLURM_JOB_ID="9")
     assert calls() == ["show job --oneliner 9", "show job --oneliner 7_3", "requeue incomplete 7_3"]
@@ -119,7 +119,7 @@ def test_a_task_of_an_array_names_itself(run):
 
 
 @pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED"])
-def test_what_is_cancelled_or_taken_away_is_left_alone(run, state):
+def test_preemptible_does_not_requeue_cancelled_job(run, state):
     code, said = run(VERDICT % 75, state=state)
     assert code == 75
     assert calls() == ["show job --oneliner 7"]
@@ -133,7 +133,7 @@ def test_what_is_cancelled_or_taken_away_is_left_alone(run, state):
         ({"state": None, "PATH": "/usr/bin:/bin"}, "scontrol"),
     ],
 )
-def test_where_it_cannot_be_requeued_it_says_what_to_type(run, tmp_path, more, why):
+def test_preemptible_prints_sbatch_command_when_requeue_fails(run, tmp_path, more, why):
     if "PATH" in more:  # that of a machine without Slurm
         tools = tmp_path / "tools"
         tools.mkdir()
@@ -149,7 +149,7 @@ def test_where_it_cannot_be_requeued_it_says_what_to_type(run, tmp_path, more, w
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
-def test_a_signal_to_the_script_becomes_the_stop_file_and_the_ranks_end_in_peace(run, number):
+def test_preemptible_turns_signal_into_stop_file(run, number):
     def warn(process):
         for line in process.stdout:
             if line == "ready\n":
@@ -164,7 +164,7 @@ def test_a_signal_to_the_script_becomes_the_stop_file_and_the_ranks_end_in_peace
     assert calls()[-1] == "requeue incomplete 7"
 
 
-def test_what_a_start_that_was_killed_has_left_stops_no_other(run):
+def test_preemptible_ignores_stop_file_of_killed_start(run):
     Path("runs").mkdir()
     for name in (".stop-7-0", ".verdict-7-0", ".stop-70-0"):
         Path("runs", name).write_text('{"code": 75}')

@@ -29,7 +29,7 @@ def by_bash(script):
 @example(
     ["\udcff", "\udcc3\udca9", "é\n", "\u2028", "-n", "*", "#", "a=b", "{a,b}", "\\n\n", "\x1b["]
 )
-def test_bash_reads_every_word_as_it_was(texts):
+def test_quoted_words_are_read_back_by_bash(texts):
     words, given_bytes = [word(text) for text in texts], [os.fsencode(text) for text in texts]
     assert by_bash(f"printf '%s\\0' {' '.join(words)}") == given_bytes
     assert by_bash(f"set -eu\n{array('a', words)}\nprintf '%s\\0' \"${{a[@]}}\"") == given_bytes
@@ -37,18 +37,18 @@ def test_bash_reads_every_word_as_it_was(texts):
         assert one.isprintable(), "on one line, and readable"
 
 
-def test_plain_words_stay_plain():
+def test_quoting_leaves_plain_words():
     assert [word(text) for text in ("train.py", "--lr=0.1", "a b", "it's", "a\nb")] == [
         *("train.py", "--lr=0.1", "'a b'", "'it'\"'\"'s'", r"$'a\nb'")
     ]
 
 
-def test_nul_is_refused():
+def test_quoting_refuses_nul():
     with pytest.raises(ValueError, match="without NUL"):
         word("a\0b")
 
 
-def test_a_long_array_is_cut_between_words():
+def test_quoting_wraps_long_arrays_between_words():
     text = array("command", [word(f"word number {number}") for number in range(30)])
     assert max(map(len, text.splitlines())) <= 100
     assert text.startswith("command=(\n    'word number 0' ")
@@ -65,12 +65,12 @@ def test_a_long_array_is_cut_between_words():
         (None, "#SBATCH --name"),
     ],
 )
-def test_a_directive_is_as_its_own_parser_reads_it(value, line):
+def test_sbatch_directive_quoting(value, line):
     """tests/jobs/test_sbatch_script_on_slurm.py asks sbatch."""
     assert directive("name", value) == line
 
 
 @pytest.mark.parametrize("value", ["a\nb", "a\r", "\x7f", "\udcff", "a\u2028b", "\t"])
-def test_what_cannot_stand_in_a_directive_is_refused(value):
+def test_sbatch_directive_refuses_control_characters(value):
     with pytest.raises(ValueError, match="printable"):
         directive("name", value)

@@ -30,7 +30,7 @@ _found.loader.exec_module(renew)
 
 
 @pytest.mark.parametrize("path", renew.scripts(), ids=lambda path: str(path.relative_to(TOP)))
-def test_the_scripts_are_what_their_specs_say(path):
+def test_rendered_scripts_match_golden_files(path):
     expected = renew.scripts()[path]
     found = path.read_text() if path.exists() else ""
     diff = "".join(
@@ -39,12 +39,12 @@ def test_the_scripts_are_what_their_specs_say(path):
     assert not diff, f"python tests/jobs/golden/renew.py writes it anew:\n{diff}"
 
 
-def test_no_golden_script_is_of_no_spec():
+def test_every_golden_file_has_a_spec():
     there = {*(TOP / "tests" / "jobs" / "golden").glob("*.sh"), *(TOP / "sbatch").glob("*.sh")}
     assert there == set(renew.scripts())
 
 
-def test_shellcheck_finds_nothing(lacking):
+def test_shellcheck_finds_nothing_in_rendered_scripts(lacking):
     if not shutil.which("shellcheck"):
         lacking("shellcheck", "apt-get install shellcheck")
     scripts = [*renew.scripts(), *(TOP / "sbatch").rglob("*.sh")]
@@ -52,14 +52,14 @@ def test_shellcheck_finds_nothing(lacking):
     assert not done.stdout
 
 
-def test_lint_finds_nothing(tmp_path):
+def test_lint_finds_nothing_in_rendered_scripts(tmp_path):
     (tmp_path / "logs").mkdir()  # which one of them wants
     for path, text in renew.scripts().items():
         if "#SBATCH" in text:
             assert not lint(text, tmp_path), path
 
 
-def test_a_script_has_nothing_that_its_spec_does_not_need():
+def test_render_leaves_out_what_spec_does_not_ask():
     plain = render(JobSpec(command="python train.py"))
     for word in ("module", "conda", "venv", "scratch", "apptainer", "case $SLURM", "hostnames"):
         assert word not in plain
@@ -70,7 +70,7 @@ def test_a_script_has_nothing_that_its_spec_does_not_need():
     assert "USR2 TERM" not in less
 
 
-def test_the_head_cannot_be_left():
+def test_render_about_text_stays_a_comment():
     about = "One\n#SBATCH --nodes=9\r\ntouch canary\x1b"
     head = render(JobSpec(about=about, command="a")).partition("#SBATCH --job-name")[0]
     assert head.splitlines() == [
@@ -78,13 +78,13 @@ def test_the_head_cannot_be_left():
     ]
 
 
-def test_options_without_a_command_are_refused():
+def test_render_refuses_options_without_command():
     for more in ({"sweep": {"lr": [1]}}, {"backend": "ddp"}):
         with pytest.raises(UsageError, match="without a command"):
             render(JobSpec(launcher="none", **more))
 
 
-def test_names_of_the_script_are_not_taken_by_the_job():
+def test_job_environment_cannot_set_variables_of_the_script():
     """Or one that the job sets would not arrive, or break the script."""
     assigned = set()
     for text in renew.scripts().values():
@@ -108,7 +108,7 @@ def job_toml(tmp_path, monkeypatch):
     return path
 
 
-def test_hpctrain_render_prints_the_script_or_writes_it(job_toml, capfdbinary, tmp_path):
+def test_render_command_prints_or_writes_script(job_toml, capfdbinary, tmp_path):
     spec = JobSpec(command=["python", "é.py", "a\nb"], nodes=2)
     assert main(["render", str(job_toml)]) == 0
     assert capfdbinary.readouterr().out == render(spec).encode()
@@ -119,7 +119,7 @@ def test_hpctrain_render_prints_the_script_or_writes_it(job_toml, capfdbinary, t
     assert not capfdbinary.readouterr().out
 
 
-def test_hpctrain_render_says_what_is_wrong(job_toml, capfd, tmp_path):
+def test_render_command_errors(job_toml, capfd, tmp_path):
     assert main(["render", "-o", str(tmp_path / "no" / "job.sh"), str(job_toml)]) == 2
     assert "No such file" in capfd.readouterr().err
     assert main(["render", "--elastic", "--", "./train"]) == 2
@@ -217,7 +217,7 @@ def in_order(words, expected):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_all_texts_arrive_as_they_were_given_and_none_is_code(tmp_path, seed):
+def test_hostile_texts_reach_ranks_and_run_no_code(tmp_path, seed):
     canary = tmp_path / "canary"
     for number in range(50):
         machine = Machine(tmp_path / str(number))
@@ -243,7 +243,7 @@ def test_all_texts_arrive_as_they_were_given_and_none_is_code(tmp_path, seed):
         shutil.rmtree(tmp_path / str(number))
 
 
-def test_here_they_arrive_as_well(tmp_path):
+def test_hostile_texts_reach_local_ranks_and_run_no_code(tmp_path):
     canary = tmp_path / "canary"
     for number in range(30):
         machine = Machine(tmp_path / str(number))

@@ -51,7 +51,7 @@ def run(cluster, spec, *options, **more):
     return job, code, "".join(path.read_text() for path in sorted(Path().glob(f"*{job}*.log")))
 
 
-def test_a_job_that_another_one_submits_is_not_taken_for_that_one(cluster, tmp_path, monkeypatch):
+def test_job_submitted_inside_a_job_has_its_own_id_and_run(cluster, tmp_path, monkeypatch):
     """sbatch in a task of an array that was requeued hands on what told it so."""
     monkeypatch.chdir(tmp_path)
     theirs = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
@@ -82,7 +82,7 @@ def texts(count, without=""):
     return list(itertools.islice((one for one in made if one.strip() == one), count)) + fixed
 
 
-def test_names_and_comments_arrive_as_they_were_given(cluster):
+def test_sbatch_takes_hostile_names_and_comments(cluster):
     names, comments = texts(20, without="/"), texts(20)
     longest = "é" * 500
     for name, comment in zip([*names, "x" * 200], [*comments, longest], strict=True):
@@ -96,7 +96,7 @@ def test_names_and_comments_arrive_as_they_were_given(cluster):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_slurm_accepts_the_scripts_of_the_repository(cluster, name):
+def test_sbatch_accepts_shipped_scripts(cluster, name):
     small = ["--cpus-per-task=2"]  # the hosts here have eight CPUs
     script = str(SBATCH / f"{name}.sh")
     done = cluster.run(["sbatch", "--test-only", *small, script])
@@ -115,7 +115,7 @@ def test_slurm_accepts_the_scripts_of_the_repository(cluster, name):
 # --- what it runs
 
 
-def test_values_of_all_kinds_arrive_at_the_ranks(cluster):
+def test_hostile_words_reach_ranks_of_srun(cluster):
     words = ["", " ", "it's", '"', "\\", "$(touch canary)", "`touch canary`", "a\nb", "*", "\r\n"]
     tell = 'printf "%s\\0" "$SLURM_PROCID" "$A" "$@" >out-$SLURM_PROCID'
     spec = JobSpec(
@@ -136,7 +136,7 @@ def test_values_of_all_kinds_arrive_at_the_ranks(cluster):
     assert not Path("canary").exists()
 
 
-def test_options_on_the_line_of_sbatch_hold(cluster):
+def test_sbatch_command_line_options_win(cluster):
     spec = JobSpec(name="hold", command="bash -c", nodes=1, tasks_per_node=1)
     line = 'echo "$SLURM_PROCID of $SLURM_NTASKS has $CUDA_VISIBLE_DEVICES"'
     Path("hold.sh").write_text(render(spec))
@@ -149,7 +149,7 @@ def test_options_on_the_line_of_sbatch_hold(cluster):
     assert said == [str(rank) for rank in range(6)], log
 
 
-def test_a_sweep_tries_each_setting_and_never_more_at_once_than_it_may(cluster):
+def test_array_sweep_runs_each_setting_within_throttle(cluster):
     begin_end = 'echo begin $(date +%s%N) "$@"; sleep 1; echo end $(date +%s%N)'
     spec = JobSpec(
         name="sweep",
@@ -187,7 +187,7 @@ def own_disks(cluster, path):
             cluster.run(["umount", str(path)], host)
 
 
-def test_each_host_has_a_copy_of_code_and_environment_while_the_ranks_run(cluster, tmp_path):
+def test_staging_copies_code_and_environment_to_each_host(cluster, tmp_path):
     code, tools = tmp_path / "code", tmp_path / "tools" / "bin"
     for folder in (code / "runs", tools):
         folder.mkdir(parents=True)
@@ -220,7 +220,7 @@ def test_each_host_has_a_copy_of_code_and_environment_while_the_ranks_run(cluste
             assert not cluster.run(["ls", str(disk)], host).stdout
 
 
-def test_code_that_cannot_be_copied_is_one_error_and_no_rank_starts(cluster, tmp_path):
+def test_staging_failure_starts_no_rank(cluster, tmp_path):
     with own_disks(cluster, tmp_path / "disk") as disk:
         spec = JobSpec(
             name="stage",
@@ -236,7 +236,7 @@ def test_code_that_cannot_be_copied_is_one_error_and_no_rank_starts(cluster, tmp
     assert "\nstarted" not in log
 
 
-def test_what_stopped_and_came_by_standard_input_goes_on_by_the_line_it_says(cluster):
+def test_stopped_job_resumes_by_the_printed_sbatch_line(cluster):
     stops_first = 'echo "run $HPCTRAIN_RUN $*"; [ "$1" = --resume ] || exit 75'
     spec = JobSpec(name="on", command=["bash", "-c", stops_first, "x"], requeue=False)
     job, code, log = run(cluster, spec)
@@ -248,7 +248,7 @@ def test_what_stopped_and_came_by_standard_input_goes_on_by_the_line_it_says(clu
     assert f"\nrun {Path.cwd()}/runs/on-{job} --resume\n" in said
 
 
-def test_a_task_of_a_sweep_goes_on_alone(cluster):
+def test_stopped_array_task_resumes_alone(cluster):
     stops_first = 'echo "run $HPCTRAIN_RUN $*"; [ "${*: -1}" = --resume ] || exit 75'
     command = ["bash", "-c", stops_first, "x"]
     spec = JobSpec(name="on", command=command, requeue=False, sweep={"lr": [1, 2]})
@@ -261,7 +261,7 @@ def test_a_task_of_a_sweep_goes_on_alone(cluster):
     assert f"\nrun {Path.cwd()}/runs/on-{job}_1 --lr 2 --resume\n" in said
 
 
-def test_each_task_of_an_array_counts_its_own_restarts(cluster):
+def test_max_restarts_counts_each_array_task(cluster):
     """Of the last one the job's number is also that of the array."""
     spec = JobSpec(name="three", command=["bash", "-c", "exit 75"], max_restarts=1, array="0-2")
     job = submit(cluster, render(spec))
@@ -272,7 +272,7 @@ def test_each_task_of_an_array_counts_its_own_restarts(cluster):
         assert "start 2" not in log
 
 
-def test_it_is_requeued_as_often_as_it_may_and_then_given_up(cluster):
+def test_max_restarts_then_exit_code_76(cluster):
     spec = JobSpec(name="most", command="bash -c", max_restarts=1)
     Path("most.sh").write_text(render(spec))
     line = 'echo "{\\"code\\": 75}" >"$HPCTRAIN_VERDICT"'
@@ -289,7 +289,7 @@ TRAIN = ("--data", "digits", "--epochs", "1", "--global-batch", "64")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["torchrun", "sweep", "preemptible"])
-def test_the_scripts_of_the_repository_train(cluster, checkout, name):
+def test_shipped_scripts_train(cluster, checkout, name):
     arguments = [f"sbatch/{name}.sh", *TRAIN]
     if name == "preemptible":
         srun = ["srun", "--kill-on-bad-exit=1", "python", "examples/mnist.py", *TRAIN]
@@ -311,7 +311,7 @@ def test_the_scripts_of_the_repository_train(cluster, checkout, name):
 
 
 @pytest.mark.slow
-def test_horovodrun_starts_the_ranks_over_ssh(cluster, checkout, lacking):
+def test_horovodrun_script_starts_ranks_over_ssh(cluster, checkout, lacking):
     if importlib.util.find_spec("horovod") is None:
         lacking("horovod", "hpctrain horovod build")
     if not (cluster.ssh_folder / "ssh").exists():
@@ -333,7 +333,7 @@ def test_horovodrun_starts_the_ranks_over_ssh(cluster, checkout, lacking):
 
 
 @pytest.mark.slow
-def test_modules_of_the_real_kind_are_loaded(cluster, tmp_path, lacking):
+def test_environment_modules_are_loaded(cluster, tmp_path, lacking):
     if not Path("/usr/share/modules/init/bash").exists():
         lacking("modules", "apt-get install environment-modules")
     (tmp_path / "modulefiles").mkdir()
@@ -354,7 +354,7 @@ def test_modules_of_the_real_kind_are_loaded(cluster, tmp_path, lacking):
         assert ("it's absent: this module could not be loaded" in log) == (expected == 2)
 
 
-def test_apptainer_or_what_stands_for_it_gets_the_ranks(cluster, tmp_path):
+def test_apptainer_stand_in_gets_binds_and_ranks(cluster, tmp_path):
     """Without apptainer here: a stand-in that starts them outside, as its own words say."""
     if shutil.which("apptainer"):
         pytest.fail("apptainer is here: let this test use it")

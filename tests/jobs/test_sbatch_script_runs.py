@@ -51,7 +51,7 @@ def module_system(text="export A=module"):
     return {"BASH_FUNC_module%%": f"() {{ {body}; }}"}
 
 
-def test_the_later_of_site_modules_setup_and_environment_has_the_word(says):
+def test_environment_order_site_modules_setup_spec(says):
     site_file(says, "export A=site OMP_NUM_THREADS=7")
     modules = module_system()
     more = {}
@@ -71,7 +71,7 @@ def test_the_later_of_site_modules_setup_and_environment_has_the_word(says):
     assert "threads=3 " in says.run(JobSpec(command="a", **more), **modules)[1]
 
 
-def test_a_site_file_that_fails_is_named_and_ends_nothing(says):
+def test_site_sh_failure_is_named_and_job_goes_on(says):
     path = site_file(says, '[ "$unset" = x ] && true\nmodule load gone\nfalse')
     code, said = says.run(JobSpec(command="a"))
     assert (code, f"{path} ended with 1\n" in said) == (0, True)
@@ -82,13 +82,13 @@ def test_a_site_file_that_fails_is_named_and_ends_nothing(says):
     assert (code, "/no/such/file: No such file" in said) == (0, True)
 
 
-def test_a_module_that_cannot_be_loaded_ends_the_job_with_its_name(says):
+def test_module_load_failure_ends_job(says):
     modules = module_system()
     code, said = says.run(JobSpec(command="a", modules=("there", "absent")), **modules)
     assert (code, said) == (2, "absent: this module could not be loaded\n")
 
 
-def test_a_line_of_setup_that_fails_ends_the_job(says):
+def test_setup_line_failure_ends_job(says):
     code, said = says.run(JobSpec(command="a", setup=('echo "got $unset_before"', "false")))
     assert (code, said) == (1, "got \n")
 
@@ -98,7 +98,7 @@ echo 'conda() { [ "$2" = torch ] && export A=conda; }'
 """
 
 
-def test_conda_is_found_and_what_it_lacks_is_said(says):
+def test_conda_environment_is_activated_or_error_says_why(says):
     torch = JobSpec(command="a", conda="torch")
     code, said = says.run(torch)
     assert (code, "no conda on the PATH" in said) == (2, True)
@@ -108,14 +108,14 @@ def test_conda_is_found_and_what_it_lacks_is_said(says):
     assert (code, said) == (2, "it's $(id): this conda environment could not be activated\n")
 
 
-def test_a_virtual_environment_that_is_missing_is_said_at_once(says):
+def test_missing_venv_ends_job(says):
     code, said = says.run(JobSpec(command="a", venv="my env"))
     assert code == 2
     assert said.startswith("./my env: no virtual environment on ")
     assert said.endswith(f"seen from {says.folder}\n")
 
 
-def test_an_inherited_run_directory_wins_and_becomes_absolute(says):
+def test_run_directory_from_environment_wins(says):
     spec = JobSpec(command="a", run="mine")
     here = says.folder
     assert f"run={here}/mine " in says.run(spec)[1]
@@ -126,18 +126,18 @@ def test_an_inherited_run_directory_wins_and_becomes_absolute(says):
     assert f"run={here}/runs/name-5_3 " in says.run(JobSpec(command="a", array="3"), **array)[1]
 
 
-def test_the_folder_of_the_logs_is_made(says):
+def test_script_makes_log_folder(says):
     assert says.run(JobSpec(command="a", output="my logs/%x-%j.log"))[0] == 0
     assert (says.folder / "my logs").is_dir()
 
 
-def test_an_index_without_a_setting_is_refused(says):
+def test_sweep_index_without_setting_is_refused(says):
     spec = JobSpec(command="a", sweep={"lr": [1, 2]})
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     assert says.run(spec, **array) == (2, "no setting has the index 2\n")
 
 
-def test_the_log_begins_with_what_runs_and_where(says):
+def test_log_begins_with_setting_job_and_command(says):
     said = says.run(JobSpec(command=["a", "b c"], sweep=[{"lr": "1 2"}]), SLURM_ARRAY_TASK_ID="0")[
         1
     ]
@@ -155,7 +155,7 @@ def stopped(machine, spec, **env):
     return machine.run(spec, CODE="75", **env)
 
 
-def test_a_job_that_is_not_to_be_requeued_says_what_to_type(machine):
+def test_no_requeue_prints_sbatch_command_to_resume(machine):
     spec = JobSpec(command="a b", requeue=False)
     code, said = machine.run(spec, "it's", "--lr", "", CODE="75")
     assert code == 75
@@ -166,13 +166,13 @@ def test_a_job_that_is_not_to_be_requeued_says_what_to_type(machine):
     assert Path(script).read_text() == "#!/bin/bash\n"
 
 
-def test_where_slurm_does_not_give_the_script_its_name_is_left_open(machine):
+def test_resume_command_without_batch_script_names_placeholder(machine):
     machine.program("scontrol", "#!/bin/sh\nexit 1\n")
     said = stopped(machine, JobSpec(command="a b"))[1]
     assert said.endswith(" sbatch THE_SCRIPT --resume\n")
 
 
-def test_after_the_last_restart_it_is_given_up(machine):
+def test_max_restarts_exit_codes(machine):
     spec = JobSpec(command="a b", max_restarts=2)
     for restarts, expected in ((1, 75), (2, 76), (3, 76)):
         code, said = stopped(machine, spec, SLURM_RESTART_COUNT=str(restarts))
@@ -181,7 +181,7 @@ def test_after_the_last_restart_it_is_given_up(machine):
         assert "/runs/job-7.sh --resume\n" in said
 
 
-def test_a_task_of_an_array_goes_on_by_itself(machine):
+def test_resume_command_of_array_task(machine):
     sweep = JobSpec(command="a b", sweep={"lr": [1]}, requeue=False)
     array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
     said = stopped(machine, sweep, **array)[1]
@@ -189,7 +189,7 @@ def test_a_task_of_an_array_goes_on_by_itself(machine):
     assert said.splitlines()[-1] == f"    HPCTRAIN_RUN='{run}' sbatch --array=0 {script} --resume"
 
 
-def test_what_another_job_left_in_the_environment_is_not_this_one_s(says):
+def test_variables_of_outer_job_are_ignored(says):
     """As after sbatch in a task of an array that was requeued: Slurm hands all of it on."""
     outer = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
     theirs = {"HPCTRAIN_STOP": "/outer/stop", "HPCTRAIN_RUN": "/outer/run", "OUTER": "yes"}
@@ -199,7 +199,7 @@ def test_what_another_job_left_in_the_environment_is_not_this_one_s(says):
     assert f"run={says.folder}/runs/name-7 " in said
 
 
-def test_another_job_is_never_requeued(machine):
+def test_script_never_requeues_another_job(machine):
     """Not even where Slurm answers only at the end."""
     calls = machine.folder / "calls"
     machine.program(
@@ -217,19 +217,19 @@ echo "JobId=5 ArrayJobId=5 ArrayTaskId=3 JobName=a JobState=RUNNING Reason=None"
     assert "requeue" not in calls.read_text()
 
 
-def test_each_task_has_its_own_run_directory_also_where_sbatch_s_line_makes_them(says):
+def test_array_task_has_own_run_directory(says):
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "4", "SLURM_ARRAY_TASK_COUNT": "2"}
     assert f"run={says.folder}/mine/4 " in says.run(JobSpec(command="a", run="mine"), **array)[1]
 
 
-def test_a_cd_in_the_set_up_moves_the_ranks_and_not_the_run(says):
+def test_cd_in_setup_moves_ranks_not_run_directory(says):
     (says.folder / "src").mkdir()
     spec = JobSpec(command="a", run="mine", setup=("cd src",))
     said = says.run(spec)[1]
     assert f"run={says.folder}/mine here={says.folder}/src\n" in said
 
 
-def test_one_run_directory_is_not_given_to_several_tasks(says):
+def test_run_directory_shared_by_array_tasks_is_refused(says):
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "2"}
     spec = JobSpec(command="a", array="0-1")
     code, said = says.run(spec, HPCTRAIN_RUN="x", **array)
@@ -237,7 +237,7 @@ def test_one_run_directory_is_not_given_to_several_tasks(says):
     assert says.run(spec, HPCTRAIN_RUN="x", **{**array, "SLURM_ARRAY_TASK_COUNT": "1"})[0] == 0
 
 
-def test_a_site_file_changes_nothing_of_the_script_s_own(says):
+def test_site_sh_cannot_change_script_variables(says):
     site_file(says, "job=1 command=(echo hijacked) run=/x; set -- other words; code=75 shown=1")
     code, said = says.run(JobSpec(command="a"), "more")
     assert code == 0
@@ -246,26 +246,26 @@ def test_a_site_file_changes_nothing_of_the_script_s_own(says):
     )
 
 
-def test_a_site_file_gets_no_arguments_and_may_be_named_without_a_folder(says):
+def test_site_sh_gets_no_arguments(says):
     (says.folder / "mine.sh").write_text('echo "site got $#"')
     code, said = says.run(JobSpec(command="a"), "--lr", "1", HPCTRAIN_SITE="mine.sh")
     assert code == 0
     assert said.startswith("site got 0\n")
 
 
-def test_a_verdict_that_is_cut_off_says_nothing(machine):
+def test_truncated_exit_status_file_is_ignored(machine):
     half = 'echo "{\\"co" >"$HPCTRAIN_VERDICT"; exit 3'
     machine.program("srun", f"#!/bin/sh\n{half}\n")
     assert machine.run(JobSpec(command="a"))[0] == 3
 
 
-def test_a_site_file_that_exits_ends_the_job_with_words(says):
+def test_site_sh_exit_ends_job_with_message(says):
     path = site_file(says, "exit 0")
     code, said = says.run(JobSpec(command="a"))
     assert (code, said) == (2, f"{path} has an exit, where return was meant: it ends the job\n")
 
 
-def test_a_signal_that_comes_during_the_set_up_asks_the_ranks_to_stop(machine):
+def test_signal_during_setup_stops_ranks(machine):
     site_file(machine, "kill -USR2 $$")
     machine.program("srun", '#!/bin/sh\n[ -e "$HPCTRAIN_STOP" ] && echo asked; exit 75\n')
     code, said = machine.run(JobSpec(command="a", requeue=False))
@@ -274,7 +274,7 @@ def test_a_signal_that_comes_during_the_set_up_asks_the_ranks_to_stop(machine):
 
 
 @pytest.mark.parametrize("runtime", ["", "pyxis"])
-def test_a_container_is_not_given_folders_that_it_would_cut(says, runtime):
+def test_container_refuses_bind_folders_with_comma_or_colon(says, runtime):
     spec = JobSpec(command="a", container="a.sif", container_runtime=runtime)
     code, said = says.run(spec, SLURM_JOB_NAME="lr=0.1,seed:2")
     assert code == 2
@@ -284,7 +284,7 @@ def test_a_container_is_not_given_folders_that_it_would_cut(says, runtime):
 # --- copies on the hosts' own disks
 
 
-def test_code_is_copied_without_what_is_no_code_and_ranks_start_there(machine):
+def test_stage_code_leaves_out_runs_git_and_venv(machine):
     for name in ("runs/old", ".git", ".venv/bin", "package/runs"):
         (machine.folder / name).mkdir(parents=True)
         (machine.folder / name / "file").touch()
@@ -300,7 +300,7 @@ def test_code_is_copied_without_what_is_no_code_and_ranks_start_there(machine):
 
 
 @pytest.mark.parametrize("there", ["a link", "somebody else's", "one's own", "of another start"])
-def test_a_folder_that_is_there_is_not_used_and_stays_as_it_is(machine, lacking, there):
+def test_staging_never_uses_existing_folder(machine, lacking, there):
     scratch = Path(machine.environ["TMPDIR"], "hpctrain-ada-7-0")
     if there == "a link":
         (machine.folder.parent / "target").mkdir()
@@ -330,7 +330,7 @@ exec "$@"
 """
 
 
-def test_what_an_earlier_start_has_left_is_removed_and_nothing_else(machine):
+def test_staging_removes_copies_of_earlier_start_only(machine):
     scratch = Path(machine.environ["TMPDIR"])
     killed = JobSpec(command="a", stage_code=".")
     machine.program("srun", KILLED)
@@ -351,14 +351,14 @@ def test_what_an_earlier_start_has_left_is_removed_and_nothing_else(machine):
     assert sorted(os.listdir(scratch / "hpctrain-ada-77-0")) == [".start", "code"]
 
 
-def test_hosts_that_share_what_should_be_their_own_are_told(machine):
+def test_staging_reports_scratch_shared_by_hosts(machine):
     Path(machine.environ["TMPDIR"], "hpctrain-ada-7-0").mkdir()  # by the other host
     code, said = machine.run(JobSpec(command="a", stage_code="."))
     assert code == 1
     assert re.search("hpctrain-ada-7-0.: File exists", said)
 
 
-def test_data_is_copied_with_what_its_links_point_to_and_found_by_its_name(machine):
+def test_stage_data_follows_links_and_sets_variable(machine):
     (machine.folder / "far").write_text("image")
     (machine.folder / "my data" / "train").mkdir(parents=True)
     (machine.folder / "my data" / "train" / "x.jpg").symlink_to(machine.folder / "far")
@@ -372,7 +372,7 @@ def test_data_is_copied_with_what_its_links_point_to_and_found_by_its_name(machi
     assert not Path(scratch).exists()
 
 
-def test_data_that_is_no_folder_is_said(machine):
+def test_stage_data_refuses_file(machine):
     (machine.folder / "images.tar").touch()
     code, said = machine.run(JobSpec(command="a", stage_data="images.tar"))
     assert code == 1
@@ -394,7 +394,7 @@ def open_machine():
         yield Machine(Path(folder) / "machine")
 
 
-def test_copies_of_what_is_read_only_are_removed_by_who_is_not_root(open_machine, lacking):
+def test_staging_removes_read_only_copies_as_user(open_machine, lacking):
     """As shared data is: in a folder that may not be written nothing can be removed."""
     if os.geteuid():
         lacking("mount", "to become a user that is not root takes root")
@@ -416,7 +416,7 @@ def test_copies_of_what_is_read_only_are_removed_by_who_is_not_root(open_machine
     assert "denied" not in said
 
 
-def test_an_archive_without_an_environment_is_refused(machine):
+def test_stage_environment_refuses_archive_without_bin(machine):
     with tarfile.open(machine.folder / "e.tar", "w") as archive:
         archive.add(machine.bin, "env/bin")
     code, said = machine.run(JobSpec(command="a", stage_environment="e.tar"))
@@ -428,7 +428,7 @@ def test_an_archive_without_an_environment_is_refused(machine):
 # --- on this machine
 
 
-def test_here_the_ranks_are_those_of_hpctrain_run(machine):
+def test_local_script_calls_hpctrain_run(machine):
     make_files(JobSpec(venv="env"), machine.folder)
     spec = JobSpec(
         command=["python", "train.py", "it's"], nodes=2, tasks_per_node=3, run="one", venv="env",
@@ -452,6 +452,6 @@ def test_here_the_ranks_are_those_of_hpctrain_run(machine):
         ({"stage_data": "images"}, "stage_data on this machine"),
     ],
 )
-def test_here_what_needs_a_cluster_is_refused(more, names):
+def test_local_script_refuses_cluster_fields(more, names):
     with pytest.raises(UsageError, match=names):
         render_local(JobSpec(**{"command": "python train.py", **more}))

@@ -43,7 +43,7 @@ environment = {A = "1"}
 """
 
 
-def test_each_level_overrules_those_below(person, tmp_path):
+def test_site_profile_shell_file_and_option_precedence(person, tmp_path):
     everywhere = "\n".join(f"export SBATCH_{name}=site" for name in ("ACCOUNT", "PARTITION", "QOS"))
     person(everywhere, JZ)
     (tmp_path / "job.toml").write_text(
@@ -77,12 +77,12 @@ def test_each_level_overrules_those_below(person, tmp_path):
         ("", ""),
     ],
 )
-def test_only_plain_assignments_of_site_sh_count(person, line, value):
+def test_site_sh_only_plain_assignments_count(person, line, value):
     person(line + "\n")
     assert described(person.env, "--", "x").spec.account == value
 
 
-def test_a_profile_with_mistakes_is_told_of_all_of_them(person):
+def test_cluster_profile_reports_all_mistakes(person):
     person(config='[cluster.jz]\ngpu = 4\nnodes = "many"\ntime = "soon"\n')
     with pytest.raises(UsageError) as caught:
         described(person.env, "--cluster", "jz", "--", "x")
@@ -91,7 +91,7 @@ def test_a_profile_with_mistakes_is_told_of_all_of_them(person):
         assert part in caught.value.found
 
 
-def test_a_profile_that_is_not_there_is_answered_with_those_that_are(person):
+def test_cluster_profile_unknown_lists_known(person):
     person(config="[cluster.jz]\n[cluster.lumi]\n")
     with pytest.raises(UsageError, match="jz, lumi"):
         described(person.env, "--cluster", "ja", "--", "x")
@@ -99,13 +99,13 @@ def test_a_profile_that_is_not_there_is_answered_with_those_that_are(person):
         described({"HOME": "/nowhere"}, "--cluster", "jz", "--", "x")
 
 
-def test_of_two_that_do_not_fit_each_other_the_nearer_one_counts(person):
+def test_option_replaces_conflicting_profile_field(person):
     person(config='[cluster.jz]\nvenv = ".venv"\n')
     spec = described(person.env, "--cluster", "jz", "--conda", "torch", "--", "x").spec
     assert (spec.venv, spec.conda) == ("", "torch")
 
 
-def test_a_job_made_in_python_has_the_same_defaults(person):
+def test_job_spec_in_python_uses_site_and_profile(person):
     person("SBATCH_QOS=site\n", JZ)
     spec = site.completed(JobSpec(command="x", cluster="jz", account="own"), person.env)
     assert (spec.account, spec.qos, spec.modules) == ("own", "profile", ("a",))
@@ -120,7 +120,7 @@ def fake(tmp_path, monkeypatch):
     return made
 
 
-def test_a_first_site_sh_says_what_slurm_says_and_is_never_written_twice(fake, tmp_path, capsys):
+def test_site_write_lists_partitions_and_never_overwrites(fake, tmp_path, capsys):
     path = site.script(fake.env)
     assert cli.main(["site"]) == 0
     assert not path.exists()
@@ -135,7 +135,7 @@ def test_a_first_site_sh_says_what_slurm_says_and_is_never_written_twice(fake, t
     assert "stays as it is" in capsys.readouterr().err
 
 
-def test_a_site_sh_has_the_accounts_where_slurm_keeps_some(fake):
+def test_site_write_lists_accounts(fake):
     fake.command("sacctmgr", "b", more='case "$*" in *assoc*) printf "a\\nb\\n"; exit;; esac')
     assert cli.main(["site", "--write"]) == 0
     text = site.script(fake.env).read_text()
@@ -144,9 +144,7 @@ def test_a_site_sh_has_the_accounts_where_slurm_keeps_some(fake):
     assert described(fake.env, "--", "x").spec.account == "b"
 
 
-def test_nothing_that_slurm_or_a_path_says_becomes_a_line_of_its_own(
-    fake, tmp_path, monkeypatch, capfdbinary
-):
+def test_site_sh_text_from_slurm_is_quoted(fake, tmp_path, monkeypatch, capfdbinary):
     canary = tmp_path / "canary"
     line = f"x\ntouch {canary} #"
     monkeypatch.setenv("HPCTRAIN_SITE", str(tmp_path / f"{line}.sh"))
@@ -164,7 +162,7 @@ def test_nothing_that_slurm_or_a_path_says_becomes_a_line_of_its_own(
     assert not canary.exists()
 
 
-def test_without_slurm_there_is_nothing_to_ask(fake, capsys):
+def test_site_without_slurm_is_an_error(fake, capsys):
     fake.command("sinfo", error="sinfo: error: Unable to contact slurm controller", code=1)
     assert cli.main(["site", "--write"]) == 1
     assert "Unable to contact" in capsys.readouterr().err

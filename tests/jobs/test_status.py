@@ -48,7 +48,7 @@ def status(capsys, *words, code=0):
     return capsys.readouterr()
 
 
-def test_a_job_that_runs_and_one_that_waits(fake, capsys):
+def test_status_shows_running_and_pending_jobs(fake, capsys):
     run("train-70", step=40, epoch=2, loss=0.25, samples_per_second=512.3)  # the third
     fake.jobs(
         job("70", WorkDir=os.getcwd(), RestartCnt="1"),
@@ -84,12 +84,12 @@ def test_a_job_that_runs_and_one_that_waits(fake, capsys):
         ("(\x1b[31mx)", r"\x1b[31mx"),
     ],
 )
-def test_slurms_reasons_in_words(reason, words):
+def test_status_explains_slurm_reasons(reason, words):
     assert words in reasons.in_words(reason)
     assert reasons.in_words(reason).isprintable()
 
 
-def test_a_job_that_slurm_refused_says_so_and_no_advice_that_does_nothing(fake, capsys):
+def test_status_of_job_that_slurm_refused(fake, capsys):
     fake.jobs(
         job("70", State="FAILED", Reason="BadConstraints", exit_code="1", NodeList=""),
         job("71", State="CANCELLED", Reason="DependencyNeverSatisfied", NodeList=""),
@@ -107,7 +107,7 @@ def test_a_job_that_slurm_refused_says_so_and_no_advice_that_does_nothing(fake, 
     assert "requeue" not in fake.calls.read_text()
 
 
-def test_names_cannot_command_a_terminal(fake, capsys):
+def test_status_escapes_control_characters(fake, capsys):
     fake.jobs(
         job(
             "70",
@@ -123,13 +123,13 @@ def test_names_cannot_command_a_terminal(fake, capsys):
     assert r"\x1b]0;x\x07\r\n" in out
 
 
-def test_lines_are_cut_for_a_terminal_and_whole_in_a_pipe():
+def test_status_table_is_cut_for_terminal_only():
     rows = [("JOB", "NAME", "LOSS"), ("70", "", "x" * 50)]
     assert overview.aligned(rows) == f"JOB  {'LOSS':>50}\n70   {'x' * 50}\n"
     assert [len(line) for line in overview.aligned(rows, 20).splitlines()] == [20, 20]
 
 
-def test_without_slurm_the_runs_that_are_here_are_shown(fake, capsys):
+def test_status_without_slurm_shows_local_runs(fake, capsys):
     run("train-69", "done", loss=0.5)
     run("train-70", label="70", step=3)
     for absent in (lambda: fake.jobs(None), (fake.folder / "squeue").unlink):
@@ -144,13 +144,13 @@ def test_without_slurm_the_runs_that_are_here_are_shown(fake, capsys):
     assert status(capsys, "train-69").out.splitlines()[1].startswith("69")
 
 
-def test_a_finished_run_by_its_name_and_by_its_number(fake, capsys):
+def test_status_of_finished_run_by_name_and_number(fake, capsys):
     run("train-69", "given-up")
     out = status(capsys, "train-69", "runs/train-69", "69").out
     assert [line.split()[:3] for line in out.splitlines()[1:]] == [["69", "given-up", "9"]] * 3
 
 
-def test_an_unknown_word_is_answered_with_what_there_is(fake, capsys):
+def test_status_of_unknown_word_lists_jobs_and_runs(fake, capsys):
     run("other-69", "done")
     fake.jobs(job("70"))
     err = status(capsys, "no\x1bne", code=2).err
@@ -159,7 +159,7 @@ def test_an_unknown_word_is_answered_with_what_there_is(fake, capsys):
     assert "\x1b" not in err
 
 
-def test_a_run_directory_that_the_script_names(fake):
+def test_status_finds_run_directory_in_batch_script(fake):
     said = Path("my runs", "x", "3")
     said.mkdir(parents=True)
     fake.jobs(job("70_3", WorkDir=os.getcwd()))
@@ -175,14 +175,14 @@ def test_a_run_directory_that_the_script_names(fake):
     assert not Path("x").exists()
 
 
-def test_a_run_that_a_later_job_goes_on_with(fake):
+def test_status_finds_run_that_later_job_resumes(fake):
     path = run("train-12", label="70")
     fake.jobs(job("70", WorkDir=os.getcwd()))
     assert progress.run_of(slurm.jobs(fake.env)[0], fake.env) == Path.cwd() / path
     assert progress.label_of(path) == "70"
 
 
-def test_what_a_run_directory_has_is_never_trusted(tmp_path):
+def test_status_survives_odd_metrics(tmp_path):
     path = run("odd-1", step="many", epoch=True, loss=None, samples_per_second=[1])
     path.joinpath("summary.json").write_text("[1")
     made = progress.progress(path)
@@ -211,7 +211,7 @@ def test_what_a_run_directory_has_is_never_trusted(tmp_path):
         *((name, None) for name in ("metrics.jsonl", "summary.json", "starts.jsonl")),
     ],
 )
-def test_no_file_of_a_run_ends_or_holds_up_the_table(fake, capsys, file, content):
+def test_status_survives_damaged_run_files(fake, capsys, file, content):
     path = run("odd-1")
     if content is None:
         os.mkfifo(path / file)
@@ -225,7 +225,7 @@ def test_no_file_of_a_run_ends_or_holds_up_the_table(fake, capsys, file, content
     assert other.split() == ["2", "done", "9", "runs/train-2"]
 
 
-def test_a_label_is_a_jobs_number_or_nothing(fake, capsys):
+def test_status_ignores_hostile_job_number(fake, capsys):
     path = run("evil-9")
     start = {"job_id": "\x1b]0;pwn\x07X\nfake row"}
     path.joinpath("starts.jsonl").write_text(json.dumps({"job": start}) + "\n")
@@ -237,7 +237,7 @@ def test_a_label_is_a_jobs_number_or_nothing(fake, capsys):
     assert "run of no job" in capsys.readouterr().err
 
 
-def test_what_a_terminal_cannot_show_does_not_end_the_table(fake):
+def test_status_survives_ascii_terminal(fake):
     fake.jobs(job("70", UserID=str(os.geteuid()), Name="\xe9" * 40))
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(
@@ -250,7 +250,7 @@ def test_what_a_terminal_cannot_show_does_not_end_the_table(fake):
     assert row.index("running") == head.index("STATE")
 
 
-def test_from_a_folder_that_is_gone_jobs_are_shown_still(fake, capsys, monkeypatch, tmp_path):
+def test_status_from_deleted_folder(fake, capsys, monkeypatch, tmp_path):
     fake.jobs(job("70", WorkDir=os.getcwd()))
     path = run("train-70", step=3).absolute()
     gone = tmp_path / "gone"
@@ -262,12 +262,12 @@ def test_from_a_folder_that_is_gone_jobs_are_shown_still(fake, capsys, monkeypat
     assert "no jobs" in status(capsys).err
 
 
-def test_a_word_that_no_file_can_be_called(fake, capsys):
+def test_status_of_impossible_file_name(fake, capsys):
     for word in ("a" * 300, "a\0b"):
         assert "neither a job nor a run" in status(capsys, word, code=2).err
 
 
-def test_a_job_with_a_name_that_no_folder_can_have(fake):
+def test_status_of_job_with_too_long_name(fake):
     fake.jobs(job("70", Name="x" * 300, WorkDir=os.getcwd()))
     Path("runs").mkdir()
     Path("runs", "gone").symlink_to("nowhere")
@@ -275,7 +275,7 @@ def test_a_job_with_a_name_that_no_folder_can_have(fake):
     assert progress.run_of(slurm.jobs(fake.env)[0], fake.env) == Path.cwd() / path
 
 
-def test_cancel_ends_what_was_named_and_says_how_to_go_on(fake, capsys):
+def test_cancel_calls_scancel_and_says_how_to_resume(fake, capsys):
     path = run("train-70")
     (path / "checkpoints" / "step-00000040").mkdir(parents=True)
     fake.jobs(job("70", WorkDir=os.getcwd()), job("71"), job("9_1"), job("9_[2-5]"))
@@ -291,7 +291,7 @@ def test_cancel_ends_what_was_named_and_says_how_to_go_on(fake, capsys):
 
 
 @pytest.mark.parametrize("command", ["cancel", "requeue"])
-def test_what_is_unclear_or_somebody_elses_is_left_alone(fake, capsys, command):
+def test_cancel_and_requeue_refuse_ambiguous_or_foreign_jobs(fake, capsys, command):
     fake.jobs(
         job("70"),
         job("71"),
@@ -313,7 +313,7 @@ def test_what_is_unclear_or_somebody_elses_is_left_alone(fake, capsys, command):
     assert not fake.calls.exists()
 
 
-def test_a_run_that_only_looks_like_a_jobs_cancels_no_job(fake, capsys):
+def test_cancel_refuses_run_of_no_job(fake, capsys):
     run("exp-70")  # by hand: the job's own is runs/train-70
     run("train-71").joinpath("starts.jsonl").write_text('{"job": null}\n')
     Path("train").mkdir()  # a folder of sources, with the name of the job
@@ -327,7 +327,7 @@ def test_a_run_that_only_looks_like_a_jobs_cancels_no_job(fake, capsys):
     assert fake.calls.read_text().splitlines()[-1] == "scancel 70"
 
 
-def test_of_several_jobs_with_a_name_the_one_that_lives_is_cancelled(fake, capsys):
+def test_cancel_by_name_takes_the_active_job(fake, capsys):
     fake.jobs(job("70", State="COMPLETED"), job("71"), job("72_1", Name="two", State="FAILED"))
     fake.command("scancel")
     assert cli.main(["requeue", "train"]) == 2
@@ -338,7 +338,7 @@ def test_of_several_jobs_with_a_name_the_one_that_lives_is_cancelled(fake, capsy
     assert "has ended already" in capsys.readouterr().out
 
 
-def test_of_an_array_only_tasks_that_run_or_failed_are_started_again(fake, capsys):
+def test_requeue_of_array_takes_running_and_failed_tasks(fake, capsys):
     states = ("COMPLETED", "RUNNING", "FAILED", "CANCELLED", "PENDING")
     tasks = [job(f"7_{index}", State=word) for index, word in enumerate(states)]
     fake.jobs(*tasks, job("7_[5-9]", State="PENDING"), job("8_0", Name="b", State="COMPLETED"))
@@ -354,7 +354,7 @@ def test_of_an_array_only_tasks_that_run_or_failed_are_started_again(fake, capsy
     assert calls == [f"scontrol requeue {label}" for label in ("7_1", "7_2", "7_0")]
 
 
-def test_a_table_asks_for_no_script_of_a_job_that_has_not_started(fake, capsys):
+def test_status_asks_no_batch_script_of_pending_jobs(fake, capsys):
     fake.jobs(*(job(str(number), State="PENDING") for number in (70, 71)))
     status(capsys)
     assert not fake.calls.exists()
@@ -364,7 +364,7 @@ def test_a_table_asks_for_no_script_of_a_job_that_has_not_started(fake, capsys):
     assert "goes on" in status(capsys, "70").out
 
 
-def test_requeue_says_what_slurm_says(fake, capsys):
+def test_requeue_reports_slurm_error(fake, capsys):
     fake.jobs(job("70"), job("71", State="PENDING"))
     assert cli.main(["requeue", "71"]) == 2
     assert "waits already" in capsys.readouterr().err
@@ -376,14 +376,14 @@ def test_requeue_says_what_slurm_says(fake, capsys):
     assert fake.calls.read_text().splitlines()[-1] == "scontrol requeue 70"
 
 
-def test_a_silent_slurm_ends_in_an_error_and_nothing_is_done(fake, capsys):
+def test_cancel_and_requeue_fail_when_slurm_is_silent(fake, capsys):
     fake.jobs(None)
     for command in ("cancel", "requeue"):
         assert cli.main([command, "70"]) == 1
         assert "Unable to contact" in capsys.readouterr().err
 
 
-def test_without_slurm_nothing_can_be_cancelled(fake, capsys, monkeypatch):
+def test_cancel_and_requeue_fail_without_slurm(fake, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     for command in ("cancel", "requeue"):
         assert cli.main([command, "70"]) == 1

@@ -38,12 +38,12 @@ def submit(*words):
 # The command line.
 
 
-def test_each_field_of_a_job_has_an_option():
+def test_submit_has_an_option_for_each_job_spec_field():
     names = [one.name for one in dataclasses.fields(JobSpec)]
     assert len({job_options.option(name) for name in names}) == len(names)
 
 
-def test_options_on_both_sides_of_a_job_file_and_more_arguments_for_its_command(fake, capsys):
+def test_submit_options_around_job_toml_and_extra_arguments(fake, capsys):
     Path("job.toml").write_text('command = ["python3", "t.py", "--a"]\nnodes = 2\n')
     assert submit("--name", "n", "job.toml", "--nodes", "3", "--", "--wait", "--", "x") == 0
     script = Path("script").read_text()
@@ -64,7 +64,7 @@ def test_options_on_both_sides_of_a_job_file_and_more_arguments_for_its_command(
         (["--follow", "--via", "submitit", "--", "python3", "t.py"], "--wait in place"),
     ],
 )
-def test_a_command_line_that_cannot_be(fake, capsys, words, says):
+def test_submit_refuses_wrong_command_lines(fake, capsys, words, says):
     try:
         code = submit(*words)
     except SystemExit as exit:  # argparse's own
@@ -75,7 +75,7 @@ def test_a_command_line_that_cannot_be(fake, capsys, words, says):
     assert says in said.err
 
 
-def test_repeated_options_make_tables_and_lists(fake):
+def test_submit_repeated_options_make_tables_and_lists(fake):
     words = ["--env", "A=b=c", "--env", "B=", "--extra", "exclusive", "--extra", "nice=5"]
     words += ["--sweep", "lr=0.1,0.2", "--sweep", "seed=1", "--module", "a", "--module", "b"]
     assert submit(*words, "--save", "job.toml", "--", "python3", "t.py") == 0
@@ -89,7 +89,7 @@ def test_repeated_options_make_tables_and_lists(fake):
     assert Path("script").read_text() == first
 
 
-def test_a_job_file_is_never_overwritten(fake, capsys):
+def test_submit_save_never_overwrites(fake, capsys):
     Path("job.toml").write_text("mine")
     assert submit("--save", "job.toml", "--", "python3", "t.py") == 2
     assert "the name of a new file" in capsys.readouterr().err
@@ -104,7 +104,7 @@ def handed_on():
     return dict(one.split("=", 1) for one in Path("environ").read_text().splitlines() if "=" in one)
 
 
-def test_outside_of_a_job_only_sbatchs_own_variables_are_left_out(fake, monkeypatch, capsys):
+def test_submit_outside_a_job_drops_only_sbatch_variables(fake, monkeypatch, capsys):
     mine = {"MASTER_PORT": "7", "HPCTRAIN_RUN": "r", "CUDA_VISIBLE_DEVICES": "1", "SRUN_X": "1"}
     for name, value in {**mine, "SBATCH_QOS": "q", "SBATCH_RESERVATION": "r"}.items():
         monkeypatch.setenv(name, value)
@@ -116,7 +116,7 @@ def test_outside_of_a_job_only_sbatchs_own_variables_are_left_out(fake, monkeypa
     assert "SBATCH_RESERVATION: not heeded" in capsys.readouterr().err
 
 
-def test_inside_of_a_job_nothing_of_it_is_handed_on(fake, monkeypatch):
+def test_submit_inside_a_job_drops_its_variables(fake, monkeypatch):
     outer = ("SLURM_JOB_ID", "SLURM_NTASKS", "PMIX_RANK", "RANK", "MASTER_ADDR", "HPCTRAIN_RUN")
     outer += ("HPCTRAIN_SECRET", "HPCTRAIN_STOP", "HPCTRAIN_VERDICT", "CUDA_VISIBLE_DEVICES")
     mine = {"SLURM_CONF": "c", "NCCL_DEBUG": "INFO", "HPCTRAIN_DATA": "d", "WANDB_MODE": "offline"}
@@ -128,7 +128,7 @@ def test_inside_of_a_job_nothing_of_it_is_handed_on(fake, monkeypatch):
     assert mine.items() <= environ.items()
 
 
-def test_what_a_job_has_copied_to_its_host_is_not_on_the_path_of_the_next(fake, monkeypatch):
+def test_submit_inside_a_job_drops_staged_folders_from_path(fake, monkeypatch):
     copies = "/tmp/hpctrain-ada-7-0"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("HPCTRAIN_SCRATCH", copies)
@@ -140,7 +140,7 @@ def test_what_a_job_has_copied_to_its_host_is_not_on_the_path_of_the_next(fake, 
     assert "HPCTRAIN_SCRATCH" not in handed_on()
 
 
-def test_a_dry_run_refuses_what_submitit_cannot(fake, capsys):
+def test_submit_dry_run_refuses_fields_submitit_lacks(fake, capsys):
     words = ["--dry-run", "--via", "submitit", "--", "python3", "t.py"]
     assert submit("--container", "a.sif", *words) == 2
     assert "in a job of submitit" in capsys.readouterr().err
@@ -150,12 +150,12 @@ def test_a_dry_run_refuses_what_submitit_cannot(fake, capsys):
     assert "submitit's own" in capsys.readouterr().err
 
 
-def test_on_this_machine_a_script_has_to_be_there_too(fake, capsys):
+def test_submit_local_refuses_missing_script(fake, capsys):
     assert submit("--via", "local", "--", "python3", "none.py") == 2
     assert "none.py is no file here" in capsys.readouterr().err
 
 
-def test_a_run_directory_of_the_shell_does_not_beat_the_jobs(fake, monkeypatch, capsys):
+def test_submit_ignores_run_directory_of_the_shell(fake, monkeypatch, capsys):
     monkeypatch.setenv("HPCTRAIN_RUN", "shells")
     for words in (["--run", "own"], ["--array", "0-3"]):
         assert submit(*words, "--", "python3", "t.py") == 0
@@ -167,18 +167,18 @@ def test_a_run_directory_of_the_shell_does_not_beat_the_jobs(fake, monkeypatch, 
     ("output", "folder"),
     [("logs/%j.log", "logs"), ("a/%x/%%/%A.log", "a/job/%"), ("b\\%/%j.log", "b%"), ("x.log", ".")],
 )
-def test_the_folder_of_the_log_is_made(fake, output, folder):
+def test_submit_makes_log_folder(fake, output, folder):
     assert submit("--name", "job", "--output", output, "--", "python3", "t.py") == 0
     assert Path(folder).is_dir()
 
 
-def test_a_folder_named_by_the_jobs_number_cannot_be_made(fake, capsys):
+def test_submit_refuses_log_folder_with_job_number(fake, capsys):
     assert submit("--output", "logs/%j/x.log", "--", "python3", "t.py") == 2
     assert "output = logs/x.log" in capsys.readouterr().err
     assert not Path("script").exists()
 
 
-def test_a_folder_that_cannot_be_made(fake, capsys):
+def test_submit_refuses_log_folder_that_cannot_be_made(fake, capsys):
     Path("file").touch()
     for folder in ("file", "/proc/none", "a" * 300):
         assert submit("--output", f"{folder}/a.log", "--", "python3", "t.py") == 2
@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_be_made(fake, capsys):
     assert not Path("script").exists()
 
 
-def test_a_folder_in_which_one_may_not_write(fake, capsys, monkeypatch):
+def test_submit_refuses_read_only_folders(fake, capsys, monkeypatch):
     Path("theirs").mkdir()
     Path("theirs", "own.log").touch()
     own = ("theirs/own.log", "/dev/null")
@@ -208,14 +208,14 @@ def test_a_folder_in_which_one_may_not_write(fake, capsys, monkeypatch):
         assert submit("--output", path, "--", "python3", "t.py") == 0
 
 
-def test_a_run_directory_that_is_a_file(fake, capsys):
+def test_submit_refuses_run_directory_that_is_a_file(fake, capsys):
     for dry in ([], ["--dry-run"]):
         assert submit("--run", "t.py", *dry, "--", "python3", "t.py") == 2
         assert "run = t.py is a file" in capsys.readouterr().err
     assert not Path("script").exists()
 
 
-def test_a_job_whose_command_follows_the_scripts_name_is_rendered_only(fake, capsys):
+def test_submit_needs_a_command(fake, capsys):
     Path("job.toml").write_text('launcher = "none"\nnodes = 2\n')
     assert cli.main(["render", "job.toml"]) == 0
     assert "#SBATCH --nodes=2\n" in capsys.readouterr().out
@@ -227,7 +227,7 @@ def test_a_job_whose_command_follows_the_scripts_name_is_rendered_only(fake, cap
     assert cli.main(["render", "--launcher", "srun", "job.toml"]) == 2
 
 
-def test_a_folder_that_is_gone_cannot_be_submitted_from(fake, capsys, monkeypatch, tmp_path):
+def test_submit_from_deleted_folder_is_refused(fake, capsys, monkeypatch, tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -237,7 +237,7 @@ def test_a_folder_that_is_gone_cannot_be_submitted_from(fake, capsys, monkeypatc
         assert "the current folder" in capsys.readouterr().err
 
 
-def test_a_dry_run_makes_nothing(fake, capsys):
+def test_submit_dry_run_makes_nothing(fake, capsys):
     assert submit("--dry-run", "--output", "logs/%j.log", "--", "python3", "t.py") == 0
     said = capsys.readouterr()
     assert said.out.startswith("#!/bin/bash\n")
@@ -246,7 +246,7 @@ def test_a_dry_run_makes_nothing(fake, capsys):
     assert not Path("logs").exists()
 
 
-def test_this_machine_runs_a_job_in_the_foreground(fake):
+def test_submit_local_runs_in_the_foreground(fake):
     Path("t.py").write_text("import os, sys\nprint(os.environ['A'])\nsys.exit(3)\n")
     Path("bin").mkdir()
     Path("bin/python").symlink_to(sys.executable)
@@ -274,7 +274,7 @@ def test_this_machine_runs_a_job_in_the_foreground(fake):
         ({"command": "python3 t.py", "stage_environment": "none.tar"}, "none.tar is not there"),
     ],
 )
-def test_files_that_are_not_there(fake, values, found):
+def test_submit_refuses_missing_files(fake, values, found):
     with pytest.raises(UsageError, match=re.escape(found)):
         sending.check(JobSpec(**values), fake.env)
 
@@ -283,7 +283,7 @@ def test_files_that_are_not_there(fake, values, found):
     ("words", "fix"),
     [(["t.py", "--x"], "python t.py --x"), (["env python t.py"], "-- env python t.py")],
 )
-def test_a_command_that_can_only_fail(fake, words, fix):
+def test_submit_refuses_commands_that_can_only_fail(fake, words, fix):
     with pytest.raises(UsageError) as caught:
         sending.check(JobSpec(command=words), fake.env)
     assert caught.value.fix == fix
@@ -300,7 +300,7 @@ def test_a_command_that_can_only_fail(fake, words, fix):
         {"function": "module:train"},
     ],
 )
-def test_no_false_alarms(fake, values):
+def test_submit_check_has_no_false_alarms(fake, values):
     Path("code").mkdir()
     Path("code", "code.py").touch()
     fake.command("python")
@@ -317,7 +317,7 @@ def test_no_false_alarms(fake, values):
         ({"command": "python3 t.py", "venv": "/node/venv"}, "on this host"),
     ],
 )
-def test_what_may_be_there_when_the_job_starts_is_only_said(fake, values, note):
+def test_submit_notes_what_may_be_missing(fake, values, note):
     assert note in " ".join(sending.check(JobSpec(**values), fake.env))
 
 
@@ -346,7 +346,7 @@ FULL = {"command": "x", "partition": "p", "account": "a", "qos": "q", "time": "5
         ("sbatch: unrecognized option '--bogus'", "--extra"),
     ],
 )
-def test_what_slurm_refuses_is_mended_by_an_option(fake, said, option):
+def test_sbatch_refusal_names_the_option_to_fix(fake, said, option):
     error = refusals.refused(
         f"sbatch: error: {said}", JobSpec(**FULL), fake.env, job_options.option
     )
@@ -366,7 +366,7 @@ def test_what_slurm_refuses_is_mended_by_an_option(fake, said, option):
         "",
     ],
 )
-def test_what_is_no_mistake_of_the_job_is_exit_code_1(fake, capsys, said):
+def test_sbatch_failure_without_mistake_is_exit_code_1(fake, capsys, said):
     fake.command("sbatch", error=said, code=1)
     assert submit("--", "python3", "t.py") == 1
     err = capsys.readouterr().err
@@ -374,7 +374,7 @@ def test_what_is_no_mistake_of_the_job_is_exit_code_1(fake, capsys, said):
     assert "JOB.toml" not in err
 
 
-def test_valid_values_are_listed_where_slurm_knows_them(fake):
+def test_sbatch_refusal_lists_valid_values(fake):
     fake.command("sinfo", "main*|2:00:00|4|up|gpu:v100:4\nold|1:00|4|down|(null)")
     spec = JobSpec(command="x", partition="p", gpus_per_node="9")
     error = refusals.refused("invalid partition", spec, fake.env, str)
@@ -383,7 +383,7 @@ def test_valid_values_are_listed_where_slurm_knows_them(fake):
     assert "gpu:v100:4" in error.expected
 
 
-def test_without_sbatch_the_way_to_run_here_is_named(fake, capsys, monkeypatch):
+def test_submit_without_sbatch_suggests_local(fake, capsys, monkeypatch):
     (fake.folder / "sbatch").unlink()
     monkeypatch.setenv("PATH", str(fake.folder))
     assert submit("--", "python3", "t.py") == 1
@@ -437,12 +437,12 @@ def ended(word, status=0):
         (ended("OUT_OF_MEMORY", 125 << 8), 125),
     ],
 )
-def test_the_exit_code_of_a_job(fake, last, code):
+def test_wait_gives_exit_code_of_job(fake, last, code):
     (outcome,) = Story(fake, [RUNS], [last]).wait()
     assert outcome == following.Outcome("70", last["State"], code)
 
 
-def test_waiting_goes_on_through_requeues_and_a_lost_host(fake):
+def test_wait_continues_through_requeue_and_lost_host(fake):
     again = job("70", RestartCnt="1")
     story = Story(fake, [RUNS], [ended("NODE_FAIL")], [WAITS], [again], [again], [DONE])
     (outcome,) = story.wait()
@@ -457,7 +457,7 @@ def test_waiting_goes_on_through_requeues_and_a_lost_host(fake):
     ]
 
 
-def test_slurm_is_asked_gently_and_may_be_silent_for_a_while(fake):
+def test_wait_polls_gently_and_survives_silent_slurm(fake):
     story = Story(fake, [RUNS], *[[None]] * 3, *[[RUNS]] * 40, [DONE])
     assert story.wait()[0].exit_code == 0
     assert min(story.slept[1:]) >= 1
@@ -465,14 +465,14 @@ def test_slurm_is_asked_gently_and_may_be_silent_for_a_while(fake):
     assert len([line for line in story.told if "does not answer" in line]) == 1
 
 
-def test_a_job_that_was_forgotten_meanwhile_is_asked_of_the_accounting(fake):
+def test_wait_asks_sacct_for_forgotten_job(fake):
     fake.command("sacct", "70|FAILED|75:0")
     assert Story(fake, [RUNS], []).wait() == [following.Outcome("70", "FAILED", 75)]
     fake.command("sacct", error="Slurm accounting storage is disabled", code=1)
     assert Story(fake, [RUNS], []).wait() == [following.Outcome("70", "unknown to Slurm", 1)]
 
 
-def test_the_tasks_of_an_array_each_have_an_outcome(fake):
+def test_wait_gives_outcome_of_each_array_task(fake):
     waiting = job("70_[1-2]", State="PENDING", JobID="70")
     none = job("70_0", State="COMPLETED")
     one = job("70_1", State="FAILED", exit_code=str(2 << 8))
@@ -487,11 +487,11 @@ def test_the_tasks_of_an_array_each_have_an_outcome(fake):
     ("codes", "code"),
     [([0, 0], 0), ([0, 75], 75), ([75, 76], 76), ([76, 1, 75], 1), ([1, 143, 0], 143)],
 )
-def test_the_worst_of_several_exit_codes(codes, code):
+def test_wait_exit_code_is_the_worst_of_an_array(codes, code):
     assert following.worst([following.Outcome("1", "", one) for one in codes]) == code
 
 
-def test_a_log_that_appears_late_and_goes_on_after_a_requeue(fake):
+def test_follow_shows_late_log_and_continues_after_requeue(fake):
     path, out = Path("l-70.log"), io.BytesIO()
     shown = [{**one, "WorkDir": os.getcwd()} for one in (RUNS, WAITS, RUNS, DONE)]
     story = Story(fake, *([one] for one in shown))
@@ -515,13 +515,13 @@ def test_a_log_that_appears_late_and_goes_on_after_a_requeue(fake):
         ("%N-%u", "node1-ada"), ("a\\%j", "a%j"), ("/abs/%j", "/abs/71"),
     ],
 )  # fmt: skip
-def test_the_name_of_a_log(fake, pattern, name):
+def test_follow_expands_log_file_pattern(fake, pattern, name):
     fake.jobs(job("70_3", JobID="71", Name="a%j/../x"))
     (one,) = slurm.jobs(fake.env)
     assert following.log_path(pattern, one) == Path("/nowhere", name)
 
 
-def test_what_an_earlier_job_has_left_in_the_log_is_not_shown(fake):
+def test_follow_skips_log_of_earlier_job(fake):
     Path("train.log").write_text("earlier\n")
     spec = JobSpec(command="x", output="train.log")
     assert sending.log_size(spec, fake.env) == 8
@@ -534,7 +534,7 @@ def test_what_an_earlier_job_has_left_in_the_log_is_not_shown(fake):
     assert out.getvalue() == b"later\n"
 
 
-def test_ctrl_c_detaches_and_says_how_to_come_back(fake, capsys, monkeypatch):
+def test_wait_ctrl_c_detaches_and_job_goes_on(fake, capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -547,13 +547,13 @@ def test_ctrl_c_detaches_and_says_how_to_come_back(fake, capsys, monkeypatch):
     assert "scancel" not in fake.calls.read_text()
 
 
-def test_a_saved_job_is_what_the_command_line_said(fake):
+def test_submit_save_writes_job_toml(fake):
     submit("--save", "job.toml", "--nodes", "2", "--", "python3", "t.py", "--x", "a b")
     saved = tomllib.loads(Path("job.toml").read_text())
     assert saved == {"command": ["python3", "t.py", "--x", "a b"], "nodes": 2}
 
 
-def test_the_log_of_what_failed_is_named_at_the_end(fake, capsys):
+def test_wait_names_log_of_failed_job(fake, capsys):
     fake.jobs(job("70", State="FAILED", exit_code="256", WorkDir=os.getcwd(), Name="t"))
     Path("t-70.log").touch()
     assert submit("--wait", "--", "python3", "t.py") == 1

@@ -47,9 +47,7 @@ def no_job():
         ("launcher", "torchrun", "hpctrain submit"),
     ],
 )
-def test_what_a_job_of_submitit_cannot_have_is_refused_by_name(
-    submit, no_job, field, value, instead
-):
+def test_submitit_refuses_fields_it_lacks(submit, no_job, field, value, instead):
     with pytest.raises(UsageError, match=instead) as caught:
         submit(train, JobSpec(**{field: value}))
     assert field in caught.value.found
@@ -62,12 +60,12 @@ def test_what_a_job_of_submitit_cannot_have_is_refused_by_name(
         *[("dependency", "afterok:7"), ("cluster", "jz")],
     ],
 )
-def test_what_this_machine_cannot_give_is_refused_by_name(submit, no_job, field, value):
+def test_submit_function_local_refuses_cluster_fields(submit, no_job, field, value):
     with pytest.raises(UsageError, match=field):
         submit(train, JobSpec(**{field: value}), via="local")
 
 
-def test_more_gpus_than_this_machine_shows_are_refused(submit, no_job, monkeypatch):
+def test_submit_function_local_refuses_more_gpus_than_visible(submit, no_job, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     with pytest.raises(UsageError, match=r"gpus_per_node = a100:4, and this machine shows 2"):
         submit(train, JobSpec(gpus_per_node="a100:4"), via="local")
@@ -85,18 +83,18 @@ def test_more_gpus_than_this_machine_shows_are_refused(submit, no_job, monkeypat
         (lambda: hpctrain.submit(print, JobSpec(), args=[threading.Lock()]), "cannot be sent"),
     ],
 )
-def test_wrong_calls_say_what_is_right(no_job, call, found):
+def test_submit_function_wrong_calls(no_job, call, found):
     with pytest.raises(UsageError, match=found) as caught:
         call()
     assert caught.value.expected
 
 
-def test_a_function_is_called_with_what_it_takes(submit, no_job):
+def test_submit_function_checks_arguments(submit, no_job):
     with pytest.raises(UsageError, match=r"train\(\) with .*'lr': 1"):
         submit(train, JobSpec(), kwargs={"lr": 1})
 
 
-def test_jobs_of_one_second_have_run_directories_of_their_own(submit):
+def test_submit_function_gives_each_job_a_run_directory(submit):
     jobs = [submit(train, JobSpec(name="a"), via="debug") for _ in range(3)]
     assert len({job.run for job in jobs}) == 3
     assert all(job.run.name == f"a-{job.folder.name}" for job in jobs)
@@ -105,7 +103,7 @@ def test_jobs_of_one_second_have_run_directories_of_their_own(submit):
     assert first.result() != second.result()
 
 
-def test_a_python_that_goes_with_this_job_cannot_start_another(submit, no_job, monkeypatch):
+def test_submit_function_refuses_staged_python(submit, no_job, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_SCRATCH", "/tmp/hpctrain-ada-7-0")
     monkeypatch.setattr("sys.executable", "/tmp/hpctrain-ada-7-0/environment/bin/python")
     with pytest.raises(UsageError, match="this job's own copy"):
@@ -113,14 +111,14 @@ def test_a_python_that_goes_with_this_job_cannot_start_another(submit, no_job, m
 
 
 @pytest.mark.parametrize("command", ["bash x.sh", "python", "python -c 'print(1)'", "./x.py"])
-def test_a_command_that_is_no_script_of_python_is_refused(no_job, command):
+def test_submitit_refuses_commands_that_are_no_python_script(no_job, command):
     from hpctrain.jobs import by_submitit
 
     with pytest.raises(UsageError, match="submitit with the command"):
         by_submitit.submit(JobSpec(command=command))
 
 
-def test_a_folder_whose_name_submitit_would_change_is_refused(submit, monkeypatch, tmp_path):
+def test_submitit_refuses_percent_in_folder_name(submit, monkeypatch, tmp_path):
     folder = tmp_path / "50%jobs"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -129,13 +127,13 @@ def test_a_folder_whose_name_submitit_would_change_is_refused(submit, monkeypatc
     assert not list(folder.glob("runs/.submitit/*"))
 
 
-def test_without_slurm_it_says_how_to_run_here(submit, no_job, monkeypatch, tmp_path):
+def test_submit_function_without_slurm_suggests_local(submit, no_job, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(StartError, match="via='local' runs it here"):
         submit(train, JobSpec())
 
 
-def test_a_job_that_slurm_refuses_leaves_nothing(submit, no_job, monkeypatch, tmp_path):
+def test_submit_function_refused_by_slurm_leaves_nothing(submit, no_job, monkeypatch, tmp_path):
     for name, text in (("srun", ""), ("sbatch", "echo 'sbatch: error: no such thing' >&2; exit 1")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -144,7 +142,7 @@ def test_a_job_that_slurm_refuses_leaves_nothing(submit, no_job, monkeypatch, tm
         submit(train, JobSpec())
 
 
-def test_without_submitit_it_says_what_to_install(submit, monkeypatch):
+def test_submit_function_without_submitit_names_the_extra(submit, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
     monkeypatch.delitem(sys.modules, "hpctrain.jobs.by_submitit", raising=False)
     monkeypatch.delattr("hpctrain.jobs.by_submitit", raising=False)
@@ -152,7 +150,7 @@ def test_without_submitit_it_says_what_to_install(submit, monkeypatch):
         submit(train, JobSpec(), via="debug")
 
 
-def test_nothing_is_imported_before_it_is_used():
+def test_import_hpctrain_jobs_is_lazy():
     code = (
         "import sys, hpctrain; hpctrain.JobSpec(nodes=2); hpctrain.jobs.find; hpctrain.submit; "
         "print(sorted({'torch', 'submitit', 'matplotlib', 'IPython', 'cloudpickle'} "
@@ -166,7 +164,7 @@ def test_nothing_is_imported_before_it_is_used():
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_every_name_of_the_room_is_there():
+def test_hpctrain_jobs_public_names():
     jobs = importlib.import_module("hpctrain.jobs")
     for name in jobs.__all__:
         assert getattr(jobs, name) is not None

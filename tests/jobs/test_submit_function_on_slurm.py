@@ -80,7 +80,7 @@ def drive(cluster, tmp_path):
     return drive
 
 
-def test_a_function_over_two_hosts_submitted_from_inside_of_a_job(cluster, drive, tmp_path):
+def test_submit_function_over_two_hosts_from_inside_a_job(cluster, drive, tmp_path):
     name = 'it\'s "$(touch canary)" \\ %j #ä'
     told = drive(WORLDS, HOSTILE, name, before=("srun", "-N1", "-n1"), SBATCH_QOS="none")
     results = told["results"]
@@ -165,7 +165,7 @@ sys.exit(int(sys.argv[-1]) if sys.argv[-1].isdigit() else 0)
 """
 
 
-def test_how_jobs_end_is_told_with_the_rank_and_its_reason(cluster, drive, tmp_path):
+def test_submit_function_reports_how_jobs_end(cluster, drive, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "leaves.py").write_text(SCRIPT)
     (tmp_path / "folder" / "neighbour.py").write_text("NAME = 'left.json'\n")
@@ -239,7 +239,7 @@ def until_it_trains(cluster, number):
 
 
 @pytest.mark.slow
-def test_a_job_that_is_cancelled_in_its_training_stays_so(cluster, drive):
+def test_submit_function_cancelled_job_stays_cancelled(cluster, drive):
     number = drive(SURVIVE, "main", *faults.OPTIONS, "--pace", "0.4", PYTHONPATH=TESTS)
     until_it_trains(cluster, number)
     # Both: the warning of the end, at which it would be requeued, and the cancellation.
@@ -253,7 +253,7 @@ def test_a_job_that_is_cancelled_in_its_training_stays_so(cluster, drive):
 
 
 @pytest.mark.parametrize("how", ["USR2", pytest.param("preempted", marks=pytest.mark.slow)])
-def test_a_job_that_is_stopped_goes_on_bit_for_bit(cluster, drive, tmp_path_factory, how):
+def test_submit_function_stopped_job_resumes_bit_for_bit(cluster, drive, tmp_path_factory, how):
     partition = "patient" if how == "preempted" else "main"
     slow = ("--pace", "0.4", "--epochs", "2")
     number = drive(SURVIVE, partition, *faults.OPTIONS, *slow, PYTHONPATH=TESTS)
@@ -292,7 +292,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_function_without_a_session_is_not_started_again_at_the_end_of_its_time(cluster, drive):
+def test_submit_function_without_session_is_not_requeued_at_time_limit(cluster, drive):
     number, reason = drive(LIMITED)
     facts = cluster.job(number)
     assert (facts["JobState"], facts["Restarts"]) == ("TIMEOUT", "0")

@@ -27,7 +27,7 @@ def place(what, *, more):
     return world, total, os.environ["HOSTILE"], os.environ["HPCTRAIN_RUN"]
 
 
-def test_ranks_of_this_machine_know_who_they_are_and_are_found_again(monkeypatch):
+def test_submit_function_local_ranks_train_together(monkeypatch):
     monkeypatch.setenv("RANK", "5")  # of a rank in which a notebook might run
     job = hpctrain.submit(
         place,
@@ -50,7 +50,7 @@ def test_ranks_of_this_machine_know_who_they_are_and_are_found_again(monkeypatch
 
 
 @pytest.mark.parametrize("heard", [signal.default_int_handler, signal.SIG_IGN])
-def test_a_rank_that_fails_is_named_and_a_job_that_is_cancelled_ends(heard):
+def test_submit_function_local_failed_rank_and_cancel(heard):
     # Inside of this one, so that the ranks need not import this module, and with it torch.
     def fail(rank):
         import hpctrain
@@ -85,7 +85,7 @@ def test_a_rank_that_fails_is_named_and_a_job_that_is_cancelled_ends(heard):
 
 # submitit 1.5.4 leaves the log files of its debug executor open.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_one_rank_in_this_process_for_a_debugger(capsys):
+def test_submit_function_debug_runs_in_this_process(capsys):
     seen = []
     before = dict(os.environ)
     job = hpctrain.submit(
@@ -103,7 +103,7 @@ def test_one_rank_in_this_process_for_a_debugger(capsys):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on_in_the_next_job(tmp_path_factory):
+def test_submit_function_local_resumes_stopped_run(tmp_path_factory):
     options = (*faults.OPTIONS, "--epochs", "2")
     spec = JobSpec(tasks_per_node=3, run="run", environment={"OMP_NUM_THREADS": "1"})
     first = hpctrain.submit(survivor.main, spec, via="local", args=([*options, "--pace", "0.5"],))

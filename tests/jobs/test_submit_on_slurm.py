@@ -80,7 +80,7 @@ def followed(cluster, hpctrain, tmp_path_factory):
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_following_shows_the_log_and_leaves_with_the_jobs_code(followed, code):
+def test_submit_follow_shows_log_and_exit_code(followed, code):
     out, err, left = followed[code]
     assert left == code, err
     assert re.fullmatch(r"\d+\n", out)
@@ -88,7 +88,7 @@ def test_following_shows_the_log_and_leaves_with_the_jobs_code(followed, code):
     assert f"job {out.strip()} has ended: {'failed' if code else 'completed'}" in err
 
 
-def test_following_goes_on_through_a_requeue(followed):
+def test_submit_follow_continues_through_requeue(followed):
     out, err, left = followed[75]
     assert left == 0, err
     assert re.fullmatch(r"\d+\n", out)
@@ -104,7 +104,7 @@ json.dump({name: os.environ.get(name) for name in names}, open(sys.argv[1], "w")
 """
 
 
-def test_a_job_that_a_job_submits_is_one_of_its_own(hpctrain):
+def test_submit_inside_a_job_starts_an_independent_job(hpctrain):
     command = script("probe.py", PROBE)
     inner = json.dumps([*HPCTRAIN, "submit", "--name", "inner", *command, "inner.json"])
     outer = (
@@ -133,7 +133,7 @@ def test_a_job_that_a_job_submits_is_one_of_its_own(hpctrain):
     assert inside["OF_A_PERSON"] == "kept"
 
 
-def test_an_array_is_waited_for_and_its_table_has_each_setting(hpctrain):
+def test_submit_wait_of_array_prints_table(hpctrain):
     text = """
 code = int(sys.argv[sys.argv.index("--code") + 1])
 run = os.environ["HPCTRAIN_RUN"]
@@ -156,7 +156,7 @@ sys.exit(code)
     ]
 
 
-def test_a_dependency_is_waited_for_and_a_wrong_one_said(cluster, hpctrain):
+def test_submit_wait_with_dependency(cluster, hpctrain):
     sleeps = script("sleeps.py", "time.sleep(2)")
     first = hpctrain("submit", *sleeps).stdout.strip()
     done = hpctrain("submit", "--wait", "--dependency", f"afterok:{first}", *sleeps)
@@ -181,14 +181,14 @@ def test_a_dependency_is_waited_for_and_a_wrong_one_said(cluster, hpctrain):
         (["--array", "0-5000000"], r"MaxArraySize.*\n.*--array"),
     ],
 )
-def test_a_refusal_names_the_option_that_mends_it(hpctrain, options, says):
+def test_submit_refused_by_slurm_names_option(hpctrain, options, says):
     done = hpctrain("submit", *options, *script("x.py", ""))
     assert (done.returncode, done.stdout) == (2, "")
     assert "sbatch refused the job: " in done.stderr
     assert re.search(says, done.stderr, re.DOTALL), done.stderr
 
 
-def test_a_dry_run_asks_slurm_and_makes_nothing(cluster, hpctrain):
+def test_submit_dry_run_asks_slurm_and_makes_nothing(cluster, hpctrain):
     command = script("x.py", "")
     before = sorted(Path().rglob("*")), cluster.run(["squeue", "-h"]).stdout
     done = hpctrain("submit", "--dry-run", "--output", "logs/%j.log", *command)
@@ -202,7 +202,7 @@ def test_a_dry_run_asks_slurm_and_makes_nothing(cluster, hpctrain):
     assert "--gpus-per-node" in refused.stderr
 
 
-def test_the_life_of_a_job_in_status_requeue_and_cancel(cluster, hpctrain):
+def test_status_requeue_and_cancel_of_a_job(cluster, hpctrain):
     """Waiting, running, started again, cancelled: by its run, its number and its name."""
     rows = '{"step": 40, "epoch": 2, "time": 1, "loss": 0.25, "samples_per_second": 512.0}\\n'
     command = script(
@@ -250,7 +250,7 @@ def test_the_life_of_a_job_in_status_requeue_and_cancel(cluster, hpctrain):
     assert re.search(rf"{number} .*cancelled", hpctrain("status", number).stdout)
 
 
-def test_of_an_array_what_is_done_stays_done(cluster, hpctrain):
+def test_requeue_and_cancel_of_array_leave_done_tasks(cluster, hpctrain):
     command = script("part.py", "if os.environ['SLURM_ARRAY_TASK_ID'] != '0': time.sleep(300)")
     number = hpctrain("submit", "--array", "0-2", "--launcher", "none", *command).stdout.strip()
     tasks = [f"{number}_{index}" for index in range(3)]
@@ -266,7 +266,7 @@ def test_of_an_array_what_is_done_stays_done(cluster, hpctrain):
     assert hpctrain("cancel", "part").returncode == 0
 
 
-def test_hostile_names_stay_names(cluster, hpctrain):
+def test_hostile_job_names_run_no_code(cluster, hpctrain):
     command = script("a b'$(touch x).py", "time.sleep(60)")
     plain = "$(touch x);`id` 'a' [b]|%j #SBATCH --nodes=9"
     done = hpctrain("submit", "--name", plain, "--comment", plain, *command)
