@@ -1,0 +1,148 @@
+"""Checkpoints of earlier releases, which every later one has to load.
+
+golden/NAME/run            the run directory with one checkpoint, in the middle of an epoch
+golden/NAME/expected.json  what that checkpoint holds, and how its training went on
+
+Those that are there are never written anew: a checkpoint of theirs that no longer loads is a broken
+promise. For a new format, name its checkpoints in CASES and run this script; it writes what is not
+there yet.
+
+    python tests/checkpoint/golden_checkpoints.py
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import hpctrain
+from hpctrain import rundir
+
+FOLDER = Path(__file__).with_name("golden")
+SAVED, END = 3, 6  # of epochs of four steps
+CASES = {
+    f"format3-{backend}-{precision}-{size}": (backend, precision, size)
+    for backend in ("ddp", "horovod")
+    for precision in ("fp32", "O2")
+    for size in (1, 3)
+}
+
+
+class Points(Dataset):
+    """Fifty points of six numbers, and which of the first three is the largest."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(5)
+        self.points = torch.randn(50, 6, generator=generator)
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, index):
+        return self.points[index], self.points[index, :3].argmax()
+
+
+def train(backend, precision, resume):
+    """Train to step END; what the run began with, and the loss of each step on this rank.
+
+    Each step depends on the weights, the optimizer, the schedule, the random numbers of the rank
+    and its samples, so a loss shows whether all of them were restored.
+    """
+    with hpctrain.Session(
+        backend=backend, precision=precision, resume=resume, run="run", global_batch=12,
+        max_steps=END, checkpoint_every=SAVED, ema=0.9, log_every=1, seed=7,
+    ) as session:  # fmt: skip
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+        model, optimizer = session.prepare(model, torch.optim.Adam(model.parameters(), 0.02))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        loader = session.loader(Points())
+        losses = []
+        with session.run(state={"schedule": schedule}, name="golden") as run:
+
+            def held():
+                return plain(
+                    {
+                        "step": run.step,
+                        "epoch": run.epoch,
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "precision": session.precision.state_dict(),
+                        "ema": session.ema.state_dict(),
+                        "schedule": schedule.state_dict(),
+                    }
+                )
+
+            begun = held()
+            for _ in run.epochs():
+                for points, targets in run.batches(loader):
+                    points = points + 0.1 * torch.rand(points.shape)
+                    with session.autocast():
+                        loss = nn.functional.cross_entropy(model(points), targets)
+                    session.step(loss)
+                    losses.append(loss.item())
+                    schedule.step()
+                    run.log(loss=loss)
+            return {"begun": begun, "losses": losses, "ended": held()}
+
+
+def plain(value):
+    """A nested state as JSON gives it back; every float is exact."""
+    if isinstance(value, torch.Tensor):
+        return {"dtype": str(value.dtype), "values": value.double().tolist()}
+    if isinstance(value, dict):
+        return {str(name): plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return repr(value)
+
+
+def make(name):
+    """Write a case: a run that stopped at its checkpoint, and what comes of it."""
+    import ranks
+
+    backend, precision, size = CASES[name]
+    whole = ranks.values(ranks.run(size, train, backend, precision, False))
+    directory = rundir.RunDirectory("run")
+    for step in set(directory.steps()) - {SAVED}:
+        shutil.rmtree(directory.checkpoint(step))
+    shutil.rmtree(directory.logs)
+    directory.summary.unlink()
+    directory.timings.unlink(missing_ok=True)
+    shutil.copytree("run", "cut", ignore=shutil.ignore_patterns(".*"))
+    resumed = ranks.values(ranks.run(size, train, backend, precision, True))
+    assert [len(one["losses"]) for one in resumed] == [END - SAVED] * size
+    for one, other in zip(resumed, whole, strict=True):
+        assert one["losses"] == other["losses"][SAVED:], "the run does not repeat"
+    expected = {
+        "loaded": resumed[0]["begun"],
+        "losses": [one["losses"] for one in resumed],
+        "ended": resumed[0]["ended"],
+    }
+    folder = FOLDER / name
+    folder.mkdir(parents=True)
+    shutil.move("cut", folder / "run")
+    (folder / "expected.json").write_text(json.dumps(expected) + "\n")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+    sys.modules["golden_checkpoints"] = sys.modules["__main__"]
+    train.__module__ = "golden_checkpoints"
+    for case in CASES:
+        if (FOLDER / case).exists():
+            print(f"{case} is kept as it is")
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            os.chdir(scratch)
+            make(case)
+        os.chdir(FOLDER)
+        print(f"{case} is new")

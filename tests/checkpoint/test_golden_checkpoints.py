@@ -1,0 +1,59 @@
+"""Checkpoints of earlier releases load, and their training goes on as it did then."""
+
+import importlib.util
+import json
+import shutil
+
+import golden_checkpoints
+import pytest
+import ranks
+
+from hpctrain.rundir import RunDirectory
+
+NAMES = sorted(path.parent.name for path in golden_checkpoints.FOLDER.glob("*/expected.json"))
+# Another processor sums in another order; O2 rounds such a difference to half precision.
+TOLERANCE = {"fp32": 1e-4, "O2": 2e-2}
+
+
+def test_golden_checkpoints_are_all_there():
+    assert set(golden_checkpoints.CASES) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_golden_checkpoint_loads_and_resumes(name, lacking):
+    backend, precision, size = golden_checkpoints.CASES[name]
+    if backend == "horovod" and importlib.util.find_spec("horovod") is None:
+        lacking("horovod", "no module named horovod")
+    shutil.copytree(golden_checkpoints.FOLDER / name / "run", "run")
+    expected = json.loads((golden_checkpoints.FOLDER / name / "expected.json").read_text())
+    resumed = ranks.values(ranks.run(size, golden_checkpoints.train, backend, precision, True))
+    run = RunDirectory("run")
+    assert [line["step"] for line in run.lines(run.starts)] == [0, golden_checkpoints.SAVED]
+    assert resumed[0]["begun"] == expected["loaded"]
+    for rank in resumed[1:]:
+        assert _shared(rank["begun"]) == _shared(expected["loaded"])
+    for rank, losses in zip(resumed, expected["losses"], strict=True):
+        assert rank["losses"] == pytest.approx(losses, rel=TOLERANCE[precision])
+    ended = resumed[0]["ended"]
+    assert ended["step"] == expected["ended"]["step"] == golden_checkpoints.END
+    for part in ("model", "ema"):
+        assert list(_numbers(ended[part])) == pytest.approx(
+            list(_numbers(expected["ended"][part])), rel=TOLERANCE[precision], abs=1e-4
+        ), part
+
+
+def _shared(state):
+    """A state without the batch norm statistics that each rank has of its own samples."""
+    model = {name: value for name, value in state["model"].items() if "running" not in name}
+    return {**state, "model": model}
+
+
+def _numbers(value):
+    if isinstance(value, dict):
+        for one in value.values():
+            yield from _numbers(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _numbers(one)
+    elif isinstance(value, float):
+        yield value
