@@ -46,7 +46,7 @@ def test_dataparallel_trains_as_one_gpu_does(gpu, tmp_path, monkeypatch, precisi
     assert found["dataparallel"] == pytest.approx(found["single"], rel=tolerance)
 
 
-@pytest.mark.usefixtures("run")
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("options", [[], ["--precision", "fp16"]])
 def test_the_example_trains_the_digits(tmp_path, options):
     command = [launches.PYTHON, str(launches.EXAMPLE), "--run", "run", *options]
