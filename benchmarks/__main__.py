@@ -1,10 +1,11 @@
 """All benchmarks, one after the other, each in a process of its own, and one table at the end.
 
-    python benchmarks [--only NAME …] [--quick] [--save DIR]
+    python benchmarks [--only NAME …] [--quick | --gpu] [--save DIR]
 
 What cannot run on this machine is said, with the reason. With `--quick` each takes the fewest
 rounds that show a spread: to see that all of them work, not for figures. `--save DIR` keeps what
-each has measured in DIR/NAME.json, with machine, date, versions and commit.
+each has measured in DIR/NAME.json, with machine, date, versions and commit; the figures of
+README.md come from benchmarks/results by `python benchmarks/pages`.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from measure import table
+from measure import place, table
 from verdicts import verdicts
 
 HERE = Path(__file__).resolve().parent
@@ -54,10 +55,12 @@ class Benchmark:
     Attributes:
         quick: the options with which it ends soon.
         lacks: says why it cannot run here, or nothing.
+        gpu: the options with which it takes a minute or two on a GPU; None where it needs none.
     """
 
     quick: str
     lacks: Callable[[], str] = nothing
+    gpu: str | None = None
 
 
 # A new benchmark is a file that takes --save FILE, and a line here.
@@ -72,23 +75,24 @@ BENCHMARKS = {
     "evaluation": Benchmark("--rounds 4"),
     "input": Benchmark("--rounds 2 --images 24"),
     "checkpoint": Benchmark("--rounds 2"),
-    "precision": Benchmark("--rounds 2 --steps 2", no_gpu),
-    "imagenet": Benchmark("--rounds 2 --steps 2", no_gpu),
+    "precision": Benchmark(
+        "--rounds 2 --steps 2", no_gpu, "--rounds 8 --steps 5 --only tf32 bf16 fp16 O2"
+    ),
+    "imagenet": Benchmark("--rounds 2 --steps 2", no_gpu, "--rounds 8 --steps 10"),
 }
 
 
-def run(name: str, quick: bool, folder: Path) -> list[tuple[str, ...]]:
+def run(name: str, options: list[str], folder: Path) -> list[tuple[str, ...]]:
     """Run one, which prints as it goes; the rows of the table that it gives.
 
     Args:
         name: of BENCHMARKS.
-        quick: whether with few rounds.
+        options: of the benchmark.
         folder: for its record.
     """
     if reason := BENCHMARKS[name].lacks():
         print(f"== {name}: left out: {reason}\n", flush=True)
         return [(name, "", "", "", f"left out: {reason}")]
-    options = shlex.split(BENCHMARKS[name].quick) if quick else []
     path = folder / f"{name}.json"
     command = [sys.executable, str(HERE / f"{name}.py"), *options, "--save", str(path)]
     print(f"== {shlex.join(['python', f'benchmarks/{name}.py', *options])}", flush=True)
@@ -109,14 +113,24 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS)
     )
-    parser.add_argument("--quick", action="store_true", help="few rounds: not for figures")
-    parser.add_argument("--save", metavar="DIR", help="keep each record as DIR/NAME.json")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="few rounds: not for figures")
+    size.add_argument("--gpu", action="store_true", help="those that need a GPU, some minutes")
+    parser.add_argument(
+        "--save", metavar="DIR", type=place, help="keep each record as DIR/NAME.json"
+    )
     arguments = parser.parse_args()
     rows: list[tuple[str, ...]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(arguments.save or temporary)
         for name in arguments.only or BENCHMARKS:
-            rows += run(name, arguments.quick, folder)
+            benchmark = BENCHMARKS[name]
+            options = benchmark.quick if arguments.quick else ""
+            if arguments.gpu:
+                if benchmark.gpu is None:
+                    continue
+                options = benchmark.gpu
+            rows += run(name, shlex.split(options), folder)
     head = ("benchmark", "of what", "median [95 % interval]", "target", "verdict")
     print(table([head, *rows]))
     return any(row[-1].startswith("failed") for row in rows)

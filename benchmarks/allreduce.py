@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, save, summary, table, verdict
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -202,7 +202,7 @@ def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description="A sum over the ranks, against the raw call.")
     parser.add_argument("--rounds", type=int, default=100, metavar="N", help="default: 100")
-    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    add_save(parser)
     parser.add_argument("--rank-of", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--backend", help=argparse.SUPPRESS)
     parser.add_argument("--setting", help=argparse.SUPPRESS)

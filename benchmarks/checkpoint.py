@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, save, summary, table, verdict
 from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -249,7 +249,7 @@ def main() -> None:
         "--megabytes", type=int, nargs="+", default=[100, 1000], help="default: 100 1000"
     )
     parser.add_argument("--folder", metavar="DIR", help="on the disk to measure (default: /tmp)")
-    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    add_save(parser)
     parser.add_argument("--result", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.result:

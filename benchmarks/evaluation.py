@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loops import launched
-from measure import describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, save, summary, table, verdict
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -208,7 +208,7 @@ def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description="An exact evaluation against one that pads.")
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="default: 40")
-    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    add_save(parser)
     parser.add_argument("--rank-of", metavar="FILE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:

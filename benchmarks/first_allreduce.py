@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measure import describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, save, summary, table, verdict
 
 RANKS = 2
 TIMEOUT = 120.0
@@ -160,7 +160,7 @@ def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description="From the command to the first all-reduce.")
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    add_save(parser)
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error("a spread needs --rounds 2 or more")

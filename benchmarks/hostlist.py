@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable
 
-from measure import describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, save, summary, table, verdict
 
 from hpctrain.hostlist import compress, expand, first
 
@@ -105,7 +105,7 @@ def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description="The cost of host lists.")
     parser.add_argument("--rounds", type=int, default=60, metavar="N", help="default: 60")
-    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    add_save(parser)
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error("a spread needs --rounds 2 or more")

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torchvision
-from measure import describe, facts, order, save, summary, table
+from measure import add_save, describe, facts, order, save, summary, table
 from precision import TARGET, block, reached
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="default: 256")
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default: 20")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="of a block (20)")
-    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    add_save(parser)
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error("a spread needs --rounds 2 or more")

@@ -24,7 +24,7 @@ from typing import Any
 import simplejpeg
 import torch
 import torchvision
-from measure import describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, save, summary, table, verdict
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
@@ -143,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Images a second, before they reach a GPU.")
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="default: 10")
     parser.add_argument("--images", type=int, default=120, metavar="N", help="default: 120")
-    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    add_save(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

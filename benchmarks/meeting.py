@@ -25,7 +25,7 @@ from typing import Any
 
 import crowd
 import torch
-from measure import describe, facts, order, save, summary, table
+from measure import add_save, describe, facts, order, save, summary, table
 from torch.distributed import TCPStore
 
 from hpctrain import meeting, open_files, proof
@@ -307,7 +307,7 @@ def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description="The cost of the roll call.")
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default: 20")
-    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    add_save(parser)
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error("a spread needs --rounds 2 or more")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torchvision
-from measure import describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, save, summary, table, verdict
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -161,7 +161,7 @@ def parse(has_gpu: bool) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=30, metavar="N", help="default: 30")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="of a block (20)")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="default: all")
-    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    add_save(parser)
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error("a spread needs --rounds 2 or more")

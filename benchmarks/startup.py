@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-from measure import describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, save, summary, table, verdict
 
 BARE = "python -c pass"
 # A new arm is a line here: what it is called, and what follows the interpreter.
@@ -87,7 +87,7 @@ def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description="The cost of starting.")
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default: 20")
-    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    add_save(parser)
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error("a spread needs --rounds 2 or more")

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from loops import ARMS, BASE, BATCH, LOG_EVERY, Setup, data, missing
-from measure import describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, save, summary, table, verdict
 
 import hpctrain
 
@@ -144,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of a step over a loop by hand.")
     parser.add_argument("--rounds", type=int, default=300, metavar="N", help="default: 300")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="of a block (20)")
-    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    add_save(parser)
     parser.add_argument("--rank-of", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument(
         "--backend", choices=[backend for _, backend in WORLDS.values()], help="only this one"

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from measure import describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, save, summary, table, verdict
 
 SBATCH, SUBMIT, SUBMITIT = "sbatch job.sh", "hpctrain submit", "submitit"
 BARE = "python -c pass"
@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of submitting.")
     parser.add_argument("--rounds", type=int, default=30, metavar="N", help="default: 30")
     parser.add_argument("--here", action="store_true", help="the Slurm of this machine")
-    parser.add_argument("--save", metavar="FILE", help="the results as JSON")
+    add_save(parser)
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error("a spread needs --rounds 2 or more")

@@ -37,7 +37,8 @@ def _within(
     if "verdict" in node:
         key = next((key for key in _LIMITS if key in node), "")
         limit = node.get(key, "")
-        target = limit if isinstance(limit, str) else f"{_LIMITS[key]}{limit:g}"
+        unit = " ms" if key == "target_ms" else ""
+        target = limit if isinstance(limit, str) else f"{_LIMITS[key]}{limit:g}{unit}"
         names = [name for name, _ in path if name not in _NOT_NAMES]
         yield ", ".join(names), _figure(node, path, target), target, node["verdict"]
     for key, value in node.items():

@@ -1,0 +1,40 @@
+"""Write the tables of the pages from result files, or say which page differs from them.
+
+    python benchmarks/pages [--check]
+
+A table lies in a page between `<!-- results: NAME -->` and `<!-- end of results -->`; NAME is one
+of `tables.TABLES`. All else in a page is written by hand and holds no measured figure.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import blocks
+
+TOP = Path(__file__).resolve().parent.parent.parent
+
+
+def main() -> int:
+    """Write or compare; 1 if a page differs with --check."""
+    parser = argparse.ArgumentParser(
+        prog=blocks.COMMAND, description="Write the tables of the pages from result files."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 on a difference"
+    )
+    check = parser.parse_args().check
+    differing = blocks.differing(TOP)
+    for path, text in differing.items():
+        print(f"{path.relative_to(TOP)}: {'differs from its results' if check else 'written'}")
+        if not check:
+            path.write_text(text)
+    if check and differing:
+        print(f"fix: {blocks.COMMAND}")
+    return bool(check and differing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Find the tables of a page and replace them. No torch."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from tables import TABLES, Table
+
+__all__ = ["COMMAND", "PAGES", "differing", "names", "renew"]
+
+COMMAND = "python benchmarks/pages"
+PAGES = ("benchmarks/README.md", "docs/reliability.md", "docs/sameness.md", "docs/status.md")
+
+_BLOCK = re.compile(r"<!-- results: (.+?) -->\n.*?<!-- end of results -->", re.DOTALL)
+_MARK = re.compile(r"<!-- (?:results:.*?|end of results) -->")
+
+
+def renew(page: str, top: Path, tables: Mapping[str, Table] = TABLES) -> str:
+    """Return a page with its tables made anew.
+
+    Args:
+        page: the text.
+        top: folder of the repository, in which the results lie.
+        tables: by name.
+
+    Raises:
+        ValueError: a mark has no partner, or names no table.
+    """
+    if unknown := names(page) - set(tables):
+        raise ValueError(f"no table is called {', '.join(sorted(unknown))}")
+    if len(_MARK.findall(page)) != 2 * len(_BLOCK.findall(page)):
+        raise ValueError("a block of results begins or ends without its other mark")
+    return _BLOCK.sub(
+        lambda found: (
+            f"<!-- results: {found[1]} -->\n\n{tables[found[1]](top)}\n\n<!-- end of results -->"
+        ),
+        page,
+    )
+
+
+def names(page: str) -> set[str]:
+    """The names of a page's tables."""
+    return {found[1] for found in _BLOCK.finditer(page)}
+
+
+def differing(top: Path) -> dict[Path, str]:
+    """Return the pages that differ from their results, with the text that they should have."""
+    found = {}
+    for path in (top / name for name in PAGES):
+        page = path.read_text()
+        if (wanted := renew(page, top)) != page:
+            found[path] = wanted
+    return found

@@ -1,0 +1,286 @@
+"""Make the tables of the pages: Markdown, from result files alone. No torch."""
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verdicts import verdicts
+
+from hpctrain.bench.measure import describe
+
+__all__ = ["TABLES", "Table"]
+
+Record = Mapping[str, Any]
+# Makes a table of the results in a repository's folder.
+Table = Callable[[Path], str]
+
+BENCHMARKS = "benchmarks/results"
+OTHERS = "docs/results"
+
+# What the figures of benchmarks are called in tables; those that are not here are not shown.
+HEADS = {
+    "ms": "ms",
+    "us": "µs",
+    "s": "s",
+    "wall_s": "s",
+    "stall_s": "s that training waits",
+    "images_per_s": "images/s",
+    "ratio": "× base",
+    "times_base": "× base",
+    "more_ms": "ms more",
+    "more_us": "µs more",
+    "more_cpu_us": "µs more of CPU time",
+    "more_s": "s more",
+    "cpu_s": "s of rank 0's CPU time",
+    "check_s": "of it, s for the check",
+    "proof_s": "of it, s for the check",
+    "unpack_s": "s to unpack the roster",
+    "roll_bytes": "bytes of the roster",
+    "samples": "samples counted",
+    "top5": "top-5",
+    "stall": "first save, s",
+    "memory": "memory of it, bytes",
+    "": "times as long",
+}
+# Numbers without a spread, and parts of records that are no level of a table.
+_PLAIN = ("reported", "first")
+_NO_LEVELS = {"results", "sizes", "arms", "targets", *_PLAIN}
+# What a level of a benchmark's record is called, where its key alone does not say.
+_LEVELS = {"checkpoint": "{} MB", "meeting": "{} ranks"}
+_TAX = "other work meanwhile"
+NOT_MEASURED = "Not measured yet."
+
+
+def _read(path: Path) -> Record:
+    record: Record = json.loads(path.read_text())
+    return record
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') or ' ' for cell in line)} |"
+        for line in lines
+    )
+
+
+def _commit(record: Record) -> str:
+    known = record.get("commit")
+    if not known:
+        return "commit not kept"
+    return f"`{known.rstrip('+')}`" + (", uncommitted changes" if known.endswith("+") else "")
+
+
+def _machine(record: Record) -> str:
+    machine = record["machine"]
+    if isinstance(machine, str):
+        return machine
+    gpu = [record["gpu"]] if "gpu" in record else []
+    return ", ".join(
+        [*gpu, machine["cpu"], f"{machine['cores']} cores", f"load {machine['load']:.1f}"]
+    )
+
+
+def source(record: Record) -> str:
+    """Return where and when a record was made, as a line of a page."""
+    versions = ", ".join(
+        f"{name} {version}"
+        for name, version in record.get("versions", {}).items()
+        if version and name != "hpctrain"
+    )
+    command = f"`{record['command']}`" if "command" in record else ""
+    parts = (_machine(record), record["date"][:10], _commit(record), versions, command)
+    note = f" Note: {record['note']}." if "note" in record else ""
+    return f"{'; '.join(filter(None, parts))}.{note}"
+
+
+# Benchmarks
+
+
+def newest(folder: Path, name: str) -> list[Record]:
+    """Return the newest figures of a benchmark: of each group of arms, those of the last run.
+
+    Args:
+        folder: of the records; a file is called NAME.json or NAME_MORE.json.
+        name: of the benchmark.
+    """
+    paths = [path for path in folder.glob("*.json") if _benchmark(path) == name]
+    records = sorted(map(_read, paths), key=lambda record: record["date"])
+    last = {group: record for record in records for group in _results(record)}
+    kept = []
+    for record in reversed(records):
+        groups = {group: part for group, part in _results(record).items() if last[group] is record}
+        if groups:
+            kept.append({**record, "sizes" if "sizes" in record else "results": groups})
+    return kept
+
+
+def _benchmark(path: Path) -> str:
+    return str(_read(path).get("benchmark", path.stem))
+
+
+def _results(record: Record) -> Record:
+    results: Record = record.get("sizes") or record["results"]
+    return results
+
+
+def _is_figures(part: Any) -> bool:
+    return isinstance(part, Mapping) and "median" in part
+
+
+def _arms(part: Record, path: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the rows of a part of a record: a name, and its cells by head."""
+    figures = {key: value for key, value in part.items() if _is_figures(value)}
+    shown = {HEADS[key]: _cell(key, value) for key, value in figures.items() if key in HEADS}
+    for plain in _PLAIN:
+        for key, value in part.get(plain, {}).items():
+            if key in HEADS:
+                shown[HEADS[key]] = f"{value:,.0f}" if value >= 1000 else f"{value:.3f}"
+    if shown:
+        yield ", ".join(path), shown
+    elif figures:  # without an arm of their own
+        for key, value in figures.items():
+            yield ", ".join((*path, key)), {HEADS[""]: _cell("", value)}
+    for key, value in part.items():
+        if isinstance(value, Mapping) and key not in figures and key not in _PLAIN:
+            levels = () if key in _NO_LEVELS else (_TAX if key == "tax" else key,)
+            yield from _arms(value, (*path, *levels))
+
+
+def _cell(key: str, figures: Mapping[str, float]) -> str:
+    ratio = key in ("ratio", "times_base", "")
+    if figures["low"] == figures["high"] == float(ratio):
+        return "base" if ratio else ""
+    size = abs(figures["median"]) or 1
+    digits = 3 if ratio else min(max(2 - math.floor(math.log10(size)), 0), 4)
+    return describe(figures, f",.{digits}f")
+
+
+def benchmark(name: str, top: Path) -> str:
+    """Return the figures of a benchmark, with what they were measured on below each table."""
+    tables = []
+    for record in newest(top / BENCHMARKS, name):
+        level = _LEVELS.get(name, "{}")
+        groups = {level.format(group): part for group, part in _results(record).items()}
+        rows = list(_arms(groups))
+        heads = [
+            head for head in dict.fromkeys(HEADS.values()) if any(head in row for _, row in rows)
+        ]
+        cells = [
+            [f"`{row}`" if "(" in row else row, *(arm.get(head, "") for head in heads)]
+            for row, arm in rows
+        ]
+        table = _markdown(["median [95 % interval]", *heads], cells)
+        tables.append(f"{table}\n\n{source(record)}")
+    return "\n\n".join(tables) or NOT_MEASURED
+
+
+def targets(top: Path) -> str:
+    """Return what benchmarks promise, and whether their newest figures keep to it."""
+    folder = top / BENCHMARKS
+    rows = []
+    for name in sorted({_benchmark(path) for path in folder.glob("*.json")}):
+        for record in newest(folder, name):
+            beside = f"{_machine(record)}; {record['date'][:10]}; {_commit(record)}"
+            rows += [(name, *row, beside) for row in verdicts(record)]
+    head = ("benchmark", "of what", "median [95 % interval]", "target", "verdict", "measured")
+    return _markdown(head, rows)
+
+
+# The other pages
+
+
+def reliability(section: str, top: Path) -> str:
+    """Return what runs survived.
+
+    Args:
+        section: of the page.
+        top: folder of the repository.
+    """
+    rows = [
+        (
+            row["case"],
+            row["what"],
+            row["runs"],
+            row["result"],
+            f"{row['seconds']:.0f}" if "seconds" in row else "",
+            f"{row['date'][:10]}; {_machine(row)}; {_commit(row)}"
+            + ("" if "test" in row else "; not measured since"),
+        )
+        for row in _read(top / OTHERS / "reliability.json")["rows"]
+        if row["section"] == section
+    ]
+    head = ("case", "what was done", "runs", "result", "seconds", "measured")
+    return _markdown(head, rows) if rows else NOT_MEASURED
+
+
+def parity(top: Path) -> str:
+    """Return how far the losses, weights and accuracies of each arm are apart."""
+    record = _read(top / OTHERS / "parity.json")
+    tables = []
+    for part, title, form in (
+        ("apart", "largest relative difference", ".1e"),
+        ("top1", "top-1 at the end", ".4f"),
+    ):
+        rows = [row for row in record["rows"] if row[part]]
+        heads = list(dict.fromkeys(head for row in rows for head in row[part]))
+        cells = [
+            [
+                row["arm"],
+                *(f"{row[part][head]:{form}}" if head in row[part] else "" for head in heads),
+            ]
+            for row in rows
+        ]
+        tables.append(_markdown([title, *heads], cells))
+    return "\n\n".join((*tables, source(record)))
+
+
+def status(top: Path) -> str:
+    """Return what has been run where."""
+    rows = [
+        (
+            row["component"],
+            row["where"],
+            row["what"],
+            row["never"],
+            f"{row['date']}; `{row['commit']}`" if "date" in row else "never",
+        )
+        for row in _read(top / OTHERS / "status.json")["rows"]
+    ]
+    return _markdown(("component", "where", "what was run", "never run", "date; commit"), rows)
+
+
+def by_hand(name: str, top: Path) -> str:
+    """Return a table whose rows were written down by hand: `head` and `rows` of a file."""
+    record = _read(top / OTHERS / f"{name}.json")
+    return f"{_markdown(record['head'], record['rows'])}\n\n{source(record)}"
+
+
+_BENCHMARKS = (
+    "startup",
+    "step_overhead",
+    "hostlist",
+    "meeting",
+    "first_allreduce",
+    "allreduce",
+    "evaluation",
+    "input",
+    "imagenet",
+    "precision",
+    "checkpoint",
+    "submit",
+)
+_SECTIONS = ("kill", "launchers", "slurm", "hangs", "checkpoints")
+# A table that pages may name: a line here.
+TABLES: dict[str, Table] = {
+    "targets": targets,
+    **{name: functools.partial(benchmark, name) for name in _BENCHMARKS},
+    **{f"reliability, {name}": functools.partial(reliability, name) for name in _SECTIONS},
+    "parity": parity,
+    "repeats": functools.partial(by_hand, "repeats"),
+    "by launcher": functools.partial(by_hand, "by_launcher"),
+    "status": status,
+}
