@@ -44,17 +44,19 @@ def test_every_golden_file_has_a_spec():
     assert there == set(renew.scripts())
 
 
-def test_shellcheck_finds_nothing_in_rendered_scripts(lacking):
+def test_shellcheck_finds_nothing_in_rendered_scripts(lacking, tmp_path):
     if not shutil.which("shellcheck"):
         lacking("shellcheck", "apt-get install shellcheck")
-    scripts = [*renew.scripts(), *(TOP / "sbatch").rglob("*.sh")]
+    for name, text in renew.more().items():
+        (tmp_path / f"{name}.sh").write_text(text)
+    scripts = [*renew.scripts(), *tmp_path.glob("*.sh"), *(TOP / "sbatch").glob("*/*.sh")]
     done = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False)
     assert not done.stdout
 
 
 def test_lint_finds_nothing_in_rendered_scripts(tmp_path):
     (tmp_path / "logs").mkdir()  # which one of them wants
-    for path, text in renew.scripts().items():
+    for path, text in {**renew.scripts(), **renew.more()}.items():
         if "#SBATCH" in text:
             assert not lint(text, tmp_path), path
 
@@ -87,7 +89,7 @@ def test_render_refuses_options_without_command():
 def test_job_environment_cannot_set_variables_of_the_script():
     """Or one that the job sets would not arrive, or break the script."""
     assigned = set()
-    for text in renew.scripts().values():
+    for text in [*renew.scripts().values(), *renew.more().values()]:
         assigned |= set(re.findall(r"^ *(?:export |for )?([A-Za-z_]+)(?:=|\+=| in )", text, re.M))
     assigned -= {"GREETING", "NCCL_DEBUG", "OMP_NUM_THREADS", "PATH", "APPTAINERENV_NCCL_DEBUG"}
     assigned -= {"HPCTRAIN_DATA"}  # refused beside stage_data

@@ -1,0 +1,165 @@
+"""One JobSpec through every way that takes it: the losses are those of one process."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import launches
+import pytest
+import ranks
+
+import hpctrain
+from hpctrain.jobs import files
+from hpctrain.jobs.script import render
+from hpctrain.jobs.spec import JobSpec
+
+# FACTOR is the job's own variable: where it does not arrive, no loss is right.
+TRAIN = """
+import os
+import torch
+import hpctrain
+
+args = hpctrain.options().parse_args()
+draw = torch.Generator().manual_seed(1)
+inputs = torch.randn(96, 5, generator=draw, dtype=torch.float64)
+targets = inputs.sum(1, keepdim=True).sin()
+with hpctrain.Session(args) as session:
+    torch.manual_seed(2)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+    loader = session.loader(torch.utils.data.TensorDataset(inputs, targets))
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1, 0.9))
+    with session.run() as run:
+        for epoch in run.epochs():
+            for x, y in run.batches(loader):
+                loss = torch.nn.functional.mse_loss(model(x), y) * float(os.environ["FACTOR"])
+                session.step(loss)
+                run.log(loss=loss)
+"""
+OPTIONS = (
+    *("--precision", "fp64", "--global-batch", "12", "--epochs", "2", "--log-every", "1"),
+    *("--workers", "0"),
+)
+SIZE = 3
+SPEC = JobSpec(
+    name="same", command=["python", "train.py", *OPTIONS], tasks_per_node=SIZE, cpus_per_task=1,
+    time="5m", environment={"FACTOR": "0.75", "OMP_NUM_THREADS": "1"},
+)  # fmt: skip
+PATH = f"{launches.BIN}:{os.environ['PATH']}"
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """Losses of `python train.py` in one process."""
+    Path("train.py").write_text(TRAIN)
+    run = str(tmp_path / "alone")
+    ranks.values(
+        ranks.run(1, as_script, ["train.py", *OPTIONS, "--run", run], env=dict(SPEC.environment))
+    )
+    losses = launches.losses(run)
+    assert len(losses) == 16
+    assert losses[-1] < losses[0]
+    return losses
+
+
+def as_script(argv):
+    sys.argv = argv
+    with contextlib.redirect_stdout(io.StringIO()):
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+def expect(losses, run, launcher, size=SIZE):
+    """Hold a run to the losses of one process, and to the launcher that it claims."""
+    world = json.loads(Path(run, "run.json").read_text())["world"]
+    assert (world["launcher"], world["world_size"]) == (launcher, size)
+    assert launches.losses(run) == pytest.approx(losses, rel=1e-9)
+
+
+def test_one_job_spec_on_this_machine_has_losses_of_one_process(one_process):
+    Path("job.toml").write_text(files.text(replace(SPEC, run="run")))
+    command = [launches.BIN / "hpctrain", "submit", "--via", "local", "job.toml"]
+    done = launches.start(command, ".", PATH=PATH)
+    assert done.returncode == 0, done.stderr
+    expect(one_process, "run", "hpctrain")
+
+
+@pytest.mark.slow
+def test_one_job_spec_from_python_on_this_machine_has_losses_of_one_process(one_process):
+    job = hpctrain.submit("train.py", replace(SPEC, command=()), via="local", args=OPTIONS)
+    assert job.results() == [None] * SIZE
+    expect(one_process, job.run, "submitit")
+
+
+def by_sbatch(cluster, **more):
+    """Submit the rendered script; return its run directory."""
+    script = render(replace(SPEC, run="run", **more))
+    if more.get("launcher") == "horovodrun":
+        script = script.replace("set -euo pipefail", f"PATH={cluster.ssh_folder}:$PATH", 1)
+    env = {**cluster.environ(), "PATH": f"{launches.BIN}:{cluster.environ()['PATH']}"}
+    done = cluster.run(["sbatch", "--parsable"], input=script, env=env)
+    job, code = cluster.ended(done.stdout.strip())
+    assert code == 0, Path(f"same-{job}.log").read_text()
+    return "run"
+
+
+def by_submitit(cluster):
+    """Submit the same JOB.toml by submitit; return its run directory."""
+    Path("job.toml").write_text(files.text(replace(SPEC, run="run")))
+    command = [launches.BIN / "hpctrain", "submit", "--via", "submitit", "--wait", "job.toml"]
+    done = cluster.run(command, env={**cluster.environ(), "HOME": os.getcwd()})
+    assert done.returncode == 0, done.stderr
+    return "run"
+
+
+NOTEBOOK = """
+import nbclient, nbformat
+cell = nbformat.v4.new_code_cell('''
+from hpctrain import JobSpec, submit
+job = submit("train.py", JobSpec(**{fields}), args={options})
+job.result()
+''')
+notebook = nbformat.v4.new_notebook(cells=[cell])
+nbclient.NotebookClient(notebook, timeout=150, kernel_name="python3").execute()
+"""
+
+
+def by_notebook(cluster):
+    """Submit from a notebook; return its run directory."""
+    fields = {
+        name: getattr(SPEC, name)
+        for name in ("name", "tasks_per_node", "cpus_per_task", "time", "environment")
+    } | {"run": "run"}
+    here = {"IPYTHONDIR": os.getcwd(), "HOME": os.getcwd()}
+    done = cluster.run(
+        [launches.PYTHON, "-c", NOTEBOOK.format(fields=fields, options=OPTIONS)],
+        env={**cluster.environ(), **here},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return "run"
+
+
+WAYS = {
+    "sbatch": (by_sbatch, {}, "slurm"),
+    "submitit": (by_submitit, {}, "slurm"),
+    "notebook": (by_notebook, {}, "slurm"),
+    "torchrun": (by_sbatch, {"launcher": "torchrun"}, "torchrun"),
+    "horovodrun": (by_sbatch, {"launcher": "horovodrun", "backend": "horovod"}, "horovodrun"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_one_job_spec_on_slurm_has_losses_of_one_process(cluster, one_process, way, lacking):
+    if way == "horovodrun":
+        if importlib.util.find_spec("horovod") is None:
+            lacking("horovod", "hpctrain horovod build")
+        if not (cluster.ssh_folder / "ssh").exists():
+            lacking("ssh", "apt-get install openssh-server")
+    submit, more, launcher = WAYS[way]
+    expect(one_process, submit(cluster, **more), launcher)
