@@ -19,6 +19,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . examples/setup.sh
 
+# Hundreds of interpreters start, and would compile the package each time.
+unset PYTHONDONTWRITEBYTECODE
+
 tier=default strict=${CI:+yes} save='' python=''
 while :; do
     case "${1:-}" in
