@@ -21,11 +21,11 @@ ALONE = World(0, 1, 0, 1, 0, 1, ("here",), "none")
 SETTINGS = Settings(1.0, 1.0)
 
 
-def test_one_process_with_a_gpu_is_taken():
+def test_dataparallel_accepts_one_process_with_a_gpu():
     check("dataparallel", ALONE, torch.device("cuda", 0), SETTINGS)
 
 
-def test_what_cannot_work_is_refused_with_what_to_type():
+def test_dataparallel_refused_for_several_ranks_and_without_gpu():
     two = dataclasses.replace(ALONE, world_size=2, local_world_size=2)
     with pytest.raises(UsageError) as refused:
         check("dataparallel", two, torch.device("cuda", 0), SETTINGS)
@@ -37,7 +37,9 @@ def test_what_cannot_work_is_refused_with_what_to_type():
     assert "--backend single" in refused.value.fix
 
 
-def test_a_process_without_gpus_leaves_with_one_message(tmp_path):
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_dataparallel_without_gpu_prints_one_error(tmp_path):
     script = "import hpctrain; hpctrain.Session(backend='dataparallel')"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
@@ -51,7 +53,7 @@ def opens():
     hpctrain.Session(backend="dataparallel", batch_size=2)
 
 
-def test_several_ranks_are_refused_and_rank_0_says_why():
+def test_dataparallel_refused_on_every_rank():
     results = ranks.run(3, opens)
     for result in results:
         assert isinstance(result, UsageError)
@@ -59,7 +61,7 @@ def test_several_ranks_are_refused_and_rank_0_says_why():
     assert "--backend ddp" in results[0].fix
 
 
-def test_a_wrapped_model_looks_and_computes_as_the_plain_one():
+def test_dataparallel_model_keeps_names_and_gradients():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     model.note = "mine"
     plain, x = copy.deepcopy(model), torch.randn(5, 3)
@@ -78,7 +80,7 @@ def test_a_wrapped_model_looks_and_computes_as_the_plain_one():
         _ = wrapped.nothing_of_this_name
 
 
-def test_threads_compute_in_the_type_that_autocast_has_outside():
+def test_dataparallel_threads_inherit_autocast_dtype():
     """As DataParallel has one for each GPU; here one of our own stands for them."""
     seen = []
     module = nn.Linear(1, 1)
@@ -96,7 +98,7 @@ def test_threads_compute_in_the_type_that_autocast_has_outside():
     assert seen == [torch.bfloat16] * 2
 
 
-def test_a_wrapped_sequence_is_still_one_and_another_model_is_not():
+def test_dataparallel_sequential_stays_iterable():
     layers = nn.Sequential(nn.Linear(1, 2), nn.ReLU())
     wrapped = TransparentDataParallel(layers)
     assert wrapped[0] is layers[0]

@@ -42,7 +42,7 @@ def same_on_all_ranks(*variants):
     return results[0]
 
 
-def test_gradients_in_the_messages_are_bit_equal_to_copied_ones():
+def test_gradient_as_bucket_view_is_bit_equal_to_copies():
     found = same_on_all_ranks(
         {"accumulate": 2}, {"accumulate": 2, "ddp_gradient_as_bucket_view": False}
     )
@@ -51,7 +51,7 @@ def test_gradients_in_the_messages_are_bit_equal_to_copied_ones():
     assert torch.equal(views, copies)
 
 
-def test_size_of_messages_and_a_static_graph_change_only_the_order_of_sums():
+def test_bucket_size_and_static_graph_change_only_the_order_of_sums():
     found = same_on_all_ranks(
         {"precision": "fp64"},
         {"precision": "fp64", "ddp_bucket_mb": 0.1},
@@ -72,7 +72,7 @@ def test_size_of_messages_and_a_static_graph_change_only_the_order_of_sums():
 COARSE = {"fp16": 2**-10, "bf16": 2**-7, "powersgd": 0.5}
 
 
-def test_compressed_gradients_train_alike_on_all_ranks_and_bit_equal_again():
+def test_ddp_compression_is_equal_on_all_ranks_and_repeatable():
     more = {"powersgd": {"ddp_powersgd_start": 3, "ddp_powersgd_rank": 2}}
     variants = [{"ddp_compression": name, **more.get(name, {})} for name in COARSE]
     (plain, _), *found = same_on_all_ranks({}, *variants, *variants)
@@ -104,14 +104,14 @@ def messages():
     return found
 
 
-def test_options_that_cannot_work_are_refused_before_the_ranks_are_connected():
+def test_ddp_options_refused_before_the_ranks_connect():
     (found,) = ranks.values(ranks.run(1, messages))
     for message, (_, words) in zip(found, REFUSED, strict=True):
         for word in words:
             assert word in message
 
 
-def test_bf16_is_refused_by_a_torch_without_nccl(monkeypatch):
+def test_bf16_compression_refused_by_torch_without_nccl(monkeypatch):
     from hpctrain.backends import Settings
     from hpctrain.backends.ddp import options
 
@@ -144,7 +144,7 @@ def wraps(cases):
     return found
 
 
-def test_gradients_that_a_compression_cannot_take_are_refused_by_all_ranks():
+def test_ddp_compression_refused_for_unsupported_gradients():
     cases = [
         ({"ddp_compression": "fp16"}, sparse_model, ["0 has sparse gradients", "sparse=False"]),
         ({"ddp_compression": "powersgd"}, sparse_model, ["0 has sparse gradients"]),

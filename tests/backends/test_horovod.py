@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import ranks
@@ -42,13 +43,25 @@ def model_and_data(rank):
 
 
 def train_until(how, victim, seconds):
-    """Steps without end, until one rank comes to grief."""
-    with session(timeout=seconds) as opened:
-        model, _ = opened.prepare(model := nn.Linear(8, 8), torch.optim.SGD(model.parameters()))
-        for step in range(10**9):
-            if step == 5 and opened.world.rank == victim:
-                how()
-            opened.step(model(torch.ones(2, 8)).sum())
+    """Take steps without end, until something happens to one rank."""
+    rank = int(os.environ["HPCTRAIN_RANK"])
+    try:
+        with session(timeout=seconds) as opened:
+            model, _ = opened.prepare(model := nn.Linear(8, 8), torch.optim.SGD(model.parameters()))
+            for step in range(10**9):
+                if step == 5 and rank == victim:
+                    how()
+                opened.step(model(torch.ones(2, 8)).sum())
+    finally:
+        Path(f"ended-{rank}").touch()
+
+
+def wait_until_ended(*ranks):
+    """Wait until these ranks have left their sessions."""
+    deadline = time.monotonic() + 120
+    while not all(Path(f"ended-{rank}").exists() for rank in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def die():
@@ -60,16 +73,19 @@ def leave():
 
 
 def freeze():
+    stopped = os.getpid()
     if os.fork() == 0:  # nobody else ends a process that is stopped
         os.setsid()
-        time.sleep(24)
-        os.kill(os.getppid(), signal.SIGKILL)
-        os._exit(0)
-    os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            wait_until_ended(1, 2)
+        finally:
+            os.kill(stopped, signal.SIGKILL)
+            os._exit(0)
+    os.kill(stopped, signal.SIGSTOP)
 
 
-def dawdle():
-    time.sleep(17)
+def stall():
+    wait_until_ended(0, 1)
 
 
 def fail():
@@ -77,6 +93,7 @@ def fail():
 
 
 GONE = "rank {} on node1: the process is gone"
+SILENT = "rank {} on node1: no answer"
 
 
 @pytest.mark.parametrize(
@@ -84,15 +101,21 @@ GONE = "rank {} on node1: the process is gone"
     [
         pytest.param(die, 0, 60, GONE, marks=pytest.mark.slow),
         (die, 2, 60, GONE),
-        (fail, 2, 60, "rank {} on node1 failed: ValueError: no such file: data.bin"),
-        (dawdle, 2, 1, "rank {} on node1: no answer"),
-        pytest.param(freeze, 0, 1, "rank {} on node1: no answer", marks=pytest.mark.slow),
-        (leave, 2, 1, "rank 1 waits for gradients; rank {} waits for a barrier"),
+        pytest.param(
+            *(fail, 2, 60, "rank {} on node1 failed: ValueError: no such file: data.bin"),
+            marks=pytest.mark.slow,
+        ),
+        (stall, 2, 4, SILENT),
+        pytest.param(freeze, 0, 4, SILENT, marks=pytest.mark.slow),
+        pytest.param(
+            *(leave, 2, 4, "rank 1 waits for gradients; rank {} waits for a barrier"),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["die-0", "die-2", "fail-2", "dawdle-2", "freeze-0", "leave-2"],
+    ids=["die-0", "die-2", "fail-2", "stall-2", "freeze-0", "leave-2"],
 )
-def test_the_others_end_and_name_the_rank(how, victim, seconds, said):
-    results = ranks.run(4, train_until, how, victim, seconds, timeout=60)
+def test_horovod_ranks_end_and_name_the_rank_that_was_lost(how, victim, seconds, said):
+    results = ranks.run(3, train_until, how, victim, seconds)
     for rank, result in enumerate(results):
         if rank != victim:
             assert isinstance(result, RankLostError), result
@@ -100,16 +123,21 @@ def test_the_others_end_and_name_the_rank(how, victim, seconds, said):
 
 
 def fail_while_another_is_busy():
-    with session() as opened:
-        opened.sum(1)
-        if opened.world.rank == 2:
-            raise ValueError("no such file: data.bin")
-        if opened.world.rank == 1:
-            time.sleep(6)  # an evaluation of its own, say
-        opened.sum(1)
+    rank = int(os.environ["HPCTRAIN_RANK"])
+    try:
+        with session() as opened:
+            opened.sum(1)
+            if rank == 2:
+                raise ValueError("no such file: data.bin")
+            if rank == 1:
+                wait_until_ended(2)  # in an evaluation of its own, say
+            opened.sum(1)
+    finally:
+        Path(f"ended-{rank}").touch()
 
 
-def test_a_rank_that_was_busy_meanwhile_blames_the_right_one():
+@pytest.mark.slow
+def test_horovod_rank_that_was_busy_names_the_rank_that_failed():
     results = ranks.run(3, fail_while_another_is_busy)
     for result in results[:2]:
         assert isinstance(result, RankLostError), result
@@ -127,7 +155,8 @@ def die_in_a_run():
         return model
 
 
-def test_what_horovod_prints_is_kept_in_the_log_of_the_rank():
+@pytest.mark.slow
+def test_horovod_output_is_in_the_log_of_the_rank():
     for rank, result in enumerate(ranks.run(3, die_in_a_run)):
         if rank != 1:
             assert isinstance(result, RankLostError), result
@@ -140,23 +169,18 @@ def test_what_horovod_prints_is_kept_in_the_log_of_the_rank():
 def lost_before_the_start(victim):
     if int(os.environ["HPCTRAIN_RANK"]) == victim:
         backends.open_backend = lambda *arguments: os._exit(9)
-    with session(start_timeout=6):
+    with session(start_timeout=10):
         pass
 
 
-@pytest.mark.parametrize(
-    ("victim", "said"),
-    [
-        (1, "rank 1 on node1 came to the meeting and was lost"),
-        (0, "rank 0 on node1 came to the meeting and was lost"),
-    ],
-)
-def test_a_rank_that_is_lost_before_the_start_is_named(victim, said):
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_horovod_start_names_a_rank_lost_after_the_rendezvous(victim):
     results = ranks.run(3, lost_before_the_start, victim)
     for rank, result in enumerate(results):
         if rank != victim:
             assert isinstance(result, StartError), result
-            assert said in result.found
+            assert f"rank {victim} on node1 came to the meeting and was lost" in result.found
 
 
 def lost_in_the_start(victim):
@@ -165,12 +189,13 @@ def lost_in_the_start(victim):
         import horovod.torch as hvd
 
         hvd.init = die
-    with session(start_timeout=30):
+    with session(start_timeout=120):
         pass
 
 
-def test_a_rank_that_is_lost_while_horovod_connects_is_named():
-    results = ranks.run(3, lost_in_the_start, 1, timeout=25)
+@pytest.mark.slow
+def test_horovod_start_names_a_rank_lost_in_hvd_init():
+    results = ranks.run(3, lost_in_the_start, 1, timeout=100)
     for result in (results[0], results[2]):
         assert isinstance(result, RankLostError), result
         assert result.found == "rank 1 on node1: the process is gone"
@@ -217,36 +242,34 @@ def flat(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+OPTIONS = [
+    {},
+    {"op": "sum"},
+    {"compression": "fp16"},
+    {"gradient_predivide_factor": 2.0},
+    {"groups": 2},
+]
+
+
+def both(accumulate):
+    """The weights by hand and with hpctrain, by option."""
+    return [(by_hand(one, accumulate), with_hpctrain(one, accumulate)) for one in OPTIONS]
+
+
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"op": "sum"},
-        {"compression": "fp16"},
-        {"gradient_predivide_factor": 2.0},
-        {"groups": 2},
-    ],
-    ids=str,
-)
-def test_options_do_what_they_do_by_hand(options, accumulate):
-    hand = ranks.values(ranks.run(2, by_hand, options, accumulate))
-    ours = ranks.values(ranks.run(2, with_hpctrain, options, accumulate))
-    for one in (*hand[1:], *ours):
-        assert torch.equal(one, hand[0])
-    plain = ranks.values(ranks.run(2, with_hpctrain, {}, accumulate))[0]
-    changes = options.keys() & {"op", "compression"}
-    assert torch.equal(plain, hand[0]) == (not changes)
+def test_horovod_options_are_bit_equal_to_horovod_by_hand(accumulate):
+    # Of two ranks, whose sum has the same bits however Horovod fuses gradients.
+    first, second = ranks.values(ranks.run(2, both, accumulate))
+    plain, _ = first[0]
+    for options, (hand, ours), others in zip(OPTIONS, first, second, strict=True):
+        assert all(torch.equal(one, hand) for one in (ours, *others)), options
+        changes = options.keys() & {"op", "compression"}
+        assert torch.equal(plain, hand) == (not changes), options
 
 
-def refused(options):
-    with session(**options):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("options", "found", "fix"),
-    [
+# By ranks: options, and words of what is found and of the fix.
+REFUSED = {
+    3: [
         (
             {"horovod_op": "sum", "horovod_gradient_predivide_factor": 2.0},
             "--horovod-gradient-predivide-factor 2 with --horovod-op sum",
@@ -264,27 +287,28 @@ def refused(options):
             "--backend horovod",
         ),
     ],
-    ids=["predivided sum", "predivided groups", "adasum of 3", "over ddp"],
-)
-def test_options_that_horovod_would_leave_out_of_account_are_refused(options, found, fix):
-    for result in ranks.run(3, refused, options):
-        assert isinstance(result, UsageError), result
-        assert found in result.found
-        assert fix in result.fix
-
-
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ({"precision": "fp16"}, "adasum with --precision fp16"),
-        ({}, "--horovod-op adasum over gloo, under hpctrain"),
+    2: [
+        ({"horovod_op": "adasum", "precision": "fp16"}, "adasum with --precision fp16", ""),
+        ({"horovod_op": "adasum"}, "--horovod-op adasum over gloo, under hpctrain", ""),
     ],
-    ids=["a loss scale", "gloo"],
-)
-def test_adasum_is_refused_where_it_cannot_work(options, found):
-    for result in ranks.run(2, refused, {"horovod_op": "adasum", **options}):
-        assert isinstance(result, UsageError), result
-        assert found in result.found
+}
+
+
+def refused(size):
+    found = []
+    for options, _, _ in REFUSED[size]:
+        with pytest.raises(UsageError) as caught, session(**options):
+            pass
+        found.append((caught.value.found, caught.value.fix))
+    return found
+
+
+@pytest.mark.parametrize("size", REFUSED)
+def test_horovod_options_that_cannot_work_are_refused_on_every_rank(size):
+    for messages in ranks.values(ranks.run(size, refused, size)):
+        for (_, found, fix), message in zip(REFUSED[size], messages, strict=True):
+            assert found in message[0]
+            assert fix in message[1]
 
 
 def initialized_before():
@@ -298,66 +322,61 @@ def initialized_before():
         hvd.shutdown()
 
 
-def test_a_script_that_initialized_horovod_itself_is_refused():
+def test_horovod_initialized_by_the_script_is_refused():
     (result,) = ranks.run(1, initialized_before)
     assert isinstance(result, UsageError)
     assert "hvd.init()" in result.fix
 
 
-def not_installed():
-    importlib.util.find_spec = lambda name: None
-    with session():
-        pass
-
-
-def broken():
-    found = importlib.import_module
+def without_horovod():
+    """Stand-ins for Python environments without a Horovod that works."""
+    actual = importlib.import_module
 
     def fail_to_import(name, package=None):
         if name == "horovod.torch":
             raise ImportError("undefined symbol: _ZN2at4_ops")
-        return found(name, package)
+        return actual(name, package)
 
-    importlib.import_module = fail_to_import
-    with session():
-        pass
+    errors = []
+    for patch in (
+        mock.patch.object(importlib.util, "find_spec", return_value=None),
+        mock.patch.object(importlib, "import_module", fail_to_import),
+    ):
+        with patch, pytest.raises(UsageError) as caught, session():
+            pass
+        errors.append((caught.value.found, caught.value.fix))
+    return errors
 
 
-# Stand-ins for another Python environment.
-@pytest.mark.parametrize(
-    ("state", "found"), [(not_installed, "not installed"), (broken, "undefined symbol")]
-)
-def test_without_a_horovod_that_works_one_error_says_how_to_get_it(state, found):
-    for result in ranks.run(3, state):
-        assert isinstance(result, UsageError), result
-        assert found in result.found
-        assert result.fix.startswith("hpctrain horovod build")
+def test_horovod_missing_or_broken_is_refused_with_the_build_command():
+    for missing, broken in ranks.values(ranks.run(3, without_horovod)):
+        assert "not installed" in missing[0]
+        assert "undefined symbol" in broken[0]
+        assert all(fix.startswith("hpctrain horovod build") for _, fix in (missing, broken))
+
+
+def left_open():
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
 def sessions_in_a_row():
     kept = os.fstat(2).st_ino, sys.stderr
-    for number in range(4):
+    for number in range(3):
         with session(run=f"run{number}", max_steps=1) as opened, opened.run():
             assert opened.sum(1) == 3
             handler = logging.StreamHandler()
         handler.emit(logging.makeLogRecord({"msg": "still heard"}))
         if number == 0:
-            before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    time.sleep(0.2)  # for threads to end
-    return (
-        before,
-        (len(os.listdir("/proc/self/fd")), threading.active_count()),
-        kept
-        == (
-            os.fstat(2).st_ino,
-            sys.stderr,
-        ),
-    )
+            before = left_open()
+    deadline = time.monotonic() + 60
+    while any(map(int.__gt__, left_open(), before)) and time.monotonic() < deadline:
+        time.sleep(0.02)  # for threads to end
+    return before, left_open(), kept == (os.fstat(2).st_ino, sys.stderr)
 
 
-def test_sessions_in_a_row_leave_no_files_threads_or_streams_behind():
+def test_horovod_sessions_in_a_row_leave_no_files_threads_or_streams_open():
     for before, after, same in ranks.values(ranks.run(3, sessions_in_a_row)):
-        assert after <= before
+        assert all(now <= then for now, then in zip(after, before, strict=True))
         assert same
 
 
@@ -374,7 +393,7 @@ def as_released():
     installed.refuse_own_name(hpctrain.World(0, 2, 0, 1, 0, 2), {})
 
 
-def test_a_horovod_that_would_listen_on_loopback_is_refused_on_several_hosts():
+def test_horovod_as_released_is_refused_on_hosts_named_as_loopback():
     (result,) = ranks.run(1, as_released)
     assert isinstance(result, UsageError), result
     assert "is 127.0.1.1" in result.found
@@ -400,7 +419,7 @@ def unlike_starts():
         return *start, flat(model), type(optimizer).__name__
 
 
-def test_all_ranks_begin_with_the_weights_and_the_optimizer_of_rank_0_in_any_layout():
+def test_horovod_broadcasts_weights_and_optimizer_of_rank_0_in_channels_last():
     results = ranks.values(ranks.run(3, unlike_starts))
     for weights, momenta, after, kind in results:
         assert torch.equal(weights, results[0][0])
@@ -423,13 +442,12 @@ def odd_buffers():
         return model.mask.tolist(), model.phase.tolist(), model.low.item()
 
 
-def test_buffers_of_any_type_are_those_of_rank_0():
+def test_horovod_broadcasts_buffers_of_any_dtype():
     assert ranks.values(ranks.run(3, odd_buffers)) == [([True, False, True], [1j], 0.0)] * 3
 
 
-def sparse(options):
-    named = {f"horovod_{name}": value for name, value in options.items()}
-    with session(**named) as opened:
+def sparse(**options):
+    with session(**options) as opened:
         torch.manual_seed(0)
         model = nn.Embedding(6, 4, sparse=True)
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 1.0))
@@ -437,14 +455,21 @@ def sparse(options):
         return flat(model)
 
 
-def test_sparse_gradients_are_averaged_in_every_way_that_horovod_has():
-    plain = ranks.values(ranks.run(3, sparse, {}))
-    for options in ({"sparse_as_dense": True}, {"compression": "fp16"}):
-        for result in ranks.values(ranks.run(3, sparse, options)):
-            assert torch.allclose(result, plain[0])
-    for result in ranks.run(3, sparse, {"groups": 1}):
-        assert isinstance(result, UsageError), result
-        assert "sparse gradients with --horovod-groups" in result.found
+def sparse_in_every_way():
+    found = [sparse(), sparse(horovod_sparse_as_dense=True), sparse(horovod_compression="fp16")]
+    with pytest.raises(UsageError) as caught:
+        sparse(horovod_groups=1)
+    return *found, caught.value.found
+
+
+def test_horovod_averages_sparse_gradients():
+    torch.manual_seed(0)
+    expected = nn.Embedding(6, 4, sparse=True).weight.detach()
+    expected[[0, 1, 2]] -= 1 / 3  # of the three ranks one has each of these
+    expected[3] -= 1
+    for *ways, refused in ranks.values(ranks.run(3, sparse_in_every_way)):
+        assert all(torch.allclose(one, expected.flatten()) for one in ways)
+        assert "sparse gradients with --horovod-groups" in refused
 
 
 def unfrozen_later():
@@ -468,18 +493,26 @@ def one_weight_in_two_models():
         opened.prepare(first, second)
 
 
-@pytest.mark.parametrize(
-    ("program", "found"),
-    [
-        (unfrozen_later, "frozen or unfrozen after session.prepare()"),
-        (weights_in_bfloat16, "parameter model0.weight is torch.bfloat16"),
-        (one_weight_in_two_models, "two prepared models share parameters"),
-    ],
-)
-def test_what_horovod_would_average_wrongly_is_refused(program, found):
-    for result in ranks.run(2, program):
-        assert isinstance(result, UsageError), result
-        assert found in result.found
+WRONGLY_AVERAGED = {
+    unfrozen_later: "frozen or unfrozen after session.prepare()",
+    weights_in_bfloat16: "parameter model0.weight is torch.bfloat16",
+    one_weight_in_two_models: "two prepared models share parameters",
+}
+
+
+def refused_models():
+    found = []
+    for program in WRONGLY_AVERAGED:
+        with pytest.raises(UsageError) as caught:
+            program()
+        found.append(caught.value.found)
+    return found
+
+
+def test_horovod_refuses_models_that_it_would_average_wrongly():
+    for messages in ranks.values(ranks.run(2, refused_models)):
+        for message, found in zip(messages, WRONGLY_AVERAGED.values(), strict=True):
+            assert found in message
 
 
 # Bit-equal repeats.
@@ -496,10 +529,13 @@ def many_gradients(groups):
         return flat(model)
 
 
-@pytest.mark.parametrize("groups", [None, pytest.param(2, marks=pytest.mark.slow)])
-def test_deterministic_repeats_are_bit_equal(groups):
+@pytest.mark.parametrize(
+    ("groups", "repeats"),
+    [(None, 1), *(pytest.param(groups, 3, marks=pytest.mark.slow) for groups in (None, 2))],
+)
+def test_horovod_deterministic_repeats_are_bit_equal(groups, repeats):
     first = ranks.values(ranks.run(3, many_gradients, groups))[0]
-    for _ in range(3):
+    for _ in range(repeats):
         for repeat in ranks.values(ranks.run(3, many_gradients, groups)):
             assert torch.equal(repeat, first)
 
@@ -512,6 +548,6 @@ def thresholds():
     return seen, os.environ.get("HOROVOD_FUSION_THRESHOLD")
 
 
-def test_what_deterministic_sets_does_not_outlive_the_session():
+def test_horovod_deterministic_is_undone_when_the_session_closes():
     """In Horovod it would: a threshold stays until another one is set."""
     assert ranks.values(ranks.run(1, thresholds)) == [([None, "0", "134217728"], None)]

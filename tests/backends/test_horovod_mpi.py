@@ -7,6 +7,8 @@ from pathlib import Path
 import launches
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
 PROGRAM = str(Path(__file__).with_name("over_mpi.py"))
 
 
@@ -24,8 +26,8 @@ def mpirun(lacking):
     }
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_adasum_over_mpi_is_what_horovod_does_by_hand(mpirun, ranks):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_adasum_over_mpi_equals_horovod_by_hand(mpirun, ranks):
     command = [*mpirun["openmpi"], "-np", str(ranks), launches.PYTHON, PROGRAM]
     done = launches.start(command, ".")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -35,7 +37,7 @@ def test_adasum_over_mpi_is_what_horovod_does_by_hand(mpirun, ranks):
     assert done.stdout.count("a second Session over Horovod and MPI in one process") == ranks
 
 
-def test_an_mpi_that_did_not_start_the_ranks_is_named(mpirun):
+def test_horovod_over_another_mpi_than_the_launchers_is_refused(mpirun):
     command = [*mpirun["mpich"], "-np", "3", launches.PYTHON, str(launches.EXAMPLE)]
     done = launches.start([*command, "--backend", "horovod", "--max-steps", "1"], ".")
     assert done.returncode == 2, done.stdout + done.stderr
@@ -43,7 +45,7 @@ def test_an_mpi_that_did_not_start_the_ranks_is_named(mpirun):
     assert "export HOROVOD_CONTROLLER=gloo" in done.stderr
 
 
-def test_gloo_serves_under_any_mpi(mpirun):
+def test_horovod_over_gloo_under_mpich(mpirun):
     command = [*mpirun["mpich"], "-np", "2", launches.PYTHON, str(launches.EXAMPLE)]
     arguments = ["--backend", "horovod", "--max-steps", "2", "--run", "run"]
     done = launches.start([*command, *arguments], ".", HOROVOD_CONTROLLER="gloo")

@@ -91,8 +91,8 @@ def srun(cluster, folder, *options, env=None):
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_srun_alone_starts_ranks_on_four_hosts(horovod, cluster, reference, tmp_path, ranks):
-    """Without ssh, and without MPI."""
+def test_horovod_under_plain_srun_on_four_hosts(horovod, cluster, reference, tmp_path, ranks):
+    """Starts without ssh and without MPI on the hosts."""
     run = srun(cluster, tmp_path, "-N4", f"-n{ranks}")
     same_steps(run, reference, FEW)
     (world,) = worlds(run)
@@ -107,15 +107,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param("3+1", marks=pytest.mark.slow),
-        pytest.param("2+2 cyclic", marks=pytest.mark.slow),
-        pytest.param("4+1+1 cyclic", marks=pytest.mark.slow),
-    ],
-)
-def test_hosts_have_as_many_ranks_as_they_like(horovod, cluster, reference, tmp_path, layout):
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_horovod_with_uneven_ranks_per_host(horovod, cluster, reference, tmp_path, layout):
     hosts = tmp_path / "hosts"
     hosts.write_text("".join(f"{host}\n" for host in LAYOUTS[layout]))
     ranks = str(len(LAYOUTS[layout]))
@@ -172,7 +166,7 @@ def wait(until, seconds=PATIENCE):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["srun", "horovodrun"])
-def test_the_batch_script_has_eight_ranks_on_four_hosts(
+def test_horovod_batch_script_has_eight_ranks_on_four_hosts(
     horovod, cluster, ssh, reference, checkout, by
 ):
     job = submit(cluster, written(checkout, launcher=by), ssh, *TRAIN)
@@ -229,8 +223,9 @@ def elastic(cluster, folder, env, *command):
             process.wait(PATIENCE)
 
 
-@pytest.mark.parametrize("silently", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_horovodrun_goes_on_without_the_host_that_was_lost(
+@pytest.mark.slow
+@pytest.mark.parametrize("silently", [False, True])
+def test_elastic_horovodrun_continues_without_a_lost_host(
     horovod, cluster, ssh, reference, tmp_path, silently
 ):
     (tmp_path / "slow.py").write_text(SLOW)
@@ -255,9 +250,8 @@ SLEEPS = (
 )
 
 
-def test_nothing_is_left_on_any_host_and_no_secret_was_on_a_command_line(
-    horovod, cluster, ssh, tmp_path
-):
+@pytest.mark.slow
+def test_elastic_horovodrun_leaves_no_process_and_shows_no_secret(horovod, cluster, ssh, tmp_path):
     (tmp_path / "sleeps.py").write_text(SLEEPS)
     env = {**ssh, "HPCTRAIN_SECRET": "a-word-to-nobody", "MY_PASSWORD": "a-second-one"}
     with elastic(cluster, tmp_path, env, "--hosts", "node[1-3]:1", "sleeps.py") as process:
@@ -268,7 +262,7 @@ def test_nothing_is_left_on_any_host_and_no_secret_was_on_a_command_line(
         )
         process.kill()
         process.wait()
-        wait(lambda: not ranks_of(tmp_path), 30)
+        wait(lambda: not ranks_of(tmp_path))
     assert len(ranks) == 3
     for env in ranks.values():
         assert env["HPCTRAIN_SECRET"] == "a-word-to-nobody"
@@ -278,7 +272,7 @@ def test_nothing_is_left_on_any_host_and_no_secret_was_on_a_command_line(
 
 
 @pytest.mark.slow
-def test_the_batch_script_goes_on_without_the_host_that_was_lost(
+def test_elastic_horovod_batch_script_continues_without_a_lost_host(
     horovod, cluster, ssh, reference, checkout
 ):
     """By srun, as soon as Slurm knows of the loss."""

@@ -17,7 +17,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.gpus import CUDA
 
 
-def test_a_gpu_is_shared_only_where_all_ranks_say_so(gpu):
+def test_ranks_that_share_a_gpu_are_refused(gpu):
     results = gpu(3, battery.identity, env={CUDA: visible()[0]})
     for result in results:
         assert isinstance(result, HpctrainError), result
@@ -30,14 +30,13 @@ def kind():
         return opened.backend.name, opened.backend.transport, str(opened.device)
 
 
-def test_ranks_on_one_gpu_talk_over_nccl(nccl):
+def test_ranks_on_one_gpu_use_nccl(nccl):
     assert ranks.values(nccl(3, kind)) == [("ddp", "nccl", "cuda:0")] * 3
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_sums_over_nccl_are_exact_and_the_same_on_all_ranks(nccl, size):
-    test_backends.test_sums_are_exact_and_the_same_on_all_ranks(nccl, size)
-    test_backends.test_a_rank_that_saw_no_sample_may_bring_a_whole_zero(nccl)
+def test_sums_over_nccl_are_exact_and_equal_on_all_ranks(nccl, size):
+    test_backends.test_sums_are_exact_and_equal_on_all_ranks(nccl, size)
 
 
 def begun():
@@ -48,33 +47,33 @@ def begun():
         return dict(model.state_dict())
 
 
-def test_all_ranks_begin_with_the_weights_of_rank_0(nccl):
+def test_prepare_broadcasts_weights_of_rank_0_over_nccl(nccl):
     results = ranks.values(nccl(3, begun))
     torch.manual_seed(0)
     for name, tensor in battery.small_model().state_dict().items():
         assert all(torch.equal(result[name], tensor) for result in results), name
 
 
-def test_steps_over_nccl_are_those_of_one_process(nccl, tmp_path, monkeypatch):
-    test_backends.test_worlds_differ_only_in_the_order_of_sums(nccl, tmp_path, monkeypatch)
+def test_same_losses_over_nccl_for_every_world_size(nccl, tmp_path, monkeypatch):
+    test_backends.test_same_losses_and_weights_for_every_world_size(
+        nccl, tmp_path, monkeypatch, (1, 2, 3)
+    )
 
 
-def test_dropout_over_nccl_is_that_of_one_process(nccl, tmp_path, monkeypatch):
-    test_backends.test_with_deterministic_dropout_follows_step_and_micro_batch(
-        nccl, tmp_path, monkeypatch
+def test_deterministic_dropout_over_nccl_is_equal_for_every_world_size(nccl, tmp_path, monkeypatch):
+    test_backends.test_deterministic_dropout_is_equal_for_every_world_size(
+        nccl, tmp_path, monkeypatch, (1, 3)
     )
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_trains_the_same_on_all_ranks(nccl, precision, clip):
-    test_backends.test_every_precision_trains_the_same_on_all_ranks(nccl, precision, clip)
+def test_half_precision_over_nccl_trains_with_equal_weights_on_all_ranks(nccl, precision, clip):
+    test_backends.test_every_precision_trains_with_equal_weights_on_all_ranks(nccl, precision, clip)
 
 
-def test_a_second_session_over_nccl_works(nccl):
-    test_backends.test_a_second_session_in_the_same_process_works_and_the_environment_is_put_back(
-        nccl
-    )
+def test_second_session_over_nccl(nccl):
+    test_backends.test_second_session_in_one_process_works_and_restores_environment(nccl)
 
 
 def torchs_and_ours(dtype):
@@ -103,13 +102,15 @@ def torchs_and_ours(dtype):
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
-def test_our_synchronised_batch_norm_is_torchs(nccl, dtype, error):
+def test_sync_batchnorm_equals_torchs_over_nccl(nccl, dtype, error):
     for found in ranks.values(nccl(len(PARTS), torchs_and_ours, dtype)):
         assert len(found) == 6
         assert max(found) < error
 
 
-def test_a_training_with_torchs_batch_norm_is_that_of_one_process(nccl, tmp_path, monkeypatch):
+def test_training_with_torchs_sync_batchnorm_over_nccl_equals_one_process(
+    nccl, tmp_path, monkeypatch
+):
     found = {}
     for size in (1, 3):
         (tmp_path / str(size)).mkdir()

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import ranks
 import torch
-from battery import session, train
+from battery import HOROVOD_SLOW, session, train
 from torch import nn
 
 import hpctrain
@@ -74,7 +74,7 @@ def numbers():
     return found
 
 
-def test_numbers_are_those_of_one_process_with_uneven_parts(run):
+def test_sync_batchnorm_equals_one_process_with_uneven_batches(run):
     for found in ranks.values(run(3, numbers)):
         assert len(found) == 8 * 7 + 7 * 2 + 7 * 3
         assert max(found) < 1e-12
@@ -107,7 +107,8 @@ def halves():
     return found
 
 
-def test_half_precision_keeps_its_type_and_is_computed_in_single(run):
+@HOROVOD_SLOW
+def test_sync_batchnorm_in_half_precision_keeps_dtype_and_accuracy(run):
     rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
     for found in ranks.values(run(3, halves)):
         kinds = [torch.float32, torch.bfloat16, torch.bfloat16, torch.float16]
@@ -136,7 +137,8 @@ def trains():
         return losses, dict(model.state_dict()), type(model.get_submodule("1")).__name__
 
 
-def test_a_training_is_that_of_one_process_with_the_global_batch(run, tmp_path, monkeypatch):
+@HOROVOD_SLOW
+def test_training_with_sync_batchnorm_equals_one_process(run, tmp_path, monkeypatch):
     found = {}
     for size in (1, 3):
         (tmp_path / str(size)).mkdir()
@@ -170,7 +172,8 @@ def counts_sums():
         return forward, both, len(calls), set(calls)
 
 
-def test_each_pass_talks_once_and_an_evaluation_never(run):
+@HOROVOD_SLOW
+def test_sync_batchnorm_sums_once_per_pass_and_never_in_eval(run):
     for found in ranks.values(run(3, counts_sums)):
         assert found == (1, 2, 3, {torch.float64})
 
@@ -195,7 +198,8 @@ def few_values():
     return found
 
 
-def test_a_rank_may_have_one_sample_or_none_and_all_refuse_a_single_value(run):
+@HOROVOD_SLOW
+def test_sync_batchnorm_with_one_sample_or_none_on_a_rank(run):
     results = ranks.values(run(3, few_values))
     for layout, *found in zip(LAYOUTS[:2], *results, strict=False):
         assert [y.shape for y, _ in found] == [(count, 4) for count in layout]
@@ -244,7 +248,8 @@ def stays():
         return y.mean(0).abs().max().item()
 
 
-def test_a_model_keeps_its_layers_names_hooks_and_copies(run):
+@HOROVOD_SLOW
+def test_sync_batchnorm_convert_keeps_names_hooks_and_copies(run):
     for result in ranks.values(run(3, stays)):
         assert result > 0.1  # of this rank alone it would be 0
 
@@ -260,7 +265,7 @@ class NcclBackend:
     name, transport, world_size = "ddp", "nccl", 2
 
 
-def test_on_gpus_under_ddp_the_layers_are_torchs():
+def test_sync_batchnorm_convert_uses_torchs_layer_for_ddp_over_nccl():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     x, state = torch.randn(8, 4), list(model.state_dict())
     expected = copy.deepcopy(model).eval()(x)
@@ -271,7 +276,7 @@ def test_on_gpus_under_ddp_the_layers_are_torchs():
     assert converted.train()(x).shape == (8, 4)  # no process group: torch takes it as alone
 
 
-def test_gpus_of_dataparallel_are_refused(monkeypatch):
+def test_sync_batchnorm_refused_with_dataparallel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # a fake
     backend = NcclBackend()
     backend.name = "dataparallel"
@@ -286,7 +291,7 @@ def test_gpus_of_dataparallel_are_refused(monkeypatch):
         (nn.LazyBatchNorm1d(), ["channels", "model(batch)"]),
     ],
 )
-def test_layers_whose_sums_are_not_known_are_refused_by_name(layer, words):
+def test_sync_batchnorm_refuses_layers_of_unknown_kind(layer, words):
     with pytest.raises(hpctrain.errors.UsageError) as refused:
         syncbn.convert(nn.ModuleDict({"norm": layer}), NcclBackend())
     for word in ["--sync-batchnorm", "norm", *words]:
@@ -306,7 +311,8 @@ def with_layers_of_torchs(synchronise):
         return model(whole[opened.world.rank * size :][:size]).detach()
 
 
-def test_a_model_with_torchs_layers_trains_on_cpus_without_being_asked(run):
+@HOROVOD_SLOW
+def test_torchs_sync_batchnorm_layers_train_on_cpu(run):
     (expected,) = ranks.values(run(1, with_layers_of_torchs, False))
     (alone,) = ranks.values(run(1, with_layers_of_torchs, True))
     assert torch.equal(alone, expected)

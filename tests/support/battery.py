@@ -2,12 +2,18 @@
 
 import os
 
+import pytest
 import torch
 from torch import nn
 
 import hpctrain
 import hpctrain.rundir
 from hpctrain.data import Images
+
+# The fixture `run` over ddp by default, and over Horovod with --all.
+HOROVOD_SLOW = pytest.mark.parametrize(
+    "run", ["auto", pytest.param("horovod", marks=pytest.mark.slow)], indirect=True
+)
 
 
 def session(**options):
