@@ -77,8 +77,10 @@ def train(example, run, *options, ranks=SIZE):
     return launches.rows(run), done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 def test_cifar10_takes_two_steps_with_recipe_on_made_up_images(tmp_path, cifar10, monkeypatch):
-    """In this process, as the ranks of the ImageNet example take seconds to start."""
+    """The options and the evaluation of that recipe; no accuracy."""
     write_cifar10(tmp_path / "data")
     more = ["--recipe", RECIPES / "cifar10.toml", "--global-batch", "12", "--max-steps", "2"]
     line = ["cifar10.py", "--data", tmp_path / "data", "--run", tmp_path / "run", *more]
@@ -111,6 +113,8 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 def test_imagenet_same_losses_on_three_ranks_and_one_from_shards_and_folders(tmp_path, photographs):
     """Mixup, cutmix, TrivialAugment and erasing are drawn; unreadable images count nowhere."""
     shards = tmp_path / "shards"
@@ -135,6 +139,8 @@ def test_imagenet_same_losses_on_three_ranks_and_one_from_shards_and_folders(tmp
     assert right / 15 == pytest.approx(many[-1]["top1"])
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 def test_imagenet_max_corrupt_ends_run_after_first_epoch(tmp_path, photographs):
     """None of three ranks has met all 3 of those to train by until then."""
     folder = tmp_path / "photos"
@@ -252,6 +258,7 @@ def test_cifar10_reads_pickles_of_python_2(tmp_path, cifar10):
 
 
 @pytest.mark.slow
+@pytest.mark.e2e
 def test_ladder_example_measures_each_rung(tmp_path):
     more = ("--data", "digits", "--steps", "10", "--ranks", str(SIZE), "--global-batch", "48")
     script = [launches.PYTHON, EXAMPLES / "ladder.py", *more, "--json", tmp_path / "ladder.json"]

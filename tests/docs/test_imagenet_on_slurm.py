@@ -11,7 +11,7 @@ import torch
 from hpctrain import checkpoint, data
 from hpctrain.rundir import RunDirectory
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 # 37 images to evaluate: no number of ranks but one divides them.
 CLASSES, LEFT_OUT = 13, 2

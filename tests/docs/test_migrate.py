@@ -74,6 +74,8 @@ def test_migrate_page_has_each_script_before_and_after():
     assert all(" ported.py" in command for command in AFTER)
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.parametrize("script", ["single.py", "data_parallel.py", "mixed.py"])
 def test_migrate_single_process_scripts_train(script, scripts):
     assert BEFORE[script] == f"python {script}"
@@ -90,6 +92,8 @@ def met():
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 def test_migrate_slurm_script_trains(scripts):
     first, *_ = ranks.values(ranks.run(2, as_a_rank, "slurm_by_hand.py", (), {**SLURM, **met()}))
     assert accuracy(first) >= ACCURACY
@@ -110,6 +114,8 @@ def test_migrate_apex_script_trains_with_compat_imports(scripts):
     assert (scripts / "checkpoint.pt").is_file()
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.parametrize("script", ["ddp.py", "spawned.py", "horovod_by_hand.py"])
 def test_migrate_scripts_that_start_their_ranks_train(script, scripts, request):
     if "horovod" in script:
@@ -128,7 +134,15 @@ def started(command):
     return 1 if launcher == "python" or "auto" in launcher else 2, options
 
 
-@pytest.mark.parametrize(("size", "options"), sorted(set(map(started, AFTER))))
+def cases():
+    """Each form of the ported script; by default with two ranks and nothing else."""
+    for size, options in sorted(set(map(started, AFTER))):
+        by_default = size == 2 and "--backend" not in options and "--precision" not in options
+        yield pytest.param(size, options, marks=() if by_default else pytest.mark.slow)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("size", "options"), list(cases()))
 def test_migrate_ported_script_trains(size, options, scripts, request):
     over_horovod = "--backend horovod" in options
     if over_horovod:

@@ -26,6 +26,7 @@ LOCAL = [
     if line.split()[0] in STARTED_HERE
     and line.split()[:2] not in [["hpctrain", job] for job in JOBS]
 ]
+BY_DEFAULT = [line for line in LOCAL if line.startswith("python examples/mnist.py --epochs 2")]
 PATH = f"{launches.BIN}:{os.environ['PATH']}"
 # Open MPI's own words for what a container's root may do.
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -55,7 +56,11 @@ def test_readme_commands_are_all_run_by_tests():
     assert len(LOCAL) == 9
 
 
-@pytest.mark.parametrize("command", LOCAL)
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(one, marks=() if one in BY_DEFAULT else pytest.mark.slow) for one in LOCAL],
+)
 def test_readme_command_works_as_printed(command, tmp_path, lacking):
     if shutil.which(command.split()[0], path=PATH) is None:
         lacking("openmpi", f"no {command.split()[0]} here")
@@ -67,6 +72,8 @@ def test_readme_command_works_as_printed(command, tmp_path, lacking):
         assert json.loads((run / "summary.json").read_text())["metrics"]["top1"] > 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 def test_mnist_plain_example_trains(tmp_path):
     command = [launches.PYTHON, launches.TOP / "examples" / "mnist_plain.py", "--epochs", "1"]
     done = launches.start(command, tmp_path)
@@ -74,28 +81,18 @@ def test_mnist_plain_example_trains(tmp_path):
     assert float(done.stdout.split()[-1]) > 0.5
 
 
-def quickstart(tmp_path, *options):
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize("options", [(), *(("--seed", str(seed)) for seed in range(5))])
+def test_quickstart_reaches_98_percent_with_any_seed(options, tmp_path):
     if not (launches.TOP / ".venv").is_dir():
         pytest.fail("tests/run.sh makes the .venv that the quickstart uses")
     command = ["bash", launches.TOP / "examples" / "quickstart.sh", *options]
     done = launches.start([*command, "--run", tmp_path / "run"], tmp_path)
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-def test_quickstart_reaches_98_percent_with_any_seed(seed, tmp_path):
-    quickstart(tmp_path, "--seed", str(seed))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["metrics"]["top1"] >= 0.98
-
-
-def test_quickstart_reaches_98_percent(tmp_path):
-    out = quickstart(tmp_path)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["metrics"]["top1"] >= 0.98
-    assert summary["world_size"] >= 1
-    table = dict(line.removeprefix("0: ").split(None, 1) for line in out.splitlines()[-7:])
+    table = dict(line.removeprefix("0: ").split(None, 1) for line in done.stdout.splitlines()[-7:])
     assert set(table) == {"top-1", "images/s", "time", "ranks", "backend", "precision", "run"}
+    assert table["ranks"] == str(summary["world_size"])
     assert table["run"] == str(tmp_path / "run")

@@ -5,7 +5,7 @@ import json
 import launches
 import pytest
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 PROGRAMS = ("sbatch ", "srun ", *map("hpctrain {} ".format, ("submit", "render", "status", "lint")))
 COMMANDS = [
