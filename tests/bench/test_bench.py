@@ -57,13 +57,13 @@ def record(tmp_path):
         ("4.004kB", 4004),
     ],
 )
-def test_sizes_are_read_in_powers_of_ten(text, count):
+def test_bench_sizes_are_powers_of_ten(text, count):
     assert measure.size(text) == count
     if count != 4004:  # people get three digits
         assert measure.size(measure.spell(count)) == count
 
 
-def test_a_number_just_below_a_unit_is_spelled_in_that_unit():
+def test_bench_size_spelled_in_the_next_unit_when_rounded_up():
     assert [measure.spell(count) for count in (999, 999_499, 999_500, 999_700, 10**6)] == [
         "999 B",
         "999 kB",
@@ -74,7 +74,7 @@ def test_a_number_just_below_a_unit_is_spelled_in_that_unit():
 
 
 @pytest.mark.parametrize("text", ["", "0", "-4", "1.5B", "1MiB", "many", "4 4"])
-def test_what_is_no_size_is_refused(text, capsys):
+def test_bench_refuses_invalid_size(text, capsys):
     with pytest.raises(ValueError, match="such as 4B"):
         measure.size(text)
     assert bench("checkpoint", f"--size={text}") == 2
@@ -92,31 +92,31 @@ def test_what_is_no_size_is_refused(text, capsys):
         ["input", "--workers", "0,-1"],
     ],
 )
-def test_wrong_use_leaves_with_2(words, capsys):
+def test_bench_wrong_use_exits_with_2(words, capsys):
     assert bench(*words) == 2
     assert "usage: hpctrain bench" in capsys.readouterr().err
 
 
-def test_the_bus_carries_what_nccl_tests_say():
+def test_busbw_is_that_of_nccl_tests():
     assert measure.busbw(10.0, 2) == 10.0
     assert measure.busbw(10.0, 4) == 15.0
     assert measure.busbw(10.0, 8) == pytest.approx(17.5)
 
 
-def test_arms_come_as_often_before_another_as_after_it():
+def test_order_of_arms_is_balanced():
     orders = [measure.order("abc", number) for number in range(6)]
     for one, other in ("ab", "bc", "ac"):
         assert sum(order.index(one) < order.index(other) for order in orders) == 3
 
 
-def test_ratios_are_those_of_the_same_round():
+def test_ratios_compare_values_of_one_round():
     found = measure.compare({"base": [1.0, 2.0, 4.0], "other": [2.0, 4.0, 8.0]}, "base", "ms", 1e3)
     assert found["other"]["ms"]["median"] == 4000.0
     assert (found["other"]["ratio"]["low"], found["other"]["ratio"]["high"]) == (2.0, 2.0)
 
 
 @pytest.mark.parametrize("count", range(6, 60))
-def test_an_interval_holds_the_median_in_95_of_100_cases_and_is_no_wider(count):
+def test_confidence_interval_of_the_median_covers_95_percent(count):
     def held(left_out):
         return 1 - 2 * sum(math.comb(count, below) for below in range(left_out + 1)) / 2**count
 
@@ -126,21 +126,19 @@ def test_an_interval_holds_the_median_in_95_of_100_cases_and_is_no_wider(count):
 
 
 @pytest.mark.parametrize("count", range(2, 6))
-def test_of_few_values_the_interval_is_their_range(count):
+def test_confidence_interval_of_few_values_is_their_range(count):
     found = measure.summary(range(count))
     assert (found["low"], found["high"]) == (0, count - 1)
 
 
-def test_one_rank_has_nobody_to_sum_with(tmp_path, capsys):
+def test_bench_allreduce_refuses_one_rank(tmp_path, capsys):
     assert bench("allreduce") == 2
     assert "hpctrain run --nproc-per-node 2 -m hpctrain bench allreduce" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("path", ["no/such/folder/found.json", "."])
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
-    path, tmp_path, monkeypatch, capsys
-):
+def test_bench_json_refused_before_measuring(path, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(step, "measure", lambda *_: pytest.fail("measured"))
     assert bench("step", "--json", path) == 2
     assert "--json FILE" in capsys.readouterr().err
@@ -148,7 +146,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
 
 
 @pytest.mark.parametrize("kind", ["a device", "a pipe", "a loop", "/dev/stdout"])
-def test_what_is_no_file_is_refused_and_stays(kind, tmp_path, monkeypatch, capsys):
+def test_bench_json_never_replaces_a_device_pipe_or_loop(kind, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(step, "measure", lambda *_: pytest.fail("measured"))
     place = tmp_path / "place"
     if kind == "a pipe":
@@ -161,8 +159,10 @@ def test_what_is_no_file_is_refused_and_stays(kind, tmp_path, monkeypatch, capsy
     assert (place.lstat().st_ino, place.lstat().st_mode) == (before.st_ino, before.st_mode)
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.parametrize("shown", ["> shown", "| cat"])
-def test_what_the_table_goes_to_is_not_replaced(shown):
+def test_bench_json_never_replaces_standard_output(shown):
     words = f"{sys.executable} -m hpctrain bench allreduce --json /dev/stdout {shown}"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", words], capture_output=True, text=True, timeout=100
@@ -171,7 +171,8 @@ def test_what_the_table_goes_to_is_not_replaced(shown):
     assert "--json /dev/stdout, which is there, and no file to replace" in done.stderr
 
 
-def test_a_link_to_a_file_stays_one(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_bench_json_follows_a_link_to_a_file(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("folder/found.json")
     words = ("step", "--seconds", "0.1", "--batch-size", "2", "--json", "link")
@@ -184,12 +185,12 @@ def test_a_link_to_a_file_stays_one(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("model", "meant"), [("resnet5", "--model resnet50"), ("smal", "--model resnet50")]
 )
-def test_a_model_that_is_none_comes_with_one_that_is(model, meant, capsys):
+def test_bench_unknown_model_suggests_a_known_one(model, meant, capsys):
     assert bench("step", "--model", model) == 2
     assert meant in capsys.readouterr().err
 
 
-def test_steps_of_one_process(tmp_path, capsys):
+def test_bench_step_of_one_process(tmp_path, capsys):
     assert bench("step", "--seconds", "0.1", "--batch-size", "2", "--json", "found.json") == 0
     found, shown = record(tmp_path), capsys.readouterr().out
     assert (found["benchmark"], found["model"], found["batch_size"]) == ("step", "small", 2)
@@ -206,7 +207,7 @@ def test_steps_of_one_process(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
-def test_models_with_a_second_output_have_one_here(name, monkeypatch):
+def test_bench_models_have_no_auxiliary_output(name, monkeypatch):
     from torchvision import models as zoo
 
     # The real ones take seconds to make.
@@ -215,13 +216,14 @@ def test_models_with_a_second_output_have_one_here(name, monkeypatch):
     assert "aux_logits" not in models.maker("resnet18")()
 
 
-def test_half_precision_is_that_of_both_loops(tmp_path):
+@pytest.mark.slow
+def test_bench_step_in_half_precision(tmp_path):
     words = ("step", "--seconds", "0.1", "--batch-size", "2", "--precision", "fp16")
     assert bench(*words, "--json", "found.json") == 0
     assert record(tmp_path)["precision"] == "fp16"
 
 
-def test_a_checkpoint_waits_less_than_it_writes(tmp_path, capsys):
+def test_bench_checkpoint_pause_is_shorter_than_the_write(tmp_path, capsys):
     words = ("checkpoint", "--size", "1MB", "--seconds", "0.1", "--json", "found.json")
     assert bench(*words) == 0
     found = record(tmp_path)
@@ -235,7 +237,7 @@ def test_a_checkpoint_waits_less_than_it_writes(tmp_path, capsys):
     assert "Training waits" in capsys.readouterr().out
 
 
-def test_without_a_size_a_checkpoint_takes_what_fits(tmp_path, monkeypatch):
+def test_bench_checkpoint_chooses_a_size(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_SECONDS_OF_A_WRITE", 0.01)
     monkeypatch.setattr(checkpoint, "_TRIAL", 10**6)
     assert bench("checkpoint", "--seconds", "0.1", "--json", "found.json") == 0
@@ -244,13 +246,13 @@ def test_without_a_size_a_checkpoint_takes_what_fits(tmp_path, monkeypatch):
     assert set(str(size)[1:]) == {"0"}
 
 
-def test_no_room_is_said_before_anything_is_written(tmp_path, capsys):
+def test_bench_checkpoint_refuses_more_than_the_free_space(tmp_path, capsys):
     assert bench("checkpoint", "--size", "900TB") == 2
     assert "are free on the file system of" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_a_size_is_held_to_room_and_memory():
+def test_bench_checkpoint_size_limited_by_disk_and_memory():
     checkpoint.refuse_size(10**6, "runs", 10**7, None)
     with pytest.raises(UsageError, match="1 MB are free on the file system of runs") as caught:
         checkpoint.refuse_size(10**6, "runs", 10**6, None)
@@ -262,7 +264,7 @@ def test_a_size_is_held_to_room_and_memory():
         checkpoint.refuse_size(3, "runs", 10**8, None)
 
 
-def test_a_write_for_which_the_other_ranks_do_not_wait_is_refused():
+def test_bench_checkpoint_refuses_write_longer_than_the_timeout():
     checkpoint.refuse_slow(10**9, 10**8, 300.0)
     with pytest.raises(UsageError, match=r"100 GB .* 333 s") as caught:
         checkpoint.refuse_slow(10**11, 3 * 10**8, 300.0)
@@ -287,7 +289,7 @@ def is_interrupted(*_):
 @pytest.mark.parametrize(
     ("fault", "code"), [(fills_up, 2), (is_cancelled, 75), (is_interrupted, 130)]
 )
-def test_whatever_ends_it_leaves_nothing(fault, code, tmp_path, monkeypatch, capsys):
+def test_bench_leaves_no_files_after_error_or_signal(fault, code, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "write", fault)
     # A shell's job in the background has it ignored, and these tests may be one.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -299,14 +301,14 @@ def test_whatever_ends_it_leaves_nothing(fault, code, tmp_path, monkeypatch, cap
     assert ("No space left" in capsys.readouterr().err) == (fault is fills_up)
 
 
-def test_workers_up_to_the_cores():
+def test_bench_input_numbers_of_workers():
     assert input.numbers_of_workers(1) == [0, 1]
     assert input.numbers_of_workers(2) == [0, 1, 2]
     assert input.numbers_of_workers(6) == [0, 1, 2, 4, 6]
     assert input.numbers_of_workers(8) == [0, 1, 2, 4, 8]
 
 
-def test_images_come_to_the_device(tmp_path, monkeypatch, capsys):
+def test_bench_input_of_one_process(tmp_path, monkeypatch, capsys):
     words = ("input", "--workers", "0,1", "--batch-size", "2", "--seconds", "0.1", "--need", "1")
     assert bench(*words, "--json", "found.json") == 0
     found = record(tmp_path)
@@ -326,25 +328,24 @@ def arms():
         yield input._Arms(session, input.Pictures(10))
 
 
-@pytest.mark.parametrize("first", range(1, 9))
-@pytest.mark.parametrize("seconds", [0.01, 0.6, 1.7])
-def test_a_block_does_not_depend_on_where_in_a_burst_it_begins(arms, monkeypatch, first, seconds):
+def test_bench_input_rate_does_not_depend_on_bursts_of_workers(arms, monkeypatch):
     now = 0.0
-
-    def bursts(*_, **__):
-        """Batches of 8 workers that end together; of the first burst not all come."""
-        nonlocal now
-        for count in itertools.chain([first], itertools.repeat(8)):
-            now += seconds
-            yield from range(count)
-
     monkeypatch.setattr(input, "_BLOCK_SECONDS", 1.0)
-    monkeypatch.setattr(input.data, "Loader", bursts)
     monkeypatch.setattr(input, "time", SimpleNamespace(perf_counter=lambda: now))
-    assert 1 / arms.load(8) == pytest.approx(8 * 4 / seconds)
+    for first, seconds in itertools.product(range(1, 9), (0.01, 0.6, 1.7)):
+
+        def bursts(*_, first=first, seconds=seconds, **__):
+            """Batches of 8 workers that end together; of the first burst not all come."""
+            nonlocal now
+            for count in itertools.chain([first], itertools.repeat(8)):
+                now += seconds
+                yield from range(count)
+
+        monkeypatch.setattr(input.data, "Loader", bursts)
+        assert 1 / arms.load(8) == pytest.approx(8 * 4 / seconds), (first, seconds)
 
 
-def test_the_end_of_an_epoch_is_in_no_block(arms):
+def test_bench_input_never_measures_across_epochs(arms):
     batches = list(itertools.islice(iter(arms._anew()), 40))  # 2 in an epoch
     epochs = [batches[start] + batches[start + 1] for start in range(0, 40, 2)]
     assert all(len(set(epoch)) == 8 for epoch in epochs)
@@ -354,7 +355,7 @@ def test_the_end_of_an_epoch_is_in_no_block(arms):
     assert arms.decode() > 0
 
 
-def test_an_image_that_cannot_be_decoded_is_named(tmp_path, capsys):
+def test_bench_input_names_a_corrupt_image(tmp_path, capsys):
     folder = tmp_path / "images" / "train" / "a"
     folder.mkdir(parents=True)
     for number in range(4):
@@ -366,7 +367,7 @@ def test_an_image_that_cannot_be_decoded_is_named(tmp_path, capsys):
     assert "Traceback" not in error
 
 
-def test_too_few_images_are_said_with_an_option_of_the_command(tmp_path, capsys):
+def test_bench_input_refuses_too_few_images(tmp_path, capsys):
     folder = tmp_path / "images" / "train" / "a"
     folder.mkdir(parents=True)
     (folder / "x.jpg").write_bytes(b"")
@@ -376,13 +377,13 @@ def test_too_few_images_are_said_with_an_option_of_the_command(tmp_path, capsys)
     assert "--batch-size 1\n" in error
 
 
-def test_images_that_are_not_there_are_refused(tmp_path, capsys):
+def test_bench_input_refuses_missing_images(tmp_path, capsys):
     assert bench("input", "--data", "nowhere") == 2
     assert "nowhere" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_too_few_images_a_second_are_said():
+def test_bench_input_finds_the_workers_that_suffice():
     ranks = [{"decoded, no loader": [1e-3] * 3, "0 workers": [2e-3] * 3, "2 workers": [1e-3] * 3}]
     found = input.evaluate(ranks * 2, 4, [0, 2], 800)
     assert found["arms"]["2 workers"]["images_per_second"]["median"] == pytest.approx(2000)
@@ -390,7 +391,7 @@ def test_too_few_images_a_second_are_said():
     assert input.evaluate(ranks, 4, [0, 2], 1001)["enough_workers"] is None
 
 
-def test_the_title_says_what_was_measured_where():
+def test_bench_title_has_world_device_and_backend():
     said = {
         "benchmark": "step",
         "world": {"world_size": 8, "num_nodes": 2},

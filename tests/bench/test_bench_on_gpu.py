@@ -22,7 +22,7 @@ def benches(*words):
     return shown.getvalue(), json.loads(Path("found.json").read_text())
 
 
-def test_a_step_is_that_of_resnet50_in_half_precision(gpu):
+def test_bench_step_of_resnet50_in_half_precision(gpu):
     ((said, found),) = ranks.values(gpu(1, benches, "step", "--batch-size", "16"))
     assert found["model"] in ("resnet50", "small")  # without torchvision the small one
     assert found["precision"] in ("bf16", "fp16")
@@ -33,7 +33,7 @@ def test_a_step_is_that_of_resnet50_in_half_precision(gpu):
     assert "peak memory" in said
 
 
-def test_sums_over_one_gpu(nccl):
+def test_bench_allreduce_over_one_gpu(nccl):
     (said, found), _ = ranks.values(nccl(2, benches, "allreduce", "--sizes", "4,1MB"))
     assert found["transport"] == "nccl"
     for one in found["results"]:
@@ -42,12 +42,12 @@ def test_sums_over_one_gpu(nccl):
     assert "copy GB/s" in said
 
 
-def test_a_state_on_the_gpu_is_saved(gpu):
+def test_bench_checkpoint_of_state_on_gpu(gpu):
     ((_, found),) = ranks.values(gpu(1, benches, "checkpoint", "--size", "10MB"))
     assert found["bytes"] == 10**7
     assert found["pause"]["seconds"]["median"] <= found["arms"]["hpctrain"]["seconds"]["median"]
 
 
-def test_images_are_normalised_on_the_gpu(gpu):
+def test_bench_input_on_gpu(gpu):
     ((_, found),) = ranks.values(gpu(1, benches, "input", "--workers", "0,1", "--batch-size", "8"))
     assert list(found["arms"]) == ["decoded, no loader", "0 workers", "1 worker"]

@@ -9,6 +9,7 @@ import signal
 import launches
 import pytest
 import ranks
+from battery import HOROVOD_SLOW
 
 from hpctrain.bench import allreduce, input, step
 from hpctrain.cli import main
@@ -39,7 +40,8 @@ def told(results):
     return said
 
 
-def test_sums_of_three_ranks(run, tmp_path):
+@HOROVOD_SLOW
+def test_bench_allreduce_of_three_ranks(run, tmp_path):
     words = ("allreduce", "--sizes", "4B,64kB", "--seconds", "0.2", "--json", "found.json")
     said = told(run(3, benches, *words))
     (saved,) = tmp_path.iterdir()
@@ -59,7 +61,8 @@ def test_sums_of_three_ranks(run, tmp_path):
     assert "64 kB" in said
 
 
-def test_steps_of_three_ranks(run, tmp_path):
+@HOROVOD_SLOW
+def test_bench_step_of_three_ranks(run, tmp_path):
     words = ("step", "--batch-size", "2", "--seconds", "0.2", "--json", "found.json")
     said = told(run(3, benches, *words, layout=(2, 1)))
     (saved,) = tmp_path.iterdir()
@@ -73,14 +76,15 @@ def test_steps_of_three_ranks(run, tmp_path):
     assert "Scaling" in said
 
 
-def test_rank_0_alone_writes_checkpoints(tmp_path):
+def test_bench_checkpoint_written_by_rank_0_alone(tmp_path):
     words = ("checkpoint", "--size", "1MB", "--seconds", "0.1", "--run", "shared")
     said = told(ranks.run(3, benches, *words))
     assert f"1 MB, half weights and half momenta, in {tmp_path}/shared" in said
     assert not list(tmp_path.iterdir())
 
 
-def test_images_of_all_ranks_are_added_up(tmp_path):
+@pytest.mark.slow
+def test_bench_input_of_three_ranks(tmp_path):
     words = ("input", "--workers", "0", "--batch-size", "2", "--seconds", "0.1")
     said = told(ranks.run(3, benches, *words))
     assert "2 of a rank in a batch" in said
@@ -95,7 +99,7 @@ def fails(*words, fault=None):
     return code, [line for line in shown.getvalue().splitlines() if "error: " in line]
 
 
-def test_a_mistake_is_told_by_rank_0_alone():
+def test_bench_error_printed_by_rank_0_alone():
     first, *others = ranks.values(ranks.run(3, fails, "checkpoint", "--size", "900TB"))
     assert others == [(2, [])] * 2
     code, (line,) = first
@@ -107,7 +111,8 @@ def measures(fault):
     return fails("allreduce", "--sizes", "4", "--seconds", "30", fault=fault)
 
 
-def test_ranks_that_are_cancelled_leave_together(run, tmp_path):
+@HOROVOD_SLOW
+def test_bench_cancelled_ranks_exit_with_75(run, tmp_path):
     results = run(3, measures, is_cancelled)
     assert results == [("exit", 75)] * 3
     assert not list(tmp_path.iterdir())
@@ -139,7 +144,8 @@ def is_lost(rank):
     allreduce.timed = gone
 
 
-def test_a_rank_that_is_lost_ends_the_others(run):
+@HOROVOD_SLOW
+def test_bench_ends_when_a_rank_is_lost(run):
     first, gone, last = run(3, measures, is_lost)
     assert isinstance(gone, RuntimeError)  # of the test: no result came
     for code, lines in (first, last):
@@ -147,7 +153,9 @@ def test_a_rank_that_is_lost_ends_the_others(run):
         assert len(lines) == 1
 
 
-def test_the_command_takes_the_place_of_the_script(tmp_path):
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_bench_under_hpctrain_run(tmp_path):
     command = [launches.PYTHON, "-m", "hpctrain", "run", "--nproc-per-node", "3"]
     command += ["-m", "hpctrain", "bench", "allreduce", "--sizes", "4", "--seconds", "0.1"]
     done = launches.start(command, tmp_path)
