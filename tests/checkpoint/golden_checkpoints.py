@@ -82,9 +82,9 @@ def train(backend, precision, resume):
             begun = held()
             for _ in run.epochs():
                 for points, targets in run.batches(loader):
-                    points = points + 0.1 * torch.rand(points.shape)
+                    noisy = points + 0.1 * torch.rand(points.shape)
                     with session.autocast():
-                        loss = nn.functional.cross_entropy(model(points), targets)
+                        loss = nn.functional.cross_entropy(model(noisy), targets)
                     session.step(loss)
                     losses.append(loss.item())
                     schedule.step()

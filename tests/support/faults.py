@@ -1,7 +1,9 @@
-"""Runs of survivor.py that are disturbed, and what an undisturbed one left to compare them with.
+"""Runs of survivor.py with faults, and uninterrupted ones to compare them with.
 
 Two runs are the same when final.pt has the same bits, every rank took every step with the same
-samples, random numbers and weights, and the rows of metrics.jsonl agree.
+samples, random numbers and weights, and the rows of metrics.jsonl agree. A deterministic run that
+never resumes ends in the same bits, too: so `same` and `resume` also hold every start to the newest
+checkpoint that it found (`check_begins`), and tests count the steps that were `repeated`.
 """
 
 import json
@@ -20,7 +22,6 @@ from hpctrain import rundir
 OPTIONS = ("--deterministic", "--global-batch", "12", "--checkpoint-every", "5", "--ema", "0.9")
 # What a row of metrics says of the day.
 _OF_THE_DAY = ("time", "samples_per_second", "data_wait")
-_MOST_STARTS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Start:
         return self.verdict[0] if self.verdict else None
 
 
-def start(size, *options, hurt=(), run="run", label=None, env=None, timeout=60.0):
+def start(size, *options, hurt=(), run="run", label=None, env=None, timeout=180.0):
     """Start survivor.py on ranks that are forked, in the current folder.
 
     Args:
@@ -63,14 +64,12 @@ def start(size, *options, hurt=(), run="run", label=None, env=None, timeout=60.0
     return Start(results, rundir.read_verdict(verdict))
 
 
-def go_on(size, *options, **more):
-    """Resume until the run is done; how often that took."""
-    for count in range(1, _MOST_STARTS + 1):
-        resumed = start(size, "--resume", *options, **more)
-        if resumed.code == rundir.DONE:
-            ranks.values(resumed.results)
-            return count
-    raise AssertionError(f"not done after {_MOST_STARTS} starts: {resumed}")
+def resume(size, *options, run="run", **more):
+    """Resume a run in one start, to its end."""
+    resumed = start(size, "--resume", *options, run=run, **more)
+    assert resumed.code == rundir.DONE, resumed
+    ranks.values(resumed.results)
+    check_begins(run)
 
 
 class References:
@@ -100,15 +99,57 @@ class References:
         return self._runs[size, options, hurt]
 
 
-def same(run, reference):
-    """Hold a run to another one, bit for bit."""
+def same(run, reference, twice=None):
+    """Hold a run to another one, bit for bit.
+
+    Args:
+        run: directory of the run with faults.
+        reference: of the other one.
+        twice: steps that it has to have taken a second time (default: any number).
+    """
     mine, its = Path(run), Path(reference)
+    check_begins(mine)
+    assert twice in (None, repeated(mine)), (repeated(mine), begins(mine))
     unlike = sorted(differences(ledger(mine), ledger(its), "ledger"))
     assert not unlike, unlike[:5]
     finals = [torch.load(path / "final.pt", weights_only=True) for path in (mine, its)]
     unlike = sorted(differences(*finals, "final"))
     assert not unlike, unlike[:5]
     assert rows(mine) == rows(its)
+
+
+def begins(run):
+    """The steps at which the starts of a run began that came to their training."""
+    return [line["step"] for line in _lines(Path(run, "begins.jsonl"))]
+
+
+def check_begins(run):
+    """Hold each start to the newest checkpoint it found, and each rank to the steps from there."""
+    run = Path(run)
+    lines = _lines(run / "begins.jsonl")
+    assert lines, f"no start in {run} came to its training"
+    for line in lines:
+        assert line["step"] == line["committed"], f"it did not begin at its checkpoint: {line}"
+    began = {line["start"]: line["step"] for line in lines}
+    for path in run.glob("ledger-*.jsonl"):
+        taken = {}
+        for line in _lines(path):
+            taken.setdefault(line["start"], []).append(line["step"])
+        for number, steps in taken.items():
+            first = began[number]
+            assert steps == list(range(first, first + len(steps))), (path.name, number, steps)
+    said = [line["step"] for line in rundir.RunDirectory(run).lines(run / "starts.jsonl")]
+    assert said[-1] == lines[-1]["step"], (said, lines)
+
+
+def repeated(run):
+    """How many steps were taken more than once, each time counted, by the rank with the most."""
+    steps = ([line["step"] for line in _lines(path)] for path in Path(run).glob("ledger-*.jsonl"))
+    return max(len(taken) - len(set(taken)) for taken in steps)
+
+
+def _lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def last_steps(run):
@@ -149,8 +190,7 @@ def ledger(run):
     starts = {}
     for path in Path(run).glob("ledger-*.jsonl"):
         rank = int(path.stem.partition("-")[2])
-        for text in path.read_text().splitlines():
-            line = json.loads(text)
+        for line in _lines(path):
             starts.setdefault(line["step"], {}).setdefault(line.pop("start"), {})[rank] = line
     return {step: of_step[max(of_step)] for step, of_step in sorted(starts.items())}
 

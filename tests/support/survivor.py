@@ -7,6 +7,8 @@ ledger-RANK.jsonl  a line for each step that a rank has taken: `step` (from 0), 
                    samples, `start` (from 0; of several lines of a step the last start's counts),
                    `draws` and `state`, which say whether this rank's random numbers, weights and
                    buffers are those of another run
+begins.jsonl       a line for each start that came to its training: `start`, the `step` at which it
+                   begins, and the newest step that had a `committed` checkpoint at that time
 final.pt           at the end, whole: model, optimizer, schedule and EMA of rank 0
 
 and takes the options of every training script, and `--fault KIND[=SECONDS]@PLACE[:rankN][:always]`,
@@ -16,7 +18,8 @@ KIND   kill, stop, term, usr1, usr2, int: a signal to this rank, SECONDS later b
        usr2-all, term-all: to all that it has started as well, as Slurm's to a step; kill-parent: to
        the process that started it
        file: the stop file $HPCTRAIN_STOP; request: the file `stop` of the run directory
-       crash: an exception; sleep, gil: for SECONDS, without and with Python's lock held
+       crash: an exception; sleep, gil: for SECONDS, without and with Python's lock held; hold:
+       until somebody makes the file RUN.release
        nan, overflow: a loss of NaN or infinity
 PLACE  N: before the backward pass of step N, from 0; imports, opened, entered: before the session,
        after it, and when the run has resumed; evalN: in the evaluation of epoch N; saveN: in the
@@ -102,6 +105,9 @@ class Fault:
             raise RuntimeError("this script crashes where it is told to")
         elif name == "sleep":
             time.sleep(self.seconds)
+        elif name == "hold":
+            while not Path(f"{self.run}.release").exists():
+                time.sleep(0.01)
         elif name == "gil":
             ctypes.PyDLL(None).sleep(int(self.seconds))
         return {"nan": float("nan"), "overflow": float("inf")}.get(name, 1.0)
@@ -201,20 +207,26 @@ class Counted:
 
 
 class Ledger:
-    """What this rank has consumed, a line for each step.
+    """What this rank has consumed, a line for each step; rank 0 also notes where starts begin.
 
     Args:
         session: of the run.
-        path: the run directory.
+        run: before its first step.
     """
 
-    def __init__(self, session, path):
+    def __init__(self, session, run):
+        path = run.directory.path
         last = -1
         if session.is_main:
-            for ledger in path.glob("ledger-*.jsonl"):
-                starts = [json.loads(line)["start"] for line in ledger.read_text().splitlines()]
+            for file in (*path.glob("ledger-*.jsonl"), *path.glob("begins.jsonl")):
+                starts = [json.loads(line)["start"] for line in file.read_text().splitlines()]
                 last = max([last, *starts])
         self.start = session.sum(last + 1 if session.is_main else 0)
+        if session.is_main:
+            committed = [int(folder.name[5:]) for folder in path.glob("checkpoints/step-*")]
+            begin = {"committed": max(committed, default=0), "step": run.step}
+            with open(path / "begins.jsonl", "a") as file:
+                file.write(json.dumps({"start": self.start, **begin}) + "\n")
         self._file = open(path / f"ledger-{session.world.rank}.jsonl", "a")  # noqa: SIM115
         self._ids, self._draws = [], []
 
@@ -305,7 +317,7 @@ def train(session, args, faults):
     counted = Counted(faults)
     with session.run(state={"schedule": schedule, "counted": counted}, name="survivor") as run:
         counted.run = run
-        ledger = Ledger(session, run.directory.path)
+        ledger = Ledger(session, run)
         faults.at("entered")
         for epoch in run.epochs():
             for images, targets, ids in run.batches(loader):

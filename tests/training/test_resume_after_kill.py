@@ -1,4 +1,4 @@
-"""Kill anything, any time: the run goes on, bit for bit."""
+"""Runs that are killed or stopped resume at their newest checkpoint, bit for bit."""
 
 import importlib.util
 import json
@@ -24,31 +24,33 @@ SIZE = 3
 # A stop is agreed upon about once a second, and where the run saves: here it saves late.
 SLOW = ("--pace", "0.2", "--checkpoint-every", "1000")
 LEFT = [("exit", 0)] * SIZE
+# Steps at which a run saves: each fifth one, and the end of each epoch.
+SAVES = (5, 8, 10, 15, 16, 20)
 
 
 def _slow(*values):
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+    return [pytest.param(*value, marks=pytest.mark.slow) for value in values]
 
 
-def _hurt(name, *faults, marks=()):
+def _fault(name, *faults, marks=()):
     return pytest.param(faults, id=name, marks=marks)
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory):
+def references(tmp_path_factory):
     return faults.References(tmp_path_factory)
 
 
-@pytest.fixture(params=["ddp", *_slow("horovod")])
+@pytest.fixture(params=["ddp", *_slow(("horovod",))])
 def over(request, lacking):
     """Options that choose the backend."""
     if request.param == "horovod" and importlib.util.find_spec("horovod") is None:
-        lacking("horovod", "hpctrain horovod build")
+        lacking("horovod", "no module named horovod")
     return ("--backend", request.param)
 
 
 def _stopped(start, run="run"):
-    """A start that was stopped: all ranks left together, after one checkpoint of one step."""
+    """Return the step of an orderly stop: all ranks left together, after a checkpoint of it."""
     assert start.results == LEFT, start
     assert start.code == rundir.STOPPED, start.verdict
     directory = rundir.RunDirectory(run)
@@ -61,78 +63,122 @@ def _stopped(start, run="run"):
     return summary["step"]
 
 
-@pytest.mark.parametrize("seed", [1, *_slow(*range(2, 51))])
-def test_kill_9_of_a_rank(over, undisturbed, seed):
+def _least_saved(step):
+    """Return the checkpoint that is committed at a step: a save waits for the one before it."""
+    begun = [0, 0, *(save for save in SAVES if save <= step)]
+    return begun[-2]
+
+
+def _kill_a_rank(over, references, seed):
     draw = random.Random(seed)
     options = (*over, "--optimizer", draw.choice(("sgd", "adam")))
     for _ in range(draw.randint(1, 2)):
-        place = f"{draw.randrange(24)}:rank{draw.randrange(SIZE)}"
-        killed = faults.start(
-            SIZE, *options, "--resume", hurt=(f"kill={draw.uniform(0, 0.02):.4f}@{place}",)
-        )
+        step, rank = draw.randrange(24), draw.randrange(SIZE)
+        fault = f"kill={draw.uniform(0, 0.02):.4f}@{step}:rank{rank}"
+        killed = faults.start(SIZE, *options, "--resume", hurt=(fault,))
         if killed.code == rundir.DONE:
             break  # the run was over before the rank was
         assert killed.code in (None, rundir.FAILED)
         assert all(isinstance(result, Exception) for result in killed.results)
     if killed.code != rundir.DONE:
-        assert faults.go_on(SIZE, *options) == 1
-    faults.same("run", undisturbed(SIZE, *options))
+        faults.resume(SIZE, *options)
+        assert faults.begins("run")[-1] >= _least_saved(step)
+    faults.same("run", references(SIZE, *options))
 
 
-@pytest.mark.parametrize("step", [14, *_slow(3)])
-def test_kill_9_of_all_ranks(over, undisturbed, step):
+@pytest.mark.parametrize("over", ["ddp", "horovod"], indirect=True)
+def test_resume_after_kill_9_of_one_rank(over, references):
+    killed = faults.start(SIZE, *over, hurt=("kill@13:rank1",))
+    assert killed.code in (None, rundir.FAILED)
+    assert all(isinstance(result, Exception) for result in killed.results)
+    faults.resume(SIZE, *over)
+    begin = faults.begins("run")[-1]
+    assert begin in (8, 10)
+    faults.same("run", references(SIZE, *over), twice=13 - begin)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 51))
+def test_resume_after_kill_9_of_a_random_rank_at_a_random_time(over, references, seed):
+    _kill_a_rank(over, references, seed)
+
+
+@pytest.mark.parametrize(
+    ("over", "step"),
+    [("ddp", 14), ("horovod", 14), *_slow(("ddp", 3), ("horovod", 3))],
+    indirect=["over"],
+)
+def test_resume_after_kill_9_of_all_ranks(over, references, step):
     killed = faults.start(SIZE, *over, hurt=(f"kill@{step}",))
     assert killed.code is None
-    assert faults.go_on(SIZE, *over) == 1
-    faults.same("run", undisturbed(SIZE, *over))
+    faults.resume(SIZE, *over)
+    begin = faults.begins("run")[-1]
+    assert begin in ((8, 10) if step == 14 else (0,))
+    faults.same("run", references(SIZE, *over), twice=step - begin)
 
 
-@pytest.mark.parametrize("how", ["usr2:1", "file:1", "request:2", *_slow("usr1:0", "term:2")])
-def test_a_stop_saves_one_step_on_all_ranks_and_leaves(over, undisturbed, how):
+@pytest.mark.parametrize(
+    ("over", "how"),
+    [
+        *(("ddp", "usr2:1"), ("horovod", "usr2:1"), ("ddp", "file:1"), ("ddp", "request:2")),
+        *_slow(*(("ddp", how) for how in ("usr1:0", "term:2"))),
+        *_slow(*(("horovod", how) for how in ("file:1", "request:2", "usr1:0", "term:2"))),
+    ],
+    indirect=["over"],
+)
+def test_stop_saves_one_step_on_all_ranks_and_resumes_there(over, references, how):
     kind, rank = how.split(":")
-    stopped = faults.start(SIZE, *over, *SLOW, hurt=(f"{kind}@3:rank{rank}",))
-    assert 3 < _stopped(stopped) < 24
+    stopped = _stopped(faults.start(SIZE, *over, *SLOW, hurt=(f"{kind}@3:rank{rank}",)))
+    assert 3 < stopped < 24
     assert not Path("run/stop").exists()
-    assert faults.go_on(SIZE, *over) == 1
-    faults.same("run", undisturbed(SIZE, *over))
+    faults.resume(SIZE, *over)
+    assert faults.begins("run") == [0, stopped]
+    faults.same("run", references(SIZE, *over), twice=0)
 
 
 @pytest.mark.parametrize(
     "hurt",
     [
-        _hurt("collective", "sleep=1@3:rank1", "usr2=0.3@3:rank0"),
-        _hurt("gathering-a-save", "usr2@save5:rank0", marks=pytest.mark.slow),
-        _hurt("writing-a-save", "usr2=0.003@save5:rank0"),
-        _hurt("evaluation", "usr2@eval0:rank1"),
-        _hurt("its-sum", "sleep=1@eval0:rank2", "usr2=0.3@eval0:rank1", marks=pytest.mark.slow),
-        _hurt("before-the-run", "usr2@opened:rank1"),
-        _hurt("before-the-first-step", "usr2@entered:rank1", marks=pytest.mark.slow),
-        _hurt("before-all", "file@imports:rank0"),
+        _fault("collective", "sleep=1@3:rank1", "usr2=0.3@3:rank0", marks=pytest.mark.slow),
+        _fault("gathering-a-checkpoint", "usr2@save5:rank0", marks=pytest.mark.slow),
+        _fault("writing-a-checkpoint", "usr2=0.003@save5:rank0"),
+        _fault("evaluation", "usr2@eval0:rank1"),
+        _fault(
+            "sum-of-evaluation",
+            "sleep=1@eval0:rank2",
+            "usr2=0.3@eval0:rank1",
+            marks=pytest.mark.slow,
+        ),
+        _fault("before-run", "usr2@opened:rank1"),
+        _fault("before-first-step", "usr2@entered:rank1", marks=pytest.mark.slow),
+        _fault("before-imports", "file@imports:rank0", marks=pytest.mark.slow),
     ],
 )
-def test_a_stop_is_handled_wherever_it_comes(over, undisturbed, hurt):
-    stopped = faults.start(SIZE, *over, hurt=hurt)
-    assert _stopped(stopped) < 24
-    assert faults.go_on(SIZE, *over) == 1
-    faults.same("run", undisturbed(SIZE, *over))
+def test_stop_signal_during(over, references, hurt):
+    stopped = _stopped(faults.start(SIZE, *over, hurt=hurt))
+    assert stopped < 24
+    faults.resume(SIZE, *over)
+    assert faults.begins("run")[-1] == stopped
+    faults.same("run", references(SIZE, *over), twice=0)
 
 
-def test_a_signal_before_the_session_ends_a_start_that_leaves_nothing(undisturbed):
+def test_signal_before_session_ends_a_start_that_leaves_nothing(references):
     killed = faults.start(SIZE, hurt=("usr2@imports",))
     assert killed.verdict is None
     assert not Path("run").exists()
-    assert faults.go_on(SIZE) == 1
-    faults.same("run", undisturbed(SIZE))
+    faults.resume(SIZE)
+    faults.same("run", references(SIZE), twice=0)
 
 
-def test_stops_after_the_last_step_of_an_epoch_and_of_the_run(undisturbed):
+def test_stop_after_last_step_of_an_epoch_and_of_the_run(references):
     for step, end in ((5, 8), (23, 24)):
         stopped = faults.start(
             SIZE, "--resume", "--checkpoint-every", "8", hurt=(f"usr2@{step}:rank1",)
         )
         assert _stopped(stopped) == end
-    assert faults.go_on(SIZE) == 1
-    faults.same("run", undisturbed(SIZE))
+    faults.resume(SIZE)
+    assert faults.begins("run") == [0, 8, 24]
+    faults.same("run", references(SIZE), twice=0)
 
 
 def _in_thread(found, *arguments, **keywords):
@@ -144,57 +190,61 @@ def _in_thread(found, *arguments, **keywords):
     return thread
 
 
-def _refused(start):
+def _check_refused(start):
     assert all(isinstance(result, UsageError) for result in start.results), start
     assert start.code == UsageError.exit_code
 
 
-def _eventually(happened, seconds=30.0):
+def _eventually(happened, seconds=120.0):
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
 
 
-def test_a_second_start_in_the_directory_is_refused_and_the_first_unharmed(undisturbed):
+def test_second_start_in_run_directory_is_refused(references):
     found = []
-    first = _in_thread(found, SIZE, "--pace", "0.1", label="first")
+    first = _in_thread(found, SIZE, hurt=("hold@7:rank0",), label="first")
     try:
-        _eventually(lambda: faults.last_steps("run").get(0, 0) > 6)
+        _eventually(Path("run.faults/hold@7:rank0-of-0").exists)
         second = faults.start(SIZE, "--resume", label="second")
     finally:
+        Path("run.release").touch()
         first.join()
-    _refused(second)
+    _check_refused(second)
     assert found[0].code == rundir.DONE
-    faults.same("run", undisturbed(SIZE))
+    faults.same("run", references(SIZE), twice=0)
 
 
-def test_of_two_starts_at_once_one_is_refused(undisturbed):
+@pytest.mark.slow
+def test_two_starts_at_once_one_is_refused(references):
     found = []
     threads = [_in_thread(found, SIZE, "--pace", "0.02", label=f"{n}") for n in range(2)]
     for thread in threads:
         thread.join()
     refused, done = sorted(found, key=lambda start: start.code == rundir.DONE)
-    _refused(refused)
+    _check_refused(refused)
     assert done.code == rundir.DONE, done
-    faults.same("run", undisturbed(SIZE))
+    faults.same("run", references(SIZE), twice=0)
 
 
-def test_another_world_is_refused_and_elastic_takes_every_sample_that_is_left(undisturbed):
-    whole = faults.consumed(undisturbed(4))
+def test_elastic_resume_takes_every_sample_once(references):
+    whole = faults.consumed(references(4))
     faults.start(4, hurt=("kill@11",))
     for size in (2, 3):
         refused = faults.start(size, "--resume")
-        _refused(refused)
+        _check_refused(refused)
         assert "--elastic" in refused.results[0].fix
     shutil.copytree("run", "also")
     assert faults.start(3, "--elastic", hurt=("kill@17",)).code is None
-    assert faults.go_on(2, "--elastic") == 1
-    assert faults.go_on(3, "--elastic", run="also") == 1
+    faults.resume(2, "--elastic")
+    faults.resume(3, "--elastic", run="also")
+    assert faults.begins("run")[1] == faults.begins("also")[1] in (8, 10)
+    assert faults.begins("run")[2] in (15, 16)
     assert faults.consumed("run") == faults.consumed("also") == whole
 
 
-def test_a_crash_at_the_same_step_every_time_is_given_up(undisturbed):
+def test_repeated_crash_at_one_step_is_given_up(references):
     crashed = []
     for restart in range(8):
         env = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(restart)}
@@ -203,31 +253,34 @@ def test_a_crash_at_the_same_step_every_time_is_given_up(undisturbed):
             break
     assert [start.code for start in crashed] == [rundir.FAILED] * 4 + [rundir.GIVEN_UP]
     assert json.loads(Path("run/summary.json").read_text())["status"] == "given-up"
-    assert faults.go_on(SIZE) == 1
-    faults.same("run", undisturbed(SIZE))
+    faults.resume(SIZE)
+    assert faults.begins("run") == [0, *[10] * 4]
+    faults.same("run", references(SIZE), twice=4 * 2)
 
 
 @pytest.mark.slow
-def test_a_run_that_gets_on_is_never_given_up(undisturbed):
+def test_crashes_with_progress_are_never_given_up(references):
     for restart, step in enumerate((6, 11, 16, 21)):
         env = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(restart)}
         faults.start(SIZE, hurt=(f"crash@{step}",), env=env)
     env = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": "4"}
-    assert faults.go_on(SIZE, env=env) == 1
-    faults.same("run", undisturbed(SIZE))
+    faults.resume(SIZE, env=env)
+    assert faults.begins("run") == [0, 5, 10, 16, 20]
+    faults.same("run", references(SIZE), twice=3)
 
 
-def test_nan_on_one_rank_ends_all_ranks_at_one_step(over, undisturbed):
+def test_nan_on_one_rank_ends_all_ranks_at_one_step(over, references):
     ended = faults.start(SIZE, *over, hurt=("nan@11:rank1",))
     assert all(isinstance(result, NonFiniteError) for result in ended.results), ended
     assert len({result.found for result in ended.results}) == 1
     assert ended.code == NonFiniteError.exit_code
     assert rundir.RunDirectory("run").steps()[-1] == 10
-    assert faults.go_on(SIZE, *over) == 1
-    faults.same("run", undisturbed(SIZE, *over))
+    faults.resume(SIZE, *over)
+    assert faults.begins("run") == [0, 10]
+    faults.same("run", references(SIZE, *over))
 
 
-def test_nan_on_one_rank_is_skipped_by_all_in_fp16(over):
+def test_fp16_nan_on_one_rank_is_skipped_by_all(over):
     skipped = faults.start(SIZE, *over, "--precision", "fp16", hurt=("nan@11:rank1",))
     assert skipped.code == rundir.DONE, skipped
     before, after = (row for row in faults.rows("run") if row["step"] in (11, 12) and "lr" in row)
@@ -235,33 +288,37 @@ def test_nan_on_one_rank_is_skipped_by_all_in_fp16(over):
     assert after["loss_scale"] == before["loss_scale"] / 2
 
 
-def test_an_overflow_across_a_checkpoint(over, undisturbed):
+def test_fp16_resume_between_overflows(over, references):
     overflow = ("overflow@9:always", "overflow@10:always", "overflow@11:always")
     options = (*over, "--precision", "fp16")
     faults.start(SIZE, *options, hurt=(*overflow, "kill@12:rank1"))
-    assert faults.go_on(SIZE, *options, hurt=overflow) == 1
-    faults.same("run", undisturbed(SIZE, *options, hurt=overflow))
+    faults.resume(SIZE, *options, hurt=overflow)
+    assert faults.begins("run") == [0, 10]
+    faults.same("run", references(SIZE, *options, hurt=overflow))
 
 
-@pytest.mark.parametrize("kind", ["term", *_slow("usr2")])
-def test_a_signal_to_all_processes_of_the_step_spares_loader_workers(over, undisturbed, kind):
+@pytest.mark.parametrize("kind", ["term", *_slow(("usr2",))])
+def test_stop_signal_to_all_processes_spares_loader_workers(over, references, kind):
     options = (*over, "--workers", "2", "--context", "fork")
     stopped = faults.start(SIZE, *options, *SLOW, hurt=(f"{kind}-all@3",))
-    assert _stopped(stopped) < 24
-    assert faults.go_on(SIZE, *options) == 1
-    faults.same("run", undisturbed(SIZE, *over))
+    assert 3 < _stopped(stopped) < 24
+    faults.resume(SIZE, *options)
+    faults.same("run", references(SIZE, *over), twice=0)
 
 
-@pytest.mark.parametrize("size", [1, *_slow(SIZE)])
-def test_a_signal_to_all_processes_spares_workers_that_were_spawned(undisturbed, size):
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, SIZE])
+def test_stop_signal_to_all_processes_spares_spawned_loader_workers(references, size):
     options = ("--workers", "1", "--context", "spawn")
-    stopped = faults.start(size, *options, *SLOW, hurt=("usr2-all@3",), timeout=150)
+    stopped = faults.start(size, *options, *SLOW, hurt=("usr2-all@3",))
     assert stopped.code == rundir.STOPPED
-    assert faults.go_on(size, *options, timeout=150) == 1
-    faults.same("run", undisturbed(size))
+    faults.resume(size, *options)
+    faults.same("run", references(size), twice=0)
 
 
-def test_ctrl_c_once_saves_and_leaves_and_twice_leaves(undisturbed):
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_ctrl_c_saves_and_stops_and_twice_ends_at_once(references):
     command = [sys.executable, survivor.__file__, *faults.OPTIONS, "--resume", *SLOW]
 
     def interrupted(step, times):
@@ -274,10 +331,11 @@ def test_ctrl_c_once_saves_and_leaves_and_twice_leaves(undisturbed):
         try:
             mark = Path("run.faults", f"sleep=1@{step}-of-0")
             _eventually(mark.exists)
-            for _ in range(times):
+            os.kill(process.pid, signal.SIGINT)
+            while times > 1 and process.poll() is None:  # two that come at once are one
+                time.sleep(0.2)
                 os.kill(process.pid, signal.SIGINT)
-                time.sleep(0.1)
-            return process.wait(30)
+            return process.wait(120)
         finally:
             process.kill()
             process.wait()
@@ -287,5 +345,5 @@ def test_ctrl_c_once_saves_and_leaves_and_twice_leaves(undisturbed):
     assert rundir.RunDirectory("run").steps()[-1] == saved
     assert 3 < saved < 16
     assert interrupted(saved + 2, 2) == -signal.SIGINT
-    assert faults.go_on(1) == 1
-    faults.same("run", undisturbed(1))
+    faults.resume(1)
+    faults.same("run", references(1))

@@ -1,7 +1,7 @@
-"""Kill anything, any time, on a real Slurm: the run goes on by itself, bit for bit.
+"""Jobs on a real Slurm that are stopped, preempted or lose a host resume by themselves.
 
-The job is sbatch/preemptible.sh around survivor.py, on three hosts. The undisturbed runs to compare
-with have as many ranks on this machine.
+The job is sbatch/preemptible.sh around survivor.py, on three hosts. The uninterrupted runs to
+compare with have as many ranks on this machine.
 """
 
 import importlib.util
@@ -14,6 +14,7 @@ from pathlib import Path
 import faults
 import launches
 import pytest
+import survivor
 
 from hpctrain import rundir
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slurm
 
 SIZE = 3
 SCRIPT = launches.TOP / "sbatch" / "preemptible.sh"
-SURVIVOR = launches.TOP / "tests" / "survivor.py"
+SURVIVOR = Path(survivor.__file__)
 ON_THREE_HOSTS = ("--nodes=3", "--ntasks-per-node=1", "--job-name=survivor")
 # A stop is agreed upon about once a second: slow steps leave it time to come before the end.
 SLOW = ("--pace", "0.4")
@@ -30,7 +31,7 @@ URGENT = ("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null"
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory):
+def references(tmp_path_factory):
     return faults.References(tmp_path_factory)
 
 
@@ -66,9 +67,9 @@ class Job:
         ledger = self.run.path / "ledger-0.jsonl"
         return len(ledger.read_text().splitlines()) if ledger.exists() else 0
 
-    def starts(self):
-        """The steps at which the starts of the run began."""
-        return [line["step"] for line in self.run.lines(self.run.starts)]
+    def begins(self):
+        """The steps at which the starts of the run began to train."""
+        return faults.begins(self.run.path)
 
     def until(self, condition, seconds=120.0):
         """Wait for a moment of the job."""
@@ -98,29 +99,24 @@ def submit(cluster):
     return submit
 
 
-def finished(job, undisturbed, options=()):
-    """The run in the job's directory is as if nothing had happened to it."""
-    faults.same(job.run.path, undisturbed(SIZE, *options))
+def finished(job, references, options=(), twice=None):
+    """Hold the run in the job's directory to one that nothing happened to."""
+    assert len(job.begins()) == 1 or job.begins()[-1] > 0
+    faults.same(job.run.path, references(SIZE, *options), twice)
     assert json.loads(job.run.summary.read_text())["status"] == "done"
     assert not list(Path("runs").glob(f".*-{job.number}-*")), "stop file or verdict left"
 
 
-def nothing_twice(job):
-    """No step was taken a second time: each stop came with a checkpoint of that very step."""
-    assert job.steps() == len(faults.ledger(job.run.path))
-
-
-@pytest.mark.slow
-def test_usr2_to_a_single_rank_stops_all_and_the_job_goes_on_by_itself(submit, undisturbed):
+def test_job_stopped_by_usr2_is_requeued_and_resumes(submit, references):
     short = ("--epochs", "2")
     job = submit(script=(*SLOW, *short, "--fault=usr2@3:rank1"))
     assert job.ended() == ("COMPLETED", 0, 1), job.log
-    finished(job, undisturbed, short)
-    nothing_twice(job)
-    assert len(job.starts()) == 2
+    finished(job, references, short, twice=0)
+    assert len(job.begins()) == 2
 
 
-def test_a_job_that_is_cancelled_in_its_training_stays_so_and_keeps_its_checkpoint(cluster, submit):
+@pytest.mark.slow
+def test_job_cancelled_in_training_stays_cancelled_and_keeps_its_checkpoint(cluster, submit):
     job = submit()
     job.until(job.run.steps)
     cluster.run(["scancel", job.number], check=True)
@@ -131,7 +127,7 @@ def test_a_job_that_is_cancelled_in_its_training_stays_so_and_keeps_its_checkpoi
 
 
 @pytest.mark.slow
-def test_the_next_job_goes_on_where_a_cancelled_one_was(cluster, submit, undisturbed):
+def test_next_job_resumes_a_cancelled_one(cluster, submit, references):
     # In the middle of a save, which ends with the job.
     first = submit(script=(*SLOW, "--fault=sleep=30@save7:rank0"))
     first.until(lambda: list(Path("run.faults").glob("*")))
@@ -141,12 +137,12 @@ def test_the_next_job_goes_on_where_a_cancelled_one_was(cluster, submit, undistu
     # Its lock may be left, and is that of a job that has ended.
     second = submit(script=("--resume",))
     assert second.ended() == ("COMPLETED", 0, 0), second.log
-    finished(second, undisturbed)
-    assert second.starts() == [0, 5]
+    finished(second, references)
+    assert second.begins() == [0, 5]
 
 
 @pytest.mark.slow
-def test_a_job_that_is_cancelled_before_its_next_start_stays_so(cluster, submit):
+def test_job_cancelled_while_requeued_stays_cancelled(cluster, submit):
     job = submit(script=(*SLOW, "--fault=usr2@4"))
     job.until(lambda: job.facts["JobState"] == "PENDING" and job.facts["Restarts"] == "1")
     cluster.run(["scancel", job.number], check=True)
@@ -156,55 +152,50 @@ def test_a_job_that_is_cancelled_before_its_next_start_stays_so(cluster, submit)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signal", ["USR1", "USR2", "TERM"])
-def test_signals_to_the_whole_step_spare_the_loader_workers(cluster, submit, undisturbed, signal):
+def test_signals_to_the_whole_step_spare_loader_workers(cluster, submit, references, signal):
     workers = ("--workers", "2")
     job = submit(script=(*SLOW, *workers))
     job.until(lambda: job.steps() > 3)
     cluster.run(["scancel", f"--signal={signal}", job.number], check=True)
     assert job.ended() == ("COMPLETED", 0, 1), job.log
-    finished(job, undisturbed, workers)
-    nothing_twice(job)
+    finished(job, references, workers, twice=0)
 
 
 @pytest.mark.slow
-def test_a_signal_before_the_ranks_have_imported_anything_is_one_more_start(
-    cluster, submit, undisturbed
-):
+def test_signal_before_imports_requeues(cluster, submit, references):
     job = submit(script=("--fault=sleep=3@imports",))
     job.until(lambda: job.facts["JobState"] == "RUNNING" and "start 0" in job.log)
     time.sleep(1)  # srun has to start the tasks; each imports for seconds
     cluster.run(["scancel", "--signal=USR2", job.number], check=True)
     assert job.ended() == ("COMPLETED", 0, 1), job.log
-    finished(job, undisturbed)
+    finished(job, references)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", ["main", "patient"])
-def test_preemption_by_a_higher_partition(cluster, submit, undisturbed, partition):
+def test_preemption_by_a_higher_partition_requeues(cluster, submit, references, partition):
     job = submit(f"--partition={partition}", "--exclusive")
     job.until(lambda: job.steps() > 3)
     urgent = cluster.run(["sbatch", "--parsable", *URGENT, "--wrap", "sleep 2"], check=True)
     assert job.ended() == ("COMPLETED", 0, 1), job.log
     assert cluster.job(urgent.stdout.strip())["JobState"] == "COMPLETED"
-    finished(job, undisturbed)
-    if partition == "patient":  # with a grace time, in which ranks save and Slurm waits
-        nothing_twice(job)
+    # With a grace time ranks save, and Slurm waits for them.
+    finished(job, references, twice=0 if partition == "patient" else None)
 
 
 @pytest.mark.slow
-def test_a_time_limit_that_is_hit_three_times(submit, undisturbed):
+def test_time_limit_that_is_hit_three_times_requeues(submit, references):
     # Slurm warns up to a minute too early: a limit of one minute would leave time for imports only.
     more = ("--epochs", "9")
     job = submit("--time=2", "--signal=B:USR2@15", script=("--pace", "5", *more))
     ended = job.ended(900)
-    assert ended == ("COMPLETED", 0, len(job.starts()) - 1), job.log
-    assert len(job.starts()) > 3, job.log
-    finished(job, undisturbed, more)
-    nothing_twice(job)
+    assert ended == ("COMPLETED", 0, len(job.begins()) - 1), job.log
+    assert len(job.begins()) > 3, job.log
+    finished(job, references, more, twice=0)
 
 
 @pytest.mark.slow
-def test_a_task_of_an_array_requeues_itself_and_no_other(cluster, submit, undisturbed):
+def test_array_task_requeues_itself_and_no_other(cluster, submit, references):
     # The script has to choose the directory, as it says --run.
     launch = ("srun", "bash", "-c", 'exec "$@" --run "run-$SLURM_ARRAY_TASK_ID"', "task")
     array = submit("--array=3,5", "--output=%A_%a.log", launch=launch)
@@ -213,13 +204,12 @@ def test_a_task_of_an_array_requeues_itself_and_no_other(cluster, submit, undist
     cluster.run(["scancel", "--signal=USR2", three.number], check=True)
     assert three.ended() == ("COMPLETED", 0, 1), three.log
     assert five.ended() == ("COMPLETED", 0, 0), five.log
-    finished(three, undisturbed)
-    finished(five, undisturbed)
-    nothing_twice(three)
+    finished(three, references, twice=0)
+    finished(five, references, twice=0)
 
 
 @pytest.mark.slow
-def test_without_the_right_to_requeue_the_log_has_the_line_to_type(cluster, submit, undisturbed):
+def test_no_requeue_prints_the_command_that_resumes(cluster, submit, references):
     job = submit("--no-requeue", script=(*SLOW, "--fault=usr2@4:rank2"))
     assert job.ended() == ("FAILED", 75, 0), job.log
     assert job.run.steps()[-1] == json.loads(job.run.summary.read_text())["step"]
@@ -231,21 +221,20 @@ def test_without_the_right_to_requeue_the_log_has_the_line_to_type(cluster, subm
     assert done.returncode == 0, done.stderr
     second = Job(cluster, done.stdout.strip())
     assert second.ended() == ("COMPLETED", 0, 0), second.log
-    finished(second, undisturbed)
-    nothing_twice(second)
+    finished(second, references, twice=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["crash", "power_off", "cut"])
 @pytest.mark.parametrize("host", ["node1", "node3"])
-def test_a_lost_host(cluster, submit, undisturbed, loss, host):
+def test_lost_host_requeues_without_it(cluster, submit, references, loss, host):
     job = submit(script=("--pace", "0.8"))
     job.until(lambda: job.steps() > 6)
     assert job.facts["NodeList"] == "node[1-3]"
     getattr(cluster, loss)(host)
     try:
         assert job.ended() == ("COMPLETED", 0, 1), job.log
-        finished(job, undisturbed)
+        finished(job, references)
         last = json.loads(job.run.starts.read_text().splitlines()[-1])
         assert host not in last["world"]["hosts"]
     finally:
@@ -268,7 +257,7 @@ print(executor.submit(survivor.main, sys.argv[1:]).job_id)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signal", ["USR2", "TERM"])
-def test_a_job_of_submitit_is_requeued_by_submitit(cluster, undisturbed, lacking, signal):
+def test_submitit_job_is_requeued_by_submitit(cluster, references, lacking, signal):
     if importlib.util.find_spec("submitit") is None:
         lacking("submitit", "pip install submitit")
     tests = str(SURVIVOR.parent)
@@ -282,8 +271,7 @@ def test_a_job_of_submitit_is_requeued_by_submitit(cluster, undisturbed, lacking
     ended = job.ended()
     logs = "".join(path.read_text() for path in Path("log").glob("*_log.*"))
     assert ended == ("COMPLETED", 0, 1), logs
-    finished(job, undisturbed)
-    nothing_twice(job)
+    finished(job, references, twice=0)
     assert logs.count("Requeued job") == 1
 
 
@@ -291,7 +279,7 @@ BLOCK = re.compile(r"```bash\n(#!/bin/bash\n.*?)```", re.DOTALL)
 
 
 @pytest.mark.slow
-def test_the_script_in_the_docs_with_torchrun(cluster, undisturbed):
+def test_torchrun_script_in_the_docs_requeues(cluster, references):
     text = (launches.TOP / "docs" / "preemption.md").read_text()
     block = BLOCK.search(text)[1]
     script = shlex.join(map(str, (SURVIVOR, *faults.OPTIONS, *SLOW)))
@@ -306,5 +294,4 @@ def test_the_script_in_the_docs_with_torchrun(cluster, undisturbed):
     job.until(lambda: job.steps() > 3)
     cluster.run(["scancel", "--batch", "--signal=USR2", job.number], check=True)
     assert job.ended() == ("COMPLETED", 0, 1), job.log
-    finished(job, undisturbed)
-    nothing_twice(job)
+    finished(job, references, twice=0)
