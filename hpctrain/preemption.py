@@ -63,13 +63,19 @@ class Preemption:
         env: for $HPCTRAIN_STOP and $HPCTRAIN_VERDICT.
         job: the scheduler's, for the end of its time.
         undo: takes what puts the handlers back.
+        clock: seconds since the epoch; a test moves one of its own.
     """
 
     def __init__(
-        self, rank: int, env: Mapping[str, str], job: Allocation | None, undo: ExitStack
+        self,
+        rank: int,
+        env: Mapping[str, str],
+        job: Allocation | None,
+        undo: ExitStack,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._rank, self._env, self._process = rank, env, os.getpid()
-        self._job = job
+        self._job, self._clock = job, clock
         self._end = job.end_time if job is not None else None
         self._of_the_start = Path(env[variables.STOP]) if env.get(variables.STOP) else None
         self._of_the_run: Path | None = None
@@ -124,7 +130,7 @@ class Preemption:
         if any(file and os.path.exists(file) for file in (self._of_the_start, self._of_the_run)):
             self._look_at_the_clock(_STOP_FILE)
             return _STOP_FILE
-        if self._end is not None and time.time() + self._lead() >= self._end:
+        if self._end is not None and self._clock() + self._lead() >= self._end:
             return _TIME_LIMIT
         return None
 
@@ -170,7 +176,7 @@ class Preemption:
         if self._rank > 0 or self._end is None or self._looked:
             return
         self._looked = True
-        left, needed = self._end - time.time(), self._lead()
+        left, needed = self._end - self._clock(), self._lead()
         if left < needed:
             logger.warning(
                 "%s came %.0f s before the end of the job's time, and to stop takes up to %.0f s: "

@@ -20,7 +20,8 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Self
@@ -42,8 +43,9 @@ _ATTEMPTS = 10
 class Lock:
     """The claim of one start to a run directory; made by `take`."""
 
-    def __init__(self, directory: RunDirectory, owner: Owner) -> None:
+    def __init__(self, directory: RunDirectory, owner: Owner, clock: Callable[[], float]) -> None:
         self._path = _path(directory)
+        self._clock = clock
         self._owner = owner
         self._end = threading.Event()
         # The file that is open here, and no other that may follow it under this name.
@@ -52,13 +54,20 @@ class Lock:
         self._thread.start()
 
     @classmethod
-    def take(cls, directory: RunDirectory, job: Allocation | None, env: Mapping[str, str]) -> Self:
+    def take(
+        cls,
+        directory: RunDirectory,
+        job: Allocation | None,
+        env: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Self:
         """Claim a directory, which is made where it is missing. By rank 0, before it is changed.
 
         Args:
             directory: of the run.
             job: the scheduler's.
             env: for the commands that ask Slurm.
+            clock: seconds, for time-outs; a test moves one of its own.
 
         Raises:
             UsageError: another start has it and lives, or may live; or it cannot be written.
@@ -72,10 +81,10 @@ class Lock:
                 seen = look(path)
                 if seen is not None:
                     refuse_living(seen, mine, path, env)
-                with turn(path):
+                with turn(path, clock):
                     now = look(path)
                     if (now and now.mark) == (seen and seen.mark) and put(path, now, text, mine):
-                        return cls(directory, mine)
+                        return cls(directory, mine, clock)
         except OSError as error:
             raise UsageError(
                 f"the run directory {directory.path} cannot be locked: {error}",
@@ -96,7 +105,7 @@ class Lock:
             ReplacedError: it belongs to another start by now; nothing may be committed.
             CheckpointError: nobody can say whose it is.
         """
-        with turn(self._path):
+        with turn(self._path, self._clock):
             self._refuse_fenced()
             yield
 
@@ -106,7 +115,7 @@ class Lock:
             return
         self._end.set()
         self._thread.join(timeout=1.0)  # renewing may hang with a file system
-        with contextlib.suppress(OSError), turn(self._path):
+        with contextlib.suppress(OSError), turn(self._path, self._clock):
             os.close(self._file)
             seen = look(self._path)
             if seen and seen.owner and seen.owner.token == self._owner.token:

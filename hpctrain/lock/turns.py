@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hpctrain.lock.record import CAREFULLY
@@ -18,11 +18,15 @@ _POLL = 0.05
 
 
 @contextlib.contextmanager
-def turn(path: Path) -> Iterator[None]:
+def turn(path: Path, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Let one process at a time look at the lock file and act upon it.
 
     By flock(2) of a file beside it. File systems without it (some of NFS, Lustre by default) leave
     a moment in which two starts may act at once; the token then decides who may commit.
+
+    Args:
+        path: of the lock file.
+        clock: for the time-out; a test moves one of its own.
 
     Raises:
         OSError: from what is done meanwhile.
@@ -34,7 +38,7 @@ def turn(path: Path) -> Iterator[None]:
         yield
         return
     try:
-        _wait(file, path)
+        _wait(file, path, clock)
         yield
     finally:
         # Closing is not enough: a child that was forked meanwhile has the file open as well.
@@ -43,9 +47,9 @@ def turn(path: Path) -> Iterator[None]:
         os.close(file)
 
 
-def _wait(file: int, path: Path) -> None:
-    end = time.monotonic() + _TURN
-    while time.monotonic() < end:
+def _wait(file: int, path: Path, clock: Callable[[], float]) -> None:
+    end = clock() + _TURN
+    while clock() < end:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return

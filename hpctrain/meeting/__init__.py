@@ -21,6 +21,7 @@ The messages are lines of JSON:
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from hpctrain.meeting.boards import Board
 from hpctrain.meeting.guest import Guest
 from hpctrain.meeting.host import Host
 from hpctrain.meeting.interfaces import address_on
-from hpctrain.meeting.messages import GRACE_SECONDS, Announce, Credentials, Entry
+from hpctrain.meeting.messages import GRACE_SECONDS, Announce, Clock, Credentials, Entry
 from hpctrain.meeting.place import LOOPBACK, ports
 from hpctrain.meeting.roll import Roll, call_roll
 from hpctrain.world import World
@@ -72,6 +73,7 @@ def meet(
     check: Callable[[Roll], None] = lambda _: None,
     store: Board | None = None,
     folder: Path | None = None,
+    clock: Clock = time.monotonic,
 ) -> Meeting:
     """Wait for all ranks of the world, and learn who they are.
 
@@ -89,6 +91,7 @@ def meet(
         store: the launcher's own store, as a place to leave word.
         folder: on a file system that all hosts share: a word of rank 0 is left there for as long
             as the meeting takes, where nothing else leads to it.
+        clock: seconds, for every time-out; a test moves one of its own.
 
     Raises:
         StartError: a rank did not come, was lost, or rank 0 cannot be found.
@@ -114,11 +117,11 @@ def meet(
     else:
         board = None if world.on_one_host else boards.choose(world, point, store, folder)
         if world.rank == 0:
-            host = Host(world, point, credentials, entry, board, timeout, announce, check)
+            host = Host(world, point, credentials, entry, board, timeout, announce, check, clock)
             roll, nonce, listener = host.gather()
         else:
             patience = timeout + GRACE_SECONDS
-            guest = Guest(world, point, credentials, entry, board, patience, announce)
+            guest = Guest(world, point, credentials, entry, board, patience, announce, clock)
             roll, nonce = guest.join()
     completed = world.completed(roll.hosts, roll.host_of_rank)
     return Meeting(completed, roll, nonce, listener, store)

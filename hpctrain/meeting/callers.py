@@ -4,7 +4,6 @@ import errno
 import hashlib
 import selectors
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +13,7 @@ from hpctrain.launchers.base import is_loopback
 from hpctrain.meeting.messages import (
     LONGEST_GREETING,
     LONGEST_HELLO,
+    Clock,
     Credentials,
     decode,
     encode,
@@ -38,7 +38,7 @@ class Caller:
 
     Attributes:
         connection: to it.
-        came: when, by `time.monotonic`.
+        came: when, by the clock.
         peer, own: its address, and the one that it called.
         challenges: its own and rank 0's, from the moment that it greeted.
         proved: that it belongs to this start.
@@ -65,6 +65,7 @@ class Callers:
         ranks: how many may come.
         arrived: called with a caller that has proved itself and its word.
         left: called with a caller of those that is gone.
+        clock: for every time-out.
 
     Attributes:
         trouble: why somebody could not be let in, or "".
@@ -77,6 +78,7 @@ class Callers:
         ranks: int,
         arrived: Callable[[Caller, str], None],
         left: Callable[[Caller], None],
+        clock: Clock,
     ) -> None:
         self.trouble = ""
         self._listener = listener
@@ -85,6 +87,7 @@ class Callers:
         self._most_strangers = _STRANGERS + ranks
         self._arrived = arrived
         self._left = left
+        self._clock = clock
         self._strangers: dict[Caller, None] = {}  # a dict keeps the order in which they came
         self._ranks: dict[Caller, None] = {}
         self._selector = selectors.DefaultSelector()
@@ -115,7 +118,7 @@ class Callers:
             # An action before may have closed it.
             if not isinstance(key.fileobj, int) and key.fileobj.fileno() >= 0:
                 key.data(events)
-        now = time.monotonic()
+        now = self._clock()
         if self._full_until is not None and now > self._full_until:
             self._full_until = None
             self._listen()
@@ -147,12 +150,12 @@ class Callers:
             caller.has_heard = False
             proof = self._credentials.proof("message", "".join(caller.challenges or ()), digest)
             self._queue(caller, encode({"proof": proof}), line)
-        limit = time.monotonic() + patience
-        while callers and time.monotonic() < limit:
+        limit = self._clock() + patience
+        while callers and self._clock() < limit:
             last = callers[-1]
             owes = last.unsent or (heard and not last.has_heard)
             if owes and last.connection.fileno() >= 0:
-                self.attend(min(limit - time.monotonic(), _FULL_SECONDS))
+                self.attend(min(limit - self._clock(), _FULL_SECONDS))
             else:
                 callers.pop()  # who is done stays done: nobody is looked at again
 
@@ -191,7 +194,7 @@ class Callers:
                 self._make_room(listener)
             return  # or it left before it was let in
         connection.setblocking(False)
-        caller = Caller(connection, time.monotonic(), _plain(peer[0]), _plain(own[0]))
+        caller = Caller(connection, self._clock(), _plain(peer[0]), _plain(own[0]))
         self._strangers[caller] = None
         self.watch(connection, selectors.EVENT_READ, partial(self._serve, caller))
 
@@ -201,7 +204,7 @@ class Callers:
             self.dismiss(stranger)
             return
         self.watch(listener, 0, None)
-        self._full_until = time.monotonic() + _FULL_SECONDS
+        self._full_until = self._clock() + _FULL_SECONDS
 
     def _serve(self, caller: Caller, events: int) -> None:
         if events & selectors.EVENT_WRITE:

@@ -4,7 +4,6 @@ import hashlib
 import ipaddress
 import json
 import selectors
-import time
 from collections import deque
 from typing import Any, BinaryIO
 
@@ -19,6 +18,7 @@ from hpctrain.meeting.messages import (
     LONGEST_LINE,
     NEWS_SECONDS,
     Announce,
+    Clock,
     Credentials,
     Entry,
     decode,
@@ -59,6 +59,7 @@ class Guest:
         board: where rank 0 leaves word, or None.
         timeout: seconds until it gives up.
         announce: called with a line for people when waiting takes long.
+        clock: for every time-out.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Guest:
         board: Board | None,
         timeout: float,
         announce: Announce,
+        clock: Clock,
     ) -> None:
         self.world = world
         self.credentials = credentials
@@ -77,6 +79,7 @@ class Guest:
         self.board = board
         self.timeout = timeout
         self.announce = announce
+        self.clock = clock
         self.hosts = hosts_to_ask(world, point)
         self.names = Names(point.host, point.pretended or bool(world.on_one_host))
         self.ports = ports(point)
@@ -87,7 +90,7 @@ class Guest:
         self.gone = ""  # what became of a rank 0 that was there
         self.word: list[tuple[str, int]] = []
         self.next_look = self.next_try = 0.0
-        self.began = time.monotonic()
+        self.began = self.clock()
         self.deadline = self.began + timeout
         self.hopeful = self.began + _HOPELESS_SECONDS
 
@@ -106,15 +109,15 @@ class Guest:
                 if outcome is not None:
                     return outcome
                 # It may have been the last moment of an earlier start, but that does not last.
-                self.deadline = min(self.deadline, time.monotonic() + _HOPELESS_SECONDS)
+                self.deadline = min(self.deadline, self.clock() + _HOPELESS_SECONDS)
 
     def _find(self) -> tuple[Knock, str]:
         """A connection to rank 0, which has proved that it is, and its challenge."""
-        news = time.monotonic() + NEWS_SECONDS
+        news = self.clock() + NEWS_SECONDS
         pause, rest = _PAUSES[0], 0.0
         places: deque[tuple[str, int]] = deque()
         try:
-            while (now := time.monotonic()) < self.deadline:
+            while (now := self.clock()) < self.deadline:
                 if not places and now >= rest:
                     places.extend(self._places())
                     # Many ranks may ask many hosts.
@@ -126,7 +129,7 @@ class Guest:
                 wake = rest
                 if places:
                     wake = self.next_try if room else now + _HEAD_START_SECONDS
-                wait = max(0.0, min(wake, self.deadline) - time.monotonic())
+                wait = max(0.0, min(wake, self.deadline) - self.clock())
                 for key, _ in self.selector.select(wait):
                     found = self._hear(key.data)
                     if found is not None:
@@ -144,11 +147,11 @@ class Guest:
 
     def _places(self) -> list[tuple[str, int]]:
         """Where to knock in the next round: where the board says, then port by port all hosts."""
-        if self.board is not None and time.monotonic() >= self.next_look:
+        if self.board is not None and self.clock() >= self.next_look:
             self._look()
         found = [address for _, address in self.names.resolve(self.hosts)]
         if found or self.board is not None:
-            self.hopeful = time.monotonic() + _HOPELESS_SECONDS
+            self.hopeful = self.clock() + _HOPELESS_SECONDS
         ports = self.ports
         if len(found) > _FEW_ADDRESSES and len(ports) > 1:
             # The first port is free nearly always: it is asked in each round, the others in turn.
@@ -165,19 +168,19 @@ class Guest:
             self.word = _read_word(said) if said else []
         except (KeyError, TypeError, ValueError):
             self.word = []  # somebody else's, or half of one
-        self.next_look = time.monotonic() + _BOARD_SECONDS[bool(self.word)]
+        self.next_look = self.clock() + _BOARD_SECONDS[bool(self.word)]
 
     def _try(self, place: tuple[str, int]) -> None:
         """Begin to connect."""
         try:
-            attempt = Knock(place, self.credentials)
+            attempt = Knock(place, self.credentials, self.clock)
         except OSError as error:
             self.answers[place] = error.strerror or str(error)
-            self.next_try = time.monotonic() + _BRAKE_SECONDS
+            self.next_try = self.clock() + _BRAKE_SECONDS
             return
         self.attempts[place] = attempt
         self.selector.register(attempt.connection, attempt.awaits, attempt)
-        self.next_try = time.monotonic() + _HEAD_START_SECONDS
+        self.next_try = self.clock() + _HEAD_START_SECONDS
 
     def _hear(self, attempt: Knock) -> tuple[Knock, str] | None:
         """Go on with an attempt; the connection and the challenge if it leads to rank 0."""
@@ -205,7 +208,7 @@ class Guest:
         return len(self.attempts) < _ATTEMPTS
 
     def _drop_old(self) -> None:
-        limit = time.monotonic() - _ATTEMPT_SECONDS
+        limit = self.clock() - _ATTEMPT_SECONDS
         for attempt in [one for one in self.attempts.values() if one.began < limit]:
             self._drop(attempt, "no answer")
 
@@ -214,7 +217,7 @@ class Guest:
         self.selector.unregister(attempt.connection)
         attempt.connection.close()
         del self.attempts[attempt.place]
-        self.next_try = time.monotonic() + _BRAKE_SECONDS
+        self.next_try = self.clock() + _BRAKE_SECONDS
 
     def _talk(self, knock: Knock, challenge: str) -> tuple[Roll, str] | None:
         """Say who this is, and wait for the roll; None where the connection was lost."""
@@ -274,7 +277,7 @@ class Guest:
         return "; ".join(said) or "no answer yet"
 
     def _lost(self) -> StartError:
-        waited = time.monotonic() - self.began
+        waited = self.clock() - self.began
         where = ", ".join(self.hosts[:8]) + (", …" if len(self.hosts) > 8 else "")
         return StartError(
             f"rank {self.world.rank} on {self.entry['host']} did not find rank 0"

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import socket
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -20,6 +19,7 @@ from hpctrain.meeting.messages import (
     GRACE_SECONDS,
     NEWS_SECONDS,
     Announce,
+    Clock,
     Credentials,
     Entry,
     encode,
@@ -51,6 +51,7 @@ class Host:
         announce: called with a line for people when waiting takes long.
         check: what is done with the roll before anybody else gets it; what it raises is told to
             all.
+        clock: for every time-out.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Host:
         timeout: float,
         announce: Announce,
         check: Callable[[Roll], None],
+        clock: Clock,
     ) -> None:
         self.world = world
         self.pretended = point.pretended
@@ -71,6 +73,7 @@ class Host:
         self.timeout = timeout
         self.announce = announce
         self.check = check
+        self.clock = clock
         self.nonce = Credentials.challenge()
         self.entries: dict[int, Entry] = {0: entry}
         self.lost: dict[int, str] = {}  # ranks that came and went, and their hosts
@@ -81,7 +84,7 @@ class Host:
         if self.listener is not None:
             self.ports.append(self.listener.getsockname()[1])
         self.callers = Callers(
-            self.listener, credentials, world.world_size, self._arrived, self._left
+            self.listener, credentials, world.world_size, self._arrived, self._left, clock
         )
         self._look_for_twins(taken)
 
@@ -124,8 +127,8 @@ class Host:
             ContradictionError: it is a twin.
             StartError: it is anybody else.
         """
-        limit = time.monotonic() + _LINGER_SECONDS
-        while (left := limit - time.monotonic()) > 0 and self.callers.watches:
+        limit = self.clock() + _LINGER_SECONDS
+        while (left := limit - self.clock()) > 0 and self.callers.watches:
             self.callers.attend(left)
         only = len(self.ports) == 1
         raise StartError(
@@ -145,8 +148,8 @@ class Host:
         self.callers.deliver(self.refusal, GRACE_SECONDS)
         if not isinstance(error, ContradictionError):
             return
-        limit = time.monotonic() + _LINGER_SECONDS
-        while self._absent() and (left := limit - time.monotonic()) > 0:
+        limit = self.clock() + _LINGER_SECONDS
+        while self._absent() and (left := limit - self.clock()) > 0:
             self.callers.attend(left)
 
     def _look_for_twins(self, places: Sequence[tuple[str, int]]) -> None:
@@ -156,7 +159,7 @@ class Host:
         """
         for place in places:
             with contextlib.suppress(OSError):
-                knock = Knock(place, self.credentials)
+                knock = Knock(place, self.credentials, self.clock)
                 self.callers.watch(knock.connection, knock.awaits, partial(self._twin, knock))
 
     def _twin(self, knock: Knock, _events: int) -> None:
@@ -202,10 +205,10 @@ class Host:
             ) from None
 
     def _wait(self) -> None:
-        started = time.monotonic()
+        started = self.clock()
         news = started + NEWS_SECONDS
         while len(self.entries) < self.world.world_size:
-            now = time.monotonic()
+            now = self.clock()
             if now >= started + self.timeout:
                 raise self._missing()
             if now >= news:

@@ -4,9 +4,8 @@ import errno
 import os
 import selectors
 import socket
-import time
 
-from hpctrain.meeting.messages import LONGEST_GREETING, Credentials, decode, encode
+from hpctrain.meeting.messages import LONGEST_GREETING, Clock, Credentials, decode, encode
 
 __all__ = ["Knock"]
 
@@ -17,21 +16,22 @@ class Knock:
     Args:
         place: address and port.
         credentials: of the start.
+        clock: tells when it began.
 
     Attributes:
         connection: to whoever is there.
         place: as given.
         challenge: what whoever is there has to answer.
-        began: when, by `time.monotonic`.
+        began: when, by the clock.
         awaits: the event of `selectors` after which `go_on` has something to do.
 
     Raises:
         OSError: there is no way to that address.
     """
 
-    def __init__(self, place: tuple[str, int], credentials: Credentials) -> None:
+    def __init__(self, place: tuple[str, int], credentials: Credentials, clock: Clock) -> None:
         self.place = place
-        self.began = time.monotonic()
+        self.began = clock()
         self.awaits = selectors.EVENT_WRITE
         self._credentials = credentials
         self.challenge = Credentials.challenge()

@@ -17,6 +17,7 @@ __all__ = [
     "LONGEST_LINE",
     "NEWS_SECONDS",
     "Announce",
+    "Clock",
     "Credentials",
     "Entry",
     "decode",
@@ -37,6 +38,7 @@ NEWS_SECONDS = 10.0
 
 Entry = dict[str, Any]
 Announce = Callable[[str], None]
+Clock = Callable[[], float]
 
 
 class Credentials:

@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,8 +42,8 @@ class _Watched:
     beat: int = 0
     silence: float = 0.0
 
-    def look(self, elapsed: float) -> None:
-        """See how it is, `elapsed` seconds after the look before."""
+    def look(self, now: float, elapsed: float) -> None:
+        """See how it is now, `elapsed` seconds after the look before."""
         before, last = self.state, self.beat
         self.step, self.phase, self.beat = slots.PLACE.unpack(
             os.pread(self.slot, slots.PLACE.size, 0)
@@ -51,7 +51,7 @@ class _Watched:
         self.state = self.process.state()
         # Only time in which this process was awake counts: a job may be suspended as a whole.
         if self.beat != last:
-            self.silence = min(elapsed, max(0.0, (time.monotonic_ns() - self.beat) / 1e9))
+            self.silence = min(elapsed, max(0.0, now - self.beat / 1e9))
         else:
             self.silence += elapsed
         if before == "T" != self.state:
@@ -73,10 +73,11 @@ class Watch:
 
     Args:
         folder: with the slots of its ranks.
+        clock: seconds, as `time.monotonic` has them; a test moves one of its own.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._clock = folder, clock
         settings = slots.read_settings(folder)
         self._host, self._hosts = settings["host"], settings["hosts"]
         self._world_size: int = settings["world_size"]
@@ -90,6 +91,7 @@ class Watch:
         self._expected: int | None = settings["local_world_size"]
         self._ranks: dict[str, _Watched] = {}
         self._posted: float | None = None  # when the others were told of silence
+        self._last = clock()  # when it looked at the ranks
         self._suspended = False  # whether all ranks of the run were stopped
         self._files, self._voice = Aside(), Aside()
 
@@ -99,18 +101,19 @@ class Watch:
         if self._first:
             self._files(self._board.clear, _SECONDS_FOR_FILES)
         slots.remove_stale()
-        last = time.monotonic()
-        while True:
-            self._find()
-            now = time.monotonic()
-            self._look(min(now - last, 2 * self._interval))
-            last = now
-            if not any(one.inside for one in self._ranks.values()):
-                if self._leave():
-                    return
-                continue
-            self._consider()
+        while not self.turn():
             self._sleep()
+
+    def turn(self) -> bool:
+        """Look at the ranks once, and act on it; whether no rank is left to watch."""
+        self._find()
+        now = self._clock()
+        self._look(now, min(now - self._last, 2 * self._interval))
+        self._last = now
+        if not any(one.inside for one in self._ranks.values()):
+            return self._leave()
+        self._consider()
+        return False
 
     def _sleep(self) -> None:
         """Until the next look; less where a rank ends or leaves."""
@@ -136,11 +139,11 @@ class Watch:
         if len(self._ranks) == self._expected:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _look(self, elapsed: float) -> None:
+    def _look(self, now: float, elapsed: float) -> None:
         for one in self._ranks.values():
             lived = one.inside
             if lived:
-                one.look(elapsed)
+                one.look(now, elapsed)
             if lived and not one.state and one.phase != CLOSED:
                 self._note(
                     f"rank {one.facts.rank} is gone, process {one.facts.pid}, at "
@@ -171,7 +174,7 @@ class Watch:
             return
         judged = False
         if not self._alone():
-            now = time.monotonic()
+            now = self._clock()
             if self._posted is None or now - self._posted > self._timeout / _LOOKS:
                 self._posted = now
                 self._post()

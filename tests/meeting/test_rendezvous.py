@@ -1,5 +1,6 @@
-"""Ranks find each other, count each other, and say who is missing."""
+"""Rendezvous: ranks find each other, agree on a roster, and name who is missing."""
 
+import contextlib
 import dataclasses
 import errno
 import gc
@@ -15,6 +16,7 @@ import uuid
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,11 +24,20 @@ from hpctrain import meeting
 from hpctrain.errors import CheckpointError, ContradictionError, StartError, UsageError
 from hpctrain.launchers.base import MeetingPoint, Store
 from hpctrain.meeting import interfaces, meet, ports
-from hpctrain.meeting.messages import Credentials, encode, keep_alive, pack, unpack
+from hpctrain.meeting.messages import (
+    NEWS_SECONDS,
+    Credentials,
+    encode,
+    keep_alive,
+    pack,
+    unpack,
+)
 from hpctrain.world import World
 
 HOME = "127.0.0.1"
-PATIENCE = 20.0  # seconds until a hang is called one; nothing that works comes near it
+PATIENCE = 60.0  # seconds until a hang is called one; nothing that works comes near it
+NEVER = 1e9  # a time-out that runs out only where a test moves a clock by as much
+EARLY = 11.0  # by so much, as often as it takes, where a client is to end long before NEVER
 
 
 def meeting_point(host="a", key=None, port=None):
@@ -93,9 +104,7 @@ def introduced(point, rank, size, secret="", host="a"):
     """A connection to rank 0 that has said who it is, by the protocol alone."""
     credentials = Credentials(point.key, secret)
     with knock(ports(point)[0]) as connection, connection.makefile() as reader:
-        connection.sendall(encode({"start": credentials.start, "challenge": "mine"}))
-        answer = json.loads(reader.readline())
-        assert credentials.proves(answer["proof"], "host", "mine")
+        answer = greet(credentials, connection, reader)
         place = {
             "local_rank": rank if host == "a" else 0,
             "node_rank": None,
@@ -106,20 +115,83 @@ def introduced(point, rank, size, secret="", host="a"):
         hello = json.dumps([rank, size, entry])
         proof = credentials.proof("guest", answer["challenge"], hello)
         connection.sendall(encode({"hello": hello, "proof": proof}))
+        # When rank 0 answers somebody else, it has read what came before.
+        with knock(ports(point)[0]) as other, other.makefile() as answers:
+            greet(credentials, other, answers)
         yield reader
+
+
+def greet(credentials, connection, reader):
+    """Greet rank 0, and return its answer."""
+    connection.sendall(encode({"start": credentials.start, "challenge": "mine"}))
+    answer = json.loads(reader.readline())
+    assert credentials.proves(answer["proof"], "host", "mine")
+    return answer
+
+
+def until(condition, meanwhile=lambda: None):
+    """Wait for a condition; what is done meanwhile may bring it about."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come"
+        meanwhile()
+        time.sleep(0.005)
+
+
+class Server:
+    """Rank 0 in a thread, on a clock that stands still until it is moved."""
+
+    def __init__(self, start, size, point):
+        self.clock, self.point, self.news = Clock(), point, []
+        self.thread = start(
+            World(0, size, 0), point, timeout=NEVER, announce=self.news.append, clock=self.clock
+        )
+
+    def move(self, seconds):
+        """Move the clock, and wake rank 0 by connections that say nothing."""
+        self.clock.move(seconds)
+        for port in ports(self.point)[:2]:
+            with contextlib.suppress(OSError):
+                socket.create_connection((HOME, port), timeout=PATIENCE).close()
+
+    def waits_for(self, ranks):
+        """Return when rank 0 announces that it waits for these ranks and no others."""
+        self.news.clear()
+        until(
+            lambda: any(line.startswith(f"waiting for {ranks} of ") for line in self.news),
+            lambda: self.move(NEWS_SECONDS / 4),  # who has just connected may stay for 10 s
+        )
+
+    def end(self, seconds):
+        """Move the clock so far, as often as rank 0 needs to end."""
+        until(lambda: not self.thread.is_alive(), lambda: self.move(seconds))
+
+
+class Client:
+    """A rank above 0 in a thread, on a clock that runs and is moved."""
+
+    def __init__(self, start, world, point, **more):
+        self.clock, self.news = Clock(time.monotonic), []
+        self.thread = start(
+            world, point, timeout=NEVER, announce=self.news.append, clock=self.clock, **more
+        )
+
+    def says(self, text):
+        """Return when it announces some text."""
+        until(
+            lambda: any(text in line for line in self.news),
+            lambda: self.clock.move(NEWS_SECONDS + 1),
+        )
+
+    def end(self, seconds):
+        """Move the clock so far, as often as it needs to end."""
+        until(lambda: not self.thread.is_alive(), lambda: self.clock.move(seconds))
 
 
 def is_sent_away(connection):
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
-        return True
-
-
-def still_there(connection):
-    try:
-        return connection.recv(1) != b""
-    except BlockingIOError:
         return True
 
 
@@ -132,9 +204,7 @@ def still_there(connection):
         ("baaca", (0, 0, 1, 0, 2), (0, 1, 1, 2, 1)),
     ],
 )
-def test_all_ranks_learn_the_same_and_their_worlds_are_complete(
-    start, key, hosts, local_ranks, nodes
-):
+def test_all_ranks_get_the_same_roster_and_a_complete_world(start, key, hosts, local_ranks, nodes):
     meetings = start_all(start, key, hosts, local_ranks)
     names = tuple(dict.fromkeys(hosts))
     for rank, met in enumerate(meetings):
@@ -159,7 +229,7 @@ def test_all_ranks_learn_the_same_and_their_worlds_are_complete(
     socket.create_connection((HOME, roll.port), timeout=PATIENCE).close()
 
 
-def test_the_names_and_numbers_of_the_launcher_count_where_it_has_them(start, key):
+def test_node_ranks_and_hostnames_of_the_launcher_take_precedence(start, key):
     hosts = ("node1", "node2")
     for rank, node in enumerate((1, 0, 1)):
         world = World(rank, 3, rank // 2, (1, 2)[node], node, 2, hosts, "slurm")
@@ -188,7 +258,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("words", STRANGERS.values(), ids=STRANGERS)
-def test_strangers_are_sent_away_and_nobody_waits_for_those_who_say_nothing(start, key, words):
+def test_unknown_peers_are_disconnected_and_silent_ones_delay_nobody(start, key, words):
     point = meeting_point(key=key)
     start(World(0, 2, 0), point)
     with knock(ports(point)[0]) as silent, knock(ports(point)[0]) as stranger:
@@ -228,14 +298,14 @@ def occupied(port, answer):
 
 
 @pytest.mark.parametrize("answer", [None, b"", b"SSH-2.0\r\n", b"{}\n", b"\xff\n"])
-def test_an_occupied_port_is_passed_over_by_all_ranks(start, key, answer):
+def test_occupied_port_is_skipped_by_all_ranks(start, key, answer):
     given_port = ports(meeting_point())[0]
     with occupied(given_port, answer):
         meetings = start_all(start, key, "aab", (0, 1, 0), given_port)
         assert all(met.roll == meetings[0].roll for met in meetings)
 
 
-def test_two_starts_on_one_port_both_finish_and_never_mix(start):
+def test_two_jobs_on_one_port_never_mix(start):
     keys = {job: uuid.uuid4().hex for job in "AB"}
     port = ports(meeting_point())[0]
 
@@ -255,43 +325,49 @@ def test_two_starts_on_one_port_both_finish_and_never_mix(start):
 
 
 @pytest.mark.parametrize(
-    ("came", "named"),
-    [((0, 1, 3), "rank 2 of 4"), ((0, 2), "ranks 1, 3 of 4"), ((0,), "ranks 1, 2, 3 of 4")],
+    ("joined", "named"),
+    [((1, 3), "rank 2"), ((2,), "ranks 1, 3"), ((), "ranks 1, 2, 3")],
 )
-def test_ranks_that_never_come_are_named_to_all_that_did(start, key, came, named):
-    for rank in came:
-        start(World(rank, 4, rank), meeting_point(key=key), timeout=1.0)
+def test_timeout_names_missing_ranks_on_every_rank(start, key, joined, named):
+    server = Server(start, 4, meeting_point(key=key))
+    for rank in joined:
+        start(World(rank, 4, rank), meeting_point(key=key), timeout=NEVER)
+    server.waits_for(named)
+    server.move(NEVER)
     for outcome in start.ended():
         assert isinstance(outcome, StartError)
-        assert outcome.found.startswith(f"{named} did not come")
-        for rank in came:
+        assert outcome.found.startswith(f"{named} of 4 did not come within")
+        for rank in (0, *joined):
             assert f"{rank} on a" in outcome.found
 
 
-def test_a_rank_that_came_and_died_is_missing(start, key):
+def test_timeout_names_rank_that_joined_and_died(start, key):
     point = meeting_point(key=key)
-    start(World(0, 3, 0), point, timeout=1.0)
+    server = Server(start, 3, point)
     with introduced(point, 1, 3):
-        pass
+        server.waits_for("rank 2")
+    server.waits_for("ranks 1, 2")
+    server.move(NEVER)
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
     assert outcome.found.startswith("ranks 1, 2 of 3 did not come")
     assert "rank 1 on a came and was lost" in outcome.found
 
 
-def test_a_rank_that_finds_no_rank_0_says_where_it_looked(start, key, monkeypatch):
-    monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.0)
+def test_client_without_server_says_where_it_looked(start, key):
     point = meeting_point("b", key)
-    start(World(1, 2, 0), point, timeout=0.2)
+    client = Client(start, World(1, 2, 0), point)
+    client.says(f"rank 1 looks for rank 0: {HOME}: ")
+    client.end(NEVER)
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
-    assert outcome.found.startswith("rank 1 on b did not find rank 0 at 127.0.0.1")
+    assert outcome.found.startswith(f"rank 1 on b did not find rank 0 at {HOME}")
     assert str(ports(point)[0]) in outcome.found
     assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fix
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_nobody_told_where_to_meet_say_so_at_once(start, rank):
+def test_missing_main_address_is_refused_at_once(start, rank):
     start(World(rank, 2, 0, launcher="somebody"), MeetingPoint("key", "a"))
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
@@ -299,20 +375,24 @@ def test_ranks_that_nobody_told_where_to_meet_say_so_at_once(start, rank):
     assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fix
 
 
-def test_two_processes_with_one_rank_and_all_others_are_told(start, key, monkeypatch):
-    monkeypatch.setattr(meeting, "GRACE_SECONDS", 1.0)
-    for rank, host in ((0, "a"), (1, "b"), (1, "c")):
-        start(World(rank, 3, 0), meeting_point(host, key), timeout=2.0)
+@pytest.mark.parametrize("hosts", ["bc", "aa"], ids=["two-hosts", "one-hostname-and-pid"])
+def test_duplicate_rank_is_refused_on_every_rank(start, key, hosts):
+    """Two containers may have one host name and one pid, as threads of one process do here."""
+    server = Server(start, 3, meeting_point(key=key))
+    twins = [start(World(1, 3, 0), meeting_point(host, key)) for host in hosts]
+    for twin in twins:
+        start.ended(twin)
+    server.end(NEWS_SECONDS)  # it would go on telling rank 2, which never comes
     for outcome in start.ended():
         assert isinstance(outcome, UsageError)
         assert "two processes say that they are rank 1: " in outcome.found
-        assert "b pid" in outcome.found
-        assert "c pid" in outcome.found
+        assert all(f"{host} pid" in outcome.found for host in hosts)
 
 
-def test_ranks_that_count_differently_are_told(start, key):
-    for rank, size in ((0, 3), (2, 4)):
-        start(World(rank, size, rank), meeting_point("ab"[rank // 2], key))
+def test_different_world_sizes_are_refused_on_every_rank(start, key):
+    server = Server(start, 3, meeting_point(key=key))
+    start.ended(start(World(2, 4, 2), meeting_point("b", key)))
+    server.end(NEWS_SECONDS)
     for outcome in start.ended():
         assert isinstance(outcome, UsageError)
         assert "rank 2 on b says 4 ranks, rank 0 on a says 3" in outcome.found
@@ -320,7 +400,7 @@ def test_ranks_that_count_differently_are_told(start, key):
 
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.parametrize("kind", [UsageError, CheckpointError])
-def test_an_error_that_one_rank_brings_is_raised_by_all(start, key, culprit, kind):
+def test_error_of_one_rank_is_raised_on_every_rank(start, key, culprit, kind):
     error = kind("torch is too old", "torch 2.6", "pip install torch")
     for rank, host in enumerate("aab"):
         point = meeting_point(host, key)
@@ -341,16 +421,14 @@ def test_an_error_that_one_rank_brings_is_raised_by_all(start, key, culprit, kin
         ("aabb", (0, 1, 2, 3), ("rank 2", "local rank 2", "on b")),
     ],
 )
-def test_local_ranks_that_their_hosts_have_no_place_for_are_refused_by_all(
-    start, key, hosts, local_ranks, named
-):
+def test_wrong_local_ranks_are_refused_on_every_rank(start, key, hosts, local_ranks, named):
     for outcome in start_all(start, key, hosts, local_ranks):
         assert isinstance(outcome, UsageError)
         for text in named:
             assert text in outcome.found
 
 
-def test_one_process_meets_nobody_and_opens_no_socket(monkeypatch):
+def test_world_of_one_opens_no_socket(monkeypatch):
     def refuse(*arguments, **keywords):
         raise AssertionError("a socket")
 
@@ -364,7 +442,7 @@ def test_one_process_meets_nobody_and_opens_no_socket(monkeypatch):
 
 
 @given(st.text(), st.none() | st.integers(1, 65535))
-def test_the_ports_to_try_follow_from_the_start_and_stay_out_of_the_way(key, given_port):
+def test_ports_follow_from_the_job_and_avoid_ephemeral_ones(key, given_port):
     point = MeetingPoint(key, "a", port=given_port)
     tried = ports(point)
     assert tried == ports(MeetingPoint(key, "elsewhere", HOME, given_port))
@@ -374,36 +452,39 @@ def test_the_ports_to_try_follow_from_the_start_and_stay_out_of_the_way(key, giv
     assert all(20000 <= port < 32000 for port in tried if port != given_port)
 
 
-def test_jobs_whose_numbers_are_alike_try_other_ports():
+def test_similar_job_ids_get_different_ports():
     first = [ports(MeetingPoint(f"slurm//{job}/0/", "a"))[0] for job in range(100_000, 100_500)]
     assert len(set(first)) > 450
 
 
-def test_without_the_secret_nobody_comes_in_and_it_is_said_why(start, key, monkeypatch):
-    monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.0)
+def test_wrong_secret_is_refused_with_the_reason(start, key):
     points = [dataclasses.replace(meeting_point(key=key), secret=s) for s in ("s3cret", "other")]
-    start(World(0, 2, 0), points[0], timeout=2.0)
-    start(World(1, 2, 1), points[1], timeout=1.0)
+    server = Server(start, 2, points[0])
+    client = Client(start, World(1, 2, 1), points[1])
+    client.says("this start, with another HPCTRAIN_SECRET")
+    client.end(NEVER)
+    server.waits_for("rank 1")
+    server.move(NEVER)
     host, guest = start.ended()
     assert host.found.startswith("rank 1 of 2 did not come")
     assert "this start, with another HPCTRAIN_SECRET" in guest.found
     assert "s3cret" not in f"{points[0]} {host} {guest}"
 
 
-def test_with_the_secret_they_meet_and_no_word_of_it_is_sent(start, key, monkeypatch):
-    monkeypatch.setattr(meeting.host, "GRACE_SECONDS", 0.5)
+def test_rank_that_never_confirms_the_roster_is_named_and_secret_is_never_sent(start, key):
     point = dataclasses.replace(meeting_point(key=key), secret="s3cret")
-    start(World(0, 3, 0), point)
+    server = Server(start, 3, point)
     with introduced(point, 1, 3, "s3cret") as reader:
+        server.waits_for("rank 2")
         start(World(2, 3, 2), point)
         assert "proof" in json.loads(reader.readline())
         said = reader.readline()
         assert "roll" in json.loads(said)
         assert "s3cret" not in said
-    host, guest = start.ended()
-    # The one by hand never said that it had heard.
-    for outcome in (host, guest):
-        assert "rank 1 of 3 came and was lost: the roll was not heard on a" in outcome.found
+        server.end(NEWS_SECONDS)
+    for outcome in start.ended():
+        assert "rank 1" in outcome.found.partition(" of 3 came and ")[0]
+        assert "lost: the roll was not heard on a" in outcome.found
 
 
 @pytest.mark.parametrize(
@@ -417,7 +498,7 @@ def test_with_the_secret_they_meet_and_no_word_of_it_is_sent(start, key, monkeyp
         "x",
     ],
 )
-def test_nonsense_from_one_who_knows_the_start_is_sent_away_too(start, key, hello):
+def test_malformed_hello_is_disconnected(start, key, hello):
     point = meeting_point(key=key)
     start(World(0, 2, 0), point)
     credentials = Credentials(key, "")
@@ -430,7 +511,7 @@ def test_nonsense_from_one_who_knows_the_start_is_sent_away_too(start, key, hell
     assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
 
 
-def test_rank_0_is_found_at_whichever_host_it_is(start, key):
+def test_server_is_found_on_any_host_of_the_job(start, key):
     """On addresses of this machine that stand for hosts; nobody listens on the first ones."""
     hosts = ("127.0.0.9", "127.0.0.8", "127.0.0.7", HOME)
     point = MeetingPoint(key, "a", None, sure=False, others=hosts, pretended=True)
@@ -440,7 +521,7 @@ def test_rank_0_is_found_at_whichever_host_it_is(start, key):
     assert all(met.roll == first.roll for met in others)
 
 
-def test_a_word_on_a_board_leads_to_rank_0_and_is_gone_afterwards(start, key, tmp_path):
+def test_shared_file_leads_to_server_and_is_removed(start, key, tmp_path):
     for rank, host in enumerate("abc"):
         point = MeetingPoint(key, host, "127.0.0.9", sure=False, pretended=True)
         start(World(rank, 3, 0), point, folder=tmp_path / "runs")
@@ -449,18 +530,7 @@ def test_a_word_on_a_board_leads_to_rank_0_and_is_gone_afterwards(start, key, tm
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("word", [b"", b"{", b"[]", b"{}", b'{"addresses": 1, "port": "x"}'])
-def test_half_a_word_is_waited_for(start, key, tmp_path, word):
-    start_name = Credentials(key, "").start
-    (tmp_path / f".meeting-{start_name}").write_bytes(word)
-    point = MeetingPoint(key, "a", None, sure=False, pretended=True)
-    thread = start(World(1, 2, 1), point, folder=tmp_path)
-    start(World(0, 2, 0), point, folder=tmp_path)
-    start.ended(thread)
-    assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
-
-
-def test_a_board_that_cannot_be_written_says_what_to_set(start, key, tmp_path):
+def test_unwritable_shared_folder_is_refused_with_the_fix(start, key, tmp_path):
     (tmp_path / "file").touch()
     point = MeetingPoint(key, "a", None, sure=False)
     start(World(0, 2, 0), point, folder=tmp_path / "file")
@@ -492,7 +562,7 @@ class Rendezvous(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_horovodruns_rendezvous_leads_to_rank_0(start, key):
+def test_horovodrun_key_value_store_leads_to_server(start, key):
     with http.server.ThreadingHTTPServer((HOME, 0), Rendezvous) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         store = Store("horovodrun", HOME, server.server_address[1])
@@ -505,31 +575,29 @@ def test_horovodruns_rendezvous_leads_to_rank_0(start, key):
 
 
 @pytest.mark.parametrize(
-    ("name", "resolves", "said"),
+    ("resolves", "said"),
     [
-        ("node1", OSError(-2, "Name or service not known"), "node1 does not resolve: Name or"),
-        ("node1", ["127.0.1.1"], "node1 resolves to 127.0.1.1, which is this host"),
+        (OSError(-2, "Name or service not known"), "node1 does not resolve: Name or"),
+        (["127.0.1.1"], "node1 resolves to 127.0.1.1, which is this host"),
     ],
+    ids=["unknown", "this-host"],
 )
-def test_a_name_that_leads_nowhere_is_given_up_early_and_named(
-    start, key, monkeypatch, name, resolves, said
-):
+def test_client_gives_up_early_on_unresolvable_hostname(start, key, monkeypatch, resolves, said):
     def getaddrinfo(host, *arguments, **keywords):
         if isinstance(resolves, OSError):
             raise resolves
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, 0)) for a in resolves]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(meeting.guest, "_HOPELESS_SECONDS", 0.2)
-    thread = start(World(1, 2, 0), MeetingPoint(key, "node2.cluster", name))
-    start.ended(thread)
+    client = Client(start, World(1, 2, 0), MeetingPoint(key, "node2.cluster", "node1"))
+    client.end(EARLY)
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
     assert said in outcome.found
     assert "rank 1 on node2.cluster did not find rank 0 at node1" in outcome.found
 
 
-def test_an_own_name_at_127_0_1_1_is_no_hindrance_on_that_host(start, key, monkeypatch):
+def test_own_hostname_at_127_0_1_1_works_on_one_host(start, key, monkeypatch):
     real = socket.getaddrinfo
 
     def getaddrinfo(host, *arguments, **keywords):
@@ -541,24 +609,24 @@ def test_an_own_name_at_127_0_1_1_is_no_hindrance_on_that_host(start, key, monke
     assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
 
 
-def test_a_rank_0_that_dies_is_given_up_soon(start, key, monkeypatch):
-    monkeypatch.setattr(meeting.guest, "_HOPELESS_SECONDS", 0.3)
+def test_client_gives_up_early_where_server_died(start, key):
     point = meeting_point(key=key)
     credentials = Credentials(key, "")
     with socket.create_server((HOME, ports(point)[0])) as dying:
-        start(World(1, 3, 1), point)
+        client = Client(start, World(1, 3, 1), point)
         connection, _ = dying.accept()
         with connection, connection.makefile() as reader:
             said = json.loads(reader.readline())
             proof = credentials.proof("host", said["challenge"])
             connection.sendall(encode({"proof": proof, "challenge": "1"}))
             reader.readline()
+    client.end(EARLY)
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
     assert f"{HOME} answered, then closed the connection" in outcome.found
 
 
-def test_an_interface_that_is_not_there_is_refused_by_all(start, key):
+def test_unknown_network_interface_is_refused_on_every_rank(start, key):
     for rank in range(3):
         interface = "ib7" if rank == 1 else None
         start(
@@ -570,31 +638,32 @@ def test_an_interface_that_is_not_there_is_refused_by_all(start, key):
         assert "lo (127.0.0.1" in outcome.expected
 
 
-def test_where_the_port_alone_names_the_start_no_other_is_tried(start, key):
+def test_fixed_main_port_that_is_taken_is_refused(start, key):
     port = ports(meeting_point())[0]
     point = dataclasses.replace(meeting_point(key=key, port=port), only_port=True)
     assert ports(point) == [port]
-    with socket.create_server((HOME, port)):
-        start(World(0, 2, 0), point)
+    with occupied(port, b""):
+        Server(start, 2, point)
         (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
     assert f"rank 0 can listen on none of the ports {port}" in outcome.found
     assert "MASTER_PORT" in outcome.fix
 
 
-def test_where_the_port_alone_names_the_start_a_second_one_ends_both(start, key):
+def test_two_jobs_with_one_fixed_main_port_are_both_refused(start, key):
     """The second's rank 1 could otherwise have come in the place of the first's."""
     port = ports(meeting_point())[0]
     point = dataclasses.replace(meeting_point(key=key, port=port), only_port=True)
-    start(World(0, 2, 0), point)
+    first = Server(start, 2, point)
     knock(port).close()
-    start(World(0, 2, 0), point)
+    start.ended(start(World(0, 2, 0), point))
+    first.end(NEWS_SECONDS)
     for outcome in start.ended():
         assert isinstance(outcome, UsageError)
         assert "two processes say that they are rank 0: " in outcome.found
 
 
-def test_what_rank_0_finds_wrong_with_the_roll_is_raised_by_all(start, key):
+def test_failed_roster_check_is_raised_on_every_rank(start, key):
     def check(roll):
         raise UsageError(f"{len(roll.entries)} ranks", "other ones", "try again")
 
@@ -610,87 +679,86 @@ def test_what_rank_0_finds_wrong_with_the_roll_is_raised_by_all(start, key):
         min_size=1,
     )
 )
-def test_a_roll_comes_out_as_it_went_in(entries):
+def test_packed_roster_round_trips(entries):
     names = {name for entry in entries for name in entry}
     whole = tuple({name: entry.get(name) for name in names} for entry in entries)
     assert unpack(pack(entries), len(entries)) == whole
 
 
-def test_a_roll_says_once_what_all_have_in_common():
+def test_packed_roster_stores_common_values_once():
     entries = [{"versions": "torch 2.15.0" * 50, "rank": rank} for rank in range(1000)]
     assert len(pack(entries)) < 10 * len(entries)
 
 
-def test_a_rank_whose_connection_is_reset_after_its_word_is_named_to_the_others(
-    start, key, monkeypatch
-):
-    monkeypatch.setattr(meeting.host, "GRACE_SECONDS", 0.5)
-    for rank in range(2):
-        start(World(rank, 3, 0), meeting_point("ab"[rank], key), timeout=3.0)
+def test_rank_that_resets_its_connection_is_named(start, key):
+    server = Server(start, 3, meeting_point(key=key))
+    start(World(1, 3, 0), meeting_point("b", key))
+    server.waits_for("rank 2")
     with introduced(meeting_point("c", key), 2, 3, host="c") as reader:
+        reader.readline()  # the roster is on its way
         reset = struct.pack("ii", 1, 0)
         reader.buffer.raw._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
     for outcome in start.ended():
         assert isinstance(outcome, StartError)
-        # Whichever rank 0 sees first: that all have come, or that one has gone.
-        heard = "rank 2 of 3 came and was lost: the roll was not heard on c" in outcome.found
-        assert heard or "rank 2 on c came and was lost" in outcome.found
+        assert "rank 2 of 3 came and was lost: the roll was not heard on c" in outcome.found
 
 
-def test_two_starts_under_one_name_are_both_refused_and_never_mix(start, key):
+@pytest.mark.parametrize("host", ["b", "a"], ids=["two-hosts", "one-hostname-and-pid"])
+def test_two_jobs_with_one_key_are_both_refused(start, key, host):
     """Two trainings by hand with one MASTER_PORT; the second finds the first one's rank 0."""
     port = ports(meeting_point())[0]
     point = meeting_point(key=key, port=port)
-    start(World(0, 3, 0), point, {"start": "first"})
-    start(World(1, 3, 1), point, {"start": "first"})
+    first = Server(start, 3, point)
+    client = start(World(1, 3, 1), point)
     knock(port).close()
-    start(World(0, 3, 0), dataclasses.replace(point, host="b"), {"start": "second"})
+    second = Server(start, 3, dataclasses.replace(point, host=host))
+    start.ended(client)
+    for server in (first, second):
+        server.end(NEWS_SECONDS)
     for outcome in start.ended():
         assert isinstance(outcome, ContradictionError | UsageError)
         assert "two processes say that they are rank 0: " in outcome.found
-        assert "b pid " in outcome.found
+        assert f"{host} pid " in outcome.found
         assert "a port of its own" in outcome.fix
 
 
 @pytest.mark.parametrize(
-    "word",
+    "text",
     [
-        {"addresses": ["no such host"], "port": 5},
-        {"addresses": [HOME], "port": 99999},
-        {"addresses": [HOME], "port": True},
-        {"addresses": ["fe80::1%nowhere", "::1%x"], "port": 25},
-        {"addresses": "127.0.0.1", "port": 25},
+        *("", "{", "[]", "{}", '{"addresses": 1, "port": "x"}'),
+        *('{"addresses": ["no such host"], "port": 5}', '{"addresses": "127.0.0.1", "port": 25}'),
+        *('{"addresses": ["127.0.0.1"], "port": 99999}', '{"addresses": ["::1"], "port": true}'),
+        '{"addresses": ["fe80::1%nowhere", "::1%x"], "port": 25}',
     ],
 )
-def test_a_word_that_is_nonsense_is_waited_over(start, key, tmp_path, word):
-    path = tmp_path / f".meeting-{Credentials(key, '').start}"
-    path.write_text(json.dumps(word))
+def test_unreadable_shared_file_is_read_again(start, key, tmp_path, text):
+    (tmp_path / f".meeting-{Credentials(key, '').start}").write_text(text)
     point = MeetingPoint(key, "a", None, sure=False, pretended=True)
-    start(World(1, 2, 1), point, folder=tmp_path)
+    client = Client(start, World(1, 2, 1), point, folder=tmp_path)
     start(World(0, 2, 0), point, folder=tmp_path)
+    client.end(1.0)  # from one look to the next are two
     assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
 
 
 @pytest.mark.parametrize(
     "address", ["node..1", ".", "a" * 64, "n\udcff", "fe80::1%nowhere", "fe80::1%lo", "a b"]
 )
-def test_an_address_that_cannot_be_is_named(start, key, monkeypatch, address):
-    monkeypatch.setattr(meeting.guest, "_HOPELESS_SECONDS", 0.1)
-    monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.0)
-    start(World(1, 2, 0), MeetingPoint(key, "b", address), timeout=1.0)
+def test_client_gives_up_early_on_impossible_address(start, key, address):
+    client = Client(start, World(1, 2, 0), MeetingPoint(key, "b", address))
+    client.end(EARLY)
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
     assert f"did not find rank 0 at {address} within" in outcome.found
 
 
-def test_a_secret_of_any_bytes_will_do(start, key):
+def test_secret_may_hold_any_bytes(start, key):
     for rank in range(3):
         point = dataclasses.replace(meeting_point(key=key), secret=os.fsdecode(b"\xff\x80\n"))
         start(World(rank, 3, rank), point)
     assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
 
 
-def test_hosts_of_one_name_that_the_launcher_tells_apart_have_addresses_of_their_own(start, key):
+def test_hosts_with_one_hostname_keep_their_own_addresses(start, key):
     """127.0.0.1 is this machine's only address here, but not every address that it has."""
     for rank in range(3):
         world = World(rank, 3, 0, 1, rank, 3, ("n1", "n2", "n3"), "slurm")
@@ -699,13 +767,12 @@ def test_hosts_of_one_name_that_the_launcher_tells_apart_have_addresses_of_their
     assert first.roll.addresses[0] == "127.0.0.2"
 
 
-def test_a_message_that_was_changed_on_the_way_is_not_believed(start, key, monkeypatch):
+def test_tampered_message_is_ignored(start, key):
     """From one that has rank 0's answers to the challenges, as who relays them would have."""
-    monkeypatch.setattr(meeting.guest, "_HOPELESS_SECONDS", 0.2)
     point = dataclasses.replace(meeting_point(key=key), secret="s3cret")
     credentials = Credentials(key, "s3cret")
     with socket.create_server((HOME, ports(point)[0])) as relay:
-        start(World(1, 2, 1), point)
+        client = Client(start, World(1, 2, 1), point)
         connection, _ = relay.accept()
         with connection, connection.makefile() as reader:
             said = json.loads(reader.readline())
@@ -718,13 +785,14 @@ def test_a_message_that_was_changed_on_the_way_is_not_believed(start, key, monke
             evil = encode({"error": ["evil", "", ""], "code": 2})
             connection.sendall(encode({"proof": proof}) + evil)
             reader.readline()
+    client.end(EARLY)
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
     assert "did not find rank 0" in outcome.found
     assert "evil" not in f"{outcome}"
 
 
-def test_a_rank_0_that_may_open_no_more_files_says_so_and_does_not_spin(start, key, monkeypatch):
+def test_open_files_limit_is_named_without_a_busy_loop(start, key, monkeypatch):
     """A stand-in for a limit that is reached: accept fails as it does then."""
     calls = []
 
@@ -745,15 +813,18 @@ def test_a_rank_0_that_may_open_no_more_files_says_so_and_does_not_spin(start, k
         return real(Full(listener), *more)
 
     monkeypatch.setattr(meeting.host, "Callers", callers)
-    point = meeting_point(key=key)
-    start(World(0, 2, 0), point, timeout=1.0)
+    point, clock = meeting_point(key=key), Clock(time.monotonic)
+    began = time.monotonic()
+    start(World(0, 2, 0), point, timeout=NEVER, clock=clock)
     with knock(ports(point)[0]):
+        until(lambda: len(calls) > 3)
+        clock.move(NEVER)
         (outcome,) = start.ended()
     assert "callers were not let in: Too many open files (ulimit -n)" in outcome.found
-    assert 1 < len(calls) < 30
+    assert len(calls) < 3 + (time.monotonic() - began) / meeting.callers._FULL_SECONDS
 
 
-def test_a_meeting_leaves_no_file_open(start, key, tmp_path):
+def test_rendezvous_leaks_no_file_descriptor(start, key, tmp_path):
     start_all(start, uuid.uuid4().hex, "aab", (0, 1, 0))[0].listener.close()
     gc.disable()
     try:
@@ -767,7 +838,7 @@ def test_a_meeting_leaves_no_file_open(start, key, tmp_path):
         gc.enable()
 
 
-def test_an_interface_of_loopback_is_refused_for_several_hosts(start, key):
+def test_loopback_interface_is_refused_for_several_hosts(start, key):
     for rank, host in enumerate("abc"):
         point = dataclasses.replace(meeting_point(host, key), interface="lo")
         start(World(rank, 3, 0), point)
@@ -777,7 +848,7 @@ def test_an_interface_of_loopback_is_refused_for_several_hosts(start, key):
         assert "HPCTRAIN_INTERFACE" in outcome.fix
 
 
-def test_a_proof_is_good_for_one_thing_alone():
+def test_authentication_answer_is_bound_to_side_challenge_and_text():
     ours = Credentials("key", "secret")
     proof = ours.proof("guest", "challenge", "text")
     assert ours.proves(proof, "guest", "challenge", "text")
@@ -792,7 +863,7 @@ def test_a_proof_is_good_for_one_thing_alone():
     assert len({Credentials.challenge() for _ in range(100)}) == 100
 
 
-def test_what_was_said_before_opens_no_second_meeting(start, key):
+def test_replayed_hello_is_refused(start, key):
     """A hello that somebody recorded, with its proof, to another challenge."""
     point = meeting_point(key=key)
     start(World(0, 2, 0), point)
@@ -813,7 +884,7 @@ def test_what_was_said_before_opens_no_second_meeting(start, key):
     assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
 
 
-def test_each_start_has_a_nonce_of_its_own(start, key):
+def test_every_rendezvous_has_its_own_nonce(start, key):
     nonces = set()
     for _ in range(2):
         met = start_all(start, key, "aab", (0, 1, 0))[-3:]
@@ -823,23 +894,19 @@ def test_each_start_has_a_nonce_of_its_own(start, key):
     assert key not in nonces
 
 
-def test_a_stranger_who_says_nothing_is_sent_away_in_time(start, key, monkeypatch):
-    monkeypatch.setattr(meeting.callers, "_STRANGER_SECONDS", 0.2)
+def test_silent_peer_is_disconnected_after_a_timeout(start, key):
     point = meeting_point(key=key)
-    start(World(0, 3, 0), point)
+    server = Server(start, 3, point)
     with knock(ports(point)[0]) as silent:
         start(World(1, 3, 1), point)
-        # Rank 0 looks at its callers when somebody comes.
-        deadline = time.monotonic() + PATIENCE
-        silent.setblocking(False)
-        while still_there(silent):
-            assert time.monotonic() < deadline, "it may stay"
-            knock(ports(point)[0]).close()
+        server.waits_for("rank 2")
+        server.move(NEWS_SECONDS)
+        assert is_sent_away(silent)
     start(World(2, 3, 2), point)
     assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
 
 
-def test_of_many_strangers_the_oldest_makes_way(start, key, monkeypatch):
+def test_oldest_unknown_peer_is_disconnected_where_there_are_too_many(start, key, monkeypatch):
     monkeypatch.setattr(meeting.callers, "_STRANGERS", 2)
     point = meeting_point(key=key)
     start(World(0, 2, 0), point)
@@ -850,7 +917,7 @@ def test_of_many_strangers_the_oldest_makes_way(start, key, monkeypatch):
         assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
 
 
-def test_a_rank_may_come_again(start, key):
+def test_rank_may_reconnect(start, key):
     """Its first connection was lost on the way, and rank 0 does not know yet."""
     point = meeting_point(key=key)
     start(World(0, 3, 0), point)
@@ -865,7 +932,7 @@ def test_a_rank_may_come_again(start, key):
     assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
 
 
-def test_where_all_ranks_are_on_one_host_nobody_else_can_call(start, key):
+def test_ranks_of_one_host_listen_on_loopback_only(start, key):
     point = MeetingPoint(key, "a")
     start(World(0, 2, 0, num_nodes=1), point)
     knock(ports(point)[0]).close()
@@ -875,7 +942,7 @@ def test_where_all_ranks_are_on_one_host_nobody_else_can_call(start, key):
     assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
 
 
-def test_a_lost_connection_ends_by_itself():
+def test_keepalive_ends_lost_connections():
     with socket.socket() as connection:
         keep_alive(connection)
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -886,7 +953,7 @@ def test_a_lost_connection_ends_by_itself():
         assert 0 < timeout <= 20_000
 
 
-def test_addresses_that_every_host_has_are_told_last(monkeypatch):
+def test_bridge_addresses_are_told_last(monkeypatch):
     found = {
         "docker0": ["172.17.0.1"],
         "lo": ["127.0.0.1", "::1"],
@@ -897,24 +964,21 @@ def test_addresses_that_every_host_has_are_told_last(monkeypatch):
     assert interfaces.reachable() == ["10.0.0.1", "fd00::1", "172.17.0.1", "192.168.122.1"]
 
 
-def test_rank_0_is_found_soon_among_many_hosts_that_refuse(start, key):
+def test_server_is_found_soon_among_many_hosts(start, key):
     """Each of them is asked in every round, on the port that rank 0 nearly always has."""
     hosts = [f"127.0.{n // 200}.{n % 200 + 2}" for n in range(100)]
     point = MeetingPoint(key, "a", None, sure=False, others=(*hosts, HOME), pretended=True)
     asked = []
     real = meeting.guest.Knock
 
-    def knocks(place, credentials):
+    def knocks(place, *more):
         asked.append(place)
-        return real(place, credentials)
+        return real(place, *more)
 
     meeting.guest.Knock = knocks
     try:
         start(World(1, 2, 1), point)
-        deadline = time.monotonic() + PATIENCE
-        while (HOME, ports(point)[0]) not in asked:
-            assert time.monotonic() < deadline, "it was never asked"
-            time.sleep(0.01)
+        until(lambda: (HOME, ports(point)[0]) in asked)
         asked.clear()
         start(World(0, 2, 0), point)
         assert all(isinstance(outcome, meeting.Meeting) for outcome in start.ended())
@@ -922,17 +986,3 @@ def test_rank_0_is_found_soon_among_many_hosts_that_refuse(start, key):
         assert len(asked) <= 2 * 2 * 101
     finally:
         meeting.guest.Knock = real
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_two_containers_with_one_name_and_pid_are_two_processes(start, key, monkeypatch, rank):
-    """Threads of one process have its pid, too."""
-    monkeypatch.setattr(meeting.host, "GRACE_SECONDS", 0.5)
-    point = meeting_point(key=key)
-    start(World(0, 3, 0), point, timeout=3.0)
-    start(World(1, 3, 1), point, timeout=3.0)
-    knock(ports(point)[0]).close()
-    start(World(rank, 3, rank), point, timeout=3.0)
-    for outcome in start.ended():
-        assert isinstance(outcome, UsageError)
-        assert f"two processes say that they are rank {rank}: " in outcome.found
