@@ -84,6 +84,10 @@ def _machine(record: Record) -> str:
     )
 
 
+def _measured(record: Record) -> str:
+    return f"{record['date'][:10]}; {_machine(record)}; {_commit(record)}"
+
+
 def source(record: Record) -> str:
     """Return where and when a record was made, as a line of a page."""
     versions = ", ".join(
@@ -92,7 +96,7 @@ def source(record: Record) -> str:
         if version and name != "hpctrain"
     )
     command = f"`{record['command']}`" if "command" in record else ""
-    parts = (_machine(record), record["date"][:10], _commit(record), versions, command)
+    parts = (_measured(record), versions, command)
     note = f" Note: {record['note']}." if "note" in record else ""
     return f"{'; '.join(filter(None, parts))}.{note}"
 
@@ -184,8 +188,7 @@ def targets(top: Path) -> str:
     rows = []
     for name in sorted({_benchmark(path) for path in folder.glob("*.json")}):
         for record in newest(folder, name):
-            beside = f"{_machine(record)}; {record['date'][:10]}; {_commit(record)}"
-            rows += [(name, *row, beside) for row in verdicts(record)]
+            rows += [(name, *row, _measured(record)) for row in verdicts(record)]
     head = ("benchmark", "of what", "median [95 % interval]", "target", "verdict", "measured")
     return _markdown(head, rows)
 
@@ -207,8 +210,7 @@ def reliability(section: str, top: Path) -> str:
             row["runs"],
             row["result"],
             f"{row['seconds']:.0f}" if "seconds" in row else "",
-            f"{row['date'][:10]}; {_machine(row)}; {_commit(row)}"
-            + ("" if "test" in row else "; not measured since"),
+            _measured(row) + ("" if "test" in row else "; not measured since"),
         )
         for row in _read(top / OTHERS / "reliability.json")["rows"]
         if row["section"] == section
@@ -246,11 +248,11 @@ def status(top: Path) -> str:
             row["where"],
             row["what"],
             row["never"],
-            f"{row['date']}; `{row['commit']}`" if "date" in row else "never",
+            _measured(row) if "date" in row else "never",
         )
         for row in _read(top / OTHERS / "status.json")["rows"]
     ]
-    return _markdown(("component", "where", "what was run", "never run", "date; commit"), rows)
+    return _markdown(("component", "where", "what was run", "never run", "recorded"), rows)
 
 
 def by_hand(name: str, top: Path) -> str:

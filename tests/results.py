@@ -1,0 +1,203 @@
+"""Run tests and keep what came out as results of docs/reliability.md and docs/status.md.
+
+    python tests/results.py                               # the tests of survival
+    python tests/results.py tests/watchdog -k SIGSTOP     # some of them
+    python tests/results.py tests -n 4                    # all tests: dates what was run where
+
+Each test is a row of the first page, with the first line of its docstring: passed, failed and left
+out, by backend. A row of the second page is dated anew where all tests under its `tests` were run
+and none failed. Only in a clean tree, and with all slow tests. Then: python benchmarks/pages
+"""
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as Xml
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TOP = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(TOP / "benchmarks"))
+
+import measure  # noqa: E402
+
+RESULTS = TOP / "docs" / "results"
+# The sections of docs/reliability.md, and whose tests they count.
+SECTIONS = {
+    "tests/training/test_resume_after_kill.py": "kill",
+    "tests/training/test_resume_under_launchers.py": "launchers",
+    "tests/training/test_resume_on_slurm.py": "slurm",
+    "tests/watchdog/test_hangs.py": "hangs",
+    "tests/watchdog/test_watchdog.py": "hangs",
+    "tests/checkpoint/test_checkpoint_faults.py": "checkpoints",
+}
+BACKENDS = {"horovod": "Horovod", "ddp": "ddp", "auto": "ddp"}
+OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "left out"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test with its parameters.
+
+    Attributes:
+        file: from the top of the repository.
+        test: name of the function.
+        backend: over which it ran; empty where its parameters do not tell.
+        outcome: passed, failed or left out.
+        seconds: that it took.
+    """
+
+    file: str
+    test: str
+    backend: str
+    outcome: str
+    seconds: float
+
+
+def read(path: Path) -> list[Case]:
+    """Return the cases of a JUnit file of pytest, of the family xunit1."""
+    cases = []
+    for node in Xml.parse(path).iter("testcase"):
+        test, _, parameters = node.get("name", "").partition("[")
+        words = re.split(r"[-\]]", parameters)
+        backend = next((BACKENDS[word] for word in words if word in BACKENDS), "")
+        outcome = next((OUTCOMES[child.tag] for child in node if child.tag in OUTCOMES), "passed")
+        seconds = float(node.get("time", 0))
+        cases.append(Case(node.get("file", ""), test, backend, outcome, seconds))
+    return cases
+
+
+def first_lines(file: Path) -> dict[str, str]:
+    """The first line of each function's docstring, by the function's name."""
+    tree = ast.parse(file.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {
+        node.name: (ast.get_docstring(node) or "").partition("\n")[0].rstrip(".")
+        for node in functions
+    }
+
+
+def row(cases: list[Case], what: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is kept of the cases of one test."""
+    outcomes = [case.outcome for case in cases]
+    counts = [(outcomes.count(name), name) for name in ("failed", "left out") if name in outcomes]
+    passed = outcomes.count("passed")
+    backends = [case.backend for case in cases]
+    runs = [(name, backends.count(name)) for name in sorted(set(backends))]
+    said = [f"{passed} passed", *(f"{count} {name}" for count, name in counts)]
+    return {
+        "section": SECTIONS[cases[0].file],
+        "file": cases[0].file,
+        "test": cases[0].test,
+        "case": cases[0].test.removeprefix("test_").replace("_", " "),
+        "what": what,
+        "runs": ", ".join(f"{name} {count}".strip() for name, count in runs),
+        "result": "all passed" if passed == len(cases) else ", ".join(said),
+        "seconds": round(sum(case.seconds for case in cases), 1),
+        **facts,
+    }
+
+
+def renew_reliability(
+    rows: Iterable[dict[str, Any]], cases: list[Case], facts: Mapping[str, Any], part: bool
+) -> list[dict[str, Any]]:
+    """Return the rows with those of the tests that were run in place of older ones.
+
+    Args:
+        rows: so far.
+        cases: that were run.
+        facts: when, where and by what they were run.
+        part: whether files were run in part: then their other rows stay.
+    """
+    groups: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        if case.file in SECTIONS:
+            groups.setdefault((case.file, case.test), []).append(case)
+    files = {file for file, _ in groups}
+    kept = [
+        old
+        for old in rows
+        if (old["file"], old.get("test")) not in groups and (part or old["file"] not in files)
+    ]
+    lines = {file: first_lines(TOP / file) for file in files}
+    new = [row(group, lines[file].get(test, ""), facts) for (file, test), group in groups.items()]
+    return kept + new
+
+
+def renew_status(
+    rows: Iterable[dict[str, Any]],
+    cases: list[Case],
+    paths: Iterable[Path],
+    facts: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Return the rows, dated anew where all their tests were run and none failed.
+
+    Args:
+        rows: so far.
+        cases: that were run.
+        paths: whole files and folders that were run.
+        facts: when and where they were run.
+    """
+
+    def renewed(old: Mapping[str, Any]) -> bool:
+        wanted = [TOP / name for name in old.get("tests", ())]
+        whole = all(any(path.is_relative_to(one) for one in paths) for path in wanted)
+        own = [
+            case.outcome
+            for case in cases
+            if any((TOP / case.file).is_relative_to(path) for path in wanted)
+        ]
+        return whole and "passed" in own and "failed" not in own
+
+    dated = {name: facts[name] for name in ("date", "machine", "commit")}
+    return [{**old, **dated} if renewed(old) else old for old in rows]
+
+
+def main() -> int:
+    """Run pytest and write the results; pytest's exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="default: the tests of survival")
+    parser.add_argument("-k", metavar="EXPRESSION", help="of these tests, those that match")
+    parser.add_argument("-n", metavar="N", help="workers (default: one after the other)")
+    parser.add_argument(
+        "--results", type=measure.place, default=str(RESULTS), metavar="DIR", help="of the files"
+    )
+    arguments = parser.parse_args()
+    paths = [Path(path).resolve() for path in arguments.paths or (TOP / name for name in SECTIONS)]
+    options = ["--all", "--strict-parts", "-o", "junit_family=xunit1"]
+    options += ["-k", arguments.k] if arguments.k else []
+    options += ["-n", arguments.n, "--dist", "loadgroup"] if arguments.n else []
+    facts = measure.facts(["torch", "horovod"])
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "tests.xml")
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--all",
+            f"--junitxml={report}",
+            *options,
+            *paths,
+        ]
+        code = subprocess.run(command, cwd=TOP, check=False).returncode
+        if not report.exists():
+            return code
+        cases = read(report)
+    for name, renew in (
+        ("reliability", lambda rows: renew_reliability(rows, cases, facts, bool(arguments.k))),
+        ("status", lambda rows: renew_status(rows, cases, [] if arguments.k else paths, facts)),
+    ):
+        path = arguments.results / f"{name}.json"
+        rows = json.loads(path.read_text())["rows"] if path.exists() else []
+        measure.save(path, {"rows": renew(rows)})
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

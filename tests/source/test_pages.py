@@ -1,0 +1,240 @@
+"""Pages whose tables are made from result files, and the rules for these files."""
+
+import argparse
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).resolve().parents[2]
+RECORDS = sorted((TOP / "benchmarks" / "results").glob("*.json"))
+# Records of before may have been made with uncommitted changes; the page says so beside them.
+CLEAN_SINCE = "2026-11-22T20:00"
+# What is measured: an interval, a small difference, a time or size, a day.
+FIGURE = re.compile(
+    r"\[-?[\d.,]+, -?[\d.,]+\]|\d\.\de-\d|\d ?(?:ms|µs|[kMG]B)\b|\d\.\d+ (?:s|times|×)|20\d\d-\d\d"
+)
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Import a module of the benchmarks or of this folder's parent, for one test."""
+    for folder in ("tests", "benchmarks", "benchmarks/pages"):
+        monkeypatch.syspath_prepend(str(TOP / folder))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in ("blocks", "tables", "verdicts", "measure", "results"):
+        if name not in before:
+            sys.modules.pop(name, None)
+
+
+def copied(folder, *names):
+    """A copy of files and folders of the repository."""
+    for name in names:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (TOP / name).is_dir():
+            shutil.copytree(
+                TOP / name, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
+            )
+        else:
+            shutil.copy(TOP / name, target)
+    return folder
+
+
+def run(folder, *command):
+    """Run a Python program of a folder, with this repository's package."""
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={"PYTHONPATH": str(TOP), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def git(folder, *words):
+    identity = ("-c", "user.name=ada", "-c", "user.email=ada@example.org")
+    subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
+
+
+def test_pages_equal_their_result_files(load):
+    blocks = load("blocks")
+    differing = [str(path.relative_to(TOP)) for path in blocks.differing(TOP)]
+    assert not differing, f"{differing} differ from their results; fix: {blocks.COMMAND}"
+
+
+def test_every_table_and_every_result_file_is_on_a_page(load):
+    blocks, tables = load("blocks"), load("tables")
+    shown = {name for page in blocks.PAGES for name in blocks.names((TOP / page).read_text())}
+    assert shown == set(tables.TABLES)
+    assert {json.loads(path.read_text()).get("benchmark", path.stem) for path in RECORDS} <= shown
+
+
+def test_no_measured_figure_stands_outside_of_the_tables(load):
+    blocks = load("blocks")
+    for name in blocks.PAGES:
+        prose = re.sub(
+            r"<!-- results:.*?end of results -->", "", (TOP / name).read_text(), flags=re.S
+        )
+        assert not FIGURE.findall(prose), name
+
+
+def test_check_names_the_command_that_renews_a_page(tmp_path):
+    copied(tmp_path, "benchmarks", "docs")
+    page = tmp_path / "docs" / "status.md"
+    whole = page.read_text()
+    page.write_text(whole.replace("| never |", "| here |", 1))
+    assert page.read_text() != whole
+    done = run(tmp_path, "benchmarks/pages", "--check")
+    assert done.returncode == 1, done.stderr
+    assert "docs/status.md: differs from its results" in done.stdout
+    assert "fix: python benchmarks/pages" in done.stdout
+    assert run(tmp_path, "benchmarks/pages").stdout == "docs/status.md: written\n"
+    assert page.read_text() == whole
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<!-- results: targets -->\n",
+        "<!-- end of results -->",
+        "<!-- results: x -->\n<!-- end of results -->",
+    ],
+    ids=["no end", "no beginning", "no such table"],
+)
+def test_marks_of_a_table_without_partner_or_name_are_refused(load, page):
+    with pytest.raises(ValueError, match=r"other mark|no table is called x"):
+        load("blocks").renew(page, TOP)
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_benchmark_records_say_date_machine_commit_and_command(path, load):
+    record = json.loads(path.read_text())
+    assert record["date"] < CLEAN_SINCE or not record["commit"].endswith("+")
+    assert record["machine"]["cpu"]
+    program = re.search(r"(\w+)\.py", record["command"])
+    assert path.stem.startswith(program[1])
+    shown = load("tables").source(record)
+    assert record["date"][:10] in shown
+    assert ("uncommitted changes" in shown) == record["commit"].endswith("+")
+
+
+def test_benchmark_page_shows_the_newest_run_of_each_arm(load, tmp_path):
+    tables = load("tables")
+
+    def record(name, date, **arms):
+        figures = {
+            arm: {"us": {"median": value, "low": value - 1, "high": value + 1}}
+            for arm, value in arms.items()
+        }
+        machine = {"cpu": "CPU", "cores": 2, "load": 0.1}
+        said = {"benchmark": "startup", "date": date, "machine": machine, "commit": "abc+"}
+        path = tmp_path / "benchmarks" / "results" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**said, "results": figures}))
+
+    record("startup", "2026-01-01", fast=10, alone=20)
+    record("startup_more", "2026-01-02", fast=30)
+    shown = tables.benchmark("startup", tmp_path)
+    assert "| fast | 30.0 [29.0, 31.0] |" in shown
+    assert "| alone | 20.0 [19.0, 21.0] |" in shown
+    assert "10.0" not in shown
+    assert shown.count("`abc`, uncommitted changes") == 2
+    assert tables.benchmark("precision", tmp_path) == "Not measured yet."
+
+
+def test_results_are_refused_in_a_tree_with_uncommitted_changes(tmp_path, capsys):
+    top = copied(tmp_path / "top", "benchmarks/measure.py")
+    spec = importlib.util.spec_from_file_location("a_copy", top / "benchmarks" / "measure.py")
+    measure = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(measure)
+    inside, outside = top / "benchmarks" / "results" / "x.json", tmp_path / "x.json"
+    parser = argparse.ArgumentParser()
+    measure.add_save(parser)
+
+    def refused():
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(["--save", str(inside)])
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    assert "is no git repository" in refused()
+    (top / ".gitignore").write_text("__pycache__\n")
+    git(top, "init", "-q")
+    git(top, "add", ".")
+    git(top, "commit", "-qm", "all")
+    (top / "benchmarks" / "new.py").touch()
+    assert "uncommitted changes" in refused()
+    with pytest.raises(SystemExit, match=r"not saved: .* uncommitted changes"):
+        measure.save(inside, {})
+    assert not inside.exists()
+    assert parser.parse_args(["--save", str(outside)]).save == outside  # elsewhere it is marked
+    assert measure.facts([])["commit"].endswith("+")
+    git(top, "add", ".")
+    git(top, "commit", "-qm", "new")
+    for _ in range(2):  # one result does not stand in the way of the next
+        measure.save(parser.parse_args(["--save", str(inside)]).save, measure.facts([]))
+    assert re.fullmatch(r"[0-9a-f]{12}", json.loads(inside.read_text())["commit"])
+
+
+JUNIT = """<testsuites><testsuite>
+<testcase file="{file}" classname="x" name="{test}[ddp-1]" time="1.5" />
+<testcase file="{file}" classname="x" name="{test}[horovod-1]" time="2.0"><failure/></testcase>
+<testcase file="{file}" classname="x" name="{test}[horovod-2]" time="0"><skipped/></testcase>
+<testcase file="tests/cli/test_cli.py" classname="x" name="test_x" time="1" />
+</testsuite></testsuites>"""
+FACTS = {"date": "2026-12-01", "machine": "a machine", "commit": "abc", "command": "a command"}
+
+
+def test_reliability_counts_tests_by_backend_and_keeps_what_was_not_run(load, tmp_path):
+    results = load("results")
+    file = next(iter(results.SECTIONS))
+    test = next(name for name in results.first_lines(TOP / file) if name.startswith("test_"))
+    path = tmp_path / "tests.xml"
+    path.write_text(JUNIT.format(file=file, test=test))
+    cases = results.read(path)
+    old = [
+        {"file": file, "case": "by hand"},
+        {"file": file, "test": test, "case": "measured before"},
+        {"file": "tests/other.py", "case": "of another file"},
+    ]
+    *kept, row = results.renew_reliability(old, cases, FACTS, part=False)
+    assert kept == old[2:]
+    assert row["result"] == "1 passed, 1 failed, 1 left out"
+    assert (row["runs"], row["seconds"], row["commit"]) == ("Horovod 2, ddp 1", 3.5, "abc")
+    *kept, _ = results.renew_reliability(old, cases, FACTS, part=True)
+    assert kept == [old[0], old[2]]
+
+
+def test_status_is_dated_where_all_tests_of_a_row_passed(load, tmp_path):
+    results = load("results")
+    path = tmp_path / "tests.xml"
+    path.write_text(JUNIT.format(file="tests/watchdog/test_hangs.py", test="test_y"))
+    rows = [
+        {"component": "passed", "tests": ["tests/cli"]},
+        {"component": "failed", "tests": ["tests/watchdog"]},
+        {"component": "not run", "tests": ["tests/cli", "tests/data"]},
+        {"component": "by hand", "date": "2026-01-01"},
+    ]
+    cases = results.read(path)
+    paths = [TOP / "tests" / "cli", TOP / "tests" / "watchdog"]
+    dated, *others = results.renew_status(rows, cases, paths, FACTS)
+    assert dated == {**rows[0], **{name: FACTS[name] for name in ("date", "machine", "commit")}}
+    assert others == rows[1:]
+
+
+def test_results_name_tests_that_exist(load):
+    folder = TOP / "docs" / "results"
+    named = set(load("results").SECTIONS)
+    named |= {row["file"] for row in json.loads((folder / "reliability.json").read_text())["rows"]}
+    for row in json.loads((folder / "status.json").read_text())["rows"]:
+        named |= set(row.get("tests", ()))
+        assert row["where"] == "never" or row["date"], row
+    assert not [name for name in named if not (TOP / name).exists()]
