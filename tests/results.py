@@ -172,7 +172,9 @@ def main() -> int:
     paths = [Path(path).resolve() for path in arguments.paths or (TOP / name for name in SECTIONS)]
     options = ["--all", "--strict-parts", "-o", "junit_family=xunit1"]
     options += ["-k", arguments.k] if arguments.k else []
-    options += ["-n", arguments.n, "--dist", "loadgroup"] if arguments.n else []
+    options += (
+        ["-n", arguments.n, "--dist", "loadgroup", "--no-loadscope-reorder"] if arguments.n else []
+    )
     facts = measure.facts(["torch", "horovod"])
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "tests.xml")
