@@ -1,0 +1,47 @@
+"""The table of planted bugs fits the product and the tests, so that none of them rots."""
+
+import os
+from unittest import mock
+
+import bugs
+import pytest
+
+BUGS = bugs.load()
+
+
+class _Collector:
+    """A plugin that keeps the names of what pytest has collected."""
+
+    def __init__(self):
+        self.names = set()
+
+    def pytest_collection_finish(self, session):
+        self.names = {item.nodeid for item in session.items}
+        # As they are named without parameters, too.
+        self.names |= {name.partition("[")[0] for name in self.names}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_planted_bug_fits_product(bug):
+    assert not bugs.mistakes(bug)
+    assert bug.new != bug.old
+    assert bug.tier in ("default", "all")
+
+
+def test_planted_bugs_name_tests_of_their_tier(request, monkeypatch):
+    monkeypatch.chdir(bugs.TOP)
+    everything = request.config.getoption("--all")
+    named = {test for bug in BUGS if everything or bug.tier == "default" for test in bug.tests}
+    files = sorted({name.partition("::")[0] for name in named})
+    collector = _Collector()
+    options = ["--collect-only", "-qq", *["--all"] * everything]
+    with mock.patch.dict(os.environ):  # which imports change
+        code = pytest.main([*options, *filter(os.path.exists, files)], plugins=[collector])
+    assert code == pytest.ExitCode.OK
+    assert sorted(named - collector.names) == []
+
+
+def test_planted_bugs_are_many_and_most_need_no_slow_test():
+    assert len(BUGS) >= 45
+    assert all(bug.tests for bug in BUGS)
+    assert sum(bug.tier == "default" for bug in BUGS) >= 0.8 * len(BUGS)
