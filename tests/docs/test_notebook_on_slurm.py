@@ -12,7 +12,7 @@ EXECUTE = """
 import sys
 import nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], 4)
-nbclient.NotebookClient(notebook, timeout=150, kernel_name="python3").execute()
+nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
 nbformat.write(notebook, "done.ipynb")
 """
 
@@ -24,7 +24,7 @@ def test_notebook_submits_and_trains_on_slurm(cluster, tmp_path):
         [launches.PYTHON, "-c", EXECUTE, NOTEBOOK],
         cwd=tmp_path,
         env={**cluster.environ(), "IPYTHONDIR": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)},
-        timeout=200,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     cells = json.loads((tmp_path / "done.ipynb").read_text())["cells"]

@@ -33,7 +33,7 @@ def test_readme_slurm_commands_work_as_printed(cluster, checkout):
         program, _, rest = command.partition(" ")
         trial = "--test-only " if program in ("sbatch", "srun") else ""
         line = f"{program} {trial}{rest}"
-        done = cluster.run(["bash", "-c", line], cwd=checkout, env=env, timeout=200)
+        done = cluster.run(["bash", "-c", line], cwd=checkout, env=env, timeout=600)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         said[command] = done.stdout
     first, followed = (

@@ -162,7 +162,7 @@ def test_job_wait_continues_through_requeue(slurm):
     job = job_in(folder, slurm.env)
     started = time.monotonic()
     assert job.wait(0.3) == "RUNNING"
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     slurm.says("PENDING")
 
     def end():

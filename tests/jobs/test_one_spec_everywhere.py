@@ -95,13 +95,18 @@ def test_one_job_spec_from_python_on_this_machine_has_losses_of_one_process(one_
     expect(one_process, job.run, "submitit")
 
 
+def environ(cluster):
+    """Return an environment with this cluster, this Python, and no settings of a person."""
+    env = cluster.environ()
+    return {**env, "PATH": f"{launches.BIN}:{env['PATH']}", "HOME": os.getcwd()}
+
+
 def by_sbatch(cluster, **more):
     """Submit the rendered script; return its run directory."""
     script = render(replace(SPEC, run="run", **more))
     if more.get("launcher") == "horovodrun":
         script = script.replace("set -euo pipefail", f"PATH={cluster.ssh_folder}:$PATH", 1)
-    env = {**cluster.environ(), "PATH": f"{launches.BIN}:{cluster.environ()['PATH']}"}
-    done = cluster.run(["sbatch", "--parsable"], input=script, env=env)
+    done = cluster.run(["sbatch", "--parsable"], input=script, env=environ(cluster))
     job, code = cluster.ended(done.stdout.strip())
     assert code == 0, Path(f"same-{job}.log").read_text()
     return "run"
@@ -111,7 +116,7 @@ def by_submitit(cluster):
     """Submit the same JOB.toml by submitit; return its run directory."""
     Path("job.toml").write_text(files.text(replace(SPEC, run="run")))
     command = [launches.BIN / "hpctrain", "submit", "--via", "submitit", "--wait", "job.toml"]
-    done = cluster.run(command, env={**cluster.environ(), "HOME": os.getcwd()})
+    done = cluster.run(command, env=environ(cluster), timeout=600)
     assert done.returncode == 0, done.stderr
     return "run"
 
@@ -124,7 +129,7 @@ job = submit("train.py", JobSpec(**{fields}), args={options})
 job.result()
 ''')
 notebook = nbformat.v4.new_notebook(cells=[cell])
-nbclient.NotebookClient(notebook, timeout=150, kernel_name="python3").execute()
+nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
 """
 
 
@@ -134,11 +139,10 @@ def by_notebook(cluster):
         name: getattr(SPEC, name)
         for name in ("name", "tasks_per_node", "cpus_per_task", "time", "environment")
     } | {"run": "run"}
-    here = {"IPYTHONDIR": os.getcwd(), "HOME": os.getcwd()}
     done = cluster.run(
         [launches.PYTHON, "-c", NOTEBOOK.format(fields=fields, options=OPTIONS)],
-        env={**cluster.environ(), **here},
-        timeout=200,
+        env={**environ(cluster), "IPYTHONDIR": os.getcwd()},
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return "run"

@@ -56,7 +56,7 @@ def run(tmp_path):
         )
         if meanwhile:
             meanwhile(process)
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=120)
         return process.returncode, said
 
     return run

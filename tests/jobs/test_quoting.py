@@ -17,7 +17,7 @@ TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])
 def by_bash(script):
     """What `printf '%s\0'` of a script prints."""
     done = subprocess.run(
-        ["bash", "-c", os.fsencode(script)], stdout=subprocess.PIPE, timeout=30, check=True
+        ["bash", "-c", os.fsencode(script)], stdout=subprocess.PIPE, timeout=120, check=True
     )
     return done.stdout.split(b"\0")[:-1]
 

@@ -155,6 +155,16 @@ def stopped(machine, spec, **env):
     return machine.run(spec, CODE="75", **env)
 
 
+def test_secret_is_new_for_each_start_and_in_no_command_line_or_log(machine):
+    secrets = set()
+    for _ in range(3):
+        said = machine.run(JobSpec(command="a"))[1]
+        secrets.add(machine.variables()["HPCTRAIN_SECRET"])
+        assert not [one for one in secrets if one in said or one in str(machine.calls())]
+    assert len(secrets) == 3
+    assert min(map(len, secrets)) >= 32
+
+
 def test_no_requeue_prints_sbatch_command_to_resume(machine):
     spec = JobSpec(command="a b", requeue=False)
     code, said = machine.run(spec, "it's", "--lr", "", CODE="75")
@@ -324,7 +334,7 @@ def test_staging_never_uses_existing_folder(machine, lacking, there):
 
 # Copies are made, and when the ranks should start the job is killed.
 KILLED = """#!/bin/sh
-case "$*" in *" bash -c "*) ;; *) kill -KILL $PPID; sleep 1 ;; esac
+case "$*" in *" bash -c "*) ;; *) kill -KILL $PPID; exit ;; esac
 while [ "${1#--}" != "$1" ]; do shift; done
 exec "$@"
 """
@@ -372,11 +382,23 @@ def test_stage_data_follows_links_and_sets_variable(machine):
     assert not Path(scratch).exists()
 
 
-def test_stage_data_refuses_file(machine):
-    (machine.folder / "images.tar").touch()
-    code, said = machine.run(JobSpec(command="a", stage_data="images.tar"))
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"stage_code": "missing"}, "missing: Cannot open"),
+        ({"stage_data": "images.tar"}, "images.tar is no folder on "),
+        ({"stage_environment": "images.tar"}, "images.tar has no bin/ at its top"),
+    ],
+)
+def test_staging_failure_starts_no_rank(machine, more, says):
+    with tarfile.open(machine.folder / "images.tar", "w") as archive:
+        archive.add(machine.bin, "env/bin")
+    code, said = machine.run(JobSpec(command="a", **more))
     assert code == 1
-    assert "images.tar is no folder on " in said
+    assert says in said
+    assert "a host could not copy " in said
+    assert not [call for call in machine.calls() if call[-1] == "a"]
+    assert not list(Path(machine.environ["TMPDIR"]).iterdir())
 
 
 AS_A_USER = """#!/bin/sh
@@ -414,15 +436,6 @@ def test_staging_removes_read_only_copies_as_user(open_machine, lacking):
     code, said = machine.run(spec, SLURM_RESTART_COUNT="1")
     assert (code, list(scratch.iterdir())) == (0, []), said
     assert "denied" not in said
-
-
-def test_stage_environment_refuses_archive_without_bin(machine):
-    with tarfile.open(machine.folder / "e.tar", "w") as archive:
-        archive.add(machine.bin, "env/bin")
-    code, said = machine.run(JobSpec(command="a", stage_environment="e.tar"))
-    assert code == 1
-    assert "e.tar has no bin/ at its top" in said
-    assert not list(Path(machine.environ["TMPDIR"]).iterdir())
 
 
 # --- on this machine

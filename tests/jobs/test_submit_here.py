@@ -11,7 +11,7 @@ import pytest
 import survivor
 
 import hpctrain
-from hpctrain import JobSpec
+from hpctrain import JobSpec, rundir
 from hpctrain.errors import HpctrainError
 from hpctrain.jobs import find
 
@@ -118,7 +118,10 @@ def test_submit_function_local_resumes_stopped_run(tmp_path_factory):
     with pytest.raises(HpctrainError, match="SIGUSR2"):
         first.result()
     assert first.state == "FAILED"
-    assert json.loads((first.run / "summary.json").read_text())["status"] == "stopped"
+    stopped = json.loads((first.run / "summary.json").read_text())
+    assert stopped["status"] == "stopped"
     second = hpctrain.submit(survivor.main, spec, via="local", args=([*options, "--resume"],))
     assert second.results() == [None] * 3
+    run = rundir.RunDirectory("run")
+    assert [line["step"] for line in run.lines(run.starts)] == [0, stopped["step"]]
     faults.same("run", faults.References(tmp_path_factory)(3, "--epochs", "2"))

@@ -10,8 +10,6 @@ from pathlib import Path
 import launches
 import pytest
 
-pytestmark = pytest.mark.slurm
-
 HPCTRAIN = (launches.PYTHON, "-m", "hpctrain")
 HOSTILE = "$(touch x);`id` 'a' \x1b]0;b\x07\n#SBATCH --nodes=9"
 
@@ -157,11 +155,19 @@ sys.exit(code)
 
 
 def test_submit_wait_with_dependency(cluster, hpctrain):
-    sleeps = script("sleeps.py", "time.sleep(2)")
-    first = hpctrain("submit", *sleeps).stdout.strip()
-    done = hpctrain("submit", "--wait", "--dependency", f"afterok:{first}", *sleeps)
-    assert done.returncode == 0, done.stderr
-    assert "waits for the jobs of its dependency" in done.stderr
+    # It ends when it is told to; by itself only where nobody tells it.
+    waits = "for _ in range(1200):\n    os.path.exists('go') or time.sleep(0.05)"
+    first = hpctrain("submit", *script("first.py", waits)).stdout.strip()
+    words = ("submit", "--wait", "--dependency", f"afterok:{first}", *script("next.py", ""))
+    with subprocess.Popen(
+        cluster.command([*HPCTRAIN, *words]), env={**cluster.environ(), "HOME": hpctrain.home},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        said = next(line for line in process.stderr if "waits for" in line)
+        Path("go").touch()
+        process.communicate(timeout=120)
+    assert "waits for the jobs of its dependency" in said
+    assert process.returncode == 0
     assert cluster.job(first)["JobState"] == "COMPLETED"
 
 
@@ -207,7 +213,9 @@ def test_status_requeue_and_cancel_of_a_job(cluster, hpctrain):
     rows = '{"step": 40, "epoch": 2, "time": 1, "loss": 0.25, "samples_per_second": 512.0}\\n'
     command = script(
         "trains.py",
-        "run = os.environ['HPCTRAIN_RUN']\n"
+        "import signal\nrun = os.environ['HPCTRAIN_RUN']\n"
+        # As a Session that has saved leaves: a script that heeds this alone would requeue the job.
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
         f"open(run + '/metrics.jsonl', 'w').write('{rows}')\n"
         "os.makedirs(run + '/checkpoints/step-00000040', exist_ok=True)\n"
         "open('began', 'a').write('x')\ntime.sleep(300)",
@@ -244,7 +252,8 @@ def test_status_requeue_and_cancel_of_a_job(cluster, hpctrain):
     assert ended.returncode == 0, ended.stderr
     assert "newest of step 40" in ended.stdout
     cluster.ended(number)
-    assert cluster.job(number)["JobState"] == "CANCELLED"
+    facts = cluster.job(number)
+    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "1")
     assert {cluster.job(one)["JobState"] for one in (held, twin)} == {"PENDING"}
     assert "has ended already: cancelled" in hpctrain("cancel", number).stdout
     assert re.search(rf"{number} .*cancelled", hpctrain("status", number).stdout)
