@@ -18,9 +18,10 @@ FIGURE = re.compile(r"-?[\d.]+ \[-?[\d.]+, -?[\d.]+\]")
 
 
 @pytest.fixture
-def modules(monkeypatch):
+def modules(monkeypatch, tmp_path):
     """The names of all modules beside the command, which can be imported."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch's compiler sets it
     before = dict(sys.modules)
     yield sorted({path.stem for path in BENCHMARKS.glob("*.py")} - {"__main__"})
     for name, module in list(sys.modules.items()):

@@ -5,7 +5,7 @@ import re
 import launches
 import pytest
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 CHECKS = ["identity", "gpus", "all-reduce", "train", "kill", "resume", "preempt"]
 
@@ -69,8 +69,7 @@ def details(page, name):
     return re.search(rf"^\d  {name} .*\n((?: {{5}}.*\n)*)", page, re.MULTILINE)[1]
 
 
-@pytest.mark.slow
-def test_all_checks_pass_on_two_hosts_and_the_job_ends_with_0(cluster, checkout):
+def test_acceptance_job_passes_all_checks_on_two_hosts(cluster, checkout):
     job, code, page, log = accept(cluster, checkout, launches.BIN)
     assert verdicts(page) == dict.fromkeys(CHECKS, "pass"), page + log
     assert code == 0
@@ -94,8 +93,7 @@ def test_all_checks_pass_on_two_hosts_and_the_job_ends_with_0(cluster, checkout)
     assert "Traceback" not in log
 
 
-@pytest.mark.slow
-def test_what_is_broken_fails_its_own_line_and_the_job(cluster, checkout, tmp_path):
+def test_acceptance_job_fails_where_a_check_fails(cluster, checkout, tmp_path):
     job, code, page, log = accept(cluster, checkout, broken(tmp_path), "--no-requeue")
     failed = {"all-reduce": "FAIL", "preempt": "FAIL"}
     assert verdicts(page) == {**dict.fromkeys(CHECKS, "pass"), **failed}, page + log
@@ -107,9 +105,7 @@ def test_what_is_broken_fails_its_own_line_and_the_job(cluster, checkout, tmp_pa
     assert cluster.job(job)["Restarts"] == "0"
 
 
-def test_a_cancelled_job_stays_cancelled_and_its_page_says_what_was_not_reached(
-    cluster, checkout, tmp_path
-):
+def test_acceptance_job_cancelled_lists_checks_not_reached(cluster, checkout, tmp_path):
     job, code, page, log = accept(cluster, checkout, broken(tmp_path, CANCELS))
     first = {"identity": "pass", "gpus": "pass", "all-reduce": "FAIL", "train": "begun"}
     assert verdicts(page) == {**dict.fromkeys(CHECKS, "not reached"), **first}, page + log
@@ -119,7 +115,7 @@ def test_a_cancelled_job_stays_cancelled_and_its_page_says_what_was_not_reached(
     assert (known["JobState"], known["Restarts"]) == ("CANCELLED", "0")
 
 
-def test_one_rank_is_too_few(cluster, checkout):
+def test_acceptance_job_refuses_one_rank(cluster, checkout):
     job, code = cluster.batch(["--nodes=1", "sbatch/acceptance.sh"], cwd=checkout)
     assert code == 2
     log = (checkout / f"acceptance-{job}.log").read_text()

@@ -1,5 +1,6 @@
 """The doctor: what it concludes from facts, what it shows, and what it does without torch."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from hpctrain import gpus, variables
 from hpctrain.allocation import Allocation
+from hpctrain.cli import main
 from hpctrain.doctor import (
     asking,
     devices,
@@ -55,7 +57,7 @@ def level(finding, word=""):
 # torch and what belongs to it
 
 
-def test_torch_that_is_there_missing_or_broken():
+def test_doctor_torch_present_missing_or_broken():
     there = {"version": "2.15.0", "cuda": "13.2", "hip": None, "nccl": "2.30.7"}
     assert level(software.torch(there), "2.15.0, CUDA 13.2, NCCL 2.30.7") == OK
     assert level(software.torch({**there, "cuda": None, "nccl": None}), "CPU build") == OK
@@ -79,13 +81,13 @@ def test_torch_that_is_there_missing_or_broken():
         (None, WARNING, "takes more than"),
     ],
 )
-def test_an_installed_horovod_is_believed_when_it_has_been_imported(answer, expected, word):
+def test_doctor_judges_horovod_by_its_import(answer, expected, word):
     finding = software.judge_horovod(True, answer)
     assert level(finding, word) == expected
     assert finding.fix == ("" if expected == OK else "hpctrain horovod build")
 
 
-def test_no_horovod_is_no_fault():
+def test_doctor_missing_horovod_is_ok():
     assert level(software.judge_horovod(False, None)) == OK
 
 
@@ -105,7 +107,7 @@ def test_no_horovod_is_no_fault():
         (1, ("MIG-a", "MIG-b"), 1, None, OK),
     ],
 )
-def test_torch_should_see_the_gpus_that_it_is_meant_to_see(here, shown, seen, job, expected):
+def test_doctor_compares_gpus_seen_by_torch_with_those_visible(here, shown, seen, job, expected):
     visible = None if shown is None else gpus.Visible(shown, "CUDA_VISIBLE_DEVICES")
     why = ("the driver is too old", "install a newer driver")
     assert level(devices.judge_gpus(here, visible, seen, job, why)) == expected
@@ -130,7 +132,7 @@ def test_torch_should_see_the_gpus_that_it_is_meant_to_see(here, shown, seen, jo
         ("sm_90", ["what", "sm_", ""], PROBLEM),
     ],
 )
-def test_a_build_has_code_for_a_gpu_or_has_not(own, built, expected):
+def test_doctor_compute_capability_is_in_the_torch_build(own, built, expected):
     assert level(devices.judge_architecture(own, built)) == expected
 
 
@@ -139,7 +141,7 @@ HEAD = """
 """
 
 
-def test_the_driver_has_to_know_the_cuda_of_torch():
+def test_doctor_driver_supports_the_cuda_of_torch():
     assert devices.read_driver(HEAD) == ("550.54.15", (12, 4))
     assert devices.read_driver("NVIDIA-SMI has failed") is None
     assert devices.read_driver("Driver Version: 550.1") == ("550.1", None)
@@ -149,7 +151,7 @@ def test_the_driver_has_to_know_the_cuda_of_torch():
     assert level(devices.judge_driver("550.1", None, "12.8")) == OK
 
 
-def test_a_gpu_that_torch_has_no_code_for_is_named(tmp_path, monkeypatch):
+def test_doctor_names_a_gpu_without_code_in_the_torch_build(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat <<'END'{HEAD}END\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -189,17 +191,17 @@ def test_a_gpu_that_torch_has_no_code_for_is_named(tmp_path, monkeypatch):
         (1024, 1024, 2000, PROBLEM),
     ],
 )
-def test_open_files_for_all_ranks(soft, hard, size, expected):
+def test_doctor_open_files_limit(soft, hard, size, expected):
     assert level(limits.judge_open_files(soft, hard, size)) == expected
 
 
-def test_locked_memory_matters_to_infiniband_alone():
+def test_doctor_locked_memory_limit_matters_to_infiniband():
     assert level(limits.judge_locked_memory(64 * 1024, False)) == OK
     assert level(limits.judge_locked_memory(64 * 1024, True), "64 KiB") == WARNING
     assert level(limits.judge_locked_memory(None, True), "unlimited") == OK
 
 
-def test_processes():
+def test_doctor_process_limit():
     assert level(limits.judge_processes(None, None)) == OK
     assert level(limits.judge_processes(100, 30_000)) == WARNING
     assert level(limits.judge_processes(100, 100)) == WARNING
@@ -222,12 +224,12 @@ def test_processes():
         (1, 1, {}, OK, "1 of 1"),
     ],
 )
-def test_threads_fit_the_cores(cores, on_host, env, expected, word):
+def test_doctor_threads_and_cores(cores, on_host, env, expected, word):
     assert level(limits.judge_cores(cores, on_host, env, True), word) == expected
     assert "left" not in limits.judge_cores(cores, on_host, env, False).found
 
 
-def test_ranks_that_share_cores_have_no_more_threads_than_there_are():
+def test_doctor_ranks_that_share_cores():
     two = {"mask": "3", "threads": "1"}
     own = [{"mask": f"{1 << n:x}", "threads": "1"} for n in range(3)]
     for said, hosts in ((own, "aaa"), ([two, two], "aa"), ([two] * 3, "abc"), ([two], "a")):
@@ -250,14 +252,14 @@ def test_ranks_that_share_cores_have_no_more_threads_than_there_are():
         (None, None, WARNING),
     ],
 )
-def test_shared_memory_for_loader_workers(size, free, expected):
+def test_doctor_shared_memory(size, free, expected):
     finding = limits.judge_shared_memory(size, free)
     assert level(finding) == expected
     if size == 64 * MIB:
         assert "--shm-size" in finding.fix
 
 
-def test_the_clock_is_kept_or_may_not_be_asked():
+def test_doctor_clock_synchronised():
     assert limits.judge_clock(None) == []
     (kept,) = limits.judge_clock((0, 0x2001))
     assert level(kept) == OK
@@ -286,12 +288,12 @@ def place(kind="ext4", free=100 * GIB, inodes=10**6, error=""):
         ({"kind": ""}, OK, OK),
     ],
 )
-def test_a_place_to_write_to(facts, run, cache):
+def test_doctor_judges_storage(facts, run, cache):
     assert level(storage.judge("run directory", place(**facts))) == run
     assert level(storage.judge("cache", place(**facts))) == cache
 
 
-def test_a_place_is_written_to_and_left_as_it_was(tmp_path):
+def test_doctor_storage_check_leaves_no_files(tmp_path):
     (good,) = storage.examine("run directory", tmp_path / "runs" / "new")
     assert "writable" in good.found
     assert list(tmp_path.iterdir()) == []
@@ -302,7 +304,7 @@ def test_a_place_is_written_to_and_left_as_it_was(tmp_path):
     assert level(full, "cannot be written") == PROBLEM
 
 
-def test_a_file_server_that_is_gone_is_a_finding(monkeypatch, tmp_path):
+def test_doctor_reports_a_file_system_that_hangs(monkeypatch, tmp_path):
     import threading
 
     gone = threading.Event()
@@ -322,7 +324,7 @@ cut off
 """
 
 
-def test_the_file_system_of_a_path():
+def test_doctor_file_system_of_a_path():
     assert storage.kind_of(Path("/home/my work/run"), MOUNTS) == "lustre"
     assert storage.kind_of(Path("/home/other"), MOUNTS) == "fuse.sshfs"  # mounted over the nfs4
     assert storage.kind_of(Path("/homes"), MOUNTS) == "ext4"
@@ -338,7 +340,7 @@ Disk quotas for user ada (uid 1000):
 LFS = "/scratch 1200 1000 1100 6d23h59m 7 0 0 -\n"
 
 
-def test_a_quota_that_is_nearly_used_up():
+def test_doctor_quota_nearly_used_up():
     rows = storage.read_quota(QUOTA.splitlines())
     assert rows == [
         ("nas:/home", "KiB", 990, 1000),
@@ -355,11 +357,11 @@ def test_a_quota_that_is_nearly_used_up():
 
 
 @given(st.lists(st.text(max_size=80), max_size=5))
-def test_a_quota_tool_may_say_anything(lines):
+def test_doctor_quota_output_may_be_anything(lines):
     storage.judge_quota([lines])
 
 
-def test_quotas_come_from_the_tools_on_the_path(tmp_path, monkeypatch):
+def test_doctor_quota_from_the_tools_on_the_path(tmp_path, monkeypatch):
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "lfs").write_text(f"#!/bin/sh\necho '{LFS.strip()}'\n")
@@ -374,7 +376,7 @@ def test_quotas_come_from_the_tools_on_the_path(tmp_path, monkeypatch):
 # network, scheduler, other programs
 
 
-def test_a_host_name_that_leads_nowhere():
+def test_doctor_hostname_that_does_not_resolve():
     assert level(network.judge_name("node1", ["10.0.0.1"], ["10.0.0.1"]), "10.0.0.1") == OK
     assert level(network.judge_name("node1", ["127.0.1.1"], []), "this host alone") == OK
     missing = network.judge_name("node1", "Name or service not known", ["10.0.0.1"])
@@ -384,13 +386,13 @@ def test_a_host_name_that_leads_nowhere():
     assert level(network.judge_name("node1", None, []), "no answer") == WARNING
 
 
-def test_interfaces():
+def test_doctor_network_interfaces():
     assert "no other host" in network.judge_interfaces({"lo": ["127.0.0.1", "::1"]}).found
     assert "no other host" in network.judge_interfaces({}).found
     assert network.judge_interfaces({"ib0": ["10.1.0.1"]}).found == "ib0 10.1.0.1"
 
 
-def test_slurm_and_its_job():
+def test_doctor_slurm_and_its_job():
     assert level(scheduler.judge_slurm(False, None), "not installed") == OK
     assert level(scheduler.judge_slurm(True, None), "does not answer") == WARNING
     assert level(scheduler.judge_slurm(True, (1, "srun: error: no\nconfig"))) == WARNING
@@ -410,7 +412,7 @@ def test_slurm_and_its_job():
     assert "0 h 0 min left" in scheduler.judge_job(job, {}, 1e6).found
 
 
-def test_a_program_that_is_absent_or_slow_is_an_ordinary_answer(tmp_path):
+def test_doctor_program_missing_slow_or_failing(tmp_path):
     assert asking.ask([str(tmp_path / "absent")]) is None
     assert asking.ask(["sleep", "30"], 0.05) is None
     assert asking.ask([sys.executable, "-c", "print('yes')"]) == (0, "yes\n")
@@ -444,7 +446,7 @@ def roll(*said, hosts=None):
     return Roll(entries, tuple("10.0.0.1" for _ in said), names, places, 0)
 
 
-def test_what_is_unlike_most_ranks_is_marked_and_named():
+def test_doctor_table_marks_the_rank_that_differs():
     table = ranks.rows(roll({}, {}, {}, {"torch": "2.14.0"}))
     assert [row.differs for row in table] == [[], [], [], ["torch"]]
     (finding,) = ranks.differences(table)
@@ -456,18 +458,18 @@ def test_what_is_unlike_most_ranks_is_marked_and_named():
     assert max(map(len, shown.splitlines())) <= 100
 
 
-def test_of_two_that_differ_rank_0_is_the_norm():
+def test_doctor_table_of_two_ranks_compares_with_rank_0():
     table = ranks.rows(roll({"cores": "8"}, {"cores": "4"}))
     assert [row.differs for row in table] == [[], ["cores"]]
 
 
-def test_nothing_is_marked_where_all_are_alike():
+def test_doctor_table_of_equal_ranks_has_no_marks():
     table = ranks.rows(roll({}, {}, {}))
     assert ranks.differences(table) == []
     assert "*" not in text.table(table)
 
 
-def test_gpus_that_a_launcher_gave_each_rank_of_a_host_are_no_difference():
+def test_doctor_table_accepts_one_visible_gpu_per_rank():
     own = [{"visible": str(n % 2)} for n in range(4)]
     bound = ranks.rows(roll(*own, hosts=["a", "a", "b", "b"]))
     assert ranks.differences(bound) == []
@@ -476,13 +478,13 @@ def test_gpus_that_a_launcher_gave_each_rank_of_a_host_are_no_difference():
     assert finding.ranks == (3,)
 
 
-def test_a_rank_without_torch_is_marked_and_its_own_problem_says_why():
+def test_doctor_table_marks_a_rank_without_torch():
     table = ranks.rows(roll({}, {"torch": ranks.NONE}, {}))
     assert table[1].differs == ["torch"]
     assert ranks.differences(table) == []
 
 
-def test_a_long_table_shows_the_ranks_that_differ():
+def test_doctor_long_table_shows_the_ranks_that_differ():
     many = [{}] * 200
     many[150] = {"python": "3.10"}
     shown = text.table(ranks.rows(roll(*many)))
@@ -490,7 +492,7 @@ def test_a_long_table_shows_the_ranks_that_differ():
     assert "and 135 more" in shown
 
 
-def test_clocks_that_are_apart():
+def test_doctor_clocks_apart():
     table = ranks.rows(roll({}, {}, {}))
     table[0].clock, table[1].clock, table[2].clock = 0.0, 0.4, -3.25
     (finding,) = ranks.judge_clocks(table)
@@ -499,7 +501,7 @@ def test_clocks_that_are_apart():
     assert ranks.judge_clocks(table) == []
 
 
-def test_a_run_directory_that_is_not_shared(tmp_path):
+def test_doctor_judges_whether_the_run_directory_is_shared(tmp_path):
     with ranks.token(0, tmp_path / "runs") as left:
         assert ranks.sees(tmp_path / "runs", left)
         (tmp_path / "other").mkdir()
@@ -521,7 +523,7 @@ def test_a_run_directory_that_is_not_shared(tmp_path):
     assert ranks.judge_shared(roll({}, {}).entries, table, [True, False]) == []
 
 
-def test_findings_of_several_ranks_become_one_with_problems_last():
+def test_doctor_merges_findings_of_ranks():
     shared, own = Finding("clock", WARNING, "f", "x"), Finding("torch", PROBLEM, "g", "y")
     told = [findings.to_tell([own, shared]), [], findings.to_tell([shared, Finding("a", OK, "")])]
     one, two = findings.merged(json.loads(json.dumps(told)))
@@ -533,7 +535,7 @@ def test_findings_of_several_ranks_become_one_with_problems_last():
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, unique=True))
-def test_ranks_are_named_as_spans(numbers):
+def test_doctor_names_ranks_as_ranges(numbers):
     said = findings.spans(numbers).partition(" ")[2]
     named = []
     for part in said.split(", "):
@@ -561,7 +563,7 @@ class Wrong:
         return tensor
 
 
-def test_a_sum_is_held_against_the_exact_one():
+def test_doctor_all_reduce_checked_against_the_exact_sum():
     assert exchange.checked(Wrong(0.0), 1000)
     assert not exchange.checked(Wrong(1.0), 1000)
     sums = exchange.Sums("nccl", [2, 3], {10**6: 0.5}, 10.0)
@@ -570,7 +572,7 @@ def test_a_sum_is_held_against_the_exact_one():
 
 
 @pytest.mark.parametrize("count", range(1, 20))
-def test_in_a_tournament_everybody_meets_everybody_once(count):
+def test_doctor_host_pairs_meet_once(count):
     games = exchange.rounds(count)
     for game in games:
         players = [player for pair in game for player in pair]
@@ -579,7 +581,7 @@ def test_in_a_tournament_everybody_meets_everybody_once(count):
     assert met == [(a, b) for a in range(count) for b in range(a + 1, count)]
 
 
-def test_a_large_tournament_ends_after_63_rounds():
+def test_doctor_host_pairs_of_many_hosts_end_after_63_rounds():
     games = exchange.rounds(101)
     assert len(games) == 63
     assert len({pair for game in games for pair in game}) == 63 * 50
@@ -591,7 +593,7 @@ def ways(hosts, slow):
 
 
 @pytest.mark.parametrize("hosts", ["abc", "abcd", "abcdefgh"])
-def test_a_host_or_a_way_that_is_clearly_slower_than_the_rest_is_named(hosts):
+def test_doctor_names_a_slow_host_or_link(hosts):
     assert exchange.judge_pairs(ways(hosts, lambda x, y: False)) == []
     (sends,) = exchange.judge_pairs(ways(hosts, lambda x, y: x == "b"))
     assert level(sends, "b sends at most 1.5 GB/s") == WARNING
@@ -603,7 +605,7 @@ def test_a_host_or_a_way_that_is_clearly_slower_than_the_rest_is_named(hosts):
     assert level(way, "b to c: 1.5 GB/s") == WARNING
 
 
-def test_two_hosts_cannot_be_told_from_each_other():
+def test_doctor_names_no_slow_host_of_two():
     assert exchange.judge_pairs(ways("ab", lambda x, y: x == "b")) == []
     assert exchange.judge_pairs([]) == []
 
@@ -623,7 +625,7 @@ SECRETS = {
 
 
 @given(st.dictionaries(st.text(max_size=20), st.text(max_size=20)))
-def test_only_variables_of_the_list_are_shown(env):
+def test_doctor_shows_listed_environment_variables_only(env):
     known = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "HPCTRAIN_RUN": "/r"}
     shown = environment.shown({**env, **SECRETS, **known})
     allowed = {"NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_NCCL_"}
@@ -634,17 +636,35 @@ def test_only_variables_of_the_list_are_shown(env):
     assert all("\n" not in value and "\x1b" not in value for value in shown.values())
 
 
+@pytest.fixture
+def examined(monkeypatch, capsys):
+    """The doctor in this process: its exit code, and what it prints.
+
+    Horovod counts as not installed: another interpreter would import torch for it.
+    """
+    monkeypatch.setattr(software, "horovod", lambda: software.judge_horovod(False, None))
+
+    def examine(*options):
+        code = main(["doctor", *options])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return examine
+
+
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_no_secret_is_told(options, tmp_path):
-    done = doctor("--run", str(tmp_path), *options, NCCL_DEBUG="WARN", **SECRETS)
-    assert "NCCL_DEBUG" in done.stdout
+def test_doctor_output_has_no_secret(examined, monkeypatch, tmp_path, options):
+    for name, value in {**SECRETS, "NCCL_DEBUG": "WARN"}.items():
+        monkeypatch.setenv(name, value)
+    _, out, err = examined("--run", str(tmp_path), *options)
+    assert "NCCL_DEBUG" in out
     for value in SECRETS.values():
-        assert value not in done.stdout + done.stderr
+        assert value not in out + err
 
 
-def test_this_machine_in_text_and_in_json(tmp_path):
-    done = doctor("--json", "--run", str(tmp_path / "runs"))
-    told = json.loads(done.stdout)
+def test_doctor_of_this_machine_in_json_and_text(examined, tmp_path):
+    code, out, _ = examined("--json", "--run", str(tmp_path / "runs"))
+    told = json.loads(out)
     assert told.keys() == {"machine", "findings", "ranks", "all_reduce", "pairs"}
     assert (told["ranks"], told["all_reduce"], told["pairs"]) == ([], None, [])
     for finding in told["findings"]:
@@ -660,15 +680,25 @@ def test_this_machine_in_text_and_in_json(tmp_path):
     assert by_subject["torch"]["level"] == OK
     assert str(tmp_path / "runs") in by_subject["run directory"]["found"]
     wrong = any(finding["level"] == PROBLEM for finding in told["findings"])
-    assert done.returncode == int(wrong)
+    assert code == int(wrong)
     assert list(tmp_path.iterdir()) == []
 
-    done = doctor("--run", str(tmp_path / "runs"))
-    assert done.returncode == int(wrong)
+    code, out, _ = examined("--run", str(tmp_path / "runs"))
+    assert code == int(wrong)
     for subject in by_subject:
-        assert subject in done.stdout
+        assert subject in out
     copied = "to mend:"
-    assert all(len(line) <= 100 or copied in line for line in done.stdout.splitlines())
+    assert all(len(line) <= 100 or copied in line for line in out.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_doctor_command_finds_the_installed_horovod(lacking, tmp_path):
+    if importlib.util.find_spec("horovod") is None:
+        lacking("horovod", "no module named horovod")
+    done = doctor("--json", "--run", str(tmp_path))
+    (horovod,) = (one for one in json.loads(done.stdout)["findings"] if one["subject"] == "horovod")
+    assert (horovod["level"], "gloo" in horovod["found"]) == (OK, True)
 
 
 @pytest.mark.parametrize(
@@ -679,7 +709,7 @@ def test_this_machine_in_text_and_in_json(tmp_path):
         ("", "AttributeError"),
     ],
 )
-def test_without_a_torch_that_works_the_rest_is_looked_at(tmp_path, module, word):
+def test_doctor_without_a_working_torch(tmp_path, module, word):
     (tmp_path / "torch.py").write_text(module)
     done = doctor("--json", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stderr
@@ -698,7 +728,7 @@ def test_without_a_torch_that_works_the_rest_is_looked_at(tmp_path, module, word
         ("gloo_built = mpi_built = lambda: True\nnccl_built = lambda: 0", "0.99.9, built with"),
     ],
 )
-def test_a_horovod_is_tried_in_a_process_of_its_own(tmp_path, monkeypatch, module, word):
+def test_doctor_imports_horovod_in_its_own_process(tmp_path, monkeypatch, module, word):
     folder = tmp_path / "horovod"
     folder.mkdir()
     (folder / "__init__.py").write_text("__version__ = '0.99.9'")
@@ -708,23 +738,21 @@ def test_a_horovod_is_tried_in_a_process_of_its_own(tmp_path, monkeypatch, modul
     assert word in software.horovod().found
 
 
-def test_a_contradictory_environment_is_refused():
+def test_doctor_refuses_a_contradictory_environment():
     done = doctor(RANK="0")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no WORLD_SIZE" in done.stderr
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan", "soon"])
-def test_a_start_timeout_is_above_0(seconds, capsys):
-    from hpctrain.cli import main
-
+def test_doctor_start_timeout_is_positive(seconds, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["doctor", "--start-timeout", seconds])
     assert caught.value.code == 2
     assert "--start-timeout" in capsys.readouterr().err
 
 
-def test_help_needs_no_torch():
+def test_doctor_help_needs_no_torch():
     code = (
         "import sys\nfrom hpctrain.cli import main\n"
         "try: main(['doctor', '--help'])\nexcept SystemExit: pass\n"
