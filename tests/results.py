@@ -12,7 +12,6 @@ and none failed. Only in a clean tree, and with all slow tests. Then: python ben
 import argparse
 import ast
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ SECTIONS = {
     "tests/checkpoint/test_checkpoint_faults.py": "checkpoints",
 }
 BACKENDS = {"horovod": "Horovod", "ddp": "ddp", "auto": "ddp"}
+MANY = 12
 OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "left out"}
 
 
@@ -49,6 +49,7 @@ class Case:
         file: from the top of the repository.
         test: name of the function.
         backend: over which it ran; empty where its parameters do not tell.
+        parameters: the others.
         outcome: passed, failed or left out.
         seconds: that it took.
     """
@@ -56,6 +57,7 @@ class Case:
     file: str
     test: str
     backend: str
+    parameters: str
     outcome: str
     seconds: float
 
@@ -65,11 +67,12 @@ def read(path: Path) -> list[Case]:
     cases = []
     for node in Xml.parse(path).iter("testcase"):
         test, _, parameters = node.get("name", "").partition("[")
-        words = re.split(r"[-\]]", parameters)
+        words = parameters.removesuffix("]").split("-")
         backend = next((BACKENDS[word] for word in words if word in BACKENDS), "")
         outcome = next((OUTCOMES[child.tag] for child in node if child.tag in OUTCOMES), "passed")
+        others = "-".join(word for word in words if word not in BACKENDS)
         seconds = float(node.get("time", 0))
-        cases.append(Case(node.get("file", ""), test, backend, outcome, seconds))
+        cases.append(Case(node.get("file", ""), test, backend, others, outcome, seconds))
     return cases
 
 
@@ -81,6 +84,14 @@ def first_lines(file: Path) -> dict[str, str]:
         node.name: (ast.get_docstring(node) or "").partition("\n")[0].rstrip(".")
         for node in functions
     }
+
+
+def described(first_line: str, cases: list[Case]) -> str:
+    """Say what was done: by a docstring's first line and by the parameters."""
+    values = list(dict.fromkeys(case.parameters for case in cases))
+    if len(values) > MANY:
+        values = [*values[:2], "…", values[-1]]
+    return ": ".join(filter(None, (first_line, ", ".join(values))))
 
 
 def row(cases: list[Case], what: str, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +107,7 @@ def row(cases: list[Case], what: str, facts: Mapping[str, Any]) -> dict[str, Any
         "file": cases[0].file,
         "test": cases[0].test,
         "case": cases[0].test.removeprefix("test_").replace("_", " "),
-        "what": what,
+        "what": described(what, cases),
         "runs": ", ".join(f"{name} {count}".strip() for name, count in runs),
         "result": "all passed" if passed == len(cases) else ", ".join(said),
         "seconds": round(sum(case.seconds for case in cases), 1),

@@ -209,6 +209,7 @@ def test_reliability_counts_tests_by_backend_and_keeps_what_was_not_run(load, tm
     assert kept == old[2:]
     assert row["result"] == "1 passed, 1 failed, 1 left out"
     assert (row["runs"], row["seconds"], row["commit"]) == ("Horovod 2, ddp 1", 3.5, "abc")
+    assert row["what"].endswith("1, 2")
     *kept, _ = results.renew_reliability(old, cases, FACTS, part=True)
     assert kept == [old[0], old[2]]
 
