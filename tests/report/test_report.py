@@ -77,7 +77,13 @@ def whole(tmp_path):
     starts = [
         start(),
         start(100, 1.7e9 + 150, changed, device="NVIDIA H200"),
-        start(200, 1.7e9 + 250, changed, own_options={"model": "resnet50"}, device="NVIDIA H200"),
+        start(
+            200,
+            1.7e9 + 250,
+            changed,
+            own_options={"model": "resnet50", "note": ATTACK},
+            device="NVIDIA H200",
+        ),
     ]
     lines = rows(data_wait=0.25, gpu_memory=12e9)
     return run(tmp_path / "whole", lines, starts, [interval(), interval()], DONE)
@@ -104,14 +110,23 @@ def report(*arguments):
     return main(["report", *map(str, arguments)])
 
 
-def test_a_run_on_one_page(whole, browser, capsys):
+def test_report_of_one_run_in_a_browser(whole, browser, capsys):
     assert report(whole) == 0
     page = whole / "report.html"
     assert str(page) in capsys.readouterr().out
     opened = shown(browser, page)
     assert opened.title() == "train: whole"
+    assert opened.locator("script, [onerror], [src=x]").count() == 0
     text = opened.inner_text("body")
-    for said in ("done", "1,234 samples/s", "0:01:05", "NVIDIA H200", "bf16", "resnet50"):
+    for said in (
+        "done",
+        "1,234 samples/s",
+        "0:01:05",
+        "NVIDIA H200",
+        "bf16",
+        "resnet50",
+        "</script>",
+    ):
         assert said in text
     headings = opened.eval_on_selector_all("h2", "all => all.map(one => one.textContent)")
     wanted = ["Summary", "Curves", "Time of a step", "Starts", "System", "Configuration"]
@@ -134,7 +149,8 @@ def test_a_run_on_one_page(whole, browser, capsys):
     assert row == ["2", "node2", "50", "ms", "10", "ms", "data"]
 
 
-def test_it_fits_any_window(whole, browser):
+@pytest.mark.slow
+def test_report_page_fits_any_window(whole, browser):
     (whole / "starts.jsonl").write_text(json.dumps(start(command=["x" * 5000])) + "\n")
     report(whole)
     for width in (360, 800, 1280):
@@ -142,7 +158,8 @@ def test_it_fits_any_window(whole, browser):
         assert browser.overflow() == 0
 
 
-def test_it_is_light_dark_and_black_on_white_on_paper(whole, browser):
+@pytest.mark.slow
+def test_report_page_is_light_dark_and_printable(whole, browser):
     report(whole)
     ink, image = "getComputedStyle(document.body).color", "document.images[0].currentSrc"
     seen = {}
@@ -155,7 +172,8 @@ def test_it_is_light_dark_and_black_on_white_on_paper(whole, browser):
     assert seen["dark", "print"] == seen["light", "screen"]
 
 
-def test_several_runs_are_compared_and_differing_options_marked(tmp_path, browser, whole):
+@pytest.mark.slow
+def test_report_compares_runs_and_marks_differing_options(tmp_path, browser, whole):
     fast = run(
         tmp_path / "fast",
         [{"step": 5, "time": 1.0, "loss": 1.0, "my own": 3}],
@@ -181,7 +199,8 @@ def test_several_runs_are_compared_and_differing_options_marked(tmp_path, browse
     assert {path.name for path in (tmp_path / "report").iterdir()} >= {"loss.png", "my-own.png"}
 
 
-def test_a_name_is_never_markup(tmp_path, browser):
+@pytest.mark.slow
+def test_report_escapes_every_name(tmp_path, browser):
     options = {"lr": ATTACK, ATTACK: {"deep": [ATTACK]}, "long": "x" * 10**5, "one": "\ud800"}
     world = {**WORLD, "hosts": [ATTACK, 7]}
     folder = run(
@@ -201,7 +220,8 @@ def test_a_name_is_never_markup(tmp_path, browser):
         assert "</script></style><img src=x onerror=alert(1)>" in page.inner_text("body")
 
 
-def test_a_run_that_goes_on_is_told_apart_and_bad_lines_and_numbers_do_no_harm(tmp_path, browser):
+@pytest.mark.slow
+def test_report_of_a_running_job_with_bad_lines_and_numbers(tmp_path, browser):
     bad = [
         {"step": 30, "loss": math.nan, "lr": 10**400},
         *({"step": 40, "loss": math.inf}, {"step": 50, "loss": 1e308}, {"step": 60, "loss": True}),
@@ -234,13 +254,18 @@ A_RANK = {"hosts": ["a"], "data": [0.1], "forward": [0.1]}
     "line",
     [
         interval(data=(HUGE, 1, 1)),
-        interval(data=(1e308, 1, 1)),
-        interval(steps=HUGE),
-        interval(step_times={"80": HUGE}),
-        interval(step_times={"80": 2**53, "90": 5}),
+        *(
+            pytest.param(line, marks=pytest.mark.slow)
+            for line in (
+                interval(data=(1e308, 1, 1)),
+                interval(steps=HUGE),
+                interval(step_times={"80": HUGE}),
+                interval(step_times={"80": 2**53, "90": 5}),
+            )
+        ),
     ],
 )
-def test_numbers_that_no_float_holds_do_no_harm_to_times(tmp_path, line):
+def test_report_timings_with_huge_numbers(tmp_path, line):
     folder = run(tmp_path / "huge", intervals=[line] * 2000)
     assert report(folder) == 0
     found = timings.gather([line, {**interval(), **A_RANK}])
@@ -248,7 +273,8 @@ def test_numbers_that_no_float_holds_do_no_harm_to_times(tmp_path, line):
     assert found.buckets.total() < 2**54
 
 
-def test_a_throughput_that_no_float_holds_is_told(tmp_path):
+@pytest.mark.slow
+def test_report_with_huge_throughput(tmp_path):
     folder = run(tmp_path / "huge", summary={**DONE, "samples_per_second": HUGE})
     assert report(folder) == 0
     assert "more than 1e308 samples/s" in (folder / "report.html").read_text()
@@ -257,15 +283,18 @@ def test_a_throughput_that_no_float_holds_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("run", "[" * 10**5 + "]" * 10**5, "maximum recursion depth exceeded"),
         ("summary", '{"sta', "Unterminated string"),
-        ("run", "", "Expecting value"),
+        *(
+            pytest.param("run", content, reason, marks=pytest.mark.slow)
+            for content, reason in (
+                ("[" * 10**5 + "]" * 10**5, "maximum recursion depth exceeded"),
+                ("", "Expecting value"),
+            )
+        ),
     ],
-    ids=["too deep", "cut", "empty"],
+    ids=["cut", "too deep", "empty"],
 )
-def test_a_file_that_cannot_be_read_is_told_and_the_rest_is_shown(
-    whole, tmp_path, name, content, reason
-):
+def test_report_with_an_unreadable_file_shows_the_rest(whole, tmp_path, name, content, reason):
     (whole / f"{name}.json").write_text(content)
     for arguments in ((whole,), (whole, run(tmp_path / "other", summary=DONE))):
         assert report(*arguments, "--output", tmp_path / "page.html") == 0
@@ -277,7 +306,8 @@ def test_a_file_that_cannot_be_read_is_told_and_the_rest_is_shown(
         assert (tmp_path / "page" / "loss.png").exists()
 
 
-def test_a_run_of_which_nothing_can_be_read_is_refused_alone(whole, tmp_path, capsys):
+@pytest.mark.slow
+def test_report_refuses_a_run_that_cannot_be_read(whole, tmp_path, capsys):
     torn = tmp_path / "torn"
     torn.mkdir()
     (torn / "run.json").touch()
@@ -286,14 +316,15 @@ def test_a_run_of_which_nothing_can_be_read_is_refused_alone(whole, tmp_path, ca
     assert report(torn, whole) == 0
 
 
-def test_a_pipe_in_place_of_a_file_is_refused(whole, capsys):
+def test_report_refuses_a_pipe(whole, capsys):
     (whole / "metrics.jsonl").unlink()
     os.mkfifo(whole / "metrics.jsonl")
     assert report(whole) == 2
     assert "no regular file" in capsys.readouterr().err
 
 
-def test_a_run_that_has_not_begun_to_train_has_a_page(tmp_path, browser):
+@pytest.mark.slow
+def test_report_of_a_run_without_metrics(tmp_path, browser):
     folder = run(tmp_path / "young", [])
     (folder / "starts.jsonl").unlink()
     report(folder)
@@ -302,7 +333,7 @@ def test_a_run_that_has_not_begun_to_train_has_a_page(tmp_path, browser):
     assert not (folder / "report").exists()
 
 
-def test_a_long_curve_keeps_its_peaks_and_its_middle(tmp_path):
+def test_report_long_curve_keeps_peaks_and_median(tmp_path):
     series = reading.Series()
     for step in range(200_000):
         series.add(step, 99.0 if step == 123_456 else 1.0 + (step % 2))
@@ -318,7 +349,7 @@ def test_a_long_curve_keeps_its_peaks_and_its_middle(tmp_path):
     assert "Line: the median of every 5 rows; area: their lowest to highest." in text
 
 
-def test_only_the_ranks_of_the_last_start_are_compared():
+def test_report_compares_ranks_of_the_last_start():
     lines = [
         interval(),
         *({**interval(), "hosts": ["a", "b"], "data": [0.1, 0.3], "forward": [1, 2]} for _ in "ab"),
@@ -335,7 +366,7 @@ def test_only_the_ranks_of_the_last_start_are_compared():
     assert timings.quantile(found.buckets, 1.0) == pytest.approx(0.1 * 10**0.05)
 
 
-def test_it_replaces_its_own_files_alone(whole, capsys):
+def test_report_replaces_only_its_own_files(whole, capsys):
     report(whole)
     beside = whole / "report"
     (beside / "other.png").write_bytes(b"\x89PNG of a person's")
@@ -351,8 +382,14 @@ def test_it_replaces_its_own_files_alone(whole, capsys):
     assert (whole / "report.html").read_text() == "<p>mine</p>"
 
 
-@pytest.mark.parametrize("link", ["report.html", "report/loss.png", "report"])
-def test_it_writes_through_no_link(whole, tmp_path, link, capsys):
+@pytest.mark.parametrize(
+    "link",
+    [
+        "report.html",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("report/loss.png", "report")),
+    ],
+)
+def test_report_never_writes_through_a_link(whole, tmp_path, link, capsys):
     far = tmp_path / "far"
     if link == "report":
         far.mkdir()
@@ -364,14 +401,16 @@ def test_it_writes_through_no_link(whole, tmp_path, link, capsys):
     assert (whole / link).is_symlink()
 
 
-def test_pipes_beside_the_figures_are_left_alone(whole):
+@pytest.mark.slow
+def test_report_leaves_pipes_beside_its_figures(whole):
     (whole / "report").mkdir()
     os.mkfifo(whole / "report" / "mine.png")
     assert report(whole) == 0
     assert (whole / "report" / "mine.png").is_fifo()
 
 
-def test_a_figure_that_cannot_be_written_leaves_the_one_that_was_there(whole, monkeypatch):
+@pytest.mark.slow
+def test_report_keeps_old_figures_when_the_disk_is_full(whole, monkeypatch):
     report(whole)
     before = (whole / "report" / "loss.png").read_bytes()
 
@@ -383,7 +422,8 @@ def test_a_figure_that_cannot_be_written_leaves_the_one_that_was_there(whole, mo
     assert (whole / "report" / "loss.png").read_bytes() == before
 
 
-def test_metrics_called_as_figures_of_steps_have_files_of_their_own(tmp_path):
+@pytest.mark.slow
+def test_report_metric_names_never_collide_with_figure_files(tmp_path):
     names = ("ranks", "step times", "Step-Times", "ranks-2", "rank")
     folder = run(tmp_path / "names", rows(5, **dict.fromkeys(names, 1.0)), intervals=[interval()])
     assert report(folder) == 0
@@ -393,7 +433,7 @@ def test_metrics_called_as_figures_of_steps_have_files_of_their_own(tmp_path):
     assert {path.name for path in beside} > named
 
 
-def test_what_it_refuses_comes_with_what_to_type(whole, tmp_path, capsys, monkeypatch):
+def test_report_refusals_come_with_a_fix(whole, tmp_path, capsys, monkeypatch):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
     for arguments, told in (
@@ -412,7 +452,8 @@ def test_what_it_refuses_comes_with_what_to_type(whole, tmp_path, capsys, monkey
         assert "pip install 'hpctrain[report]'" in capsys.readouterr().err
 
 
-def test_the_command_needs_no_torch_and_no_ones_matplotlibrc(whole):
+@pytest.mark.slow
+def test_report_needs_no_torch_and_ignores_matplotlibrc(whole):
     (whole / "matplotlibrc").write_text("text.usetex: True\nfigure.facecolor: black\n")
     code = (
         "import sys; from hpctrain.__main__ import main; code = main();"
