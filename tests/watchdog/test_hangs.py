@@ -1,4 +1,4 @@
-"""A rank that hangs ends the run within the time-out and a little, and is named."""
+"""Watchdog: a rank that hangs ends the run within the time-out and a little, and is named."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ from torch import nn
 from hpctrain import rundir
 from hpctrain.watchdog import slots
 
-TIMEOUT = 3.0
+TIMEOUT = 5.0  # longer than a first step takes on a busy machine
 # More than the time-out, the agreement between hosts, and the import of what a step needs.
 SECONDS = 100.0
 HANG_AT = 5
@@ -98,17 +98,30 @@ def left(mark):
     return found
 
 
+DDP, HOROVOD = "auto", "horovod"
+SLOW = pytest.mark.slow
+IN_STOP = "in the script's code: process", "in stop"
+IN_GIL = "in the script's code", "in hold_the_gil"
+IN_LOADER = "waits for data", "in __getitem__"
+
+
 @pytest.mark.parametrize(
-    ("how", "victim", "layout", "words", "stack"),
+    ("run", "how", "victim", "layout", "words", "stack"),
     [
-        (stop, 1, (3,), "in the script's code: process", "in stop"),
-        (hold_the_gil, 2, (3,), "in the script's code", "in hold_the_gil"),
-        ("load", 0, (3,), "waits for data", "in __getitem__"),
-        (stop, 2, (2, 1), "in the script's code: process", "in stop"),
+        pytest.param(DDP, stop, 2, (2, 1), *IN_STOP, id="ddp-stopped-on-another-host"),
+        pytest.param(HOROVOD, hold_the_gil, 2, (3,), *IN_GIL, id="horovod-holds-the-gil"),
+        pytest.param(DDP, stop, 1, (3,), *IN_STOP, id="ddp-stopped", marks=SLOW),
+        pytest.param(DDP, hold_the_gil, 2, (3,), *IN_GIL, id="ddp-holds-the-gil", marks=SLOW),
+        pytest.param(DDP, "load", 0, (3,), *IN_LOADER, id="ddp-loading", marks=SLOW),
+        pytest.param(
+            HOROVOD, stop, 2, (2, 1), *IN_STOP, id="horovod-stopped-on-another-host", marks=SLOW
+        ),
+        pytest.param(HOROVOD, stop, 1, (3,), *IN_STOP, id="horovod-stopped", marks=SLOW),
+        pytest.param(HOROVOD, "load", 0, (3,), *IN_LOADER, id="horovod-loading", marks=SLOW),
     ],
-    ids=["stopped", "holds-the-gil", "loading", "stopped-on-another-host"],
+    indirect=["run"],
 )
-def test_a_rank_that_hangs_is_named_and_its_stack_shown(run, how, victim, layout, words, stack):
+def test_hanging_rank_is_named_and_its_stack_shown(run, how, victim, layout, words, stack):
     reason, logs = hang(run, how, victim, layout)
     host = f"node{len(layout)}"
     assert reason.startswith(f"rank {victim} on {host} is silent for ")
@@ -136,7 +149,10 @@ def hang(run, how, victim, layout):
     return reason, {host: path.read_text() for host, path in files.items()}
 
 
-def test_a_backward_pass_that_hangs(run):
+@pytest.mark.parametrize(
+    "run", [DDP, pytest.param(HOROVOD, marks=SLOW)], indirect=True, ids=["ddp", "horovod"]
+)
+def test_hanging_backward_pass_is_shown(run):
     reason, logs = hang(run, "backward", 1, (3,))
     if run.keywords["env"]["TEST_BACKEND"] == "horovod":  # it waits for the sums after the pass
         assert reason.startswith("rank 1 on node1 is silent for ")

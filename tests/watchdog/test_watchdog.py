@@ -1,9 +1,13 @@
-"""A hang ends, with a name and stacks; nothing that lives is ended; nothing is left behind."""
+"""Watchdog: a hang ends, with a name and stacks; nothing that lives is ended or left behind.
+
+Most ranks here are real, and their helpers run in this process, on a clock that the test moves.
+"""
 
 import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -13,10 +17,11 @@ import time
 from pathlib import Path
 
 import pytest
+from clock import Clock
 
 from hpctrain import rundir
 from hpctrain.rundir import RunDirectory
-from hpctrain.watchdog import PHASES, Watchdog, slots
+from hpctrain.watchdog import PHASES, Watchdog, slots, watch
 from hpctrain.watchdog.blame import Sighting, judge, suspended
 from hpctrain.watchdog.board import Aside, Board
 from hpctrain.watchdog.phases import (
@@ -30,39 +35,51 @@ from hpctrain.watchdog.phases import (
 )
 from hpctrain.world import World
 
-SECONDS = 60  # a protection: what is tested takes two or three
+SECONDS = 60  # a protection: what is tested takes moments
+TIMEOUT = 20.0  # of silence; the helper looks once a second
 
-# A rank without torch. It begins its third step when all are there, and then does what it is told.
+# A rank without torch. It begins its third step when all are there, does what it is told, and says
+# when it does.
 RANK = """
 import ctypes, json, os, signal, sys, threading, time
 from pathlib import Path
 from hpctrain.rundir import RunDirectory
-from hpctrain.watchdog import BACKWARD, COMPUTING, IDLE, LOADING, Watchdog
+from hpctrain.watchdog import BACKWARD, COMPUTING, IDLE, LOADING, Watchdog, rank
 from hpctrain.world import World
 
-place, how, present, timeout, key = json.loads(sys.argv[1])
+place, how, present, timeout, key, driven = json.loads(sys.argv[1])
+if driven:
+    rank._start = lambda folder: None
 world = World(**place)
 verdict = "verdict" if world.rank == 0 else None
 watchdog = Watchdog(world, timeout, RunDirectory("run"), key, verdict)
 watchdog.step = 3
 
+def there():
+    Path(f"there-{world.rank}").touch()
+
 def wait_for_the_others():
     watchdog.beat(BACKWARD)
+    there()
     threading.Event().wait()
 
 def hold_the_gil():
+    there()
     while True:  # the signal that asks for the stack ends a sleep
         ctypes.PyDLL(None).sleep(1000)
 
 def turn_in_circles():
+    there()
     while True:
         pass
 
 def load():
     watchdog.beat(LOADING)
+    there()
     threading.Event().wait()
 
 def stop():
+    there()
     os.kill(os.getpid(), signal.SIGSTOP)
     threading.Event().wait()  # it goes on for a moment, to show its stack
 
@@ -71,29 +88,28 @@ def stop_in_the_sums():
     stop()
 
 def die():
+    there()
     os._exit(9)
 
 def leave():
     watchdog.close()
+    there()
     os._exit(0)
 
 def rest():
     watchdog.beat(IDLE)
-    time.sleep(3 * timeout)
+    there()
+    while not Path("enough").exists():
+        time.sleep(0.01)
 
 def work():
-    for step in range(3, 30):
-        watchdog.step = step
-        watchdog.beat(COMPUTING)
-        time.sleep(timeout / 10)
-
-def work_on():
+    there()
     while not Path("enough").exists():
         watchdog.beat(COMPUTING)
         time.sleep(0.01)
 
 Path(f"ready-{world.rank}").touch()
-while not all(Path(f"ready-{rank}").exists() for rank in present):
+while not all(Path(f"ready-{name}").exists() for name in present):
     time.sleep(0.01)
 watchdog.beat(COMPUTING)
 globals()[how]()
@@ -104,8 +120,8 @@ watchdog.close()
 class Start:
     """Ranks of one start, and what can be seen of them."""
 
-    def __init__(self, folder, how, layout, timeout, absent=(), stderr=None):
-        self.folder, self.layout = folder, layout
+    def __init__(self, folder, how, layout, timeout, absent=(), driven=False):
+        self.folder, self.layout, self.how = folder, layout, how
         self.key = secrets.token_hex(8)
         self.directory = RunDirectory(folder / "run")
         self.directory.path.mkdir(exist_ok=True)
@@ -126,9 +142,10 @@ class Start:
                     "num_nodes": len(layout),
                     "hosts": hosts,
                 }
-                told = json.dumps([place, how[rank], present, timeout, self.key])
+                awaited = [*present, "go"] if driven else present
+                told = json.dumps([place, how[rank], awaited, timeout, self.key, driven])
                 self.ranks[rank] = subprocess.Popen(
-                    [sys.executable, "-c", RANK, told], cwd=folder, stderr=stderr or said
+                    [sys.executable, "-c", RANK, told], cwd=folder, stderr=said
                 )
 
     def shared(self):
@@ -151,9 +168,22 @@ class Start:
                 found.append(int(path.parent.name))
         return found
 
+    def await_ready(self):
+        """Wait until all ranks have their slots."""
+        until(lambda: all((self.folder / f"ready-{rank}").exists() for rank in self.ranks))
+
+    def await_there(self):
+        """Wait until all ranks do what they were told."""
+        until(lambda: all((self.folder / f"there-{rank}").exists() for rank in self.ranks))
+        for rank, process in self.ranks.items():
+            if self.how[rank].startswith("stop"):
+                until(lambda pid=process.pid: state(pid) == "T")
+            elif self.how[rank] in ("die", "leave"):
+                until(lambda pid=process.pid: state(pid) == "Z")
+
     def in_the_loop(self):
         """Wait until all ranks and helpers are at work."""
-        until(lambda: all((self.folder / f"ready-{rank}").exists() for rank in self.ranks))
+        self.await_there()
         logs = [self.directory.logs / f"watch-node{n + 1}.log" for n in range(len(self.layout))]
         until(lambda: all(log.exists() for log in logs))
 
@@ -178,6 +208,11 @@ class Start:
         return reason
 
 
+def state(pid):
+    """Return the letter that proc(5) has for a process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def until(condition):
     end = time.monotonic() + SECONDS
     while not condition():
@@ -185,11 +220,64 @@ def until(condition):
         time.sleep(0.01)
 
 
+class Watched:
+    """Ranks that do what they were told, and the helpers of their hosts, in this process."""
+
+    def __init__(self, ranks):
+        self.ranks, self.clock = ranks, Clock(time.monotonic)
+        ranks.await_ready()
+        folders = [folder for folder in ranks.shared() if folder.exists()]
+        self.helpers = [watch.Watch(folder, self.clock) for folder in folders]
+        self._open = list(self.helpers)
+        self.turn(0.0)
+        (ranks.folder / "ready-go").touch()
+        ranks.await_there()
+
+    def turn(self, seconds=1.0):
+        """Let time go by, and each helper look once; those whose ranks are gone have ended."""
+        self.clock.move(seconds)
+        self.helpers = [helper for helper in self.helpers if not helper.turn()]
+
+    def hear(self):
+        """Wait for a beat of each rank."""
+        for one in (one for helper in self.helpers for one in helper._ranks.values()):
+            until(lambda one=one: os.pread(one.slot, 24, 0) != slots.PLACE.pack(*self._seen(one)))
+
+    @staticmethod
+    def _seen(one):
+        return one.step, one.phase, one.beat
+
+    def end(self):
+        """Let time go by until the helpers have ended; the exit codes of the ranks."""
+        for _ in range(3 * int(TIMEOUT)):
+            self.turn()
+        assert not self.helpers, "the helpers still wait"
+        return self.ranks.end()
+
+    def go_on(self):
+        """Let the ranks leave; their exit codes."""
+        assert all(process.poll() is None for process in self.ranks.ranks.values())
+        (self.ranks.folder / "enough").touch()
+        until(lambda: all(process.poll() is not None for process in self.ranks.ranks.values()))
+        self.turn()
+        assert not self.helpers
+        return self.ranks.end()
+
+    def close(self):
+        for helper in self._open:
+            os.close(helper._bell)
+            for one in helper._ranks.values():
+                for descriptor in (one.slot, one.stack, one.process.handle):
+                    if descriptor is not None:
+                        os.close(descriptor)
+
+
 @pytest.fixture
 def start(tmp_path):
+    """Starts ranks, and helpers that are processes of their own."""
     started = []
 
-    def launch(*how, layout=None, timeout=1.0, **more):
+    def launch(*how, layout=None, timeout=1800.0, **more):
         started.append(Start(tmp_path, how, layout or (len(how),), timeout, **more))
         return started[-1]
 
@@ -200,13 +288,27 @@ def start(tmp_path):
             process.wait()
 
 
+@pytest.fixture
+def watched(start, monkeypatch):
+    """Starts ranks whose helpers run here."""
+    monkeypatch.setattr(watch, "_SECONDS_TO_AGREE", 0.0)
+    made = []
+
+    def launch(*how, **more):
+        made.append(Watched(start(*how, timeout=TIMEOUT, driven=True, **more)))
+        return made[-1]
+
+    yield launch
+    for one in made:
+        one.close()
+
+
 WAIT = "wait_for_the_others"
 
 
 @pytest.mark.parametrize(
     ("how", "found", "shown"),
     [
-        ("stop", "at step 3, in the script's code: process {} is stopped (state T)", "in stop"),
         (
             "stop_in_the_sums",
             "at step 3, in the backward pass or its sums: process {} is stopped (state T)",
@@ -217,14 +319,16 @@ WAIT = "wait_for_the_others"
         ("load", "at step 3, waits for data", "in load"),
     ],
 )
-def test_a_rank_that_hangs_is_named_and_every_stack_is_shown(start, how, found, shown):
-    ranks = start(WAIT, WAIT, how)
-    assert ranks.end() == [-signal.SIGKILL] * 3
+def test_hanging_rank_is_named_and_every_stack_is_shown(watched, capsys, how, found, shown):
+    job = watched(WAIT, WAIT, how)
+    ranks = job.ranks
+    assert job.end() == [-signal.SIGKILL] * 3
     reason = ranks.reason()
-    seconds = next(text for text in ("1 s", "2 s", "3 s") if text in reason)
     pid = ranks.ranks[2].pid
-    assert reason == f"rank 2 on node1 is silent for {seconds} {found.format(pid)}"
-    said = ranks.said.read_text()
+    silence = re.match(r"rank 2 on node1 is silent for ([0-9]+) s ", reason)
+    assert reason.removeprefix(silence[0]) == found.format(pid)
+    assert TIMEOUT <= int(silence[1]) <= TIMEOUT + 2
+    said = capsys.readouterr().err
     assert said.startswith(f"hpctrain: error: {reason}\n  expected: ")
     assert "  to mend:  " in said
     for text in (ranks.log(), said):
@@ -235,40 +339,41 @@ def test_a_rank_that_hangs_is_named_and_every_stack_is_shown(start, how, found, 
     assert not list(ranks.directory.path.glob(".*"))
 
 
-def test_a_rank_that_is_dead_is_named(start):
-    ranks = start(WAIT, "die", WAIT)
-    assert sorted(ranks.end()) == [-signal.SIGKILL, -signal.SIGKILL, 9]
-    assert ranks.reason().startswith(
+def test_dead_rank_is_named(watched):
+    job = watched(WAIT, "die", WAIT)
+    assert sorted(job.end()) == [-signal.SIGKILL, -signal.SIGKILL, 9]
+    assert job.ranks.reason().startswith(
         "rank 1 on node1 is gone, last seen at step 3, in the script's code; the others are silent"
     )
-    assert f"rank 1 is gone, process {ranks.ranks[1].pid}" in ranks.log()
+    assert f"rank 1 is gone, process {job.ranks.ranks[1].pid}" in job.ranks.log()
 
 
-def test_a_rank_that_has_left_is_named(start):
-    ranks = start(WAIT, "leave", WAIT)
-    assert sorted(ranks.end()) == [-signal.SIGKILL, -signal.SIGKILL, 0]
-    reason = ranks.reason()
+def test_rank_that_left_the_run_is_named(watched):
+    job = watched(WAIT, "leave", WAIT)
+    assert sorted(job.end()) == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    reason = job.ranks.reason()
     assert reason.startswith("ranks 0 and 2 on node1 are silent for")
     assert reason.endswith("they wait, and rank 1 on node1 is no longer in the run")
 
 
-def test_where_all_wait_nobody_is_named(start):
-    ranks = start(WAIT, WAIT, WAIT)
-    assert ranks.end() == [-signal.SIGKILL] * 3
-    assert ranks.reason().startswith("all 3 ranks are silent for")
-    assert ranks.reason().endswith("their sums: they wait for each other".replace("their", "its"))
+def test_no_rank_is_named_where_all_wait_for_each_other(watched):
+    job = watched(WAIT, WAIT, WAIT)
+    assert job.end() == [-signal.SIGKILL] * 3
+    assert job.ranks.reason().startswith("all 3 ranks are silent for")
+    assert job.ranks.reason().endswith("its sums: they wait for each other")
 
 
-def test_a_single_process_hangs_as_well(start):
-    ranks = start("turn_in_circles")
-    assert ranks.end() == [-signal.SIGKILL]
-    assert ranks.reason().startswith("rank 0 on node1 is silent for")
+def test_single_process_that_hangs_is_ended(watched):
+    job = watched("turn_in_circles")
+    assert job.end() == [-signal.SIGKILL]
+    assert job.ranks.reason().startswith("rank 0 on node1 is silent for")
 
 
 @pytest.mark.parametrize("how", ["turn_in_circles", "stop"])
-def test_the_helpers_of_several_hosts_name_the_same_rank(start, how):
-    ranks = start(WAIT, WAIT, WAIT, how, layout=(2, 1, 1), timeout=1.5)
-    assert ranks.end() == [-signal.SIGKILL] * 4
+def test_helpers_of_several_hosts_name_the_same_rank(watched, how):
+    job = watched(WAIT, WAIT, WAIT, how, layout=(2, 1, 1))
+    ranks = job.ranks
+    assert job.end() == [-signal.SIGKILL] * 4
     reason = ranks.reason()
     assert reason.startswith("rank 3 on node3 is silent for")
     for host in ("node1", "node2", "node3"):
@@ -276,52 +381,76 @@ def test_the_helpers_of_several_hosts_name_the_same_rank(start, how):
     assert "in wait_for_the_others" in ranks.log("node2")
     assert f"in {how}\n" in ranks.log("node3")
     assert "node3: rank 3: silent for" in ranks.log("node1")
-    # What the helpers told each other goes with the next start.
+
+
+@pytest.mark.slow
+def test_helper_processes_end_a_hang_and_the_next_start_removes_what_they_left(start):
+    ranks = start(WAIT, WAIT, WAIT, "turn_in_circles", layout=(2, 1, 1), timeout=3.0)
+    assert ranks.end() == [-signal.SIGKILL] * 4
+    reason = ranks.reason()
+    assert reason.startswith("rank 3 on node3 is silent for")
+    for host in ("node1", "node2", "node3"):
+        assert f"hpctrain: error: {reason}\n" in ranks.log(host)
+    assert f"hpctrain: error: {reason}\n" in ranks.said.read_text()
     assert len(list(ranks.directory.path.glob(".hang-*"))) == 1
-    again = start("work_on", layout=(1,))
+    again = start("work", layout=(1,))
     again.in_the_loop()
     until(lambda: not list(again.directory.path.glob(".hang-*")))
     (again.folder / "enough").touch()
     assert again.end() == [0]
 
 
-def test_a_host_of_which_nothing_is_heard_is_named(start):
-    ranks = start(WAIT, WAIT, WAIT, layout=(2, 1), absent=(2,))
-    assert ranks.end() == [-signal.SIGKILL] * 2
-    assert "nothing is heard of rank 2 (node2)" in ranks.reason()
+def test_host_that_reports_nothing_is_named(watched):
+    job = watched(WAIT, WAIT, WAIT, layout=(2, 1), absent=(2,))
+    assert job.end() == [-signal.SIGKILL] * 2
+    assert "nothing is heard of rank 2 (node2)" in job.ranks.reason()
 
 
-@pytest.mark.parametrize("how", ["rest", "work", "work_on"])
-def test_ranks_that_live_go_on(start, how):
-    ranks = start(how, how, "work", timeout=0.5)
-    (ranks.folder / "enough").touch()
-    assert ranks.end() == [0, 0, 0]
-    assert "error" not in ranks.log()
-    assert ranks.said.read_text() == ""
-    assert not (ranks.folder / "verdict").exists()
+def test_ranks_outside_of_the_loop_may_be_silent(watched, capsys):
+    job = watched("rest", "rest", "rest")
+    for _ in range(3 * int(TIMEOUT)):
+        job.turn()
+    assert job.go_on() == [0, 0, 0]
+    assert capsys.readouterr().err == job.ranks.said.read_text() == ""
+    assert not (job.ranks.folder / "verdict").exists()
+
+
+def test_silence_counts_from_the_last_heartbeat(watched):
+    job = watched("work", "work", "work")
+    pid = job.ranks.ranks[1].pid
+    for _ in range(3):
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: state(pid) == "T")
+        for _ in range(int(TIMEOUT) - 5):
+            job.turn()
+        os.kill(pid, signal.SIGCONT)
+        job.hear()
+        job.turn()
+    assert job.go_on() == [0, 0, 0]
+    assert not (job.ranks.folder / "verdict").exists()
 
 
 @pytest.mark.parametrize(
     ("layout", "helper_too"), [((2,), True), ((2,), False), ((1, 1), True), ((1, 1), False)]
 )
-def test_a_job_that_was_suspended_goes_on(start, layout, helper_too):
-    ranks = start("work_on", "work_on", timeout=0.5, layout=layout)
-    ranks.in_the_loop()
-    pids = [process.pid for process in ranks.ranks.values()]
-    pids += ranks.helpers() if helper_too else []
+def test_suspended_job_goes_on(watched, capsys, layout, helper_too):
+    job = watched("work", "work", layout=layout)
+    pids = [process.pid for process in job.ranks.ranks.values()]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(1.5)  # three times the time-out
+    until(lambda: all(state(pid) == "T" for pid in pids))
+    for _ in () if helper_too else range(3 * int(TIMEOUT)):
+        job.turn()
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
-    (ranks.folder / "enough").touch()
-    assert ranks.end() == [0, 0]
-    assert ranks.said.read_text() == ""
+    job.turn(3 * TIMEOUT)
+    assert job.go_on() == [0, 0]
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("helper_too", [True, False])
-def test_nothing_is_left_of_ranks_that_were_killed(start, helper_too):
-    ranks = start("work_on", "work_on")
+def test_killed_ranks_leave_no_helper_and_no_shared_memory(start, helper_too):
+    ranks = start("work", "work")
     ranks.in_the_loop()
     until(lambda: not any(folder.exists() for folder in ranks.shared()))
     helpers = ranks.helpers()
@@ -330,34 +459,28 @@ def test_nothing_is_left_of_ranks_that_were_killed(start, helper_too):
         os.kill(helper, signal.SIGKILL)
     for process in ranks.ranks.values():
         process.kill()
-    began = time.monotonic()
     assert ranks.end() == [-signal.SIGKILL] * 2
-    assert time.monotonic() - began < 5
     assert not (ranks.folder / "verdict").exists()
 
 
-def test_the_helper_survives_what_is_sent_to_the_whole_step(start):
-    ranks = start(WAIT, "turn_in_circles")
-    until(ranks.helpers)
+def test_helper_ignores_signals_to_the_job_and_shares_the_session_of_the_ranks(start):
+    """Linux's autogroup shares processors out by session; Ctrl-C goes to a process group."""
+    ranks = start("work", "work")
+    ranks.in_the_loop()
     (helper,) = ranks.helpers()
+    pids = [process.pid for process in ranks.ranks.values()]
+    assert os.getsid(helper) in map(os.getsid, pids)
+    assert os.getpgid(helper) not in map(os.getpgid, pids)
     for number in ("TERM", "INT", "HUP", "QUIT", "TTOU", "USR1", "USR2", "ALRM", "XCPU"):
         os.kill(helper, getattr(signal, f"SIG{number}"))
-    assert ranks.end() == [-signal.SIGKILL] * 2
-    assert ranks.reason().startswith("rank 1 on node1")
+    ranks.ranks[1].kill()
+    until(lambda: f"rank 1 is gone, process {pids[1]}" in ranks.log())
+    (ranks.folder / "enough").touch()
+    assert ranks.end() == [0, -signal.SIGKILL]
 
 
-def test_the_helper_has_its_share_of_the_processors_with_the_ranks(start):
-    """Linux's autogroup gives it by session; Ctrl-C goes to a process group."""
-    ranks = start("work_on", "work_on")
-    until(ranks.helpers)
-    (helper,) = ranks.helpers()
-    ours = [process.pid for process in ranks.ranks.values()]
-    assert os.getsid(helper) in map(os.getsid, ours)
-    assert os.getpgid(helper) not in map(os.getpgid, ours)
-
-
-def test_the_run_goes_on_without_its_helper(start):
-    ranks = start("work_on", "work_on", timeout=0.3)
+def test_run_goes_on_without_its_helper(start):
+    ranks = start("work", "work")
     ranks.in_the_loop()
     until(lambda: not any(folder.exists() for folder in ranks.shared()))
     for helper in ranks.helpers():
@@ -366,33 +489,43 @@ def test_the_run_goes_on_without_its_helper(start):
     assert ranks.end() == [0, 0]
 
 
-def test_a_file_system_that_hangs_stops_no_helper(start, tmp_path):
-    logs = tmp_path / "run" / "logs"
-    logs.mkdir(parents=True)
-    os.mkfifo(logs / "watch-node1.log")  # nobody reads, so who writes waits for ever
-    ranks = start(WAIT, "turn_in_circles")
-    assert ranks.end() == [-signal.SIGKILL] * 2
-    assert "hpctrain: error: rank 1 on node1 is silent" in ranks.said.read_text()
+def test_hanging_file_system_stops_no_helper(watched, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(watch, "_SECONDS_FOR_FILES", 0.1)
+    job = watched(WAIT, "turn_in_circles")
+    log = tmp_path / "run" / "logs" / "watch-node1.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(log)  # nobody reads, so who writes waits for ever
+    assert job.end() == [-signal.SIGKILL] * 2
+    os.close(os.open(log, os.O_RDONLY | os.O_NONBLOCK))  # who waits goes on
+    assert "hpctrain: error: rank 1 on node1 is silent" in capsys.readouterr().err
 
 
 def fill(pipe):
+    os.set_blocking(pipe, False)
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(pipe, bytes(1 << 16))
+    os.set_blocking(pipe, True)
 
 
-def test_a_launcher_that_does_not_read_stops_no_helper(start):
+def test_launcher_that_does_not_read_stops_no_helper(watched, monkeypatch):
     reader, writer = os.pipe()
-    try:
-        os.set_blocking(writer, False)
-        fill(writer)
-        os.set_blocking(writer, True)
-        ranks = start(WAIT, "turn_in_circles", stderr=writer)
-        assert ranks.end() == [-signal.SIGKILL] * 2
-    finally:
-        os.close(reader)
-        os.close(writer)
-    assert ranks.reason().startswith("rank 1 on node1")
+    fill(writer)
+    job = watched(WAIT, "turn_in_circles")
+    monkeypatch.setattr(watch, "_say", lambda text: os.write(writer, text.encode()))
+    monkeypatch.setattr(job.helpers[0], "_voice", Impatient())
+    assert job.end() == [-signal.SIGKILL] * 2
+    os.close(reader)  # who writes hears that
+    os.close(writer)
+    assert job.ranks.reason().startswith("rank 1 on node1")
+
+
+class Impatient(Aside):
+    """Waits a moment where the helper would wait for seconds."""
+
+    def __call__(self, function, seconds):
+        assert seconds > 0
+        return super().__call__(function, 0.1)
 
 
 def alone(tmp_path, timeout=1800.0):
@@ -400,7 +533,7 @@ def alone(tmp_path, timeout=1800.0):
     return Watchdog(world, timeout, RunDirectory(tmp_path / "run"), secrets.token_hex(8), None)
 
 
-def test_closing_waits_for_the_helper_and_leaves_nothing(tmp_path):
+def test_close_waits_for_the_helper_and_leaves_nothing(tmp_path):
     before = set(slots._bases()[0].glob("hpctrain-watch-*"))
     for _ in range(3):
         watchdog = alone(tmp_path)
@@ -415,7 +548,7 @@ def facts(rank):
     return slots.Facts(rank, os.getpid(), 0, None)
 
 
-def test_another_place_is_taken_where_dev_shm_is_none(tmp_path, monkeypatch):
+def test_temporary_folder_serves_where_there_is_no_dev_shm(tmp_path, monkeypatch):
     monkeypatch.setattr(slots, "_bases", lambda: [tmp_path / "nowhere", tmp_path])
     first, second = (slots.take("start", facts(rank), {"a": 1}) for rank in (0, 1))
     assert (first[1], second[1]) == (True, False)
@@ -429,7 +562,7 @@ def test_another_place_is_taken_where_dev_shm_is_none(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_without_any_place_the_run_goes_on_and_says_so(tmp_path, monkeypatch, caplog):
+def test_run_goes_on_with_a_warning_where_there_is_no_shared_memory(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(slots, "_bases", lambda: [tmp_path / "nowhere"])
     monkeypatch.setattr("hpctrain.watchdog.rank.logger.propagate", True)
     watchdog = alone(tmp_path)
@@ -438,14 +571,14 @@ def test_without_any_place_the_run_goes_on_and_says_so(tmp_path, monkeypatch, ca
     watchdog.close()
 
 
-def test_a_folder_that_others_may_write_is_not_used(tmp_path, monkeypatch):
+def test_shared_memory_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(slots, "_bases", lambda: [tmp_path])
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(PermissionError):
         slots.take("open", facts(0), {})
 
 
-def test_what_dead_starts_have_left_is_removed(tmp_path, monkeypatch):
+def test_shared_memory_of_dead_starts_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(slots, "_bases", lambda: [tmp_path])
     dead, held, fresh = (tmp_path / slots.name(key, 0) for key in ("dead", "held", "fresh"))
     for folder in (dead, held, fresh):
@@ -483,14 +616,14 @@ def at(rank, phase, state="S", step=3, host="node1"):
         ([at(0, LOADING), at(1, LOADING)], (0, 1), "nothing is heard of rank 2 (node2)"),
     ],
 )
-def test_who_is_to_blame(seen, ranks, words):
+def test_hang_is_blamed_on_the_right_ranks(seen, ranks, words):
     blame = judge(seen, 3, ("node1", "node2") if len(seen) < 3 else ("node1",))
     assert blame.ranks == ranks
     assert words in blame.found
     assert "\n" not in blame.found + blame.fix
 
 
-def test_many_ranks_make_no_long_line():
+def test_message_of_many_ranks_stays_short():
     seen = [at(rank, BACKWARD, "T", host=f"node{rank}") for rank in range(1000)]
     blame = judge(seen, 1001, ())
     assert len(blame.ranks) == 1000
@@ -498,18 +631,18 @@ def test_many_ranks_make_no_long_line():
     assert len(blame.found) < 500
 
 
-def test_a_run_is_suspended_where_every_rank_is_stopped():
+def test_job_is_suspended_where_every_rank_is_stopped():
     assert suspended([at(0, BACKWARD, "T"), at(1, LOADING, "T")], 2)
     assert not suspended([at(0, BACKWARD, "T"), at(1, LOADING, "T")], 3)
     assert not suspended([at(0, BACKWARD, "T"), at(1, LOADING)], 2)
 
 
-def test_every_phase_has_words_and_the_order_is_that_of_a_step():
+def test_phases_have_words_and_the_order_of_a_step():
     assert list(PHASES) == sorted(PHASES)
     assert all(phase.words for phase in PHASES.values())
 
 
-def test_helpers_tell_each_other_and_agree(tmp_path):
+def test_helpers_share_what_they_see_and_settle_on_one_judgement(tmp_path):
     one, other = (Board(tmp_path, "start", host, 0) for host in ("node1", "node2"))
     one.post([at(0, BACKWARD)])
     other.post([at(1, LOADING)])
@@ -523,7 +656,7 @@ def test_helpers_tell_each_other_and_agree(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_hangs_is_left_aside():
+def test_call_that_hangs_is_not_waited_for():
     aside, free = Aside(), threading.Event()
     assert aside(lambda: "answer", 5) == "answer"
     assert aside(lambda: Path("nowhere").read_text(), 5) is None
@@ -533,7 +666,7 @@ def test_what_hangs_is_left_aside():
     until(lambda: aside(lambda: "answer", 5) == "answer")
 
 
-def test_it_needs_no_torch():
+def test_watchdog_imports_no_torch():
     code = (
         "import sys, hpctrain.watchdog, hpctrain.watchdog.watch; assert 'torch' not in sys.modules"
     )
