@@ -40,7 +40,7 @@ def hpctrain_command(*arguments, env=None, python=("-m", "hpctrain")):
     )
 
 
-def test_help_names_every_command_and_each_has_help_of_its_own(capsys):
+def test_help_names_every_command_and_each_has_its_own_help(capsys):
     assert COMMANDS
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
@@ -55,21 +55,21 @@ def test_help_names_every_command_and_each_has_help_of_its_own(capsys):
 
 
 @pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["explain", "--no-such-option"]])
-def test_wrong_use_leaves_with_2(arguments, capsys):
+def test_wrong_use_exits_with_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
     assert "usage: hpctrain" in capsys.readouterr().err
 
 
-def test_the_version_is_that_of_the_package(capsys):
+def test_version_is_that_of_the_package(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"hpctrain {hpctrain.__version__}\n"
 
 
-def test_explain_says_who_this_is_in_json():
+def test_explain_json_has_rank_world_size_and_sources():
     done = hpctrain_command("explain", "--json", env=TORCHRUN)
     assert (done.returncode, done.stderr) == (0, "")
     said = json.loads(done.stdout)
@@ -95,7 +95,7 @@ def test_explain_says_who_this_is_in_json():
     }
 
 
-def test_explain_shows_people_each_value_with_its_variable(monkeypatch, capsys):
+def test_explain_prints_each_value_with_its_variable(monkeypatch, capsys):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert main(["explain"]) == 0
@@ -127,7 +127,7 @@ def test_explain_refuses_a_contradiction_with_one_error(options):
         assert set(said.values()) == {None}
 
 
-def test_a_warning_is_an_error_where_that_is_asked_for(monkeypatch, capsys):
+def test_explain_strict_turns_warnings_into_errors(monkeypatch, capsys):
     monkeypatch.setenv("SLURM_JOB_ID", "815")
     monkeypatch.setenv("SLURM_NTASKS", "4")
     assert main(["explain"]) == 0
@@ -135,7 +135,7 @@ def test_a_warning_is_an_error_where_that_is_asked_for(monkeypatch, capsys):
     assert main(["explain", "--strict"]) == 2
 
 
-def test_hostlist_prints_one_host_a_line_and_refuses_what_is_none(capsys):
+def test_hostlist_prints_one_host_a_line_and_refuses_bad_ranges(capsys):
     assert main(["hostlist", "rack[1-2]n[08-09],login"]) == 0
     assert capsys.readouterr().out == "rack1n08\nrack1n09\nrack2n08\nrack2n09\nlogin\n"
     assert main(["hostlist", "n[3-1]"]) == 2
@@ -144,7 +144,7 @@ def test_hostlist_prints_one_host_a_line_and_refuses_what_is_none(capsys):
     assert told.err.startswith("hpctrain: error: host list 'n[3-1]', position 2")
 
 
-def test_a_reader_that_leaves_early_is_no_error():
+def test_closed_pipe_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -160,7 +160,7 @@ def test_a_reader_that_leaves_early_is_no_error():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_a_name_that_is_no_utf_8_is_shown_where_standard_output_is_strict(tmp_path):
+def test_file_name_that_is_not_utf8_is_printed_escaped(tmp_path):
     env = {"PYTHONIOENCODING": "utf-8:strict"}
     image = tmp_path / "train" / "cat" / "x.jpg"
     image.parent.mkdir(parents=True)
@@ -181,14 +181,14 @@ def test_a_name_that_is_no_utf_8_is_shown_where_standard_output_is_strict(tmp_pa
         (["--nodes", "3", "--ntasks-per-node", "2,1", "script.py"], "--nproc-per-node 2,1 for 3"),
     ],
 )
-def test_run_refuses_what_it_cannot_start(tmp_path, arguments, found, capsys):
+def test_run_refuses_missing_scripts_and_bad_node_counts(tmp_path, arguments, found, capsys):
     (tmp_path / "script.py").touch()
     arguments = [str(tmp_path / "script.py") if a == "script.py" else a for a in arguments]
     assert main(["run", *arguments]) == 2
     assert found in capsys.readouterr().err
 
 
-def test_run_starts_a_script_with_its_own_arguments_and_leaves_with_its_code(tmp_path):
+def test_run_passes_arguments_and_exit_code(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
@@ -206,42 +206,23 @@ def test_run_starts_a_script_with_its_own_arguments_and_leaves_with_its_code(tmp
     ]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import hpctrain, hpctrain.errors; hpctrain.World; hpctrain.detect(); dir(hpctrain)",
-        "main(['--help'])",
-        "main(['run', '--help'])",
-        "main(['run', 'no-script.py'])",
-        "main(['explain'])",
-        "main(['hostlist', 'n[1-2]'])",
-    ],
-)
-def test_what_needs_no_torch_does_not_import_it(code):
-    done = hpctrain_command(
-        python=(
-            "-c",
-            "import sys\n"
-            "from hpctrain.__main__ import main as start\n"
-            "def main(arguments):\n"
-            "    sys.argv[1:] = arguments\n"
-            "    try: start()\n"
-            "    except SystemExit: pass\n"
-            f"{code}\n"
-            "loaded = {name.partition('.')[0] for name in sys.modules}\n"
-            "sys.exit(3 if loaded & {'torch', 'numpy'} else 0)",
-        )
+def test_import_hpctrain_and_detect_do_not_import_torch():
+    code = (
+        "import sys, hpctrain, hpctrain.errors\n"
+        "hpctrain.World; hpctrain.detect(); dir(hpctrain)\n"
+        "sys.exit(3 if {'torch', 'numpy'} & sys.modules.keys() else 0)"
     )
+    done = hpctrain_command(python=("-c", code))
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["__init__.py", "__main__.py", "_version.py"])
-def test_an_old_python_can_read_what_tells_it_that_it_is_too_old(name):
+def test_old_python_parses_the_module_that_refuses_it(name):
     ast.parse((PACKAGE / name).read_text(), feature_version=(3, 6))
 
 
 @pytest.mark.parametrize("version", [(2, 7), (3, 6), (3, 10)])
-def test_an_old_python_gets_one_line_that_says_how_to_get_another(monkeypatch, capsys, version):
+def test_old_python_is_refused_with_one_line(monkeypatch, capsys, version):
     info = namedtuple("info", "major minor micro releaselevel serial")
     monkeypatch.setattr(__main__.sys, "version_info", info(*version, 8, "final", 0))
     code = __main__.main()
@@ -253,13 +234,13 @@ def test_an_old_python_gets_one_line_that_says_how_to_get_another(monkeypatch, c
     assert "needs Python 3.11 or newer, this is {}.{}".format(*version) in told.err
 
 
-def test_the_oldest_python_is_the_one_that_the_package_asks_for():
+def test_oldest_python_is_that_of_requires_python():
     from importlib.metadata import metadata
 
     assert metadata("hpctrain")["Requires-Python"] == ">={}.{}".format(*__main__.OLDEST)
 
 
-def test_every_public_name_can_be_imported_and_is_listed():
+def test_public_names_are_imported_and_listed():
     assert dir(hpctrain) == sorted(hpctrain.__all__)
     for name in hpctrain.__all__:
         assert getattr(hpctrain, name) is not None
@@ -268,3 +249,21 @@ def test_every_public_name_can_be_imported_and_is_listed():
     assert set(hpctrain.__all__) <= namespace.keys()
     with pytest.raises(AttributeError, match="no attribute 'trainer'"):
         hpctrain.trainer  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--nods", "2"), "do you mean --nodes?"),
+        (("--mem", "4G"), "--mem is an option of sbatch's\n  to mend:  --memory in its place"),
+        (("-N", "2"), "--nodes in its place"),
+        (("--ntasks=4",), "--nodes and --tasks-per-node in its place"),
+    ],
+)
+def test_unknown_submit_option_suggests_the_right_one(words, hint, capsys):
+    try:
+        code = main(["submit", *words, "--dry-run", "--", "true"])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert hint in capsys.readouterr().err

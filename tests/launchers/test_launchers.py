@@ -7,80 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launcher_env import BATCH, BY_HAND, HPCTRAIN, STEP, TORCHRUN, changed
 
 from hpctrain.cli.explain import as_json
 from hpctrain.errors import ContradictionError, HpctrainError, UsageError
 from hpctrain.launchers import LAUNCHERS, detect, readings, survey
 from hpctrain.launchers.base import Store
 from hpctrain.world import World
-
-# What sbatch gives to the shell that runs the script: 4 tasks on 2 hosts.
-BATCH = {
-    "SLURM_CLUSTER_NAME": "maple",
-    "SLURM_JOB_ID": "815",
-    "SLURM_JOBID": "815",
-    "SLURM_JOB_NAME": "bash",
-    "SLURM_JOB_NODELIST": "node[1-2]",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_NODELIST": "node[1-2]",
-    "SLURM_NNODES": "2",
-    "SLURM_NTASKS": "4",
-    "SLURM_TASKS_PER_NODE": "3,1",
-    "SLURM_SUBMIT_DIR": "/home/ada",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_GTIDS": "0",
-}
-# What srun adds and changes in it: task 3, alone on the second host.
-STEP = {
-    **BATCH,
-    "SLURM_DISTRIBUTION": "block",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "node[1-2]",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "3,1",
-    "SLURM_PROCID": "3",
-    "SLURM_NODEID": "1",
-    "SLURM_GTIDS": "3",
-}
-# The second agent's first rank, two agents with two ranks each.
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "RANK": "2",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "ROLE_RANK": "2",
-    "ROLE_WORLD_SIZE": "4",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "29500",
-    "OMP_NUM_THREADS": "1",
-}
-BY_HAND = {
-    "RANK": "1",
-    "WORLD_SIZE": "2",
-    "LOCAL_RANK": "1",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "29500",
-}
-HPCTRAIN = {
-    "HPCTRAIN_START": "77",
-    "HPCTRAIN_RANK": "2",
-    "HPCTRAIN_WORLD_SIZE": "3",
-    "HPCTRAIN_LOCAL_RANK": "0",
-    "HPCTRAIN_LOCAL_WORLD_SIZE": "1",
-    "HPCTRAIN_NODE_RANK": "1",
-    "HPCTRAIN_NUM_NODES": "2",
-    "HPCTRAIN_HOSTS": "node1,node2",
-    "HPCTRAIN_MAIN_ADDRESS": "127.0.0.1",
-    "HPCTRAIN_HOSTNAME": "node2",
-}
 
 
 def explained(env):
@@ -93,12 +26,6 @@ def explained(env):
 
 
 ALONE = World(0, 1, 0, 1, 0, 1, launcher="none")
-
-
-def changed(env, **changes):
-    """The environment with some variables set, or unset by None."""
-    merged = {**env, **changes}
-    return {name: value for name, value in merged.items() if value is not None}
 
 
 @pytest.mark.parametrize(
@@ -405,83 +332,6 @@ def test_a_person_has_the_last_word():
     for launcher in LAUNCHERS:
         assert launcher.name in caught.value.expected
     assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("env", "present", "missing"),
-    [
-        ({"RANK": "1"}, "RANK=1", "WORLD_SIZE"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2", "RANK"),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE=2", "LOCAL_RANK or --local-rank"),
-        ({"RANK": "1", "LOCAL_RANK": "0"}, "LOCAL_RANK=0", "WORLD_SIZE"),
-        (changed(TORCHRUN, RANK=None), "WORLD_SIZE=4", "RANK"),
-        (changed(TORCHRUN, LOCAL_RANK=None), "RANK=2", "LOCAL_RANK"),
-        (changed(STEP, SLURM_LOCALID=None), "SLURM_PROCID=3", "SLURM_LOCALID"),
-        (
-            changed(STEP, SLURM_STEP_NUM_TASKS=None, SLURM_NTASKS=None),
-            "SLURM_PROCID=3",
-            "SLURM_STEP_NUM_TASKS or SLURM_NTASKS",
-        ),
-        (changed(HPCTRAIN, HPCTRAIN_LOCAL_RANK=None), "HPCTRAIN_RANK=2", "HPCTRAIN_LOCAL_RANK"),
-        ({"HPCTRAIN_LAUNCHER": "slurm"}, "no value", "SLURM_PROCID"),
-    ],
-)
-def test_half_an_environment_is_refused_with_what_is_missing(env, present, missing):
-    with pytest.raises(ContradictionError) as caught:
-        detect(env)
-    assert present in caught.value.found
-    assert f"no {missing}" in caught.value.found
-    assert f"export {missing.split()[0]}=" in caught.value.fix
-
-
-@pytest.mark.parametrize(
-    ("env", "variable"),
-    [
-        (changed(BY_HAND, RANK="one"), "RANK='one'"),
-        (changed(BY_HAND, RANK="1.0"), "RANK='1.0'"),
-        (changed(BY_HAND, RANK=" "), "RANK=' '"),
-        (changed(BY_HAND, WORLD_SIZE="2 ranks"), "WORLD_SIZE='2 ranks'"),
-        (changed(BY_HAND, LOCAL_RANK="$SLURM_LOCALID"), "LOCAL_RANK='$SLURM_LOCALID'"),
-        (changed(BY_HAND, MASTER_PORT="tcp"), "MASTER_PORT='tcp'"),
-        (changed(BY_HAND, MASTER_PORT="70000"), "MASTER_PORT"),
-        (changed(BY_HAND, MASTER_PORT="-1"), "MASTER_PORT"),
-        (changed(BY_HAND, HPCTRAIN_MAIN_PORT="70000"), "HPCTRAIN_MAIN_PORT"),
-        (changed(BY_HAND, RANK="2"), "RANK=2"),
-        (changed(BY_HAND, RANK="-1"), "RANK=-1"),
-        (changed(BY_HAND, WORLD_SIZE="0"), "WORLD_SIZE=0"),
-        (changed(BY_HAND, LOCAL_RANK="2"), "LOCAL_RANK=2"),
-        (changed(BY_HAND, LOCAL_WORLD_SIZE="1"), "LOCAL_WORLD_SIZE=1"),
-        (changed(BY_HAND, LOCAL_WORLD_SIZE="3"), "LOCAL_WORLD_SIZE=3"),
-        (changed(TORCHRUN, RANK="4"), "RANK=4"),
-        (changed(TORCHRUN, GROUP_RANK="2"), "GROUP_RANK=2"),
-        (changed(TORCHRUN, GROUP_WORLD_SIZE="5"), "GROUP_WORLD_SIZE=5"),
-        (changed(TORCHRUN, LOCAL_RANK="2"), "LOCAL_RANK=2"),
-        (changed(TORCHRUN, GROUP_RANK="0", GROUP_WORLD_SIZE="1"), "LOCAL_WORLD_SIZE=2"),
-        (changed(STEP, SLURM_PROCID="4"), "SLURM_PROCID=4"),
-        (changed(STEP, SLURM_PROCID="x"), "SLURM_PROCID='x'"),
-        (changed(STEP, SLURM_LOCALID="1"), "SLURM_LOCALID=1"),
-        (changed(STEP, SLURM_NODEID="2"), "SLURM_NODEID=2"),
-        (changed(STEP, SLURM_NODEID="-1"), "SLURM_NODEID=-1"),
-        (changed(STEP, SLURM_STEP_NUM_TASKS="5"), "SLURM_STEP_NUM_TASKS=5"),
-        (changed(STEP, SLURM_STEP_TASKS_PER_NODE="3;1"), "SLURM_STEP_TASKS_PER_NODE"),
-        (changed(STEP, SLURM_STEP_TASKS_PER_NODE="2(x2"), "SLURM_STEP_TASKS_PER_NODE"),
-        (changed(STEP, SLURM_STEP_TASKS_PER_NODE="4"), "SLURM_STEP_TASKS_PER_NODE=4"),
-        (changed(STEP, SLURM_STEP_NUM_NODES="3"), "SLURM_STEP_NUM_NODES=3"),
-        (changed(STEP, SLURM_STEP_NODELIST="node[1-"), "SLURM_STEP_NODELIST"),
-        (changed(STEP, SLURM_RESTART_COUNT="often"), "SLURM_RESTART_COUNT='often'"),
-        (changed(STEP, SLURM_ARRAY_TASK_ID="1-3"), "SLURM_ARRAY_TASK_ID='1-3'"),
-        (changed(HPCTRAIN, HPCTRAIN_RANK="3"), "HPCTRAIN_RANK=3"),
-        (changed(HPCTRAIN, HPCTRAIN_NUM_NODES="3"), "HPCTRAIN_NUM_NODES=3"),
-        # A rank of `hpctrain run` starts torchrun: its workers are not that rank.
-        ({**HPCTRAIN, **TORCHRUN}, "HPCTRAIN_WORLD_SIZE=3"),
-    ],
-)
-def test_numbers_that_cannot_be_are_refused_with_their_variable(env, variable):
-    _, error = explained(env)
-    assert isinstance(error, HpctrainError)
-    assert error.exit_code == 2
-    assert variable in error.found
-    assert error.expected
 
 
 @given(

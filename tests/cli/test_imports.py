@@ -1,0 +1,126 @@
+"""What a command imports, on a login node: Python's standard library and few modules of its own.
+
+The counts in imported_modules.json are limits. To write them anew:
+
+    python tests/cli/test_imports.py
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+TOP = Path(__file__).resolve().parents[2]
+TABLE = Path(__file__).with_name("imported_modules.json")
+
+# A command, the exit code where there is no Slurm, and a part of what it says.
+COMMANDS = {
+    "--help": (0, "submit a job"),
+    "--version": (0, "hpctrain "),
+    "explain": (0, "launcher"),
+    "explain --json": (0, '"rank": 0'),
+    "hostlist n[1-2]": (0, "n1\nn2\n"),
+    "render job.toml": (0, "#SBATCH --nodes=2\n"),
+    "lint job.sh": (0, ""),
+    "submit --help": (0, "--nodes"),
+    "submit job.toml --dry-run": (0, "#SBATCH --nodes=2\n"),
+    "submit --save new.toml --dry-run -- python train.py": (0, "train.py"),
+    "submit job.toml": (1, "sbatch"),
+    "submit job.toml --via submitit": (2, "pip install 'hpctrain[submit]'"),
+    "status": (0, ""),
+    "status --help": (0, "usage: hpctrain status"),
+    "cancel no-such-run": (1, "squeue"),
+    "requeue no-such-run": (1, "squeue"),
+    "site": (1, "Slurm"),
+    "run --help": (0, "--nproc-per-node"),
+    "run no-such-script.py": (2, "no-such-script.py is no file"),
+}
+
+# Forks for each command, from an interpreter that has no other package, and notes who asks for one.
+FORKS = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+class Missing:
+    # copy and pickle of the standard library ask for Jython: org.python.core.
+    names, known = [], {*sys.stdlib_module_names, "org"}
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in self.known:
+            self.names.append(name)
+sys.meta_path.append(Missing())
+told = {}
+for command in json.loads(sys.argv[2]):
+    folder = os.path.abspath(str(len(told)))
+    os.mkdir(folder)
+    pid = os.fork()
+    if pid == 0:
+        for number in (1, 2):
+            os.dup2(os.open(f"{folder}/{number}", os.O_CREAT | os.O_WRONLY), number)
+        sys.argv[1:] = command.split()
+        try:
+            from hpctrain.__main__ import main
+            code = main()
+        except SystemExit as leave:
+            code = leave.code
+        finally:
+            sys.stdout.flush()
+            with open(f"{folder}/modules", "w") as file:
+                json.dump([list(sys.modules), Missing.names], file)
+        os._exit(code or 0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    out, err, modules = (open(f"{folder}/{name}").read() for name in ("1", "2", "modules"))
+    told[command] = code, out, err, *json.loads(modules)
+print(json.dumps(told))
+"""
+
+
+def imports(folder):
+    """Run each command: its exit code, output, errors, modules, and those that it did not find."""
+    folder = Path(folder)
+    (folder / "job.toml").write_text('command = "python train.py"\nnodes = 2\ntime = "1h"\n')
+    (folder / "train.py").write_text("")
+    (folder / "job.sh").write_text((TOP / "sbatch" / "mnist.sh").read_text())
+    # -I leaves out PYTHONPATH and the user's packages, -S those of the environment.
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", FORKS, TOP, json.dumps(list(COMMANDS))],
+        env={"PATH": "/nowhere", "HOME": str(folder)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def counts(told):
+    return {
+        command: sum(name.partition(".")[0] == "hpctrain" for name in modules)
+        for command, (*_, modules, _) in told.items()
+    }
+
+
+def test_commands_need_the_standard_library_only_and_import_few_modules(tmp_path):
+    told = imports(tmp_path)
+    for command, (expected, words) in COMMANDS.items():
+        code, out, err, _, missing = told[command]
+        assert code == expected, f"hpctrain {command}: {err}"
+        assert words in out + err, f"hpctrain {command}"
+        assert "Traceback" not in err, f"hpctrain {command}: {err}"
+        assert missing == (["submitit"] if "--via" in command else []), f"hpctrain {command}"
+    limits, found = json.loads(TABLE.read_text()), counts(told)
+    more = {
+        f"hpctrain {command}": f"{found[command]} modules of hpctrain, limit {limits.get(command)}"
+        for command in found
+        if found[command] > limits.get(command, 0)
+    }
+    assert not more, (
+        f"{more}\nImport what only one command needs inside of its function. "
+        f"If the modules are needed: python tests/cli/test_imports.py writes the table anew."
+    )
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        TABLE.write_text(json.dumps(counts(imports(scratch)), indent=2) + "\n")
