@@ -1,0 +1,110 @@
+"""What a training step costs in Python: calls that hpctrain makes, and memory that it keeps.
+
+Calls do not depend on how busy the machine is, so a few more in every step are seen at once.
+"""
+
+import gc
+import statistics
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from battery import images, small_model
+from torch import nn
+
+import hpctrain
+
+PACKAGE = str(Path(hpctrain.__file__).parent)
+INSIDE = f"{PACKAGE}/*"
+WARM_UP, STEPS = 20, 60
+OPTIONS = {
+    "fp32": {"precision": "fp32"},
+    "fp16": {"precision": "fp16"},
+    "accumulate, clip, EMA, schedule": {
+        "precision": "fp32", "accumulate": 2, "clip_norm": 1.0, "ema": 0.9,
+        "lr_schedule": "cosine", "deterministic": True,
+    },
+}  # fmt: skip
+# Calls of Python and C functions that code of hpctrain makes or receives in one step. Is a larger
+# number worth it? Then write it here, and say in the commit why.
+CALLS = {"fp32": 53, "fp16": 76, "accumulate, clip, EMA, schedule": 160}
+UPWARD = 1.03
+# Blocks of memory that a step may leave behind: one time of a step, kept for half a minute, and one
+# or two that torch keeps where hpctrain makes a tensor. Whatever else each step keeps is a leak.
+BLOCKS = 2.9
+
+
+def steps(options):
+    """Train, and yield once in each step after the warm-up."""
+    with hpctrain.Session(
+        batch_size=4, max_steps=WARM_UP + STEPS, log_every=1000, run="run", **OPTIONS[options]
+    ) as session:
+        model = small_model()
+        model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), 0.01, 0.9))
+        loader = session.loader(images(1000))
+        with session.run(name="overhead") as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(loader):
+                    with session.autocast():
+                        loss = nn.functional.cross_entropy(model(batch), targets)
+                    done = session.step(loss)
+                    run.log(loss=loss)
+                    if done and run.step >= WARM_UP:
+                        yield
+
+
+def count_calls(options):
+    """Return the median over the steps; now and then one has more to do, such as a check."""
+    count, counts = 0, []
+
+    def inside(frame):
+        return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
+
+    def profile(frame, event, argument):
+        nonlocal count
+        del argument
+        if event == "call":
+            count += inside(frame) or inside(frame.f_back)
+        elif event == "c_call":
+            count += inside(frame)
+
+    training = steps(options)
+    next(training)
+    sys.setprofile(profile)
+    try:
+        for _ in training:
+            counts.append(count)
+            count = 0
+    finally:
+        sys.setprofile(None)
+    return statistics.median(counts)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_python_calls_of_a_training_step(options):
+    (calls,) = ranks.values(ranks.run(1, count_calls, options))
+    assert calls <= UPWARD * CALLS[options], (
+        f"a step with {options} makes {calls} calls, {CALLS[options]} were usual; if that is worth "
+        f"it, write the new number into CALLS of {Path(__file__).name}"
+    )
+
+
+def count_blocks(options):
+    """Return the blocks that lines of hpctrain have allocated and keep, more in each step."""
+    tracemalloc.start()
+    blocks = []
+    for number, _ in enumerate(steps(options)):
+        if number in (0, STEPS // 2):
+            gc.collect()
+            ours = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, INSIDE)])
+            blocks.append(sum(entry.count for entry in ours.statistics("lineno")))
+    tracemalloc.stop()
+    return (blocks[1] - blocks[0]) / (STEPS // 2)
+
+
+def test_memory_kept_by_a_training_step():
+    (blocks,) = ranks.values(ranks.run(1, count_blocks, "fp32"))
+    assert blocks <= BLOCKS, f"each step leaves {blocks} blocks of memory behind"
