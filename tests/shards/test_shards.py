@@ -60,7 +60,7 @@ def everything(source):
     return [(source.read(i), source.target(i)) for i in range(len(source))]
 
 
-def test_classes_and_files_are_sorted_and_what_is_no_image_is_left_out(tmp_path):
+def test_image_folder_sorts_classes_and_skips_other_files(tmp_path):
     write(
         tmp_path / "train",
         {
@@ -82,7 +82,7 @@ def test_classes_and_files_are_sorted_and_what_is_no_image_is_left_out(tmp_path)
     assert source.name(2) == str(tmp_path / "train" / "b" / "10.JPG")
 
 
-def test_tar_files_hold_the_same_samples_in_the_same_order(folders, made):
+def test_shards_hold_the_samples_of_the_folder_in_order(folders, made):
     for split in ("train", "val"):
         folder, tar = image_source(folders, split), image_source(made, split)
         assert isinstance(folder, FolderSource)
@@ -93,7 +93,7 @@ def test_tar_files_hold_the_same_samples_in_the_same_order(folders, made):
     assert tar.name(0) == f"{made}/val-000000.tar: 002.Laysan_Albatross/0.JPEG"
 
 
-def test_tar_files_keep_to_the_convention_of_webdataset(made, folders):
+def test_shards_follow_the_webdataset_convention(made, folders):
     """As its reader pairs them: a key ends at the first dot of the last part of the name."""
     samples = {}
     for path in sorted(made.glob("train-*.tar")):
@@ -112,7 +112,7 @@ def test_tar_files_keep_to_the_convention_of_webdataset(made, folders):
     ] == expected
 
 
-def test_an_index_is_made_again_of_the_tar_files_alone(made, caplog):
+def test_shard_index_is_rebuilt_from_the_tar_files(made, caplog):
     caplog.set_level("INFO", "hpctrain")
     written = (made / "train.index").read_bytes()
     before = everything(image_source(made, "train"))
@@ -124,7 +124,7 @@ def test_an_index_is_made_again_of_the_tar_files_alone(made, caplog):
     assert (made / "train.index").read_bytes() == written
 
 
-def test_tar_files_of_others_are_read(tmp_path, capsys):
+def test_shards_made_by_others_are_read(tmp_path, capsys):
     zero = [("0.cls", b"4\n"), ("0.json", b"{}"), ("0.jpg", b"zero")]
     pack(tmp_path / "train-0000.tar", *zero, ("1.PNG", b"one"), ("1.json", b"{}"), ("1.cls", b"0"))
     assert main(["shards", "index", str(tmp_path)]) == 0
@@ -134,7 +134,7 @@ def test_tar_files_of_others_are_read(tmp_path, capsys):
     assert source.classes == ["0", "1", "2", "3", "4"]
 
 
-def test_processes_share_the_descriptors_and_pickles_have_none(made):
+def test_shard_source_after_fork_and_pickle(made):
     source = image_source(made, "train")
     expected = everything(source)
     assert everything(pickle.loads(pickle.dumps(source))) == expected
@@ -189,7 +189,7 @@ def gone(path):
         (other_name, "sample 1 in it is another"),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused(made, harm, said):
+def test_shard_index_that_does_not_match_the_tar_files_is_refused(made, harm, said):
     harm(made / "train-000001.tar")
     with pytest.raises(UsageError, match=said) as caught:
         everything(image_source(made, "train"))
@@ -197,13 +197,13 @@ def test_an_index_that_does_not_fit_is_refused(made, harm, said):
     assert f"hpctrain shards index {made}" in caught.value.fix
 
 
-def test_an_index_without_one_of_the_tar_files_is_refused(made):
+def test_shard_index_without_one_of_the_tar_files_is_refused(made):
     (made / "train-000099.tar").write_bytes(b"")
     with pytest.raises(UsageError, match=r"does not know train-000099\.tar"):
         image_source(made, "train")
 
 
-def test_a_damaged_index_is_refused(made):
+def test_damaged_shard_index_is_refused(made):
     path = made / "train.index"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UsageError, match=r"train\.index is damaged"):
@@ -211,7 +211,7 @@ def test_a_damaged_index_is_refused(made):
 
 
 @pytest.mark.parametrize("left", [0.4, 0.7, 0.99])
-def test_a_truncated_tar_file_without_an_index_is_refused(made, left):
+def test_truncated_shard_without_an_index_is_refused(made, left):
     (made / "train.index").unlink()
     path = sorted(made.glob("train-*.tar"))[-1]
     content = path.read_bytes().rstrip(b"\0")
@@ -221,7 +221,7 @@ def test_a_truncated_tar_file_without_an_index_is_refused(made, left):
     assert path.name in caught.value.found
 
 
-def test_a_writer_that_fails_leaves_nothing(folders, monkeypatch):
+def test_shards_make_on_a_full_disk_leaves_no_files(folders, monkeypatch):
     target = folders.parent / "shards"
 
     def full(*_):
@@ -233,7 +233,7 @@ def test_a_writer_that_fails_leaves_nothing(folders, monkeypatch):
     assert [path.name for path in folders.parent.iterdir()] == ["images"]
 
 
-def test_a_source_that_cannot_be_read_is_named_and_nothing_is_left(folders):
+def test_shards_make_names_an_unreadable_image(folders):
     (folders / "train" / "cat" / "broken.jpg").symlink_to("nowhere")
     with pytest.raises(DataError, match="No such file") as caught:
         shards.make(folders, folders.parent / "shards", ["train"], 10**6)
@@ -241,7 +241,7 @@ def test_a_source_that_cannot_be_read_is_named_and_nothing_is_left(folders):
     assert [path.name for path in folders.parent.iterdir()] == ["images"]
 
 
-def test_a_target_that_is_there_or_being_written_is_refused(folders, made):
+def test_shards_make_refuses_an_existing_target(folders, made):
     with pytest.raises(UsageError, match="shards is there"):
         shards.make(folders, made, ["train"], 10**6)
     (folders.parent / ".new.part").mkdir()
@@ -250,7 +250,7 @@ def test_a_target_that_is_there_or_being_written_is_refused(folders, made):
     assert (folders.parent / ".new.part").exists()
 
 
-def test_the_command_tells_how_far_it_is_and_takes_sizes_and_splits(folders, capsys):
+def test_shards_make_command_with_size_and_splits(folders, capsys):
     target = folders.parent / "by-command"
     command = ["shards", "make", str(folders), str(target), "--splits", "val"]
     assert main([*command, "--shard-size", "1M"]) == 0
@@ -269,13 +269,13 @@ def refused(path, split="train", env=None):
     return caught.value
 
 
-def test_a_folder_that_is_not_there_or_a_file_is_said(tmp_path):
+def test_data_folder_missing_or_a_file_is_refused(tmp_path):
     assert refused(tmp_path / "none").found.endswith(f"no folder {tmp_path}/none")
     write(tmp_path, {"file": b""})
     assert "is a file" in refused(tmp_path / "file").found
 
 
-def test_what_lies_in_a_folder_without_the_split_is_listed_with_what_is_expected(tmp_path):
+def test_data_folder_without_the_split_is_refused(tmp_path):
     write(tmp_path, {f"{name}/x.jpg": b"" for name in "abcdefg"})
     error = refused(tmp_path)
     assert error.found == f"{tmp_path} has no train: there is a, b, c, d, e and 2 more"
@@ -283,16 +283,16 @@ def test_what_lies_in_a_folder_without_the_split_is_listed_with_what_is_expected
     assert f"{tmp_path}/train-*.tar" in error.expected
 
 
-def test_a_folder_one_too_high_is_answered_with_the_right_one(folders):
+def test_data_folder_one_level_too_high_suggests_the_right_one(folders):
     assert refused(folders.parent).fix == f"--data {folders}"
 
 
-def test_a_train_without_val_says_where_to_put_it(tmp_path):
+def test_data_folder_without_val_is_refused(tmp_path):
     write(tmp_path, {"train/a/x.jpg": b""})
     assert refused(tmp_path, "val").fix == "put the images of val beside those of train"
 
 
-def test_a_flat_validation_set_and_an_empty_class_are_named(tmp_path):
+def test_flat_validation_set_and_empty_class_are_refused(tmp_path):
     write(tmp_path, {"val/ILSVRC2012_val_1.JPEG": b"", "val/ILSVRC2012_val_2.JPEG": b""})
     error = refused(tmp_path, "val")
     assert error.found == f"{tmp_path}/val has 2 images and no folders"
@@ -301,9 +301,7 @@ def test_a_flat_validation_set_and_an_empty_class_are_named(tmp_path):
     assert refused(tmp_path).found == f"{tmp_path}/train/b has no images"
 
 
-def test_a_name_is_sought_where_data_sets_lie_and_a_copy_of_the_job_comes_first(
-    folders, monkeypatch
-):
+def test_data_set_name_prefers_the_copy_of_the_job(folders, monkeypatch):
     monkeypatch.chdir(folders.parent)
     assert image_source("images", "val", {}).place == "images/val"
     source = image_source("images", "val", {"HPCTRAIN_DATA": str(folders.parent)})
@@ -313,7 +311,7 @@ def test_a_name_is_sought_where_data_sets_lie_and_a_copy_of_the_job_comes_first(
 LONG = "n" * 300  # longer than a file system takes
 
 
-def test_a_place_that_cannot_be_looked_at_is_said_with_the_reason(folders, monkeypatch, capsys):
+def test_data_folder_that_cannot_be_read_is_refused_with_the_reason(folders, monkeypatch, capsys):
     assert "File name too long" in refused(LONG).found
     assert "File name too long" in refused(f"/{LONG}").found
     assert "File name too long" in refused(folders, LONG).found
@@ -336,7 +334,7 @@ def test_a_place_that_cannot_be_looked_at_is_said_with_the_reason(folders, monke
         assert f"{folders}: Permission denied" in refused(folders, "test").found
 
 
-def test_splits_of_different_classes_are_refused_with_the_first_that_differ(folders):
+def test_splits_with_different_classes_are_refused(folders):
     train, val = image_source(folders, "train"), image_source(folders, "val")
     assert same_classes(train, val) == ["002.Laysan_Albatross", "cat", "n01"]
     (folders / "val" / "cat").rename(folders / "val" / "dog")
@@ -362,14 +360,14 @@ ONE = (("0.jpg", b"photo"), ("0.cls", b"0"))
         ((ONE[0], ("0.cls", b"900000000")), r"0 has no number of a class"),
     ],
 )
-def test_a_sample_with_two_images_or_without_a_class_is_refused(tmp_path, files, said):
+def test_shard_sample_with_two_images_or_no_class_is_refused(tmp_path, files, said):
     pack(tmp_path / "train-000000.tar", *files)
     with pytest.raises(UsageError, match=said):
         image_source(tmp_path, "train")
 
 
 @pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE])
-def test_what_a_tar_file_does_not_hold_as_a_file_is_not_left_out_without_a_word(tmp_path, kind):
+def test_shard_with_links_or_pipes_is_refused(tmp_path, kind):
     """Python's and GNU's tar store the second name of a file as a link."""
     path = tmp_path / "train-000000.tar"
     pack(path, *ONE)
@@ -392,7 +390,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("damage", HEADERS)
-def test_a_damaged_header_is_an_error_with_the_name_of_the_tar_file(tmp_path, damage):
+def test_damaged_tar_header_is_refused(tmp_path, damage):
     path = tmp_path / "train-000000.tar"
     odd = (("é.jpg", b"one"), ("é.cls", b"1"))
     pack(path, *ONE, *odd, ("1.jpg", b"one"), ("1.cls", b"1"))
@@ -406,7 +404,7 @@ def test_a_damaged_header_is_an_error_with_the_name_of_the_tar_file(tmp_path, da
     assert str(path) in refused(tmp_path).found
 
 
-def test_old_tar_files_are_read_and_those_with_holes_refused(tmp_path):
+def test_old_tar_format_is_read_and_sparse_files_are_refused(tmp_path):
     write(tmp_path / "a", {"0.jpg": b"photo", "0.cls": b"0"})
     path = tmp_path / "train-000000.tar"
     create = ["tar", "-C", tmp_path, "--sort=name", "-cf", path]
@@ -422,7 +420,7 @@ def test_old_tar_files_are_read_and_those_with_holes_refused(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["first", "middle"])
-def test_a_tar_file_that_is_missing_is_seen_without_an_index(made, lost):
+def test_missing_shard_is_refused_without_an_index(made, lost):
     (made / "train.index").unlink()
     number = 0 if lost == "first" else 1
     (made / f"train-{number:06d}.tar").unlink()
@@ -430,7 +428,7 @@ def test_a_tar_file_that_is_missing_is_seen_without_an_index(made, lost):
         image_source(made, "train")
 
 
-def test_what_lies_after_the_end_of_a_tar_file_is_not_lost_without_a_word(made):
+def test_bytes_after_the_end_of_a_shard_are_refused(made):
     first, second = made / "val-000000.tar", made / "val-000001.tar"
     (made / "val.index").unlink()
     content = first.read_bytes()
@@ -444,7 +442,7 @@ def test_what_lies_after_the_end_of_a_tar_file_is_not_lost_without_a_word(made):
 
 
 @pytest.mark.parametrize("below", ["", "images/"])
-def test_classes_keep_their_names_when_the_index_is_made_again(tmp_path, below):
+def test_rebuilt_shard_index_keeps_class_names(tmp_path, below):
     """Also where images lie one folder deeper, as those of Tiny ImageNet."""
     names = ("n01", "n02", "n03")
     write(tmp_path / "images", {f"train/{name}/{below}x.JPEG": b"x" for name in names})
@@ -453,7 +451,7 @@ def test_classes_keep_their_names_when_the_index_is_made_again(tmp_path, below):
     assert image_source(tmp_path / "shards", "train").classes == list(names)
 
 
-def test_classes_below_a_folder_of_all_are_named_too(tmp_path):
+def test_class_names_below_a_common_folder_in_a_shard(tmp_path):
     files = [
         (f"train/{name}/x.{suffix}", data)
         for name, number in (("cat", b"0"), ("dog", b"1"))
@@ -463,14 +461,14 @@ def test_classes_below_a_folder_of_all_are_named_too(tmp_path):
     assert image_source(tmp_path, "train").classes == ["cat", "dog"]
 
 
-def test_names_that_become_one_key_stay_two_samples(tmp_path):
+def test_image_names_with_the_same_key_stay_two_samples(tmp_path):
     write(tmp_path / "images" / "train" / "a", {"a.b.jpg": b"one", "a_b-0.jpg": b"two"})
     shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
     (tmp_path / "shards" / "train.index").unlink()
     assert everything(image_source(tmp_path / "shards", "train")) == [(b"one", 0), (b"two", 0)]
 
 
-def test_every_file_of_a_tar_file_has_a_name_of_its_own(tmp_path):
+def test_names_in_a_shard_are_unique(tmp_path):
     """Else tar, which knows no samples, loses one of two."""
     names = ("a.b.jpg", "a.jpg", "a.k.jpg", "a.png", "a_b-0.jpg", "a_k-2.jpg", "a_k-2-5.jpg")
     write(tmp_path / "images" / "train" / "c", {name: name.encode() for name in names})
@@ -483,7 +481,7 @@ def test_every_file_of_a_tar_file_has_a_name_of_its_own(tmp_path):
     assert [data.decode() for data, _ in again] == sorted(names)
 
 
-def test_long_names_and_those_of_any_bytes_are_told_whole(tmp_path):
+def test_shard_keeps_long_and_non_utf8_names(tmp_path):
     long, odd = f"{'c' * 120}/{'n' * 150}.jpg", "d/\udce9 \N{LATIN SMALL LETTER E WITH ACUTE}.jpg"
     write(tmp_path / "images" / "train", {long: b"1", odd: b"2"})
     shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
@@ -491,7 +489,7 @@ def test_long_names_and_those_of_any_bytes_are_told_whole(tmp_path):
     assert [source.name(i).partition(": ")[2] for i in range(2)] == [long, odd]
 
 
-def test_a_changed_line_of_an_index_is_seen(made):
+def test_shard_index_has_a_digest(made):
     path = made / "val.index"
     path.write_bytes(path.read_bytes().replace(b'"samples": 6', b'"samples": 5'))
     with pytest.raises(UsageError, match=r"val\.index is damaged: its digest"):
@@ -518,13 +516,17 @@ def many(tmp_path, soft, hard):
     )  # fmt: skip
 
 
-def test_more_tar_files_than_a_process_may_have_open_are_read(tmp_path):
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_more_shards_than_open_files_allowed(tmp_path):
     for soft, hard in ((64, 4096), (200, 200)):
         done = many(tmp_path, soft, hard)
         assert done.stdout == "300\n", done.stderr
 
 
-def test_a_process_without_room_for_open_files_is_told_how_many_it_may_have(tmp_path):
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_shards_without_free_descriptors_name_the_limit(tmp_path):
     done = many(tmp_path, 64, 64)
     assert "this process has 64 files open" in done.stderr
     assert "LimitNOFILE" in done.stderr
@@ -536,7 +538,7 @@ def open_below(folder):
     return sum(os.path.realpath(link).startswith(f"{folder}/") for link in links)
 
 
-def test_threads_may_read_while_files_are_closed(tmp_path):
+def test_threads_read_shards_while_files_are_closed(tmp_path):
     for number in range(200):
         pack(tmp_path / f"train-{number:04d}.tar", ("0.jpg", str(number).encode()), ("0.cls", b"0"))
     source = image_source(tmp_path, "train")
@@ -557,7 +559,7 @@ def said(capsys, *words):
     return capsys.readouterr().err
 
 
-def test_a_split_that_is_not_there_is_said_with_those_that_are(folders, capsys):
+def test_shards_make_refuses_a_missing_split(folders, capsys):
     target = folders.parent / "new"
     error = said(capsys, "make", folders, target, "--splits", "train,vall")
     assert f"{folders} has no folder vall" in error
@@ -566,7 +568,7 @@ def test_a_split_that_is_not_there_is_said_with_those_that_are(folders, capsys):
     assert [path.name for path in folders.parent.iterdir()] == ["images"]
 
 
-def test_no_splits_are_refused(folders, capsys):
+def test_shards_make_refuses_no_splits(folders, capsys):
     target = folders.parent / "new"
     error = said(capsys, "make", folders, target, "--splits", ",")
     assert "no splits" in error
@@ -574,7 +576,7 @@ def test_no_splits_are_refused(folders, capsys):
     assert not target.exists()
 
 
-def test_a_target_may_be_this_folder_or_a_link_to_an_empty_one(folders, monkeypatch):
+def test_shards_make_into_this_folder_or_a_link(folders, monkeypatch):
     real = folders.parent / "real"
     real.mkdir()
     (folders.parent / "link").symlink_to(real)
@@ -587,7 +589,7 @@ def test_a_target_may_be_this_folder_or_a_link_to_an_empty_one(folders, monkeypa
     assert len(image_source(here, "val")) == 6
 
 
-def test_where_a_file_system_is_mounted_nothing_is_written(folders, monkeypatch):
+def test_shards_make_refuses_a_mount_point(folders, monkeypatch):
     target = folders.parent / "scratch"
     target.mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: path == target)
@@ -596,7 +598,7 @@ def test_where_a_file_system_is_mounted_nothing_is_written(folders, monkeypatch)
     assert caught.value.fix == f"{target}/shards"
 
 
-def test_two_may_write_an_index_at_once(made, monkeypatch):
+def test_shard_index_written_by_two_at_once(made, monkeypatch):
     """Each begins before the other has ended; both come to their end."""
     index, path = shards.build_index(made, "val"), made / "val.index"
     fsync = os.fsync
@@ -612,7 +614,7 @@ def test_two_may_write_an_index_at_once(made, monkeypatch):
     assert not list(made.glob(".*"))
 
 
-def test_an_index_that_cannot_be_written_is_said(made, capsys, monkeypatch):
+def test_shard_index_not_writable_is_an_error(made, capsys, monkeypatch):
     (made / "val.index").unlink()
 
     def full(*_):
@@ -623,7 +625,7 @@ def test_an_index_that_cannot_be_written_is_said(made, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["b", "a/deeper"])
-def test_a_class_or_a_folder_in_it_that_is_a_link_to_nothing_is_not_left_out(tmp_path, name):
+def test_broken_link_in_an_image_folder_is_refused(tmp_path, name):
     write(tmp_path, {"train/a/x.jpg": b"x"})
     (tmp_path / "train" / name).symlink_to("/nowhere")
     assert (
@@ -632,7 +634,7 @@ def test_a_class_or_a_folder_in_it_that_is_a_link_to_nothing_is_not_left_out(tmp
     )
 
 
-def test_what_has_the_name_of_an_image_and_is_no_file_is_refused(tmp_path):
+def test_pipe_in_an_image_folder_is_refused(tmp_path):
     """Nobody may ever write into a pipe that a run reads."""
     write(tmp_path, {"train/a/x.jpg": b"x"})
     os.mkfifo(tmp_path / "train" / "a" / "y.jpg")

