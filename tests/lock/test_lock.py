@@ -5,6 +5,8 @@ on the PATH that says what the real one said. Processes and their ends are real.
 """
 
 import errno
+import fcntl
+import itertools
 import json
 import logging
 import multiprocessing
@@ -12,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -90,6 +93,13 @@ def token(directory):
     return json.loads(path(directory).read_text())["token"]
 
 
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.01)
+
+
 def refused(directory, allocation, env):
     """The message with which a start is refused; the lock is as before."""
     before = token(directory)
@@ -114,7 +124,7 @@ def taken_over(directory, allocation, env):
 # --- an ordinary life
 
 
-def test_a_directory_is_made_locked_and_given_back(directory, env):
+def test_lock_is_taken_and_released(directory, env):
     lock = Lock.take(directory, job(restart=2), {**env, "SLURM_CLUSTER_NAME": "alpha"})
     said = json.loads(path(directory).read_text())
     assert (said["job"], said["restart"], said["cluster"]) == ("70", 2, "alpha")
@@ -128,7 +138,7 @@ def test_a_directory_is_made_locked_and_given_back(directory, env):
     assert os.listdir(directory.path) == [".lock.turn"]
 
 
-def test_it_is_as_open_as_the_umask_says(directory, env):
+def test_lock_file_mode_follows_the_umask(directory, env):
     before = os.umask(0o027)
     try:
         Lock.take(directory, None, env).release()
@@ -140,25 +150,22 @@ def test_it_is_as_open_as_the_umask_says(directory, env):
     lock.release()
 
 
-def test_a_place_that_cannot_be_written_is_said(tmp_path, env):
+def test_unwritable_run_directory_is_refused(tmp_path, env):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot be locked(.|\n)*--run DIR"):
         Lock.take(RunDirectory(tmp_path / "file" / "run"), None, env)
 
 
-def test_the_owner_is_heard_of_while_it_runs(directory, env, monkeypatch):
+def test_heartbeat_renews_the_lock_file(directory, env, monkeypatch):
     monkeypatch.setattr("hpctrain.lock._HEARTBEAT", 0.02)
     lock = Lock.take(directory, None, env)
     old = time.time() - 1000
     os.utime(path(directory), (old, old))
-    end = time.monotonic() + 20
-    while path(directory).stat().st_mtime == old and time.monotonic() < end:
-        time.sleep(0.01)
-    assert path(directory).stat().st_mtime > old + 900
+    until(lambda: path(directory).stat().st_mtime > old + 900)
     lock.release()
 
 
-def test_a_start_that_lost_the_directory_does_not_speak_for_the_next(directory, env, monkeypatch):
+def test_heartbeat_of_a_replaced_start_leaves_the_new_lock_alone(directory, env, monkeypatch):
     monkeypatch.setattr("hpctrain.lock._HEARTBEAT", 0.02)
     lock = Lock.take(directory, job(restart=0), env)
     leave_other = json.loads(path(directory).read_text()) | {"token": "1" * 32, "restart": 1}
@@ -166,7 +173,9 @@ def test_a_start_that_lost_the_directory_does_not_speak_for_the_next(directory, 
     other.write_text(json.dumps(leave_other))
     grow_old(other, 1000)
     os.replace(other, path(directory))
-    time.sleep(0.2)  # ten of its heartbeats
+    beats, renew = [], os.utime
+    monkeypatch.setattr("hpctrain.lock.os.utime", lambda file: beats.append(renew(file)))
+    until(lambda: len(beats) > 3)
     assert time.time() - path(directory).stat().st_mtime > 900
     lock.release()
     assert token(directory) == "1" * 32
@@ -197,7 +206,7 @@ def holder(directory):
     process.stdout.close()
 
 
-def test_a_second_start_is_refused_with_who_and_what_to_type(directory, holder, env):
+def test_second_start_is_refused_with_the_owner_and_the_fix(directory, holder, env):
     said = refused(directory, job(), env)
     assert f"process {holder.pid} of " in said
     assert os.uname().nodename in said
@@ -208,13 +217,13 @@ def test_a_second_start_is_refused_with_who_and_what_to_type(directory, holder, 
     assert f"rm {path(directory)}" in said
 
 
-def test_one_that_is_stopped_lives(directory, holder, env):
+def test_stopped_process_keeps_its_lock(directory, holder, env):
     holder.send_signal(signal.SIGSTOP)
     assert "its process runs" in refused(directory, None, env)
 
 
 @pytest.mark.parametrize("reaped", [True, False])
-def test_a_killed_start_is_followed_at_once(directory, holder, env, info, reaped):
+def test_lock_of_a_killed_process_is_taken_over(directory, holder, env, info, reaped):
     holder.kill()
     if reaped:
         holder.wait()
@@ -225,13 +234,13 @@ def test_a_killed_start_is_followed_at_once(directory, holder, env, info, reaped
     assert "its process is gone" in info.text
 
 
-def test_a_number_that_another_process_has_by_now_is_no_sign_of_life(directory, holder, env):
+def test_recycled_pid_does_not_keep_a_lock(directory, holder, env):
     said = json.loads(path(directory).read_text())
     path(directory).write_text(json.dumps(said | {"started": said["started"] - 1}))
     taken_over(directory, None, env)
 
 
-def test_a_second_run_in_the_same_process_follows_the_first(directory, env):
+def test_second_run_in_one_process_takes_over(directory, env):
     first = Lock.take(directory, None, env)
     second = Lock.take(directory, None, env)
     with pytest.raises(CheckpointError, match="fenced off"), first.commit():
@@ -242,14 +251,14 @@ def test_a_second_run_in_the_same_process_follows_the_first(directory, env):
     second.release()
 
 
-def test_processes_of_another_container_are_not_judged_by_their_numbers(directory, env):
+def test_pid_of_another_container_is_judged_by_age(directory, env):
     leave(directory, pid=2**22 + 1, namespace="pid:[1]")
     assert "last heard of" in refused(directory, None, env)
     grow_old(path(directory), 301)
     taken_over(directory, None, env)
 
 
-def test_a_host_that_was_rebooted_has_no_process_of_before(directory, env, monkeypatch):
+def test_lock_from_before_a_reboot_is_taken_over(directory, env, monkeypatch):
     monkeypatch.setattr(living, "_uptime", lambda: 30.0)
     leave(directory, age=40, boot="another")
     taken_over(directory, None, env)
@@ -258,7 +267,7 @@ def test_a_host_that_was_rebooted_has_no_process_of_before(directory, env, monke
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 2**40])
-def test_numbers_that_no_process_has_hit_nobody(directory, env, pid):
+def test_impossible_pid_is_judged_by_age(directory, env, pid):
     leave(directory, pid=pid, started=-1, age=301)
     taken_over(directory, None, env)
 
@@ -267,7 +276,7 @@ def test_numbers_that_no_process_has_hit_nobody(directory, env, pid):
 
 
 @pytest.mark.parametrize("shift", [1, -1])
-def test_another_host_counts_as_dead_after_five_minutes_of_silence(directory, env, shift):
+def test_lock_of_another_host_expires_after_five_minutes(directory, env, shift):
     leave(directory, age=290 * shift, host="elsewhere")
     said = refused(directory, None, env)
     assert "last heard of 2" in said
@@ -279,7 +288,7 @@ def test_another_host_counts_as_dead_after_five_minutes_of_silence(directory, en
 # --- jobs
 
 
-def test_a_requeued_job_takes_over_its_own_without_asking(directory, env, info):
+def test_requeued_job_takes_over_its_own_lock(directory, env, info):
     leave(directory, job="70", job_id="70", restart=0, host="elsewhere")
     taken_over(directory, job(restart=1), env)
     assert "the job was requeued since" in info.text
@@ -287,21 +296,21 @@ def test_a_requeued_job_takes_over_its_own_without_asking(directory, env, info):
     taken_over(directory, job(task=3, restart=2), env)
 
 
-def test_an_old_start_that_comes_late_is_refused(directory, env):
+def test_start_from_before_a_requeue_is_refused(directory, env):
     leave(directory, age=1000, job="70", restart=2, host="elsewhere")
     said = refused(directory, job(restart=1), env)
     assert "this is its start 1" in said
     assert "job 70 (restart 2)" in said
 
 
-def test_another_task_of_an_array_is_another_job(directory, scontrol):
+def test_array_tasks_are_different_jobs(directory, scontrol):
     leave(directory, job="70_3", cluster="alpha", restart=0, host="elsewhere")
     env = scontrol(SHOWN.format(word="RUNNING", restarts=0))
     assert "job 70_3 is RUNNING" in refused(directory, job(task=4, restart=1), env)
 
 
 @pytest.mark.parametrize("word", ["RUNNING", "PENDING", "COMPLETING"])
-def test_a_job_that_lives_keeps_its_directory(directory, scontrol, word):
+def test_live_job_keeps_its_lock(directory, scontrol, word):
     # However long it was silent, and although its process of this host is gone.
     leave(directory, age=1000, job="69", cluster="alpha", pid=2**22 - 1)
     env = scontrol(SHOWN.format(word=word, restarts=0))
@@ -312,14 +321,12 @@ def test_a_job_that_lives_keeps_its_directory(directory, scontrol, word):
 
 
 @pytest.mark.parametrize("word", ["COMPLETED", "CANCELLED", "TIMEOUT", "NODE_FAIL"])
-def test_a_job_that_has_ended_is_followed_at_once(directory, scontrol, word):
+def test_lock_of_an_ended_job_is_taken_over(directory, scontrol, word):
     leave(directory, job="69", cluster="alpha", host="elsewhere")
     taken_over(directory, job(), scontrol(SHOWN.format(word=word, restarts=0)))
 
 
-def test_a_job_that_slurm_has_forgotten_is_followed_but_not_that_of_another_user(
-    directory, scontrol
-):
+def test_lock_of_a_job_unknown_to_slurm_is_taken_over_by_its_user_alone(directory, scontrol):
     env = scontrol(error="slurm_load_jobs error: Invalid job id specified", code=1)
     leave(directory, job="69", cluster="alpha", host="elsewhere", user=record.myself(None, {}).user)
     taken_over(directory, job(), env)
@@ -327,7 +334,7 @@ def test_a_job_that_slurm_has_forgotten_is_followed_but_not_that_of_another_user
     assert "last heard of" in refused(directory, job(), env)  # jobs may be private
 
 
-def test_the_job_of_another_cluster_has_another_ones_number(directory, scontrol):
+def test_job_id_of_another_cluster_is_judged_by_age(directory, scontrol):
     ended = scontrol(SHOWN.format(word="COMPLETED", restarts=0))
     leave(directory, job="70", cluster="beta", host="elsewhere")
     assert "last heard of" in refused(directory, job(restart=1), ended)
@@ -337,14 +344,14 @@ def test_the_job_of_another_cluster_has_another_ones_number(directory, scontrol)
 
 
 @pytest.mark.parametrize("job_of_lock", ["69", "12345.pbs", "--help"])
-def test_without_slurm_another_job_counts_by_its_age(directory, env, job_of_lock):
+def test_job_without_slurm_is_judged_by_age(directory, env, job_of_lock):
     leave(directory, job=job_of_lock, host="elsewhere")
     assert "last heard of" in refused(directory, job(), env)
     grow_old(path(directory), 301)
     taken_over(directory, job(), env)
 
 
-def test_two_steps_of_one_job_are_two_starts(directory, scontrol):
+def test_job_steps_are_different_starts(directory, scontrol):
     env = {**scontrol("StepId=70.0 State=RUNNING"), "SLURM_STEP_ID": "1"}
     theirs = {"job": "70", "job_id": "70", "cluster": "alpha", "step": "0", "host": "elsewhere"}
     leave(directory, **theirs)
@@ -355,7 +362,7 @@ def test_two_steps_of_one_job_are_two_starts(directory, scontrol):
     assert "last heard of" in refused(directory, job(), env)
 
 
-def test_the_starts_of_one_elastic_run_follow_each_other(directory, env):
+def test_elastic_restart_takes_over(directory, env):
     leave(directory, launch="5f3a", host="lost")
     taken_over(directory, None, {**env, "HPCTRAIN_START": "5f3a"})
     # `hpctrain run` without --elastic has an address there, which another start may have later.
@@ -367,7 +374,7 @@ def test_the_starts_of_one_elastic_run_follow_each_other(directory, env):
 # --- fencing
 
 
-def test_a_start_that_was_replaced_may_not_commit(directory, env):
+def test_replaced_start_is_fenced_from_commit(directory, env):
     old = Lock.take(directory, job(restart=0), env)
     with old.commit():
         pass
@@ -383,47 +390,60 @@ def test_a_start_that_was_replaced_may_not_commit(directory, env):
             held.commit().__enter__()
 
 
-def test_nobody_takes_over_in_the_middle_of_a_commit(directory, env):
-    old = Lock.take(directory, job(restart=0), env)
-    other = multiprocessing.get_context("fork").Process(
-        target=lambda: Lock.take(directory, job(restart=1), env)
+def test_takeover_waits_for_a_commit(directory, env):
+    old, looks = Lock.take(directory, job(restart=0), env), []
+
+    def clock():  # it stands still, and is read once more each time that the turn is not given
+        looks.append(1)
+        return 0.0
+
+    other = threading.Thread(
+        target=lambda: Lock.take(directory, job(restart=1), env, clock), daemon=True
     )
     with old.commit():
         other.start()
-        other.join(0.5)
-        assert other.is_alive()
+        until(lambda: len(looks) > 4)
         assert json.loads(path(directory).read_text())["restart"] == 0
-    other.join(20)
-    assert other.exitcode == 0
+    other.join(60)
+    assert not other.is_alive()
     assert json.loads(path(directory).read_text())["restart"] == 1
     old.release()
 
 
-def test_a_child_that_was_forked_in_a_commit_does_not_keep_the_turn(directory, env):
+def leaping_clock():
+    """Let more than the time for a turn go by between one look and the next."""
+    return itertools.count(0.0, 2 * turns._TURN).__next__
+
+
+def test_child_forked_in_a_commit_does_not_hold_the_flock(directory, env):
     lock = Lock.take(directory, None, env)
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     with lock.commit():
         child.start()
-    begun = time.monotonic()
-    with lock.commit():
-        pass
-    assert time.monotonic() - begun < 5
+    with turns.turn(path(directory)), pytest.raises(BlockingIOError):
+        take_flock(directory)
+    take_flock(directory)
     child.kill()
     child.join()
     lock.release()
 
 
-def test_a_turn_that_is_never_over_is_not_waited_for(directory, env, monkeypatch, info):
-    monkeypatch.setattr(turns, "_TURN", 0.2)
+def take_flock(directory):
+    """Take the flock and give it back, or raise where it is held."""
+    with open(directory.path / ".lock.turn", "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_flock_that_is_never_released_is_given_up(directory, env, info):
     lock = Lock.take(directory, job(restart=0), env)
     with lock.commit():
-        Lock.take(directory, job(restart=1), env).release()
+        Lock.take(directory, job(restart=1), env, leaping_clock()).release()
     assert "not waiting" in info.text
     lock.release()
 
 
 @pytest.mark.parametrize("error", ["ENOLCK", "ENOTSUP", "ENOSYS"])
-def test_a_file_system_without_flock_still_fences(directory, env, monkeypatch, error):
+def test_file_system_without_flock_still_fences(directory, env, monkeypatch, error):
     def flock(*_):
         raise OSError(getattr(errno, error), "no")
 
@@ -462,9 +482,7 @@ def hostile(kind, file):
         *(b'{"token": 1}', b'{"token": "0"}'),
     ],
 )
-def test_what_no_start_wrote_is_refused_while_young_and_replaced_when_old(
-    directory, env, info, kind
-):
+def test_foreign_lock_file_is_refused_while_young_and_replaced_when_old(directory, env, info, kind):
     directory.path.mkdir()
     target = directory.path / "target"
     target.write_text("somebody's")
@@ -498,13 +516,13 @@ def test_what_no_start_wrote_is_refused_while_young_and_replaced_when_old(
         {"job": "9" * 300},
     ],
 )
-def test_values_that_no_start_writes_are_not_believed(directory, env, said):
+def test_lock_file_with_invalid_values_is_refused(directory, env, said):
     leave(directory, **said)
     with pytest.raises(UsageError, match=r"not whole, or not written by hpctrain(.|\n)*rm -r"):
         Lock.take(directory, None, env)
 
 
-def test_a_lock_file_cut_at_any_byte_is_not_believed(directory, env):
+def test_truncated_lock_file_has_no_owner(directory, env):
     leave(directory)
     whole = path(directory).read_bytes()
     for length in range(0, len(whole), 7):
@@ -513,7 +531,7 @@ def test_a_lock_file_cut_at_any_byte_is_not_believed(directory, env):
 
 
 @pytest.mark.parametrize("content", ["directory", "link"])
-def test_a_file_for_turns_that_is_none_stops_nobody(directory, env, content):
+def test_foreign_flock_file_stops_nobody(directory, env, content):
     directory.path.mkdir()
     hostile(content, directory.path / ".lock.turn")
     lock = Lock.take(directory, None, env)
@@ -538,7 +556,7 @@ def race(directory, allocation, barrier, results, number):
 
 
 @pytest.mark.parametrize("before", ["nothing", "dead", "own", "old rubbish"])
-def test_of_several_starts_at_once_exactly_one_wins(directory, before):
+def test_exactly_one_of_several_starts_wins_the_lock(directory, before):
     restart = 0
     if before == "dead":
         leave(directory, age=400, host="elsewhere")
