@@ -202,6 +202,8 @@ def main() -> int:
         if not report.exists():
             return code
         cases = read(report)
+    if measure.commit() != facts["commit"]:
+        sys.exit(f"not saved: the tree is no longer that of commit {facts['commit']}")
     for name, renew in (
         ("reliability", lambda rows: renew_reliability(rows, cases, facts, bool(arguments.k))),
         ("status", lambda rows: renew_status(rows, cases, [] if arguments.k else paths, facts)),
