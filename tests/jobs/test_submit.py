@@ -458,7 +458,7 @@ def test_wait_continues_through_requeue_and_lost_host(fake):
 
 
 def test_wait_polls_gently_and_survives_silent_slurm(fake):
-    story = Story(fake, [RUNS], *[[None]] * 3, *[[RUNS]] * 40, [DONE])
+    story = Story(fake, [RUNS], *[[None]] * 3, *[[RUNS]] * 25, [DONE])
     assert story.wait()[0].exit_code == 0
     assert min(story.slept[1:]) >= 1
     assert max(story.slept[1:]) == 10
