@@ -152,7 +152,7 @@ def same(one, other):
     ("level", "reference"),
     [("O0", plain), ("O1", autocast_by_hand), ("O2", in_a_session), ("O3", half_by_hand)],
 )
-def test_each_level_has_the_bits_of_what_it_stands_for(level, reference):
+def test_amp_opt_level_is_bit_equal_to_its_reference(level, reference):
     mine, reference = alone(train, level), alone(reference)
     same(mine, reference)
     assert mine[0][-1] < mine[0][0]
@@ -174,7 +174,7 @@ def clipped(level, largest):
     return outcome(losses, model), norms
 
 
-def test_clipped_gradients_are_those_that_the_step_takes():
+def test_amp_clips_the_gradients_that_the_step_takes():
     mine, norms = alone(clipped, "O1", 0.1)
     same(mine, alone(autocast_by_hand, 0.1))
     assert max(norms) <= 0.1 * (1 + 1e-5)
@@ -182,7 +182,7 @@ def test_clipped_gradients_are_those_that_the_step_takes():
     assert norms == pytest.approx([0.1] * STEPS, rel=1e-4)
 
 
-def test_model_zero_grad_does_what_optimizer_zero_grad_does():
+def test_amp_model_zero_grad_equals_optimizer_zero_grad():
     mine, _ = alone(clipped, "O2", 1e9)
     same(mine, alone(train, "O2"))
 
@@ -203,7 +203,7 @@ def accumulated(level, delay):
     return outcome(losses, model)
 
 
-def test_gradients_accumulate_scaled_or_not():
+def test_amp_gradient_accumulation():
     same(alone(accumulated, "O1", True), alone(autocast_by_hand, None, 2))
     for level in ("O1", "O2"):
         delayed, each = alone(accumulated, level, True), alone(accumulated, level, False)
@@ -239,7 +239,7 @@ def overflowing(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_leaves_out_one_step_and_halves_the_scale(level):
+def test_amp_overflow_skips_one_step_and_halves_the_loss_scale(level):
     before, after, later, scales, messages = alone(overflowing, level)
     parameters = [name for name in before[1] if "running" not in name and "num_" not in name]
     assert all(torch.equal(before[1][name], after[1][name]) for name in parameters)
@@ -268,7 +268,7 @@ def interrupted(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_resumed_script_goes_on_with_the_same_bits(level):
+def test_amp_resume_is_bit_equal(level):
     mine = alone(interrupted, level)
     same(mine, alone(train, level))
     assert all(v.dtype == torch.float32 for v in mine[1].values() if v.is_floating_point())
@@ -290,7 +290,7 @@ def from_apex():
     return grown, amp.state_dict()
 
 
-def test_a_state_of_apex_is_taken_up_and_the_scale_has_its_bounds():
+def test_amp_loads_state_of_apex_with_loss_scale_bounds():
     grown, bounded = alone(from_apex)
     assert grown == {
         "loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0},
@@ -331,7 +331,7 @@ def several():
     return moved, scales
 
 
-def test_losses_have_scales_of_their_own_and_optimizers_steps_of_their_own():
+def test_amp_several_losses_and_optimizers():
     moved, scales = alone(several)
     assert moved == [True, False]
     assert scales == [2.0**16, 2.0**15]
@@ -358,7 +358,7 @@ def scheduled(first):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_schedules_work_wherever_they_are_made(first):
+def test_amp_lr_scheduler_before_or_after_initialize(first):
     assert alone(scheduled, first) == [1.0, True, 0.5, False]
 
 
@@ -376,7 +376,7 @@ def unfrozen():
     return kinds, torch.equal(model[4].weight, net()[4].weight.half()), model[4].weight.dtype
 
 
-def test_a_parameter_group_may_join_later():
+def test_amp_add_param_group():
     assert alone(unfrozen) == ({torch.float32}, False, torch.float16)
 
 
@@ -406,7 +406,7 @@ def listed(function):
     return list(function())
 
 
-def test_what_is_returned_has_the_shape_of_what_was_given():
+def test_amp_initialize_returns_what_it_was_given():
     assert alone(listed, shapes) == [
         *(["Sequential", "SGD"], 128.0, ["list", "SGD"], ["Sequential", "list"], ["list", "list"]),
         *("Sequential", "list", ["Sequential", "SGD"], True, {}),
@@ -438,7 +438,7 @@ def forward_passes():
     return [entry for entry in seen if not isinstance(entry, tuple)], seen[0], seen[3], seen[6]
 
 
-def test_what_goes_in_and_comes_out_has_the_type_of_the_level():
+def test_amp_input_and_output_dtypes_by_opt_level():
     half, single = torch.float16, torch.float32
     outputs, *inside = alone(forward_passes)
     assert outputs == [single] * 4 + [torch.float64]
@@ -530,7 +530,7 @@ def mistakes():
         yield mistaken(found)
 
 
-def test_each_mistake_is_one_error_that_says_how_to_mend_it():
+def test_amp_wrong_use_is_an_error_with_a_fix():
     results = alone(listed, mistakes)  # the first before any initialize
     assert [found for found, _ in results] == list(MISTAKES)
     assert all(fix for _, fix in results)
@@ -564,7 +564,7 @@ def optimizers():
         yield fused.__name__, (weights[0] - weights[1]).abs().max().item()
 
 
-def test_fused_optimizers_are_those_of_torch_and_lamb():
+def test_fused_optimizers_equal_those_of_torch():
     differences = alone(listed, optimizers)
     assert [name for name, _ in differences] == ["FusedAdam", "FusedAdam", "FusedSGD", "FusedLAMB"]
     assert max(difference for _, difference in differences) < 1e-5
@@ -597,7 +597,7 @@ def apex_checkpoint():
         yield kind.__name__, torch.equal(*weights)
 
 
-def test_fused_optimizers_load_the_state_of_apex():
+def test_fused_optimizers_load_state_of_apex():
     names = ("FusedAdam", "FusedLAMB", "FusedSGD")
     assert alone(listed, apex_checkpoint) == [(name, True) for name in names]
 
@@ -615,11 +615,11 @@ def without_gradients():
     return torch.equal(models[1].state_dict()["4.weight"], net(1)[4].weight)
 
 
-def test_a_loss_may_leave_an_optimizer_without_gradients():
+def test_amp_optimizer_without_gradients():
     assert alone(without_gradients)
 
 
-def test_batch_norm_over_ranks_is_refused_without_gpus(monkeypatch):
+def test_convert_syncbn_model_refused_without_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="no GPU"):
         apex.parallel.convert_syncbn_model(net())
@@ -697,7 +697,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def test_the_script_of_the_tutorial_trains_on_three_ranks_and_resumes(tmp_path):
+def test_apex_imagenet_script_trains_on_three_ranks_and_resumes(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     first = ranks.values(ranks.run(3, of_the_tutorial, free_port()))
     second = ranks.values(ranks.run(3, of_the_tutorial, free_port()))
@@ -728,7 +728,7 @@ def loaded_by_rank_0(port):
     return [p.detach() for p in amp.master_params(optimizer)]
 
 
-def test_masters_are_the_same_on_all_ranks_where_only_rank_0_has_loaded():
+def test_apex_ddp_broadcasts_master_weights_of_rank_0():
     first, *others = ranks.values(ranks.run(3, loaded_by_rank_0, free_port()))
     assert all(all(map(torch.equal, first, other)) for other in others)
 
@@ -747,7 +747,7 @@ def warned(port):
     return messages
 
 
-def test_arguments_that_would_change_numbers_are_warned_about():
+def test_apex_ddp_warns_about_arguments_that_change_numbers():
     messages = alone(warned, free_port())
     assert [re.search(r"…, (\w+)", message)[1] for message in messages] == [
         "allreduce_always_fp32",
@@ -755,7 +755,7 @@ def test_arguments_that_would_change_numbers_are_warned_about():
     ]
 
 
-def test_nothing_of_apex_itself_is_imported():
+def test_apex_itself_is_never_imported():
     folder = Path(apex.__file__).parent
     text = "".join(path.read_text() for path in folder.glob("*.py"))
     assert not re.search(r"^\s*(import|from) apex", text, re.MULTILINE)

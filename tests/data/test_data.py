@@ -68,7 +68,9 @@ def epoch_of(length, batches, size, epoch=0, first_step=0, seed=3):
     rest=st.integers(0, 11),
     epoch=st.integers(0, 3),
 )
-def test_a_step_has_the_same_micro_batches_in_every_world(batch_size, factor, steps, rest, epoch):
+def test_sampler_gives_the_same_micro_batches_for_every_world_size(
+    batch_size, factor, steps, rest, epoch
+):
     # 12 micro-batches and their multiples are cut up by one to four ranks.
     total = batch_size * 12 * factor
     length = total * steps + rest
@@ -84,7 +86,7 @@ def test_a_step_has_the_same_micro_batches_in_every_world(batch_size, factor, st
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("accumulate", [1, 2, 5])
-def test_a_step_takes_the_next_samples_of_the_order_whatever_its_cut(size, accumulate):
+def test_sampler_takes_the_next_samples_for_any_batch_size(size, accumulate):
     (whole,) = zip(*epoch_of(1000, Batches(60, 60, 1), 1), strict=True)
     order = [index for step in whole for index in step]
     total = 3 * accumulate * size
@@ -93,14 +95,14 @@ def test_a_step_takes_the_next_samples_of_the_order_whatever_its_cut(size, accum
         assert samples == order[number * total : (number + 1) * total]
 
 
-def test_a_resumed_epoch_goes_on_where_it_stopped():
+def test_sampler_resumes_in_the_middle_of_an_epoch():
     batches = Batches(12, 2, 2)
     whole = epoch_of(100, batches, 3, epoch=1)
     for first_step in range(len(whole) + 1):
         assert epoch_of(100, batches, 3, epoch=1, first_step=first_step) == whole[first_step:]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own_and_repeats_have_the_same():
+def test_sampler_shuffles_by_epoch_and_seed():
     batches = Batches(10, 10, 1)
     orders = [
         str(epoch_of(100, batches, 1, epoch, seed=seed)) for epoch in range(3) for seed in range(3)
@@ -109,7 +111,7 @@ def test_epochs_and_seeds_have_orders_of_their_own_and_repeats_have_the_same():
     assert orders[0] == str(epoch_of(100, batches, 1, 0, seed=0))
 
 
-def test_fewer_samples_than_a_step_takes_are_refused_with_a_size_that_fits():
+def test_sampler_refuses_a_global_batch_larger_than_the_data_set():
     with pytest.raises(UsageError, match=r"100 samples, and a global batch of 128") as caught:
         TrainingSampler(100, Batches(128, 64, 1), worlds(2)[0], 0)
     assert caught.value.fix == "--global-batch 100, without --batch-size and --accumulate"
@@ -117,7 +119,7 @@ def test_fewer_samples_than_a_step_takes_are_refused_with_a_size_that_fits():
 
 
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 6))
-def test_an_evaluation_sees_every_sample_once(length, batch_size, size):
+def test_evaluation_sampler_sees_every_sample_once(length, batch_size, size):
     batches = []
     for world in worlds(size):
         sampler = EvaluationSampler(length, batch_size, world)
@@ -128,7 +130,7 @@ def test_an_evaluation_sees_every_sample_once(length, batch_size, size):
     assert sorted(index for batch in batches for index in batch) == list(range(length))
 
 
-def test_the_digits_come_with_the_package_and_both_parts_have_all_classes_alike():
+def test_digits_come_with_the_package():
     train, test = load("digits", env={})
     assert (len(train), len(test)) == (1437, 360)
     assert train.classes == test.classes == 10
@@ -138,7 +140,7 @@ def test_the_digits_come_with_the_package_and_both_parts_have_all_classes_alike(
         assert abs(held - 0.2 * (held + kept)) <= 2
 
 
-def test_samples_are_normalised_over_the_training_set_alone_and_come_in_batches():
+def test_images_are_normalised_by_the_training_set():
     train, test = load("digits", env={})
     images = torch.stack([image for image, _ in train.__getitems__(range(len(train)))])
     assert images.shape == (1437, 1, 8, 8)
@@ -152,7 +154,7 @@ def test_samples_are_normalised_over_the_training_set_alone_and_come_in_batches(
     assert int(target) == int(train.targets[5])
 
 
-def test_synthetic_data_is_the_same_each_time_and_needs_no_files():
+def test_synthetic_data_is_reproducible():
     (train, test), (again, _) = load("synthetic", env={}), load("synthetic", env={})
     assert torch.equal(train.images, again.images)
     assert train.size == test.size == (28, 28)
@@ -175,7 +177,7 @@ def unpacked(folder):
 
 @pytest.mark.parametrize("below", ["", "raw", "MNIST/raw", "FashionMNIST/raw"])
 @pytest.mark.parametrize("how", ["path", "name", "unpacked"])
-def test_a_data_set_is_found_by_path_or_by_name(digits, tmp_path, below, how):
+def test_data_set_is_found_by_path_or_name(digits, tmp_path, below, how):
     home = digits.rename(tmp_path / "moved")
     digits.parent.joinpath("scans", below).parent.mkdir(parents=True, exist_ok=True)
     home.rename(digits / below) if below else home.rename(digits)
@@ -191,7 +193,7 @@ def test_a_data_set_is_found_by_path_or_by_name(digits, tmp_path, below, how):
     assert len(test) == 360
 
 
-def test_a_data_set_that_is_nowhere_is_refused_with_every_place_that_was_asked(tmp_path):
+def test_missing_data_set_error_lists_the_places_searched(tmp_path):
     env = {"HPCTRAIN_DATA": str(tmp_path / "sets"), "HPCTRAIN_CACHE": str(tmp_path / "cache")}
     with pytest.raises(UsageError, match="--data scans") as caught:
         load("scans", env=env)
@@ -203,7 +205,7 @@ def test_a_data_set_that_is_nowhere_is_refused_with_every_place_that_was_asked(t
         load(str(tmp_path), env=env)
 
 
-def test_a_copy_of_the_job_comes_before_what_lies_here(digits, tmp_path, monkeypatch):
+def test_data_set_copy_of_the_job_comes_first(digits, tmp_path, monkeypatch):
     copies = tmp_path / "copies"
     for name in ("scans", "digits"):
         shutil.copytree(digits, copies / name)
@@ -223,7 +225,7 @@ def test_a_copy_of_the_job_comes_before_what_lies_here(digits, tmp_path, monkeyp
     assert len(load("digits", env={"HPCTRAIN_DATA": str(tmp_path)})[1]) == 360
 
 
-def test_a_place_that_cannot_be_looked_at_is_said_with_the_reason(tmp_path, monkeypatch):
+def test_data_set_that_cannot_be_read_is_refused_with_the_reason(tmp_path, monkeypatch):
     for name in ("n" * 300, f"/{'n' * 300}"):
         with pytest.raises(UsageError, match="File name too long"):
             load(name, env={})
@@ -325,7 +327,7 @@ def narrower(content):
         no_samples,
     ],
 )
-def test_a_damaged_file_is_refused_by_its_folder(digits, name, damage):
+def test_damaged_data_set_file_is_refused(digits, name, damage):
     damage(digits / f"{name}.gz")
     with pytest.raises(UsageError) as caught:
         load(str(digits), env={})
@@ -334,7 +336,7 @@ def test_a_damaged_file_is_refused_by_its_folder(digits, name, damage):
     assert caught.value.fix
 
 
-def test_images_without_pixels_or_of_two_sizes_are_refused(digits):
+def test_data_set_without_pixels_or_of_two_sizes_is_refused(digits):
     original = (digits / f"{TEST_IMAGES}.gz").read_bytes()
     no_pixels(digits / f"{TEST_IMAGES}.gz")
     with pytest.raises(UsageError, match=r"test images of shape \(360, 0, 0\)"):
@@ -345,7 +347,7 @@ def test_images_without_pixels_or_of_two_sizes_are_refused(digits):
         load(str(digits), env={})
 
 
-def test_a_plain_file_that_is_cut_short_is_refused(digits):
+def test_truncated_plain_data_set_file_is_refused(digits):
     cut_short(unpacked(digits) / TEST_IMAGES)
     with pytest.raises(UsageError, match=f"{TEST_IMAGES} is damaged"):
         load(str(digits), env={})
@@ -359,7 +361,7 @@ def test_a_plain_file_that_is_cut_short_is_refused(digits):
         (TRAIN_IMAGES, TRAIN_LABELS),
     ],
 )
-def test_labels_that_do_not_belong_to_the_images_are_refused(digits, name, instead):
+def test_data_set_with_other_labels_than_images_is_refused(digits, name, instead):
     shutil.copy(CARRIED / f"{instead}.gz", digits / f"{name}.gz")
     with pytest.raises(UsageError, match="as many labels as images"):
         load(str(digits), env={})
@@ -368,7 +370,7 @@ def test_labels_that_do_not_belong_to_the_images_are_refused(digits, name, inste
 Pair = namedtuple("Pair", "left right")
 
 
-def test_batches_of_any_shape_go_to_the_device_and_only_floats_change_their_type():
+def test_nested_batches_move_to_device_and_dtype():
     numbers, classes = torch.ones(2), torch.arange(2)
     batch = {"x": [numbers, "name"], "y": (classes, None), "z": Pair(numbers, 7)}
     meta = torch.device("meta")
@@ -390,7 +392,7 @@ def test_batches_of_any_shape_go_to_the_device_and_only_floats_change_their_type
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64])
-def test_a_loader_gives_the_samples_of_its_sampler(dtype):
+def test_loader_gives_the_samples_of_its_sampler(dtype):
     images = Images(torch.arange(24, dtype=torch.uint8).reshape(6, 2, 2), torch.arange(6), 0.0, 1.0)
     sampler = EvaluationSampler(6, 2, World(1, 2, 1))
     loader = Loader(images, sampler, Placement(CPU, dtype), workers=0, seed=0, rank=1)
@@ -402,7 +404,7 @@ def test_a_loader_gives_the_samples_of_its_sampler(dtype):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_is_done_on_the_device_is_done_to_whole_batches_and_in_the_precision(workers):
+def test_loader_on_device_gets_whole_batches_before_the_precision(workers):
     seen = []
 
     def halve(batch):
@@ -437,7 +439,7 @@ class StreamStandIn:
         self.events.append("back")
 
 
-def test_a_gpu_copies_beside_and_waits_before_each_batch_is_handed_out(monkeypatch):
+def test_loader_copies_to_gpu_on_a_side_stream(monkeypatch):
     events = []
     compute, aside = StreamStandIn("compute", events), StreamStandIn("copy", events)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: aside)
@@ -456,9 +458,7 @@ def test_a_gpu_copies_beside_and_waits_before_each_batch_is_handed_out(monkeypat
     accumulate=st.integers(1, 3),
     world_size=st.integers(1, 4),
 )
-def test_without_drop_last_every_sample_counts_once_and_each_step_by_its_samples(
-    length, size, accumulate, world_size
-):
+def test_sampler_without_drop_last_weighs_every_sample_once(length, size, accumulate, world_size):
     batches = Batches(size * accumulate * world_size, size, accumulate)
     samplers = [
         TrainingSampler(length, batches, World(rank, world_size, rank), 3, drop_last=False)
@@ -483,7 +483,7 @@ def test_without_drop_last_every_sample_counts_once_and_each_step_by_its_samples
     assert samplers[0].uneven == (length % batches.global_batch > 0)
 
 
-def test_the_last_micro_batches_are_the_same_in_every_world():
+def test_sampler_without_drop_last_has_the_same_last_micro_batches():
     def cut(world_size, accumulate):
         micro_batches = {}
         for rank in range(world_size):
@@ -532,7 +532,7 @@ def drawn(dataset, world_size=1, size=4, workers=0, epochs=(0,), first_step=0, s
     return samples
 
 
-def test_each_sample_has_a_stream_of_its_own_whoever_loads_it():
+def test_augmentation_is_seeded_by_sample_for_any_worker_and_rank():
     alone = drawn(Noisy(), epochs=(0, 1))
     assert len(alone) == 48
     for place in range(3):
@@ -546,13 +546,13 @@ def test_each_sample_has_a_stream_of_its_own_whoever_loads_it():
     assert not drawn(Noisy(), seed=6).items() & alone.items()
 
 
-def test_a_data_set_that_gives_whole_batches_has_a_stream_for_each():
+def test_augmentation_of_batched_data_sets_is_seeded_by_sample():
     alone = drawn(NoisyBatches())
     assert drawn(NoisyBatches(), workers=1) == drawn(NoisyBatches(), world_size=2) == alone
     assert len(set(alone.values())) == 24
 
 
-def test_loading_leaves_the_streams_of_the_training_alone():
+def test_loading_leaves_the_random_states_of_training_alone():
     torch.manual_seed(1)
     random.seed(1)
     numpy.random.seed(1)
@@ -570,7 +570,7 @@ class Output:
     note: str = "kept"
 
 
-def test_nested_things_keep_their_classes():
+def test_map_tensors_keeps_classes():
     things = OrderedDict(a=torch.ones(1), b=Output(torch.ones(2)))
     things["c"] = defaultdict(list, d=[torch.ones(3)])
     doubled = map_tensors(lambda tensor: tensor * 2, things)
@@ -584,7 +584,7 @@ def test_nested_things_keep_their_classes():
     assert things["a"].tolist() == [1.0]
 
 
-def test_data_sets_that_draw_nothing_are_spared_the_generators():
+def test_data_sets_without_augmentation_are_not_seeded():
     tensors = torch.utils.data.TensorDataset(torch.ones(4, 1))
     chain = torch.utils.data.ConcatDataset
     assert not augmentation.draws(tensors)
@@ -604,7 +604,7 @@ class Stream(IterableDataset):
         yield from torch.arange(7.0)
 
 
-def test_steps_of_a_loader_of_the_scripts_own():
+def test_steps_of_an_epoch_of_a_plain_dataloader():
     assert steps_of_epoch(DataLoader(list(range(7)), batch_size=2), 2) == 2
     assert steps_of_epoch(DataLoader(Stream(), batch_size=2), 2) is None
     assert steps_of_epoch(iter([1, 2]), 2) is None
