@@ -65,6 +65,7 @@ class Writer:
             as well. Higher is better, lower where the name ends in "loss".
         commit: entered around the renames and removals. It raises CheckpointError where this start
             has been replaced by another one; then nothing is renamed or removed.
+        clock: seconds, for how long a save takes; a test moves one of its own.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class Writer:
         keep: int = 3,
         best: str | None = None,
         commit: Callable[[], AbstractContextManager[None]] = nullcontext,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._folder = Folder(directory, keep, best, commit)
+        self._clock = clock
         self._buffers = Buffers()
         self._structures: dict[str, bytes] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -102,7 +105,7 @@ class Writer:
             UsageError: the state holds what cannot be loaded again; nothing is written.
         """
         self._idle.wait()
-        begin = time.perf_counter()
+        begin = self._clock()
         snapshot = freeze(state, self._structures)
         copied = self._buffers.copy(snapshot)
         job = _Job(step, snapshot, _as_json(facts), begin)
@@ -182,7 +185,7 @@ class Writer:
             )
         if error is not None:
             logger.error("%s", error)
-        taken = time.perf_counter() - job.begin
+        taken = self._clock() - job.begin
         self._seconds = max(taken, self._seconds or 0.0)
         self._error, self._untold = error, error or self._untold
 

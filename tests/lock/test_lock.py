@@ -568,7 +568,7 @@ def test_exactly_one_of_several_starts_wins_the_lock(directory, before):
         path(directory).touch()
         grow_old(path(directory), 400)
     context = multiprocessing.get_context("fork")
-    for _ in range(5):
+    for _ in range(3):
         content, age = (path(directory).read_bytes(), 400) if path(directory).exists() else (b"", 0)
         barrier, results = context.Barrier(4), context.Queue()
         processes = [

@@ -1,4 +1,4 @@
-"""What must not differ between ranks is refused, and what may not is said; no secret is told."""
+"""Consistency check: what must not differ between ranks is refused; no secret is told."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ def change(entry, path, value):
     entry[last] = value
 
 
-def test_ranks_that_are_alike_have_nothing_to_say(alike, caplog):
+def test_equal_ranks_pass_without_a_message(alike, caplog):
     assert not proof.differences(alike, HOSTS)
     proof.check(alike, HOSTS)
     assert not caplog.records
@@ -56,7 +56,7 @@ def test_ranks_that_are_alike_have_nothing_to_say(alike, caplog):
         ("command", ["other.py"], "different scripts: "),
     ],
 )
-def test_what_cannot_train_together_is_refused_with_the_ranks(alike, path, value, said):
+def test_difference_that_breaks_training_is_refused_with_the_ranks(alike, path, value, said):
     change(alike[2], path, value)
     with pytest.raises(ContradictionError) as caught:
         proof.check(alike, HOSTS)
@@ -65,7 +65,7 @@ def test_what_cannot_train_together_is_refused_with_the_ranks(alike, path, value
     assert caught.value.fix
 
 
-def test_another_horovod_is_wrong_where_the_ranks_talk_over_it(alike):
+def test_different_horovod_versions_are_refused_over_horovod(alike):
     for entry in alike:
         entry["settings"]["--backend"] = "horovod"
     change(alike[2], "versions/horovod", "0.27.0")
@@ -88,7 +88,7 @@ def test_another_horovod_is_wrong_where_the_ranks_talk_over_it(alike):
         ("command", ["train.py", "--lr", "--lr=1234"], "different commands: --lr is there only"),
     ],
 )
-def test_what_may_be_meant_is_a_warning(alike, path, value, said):
+def test_difference_that_may_be_meant_is_a_warning(alike, path, value, said):
     for entry in alike:
         entry |= {"command": ["train.py"], "code": {"a.py": "1"}}
     change(alike[2], path, value)
@@ -102,7 +102,7 @@ def test_what_may_be_meant_is_a_warning(alike, path, value, said):
     ("saying", "value", "wrong"),
     [((0, 1, 2, 3), "1", False), ((1, 2), "1", True), ((0, 1, 2, 3), "0", True), ((), "", True)],
 )
-def test_ranks_share_a_gpu_only_where_all_tell_nccl_so(alike, saying, value, wrong):
+def test_shared_gpu_is_accepted_only_where_all_ranks_allow_it(alike, saying, value, wrong):
     for rank in saying:
         alike[rank]["network"] = {"NCCL_MULTI_RANK_GPU_ENABLE": value}
     change(alike[2], "gpu", "GPU-1")
@@ -111,19 +111,19 @@ def test_ranks_share_a_gpu_only_where_all_tell_nccl_so(alike, saying, value, wro
     assert found["GPU"].wrong == wrong
 
 
-def test_each_host_may_have_an_interface_of_its_own(alike):
+def test_network_interfaces_may_differ_between_hosts(alike):
     for rank, entry in enumerate(alike):
         entry["network"] = {"GLOO_SOCKET_IFNAME": f"eth{rank}", "NCCL_SOCKET_IFNAME": f"ib{rank}"}
     assert not proof.differences(alike, HOSTS)
 
 
-def test_what_is_wrong_comes_first(alike):
+def test_errors_come_before_warnings(alike):
     change(alike[1], "versions/python", "3.12.1")
     change(alike[2], "settings/--seed", 7)
     assert [one.subject for one in proof.differences(alike, HOSTS)] == ["--seed", "python"]
 
 
-def test_many_ranks_are_counted_and_not_all_listed(alike):
+def test_message_of_many_ranks_stays_short(alike):
     entries = [{**copy.deepcopy(alike[0]), "gpu": None} for _ in range(1000)]
     for entry in entries[::2]:
         entry["versions"]["torch"] = "2.6.0"
@@ -142,11 +142,11 @@ def test_many_ranks_are_counted_and_not_all_listed(alike):
         ([""], [""]),
     ],
 )
-def test_of_the_command_counts_what_a_person_typed(arguments, said):
+def test_command_is_compared_without_folder_and_local_rank(arguments, said):
     assert proof._command(arguments) == said
 
 
-def test_the_option_that_differs_is_named_and_its_value_is_not(alike):
+def test_differing_option_is_named_without_its_value(alike):
     commands = [["train.py", "--wandb-key", "s3cret", "--lr", "0.1"], ["train.py", "--lr", "0.1"]]
     alike[0]["command"], *others = [proof._command(commands[rank == 2]) for rank in range(4)]
     for entry, command in zip(alike[1:], others, strict=True):
@@ -161,12 +161,12 @@ def test_the_option_that_differs_is_named_and_its_value_is_not(alike):
     st.from_regex(r"[A-Za-z0-9]{8,20}", fullmatch=True),
     st.sampled_from(["--key={}", "--key {}", "-k{}", "-k {}", "{}", "-0{}", "--key=a={}", "={}"]),
 )
-def test_no_value_of_a_command_is_told(value, form):
+def test_command_never_tells_an_option_value(value, form):
     told = json.dumps(proof._command(["train.py", *form.format(value).split()]))
     assert value not in told
 
 
-def test_no_variable_is_told_but_those_on_the_list(monkeypatch):
+def test_environment_never_tells_a_secret(monkeypatch):
     secret = "s3cret-in-the-environment"
     names = (
         "WANDB_API_KEY",
@@ -184,7 +184,7 @@ def test_no_variable_is_told_but_those_on_the_list(monkeypatch):
     assert told["network"]["NCCL_DEBUG"] == "WARN"
 
 
-def test_the_code_is_the_script_and_what_it_imported_beside_itself(tmp_path, monkeypatch):
+def test_code_version_covers_the_script_and_its_local_imports(tmp_path, monkeypatch):
     for name in ("train.py", "model.py", "never_imported.py"):
         (tmp_path / name).write_text(f"x = '{name}'\n")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"))
@@ -201,14 +201,14 @@ def test_the_code_is_the_script_and_what_it_imported_beside_itself(tmp_path, mon
     assert proof._code() == {}
 
 
-def test_what_only_some_ranks_import_is_no_difference(alike):
+def test_module_imported_by_some_ranks_only_is_no_difference(alike):
     for entry in alike:
         entry["code"] = {"train.py": "1"}
     alike[0]["code"]["tracker.py"] = "2"
     assert not proof.differences(alike, HOSTS)
 
 
-def test_the_limit_on_open_files_grows_with_the_world_and_is_put_back(monkeypatch):
+def test_open_files_limit_grows_with_the_world_and_is_restored(monkeypatch):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if before[1] != resource.RLIM_INFINITY and before[1] < 3000:
         pytest.fail(f"the hard limit on open files is {before[1]} here: ulimit -Hn 4096")

@@ -1,0 +1,159 @@
+"""Save margin: a run stops as long before its job's time limit as saving takes."""
+
+import sys
+import threading
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import ranks
+import torch
+from battery import images, session, small_model
+from clock import Clock
+from torch import nn
+
+from hpctrain import rundir, saving, slurm
+from hpctrain.allocation import Allocation
+from hpctrain.checkpoint.folder import Folder
+from hpctrain.checkpoint.writer import Writer
+from hpctrain.preemption import Preemption
+from hpctrain.rundir import RunDirectory
+
+NOW = 1_700_000_000
+STEPS = 120
+
+
+def train(save_seconds, pause_seconds):
+    """Train on clocks that only saves and the pauses between epochs move; the steps taken."""
+    saves, pauses, write = Clock(), Clock(), Folder.save
+
+    def save(*arguments):
+        saves.move(save_seconds)
+        return write(*arguments)
+
+    with (
+        mock.patch.object(Folder, "save", save),
+        mock.patch.object(saving, "Writer", partial(Writer, clock=saves)),
+        mock.patch("hpctrain.run.time", SimpleNamespace(monotonic=pauses)),
+        mock.patch.object(
+            sys.modules["hpctrain.session"], "Preemption", partial(Preemption, clock=lambda: NOW)
+        ),
+        session(batch_size=4, epochs=6, checkpoint_every=10, run="run") as opened,
+    ):
+        model = small_model()
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
+        loader = opened.loader(images(240))
+        with opened.run() as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(loader):
+                    opened.step(nn.functional.cross_entropy(model(batch), targets))
+                pauses.move(pause_seconds)
+        return run.step
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+@pytest.mark.parametrize(
+    ("save_seconds", "pause_seconds", "margin"),
+    [
+        pytest.param(0, 0, 5 + 2 * 10, id="before-the-first-save"),
+        pytest.param(100, 50, 5 + 2 * 100 + 50, id="slow-saves-and-evaluation"),
+        pytest.param(100, 0, 5 + 2 * 100, id="slow-saves", marks=pytest.mark.slow),
+    ],
+)
+def test_run_stops_before_the_time_limit_by_what_a_save_takes(
+    save_seconds, pause_seconds, margin, spare
+):
+    """Five seconds, twice the longest save (a guess of ten before there was one), and a pause."""
+    env = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_END_TIME": str(NOW + margin + spare),
+        "HPCTRAIN_VERDICT": str(Path("verdict").absolute()),
+    }
+    results = ranks.run(3, train, save_seconds, pause_seconds, env=env)
+    if spare:
+        assert results == [STEPS] * 3
+        return
+    assert results == [("exit", 0)] * 3  # the verdict says more
+    code, reason = rundir.read_verdict("verdict")
+    assert code == rundir.STOPPED
+    assert reason.startswith("the end of the job's time, ")
+    steps = RunDirectory("run").steps()
+    if save_seconds:
+        assert reason.endswith(f", after step {steps[-1]}")
+        assert 10 <= steps[-1] < STEPS
+    else:
+        assert reason.endswith("before the first step")
+
+
+def test_save_margin_is_that_of_the_longest_save(tmp_path):
+    clock, seconds = Clock(), iter([3.0, 40.0, 7.0])
+
+    def save(*_):
+        clock.move(next(seconds))
+
+    writer = Writer(RunDirectory(tmp_path), clock=clock)
+    parts, margins = SimpleNamespace(_writer=writer), []
+    with mock.patch.object(Folder, "save", save):
+        margins.append(saving.Saving.lead(parts))
+        for step in (1, 2, 3):
+            writer.save(step, {}, {})
+            writer.wait()
+            margins.append(saving.Saving.lead(parts))
+    writer.close()
+    assert margins == [25.0, 11.0, 85.0, 85.0]
+
+
+SHOWN = (
+    "JobId=70 JobName=train EligibleTime=1700000000 StartTime=1700000000 EndTime={end} "
+    "Deadline=N/A SuspendTime=None"
+)
+
+
+@pytest.fixture
+def scontrol(tmp_path):
+    """A function that puts a fake scontrol on the PATH, and gives the environment with it."""
+
+    def put(end, code=0):
+        program = tmp_path / "bin" / "scontrol"
+        program.parent.mkdir(exist_ok=True)
+        # As the real one: times are as people write them, where no format is asked for.
+        program.write_text(
+            "#!/bin/sh\n"
+            '[ "$*" = "show job --oneliner 70_3" ] || exit 2\n'
+            f'[ "$SLURM_TIME_FORMAT" = %s ] && echo "{SHOWN.format(end=end)}"\n'
+            f"exit {code}\n"
+        )
+        program.chmod(0o755)
+        return {"PATH": str(program.parent), "SLURM_TIME_FORMAT": "standard"}
+
+    return put
+
+
+def test_slurm_end_time_is_read_from_scontrol(scontrol):
+    assert slurm.end_time("70_3", scontrol(NOW)) == NOW
+
+
+@pytest.mark.parametrize(("end", "code"), [("Unknown", 0), (NOW, 1)])
+def test_slurm_end_time_is_unknown_without_a_limit_or_an_answer(scontrol, end, code):
+    assert slurm.end_time("70_3", scontrol(end, code)) is None
+
+
+@pytest.mark.parametrize("label", ["70_3", "--help", "70; true"])
+def test_slurm_end_time_is_unknown_without_slurm(tmp_path, label):
+    assert slurm.end_time(label, {"PATH": str(tmp_path)}) is None
+
+
+def test_run_asks_slurm_where_the_job_does_not_know_its_end_time(scontrol, tmp_path):
+    job = Allocation("slurm", "73", array_job_id="70", array_task=3)
+    with ExitStack() as undo:
+        preemption = Preemption(0, scontrol(NOW + 60), job, undo, clock=lambda: NOW)
+        preemption.opened()
+        assert preemption.asked() is None
+        preemption.begin(RunDirectory(tmp_path), lambda: 60.0)
+        for thread in threading.enumerate():
+            if thread.name == "end of the job":
+                thread.join(60)
+        assert preemption.asked() == "the end of the job's time"
