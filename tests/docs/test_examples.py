@@ -39,7 +39,7 @@ def imagenet():
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory, lacking):
-    """3 classes; of 17 files to evaluate 2 cannot be decoded, of 12 to train by one."""
+    """Photographs of 3 classes: 2 of 17 to evaluate and 1 of 12 to train by cannot be decoded."""
     folder = tmp_path_factory.mktemp("photographs")
     try:
         module("photographs").make(folder, train=4, val=5, classes=3)
@@ -52,7 +52,7 @@ def photographs(tmp_path_factory, lacking):
 
 
 def write_cifar10(folder):
-    """Six batches as the original files have them, with a bright row whose place is the class."""
+    """Write six batches in CIFAR-10's format, with a bright row whose place is the class."""
     folder = folder / "cifar-10-batches-py"
     folder.mkdir(parents=True)
     draw = numpy.random.default_rng(0)
@@ -70,7 +70,7 @@ def start(example, run, *options, ranks=SIZE):
 
 
 def train(example, run, *options, ranks=SIZE):
-    """Start an example, and give its rows."""
+    """Run an example; return its rows and what it said."""
     done = start(example, run, *options, ranks=ranks)
     assert done.returncode == 0, done.stderr
     assert json.loads((run / "summary.json").read_text())["status"] == "done"
@@ -80,7 +80,7 @@ def train(example, run, *options, ranks=SIZE):
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_cifar10_takes_two_steps_with_recipe_on_made_up_images(tmp_path, cifar10, monkeypatch):
-    """The options and the evaluation of that recipe; no accuracy."""
+    """Check that the recipe's options arrive, and one evaluation: no accuracy."""
     write_cifar10(tmp_path / "data")
     more = ["--recipe", RECIPES / "cifar10.toml", "--global-batch", "12", "--max-steps", "2"]
     line = ["cifar10.py", "--data", tmp_path / "data", "--run", tmp_path / "run", *more]
@@ -116,7 +116,7 @@ SMALL = (
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_imagenet_same_losses_on_three_ranks_and_one_from_shards_and_folders(tmp_path, photographs):
-    """Mixup, cutmix, TrivialAugment and erasing are drawn; unreadable images count nowhere."""
+    """Draw mixup, cutmix, TrivialAugment and erasing; count unreadable images nowhere."""
     shards = tmp_path / "shards"
     done = launches.start([launches.BIN / "hpctrain", "shards", "make", photographs, shards], ".")
     assert done.returncode == 0, done.stderr
@@ -142,7 +142,7 @@ def test_imagenet_same_losses_on_three_ranks_and_one_from_shards_and_folders(tmp
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_imagenet_max_corrupt_ends_run_after_first_epoch(tmp_path, photographs):
-    """None of three ranks has met all 3 of those to train by until then."""
+    """Spread 3 unreadable images over three ranks, so that no rank knows of all."""
     folder = tmp_path / "photos"
     shutil.copytree(photographs, folder)
     for number in (1, 2):
@@ -249,7 +249,7 @@ def test_cifar10_refuses_damaged_or_hostile_files(tmp_path, cifar10, content, sa
 
 
 def test_cifar10_reads_pickles_of_python_2(tmp_path, cifar10):
-    """Its NumPy had another name for the module."""
+    """Read pickles with the older name of NumPy's module."""
     made = batch(2)
     assert b"numpy._core" in made
     (tmp_path / "batch").write_bytes(made.replace(b"numpy._core", b"numpy.core"))

@@ -54,7 +54,7 @@ def checkout(tmp_path, lacking):
 
 
 def alone(run, folder, example):
-    """What one process makes of the newest checkpoint, in plain torch: outputs and targets."""
+    """Return outputs and targets of the newest checkpoint, by plain torch in one process."""
     checkpoint.export(RunDirectory(run), run / "weights.safetensors")
     from safetensors.torch import load_file
 

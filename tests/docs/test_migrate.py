@@ -53,7 +53,7 @@ def free_port():
 
 
 def as_a_rank(script, options, variables):
-    """What a script prints in a process with the variables and options that a launcher gives."""
+    """Run a script with the variables and options of a launcher; return what it prints."""
     names = {"RANK": "HPCTRAIN_RANK", "WORLD_SIZE": "HPCTRAIN_WORLD_SIZE"}
     places = {name: os.environ[ours] for name, ours in names.items()}
     os.environ.update({name: value.format(**places) for name, value in variables.items()})
@@ -128,14 +128,14 @@ def test_migrate_scripts_that_start_their_ranks_train(script, scripts, request):
 
 
 def started(command):
-    """Ranks and options of a command with the ported script; its launcher is tested elsewhere."""
+    """Return ranks and options of a command with the ported script."""
     launcher, options = re.fullmatch(r"(.+) ported\.py ?(.*)", command).groups()
     # On CPUs `auto` is one rank.
     return 1 if launcher == "python" or "auto" in launcher else 2, options
 
 
 def cases():
-    """Each form of the ported script; by default with two ranks and nothing else."""
+    """Yield each form of the ported script; by default only two plain ranks."""
     for size, options in sorted(set(map(started, AFTER))):
         by_default = size == 2 and "--backend" not in options and "--precision" not in options
         yield pytest.param(size, options, marks=() if by_default else pytest.mark.slow)

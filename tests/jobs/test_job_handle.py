@@ -46,7 +46,7 @@ def slurm(tmp_path):
 
 
 def folder_of(outcomes, number="7", name="20260101-000000-a", **more):
-    """The folder of a job, as it is after some of its ranks have left something."""
+    """Make the folder of a job of which some ranks have left a result; return its path."""
     folder = kept.FOLDERS / name
     folder.mkdir(parents=True, mode=0o700)
     record = {"id": number, "via": "slurm", "ranks": len(outcomes), "run": os.path.abspath("run")}

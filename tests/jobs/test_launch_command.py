@@ -14,7 +14,7 @@ def machine(tmp_path):
 
 
 def launched(machine, spec, *arguments, **env):
-    """The words by which the ranks were started."""
+    """Return the words by which the ranks were started."""
     code, said = machine.run(spec, *arguments, **env)
     assert code == 0, said
     return machine.calls()[-1]

@@ -1,7 +1,6 @@
-"""What sbatch/preemptible.sh does with the end of its ranks.
+"""What sbatch/preemptible.sh does with the end of its ranks: requeue, or leave with a code.
 
-scontrol is a fake, a script on the PATH that writes down how it was called; tests/slurm has the
-whole of it on a real Slurm.
+scontrol is a fake, a script on the PATH that writes down how it was called.
 """
 
 import os
@@ -11,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "sbatch" / "preemptible.sh"
+from hpctrain.jobs import files
+from hpctrain.jobs.script import render
+from hpctrain.jobs.spec import JobSpec
+
+TOML = Path(__file__).resolve().parents[2] / "sbatch" / "preemptible.toml"
 SCONTROL = """#!/bin/sh
 echo "$@" >> calls
 case "$1" in
@@ -30,7 +33,10 @@ ACCEPTED = "kill -TERM 0"
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs the script around ranks that are a line of shell: its exit code and what it said."""
+    """Run the script around ranks that are a line of shell; return exit code and output."""
+
+    script = tmp_path / "preemptible.sh"
+    script.write_text(render(JobSpec(**files.read(TOML))))
 
     def run(ranks, state="RUNNING", requeue=ACCEPTED, meanwhile=None, **env):
         program = tmp_path / "bin" / "scontrol"
@@ -47,7 +53,7 @@ def run(tmp_path):
             **env,
         }
         process = subprocess.Popen(
-            ["bash", SCRIPT, "sh", "-c", ranks],
+            ["bash", script, "sh", "-c", ranks],
             env=environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -63,7 +69,7 @@ def run(tmp_path):
 
 
 def left():
-    """Stop files and verdicts."""
+    """Return the stop files and exit status files that are left."""
     return sorted(path.name for path in Path("runs").glob(".*"))
 
 

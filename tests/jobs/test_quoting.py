@@ -15,7 +15,7 @@ TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])
 
 
 def by_bash(script):
-    """What `printf '%s\0'` of a script prints."""
+    """Return what `printf '%s\0'` of a script prints."""
     done = subprocess.run(
         ["bash", "-c", os.fsencode(script)], stdout=subprocess.PIPE, timeout=120, check=True
     )
@@ -66,7 +66,7 @@ def test_quoting_wraps_long_arrays_between_words():
     ],
 )
 def test_sbatch_directive_quoting(value, line):
-    """tests/jobs/test_sbatch_script_on_slurm.py asks sbatch."""
+    """See test_sbatch_script_on_slurm.py, which asks sbatch."""
     assert directive("name", value) == line
 
 

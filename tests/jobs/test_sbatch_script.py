@@ -87,7 +87,7 @@ def test_render_refuses_options_without_command():
 
 
 def test_job_environment_cannot_set_variables_of_the_script():
-    """Or one that the job sets would not arrive, or break the script."""
+    """Hold the names that the script assigns to the list of those that a job may not set."""
     assigned = set()
     for text in [*renew.scripts().values(), *renew.more().values()]:
         assigned |= set(re.findall(r"^ *(?:export |for )?([A-Za-z_]+)(?:=|\+=| in )", text, re.M))
@@ -103,7 +103,7 @@ def test_job_environment_cannot_set_variables_of_the_script():
 
 @pytest.fixture
 def job_toml(tmp_path, monkeypatch):
-    """A JOB.toml, and nothing of the user's own beside it."""
+    """Write a JOB.toml, in a home without settings."""
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "job.toml"
     path.write_text('command = ["python", "é.py", "a\\nb"]\nnodes = 2\n')
@@ -151,17 +151,17 @@ class Hostile:
         self.canary = str(canary)
 
     def text(self):
-        """Any; also none at all."""
+        """Return any text; also none at all."""
         pieces = self.chance.choices(PIECES, k=self.chance.randrange(6))
         return "".join(pieces).replace("{}", self.canary)
 
     def path(self, without="", end=""):
-        """A relative one, of parts that a file system takes."""
+        """Return a relative path, of parts that a file system takes."""
         text = "".join(one for one in self.text() if one not in without).lstrip("/")
         return f"{text}{end}" if text.strip("./") else f"x{end}"
 
     def spec(self):
-        """A spec with such texts wherever they are no line of #SBATCH."""
+        """Return a spec with such texts wherever they are no line of #SBATCH."""
         some = self.chance.random
         more = {
             "launcher": self.chance.choice(("srun", "srun", "torchrun", "horovodrun", "none")),
@@ -187,7 +187,7 @@ class Hostile:
 
 
 def expected_words(spec, machine, run, index, more):
-    """How the ranks' launcher has to be called, from the first word that the spec decides."""
+    """Return how the launcher has to be called, from the first word that the spec decides."""
     setting = spec.sweep[index] if spec.sweep else ()
     command = [*spec.command, *(word for name, text in setting for word in (f"--{name}", text))]
     command += more
@@ -210,7 +210,7 @@ def expected_words(spec, machine, run, index, more):
 
 
 def in_order(words, expected):
-    """Whether the expected words are the end of all; a list in them, that of what is left."""
+    """Say whether words end with the expected ones; a list in these is the end of the rest."""
     if expected and isinstance(expected[-1], list):
         *first, last = expected
         at = words.index(first[0])

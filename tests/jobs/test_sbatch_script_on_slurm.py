@@ -34,7 +34,7 @@ def checkout(tmp_path):
 
 
 def submit(cluster, script, *options, **more):
-    """Hand a script to sbatch by standard input, as `hpctrain submit` does; its job."""
+    """Hand a script to sbatch by standard input, as `hpctrain submit` does; return its job."""
     done = cluster.run(
         ["sbatch", "--parsable", *options], input=script, env=environ(cluster), **more
     )
@@ -43,14 +43,14 @@ def submit(cluster, script, *options, **more):
 
 
 def run(cluster, spec, *options, **more):
-    """A job from its spec to its end: its number, exit code and log."""
+    """Run a job to its end; return its number, exit code and log."""
     job, code = cluster.ended(submit(cluster, render(spec), *options, **more))
     return job, code, "".join(path.read_text() for path in sorted(Path().glob(f"*{job}*.log")))
 
 
 @pytest.mark.slow
 def test_job_submitted_inside_a_job_has_its_own_id_and_run(cluster, tmp_path, monkeypatch):
-    """sbatch in a task of an array that was requeued hands on what told it so."""
+    """Submit with the variables of a requeued array task, which sbatch hands on."""
     monkeypatch.chdir(tmp_path)
     theirs = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
     spec = JobSpec(name="inner", command=["sh", "-c", 'echo "$HPCTRAIN_RUN"'], max_restarts=1)
@@ -72,7 +72,7 @@ LETTERS = "abz09 \"'\\`$(){}[]<>|&;:,.=%#@!?*~^+-_/é日本€𝛼"
 
 
 def texts(count, without=""):
-    """Hostile ones, and then as many by chance."""
+    """Return texts by chance, and hostile ones."""
     chance = random.Random(1)
     letters = [one for one in LETTERS if one not in without]
     fixed = ["a b", "a  b", "#a", "a # b", "'", '"', "\\", "\\\\", '\\"', "a\\", "$(id)", "%j %x"]
@@ -183,7 +183,7 @@ def test_array_sweep_runs_each_setting_within_throttle(cluster):
 
 @contextlib.contextmanager
 def own_disks(cluster, path):
-    """A folder that is another one on each host."""
+    """Mount a folder that is another one on each host."""
     path.mkdir()
     try:
         for host in cluster.hosts:
@@ -247,7 +247,7 @@ def test_stopped_job_resumes_by_the_printed_sbatch_line(cluster, sweep):
 
 @pytest.mark.slow
 def test_max_restarts_counts_each_array_task(cluster):
-    """Of the last one the job's number is also that of the array."""
+    """Include the last task, whose job id is also that of the array."""
     spec = JobSpec(name="three", command=["bash", "-c", "exit 75"], max_restarts=1, array="0-2")
     job = submit(cluster, render(spec))
     for index in range(3):

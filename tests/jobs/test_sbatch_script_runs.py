@@ -200,7 +200,7 @@ def test_resume_command_of_array_task(machine):
 
 
 def test_variables_of_outer_job_are_ignored(says):
-    """As after sbatch in a task of an array that was requeued: Slurm hands all of it on."""
+    """Run with what sbatch hands on from a task of an array that was requeued."""
     outer = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
     theirs = {"HPCTRAIN_STOP": "/outer/stop", "HPCTRAIN_RUN": "/outer/run", "OUTER": "yes"}
     code, said = says.run(JobSpec(command="a", max_restarts=1), **outer, **theirs)
@@ -210,7 +210,7 @@ def test_variables_of_outer_job_are_ignored(says):
 
 
 def test_script_never_requeues_another_job(machine):
-    """Not even where Slurm answers only at the end."""
+    """Include a Slurm that answers only at the end."""
     calls = machine.folder / "calls"
     machine.program(
         "scontrol",
@@ -410,14 +410,14 @@ exec setpriv --reuid=65534 --regid=65534 --clear-groups "$@"
 
 @pytest.fixture
 def open_machine():
-    """One in a folder that everybody may enter, unlike pytest's."""
+    """A machine in a folder that everybody may enter, unlike pytest's."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Machine(Path(folder) / "machine")
 
 
 def test_staging_removes_read_only_copies_as_user(open_machine, lacking):
-    """As shared data is: in a folder that may not be written nothing can be removed."""
+    """Stage read-only folders, as shared data is: nothing in them can be removed."""
     if os.geteuid():
         lacking("mount", "to become a user that is not root takes root")
     machine = open_machine

@@ -24,7 +24,7 @@ def fake(tmp_path, monkeypatch):
 
 
 def run(name, status="", label="", **row):
-    """A run directory below ./runs."""
+    """Make a run directory below ./runs."""
     path = Path("runs", name)
     path.mkdir(parents=True)
     path.joinpath("run.json").write_text("{}")

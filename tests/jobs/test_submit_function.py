@@ -26,7 +26,7 @@ def submit():
 
 @pytest.fixture
 def no_job():
-    """Nothing of a job that was not accepted is left."""
+    """Check that nothing of a job that was not accepted is left."""
     yield
     assert not list(kept.FOLDERS.glob("*"))
 

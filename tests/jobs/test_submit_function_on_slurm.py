@@ -63,7 +63,7 @@ def _hosts_for_the_next(cluster):
 
 @pytest.fixture
 def drive(cluster, tmp_path):
-    """Runs a program on a host of the cluster; what its last line says, in JSON."""
+    """Run a program on a host of the cluster; return what its last line says, in JSON."""
 
     def drive(program, *arguments, before=(), **env):
         (tmp_path / "driver.py").write_text(program)

@@ -34,7 +34,7 @@ def _hosts_for_the_next(cluster):
 
 
 def script(name, text):
-    """A script of the test's own, and the command that runs it."""
+    """Write a script; return the words that submit it."""
     Path(name).write_text(f"import os, sys, time\n{text}\n")
     return ("--", launches.PYTHON, name)
 
@@ -57,7 +57,7 @@ sys.exit(code)
 
 @pytest.fixture(scope="module")
 def followed(cluster, hpctrain, tmp_path_factory):
-    """Jobs that leave with some codes, all at once: what `submit --follow` said of each."""
+    """Output of `submit --follow` by exit code, of jobs that run all at once."""
     folder = tmp_path_factory.mktemp("followed")
     (folder / "leaves.py").write_text(f"import os, sys\n{LEAVES}")
     started = {}
@@ -209,7 +209,7 @@ def test_submit_dry_run_asks_slurm_and_makes_nothing(cluster, hpctrain):
 
 
 def test_status_requeue_and_cancel_of_a_job(cluster, hpctrain):
-    """Waiting, running, started again, cancelled: by its run, its number and its name."""
+    """Take one job through pending, running, requeued and cancelled."""
     rows = '{"step": 40, "epoch": 2, "time": 1, "loss": 0.25, "samples_per_second": 512.0}\\n'
     command = script(
         "trains.py",
