@@ -293,7 +293,7 @@ def _leaves_nothing(request, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def sameness_reference(fashion_mnist, tmp_path_factory):
+def sameness_reference(tmp_path_factory):
     """One process, which accumulates: the losses that every other start has to show."""
     import launches
 

@@ -45,7 +45,8 @@ def trained(log, launcher, number, places=PLACES):
         ("mpirun.mpich -n 4", "mpich", "hydra"),
     ],
 )
-def test_mpirun_in_a_job_has_its_ranks_on_all_hosts(
+@pytest.mark.slow
+def test_mpirun_in_a_job_has_ranks_on_all_hosts(
     cluster, tmp_path, lacking, command, part, launcher
 ):
     if shutil.which(command.split()[0]) is None:
@@ -61,7 +62,8 @@ TORCHRUN = (
 )
 
 
-def test_srun_torchrun_is_one_training_and_two_lone_agents_are_refused(cluster, tmp_path):
+@pytest.mark.slow
+def test_srun_torchrun_is_one_training_and_standalone_agents_are_refused(cluster, tmp_path):
     number, code, log = job(
         cluster,
         tmp_path,
@@ -82,7 +84,7 @@ def test_srun_torchrun_is_one_training_and_two_lone_agents_are_refused(cluster, 
     assert "torchrun (" not in after
 
 
-def test_a_forgotten_srun_is_refused_with_the_corrected_line(cluster, tmp_path):
+def test_python_without_srun_is_refused_with_the_corrected_line(cluster, tmp_path):
     number, code, log = job(
         cluster,
         tmp_path,
@@ -99,13 +101,15 @@ def test_a_forgotten_srun_is_refused_with_the_corrected_line(cluster, tmp_path):
     trained(meant, "none", number, places=[(0, 0, 1, "node1")])
 
 
-def test_a_step_whose_environment_was_dropped_is_refused_and_not_n_trainings(cluster, tmp_path):
+@pytest.mark.slow
+def test_step_without_environment_is_refused_by_every_task(cluster, tmp_path):
     _, code, log = job(cluster, tmp_path, "srun -n4 env -i PATH=$PATH python train.py")
     assert code == 2
     assert log.count("this process descends from slurmstepd") == 4
     assert "none (" not in log
 
 
+@pytest.mark.slow
 def test_gpus_that_torch_cannot_use_are_refused_once_and_can_be_hidden(cluster, tmp_path):
     number, code, log = job(
         cluster,
@@ -123,7 +127,8 @@ def test_gpus_that_torch_cannot_use_are_refused_once_and_can_be_hidden(cluster, 
     trained(hidden, "slurm", number, places=[(r, r, 2, "node1") for r in range(2)])
 
 
-def test_a_job_submitted_from_inside_of_a_step_is_not_taken_for_that_step(cluster, tmp_path):
+@pytest.mark.slow
+def test_job_submitted_inside_a_step_is_not_taken_for_that_step(cluster, tmp_path):
     inner = tmp_path / "inner.sh"
     inner.write_text("#!/bin/bash\nenv | grep ^SLURM_STEP_ID=\nhpctrain explain\n")
     submit = f"sbatch --wait -N1 -n1 --output=inner.log {inner}"
@@ -159,7 +164,8 @@ if __name__ == "__main__":
         ("local", 2, [("submitit", rank, rank, 1, 2) for rank in range(2)]),
     ],
 )
-def test_submitit_starts_ranks_on_slurm_and_here(cluster, tmp_path, where, tasks, seen):
+@pytest.mark.slow
+def test_submitit_starts_ranks_on_slurm_and_locally(cluster, tmp_path, where, tasks, seen):
     (tmp_path / "submit.py").write_text(SUBMIT)
     done = cluster.run(
         [launches.PYTHON, "submit.py", where, str(tasks)],

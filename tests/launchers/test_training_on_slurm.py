@@ -1,6 +1,9 @@
 """The example, unchanged, on four hosts of a real Slurm, over the network between them."""
 
+import contextlib
 import json
+import time
+from pathlib import Path
 
 import launches
 import pytest
@@ -9,9 +12,9 @@ pytestmark = pytest.mark.slurm
 SRUN = ["srun", "--kill-on-bad-exit=1"]
 
 
-def test_srun_on_four_hosts_has_the_losses_of_one_process(cluster, sameness_reference, tmp_path):
+def test_srun_on_two_hosts_has_the_losses_of_one_process(cluster, sameness_reference, tmp_path):
     done = cluster.run(
-        [*SRUN, "-N4", "--ntasks-per-node=1", launches.PYTHON, launches.TWICE, *launches.SAMENESS],
+        [*SRUN, "-N2", "-n3", launches.PYTHON, launches.TWICE, *launches.SAMENESS],
         cwd=tmp_path,
         env={**cluster.environ(), "OMP_NUM_THREADS": "1"},
         timeout=240,
@@ -19,8 +22,8 @@ def test_srun_on_four_hosts_has_the_losses_of_one_process(cluster, sameness_refe
     assert done.returncode == 0, done.stderr
     launches.same_losses(tmp_path, sameness_reference)
     world = json.loads((tmp_path / "fp64" / "run.json").read_text())["world"]
-    assert world["hosts"] == list(cluster.hosts)
-    assert world["launcher"] == "slurm"
+    assert (world["launcher"], world["world_size"]) == ("slurm", 3)
+    assert world["hosts"] == list(cluster.hosts[:2])
 
 
 @pytest.fixture
@@ -40,6 +43,7 @@ def submit(cluster, folder, *arguments):
     return job, code, log
 
 
+@pytest.mark.slow
 def test_sbatch_mnist_trains_fashion_mnist_on_four_hosts(cluster, fashion_mnist, checkout):
     job, code, log = submit(cluster, checkout, "--cpus-per-task=1", "sbatch/mnist.sh")
     assert code == 0, log
@@ -52,7 +56,8 @@ def test_sbatch_mnist_trains_fashion_mnist_on_four_hosts(cluster, fashion_mnist,
     assert not list((checkout / "runs").glob(".verdict*"))
 
 
-def test_wrong_use_ends_the_job_with_2_and_its_message(cluster, checkout):
+@pytest.mark.slow
+def test_sbatch_wrong_use_exits_with_code_2_and_its_message(cluster, checkout):
     _, code, log = submit(cluster, checkout, "sbatch/mnist.sh", "--data", "no-such-set")
     assert code == 2
     assert "--data no-such-set" in log
@@ -71,7 +76,8 @@ def explained(cluster, folder, *options, env=None):
     return sorted(worlds, key=lambda world: world["rank"])
 
 
-def test_every_layout_of_a_step_is_read_right(cluster, tmp_path):
+@pytest.mark.slow
+def test_srun_block_cyclic_plane_and_arbitrary_layouts_are_read(cluster, tmp_path):
     keys = ("node_rank", "local_rank", "local_world_size")
 
     def places(worlds):
@@ -93,7 +99,8 @@ def test_every_layout_of_a_step_is_read_right(cluster, tmp_path):
     assert places(arbitrary) == [(1, 0, 1), (0, 0, 3), (0, 1, 3), (0, 2, 3)]
 
 
-def test_the_batch_shell_is_no_rank_and_a_step_can_be_smaller_than_its_job(cluster, tmp_path):
+@pytest.mark.slow
+def test_batch_shell_is_no_rank_and_a_step_may_be_smaller_than_its_job(cluster, tmp_path):
     script = tmp_path / "job.sh"
     line = " ".join(EXPLAIN)
     script.write_text(f"#!/bin/bash\n{line}\nsrun -N2 -n2 {line}\n")
@@ -107,19 +114,46 @@ def test_the_batch_shell_is_no_rank_and_a_step_can_be_smaller_than_its_job(clust
     assert {world["job_id"] for world in [shell, *step]} == {shell["job_id"]}
 
 
+# Rank 1 writes when it dies, and every rank its host and process id.
 DIES = """
-import os, sys, torch
+import json, os, pathlib, socket, sys, time
 import hpctrain
 with hpctrain.Session(batch_size=1) as session:
+    rank = session.world.rank
+    pathlib.Path(f"pid-{rank}").write_text(str(os.getpid()))
     session.sum(1)
-    if session.world.rank == 1:
+    if rank == 1:
+        pathlib.Path("died").write_text(str(time.time()))
         os.kill(os.getpid(), 9)
     session.sum(1)
 """
 
 
-def test_a_killed_rank_ends_the_job(cluster, tmp_path):
+def running(script):
+    """The processes of this machine, and of its hosts in namespaces, that run a script."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if str(script).encode() in words and b"srun" not in words[0]:
+                found.append(path.parent.name)
+    return found
+
+
+@pytest.mark.slow
+def test_killed_rank_ends_the_step_within_a_minute_and_no_rank_survives(cluster, tmp_path):
+    """Without Slurm's --kill-on-bad-exit, the ranks themselves notice that one is lost."""
     script = tmp_path / "train.py"
     script.write_text(DIES)
-    done = cluster.run([*SRUN, "-N3", "-n3", launches.PYTHON, script], cwd=tmp_path)
+    command = ["srun", "--kill-on-bad-exit=0", "-N3", "-n3", launches.PYTHON, script]
+    done = cluster.run(command, cwd=tmp_path, timeout=240)
+    seconds = time.time() - float((tmp_path / "died").read_text())
     assert done.returncode != 0
+    assert seconds < 60
+    assert sorted(path.name for path in tmp_path.glob("pid-*")) == ["pid-0", "pid-1", "pid-2"]
+    assert not running(script)
+    for rank in (0, 2):
+        assert f"hpctrain: error: rank {rank} lost another rank: " in done.stderr
+    assert done.stderr.count("is node2, with rank 1)") == 2
+    assert "task 1: Killed" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,12 +1,21 @@
 """The example, unchanged, by the launchers that a laptop has."""
 
+import json
+
 import launches
 import pytest
 
+pytestmark = pytest.mark.e2e
 
-@pytest.mark.parametrize("launcher", ["torchrun", "hpctrain run"])
-def test_the_losses_are_those_of_one_process(launcher, sameness_reference, tmp_path):
+
+@pytest.mark.parametrize(
+    "launcher", ["hpctrain run", pytest.param("torchrun", marks=pytest.mark.slow)]
+)
+def test_launcher_of_three_ranks_has_the_losses_of_one_process(
+    launcher, sameness_reference, tmp_path
+):
     command = [*launches.LOCAL[launcher], str(launches.TWICE), *launches.SAMENESS]
     done = launches.start(command, tmp_path)
     assert done.returncode == 0, done.stderr
     launches.same_losses(tmp_path, sameness_reference)
+    assert json.loads((tmp_path / "fp64" / "run.json").read_text())["world"]["world_size"] == 3

@@ -7,26 +7,19 @@ import cluster as slurm
 import launches
 import pytest
 
-pytestmark = pytest.mark.slurm
-
-TRAINS = """
-import json, hpctrain
-with hpctrain.Session(backend="ddp", batch_size=1, start_timeout=60) as session:
-    total = session.sum(session.world.rank + 1)
-    addresses = sorted(set(session.roll.addresses))
-    print(json.dumps([session.world.rank, total, session.world.hosts, addresses]))
-"""
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def test_three_hosts_train_together_from_the_same_command_on_each(cluster, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(TRAINS)
+def test_hpctrain_run_by_hand_on_three_hosts_has_the_losses_of_one_process(
+    cluster, sameness_reference, tmp_path
+):
     running = []
     try:
         for rank, host in enumerate(cluster.hosts[:3]):
-            place = ["--nodes", "3", "--node-rank", str(rank), "--nproc-per-node", "1,2,1"]
-            meeting = ["--main-address", slurm.address("node1"), "--main-port", "8888"]
-            command = [launches.PYTHON, "-m", "hpctrain", "run", *place, *meeting, str(script)]
+            place = ["--nodes", "3", "--node-rank", str(rank), "--nproc-per-node", "1,1,1"]
+            address = ["--main-address", slurm.address("node1"), "--main-port", "8888"]
+            command = [launches.PYTHON, "-m", "hpctrain", "run", *place, *address]
+            command += [str(launches.TWICE), *launches.SAMENESS]
             running.append(
                 subprocess.Popen(
                     cluster.command(command, host),
@@ -37,14 +30,13 @@ def test_three_hosts_train_together_from_the_same_command_on_each(cluster, tmp_p
                     text=True,
                 )
             )
-        outputs = [process.communicate(timeout=120) for process in running]
+        outputs = [process.communicate(timeout=240) for process in running]
     finally:
         for process in running:
             process.kill()
             process.communicate()
     assert [process.returncode for process in running] == [0, 0, 0], outputs
-    lines = [line for out, _ in outputs for line in out.splitlines()]
-    told = sorted(json.loads(line.partition(": ")[2]) for line in lines)
-    hosts = list(cluster.hosts[:3])
-    addresses = sorted(slurm.address(host) for host in hosts)
-    assert told == [[rank, 10, hosts, addresses] for rank in range(4)]
+    launches.same_losses(tmp_path, sameness_reference)
+    world = json.loads((tmp_path / "fp64" / "run.json").read_text())["world"]
+    assert world["hosts"] == list(cluster.hosts[:3])
+    assert world["world_size"] == 3

@@ -13,13 +13,13 @@ EXAMPLE = TOP / "examples" / "mnist.py"
 TWICE = Path(__file__).with_name("fp64_and_fp32.py")
 PYTHON = sys.executable
 BIN = Path(PYTHON).parent
-SAMENESS = ("--data", "fashion-mnist", "--global-batch", "64", "--batch-size", "16")
+SAMENESS = ("--data", "digits", "--global-batch", "48", "--batch-size", "16")
 
 LOCAL = {
     "python": [PYTHON],
-    "torchrun": [str(BIN / "torchrun"), "--nproc-per-node", "2", "--"],
+    "torchrun": [str(BIN / "torchrun"), "--nproc-per-node", "3", "--"],
     "hpctrain run": [
-        *(str(BIN / "hpctrain"), "run", "--nodes", "2", "--nproc-per-node", "2", "--as", "slurm")
+        *(str(BIN / "hpctrain"), "run", "--nodes", "2", "--nproc-per-node", "2,1", "--as", "slurm")
     ],
 }
 

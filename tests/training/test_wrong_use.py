@@ -1,8 +1,11 @@
 """Bad input: one clear error, found, expected and what to type, exit code 2, no traceback."""
 
+import os
+import runpy
 import sys
 import time
 import types
+from pathlib import Path
 
 import launches
 import pytest
@@ -21,40 +24,54 @@ def refused(done, *words):
     assert done.stderr.count("error:") == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--backend", "mpi"], ["--backend", "'auto', 'single', 'ddp'"]),
-        (["--precision", "fp8"], ["--precision", "fp16"]),
-        (["--global-batch", "0"], ["--global-batch"]),
-    ],
-)
-def test_the_command_line_says_what_it_takes(options, words, tmp_path):
-    done = launches.start([launches.PYTHON, launches.EXAMPLE, *options], tmp_path)
-    refused(done, *words)
-    assert not list(tmp_path.iterdir())
-
-
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
 
 
-@pytest.mark.parametrize(
-    ("options", "env", "words"),
-    [
-        (["--data", "no-such-set"], {}, ["--data no-such-set", "fashion-mnist", "/usr/share"]),
-        (["--global-batch", "10", "--batch-size", "4"], {}, ["--global-batch 8 or 12"]),
-        (["--global-batch", "9999"], {}, ["1437 samples", "--global-batch 1437"]),
-        ([], {"RANK": "0"}, ["WORLD_SIZE", "HPCTRAIN_LAUNCHER=none"]),
-        ([], {"RANK": "0", "WORLD_SIZE": "x", "LOCAL_RANK": "0"}, ["WORLD_SIZE='x'"]),
-        ([], {"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, ["RANK=4", "WORLD_SIZE=4"]),
-        ([], {"HPCTRAIN_LAUNCHER": "pbs"}, ["HPCTRAIN_LAUNCHER='pbs'", "slurm"]),
-        (["--backend", "single"], TWO_RANKS, ["--backend single in a world of 2 ranks"]),
-        (["--run", "/proc/nowhere"], {}, ["/proc/nowhere", "--run DIR"]),
-    ],
-)
-def test_an_example_refuses_before_it_trains(options, env, words, tmp_path):
-    command = [launches.PYTHON, launches.EXAMPLE, "--max-steps", "1", *options]
-    refused(launches.start(command, tmp_path, **env), *words)
+WRONG = [
+    (["--data", "no-such-set"], {}, ["--data no-such-set", "fashion-mnist", "/usr/share"]),
+    (["--global-batch", "10", "--batch-size", "4"], {}, ["--global-batch 8 or 12"]),
+    (["--global-batch", "9999"], {}, ["1437 samples", "--global-batch 1437"]),
+    ([], {"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, ["RANK=4", "WORLD_SIZE=4"]),
+    (["--backend", "single"], TWO_RANKS, ["--backend single in a world of 2 ranks"]),
+    (["--run", "/proc/nowhere"], {}, ["/proc/nowhere", "--run DIR"]),
+]
+
+
+def example(pipe, folder):
+    """Run examples/mnist.py in this process, with one wrong use after the other."""
+    os.chdir(folder)
+    for options, variables, _ in WRONG:
+        sys.argv = [str(launches.EXAMPLE), "--max-steps", "1", *options]
+        # A child of multiprocessing has to say that it trains alone.
+        env = variables or {"HPCTRAIN_LAUNCHER": "none"}
+        os.environ.update(env)
+        try:
+            runpy.run_path(str(launches.EXAMPLE), run_name="__main__")
+        except hpctrain.HpctrainError as error:
+            pipe.send((error.exit_code, str(error)))
+        for name in env:
+            del os.environ[name]
+
+
+def test_example_refuses_wrong_use_before_it_trains(tmp_path):
+    ours, theirs = ranks._CONTEXT.Pipe(duplex=False)
+    process = ranks._CONTEXT.Process(target=example, args=(theirs, tmp_path))
+    process.start()
+    theirs.close()
+    try:
+        for options, _, words in WRONG:
+            assert ours.poll(120), f"{options} is not refused"
+            code, said = ours.recv()
+            assert code == 2, said
+            for word in words:
+                assert word in said
+        process.join(120)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        ours.close()
     assert not list(tmp_path.iterdir())
 
 
@@ -71,7 +88,7 @@ def on_gpus(visible, uuids):
     hpctrain.Session(batch_size=1, start_timeout=20, precision="bf16")
 
 
-def test_a_world_larger_than_the_gpus_is_refused_on_all_ranks():
+def test_more_ranks_than_gpus_are_refused_on_all_ranks():
     for result in ranks.run(3, on_gpus, 2, ["a", "b", "c"]):
         assert isinstance(result, hpctrain.HpctrainError)
         assert result.exit_code == 2
@@ -90,7 +107,7 @@ def waits():
     hpctrain.Session(batch_size=1, start_timeout=5.5)
 
 
-def test_a_start_with_a_rank_missing_ends_and_names_it_on_all_ranks():
+def test_rendezvous_timeout_names_the_missing_ranks_on_all_ranks():
     results = ranks.run(4, waits, absent=(1, 3))
     for rank in (0, 2):
         assert isinstance(results[rank], hpctrain.HpctrainError)
@@ -98,7 +115,7 @@ def test_a_start_with_a_rank_missing_ends_and_names_it_on_all_ranks():
     assert results[0].exit_code == 1
 
 
-def test_a_start_without_rank_0_ends_and_says_where_it_was_sought():
+def test_rendezvous_timeout_without_rank_0_says_its_address():
     results = ranks.run(3, waits_shortly, absent=(0,))
     for rank in (1, 2):
         assert isinstance(results[rank], hpctrain.HpctrainError)
@@ -122,7 +139,7 @@ def with_another(what):
 
 
 @pytest.mark.parametrize("what", ["torch", "script", "--seed"])
-def test_ranks_that_would_not_train_the_same_are_refused_by_all(what):
+def test_consistency_check_refuses_another_torch_script_or_option(what):
     for result in ranks.run(3, with_another, what):
         assert isinstance(result, hpctrain.HpctrainError), result
         assert result.exit_code == 2
@@ -131,20 +148,30 @@ def test_ranks_that_would_not_train_the_same_are_refused_by_all(what):
 
 
 def never_connects():
-    """Rank 2 is stuck between the meeting and the backend, or seems to be: its host was cut off."""
-    if hpctrain.detect().rank == 2:
-        backends.open_backend = lambda *arguments: time.sleep(12)
-    hpctrain.Session(batch_size=1, start_timeout=5)
+    """Rank 2 stops between the rendezvous and the backend, until the others have given it up."""
+
+    def stops(*arguments):
+        while len(list(Path().glob("given-up-*"))) < 3:
+            time.sleep(0.02)
+
+    rank = hpctrain.detect().rank
+    if rank == 2:
+        backends.open_backend = stops
+    try:
+        hpctrain.Session(batch_size=1, start_timeout=5)
+    finally:
+        Path(f"given-up-{rank}").touch()
 
 
-def test_a_rank_that_is_lost_before_the_backend_connects_is_named_by_all():
+@pytest.mark.slow
+def test_rank_lost_between_rendezvous_and_backend_is_named_by_all_ranks():
     results = ranks.run(4, never_connects)
     for rank in (0, 1, 3):
         assert isinstance(results[rank], hpctrain.HpctrainError)
         assert "rank 2 on node1 came to the meeting and was lost" in str(results[rank])
 
 
-def test_a_keyword_that_is_no_option_is_named():
+def test_misspelt_keyword_is_named():
     (result,) = ranks.run(1, misspelt)
     assert "precison= is no option" in str(result)
     assert "precision=…" in str(result)
@@ -161,13 +188,16 @@ hpctrain.Session(precision="fp12")
 """
 
 
-def test_an_error_that_nobody_catches_ends_with_its_code_and_no_traceback(tmp_path):
+@pytest.mark.e2e
+def test_uncaught_error_exits_with_its_code_and_no_traceback(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(UNCAUGHT)
     refused(launches.start([sys.executable, script], tmp_path), "--precision fp12", "fp16")
 
 
-def test_ranks_that_talk_already_say_what_is_wrong_too(tmp_path):
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_error_after_torch_distributed_started_is_printed_once(tmp_path):
     """torch.distributed holds back what an exception hook prints."""
     command = [launches.BIN / "hpctrain", "run", "--nproc-per-node", "3", launches.EXAMPLE]
     (tmp_path / "run").mkdir()
@@ -212,7 +242,7 @@ def with_own_data(lengths, classes, folder):
         ((24, 24, 24), ["ab", "ba", "ab"], "24 samples of other classes at rank 1"),
     ],
 )
-def test_hosts_whose_copies_of_the_data_differ_do_not_train(lengths, classes, found):
+def test_consistency_check_refuses_hosts_with_different_data(lengths, classes, found):
     classes = [list(names) for names in classes]
     for result in ranks.run(3, with_own_data, lengths, classes, "refused"):
         assert isinstance(result, hpctrain.HpctrainError)
