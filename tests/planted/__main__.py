@@ -9,11 +9,8 @@ found, and 80 % by the default tier.
 
 import argparse
 import contextlib
-import datetime
 import itertools
-import json
 import os
-import platform
 import queue
 import re
 import shutil
@@ -28,6 +25,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bugs import TOP, Bug, load, mistakes
+
+sys.path.insert(0, str(TOP / "benchmarks"))
+
+import measure
 
 NEEDED = (
     *("hpctrain", "tests", "examples", "sbatch", "docs", "benchmarks"),
@@ -215,30 +216,13 @@ def shares(bugs: Sequence[Bug], outcomes: Sequence[Outcome]) -> tuple[float, flo
     return len(found) / len(bugs), found.count("default") / len(bugs)
 
 
-def save(path: Path, bugs: Sequence[Bug], outcomes: Sequence[Outcome]) -> None:
-    """Write the table as JSON, with machine, date and commit."""
-    git = ["git", "-C", str(TOP)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True).stdout
-    record = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
-        "date": datetime.date.today().isoformat(),
-        "commit": commit.strip()[:12] + ("+" if changed else ""),
-        "rows": [
-            {"name": bug.name, "promise": bug.promise, "tier": bug.tier, **asdict(outcome)}
-            for bug, outcome in zip(bugs, outcomes, strict=True)
-        ],
-    }
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-
-
 def main() -> int:
     """Run the command line; an exit code."""
     parser = argparse.ArgumentParser(prog="python tests/planted", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--jobs", type=int, default=2, help="bugs at a time (default: 2)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these bugs alone")
-    parser.add_argument("--save", type=Path, metavar="FILE.json", help="keep the table")
+    measure.add_save(parser)
     parser.add_argument("--list", action="store_true", help="show the bugs, and run nothing")
     options = parser.parse_args()
     bugs = load()
@@ -254,8 +238,11 @@ def main() -> int:
         raise SystemExit("\n".join(wrong))
     outcomes = find_all(bugs, options.jobs)
     print(table(bugs, outcomes))
-    if options.save:
-        save(options.save, bugs, outcomes)
+    rows = [
+        {"name": bug.name, "promise": bug.promise, "tier": bug.tier, **asdict(outcome)}
+        for bug, outcome in zip(bugs, outcomes, strict=True)
+    ]
+    measure.save(options.save, {**measure.facts(["torch"]), "rows": rows})
     found, by_default = shares(bugs, outcomes)
     return 0 if found >= FOUND and by_default >= FOUND_BY_DEFAULT else 1
 
