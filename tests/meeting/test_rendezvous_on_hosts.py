@@ -1,4 +1,4 @@
-"""The meeting on hosts with several networks: who else is there, who is missing, what is cut off.
+"""Rendezvous on hosts with several networks: who joins, who is missing, what is cut off.
 
 Most starts have no torch: their ranks meet and tell the roll. Those that are about what gloo does
 open a whole Session.
@@ -289,12 +289,14 @@ def start(cluster, tmp_path):
             process.wait(PATIENCE)
 
 
-def test_the_roll_has_the_addresses_by_which_the_hosts_reach_each_other(start):
+@pytest.mark.slow
+def test_roster_has_the_addresses_by_which_hosts_reach_each_other(start):
     """And not 127.0.1.1, which each host's own name is, or docker0's address."""
     start(SRUN).met()
 
 
 @pytest.mark.parametrize(("variable", "late"), [("HPCTRAIN_MAIN_PORT", "0"), ("MASTER_PORT", "2")])
+@pytest.mark.slow
 def test_two_jobs_on_one_port_train_at_once_and_never_mix(start, tmp_path, variable, late):
     """B comes while A waits for one of its ranks; then they take turns in their sums."""
     job = {"env": {variable: "23456"}, "train": True, "rounds": 4}
@@ -307,7 +309,8 @@ def test_two_jobs_on_one_port_train_at_once_and_never_mix(start, tmp_path, varia
     assert [outcome["sums"] for outcome in second.met()] == [[3000] * 4] * 3
 
 
-def test_strangers_on_the_ports_neither_stop_nor_slow_the_start(start):
+@pytest.mark.slow
+def test_unknown_peers_on_the_ports_do_not_slow_the_rendezvous(start):
     seconds = {}
     for number in (0, 100):
         late = dict.fromkeys(("1", "2"), "strangers-are-there")
@@ -321,7 +324,8 @@ def test_strangers_on_the_ports_neither_stop_nor_slow_the_start(start):
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_rank_0_where_a_file_puts_it(start, tmp_path, train):
+@pytest.mark.slow
+def test_rank_0_on_the_host_that_slurm_hostfile_puts_it(start, tmp_path, train):
     (tmp_path / "hosts").write_text("node3\nnode1\nnode2\n")
     env = {"SLURM_HOSTFILE": str(tmp_path / "hosts")}
     outcomes = start(["srun", "-n3", "-m", "arbitrary"], env=env, train=train).met()
@@ -332,7 +336,8 @@ def test_rank_0_where_a_file_puts_it(start, tmp_path, train):
     ("distribution", "hosts"),
     [("cyclic", [*HOSTS, *HOSTS]), ("plane=2", ["node1"] * 2 + ["node2"] * 2 + ["node3"] * 2)],
 )
-def test_several_ranks_on_each_host(start, distribution, hosts):
+@pytest.mark.slow
+def test_rendezvous_of_several_ranks_per_host(start, distribution, hosts):
     launcher = [*SRUN, "-n6", "--ntasks-per-node=2", "-m", distribution]
     assert [outcome["host"] for outcome in start(launcher).met(6)] == hosts
 
@@ -345,9 +350,8 @@ def test_several_ranks_on_each_host(start, distribution, hosts):
         ("mpirun.mpich -n 3 -hosts node2,node3", "mpich"),
     ],
 )
-def test_mpirun_with_rank_0_on_another_host_than_the_first_of_its_job(
-    start, tmp_path, lacking, command, part
-):
+@pytest.mark.slow
+def test_mpirun_with_rank_0_not_on_the_first_host(start, tmp_path, lacking, command, part):
     (tmp_path / "hosts").write_text("node3\nnode1\nnode2\n")
     program, *options = command.split()
     if shutil.which(program) is None:
@@ -357,18 +361,6 @@ def test_mpirun_with_rank_0_on_another_host_than_the_first_of_its_job(
 
 
 # Who does not come.
-
-
-def test_a_rank_that_never_starts_is_named_by_all_others(start):
-    made = start(SRUN, late={"1": "never"}, start_timeout=START_TIMEOUT)
-    for error in made.errors(0, 2):
-        assert f"rank 1 of 3 did not come within {START_TIMEOUT} s" in error
-
-
-def test_rank_0_that_never_starts_is_named_with_where_it_was_sought(start):
-    made = start(SRUN, late={"0": "never"}, start_timeout=START_TIMEOUT)
-    for rank, error in zip((1, 2), made.errors(1, 2), strict=True):
-        assert f"rank {rank} on {HOSTS[rank]} did not find rank 0 at node1" in error
 
 
 @contextlib.contextmanager
@@ -385,7 +377,7 @@ CUT_OFF = [pytest.param("node1", marks=pytest.mark.slow), "node3"]
 
 
 @pytest.mark.parametrize("host", CUT_OFF)
-def test_a_host_that_is_cut_off_before_the_start_is_named_on_both_sides(cluster, start, host):
+def test_host_cut_off_before_the_rendezvous_is_named_on_both_sides(cluster, start, host):
     made = start(SRUN, late=dict.fromkeys("012", "go"), start_timeout=START_TIMEOUT)
     made.wait_for("here-0", "here-1", "here-2")
     with cable_pulled(cluster, host):
@@ -404,7 +396,7 @@ def test_a_host_that_is_cut_off_before_the_start_is_named_on_both_sides(cluster,
 
 
 @pytest.mark.slow
-def test_rank_0s_host_that_is_cut_off_while_others_wait_there_is_missed(cluster, start):
+def test_host_of_rank_0_cut_off_during_the_rendezvous_is_named(cluster, start):
     made = start(SRUN, late={"2": "never"}, start_timeout=START_TIMEOUT)
     made.wait_for("here-0", "here-1")
     eventually(lambda: slurm.address("node2") in callers(cluster, "node1"), made)
@@ -415,7 +407,8 @@ def test_rank_0s_host_that_is_cut_off_while_others_wait_there_is_missed(cluster,
 
 
 @pytest.mark.parametrize("host", CUT_OFF)
-def test_a_host_that_is_cut_off_after_the_roll_call_is_named_on_both_sides(cluster, start, host):
+@pytest.mark.slow
+def test_host_cut_off_after_the_rendezvous_is_named_on_both_sides(cluster, start, host):
     made = start(SRUN, train=True, hold="go", start_timeout=START_TIMEOUT)
     made.wait_for("met-0", "met-1", "met-2")
     with cable_pulled(cluster, host):
@@ -435,7 +428,8 @@ def test_a_host_that_is_cut_off_after_the_roll_call_is_named_on_both_sides(clust
 # Names, addresses and interfaces.
 
 
-def test_hosts_that_have_rank_0s_name_wrong_are_told_so(cluster, start):
+@pytest.mark.slow
+def test_wrong_hosts_file_is_named_on_each_host(cluster, start):
     wrong = {
         "node2": ("127.0.1.1 node1", "node1 resolves to 127.0.1.1, which is this host"),
         "node3": (f"{slurm.address('node2')} node1", f"node1 = {slurm.address('node2')}: Connec"),
@@ -453,7 +447,8 @@ def test_hosts_that_have_rank_0s_name_wrong_are_told_so(cluster, start):
         assert said in error
 
 
-def test_an_address_that_swallows_all_calls_delays_nobody(cluster, start):
+@pytest.mark.slow
+def test_address_without_an_answer_delays_nobody(cluster, start):
     """Of the name's addresses the last one is right; the first ones swallow, refuse, lead back."""
     silent = f"{slurm.SLOW_NETWORK}.99"
     neighbour = [silent, "lladdr", "02:00:00:00:00:99", "dev", "eth1", "nud", "permanent"]
@@ -498,7 +493,8 @@ def ipv6_only(cluster, lacking):
 
 
 @pytest.mark.parametrize("env", [{}, {"HPCTRAIN_INTERFACE": "eth1"}], ids=["found", "named"])
-def test_hosts_without_ipv4_between_them_train_over_ipv6(ipv6_only, start, env):
+@pytest.mark.slow
+def test_hosts_without_ipv4_train_over_ipv6(ipv6_only, start, env):
     with ipv6_only("eth1") as addresses:
         outcomes = start(SRUN, env=env, train=True).outcomes(0, 1, 2)
     for rank, outcome in enumerate(outcomes):
@@ -509,14 +505,16 @@ def test_hosts_without_ipv4_between_them_train_over_ipv6(ipv6_only, start, env):
         assert others <= set(outcome["peers"]) <= set(addresses)
 
 
-def test_hosts_whose_names_are_ipv6_addresses_meet_there(ipv6_only, start):
+@pytest.mark.slow
+def test_rendezvous_of_hosts_with_ipv6_names(ipv6_only, start):
     with ipv6_only("eth0") as addresses:
         for outcome in start(SRUN).outcomes(0, 1, 2):
             assert "error" not in outcome, outcome["error"]
             assert outcome["addresses"] == addresses
 
 
-def test_the_interface_that_a_person_names_is_the_one(start):
+@pytest.mark.slow
+def test_network_interface_of_the_user_is_used(start):
     outcomes = start(SRUN, env={"HPCTRAIN_INTERFACE": "eth1"}, train=True).outcomes(0, 1, 2)
     addresses = [f"{slurm.SLOW_NETWORK}.{number}" for number in (1, 2, 3)]
     for outcome in outcomes:
@@ -526,7 +524,8 @@ def test_the_interface_that_a_person_names_is_the_one(start):
         assert set(outcome["peers"]) <= set(addresses)
 
 
-def test_an_interface_that_is_not_there_is_refused_with_those_that_are(start):
+@pytest.mark.slow
+def test_unknown_network_interface_is_refused_with_those_that_exist(start):
     made = start(SRUN, env={"HPCTRAIN_INTERFACE": "ib0"})
     for error in made.errors(0, 1, 2):
         assert "the network interface 'ib0' is not there" in error
@@ -537,7 +536,8 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are(start):
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1"])
-def test_an_address_that_leads_each_host_to_itself_is_refused(start, address):
+@pytest.mark.slow
+def test_loopback_main_address_is_refused_on_several_hosts(start, address):
     made = start(SRUN, env={"MASTER_ADDR": address, "MASTER_PORT": "29500"})
     assert made.process.wait(PATIENCE) == 2
     found = f"error: MASTER_ADDR={address}, and the ranks of slurm are on 3 hosts"
