@@ -1,4 +1,4 @@
-"""Several ranks over NCCL, on one GPU that they share."""
+"""Several ranks over NCCL: on one GPU that they share, and on a GPU for each."""
 
 import copy
 
@@ -57,6 +57,16 @@ def test_prepare_broadcasts_weights_of_rank_0_over_nccl(nccl):
 def test_same_losses_over_nccl_for_every_world_size(nccl, tmp_path, monkeypatch):
     test_backends.test_same_losses_and_weights_for_every_world_size(
         nccl, tmp_path, monkeypatch, (1, 2, 3)
+    )
+
+
+def test_same_losses_over_nccl_with_a_gpu_for_each_rank(gpu, lacking, tmp_path, monkeypatch):
+    if len(visible()) < 2:
+        lacking("two-gpus", "ranks with a GPU for each")
+    # Twelve micro-batches are shared evenly by these.
+    sizes = [size for size in (1, 2, 3, 4) if size <= len(visible())]
+    test_backends.test_same_losses_and_weights_for_every_world_size(
+        gpu, tmp_path, monkeypatch, sizes
     )
 
 
