@@ -67,7 +67,7 @@ def replacing(request, monkeypatch):
     return request.param
 
 
-def test_this_file_system_exchanges_two_folders(tmp_path):
+def test_file_system_exchanges_two_folders(tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
@@ -214,7 +214,8 @@ def killed(lacking, monkeypatch):
     return kill
 
 
-def test_killed_at_any_call_that_changes_a_file(killed):
+@pytest.mark.slow
+def test_checkpoint_save_killed_at_each_file_call(killed):
     kills = killed(CHANGES, "exchange")
     assert kills["fsync"] == 3 * 5
     assert kills["renameat2"] == 1
@@ -222,14 +223,15 @@ def test_killed_at_any_call_that_changes_a_file(killed):
     assert kills["unlinkat"] >= 2 * 3
 
 
-def test_killed_at_any_rename_where_replacing_takes_two(killed):
+@pytest.mark.slow
+def test_checkpoint_save_killed_at_each_rename(killed):
     assert killed(["rename", "unlinkat", "rmdir"], "two renames")["rename"] >= 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threaded", [False, True], ids=["at once", "in the background"])
 @pytest.mark.parametrize("way", ["exchange", "two renames"])
-def test_killed_at_any_system_call(killed, way, threaded):
+def test_checkpoint_save_killed_at_any_system_call(killed, way, threaded):
     assert sum(killed("all", way, threaded).values()) > 100
 
 
@@ -250,7 +252,7 @@ def damages(content, every):
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.pt", "position.pt"])
 @pytest.mark.parametrize("every", [31, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_file_that_is_cut_or_has_a_wrong_bit_is_never_loaded(run, name, every):
+def test_truncated_or_flipped_checkpoint_is_never_loaded(run, name, every):
     path = run.checkpoint(2) / name
     content = path.read_bytes()
     for changed in damages(content, every):
@@ -262,7 +264,7 @@ def test_a_file_that_is_cut_or_has_a_wrong_bit_is_never_loaded(run, name, every)
     assert newest(run) == 2
 
 
-def test_parts_of_another_checkpoint_are_not_taken(run):
+def test_file_of_another_checkpoint_is_refused(run):
     shutil.copy(run.checkpoint(1) / "model.pt", run.checkpoint(2) / "model.pt")
     assert newest(run) == 1
     shutil.rmtree(run.checkpoint(2))
@@ -311,7 +313,7 @@ GOOD = {"size": 1, "sha256": "0" * 64}
     ],
     ids=lambda files: repr(files)[:30],
 )
-def test_a_manifest_that_names_what_no_checkpoint_has_is_refused(run, monkeypatch, files):
+def test_forged_manifest_files_are_refused(run, monkeypatch, files):
     forge(run, files=files)
     real, opened = os.open, []
     monkeypatch.setattr("os.open", lambda path, *a, **k: opened.append(path) or real(path, *a, **k))
@@ -325,7 +327,7 @@ def test_a_manifest_that_names_what_no_checkpoint_has_is_refused(run, monkeypatc
 @pytest.mark.parametrize(
     "changes", [{"format": 2}, {"format": "3"}, {"step": 1}, {"step": "2"}, {"step": None}]
 )
-def test_a_manifest_of_another_format_or_step_is_refused(run, changes):
+def test_manifest_of_another_format_or_step_is_refused(run, changes):
     forge(run, **changes)
     assert newest(run) == 1
 
@@ -335,18 +337,18 @@ def test_a_manifest_of_another_format_or_step_is_refused(run, changes):
     ["[" * 100_000, "null", "3", '"x"', '{"format": 3}', "1" * 5000, '{"a": ' * 50_000, "\xff"],
     ids=["deep", "null", "number", "string", "short", "digits", "deep dict", "no UTF-8"],
 )
-def test_what_is_no_manifest_is_refused(run, text):
+def test_invalid_manifest_json_is_refused(run, text):
     (run.checkpoint(2) / "manifest.json").write_text(text, encoding="latin-1")
     assert newest(run) == 1
 
 
-def test_a_manifest_without_end_is_not_read_to_its_end(run):
+def test_huge_manifest_is_not_read(run):
     with open(run.checkpoint(2) / "manifest.json", "wb") as file:
         file.truncate(1 << 40)
     assert newest(run) == 1
 
 
-def test_links_and_pipes_are_refused(run, tmp_path):
+def test_checkpoint_links_and_pipes_are_refused(run, tmp_path):
     good, two = tmp_path / "good", run.checkpoint(2)
     two.rename(good)
     two.symlink_to(good)  # a link to a good one
@@ -366,7 +368,7 @@ def test_links_and_pipes_are_refused(run, tmp_path):
         shutil.rmtree(two)
 
 
-def test_a_link_is_replaced_and_not_followed(run, tmp_path):
+def test_checkpoint_save_replaces_a_link(run, tmp_path):
     good = tmp_path / "good"
     run.checkpoint(2).rename(good)
     run.checkpoint(2).symlink_to(good)
@@ -399,7 +401,7 @@ def largest_file(size):
 
 
 @pytest.mark.parametrize("size", [0, 100, 20_000, 1_000_000])
-def test_a_limit_on_the_size_of_files(run, size):
+def test_checkpoint_over_the_file_size_limit(run, size):
     with largest_file(size), pytest.raises(CheckpointError, match="File too large") as caught:
         save(run, 3, state_of(3, 1_000_000), {})
     assert caught.value.fix == "ulimit -f unlimited"
@@ -422,7 +424,7 @@ def small_disk(lacking, tmp_path):
     subprocess.run(["umount", str(path)], check=True)
 
 
-def test_a_full_disk(small_disk):
+def test_checkpoint_on_a_full_disk(small_disk):
     run = RunDirectory(small_disk / "run")
     writer = Writer(run)
     writer.save(1, state_of(1, 100_000), {})
@@ -447,7 +449,7 @@ def test_a_full_disk(small_disk):
     assert run.steps() == [1, 3, 5]
 
 
-def test_a_directory_that_is_gone_and_comes_back(run):
+def test_checkpoint_directory_that_vanishes_and_returns(run):
     writer = Writer(run)
     run.path.rename(run.path.with_name("gone"))
     run.path.write_text("in the way")
@@ -465,7 +467,7 @@ def test_a_directory_that_is_gone_and_comes_back(run):
 @pytest.mark.parametrize("fails", range(1, 6))
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("step", [2, 3])
-def test_an_fsync_that_fails_leaves_all_as_it_was(run, monkeypatch, replacing, fails, number, step):
+def test_failed_fsync_commits_nothing(run, monkeypatch, replacing, fails, number, step):
     """Of two files, the manifest, the folder, and the one around it."""
     real, calls = os.fsync, []
 
@@ -507,7 +509,7 @@ def dead():
     return process.pid
 
 
-def test_what_a_start_left_goes_when_that_is_safe(run):
+def test_leftover_checkpoint_folders_are_removed_when_safe(run):
     here = folder._here()
     mine = leave(run, f".step-00000003.{here}.{os.getpid()}.{RANDOM}")
     ended = leave(run, f".step-00000003.{here}.{dead()}.{RANDOM}")
@@ -544,7 +546,7 @@ def test_what_a_start_left_goes_when_that_is_safe(run):
     assert newest(run) == 4
 
 
-def test_another_writer_that_is_at_work_is_left_alone(run, monkeypatch):
+def test_folder_of_a_live_checkpoint_writer_is_kept(run, monkeypatch):
     inside, go = threading.Event(), threading.Event()
     real = folder.write
 
@@ -575,7 +577,7 @@ def test_another_writer_that_is_at_work_is_left_alone(run, monkeypatch):
     assert not temporaries(run)
 
 
-def test_a_checkpoint_that_was_being_replaced_counts_until_the_new_one_is_there(run):
+def test_checkpoint_being_replaced_still_loads(run):
     aside = run.checkpoints / ".step-00000002.old"
     run.checkpoint(2).rename(aside)  # killed between the two renames
     assert run.steps() == [1]
@@ -592,7 +594,7 @@ def test_a_checkpoint_that_was_being_replaced_counts_until_the_new_one_is_there(
     assert names(run) == [f"step-0000000{step}" for step in (1, 2, 3)]
 
 
-def test_replacing_is_whole_or_not_at_all(run, replacing, monkeypatch):
+def test_checkpoint_replacement_is_atomic(run, replacing, monkeypatch):
     save(run, 2, state_of(2), {"again": 1})
     assert names(run) == ["step-00000001", "step-00000002"]
     assert json.loads((run.checkpoint(2) / "manifest.json").read_text())["again"] == 1

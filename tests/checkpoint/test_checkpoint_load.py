@@ -50,7 +50,7 @@ def names(run):
     return sorted(entry.name for entry in run.checkpoints.iterdir())
 
 
-def test_what_was_saved_comes_back(run):
+def test_checkpoint_round_trip(run):
     assert load_newest(run) is None
     state = state_of(7)
     folder = save(run, 7, state, {"world": {"world_size": 2}})
@@ -71,7 +71,7 @@ def test_what_was_saved_comes_back(run):
     assert torch.equal(loaded["position"]["random"], state["position"]["random"])
 
 
-def test_the_newest_three_are_kept_and_the_newest_is_loaded(run):
+def test_newest_three_checkpoints_are_kept(run):
     for step in (5, 10, 99_999_999, 100_000_000, 100_000_001):
         save(run, step, state_of(0), {})
     assert run.steps() == [99_999_999, 100_000_000, 100_000_001]
@@ -79,7 +79,7 @@ def test_the_newest_three_are_kept_and_the_newest_is_loaded(run):
     assert load_newest(run)[0] == 100_000_001
 
 
-def test_a_step_that_is_saved_again_is_the_later_one(saved):
+def test_checkpoint_of_a_step_saved_twice_is_the_later(saved):
     save(saved, 2, state_of(2), {"again": True})
     assert names(saved) == ["step-00000001", "step-00000002"]
     assert json.loads((saved.checkpoint(2) / "manifest.json").read_text())["again"] is True
@@ -138,7 +138,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(saved, damage, caplog):
+def test_damaged_checkpoint_is_logged_and_the_previous_loaded(saved, damage, caplog):
     damage(saved.checkpoint(2))
     caplog.set_level("ERROR", logger="hpctrain")
     logger.addHandler(caplog.handler)
@@ -180,9 +180,7 @@ class FullDisk:
     ],
     ids=["torch", "system"],
 )
-def test_a_write_that_fails_leaves_nothing_and_what_was_there_is_still_good(
-    saved, monkeypatch, error, good
-):
+def test_failed_checkpoint_write_keeps_the_previous(saved, monkeypatch, error, good):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", FullDisk(error, good))
         for step in (2, 3):
@@ -198,7 +196,7 @@ def test_a_write_that_fails_leaves_nothing_and_what_was_there_is_still_good(
 
 
 @pytest.mark.parametrize("fails", ["fsync", "rename"])
-def test_a_commit_that_fails_leaves_nothing(saved, monkeypatch, fails):
+def test_failed_checkpoint_commit_leaves_nothing(saved, monkeypatch, fails):
     def fail(*arguments, **keywords):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -213,7 +211,7 @@ def test_a_commit_that_fails_leaves_nothing(saved, monkeypatch, fails):
     assert newest(saved) == 2
 
 
-def test_a_state_that_cannot_be_written_leaves_nothing(saved):
+def test_unpicklable_state_leaves_nothing(saved):
     with pytest.raises(UsageError, match="'schedule' holds what no checkpoint can give back"):
         save(saved, 3, {**state_of(3), "schedule": lambda step: step}, {})
     assert names(saved) == ["step-00000001", "step-00000002"]
@@ -226,13 +224,13 @@ class Schedule:
     step: int
 
 
-def test_a_state_that_only_code_could_read_is_refused_and_not_run(run):
+def test_state_with_code_is_refused_and_not_run(run):
     with pytest.raises(UsageError, match="'schedule' holds what no checkpoint can give back"):
         save(run, 3, {"schedule": Schedule(3)}, {})
     assert load_newest(run) is None
 
 
-def test_temporaries_are_no_checkpoints(saved):
+def test_temporary_folders_are_no_checkpoints(saved):
     shutil.copytree(saved.checkpoint(2), saved.checkpoints / ".step-00000003.4711")
     (saved.checkpoints / "step-00000004.old").mkdir()
     (saved.checkpoints / "step-5").mkdir()
@@ -241,7 +239,7 @@ def test_temporaries_are_no_checkpoints(saved):
     assert newest(saved) == 2
 
 
-def test_the_manifest_says_what_it_was_given_and_no_more_is_taken_from_it(run):
+def test_manifest_has_the_facts_it_was_given(run):
     facts = {"step": 99, "format": 1, "metrics": {"loss": float("nan")}, 7: "seven"}
     save(run, 3, state_of(3), facts)
     manifest = json.loads((run.checkpoint(3) / "manifest.json").read_text())
@@ -252,7 +250,7 @@ def test_the_manifest_says_what_it_was_given_and_no_more_is_taken_from_it(run):
 
 
 @pytest.mark.parametrize("mask", [0o077, 0o022, 0o002])
-def test_modes_follow_the_umask(run, mask):
+def test_checkpoint_modes_follow_the_umask(run, mask):
     before = os.umask(mask)
     try:
         save(run, 1, state_of(1), {})
@@ -292,18 +290,18 @@ NAN, INF = float("nan"), float("inf")
         ("top1", [None, None, None], [2, 3]),
     ],
 )
-def test_the_best_stays_as_well(run, name, values, kept):
+def test_best_checkpoint_is_kept(run, name, values, kept):
     assert all_of(run, values, keep=2, best=name) == kept
 
 
-def test_step_0_can_be_the_best(run):
+def test_best_checkpoint_can_be_step_0(run):
     for step in range(4):
         metrics = {"loss": float(step)}
         Folder(run, keep=1, best="loss").save(step, freeze(state_of(step)), {"metrics": metrics})
     assert run.steps() == [0, 3]
 
 
-def test_damaged_checkpoints_are_not_counted_as_kept(run):
+def test_damaged_checkpoints_do_not_count_as_kept(run):
     for step in range(1, 5):
         if step > 2:
             cut_short(run.checkpoint(step - 1))
@@ -312,7 +310,7 @@ def test_damaged_checkpoints_are_not_counted_as_kept(run):
     assert newest(run) == 4
 
 
-def test_a_run_that_went_back_behind_a_damaged_checkpoint_keeps_what_it_writes(run):
+def test_run_resumed_before_a_damaged_checkpoint_keeps_new_ones(run):
     for step in (10, 20, 30, 40):
         save(run, step, state_of(step), {})
     for step in (30, 40):

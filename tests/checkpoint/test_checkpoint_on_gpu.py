@@ -40,6 +40,6 @@ def saved_while_all_changes():
     return found, {float(v) for t in tensors for v in t.unique()}, shapes
 
 
-def test_the_copy_is_that_of_the_boundary_and_waits_for_nothing(gpu):
+def test_checkpoint_copy_from_gpu_does_not_sync(gpu):
     (found,) = ranks.values(gpu(1, saved_while_all_changes))
     assert found == (3, {3.0}, [(3, (n + 1) // 2) for n in range(1, 50)])

@@ -152,7 +152,7 @@ VALUES = {
 
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse", "ignore:.*quant", "ignore:TypedStorage")
 @pytest.mark.parametrize("name", VALUES)
-def test_what_comes_back_is_what_torch_would_have_given(run, writer, name):
+def test_checkpoint_writer_loads_what_torch_save_would(run, writer, name):
     value = VALUES[name]() if callable(VALUES[name]) else VALUES[name]
     for number in (1, 2):
         writer.save(number, {"part": value}, {})
@@ -162,7 +162,7 @@ def test_what_comes_back_is_what_torch_would_have_given(run, writer, name):
     same(state["part"], through_torch(value))
 
 
-def test_the_attributes_of_a_state_dict_stay(run, writer):
+def test_checkpoint_writer_keeps_state_dict_metadata(run, writer):
     state = nn.Sequential(nn.BatchNorm1d(3)).state_dict()
     writer.save(1, {"model": [state]}, {})
     writer.wait()
@@ -170,7 +170,7 @@ def test_the_attributes_of_a_state_dict_stay(run, writer):
     assert loaded._metadata == state._metadata
 
 
-def test_what_shares_memory_shares_it_again(run, writer):
+def test_checkpoint_writer_keeps_shared_memory(run, writer):
     weight = torch.randn(4, 4)
     rows = [1, 2]
     writer.save(1, {"part": {"a": weight, "b": weight.t(), "c": weight[2], "d": [rows, rows]}}, {})
@@ -208,7 +208,7 @@ class Sub(torch.Tensor):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_no_checkpoint_gives_back_is_refused_at_once(run, writer, value):
+def test_checkpoint_writer_refuses_unloadable_state(run, writer, value):
     loads = True
     try:
         through_torch(value)
@@ -230,7 +230,7 @@ def test_what_no_checkpoint_gives_back_is_refused_at_once(run, writer, value):
     assert writer.committed == 1
 
 
-def test_what_was_good_is_looked_at_again_when_it_has_changed(run, writer):
+def test_checkpoint_writer_checks_changed_state_again(run, writer):
     state = {"best": 1.0, "weight": torch.ones(3)}
     for number in (1, 2):
         writer.save(number, {"part": state}, {})
@@ -242,7 +242,7 @@ def test_what_was_good_is_looked_at_again_when_it_has_changed(run, writer):
     assert run.steps() == [1, 2]
 
 
-def test_tensors_that_share_memory_under_two_types_are_refused(run, writer):
+def test_checkpoint_writer_refuses_shared_memory_of_two_types(run, writer):
     weight = torch.randn(4)
     with pytest.raises(UsageError, match="different types that share memory"):
         writer.save(1, {"part": [weight, weight.view(torch.int32)]}, {})
@@ -254,9 +254,7 @@ def test_tensors_that_share_memory_under_two_types_are_refused(run, writer):
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_what_is_written_is_the_state_of_the_boundary(
-    run, writer, gate, inference, monkeypatch, tmp_path
-):
+def test_checkpoint_has_the_state_at_save_time(run, writer, gate, inference, monkeypatch, tmp_path):
     """The training changes everything in place while nothing has reached the disk yet."""
     # The first step of an optimizer would set it.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -293,7 +291,7 @@ def test_what_is_written_is_the_state_of_the_boundary(
     same(load_newest(run)[1], expected)
 
 
-def test_the_tensors_are_not_looked_at_after_the_call(run, writer, gate):
+def test_checkpoint_writer_copies_tensors_before_it_returns(run, writer, gate):
     weight = torch.full((100_000,), 5.0)
     writer.save(1, {"model": weight}, {})
     gate.waits.wait(60)
@@ -312,7 +310,7 @@ def test_the_tensors_are_not_looked_at_after_the_call(run, writer, gate):
     assert (load_newest(run)[1]["model"] == 5.0).all()
 
 
-def test_a_second_save_waits_for_the_first(run, writer, gate):
+def test_second_checkpoint_save_waits_for_the_first(run, writer, gate):
     weight = torch.zeros(1000)
     writer.save(1, {"model": weight}, {})
     gate.waits.wait(60)
@@ -336,7 +334,7 @@ def test_a_second_save_waits_for_the_first(run, writer, gate):
     assert load_newest(run)[1]["model"].mean() == 0
 
 
-def test_buffers_are_kept_as_long_as_they_fit():
+def test_checkpoint_buffers_are_reused():
     buffers = Buffers()
 
     def memory_of(value):
@@ -352,7 +350,7 @@ def test_buffers_are_kept_as_long_as_they_fit():
     assert len(buffers._kept) == 1
 
 
-def test_the_memory_is_said_once(run, writer, said):
+def test_checkpoint_memory_is_logged_once(run, writer, said):
     for number in range(3):
         writer.save(number, {"model": torch.ones(1_000_000)}, {})
     writer.wait()
@@ -362,7 +360,7 @@ def test_the_memory_is_said_once(run, writer, said):
 
 
 @pytest.mark.parametrize("why", ["room", "allocation", "torch"])
-def test_without_memory_it_is_written_at_once_and_said(run, said, monkeypatch, why):
+def test_checkpoint_without_memory_is_written_synchronously(run, said, monkeypatch, why):
     def fail(*_):
         raise {"allocation": MemoryError, "torch": RuntimeError}[why]("not enough memory")
 
@@ -391,7 +389,7 @@ def test_without_memory_it_is_written_at_once_and_said(run, said, monkeypatch, w
     assert len(said.records) == 2
 
 
-def test_without_a_thread_it_is_written_at_once_and_said(run, said, monkeypatch):
+def test_checkpoint_without_a_thread_is_written_synchronously(run, said, monkeypatch):
     def fail(self):
         raise RuntimeError("can't start new thread")
 
@@ -404,7 +402,7 @@ def test_without_a_thread_it_is_written_at_once_and_said(run, said, monkeypatch)
     writer.close()
 
 
-def test_a_write_at_once_that_fails_raises_nothing_in_save(run, monkeypatch):
+def test_failed_synchronous_checkpoint_does_not_raise_in_save(run, monkeypatch):
     monkeypatch.setattr(snapshot, "available", lambda: 0)
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
     writer = Writer(run)
@@ -412,7 +410,7 @@ def test_a_write_at_once_that_fails_raises_nothing_in_save(run, monkeypatch):
     assert "broken" in writer.failure().found
 
 
-def test_a_failure_is_said_and_told_once(run, writer, said, monkeypatch):
+def test_failed_checkpoint_is_reported_once(run, writer, said, monkeypatch):
     writer.save(1, {"model": torch.ones(3)}, {})
     writer.wait()
     assert writer.failure() is None
@@ -446,7 +444,7 @@ def test_a_failure_is_said_and_told_once(run, writer, said, monkeypatch):
     assert writer.seconds >= before
 
 
-def test_an_error_that_nobody_thought_of_does_not_end_the_thread(run, writer, monkeypatch):
+def test_unknown_error_does_not_end_the_checkpoint_writer(run, writer, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(folder, "write", lambda path, value: {}["strange"])
         writer.save(1, {"model": torch.ones(3)}, {})
@@ -457,7 +455,7 @@ def test_an_error_that_nobody_thought_of_does_not_end_the_thread(run, writer, mo
     assert run.steps() == [2]
 
 
-def test_a_start_that_was_replaced_commits_and_removes_nothing(run):
+def test_replaced_start_commits_and_removes_nothing(run):
     for number in (1, 2, 3):
         first = Writer(run, keep=3)
         first.save(number, {"model": torch.full((3,), float(number))}, {})
@@ -490,7 +488,7 @@ def test_a_start_that_was_replaced_commits_and_removes_nothing(run):
     assert (state["model"] == 3).all()
 
 
-def test_renames_and_removals_are_inside_of_commit(run, monkeypatch):
+def test_checkpoint_renames_happen_under_the_lock(run, monkeypatch):
     inside, outside = [], []
     holding = False
     real = folder.Path.rename
@@ -517,7 +515,7 @@ def test_renames_and_removals_are_inside_of_commit(run, monkeypatch):
     assert run.steps() == [2]
 
 
-def test_close_writes_what_is_under_way_and_ends_the_thread(run, gate):
+def test_checkpoint_writer_close_finishes_the_save(run, gate):
     writer = Writer(run)
     writer.close()  # nothing to do
     writer.save(1, {"model": torch.zeros(3)}, {})
@@ -542,13 +540,13 @@ def system(tmp_path, **files):
 MEMINFO = "MemTotal:       2000 kB\nMemFree:         100 kB\nMemAvailable:   1000 kB\n"
 
 
-def test_the_memory_of_the_machine(tmp_path):
+def test_available_memory_of_the_machine(tmp_path):
     assert memory.available(tmp_path) is None
     assert system(tmp_path, proc__meminfo=MEMINFO) == 1_024_000
     assert memory.available() > 0
 
 
-def test_the_memory_of_a_group_of_version_2_and_those_around_it(tmp_path):
+def test_available_memory_of_cgroup_v2(tmp_path):
     group = "sys__fs__cgroup__job__step__"
     files = {
         "proc__meminfo": MEMINFO,
@@ -566,7 +564,7 @@ def test_the_memory_of_a_group_of_version_2_and_those_around_it(tmp_path):
     assert system(tmp_path, **files) == 0
 
 
-def test_the_memory_of_a_group_of_version_1(tmp_path):
+def test_available_memory_of_cgroup_v1(tmp_path):
     group = "sys__fs__cgroup__memory__slurm__job_1__"
     files = {
         "proc__meminfo": MEMINFO,

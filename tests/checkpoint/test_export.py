@@ -47,7 +47,7 @@ def metadata(path):
         return file.metadata()
 
 
-def test_a_model_takes_it_up_again(run, tmp_path):
+def test_exported_weights_load_into_a_model(run, tmp_path):
     target = tmp_path / "out.safetensors"
     assert export(run, target) == 3
     model = Tied()
@@ -61,7 +61,7 @@ def test_a_model_takes_it_up_again(run, tmp_path):
     assert said["second.weight"] == "first.weight"
 
 
-def test_views_are_written_as_what_they_show(tmp_path):
+def test_export_of_views(tmp_path):
     run = RunDirectory(tmp_path / "run")
     whole = torch.arange(12.0).reshape(3, 4)
     views = {"whole": whole, "corner": whole[:2, :2], "turned": whole.t(), "again": whole}
@@ -80,7 +80,7 @@ def test_views_are_written_as_what_they_show(tmp_path):
     ("options", "step"),
     [([], 3), (["--step", "1"], 1), (["--best", "top1"], 2), (["--best", "eval_loss"], 2)],
 )
-def test_the_command(run, tmp_path, capsys, options, step):
+def test_export_command(run, tmp_path, capsys, options, step):
     target = tmp_path / "out.safetensors"
     target.write_text("an old one")
     assert main(["export", str(run.path), str(target), *options]) == 0
@@ -94,7 +94,7 @@ def test_the_command(run, tmp_path, capsys, options, step):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "run"]
 
 
-def test_several_models_have_their_number_in_front(tmp_path):
+def test_export_of_several_models(tmp_path):
     run = RunDirectory(tmp_path / "run")
     models = [nn.Linear(2, 2).state_dict(), {**nn.Linear(2, 2).state_dict(), "count": 3}]
     save(run, 1, {"model": models}, {})
@@ -109,7 +109,7 @@ def test_several_models_have_their_number_in_front(tmp_path):
     assert caught.value.fix == "leave out --ema"
 
 
-def test_a_damaged_checkpoint_is_not_exported(run, tmp_path):
+def test_export_refuses_a_damaged_checkpoint(run, tmp_path):
     target = tmp_path / "out.safetensors"
     path = run.checkpoint(3) / "model.pt"
     path.write_bytes(path.read_bytes()[:-1])
@@ -119,7 +119,7 @@ def test_a_damaged_checkpoint_is_not_exported(run, tmp_path):
     assert export(run, target) == 2
 
 
-def test_what_is_not_there_is_said(run, tmp_path, capsys):
+def test_export_of_a_missing_checkpoint(run, tmp_path, capsys):
     target = str(tmp_path / "out.safetensors")
     assert main(["export", str(run.path), target, "--step", "7"]) == 1
     assert "one of 1, 2, 3" in capsys.readouterr().err
@@ -131,7 +131,7 @@ def test_what_is_not_there_is_said(run, tmp_path, capsys):
     assert "could not be written" in capsys.readouterr().err
 
 
-def test_it_is_written_whole_or_not_at_all(run, tmp_path, monkeypatch):
+def test_export_is_atomic(run, tmp_path, monkeypatch):
     target = tmp_path / "out.safetensors"
     target.write_text("before")
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("broken")))
@@ -142,7 +142,7 @@ def test_it_is_written_whole_or_not_at_all(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mask", [0o077, 0o002])
-def test_the_mode_follows_the_umask(run, tmp_path, mask):
+def test_export_mode_follows_the_umask(run, tmp_path, mask):
     before = os.umask(mask)
     try:
         export(run, tmp_path / "out.safetensors")
@@ -151,14 +151,14 @@ def test_the_mode_follows_the_umask(run, tmp_path, mask):
     assert (tmp_path / "out.safetensors").stat().st_mode & 0o777 == 0o666 & ~mask
 
 
-def test_without_safetensors_it_says_what_to_type(run, tmp_path, monkeypatch):
+def test_export_without_safetensors(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(UsageError, match="safetensors cannot be imported") as caught:
         export(run, tmp_path / "out.safetensors")
     assert "pip install" in caught.value.fix
 
 
-def test_help_needs_no_torch():
+def test_export_help_needs_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None; from hpctrain.cli import main; main(sys.argv[1:])"
     )

@@ -58,7 +58,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_programs_save_is_taken(form, source, tmp_path):
+def test_init_from_takes_common_formats(form, source, tmp_path):
     torch.save(FORMS[form](source.state_dict()), tmp_path / "weights.pt")
     model = Tied()
     fill_weights(tmp_path / "weights.pt", model, 0)
@@ -67,7 +67,7 @@ def test_what_programs_save_is_taken(form, source, tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_is_exported_is_taken(count, source, tmp_path):
+def test_init_from_takes_exported_weights(count, source, tmp_path):
     run = RunDirectory(tmp_path / "run")
     sources = [source, Tied()][:count]
     save(run, 1, {"model": [one.state_dict() for one in sources]}, {"metrics": {}})
@@ -78,7 +78,7 @@ def test_what_is_exported_is_taken(count, source, tmp_path):
         assert equal(model, one)
 
 
-def test_a_model_that_the_file_has_not_stays_as_it_is(source, tmp_path, caplog):
+def test_init_from_leaves_other_models_alone(source, tmp_path, caplog):
     torch.save(source.state_dict(), tmp_path / "one.pt")
     model = Tied()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -88,7 +88,7 @@ def test_a_model_that_the_file_has_not_stays_as_it_is(source, tmp_path, caplog):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_other_names_and_shapes_are_told_and_change_nothing(source, tmp_path):
+def test_init_from_refuses_other_names_and_shapes(source, tmp_path):
     state = source.state_dict()
     del state["norm.weight"], state["norm.bias"]
     state |= {"head.weight": torch.ones(2), "first.bias": torch.ones(5)}
@@ -111,13 +111,13 @@ def test_other_names_and_shapes_are_told_and_change_nothing(source, tmp_path):
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
 @pytest.mark.parametrize("content", [b"", b"no weights at all", b"\x80\x04", b"\xff" * 64])
-def test_other_files_are_refused(name, content, tmp_path):
+def test_init_from_refuses_other_files(name, content, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match="cannot be read as weights"):
         fill_weights(tmp_path / name, Tied(), 0)
 
 
-def test_a_file_with_code_in_it_is_not_run(tmp_path):
+def test_init_from_does_not_run_code(tmp_path):
     class Hostile:
         def __reduce__(self):
             return (open, (str(tmp_path / "ran"), "w"))
@@ -129,13 +129,13 @@ def test_a_file_with_code_in_it_is_not_run(tmp_path):
 
 
 @pytest.mark.parametrize("content", [{}, {0: 1}, [], 3, "text", [3], {"model": 3}])
-def test_a_file_without_a_model_is_refused(content, tmp_path):
+def test_init_from_refuses_a_file_without_a_model(content, tmp_path):
     torch.save(content, tmp_path / "weights.pt")
     with pytest.raises(UsageError, match=r"has no first\.weight"):
         fill_weights(tmp_path / "weights.pt", Tied(), 0)
 
 
-def test_what_cannot_be_read_is_known_before_the_ranks_meet(tmp_path, monkeypatch):
+def test_init_from_is_checked_before_the_rendezvous(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="No such file"):
         check_weights(tmp_path / "absent.pt")
     with pytest.raises(UsageError, match="File name too long"):
@@ -167,20 +167,20 @@ class OnlyChild(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Ensemble, OnlyChild])
-def test_names_are_taken_as_they_are_where_the_model_has_them(kind, tmp_path):
+def test_init_from_keeps_names_that_the_model_has(kind, tmp_path):
     source, model = kind(), kind()
     torch.save(source.state_dict(), tmp_path / "weights.pt")
     fill_weights(tmp_path / "weights.pt", model, 0)
     assert equal(model, source)
 
 
-def test_numbers_are_no_weights(tmp_path):
+def test_init_from_refuses_plain_numbers(tmp_path):
     torch.save({"weight": 3.0, "bias": torch.ones(2)}, tmp_path / "weights.pt")
     with pytest.raises(UsageError, match="has no weight"):
         fill_weights(tmp_path / "weights.pt", nn.Linear(2, 2), 0)
 
 
-def test_a_model_that_does_not_know_its_shapes_yet_is_filled(tmp_path):
+def test_init_from_fills_lazy_modules(tmp_path):
     source, model = nn.Linear(3, 2), nn.LazyLinear(2)
     torch.save(source.state_dict(), tmp_path / "weights.pt")
     fill_weights(tmp_path / "weights.pt", model, 0)

@@ -45,7 +45,7 @@ def assert_same(first, second):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3, 0.9, 0.999])
-def test_fifty_steps_of_the_formula_in_exact_numbers(decay):
+def test_ema_follows_its_formula(decay):
     model = Net().double()
     ema = EMA([model], decay)
     names = [name for name, _ in model.named_parameters()]
@@ -70,7 +70,7 @@ def test_fifty_steps_of_the_formula_in_exact_numbers(decay):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_averages_of_half_models_are_kept_in_fp32(dtype):
+def test_ema_of_half_models_is_fp32(dtype):
     model = nn.Linear(4, 3).to(dtype)
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -88,7 +88,7 @@ def test_averages_of_half_models_are_kept_in_fp32(dtype):
         assert torch.equal(model.weight, averages["weight"].to(dtype))
 
 
-def test_the_source_is_what_is_averaged():
+def test_ema_averages_its_source():
     model = nn.Linear(2, 2, bias=False).half()
     masters = {model.weight: model.weight.detach().float()}
     ema = EMA([model], 0.5, source=masters.__getitem__)
@@ -100,7 +100,7 @@ def test_the_source_is_what_is_averaged():
     )
 
 
-def test_a_swap_leaves_no_trace_even_after_an_error():
+def test_ema_swap_is_undone_after_an_error():
     model, other = Net(), nn.Linear(2, 2).double()
     ema = EMA([model, other], 0.9)
     averages = [bits(model), bits(other)]
@@ -125,7 +125,7 @@ def test_a_swap_leaves_no_trace_even_after_an_error():
     assert [p.data_ptr() for p in model.parameters()] == storage
 
 
-def test_within_a_swap_neither_another_nor_an_update():
+def test_ema_swap_refuses_another_swap_and_updates():
     model = nn.Linear(2, 2)
     ema = EMA([model], 0.9)
     with ema.swapped():
@@ -138,7 +138,7 @@ def test_within_a_swap_neither_another_nor_an_update():
     ema.update()
 
 
-def test_the_state_goes_through_a_file(tmp_path):
+def test_ema_state_round_trip(tmp_path):
     models = [Net(), nn.Linear(2, 2).double()]
     ema = EMA(models, 0.9)
     for step in range(3):
@@ -163,7 +163,7 @@ def test_the_state_goes_through_a_file(tmp_path):
     assert_same(resumed.state_dict()["averages"][0], ema.state_dict()["averages"][0])
 
 
-def test_a_shared_weight_is_averaged_once_and_found_by_each_model():
+def test_ema_of_shared_weights():
     first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     second.weight = first.weight
     ema = EMA([first, second], 0.5)
@@ -183,7 +183,7 @@ def test_a_shared_weight_is_averaged_once_and_found_by_each_model():
         ([nn.Linear(2, 2), nn.Linear(2, 2)], "2 models, not 1"),
     ],
 )
-def test_averages_of_other_models_are_refused(models, said):
+def test_ema_of_other_models_is_refused(models, said):
     ema = EMA([nn.Linear(2, 2)], 0.9)
     before = {name: value.clone() for name, value in ema.state_dict()["averages"][0].items()}
     with pytest.raises(CheckpointError, match=said):
@@ -191,7 +191,7 @@ def test_averages_of_other_models_are_refused(models, said):
     assert_same(ema.state_dict()["averages"][0], before)
 
 
-def test_it_can_begin_anew():
+def test_ema_restart():
     model = nn.Linear(2, 2)
     ema = EMA([model], 0.9)
     change(model, 1)
@@ -200,12 +200,12 @@ def test_it_can_begin_anew():
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
-def test_a_decay_that_cannot_be_is_refused(decay):
+def test_invalid_ema_decay_is_refused(decay):
     with pytest.raises(UsageError, match="decay"):
         EMA([nn.Linear(2, 2)], decay)
 
 
-def test_parameters_that_are_no_floats_are_left_alone():
+def test_ema_leaves_integer_parameters_alone():
     model = nn.Linear(2, 2)
     model.counter = nn.Parameter(torch.tensor([3]), requires_grad=False)
     ema = EMA([model], 0.9)

@@ -172,7 +172,7 @@ def test_lamb_follows_its_formula(settings, tensor_lr):
     assert_near(optimizer, expect(lamb, weights, gradients, **settings))
 
 
-def test_without_decay_lars_is_sgd_and_lamb_is_adam():
+def test_lars_without_decay_is_sgd_and_lamb_is_adam():
     weights = beginning()
     shapes = [weight.shape for group in weights for weight in group]
     gradients = [
@@ -193,7 +193,7 @@ def test_without_decay_lars_is_sgd_and_lamb_is_adam():
         assert_near(results[0], [p.detach() for p in parameters(results[1])])
 
 
-def test_the_length_of_lamb_s_step_is_that_of_the_weights():
+def test_lamb_step_has_the_norm_of_the_weights():
     weight = nn.Parameter(torch.randn(7, 5, dtype=torch.float64))
     before = weight.detach().clone()
     optimizer = LAMB([weight], lr=0.25, weight_decay=0.1)
@@ -203,7 +203,7 @@ def test_the_length_of_lamb_s_step_is_that_of_the_weights():
 
 
 @pytest.mark.parametrize("make", [lambda g: LARS(g, 1.0), LAMB])
-def test_a_layer_of_zeros_leaves_zero_and_no_number_is_lost(make):
+def test_lars_and_lamb_leave_zero_weights(make):
     weights, gradients = beginning(), slopes()
     optimizer = train(make, weights, gradients)
     for parameter in parameters(optimizer):
@@ -213,7 +213,7 @@ def test_a_layer_of_zeros_leaves_zero_and_no_number_is_lost(make):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("make", [lambda g: LARS(g, 1.0), LAMB])
-def test_half_weights_are_computed_with_in_fp32(make, dtype):
+def test_lars_and_lamb_compute_half_weights_in_fp32(make, dtype):
     # Norms of 300 × 300 numbers of size 1000 and gradients of size 1e-5, whose squares half does
     # not have; the change of one step is rounded to half, nothing else is.
     weight = nn.Parameter((1000 * torch.ones(300, 300)).to(dtype))
@@ -235,7 +235,7 @@ def test_half_weights_are_computed_with_in_fp32(make, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [lambda g: LARS(g, 1.0), lambda g: LAMB(g, max_grad_norm=2.0)])
-def test_a_loaded_state_goes_on_bit_by_bit(make, dtype, tmp_path):
+def test_lars_and_lamb_resume_bit_for_bit(make, dtype, tmp_path):
     weights, gradients = beginning(dtype=dtype), slopes()
     whole = train(make, weights, gradients)
     first = train(make, weights, gradients[:12])
@@ -251,7 +251,7 @@ def test_a_loaded_state_goes_on_bit_by_bit(make, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("make", [lambda g: LARS(g, 1.0), LAMB])
-def test_parameters_without_gradient_stay_and_have_no_state(make):
+def test_lars_and_lamb_skip_parameters_without_gradient(make):
     still, moved = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = make([still, moved])
     optimizer.step()
@@ -264,7 +264,7 @@ def test_parameters_without_gradient_stay_and_have_no_state(make):
 
 
 @pytest.mark.parametrize("make", [lambda g: LARS(g, 0.1), LAMB])
-def test_a_closure_computes_loss_and_gradients(make):
+def test_lars_and_lamb_take_a_closure(make):
     weight = nn.Parameter(torch.ones(3))
     optimizer = make([weight])
     calls = []
@@ -283,7 +283,7 @@ def test_a_closure_computes_loss_and_gradients(make):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_gradients_stay_as_they_are(momentum, decay):
+def test_lars_leaves_gradients_unchanged(momentum, decay):
     lr = torch.tensor(0.5)
     for make in (
         lambda p: LARS(p, lr, momentum=momentum, weight_decay=decay),
@@ -306,7 +306,7 @@ def test_gradients_stay_as_they_are(momentum, decay):
         lambda g: LAMB(g, use_nvlamb=True),
     ],
 )
-def test_a_step_reads_no_number_of_the_device(make, tensor_lr):
+def test_lars_and_lamb_do_not_sync_the_device(make, tensor_lr):
     # A fake tensor has none: whatever asks for one (`if`, `.item()`) raises an error.
     with FakeTensorMode():
         groups = [
@@ -327,7 +327,7 @@ def test_a_step_reads_no_number_of_the_device(make, tensor_lr):
             optimizer.step()
 
 
-def test_clipping_takes_the_norm_over_all_groups_and_dtypes():
+def test_clipping_norm_spans_groups_and_dtypes():
     def of(dtype, size):
         parameter = nn.Parameter(torch.ones(size, dtype=dtype))
         parameter.grad = torch.full((size,), 2.0, dtype=dtype)
@@ -348,7 +348,7 @@ def test_clipping_takes_the_norm_over_all_groups_and_dtypes():
 
 
 @pytest.mark.parametrize("make", [lambda p: LARS(p, 0.1), LAMB])
-def test_sparse_and_complex_gradients_are_refused(make):
+def test_lars_and_lamb_refuse_sparse_and_complex_gradients(make):
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(UsageError, match=r"sparse gradient of shape \(5, 2\)"):
@@ -371,7 +371,7 @@ def test_sparse_and_complex_gradients_are_refused(make):
         (lambda p: LAMB(p, max_grad_norm=0.0), "max_grad_norm=0.0"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(make, said):
+def test_invalid_optimizer_settings_are_refused(make, said):
     with pytest.raises(UsageError) as caught:
         make([nn.Parameter(torch.ones(1))])
     assert said in caught.value.found
@@ -379,7 +379,7 @@ def test_settings_that_cannot_be_are_refused(make, said):
 
 
 @pytest.mark.parametrize("make", [lambda p: LARS(p, 0.1), LAMB])
-def test_copies_and_torch_s_schedulers_work(make):
+def test_lars_and_lamb_with_deepcopy_and_torch_schedulers(make):
     model = nn.Linear(3, 2)
     optimizer = make(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -394,7 +394,7 @@ def test_copies_and_torch_s_schedulers_work(make):
     assert torch.equal(model.weight, twin_model.weight)
 
 
-def test_a_scaled_step_is_left_out_after_an_overflow():
+def test_grad_scaler_skips_lars_and_lamb_on_overflow():
     for make in (lambda p: LARS(p, 0.1, weight_decay=0.1), LAMB):
         weight = nn.Parameter(torch.ones(3))
         optimizer, scaler = make([weight]), torch.amp.GradScaler("cpu", init_scale=8.0)

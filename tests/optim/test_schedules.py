@@ -57,7 +57,7 @@ def factors(schedule, steps):
         ),
     ],
 )
-def test_without_warm_up_they_are_torch_s(schedule, make, steps):
+def test_lr_schedule_without_warmup_equals_torch(schedule, make, steps):
     assert factors(schedule, steps) == pytest.approx(rates(make, steps), abs=1e-12)
 
 
@@ -79,12 +79,12 @@ def after_warm_up(warmup, make):
         (Schedule("constant", 8, 40), lambda o: ConstantLR(o, 1.0, total_iters=0)),
     ],
 )
-def test_after_a_warm_up_they_are_torch_s(schedule, make):
+def test_lr_schedule_after_warmup_equals_torch(schedule, make):
     expected = rates(after_warm_up(8, make), 40)
     assert factors(schedule, 40) == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_warm_up_is_linear_and_ends_at_one():
+def test_lr_warmup_is_linear():
     schedule = Schedule("constant", warmup_steps=5)
     assert factors(schedule, 7) == [1 / 5, 2 / 5, 3 / 5, 4 / 5, 1, 1, 1]
     assert factors(Schedule("constant", warmup_steps=1), 2) == [1, 1]
@@ -96,7 +96,7 @@ def test_the_warm_up_is_linear_and_ends_at_one():
     power=st.floats(0.1, 8),
     step=st.integers(0, 300),
 )
-def test_they_follow_their_formulas(warmup, rest, power, step):
+def test_lr_schedules_follow_their_formulas(warmup, rest, power, step):
     total = warmup + rest
     t = (min(step, total) - warmup) / rest
     cosine = Schedule("cosine", warmup, total).factor(step)
@@ -108,7 +108,7 @@ def test_they_follow_their_formulas(warmup, rest, power, step):
         assert polynomial == pytest.approx((1 - t) ** power, abs=1e-12)
 
 
-def test_steps_are_counted_from_the_start_of_the_training():
+def test_lr_schedule_counts_steps_from_the_start():
     # 5 epochs of warm-up, a tenth after 30, 60 and 80 is not evenly spaced: here 30 and 60 of 90.
     schedule = Schedule("step", warmup_steps=5, total_steps=90, step_every=30, step_factor=0.1)
     assert schedule.factor(4) == schedule.factor(29) == 1
@@ -125,14 +125,14 @@ def test_steps_are_counted_from_the_start_of_the_training():
     power=st.floats(1e-3, 1e3),
     step=st.integers(0, 10**12),
 )
-def test_a_factor_is_from_0_to_1_in_any_step(kind, warmup, rest, every, factor, power, step):
+def test_lr_factor_is_between_0_and_1(kind, warmup, rest, every, factor, power, step):
     schedule = Schedule(kind, warmup, warmup + rest, every, factor, power)
     assert 0 <= schedule.factor(step) <= 1
     assert schedule.factor(warmup + rest + step) == schedule.factor(warmup + rest)
 
 
 @given(rest=st.integers(1, 10**6), warmup=st.integers(0, 1000))
-def test_cosine_and_polynomial_end_at_zero_and_fall_all_the_way(rest, warmup):
+def test_cosine_and_polynomial_fall_to_zero(rest, warmup):
     for kind in ("cosine", "polynomial"):
         schedule = Schedule(kind, warmup, warmup + rest)
         assert schedule.factor(warmup) == 1
@@ -142,7 +142,7 @@ def test_cosine_and_polynomial_end_at_zero_and_fall_all_the_way(rest, warmup):
 
 
 @pytest.mark.parametrize("kind", ["cosine", "polynomial"])
-def test_without_an_end_they_say_what_to_type(kind):
+def test_lr_schedule_without_an_end_is_refused(kind):
     with pytest.raises(UsageError) as caught:
         Schedule(kind, 10)
     assert caught.value.fix == "--epochs N or --max-steps N"
@@ -150,7 +150,7 @@ def test_without_an_end_they_say_what_to_type(kind):
 
 
 @pytest.mark.parametrize("warmup", [20, 21])
-def test_a_warm_up_as_long_as_the_training_is_refused(warmup):
+def test_lr_warmup_as_long_as_the_training_is_refused(warmup):
     with pytest.raises(UsageError, match=f"a warm-up of {warmup} of 20 steps"):
         Schedule("constant", warmup, 20)
     Schedule("constant", 19, 20)
@@ -167,13 +167,13 @@ def test_a_warm_up_as_long_as_the_training_is_refused(warmup):
         {"power": 0.0},
     ],
 )
-def test_values_that_cannot_be_are_refused(settings):
+def test_invalid_lr_schedule_settings_are_refused(settings):
     with pytest.raises(UsageError) as caught:
         Schedule(**settings)
     assert str(next(iter(settings.values()))) in caught.value.found
 
 
-def test_only_steps_need_their_length():
+def test_step_schedule_needs_its_length():
     Schedule("cosine", 0, 10, step_every=0)
 
 
@@ -187,11 +187,11 @@ def test_only_steps_need_their_length():
         (Schedule("polynomial", 0, 90, power=2), "polynomial of power 2 over 90 steps"),
     ],
 )
-def test_one_line_for_people(schedule, line):
+def test_lr_schedule_description(schedule, line):
     assert schedule.describe() == line
 
 
-def test_scaling_with_the_global_batch():
+def test_lr_scaling_with_the_global_batch():
     assert scale("none", 8192, 256) == 1
     assert scale("linear", 8192, 256) == 32
     assert scale("linear", 64, 256) == 0.25
@@ -202,7 +202,7 @@ def test_scaling_with_the_global_batch():
         scale("linear", 8192, 0)
 
 
-def test_each_group_has_its_own_base_rate():
+def test_lr_schedule_keeps_the_base_rate_of_each_group():
     one, two = (nn.Parameter(torch.ones(1)) for _ in range(2))
     first = SGD([{"params": [one], "lr": 0.5}, {"params": [two], "lr": 0.25}])
     second = LAMB([nn.Parameter(torch.ones(1))], lr=2.0)
@@ -212,7 +212,7 @@ def test_each_group_has_its_own_base_rate():
         assert lrs == [0.5 * factor, 0.25 * factor, 2.0 * factor]
 
 
-def test_the_base_rate_is_in_the_optimizer_s_state():
+def test_base_lr_is_in_the_optimizer_state():
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.5)
     apply([optimizer], 0.1)
     resumed = SGD([nn.Parameter(torch.ones(1))], lr=9.0)
@@ -221,7 +221,7 @@ def test_the_base_rate_is_in_the_optimizer_s_state():
     assert resumed.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
-def test_a_rate_that_is_a_tensor_stays_that_tensor():
+def test_tensor_lr_stays_a_tensor():
     rate = torch.tensor(0.5, dtype=torch.float64)
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=rate, capturable=False)
     for factor in (0.5, 0.25):

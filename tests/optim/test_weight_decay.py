@@ -55,7 +55,7 @@ def decayed(model, optimizer):
         lambda size: nn.RMSNorm([size, 4, 4]),
     ],
 )
-def test_a_residual_network_keeps_the_decay_of_its_weights(norm):
+def test_weight_decay_groups_of_a_resnet(norm):
     model = ResNet(norm)
     optimizer = SGD(model.parameters(), lr=0.1, weight_decay=0.5)
     lost = split(optimizer, [model])
@@ -69,7 +69,7 @@ def test_a_residual_network_keeps_the_decay_of_its_weights(norm):
     assert lost == len(without)
 
 
-def test_attention_and_recurrent_layers_lose_the_decay_of_their_biases():
+def test_weight_decay_groups_of_attention_and_rnn():
     model = nn.ModuleList(
         [nn.MultiheadAttention(4, 2, add_bias_kv=True), nn.LSTM(4, 4), nn.LayerNorm(4)]
     )
@@ -86,7 +86,7 @@ def test_attention_and_recurrent_layers_lose_the_decay_of_their_biases():
     }
 
 
-def test_a_shared_parameter_is_one_wherever_it_is():
+def test_weight_decay_of_shared_parameters():
     embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7)
     head.weight = embedding.weight
     odd, norm = nn.Linear(1, 4), nn.LayerNorm(4)
@@ -101,7 +101,7 @@ def test_a_shared_parameter_is_one_wherever_it_is():
     assert without == ["1.bias", "2.bias", "3.bias", "4.weight", "5.bias"]
 
 
-def test_groups_keep_their_settings_and_their_place():
+def test_weight_decay_keeps_group_settings_and_order():
     model = ResNet()
     body = [*model.stem.parameters(), *model.blocks.parameters()]
     optimizer = SGD(
@@ -129,7 +129,7 @@ def test_groups_keep_their_settings_and_their_place():
     assert optimizer.param_groups == before
 
 
-def test_groups_without_decay_stay_whole():
+def test_groups_without_weight_decay_stay_whole():
     model = ResNet()
     optimizer = SGD(model.parameters(), lr=0.1)
     assert split(optimizer, [model]) == 0
@@ -140,7 +140,7 @@ def test_groups_without_decay_stay_whole():
     assert "weight_decay" not in unknown.param_groups[0]
 
 
-def test_parameters_of_no_model_are_known_by_their_shape():
+def test_weight_decay_of_parameters_without_a_model():
     vector, number, matrix = (nn.Parameter(torch.ones(shape)) for shape in ((3,), (), (1, 3)))
     optimizer = SGD([vector, matrix, number], lr=0.1, weight_decay=0.5)
     assert split(optimizer, []) == 2
@@ -154,7 +154,7 @@ def test_parameters_of_no_model_are_known_by_their_shape():
     assert split(optimizer, [model]) == 0
 
 
-def test_names_and_rates_are_split_too():
+def test_weight_decay_splits_names_and_rates():
     model = nn.Linear(2, 2)
     rate = torch.tensor(0.1)
     optimizer = AdamW(model.named_parameters(), lr=rate)
@@ -173,7 +173,7 @@ def step(model, optimizer, seed):
     optimizer.step()
 
 
-def test_an_optimizer_that_has_taken_steps_goes_on(tmp_path):
+def test_weight_decay_split_after_some_steps(tmp_path):
     model = ResNet().double()
     optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
     step(model, optimizer, 0)
@@ -197,7 +197,7 @@ def test_an_optimizer_that_has_taken_steps_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("taken", [0, 3])
-def test_a_step_of_adamw_is_that_of_hand_made_groups(taken):
+def test_weight_decay_split_equals_hand_made_groups(taken):
     torch.manual_seed(5)
     model, twin = ResNet().double(), ResNet().double()
     twin.load_state_dict(model.state_dict())
@@ -217,7 +217,7 @@ def test_a_step_of_adamw_is_that_of_hand_made_groups(taken):
         assert torch.equal(model.state_dict()[name], value), name
 
 
-def test_lars_then_takes_plain_steps_with_norms_and_biases():
+def test_lars_takes_plain_steps_for_norms_and_biases():
     model = nn.Linear(3, 2).double()
     before = model.bias.detach().clone()
     optimizer = LARS(model.parameters(), 0.5, momentum=0.0, weight_decay=0.1)

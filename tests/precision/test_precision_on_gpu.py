@@ -41,7 +41,7 @@ def rounded_products():
     return found, expected
 
 
-def test_tf32_is_torchs_own_and_fp32_is_none(gpu):
+def test_tf32_on_gpu_only_when_asked_for(gpu):
     ((found, expected),) = ranks.values(gpu(1, rounded_products))
     for name, both in found.items():
         assert all(torch.equal(own, other) for own, other in zip(both, expected[name], strict=True))
@@ -59,7 +59,7 @@ def chosen():
         return opened.precision.name, opened.device.type, own
 
 
-def test_auto_is_bf16_where_the_gpu_computes_in_it(gpu):
+def test_auto_precision_on_gpu_is_bf16(gpu):
     ((name, device, capability),) = ranks.values(gpu(1, chosen))
     assert device == "cuda"
     assert name == ("bf16" if capability >= (8, 0) else "fp16")
@@ -93,7 +93,7 @@ def digits(name):
 @pytest.mark.parametrize(
     "name", ["fp64", "fp32", "tf32", "bf16", "fp16", "O0", "O1", "O2", "O3"]
 )  # fmt: skip
-def test_every_precision_trains_the_digits(gpu, name):
+def test_every_precision_trains_the_digits_on_gpu(gpu, name):
     ((top1, kind),) = ranks.values(gpu(1, digits, name))
     assert top1 > 0.9
     half = {"O2": torch.float16, "O3": torch.float16, "fp64": torch.float64}
@@ -132,7 +132,7 @@ def by_hand(half, clip):
 @pytest.mark.parametrize(
     ("name", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("O1", torch.float16)]
 )
-def test_autocast_on_a_gpu_is_the_loop_that_torch_documents_bit_by_bit(gpu, name, half, clip):
+def test_autocast_on_gpu_equals_the_loop_that_torch_documents(gpu, name, half, clip):
     ((ours, weights, _, row),) = ranks.values(gpu(1, repeatable, name, clip))
     ((expected, by_name, scale),) = ranks.values(gpu(1, by_hand, half, clip))
     assert ours == expected
@@ -169,7 +169,7 @@ def formats(name, channels_last):
         ("fp32", True, True),
     ],
 )
-def test_channels_are_last_where_convolutions_are_in_half_precision(gpu, name, given, last):
+def test_channels_last_on_gpu_with_half_precision(gpu, name, given, last):
     assert ranks.values(gpu(1, formats, name, given)) == [[last, last]]
 
 
@@ -178,7 +178,7 @@ def in_fp64():
         return train(opened, 12)[0], opened.device.type
 
 
-def test_a_gpu_trains_as_a_cpu_does(gpu, tmp_path, monkeypatch):
+def test_training_on_gpu_equals_cpu(gpu, tmp_path, monkeypatch):
     found = {}
     for device, env in (("cuda", {}), ("cpu", {"CUDA_VISIBLE_DEVICES": ""})):
         (tmp_path / device).mkdir()

@@ -3,6 +3,7 @@
 import copy
 import json
 
+import faults
 import pytest
 import ranks
 import torch
@@ -12,6 +13,12 @@ from torch import nn
 import hpctrain
 from hpctrain import precision
 from hpctrain.rundir import RunDirectory
+
+# Over Horovod only with --all: what differs there is tested with the backends.
+HOROVOD_SLOW = pytest.mark.parametrize(
+    "run", ["auto", pytest.param("horovod", marks=pytest.mark.slow)], indirect=True
+)
+
 
 STEPS, OVERFLOW = 8, 3  # in step 3 the gradients are beyond the range of half precision
 CPU = torch.device("cpu")
@@ -76,7 +83,7 @@ def by_hand(half, clip):
 @pytest.mark.parametrize(
     ("name", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("O1", torch.float16)]
 )
-def test_autocast_is_the_loop_that_torch_documents_bit_by_bit(name, half, clip):
+def test_autocast_equals_the_loop_that_torch_documents(name, half, clip):
     ours, weights, _, row = ranks.values(ranks.run(1, by_session, name, clip))[0]
     expected, by_name, scale = ranks.values(ranks.run(1, by_hand, half, clip))[0]
     assert ours == expected
@@ -150,7 +157,7 @@ def kept_types(name, **options):
         ("fp16", {"loss_scale": 8.0}, "float32", 8.0),
     ],
 )
-def test_batch_norm_and_loss_scale_are_as_apex_has_them(name, options, batch_norm, scale):
+def test_apex_defaults_of_batch_norm_and_loss_scale(name, options, batch_norm, scale):
     ((types, output, found),) = ranks.values(ranks.run(1, _kept, name, options))
     assert types == {batch_norm, "int64"}
     assert output == (torch.bfloat16 if name == "bf16" else torch.float32)
@@ -162,7 +169,7 @@ def _kept(name, options):
 
 
 @pytest.mark.parametrize("scale", [64.0, "dynamic"])
-def test_o3_with_a_loss_scale_unscales_gradients_in_half_precision(scale):
+def test_o3_unscales_gradients_in_half_precision(scale):
     ((losses, weights, masters, row),) = ranks.values(ranks.run(1, _o3, scale))
     ((expected, *_),) = ranks.values(ranks.run(1, by_session, "fp16"))
     assert not masters
@@ -203,7 +210,7 @@ def overflow_of_one(name):
 
 
 @pytest.mark.parametrize("name", ["fp16", "O2"])
-def test_a_step_that_overflows_on_one_rank_is_left_out_by_all_and_counted(run, name):
+def test_overflow_on_one_rank_is_skipped_by_all(run, name):
     results = ranks.values(run(3, overflow_of_one, name))
     assert [row["skipped"] for row in RunDirectory("run").rows()] == [0, 0, 1, 1, 1]
     for seen, skipped in results:
@@ -230,7 +237,8 @@ def end_in_overflows(name, resume):
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16"])
-def test_a_run_that_leaves_the_finite_numbers_ends_with_its_last_good_checkpoint(run, name):
+@HOROVOD_SLOW
+def test_nonfinite_run_ends_with_its_last_good_checkpoint(run, name):
     """fp32 takes up what is not finite, which the next checkpoint sees; fp16 leaves it out."""
     results = run(3, end_in_overflows, name, False)
     assert {type(result) for result in results} == {hpctrain.errors.NonFiniteError}
@@ -246,7 +254,7 @@ def test_a_run_that_leaves_the_finite_numbers_ends_with_its_last_good_checkpoint
     assert json.loads(kept.summary.read_text())["status"] == "failed"
 
 
-def test_a_run_without_finite_losses_ends_before_any_checkpoint_would_see_it():
+def test_nan_losses_end_a_run_before_its_checkpoint():
     (result,) = ranks.run(1, _nothing_but_nan)
     assert isinstance(result, hpctrain.errors.NonFiniteError)
     assert "--max-nonfinite" in result.expected
@@ -291,7 +299,8 @@ def interrupted(name, end, resume):
 
 
 @pytest.mark.parametrize("name", ["fp16", "O2", pytest.param("O3", marks=pytest.mark.slow)])
-def test_a_resumed_run_has_the_scale_the_masters_and_the_averages(run, name, tmp_path, monkeypatch):
+@HOROVOD_SLOW
+def test_resume_restores_loss_scale_masters_and_ema(run, name, tmp_path, monkeypatch):
     """Two ranks, whose sums have one order."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
@@ -301,6 +310,7 @@ def test_a_resumed_run_has_the_scale_the_masters_and_the_averages(run, name, tmp
     monkeypatch.chdir(parts)
     assert {type(result) for result in run(2, interrupted, name, 4, False)} == {Interrupted}
     found = ranks.values(run(2, interrupted, name, None, True))
+    assert faults.started_at() == [0, 4]
     # Of rank 0; the others' statistics of batch norm are not in the checkpoint.
     weights, averages, numbers, masters = expected[0]
     assert numbers == found[0][2]
@@ -323,7 +333,8 @@ def other_weights_on_each_rank():
         return first, [float(m.sum() / m.numel()) for m in opened.precision.masters()]
 
 
-def test_masters_begin_as_those_of_rank_0_and_follow_what_is_loaded(run):
+@HOROVOD_SLOW
+def test_o2_masters_start_from_rank_0_and_follow_load_state_dict(run):
     results = ranks.values(run(3, other_weights_on_each_rank))
     assert all(torch.equal(first, results[0][0]) for first, _ in results)
     assert {value for _, means in results for value in means} == {1.0}
@@ -336,7 +347,7 @@ def opened_with(options, half=False):
 
 
 @pytest.mark.parametrize("name", ["fp16", "O1"])
-def test_a_half_model_is_refused_with_the_two_right_spellings(name):
+def test_half_model_under_autocast_is_refused(name):
     (error,) = ranks.run(1, opened_with, {"precision": name}, True)
     assert isinstance(error, hpctrain.errors.UsageError)
     assert "0.weight of the Sequential is in half precision" in error.found
@@ -355,7 +366,7 @@ def test_a_half_model_is_refused_with_the_two_right_spellings(name):
         ({"precision": "fp16", "loss_scale": "static"}, "--loss-scale 'static'"),
     ],
 )
-def test_settings_that_a_precision_does_not_take_are_refused(options, said):
+def test_unsupported_precision_settings_are_refused(options, said):
     (error,) = ranks.run(1, opened_with, options)
     assert isinstance(error, hpctrain.errors.UsageError)
     assert said in error.found
@@ -375,9 +386,7 @@ class Gpu:
     ("name", "bf16", "capability", "chosen"),
     [("H200", True, (9, 0), "bf16"), ("V100", False, (7, 0), "fp16")],
 )
-def test_auto_takes_what_a_gpu_computes_in_and_says_so(
-    monkeypatch, caplog, name, bf16, capability, chosen
-):
+def test_auto_precision_follows_the_gpu(monkeypatch, caplog, name, bf16, capability, chosen):
     Gpu(monkeypatch, name, bf16, capability)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     caplog.set_level("INFO", logger="hpctrain")
@@ -391,7 +400,7 @@ def test_auto_takes_what_a_gpu_computes_in_and_says_so(
     assert name in caplog.text
 
 
-def test_auto_is_fp32_on_a_cpu_and_an_old_gpu_has_no_tf32(monkeypatch):
+def test_auto_precision_is_fp32_on_cpu(monkeypatch):
     assert precision.open_precision("auto", CPU, precision.Settings()).name == "fp32"
     Gpu(monkeypatch, "V100", False, (7, 0))
     with pytest.raises(hpctrain.errors.UsageError, match="--precision tf32 on V100"):
@@ -399,7 +408,7 @@ def test_auto_is_fp32_on_a_cpu_and_an_old_gpu_has_no_tf32(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "allowed"), [("fp32", False), ("O0", False), ("bf16", None)])
-def test_tf32_is_off_in_fp32_and_put_back_afterwards(name, allowed):
+def test_tf32_is_off_in_fp32_and_restored(name, allowed):
     ((before, inside, after),) = ranks.values(ranks.run(1, switches, name))
     assert before == after
     assert inside == (before if allowed is None else (allowed, allowed))
@@ -441,7 +450,7 @@ def loads_and_masters():
         )
 
 
-def test_masters_follow_what_is_loaded_into_a_part_and_nothing_else():
+def test_o2_masters_follow_load_state_dict_of_a_submodule():
     (result,) = ranks.values(ranks.run(1, loads_and_masters))
     assert result == (True, {5.0}, True, True, {torch.float32})
 
@@ -464,7 +473,8 @@ def one_bad_rank():
                     opened.step(loss)
 
 
-def test_one_rank_without_finite_losses_ends_all_at_one_step(run):
+@HOROVOD_SLOW
+def test_nan_losses_on_one_rank_end_all_at_one_step(run):
     results = run(3, one_bad_rank)
     assert {type(result) for result in results} == {hpctrain.errors.NonFiniteError}
     assert len({result.found for result in results}) == 1
@@ -487,7 +497,7 @@ def nan_at_the_end():
                 break
 
 
-def test_a_run_that_cannot_be_saved_at_its_end_says_so_in_its_summary():
+def test_failed_last_checkpoint_is_in_the_summary():
     (error,) = ranks.run(1, nan_at_the_end)
     assert isinstance(error, hpctrain.errors.NonFiniteError)
     assert json.loads(RunDirectory("run").summary.read_text())["status"] == "failed"
@@ -514,13 +524,14 @@ def repeated(name):
 
 
 @pytest.mark.parametrize("name", ["bf16", "O2"])
-def test_deterministic_repeats_are_equal_to_the_last_bit_in_half_precision(run, name):
+@HOROVOD_SLOW
+def test_deterministic_half_precision_repeats_bit_for_bit(run, name):
     results = ranks.values(run(3, repeated, name))
     assert {equal for equal, _ in results} == {True}
     assert len({total for _, total in results}) == 1
 
 
-def test_a_fixed_loss_scale_is_that_of_this_start_after_a_resume_too():
+def test_fixed_loss_scale_is_not_resumed():
     def opened(scale):
         kept = precision.open_precision("fp16", CPU, precision.Settings(loss_scale=scale))
         kept.scale(torch.ones(()))  # which makes the scale a tensor
@@ -539,7 +550,7 @@ def with_switches_of_its_own():
         pass
 
 
-def test_a_script_that_sets_tf32_itself_is_told_so():
+def test_script_that_sets_tf32_itself_is_refused():
     (error,) = ranks.run(1, with_switches_of_its_own)
     assert isinstance(error, hpctrain.errors.UsageError), error
     assert "fp32_precision" in error.found

@@ -249,7 +249,7 @@ def repeat(times):
         example((*options, "--run", f"{number}"))
 
 
-def test_deterministic_repeats_over_horovod_are_equal_to_the_last_bit(horovod):
+def test_deterministic_horovod_repeats_bit_for_bit(horovod):
     """From three ranks on: two numbers have the same sum in any order."""
     times = 3
     ranks.values(ranks.run(3, repeat, times, timeout=100))

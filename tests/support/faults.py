@@ -138,8 +138,13 @@ def check_begins(run):
         for number, steps in taken.items():
             first = began[number]
             assert steps == list(range(first, first + len(steps))), (path.name, number, steps)
-    said = [line["step"] for line in rundir.RunDirectory(run).lines(run / "starts.jsonl")]
-    assert said[-1] == lines[-1]["step"], (said, lines)
+    assert started_at(run)[-1] == lines[-1]["step"], (started_at(run), lines)
+
+
+def started_at(run="run"):
+    """The steps at which the starts of any run went on, as starts.jsonl has them."""
+    directory = rundir.RunDirectory(run)
+    return [line["step"] for line in directory.lines(directory.starts)]
 
 
 def repeated(run):

@@ -83,7 +83,7 @@ def caught():
     return names
 
 
-def test_the_proof_sees_what_waits():
+def test_device_sync_detector_finds_each_wait():
     (names,) = ranks.values(ranks.run(1, caught))
     assert names == list(WAITS)
 
@@ -98,7 +98,7 @@ def evaluation():
     return True
 
 
-def test_an_evaluation_does_not_wait_for_the_device():
+def test_evaluation_does_not_sync_the_device():
     assert ranks.values(ranks.run(1, evaluation)) == [True]
 
 
@@ -166,7 +166,7 @@ def loop(optimizer, options):
     ("optimizer", "options"),
     [("SGD", "as it comes"), ("Adam", "much"), ("LARS", "a schedule")],
 )
-def test_a_loop_reads_sums_alone_and_none_in_the_step_that_began_it(optimizer, options):
+def test_training_loop_does_not_sync_the_device(optimizer, options):
     (read,) = ranks.values(ranks.run(1, loop, optimizer, options))
     # Those of the rows, and those of what the ranks have to know of each other.
     assert len(read) >= STEPS // LOG_EVERY - 1

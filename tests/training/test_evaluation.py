@@ -48,7 +48,7 @@ def mean_loss(outputs, targets):
 
 
 @pytest.mark.parametrize("classes", [2, 3, 5, 10, 100])
-def test_the_numbers_are_those_of_torchmetrics(classes):
+def test_classification_equals_torchmetrics(classes):
     outputs, targets = data(classes)
     found = scores(outputs, targets)
     kept = {"num_classes": classes, "average": "micro"}
@@ -70,13 +70,13 @@ def test_the_numbers_are_those_of_torchmetrics(classes):
     assert found.metrics() == {"top1": found.top1, "top5": found.top5, "eval_loss": found.loss}
 
 
-def test_the_loss_of_float64_outputs_is_that_of_float64():
+def test_evaluation_loss_of_float64_outputs_is_float64():
     outputs, targets = data(10, dtype=torch.float64)
     assert scores(outputs, targets).loss == pytest.approx(mean_loss(outputs, targets), rel=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_of_equal_outputs_that_of_the_lower_class_is_higher(dtype):
+def test_topk_breaks_ties_by_lower_class(dtype):
     outputs, targets = data(10, dtype=dtype, steps=2)
     found = scores(outputs, targets)
     order = np.argsort(-outputs.double().numpy(), axis=1, kind="stable")
@@ -89,7 +89,7 @@ def test_of_equal_outputs_that_of_the_lower_class_is_higher(dtype):
 
 
 @pytest.mark.parametrize("batch", [1, 7, 997])
-def test_batches_do_not_matter(batch):
+def test_scores_do_not_depend_on_batch_size(batch):
     outputs, targets = data(10)
     found, expected = scores(outputs, targets, batch), scores(outputs, targets)
     assert (found.top1, found.top5, found.count) == (expected.top1, expected.top5, expected.count)
@@ -97,7 +97,7 @@ def test_batches_do_not_matter(batch):
     assert found.loss == pytest.approx(expected.loss, rel=1e-12)
 
 
-def test_ignored_samples_count_nowhere_whatever_their_outputs_are():
+def test_ignored_samples_count_nowhere():
     outputs, targets = data(10)
     expected = scores(outputs[100:], targets[100:])
     outputs[:100] = math.nan
@@ -109,7 +109,7 @@ def test_ignored_samples_count_nowhere_whatever_their_outputs_are():
     torch.testing.assert_close(found.per_class, expected.per_class, rtol=0, atol=0, equal_nan=True)
 
 
-def test_an_output_that_is_no_number_is_never_right():
+def test_nan_output_is_never_correct():
     outputs = torch.tensor([[2.0, 1.0, 0.0], [math.nan, 0.0, 0.0], [5.0, math.nan, math.nan]])
     found = scores(outputs, torch.tensor([0, 0, 0]))
     assert (found.top1, found.top5, found.count) == (1 / 3, 1 / 3, 3)
@@ -118,7 +118,7 @@ def test_an_output_that_is_no_number_is_never_right():
     assert found.per_class[0] == 1 / 3
 
 
-def test_a_class_that_is_ruled_out_is_a_number_and_one_that_is_infinite_is_none():
+def test_infinite_outputs():
     outputs = torch.tensor([[-math.inf, 1.0, 0.0], [2.0, -math.inf, 0.0], [math.inf, 0.0, 0.0]])
     found = scores(outputs, torch.tensor([0, 0, 0]))
     assert (found.top1, found.top5) == (1 / 3, 2 / 3)
@@ -127,7 +127,7 @@ def test_a_class_that_is_ruled_out_is_a_number_and_one_that_is_infinite_is_none(
     assert found.loss == pytest.approx(math.log1p(math.exp(-2)), rel=1e-6)
 
 
-def test_scores_may_be_computed_on_the_way():
+def test_scores_computed_before_the_end():
     outputs, targets = data(10)
     counts = classification(10)
     counts.update(outputs[:500], targets[:500])
@@ -138,7 +138,7 @@ def test_scores_may_be_computed_on_the_way():
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
-def test_gradients_inference_and_autocast_change_nothing(mode):
+def test_scores_under_inference_mode_and_autocast(mode):
     outputs, targets = data(10, dtype=torch.bfloat16)
     with mode(), torch.autocast("cpu", torch.bfloat16):
         counts = classification(10)
@@ -162,19 +162,19 @@ def test_gradients_inference_and_autocast_change_nothing(mode):
         (torch.zeros(4, 10, device="meta"), torch.zeros(4).long(), "outputs on meta"),
     ],
 )
-def test_batches_that_do_not_fit_are_refused_at_once(outputs, targets, said):
+def test_shape_and_type_mismatches_are_refused(outputs, targets, said):
     with pytest.raises(UsageError, match=said):
         classification(10).update(outputs, targets)
 
 
-def test_targets_that_are_no_class_are_refused_with_the_scores():
+def test_targets_out_of_range_are_refused():
     counts = classification(10)
     counts.update(torch.zeros(4, 10), torch.tensor([10, 3, 500, -1]))
     with pytest.raises(UsageError, match="2 targets are 10 or more"):
         counts.compute()
 
 
-def test_nothing_to_score_is_refused():
+def test_empty_evaluation_is_refused():
     counts = classification(10)
     with pytest.raises(UsageError, match="no sample to score, 0 ignored"):
         counts.compute()
@@ -186,7 +186,7 @@ def test_nothing_to_score_is_refused():
         classification(1)
 
 
-def test_numbers_of_numpy_are_summed_as_those_of_python():
+def test_sum_takes_numpy_and_torch_scalars():
     backend = Single(None, torch.device("cpu"), None)
     values = (3, np.int64(4), np.float32(0.5), torch.tensor(2), torch.tensor([1.5]), True)
     sums = total(backend, *values)

@@ -10,14 +10,14 @@ from hpctrain.backends.single import Single
 from hpctrain.evaluation import Classification
 
 
-def test_scores_are_those_of_the_cpu(gpu):
+def test_evaluation_on_gpu_equals_cpu(gpu):
     (found,) = ranks.values(gpu(1, scored))
     (expected,) = ranks.values(ranks.run(1, scored, env={"CUDA_VISIBLE_DEVICES": ""}))
     # The loss of a sample is another in its last digits.
     hold([found], expected, loss=1e-6)
 
 
-def test_scores_are_those_of_one_process_over_nccl(nccl, gpu):
+def test_evaluation_over_nccl_equals_one_process(nccl, gpu):
     (alone,) = ranks.values(gpu(1, scored))
     hold(ranks.values(nccl(2, scored)), alone)
 
@@ -38,5 +38,5 @@ def counted(deterministic, dtype):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_no_batch_waits_for_the_gpu(gpu, deterministic, dtype):
+def test_evaluation_does_not_sync_the_gpu(gpu, deterministic, dtype):
     assert ranks.values(gpu(1, counted, deterministic, dtype)) == [997 - len(range(0, 997, 11))]

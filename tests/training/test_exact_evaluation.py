@@ -93,7 +93,7 @@ def hold(results, alone, loss=1e-12):
         assert len({result[case][1].loss for result in results}) == 1
 
 
-def test_scores_over_a_loader_are_those_of_torchmetrics(alone, oracle):
+def test_evaluation_on_one_rank_equals_torchmetrics(alone, oracle):
     for case, (_, found) in alone.items():
         expected = oracle[case]
         assert found.ignored == len(range(0, CASES[case][0], 11))
@@ -103,12 +103,12 @@ def test_scores_over_a_loader_are_those_of_torchmetrics(alone, oracle):
         assert found.top5 == pytest.approx(expected.get("top5", found.top5), rel=1e-6)
 
 
-def test_scores_are_the_same_over_every_backend(run, alone):
+def test_evaluation_on_three_ranks_equals_one(run, alone):
     hold(ranks.values(run(3, scored)), alone)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_scores_are_the_same_whatever_the_ranks(size, alone):
+def test_evaluation_on_two_and_four_ranks_equals_one(size, alone):
     results = ranks.values(ranks.run(size, scored))
     batches = [result["a rank without a batch"][0] for result in results]
     assert (0 in batches) == (size == 4)
@@ -129,7 +129,7 @@ def refused():
     return found
 
 
-def test_all_ranks_refuse_alike_and_rank_0_says_it(run):
+def test_evaluation_errors_are_raised_on_all_ranks(run):
     results = ranks.values(run(3, refused))
     for outside, nothing in results:
         assert "1 targets are 4 or more" in outside[0]

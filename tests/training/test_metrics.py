@@ -34,7 +34,7 @@ def full():
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_rows_wait_for_room_and_no_line_is_cut(single, full, caplog):
+def test_metrics_on_a_full_disk_are_kept_and_no_line_is_cut(single, full, caplog):
     directory = RunDirectory("run")
     trim(directory, 0)
     metrics = Metrics(single, directory, 0, 1)
@@ -52,7 +52,7 @@ def test_rows_wait_for_room_and_no_line_is_cut(single, full, caplog):
     assert [json.loads(line)["step"] for line in text.splitlines()] == [1, 2, 3, 4]
 
 
-def test_what_was_written_at_a_step_is_known_at_that_step_alone(single):
+def test_metrics_at_a_step(single):
     trim(RunDirectory("run"), 0)
     metrics = Metrics(single, RunDirectory("run"), 0, 1)
     metrics.write({"step": 4}, {"top1": 0.5})
@@ -62,7 +62,7 @@ def test_what_was_written_at_a_step_is_known_at_that_step_alone(single):
     metrics.close()
 
 
-def test_what_is_said_once_is_heard_once(single):
+def test_metrics_listener_hears_each_row_once(single):
     said = []
     agreement = Agreement(single, lambda: {"news": float(said.pop() if said else 0)})
     assert agreement.step() == {"news": 0.0}
@@ -90,7 +90,7 @@ class Late:
         return [2 * number for number in self.begun[-1]]
 
 
-def test_a_sum_is_read_where_the_next_one_begins():
+def test_metrics_sums_are_read_one_row_later():
     late, step = Late(), 0
     agreement = Agreement(late, lambda: {"step": float(step)})
     heard = {}
@@ -103,7 +103,7 @@ def test_a_sum_is_read_where_the_next_one_begins():
     assert agreement.now()["step"] == 2 * begins[-1] + 2 * 19
 
 
-def test_an_error_of_rank_0_is_raised(single):
+def test_metrics_error_on_rank_0_is_raised(single):
     def fail():
         raise GivenUpError("three starts", "progress", "look")
 

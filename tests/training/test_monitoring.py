@@ -73,7 +73,7 @@ def lines():
     return run.lines(run.timings)
 
 
-def test_ranks_that_are_slow_are_named_by_rank_and_host():
+def test_slow_ranks_are_named_by_rank_and_host():
     slow = partial(train, slow_data=1, slow_forward=2, max_steps=24)
     ranks.values(ranks.run(3, slow, layout=(2, 1)))
     log = RunDirectory("run").log(0).read_text()
@@ -93,7 +93,7 @@ def test_ranks_that_are_slow_are_named_by_rank_and_host():
     assert sum(line["steps"] for line in found) == 23  # all but the first of the start
 
 
-def test_rows_say_how_long_rank_0_has_waited_for_its_data():
+def test_metrics_have_data_wait_of_rank_0():
     ranks.values(ranks.run(3, partial(train, slow_data=0, max_steps=10)))
     rows = [row for row in RunDirectory("run").rows() if "loss" in row]
     assert len(rows) == 5
@@ -114,7 +114,7 @@ def watched(stops_at):
         return train(max_steps=40, resume=True, track="tensorboard", profile="2:5", each=stop)
 
 
-def test_a_run_that_goes_on_adds_to_what_is_there():
+def test_tracker_and_timings_continue_after_resume():
     results = ranks.run(3, watched, 6)
     assert all(result[0] == "exit" for result in results)
     trace = RunDirectory("run").profile / "rank-0.json.gz"
@@ -184,7 +184,8 @@ def tracked(timeout, presses=False):
     return step, getattr(person, "found", None)
 
 
-def test_a_tracker_that_hangs_leaves_a_run_done_on_all_ranks():
+@pytest.mark.slow
+def test_hanging_tracker_does_not_hold_up_the_run():
     # The others give up on rank 0 after 16 seconds.
     assert ranks.values(ranks.run(3, tracked, 8.0)) == [(4, None)] * 3
     assert remains() == (False, "done")
@@ -193,7 +194,7 @@ def test_a_tracker_that_hangs_leaves_a_run_done_on_all_ranks():
     assert "--track hangs has not taken all rows within 2 s" in log
 
 
-def test_the_wait_for_a_tracker_ends_by_a_signal_and_holds_nothing_up():
+def test_signal_ends_the_wait_for_a_tracker():
     result = ranks.values(ranks.run(1, tracked, 1800.0, True, timeout=25))
     assert result == [(4, (False, "done"))]
     assert remains() == (False, "done")
@@ -212,7 +213,7 @@ def cannot_close():
     return [type(handler).__name__ for handler in speech.logger.handlers]
 
 
-def test_what_fails_at_the_end_keeps_nothing_else_from_its_turn():
+def test_error_while_closing_still_closes_the_rest():
     assert ranks.values(ranks.run(1, cannot_close)) == [["_StandardError"]]
     assert remains() == (False, "done")
 
@@ -247,7 +248,7 @@ def on_a_terminal(stops_at):
 
 
 @pytest.mark.parametrize("stops_at", [None, 3])
-def test_a_terminal_has_a_bar_and_is_as_it_was_after_it(stops_at):
+def test_progress_bar_restores_the_terminal(stops_at):
     ((text, left),) = ranks.values(ranks.run(1, on_a_terminal, stops_at))
     assert left
     assert "\x1b[?25l" not in text  # the cursor is never hidden
@@ -267,7 +268,7 @@ def test_a_terminal_has_a_bar_and_is_as_it_was_after_it(stops_at):
     ("options", "fix"),
     [({"track": "tensorbord"}, "--track tensorboard"), ({"profile": "9"}, "--profile 20:25")],
 )
-def test_what_cannot_be_watched_is_refused_by_all(options, fix):
+def test_missing_tracker_is_refused_on_all_ranks(options, fix):
     results = ranks.run(3, partial(train, max_steps=2, **options))
     assert all(isinstance(result, UsageError) for result in results)
     assert fix in results[0].fix

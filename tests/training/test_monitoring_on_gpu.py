@@ -41,7 +41,7 @@ def loop(profile=None):
         return lines, rows, torch.cuda.max_memory_allocated()
 
 
-def test_the_forward_pass_is_timed_on_the_gpu_and_nothing_waits_for_it(gpu):
+def test_forward_timing_does_not_sync_the_gpu(gpu):
     ((lines, rows, memory),) = ranks.values(gpu(1, loop))
     assert lines[-1]["step"] == STEPS + 10
     measured = [line["forward"][0] for line in lines if line["steps"] > 1]
@@ -49,7 +49,7 @@ def test_the_forward_pass_is_timed_on_the_gpu_and_nothing_waits_for_it(gpu):
     assert all(0 < row["gpu_memory"] <= memory for row in rows if "loss" in row)
 
 
-def test_a_trace_has_the_kernels_of_the_gpu(gpu):
+def test_profile_has_gpu_kernels(gpu):
     ranks.values(gpu(1, loop, "5:8"))
     path = RunDirectory("run").profile / "rank-0.json.gz"
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]

@@ -40,7 +40,7 @@ def course(max_steps=None, epochs=3, length=50, step=0, epoch_step=0, epoch=0):
     return course
 
 
-def test_values_are_written_as_people_write_them(clock):
+def test_progress_number_format(clock):
     words = ["loss 2.3026", "lr 0.1", "2,791 images/s", "data wait 3 %", "12.3 GB"]
     assert said(ROW, course()) == words
 
@@ -57,11 +57,11 @@ def test_values_are_written_as_people_write_them(clock):
         (course(max_steps=70, length=None), 70),
     ],
 )
-def test_the_end_is_known_where_epochs_and_steps_say_it(course, end):
+def test_progress_total_from_epochs_and_max_steps(course, end):
     assert course.end == end
 
 
-def test_the_time_to_the_end_is_that_of_the_steps_that_are_left(clock):
+def test_progress_remaining_time(clock):
     run = course()
     assert run.seconds_left(10) is None
     clock[0] += 100
@@ -72,7 +72,7 @@ def test_the_time_to_the_end_is_that_of_the_steps_that_are_left(clock):
     assert course(epochs=None).seconds_left(30) is None
 
 
-def test_lines_of_training_come_once_a_second_and_others_always(clock, caplog):
+def test_progress_lines_come_once_a_second(clock, caplog):
     caplog.set_level("INFO", logger="hpctrain")
     lines = Lines(course())
     for _ in range(10):
@@ -86,7 +86,7 @@ def test_lines_of_training_come_once_a_second_and_others_always(clock, caplog):
 
 
 @pytest.mark.parametrize(("term", "terminal"), [("xterm", False), ("dumb", True)])
-def test_without_a_terminal_there_are_lines(monkeypatch, term, terminal):
+def test_progress_without_a_terminal_is_lines(monkeypatch, term, terminal):
     stream = io.StringIO()
     stream.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stderr", stream)
@@ -94,7 +94,7 @@ def test_without_a_terminal_there_are_lines(monkeypatch, term, terminal):
     assert type(open_progress(course())) is Lines
 
 
-def test_without_rich_only_the_bar_is_missing(monkeypatch, caplog):
+def test_progress_without_rich_is_lines(monkeypatch, caplog):
     caplog.set_level("INFO", logger="hpctrain")
     stream = io.StringIO()
     stream.isatty = lambda: True
@@ -129,7 +129,7 @@ class Terminal(io.StringIO):
     ],
     ids=["step", "evaluation", "epoch", "close"],
 )
-def test_a_terminal_that_goes_away_takes_only_the_bar_with_it(monkeypatch, caplog, draw):
+def test_progress_bar_survives_a_lost_terminal(monkeypatch, caplog, draw):
     caplog.set_level("INFO", logger="hpctrain")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -216,7 +216,7 @@ def lines_of(text):
     return [line.rstrip() for line in re.split(r"[\r\n]+", plain)]
 
 
-def test_a_bar_shows_the_epoch_and_lets_lines_go_above_it():
+def test_progress_bar_shows_epoch_below_log_lines():
     text, code = on_a_terminal("ends")
     assert code == 0
     lines = lines_of(text)
@@ -233,7 +233,7 @@ def test_a_bar_shows_the_epoch_and_lets_lines_go_above_it():
 
 
 @pytest.mark.parametrize(("how", "expected"), [("dies", 3), ("interrupted", 1)])
-def test_a_terminal_works_after_a_process_that_is_cut_short(how, expected):
+def test_progress_bar_leaves_a_usable_terminal_after_a_kill(how, expected):
     text, code = on_a_terminal(how)
     # An exception that nobody catches of a script under -c; 130 or a signal in a shell.
     assert code in (expected, 130, -2)
@@ -243,7 +243,7 @@ def test_a_terminal_works_after_a_process_that_is_cut_short(how, expected):
         assert "after it" in lines_of(text)
 
 
-def test_a_log_has_names_that_are_no_utf_8(tmp_path, capsys):
+def test_log_with_names_that_are_not_utf8(tmp_path, capsys):
     handler = speech.keep(tmp_path / "rank-0.log")
     try:
         speech.logger.warning("%s cannot be read", os.fsdecode(b"a\xff.jpg"))

@@ -18,7 +18,7 @@ from hpctrain.rundir import (
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 75, 76])
-def test_a_verdict_comes_back_as_it_was_written(tmp_path, code):
+def test_exit_status_file_round_trip(tmp_path, code):
     path = tmp_path / "not-there-yet" / "verdict"
     assert read_verdict(path) is None
     write_verdict(str(path), code, 'stopped: "USR2", 10 s left\n')
@@ -28,7 +28,7 @@ def test_a_verdict_comes_back_as_it_was_written(tmp_path, code):
     assert [entry.name for entry in path.parent.iterdir()] == ["verdict"]
 
 
-def test_half_a_verdict_is_none(tmp_path):
+def test_exit_status_file_that_is_incomplete_is_none(tmp_path):
     path = tmp_path / "verdict"
     write_verdict(str(path), 75, "stopped")
     whole = path.read_bytes()
@@ -49,7 +49,7 @@ def test_half_a_verdict_is_none(tmp_path):
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace", "fdopen"])
-def test_a_replacement_that_fails_leaves_what_was_there(tmp_path, monkeypatch, fails):
+def test_failed_replace_keeps_the_old_file(tmp_path, monkeypatch, fails):
     path = tmp_path / "summary.json"
     replace(path, "old")
 
@@ -66,7 +66,7 @@ def test_a_replacement_that_fails_leaves_what_was_there(tmp_path, monkeypatch, f
     assert path.read_text() == "new"
 
 
-def test_a_file_is_created_once_and_the_second_writer_is_told(tmp_path):
+def test_create_refuses_an_existing_file(tmp_path):
     path = tmp_path / "run" / "run.json"
     create(path, "first")
     with pytest.raises(FileExistsError):
@@ -77,7 +77,7 @@ def test_a_file_is_created_once_and_the_second_writer_is_told(tmp_path):
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o002])
 @pytest.mark.parametrize("write", [create, replace])
-def test_files_are_as_open_as_the_umask_says(tmp_path, mask, write):
+def test_run_directory_files_follow_the_umask(tmp_path, mask, write):
     before = os.umask(mask)
     try:
         write(tmp_path / "file", "")
@@ -87,7 +87,7 @@ def test_files_are_as_open_as_the_umask_says(tmp_path, mask, write):
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~mask
 
 
-def test_rows_end_where_a_line_was_cut_off(tmp_path):
+def test_metrics_reader_leaves_out_a_truncated_line(tmp_path):
     run = RunDirectory(tmp_path)
     assert run.rows() == []
     lines = '{"step": 10, "loss": 0.5}\n{"step": 20, "loss": NaN}\n'
@@ -101,7 +101,7 @@ def test_rows_end_where_a_line_was_cut_off(tmp_path):
     assert run.rows()[2] == {"step": 30, "loss": 0.25}
 
 
-def test_a_file_that_is_not_there_is_none_and_one_that_is_damaged_is_refused(tmp_path):
+def test_missing_json_is_none_and_damaged_json_is_refused(tmp_path):
     run = RunDirectory(tmp_path)
     assert run.read(run.identity) is None
     replace(run.identity, '{"name": "digits"}')
@@ -111,7 +111,7 @@ def test_a_file_that_is_not_there_is_none_and_one_that_is_damaged_is_refused(tmp
         run.read(run.identity)
 
 
-def test_the_names_in_a_run_directory_are_those_that_are_promised(tmp_path):
+def test_run_directory_file_names(tmp_path):
     run = RunDirectory(tmp_path)
     places = [run.identity, run.starts, run.metrics, run.summary, run.log(3), run.checkpoint(42)]
     places += [run.timings, run.profile, run.tracked]
@@ -129,7 +129,7 @@ def test_the_names_in_a_run_directory_are_those_that_are_promised(tmp_path):
     assert run.steps() == []
 
 
-def test_a_line_after_one_that_was_cut_off_is_a_line(tmp_path):
+def test_append_after_a_truncated_line(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.starts.write_text('{"step": 1}\n{"step": 2, "comm')
     append(directory.starts, '{"step": 3}')
@@ -138,7 +138,7 @@ def test_a_line_after_one_that_was_cut_off_is_a_line(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a pipe", "a device", "a folder"])
-def test_what_is_no_file_is_refused_and_waits_for_nobody(tmp_path, name):
+def test_pipes_devices_and_folders_are_refused(tmp_path, name):
     directory = RunDirectory(tmp_path)
     for path in (directory.metrics, directory.summary):
         if name == "a pipe":

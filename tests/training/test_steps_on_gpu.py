@@ -60,7 +60,7 @@ def steps(precision, optimizer, options):
         *((name, "fused AdamW") for name in ("fp16", "O1", "O2")),
     ],
 )
-def test_no_step_waits_for_the_gpu(gpu, precision, optimizer, options):
+def test_training_step_does_not_sync_the_gpu(gpu, precision, optimizer, options):
     ((moved, skipped),) = ranks.values(gpu(1, steps, precision, optimizer, options))
     scaled = precision in ("fp16", "O1", "O2")
     assert moved == [not scaled or number != OVERFLOW for number in range(STEPS)]
@@ -86,7 +86,7 @@ def loop():
         return run.directory.rows()
 
 
-def test_a_loop_with_rows_of_metrics_does_not_wait_for_the_gpu(gpu):
+def test_training_loop_does_not_sync_the_gpu(gpu):
     (rows,) = ranks.values(gpu(1, loop))
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert {row["number"] for row in rows} == {1.0}
@@ -102,7 +102,7 @@ def compiled(precision, compile):
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.05)])
-def test_a_compiled_model_trains_the_same_and_keeps_its_names(gpu, tmp_path, precision, tolerance):
+def test_compiled_model_trains_the_same_on_gpu(gpu, tmp_path, precision, tolerance):
     # In the ranks themselves, and with nothing left outside of the test's folder.
     env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     ((losses, names, yes),) = ranks.values(gpu(1, compiled, precision, True, env=env))
@@ -136,7 +136,7 @@ def moved(kind, settings, tensor_lr, device):
         ("LAMB", {"max_grad_norm": 1.0, "use_nvlamb": True}),
     ],
 )
-def test_lars_and_lamb_take_the_steps_of_the_cpu_and_do_not_wait(gpu, kind, settings, tensor_lr):
+def test_lars_and_lamb_on_gpu_equal_cpu_without_sync(gpu, kind, settings, tensor_lr):
     ((found, expected),) = ranks.values(gpu(1, on_both, moved, kind, settings, tensor_lr))
     for own, other in zip(found, expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)
@@ -163,7 +163,7 @@ def averaged(decay, device):
             return [p.detach().clone() for p in model.parameters()]
 
 
-def test_averages_are_those_of_the_cpu_and_do_not_wait(gpu):
+def test_ema_on_gpu_equals_cpu_without_sync(gpu):
     ((found, expected),) = ranks.values(gpu(1, on_both, averaged, 0.9))
     for own, other in zip(found, expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)

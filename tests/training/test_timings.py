@@ -58,7 +58,7 @@ def loop(tmp_path):
     return lambda others=(): Loop(Sums(others), tmp_path)
 
 
-def test_a_line_says_where_the_time_of_a_step_went(loop):
+def test_timings_line_has_the_phases_of_a_step(loop):
     loop = loop([(0.001, 0.025)])
     loop.steps(1, data=9.0)  # the first of a start, in which much is done once
     loop.steps(8, rest=0.080)
@@ -82,7 +82,7 @@ def test_a_line_says_where_the_time_of_a_step_went(loop):
     assert [line["steps"] for line in loop.lines()] == [10, 4]
 
 
-def test_a_line_is_due_about_every_half_minute_of_training_and_that_is_said_once(loop):
+def test_timings_are_due_every_half_minute_of_training(loop):
     loop = loop()
     loop.steps(301)
     assert loop.timings.due()
@@ -94,7 +94,7 @@ def test_a_line_is_due_about_every_half_minute_of_training_and_that_is_said_once
     assert loop.timings.due()
 
 
-def test_nothing_waits_for_a_sum_that_has_not_arrived(loop):
+def test_timings_do_not_wait_for_a_reduction(loop):
     loop = loop([(0.0, 0.0)])
     loop.steps(3)
     loop.timings._backend.arrived = False
@@ -106,7 +106,7 @@ def test_nothing_waits_for_a_sum_that_has_not_arrived(loop):
     assert [line["step"] for line in loop.lines()] == [3]
 
 
-def test_a_slow_rank_is_named_when_it_becomes_slow_and_when_it_is_so_no_more(loop, caplog):
+def test_slow_rank_is_logged_when_it_starts_and_ends(loop, caplog):
     caplog.set_level("INFO", logger="hpctrain")
     loop = loop([(0.010, 0.020), (0.050, 0.020), (0.010, 0.020)])
     for _ in range(3):
@@ -127,7 +127,7 @@ def test_a_slow_rank_is_named_when_it_becomes_slow_and_when_it_is_so_no_more(loo
     assert slow == "rank 2 on node2 waits 10 ms a step for data, like the others"
 
 
-def test_a_few_seconds_say_nothing_of_a_rank(loop, caplog):
+def test_slow_rank_is_not_logged_after_few_seconds(loop, caplog):
     loop = loop([(0.010, 0.020), (5.0, 0.020)])
     loop.steps(20)
     loop.timings.finish(20, 0)
@@ -135,7 +135,7 @@ def test_a_few_seconds_say_nothing_of_a_rank(loop, caplog):
     assert caplog.records == []
 
 
-def test_a_disk_that_is_full_is_said_once_and_ends_nothing(loop, caplog, tmp_path):
+def test_timings_on_a_full_disk_warn_once(loop, caplog, tmp_path):
     loop = loop()
     loop.directory.timings.mkdir()
     for _ in range(2):
@@ -157,11 +157,11 @@ def test_a_disk_that_is_full_is_said_once_and_ends_nothing(loop, caplog, tmp_pat
         ([5.0], 0.100, []),
     ],
 )
-def test_slow_is_what_differs_from_the_median_by_much(seconds, a_step, slow):
+def test_slow_ranks_differ_from_the_median(seconds, a_step, slow):
     assert slow_ranks(seconds, a_step) == slow
 
 
-def test_lines_are_whole_json(loop):
+def test_timings_lines_are_json(loop):
     loop = loop()
     loop.steps(3)
     loop.timings.finish(3, 0)

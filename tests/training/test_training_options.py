@@ -4,6 +4,7 @@ import json
 import math
 import random
 
+import faults
 import pytest
 import ranks
 import torch
@@ -13,6 +14,11 @@ from torch.utils.data import Dataset
 
 import hpctrain
 from hpctrain.rundir import RunDirectory
+
+# Over Horovod only with --all: what differs there is tested with the backends.
+HOROVOD_SLOW = pytest.mark.parametrize(
+    "run", ["auto", pytest.param("horovod", marks=pytest.mark.slow)], indirect=True
+)
 
 
 def plain_model():
@@ -52,7 +58,7 @@ def steps_of_twelve(batch_size):
     return trained({"global_batch": 12, "batch_size": batch_size, "max_steps": 6})
 
 
-def test_k_micro_batches_are_one_batch_of_k_times_the_size(tmp_path, monkeypatch):
+def test_accumulated_micro_batches_equal_one_large_batch(tmp_path, monkeypatch):
     cases = [(1, 12), (1, 4), (1, 1), (3, 2)]
     (rows, weights), *others = in_folders(ranks.run, tmp_path, monkeypatch, steps_of_twelve, *cases)
     for other_rows, other_weights in others:
@@ -93,7 +99,8 @@ def uneven_by_hand():
         return losses, [p.detach() for p in model.parameters()]
 
 
-def test_an_uneven_last_step_counts_each_sample_once_in_every_world(run, tmp_path, monkeypatch):
+@HOROVOD_SLOW
+def test_uneven_last_step_counts_each_sample_once(run, tmp_path, monkeypatch):
     """12 + 12 + 7 samples, in micro-batches of 3: the last step has 3 + 3 + 1, and a rank none."""
     expected, weights = ranks.values(ranks.run(1, uneven_by_hand))[0]
     found = in_folders(run, tmp_path, monkeypatch, uneven_epochs, (1, 3), (2, 3), (4, 3), (1, 12))
@@ -135,9 +142,8 @@ def augmented(workers):
         return [row["loss"] for row in RunDirectory("run").rows()], first
 
 
-def test_one_seed_gives_the_same_weights_and_augmentation_in_every_world(
-    run, tmp_path, monkeypatch
-):
+@HOROVOD_SLOW
+def test_seed_gives_the_same_weights_and_augmentation_in_every_world(run, tmp_path, monkeypatch):
     (losses, first), *others = in_folders(
         run, tmp_path, monkeypatch, augmented, (1, 0), (3, 0), (2, 1)
     )
@@ -163,7 +169,8 @@ def clipped(options):
 
 
 @pytest.mark.parametrize(("precision", "accumulate"), [("fp64", 1), ("fp16", 3), ("O2", 3)])
-def test_clipping_is_of_the_averaged_true_gradients(run, precision, accumulate):
+@HOROVOD_SLOW
+def test_clipping_applies_to_averaged_unscaled_gradients(run, precision, accumulate):
     scale = {} if precision == "fp64" else {"loss_scale": 8.0}
     options = {"precision": precision, "accumulate": accumulate, **scale}
     close = {"rel": 1e-2 if precision == "O2" else 1e-4}  # half weights round what is moved
@@ -178,7 +185,7 @@ def with_rates(options):
     return trained(options)[0], json.loads(RunDirectory("run").summary.read_text())["learning_rate"]
 
 
-def test_the_learning_rate_follows_the_options_is_logged_and_stored(tmp_path, monkeypatch):
+def test_lr_schedule_options_are_followed_and_logged(tmp_path, monkeypatch):
     """Twenty steps an epoch on three ranks."""
     warm = {"lr_warmup_epochs": 0.25, "epochs": 2}
     cosine = {**warm, "lr_schedule": "cosine", "lr_scaling": "linear", "lr_reference_batch": 24}
@@ -223,12 +230,13 @@ def dying(step):
     return hook
 
 
-def test_a_resumed_run_has_the_rates_of_one_that_was_not_interrupted(tmp_path, monkeypatch):
+def test_resumed_run_has_the_lr_schedule_of_an_uninterrupted_one(tmp_path, monkeypatch):
     (expected,) = in_folders(ranks.run, tmp_path, monkeypatch, resumed_rates, (1, None, False))
     monkeypatch.chdir(tmp_path)
     (error,) = ranks.run(1, resumed_rates, 70, False)
     assert "as planned" in str(error)
     assert ranks.values(ranks.run(1, resumed_rates, None, True)) == [expected]
+    assert faults.started_at() == [0, 70]
     assert len(expected) == 120
 
 
@@ -243,7 +251,7 @@ def two_schedules():
                     pass
 
 
-def test_a_schedule_of_the_scripts_own_and_one_of_the_options_are_refused():
+def test_two_lr_schedules_are_refused():
     (error,) = ranks.run(1, two_schedules)
     assert isinstance(error, hpctrain.errors.UsageError)
     assert "a scheduler of the script's own" in error.found
@@ -267,7 +275,7 @@ def endless(options):
         ({"lr_schedule": "step", "max_steps": 2}, "over a loader without a length"),
     ],
 )
-def test_a_course_that_needs_a_length_is_refused_without_one(options, said):
+def test_lr_schedule_over_a_loader_without_length_is_refused(options, said):
     (error,) = ranks.run(1, endless, options)
     assert isinstance(error, hpctrain.errors.UsageError)
     assert said in error.found
@@ -283,7 +291,8 @@ def decayed(decay):
         return {n: bool((p != before[n]).any()) for n, p in model.named_parameters()}
 
 
-def test_weight_decay_reaches_weights_alone_when_told_so(run):
+@HOROVOD_SLOW
+def test_weight_decay_of_weights_only(run):
     for names in ranks.values(run(3, decayed, "weights")):
         assert [name for name, moved in names.items() if moved] == ["0.weight", "4.weight"]
     for names in ranks.values(run(3, decayed, "all")):
@@ -309,7 +318,8 @@ def averaged(decay):
         return inside, expected, last
 
 
-def test_an_average_of_the_weights_is_there_for_an_evaluation(run):
+@HOROVOD_SLOW
+def test_ema_weights_in_an_evaluation(run):
     for inside, expected, last in ranks.values(run(3, averaged, 0.75)):
         for mine, theirs, now in zip(inside, expected, last, strict=True):
             assert torch.allclose(mine, theirs, rtol=1e-13, atol=1e-15)
@@ -329,7 +339,8 @@ def formats(channels_last):
         return batch.is_contiguous(**last), model.get_submodule("0").weight.is_contiguous(**last)
 
 
-def test_channels_are_last_where_asked_for_and_not_by_themselves_on_a_cpu(run):
+@HOROVOD_SLOW
+def test_channels_last_only_where_asked_for_on_cpu(run):
     assert ranks.values(run(3, formats, True)) == [(True, True)] * 3
     assert ranks.values(run(3, formats, None)) == [(False, False)] * 3
 
@@ -353,7 +364,8 @@ def compiled(compile):
         )
 
 
-def test_a_compiled_model_trains_and_keeps_its_names():
+@pytest.mark.slow
+def test_compiled_model_trains_and_keeps_its_names():
     names, graphs, losses = ranks.values(ranks.run(1, compiled, True, timeout=120))[0]
     plain, none, expected = ranks.values(ranks.run(1, compiled, False))[0]
     assert names == plain == ["1.weight", "1.bias"]
@@ -361,7 +373,7 @@ def test_a_compiled_model_trains_and_keeps_its_names():
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_compiling_without_a_compiler_is_refused(monkeypatch):
+def test_compile_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     (error,) = ranks.run(1, compiled, True, env={"PATH": "/nowhere"})
     assert isinstance(error, hpctrain.errors.UsageError)
@@ -374,7 +386,7 @@ def wrong_loader(options):
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_an_evaluation_drops_nothing(drop_last):
+def test_drop_last_for_an_evaluation_is_refused(drop_last):
     (error,) = ranks.run(1, wrong_loader, {"train": False, "drop_last": drop_last})
     assert "drop_last=…) for an evaluation" in error.found
 
@@ -404,7 +416,7 @@ def orders(wrap):
         return seen
 
 
-def test_a_wrapped_loader_has_another_order_in_each_epoch_too():
+def test_wrapped_loader_shuffles_each_epoch():
     (plain,) = ranks.values(ranks.run(1, orders, False))
     (wrapped,) = ranks.values(ranks.run(1, orders, True))
     assert wrapped == plain
@@ -433,7 +445,7 @@ def saved_in_odd_places():
         return inside, [p.detach().clone() for p in model.parameters()]
 
 
-def test_a_checkpoint_after_a_break_and_among_averages_has_the_weights_and_their_step():
+def test_checkpoint_taken_inside_averaged_weights_has_the_weights():
     ((inside, weights),) = ranks.values(ranks.run(1, saved_in_odd_places))
     assert all(inside)
     kept = RunDirectory("run")
@@ -471,7 +483,7 @@ def misused(how):
         ("nothing", "no optimizer was prepared"),
     ],
 )
-def test_optimizers_that_would_go_wrong_silently_are_refused(how, said):
+def test_misused_optimizers_are_refused(how, said):
     (error,) = ranks.run(1, misused, how)
     assert isinstance(error, hpctrain.errors.UsageError), error
     assert said in error.found
@@ -482,7 +494,7 @@ def three_dimensions():
         return opened.prepare(nn.Conv3d(1, 2, 3))(torch.ones(1, 1, 4, 4, 4)).shape
 
 
-def test_models_of_volumes_have_no_channels_last():
+def test_channels_last_leaves_3d_models_alone():
     assert ranks.values(ranks.run(1, three_dimensions)) == [torch.Size([1, 2, 2, 2, 2])]
 
 
@@ -495,7 +507,7 @@ def without_an_order():
         opened.loader(Stream())
 
 
-def test_a_stream_is_refused_with_what_to_do_instead():
+def test_iterable_dataset_is_refused():
     (error,) = ranks.run(1, without_an_order)
     assert isinstance(error, hpctrain.errors.UsageError)
     assert "a Stream, which has no length" in error.found
