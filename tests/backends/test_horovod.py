@@ -17,6 +17,7 @@ from torch import nn
 
 import hpctrain
 from hpctrain import backends
+from hpctrain.backends.horovod import placement
 from hpctrain.errors import RankLostError, StartError, UsageError
 
 pytestmark = pytest.mark.usefixtures("horovod")
@@ -551,3 +552,19 @@ def thresholds():
 def test_horovod_deterministic_is_undone_when_the_session_closes():
     """In Horovod it would: a threshold stays until another one is set."""
     assert ranks.values(ranks.run(1, thresholds)) == [([None, "0", "134217728"], None)]
+
+
+def test_horovod_slots_of_a_cyclic_layout():
+    slots = [placement.slot(rank, (0, 1, 0, 1, 0)) for rank in range(5)]
+    found = {name: [int(slot[f"HOROVOD_{name}"]) for slot in slots] for name in CYCLIC}
+    assert found == CYCLIC
+
+
+CYCLIC = {
+    "RANK": [0, 1, 2, 3, 4],
+    "SIZE": [5] * 5,
+    "LOCAL_RANK": [0, 0, 1, 1, 2],
+    "LOCAL_SIZE": [3, 2, 3, 2, 3],
+    "CROSS_RANK": [0, 1, 0, 1, 0],
+    "CROSS_SIZE": [2, 2, 2, 2, 1],
+}
