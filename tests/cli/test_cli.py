@@ -171,23 +171,6 @@ def test_file_name_that_is_not_utf8_is_printed_escaped(tmp_path):
     assert done.stdout.startswith("out\\udcff: ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        (["missing.py"], "missing.py is no file"),
-        (["."], ". is no file"),
-        (["--nodes", "0", "script.py"], "--nodes 0"),
-        (["--nproc-per-node", "none", "script.py"], "--nproc-per-node none"),
-        (["--nodes", "3", "--ntasks-per-node", "2,1", "script.py"], "--nproc-per-node 2,1 for 3"),
-    ],
-)
-def test_run_refuses_missing_scripts_and_bad_node_counts(tmp_path, arguments, found, capsys):
-    (tmp_path / "script.py").touch()
-    arguments = [str(tmp_path / "script.py") if a == "script.py" else a for a in arguments]
-    assert main(["run", *arguments]) == 2
-    assert found in capsys.readouterr().err
-
-
 def test_run_passes_arguments_and_exit_code(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -33,7 +33,7 @@ FAILED = (1, "rank 2 is lost")
         (143, None, True, 143),
     ],
 )
-def test_only_a_failure_is_followed_by_another_start(code, said, stopped, end):
+def test_elastic_starts_again_after_a_failure_only(code, said, stopped, end):
     decided = elastic.settled(code, said, stopped)
     assert (decided and decided[0]) == end
 
@@ -49,12 +49,12 @@ def test_only_a_failure_is_followed_by_another_start(code, said, stopped, end):
         (False, False, MOST_FRUITLESS, rundir.GIVEN_UP),
     ],
 )
-def test_what_may_do_better_is_started_again(first, changed, fruitless, end):
+def test_elastic_gives_up_without_progress(first, changed, fruitless, end):
     decided = elastic.hopeless(FAILED, first, changed, fruitless)
     assert (decided and decided[0]) == end
 
 
-def test_hosts_are_lists_with_numbers():
+def test_hosts_option_is_a_hostlist_with_slots():
     assert parse("node[1-2]:4,node7", 2) == {"node1": 4, "node2": 4, "node7": 2}
     assert list(parse("b:1,a:3", 1).items()) == [("b", 1), ("a", 3)]
     for wrong in ("", ",", "a:1,a:2", "a:0", "[fd77::1]:2", "fd77::", "node[1-", "a:b"):
@@ -62,7 +62,7 @@ def test_hosts_are_lists_with_numbers():
             parse(wrong, 1)
 
 
-def test_the_run_directory_is_the_scripts_own_or_the_usual_one(monkeypatch, tmp_path):
+def test_elastic_run_directory_is_the_scripts_or_the_usual_one(monkeypatch, tmp_path):
     def of(*arguments, **env):
         return str(elastic.run_directory(arguments, "folder/train.py", env))
 
@@ -113,7 +113,7 @@ def starts(tmp_path, *ends, least=1, env=None):
     return verdict, hosts
 
 
-def test_a_lost_host_is_left_out_and_used_again_when_it_is_back(tmp_path, capsys):
+def test_elastic_leaves_out_a_lost_host_and_uses_it_again(tmp_path, capsys):
     verdict, hosts = starts(tmp_path, (None, TWO, 10), (1, ALL, 20), (0, ALL, 30))
     assert verdict == (0, "why")
     assert [used for used, _ in hosts.starts] == [ALL, TWO, ALL]
@@ -126,7 +126,7 @@ def test_a_lost_host_is_left_out_and_used_again_when_it_is_back(tmp_path, capsys
     assert "start 3: 6 ranks on 3 of 3 hosts; from step 20 on" in said
 
 
-def test_the_same_failure_at_the_same_step_ends(tmp_path, capsys):
+def test_elastic_gives_up_after_starts_without_a_new_checkpoint(tmp_path, capsys):
     directory = rundir.RunDirectory(tmp_path / "run")
     ends = [(1, ALL, 10)] + [(1, ALL, None)] * MOST_FRUITLESS
     rundir.replace(directory.identity, "{}")
@@ -139,20 +139,20 @@ def test_the_same_failure_at_the_same_step_ends(tmp_path, capsys):
     assert "hpctrain: given up: 3 starts" in capsys.readouterr().err
 
 
-def test_fewer_ranks_than_wanted_are_too_few(tmp_path):
+def test_elastic_gives_up_with_fewer_ranks_than_min_nproc(tmp_path):
     verdict, _ = starts(tmp_path, (1, TWO, 10), least=5)
     assert verdict == (76, "4 ranks are left of at least 5")
     verdict, _ = starts(tmp_path, (1, [], 20))
     assert verdict == (76, "0 ranks are left of at least 1")
 
 
-def test_a_secret_that_somebody_gave_stays(tmp_path):
+def test_elastic_keeps_a_given_secret(tmp_path):
     _, hosts = starts(tmp_path, (0, ALL, 10), env={"HPCTRAIN_SECRET": "mine", "OTHER": "x"})
     environ = hosts.starts[0][1].environ
     assert (environ["HPCTRAIN_SECRET"], environ["OTHER"]) == ("mine", "x")
 
 
-def test_a_host_that_never_answered_is_a_mistake(tmp_path):
+def test_elastic_refuses_a_host_that_never_answered(tmp_path):
     directory = rundir.RunDirectory(tmp_path / "run")
     hosts = Hosts(directory)
     hosts.there = TWO
@@ -191,7 +191,7 @@ def slurm(tmp_path, monkeypatch):
     return put
 
 
-def test_the_hosts_of_a_job_are_those_that_slurm_has_left_in_it(slurm):
+def test_elastic_hosts_in_slurm_are_those_left_in_the_job(slurm):
     hosts = InSlurm(JOB)
     assert hosts.slots == {"node1": 2, "node2": 2, "node3": 1}
     log = slurm("node[1,3]")
@@ -202,7 +202,7 @@ def test_the_hosts_of_a_job_are_those_that_slurm_has_left_in_it(slurm):
         InSlurm({**JOB, "SLURM_TASKS_PER_NODE": "2"})
 
 
-def test_a_squeue_that_does_not_answer_takes_no_host_away(tmp_path, capsys):
+def test_elastic_squeue_without_answer_takes_no_host_away(tmp_path, capsys):
     assert InSlurm({**JOB, "PATH": str(tmp_path)}).present("") == ["node1", "node2", "node3"]
     assert "squeue did not say" in capsys.readouterr().err
 
@@ -214,7 +214,7 @@ def test_a_squeue_that_does_not_answer_takes_no_host_away(tmp_path, capsys):
         (["node1", "node3"], "--ntasks=3 --nodelist=node[1,3] --distribution=arbitrary"),
     ],
 )
-def test_srun_gets_the_tasks_of_each_host(slurm, tmp_path, used, words):
+def test_elastic_srun_gets_the_tasks_of_each_host(slurm, tmp_path, used, words):
     log = slurm("")
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -239,7 +239,7 @@ def test_srun_gets_the_tasks_of_each_host(slurm, tmp_path, used, words):
         (["--elastic", "--hosts", "localhost:2", "--min-nproc", "0"], "--min-nproc 0"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options, found, tmp_path, capsys):
+def test_elastic_options_that_do_not_go_together_are_refused(options, found, tmp_path, capsys):
     (tmp_path / "train.py").touch()
     assert main(["run", *options, "train.py"]) == 2
     assert found in capsys.readouterr().err

@@ -37,9 +37,19 @@ INHERITED = {
 
 @pytest.fixture
 def ranks(tmp_path, monkeypatch):
-    """Starts ranks that run some lines of Python in an empty folder."""
+    """Start ranks that run some lines of Python in an empty folder.
+
+    `ended-RANK` appears there once the launcher knows that a rank has ended.
+    """
     monkeypatch.setattr(watch, "_SECONDS_TO_FAIL", 0.5)
     monkeypatch.setattr(watch, "_SECONDS_TO_STOP", 0.5)
+    reap = watch._Watch._reap
+
+    def reaped(self, rank):
+        reap(self, rank)
+        (tmp_path / f"ended-{rank.number}").touch()
+
+    monkeypatch.setattr(watch._Watch, "_reap", reaped)
     script = tmp_path / "script.py"
 
     def run(lines, tasks_per_node=(3,), env=None, **more):
@@ -47,7 +57,9 @@ def ranks(tmp_path, monkeypatch):
             "import json, os, signal, subprocess, sys, time\n"
             "from hpctrain.launchers import detect\n"
             f"os.chdir({str(tmp_path)!r})\n"
-            "world = detect()\n" + lines
+            "world = detect()\n"
+            "def until(*names):\n"
+            "    while not all(map(os.path.exists, names)): time.sleep(0.01)\n" + lines
         )
         env = {**os.environ, **(env or {})}
         return start([sys.executable, str(script)], tasks_per_node, env, **more)
@@ -67,7 +79,7 @@ def ranks(tmp_path, monkeypatch):
         (1, "5", 0, (5,)),
     ],
 )
-def test_the_ranks_are_laid_out_over_the_hosts(nodes, per_node, gpus, expected):
+def test_nproc_per_node_lays_ranks_out_over_hosts(nodes, per_node, gpus, expected):
     assert layout(nodes, per_node, gpus) == expected
 
 
@@ -85,7 +97,7 @@ def test_the_ranks_are_laid_out_over_the_hosts(nodes, per_node, gpus, expected):
         (2, "2,0"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(nodes, per_node):
+def test_bad_nproc_per_node_is_refused(nodes, per_node):
     with pytest.raises(UsageError) as caught:
         layout(nodes, per_node, 0)
     assert f"--nproc-per-node {per_node} for {nodes} node" in caught.value.found
@@ -93,7 +105,7 @@ def test_a_layout_that_cannot_be_is_refused(nodes, per_node):
 
 
 @pytest.mark.parametrize("style", list(AS))
-def test_every_rank_knows_its_place_and_nothing_of_other_launchers(ranks, tmp_path, style):
+def test_ranks_have_their_rank_and_no_variables_of_other_launchers(ranks, tmp_path, style):
     lines = (
         "import dataclasses\n"
         "said = {'world': dataclasses.asdict(world), 'env': dict(os.environ)}\n"
@@ -122,7 +134,7 @@ def test_every_rank_knows_its_place_and_nothing_of_other_launchers(ranks, tmp_pa
 
 
 @pytest.mark.parametrize("tasks", [(1,), (3,)])
-def test_the_output_of_each_rank_carries_its_number_where_there_are_several(ranks, capfd, tasks):
+def test_output_lines_carry_the_rank_where_there_are_several(ranks, capfd, tasks):
     lines = (
         "sys.stdout.buffer.write(b'first \\xff\\n' + b'x' * 100_000 + b'\\n')\n"
         "sys.stderr.write('no end of line')\n"
@@ -131,7 +143,7 @@ def test_the_output_of_each_rank_carries_its_number_where_there_are_several(rank
     out, err = capfd.readouterr()
     expected_out, expected_err = [], []
     for rank in range(sum(tasks)):
-        label = f"{rank}: " if len(range(sum(tasks))) > 1 else ""
+        label = f"{rank}: " if sum(tasks) > 1 else ""
         expected_out += [label + "first \ufffd", label + "x" * 100_000]
         expected_err += [label + "no end of line"]
     assert sorted(out.splitlines()) == sorted(expected_out)
@@ -140,20 +152,13 @@ def test_the_output_of_each_rank_carries_its_number_where_there_are_several(rank
     assert sorted(err.splitlines()[len(first) :]) == sorted(expected_err)
 
 
-def test_the_first_rank_that_fails_gives_the_code_and_its_last_words_are_repeated(
-    ranks, capfd, monkeypatch
-):
+def test_first_failed_rank_gives_the_exit_code_and_its_last_output(ranks, capfd, monkeypatch):
     monkeypatch.setattr(watch, "_SECONDS_TO_FAIL", 60.0)  # the others end by themselves
     lines = (
         "if world.rank == 1:\n"
         "    print('the cause', file=sys.stderr)\n"
-        "    open('pid.new', 'w').write(str(os.getpid()))\n"
-        "    os.rename('pid.new', 'pid')\n"
         "    sys.exit(3)\n"
-        "while not os.path.exists('pid'): time.sleep(0.01)\n"
-        "stat = '/proc/' + open('pid').read() + '/stat'\n"
-        "while open(stat).read().split()[2] != 'Z': time.sleep(0.01)\n"
-        "time.sleep(0.5)\n"  # the system tells of deaths that are closer together in any order
+        "until('ended-1')\n"
         "sys.exit('a consequence')\n"
     )
     assert ranks(lines) == 3
@@ -162,7 +167,7 @@ def test_the_first_rank_that_fails_gives_the_code_and_its_last_words_are_repeate
     assert "0: a consequence" in told
 
 
-def test_wrong_use_of_one_rank_alone_is_told_too(ranks, capfd):
+def test_wrong_use_of_one_rank_is_repeated(ranks, capfd):
     lines = (
         "if world.rank == 1:\n"
         "    print('no such option', file=sys.stderr)\n"
@@ -174,23 +179,25 @@ def test_wrong_use_of_one_rank_alone_is_told_too(ranks, capfd):
     assert told.endswith("rank 1 failed first, with exit code 2. It said:\n  no such option\n")
 
 
-def test_wrong_use_of_all_ranks_is_not_told_again(ranks, capfd, monkeypatch):
+def test_wrong_use_of_all_ranks_is_not_repeated(ranks, capfd, monkeypatch):
     monkeypatch.setattr(watch, "_SECONDS_TO_FAIL", 60.0)  # none is ended before it says so too
     assert ranks("print('no such option', file=sys.stderr)\nsys.exit(2)\n") == 2
     assert "failed first" not in capfd.readouterr().err
 
 
-def test_a_rank_that_was_interrupted_may_save_for_as_long_as_it_takes(ranks, tmp_path):
+def test_ctrl_c_lets_a_rank_save_for_as_long_as_it_takes(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "_SECONDS_TO_FAIL", 0.05)
     lines = (
         "try:\n"
         "    open(f'ready-{world.rank}', 'w').close()\n"
         "    if world.rank == 0:\n"
-        "        while len([n for n in os.listdir() if 'ready' in n]) < 3: time.sleep(0.01)\n"
+        "        until('ready-1', 'ready-2')\n"
         "        os.kill(os.getppid(), signal.SIGINT)\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(600)\n"
         "except KeyboardInterrupt:\n"
         "    if world.rank: raise\n"
-        "    time.sleep(2)\n"  # longer than a rank has that hangs after another one failed
+        "    until('ended-1', 'ended-2')\n"
+        "    time.sleep(0.5)\n"  # longer than a rank has that hangs after another one failed
         "    open('saved', 'w').close()\n"
     )
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -201,7 +208,7 @@ def test_a_rank_that_was_interrupted_may_save_for_as_long_as_it_takes(ranks, tmp
     assert (tmp_path / "saved").exists()
 
 
-def test_a_signal_that_is_ignored_stays_so_as_nohup_wants_it(ranks):
+def test_nohup_ignored_signals_stay_ignored(ranks):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert ranks("os.kill(os.getppid(), signal.SIGHUP); os.kill(0, signal.SIGHUP)") == 0
@@ -209,7 +216,7 @@ def test_a_signal_that_is_ignored_stays_so_as_nohup_wants_it(ranks):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_exit_codes_are_known_where_the_parent_ignored_its_children(ranks):
+def test_exit_codes_are_known_where_sigchld_is_ignored(ranks):
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         assert ranks("sys.exit(7)", (1,)) == 7
@@ -218,7 +225,7 @@ def test_exit_codes_are_known_where_the_parent_ignored_its_children(ranks):
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_the_verdict_is_repeated_to_whoever_waits_for_one(ranks, tmp_path):
+def test_exit_status_file_is_repeated_to_the_outer_one(ranks, tmp_path):
     lines = (
         "from hpctrain.rundir import write_verdict\n"
         "write_verdict(os.environ['HPCTRAIN_VERDICT'], 75, 'stopped')\n"
@@ -228,20 +235,20 @@ def test_the_verdict_is_repeated_to_whoever_waits_for_one(ranks, tmp_path):
     assert json.loads(outer.read_text()) == {"code": 75, "reason": "stopped"}
 
 
-def test_a_person_may_insist_on_the_launcher_that_it_is(ranks):
+def test_launcher_variable_reaches_the_ranks(ranks):
     lines = "sys.exit(os.environ.get('HPCTRAIN_LAUNCHER') != 'hpctrain')\n"
     assert ranks(lines, (1,), {"HPCTRAIN_LAUNCHER": "hpctrain"}) == 0
     assert ranks(lines, (1,), {"HPCTRAIN_LAUNCHER": "slurm"}) == 1
 
 
-def test_a_rank_that_a_signal_ends_counts_as_a_shell_counts_it(ranks, capfd):
+def test_exit_code_of_a_rank_killed_by_a_signal_is_that_of_a_shell(ranks, capfd):
     lines = "if world.rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
     assert ranks(lines) == 137
     assert "rank 2 failed first, with signal SIGKILL" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-def test_ranks_that_hang_after_another_failed_are_ended(ranks, capfd, deaf):
+def test_hanging_ranks_are_ended_after_another_failed(ranks, capfd, deaf):
     lines = "if world.rank == 0: sys.exit(4)\n"
     if deaf:
         lines += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -249,7 +256,7 @@ def test_ranks_that_hang_after_another_failed_are_ended(ranks, capfd, deaf):
     assert "rank 0 failed first" in capfd.readouterr().err
 
 
-def test_the_verdict_of_rank_0_counts_whatever_the_ranks_leave_with(ranks, capfd):
+def test_exit_status_file_of_rank_0_gives_the_exit_code(ranks, capfd):
     lines = (
         "from hpctrain.rundir import write_verdict\n"
         "if world.rank == 0: write_verdict(os.environ['HPCTRAIN_VERDICT'], {code}, 'why')\n"
@@ -261,7 +268,7 @@ def test_the_verdict_of_rank_0_counts_whatever_the_ranks_leave_with(ranks, capfd
     assert ranks(lines.format(code=0, leave=0)) == 0
 
 
-def test_what_the_ranks_started_ends_with_them(ranks, tmp_path):
+def test_child_processes_of_ranks_end_with_them(ranks, tmp_path):
     lines = (
         "child = subprocess.Popen(['sleep', '3600'])\n"
         "open(f'child-{world.rank}', 'w').write(str(child.pid))\n"
@@ -272,19 +279,18 @@ def test_what_the_ranks_started_ends_with_them(ranks, tmp_path):
             handle = os.pidfd_open(int((tmp_path / f"child-{rank}").read_text()))
         except ProcessLookupError:
             continue
-        ended, _, _ = select.select([handle], [], [], 10.0)
+        ended, _, _ = select.select([handle], [], [], 60.0)
         os.close(handle)
         assert ended
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
-def test_ranks_that_a_stop_ends_before_they_know_it_are_to_be_run_again(ranks, tmp_path, number):
+def test_stop_signal_before_a_session_exits_with_75(ranks, tmp_path, number):
     lines = (
         "open(f'ready-{world.rank}', 'w').close()\n"
-        "while world.rank == 0 and len([n for n in os.listdir() if 'ready' in n]) < 3:\n"
-        "    time.sleep(0.01)\n"
+        "until('ready-0', 'ready-1', 'ready-2')\n"
         f"if world.rank == 0: os.kill(os.getppid(), {int(number)})\n"
-        "time.sleep(20)\n"
+        "time.sleep(600)\n"
     )
     verdict = tmp_path / "verdict"
     assert ranks(lines, env={"HPCTRAIN_VERDICT": str(verdict)}) == 75
@@ -292,13 +298,13 @@ def test_ranks_that_a_stop_ends_before_they_know_it_are_to_be_run_again(ranks, t
     assert (said["code"], number.name in said["reason"]) == (75, True)
 
 
-def test_the_stop_file_of_a_script_is_that_of_its_ranks(ranks):
+def test_stop_file_variable_reaches_the_ranks(ranks):
     lines = "sys.exit(os.environ['HPCTRAIN_STOP'] != '/a/file')\n"
     assert ranks(lines, env={"HPCTRAIN_STOP": "/a/file"}) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM])
-def test_a_signal_is_passed_on_and_the_handler_is_put_back(ranks, number):
+def test_signals_are_passed_on_and_handlers_put_back(ranks, number):
     def handler(caught, frame):
         raise AssertionError("nobody took the signal")
 
@@ -306,10 +312,9 @@ def test_a_signal_is_passed_on_and_the_handler_is_put_back(ranks, number):
     lines = (
         f"signal.signal({int(number)}, lambda number, frame: sys.exit(0))\n"
         "open(f'ready-{world.rank}', 'w').close()\n"
-        "while world.rank == 0 and len([n for n in os.listdir() if 'ready' in n]) < 3:\n"
-        "    time.sleep(0.01)\n"
+        "until('ready-0', 'ready-1', 'ready-2')\n"
         f"if world.rank == 0: os.kill(os.getppid(), {int(number)})\n"
-        "time.sleep(20)\n"
+        "time.sleep(600)\n"
         "sys.exit(9)\n"
     )
     try:
@@ -335,11 +340,11 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path):
         waits = [os.pidfd_open(pid) for pid in pids]
         launcher.kill()
     for pidfd in waits:
-        assert select.select([pidfd], [], [], 20)[0], "a rank is still there"
+        assert select.select([pidfd], [], [], 60)[0], "a rank is still there"
         os.close(pidfd)
 
 
-def test_pretended_hosts_have_gpus_of_their_own(tmp_path, capfd):
+def test_simulated_hosts_have_gpus_of_their_own(tmp_path, capfd):
     script = tmp_path / "gpus.py"
     script.write_text("import os; print('GPUs', os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))\n")
     command = [sys.executable, str(script)]
@@ -353,7 +358,7 @@ def test_pretended_hosts_have_gpus_of_their_own(tmp_path, capfd):
     assert seen((2,), ["0"]) == ["0: GPUs all", "1: GPUs all"]
 
 
-def test_a_reader_that_leaves_does_not_hold_up_the_ranks(tmp_path):
+def test_closed_output_pipe_does_not_hold_up_the_ranks(tmp_path):
     script = tmp_path / "talks.py"
     script.write_text("for _ in range(20000): print('a line that fills the pipe', flush=False)\n")
     command = f"{sys.executable} -m hpctrain run --nproc-per-node 2 {script} | head -1"
@@ -364,7 +369,7 @@ def test_a_reader_that_leaves_does_not_hold_up_the_ranks(tmp_path):
     assert done.stdout.endswith("a line that fills the pipe\n")
 
 
-def test_a_rank_that_fails_after_its_verdict_is_a_failure(tmp_path):
+def test_rank_that_fails_after_its_exit_status_file_is_a_failure(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(
         "import os, pathlib, sys\n"

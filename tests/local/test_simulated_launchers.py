@@ -46,7 +46,7 @@ OTHERWISE = {
         ("horovod", "horovodrun-two-hosts"),
     ],
 )
-def test_a_pretended_rank_has_what_the_launcher_gave_the_true_one(style, name):
+def test_run_as_gives_a_rank_the_variables_of_the_real_launcher(style, name):
     document = environments.load(name)
     hosts = list(dict.fromkeys(document["layout"]))
     counts = [document["layout"].count(host) for host in hosts]

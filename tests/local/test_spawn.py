@@ -16,7 +16,7 @@ from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.local import spawn
 
 
-def test_every_rank_gets_the_arguments_and_the_results_come_by_rank():
+def test_spawn_passes_arguments_and_returns_results_by_rank():
     more = 7
 
     def place(base, *, factor):
@@ -29,14 +29,14 @@ def test_every_rank_gets_the_arguments_and_the_results_come_by_rank():
     assert told == [(rank, 3, "hpctrain", 17) for rank in range(3)]
 
 
-def test_a_lambda_on_one_rank_is_enough(monkeypatch):
+def test_spawn_uses_one_rank_for_each_visible_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert spawn(lambda: os.environ["HPCTRAIN_WORLD_SIZE"]) == ["1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert spawn(lambda: os.environ["HPCTRAIN_WORLD_SIZE"]) == ["2", "2"]
 
 
-def test_what_the_ranks_print_comes_with_their_number(capfd):
+def test_spawn_output_lines_carry_the_rank(capfd):
     spawn(lambda: print("here"), 3)
     assert sorted(capfd.readouterr().out.splitlines()) == ["0: here", "1: here", "2: here"]
 
@@ -53,7 +53,7 @@ class Cell(io.TextIOBase):
         return len(text)
 
 
-def test_a_notebook_gets_the_output_in_its_cell(monkeypatch):
+def test_spawn_in_a_notebook_prints_into_the_cell(monkeypatch):
     out, err = Cell(), Cell()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
@@ -62,7 +62,7 @@ def test_a_notebook_gets_the_output_in_its_cell(monkeypatch):
     assert {"0: wrong", "1: wrong"} < set(err.text.splitlines())
 
 
-def test_it_works_off_the_main_thread():
+def test_spawn_works_in_another_thread():
     told = []
     thread = threading.Thread(target=lambda: told.extend(spawn(os.getpid, 2)))
     thread.start()
@@ -70,7 +70,7 @@ def test_it_works_off_the_main_thread():
     assert len(set(told)) == 2
 
 
-def test_files_of_a_start_are_private_and_gone_afterwards():
+def test_spawn_files_are_private_and_removed():
     def look():
         folder = os.path.dirname(os.environ["HPCTRAIN_VERDICT"])
         return folder, os.stat(folder).st_mode & 0o777
@@ -80,7 +80,7 @@ def test_files_of_a_start_are_private_and_gone_afterwards():
     assert not Path(folder).exists()
 
 
-def test_the_rank_that_failed_first_is_named_with_its_traceback():
+def test_spawn_names_the_first_failed_rank_with_its_traceback():
     def fails():
         if os.environ["HPCTRAIN_RANK"] == "1":
             raise ValueError("the cause")
@@ -93,7 +93,7 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback():
     assert caught.value.found.endswith("ValueError: the cause")
 
 
-def test_wrong_use_in_a_rank_is_wrong_use():
+def test_spawn_raises_usage_error_of_a_rank():
     def refuses():
         from hpctrain.errors import UsageError
 
@@ -103,7 +103,7 @@ def test_wrong_use_in_a_rank_is_wrong_use():
         spawn(refuses, 2)
 
 
-def test_the_verdict_of_rank_0_gives_the_code():
+def test_spawn_exit_status_file_of_rank_0_gives_the_exit_code():
     def stops():
         from hpctrain.rundir import write_verdict
 
@@ -130,13 +130,13 @@ def test_the_verdict_of_rank_0_gives_the_code():
         ((threading.Lock, 2), {}, "what the function returned on rank"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, keywords, word):
+def test_spawn_refuses_wrong_arguments(arguments, keywords, word):
     with pytest.raises(UsageError) as caught:
         spawn(*arguments, **keywords)
     assert word in str(caught.value)
 
 
-def test_ranks_do_not_spawn(monkeypatch):
+def test_spawn_inside_a_rank_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -167,7 +167,7 @@ assert "torch" not in sys.modules
 """
 
 
-def test_a_script_needs_no_main_guard_and_its_neighbours_are_found(tmp_path):
+def test_spawn_needs_no_main_guard_and_finds_modules_beside_the_script(tmp_path):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "beside.py").write_text("VALUE = 21\n")
     (tmp_path / "code" / "train.py").write_text(SCRIPT)
@@ -176,7 +176,7 @@ def test_a_script_needs_no_main_guard_and_its_neighbours_are_found(tmp_path):
     assert done.stdout.splitlines() == ["42 ['--lr', '1'] True"] * 3
 
 
-def test_a_module_that_spawns_when_it_is_imported_ends(tmp_path):
+def test_spawn_at_import_of_a_module_is_refused(tmp_path):
     (tmp_path / "forever.py").write_text(
         "from hpctrain.local import spawn\ndef train(): pass\nspawn(train, 2)\n"
     )
@@ -187,7 +187,7 @@ def test_a_module_that_spawns_when_it_is_imported_ends(tmp_path):
 
 
 @pytest.mark.parametrize(("error", "code"), [("ValueError(1)", 1), ("SystemExit(2)", 2)])
-def test_a_script_leaves_with_the_code_and_shows_no_traceback_of_its_own(error, code, tmp_path):
+def test_spawn_script_exits_with_the_code_and_no_traceback_of_its_own(error, code, tmp_path):
     (tmp_path / "train.py").write_text(
         f"from hpctrain.local import spawn\ndef train(): raise {error}\nspawn(train, 2)\n"
     )
@@ -204,7 +204,7 @@ from hpctrain.local import spawn
 def train():
     try:
         print("ready", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     except KeyboardInterrupt:
         pathlib.Path("saved-" + os.environ["HPCTRAIN_RANK"]).touch()
 
@@ -238,17 +238,17 @@ def script(tmp_path):
     yield begin
     for process in running:
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
-def test_ctrl_c_is_raised_when_the_ranks_have_left(script):
+def test_spawn_raises_ctrl_c_when_the_ranks_have_ended(script):
     process = script(INTERRUPTED)
     assert all("ready" in process.stdout.readline() for _ in range(2))
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=30)[0].strip() == "interrupted 2"
+    assert process.communicate(timeout=60)[0].strip() == "interrupted 2"
 
 
-def test_kill_9_leaves_nothing(script, tmp_path):
+def test_spawn_kill_9_leaves_no_rank_and_no_file(script, tmp_path):
     process = script(INTERRUPTED, TMPDIR=str(tmp_path))
     assert all("ready" in process.stdout.readline() for _ in range(2))
     (folder,) = tmp_path.glob("hpctrain-*")
@@ -265,8 +265,8 @@ def test_kill_9_leaves_nothing(script, tmp_path):
 
     assert len(left()) == 1 + 2 + 1  # the folder, the ranks, and their guard
     process.kill()
-    process.wait(timeout=20)
-    deadline = time.monotonic() + 20
+    process.wait(timeout=60)
+    deadline = time.monotonic() + 60
     while left() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left()
