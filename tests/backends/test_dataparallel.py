@@ -81,7 +81,7 @@ def test_dataparallel_model_keeps_names_and_gradients():
 
 
 def test_dataparallel_threads_inherit_autocast_dtype():
-    """As DataParallel has one for each GPU; here one of our own stands for them."""
+    """A thread of the test stands for those that DataParallel has for each GPU."""
     seen = []
     module = nn.Linear(1, 1)
     module.register_forward_hook(lambda *_: seen.append(torch.get_autocast_dtype("cuda")))

@@ -14,7 +14,7 @@ def wide_model():
 
 
 def trained(variants):
-    """By options, how some steps have moved the weights, and what torch was told."""
+    """Return, for each set of options, the change of the weights and what torch was told."""
     found = []
     for options in variants:
         with hpctrain.Session(batch_size=2, backend="ddp", timeout=20, **options) as session:

@@ -1,4 +1,4 @@
-"""What is Horovod's alone: its options, its failures, and what it leaves behind."""
+"""Tests of Horovod alone: its options, its failures, and what it leaves behind."""
 
 import importlib.util
 import logging
@@ -550,7 +550,7 @@ def thresholds():
 
 
 def test_horovod_deterministic_is_undone_when_the_session_closes():
-    """In Horovod it would: a threshold stays until another one is set."""
+    """Horovod itself keeps a threshold until another one is set."""
     assert ranks.values(ranks.run(1, thresholds)) == [([None, "0", "134217728"], None)]
 
 

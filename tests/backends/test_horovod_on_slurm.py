@@ -275,7 +275,7 @@ def test_elastic_horovodrun_leaves_no_process_and_shows_no_secret(horovod, clust
 def test_elastic_horovod_batch_script_continues_without_a_lost_host(
     horovod, cluster, ssh, reference, checkout
 ):
-    """By srun, as soon as Slurm knows of the loss."""
+    """Starts by srun again, as soon as Slurm knows of the loss."""
     (checkout / "slow.py").write_text(SLOW)
     command = ("python", "slow.py", *horovod_spec()["command"][1:])
     job = submit(cluster, written(checkout, command=command), ssh, *TRAIN, "--run", "run")

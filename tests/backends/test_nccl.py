@@ -87,7 +87,7 @@ def test_second_session_over_nccl(nccl):
 
 
 def torchs_and_ours(dtype):
-    """How far our synchronised batch norm is from torch's: outputs, gradients, statistics."""
+    """Return differences from torch's layer: outputs, gradients and running statistics."""
     with session(batch_size=2, precision="fp32") as opened:
         rank, device = opened.world.rank, opened.device
         torch.manual_seed(1)

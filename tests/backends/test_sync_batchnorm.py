@@ -45,7 +45,7 @@ KINDS = [
 
 
 def numbers():
-    """By kind, how far outputs, gradients and running statistics are from one process's."""
+    """Return differences from one process: outputs, gradients and running statistics by kind."""
     found = []
     with session(batch_size=2) as opened:
         rank = opened.world.rank

@@ -37,7 +37,7 @@ def bench(*words):
 
 
 def record(tmp_path):
-    """What was saved, where nothing else was left."""
+    """Return the saved record, and check that no other file is left."""
     (saved,) = tmp_path.iterdir()
     assert saved.name == "found.json"
     return json.loads(saved.read_text())
@@ -323,7 +323,7 @@ def test_bench_input_of_one_process(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def arms():
-    """Of `bench input`, over 10 pictures in batches of 4."""
+    """Arms of `bench input`, over 10 pictures in batches of 4."""
     with hpctrain.Session(backend="single", precision="fp32", batch_size=4, workers=0) as session:
         yield input._Arms(session, input.Pictures(10))
 

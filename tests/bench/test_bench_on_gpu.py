@@ -13,7 +13,7 @@ from hpctrain.cli import main
 
 
 def benches(*words):
-    """What a rank printed."""
+    """Run the command on a rank and return what it printed."""
     for module in (step, allreduce):
         module._BLOCK_SECONDS = 0.05
     shown = io.StringIO()
@@ -23,7 +23,7 @@ def benches(*words):
 
 
 def record():
-    """What rank 0 has saved."""
+    """Return the record that rank 0 saved."""
     return json.loads(Path("found.json").read_text())
 
 

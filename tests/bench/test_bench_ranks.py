@@ -16,7 +16,7 @@ from hpctrain.cli import main
 
 
 def benches(*words, fault=None):
-    """What a rank returns and prints.
+    """Run the command on a rank: its exit code, and what it printed.
 
     Args:
         words: of the command.
@@ -34,7 +34,7 @@ def benches(*words, fault=None):
 
 
 def told(results):
-    """What rank 0 printed; the others print nothing and leave with 0."""
+    """Return what rank 0 printed, and check that the others printed nothing."""
     (code, said), *others = ranks.values(results)
     assert [code, *others] == [0, *[(0, "")] * len(others)]
     return said

@@ -55,7 +55,7 @@ def initialized(level, seed=0, **keywords):
 
 
 def step(model, optimizer, images, targets, factor=1.0, **keywords):
-    """As scripts have it."""
+    """Take a step as scripts of Apex do."""
     loss = F.cross_entropy(model(images), targets)
     optimizer.zero_grad()
     with amp.scale_loss(loss * factor, optimizer, **keywords) as scaled_loss:
@@ -214,7 +214,7 @@ def test_amp_gradient_accumulation():
 
 @contextlib.contextmanager
 def told():
-    """What is said through logging."""
+    """Collect log messages."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

@@ -49,7 +49,7 @@ def worlds(size):
 
 
 def epoch_of(length, batches, size, epoch=0, first_step=0, seed=3):
-    """By step, the micro-batches of all ranks in the order of the global batch."""
+    """Return, for each step, the micro-batches of all ranks in the order of the global batch."""
     streams = []
     for world in worlds(size):
         sampler = TrainingSampler(length, batches, world, seed)
@@ -424,7 +424,7 @@ def test_loader_on_device_gets_whole_batches_before_the_precision(workers):
 
 
 class StreamStandIn:
-    """Of CUDA's streams, which this machine need not have: writes down who waits for whom."""
+    """A stand-in for CUDA's streams that writes down which one waits for which."""
 
     def __init__(self, name, events):
         self.name, self.events = name, events
@@ -517,7 +517,7 @@ class NoisyBatches(Noisy):
 
 
 def drawn(dataset, world_size=1, size=4, workers=0, epochs=(0,), first_step=0, seed=5):
-    """What each sample drew, by epoch and index."""
+    """Return the random numbers of each sample, by epoch and index."""
     samples = {}
     for rank in range(world_size):
         batches = Batches(size * world_size, size, 1)
@@ -598,7 +598,7 @@ def test_data_sets_without_augmentation_are_not_seeded():
 
 
 class Stream(IterableDataset):
-    """Nobody knows how long it is."""
+    """A data set without a length."""
 
     def __iter__(self):
         yield from torch.arange(7.0)

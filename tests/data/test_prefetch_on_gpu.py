@@ -20,7 +20,7 @@ def halve(batch):
 
 
 def passes(workers):
-    """What came out of two times through a loader, and whether the GPU was waited for."""
+    """Return the batches of two passes; the second raises an error where it waits for the GPU."""
     with session(batch_size=SIZE, workers=workers, channels_last=True) as opened:
         loader = opened.loader(dataset(), train=False, batch_size=SIZE, on_device=halve)
         busy = torch.ones(4096, 4096, device=on_gpu.DEVICE)

@@ -60,7 +60,7 @@ def accept(cluster, folder, tools, *arguments):
 
 
 def verdicts(page):
-    """By check, pass, FAIL, begun (and not ended) or not reached."""
+    """Return pass, FAIL, begun (and not ended) or not reached by check."""
     return dict(re.findall(r"^\d  ([a-z-]+) +(pass|FAIL|begun|not reached)", page, re.MULTILINE))
 
 

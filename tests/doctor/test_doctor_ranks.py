@@ -19,7 +19,7 @@ DOCTOR = ["-m", "hpctrain", "doctor"]
 
 
 def examines(own=None, fault=None, run=None, as_json=True, seconds=120.0):
-    """What a rank of the doctor returns and prints; Horovod counts as not installed.
+    """Run the doctor on a rank, as if without Horovod: its exit code, and what it printed.
 
     Args:
         own: by rank, variables that it has besides.
@@ -39,7 +39,7 @@ def examines(own=None, fault=None, run=None, as_json=True, seconds=120.0):
 
 
 def told(results):
-    """What rank 0 printed; the others print nothing and leave with 0."""
+    """Return what rank 0 returned and printed, and check that the others printed nothing."""
     (code, said), *others = ranks.values(results)
     assert others == [(0, "")] * len(others)
     return code, said
@@ -130,7 +130,7 @@ def test_doctor_names_a_rank_with_broken_torch():
 
 
 def miscounts(rank):
-    """The sums of rank 1 have another last element."""
+    """Give the sums of rank 1 another last element."""
     checked = exchange.checked
     exchange.checked = lambda backend, count: checked(backend, count) and rank != 1
 
@@ -145,7 +145,7 @@ def test_doctor_names_a_rank_with_a_wrong_all_reduce():
 
 
 def is_late(rank):
-    """The clock of rank 2 is behind."""
+    """Put the clock of rank 2 back."""
     now = time.time
     if rank == 2:
         time.time = lambda: now() - 90
@@ -161,7 +161,7 @@ def test_doctor_names_a_host_whose_clock_is_behind():
 
 
 def is_elsewhere(rank):
-    """Rank 2 is in a folder of its own."""
+    """Move rank 2 into another folder."""
     os.makedirs(f"folder-of-{rank // 2}", exist_ok=True)
     os.chdir(f"folder-of-{rank // 2}")
 
@@ -176,7 +176,7 @@ def test_doctor_names_a_rank_whose_run_directory_is_not_shared(tmp_path):
 
 
 def falls_silent(rank):
-    """Rank 1 leaves before the first sum."""
+    """End rank 1 before the first sum."""
     if rank == 1:
         exchange.run_sums = lambda backend: os._exit(0)
 

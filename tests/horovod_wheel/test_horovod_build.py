@@ -91,7 +91,7 @@ def programs(tmp_path, monkeypatch):
 
 
 def quiet(line):
-    """Nobody reads it."""
+    """Print nothing."""
 
 
 def text(folder, name):
@@ -423,7 +423,7 @@ def test_build_command_that_fails_or_times_out_leaves_no_process(tmp_path):
 
 
 def alive(pid):
-    """Whether a process runs; one that has ended and waits for its parent does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -94,7 +94,7 @@ def test_shards_hold_the_samples_of_the_folder_in_order(folders, made):
 
 
 def test_shards_follow_the_webdataset_convention(made, folders):
-    """As its reader pairs them: a key ends at the first dot of the last part of the name."""
+    """Pairs files as its reader does: a key ends at the first dot of the last part of the name."""
     samples = {}
     for path in sorted(made.glob("train-*.tar")):
         with tarfile.open(path) as tar:
@@ -156,7 +156,7 @@ def cut(path):
 
 
 def other_content(path):
-    """As many bytes, in which another sample begins."""
+    """Change the file without changing its size."""
     path.write_bytes(path.read_bytes().replace(b"0000644", b"0000600"))
 
 
@@ -443,7 +443,7 @@ def test_bytes_after_the_end_of_a_shard_are_refused(made):
 
 @pytest.mark.parametrize("below", ["", "images/"])
 def test_rebuilt_shard_index_keeps_class_names(tmp_path, below):
-    """Also where images lie one folder deeper, as those of Tiny ImageNet."""
+    """Includes images one folder deeper, as those of Tiny ImageNet."""
     names = ("n01", "n02", "n03")
     write(tmp_path / "images", {f"train/{name}/{below}x.JPEG": b"x" for name in names})
     shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
@@ -469,7 +469,7 @@ def test_image_names_with_the_same_key_stay_two_samples(tmp_path):
 
 
 def test_names_in_a_shard_are_unique(tmp_path):
-    """Else tar, which knows no samples, loses one of two."""
+    """tar would lose one of two files with the same name."""
     names = ("a.b.jpg", "a.jpg", "a.k.jpg", "a.png", "a_b-0.jpg", "a_k-2.jpg", "a_k-2-5.jpg")
     write(tmp_path / "images" / "train" / "c", {name: name.encode() for name in names})
     shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
@@ -533,7 +533,7 @@ def test_shards_without_free_descriptors_name_the_limit(tmp_path):
 
 
 def open_below(folder):
-    """How many of a folder's files this process has open."""
+    """Count the files of a folder that this process has open."""
     links = Path("/proc/self/fd").iterdir()
     return sum(os.path.realpath(link).startswith(f"{folder}/") for link in links)
 
@@ -635,7 +635,7 @@ def test_broken_link_in_an_image_folder_is_refused(tmp_path, name):
 
 
 def test_pipe_in_an_image_folder_is_refused(tmp_path):
-    """Nobody may ever write into a pipe that a run reads."""
+    """A run would wait for ever to read from a pipe."""
     write(tmp_path, {"train/a/x.jpg": b"x"})
     os.mkfifo(tmp_path / "train" / "a" / "y.jpg")
     assert refused(tmp_path).found == f"{tmp_path}/train/a/y.jpg is no file"

@@ -69,7 +69,7 @@ def test_tracker_package_missing_is_refused(monkeypatch):
 
 
 class Folder:
-    """What importlib says of a folder that is no package."""
+    """The answer of importlib for a folder that is no package."""
 
     origin = None
 
