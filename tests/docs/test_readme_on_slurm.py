@@ -24,7 +24,7 @@ def checkout(cluster, tmp_path):
     cluster.clear()
 
 
-def test_readme_slurm_commands_work_as_printed(cluster, checkout):
+def test_readme_sbatch_and_srun_commands_are_accepted_and_submit_trains(cluster, checkout):
     assert len(COMMANDS) == 9
     env = cluster.environ()
     env["PATH"] = f"{launches.BIN}:{env['PATH']}"

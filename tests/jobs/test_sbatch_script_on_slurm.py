@@ -94,7 +94,6 @@ def test_sbatch_takes_hostile_names_and_comments(cluster):
         assert re.search(r"^   Comment=(.*) $", shown, re.MULTILINE)[1] == comment
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_sbatch_accepts_shipped_scripts(cluster, name):
     small = ["--cpus-per-task=2"]  # the hosts here have eight CPUs
@@ -115,7 +114,6 @@ def test_sbatch_accepts_shipped_scripts(cluster, name):
 # --- what it runs
 
 
-@pytest.mark.slow
 def test_hostile_words_reach_ranks_of_srun(cluster):
     words = ["", " ", "it's", '"', "\\", "$(touch canary)", "`touch canary`", "a\nb", "*", "\r\n"]
     tell = 'printf "%s\\0" "$SLURM_PROCID" "$A" "$@" >out-$SLURM_PROCID'
