@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import hashlib
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import torch
 
 from hpctrain.checkpoint import load_newest, save
 from hpctrain.checkpoint.folder import Folder
+from hpctrain.checkpoint.reading import digest
 from hpctrain.checkpoint.snapshot import freeze
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.rundir import RunDirectory
@@ -319,3 +321,40 @@ def test_run_resumed_before_a_damaged_checkpoint_keeps_new_ones(run):
     Folder(run, keep=1).save(25, freeze(state_of(25)), {})
     assert run.steps() == [25, 30, 40]
     assert newest(run) == 25
+
+
+def test_checkpoint_gets_its_name_after_its_manifest_is_written(run, monkeypatch):
+    rename, seen = Path.rename, []
+
+    def look(source, target):
+        if target == run.checkpoint(1):
+            seen.append(sorted(os.listdir(source)))
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", look)
+    save(run, 1, state_of(1), {})
+    assert seen == [["manifest.json", "model.pt", "position.pt"]]
+
+
+def test_checkpoint_that_holds_code_is_not_run(saved, tmp_path):
+    """Of whoever writes the manifest too, so that all sizes and hashes fit."""
+    folder, ran = saved.checkpoint(2), tmp_path / "ran"
+    torch.save(_Code(ran), folder / "model.pt")
+    content = (folder / "model.pt").read_bytes()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    sha256 = hashlib.sha256(content).hexdigest()
+    manifest["files"]["model.pt"] = {"size": len(content), "sha256": sha256}
+    manifest["sha256"] = digest(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert newest(saved) == 1
+    assert not ran.exists()
+
+
+class _Code:
+    """A value whose pickle makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)

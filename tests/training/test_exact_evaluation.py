@@ -3,7 +3,8 @@
 import pytest
 import ranks
 import torch
-from battery import session
+from battery import images, session, train
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import hpctrain
@@ -135,3 +136,20 @@ def test_evaluation_errors_are_raised_on_all_ranks(run):
         assert "1 targets are 4 or more" in outside[0]
         assert "no sample to score" in nothing[0]
     assert [outside[1] for outside, _ in results] == [False, True, True]
+
+
+def running_means():
+    """Of the batch norm after a few steps, before an evaluation and in it."""
+    with session(global_batch=6, max_steps=3, log_every=1, run="run") as opened:
+        _, model = train(opened, 3)
+        norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
+        before = norm.running_mean.tolist()
+        for _ in opened.loader(images(24), train=False):
+            pass
+        return before, norm.running_mean.tolist()
+
+
+def test_evaluation_has_batch_norm_statistics_of_rank_0():
+    before, inside = zip(*ranks.values(ranks.run(3, running_means)), strict=True)
+    assert len(set(map(tuple, before))) == 3
+    assert inside == (before[0],) * 3

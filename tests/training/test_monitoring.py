@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import itertools
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import pty
 import re
 import select
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -272,3 +274,18 @@ def test_missing_tracker_is_refused_on_all_ranks(options, fix):
     results = ranks.run(3, partial(train, max_steps=2, **options))
     assert all(isinstance(result, UsageError) for result in results)
     assert fix in results[0].fix
+
+
+def test_samples_per_second_counts_the_global_batch():
+    ranks.values(ranks.run(3, partial(train, max_steps=24, log_every=2)))
+    run = RunDirectory("run")
+    rows = [row for row in run.rows() if "samples_per_second" in row]
+    counted = [
+        row["samples_per_second"] * (row["time"] - before["time"])
+        for before, row in itertools.pairwise(rows)
+        if before["epoch"] == row["epoch"]
+    ]
+    # A row's time is taken a moment after its seconds; with the batch of a rank it would be 4.
+    assert statistics.median(counted) == pytest.approx(12, rel=0.4)
+    summary = run.read(run.summary)
+    assert summary["samples_per_second"] * summary["seconds"] == pytest.approx(24 * 6)

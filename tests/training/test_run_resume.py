@@ -4,7 +4,9 @@ import json
 import os
 import random
 import shutil
+import time
 from pathlib import Path
+from unittest import mock
 
 import faults
 import pytest
@@ -14,6 +16,7 @@ from battery import images, session, small_model
 from torch import nn
 
 import hpctrain
+from hpctrain import rundir
 from hpctrain.errors import ReplacedError, UsageError
 from hpctrain.rundir import RunDirectory
 
@@ -497,7 +500,20 @@ def test_requeued_job_resumes_without_option():
     assert ranks.values(ranks.run(2, train_with, options, env=job))[0][0][0] in (4, 6)
 
 
-def test_exit_status_file_is_written_before_ranks_exit(tmp_path):
+def leave_after_a_slow_write():
+    """Whether the exit status file is there when this rank has left."""
+    write = rundir.write_verdict
+    with mock.patch.object(rundir, "write_verdict", lambda *told: time.sleep(0.5) or write(*told)):
+        hpctrain.Session(global_batch=3).close()
+    return os.path.exists(os.environ["HPCTRAIN_VERDICT"])
+
+
+def test_exit_status_file_is_written_before_any_rank_leaves(tmp_path):
+    env = {"HPCTRAIN_VERDICT": str(tmp_path / "verdict")}
+    assert ranks.values(ranks.run(3, leave_after_a_slow_write, env=env)) == [True] * 3
+
+
+def test_exit_status_file_has_code_and_reason(tmp_path):
     env = {"HPCTRAIN_VERDICT": str(tmp_path / "verdict")}
     ranks.values(ranks.run(3, train, env=env))
     assert json.loads((tmp_path / "verdict").read_text())["code"] == 0
