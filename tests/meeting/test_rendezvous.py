@@ -474,17 +474,21 @@ def test_wrong_secret_is_refused_with_the_reason(start, key):
 def test_rank_that_never_confirms_the_roster_is_named_and_secret_is_never_sent(start, key):
     point = dataclasses.replace(meeting_point(key=key), secret="s3cret")
     server = Server(start, 3, point)
-    with introduced(point, 1, 3, "s3cret") as reader:
-        server.waits_for("rank 2")
-        start(World(2, 3, 2), point)
-        assert "proof" in json.loads(reader.readline())
-        said = reader.readline()
-        assert "roll" in json.loads(said)
-        assert "s3cret" not in said
+    with introduced(point, 1, 3, "s3cret") as deaf, introduced(point, 2, 3, "s3cret") as other:
+        for reader in (deaf, other):
+            assert "proof" in json.loads(reader.readline())
+            said = reader.readline()
+            assert "roll" in json.loads(said)
+            assert "s3cret" not in said
+        other.buffer.raw._sock.sendall(encode({"heard": 2}))
+        with knock(ports(point)[0]) as later, later.makefile() as answers:
+            greet(Credentials(key, "s3cret"), later, answers)  # so rank 2 was heard by now
         server.end(NEWS_SECONDS)
-    for outcome in start.ended():
-        assert "rank 1" in outcome.found.partition(" of 3 came and ")[0]
-        assert "lost: the roll was not heard on a" in outcome.found
+        assert "proof" in json.loads(other.readline())
+        found, _, _ = json.loads(other.readline())["error"]
+    (outcome,) = start.ended()
+    assert outcome.found == found
+    assert found.startswith("rank 1 of 3 came and was lost: the roll was not heard on a")
 
 
 @pytest.mark.parametrize(
