@@ -13,7 +13,7 @@ from hpctrain.arguments import Batches, Options, options, plan_batches
 from hpctrain.errors import UsageError
 
 
-def test_the_command_line_and_the_keywords_have_the_same_defaults():
+def test_command_line_and_keywords_have_the_same_defaults():
     assert hpctrain.options is options
     parsed = vars(options().parse_args([]))
     assert parsed == dataclasses.asdict(Options())
@@ -63,7 +63,7 @@ DDP = {
 }
 
 
-def test_a_backend_gets_its_own_options_and_those_of_others_are_refused():
+def test_backend_options_of_another_backend_are_refused():
     chosen = Options.of(None, {"backend": "horovod", "horovod_op": "sum"})
     assert chosen.of_backend("horovod") == {
         "op": "sum",
@@ -81,13 +81,13 @@ def test_a_backend_gets_its_own_options_and_those_of_others_are_refused():
         dataclasses.replace(chosen, backend="auto").of_backend("single")
 
 
-def test_elastic_wants_a_global_batch_that_does_not_follow_the_ranks():
+def test_elastic_needs_a_global_batch():
     with pytest.raises(UsageError, match="--elastic without --global-batch"):
         plan_batches(Options.of(None, {"elastic": True, "batch_size": 4}), 3)
     assert plan_batches(Options.of(None, {"elastic": True, "global_batch": 12}), 3).batch_size == 4
 
 
-def test_keywords_beat_the_command_line_and_own_arguments_of_a_script_are_left_alone():
+def test_keywords_override_the_command_line():
     parser = options(description="mine")
     parser.add_argument("--width", type=int, default=64)
     namespace = parser.parse_args(["--width", "8", "--lr", "0.5", "--seed", "3"])
@@ -127,7 +127,7 @@ def test_keywords_beat_the_command_line_and_own_arguments_of_a_script_are_left_a
         ({"data": 3}, "--data 3", ""),
     ],
 )
-def test_keywords_are_held_to_what_the_command_line_takes(keywords, found, fix):
+def test_wrong_keywords_are_refused_as_on_the_command_line(keywords, found, fix):
     with pytest.raises(UsageError) as caught:
         Options.of(None, keywords)
     assert found in caught.value.found
@@ -144,12 +144,12 @@ def test_keywords_are_held_to_what_the_command_line_takes(keywords, found, fix):
         {"workers": 0, "seed": 0, "batch_size": 1},
     ],
 )
-def test_values_at_the_edge_are_taken(keywords):
+def test_option_values_at_the_edge_are_accepted(keywords):
     read = Options.of(None, keywords)
     assert {name: getattr(read, name) for name in keywords} == keywords
 
 
-def test_paths_may_be_path_objects():
+def test_option_paths_may_be_path_objects():
     read = Options.of(None, {"run": Path("runs/a"), "data": Path("sets/b")})
     assert (read.run, read.data) == ("runs/a", "sets/b")
 
@@ -168,7 +168,7 @@ def test_paths_may_be_path_objects():
         "--batch 8",  # no abbreviations: a script may have options of its own
     ],
 )
-def test_the_command_line_refuses_what_cannot_be(line, capsys):
+def test_command_line_refuses_wrong_values(line, capsys):
     with pytest.raises(SystemExit) as caught:
         options().parse_args(line.split())
     assert caught.value.code == 2
@@ -190,7 +190,7 @@ def test_the_command_line_refuses_what_cannot_be(line, capsys):
         (1, None, None, 1, (1, 1, 1)),
     ],
 )
-def test_what_is_missing_of_the_batches_is_derived(total, size, times, world, expected):
+def test_global_batch_batch_size_and_accumulation_are_derived(total, size, times, world, expected):
     chosen = Options(global_batch=total, batch_size=size, accumulate=times)
     assert plan_batches(chosen, world) == Batches(*expected)
 
@@ -206,7 +206,7 @@ def test_what_is_missing_of_the_batches_is_derived(total, size, times, world, ex
         (96, 8, 2, 4, "--batch-size 8 × --accumulate 2 = 64", "--global-batch 64, or"),
     ],
 )
-def test_batches_that_do_not_divide_are_refused_with_the_nearest_that_do(
+def test_global_batch_that_does_not_divide_is_refused_with_the_nearest(
     total, size, times, world, found, fix
 ):
     chosen = Options(global_batch=total, batch_size=size, accumulate=times)
@@ -222,7 +222,7 @@ _SOME = st.none() | st.integers(1, 40)
 
 
 @given(st.none() | st.integers(1, 400), _SOME, _SOME, st.integers(1, 9))
-def test_a_plan_keeps_what_was_given_and_its_sizes_multiply(total, size, times, world):
+def test_global_batch_is_the_product_for_any_plan(total, size, times, world):
     chosen = Options(global_batch=total, batch_size=size, accumulate=times)
     try:
         plan = plan_batches(chosen, world)

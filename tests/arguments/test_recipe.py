@@ -42,7 +42,7 @@ secret = "open"
 """
 
 
-def test_a_recipe_is_under_the_command_line_and_over_the_defaults(write):
+def test_recipe_overrides_defaults_and_not_the_command_line(write):
     recipe = write(RECIPE)
     mine = parser()
     mine.set_defaults(lr=0.5, seed=7)
@@ -54,7 +54,7 @@ def test_a_recipe_is_under_the_command_line_and_over_the_defaults(write):
     assert Options.of(read, {}).global_batch == 64
 
 
-def test_it_works_with_what_other_programs_add_and_leaves_the_parser_as_it_was(write):
+def test_recipe_leaves_the_argument_parser_as_it_was(write):
     mine = parser()
     read, rest = mine.parse_known_args([f"--recipe={write(RECIPE)}", "--theirs", "1"])
     assert (read.model, rest) == ("resnet18", ["--theirs", "1"])
@@ -65,7 +65,7 @@ def test_it_works_with_what_other_programs_add_and_leaves_the_parser_as_it_was(w
         mine.parse_args([])
 
 
-def test_help_shows_the_values_of_the_recipe(write, capsys):
+def test_help_shows_recipe_values(write, capsys):
     with pytest.raises(SystemExit) as caught:
         parser().parse_args(["--recipe", write(RECIPE + "clip_value = 3.5\n"), "--help"])
     assert caught.value.code == 0
@@ -99,7 +99,7 @@ def test_help_shows_the_values_of_the_recipe(write, capsys):
         ("lr = " + "[" * 5000, "no TOML file: "),
     ],
 )
-def test_what_is_wrong_in_it_is_one_error_with_its_name(write, capsys, text, said):
+def test_wrong_recipe_is_one_error_with_its_name(write, capsys, text, said):
     path = write(text)
     with pytest.raises(SystemExit) as caught:
         parser().parse_args(["--secret", "x", "--recipe", path])
@@ -118,7 +118,7 @@ def test_what_is_wrong_in_it_is_one_error_with_its_name(write, capsys, text, sai
         ("", [], False),
     ],
 )
-def test_two_switches_of_one_name_have_the_value_of_the_file(write, text, line, expected):
+def test_recipe_switch_and_its_negation(write, text, line, expected):
     mine = options(prog="train.py")
     mine.add_argument("--flip", action="store_true")
     mine.add_argument("--no-flip", dest="flip", action="store_false")
@@ -126,7 +126,7 @@ def test_two_switches_of_one_name_have_the_value_of_the_file(write, text, line, 
     assert mine.parse_args([]).flip is False
 
 
-def test_of_an_option_and_a_switch_of_one_name_each_takes_its_own_kind(write):
+def test_recipe_option_and_switch_of_one_name(write):
     mine = options(prog="train.py")
     mine.add_argument("--size", type=int, default=1)
     mine.add_argument("--huge", dest="size", action="store_const", const=99)
@@ -136,7 +136,7 @@ def test_of_an_option_and_a_switch_of_one_name_each_takes_its_own_kind(write):
     assert mine.parse_args(["--recipe", write("size = 7"), "--huge"]).size == 99
 
 
-def test_a_text_goes_through_its_type_once(write):
+def test_recipe_text_is_converted_once(write):
     mine = options(prog="train.py")
     mine.add_argument("--mark", type=lambda text: f"{text}!")
     assert mine.parse_args(["--recipe", write("mark = 'x'")]).mark == "x!"
@@ -153,9 +153,7 @@ def test_a_text_goes_through_its_type_once(write):
         ("store_const", {"const": 5}, "true"),
     ],
 )
-def test_an_option_that_no_value_can_stand_for_is_refused_by_name(
-    write, capsys, action, more, value
-):
+def test_recipe_refuses_options_without_a_value(write, capsys, action, more, value):
     mine = options(prog="train.py")
     mine.add_argument("-t", "--tag", action=action, **more)
     with pytest.raises(SystemExit) as caught:
@@ -164,7 +162,7 @@ def test_an_option_that_no_value_can_stand_for_is_refused_by_name(
     assert "tag: -t/--tag is for the command line alone" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_read_is_one_error(tmp_path, capsys):
+def test_unreadable_recipe_is_one_error(tmp_path, capsys):
     (tmp_path / "latin.toml").write_bytes(b"about = '\xe9'")
     for name, said in (
         ("nothing.toml", "No such file"),
@@ -181,7 +179,7 @@ def test_a_file_that_cannot_be_read_is_one_error(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
-def test_the_recipes_of_the_repository_say_where_they_are_from(path):
+def test_recipes_of_the_repository_name_their_source(path):
     """That the examples take them is tested where they run."""
     text = path.read_text()
     about = tomllib.loads(text)["about"]

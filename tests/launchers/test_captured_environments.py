@@ -68,7 +68,7 @@ def wrong(world, document, rank):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_a_file_agrees_with_its_layout(name):
+def test_captured_environment_agrees_with_its_layout(name):
     document = DOCUMENTS[name]
     assert document["how"]
     assert document["captured"] or document["with"].startswith("written from documentation")
@@ -83,7 +83,7 @@ def test_a_file_agrees_with_its_layout(name):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_the_ranks_of_a_host_have_each_local_rank_once(name):
+def test_captured_local_ranks_are_unique_on_each_host(name):
     hosts = {}
     for host, rank in zip(DOCUMENTS[name]["layout"], DOCUMENTS[name]["ranks"], strict=True):
         hosts.setdefault(host, []).append(rank["world"]["local_rank"])
@@ -91,12 +91,12 @@ def test_the_ranks_of_a_host_have_each_local_rank_once(name):
         assert found == [None] * len(found) or sorted(found) == list(range(len(found)))
 
 
-def test_every_start_that_can_be_captured_has_its_file():
+def test_every_start_has_a_captured_environment():
     assert set(environments.BY_START) <= set(DOCUMENTS)
 
 
 @pytest.mark.parametrize("name", environments.BY_START)
-def test_a_file_says_what_the_table_says(name):
+def test_captured_environment_agrees_with_the_table(name):
     program, start = environments.BY_START[name]
     document = DOCUMENTS[name]
     assert document["launcher"] == start.launcher
@@ -107,7 +107,7 @@ def test_a_file_says_what_the_table_says(name):
 
 
 @pytest.mark.parametrize(("document", "rank"), RANKS)
-def test_a_process_is_recognised(document, rank):
+def test_captured_environment_gives_the_right_world(document, rank):
     entry = document["ranks"][rank]
     env = entry["env"]
     if document["launcher"] in WITHOUT_LOCAL_RANK:
@@ -120,7 +120,7 @@ def test_a_process_is_recognised(document, rank):
 
 
 @pytest.mark.parametrize(("document", "rank"), RANKS)
-def test_the_variables_alone_suffice_or_are_refused(document, rank):
+def test_captured_variables_alone_give_the_world_or_are_refused(document, rank):
     env = variables(document["ranks"][rank])
     if document is DOCUMENTS[TWIN]:
         # The limit that docs/launchers.md states: without its ancestors it is that step's task.

@@ -55,11 +55,11 @@ ALONE = World(0, 1, 0, 1, 0, 1, launcher="none")
         (HPCTRAIN, World(2, 3, 0, 1, 1, 2, ("node1", "node2"), "hpctrain")),
     ],
 )
-def test_the_launcher_is_recognised_and_says_who_this_is(env, world):
+def test_launcher_is_detected_with_its_world(env, world):
     assert detect(env) == world
 
 
-def test_the_environment_of_the_process_is_read_where_none_is_given(monkeypatch):
+def test_detect_reads_the_environment_of_the_process(monkeypatch):
     for name in [*STEP, *TORCHRUN, *HPCTRAIN, "HPCTRAIN_LAUNCHER"]:
         monkeypatch.delenv(name, raising=False)
     for name, value in BY_HAND.items():
@@ -67,7 +67,7 @@ def test_the_environment_of_the_process_is_read_where_none_is_given(monkeypatch)
     assert detect() == World(1, 2, 1, launcher="env")
 
 
-def test_a_step_smaller_than_its_job_counts_its_own_tasks():
+def test_slurm_step_smaller_than_its_job_counts_its_own_tasks():
     env = changed(
         STEP,
         SLURM_NTASKS="8",
@@ -83,7 +83,7 @@ def test_a_step_smaller_than_its_job_counts_its_own_tasks():
     assert detect(env) == World(1, 2, 0, 1, 1, 2, ("node2", "node3"), "slurm")
 
 
-def test_tasks_that_are_spread_unevenly_are_counted_on_each_host():
+def test_slurm_uneven_tasks_per_node_give_local_world_sizes():
     seen = []
     places = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
     for rank, (node, local) in enumerate(places):
@@ -108,7 +108,7 @@ _LAYOUT = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda one: one.name)
 @given(layout=_LAYOUT, start=st.integers(0, 2**31))
-def test_what_a_launcher_sets_is_what_it_reads(launcher, layout, start):
+def test_launcher_environ_is_read_back_for_any_layout(launcher, layout, start):
     if launcher.name == "none":
         assert launcher.environ(ALONE, (1,), start) == {}
         return
@@ -133,7 +133,7 @@ def test_what_a_launcher_sets_is_what_it_reads(launcher, layout, start):
     assert survey(launcher.environ(world, layout, start + 1)).meeting_point.key not in keys
 
 
-def test_every_attempt_of_torchrun_meets_by_itself():
+def test_rendezvous_key_differs_for_each_attempt_of_torchrun():
     again = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}
     assert survey(TORCHRUN).meeting_point.key != survey(again).meeting_point.key
 
@@ -147,7 +147,7 @@ def test_every_attempt_of_torchrun_meets_by_itself():
         ("SLURM_CLUSTER_NAME", "oak"),
     ],
 )
-def test_every_step_and_every_restart_meets_by_itself(name, other):
+def test_rendezvous_key_differs_for_each_slurm_step_and_restart(name, other):
     assert survey(STEP).meeting_point.key != survey({**STEP, name: other}).meeting_point.key
 
 
@@ -168,7 +168,7 @@ def test_every_step_and_every_restart_meets_by_itself(name, other):
         ({}, None, None),
     ],
 )
-def test_the_ranks_meet_where_a_person_or_the_launcher_says(env, address, port):
+def test_rendezvous_address_and_port_come_from_launcher_or_user(env, address, port):
     point = survey(env).meeting_point
     assert (point.address, point.port) == (address, port)
 
@@ -213,12 +213,12 @@ HOROVODRUN = {
         (BY_HAND, True, (), None),
     ],
 )
-def test_where_rank_0_is_not_certain_there_is_somebody_to_ask(env, sure, others, store):
+def test_rendezvous_has_others_to_ask_where_rank_0_is_not_certain(env, sure, others, store):
     point = survey(env).meeting_point
     assert (point.sure, point.others, point.store) == (sure, others, store)
 
 
-def test_a_number_of_hosts_that_cannot_be_is_left_to_the_roll_call():
+def test_openmpi_impossible_number_of_hosts_is_left_to_the_roster():
     """Open MPI 4.1.4 says it on the second host, with --map-by seq and a hostfile in a job."""
     assert detect({**OPENMPI, "OMPI_MCA_orte_num_nodes": "6"}).num_nodes is None
     assert detect({**OPENMPI, "OMPI_MCA_orte_num_nodes": "3"}).num_nodes == 3
@@ -241,7 +241,7 @@ def test_a_number_of_hosts_that_cannot_be_is_left_to_the_roll_call():
 )
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "HPCTRAIN_MAIN_ADDRESS"])
 @pytest.mark.parametrize("env", [STEP, changed(BY_HAND, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")])
-def test_loopback_is_refused_for_several_hosts(env, name, address):
+def test_loopback_address_is_refused_for_several_hosts(env, name, address):
     with pytest.raises(ContradictionError, match=f"{name}={address}") as caught:
         survey({**env, name: address})
     assert name in caught.value.fix
@@ -250,11 +250,11 @@ def test_loopback_is_refused_for_several_hosts(env, name, address):
     assert survey({**env, name: "localhost1"}).meeting_point.address == "localhost1"
 
 
-def test_two_agents_of_torchrun_may_stand_for_hosts():
+def test_torchrun_agents_may_use_localhost():
     assert survey({**TORCHRUN, "MASTER_ADDR": "localhost"}).meeting_point.address == "localhost"
 
 
-def test_a_start_by_hand_is_named_by_its_port_and_its_job():
+def test_rendezvous_key_without_launcher_is_port_and_job():
     alone = survey(BY_HAND).meeting_point
     assert alone.only_port
     jobs = [survey({**BY_HAND, "SLURM_JOB_ID": job}).meeting_point for job in ("7", "8")]
@@ -271,22 +271,22 @@ def test_a_start_by_hand_is_named_by_its_port_and_its_job():
         ({"HPCTRAIN_INTERFACE": "eth1", "GLOO_SOCKET_IFNAME": "eth1,eth2"}, "eth1"),
     ],
 )
-def test_a_person_can_choose_the_interface(exported, interface):
+def test_network_interface_can_be_chosen(exported, interface):
     assert survey({**STEP, **exported}).meeting_point.interface == interface
 
 
-def test_two_interfaces_are_refused():
+def test_two_network_interfaces_are_refused():
     with pytest.raises(
         ContradictionError, match="HPCTRAIN_INTERFACE=ib0 and GLOO_SOCKET_IFNAME=eth"
     ):
         survey({**STEP, "HPCTRAIN_INTERFACE": "ib0", "GLOO_SOCKET_IFNAME": "eth0"})
 
 
-def test_the_name_of_the_host_can_be_given():
+def test_hostname_can_be_given():
     assert survey(HPCTRAIN).meeting_point.host == "node2"
 
 
-def test_variables_of_torch_that_agree_with_srun_change_nothing():
+def test_torch_variables_that_agree_with_srun_change_nothing():
     exported = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "node1"}
     said = survey({**STEP, **exported})
     assert said.world == detect(STEP)
@@ -307,7 +307,7 @@ def test_variables_of_torch_that_agree_with_srun_change_nothing():
         ),
     ],
 )
-def test_variables_of_torch_that_disagree_with_srun_are_refused(exported, names):
+def test_torch_variables_that_disagree_with_srun_are_refused(exported, names):
     with pytest.raises(ContradictionError) as caught:
         detect({**STEP, **exported})
     for name in names:
@@ -320,7 +320,7 @@ def test_variables_of_torch_that_disagree_with_srun_are_refused(exported, names)
     assert detect({**STEP, **exported, "HPCTRAIN_LAUNCHER": named}).launcher == named
 
 
-def test_a_person_has_the_last_word():
+def test_launcher_variable_overrides_detection():
     exported = {**BY_HAND, "RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}
     assert detect({**STEP, **exported, "HPCTRAIN_LAUNCHER": "env"}).rank == 2
     assert detect({**STEP, **exported, "HPCTRAIN_LAUNCHER": "slurm"}).rank == 3
@@ -343,7 +343,7 @@ def test_a_person_has_the_last_word():
     ),
     st.sampled_from([{}, STEP, TORCHRUN, BY_HAND, HPCTRAIN]),
 )
-def test_no_environment_leads_to_anything_but_a_world_or_a_refusal(noise, env):
+def test_any_environment_gives_a_world_or_exit_code_2(noise, env):
     said, error = explained({**env, **noise})
     if error is not None:
         assert error.exit_code == 2
@@ -363,12 +363,12 @@ def test_no_environment_leads_to_anything_but_a_world_or_a_refusal(noise, env):
     ],
 )
 @pytest.mark.parametrize("env", [BATCH, STEP, {**STEP, **TORCHRUN}])
-def test_the_job_comes_from_slurm_whoever_started_the_rank(env, extra, label, restarts):
+def test_job_id_comes_from_slurm_under_every_launcher(env, extra, label, restarts):
     said, _ = explained({**env, **extra})
     assert (said["job_id"], said["restart_count"]) == (label, restarts)
 
 
-def test_an_explanation_has_the_promised_keys_and_the_source_of_each_value():
+def test_explain_json_has_the_source_of_each_value():
     said, _ = explained(STEP)
     assert said == {
         "launcher": "slurm",
@@ -413,7 +413,7 @@ def test_an_explanation_has_the_promised_keys_and_the_source_of_each_value():
 
 
 @pytest.mark.parametrize("env", [{}, TORCHRUN, BY_HAND, HPCTRAIN, {"RANK": "0"}])
-def test_an_explanation_has_every_key_whatever_the_environment(env):
+def test_explain_json_has_every_key_for_any_environment(env):
     said, _ = explained(env)
     assert said.keys() == explained(STEP)[0].keys()
     known = {name: value for name, value in said.items() if value not in (None, {}, [])}
@@ -425,7 +425,7 @@ def test_an_explanation_has_every_key_whatever_the_environment(env):
         assert [(one["variable"], one["value"]) for one in ignored] == [("RANK", "0")]
 
 
-def test_the_variables_that_lose_are_explained():
+def test_explain_says_why_variables_are_ignored():
     lost = {one.variable: one.lost for one in readings({**STEP, **TORCHRUN}) if one.lost}
     assert lost["SLURM_PROCID"] == "speaks of the process in which torchrun was started"
     assert {"SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST"} <= lost.keys()
@@ -436,7 +436,7 @@ def test_the_variables_that_lose_are_explained():
     assert lost["SLURM_PROCID"] == "HPCTRAIN_LAUNCHER=none"
 
 
-def test_the_documentation_has_a_row_for_each_launcher_in_their_order():
+def test_docs_have_a_row_for_each_launcher():
     text = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text()
     order, _, proofs = text.partition("## How each was proved")
     rows = {line.split()[1]: line for line in order.splitlines() if line.startswith("| ")}
@@ -450,7 +450,7 @@ def test_the_documentation_has_a_row_for_each_launcher_in_their_order():
         assert re.search(rf"^\|.*\b{launcher.name}\b.*\|", proofs, re.MULTILINE)
 
 
-def test_a_batch_script_without_srun_is_warned_of_its_idle_tasks():
+def test_explain_warns_of_idle_tasks_without_srun():
     (warning,) = explained(BATCH)[0]["warnings"]
     assert "3 of the 4 tasks of job 815" in warning
     assert "srun" in warning

@@ -42,17 +42,17 @@ def program(tmp_path):
 @pytest.mark.parametrize(
     "name", ["orted", "prterun", "hydra_pmi_proxy", "mpiexec.openmpi", "torchrun", "flux-shell"]
 )
-def test_an_ancestor_that_launches_ranks_is_found_by_its_name(name, program):
+def test_launcher_ancestor_is_found_by_name(name, program):
     assert shown(program(name))[:2] == [name, LAUNCHING[name]]
 
 
-def test_it_is_found_behind_shells_and_the_nearest_one_counts(program):
+def test_nearest_launcher_ancestor_behind_shells_counts(program):
     shell = program("wrapper.sh")
     assert shown(program("orted"), shell, program("torchrun"), shell)[0] == "torchrun"
     assert shown(program("torchrun"), shell, program("orted"), shell)[0] == "orted"
 
 
-def test_a_title_such_as_that_of_slurmstepd_is_read_up_to_its_colon():
+def test_slurmstepd_process_title_is_read_up_to_its_colon():
     run = ["bash", "-c", 'exec -a "slurmstepd: [815.0]" bash -c \'"$@"; exit\' bash "$@"', "bash"]
     assert shown(*run)[:2] == ["slurmstepd", "slurm"]
 
@@ -71,7 +71,7 @@ def test_a_title_such_as_that_of_slurmstepd_is_read_up_to_its_colon():
     ],
     ids=" ".join,
 )
-def test_what_an_interpreter_runs_is_seen_behind_its_options(command, program):
+def test_torchrun_is_found_behind_python_options(command, program):
     for name in ("torchrun", "torch/distributed/run.py", "torch/distributed/launch.py"):
         program(name, RUNS)
     for package in ("torch", "torch/distributed"):
@@ -89,19 +89,19 @@ def test_what_an_interpreter_runs_is_seen_behind_its_options(command, program):
     ],
     ids=lambda command: command[0],
 )
-def test_a_program_that_only_speaks_of_a_launcher_is_none(command, program):
+def test_argument_named_torchrun_is_no_launcher(command, program):
     program("train.py", SKIPS)
     assert shown(sys.executable, *command) == shown()
 
 
-def test_a_name_that_is_cut_within_a_letter_is_no_obstacle(program):
+def test_process_name_cut_within_a_utf8_letter_is_read(program):
     """The kernel cuts at 15 bytes, and the last letter here has two."""
     assert len("entraînement-".encode()) == 14
     path = program("entraînement-élan")
     assert shown(program("orted"), path)[0] == "orted"
 
 
-def test_a_program_that_nobody_launched_knows_that():
+def test_process_without_launcher_has_none():
     launched = Process.current().launched_by  # of the tests themselves, which srun may run
     name, launcher = (launched.program, launched.launcher) if launched else (None, None)
     assert shown()[:3] == [str(name), str(launcher), "None"]
@@ -123,12 +123,12 @@ def test_a_program_that_nobody_launched_knows_that():
         ([], None),
     ],
 )
-def test_the_argument_of_the_old_launcher_is_a_fact(arguments, value):
+def test_local_rank_argument_forms(arguments, value):
     facts = Process(("python", "train.py", *arguments)).facts()
     assert facts == ({} if value is None else {LOCAL_RANK_ARGUMENT: value})
 
 
-def test_the_process_that_launched_is_a_fact():
+def test_launcher_process_id_is_recorded():
     """Where a launcher names no start of its own, the id of its process tells two apart."""
     process = Process(launched_by=Ancestor(815, "hydra_pmi_proxy", "hydra"))
     assert process.facts() == {PARENT: "hydra_pmi_proxy/815"}

@@ -19,7 +19,7 @@ def captured(cluster, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", environments.BY_START)
-def test_the_launcher_says_what_it_said(name, cluster, captured, lacking):
+def test_launcher_still_sets_the_captured_environment(name, cluster, captured, lacking):
     program, start = environments.BY_START[name]
     part, why = environments.lacks(program, cluster)
     if part:

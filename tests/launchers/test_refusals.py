@@ -47,7 +47,7 @@ def meant(error):
     return {name: value}
 
 
-def test_a_batch_script_without_srun_is_told_to_put_it_before_its_command():
+def test_idle_tasks_without_srun_are_refused_with_the_command():
     process = Process(("python", "train.py", "--name", "two words"))
     error = survey(JOB, process).waste
     assert isinstance(error, UsageError)
@@ -68,23 +68,23 @@ def test_a_batch_script_without_srun_is_told_to_put_it_before_its_command():
         {"SLURM_NTASKS": "0", "SLURM_JOB_NUM_NODES": "0"},
     ],
 )
-def test_a_job_of_one_task_may_train_alone(changes):
+def test_job_of_one_task_may_train_alone(changes):
     env = {name: value for name, value in {**JOB, **changes}.items() if value is not None}
     assert survey(env).waste is None
 
 
-def test_a_second_host_without_a_task_is_idle_too():
+def test_idle_second_host_is_refused():
     env = {name: value for name, value in JOB.items() if name != "SLURM_NTASKS"}
     assert "1 of the 2 tasks of job 815" in survey(env).waste.found
 
 
-def test_a_task_of_an_array_is_named_as_slurm_names_it():
+def test_idle_tasks_of_an_array_job_are_named_by_array_id():
     env = {**JOB, "SLURM_ARRAY_JOB_ID": "800", "SLURM_ARRAY_TASK_ID": "7"}
     assert "job 800_7" in survey(env).waste.found
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("slurm", "hpctrain")])
-def test_fewer_ranks_than_tasks_are_refused_whoever_started_them(name):
+def test_fewer_ranks_than_tasks_are_refused_under_every_launcher(name):
     env = {**JOB, **started(name, 2)}
     error = survey(env).waste
     assert f"{name} started 2 ranks, and 2 of the 4 tasks of job 815 are idle" in error.found
@@ -95,12 +95,12 @@ def test_fewer_ranks_than_tasks_are_refused_whoever_started_them(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [4, 8])
-def test_as_many_ranks_as_tasks_or_more_are_no_waste(name, size):
+def test_as_many_ranks_as_tasks_or_more_are_accepted(name, size):
     assert survey({**JOB, **started(name, size)}).waste is None
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 16])
-def test_every_task_of_a_step_starting_agents_that_do_not_know_each_other_is_refused(size):
+def test_srun_torchrun_standalone_in_every_task_is_refused(size):
     """As many trainings as tasks, each of which believes that it is the only one."""
     env = {**STEP, **started("torchrun", size)}
     error = survey(env).waste
@@ -110,20 +110,20 @@ def test_every_task_of_a_step_starting_agents_that_do_not_know_each_other_is_ref
     assert survey({**env, **meant(error)}).waste is None
 
 
-def test_agents_that_know_each_other_are_no_waste():
+def test_srun_torchrun_with_one_rendezvous_is_accepted():
     step = {**STEP, "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
     assert survey({**step, **started("torchrun", 8, nodes=2)}).waste is None
     assert survey({**step, **started("torchrun", 2, nodes=2)}).waste is None
 
 
-def test_outside_of_a_job_nothing_is_idle():
+def test_no_tasks_are_idle_outside_of_a_job():
     for name in NAMES:
         if name != "slurm":
             assert survey(started(name, 2)).waste is None
 
 
 @pytest.mark.parametrize("program", sorted(LAUNCHING))
-def test_a_launchers_process_without_its_variables_is_refused(program):
+def test_launched_process_without_variables_is_refused(program):
     process = Process(launched_by=Ancestor(4711, program, LAUNCHING[program]))
     error = survey({}, process).stray
     assert isinstance(error, UsageError)
@@ -133,13 +133,13 @@ def test_a_launchers_process_without_its_variables_is_refused(program):
     assert survey(meant(error), process).world.launcher == "none"
 
 
-def test_a_launcher_that_came_through_explains_its_process():
+def test_launched_process_with_variables_is_accepted():
     for name in NAMES:
         process = Process(launched_by=Ancestor(4711, "orted", "openmpi"))
         assert survey(started(name, 2), process).stray is None
 
 
-def test_a_batch_shell_descends_from_slurm_and_is_no_lost_rank():
+def test_batch_shell_is_no_rank_that_lost_its_variables():
     process = Process(launched_by=Ancestor(4711, "slurmstepd", "slurm"))
     assert survey(JOB, process).stray is None
     assert "slurmstepd" in survey({}, process).stray.found
@@ -149,7 +149,7 @@ def test_a_batch_shell_descends_from_slurm_and_is_no_lost_rank():
 
 
 @pytest.mark.parametrize("name", ["none", *NAMES])
-def test_a_child_of_multiprocessing_in_its_parents_place_is_refused(name):
+def test_multiprocessing_child_with_the_rank_of_its_parent_is_refused(name):
     env = {} if name == "none" else started(name, 2)
     error = survey(env, Process(inherited=env)).stray
     assert isinstance(error, UsageError)
@@ -164,7 +164,7 @@ def test_a_child_of_multiprocessing_in_its_parents_place_is_refused(name):
 
 @pytest.mark.parametrize("inherited", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
 @pytest.mark.parametrize("rank", ["0", "1", "2"])
-def test_a_child_with_a_place_of_its_own_is_a_rank(inherited, rank):
+def test_multiprocessing_child_with_its_own_rank_is_accepted(inherited, rank):
     """Also the first of several, whose rank is 0 as that of the parent alone."""
     place = {"RANK": rank, "WORLD_SIZE": "3", "LOCAL_RANK": rank, "MASTER_PORT": "29500"}
     env = {**inherited, **place}
@@ -172,12 +172,12 @@ def test_a_child_with_a_place_of_its_own_is_a_rank(inherited, rank):
     assert (start.stray, start.world.rank, start.world.world_size) == (None, int(rank), 3)
 
 
-def test_a_child_that_is_given_only_a_local_rank_is_refused():
+def test_multiprocessing_child_with_only_a_local_rank_is_refused():
     before = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
     assert survey({**before, "LOCAL_RANK": "1"}, Process(inherited=before)).stray is not None
 
 
-def test_a_process_that_only_asks_who_it_is_is_never_refused():
+def test_detect_never_refuses_idle_tasks():
     assert launchers.detect(JOB).launcher == "none"
     assert launchers.detect({**STEP, **started("torchrun", 2)}).world_size == 2
 
@@ -188,7 +188,7 @@ BY_HAND = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
 @pytest.mark.parametrize(
     "argument", [("--local_rank", "2"), ("--local_rank=2",), ("--local-rank", "2")]
 )
-def test_the_argument_of_the_old_launcher_is_the_local_rank(argument):
+def test_local_rank_argument_of_torch_distributed_launch_is_read(argument):
     process = Process(("python", "train.py", *argument))
     for env in (BY_HAND, {**BY_HAND, "LOCAL_RANK": "2"}, {**BY_HAND, "LOCAL_RANK": ""}):
         start = survey(env, process)
@@ -198,7 +198,7 @@ def test_the_argument_of_the_old_launcher_is_the_local_rank(argument):
     assert survey(STEP, process).world.local_rank == 0
 
 
-def test_an_argument_and_a_variable_that_disagree_are_refused():
+def test_local_rank_argument_and_variable_that_disagree_are_refused():
     process = Process(("python", "train.py", "--local_rank=2"))
     with pytest.raises(ContradictionError) as caught:
         survey({**BY_HAND, "LOCAL_RANK": "1"}, process)
@@ -212,7 +212,7 @@ def test_an_argument_and_a_variable_that_disagree_are_refused():
 @pytest.mark.parametrize(
     "argument", [["--local_rank", "2"], ["--local_rank=2"], ["--local-rank=2"], []]
 )
-def test_a_script_takes_the_argument_and_makes_nothing_of_it(argument):
+def test_local_rank_argument_is_accepted_and_hidden_by_options(argument):
     parsed = arguments.options().parse_args(["--lr", "0.5", *argument])
     options = Options.of(parsed, {})
     assert options.lr == 0.5
@@ -220,7 +220,7 @@ def test_a_script_takes_the_argument_and_makes_nothing_of_it(argument):
     assert "local" not in arguments.options().format_help()
 
 
-def test_a_start_by_hand_needs_a_port_that_tells_it_from_others():
+def test_rank_variables_without_master_port_are_refused():
     place = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}
     for env in (place, {**place, "HPCTRAIN_LAUNCHER": "env"}):
         start = survey(env)
@@ -232,7 +232,7 @@ def test_a_start_by_hand_needs_a_port_that_tells_it_from_others():
     assert survey(alone).stray is None
 
 
-def test_horovods_elastic_mode_is_refused_with_the_line_to_type():
+def test_horovodrun_elastic_is_refused_with_the_command():
     env = {**started("horovodrun", 2), "HOROVOD_ELASTIC": "1"}
     error = survey(env, Process(("python", "train.py", "--lr", "0.1"))).stray
     assert isinstance(error, UsageError)
@@ -245,7 +245,7 @@ def test_horovods_elastic_mode_is_refused_with_the_line_to_type():
     assert survey({**started("slurm", 2), "HOROVOD_ELASTIC": "1"}).stray is None
 
 
-def test_a_batch_script_of_one_task_may_clean_its_environment():
+def test_batch_script_of_one_task_may_clean_its_environment():
     def batch(**started):
         title = "slurmstepd: [815.batch]"
         found = Ancestor(7, "slurmstepd", "slurm", title, started=started)
@@ -258,13 +258,13 @@ def test_a_batch_script_of_one_task_may_clean_its_environment():
     assert survey({}, Process(launched_by=step)).stray is not None
 
 
-def test_one_shell_of_several_tasks_may_start_torchrun():
+def test_torchrun_from_an_interactive_srun_shell_is_accepted():
     env = {**started("slurm", 4), **started("torchrun", 4)}
     assert "several trainings" in survey(env).waste.found
     assert survey({**env, "SLURM_PTY_PORT": "40000"}).waste is None  # srun --pty
 
 
-def test_variables_older_than_the_nearest_launcher_are_refused():
+def test_variables_of_an_outer_launcher_are_refused():
     """As those of a rank of torchrun that starts mpirun, or submits a job."""
     for program, inner in (("mpirun", "openmpi"), ("slurmstepd", "slurm")):
         env = {**started("torchrun", 2), **started(inner, 2)}

@@ -30,7 +30,7 @@ from hpctrain.world import World
         ({"local_world_size": 4, "num_nodes": 2}, ("local_world_size 4", "num_nodes 2")),
     ],
 )
-def test_numbers_that_do_not_fit_each_other_are_refused_by_name(values, named):
+def test_world_refuses_numbers_that_do_not_fit(values, named):
     fitting = {"rank": 0, "world_size": 4, "local_rank": 0, "launcher": "somebody"}
     World(**fitting)
     with pytest.raises(ContradictionError) as caught:
@@ -54,11 +54,11 @@ def test_numbers_that_do_not_fit_each_other_are_refused_by_name(values, named):
         ({"world_size": 4}, None),
     ],
 )
-def test_whether_the_ranks_share_a_host_is_known_or_left_open(values, answer):
+def test_world_knows_whether_ranks_share_a_host(values, answer):
     assert World(rank=0, local_rank=0, **values).on_one_host is answer
 
 
-def test_the_roll_call_completes_a_world_and_changes_nothing_else():
+def test_roster_completes_a_world():
     layout = (0, 1, 1, 0, 1)
     expected = [(0, 2, 0), (0, 3, 1), (1, 3, 1), (1, 2, 0), (2, 3, 1)]
     for rank, (local_rank, local_size, node) in enumerate(expected):
@@ -69,12 +69,12 @@ def test_the_roll_call_completes_a_world_and_changes_nothing_else():
         assert world.hosts is None
 
 
-def test_a_local_rank_that_the_hosts_have_no_place_for_is_refused():
+def test_local_rank_that_does_not_fit_the_hosts_is_refused():
     with pytest.raises(ContradictionError, match="local_rank 1 and local_world_size 1"):
         World(1, 2, 1).completed(("a", "b"), (0, 1))
 
 
-def test_a_world_cannot_be_changed():
+def test_world_is_immutable():
     world = World(0, 1, 0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         world.rank = 1

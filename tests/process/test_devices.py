@@ -45,21 +45,21 @@ def refused(results, *words):
     assert len({str(result) for result in results}) == 1
 
 
-def test_each_rank_sees_its_own_slice_until_the_session_closes():
+def test_mig_each_rank_sees_its_own_slice_until_the_session_closes():
     """No slice is there, so torch trains on the CPU; the variable is what counts."""
     shown = ",".join(SLICES)
     results = ranks.values(ranks.run(3, opened, env={CUDA: shown}))
     assert results == [("cpu", shown, SLICES[rank], shown) for rank in range(3)]
 
 
-def test_the_slices_of_a_host_are_for_the_ranks_of_that_host():
+def test_mig_slices_of_a_host_are_for_the_ranks_of_that_host():
     shown = ",".join(SLICES[:2])
     results = ranks.values(ranks.run(3, opened, layout=(2, 1), env={CUDA: shown}))
     assert [inside for _, _, inside, _ in results] == [SLICES[0], SLICES[1], SLICES[0]]
 
 
 @pytest.mark.parametrize("shown", ["", "-1", "NoDevFiles", SLICES[0], None])
-def test_one_slice_or_none_is_left_as_it_is(shown):
+def test_mig_one_slice_or_none_is_left_as_it_is(shown):
     env = {} if shown is None else {CUDA: shown}
     results = ranks.values(ranks.run(2, opened, env=env))
     assert results == [("cpu", shown, shown, shown)] * 2
@@ -79,17 +79,17 @@ def refused_here(started=False, **changes):
     return None
 
 
-def test_more_ranks_than_slices_are_refused_on_all_ranks():
+def test_mig_more_ranks_than_slices_are_refused_on_all_ranks():
     results = ranks.run(3, refused_here, env={CUDA: ",".join(SLICES[:2])})
     refused(results, "rank 2 on node1", "local rank 2 and 2 MIG slices", "start 2 ranks")
 
 
-def test_slices_beside_whole_gpus_are_refused_on_all_ranks():
+def test_mig_slices_beside_whole_gpus_are_refused_on_all_ranks():
     results = ranks.run(3, refused_here, env={CUDA: f"0,{SLICES[0]},{SLICES[1]}"})
     refused(results, f"{CUDA}={SLICES[0]},{SLICES[1]} ")
 
 
-def test_cuda_that_started_before_the_session_is_refused_on_all_ranks():
+def test_cuda_initialized_before_the_session_is_refused_on_all_ranks():
     results = ranks.run(3, refused_here, True, env={CUDA: ",".join(SLICES)})
     refused(results, "rank 1 on node1", "CUDA has started before the Session", "move")
 
@@ -100,14 +100,14 @@ def on_rocm(**variables):
     return refused_here(**variables)
 
 
-def test_rocms_variables_that_hide_every_gpu_are_refused_on_all_ranks():
+def test_rocm_variables_that_hide_every_gpu_are_refused_on_all_ranks():
     env = {"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2,3"}
     refused(ranks.run(3, on_rocm, env=env), "leaves 2 GPUs", "env -u HIP_VISIBLE_DEVICES")
     env = {"HIP_VISIBLE_DEVICES": "0", CUDA: "1"}
     refused(ranks.run(3, on_rocm, env=env), "HIP_VISIBLE_DEVICES=0", f"env -u {CUDA} ")
 
 
-def test_of_other_builds_of_torch_rocms_variables_are_nobodys_business():
+def test_rocm_variables_are_ignored_by_other_builds_of_torch():
     env = {"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2,3"}
     assert ranks.run(1, refused_here, env=env) == [None]
 
@@ -119,7 +119,7 @@ def test_gpus_of_the_job_without_a_driver_are_refused_on_all_ranks():
 
 
 @pytest.mark.usefixtures("without_driver")
-def test_gpus_that_only_one_rank_has_are_told_to_all():
+def test_gpus_of_only_one_rank_are_refused_on_all_ranks():
     refused(ranks.run(3, in_the_job_is, 2), "rank 2 on node1", "job 815 has 4 GPUs")
 
 
@@ -141,7 +141,7 @@ def in_the_job_is(rank):
     ],
     ids=str,
 )
-def test_a_job_that_hides_its_gpus_or_has_none_trains_on_the_cpu(meant):
+def test_job_that_hides_its_gpus_or_has_none_trains_on_the_cpu(meant):
     results = ranks.values(ranks.run(3, opened, env={**JOB, **meant}))
     assert [kind for kind, *_ in results] == ["cpu"] * 3
 
@@ -163,18 +163,18 @@ def with_torch(build):
     return opened()
 
 
-def test_a_torch_for_the_cpu_is_refused_where_the_job_has_gpus():
+def test_cpu_build_of_torch_is_refused_where_the_job_has_gpus():
     results = ranks.run(3, with_torch, "cpu", env=JOB)
     refused(results, "job 815 has 4 GPUs on this host", "it is a CPU build", "pip install")
 
 
-def test_a_driver_that_is_too_old_is_refused_where_the_job_has_gpus():
+def test_old_driver_is_refused_where_the_job_has_gpus():
     results = ranks.run(3, with_torch, "old driver", env={**JOB, "SLURM_GPUS_ON_NODE": "1"})
     refused(results, "job 815 has 1 GPU on this host", "too old (found version 11)", "newer driver")
 
 
 @pytest.mark.parametrize("build", ["cpu", "old driver"])
-def test_what_a_job_may_not_waste_one_may_waste_at_home(build):
+def test_cpu_build_of_torch_is_accepted_outside_of_a_job(build):
     assert ranks.values(ranks.run(1, with_torch, build))[0][0] == "cpu"
 
 
@@ -195,7 +195,7 @@ def warned():
 
 
 @pytest.mark.usefixtures("without_driver")
-def test_at_home_a_gpu_that_torch_cannot_use_is_a_warning():
+def test_gpu_that_torch_cannot_use_is_a_warning_outside_of_a_job():
     (lines,) = ranks.values(ranks.run(1, warned))
     (line,) = lines
     assert "this machine has GPUs, and torch" in line

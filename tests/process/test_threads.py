@@ -78,7 +78,7 @@ def said(results):
     return lines[0]
 
 
-def test_ranks_on_the_same_cores_divide_them_until_the_session_closes():
+def test_threads_of_ranks_on_the_same_cores_are_divided():
     results = ranks.run(3, computes)
     assert shares(results) == [2, 2, 2]
     assert said(results) == [
@@ -90,7 +90,7 @@ def test_ranks_on_the_same_cores_divide_them_until_the_session_closes():
 
 
 @pytest.mark.usefixtures("two_cores")
-def test_ranks_that_are_bound_to_their_own_cores_keep_them():
+def test_threads_of_ranks_bound_to_their_own_cores_are_kept():
     first, second = CORES[:2]
     results = ranks.run(2, computes, [{first}, {second}], 1)
     assert shares(results) == [1, 1]
@@ -98,7 +98,7 @@ def test_ranks_that_are_bound_to_their_own_cores_keep_them():
 
 
 @pytest.mark.usefixtures("two_cores")
-def test_of_a_shared_core_nobody_has_less_than_a_thread():
+def test_threads_on_a_shared_core_are_at_least_one():
     first, second = CORES[:2]
     results = ranks.run(3, computes, [{first, second}, {first, second}, {first}], 2)
     assert shares(results) == [1, 1, 2]  # torch's own number, where nothing is divided
@@ -107,7 +107,7 @@ def test_of_a_shared_core_nobody_has_less_than_a_thread():
     assert "2 of 3 ranks share cores and have at most 1 thread each" in line
 
 
-def test_of_overlapping_cores_each_has_its_part():
+def test_threads_on_overlapping_cores_are_divided():
     affinity = [range(8), range(8), range(4)]
     results = ranks.run(3, computes, affinity)
     assert shares(results) == [2, 2, 1]
@@ -115,7 +115,7 @@ def test_of_overlapping_cores_each_has_its_part():
     assert "3 of 3 ranks share cores and have at most 1 to 2 threads each" in line
 
 
-def test_who_is_alone_on_a_host_keeps_its_cores_and_tells_of_the_others():
+def test_threads_of_a_rank_alone_on_its_host_are_kept():
     results = ranks.run(3, computes, layout=(2, 1))
     assert shares(results) == [4, 4, 8]
     results = ranks.run(3, computes, layout=(1, 2))
@@ -124,32 +124,32 @@ def test_who_is_alone_on_a_host_keeps_its_cores_and_tells_of_the_others():
     assert "2 of 3 ranks share cores and have at most 4 threads each" in line
 
 
-def test_torch_never_gets_more_threads_than_it_began_with():
+def test_threads_are_never_more_than_before():
     """It begins with one for each whole core, and the affinity counts half ones too."""
     assert shares(ranks.run(2, computes, None, 3)) == [3, 3]
 
 
 @pytest.mark.parametrize("decided", [("2", "2", "2"), ("1", "2", "1")])
-def test_what_the_environment_decides_stays(decided):
+def test_omp_num_threads_of_the_environment_is_kept(decided):
     results = ranks.run(3, computes, None, 8, 0, decided)
     assert shares(results) == [int(one) for one in decided]
     assert said(results) == []
 
 
-def test_who_decided_nothing_divides_and_the_others_stay():
+def test_threads_are_divided_only_where_the_environment_is_silent():
     results = ranks.run(3, computes, None, 8, 0, ("1", "", ""))
     assert shares(results) == [1, 2, 2]
     ((_, line),) = said(results)
     assert "2 of 3 ranks" in line
 
 
-def test_one_rank_alone_has_all_cores_and_says_nothing():
+def test_threads_of_one_rank_are_all_cores():
     results = ranks.run(1, computes)
     assert shares(results) == [8]
     assert said(results) == []
 
 
-def test_more_threads_than_cores_are_warned_of_with_their_ranks():
+def test_more_threads_than_cores_are_a_warning_with_ranks():
     results = ranks.run(3, computes, None, 8, 0, ("1", "6", "6"))
     ((level, line),) = said(results)
     assert level == "WARNING"
@@ -158,7 +158,7 @@ def test_more_threads_than_cores_are_warned_of_with_their_ranks():
     assert "OMP_NUM_THREADS=2" in line
 
 
-def test_more_workers_than_cores_are_warned_of_on_the_host_that_is_short():
+def test_more_loader_workers_than_cores_are_a_warning():
     """Three of a host have 2 cores each, and the one alone has 8."""
     results = ranks.run(4, computes, None, 8, 4, layout=(3, 1))
     (info, (level, line)) = said(results)
@@ -170,7 +170,7 @@ def test_more_workers_than_cores_are_warned_of_on_the_host_that_is_short():
     assert "for 3 ranks, the first rank 1 on node2" in said(results)[1][1]
 
 
-def test_as_many_workers_as_cores_are_fine():
+def test_as_many_loader_workers_as_cores_are_accepted():
     results = ranks.run(2, computes, None, 8, 4)
     assert [level for level, _ in said(results)] == ["INFO"]
 
@@ -188,7 +188,7 @@ def fails():
     return None
 
 
-def test_a_session_that_does_not_open_leaves_the_threads_as_they_were():
+def test_threads_are_put_back_when_the_session_does_not_open():
     assert ranks.run(3, fails) == [8, 8, 8]
 
 
@@ -200,6 +200,6 @@ def loads(workers):
 
 
 @pytest.mark.parametrize(("layout", "expected"), [((3,), [1, 1, 1]), ((2, 1), [3, 3, 7])])
-def test_loader_processes_follow_from_the_cores_of_a_rank_where_they_are_to(layout, expected):
+def test_loader_workers_auto_follow_from_the_cores_of_a_rank(layout, expected):
     assert ranks.values(ranks.run(3, loads, "auto", layout=layout)) == expected
     assert ranks.values(ranks.run(3, loads, 5, layout=layout)) == [5, 5, 5]

@@ -34,13 +34,13 @@ OLD_SLICE = "MIG-GPU-5f7c1f4e-3b6a-4bb1-9f0e-111111111111/1/0"  # as drivers bef
         (f"{SLICE_A},{OLD_SLICE}", (SLICE_A, OLD_SLICE)),
     ],
 )
-def test_the_gpus_that_a_value_shows(value, names):
+def test_cuda_visible_devices_values(value, names):
     for variable in (gpus.CUDA, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         seen = gpus.visible({variable: value})
         assert (seen.names, seen.source) == (names, variable)
 
 
-def test_without_a_variable_nothing_is_said():
+def test_cuda_visible_devices_unset():
     assert gpus.visible({"GPU_DEVICE_ORDINAL": "0"}) is None
     assert gpus.visible({gpus.CUDA: "0"}, "ROCR_VISIBLE_DEVICES") is None
 
@@ -63,12 +63,12 @@ def test_without_a_variable_nothing_is_said():
         (None, 1, None),
     ],
 )
-def test_of_several_slices_each_rank_has_its_own(value, local_rank, own):
+def test_mig_slices_are_given_by_local_rank(value, local_rank, own):
     assert gpus.own_slice({} if value is None else {gpus.CUDA: value}, local_rank) == own
 
 
 @pytest.mark.parametrize("value", [f"0,{SLICE_A}", f"{SLICE_A},{WHOLE}", f"{SLICE_A},x,{SLICE_B}"])
-def test_slices_beside_whole_gpus_are_refused_with_the_slices_to_export(value):
+def test_mig_slices_beside_whole_gpus_are_refused_with_the_slices_to_export(value):
     with pytest.raises(ContradictionError) as caught:
         gpus.own_slice({gpus.CUDA: value}, 0)
     assert f"CUDA_VISIBLE_DEVICES={value}" in caught.value.found
@@ -76,7 +76,7 @@ def test_slices_beside_whole_gpus_are_refused_with_the_slices_to_export(value):
     assert gpus.own_slice({gpus.CUDA: slices}, 0) in (SLICE_A, None)  # one alone stays as it is
 
 
-def test_more_ranks_than_slices_are_refused_with_a_number_that_fits():
+def test_mig_more_ranks_than_slices_are_refused_with_a_number_that_fits():
     with pytest.raises(UsageError) as caught:
         gpus.own_slice({gpus.CUDA: f"{SLICE_A},{SLICE_B}"}, 2)
     assert "local rank 2 and 2 MIG slices" in caught.value.found
@@ -102,7 +102,7 @@ ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_D
         {ROCR: "0", HIP: ""},
     ],
 )
-def test_rocms_variables_that_leave_what_they_name_are_fine(env):
+def test_rocm_visible_devices_that_agree_are_accepted(env):
     gpus.check_rocm(env)
 
 
@@ -119,7 +119,7 @@ def test_rocms_variables_that_leave_what_they_name_are_fine(env):
         ({HIP: "0,1", CUDA: ""}, ["HIP_VISIBLE_DEVICES=0,1"], CUDA),
     ],
 )
-def test_rocms_variables_that_hide_what_they_name_are_refused(env, words, unset):
+def test_rocm_visible_devices_that_hide_gpus_are_refused(env, words, unset):
     with pytest.raises(ContradictionError) as caught:
         gpus.check_rocm(env)
     for word in words:
@@ -146,12 +146,12 @@ def device_files(tmp_path, monkeypatch):
     return make
 
 
-def test_the_gpus_of_this_machine_are_counted_by_their_files(device_files):
+def test_nvidia_gpus_are_counted_by_device_files(device_files):
     assert gpus.here() == []
     device_files("nvidiactl", "nvidia-uvm", "nvidia-modeset", "nvidia10", "nvidia2", "nvidia0")
     assert gpus.here() == ["0", "2", "10"]
 
 
-def test_amds_gpus_are_the_nodes_with_simd_units(device_files):
+def test_amd_gpus_are_counted_by_simd_units(device_files):
     device_files(nodes=(0, 0, 304, 120))
     assert gpus.here() == ["0", "1"]

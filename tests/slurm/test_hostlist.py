@@ -51,7 +51,7 @@ from hpctrain.hostlist import compress, expand, first
         ("n\u00e9(1)*;\u0661", ["n\u00e9(1)*;\u0661"]),
     ],
 )
-def test_an_expression_stands_for_these_hosts(expression, hosts):
+def test_hostlist_expands(expression, hosts):
     assert expand(expression) == hosts
 
 
@@ -72,13 +72,13 @@ def test_an_expression_stands_for_these_hosts(expression, hosts):
         (99_950, 100_250, 5),
     ],
 )
-def test_a_long_range_has_all_numbers_in_order_and_width(low, high, width):
+def test_hostlist_long_range_has_all_numbers_in_order_and_width(low, high, width):
     expected = [str(number).zfill(width) for number in range(low, high + 1)]
     assert expand(f"[{low:0{width}d}-{high}]") == expected
     assert expand(f"n[{low:0{width}d}-{high}],m") == [*(f"n{number}" for number in expected), "m"]
 
 
-def test_more_hosts_than_one_range_may_have_are_expanded():
+def test_hostlist_of_several_full_ranges_expands():
     assert len(expand("n[0-40000],m[0-40000]")) == 80_002
     assert len(expand("n[0-40000,0-40000]")) == 80_002
     hosts = expand("a[0-999]b[0-999]")
@@ -144,7 +144,7 @@ MISNAMED = [
 
 
 @pytest.mark.parametrize(("expression", "position"), MALFORMED + MISNAMED)
-def test_a_malformed_expression_is_refused_with_the_position(expression, position):
+def test_malformed_hostlist_is_refused_with_the_position(expression, position):
     with pytest.raises(UsageError) as caught:
         expand(expression)
     assert f"position {position}:" in caught.value.found
@@ -153,7 +153,7 @@ def test_a_malformed_expression_is_refused_with_the_position(expression, positio
 
 
 @pytest.mark.parametrize(("expression", "position"), MALFORMED)
-def test_first_refuses_wrong_brackets_wherever_they_stand(expression, position):
+def test_hostlist_first_refuses_wrong_brackets_anywhere(expression, position):
     with pytest.raises(UsageError, match=f"position {position}:"):
         first(expression)
     with pytest.raises(UsageError, match=f"position {position + 8}:"):
@@ -161,13 +161,13 @@ def test_first_refuses_wrong_brackets_wherever_they_stand(expression, position):
 
 
 @pytest.mark.parametrize("name", ["n\0", "n\n", "n99999999999999999999"])
-def test_first_looks_at_plain_names_as_far_as_the_first(name):
+def test_hostlist_first_ignores_later_plain_names(name):
     assert first(f"n1,{name}") == "n1"
     with pytest.raises(UsageError, match=r"position [23]:"):
         first(f", {name},n1")
 
 
-def test_zeros_do_not_make_a_number_large_and_text_after_it_makes_it_none():
+def test_hostlist_leading_zeros_and_suffixes_of_numbers():
     names = ["n18446744073709551614", "n" + "1".zfill(5000), "99999999999999999999-ib"]
     assert expand(",".join(names)) == names
 
@@ -192,13 +192,13 @@ def test_zeros_do_not_make_a_number_large_and_text_after_it_makes_it_none():
     ],
     ids=lambda expression: expression[:20],
 )
-def test_an_absurd_expression_is_refused_rather_than_tried(expression):
+def test_huge_hostlist_is_refused_at_once(expression):
     with pytest.raises(UsageError, match="position") as caught:
         expand(expression)
     assert len(str(caught.value)) < 1000
 
 
-def test_a_long_expression_is_shown_where_it_is_wrong():
+def test_error_of_a_long_hostlist_shows_the_wrong_part():
     with pytest.raises(UsageError, match=r"'…?.*n1,n1,n\[7-5\],n1.*position 3002:"):
         expand("n1," * 1000 + "n[7-5]" + ",n1" * 1000)
 
@@ -212,12 +212,12 @@ def test_a_long_expression_is_shown_where_it_is_wrong():
         ("z,n[1]", "z"),
     ],
 )
-def test_the_first_host_is_the_first_of_all(expression, host):
+def test_hostlist_first_is_the_first_host(expression, host):
     assert first(expression) == host == expand(expression)[0]
 
 
 @pytest.mark.parametrize("expression", ["", ",", " \t"])
-def test_there_must_be_a_first_host(expression):
+def test_hostlist_first_of_an_empty_list_is_refused(expression):
     with pytest.raises(UsageError, match="empty"):
         first(expression)
 
@@ -242,12 +242,12 @@ def test_there_must_be_a_first_host(expression):
         ([f"n{2**64 - 3}", f"n{2**64 - 2}"], f"n[{2**64 - 3}-{2**64 - 2}]"),
     ],
 )
-def test_names_are_compressed_in_their_order(hosts, expression):
+def test_hostlist_compresses_names_in_order(hosts, expression):
     assert compress(iter(hosts)) == expression
     assert expand(expression) == hosts
 
 
-def test_a_range_is_written_no_longer_than_slurm_reads_it():
+def test_hostlist_compress_writes_ranges_that_slurm_reads():
     hosts = [f"n{number}" for number in range(70_000)]
     assert compress(hosts) == "n[0-65535,65536-69999]"
     assert expand(compress(hosts)) == hosts
@@ -256,19 +256,19 @@ def test_a_range_is_written_no_longer_than_slurm_reads_it():
 @pytest.mark.parametrize(
     "name", ["", "n1,n2", "n[1]", "]", "n 1", "n\t1", "n\n", "n\0", "n\udcff", f"n{2**64 - 1}"]
 )
-def test_a_name_that_no_host_list_can_hold_is_refused(name):
+def test_hostlist_compress_refuses_impossible_names(name):
     with pytest.raises(UsageError):
         compress(["n1", name])
 
 
-def test_more_names_than_can_be_expanded_are_refused():
+def test_hostlist_compress_refuses_too_many_names():
     with pytest.raises(UsageError, match="more than 1048576 hosts"):
         compress(["n"] * (2**20 + 1))
     with pytest.raises(UsageError, match="characters"):
         compress(["n" * 2**20] * 65)
 
 
-def test_the_command_compresses_names_also_from_standard_input(monkeypatch, capsys):
+def test_hostlist_command_compresses_also_standard_input(monkeypatch, capsys):
     assert main(["hostlist", "--compress", "n1", "n2", "m"]) == 0
     assert capsys.readouterr().out == "n[1-2],m\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"n1\nn2\nn3 x\n")))
@@ -276,14 +276,14 @@ def test_the_command_compresses_names_also_from_standard_input(monkeypatch, caps
     assert capsys.readouterr().out == "n[0-3],x,y\n"
 
 
-def test_the_command_expands_expressions_also_from_standard_input(monkeypatch, capsys):
+def test_hostlist_command_expands_also_standard_input(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"n[1-2],m\nx\n")))
     assert main(["hostlist", "-", "y[3]"]) == 0
     assert capsys.readouterr().out == "n1\nn2\nm\nx\ny3\n"
 
 
 @pytest.mark.parametrize("arguments", [["-"], ["--compress", "-"]])
-def test_the_command_refuses_what_is_no_text_and_what_never_ends(monkeypatch, capsys, arguments):
+def test_hostlist_command_refuses_binary_and_endless_input(monkeypatch, capsys, arguments):
     class Endless(io.RawIOBase):
         def readable(self):
             return True
@@ -335,7 +335,7 @@ def written_and_meant(terms):
 
 
 @given(st.lists(st.tuples(_TERM, _SEPARATOR), max_size=4))
-def test_any_expression_put_together_from_parts_gives_their_hosts_in_order(terms):
+def test_hostlist_of_random_parts_expands_in_order(terms):
     written, meant = written_and_meant(terms)
     assert expand(written) == meant
     assert expand(compress(meant)) == meant
@@ -356,7 +356,7 @@ def is_well_formed(text):
 
 
 @given(st.text("n019[],- ", max_size=14))
-def test_any_text_near_the_grammar_is_expanded_or_refused_with_a_position(text):
+def test_hostlist_random_text_is_expanded_or_refused(text):
     if not is_well_formed(text):
         with pytest.raises(UsageError, match="position"):
             expand(text)
@@ -368,5 +368,5 @@ def test_any_text_near_the_grammar_is_expanded_or_refused_with_a_position(text):
 
 
 @given(st.lists(st.from_regex(r"[ab]?[0-9]{0,2}", fullmatch=True).filter(bool), max_size=30))
-def test_what_is_compressed_is_expanded_to_the_same_names(hosts):
+def test_hostlist_compress_and_expand_round_trip(hosts):
     assert expand(compress(hosts)) == hosts

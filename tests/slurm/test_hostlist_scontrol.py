@@ -133,7 +133,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("expression", "theirs", "ours"), TABLE)
-def test_what_is_done_with_an_odd_form(scontrol, expression, theirs, ours):
+def test_hostlist_odd_forms_against_scontrol(scontrol, expression, theirs, ours):
     assert scontrol("hostnames", expression) == theirs
     if ours is SAME:
         assert expand(expression) == theirs
@@ -158,7 +158,7 @@ def test_what_is_done_with_an_odd_form(scontrol, expression, theirs, ours):
     ],
     ids=lambda expression: expression[:40],
 )
-def test_large_lists_are_the_same(scontrol, expression):
+def test_hostlist_large_lists_against_scontrol(scontrol, expression):
     assert expand(expression) == scontrol("hostnames", expression)
 
 
@@ -185,7 +185,7 @@ _TERMS = st.tuples(
 
 @in_turn
 @given(terms=st.lists(_TERMS, max_size=6))
-def test_well_formed_expressions_are_the_same(scontrol, terms):
+def test_hostlist_random_expressions_against_scontrol(scontrol, terms):
     expression = "".join(term + separator for term, separator in terms)
     hosts = expand(expression)
     assert hosts == scontrol("hostnames", expression)
@@ -199,7 +199,7 @@ _TAKEN = re.compile(r"\[[^]]*(-[],]|[ \t])")
 
 @in_turn
 @given(text=st.text("n0123[],-\t", max_size=12) | st.text("n01[]", max_size=8))
-def test_text_near_the_grammar_is_the_same_or_refused_with_reason(scontrol, text):
+def test_hostlist_random_text_against_scontrol(scontrol, text):
     theirs = scontrol("hostnames", text)
     unpaired = set("[]") & set(re.sub(r"\[[^][]*\]", "", text))
     if theirs is REFUSED or unpaired or _TAKEN.search(text):
@@ -214,7 +214,7 @@ _NAMES = st.lists(st.from_regex(r"[ab]?[0-9]{0,2}", fullmatch=True).filter(bool)
 
 @in_turn
 @given(names=_NAMES | st.lists(st.integers(0, 120).map("n{}".format), min_size=1))
-def test_names_are_compressed_as_scontrol_does_it(scontrol, names):
+def test_hostlist_compress_against_scontrol(scontrol, names):
     expression = compress(names)
     assert expression == "".join(scontrol("hostlist", ",".join(names)))
     assert scontrol("hostnames", expression) == names

@@ -51,7 +51,7 @@ def put(tmp_path):
         *[(word, False) for word in ("NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")],
     ],
 )
-def test_the_states_in_which_a_job_has_processes_or_will_have_some(put, word, lives):
+def test_job_states_that_count_as_alive(put, word, lives):
     env = put("scontrol", SHOWN.format(name="train", word=word, restarts=2))
     state = slurm.job_state("70", env)
     assert (state.word, state.restarts, state.known, state.lives) == (
@@ -62,21 +62,21 @@ def test_the_states_in_which_a_job_has_processes_or_will_have_some(put, word, li
     )
 
 
-def test_a_job_name_is_not_taken_for_a_state(put):
+def test_job_name_is_not_taken_for_a_job_state(put):
     name = "x JobState=COMPLETED Restarts=9"
     env = put("scontrol", SHOWN.format(name=name, word="RUNNING", restarts=0))
     assert slurm.job_state("70", env) == slurm.JobState("RUNNING", 0)
 
 
 @pytest.mark.parametrize("said", [UNKNOWN, "Job 70_9 not found"])
-def test_a_job_that_slurm_has_forgotten_is_over(put, said):
+def test_job_state_of_a_forgotten_job_is_ended(put, said):
     env = put("scontrol", error=said, code=1)
     state = slurm.job_state("70_9", env)
     assert (state.known, state.lives) == (False, False)
     assert put.calls.read_text().split()[1:] == ["show", "job", "--oneliner", "70_9"]
 
 
-def test_squeue_answers_where_scontrol_does_not(put):
+def test_squeue_gives_the_job_state_where_scontrol_does_not(put):
     put("scontrol", error="slurm_load_jobs error: Access/permission denied", code=1)
     env = put("squeue", "RUNNING             3                   ")
     assert slurm.job_state("70_3", env) == slurm.JobState("RUNNING", 3)
@@ -85,7 +85,7 @@ def test_squeue_answers_where_scontrol_does_not(put):
     assert not slurm.job_state("70", env).known
 
 
-def test_lists_as_a_user_likes_them_do_not_change_the_answer(put):
+def test_squeue_format_variables_of_a_user_do_not_change_the_job_state(put):
     env = put(
         "squeue",
         "",
@@ -95,7 +95,7 @@ def test_lists_as_a_user_likes_them_do_not_change_the_answer(put):
     assert slurm.job_state("70", env) == slurm.JobState("RUNNING", 0)
 
 
-def test_no_slurm_and_a_slurm_that_says_strange_things_are_no_answer(put, tmp_path):
+def test_missing_or_strange_slurm_gives_no_job_state(put, tmp_path):
     nowhere = {"PATH": str(tmp_path)}
     assert slurm.job_state("70", nowhere) is None
     assert slurm.step_lives("70", "0", nowhere) is None
@@ -114,7 +114,7 @@ def test_no_slurm_and_a_slurm_that_says_strange_things_are_no_answer(put, tmp_pa
     assert slurm.step_lives("70", "0", env) is None
 
 
-def test_a_slow_slurm_is_no_answer(put, monkeypatch):
+def test_slow_slurm_gives_no_job_state(put, monkeypatch):
     monkeypatch.setattr("hpctrain.slurm.command.SECONDS_TO_ANSWER", 0.2)
     put("scontrol", more="exec sleep 20")
     env = put("squeue", more="exec sleep 20")
@@ -124,7 +124,7 @@ def test_a_slow_slurm_is_no_answer(put, monkeypatch):
 
 
 @pytest.mark.parametrize("label", ["", "--help", "70;rm", "70_", "70_x", "12345.server", "f2Zq"])
-def test_what_is_no_number_of_slurms_is_not_asked_for(put, label):
+def test_job_id_that_is_no_slurm_id_is_not_asked_for(put, label):
     env = put("scontrol", SHOWN.format(name="train", word="RUNNING", restarts=0))
     assert slurm.job_state(label, env) is None
     assert slurm.step_lives(label, "0", env) is None
@@ -132,14 +132,14 @@ def test_what_is_no_number_of_slurms_is_not_asked_for(put, label):
     assert not put.calls.exists()
 
 
-def test_a_step_lives_or_has_ended(put):
+def test_step_lives_or_has_ended(put):
     env = put("scontrol", "StepId=70.3 UserId=0 State=RUNNING")
     assert slurm.step_lives("70", "3", env) is True
     put("scontrol", error="Job step 70.3 not found", code=1)
     assert slurm.step_lives("70", "3", env) is False
 
 
-def test_the_hosts_that_a_job_has_left(put):
+def test_hosts_left_in_a_job(put):
     env = put("squeue", "node[1,3]")
     assert slurm.hosts_left("70", env) == "node[1,3]"
     env = put("squeue", error=UNKNOWN, code=1)
@@ -152,7 +152,7 @@ def fake(tmp_path):
     return fake_slurm.FakeSlurm(tmp_path)
 
 
-def test_jobs_with_any_name_at_all(fake):
+def test_squeue_jobs_with_any_name(fake):
     names = [
         "a\nb",
         "x|y  z",
@@ -165,7 +165,7 @@ def test_jobs_with_any_name_at_all(fake):
     assert [one.name for one in slurm.jobs(fake.env)] == names
 
 
-def test_a_job_with_all_that_squeue_says(fake):
+def test_squeue_job_with_all_fields(fake):
     fake.jobs(
         job(
             "70_3",
@@ -182,7 +182,7 @@ def test_a_job_with_all_that_squeue_says(fake):
     assert slurm.jobs(fake.env)[0].code == 128 + 15
 
 
-def test_jobs_come_in_the_order_of_their_numbers(fake):
+def test_squeue_jobs_are_sorted_by_job_id(fake):
     fake.jobs(*(job(one) for one in ("9_[4-7%2]", "9_10", "10", "9_2", "8")))
     assert [one.label for one in slurm.jobs(fake.env)] == [
         "8",
@@ -193,7 +193,7 @@ def test_jobs_come_in_the_order_of_their_numbers(fake):
     ]
 
 
-def test_forgotten_jobs_are_left_out_and_a_silent_controller_is_no_answer(fake):
+def test_squeue_leaves_out_forgotten_jobs_and_reports_a_silent_controller(fake):
     assert slurm.jobs(fake.env, ["70"]) == []
     fake.jobs(None)
     with pytest.raises(slurm.NoAnswerError, match="Unable to contact"):
@@ -203,7 +203,7 @@ def test_forgotten_jobs_are_left_out_and_a_silent_controller_is_no_answer(fake):
         slurm.jobs(fake.env)
 
 
-def test_the_number_that_sbatch_gives(fake):
+def test_sbatch_job_id(fake):
     for says in ("70", "70;cluster", "a notice of the site\n70"):
         fake.command("sbatch", says)
         assert slurm.sbatch(b"", fake.env) == slurm.Answer(0, "70", "")
@@ -214,7 +214,7 @@ def test_the_number_that_sbatch_gives(fake):
         slurm.sbatch(b"", {"PATH": str(fake.folder)})
 
 
-def test_partitions_with_their_default_and_their_gpus(fake):
+def test_sinfo_partitions_with_default_and_gpus(fake):
     fake.command(
         "sinfo",
         "main*|infinite|4|up|(null)\nv100|2:00:00|8|down|gpu:v100:4(S:0-1),nvme:1",
@@ -225,7 +225,7 @@ def test_partitions_with_their_default_and_their_gpus(fake):
     ]
 
 
-def test_what_accounting_says_of_jobs_and_accounts(fake):
+def test_sacct_and_sacctmgr_jobs_and_accounts(fake):
     fake.command("sacct", "70_0|COMPLETED|0:0\n70_1|CANCELLED by 1000|0:15\n70_2|FAILED|75:0")
     assert slurm.ended("70", fake.env) == [
         slurm.Ended("70_0", "COMPLETED", 0),
