@@ -192,7 +192,7 @@ def overflow_of_one(name):
         precision=name,
         log_every=1,
         run="run",
-        timeout=30,
+        timeout=120,
         loss_scale=1024.0,
     ) as opened:
         model = small_model()
@@ -223,7 +223,7 @@ def test_overflow_on_one_rank_is_skipped_by_all(run, name):
 def end_in_overflows(name, resume):
     with session(
         batch_size=4, max_steps=400, precision=name, log_every=1, run="run", checkpoint_every=2,
-        max_nonfinite=5, resume=resume, timeout=30,
+        max_nonfinite=5, resume=resume, timeout=120,
     ) as opened:  # fmt: skip
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
@@ -457,7 +457,7 @@ def test_o2_masters_follow_load_state_dict_of_a_submodule():
 
 def one_bad_rank():
     with session(
-        batch_size=4, max_steps=4000, log_every=1, run="run", max_nonfinite=5, timeout=30
+        batch_size=4, max_steps=4000, log_every=1, run="run", max_nonfinite=5, timeout=120
     ) as opened:
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))

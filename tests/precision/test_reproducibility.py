@@ -1,18 +1,24 @@
 """The same training everywhere: examples/mnist.py on the digits, by every way to share a step.
 
-With SAMENESS_TABLE=FILE in the environment the tables of docs/sameness.md are written there:
+With SAMENESS_RESULTS=FILE.json in the environment all arms are trained, and FILE.json gets what
+docs/sameness.md shows: date, machine, versions and commit, and in `rows` for each arm
 
-    SAMENESS_TABLE=table.md python -m pytest tests/precision/test_reproducibility.py
+    arm    its name
+    apart  by figure ("fp64, losses of steps 1–200", …), how far it is from one process
+    top1   by precision, the accuracy at the end
+
+    SAMENESS_RESULTS=$PWD/docs/results/parity.json \\
+        python -m pytest --all tests/precision/test_reproducibility.py
 """
 
 import importlib.util
+import json
 import os
 import re
 import runpy
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import launches
 import pytest
@@ -23,10 +29,11 @@ from hpctrain.data import TrainingSampler
 from hpctrain.rundir import RunDirectory
 
 # Read here: a test sees no variables of ours.
-TABLE = os.environ.get("SAMENESS_TABLE")
-STEPS, FIRST = 200, 10
+RESULTS = os.environ.get("SAMENESS_RESULTS")
+PAGE_RESULTS = launches.TOP / "docs" / "results" / "parity.json"
+STEPS, FIRST, FEW = 200, 10, 50
 # The same micro-batches in one process, two ranks and four; only how they are shared differs.
-COMMON = ("--global-batch", "32", "--batch-size", "8", "--max-steps", f"{STEPS}", "--log-every=1")
+COMMON = ("--global-batch", "32", "--batch-size", "8", "--log-every=1")
 DDP, HOROVOD = ("--backend", "ddp"), ("--backend", "horovod")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "O1", "O2")
 
@@ -39,7 +46,6 @@ class Arm:
         size: ranks.
         options: of the example, besides the common ones.
         precisions: in which it trains.
-        often: those in which it trains also where there is little time.
         same: whether its losses are held to those of one process.
         backwards: whether the micro-batches of a step come in the other order.
     """
@@ -47,25 +53,22 @@ class Arm:
     size: int
     options: tuple[str, ...] = ()
     precisions: tuple[str, ...] = PRECISIONS
-    often: tuple[str, ...] = ()
     same: bool = True
     backwards: bool = False
 
 
-ALONE = "one process"
+ALONE, ON_FOUR_RANKS = "one process", ("ddp, 4 ranks", "Horovod, 4 ranks")
 SEEDS = {
-    f"one process, `--seed {seed}`": Arm(
-        1, ("--seed", f"{seed}"), ("fp32",), ("fp32",) if seed < 3 else (), same=False
-    )
+    f"one process, `--seed {seed}`": Arm(1, ("--seed", f"{seed}"), ("fp32",), same=False)
     for seed in range(1, 5)
 }
 ARMS = {
-    ALONE: Arm(1, often=("fp64", "fp32", "O2")),
-    "one process, the sums in the other order": Arm(1, often=("fp32",), backwards=True),
-    "ddp, 2 ranks": Arm(2, DDP, often=("O2",)),
-    "ddp, 4 ranks": Arm(4, DDP, often=("fp64", "fp32")),
-    "Horovod, 2 ranks": Arm(2, HOROVOD, often=("fp32",)),
-    "Horovod, 4 ranks": Arm(4, HOROVOD, often=("fp64",)),
+    ALONE: Arm(1),
+    "one process, the sums in the other order": Arm(1, backwards=True),
+    "ddp, 2 ranks": Arm(2, DDP),
+    "ddp, 4 ranks": Arm(4, DDP),
+    "Horovod, 2 ranks": Arm(2, HOROVOD),
+    "Horovod, 4 ranks": Arm(4, HOROVOD),
     "Horovod, 2 ranks, `--horovod-groups 2`": Arm(
         2, (*HOROVOD, "--horovod-groups", "2"), ("fp64",)
     ),
@@ -105,14 +108,15 @@ def example(arguments, backwards=False):
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def train(name, precision):
+def train(name, precision, steps=STEPS):
     """Train an arm in a folder of its own, and read what is left there."""
     arm = ARMS[name]
     run = RunDirectory(re.sub(r"\W+", "-", f"{name}-{precision}"))
     options = (*COMMON, *arm.options, "--precision", precision, "--run", str(run.path))
-    ranks.values(ranks.run(arm.size, example, options, arm.backwards, timeout=150))
+    options += ("--max-steps", str(steps))
+    ranks.values(ranks.run(arm.size, example, options, arm.backwards, timeout=300))
     rows = run.rows()
-    (weights,) = torch.load(run.checkpoint(STEPS) / "model.pt", weights_only=True)
+    (weights,) = torch.load(run.checkpoint(steps) / "model.pt", weights_only=True)
     trained = {k: v for k, v in weights.items() if "running" not in k and "num_batches" not in k}
     for name in WITHOUT_EFFECT:
         del trained[name]
@@ -137,109 +141,98 @@ def weights_apart(one, other):
     )
 
 
-LOSSES = (
-    "largest relative difference",
+FIGURES = (
     f"fp64, losses of steps 1–{STEPS}",
     "fp64, weights",
     f"fp32, losses of steps 1–{FIRST}",
     f"fp32, losses of steps 1–{STEPS}",
     *(f"{precision}, losses of steps 1–{FIRST}" for precision in PRECISIONS[2:]),
 )
-TOP1 = ("top-1 at the end", *PRECISIONS)
 
 
-def losses_of(results):
-    """By arm, how far it is apart from one process in the same precision."""
-    rows = {}
-    for name, arm in ARMS.items():
-        cells = dict.fromkeys(LOSSES[1:], "")
-        for precision in arm.precisions:
-            if (name, precision) not in results or name in (ALONE, *SEEDS):
-                continue
-            own, alone = results[name, precision], results[ALONE, precision]
-            if precision == "fp64":
-                cells["fp64, weights"] = f"{weights_apart(own, alone):.1e}"
-            else:
-                first = f"{precision}, losses of steps 1–{FIRST}"
-                cells[first] = f"{apart(own, alone, FIRST):.1e}"
-            if precision in ("fp64", "fp32"):
-                cells[f"{precision}, losses of steps 1–{STEPS}"] = f"{apart(own, alone):.1e}"
-        if any(cells.values()):
-            rows[name] = list(cells.values())
-    return rows
+def distances(results, name):
+    """By figure, how far an arm is from one process in the same precision."""
+    found = {}
+    for precision in ARMS[name].precisions:
+        if name in (ALONE, *SEEDS):
+            continue
+        own, alone = results[name, precision], results[ALONE, precision]
+        if precision == "fp64":
+            found["fp64, weights"] = weights_apart(own, alone)
+        else:
+            found[f"{precision}, losses of steps 1–{FIRST}"] = apart(own, alone, FIRST)
+        if precision in ("fp64", "fp32"):
+            found[f"{precision}, losses of steps 1–{STEPS}"] = apart(own, alone)
+    return {figure: float(f"{found[figure]:.1e}") for figure in FIGURES if figure in found}
 
 
-def accuracies_of(results):
-    """By arm and precision, the accuracy at the end."""
-    cells = {
-        name: [f"{results[name, p].top1:.4f}" if (name, p) in results else "" for p in PRECISIONS]
-        for name in ARMS
-    }
-    return {name: row for name, row in cells.items() if any(row)}
+def rows_of(results):
+    """What the page shows of each arm."""
+    return [
+        {
+            "arm": name,
+            "apart": distances(results, name),
+            "top1": {p: round(results[name, p].top1, 4) for p in arm.precisions},
+        }
+        for name, arm in ARMS.items()
+    ]
 
 
-def hold(losses, accuracies):
-    """Hold the tables to what the page claims."""
-    for name, row in losses.items():
-        for head, cell in zip(LOSSES[1:], row, strict=True):
-            precision = head.partition(",")[0]
-            if cell and (precision == "fp64" or str(FIRST) in head.split("–")):
+def hold(rows):
+    """Hold rows to what the page claims."""
+    by_name = {row["arm"]: row for row in rows}
+    for name, row in by_name.items():
+        for figure, value in row["apart"].items():
+            precision = figure.partition(",")[0]
+            if precision == "fp64" or figure.endswith(f"–{FIRST}"):
                 limit = APART[precision] if ARMS[name].same else ROUGHLY
-                assert float(cell) <= limit, (name, head)
-    column = TOP1.index("fp32") - 1
-    seeds = [float(accuracies[name][column]) for name in (ALONE, *SEEDS) if name in accuracies]
+                assert value <= limit, (name, figure)
+    seeds = [by_name[name]["top1"]["fp32"] for name in (ALONE, *SEEDS)]
     spread = max(seeds) - min(seeds)
-    for name, row in accuracies.items():
-        for precision, cell in zip(PRECISIONS, row, strict=True):
-            away = min(abs(float(cell or seeds[0]) - seed) for seed in seeds)
-            assert away <= spread, (name, precision)
-
-
-def lines_of(head, rows):
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows.items())]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def read(page, head):
-    """The rows of the table with a head, from a page in Markdown."""
-    table = page[page.index(f"| {head[0]} |") :].partition("\n\n")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    assert rows[0] == list(head)
-    return {name: cells for name, *cells in rows[2:]}
+    for name, row in by_name.items():
+        for top1 in row["top1"].values():
+            assert min(abs(top1 - seed) for seed in seeds) <= spread, (name, row)
 
 
 @pytest.fixture
 def horovod(lacking):
     if importlib.util.find_spec("horovod") is None:
-        lacking("horovod", "hpctrain horovod build")
+        lacking("horovod", "no module named horovod")
 
 
-def test_losses_weights_and_accuracy_do_not_depend_on_how_a_step_is_shared(horovod, request):
-    all_of_them = TABLE or request.config.getoption("--all")
-    runs = [
-        (name, precision)
-        for name, arm in ARMS.items()
-        for precision in (arm.precisions if all_of_them else arm.often)
-    ]
+def test_fp64_losses_and_weights_are_equal_over_ddp_and_horovod(horovod):
+    with ThreadPoolExecutor(3) as pool:
+        alone, *others = pool.map(lambda name: train(name, "fp64", FEW), (ALONE, *ON_FOUR_RANKS))
+    assert len(set(alone.losses)) == FEW
+    for other in others:
+        assert apart(other, alone, FEW) <= APART["fp64"]
+        assert weights_apart(other, alone) <= APART["fp64"]
+
+
+@pytest.mark.slow
+def test_losses_weights_and_accuracy_are_equal_over_all_backends_and_precisions(horovod):
+    runs = [(name, precision) for name, arm in ARMS.items() for precision in arm.precisions]
     alone = [run for run in runs if ARMS[run[0]].size == 1]
     with ThreadPoolExecutor(2) as pool:  # of one core each
         results = dict(zip(alone, pool.map(train, *zip(*alone, strict=True)), strict=True))
     results = {run: results.get(run) or train(*run) for run in runs}
     assert {len(result.losses) for result in results.values()} == {STEPS}
     assert len(set(results[ALONE, "fp64"].losses)) == STEPS
-    losses, accuracies = losses_of(results), accuracies_of(results)
-    if TABLE:
-        Path(TABLE).write_text(f"{lines_of(LOSSES, losses)}\n{lines_of(TOP1, accuracies)}")
-    hold(losses, accuracies)
+    rows = rows_of(results)
+    if RESULTS:
+        sys.path.append(str(launches.TOP / "benchmarks"))
+        import measure
+
+        facts = measure.facts(("torch", "horovod"))
+        command = "python -m pytest --all tests/precision/test_reproducibility.py"
+        measure.save(measure.place(RESULTS), {**facts, "command": command, "rows": rows})
+    hold(rows)
 
 
-def test_the_tables_of_the_page_keep_what_the_page_claims():
-    page = (launches.TOP / "docs" / "sameness.md").read_text()
-    losses, accuracies = read(page, LOSSES), read(page, TOP1)
-    assert list(accuracies) == list(ARMS)
-    assert list(losses) == [name for name in ARMS if name not in (ALONE, *SEEDS)]
-    hold(losses, accuracies)
+def test_reproducibility_results_keep_what_the_page_claims():
+    rows = json.loads(PAGE_RESULTS.read_text())["rows"]
+    assert [row["arm"] for row in rows] == list(ARMS)
+    hold(rows)
 
 
 def repeat(times):
@@ -252,7 +245,7 @@ def repeat(times):
 def test_deterministic_horovod_repeats_bit_for_bit(horovod):
     """From three ranks on: two numbers have the same sum in any order."""
     times = 3
-    ranks.values(ranks.run(3, repeat, times, timeout=100))
+    ranks.values(ranks.run(3, repeat, times))
     first, *others = (
         torch.load(RunDirectory(f"{number}").checkpoint(10) / "model.pt", weights_only=True)[0]
         for number in range(times)
