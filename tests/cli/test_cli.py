@@ -207,9 +207,9 @@ def test_old_python_parses_the_module_that_refuses_it(name):
 @pytest.mark.parametrize("version", [(2, 7), (3, 6), (3, 10)])
 def test_old_python_is_refused_with_one_line(monkeypatch, capsys, version):
     info = namedtuple("info", "major minor micro releaselevel serial")
-    monkeypatch.setattr(__main__.sys, "version_info", info(*version, 8, "final", 0))
-    code = __main__.main()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(__main__.sys, "version_info", info(*version, 8, "final", 0))
+        code = __main__.main()
     told = capsys.readouterr()
     assert code == 2
     assert told.out == ""

@@ -58,7 +58,15 @@ def test_mig_slices_of_a_host_are_for_the_ranks_of_that_host():
     assert [inside for _, _, inside, _ in results] == [SLICES[0], SLICES[1], SLICES[0]]
 
 
-@pytest.mark.parametrize("shown", ["", "-1", "NoDevFiles", SLICES[0], None])
+@pytest.mark.parametrize(
+    "shown",
+    [
+        *(pytest.param(text, marks=pytest.mark.slow) for text in ("-1", "NoDevFiles")),
+        "",
+        SLICES[0],
+        None,
+    ],
+)
 def test_mig_one_slice_or_none_is_left_as_it_is(shown):
     env = {} if shown is None else {CUDA: shown}
     results = ranks.values(ranks.run(2, opened, env=env))
@@ -132,11 +140,11 @@ def in_the_job_is(rank):
     "meant",
     [
         {CUDA: ""},
-        {CUDA: "-1"},
-        {CUDA: "NoDevFiles"},
-        {"HIP_VISIBLE_DEVICES": ""},
+        pytest.param({CUDA: "-1"}, marks=pytest.mark.slow),
+        pytest.param({CUDA: "NoDevFiles"}, marks=pytest.mark.slow),
+        pytest.param({"HIP_VISIBLE_DEVICES": ""}, marks=pytest.mark.slow),
         {"SLURM_GPUS_ON_NODE": "0"},
-        {"SLURM_GPUS_ON_NODE": ""},
+        pytest.param({"SLURM_GPUS_ON_NODE": ""}, marks=pytest.mark.slow),
         {"SLURM_JOB_ID": ""},
     ],
     ids=str,

@@ -6,10 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOP = Path(__file__).resolve().parents[2]
 
 
-def test_an_installed_package_is_whole(tmp_path):
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_installed_package_has_every_file_and_runs(tmp_path):
     for name in ("setup.cfg", "setup.py", "README.md", "LICENSE"):
         shutil.copy(TOP / name, tmp_path / name)
     shutil.copytree(

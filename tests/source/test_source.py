@@ -23,7 +23,7 @@ SCRIPTS = sorted(str(path.relative_to(TOP)) for path in TOP.glob("[a-z]*/*.sh"))
     ],
     ids=lambda command: " ".join(command[:2]),
 )
-def test_the_checkers_find_nothing(command):
+def test_linters_and_type_checker_find_nothing(command):
     done = subprocess.run(
         [BIN / command[0], *command[1:]], cwd=TOP, capture_output=True, text=True, timeout=300
     )
@@ -55,7 +55,7 @@ def _tracked():
     return [TOP / line for line in done.stdout.splitlines() if (TOP / line).is_file()]
 
 
-def test_the_top_level_holds_what_it_should_and_nothing_else():
+def test_top_level_folder_holds_known_files_only():
     expected = {"setup.cfg", "setup.py", "README.md", "hpctrain", "sbatch", "tests", "examples"}
     expected |= {"docs", "benchmarks", "LICENSE", "CHANGELOG.md"}
     found = {path.relative_to(TOP).parts[0] for path in _tracked()}
@@ -65,7 +65,7 @@ def test_the_top_level_holds_what_it_should_and_nothing_else():
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
-def test_every_link_between_our_pages_leads_somewhere():
+def test_links_between_pages_lead_somewhere():
     pages = [path for path in _tracked() if path.suffix == ".md"]
     assert len(pages) > 3
     dead = [
@@ -77,7 +77,8 @@ def test_every_link_between_our_pages_leads_somewhere():
     assert not dead
 
 
-def test_benchmarks_need_nothing_but_what_they_say():
+@pytest.mark.slow
+def test_benchmarks_are_imported_without_the_peers():
     """A peer that is not installed is said, with the reason, and the others are measured."""
     names = sorted(path.stem for path in (TOP / "benchmarks").glob("[a-z]*.py"))
     assert "input" in names
