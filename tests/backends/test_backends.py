@@ -330,7 +330,7 @@ def test_existing_process_group_is_refused():
 
 
 def ddp_alone():
-    with hpctrain.Session(batch_size=2, backend="ddp", timeout=20) as session:
+    with hpctrain.Session(batch_size=2, backend="ddp", timeout=120) as session:
         return session.backend.name, session.sum(5)
 
 

@@ -42,7 +42,7 @@ def test_dataparallel_refused_for_several_ranks_and_without_gpu():
 def test_dataparallel_without_gpu_prints_one_error(tmp_path):
     script = "import hpctrain; hpctrain.Session(backend='dataparallel')"
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=180)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.count("error:") == 1

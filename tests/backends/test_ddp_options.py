@@ -17,7 +17,7 @@ def trained(variants):
     """Return, for each set of options, the change of the weights and what torch was told."""
     found = []
     for options in variants:
-        with hpctrain.Session(batch_size=2, backend="ddp", timeout=20, **options) as session:
+        with hpctrain.Session(batch_size=2, backend="ddp", timeout=120, **options) as session:
             model = wide_model()
             model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1, 0.9))
             start, kind = weights(model), next(model.parameters()).dtype
@@ -99,7 +99,7 @@ def messages():
     found = []
     for options, _ in REFUSED:
         with pytest.raises(hpctrain.errors.UsageError) as refused:
-            hpctrain.Session(batch_size=2, backend="ddp", timeout=20, **options)
+            hpctrain.Session(batch_size=2, backend="ddp", timeout=120, **options)
         found.append(str(refused.value))
     return found
 
@@ -136,7 +136,7 @@ def mixed_model():
 def wraps(cases):
     found = []
     for options, model in cases:
-        with hpctrain.Session(batch_size=2, backend="ddp", timeout=20, **options) as session:
+        with hpctrain.Session(batch_size=2, backend="ddp", timeout=120, **options) as session:
             try:
                 session.prepare(model())
             except hpctrain.errors.UsageError as error:

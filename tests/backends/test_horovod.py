@@ -30,7 +30,7 @@ def horovod(lacking):
 
 
 def session(**options):
-    return hpctrain.Session(**{"backend": "horovod", "batch_size": 2, "timeout": 30, **options})
+    return hpctrain.Session(**{"backend": "horovod", "batch_size": 2, "timeout": 120, **options})
 
 
 def model_and_data(rank):

@@ -620,30 +620,29 @@ def test_build_folder_is_kept_after_failure_only(pretended, tmp_path, monkeypatc
 
 
 def test_sigterm_ends_the_compilers_of_a_build(pretended, tmp_path, monkeypatch):
-    pid_file = tmp_path / "pid"
+    waits, pids = threading.Event(), []
+
+    class Process(subprocess.Popen):
+        def wait(self, timeout=None):
+            pids.append(self.pid)
+            waits.set()
+            return super().wait(timeout)
+
+    def terminate():
+        waits.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def make(plan, env, work, say):
-        threading.Thread(target=terminate, args=(pid_file,)).start()
-        command = [
-            "sh",
-            "-c",
-            f"echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; sleep 1000",
-        ]
-        commands.run(command, env, work / "log", say)
+        threading.Thread(target=terminate).start()
+        commands.run(["sleep", "1000"], env, work / "log", say)
 
     monkeypatch.setattr(horovod_wheel, "make", make)
+    monkeypatch.setattr(commands.subprocess, "Popen", Process)
     with pytest.raises(SystemExit) as caught:
         horovod_wheel.build(False, False, True, os.environ, quiet)
     assert caught.value.code == 128 + signal.SIGTERM
-    assert not alive(int(pid_file.read_text()))
-
-
-def terminate(pid_file):
-    """Send SIGTERM to this process when the file is there."""
-    end = time.monotonic() + 60
-    while not pid_file.exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGTERM)
+    assert pids
+    assert not alive(pids[0])
 
 
 def test_horovod_build_never_imports_torch_or_horovod():

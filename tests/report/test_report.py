@@ -464,7 +464,7 @@ def test_report_needs_no_torch_and_ignores_matplotlibrc(whole):
         env={**os.environ, "LC_ALL": "C", "MATPLOTLIBRC": str(whole)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert b"written by hpctrain report" in (whole / "report" / "loss.png").read_bytes()[:500]

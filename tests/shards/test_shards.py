@@ -512,7 +512,7 @@ def many(tmp_path, soft, hard):
         pack(tmp_path / f"train-{number:04d}.tar", ("0.jpg", str(number).encode()), ("0.cls", b"0"))
     return subprocess.run(
         [sys.executable, "-c", MANY, tmp_path, str(soft), str(hard)],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
 
 
