@@ -109,7 +109,7 @@ def finished(job, references, options=(), twice=None):
 
 def test_job_stopped_by_usr2_is_requeued_and_resumes(submit, references):
     short = ("--epochs", "2")
-    job = submit(script=(*SLOW, *short, "--fault=usr2@3:rank1"))
+    job = submit(script=("--pace", "0.25", *short, "--fault=usr2@3:rank1"))
     assert job.ended() == ("COMPLETED", 0, 1), job.log
     finished(job, references, short, twice=0)
     assert len(job.begins()) == 2
