@@ -94,6 +94,22 @@ def pytest_collection_modifyitems(config, items):
     items[:] = sorted(kept, key=_order)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable():
+    """Escape what is no UTF-8: a worker could not send it, and the whole run would end."""
+    return _escaped((yield))
+
+
+def _escaped(value):
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_escaped, value))
+    return value
+
+
 def _mark(item):
     fixtures = set(item.fixturenames)
     parameters = getattr(item, "callspec", None)
