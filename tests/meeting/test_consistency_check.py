@@ -187,7 +187,8 @@ def test_environment_never_tells_a_secret(monkeypatch):
 def test_code_version_covers_the_script_and_its_local_imports(tmp_path, monkeypatch):
     for name in ("train.py", "model.py", "never_imported.py"):
         (tmp_path / name).write_text(f"x = '{name}'\n")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"))
+    main, script = sys.modules["__main__"], tmp_path / "train.py"
+    monkeypatch.setattr(main, "__file__", str(script), raising=False)
     monkeypatch.setitem(sys.modules, "model", type(sys)("model"))
     sys.modules["model"].__file__ = str(tmp_path / "model.py")
     before = proof._code()
