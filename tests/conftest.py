@@ -126,6 +126,9 @@ def _mark(item):
     if item.get_closest_marker("xdist_group"):
         return
     group = next((GROUPS[name] for name in GROUPS if name in fixtures), None)
+    if group == "slurm" and item.config.getoption("--all"):
+        # More than an hour on one Slurm; half of it on each of two.
+        group += "-first" if item.path.parent.name < "launchers" else "-second"
     if group is None and any(
         definitions[-1].scope == "module"
         for definitions in item._fixtureinfo.name2fixturedefs.values()
@@ -157,13 +160,14 @@ def lacking(request):
 
 @pytest.fixture(scope="session")
 def cluster(lacking):
-    """A real Slurm of four hosts."""
+    """A real Slurm of four hosts, of this worker alone."""
     import cluster as slurm
 
     missing = slurm.available()
     if missing:
         lacking("slurm", missing)
-    started = slurm.Cluster()
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    started = slurm.Cluster(f"{slurm.NAME}-{worker}" if worker else slurm.NAME)
     started.start()
     yield started
     started.stop()

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import time
 
-from cluster import SYSTEM_PATH, Cluster, ClusterError, available
+from cluster import NAME, SYSTEM_PATH, Cluster, ClusterError, available
 
 PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db")
 # A job is forgotten after the first of these seconds, and after the next look for such jobs.
@@ -57,10 +57,7 @@ class AccountedCluster(Cluster):
     """The one with accounting: an account physics, for root, beside that of root's own."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.directory = self.directory.with_name("hpctrain-slurm-accounting")
-        self.configuration = self.directory / "slurm.conf"
-        self.ssh_folder = self.directory / "ssh" / "bin"
+        super().__init__(f"{NAME}-accounting")
 
     def _write_files(self) -> None:
         super()._write_files()

@@ -33,6 +33,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+# What the directories of all clusters begin with.
+NAME = "hpctrain-slurm"
 NODES = ("node1", "node2", "node3", "node4")
 SWITCH = "switch"
 ADDRESSES = {"login": 100} | {node: number for number, node in enumerate(NODES, 1)}
@@ -172,14 +174,18 @@ def hosts_text(host: str) -> str:
 
 
 class Cluster:
-    """The one cluster of its directory, whichever process started it."""
+    """The one cluster of its directory, whichever process started it.
+
+    Args:
+        name: of the directory; clusters of other names do not disturb each other.
+    """
 
     hosts: tuple[str, ...] = NODES
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = NAME) -> None:
         # A directory of its own below the one that the user names, so that nothing else can be
-        # in it when it is removed. /run, because munged wants one where only root can write.
-        self.directory = Path(os.environ.get("HPCTRAIN_TEST_CLUSTER", "/run"), "hpctrain-slurm")
+        # in it when it is removed.
+        self.directory = _parent() / name
         self.configuration = self.directory / "slurm.conf"
         # Holds an `ssh` that can log in to the nodes: to be put in front of PATH.
         self.ssh_folder = self.directory / "ssh" / "bin"
@@ -536,6 +542,11 @@ class Cluster:
             time.sleep(0.1)
 
 
+def _parent() -> Path:
+    """Return the folder of all clusters: /run, because munged wants one where only root writes."""
+    return Path(os.environ.get("HPCTRAIN_TEST_CLUSTER", "/run"))
+
+
 def _capture(argv: Sequence[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     return subprocess.run(argv, timeout=20, check=False, env=environ, **streams)
@@ -571,7 +582,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="A real Slurm of four nodes on this machine.")
     actions = parser.add_subparsers(dest="action", required=True)
     actions.add_parser("start", help="start it anew; returns when all nodes are idle")
-    actions.add_parser("stop", help="stop it and leave nothing behind")
+    actions.add_parser("stop", help="stop all clusters and leave nothing behind")
     actions.add_parser("available", help="print why no cluster can run here; 1 if none can")
     actions.add_parser("status", help="print the nodes' states; 1 unless there is a cluster")
     run = actions.add_parser("run", help="run a command on one of the hosts")
@@ -587,7 +598,8 @@ def main() -> int:
         if options.action == "start":
             cluster.start()
         elif options.action == "stop":
-            cluster.stop()
+            for directory in {cluster.directory, *_parent().glob(f"{NAME}*")}:
+                Cluster(directory.name).stop()
         elif options.action == "run":
             os.execvpe("sh", cluster.command(options.argv, options.host), cluster.environ())
         else:
