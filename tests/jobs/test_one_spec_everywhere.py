@@ -14,7 +14,6 @@ import launches
 import pytest
 import ranks
 
-import hpctrain
 from hpctrain.jobs import files
 from hpctrain.jobs.script import render
 from hpctrain.jobs.spec import JobSpec
@@ -86,13 +85,6 @@ def test_one_job_spec_on_this_machine_has_losses_of_one_process(one_process):
     done = launches.start(command, ".", PATH=PATH)
     assert done.returncode == 0, done.stderr
     expect(one_process, "run", "hpctrain")
-
-
-@pytest.mark.slow
-def test_one_job_spec_from_python_on_this_machine_has_losses_of_one_process(one_process):
-    job = hpctrain.submit("train.py", replace(SPEC, command=()), via="local", args=OPTIONS)
-    assert job.results() == [None] * SIZE
-    expect(one_process, job.run, "submitit")
 
 
 def environ(cluster):

@@ -149,36 +149,6 @@ def test_sbatch_command_line_options_win(cluster):
     assert said == [str(rank) for rank in range(6)], log
 
 
-@pytest.mark.slow
-def test_array_sweep_runs_each_setting_within_throttle(cluster):
-    # Each waits for the one beside it.
-    begin_end = (
-        'echo begin $(date +%s%N) "$@"; touch began-$SLURM_ARRAY_TASK_ID; '
-        "for _ in $(seq 1200); do [ -e began-$((SLURM_ARRAY_TASK_ID ^ 1)) ] || sleep 0.05; done; "
-        "echo end $(date +%s%N)"
-    )
-    spec = JobSpec(
-        name="sweep",
-        command=["bash", "-c", begin_end, "x"],
-        sweep={"lr": [0.1, 0.2, 0.3], "seed": [1, 2]},
-        throttle=2,
-    )
-    job = submit(cluster, render(spec))
-    for index in range(6):
-        assert cluster.ended(f"{job}_{index}")[1] == 0
-    logs = [Path(f"sweep-{job}_{index}.log").read_text() for index in range(6)]
-    settings = [re.search(r"^begin \d+ (.*)", log, re.MULTILINE)[1] for log in logs]
-    assert settings == [f"--lr {rate} --seed {seed}" for rate in (0.1, 0.2, 0.3) for seed in (1, 2)]
-    moments = [
-        (int(time), 1 if what == "begin" else -1)
-        for log in logs
-        for what, time in re.findall(r"^(begin|end) (\d+)", log, re.MULTILINE)
-    ]
-    assert len(moments) == 12
-    assert max(itertools.accumulate(change for _, change in sorted(moments))) == 2
-    assert sorted(os.listdir("runs")) == [f"sweep-{job}_{index}" for index in range(6)]
-
-
 @contextlib.contextmanager
 def own_disks(cluster, path):
     """Mount a folder that is another one on each host."""

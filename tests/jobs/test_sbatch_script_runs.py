@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from stand_ins import RECORD, Machine, make_files
+from stand_ins import RECORD, Machine
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs.script import render_local
@@ -174,12 +174,6 @@ def test_no_requeue_prints_sbatch_command_to_resume(machine):
     go_on = said.splitlines()[-1]
     assert go_on == f"    HPCTRAIN_RUN='{run}' sbatch {script} it\\'s --lr '' --resume"
     assert Path(script).read_text() == "#!/bin/bash\n"
-
-
-def test_resume_command_without_batch_script_names_placeholder(machine):
-    machine.program("scontrol", "#!/bin/sh\nexit 1\n")
-    said = stopped(machine, JobSpec(command="a b"))[1]
-    assert said.endswith(" sbatch THE_SCRIPT --resume\n")
 
 
 def test_max_restarts_exit_codes(machine):
@@ -439,20 +433,6 @@ def test_staging_removes_read_only_copies_as_user(open_machine, lacking):
 
 
 # --- on this machine
-
-
-def test_local_script_calls_hpctrain_run(machine):
-    make_files(JobSpec(venv="env"), machine.folder)
-    spec = JobSpec(
-        command=["python", "train.py", "it's"], nodes=2, tasks_per_node=3, run="one", venv="env",
-        environment={"A": "$(id)"}, memory="64G",
-    )  # fmt: skip
-    assert machine.bash(render_local(spec), "more", cwd=machine.folder)[0] == 0
-    run = ["python", "-m", "hpctrain", "run", "--nodes", "2", "--nproc-per-node", "3"]
-    assert machine.calls() == [[*run, "train.py", "it's", "more"]]
-    found = machine.variables()
-    assert (found["A"], found["ACTIVE"]) == ("$(id)", "yes")
-    assert found["HPCTRAIN_RUN"] == f"{machine.folder}/one"
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,8 @@ def test_submit_options_around_job_toml_and_extra_arguments(fake, capsys):
         (["--env", "A", "--", "x"], "--env NAME=VALUE"),
         (["--nodes", "x", "--time", "y", "--", "x"], "2 values"),
         (["--follow", "--via", "submitit", "--", "python3", "t.py"], "--wait in place"),
+        (["--via", "local", "--", "python3", "none.py"], "none.py is no file here"),
+        (["--output", "logs/%j/x.log", "--", "python3", "t.py"], "output = logs/x.log"),
     ],
 )
 def test_submit_refuses_wrong_command_lines(fake, capsys, words, says):
@@ -150,11 +152,6 @@ def test_submit_dry_run_refuses_fields_submitit_lacks(fake, capsys):
     assert "submitit's own" in capsys.readouterr().err
 
 
-def test_submit_local_refuses_missing_script(fake, capsys):
-    assert submit("--via", "local", "--", "python3", "none.py") == 2
-    assert "none.py is no file here" in capsys.readouterr().err
-
-
 def test_submit_ignores_run_directory_of_the_shell(fake, monkeypatch, capsys):
     monkeypatch.setenv("HPCTRAIN_RUN", "shells")
     for words in (["--run", "own"], ["--array", "0-3"]):
@@ -170,12 +167,6 @@ def test_submit_ignores_run_directory_of_the_shell(fake, monkeypatch, capsys):
 def test_submit_makes_log_folder(fake, output, folder):
     assert submit("--name", "job", "--output", output, "--", "python3", "t.py") == 0
     assert Path(folder).is_dir()
-
-
-def test_submit_refuses_log_folder_with_job_number(fake, capsys):
-    assert submit("--output", "logs/%j/x.log", "--", "python3", "t.py") == 2
-    assert "output = logs/x.log" in capsys.readouterr().err
-    assert not Path("script").exists()
 
 
 def test_submit_refuses_log_folder_that_cannot_be_made(fake, capsys):
@@ -235,15 +226,6 @@ def test_submit_from_deleted_folder_is_refused(fake, capsys, monkeypatch, tmp_pa
     for more in ([], ["--dry-run"]):
         assert submit(*more, "--", "python3", "t.py") == 2
         assert "the current folder" in capsys.readouterr().err
-
-
-def test_submit_dry_run_makes_nothing(fake, capsys):
-    assert submit("--dry-run", "--output", "logs/%j.log", "--", "python3", "t.py") == 0
-    said = capsys.readouterr()
-    assert said.out.startswith("#!/bin/bash\n")
-    assert "command: from the command line" in said.err
-    assert "--test-only" in fake.calls.read_text()
-    assert not Path("logs").exists()
 
 
 def test_submit_local_runs_in_the_foreground(fake):
@@ -381,13 +363,6 @@ def test_sbatch_refusal_lists_valid_values(fake):
     assert error.expected == "a partition of this cluster: main (up to 2:00:00)"
     error = refusals.refused("Invalid generic resource (gres)", spec, fake.env, str)
     assert "gpu:v100:4" in error.expected
-
-
-def test_submit_without_sbatch_suggests_local(fake, capsys, monkeypatch):
-    (fake.folder / "sbatch").unlink()
-    monkeypatch.setenv("PATH", str(fake.folder))
-    assert submit("--", "python3", "t.py") == 1
-    assert "--via local" in capsys.readouterr().err
 
 
 # Waiting.
@@ -545,12 +520,6 @@ def test_wait_ctrl_c_detaches_and_job_goes_on(fake, capsys, monkeypatch):
     assert "job 70 goes on" in said.err
     assert "hpctrain status 70" in said.err
     assert "scancel" not in fake.calls.read_text()
-
-
-def test_submit_save_writes_job_toml(fake):
-    submit("--save", "job.toml", "--nodes", "2", "--", "python3", "t.py", "--x", "a b")
-    saved = tomllib.loads(Path("job.toml").read_text())
-    assert saved == {"command": ["python3", "t.py", "--x", "a b"], "nodes": 2}
 
 
 def test_wait_names_log_of_failed_job(fake, capsys):

@@ -1,18 +1,14 @@
 """`hpctrain.submit`: what it refuses, by name and with what to do instead."""
 
-import importlib
 import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 import hpctrain
 from hpctrain import JobSpec
 from hpctrain.errors import StartError, UsageError
-from hpctrain.jobs import handle, kept
+from hpctrain.jobs import kept
 
 
 def train():
@@ -140,34 +136,3 @@ def test_submit_function_refused_by_slurm_leaves_nothing(submit, no_job, monkeyp
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(StartError, match="no such thing"):
         submit(train, JobSpec())
-
-
-def test_submit_function_without_submitit_names_the_extra(submit, monkeypatch):
-    monkeypatch.setitem(sys.modules, "submitit", None)
-    monkeypatch.delitem(sys.modules, "hpctrain.jobs.by_submitit", raising=False)
-    monkeypatch.delattr("hpctrain.jobs.by_submitit", raising=False)
-    with pytest.raises(UsageError, match=r"pip install 'hpctrain\[submit\]'"):
-        submit(train, JobSpec(), via="debug")
-
-
-def test_import_hpctrain_jobs_is_lazy():
-    code = (
-        "import sys, hpctrain; hpctrain.JobSpec(nodes=2); hpctrain.jobs.find; hpctrain.submit; "
-        "print(sorted({'torch', 'submitit', 'matplotlib', 'IPython', 'cloudpickle'} "
-        "& sys.modules.keys()))"
-    )
-    top = Path(hpctrain.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(top)},
-    )  # fmt: skip
-    assert (done.stdout, done.stderr) == ("[]\n", "")
-
-
-def test_hpctrain_jobs_public_names():
-    jobs = importlib.import_module("hpctrain.jobs")
-    for name in jobs.__all__:
-        assert getattr(jobs, name) is not None
-    assert jobs.Job is handle.Job
-    with pytest.raises(AttributeError, match="no attribute 'launch'"):
-        jobs.launch  # noqa: B018

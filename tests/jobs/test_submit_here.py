@@ -1,17 +1,14 @@
 """`hpctrain.submit` without Slurm: ranks on this machine, and one rank in this process."""
 
-import json
 import os
 import signal
 import time
 from pathlib import Path
 
-import faults
 import pytest
-import survivor
 
 import hpctrain
-from hpctrain import JobSpec, rundir
+from hpctrain import JobSpec
 from hpctrain.errors import HpctrainError
 from hpctrain.jobs import find
 
@@ -97,28 +94,3 @@ def test_submit_function_debug_runs_in_this_process(capsys):
     Path("script.py").write_text("import sys; print(__name__, sys.argv[1:]); sys.exit(0)")
     assert hpctrain.submit("script.py", JobSpec(), via="debug", args=("-x", 1)).result() is None
     assert "__main__ ['-x', '1']\n" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_submit_function_local_resumes_stopped_run(tmp_path_factory):
-    options = (*faults.OPTIONS, "--epochs", "2")
-    spec = JobSpec(tasks_per_node=3, run="run", environment={"OMP_NUM_THREADS": "1"})
-    first = hpctrain.submit(survivor.main, spec, via="local", args=([*options, "--pace", "0.5"],))
-    ledger = Path("run/ledger-0.jsonl")
-    end = time.monotonic() + 120
-    while not ledger.exists() or len(ledger.read_text().splitlines()) < 3:
-        assert time.monotonic() < end, first.logs()
-        time.sleep(0.05)
-    # As submitit does when the time is nearly over; the processes of loaders come behind.
-    for rank in survivor.descendants(int(first.id))[:3]:
-        os.kill(rank, signal.SIGUSR2)
-    with pytest.raises(HpctrainError, match="SIGUSR2"):
-        first.result()
-    assert first.state == "FAILED"
-    stopped = json.loads((first.run / "summary.json").read_text())
-    assert stopped["status"] == "stopped"
-    second = hpctrain.submit(survivor.main, spec, via="local", args=([*options, "--resume"],))
-    assert second.results() == [None] * 3
-    run = rundir.RunDirectory("run")
-    assert [line["step"] for line in run.lines(run.starts)] == [0, stopped["step"]]
-    faults.same("run", faults.References(tmp_path_factory)(3, "--epochs", "2"))
