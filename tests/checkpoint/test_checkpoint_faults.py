@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import ranks
-import torch
+from checkpoints import names, newest, state_of, two_checkpoints
 
-from hpctrain.checkpoint import Writer, folder, load_newest, save
+from hpctrain.checkpoint import Writer, folder, save
 from hpctrain.errors import CheckpointError
 from hpctrain.rundir import RunDirectory
 
@@ -27,36 +27,13 @@ RANDOM = "0123456789abcdef"
 CHANGES = ["openat", "write", "fsync", "mkdir", "rename", "renameat2", "unlinkat", "rmdir"]
 
 
-def state_of(step, size=6):
-    return {
-        "model": {"weight": torch.full((size,), float(step))},
-        "position": {"step": step},
-    }
-
-
-def newest(run):
-    """The step that is loaded; the state is that of the step."""
-    step, state = load_newest(run)
-    assert state["position"] == {"step": step}
-    assert (state["model"]["weight"] == float(step)).all()
-    return step
-
-
-def names(run):
-    return sorted(entry.name for entry in run.checkpoints.iterdir())
-
-
 def temporaries(run):
     return [name for name in names(run) if name.startswith(".")]
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run with checkpoints of steps 1 and 2."""
-    directory = RunDirectory(tmp_path / "run")
-    for step in (1, 2):
-        save(directory, step, state_of(step), {"time": 1.5})
-    return directory
+    return two_checkpoints(tmp_path / "run")
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -136,13 +113,6 @@ def traced(options, path, replacing, threaded):
             tracer.stderr.close()
         for end in (*ready, *go):
             os.close(end)
-
-
-def two_checkpoints(path):
-    directory = RunDirectory(path)
-    for step in (1, 2):
-        save(directory, step, state_of(step), {})
-    return directory
 
 
 def kill_everywhere(path, calls, replacing, threaded):
@@ -325,7 +295,8 @@ def test_forged_manifest_files_are_refused(run, monkeypatch, files):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"format": 2}, {"format": "3"}, {"step": 1}, {"step": "2"}, {"step": None}]
+    "changes",
+    [{"format": 2}, {"format": 99}, {"format": "3"}, {"step": 1}, {"step": "2"}, {"step": None}],
 )
 def test_manifest_of_another_format_or_step_is_refused(run, changes):
     forge(run, **changes)
@@ -334,8 +305,18 @@ def test_manifest_of_another_format_or_step_is_refused(run, changes):
 
 @pytest.mark.parametrize(
     "text",
-    ["[" * 100_000, "null", "3", '"x"', '{"format": 3}', "1" * 5000, '{"a": ' * 50_000, "\xff"],
-    ids=["deep", "null", "number", "string", "short", "digits", "deep dict", "no UTF-8"],
+    [
+        "[" * 100_000,
+        "[]",
+        "null",
+        "3",
+        '"x"',
+        '{"format": 3}',
+        "1" * 5000,
+        '{"a": ' * 50_000,
+        "\xff",
+    ],
+    ids=["deep", "list", "null", "number", "string", "short", "digits", "deep dict", "no UTF-8"],
 )
 def test_invalid_manifest_json_is_refused(run, text):
     (run.checkpoint(2) / "manifest.json").write_text(text, encoding="latin-1")

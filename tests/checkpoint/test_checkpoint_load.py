@@ -1,6 +1,5 @@
 """Checkpoints are whole or not there, and a damaged one does not end the run."""
 
-import dataclasses
 import errno
 import hashlib
 import io
@@ -11,21 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import names, newest, state_of, two_checkpoints
 
 from hpctrain.checkpoint import load_newest, save
 from hpctrain.checkpoint.folder import Folder
 from hpctrain.checkpoint.reading import digest
 from hpctrain.checkpoint.snapshot import freeze
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.errors import CheckpointError
 from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
-
-
-def state_of(step):
-    return {
-        "model": {"weight": torch.full((3, 2), float(step)), "name": "w"},
-        "position": {"step": step, "random": torch.get_rng_state()},
-    }
 
 
 @pytest.fixture
@@ -35,26 +28,15 @@ def run(tmp_path):
 
 @pytest.fixture
 def saved(run):
-    """A run with checkpoints of steps 1 and 2."""
-    for step in (1, 2):
-        save(run, step, state_of(step), {})
-    return run
-
-
-def newest(run):
-    step, state = load_newest(run)
-    assert torch.equal(state["model"]["weight"], torch.full((3, 2), float(step)))
-    assert state["position"]["step"] == step
-    return step
-
-
-def names(run):
-    return sorted(entry.name for entry in run.checkpoints.iterdir())
+    return two_checkpoints(run.path)
 
 
 def test_checkpoint_round_trip(run):
     assert load_newest(run) is None
-    state = state_of(7)
+    state = {
+        "model": {"weight": torch.full((3, 2), 7.0), "name": "w"},
+        "position": {"step": 7, "random": torch.get_rng_state()},
+    }
     folder = save(run, 7, state, {"world": {"world_size": 2}})
     assert folder == run.checkpoint(7)
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -81,13 +63,6 @@ def test_newest_three_checkpoints_are_kept(run):
     assert load_newest(run)[0] == 100_000_001
 
 
-def test_checkpoint_of_a_step_saved_twice_is_the_later(saved):
-    save(saved, 2, state_of(2), {"again": True})
-    assert names(saved) == ["step-00000001", "step-00000002"]
-    assert json.loads((saved.checkpoint(2) / "manifest.json").read_text())["again"] is True
-    assert newest(saved) == 2
-
-
 def cut_short(folder):
     path = folder / "model.pt"
     path.write_bytes(path.read_bytes()[:-1])
@@ -108,38 +83,14 @@ def lose_the_manifest(folder):
     (folder / "manifest.json").unlink()
 
 
-def cut_the_manifest(folder):
-    path = folder / "manifest.json"
-    path.write_text(path.read_text()[:-10])
-
-
-def turn_the_manifest_into_a_list(folder):
-    (folder / "manifest.json").write_text("[]")
-
-
-def come_from_the_future(folder):
-    path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 3', '"format": 99'))
-
-
 def be_empty(folder):
     shutil.rmtree(folder)
     folder.mkdir()
 
 
-DAMAGES = [
-    cut_short,
-    flip_a_byte,
-    lose_a_part,
-    lose_the_manifest,
-    cut_the_manifest,
-    turn_the_manifest_into_a_list,
-    come_from_the_future,
-    be_empty,
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", [cut_short, flip_a_byte, lose_a_part, lose_the_manifest, be_empty]
+)
 def test_damaged_checkpoint_is_logged_and_the_previous_loaded(saved, damage, caplog):
     damage(saved.checkpoint(2))
     caplog.set_level("ERROR", logger="hpctrain")
@@ -157,10 +108,10 @@ def test_damaged_checkpoint_is_logged_and_the_previous_loaded(saved, damage, cap
 
 
 class FullDisk:
-    """A torch.save that writes half of a file and then fails."""
+    """A torch.save that writes half of a file and then fails as torch does."""
 
-    def __init__(self, error, good):
-        self.error, self.good, self.save = error, good, torch.save
+    def __init__(self, good):
+        self.good, self.save = good, torch.save
 
     def __call__(self, value, file):
         if isinstance(file, io.BytesIO):  # a try in memory
@@ -170,21 +121,13 @@ class FullDisk:
             self.save(value, file)
         else:
             file.write(b"half")
-            raise self.error
+            raise RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed")
 
 
 @pytest.mark.parametrize("good", [0, 1])
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed"),
-        OSError(errno.ENOSPC, "No space left on device"),
-    ],
-    ids=["torch", "system"],
-)
-def test_failed_checkpoint_write_keeps_the_previous(saved, monkeypatch, error, good):
+def test_failed_checkpoint_write_keeps_the_previous(saved, monkeypatch, good):
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", FullDisk(error, good))
+        patch.setattr(torch, "save", FullDisk(good))
         for step in (2, 3):
             with pytest.raises(
                 CheckpointError, match=f"step {step} could not be written"
@@ -197,39 +140,16 @@ def test_failed_checkpoint_write_keeps_the_previous(saved, monkeypatch, error, g
     assert newest(saved) == 3
 
 
-@pytest.mark.parametrize("fails", ["fsync", "rename"])
-def test_failed_checkpoint_commit_leaves_nothing(saved, monkeypatch, fails):
+def test_failed_checkpoint_commit_leaves_nothing(saved, monkeypatch):
     def fail(*arguments, **keywords):
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        if fails == "fsync":
-            patch.setattr("os.fsync", fail)
-        else:
-            patch.setattr(Path, "rename", fail)
+        patch.setattr(Path, "rename", fail)
         with pytest.raises(CheckpointError, match="Input/output error"):
             save(saved, 3, state_of(3), {})
     assert names(saved) == ["step-00000001", "step-00000002"]
     assert newest(saved) == 2
-
-
-def test_unpicklable_state_leaves_nothing(saved):
-    with pytest.raises(UsageError, match="'schedule' holds what no checkpoint can give back"):
-        save(saved, 3, {**state_of(3), "schedule": lambda step: step}, {})
-    assert names(saved) == ["step-00000001", "step-00000002"]
-
-
-@dataclasses.dataclass
-class Schedule:
-    """A class of a user: reading it back would run code."""
-
-    step: int
-
-
-def test_state_with_code_is_refused_and_not_run(run):
-    with pytest.raises(UsageError, match="'schedule' holds what no checkpoint can give back"):
-        save(run, 3, {"schedule": Schedule(3)}, {})
-    assert load_newest(run) is None
 
 
 def test_temporary_folders_are_no_checkpoints(saved):

@@ -291,25 +291,6 @@ def test_checkpoint_has_the_state_at_save_time(run, writer, gate, inference, mon
     same(load_newest(run)[1], expected)
 
 
-def test_checkpoint_writer_copies_tensors_before_it_returns(run, writer, gate):
-    weight = torch.full((100_000,), 5.0)
-    writer.save(1, {"model": weight}, {})
-    gate.waits.wait(60)
-    stop = threading.Event()
-
-    def hammer():
-        while not stop.is_set():
-            weight.uniform_()
-
-    thread = threading.Thread(target=hammer)
-    thread.start()
-    gate.open.set()
-    writer.wait()
-    stop.set()
-    thread.join()
-    assert (load_newest(run)[1]["model"] == 5.0).all()
-
-
 def test_second_checkpoint_save_waits_for_the_first(run, writer, gate):
     weight = torch.zeros(1000)
     writer.save(1, {"model": weight}, {})

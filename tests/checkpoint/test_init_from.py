@@ -128,7 +128,9 @@ def test_init_from_does_not_run_code(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("content", [{}, {0: 1}, [], 3, "text", [3], {"model": 3}])
+@pytest.mark.parametrize(
+    "content", [{}, {0: 1}, [], 3, "text", [3], {"model": 3}, {"first.weight": 3.0}]
+)
 def test_init_from_refuses_a_file_without_a_model(content, tmp_path):
     torch.save(content, tmp_path / "weights.pt")
     with pytest.raises(UsageError, match=r"has no first\.weight"):
@@ -172,12 +174,6 @@ def test_init_from_keeps_names_that_the_model_has(kind, tmp_path):
     torch.save(source.state_dict(), tmp_path / "weights.pt")
     fill_weights(tmp_path / "weights.pt", model, 0)
     assert equal(model, source)
-
-
-def test_init_from_refuses_plain_numbers(tmp_path):
-    torch.save({"weight": 3.0, "bias": torch.ones(2)}, tmp_path / "weights.pt")
-    with pytest.raises(UsageError, match="has no weight"):
-        fill_weights(tmp_path / "weights.pt", nn.Linear(2, 2), 0)
 
 
 def test_init_from_fills_lazy_modules(tmp_path):
