@@ -102,14 +102,6 @@ def test_python_without_srun_is_refused_with_the_corrected_line(cluster, tmp_pat
 
 
 @pytest.mark.slow
-def test_step_without_environment_is_refused_by_every_task(cluster, tmp_path):
-    _, code, log = job(cluster, tmp_path, "srun -n4 env -i PATH=$PATH python train.py")
-    assert code == 2
-    assert log.count("this process descends from slurmstepd") == 4
-    assert "none (" not in log
-
-
-@pytest.mark.slow
 def test_gpus_that_torch_cannot_use_are_refused_once_and_can_be_hidden(cluster, tmp_path):
     number, code, log = job(
         cluster,
@@ -125,18 +117,6 @@ def test_gpus_that_torch_cannot_use_are_refused_once_and_can_be_hidden(cluster, 
     assert refused.count("to mend:") == 1
     assert f"job {number} has 2 GPUs on this host, and torch" in refused
     trained(hidden, "slurm", number, places=[(r, r, 2, "node1") for r in range(2)])
-
-
-@pytest.mark.slow
-def test_job_submitted_inside_a_step_is_not_taken_for_that_step(cluster, tmp_path):
-    inner = tmp_path / "inner.sh"
-    inner.write_text("#!/bin/bash\nenv | grep ^SLURM_STEP_ID=\nhpctrain explain\n")
-    submit = f"sbatch --wait -N1 -n1 --output=inner.log {inner}"
-    _, code, log = job(cluster, tmp_path, f"srun -n1 -N1 {submit}", options=("-N1", "-n2"))
-    assert code == 0, log
-    said = (tmp_path / "inner.log").read_text().splitlines()
-    assert said[0] == "SLURM_STEP_ID=0"  # inherited: the trap is there
-    assert said[1].split()[:2] == ["launcher", "none"]
 
 
 SUBMIT = """

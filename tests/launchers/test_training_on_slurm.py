@@ -64,56 +64,6 @@ def test_sbatch_wrong_use_exits_with_code_2_and_its_message(cluster, checkout):
     assert "Traceback" not in log
 
 
-EXPLAIN = [launches.PYTHON, "-m", "hpctrain", "explain", "--json"]
-
-
-def explained(cluster, folder, *options, env=None):
-    done = cluster.run(
-        ["srun", *options, *EXPLAIN], cwd=folder, env={**cluster.environ(), **(env or {})}
-    )
-    assert done.returncode == 0, done.stderr
-    worlds = [json.loads(line) for line in done.stdout.splitlines()]
-    return sorted(worlds, key=lambda world: world["rank"])
-
-
-@pytest.mark.slow
-def test_srun_block_cyclic_plane_and_arbitrary_layouts_are_read(cluster, tmp_path):
-    keys = ("node_rank", "local_rank", "local_world_size")
-
-    def places(worlds):
-        assert [world["rank"] for world in worlds] == list(range(len(worlds)))
-        assert {world["world_size"] for world in worlds} == {len(worlds)}
-        return [tuple(world[key] for key in keys) for world in worlds]
-
-    two = ("-w", "node1,node2", "-N2", "-n4")
-    cyclic = explained(cluster, tmp_path, *two, "--distribution=cyclic", "--ntasks-per-node=2")
-    assert places(cyclic) == [(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)]
-    uneven = explained(cluster, tmp_path, *two, "--distribution=plane=3")
-    assert places(uneven) == [(0, 0, 3), (0, 1, 3), (0, 2, 3), (1, 0, 1)]
-    assert {tuple(world["hosts"]) for world in uneven} == {("node1", "node2")}
-    hosts = tmp_path / "hosts"
-    hosts.write_text("node2\nnode1\nnode1\nnode1\n")
-    arbitrary = explained(
-        cluster, tmp_path, "-n4", "--distribution=arbitrary", env={"SLURM_HOSTFILE": str(hosts)}
-    )
-    assert places(arbitrary) == [(1, 0, 1), (0, 0, 3), (0, 1, 3), (0, 2, 3)]
-
-
-@pytest.mark.slow
-def test_batch_shell_is_no_rank_and_a_step_may_be_smaller_than_its_job(cluster, tmp_path):
-    script = tmp_path / "job.sh"
-    line = " ".join(EXPLAIN)
-    script.write_text(f"#!/bin/bash\n{line}\nsrun -N2 -n2 {line}\n")
-    _, code, log = submit(cluster, tmp_path, "-N4", "-n4", "--output=job-%j.log", str(script))
-    assert code == 0, log
-    shell, *step = (json.loads(line) for line in log.splitlines())
-    assert (shell["launcher"], shell["rank"], shell["world_size"]) == ("none", 0, 1)
-    assert "srun" in shell["warnings"][0]
-    assert sorted((world["rank"], world["world_size"]) for world in step) == [(0, 2), (1, 2)]
-    assert {len(world["hosts"]) for world in step} == {2}
-    assert {world["job_id"] for world in [shell, *step]} == {shell["job_id"]}
-
-
 # Rank 1 writes when it dies, and every rank its host and process id.
 DIES = """
 import json, os, pathlib, socket, sys, time
