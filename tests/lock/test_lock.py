@@ -17,7 +17,9 @@ import sys
 import threading
 import time
 
+import fake_slurm
 import pytest
+from processes import until
 
 from hpctrain.allocation import Allocation
 from hpctrain.errors import CheckpointError, UsageError
@@ -45,12 +47,12 @@ def env(tmp_path):
 def scontrol(tmp_path):
     """A function that puts a fake scontrol on the PATH, and gives the environment with it."""
 
+    fake = fake_slurm.FakeSlurm(tmp_path)
+    fake.jobs(None)
+
     def put(says="", error="", code=0):
-        program = tmp_path / "bin" / "scontrol"
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f"#!/bin/sh\necho '{says}'\necho '{error}' >&2\nexit {code}\n")
-        program.chmod(0o755)
-        return {"PATH": str(program.parent), "SLURM_CLUSTER_NAME": "alpha"}
+        fake.command("scontrol", says, error, code)
+        return {**fake.env, "SLURM_CLUSTER_NAME": "alpha"}
 
     return put
 
@@ -91,13 +93,6 @@ def path(directory):
 
 def token(directory):
     return json.loads(path(directory).read_text())["token"]
-
-
-def until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.01)
 
 
 def refused(directory, allocation, env):
@@ -508,12 +503,8 @@ def test_foreign_lock_file_is_refused_while_young_and_replaced_when_old(director
 @pytest.mark.parametrize(
     "said",
     [
-        {"pid": "1"},
-        {"pid": True},
-        {"pid": None},
-        {"host": "\x1b[2Jhost"},
-        {"user": "ada\nroot"},
-        {"job": "9" * 300},
+        *({"pid": pid} for pid in ("1", True, None)),
+        *({"host": "\x1b[2Jhost"}, {"user": "ada\nroot"}, {"job": "9" * 300}),
     ],
 )
 def test_lock_file_with_invalid_values_is_refused(directory, env, said):

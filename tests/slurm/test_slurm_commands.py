@@ -21,25 +21,8 @@ UNKNOWN = "slurm_load_jobs error: Invalid job id specified"
 
 
 @pytest.fixture
-def put(tmp_path):
-    """A function that puts a fake command on a PATH of its own; and the environment with that."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-
-    def write(name, says="", error="", code=0, more=""):
-        program = folder / name
-        program.write_text(
-            f'#!/bin/sh\n{more}\necho "$0 $*" >> {tmp_path}/calls\n'
-            f"cat <<'EOF'\n{says}\nEOF\ncat >&2 <<'EOF'\n{error}\nEOF\nexit {code}\n"
-        )
-        program.chmod(0o755)
-        return {"PATH": f"{folder}:/usr/bin:/bin"}
-
-    write.calls = tmp_path / "calls"
-    # Hides what is installed on this machine.
-    for name in ("scontrol", "squeue"):
-        write(name, error=f"{name}: not here", code=127)
-    return write
+def fake(tmp_path):
+    return fake_slurm.FakeSlurm(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -51,129 +34,101 @@ def put(tmp_path):
         *[(word, False) for word in ("NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")],
     ],
 )
-def test_job_states_that_count_as_alive(put, word, lives):
-    env = put("scontrol", SHOWN.format(name="train", word=word, restarts=2))
-    state = slurm.job_state("70", env)
-    assert (state.word, state.restarts, state.known, state.lives) == (
-        word,
-        2,
-        True,
-        lives,
-    )
+def test_job_states_that_count_as_alive(fake, word, lives):
+    fake.command("scontrol", SHOWN.format(name="train", word=word, restarts=2))
+    state = slurm.job_state("70", fake.env)
+    assert (state.word, state.restarts, state.known, state.lives) == (word, 2, True, lives)
 
 
-def test_job_name_is_not_taken_for_a_job_state(put):
+def test_job_name_is_not_taken_for_a_job_state(fake):
     name = "x JobState=COMPLETED Restarts=9"
-    env = put("scontrol", SHOWN.format(name=name, word="RUNNING", restarts=0))
-    assert slurm.job_state("70", env) == slurm.JobState("RUNNING", 0)
+    fake.command("scontrol", SHOWN.format(name=name, word="RUNNING", restarts=0))
+    assert slurm.job_state("70", fake.env) == slurm.JobState("RUNNING", 0)
 
 
 @pytest.mark.parametrize("said", [UNKNOWN, "Job 70_9 not found"])
-def test_job_state_of_a_forgotten_job_is_ended(put, said):
-    env = put("scontrol", error=said, code=1)
-    state = slurm.job_state("70_9", env)
+def test_job_state_of_a_forgotten_job_is_ended(fake, said):
+    fake.command("scontrol", error=said, code=1)
+    state = slurm.job_state("70_9", fake.env)
     assert (state.known, state.lives) == (False, False)
-    assert put.calls.read_text().split()[1:] == ["show", "job", "--oneliner", "70_9"]
+    assert fake.calls.read_text().split()[1:] == ["show", "job", "--oneliner", "70_9"]
 
 
-def test_squeue_gives_the_job_state_where_scontrol_does_not(put):
-    put("scontrol", error="slurm_load_jobs error: Access/permission denied", code=1)
-    env = put("squeue", "RUNNING             3                   ")
-    assert slurm.job_state("70_3", env) == slurm.JobState("RUNNING", 3)
-    assert "--states=all --job=70_3" in put.calls.read_text()
-    env = put("squeue", error=UNKNOWN, code=1)
-    assert not slurm.job_state("70", env).known
+def test_squeue_gives_the_job_state_where_scontrol_does_not(fake):
+    fake.command("scontrol", error="slurm_load_jobs error: Access/permission denied", code=1)
+    fake.command("squeue", "RUNNING             3                   ")
+    assert slurm.job_state("70_3", fake.env) == slurm.JobState("RUNNING", 3)
+    assert "--states=all --job=70_3" in fake.calls.read_text()
+    fake.command("squeue", error=UNKNOWN, code=1)
+    assert not slurm.job_state("70", fake.env).known
 
 
-def test_squeue_format_variables_of_a_user_do_not_change_the_job_state(put):
-    env = put(
-        "squeue",
-        "",
-        more='[ -z "$SQUEUE_PARTITION$SQUEUE_STATES" ] && echo "RUNNING 0"',
-    )
-    env |= {"SQUEUE_PARTITION": "debug", "SQUEUE_STATES": "PENDING"}
+def test_squeue_format_variables_of_a_user_do_not_change_the_job_state(fake):
+    fake.command("squeue", more='[ -z "$SQUEUE_PARTITION$SQUEUE_STATES" ] && echo "RUNNING 0"')
+    env = {**fake.env, "SQUEUE_PARTITION": "debug", "SQUEUE_STATES": "PENDING"}
     assert slurm.job_state("70", env) == slurm.JobState("RUNNING", 0)
 
 
-def test_missing_or_strange_slurm_gives_no_job_state(put, tmp_path):
+def test_missing_or_strange_slurm_gives_no_job_state(fake, tmp_path):
     nowhere = {"PATH": str(tmp_path)}
     assert slurm.job_state("70", nowhere) is None
     assert slurm.step_lives("70", "0", nowhere) is None
     with pytest.raises(slurm.NoAnswerError, match="squeue"):
         slurm.hosts_left("70", nowhere)
-    env = put("scontrol", "a notice of the site")
-    assert slurm.job_state("70", env) is None
-    put("scontrol", more="printf '\\377\\376'")
-    assert slurm.job_state("70", env) is None
-    put(
-        "scontrol",
-        error="slurm_load_jobs error: Unable to contact slurm controller",
-        code=1,
+    fake.jobs(None)
+    fake.command("scontrol", "a notice of the site")
+    assert slurm.job_state("70", fake.env) is None
+    fake.command("scontrol", more="printf '\\377\\376'")
+    assert slurm.job_state("70", fake.env) is None
+    fake.command(
+        "scontrol", error="slurm_load_jobs error: Unable to contact slurm controller", code=1
     )
-    assert slurm.job_state("70", env) is None
-    assert slurm.step_lives("70", "0", env) is None
+    assert slurm.job_state("70", fake.env) is None
+    assert slurm.step_lives("70", "0", fake.env) is None
 
 
-def test_slow_slurm_gives_no_job_state(put, monkeypatch):
+def test_slow_slurm_gives_no_job_state(fake, monkeypatch):
     monkeypatch.setattr("hpctrain.slurm.command.SECONDS_TO_ANSWER", 0.2)
-    put("scontrol", more="exec sleep 20")
-    env = put("squeue", more="exec sleep 20")
+    fake.command("scontrol", more="exec sleep 20")
+    fake.command("squeue", more="exec sleep 20")
     begun = time.monotonic()
-    assert slurm.job_state("70", env) is None
+    assert slurm.job_state("70", fake.env) is None
     assert time.monotonic() - begun < 5
 
 
 @pytest.mark.parametrize("label", ["", "--help", "70;rm", "70_", "70_x", "12345.server", "f2Zq"])
-def test_job_id_that_is_no_slurm_id_is_not_asked_for(put, label):
-    env = put("scontrol", SHOWN.format(name="train", word="RUNNING", restarts=0))
-    assert slurm.job_state(label, env) is None
-    assert slurm.step_lives(label, "0", env) is None
-    assert slurm.step_lives("70", label, env) is None
-    assert not put.calls.exists()
+def test_job_id_that_is_no_slurm_id_is_not_asked_for(fake, label):
+    fake.command("scontrol", SHOWN.format(name="train", word="RUNNING", restarts=0))
+    assert slurm.job_state(label, fake.env) is None
+    assert slurm.step_lives(label, "0", fake.env) is None
+    assert slurm.step_lives("70", label, fake.env) is None
+    assert not fake.calls.exists()
 
 
-def test_step_lives_or_has_ended(put):
-    env = put("scontrol", "StepId=70.3 UserId=0 State=RUNNING")
-    assert slurm.step_lives("70", "3", env) is True
-    put("scontrol", error="Job step 70.3 not found", code=1)
-    assert slurm.step_lives("70", "3", env) is False
+def test_step_lives_or_has_ended(fake):
+    fake.command("scontrol", "StepId=70.3 UserId=0 State=RUNNING")
+    assert slurm.step_lives("70", "3", fake.env) is True
+    fake.command("scontrol", error="Job step 70.3 not found", code=1)
+    assert slurm.step_lives("70", "3", fake.env) is False
 
 
-def test_hosts_left_in_a_job(put):
-    env = put("squeue", "node[1,3]")
-    assert slurm.hosts_left("70", env) == "node[1,3]"
-    env = put("squeue", error=UNKNOWN, code=1)
+def test_hosts_left_in_a_job(fake):
+    fake.command("squeue", "node[1,3]")
+    assert slurm.hosts_left("70", fake.env) == "node[1,3]"
+    fake.command("squeue", error=UNKNOWN, code=1)
     with pytest.raises(slurm.NoAnswerError, match="Invalid job id"):
-        slurm.hosts_left("70", env)
-
-
-@pytest.fixture
-def fake(tmp_path):
-    return fake_slurm.FakeSlurm(tmp_path)
+        slurm.hosts_left("70", fake.env)
 
 
 def test_squeue_jobs_with_any_name(fake):
-    names = [
-        "a\nb",
-        "x|y  z",
-        "\x1b[31m",
-        "<0123456789abcdef>",
-        "JobState=COMPLETED",
-        "",
-    ]
+    names = ["a\nb", "x|y  z", "\x1b[31m", "<0123456789abcdef>", "JobState=COMPLETED", ""]
     fake.jobs(*(job(str(70 + at), Name=name) for at, name in enumerate(names)))
     assert [one.name for one in slurm.jobs(fake.env)] == names
 
 
 def test_squeue_job_with_all_fields(fake):
     fake.jobs(
-        job(
-            "70_3",
-            State="FAILED",
-            exit_code="768",
-            RestartCnt="2",
-            Reason="NonZeroExitCode",
-        )
+        job("70_3", State="FAILED", exit_code="768", RestartCnt="2", Reason="NonZeroExitCode")
     )
     (one,) = slurm.jobs(fake.env, ["70_3"])
     assert (one.label, one.array, one.task, one.word) == ("70_3", "70", "3", "FAILED")
@@ -184,13 +139,7 @@ def test_squeue_job_with_all_fields(fake):
 
 def test_squeue_jobs_are_sorted_by_job_id(fake):
     fake.jobs(*(job(one) for one in ("9_[4-7%2]", "9_10", "10", "9_2", "8")))
-    assert [one.label for one in slurm.jobs(fake.env)] == [
-        "8",
-        "9_2",
-        "9_10",
-        "9_[4-7%2]",
-        "10",
-    ]
+    assert [one.label for one in slurm.jobs(fake.env)] == ["8", "9_2", "9_10", "9_[4-7%2]", "10"]
 
 
 def test_squeue_leaves_out_forgotten_jobs_and_reports_a_silent_controller(fake):

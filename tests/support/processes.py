@@ -1,0 +1,60 @@
+"""Processes that a test starts, finds in /proc, and waits for."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import launches
+
+PATIENCE = 60.0  # seconds until a hang is called one; nothing that works comes near it
+
+
+def until(condition, meanwhile=lambda: None):
+    """Wait for a condition; what is done meanwhile may bring it about."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come"
+        meanwhile()
+        time.sleep(0.01)
+
+
+def having(text, file="cmdline"):
+    """The ids of the processes that have a text in their command line, or in their environ."""
+    found = []
+    for path in Path("/proc").glob(f"[0-9]*/{file}"):
+        with contextlib.suppress(OSError):  # it is gone by now
+            if os.fsencode(text) in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+@contextlib.contextmanager
+def background():
+    """A function that starts commands; they are killed at the end, should they still run."""
+    running = []
+
+    def begin(command, **more):
+        running.append(
+            subprocess.Popen(
+                command,
+                env=launches.environ(**more),
+                process_group=0,
+                # Where the tests run in the background of a script, Ctrl-C is ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return running[-1]
+
+    try:
+        yield begin
+    finally:
+        for process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=PATIENCE)
