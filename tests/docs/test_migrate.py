@@ -74,16 +74,6 @@ def test_migrate_page_has_each_script_before_and_after():
     assert all(" ported.py" in command for command in AFTER)
 
 
-@pytest.mark.slow
-@pytest.mark.e2e
-@pytest.mark.parametrize("script", ["single.py", "data_parallel.py", "mixed.py"])
-def test_migrate_single_process_scripts_train(script, scripts):
-    assert BEFORE[script] == f"python {script}"
-    (said,) = ranks.values(ranks.run(1, as_a_rank, script, (), {}))
-    assert accuracy(said) >= ACCURACY
-    assert (scripts / "model.pt").is_file()
-
-
 RANKS = {"RANK": "{RANK}", "WORLD_SIZE": "{WORLD_SIZE}", "LOCAL_RANK": "{RANK}"}
 SLURM = {"SLURM_PROCID": "{RANK}", "SLURM_NTASKS": "{WORLD_SIZE}", "SLURM_LOCALID": "{RANK}"}
 
@@ -94,8 +84,13 @@ def met():
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_migrate_slurm_script_trains(scripts):
-    first, *_ = ranks.values(ranks.run(2, as_a_rank, "slurm_by_hand.py", (), {**SLURM, **met()}))
+@pytest.mark.parametrize(
+    "script", ["single.py", "data_parallel.py", "mixed.py", "slurm_by_hand.py"]
+)
+def test_migrate_scripts_that_are_one_rank_train(script, scripts):
+    size, variables = (2, {**SLURM, **met()}) if "slurm" in script else (1, {})
+    assert (BEFORE[script] == f"python {script}") == (size == 1)
+    first, *_ = ranks.values(ranks.run(size, as_a_rank, script, (), variables))
     assert accuracy(first) >= ACCURACY
     assert (scripts / "model.pt").is_file()
 

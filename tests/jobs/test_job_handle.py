@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import fake_slurm
 import pytest
 
 from hpctrain.errors import HpctrainError, UsageError
@@ -16,33 +17,17 @@ SHOWN = "JobId=7 JobName=x JobState={} Reason=None Dependency=(null) Restarts=0 
 FORGOTTEN = "slurm_load_jobs error: Invalid job id specified"
 
 
-class Slurm:
-    """Stand-ins for scontrol and scancel, and the environment that has them."""
-
-    def __init__(self, folder):
-        self.answer, self.cancelled = folder / "answer", folder / "cancelled"
-        bin = folder / "bin"
-        bin.mkdir()
-        self._command(
-            bin / "scontrol", f'cat "{self.answer}" || {{ echo {FORGOTTEN} >&2; exit 1; }}'
-        )
-        self.accounts = folder / "accounts"
-        self._command(bin / "sacct", f'cat "{self.accounts}"')
-        self._command(bin / "scancel", f'echo "$@" >>"{self.cancelled}"')
-        self.env = {"PATH": f"{bin}:/usr/bin:/bin"}
-
-    @staticmethod
-    def _command(path, text):
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
-
-    def says(self, word):
-        self.answer.write_text(SHOWN.format(word))
-
-
 @pytest.fixture
 def slurm(tmp_path):
-    return Slurm(tmp_path)
+    """A Slurm that has forgotten the job."""
+    made = fake_slurm.FakeSlurm(tmp_path)
+    made.command("scontrol", error=FORGOTTEN, code=1)
+    made.command("scancel")
+    return made
+
+
+def says(slurm, state):
+    slurm.command("scontrol", SHOWN.format(state))
 
 
 def folder_of(outcomes, number="7", name="20260101-000000-a", **more):
@@ -74,7 +59,7 @@ def bad(trace):
 @pytest.mark.parametrize("word", ["COMPLETED", None])
 def test_job_results_by_rank_also_when_slurm_forgot_job(slurm, word):
     if word:
-        slurm.says(word)
+        says(slurm, word)
     job = job_in(folder_of([good(3), good({"top1": 0.5})]), slurm.env)
     assert job.state == "COMPLETED"
     assert job.results() == [3, {"top1": 0.5}]
@@ -82,7 +67,7 @@ def test_job_results_by_rank_also_when_slurm_forgot_job(slurm, word):
 
 
 def test_job_result_names_first_failed_rank_with_traceback(slurm):
-    slurm.says("FAILED")
+    says(slurm, "FAILED")
     folder = folder_of([bad("rank 0 lost rank 2"), None, bad("Traceback\nValueError: why")])
     os.utime(folder / "7_2_result.pkl", ns=(1, 1))
     job = job_in(folder, slurm.env)
@@ -94,7 +79,7 @@ def test_job_result_names_first_failed_rank_with_traceback(slurm):
 def test_job_state_of_forgotten_job_comes_from_sacct(slurm):
     job = job_in(folder_of([None, bad("why")]), slurm.env)
     assert job.state == "FAILED"
-    slurm.accounts.write_text("7|CANCELLED by 1000|0:15\n")
+    slurm.command("sacct", "7|CANCELLED by 1000|0:15")
     assert job.state == "CANCELLED"
 
 
@@ -108,7 +93,7 @@ def test_job_state_of_forgotten_job_comes_from_sacct(slurm):
     ],
 )
 def test_job_result_prefers_slurm_state_to_rank_errors(slurm, word, reason):
-    slurm.says(word)
+    says(slurm, word)
     job = job_in(folder_of([bad("rank 0 lost rank 1"), None]), slurm.env)
     with pytest.raises(HpctrainError, match=f"job 7 ended as {word}: .*{reason}"):
         job.result()
@@ -116,7 +101,7 @@ def test_job_result_prefers_slurm_state_to_rank_errors(slurm, word, reason):
 
 def test_job_result_lost_shows_rank_and_end_of_log(slurm, monkeypatch):
     monkeypatch.setattr(handle, "_SECONDS_TO_ARRIVE", 0.1)
-    slurm.says("COMPLETED")
+    says(slurm, "COMPLETED")
     folder = folder_of([good(1), None])
     (folder / "rank-1.log").write_text("first\n" * 50 + "last words\n")
     with pytest.raises(HpctrainError) as caught:
@@ -128,7 +113,7 @@ def test_job_result_lost_shows_rank_and_end_of_log(slurm, monkeypatch):
 
 
 def test_job_results_wait_for_late_file(slurm):
-    slurm.says("COMPLETED")
+    says(slurm, "COMPLETED")
     folder = folder_of([good(1), None])
     path = folder / "7_1_result.pkl"
 
@@ -143,7 +128,7 @@ def test_job_results_wait_for_late_file(slurm):
 
 
 def test_job_result_that_cannot_be_unpickled_says_why(slurm):
-    slurm.says("COMPLETED")
+    says(slurm, "COMPLETED")
     job = job_in(folder_of([b"\x80\x04cnowhere_to_be_found\nThing\n."]), slurm.env)
     with pytest.raises(HpctrainError, match="cannot be read here: ModuleNotFoundError"):
         job.result()
@@ -157,16 +142,16 @@ def test_job_state_without_slurm_comes_from_results(tmp_path):
 
 
 def test_job_wait_continues_through_requeue(slurm):
-    slurm.says("RUNNING")
+    says(slurm, "RUNNING")
     folder = folder_of([None])
     job = job_in(folder, slurm.env)
     started = time.monotonic()
     assert job.wait(0.3) == "RUNNING"
     assert time.monotonic() - started < 60
-    slurm.says("PENDING")
+    says(slurm, "PENDING")
 
     def end():
-        slurm.says("COMPLETED")
+        says(slurm, "COMPLETED")
         (folder / "7_0_result.pkl").write_bytes(pickle.dumps(good(None)))
 
     timer = threading.Timer(0.5, end)
@@ -202,7 +187,7 @@ def test_job_curves_poll_slurm_less_and_less_often(slurm, monkeypatch):
 def test_job_cancel_calls_scancel_and_reports_failure(slurm, tmp_path):
     job = job_in(folder_of([None]), slurm.env)
     job.cancel()
-    assert slurm.cancelled.read_text() == "7\n"
+    assert slurm.calls.read_text() == "scancel 7\n"
     with pytest.raises(HpctrainError, match="job 7 was not cancelled"):
         job_in(job.folder, {"PATH": str(tmp_path / "empty")}).cancel()
 
@@ -220,7 +205,7 @@ def test_job_logs_of_batch_script_and_rank(slurm):
 
 
 def test_job_html_for_notebook_is_escaped(slurm):
-    slurm.says("RUNNING")
+    says(slurm, "RUNNING")
     run = os.path.abspath("<script>alert(1)</script>\x1b[2J")
     job = job_in(folder_of([None], run=run), slurm.env)
     os.makedirs(run)

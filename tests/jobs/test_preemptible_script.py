@@ -84,6 +84,7 @@ def calls():
         (VERDICT % 0, 0),
         (VERDICT % 0 + "exit 3", 3),  # after the session
         ("exit 1", 1),  # no verdict: the launcher's code
+        ('echo "{\\"co" >"$HPCTRAIN_VERDICT"; exit 3', 3),  # a truncated one
         (VERDICT % 1, 1),
         (VERDICT % 2 + "exit 143", 2),
         (VERDICT % 76 + "exit 143", 76),

@@ -113,9 +113,7 @@ def test_job_spec_in_python_uses_site_and_profile(person):
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    made = fake_slurm.FakeSlurm(tmp_path)
-    for name, value in made.env.items():
-        monkeypatch.setenv(name, value)
+    made = fake_slurm.FakeSlurm(tmp_path).installed(monkeypatch)
     made.command("sinfo", "main*|infinite|4|up|(null)\nv100|2:00:00|8|up|gpu:v100:4")
     return made
 

@@ -16,9 +16,7 @@ from hpctrain.jobs import overview, progress, reasons
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    made = fake_slurm.FakeSlurm(tmp_path)
-    for name, value in made.env.items():
-        monkeypatch.setenv(name, value)
+    made = fake_slurm.FakeSlurm(tmp_path).installed(monkeypatch)
     monkeypatch.setattr(os, "getuid", lambda: 1000)
     return made
 

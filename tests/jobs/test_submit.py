@@ -22,9 +22,7 @@ from hpctrain.jobs.spec import JobSpec
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    made = fake_slurm.FakeSlurm(tmp_path)
-    for name, value in made.env.items():
-        monkeypatch.setenv(name, value)
+    made = fake_slurm.FakeSlurm(tmp_path).installed(monkeypatch)
     keep = f"cat > {tmp_path}/script; env > {tmp_path}/environ"
     made.command("sbatch", "70", more=keep)
     Path("t.py").touch()

@@ -47,6 +47,12 @@ class FakeSlurm:
         """The environment in which these commands are found, and a person without settings."""
         return {"PATH": f"{self.folder}:/usr/bin:/bin", "HOME": str(self.folder)}
 
+    def installed(self, monkeypatch):
+        """Set the variables of `env` for a test; return this fake."""
+        for name, value in self.env.items():
+            monkeypatch.setenv(name, value)
+        return self
+
     def jobs(self, *jobs: dict[str, str] | None) -> None:
         """What squeue knows, see `job`; None alone where it cannot reach the controller."""
         self._jobs.write_text(json.dumps(None if jobs == (None,) else jobs))
