@@ -1,6 +1,5 @@
 """Horovod over a real MPI, and over an MPI that is not the one that started the ranks."""
 
-import importlib.util
 import shutil
 from pathlib import Path
 
@@ -13,10 +12,8 @@ PROGRAM = str(Path(__file__).with_name("over_mpi.py"))
 
 
 @pytest.fixture
-def mpirun(lacking):
+def mpirun(horovod, lacking):
     """The commands of Open MPI, with which the tests build Horovod, and of MPICH."""
-    if importlib.util.find_spec("horovod") is None:
-        lacking("horovod", "hpctrain horovod build --mpi")
     for part, program in (("openmpi", "mpirun.openmpi"), ("mpich", "mpiexec.hydra")):
         if shutil.which(program) is None:
             lacking(part, f"{program} is not there")

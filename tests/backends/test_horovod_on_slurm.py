@@ -1,7 +1,6 @@
 """Horovod on four hosts: by srun, by horovodrun over ssh, and after a host was lost."""
 
 import contextlib
-import importlib.util
 import json
 import subprocess
 import time
@@ -38,12 +37,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 PATIENCE = 400
 FEW = 10  # steps, where nothing happens in their middle
-
-
-@pytest.fixture(scope="session")
-def horovod(lacking):
-    if importlib.util.find_spec("horovod") is None:
-        lacking("horovod", "hpctrain horovod build")
 
 
 @pytest.fixture(scope="session")

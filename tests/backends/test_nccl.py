@@ -9,7 +9,7 @@ import test_backends
 import torch
 from battery import session
 from on_gpu import visible
-from test_sync_batchnorm import PARTS, apart, own_part, trains
+from test_sync_batchnorm import PARTS, apart, own_part, trains_like_one_process
 from torch import nn
 
 from hpctrain import syncbn
@@ -121,15 +121,4 @@ def test_sync_batchnorm_equals_torchs_over_nccl(nccl, dtype, error):
 def test_training_with_torchs_sync_batchnorm_over_nccl_equals_one_process(
     nccl, tmp_path, monkeypatch
 ):
-    found = {}
-    for size in (1, 3):
-        (tmp_path / str(size)).mkdir()
-        monkeypatch.chdir(tmp_path / str(size))
-        found[size] = ranks.values(nccl(size, trains))
-    losses, state, _ = found[1][0]
-    assert len(losses) == 20
-    assert found[3][0][0] == pytest.approx(losses, rel=1e-8)
-    for _, other, kind in found[3]:
-        assert kind == "SyncBatchNorm"
-        for name, tensor in other.items():
-            assert apart(tensor.double(), state[name].double()) < 1e-7, name
+    trains_like_one_process(nccl, tmp_path, monkeypatch, 1e-7)

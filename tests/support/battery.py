@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import ranks
 import torch
 from torch import nn
 
@@ -33,21 +34,33 @@ def images(count, seed=0):
     return Images(pixels, torch.randint(0, 10, (count,), generator=generator), 127.0, 60.0)
 
 
-def train(session, steps, model=None, lr=0.05):
-    """Losses of the first steps, and the model."""
-    model = model or small_model()
-    model, _optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr, 0.9))
-    loader = session.loader(images(240))
-    losses = []
-    with session.run(name="battery") as run:
+def fit(session, model, loader, after=lambda run: None, name="battery"):
+    """Train a prepared model to the end of a run: a step and a row for each batch; the run.
+
+    Args:
+        session, model, loader: as the session gave them.
+        after: called after each batch.
+        name: of the run.
+    """
+    with session.run(name=name) as run:
         for _ in run.epochs():
             for batch, targets in run.batches(loader):
                 with session.autocast():
                     loss = nn.functional.cross_entropy(model(batch), targets)
                 session.step(loss)
                 run.log(loss=loss)
-            assert run.step <= steps
-        path = run.directory.path
+                after(run)
+    return run
+
+
+def train(session, steps, model=None, lr=0.05):
+    """Losses of the first steps, and the model."""
+    model = model or small_model()
+    model, _optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr, 0.9))
+    losses = []
+    run = fit(session, model, session.loader(images(240)))
+    assert run.step <= steps
+    path = run.directory.path
     if session.is_main:
         losses = [row["loss"] for row in hpctrain.rundir.RunDirectory(path).rows()]
     return losses, model
@@ -56,3 +69,13 @@ def train(session, steps, model=None, lr=0.05):
 def identity():
     with session(batch_size=2) as opened:
         return opened.world, opened.backend.rank, opened.backend.world_size
+
+
+def by_world_size(run, sizes, program, folder, monkeypatch):
+    """What the ranks of each world return, each world in a folder of its own."""
+    found = {}
+    for size in sizes:
+        (folder / str(size)).mkdir()
+        monkeypatch.chdir(folder / str(size))
+        found[size] = ranks.values(run(size, program))
+    return found

@@ -1,0 +1,11 @@
+"""Horovod for the tests of backends."""
+
+import importlib.util
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def horovod(lacking):
+    if importlib.util.find_spec("horovod") is None:
+        lacking("horovod", "hpctrain horovod build --mpi")
