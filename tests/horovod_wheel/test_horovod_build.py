@@ -123,23 +123,6 @@ def test_cxx_standard_from_torch_headers(tmp_path, demand, standard):
     assert cxx_standard(tmp_path) == standard
 
 
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_installed_torch_is_asked_in_another_process():
-    code = (
-        "import os, sys; from hpctrain.horovod_wheel.torch_facts import ask_torch, cxx_standard\n"
-        "torch = ask_torch(os.environ); assert 'torch' not in sys.modules\n"
-        "print(torch.version, torch.cxx11_abi, cxx_standard(torch.include))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    version, abi, standard = done.stdout.split()
-    import torch
-
-    assert (version, abi) == (torch.__version__, str(torch.compiled_with_cxx11_abi()))
-    assert int(standard) >= 17
-
-
 @pytest.mark.parametrize(
     ("module", "word"),
     [("raise ModuleNotFoundError(\"No module named 'torch'\")", "No module"), ("", "import torch")],
@@ -207,9 +190,9 @@ def test_patches_refuse_another_source_than_the_release(extracted, name):
     assert name in caught.value.found
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_wheel_cache_key_differs_by_torch_cuda_and_mpi():
+    plans = [
+        CPU,
         Plan(replace(TORCH, version="2.15.0+cpu"), None, None),
         Plan(replace(TORCH, version="2.14.1+cu132"), None, None),
         Plan(replace(TORCH, cxx11_abi=False), None, None),
@@ -217,10 +200,8 @@ def test_patches_refuse_another_source_than_the_release(extracted, name):
         Plan(TORCH, None, toolchain.Mpi("openmpi", "4.1.4", ())),
         Plan(TORCH, None, toolchain.Mpi("openmpi", "5.0.11", ())),
         Plan(TORCH, None, toolchain.Mpi("mpich", "4.1.4", ())),
-    ],
-)
-def test_wheel_cache_key_differs_by_torch_cuda_and_mpi(other):
-    assert horovod_wheel.key(other) != horovod_wheel.key(CPU)
+    ]
+    assert len(set(map(horovod_wheel.key, plans))) == len(plans)
 
 
 def test_wheel_cache_key_is_one_folder_name():
@@ -541,18 +522,14 @@ def built(*options):
     return main(["horovod", "build", "--cpu", *options])
 
 
-def test_second_build_only_checks(pretended, capsys):
+def test_second_build_only_checks_or_installs_the_cached_wheel(pretended, capsys):
     assert built() == 0
     assert built() == 0
     assert pretended["done"] == ["make", "install", "check", "check"]
     assert "is installed and works" in capsys.readouterr().err
-
-
-def test_cached_wheel_is_installed_without_a_build(pretended, capsys):
-    built()
     pretended.update(version="")
     assert built() == 0
-    assert pretended["done"] == ["make", "install", "check", "install", "check"]
+    assert pretended["done"][4:] == ["install", "check"]
     assert "found" in capsys.readouterr().err
 
 
@@ -574,23 +551,18 @@ def test_wheel_only_prints_the_path_alone(pretended, capsys):
 
 
 @pytest.mark.parametrize(
-    ("facts", "steps"),
+    ("facts", "key", "steps"),
     [
-        ({"version": "0.28.1", "gloo": True, "mpi": True}, ["check"]),
-        ({"version": "0.28.1", "gloo": False, "mpi": True}, ["check", "make", "install", "check"]),
-        ({}, ["check", "make", "install", "check"]),
+        ({"gloo": True, "mpi": True}, "", ["check"]),
+        ({"gloo": False, "mpi": True}, "", ["check", "make", "install", "check"]),
+        ({}, "", ["check", "make", "install", "check"]),
+        ({"gloo": True}, "of-another-torch", ["make", "install", "check"]),
     ],
 )
-def test_working_horovod_from_elsewhere_is_kept(pretended, facts, steps):
-    pretended.update(version="0.28.1", facts=facts)
+def test_working_horovod_from_elsewhere_is_kept(pretended, facts, key, steps):
+    pretended.update(version="0.28.1", key=key, facts=facts)
     assert built() == 0
     assert pretended["done"] == steps
-
-
-def test_horovod_for_another_torch_is_rebuilt(pretended):
-    pretended.update(version="0.28.1", key="of-another-torch", facts={"gloo": True})
-    assert built() == 0
-    assert pretended["done"] == ["make", "install", "check"]
 
 
 def test_installed_wheel_that_does_not_import_is_an_error(pretended, monkeypatch, capsys):

@@ -257,14 +257,11 @@ def test_mlflow_resumes_the_same_run(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "text", ["5", "5:5", "9:3", "a:b", ":3", "-1:3", "1:2:3", "", "1:" + "9" * 5000]
 )
-def test_profile_option_refuses_invalid_steps(text):
+def test_profile_option_is_a_range_of_steps(text):
+    assert profiling.steps("3:5") == range(3, 5)
     with pytest.raises(UsageError) as refused:
         profiling.steps(text)
     assert "--profile 20:25" in refused.value.fix
-
-
-def test_profile_option_is_a_range_of_steps():
-    assert profiling.steps("3:5") == range(3, 5)
 
 
 MUTE = """
