@@ -1,10 +1,12 @@
 """Precisions and memory formats on a GPU: what they make of the numbers."""
 
+from functools import partial
+
 import pytest
 import ranks
 import torch
-from battery import images, session, small_model, train
-from test_precisions import STEPS, by_session, losses_of
+from battery import fit, session, train
+from test_precisions import AUTOCAST, by_hand, by_session, hold_to_the_loop_by_hand
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -74,13 +76,7 @@ def digits(name):
             nn.Linear(16 * 64, 10),
         )  # fmt: skip
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.02, 0.9))
-        with opened.run(name="digits") as run:
-            for _ in run.epochs():
-                for batch, targets in run.batches(opened.loader(train_set)):
-                    with opened.autocast():
-                        loss = nn.functional.cross_entropy(model(batch), targets)
-                    opened.step(loss)
-                    run.log(loss=loss)
+        fit(opened, model, opened.loader(train_set))
         model.eval()
         right = 0
         with torch.no_grad():
@@ -100,45 +96,13 @@ def test_every_precision_trains_the_digits_on_gpu(gpu, name):
     assert kind == half.get(name, torch.float32)
 
 
-def repeatable(name, clip):
-    return by_session(name, clip, deterministic=True)
-
-
-def by_hand(half, clip):
-    """torch's own loop: autocast, GradScaler for fp16, and channels last."""
-    with session(batch_size=4, deterministic=True, precision="fp16") as opened:
-        device = opened.device
-        batches = list(opened.loader(images(240)))[:STEPS]
-        torch.manual_seed(0)
-        model = small_model().to(device, memory_format=torch.channels_last)
-        scaler = torch.amp.GradScaler(device.type, enabled=half == torch.float16)
-        optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
-        losses = []
-        for step, (batch, targets) in enumerate(batches):
-            optimizer.zero_grad()
-            with torch.autocast(device.type, half):
-                loss = losses_of(model, batch, targets, step)
-            scaler.scale(loss).backward()
-            if clip:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            scaler.step(optimizer)
-            scaler.update()
-            losses.append(loss.item())
-        return losses, dict(model.named_parameters()), scaler.get_scale()
-
-
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize(
-    ("name", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("O1", torch.float16)]
-)
+@AUTOCAST
 def test_autocast_on_gpu_equals_the_loop_that_torch_documents(gpu, name, half, clip):
-    ((ours, weights, _, row),) = ranks.values(gpu(1, repeatable, name, clip))
-    ((expected, by_name, scale),) = ranks.values(gpu(1, by_hand, half, clip))
-    assert ours == expected
-    assert all(torch.equal(weights[name], tensor) for name, tensor in by_name.items())
-    if half == torch.float16:
-        assert (row["skipped"], row["loss_scale"]) == (1, scale) == (1, 2.0**15)
+    (ours,) = ranks.values(gpu(1, partial(by_session, name, clip, deterministic=True)))
+    in_fp16 = partial(by_hand, half, clip, deterministic=True, precision="fp16")
+    (expected,) = ranks.values(gpu(1, in_fp16))
+    hold_to_the_loop_by_hand(half, ours, expected)
 
 
 def formats(name, channels_last):

@@ -2,23 +2,18 @@
 
 import copy
 import json
+from functools import partial
 
 import faults
 import pytest
 import ranks
 import torch
-from battery import images, session, small_model
+from battery import HOROVOD_SLOW, fit, images, session, small_model
 from torch import nn
 
 import hpctrain
 from hpctrain import precision
 from hpctrain.rundir import RunDirectory
-
-# Over Horovod only with --all: what differs there is tested with the backends.
-HOROVOD_SLOW = pytest.mark.parametrize(
-    "run", ["auto", pytest.param("horovod", marks=pytest.mark.slow)], indirect=True
-)
-
 
 STEPS, OVERFLOW = 8, 3  # in step 3 the gradients are beyond the range of half precision
 CPU = torch.device("cpu")
@@ -53,47 +48,57 @@ def by_session(name, clip=None, **options):
         return losses, weights, masters, row
 
 
-def batches():
-    """The same as those of `by_session`, by hand."""
-    with session(batch_size=4) as opened:
-        yield from list(opened.loader(images(240)))[:STEPS]
+def by_hand(half, clip, **options):
+    """torch's own loop for autocast: GradScaler for fp16, and channels last on a GPU."""
+    with session(batch_size=4, **options) as opened:
+        device = opened.device
+        layout = torch.contiguous_format if device == CPU else torch.channels_last
+        batches = list(opened.loader(images(240)))[:STEPS]
+        torch.manual_seed(0)
+        model = small_model().to(device, memory_format=layout)
+        scaler = torch.amp.GradScaler(device.type, enabled=half == torch.float16)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+        losses = []
+        for step, (batch, targets) in enumerate(batches):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, half):
+                loss = losses_of(model, batch, targets, step)
+            scaler.scale(loss).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+        return losses, {n: p.detach() for n, p in model.named_parameters()}, scaler.get_scale()
 
 
-def by_hand(half, clip):
-    """torch's own loop for autocast: with GradScaler for fp16."""
-    torch.manual_seed(0)
-    model, scaler = small_model(), torch.amp.GradScaler("cpu", enabled=half == torch.float16)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
-    losses = []
-    for step, (batch, targets) in enumerate(batches()):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", half):
-            loss = losses_of(model, batch, targets, step)
-        scaler.scale(loss).backward()
-        if clip:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-    return losses, {n: p.detach() for n, p in model.named_parameters()}, scaler.get_scale()
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize(
+AUTOCAST = pytest.mark.parametrize(
     ("name", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("O1", torch.float16)]
 )
-def test_autocast_equals_the_loop_that_torch_documents(name, half, clip):
-    ours, weights, _, row = ranks.values(ranks.run(1, by_session, name, clip))[0]
-    expected, by_name, scale = ranks.values(ranks.run(1, by_hand, half, clip))[0]
-    assert ours == expected
+
+
+def hold_to_the_loop_by_hand(half, ours, by_hand):
+    """What `by_session` gave to what `by_hand` gave, bit for bit."""
+    (losses, weights, _, row), (expected, by_name, scale) = ours, by_hand
+    assert losses == expected
     assert all(torch.equal(weights[name], tensor) for name, tensor in by_name.items())
     if half == torch.float16:
         assert (row["skipped"], row["loss_scale"]) == (1, scale) == (1, 2.0**15)
 
 
+@pytest.mark.parametrize("clip", [None, 0.5])
+@AUTOCAST
+def test_autocast_equals_the_loop_that_torch_documents(name, half, clip):
+    (ours,) = ranks.values(ranks.run(1, by_session, name, clip))
+    (expected,) = ranks.values(ranks.run(1, by_hand, half, clip))
+    hold_to_the_loop_by_hand(half, ours, expected)
+
+
 def masters_by_hand(clip):
     """Micikevicius et al., arXiv 1710.03740: half weights, fp32 masters, a scaled loss."""
+    with session(batch_size=4) as opened:
+        batches = list(opened.loader(images(240)))[:STEPS]
     torch.manual_seed(0)
     model, scale = small_model(), 2.0**16
     originals = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -103,7 +108,7 @@ def masters_by_hand(clip):
     masters = {n: nn.Parameter(original) for n, original in originals.items()}
     optimizer = torch.optim.SGD(masters.values(), 0.05, 0.9)
     losses = []
-    for step, (batch, targets) in enumerate(batches()):
+    for step, (batch, targets) in enumerate(batches):
         loss = losses_of(lambda x: model(x.half()).float(), batch, targets, step)
         (loss * scale).backward()
         for name, master in masters.items():
@@ -136,7 +141,7 @@ def test_o2_steps_fp32_masters_and_keeps_batch_norm_in_fp32(clip):
     assert (row["skipped"], row["loss_scale"]) == (1, 2.0**15)
 
 
-def kept_types(name, **options):
+def kept_types(name, options):
     with session(batch_size=2, precision=name, **options) as opened:
         model = opened.prepare(small_model())
         output = model(torch.ones(2, 1, 8, 8))
@@ -158,19 +163,17 @@ def kept_types(name, **options):
     ],
 )
 def test_apex_defaults_of_batch_norm_and_loss_scale(name, options, batch_norm, scale):
-    ((types, output, found),) = ranks.values(ranks.run(1, _kept, name, options))
+    ((types, output, found),) = ranks.values(ranks.run(1, kept_types, name, options))
     assert types == {batch_norm, "int64"}
     assert output == (torch.bfloat16 if name == "bf16" else torch.float32)
     assert found == scale
 
 
-def _kept(name, options):
-    return kept_types(name, **options)
-
-
 @pytest.mark.parametrize("scale", [64.0, "dynamic"])
 def test_o3_unscales_gradients_in_half_precision(scale):
-    ((losses, weights, masters, row),) = ranks.values(ranks.run(1, _o3, scale))
+    ((losses, weights, masters, row),) = ranks.values(
+        ranks.run(1, partial(by_session, "O3", loss_scale=scale))
+    )
     ((expected, *_),) = ranks.values(ranks.run(1, by_session, "fp16"))
     assert not masters
     assert {p.dtype for p in weights.values()} == {torch.float16}
@@ -178,10 +181,6 @@ def test_o3_unscales_gradients_in_half_precision(scale):
     assert losses == pytest.approx(expected, rel=0.05)
     assert row["skipped"] == 1
     assert row["loss_scale"] == (64.0 if scale == 64.0 else 2.0**15)
-
-
-def _o3(scale):
-    return by_session("O3", loss_scale=scale)
 
 
 def overflow_of_one(name):
@@ -513,12 +512,7 @@ def repeated(name):
         ) as opened:
             model = nn.Sequential(*small_model()[:4], nn.Dropout(0.3), nn.Linear(4 * 36, 10))
             model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
-            with opened.run(name="repeated") as run:
-                for _ in run.epochs():
-                    for batch, targets in run.batches(opened.loader(images(240))):
-                        with opened.autocast():
-                            loss = nn.functional.cross_entropy(model(batch), targets)
-                        opened.step(loss)
+            fit(opened, model, opened.loader(images(240)))
             found.append(torch.cat([p.detach().flatten().float() for p in model.parameters()]))
     return torch.equal(*found), float(found[0].sum())
 

@@ -233,22 +233,3 @@ def test_reproducibility_results_keep_what_the_page_claims():
     rows = json.loads(PAGE_RESULTS.read_text())["rows"]
     assert [row["arm"] for row in rows] == list(ARMS)
     hold(rows)
-
-
-def repeat(times):
-    """The same training several times over; the bytes of each one's checkpoint."""
-    options = ("--batch-size", "8", "--max-steps", "10", *HOROVOD, "--deterministic")
-    for number in range(times):
-        example((*options, "--run", f"{number}"))
-
-
-def test_deterministic_horovod_repeats_bit_for_bit(horovod):
-    """From three ranks on: two numbers have the same sum in any order."""
-    times = 3
-    ranks.values(ranks.run(3, repeat, times))
-    first, *others = (
-        torch.load(RunDirectory(f"{number}").checkpoint(10) / "model.pt", weights_only=True)[0]
-        for number in range(times)
-    )
-    for weights in others:
-        assert all(torch.equal(weights[name], tensor) for name, tensor in first.items())
