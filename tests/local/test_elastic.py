@@ -4,6 +4,7 @@ import json
 import os
 import stat
 
+import fake_slurm
 import pytest
 
 from hpctrain import rundir
@@ -167,36 +168,19 @@ JOB = {
     "SLURM_TASKS_PER_NODE": "2(x2),1",
     "SLURM_CPUS_PER_TASK": "3",
 }
-# Writes down how it was called, and says what it was told to say.
-RECORDS = """#!/bin/sh
-echo "$@" >> {log}
-[ -z "$SLURM_HOSTFILE" ] || cat "$SLURM_HOSTFILE" >> {log}
-echo '{says}'
-"""
 
 
 @pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    """Puts squeue and srun on the PATH; gives a function for what squeue says, and their log."""
-
-    def put(says):
-        for name in ("squeue", "srun"):
-            program = tmp_path / "bin" / name
-            program.parent.mkdir(exist_ok=True)
-            program.write_text(RECORDS.format(log=tmp_path / "log", says=says))
-            program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
-        return tmp_path / "log"
-
-    return put
+def slurm(tmp_path):
+    return fake_slurm.FakeSlurm(tmp_path)
 
 
 def test_elastic_hosts_in_slurm_are_those_left_in_the_job(slurm):
     hosts = InSlurm(JOB)
     assert hosts.slots == {"node1": 2, "node2": 2, "node3": 1}
-    log = slurm("node[1,3]")
-    assert InSlurm({**JOB, "PATH": os.environ["PATH"]}).present("") == ["node1", "node3"]
-    assert "--job 815" in log.read_text()
+    slurm.command("squeue", "node[1,3]")
+    assert InSlurm({**JOB, **slurm.env}).present("") == ["node1", "node3"]
+    assert "--job 815" in slurm.calls.read_text()
     assert InSlurm({**JOB, "SLURM_TASKS_PER_NODE": ""}).slots["node3"] == 1
     with pytest.raises(ContradictionError, match="3 hosts"):
         InSlurm({**JOB, "SLURM_TASKS_PER_NODE": "2"})
@@ -215,14 +199,15 @@ def test_elastic_squeue_without_answer_takes_no_host_away(tmp_path, capsys):
     ],
 )
 def test_elastic_srun_gets_the_tasks_of_each_host(slurm, tmp_path, used, words):
-    log = slurm("")
+    hosts = f'[ -z "$SLURM_HOSTFILE" ] || cat "$SLURM_HOSTFILE" >> {slurm.calls}'
+    slurm.command("srun", more=hosts)
     folder = tmp_path / "folder"
     folder.mkdir()
-    environ = {**JOB, "PATH": os.environ["PATH"]}
+    environ = {**JOB, **slurm.env}
     start = elastic.Start(["python", "train.py"], environ, folder, folder / "verdict")
     assert InSlurm(JOB).run(used, start) == (0, False)
-    called, *tasks = log.read_text().splitlines()
-    assert called.startswith("--overlap --kill-on-bad-exit=1 --cpus-per-task=3 ")
+    called, *tasks = slurm.calls.read_text().splitlines()
+    assert called.startswith("srun --overlap --kill-on-bad-exit=1 --cpus-per-task=3 ")
     assert f"{words} python train.py" in called
     assert tasks == (["node1", "node1", "node3"] if "arbitrary" in words else [])
 

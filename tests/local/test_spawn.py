@@ -3,14 +3,14 @@
 import io
 import os
 import signal
-import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import launches
+import processes
 import pytest
+from processes import until
 
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.local import spawn
@@ -218,27 +218,14 @@ except KeyboardInterrupt:
 @pytest.fixture
 def script(tmp_path):
     """Starts a script that is killed at the end, should it still run."""
-    running = []
+    with processes.background() as begin:
 
-    def begin(text, **more):
-        path = tmp_path / "train.py"
-        path.write_text(text)
-        running.append(
-            subprocess.Popen(
-                [launches.PYTHON, path],
-                env=launches.environ(**more),
-                stdout=subprocess.PIPE,
-                text=True,
-                # Where the tests run in the background of a script, Ctrl-C is ignored.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
-            )
-        )
-        return running[-1]
+        def write(text, **more):
+            path = tmp_path / "train.py"
+            path.write_text(text)
+            return begin([launches.PYTHON, path], **more)
 
-    yield begin
-    for process in running:
-        process.kill()
-        process.communicate(timeout=60)
+        yield write
 
 
 def test_spawn_raises_ctrl_c_when_the_ranks_have_ended(script):
@@ -253,20 +240,7 @@ def test_spawn_kill_9_leaves_no_rank_and_no_file(script, tmp_path):
     assert all("ready" in process.stdout.readline() for _ in range(2))
     (folder,) = tmp_path.glob("hpctrain-*")
 
-    def left():
-        found = [folder] if folder.exists() else []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if str(folder).encode() in (path / "cmdline").read_bytes():
-                    found.append(path)
-            except OSError:
-                continue  # gone by now
-        return found
-
-    assert len(left()) == 1 + 2 + 1  # the folder, the ranks, and their guard
+    assert len(processes.having(folder)) == 2 + 1  # the ranks, and their guard
     process.kill()
     process.wait(timeout=60)
-    deadline = time.monotonic() + 60
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left()
+    until(lambda: not folder.exists() and not processes.having(folder))

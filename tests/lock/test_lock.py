@@ -246,25 +246,12 @@ def test_second_run_in_one_process_takes_over(directory, env):
     second.release()
 
 
-def test_pid_of_another_container_is_judged_by_age(directory, env):
-    leave(directory, pid=2**22 + 1, namespace="pid:[1]")
-    assert "last heard of" in refused(directory, None, env)
-    grow_old(path(directory), 301)
-    taken_over(directory, None, env)
-
-
 def test_lock_from_before_a_reboot_is_taken_over(directory, env, monkeypatch):
     monkeypatch.setattr(living, "_uptime", lambda: 30.0)
     leave(directory, age=40, boot="another")
     taken_over(directory, None, env)
     leave(directory, age=20, boot="another")  # renewed since: another host of the same name
     assert "last heard of" in refused(directory, None, env)
-
-
-@pytest.mark.parametrize("pid", [-1, 0, 2**40])
-def test_impossible_pid_is_judged_by_age(directory, env, pid):
-    leave(directory, pid=pid, started=-1, age=301)
-    taken_over(directory, None, env)
 
 
 # --- age, where nobody can be asked
@@ -278,6 +265,27 @@ def test_lock_of_another_host_expires_after_five_minutes(directory, env, shift):
     assert "on elsewhere" in said
     grow_old(path(directory), 310 * shift)  # a time to come is no sign of life either
     taken_over(directory, None, env)
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 2**40])
+def test_lock_with_an_impossible_pid_is_taken_over(directory, env, pid):
+    leave(directory, pid=pid, started=-1, age=301)
+    taken_over(directory, None, env)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "said"),
+    [
+        (None, {"pid": 2**22 + 1, "namespace": "pid:[1]"}),  # of another container
+        # No job of Slurm's.
+        *((job(), {"job": name, "host": "elsewhere"}) for name in ("69", "12345.pbs", "--help")),
+    ],
+)
+def test_lock_is_judged_by_age_where_nobody_can_be_asked(directory, env, allocation, said):
+    leave(directory, **said)
+    assert "last heard of" in refused(directory, allocation, env)
+    grow_old(path(directory), 301)
+    taken_over(directory, allocation, env)
 
 
 # --- jobs
@@ -336,14 +344,6 @@ def test_job_id_of_another_cluster_is_judged_by_age(directory, scontrol):
     assert "last heard of" in refused(directory, job("71"), ended)
     grow_old(path(directory), 301)
     taken_over(directory, job("71"), ended)
-
-
-@pytest.mark.parametrize("job_of_lock", ["69", "12345.pbs", "--help"])
-def test_job_without_slurm_is_judged_by_age(directory, env, job_of_lock):
-    leave(directory, job=job_of_lock, host="elsewhere")
-    assert "last heard of" in refused(directory, job(), env)
-    grow_old(path(directory), 301)
-    taken_over(directory, job(), env)
 
 
 def test_job_steps_are_different_starts(directory, scontrol):

@@ -19,6 +19,7 @@ import pytest
 from clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import until
 
 from hpctrain import meeting
 from hpctrain.errors import CheckpointError, ContradictionError, StartError, UsageError
@@ -100,17 +101,25 @@ def knock(port):
 
 
 @contextmanager
+def answered(listener, credentials):
+    """A caller that is answered as rank 0 would, what it says next read; and its challenge."""
+    connection, _ = listener.accept()
+    with connection, connection.makefile() as reader:
+        challenge = json.loads(reader.readline())["challenge"]
+        proof = credentials.proof("host", challenge)
+        connection.sendall(encode({"proof": proof, "challenge": "1"}))
+        reader.readline()
+        yield connection, reader, challenge
+
+
+@contextmanager
 def introduced(point, rank, size, secret="", host="a"):
     """A connection to rank 0 that has said who it is, by the protocol alone."""
     credentials = Credentials(point.key, secret)
     with knock(ports(point)[0]) as connection, connection.makefile() as reader:
         answer = greet(credentials, connection, reader)
-        place = {
-            "local_rank": rank if host == "a" else 0,
-            "node_rank": None,
-            "hosts": None,
-            "launcher": "env",
-        }
+        local_rank = rank if host == "a" else 0
+        place = {"local_rank": local_rank, "node_rank": None, "hosts": None, "launcher": "env"}
         entry = {"host": host, "pid": 1, "process": "1", "address": None, "world": place}
         hello = json.dumps([rank, size, entry])
         proof = credentials.proof("guest", answer["challenge"], hello)
@@ -127,15 +136,6 @@ def greet(credentials, connection, reader):
     answer = json.loads(reader.readline())
     assert credentials.proves(answer["proof"], "host", "mine")
     return answer
-
-
-def until(condition, meanwhile=lambda: None):
-    """Wait for a condition; what is done meanwhile may bring it about."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come"
-        meanwhile()
-        time.sleep(0.005)
 
 
 class Server:
@@ -208,16 +208,8 @@ def test_all_ranks_get_the_same_roster_and_a_complete_world(start, key, hosts, l
     meetings = start_all(start, key, hosts, local_ranks)
     names = tuple(dict.fromkeys(hosts))
     for rank, met in enumerate(meetings):
-        assert met.world == World(
-            rank,
-            len(hosts),
-            local_ranks[rank],
-            hosts.count(hosts[rank]),
-            nodes[rank],
-            len(names),
-            names,
-            "env",
-        )
+        place = (local_ranks[rank], hosts.count(hosts[rank]), nodes[rank])
+        assert met.world == World(rank, len(hosts), *place, len(names), names, "env")
         assert met.roll == meetings[0].roll
         assert met.nonce == meetings[0].nonce
         assert (met.listener is None) == (rank > 0)
@@ -235,11 +227,8 @@ def test_node_ranks_and_hostnames_of_the_launcher_take_precedence(start, key):
         world = World(rank, 3, rank // 2, (1, 2)[node], node, 2, hosts, "slurm")
         start(world, meeting_point("the-same-name-everywhere", key))
     meetings = start.ended()
-    assert [(m.world.node_rank, m.world.local_world_size) for m in meetings] == [
-        (1, 2),
-        (0, 1),
-        (1, 2),
-    ]
+    places = [(met.world.node_rank, met.world.local_world_size) for met in meetings]
+    assert places == [(1, 2), (0, 1), (1, 2)]
     assert {m.world.hosts for m in meetings} == {hosts}
     assert all(met.roll == meetings[0].roll for met in meetings)
 
@@ -507,8 +496,8 @@ def test_malformed_hello_is_disconnected(start, key, hello):
     start(World(0, 2, 0), point)
     credentials = Credentials(key, "")
     with knock(ports(point)[0]) as connection, connection.makefile() as reader:
-        connection.sendall(encode({"start": credentials.start, "challenge": "mine"}))
-        proof = credentials.proof("guest", json.loads(reader.readline())["challenge"], hello)
+        answer = greet(credentials, connection, reader)
+        proof = credentials.proof("guest", answer["challenge"], hello)
         connection.sendall(encode({"hello": hello, "proof": proof}))
         assert is_sent_away(connection)
     start(World(1, 2, 1), point)
@@ -615,15 +604,10 @@ def test_own_hostname_at_127_0_1_1_works_on_one_host(start, key, monkeypatch):
 
 def test_client_gives_up_early_where_server_died(start, key):
     point = meeting_point(key=key)
-    credentials = Credentials(key, "")
     with socket.create_server((HOME, ports(point)[0])) as dying:
         client = Client(start, World(1, 3, 1), point)
-        connection, _ = dying.accept()
-        with connection, connection.makefile() as reader:
-            said = json.loads(reader.readline())
-            proof = credentials.proof("host", said["challenge"])
-            connection.sendall(encode({"proof": proof, "challenge": "1"}))
-            reader.readline()
+        with answered(dying, Credentials(key, "")):
+            pass
     client.end(EARLY)
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
@@ -777,15 +761,10 @@ def test_tampered_message_is_ignored(start, key):
     credentials = Credentials(key, "s3cret")
     with socket.create_server((HOME, ports(point)[0])) as relay:
         client = Client(start, World(1, 2, 1), point)
-        connection, _ = relay.accept()
-        with connection, connection.makefile() as reader:
-            said = json.loads(reader.readline())
-            proof = credentials.proof("host", said["challenge"])
-            connection.sendall(encode({"proof": proof, "challenge": "1"}))
-            reader.readline()
+        with answered(relay, credentials) as (connection, reader, challenge):
             genuine = encode({"roll": "", "addresses": [], "port": 1, "nonce": "1"})
             digest = hashlib.sha256(genuine).hexdigest()
-            proof = credentials.proof("message", said["challenge"] + "1", digest)
+            proof = credentials.proof("message", challenge + "1", digest)
             evil = encode({"error": ["evil", "", ""], "code": 2})
             connection.sendall(encode({"proof": proof}) + evil)
             reader.readline()
@@ -875,8 +854,7 @@ def test_replayed_hello_is_refused(start, key):
     recorded = None
     for _ in range(2):
         with knock(ports(point)[0]) as connection, connection.makefile() as reader:
-            connection.sendall(encode({"start": credentials.start, "challenge": "mine"}))
-            challenge = json.loads(reader.readline())["challenge"]
+            challenge = greet(credentials, connection, reader)["challenge"]
             if recorded is None:
                 hello = json.dumps([1, 2, {"host": "evil"}])
                 proof = credentials.proof("guest", challenge, hello)

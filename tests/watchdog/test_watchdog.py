@@ -16,8 +16,10 @@ import threading
 import time
 from pathlib import Path
 
+import processes
 import pytest
 from clock import Clock
+from processes import until
 
 from hpctrain import rundir
 from hpctrain.rundir import RunDirectory
@@ -157,16 +159,7 @@ class Start:
 
     def helpers(self):
         """The ids of the helpers."""
-        names = {os.fsencode(folder) for folder in self.shared()}
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                words = path.read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if any(word.endswith(b"watchdog/helper.py") for word in words) and names & set(words):
-                found.append(int(path.parent.name))
-        return found
+        return [pid for folder in self.shared() for pid in processes.having(folder)]
 
     def await_ready(self):
         """Wait until all ranks have their slots."""
@@ -211,13 +204,6 @@ class Start:
 def state(pid):
     """Return the letter that proc(5) has for a process."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def until(condition):
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.01)
 
 
 class Watched:
