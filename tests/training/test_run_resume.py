@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +13,7 @@ import faults
 import pytest
 import ranks
 import torch
-from battery import images, session, small_model
+from battery import HOROVOD_SLOW, fit, images, session, small_model
 from torch import nn
 
 import hpctrain
@@ -20,10 +21,10 @@ from hpctrain import rundir
 from hpctrain.errors import ReplacedError, UsageError
 from hpctrain.rundir import RunDirectory
 
-# Over Horovod only with --all: what differs there is tested with the backends.
-HOROVOD_SLOW = pytest.mark.parametrize(
-    "run", ["auto", pytest.param("horovod", marks=pytest.mark.slow)], indirect=True
-)
+
+def dies_at(step):
+    """What ends a rank after a step, as a kill -9 would."""
+    return lambda run: os._exit(9) if run.step == step else None
 
 
 def train(die_at=None, seed=0, width=None, name="example", **options):
@@ -37,7 +38,7 @@ def train(die_at=None, seed=0, width=None, name="example", **options):
         )
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
         loader = opened.loader(images(50))
-        steps = []
+        steps, die = [], dies_at(die_at)
         with opened.run(state={"schedule": schedule}, name=name) as run:
             for epoch in run.epochs():
                 for batch, targets in run.batches(loader):
@@ -46,8 +47,7 @@ def train(die_at=None, seed=0, width=None, name="example", **options):
                     schedule.step()
                     run.log(loss=loss)
                     steps.append(run.step)
-                    if run.step == die_at:
-                        os._exit(9)
+                    die(run)
                 run.log(top1=epoch / 10)
         return steps, torch.cat([p.detach().flatten().double() for p in model.parameters()])
 
@@ -113,14 +113,14 @@ def test_killed_run_resumes_at_its_checkpoint(run, size, die_at, tmp_path, monke
     (tmp_path / "whole").mkdir()
     monkeypatch.chdir(tmp_path / "whole")
     options = {"checkpoint_every": 3, "precision": "fp64"}
-    whole = ranks.values(run(size, train_with, options))
+    whole = ranks.values(run(size, partial(train, **options)))
     expected = rows()
     monkeypatch.chdir(tmp_path)
     assert all(
         isinstance(result, BaseException)
-        for result in run(size, train_with, {**options, "die_at": die_at})
+        for result in run(size, partial(train, **options, die_at=die_at))
     )
-    resumed = ranks.values(run(size, train_with, {**options, "resume": True}))
+    resumed = ranks.values(run(size, partial(train, **options, resume=True)))
     # The last one may have been on its way to the disk.
     done = [step for step in (0, 3, 4, 6, 8, 9) if step <= die_at][-2:]
     assert resumed[0][0][0] in done
@@ -164,19 +164,9 @@ def trains_wide(die_at=None, **options):
 
         model = Wide()
         model, _optimizer = opened.prepare(model, torch.optim.Adam(model.parameters(), 1e-3))
-        with opened.run(name="example") as run:
-            for _ in run.epochs():
-                for batch, targets in run.batches(opened.loader(images(50))):
-                    loss = nn.functional.cross_entropy(model(batch)["scores"], targets)
-                    opened.step(loss)
-                    run.log(loss=loss)
-                    if run.step == die_at:
-                        os._exit(9)
+        loader = opened.loader(images(50))
+        fit(opened, lambda batch: model(batch)["scores"], loader, dies_at(die_at))
         return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def trains_wide_with(options):
-    return trains_wide(**options)
 
 
 @pytest.mark.parametrize(
@@ -190,12 +180,12 @@ def test_resumed_run_is_bit_equal(run, size, options, tmp_path, monkeypatch):
     for folder in ("whole", "cut"):
         (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path / "whole")
-    whole = ranks.values(run(size, trains_wide_with, options))
+    whole = ranks.values(run(size, partial(trains_wide, **options)))
     monkeypatch.chdir(tmp_path / "cut")
-    run(size, trains_wide_with, {**options, "die_at": 4})
+    run(size, partial(trains_wide, **options, die_at=4))
     committed = RunDirectory("run").steps()[-1]
     assert committed in (3, 4)
-    resumed = ranks.values(run(size, trains_wide_with, {**options, "resume": True}))
+    resumed = ranks.values(run(size, partial(trains_wide, **options, resume=True)))
     assert faults.started_at() == [0, committed]
     assert torch.equal(resumed[0], whole[0])
 
@@ -212,24 +202,19 @@ def does_not_fill_its_steps(die_at=None, **options):
             for _ in run.epochs():
                 for batch in run.batches(batches):
                     opened.step((model(batch) ** 2).mean() / 100)
-                    if run.step == die_at:
-                        os._exit(9)
+                    dies_at(die_at)(run)
         return run.step, model.state_dict()["weight"]
-
-
-def does_not_fill_its_steps_with(options):
-    return does_not_fill_its_steps(**options)
 
 
 @HOROVOD_SLOW
 def test_incomplete_accumulation_is_dropped_at_the_end_of_an_epoch(run, tmp_path, monkeypatch):
     (tmp_path / "whole").mkdir()
     monkeypatch.chdir(tmp_path / "whole")
-    whole = ranks.values(run(2, does_not_fill_its_steps_with, {}))
+    whole = ranks.values(run(2, does_not_fill_its_steps))
     monkeypatch.chdir(tmp_path)
-    run(2, does_not_fill_its_steps_with, {"die_at": 4, "checkpoint_every": 1})
+    run(2, partial(does_not_fill_its_steps, die_at=4, checkpoint_every=1))
     committed = RunDirectory("run").steps()[-1]
-    resumed = ranks.values(run(2, does_not_fill_its_steps_with, {"resume": True}))
+    resumed = ranks.values(run(2, partial(does_not_fill_its_steps, resume=True)))
     assert faults.started_at() == [0, committed]
     assert resumed[0][0] == whole[0][0] == 9
     assert torch.equal(resumed[0][1], whole[0][1])
@@ -237,14 +222,14 @@ def test_incomplete_accumulation_is_dropped_at_the_end_of_an_epoch(run, tmp_path
 
 
 def test_checkpoint_of_another_run_is_not_resumed():
-    ranks.values(ranks.run(1, train_with, {"max_steps": 5, "epochs": None}))
+    ranks.values(ranks.run(1, partial(train, max_steps=5, epochs=None)))
     Path("run").rename("other")
     options = {"max_steps": 3, "epochs": None, "data": "another"}
-    ranks.values(ranks.run(1, train_with, options))
+    ranks.values(ranks.run(1, partial(train, **options)))
     shutil.copytree("other/checkpoints/step-00000005", "run/checkpoints/step-00000005")
     Path("run/summary.json").unlink()
     options |= {"max_steps": 4, "resume": True}
-    assert ranks.values(ranks.run(1, train_with, options))[0][0] == [3]
+    assert ranks.values(ranks.run(1, partial(train, **options)))[0][0] == [3]
     assert "step-00000005 is of another run" in Path("run/logs/rank-0.log").read_text()
 
 
@@ -301,19 +286,8 @@ def losses_in_micro_batches(die_at=None, **options):
     ) as opened:
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9))
-        with opened.run(name="example") as run:
-            for _ in run.epochs():
-                for batch, targets in run.batches(opened.loader(images(50))):
-                    loss = nn.functional.cross_entropy(model(batch), targets)
-                    opened.step(loss)
-                    run.log(loss=loss)
-                    if run.step == die_at:
-                        os._exit(9)
+        fit(opened, model, opened.loader(images(50)), dies_at(die_at))
     return [(row["step"], row["loss"]) for row in RunDirectory("run").rows()]
-
-
-def again(options):
-    return losses_in_micro_batches(**options)
 
 
 @pytest.mark.parametrize("left", [1, 2])
@@ -322,25 +296,21 @@ def test_resume_with_another_world_size_needs_elastic(left, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path / "whole")
     (expected,) = ranks.values(ranks.run(1, losses_in_micro_batches))
     monkeypatch.chdir(tmp_path)
-    ranks.run(4, again, {"die_at": 5})
-    for result in ranks.run(left, again, {"resume": True}):
+    ranks.run(4, partial(losses_in_micro_batches, die_at=5))
+    for result in ranks.run(left, partial(losses_in_micro_batches, resume=True)):
         assert isinstance(result, UsageError), result
         assert f"has 4 ranks, this start {left}" in result.found
         assert "--elastic" in result.fix
-    resumed = ranks.values(ranks.run(left, again, {"elastic": True}))[0]
+    resumed = ranks.values(ranks.run(left, partial(losses_in_micro_batches, elastic=True)))[0]
     assert faults.started_at()[-1] in (3, 4)
     assert [step for step, _ in resumed] == [step for step, _ in expected] == list(range(1, 9))
     assert [loss for _, loss in resumed] == pytest.approx([x for _, x in expected], rel=1e-9)
 
 
-def train_with(options):
-    return train(**options)
-
-
 def test_resume_of_a_finished_run_changes_nothing():
     ranks.values(ranks.run(3, train))
     before = Path("run/metrics.jsonl").read_bytes()
-    assert ranks.run(3, train_with, {"resume": True}) == [("exit", 0)] * 3
+    assert ranks.run(3, partial(train, resume=True)) == [("exit", 0)] * 3
     assert "run is finished" in Path("run/logs/rank-0.log").read_text()
     assert Path("run/metrics.jsonl").read_bytes() == before
 
@@ -356,20 +326,19 @@ def test_resume_of_a_finished_run_changes_nothing():
 def test_finished_run_resumes_to_a_later_end(first, then, tmp_path, monkeypatch):
     (tmp_path / "whole").mkdir()
     monkeypatch.chdir(tmp_path / "whole")
-    whole = ranks.values(ranks.run(3, train_with, {"deterministic": True}))
+    whole = ranks.values(ranks.run(3, partial(train, deterministic=True)))
     expected = [row for row in rows() if "loss" in row]
     monkeypatch.chdir(tmp_path)
-    ranks.values(ranks.run(3, train_with, {"deterministic": True, **first}))
-    again = {"deterministic": True, "resume": True, **then}
-    more = ranks.values(ranks.run(3, train_with, again))
+    ranks.values(ranks.run(3, partial(train, deterministic=True, **first)))
+    again = partial(train, deterministic=True, resume=True, **then)
+    more = ranks.values(ranks.run(3, again))
     end = first.get("max_steps", 8)
     assert [(steps[0], steps[-1]) for steps, _ in more] == [(end, 15)] * 3
     for (_, weights), (_, known) in zip(more, whole, strict=True):
         assert torch.equal(weights, known)
     assert [row for row in rows() if "loss" in row] == expected
-    assert ranks.run(3, train_with, again) == [("exit", 0)] * 3
-    sooner = {"resume": True, "max_steps": 7}
-    assert ranks.run(3, train_with, sooner) == [("exit", 0)] * 3
+    assert ranks.run(3, again) == [("exit", 0)] * 3
+    assert ranks.run(3, partial(train, resume=True, max_steps=7)) == [("exit", 0)] * 3
 
 
 def stop_early(**options):
@@ -387,18 +356,14 @@ def stop_early(**options):
         return run.step
 
 
-def stop_early_with(options):
-    return stop_early(**options)
-
-
 def test_run_left_early_stays_finished_until_a_later_end():
-    assert ranks.values(ranks.run(1, stop_early_with, {"epochs": 5})) == [8]
-    assert ranks.run(1, stop_early_with, {"epochs": 5, "resume": True}) == [("exit", 0)]
-    assert ranks.values(ranks.run(1, stop_early_with, {"epochs": 6, "resume": True})) == [16]
+    assert ranks.values(ranks.run(1, partial(stop_early, epochs=5))) == [8]
+    assert ranks.run(1, partial(stop_early, epochs=5, resume=True)) == [("exit", 0)]
+    assert ranks.values(ranks.run(1, partial(stop_early, epochs=6, resume=True))) == [16]
 
 
 def test_resume_without_a_checkpoint_starts_at_step_0():
-    results = ranks.values(ranks.run(2, train_with, {"resume": True}))
+    results = ranks.values(ranks.run(2, partial(train, resume=True)))
     assert results[0][0] == list(range(16))
 
 
@@ -413,14 +378,14 @@ def test_resume_without_a_checkpoint_starts_at_step_0():
     ],
 )
 def test_run_directory_of_another_run_is_refused(options, words):
-    ranks.values(ranks.run(1, train_with, {"max_steps": 5}))
+    ranks.values(ranks.run(1, partial(train, max_steps=5)))
     Path("run/summary.json").write_text('{"status": "stopped"}')
     before = {
         path: path.read_bytes()
         for path in Path("run").rglob("*")
         if path.is_file() and "logs" not in path.parts
     }
-    for result in ranks.run(3, train_with, options):
+    for result in ranks.run(3, partial(train, **options)):
         assert isinstance(result, hpctrain.HpctrainError)
         assert result.exit_code == 2
         assert words in str(result)
@@ -434,12 +399,6 @@ def test_run_directory_with_other_files_is_refused():
         assert isinstance(result, hpctrain.HpctrainError)
         assert "thesis.tex" in str(result)
     assert os.listdir("run") == ["thesis.tex"]
-
-
-def test_max_steps_ends_inside_an_epoch():
-    steps, _ = ranks.values(ranks.run(1, train_with, {"max_steps": 6, "epochs": None}))[0]
-    assert steps == list(range(6))
-    assert json.loads(Path("run/summary.json").read_text())["step"] == 6
 
 
 def without_end():
@@ -478,9 +437,9 @@ def test_own_iterable_loader_and_break_in_an_epoch():
 
 def test_default_run_directory_has_job_id_or_date(monkeypatch):
     job = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
-    ranks.values(ranks.run(2, train_with, {"run": None}, env=job))
-    ranks.values(ranks.run(2, train_with, {"run": None}))
-    ranks.values(ranks.run(2, train_with, {"run": None}, env={"HPCTRAIN_RUN": "named"}))
+    ranks.values(ranks.run(2, partial(train, run=None), env=job))
+    ranks.values(ranks.run(2, partial(train, run=None)))
+    ranks.values(ranks.run(2, partial(train, run=None), env={"HPCTRAIN_RUN": "named"}))
     names = sorted(path.name for path in Path("runs").iterdir())
     assert names[1] == "example-70_3" or names[0] == "example-70_3"
     assert sum(name.startswith("example-20") for name in names) == 1
@@ -491,13 +450,11 @@ def test_requeued_job_resumes_without_option():
     job = {"SLURM_JOB_ID": "78"}
     assert all(
         isinstance(result, BaseException)
-        for result in ranks.run(
-            2, train_with, {"run": None, "checkpoint_every": 2, "die_at": 7}, env=job
-        )
+        for result in ranks.run(2, partial(train, run=None, checkpoint_every=2, die_at=7), env=job)
     )
     job["SLURM_RESTART_COUNT"] = "1"
     options = {"run": None, "checkpoint_every": 2}
-    assert ranks.values(ranks.run(2, train_with, options, env=job))[0][0][0] in (4, 6)
+    assert ranks.values(ranks.run(2, partial(train, **options), env=job))[0][0][0] in (4, 6)
 
 
 def leave_after_a_slow_write():
@@ -593,7 +550,7 @@ def unlike_checkpoints():
 
 
 def test_ranks_that_find_different_checkpoints_are_refused():
-    ranks.run(3, train_with, {"die_at": 7, "checkpoint_every": 2})
+    ranks.run(3, partial(train, die_at=7, checkpoint_every=2))
     for result in ranks.run(3, unlike_checkpoints):
         assert isinstance(result, hpctrain.HpctrainError)
         assert "1 of 3 ranks do not find" in str(result)
@@ -611,17 +568,14 @@ def test_save_inside_a_step_is_refused():
     assert "--checkpoint-every STEPS" in str(result)
 
 
-def train_from(path, die_at=None):
-    return train(die_at, resume=True, init_from=path)
-
-
 def test_resume_takes_the_checkpoint_and_not_init_from(tmp_path):
     path = str(tmp_path / "weights.pt")
     torch.save(small_model().state_dict(), path)
-    ((_, whole),) = ranks.values(ranks.run(1, train_from, path))
+    resumes = partial(train, resume=True, init_from=path)
+    ((_, whole),) = ranks.values(ranks.run(1, resumes))
     shutil.rmtree("run")
-    ranks.run(1, train_from, path, 10)
-    ((steps, resumed),) = ranks.values(ranks.run(1, train_from, path))
+    ranks.run(1, resumes, 10)
+    ((steps, resumed),) = ranks.values(ranks.run(1, resumes))
     assert steps[0] in (4, 8)
     assert torch.equal(resumed, whole)
     shutil.rmtree("run")

@@ -8,17 +8,12 @@ import faults
 import pytest
 import ranks
 import torch
-from battery import images, session, small_model
+from battery import HOROVOD_SLOW, fit, images, session, small_model, train
 from torch import nn
 from torch.utils.data import Dataset
 
 import hpctrain
 from hpctrain.rundir import RunDirectory
-
-# Over Horovod only with --all: what differs there is tested with the backends.
-HOROVOD_SLOW = pytest.mark.parametrize(
-    "run", ["auto", pytest.param("horovod", marks=pytest.mark.slow)], indirect=True
-)
 
 
 def plain_model():
@@ -26,20 +21,13 @@ def plain_model():
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10))
 
 
-def trained(options, count=240, before=lambda model: None, **loading):
+def trained(options, data=None, before=lambda model: None, **loading):
     """Rows of metrics, and the weights at the end."""
     with session(**{"log_every": 1, "run": "run", "precision": "fp64", **options}) as opened:
         model = plain_model()
         before(model)
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
-        loader = opened.loader(images(count), **loading)
-        with opened.run(name="options") as run:
-            for _ in run.epochs():
-                for batch, targets in run.batches(loader):
-                    with opened.autocast():
-                        loss = nn.functional.cross_entropy(model(batch), targets)
-                    opened.step(loss)
-                    run.log(loss=loss)
+        fit(opened, model, opened.loader(data or images(240), **loading))
         rows = RunDirectory("run").rows() if opened.is_main else []
         return rows, [p.detach().clone() for p in model.parameters()]
 
@@ -71,7 +59,7 @@ def test_accumulated_micro_batches_equal_one_large_batch(tmp_path, monkeypatch):
 def uneven_epochs(batch_size):
     """Two epochs of 12 + 12 + 7 samples."""
     options = {"global_batch": 12, "batch_size": batch_size, "epochs": 2}
-    return trained(options, count=31, drop_last=False)
+    return trained(options, images(31), drop_last=False)
 
 
 def uneven_by_hand():
@@ -125,21 +113,14 @@ class Jittered(Dataset):
 
 
 def augmented(workers):
-    with session(
-        global_batch=12, batch_size=2, max_steps=8, precision="fp64", log_every=1, run="run",
-        workers=workers,
-    ) as opened:  # fmt: skip
-        model = plain_model()
-        first = [p.detach().clone() for p in model.parameters()]
-        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
-        loader = opened.loader(Jittered(60))
-        with opened.run(name="augmented") as run:
-            for _ in run.epochs():
-                for batch, targets in run.batches(loader):
-                    loss = nn.functional.cross_entropy(model(batch), targets)
-                    opened.step(loss)
-                    run.log(loss=loss)
-        return [row["loss"] for row in RunDirectory("run").rows()], first
+    options = {"global_batch": 12, "batch_size": 2, "max_steps": 8, "workers": workers}
+    first = []
+
+    def copy(model):
+        first.extend(p.detach().clone() for p in model.parameters())
+
+    rows, _ = trained(options, Jittered(60), copy)
+    return [row["loss"] for row in rows], first
 
 
 @HOROVOD_SLOW
@@ -268,17 +249,17 @@ def endless(options):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    "options",
     [
-        ({"lr_schedule": "cosine", "epochs": 2}, "over a loader without a length"),
-        ({"lr_warmup_epochs": 1.0, "epochs": 2}, "over a loader without a length"),
-        ({"lr_schedule": "step", "max_steps": 2}, "over a loader without a length"),
+        {"lr_schedule": "cosine", "epochs": 2},
+        {"lr_warmup_epochs": 1.0, "epochs": 2},
+        {"lr_schedule": "step", "max_steps": 2},
     ],
 )
-def test_lr_schedule_over_a_loader_without_length_is_refused(options, said):
+def test_lr_schedule_over_a_loader_without_length_is_refused(options):
     (error,) = ranks.run(1, endless, options)
     assert isinstance(error, hpctrain.errors.UsageError)
-    assert said in error.found
+    assert "over a loader without a length" in error.found
 
 
 def decayed(decay):
@@ -347,21 +328,10 @@ def test_channels_last_only_where_asked_for_on_cpu(run):
 
 def compiled(compile):
     options = {"batch_size": 8, "max_steps": 4, "compile": compile, "run": str(compile)}
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     with session(precision="fp32", log_every=1, **options) as opened:
-        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
-        with opened.run(name="compiled") as run:
-            for _ in run.epochs():
-                for batch, targets in run.batches(opened.loader(images(240))):
-                    loss = nn.functional.cross_entropy(model(batch), targets)
-                    opened.step(loss)
-                    run.log(loss=loss)
+        losses, model = train(opened, 4, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
         compiling = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        return (
-            list(model.state_dict()),
-            compiling,
-            [r["loss"] for r in RunDirectory(str(compile)).rows()],
-        )
+        return list(model.state_dict()), compiling, losses
 
 
 @pytest.mark.slow
