@@ -1,6 +1,5 @@
 """The examples that need torchvision, on small sets in the shape of the real ones."""
 
-import importlib.util
 import json
 import os
 import pickle
@@ -20,21 +19,14 @@ EXAMPLES = launches.TOP / "examples"
 RECIPES = EXAMPLES / "recipes"
 
 
-def module(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
 @pytest.fixture(scope="module")
 def cifar10():
-    return module("cifar10")
+    return launches.example("cifar10")
 
 
 @pytest.fixture(scope="module")
 def imagenet():
-    return module("imagenet")
+    return launches.example("imagenet")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +34,7 @@ def photographs(tmp_path_factory, lacking):
     """Photographs of 3 classes: 2 of 17 to evaluate and 1 of 12 to train by cannot be decoded."""
     folder = tmp_path_factory.mktemp("photographs")
     try:
-        module("photographs").make(folder, train=4, val=5, classes=3)
+        launches.example("photographs").make(folder, train=4, val=5, classes=3)
     except FileNotFoundError as error:
         lacking("photographs", str(error))
     for number in (1, 2):
@@ -278,7 +270,7 @@ def test_ladder_example_measures_each_rung(tmp_path):
 
 
 def test_ladder_example_rungs_and_table():
-    ladder = module("ladder")
+    ladder = launches.example("ladder")
     made = ladder.rungs(ranks=4, gpus=4)
     assert [processes for processes, _ in made.values()] == [1, 1, 4, 4]
     assert made["DataParallel, 4 GPUs"][1][:2] == ["--backend", "dataparallel"]

@@ -1,6 +1,5 @@
 """sbatch/imagenet.sh on four hosts, over real photographs in both layouts."""
 
-import importlib.util
 import json
 
 import launches
@@ -23,17 +22,9 @@ SMALL = [
 HOSTS = ["--nodes=4", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0"]
 
 
-def module(name):
-    path = launches.TOP / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
 @pytest.fixture(scope="module")
 def imagenet():
-    return module("imagenet")
+    return launches.example("imagenet")
 
 
 @pytest.fixture
@@ -41,13 +32,12 @@ def checkout(tmp_path, lacking):
     """A folder that looks like the top of the repository, with photographs in data/."""
     folder = tmp_path / "data" / "imagenet"
     try:
-        module("photographs").make(folder, train=3, val=3, classes=CLASSES)
+        launches.example("photographs").make(folder, train=3, val=3, classes=CLASSES)
     except FileNotFoundError as error:
         lacking("photographs", str(error))
     for number in range(LEFT_OUT):
         (folder / "val" / f"photo{number:03d}" / "000002.jpg").unlink()
-    for name in ("sbatch", "examples"):
-        (tmp_path / name).symlink_to(launches.TOP / name)
+    launches.checkout(tmp_path)
     shards = [launches.BIN / "hpctrain", "shards", "make", folder, tmp_path / "data" / "shards"]
     assert launches.start(shards, tmp_path).returncode == 0
     return tmp_path
@@ -69,13 +59,11 @@ def alone(run, folder, example):
 
 
 def test_sbatch_imagenet_same_rows_from_folders_and_shards(cluster, checkout, imagenet):
-    env = cluster.environ()
-    env["PATH"] = f"{launches.BIN}:{env['PATH']}"
     jobs = [
         cluster.run(
             ["sbatch", "--parsable", *HOSTS, "sbatch/imagenet.sh", *more, *SMALL],
             cwd=checkout,
-            env=env,
+            env=launches.on_cluster(cluster),
         ).stdout.strip()
         for more in ([], ["--data", "data/shards"])
     ]

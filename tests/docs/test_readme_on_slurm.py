@@ -18,16 +18,13 @@ COMMANDS = [
 @pytest.fixture
 def checkout(cluster, tmp_path):
     """A folder that looks like the top of the repository; its jobs end with the test."""
-    for name in ("sbatch", "examples"):
-        (tmp_path / name).symlink_to(launches.TOP / name)
-    yield tmp_path
+    yield launches.checkout(tmp_path)
     cluster.clear()
 
 
 def test_readme_sbatch_and_srun_commands_are_accepted_and_submit_trains(cluster, checkout):
     assert len(COMMANDS) == 9
-    env = cluster.environ()
-    env["PATH"] = f"{launches.BIN}:{env['PATH']}"
+    env = launches.on_cluster(cluster)
     said = {}
     for command in COMMANDS:
         program, _, rest = command.partition(" ")

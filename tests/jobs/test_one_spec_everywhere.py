@@ -89,8 +89,7 @@ def test_one_job_spec_on_this_machine_has_losses_of_one_process(one_process):
 
 def environ(cluster):
     """Return an environment with this cluster, this Python, and no settings of a person."""
-    env = cluster.environ()
-    return {**env, "PATH": f"{launches.BIN}:{env['PATH']}", "HOME": os.getcwd()}
+    return launches.on_cluster(cluster, HOME=os.getcwd())
 
 
 def by_sbatch(cluster, **more):

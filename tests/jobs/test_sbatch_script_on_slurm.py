@@ -20,23 +20,10 @@ SBATCH = launches.TOP / "sbatch"
 NAMES = sorted(path.stem for path in SBATCH.glob("*.toml"))
 
 
-def environ(cluster, **more):
-    env = {**cluster.environ(), **more}
-    return {**env, "PATH": f"{launches.BIN}:{env['PATH']}"}
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    """A folder that looks like the top of the repository, for scripts that write into it."""
-    for name in ("sbatch", "examples"):
-        (tmp_path / name).symlink_to(launches.TOP / name)
-    return tmp_path
-
-
 def submit(cluster, script, *options, **more):
     """Hand a script to sbatch by standard input, as `hpctrain submit` does; return its job."""
     done = cluster.run(
-        ["sbatch", "--parsable", *options], input=script, env=environ(cluster), **more
+        ["sbatch", "--parsable", *options], input=script, env=launches.on_cluster(cluster), **more
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -55,7 +42,7 @@ def test_job_submitted_inside_a_job_has_its_own_id_and_run(cluster, tmp_path, mo
     theirs = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
     spec = JobSpec(name="inner", command=["sh", "-c", 'echo "$HPCTRAIN_RUN"'], max_restarts=1)
     script = render(spec)
-    env = environ(cluster, HPCTRAIN_STOP="/x", HPCTRAIN_RUN="/x", **theirs)
+    env = launches.on_cluster(cluster, HPCTRAIN_STOP="/x", HPCTRAIN_RUN="/x", **theirs)
     done = cluster.run(["sbatch", "--parsable"], input=script, env=env)
     job, code = cluster.ended(done.stdout.strip())
     log = Path(f"inner-{job}.log").read_text()
@@ -140,7 +127,7 @@ def test_sbatch_command_line_options_win(cluster):
     line = 'echo "$SLURM_PROCID of $SLURM_NTASKS has $CUDA_VISIBLE_DEVICES"'
     Path("hold.sh").write_text(render(spec))
     options = ["--nodes=2", "--ntasks-per-node=3", "--gpus-per-node=3"]
-    job, code = cluster.batch([*options, "hold.sh", line], env=environ(cluster))
+    job, code = cluster.batch([*options, "hold.sh", line], env=launches.on_cluster(cluster))
     log = Path(f"hold-{job}.log").read_text()
     assert code == 0, log
     # All GPUs of a host for each of its ranks: NCCL wants to see them.
@@ -206,7 +193,7 @@ def test_stopped_job_resumes_by_the_printed_sbatch_line(cluster, sweep):
     job = submit(cluster, render(spec))
     assert cluster.ended(f"{job}{task}")[1] == 75
     line = Path(f"on-{job}{task}.log").read_text().splitlines()[-1]
-    second = cluster.run(["bash", "-c", line], env=environ(cluster)).stdout.split()[-1]
+    second = cluster.run(["bash", "-c", line], env=launches.on_cluster(cluster)).stdout.split()[-1]
     assert cluster.ended(f"{second}{task}")[1] == 0
     said = Path(f"on-{second}{task}.log").read_text()
     assert f"\nrun {Path.cwd()}/runs/on-{job}{task}{setting} --resume\n" in said
@@ -232,13 +219,14 @@ TRAIN = ("--data", "digits", "--epochs", "1", "--global-batch", "64")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["torchrun", "sweep", "preemptible"])
-def test_shipped_scripts_train(cluster, checkout, name):
+def test_shipped_scripts_train(cluster, tmp_path, name):
+    launches.checkout(tmp_path)
     arguments = [f"sbatch/{name}.sh", *TRAIN]
     if name == "preemptible":
         srun = ["srun", "--kill-on-bad-exit=1", "python", "examples/mnist.py", *TRAIN]
         arguments = ["--nodes=2", "sbatch/preemptible.sh", *srun]
     done = cluster.run(
-        ["sbatch", "--parsable", "--cpus-per-task=1", *arguments], env=environ(cluster)
+        ["sbatch", "--parsable", "--cpus-per-task=1", *arguments], env=launches.on_cluster(cluster)
     )
     job = done.stdout.strip()
     tasks = [f"{job}_{index}" for index in range(6)] if name == "sweep" else [job]
@@ -254,7 +242,7 @@ def test_shipped_scripts_train(cluster, checkout, name):
 
 
 @pytest.mark.slow
-def test_horovodrun_script_starts_ranks_over_ssh(cluster, checkout, lacking):
+def test_horovodrun_script_starts_ranks_over_ssh(cluster, lacking):
     if importlib.util.find_spec("horovod") is None:
         lacking("horovod", "hpctrain horovod build")
     if not (cluster.ssh_folder / "ssh").exists():

@@ -1,5 +1,6 @@
 """Starts of examples/mnist.py as a person types them, and what they left in the run directory."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,6 +23,27 @@ LOCAL = {
         *(str(BIN / "hpctrain"), "run", "--nodes", "2", "--nproc-per-node", "2,1", "--as", "slurm")
     ],
 }
+
+
+def checkout(folder):
+    """Make a folder look like the top of the repository, for scripts that write into it."""
+    for name in ("sbatch", "examples"):
+        (folder / name).symlink_to(TOP / name)
+    return folder
+
+
+def example(name):
+    """Return examples/NAME.py as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLE.with_name(f"{name}.py"))
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def on_cluster(cluster, **more):
+    """Return the variables with which a command of this Python runs on the Slurm of the tests."""
+    env = {**cluster.environ(), **more}
+    return {**env, "PATH": f"{BIN}:{env['PATH']}"}
 
 
 def environ(**more):
