@@ -16,11 +16,6 @@ def train():
 
 
 @pytest.fixture
-def submit():
-    return hpctrain.submit
-
-
-@pytest.fixture
 def no_job():
     """Check that nothing of a job that was not accepted is left."""
     yield
@@ -43,9 +38,9 @@ def no_job():
         ("launcher", "torchrun", "hpctrain submit"),
     ],
 )
-def test_submitit_refuses_fields_it_lacks(submit, no_job, field, value, instead):
+def test_submitit_refuses_fields_it_lacks(no_job, field, value, instead):
     with pytest.raises(UsageError, match=instead) as caught:
-        submit(train, JobSpec(**{field: value}))
+        hpctrain.submit(train, JobSpec(**{field: value}))
     assert field in caught.value.found
 
 
@@ -56,15 +51,15 @@ def test_submitit_refuses_fields_it_lacks(submit, no_job, field, value, instead)
         *[("dependency", "afterok:7"), ("cluster", "jz")],
     ],
 )
-def test_submit_function_local_refuses_cluster_fields(submit, no_job, field, value):
+def test_submit_function_local_refuses_cluster_fields(no_job, field, value):
     with pytest.raises(UsageError, match=field):
-        submit(train, JobSpec(**{field: value}), via="local")
+        hpctrain.submit(train, JobSpec(**{field: value}), via="local")
 
 
-def test_submit_function_local_refuses_more_gpus_than_visible(submit, no_job, monkeypatch):
+def test_submit_function_local_refuses_more_gpus_than_visible(no_job, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     with pytest.raises(UsageError, match=r"gpus_per_node = a100:4, and this machine shows 2"):
-        submit(train, JobSpec(gpus_per_node="a100:4"), via="local")
+        hpctrain.submit(train, JobSpec(gpus_per_node="a100:4"), via="local")
 
 
 @pytest.mark.parametrize(
@@ -85,25 +80,25 @@ def test_submit_function_wrong_calls(no_job, call, found):
     assert caught.value.expected
 
 
-def test_submit_function_checks_arguments(submit, no_job):
+def test_submit_function_checks_arguments(no_job):
     with pytest.raises(UsageError, match=r"train\(\) with .*'lr': 1"):
-        submit(train, JobSpec(), kwargs={"lr": 1})
+        hpctrain.submit(train, JobSpec(), kwargs={"lr": 1})
 
 
-def test_submit_function_gives_each_job_a_run_directory(submit):
-    jobs = [submit(train, JobSpec(name="a"), via="debug") for _ in range(3)]
+def test_submit_function_gives_each_job_a_run_directory():
+    jobs = [hpctrain.submit(train, JobSpec(name="a"), via="debug") for _ in range(3)]
     assert len({job.run for job in jobs}) == 3
     assert all(job.run.name == f"a-{job.folder.name}" for job in jobs)
-    first, second = (submit(os.getpid, JobSpec(), via="local") for _ in range(2))
+    first, second = (hpctrain.submit(os.getpid, JobSpec(), via="local") for _ in range(2))
     assert first.run != second.run
     assert first.result() != second.result()
 
 
-def test_submit_function_refuses_staged_python(submit, no_job, monkeypatch):
+def test_submit_function_refuses_staged_python(no_job, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_SCRATCH", "/tmp/hpctrain-ada-7-0")
     monkeypatch.setattr("sys.executable", "/tmp/hpctrain-ada-7-0/environment/bin/python")
     with pytest.raises(UsageError, match="this job's own copy"):
-        submit(train, JobSpec())
+        hpctrain.submit(train, JobSpec())
 
 
 @pytest.mark.parametrize("command", ["bash x.sh", "python", "python -c 'print(1)'", "./x.py"])
@@ -114,25 +109,25 @@ def test_submitit_refuses_commands_that_are_no_python_script(no_job, command):
         by_submitit.submit(JobSpec(command=command))
 
 
-def test_submitit_refuses_percent_in_folder_name(submit, monkeypatch, tmp_path):
+def test_submitit_refuses_percent_in_folder_name(monkeypatch, tmp_path):
     folder = tmp_path / "50%jobs"
     folder.mkdir()
     monkeypatch.chdir(folder)
     with pytest.raises(UsageError, match="without %j"):
-        submit(train, JobSpec(), via="local")
+        hpctrain.submit(train, JobSpec(), via="local")
     assert not list(folder.glob("runs/.submitit/*"))
 
 
-def test_submit_function_without_slurm_suggests_local(submit, no_job, monkeypatch, tmp_path):
+def test_submit_function_without_slurm_suggests_local(no_job, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(StartError, match="via='local' runs it here"):
-        submit(train, JobSpec())
+        hpctrain.submit(train, JobSpec())
 
 
-def test_submit_function_refused_by_slurm_leaves_nothing(submit, no_job, monkeypatch, tmp_path):
+def test_submit_function_refused_by_slurm_leaves_nothing(no_job, monkeypatch, tmp_path):
     for name, text in (("srun", ""), ("sbatch", "echo 'sbatch: error: no such thing' >&2; exit 1")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(StartError, match="no such thing"):
-        submit(train, JobSpec())
+        hpctrain.submit(train, JobSpec())
