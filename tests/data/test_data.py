@@ -285,11 +285,6 @@ def head_cut_off(content):
 
 
 @repacked
-def no_content(content):
-    return b""
-
-
-@repacked
 def another_type(content):
     return content[:2] + b"\x0d" + content[3:]
 
@@ -322,7 +317,6 @@ def narrower(content):
         pixels_missing,
         pixels_left_over,
         head_cut_off,
-        no_content,
         another_type,
         no_samples,
     ],
