@@ -177,12 +177,7 @@ def test_weight_decay_split_after_some_steps(tmp_path):
     model = ResNet().double()
     optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
     step(model, optimizer, 0)
-    state = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
     split(optimizer, [model])
-    assert optimizer.state.keys() == state.keys()
-    for parameter, values in state.items():
-        for name, value in values.items():
-            assert torch.equal(optimizer.state[parameter][name], value)
     torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "both.pt")
     step(model, optimizer, 1)
     twin = ResNet().double()

@@ -30,11 +30,6 @@ SLOW = ("--pace", "0.4")
 URGENT = ("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null")
 
 
-@pytest.fixture(scope="session")
-def references(tmp_path_factory):
-    return faults.References(tmp_path_factory)
-
-
 @pytest.fixture(autouse=True)
 def _hosts_for_the_next(cluster):
     yield

@@ -27,11 +27,6 @@ LAUNCHERS = {
 }
 
 
-@pytest.fixture(scope="session")
-def references(tmp_path_factory):
-    return faults.References(tmp_path_factory)
-
-
 @pytest.fixture(params=LAUNCHERS)
 def launcher(request, lacking):
     """A launcher's name, and its command for three ranks of a Python script."""

@@ -60,7 +60,6 @@ def train(save_seconds, pause_seconds):
     [
         pytest.param(0, 0, 5 + 2 * 10, id="before-the-first-save"),
         pytest.param(100, 50, 5 + 2 * 100 + 50, id="slow-saves-and-evaluation"),
-        pytest.param(100, 0, 5 + 2 * 100, id="slow-saves", marks=pytest.mark.slow),
     ],
 )
 def test_run_stops_before_the_time_limit_by_what_a_save_takes(

@@ -1,7 +1,5 @@
 """Where the time of a step goes, and which ranks are said to be slow."""
 
-import json
-
 import pytest
 
 from hpctrain.rundir import RunDirectory, slow_ranks
@@ -159,12 +157,3 @@ def test_timings_on_a_full_disk_warn_once(loop, caplog, tmp_path):
 )
 def test_slow_ranks_differ_from_the_median(seconds, a_step, slow):
     assert slow_ranks(seconds, a_step) == slow
-
-
-def test_timings_lines_are_json(loop):
-    loop = loop()
-    loop.steps(3)
-    loop.timings.finish(3, 0)
-    text = loop.directory.timings.read_text()
-    assert text.endswith("\n")
-    assert json.loads(text)["steps"] == 2
