@@ -5,8 +5,8 @@ import io
 import json
 import os
 import signal
+from functools import partial
 
-import launches
 import pytest
 import ranks
 from battery import HOROVOD_SLOW
@@ -111,55 +111,38 @@ def measures(fault):
     return fails("allreduce", "--sizes", "4", "--seconds", "30", fault=fault)
 
 
+def in_the_middle(what, rank):
+    """Let something happen to rank 1 while it measures."""
+    timed, calls = allreduce.timed, []
+
+    def hurt(*arguments):
+        calls.append(arguments)
+        if rank == 1 and len(calls) == 3:
+            what()
+        return timed(*arguments)
+
+    allreduce.timed = hurt
+
+
+def is_cancelled():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def is_lost():
+    os._exit(9)
+
+
 @HOROVOD_SLOW
 def test_bench_cancelled_ranks_exit_with_75(run, tmp_path):
-    results = run(3, measures, is_cancelled)
+    results = run(3, measures, partial(in_the_middle, is_cancelled))
     assert results == [("exit", 75)] * 3
     assert not list(tmp_path.iterdir())
 
 
-def is_cancelled(rank):
-    """Rank 1 gets the signal of a scheduler while it measures."""
-    timed, calls = allreduce.timed, []
-
-    def signalled(*arguments):
-        calls.append(arguments)
-        if rank == 1 and len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return timed(*arguments)
-
-    allreduce.timed = signalled
-
-
-def is_lost(rank):
-    """Rank 1 is gone in the middle of it."""
-    timed, calls = allreduce.timed, []
-
-    def gone(*arguments):
-        calls.append(arguments)
-        if rank == 1 and len(calls) == 3:
-            os._exit(9)
-        return timed(*arguments)
-
-    allreduce.timed = gone
-
-
 @HOROVOD_SLOW
 def test_bench_ends_when_a_rank_is_lost(run):
-    first, gone, last = run(3, measures, is_lost)
+    first, gone, last = run(3, measures, partial(in_the_middle, is_lost))
     assert isinstance(gone, RuntimeError)  # of the test: no result came
     for code, lines in (first, last):
         assert code == 1
         assert len(lines) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_bench_under_hpctrain_run(tmp_path):
-    command = [launches.PYTHON, "-m", "hpctrain", "run", "--nproc-per-node", "3"]
-    command += ["-m", "hpctrain", "bench", "allreduce", "--sizes", "4", "--seconds", "0.1"]
-    done = launches.start(command, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "allreduce: 3 ranks on 1 host, ddp over gloo" in done.stdout
-    assert all(line.startswith("0: ") for line in done.stdout.splitlines())
-    assert not list(tmp_path.iterdir())

@@ -1,6 +1,5 @@
 """The doctor: what it concludes from facts, what it shows, and what it does without torch."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -689,16 +688,6 @@ def test_doctor_of_this_machine_in_json_and_text(examined, tmp_path):
         assert subject in out
     copied = "to mend:"
     assert all(len(line) <= 100 or copied in line for line in out.splitlines())
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_doctor_command_finds_the_installed_horovod(lacking, tmp_path):
-    if importlib.util.find_spec("horovod") is None:
-        lacking("horovod", "no module named horovod")
-    done = doctor("--json", "--run", str(tmp_path))
-    (horovod,) = (one for one in json.loads(done.stdout)["findings"] if one["subject"] == "horovod")
-    assert (horovod["level"], "gloo" in horovod["found"]) == (OK, True)
 
 
 @pytest.mark.parametrize(
