@@ -108,15 +108,6 @@ def test_explain_strict_turns_warnings_into_errors(monkeypatch, capsys):
     assert main(["explain", "--strict"]) == 2
 
 
-def test_hostlist_prints_one_host_a_line_and_refuses_bad_ranges(capsys):
-    assert main(["hostlist", "rack[1-2]n[08-09],login"]) == 0
-    assert capsys.readouterr().out == "rack1n08\nrack1n09\nrack2n08\nrack2n09\nlogin\n"
-    assert main(["hostlist", "n[3-1]"]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("hpctrain: error: host list 'n[3-1]', position 2")
-
-
 def test_closed_pipe_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)

@@ -62,6 +62,7 @@ def test_submit_options_around_job_toml_and_extra_arguments(fake, capsys):
         (["--follow", "--via", "submitit", "--", "python3", "t.py"], "--wait in place"),
         (["--via", "local", "--", "python3", "none.py"], "none.py is no file here"),
         (["--output", "logs/%j/x.log", "--", "python3", "t.py"], "output = logs/x.log"),
+        (["--run", "t.py", "--", "python3", "t.py"], "run = t.py is a file"),
     ],
 )
 def test_submit_refuses_wrong_command_lines(fake, capsys, words, says):
@@ -195,13 +196,6 @@ def test_submit_refuses_read_only_folders(fake, capsys, monkeypatch):
     own += (f"{Path.cwd()}/runs",)
     for path in own[:2]:
         assert submit("--output", path, "--", "python3", "t.py") == 0
-
-
-def test_submit_refuses_run_directory_that_is_a_file(fake, capsys):
-    for dry in ([], ["--dry-run"]):
-        assert submit("--run", "t.py", *dry, "--", "python3", "t.py") == 2
-        assert "run = t.py is a file" in capsys.readouterr().err
-    assert not Path("script").exists()
 
 
 def test_submit_needs_a_command(fake, capsys):
