@@ -7,8 +7,8 @@ import ranks
 import torch
 from battery import fit, session, train
 from test_precisions import AUTOCAST, by_hand, by_session, hold_to_the_loop_by_hand
+from test_training_options import formats
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from hpctrain.data import load
 
@@ -105,25 +105,6 @@ def test_autocast_on_gpu_equals_the_loop_that_torch_documents(gpu, name, half, c
     hold_to_the_loop_by_hand(half, ours, expected)
 
 
-def formats(name, channels_last):
-    """Whether channels are last in weights and batches, before and after a step."""
-    options = {} if channels_last is None else {"channels_last": channels_last}
-    with session(batch_size=4, precision=name, **options) as opened:
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
-        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
-        colors = TensorDataset(torch.randn(8, 3, 8, 8), torch.zeros(8, dtype=torch.long))
-        batch, targets = next(iter(opened.loader(colors)))
-        before = model[0].weight.stride()
-        with opened.autocast():
-            loss = nn.functional.cross_entropy(model(batch), targets)
-        opened.step(loss)
-        assert model[0].weight.stride() == before
-        return [
-            tensor.is_contiguous(memory_format=torch.channels_last)
-            for tensor in (model[0].weight, batch)
-        ]
-
-
 @pytest.mark.parametrize(
     ("name", "given", "last"),
     [
@@ -134,7 +115,7 @@ def formats(name, channels_last):
     ],
 )
 def test_channels_last_on_gpu_with_half_precision(gpu, name, given, last):
-    assert ranks.values(gpu(1, formats, name, given)) == [[last, last]]
+    assert ranks.values(gpu(1, partial(formats, given, precision=name))) == [(last, last)]
 
 
 def in_fp64():

@@ -197,14 +197,12 @@ def overflow_of_one(name):
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
         seen = []
-        with opened.run() as run:
-            for _ in run.epochs():
-                for step, (batch, targets) in enumerate(run.batches(opened.loader(images(240)))):
-                    with opened.autocast():
-                        loss = nn.functional.cross_entropy(model(batch), targets)
-                    seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-                    opened.step(loss * 1e9 if step == 2 and opened.world.rank == 1 else loss)
-                    run.log(loss=loss)
+
+        def overflows(run, loss):
+            seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            return loss * 1e9 if run.step == 2 and opened.world.rank == 1 else loss
+
+        fit(opened, model, opened.loader(images(240)), taken=overflows)
         return seen, int(opened.precision.nonfinite.skipped)
 
 
@@ -226,13 +224,13 @@ def end_in_overflows(name, resume):
     ) as opened:  # fmt: skip
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
-        with opened.run() as run:
-            for _ in run.epochs():
-                for batch, targets in run.batches(opened.loader(images(240))):
-                    with opened.autocast():
-                        loss = nn.functional.cross_entropy(model(batch), targets)
-                    opened.step(loss * float("inf") if run.step >= 3 else loss)
-                    run.log(loss=loss)
+        loader = opened.loader(images(240))
+        fit(
+            opened,
+            model,
+            loader,
+            taken=lambda run, loss: loss * torch.inf if run.step >= 3 else loss,
+        )
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16"])
@@ -263,12 +261,7 @@ def _nothing_but_nan():
     with session(batch_size=4, max_steps=4000, log_every=1, run="run", max_nonfinite=7) as opened:
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
-        with opened.run() as run:
-            for _ in run.epochs():
-                for batch, _targets in run.batches(opened.loader(images(24000))):
-                    loss = model(batch).mean() * float("nan")
-                    opened.step(loss)
-                    run.log(loss=loss)
+        fit(opened, lambda batch: model(batch) * float("nan"), opened.loader(images(24000)))
 
 
 class Interrupted(Exception):

@@ -34,20 +34,20 @@ def images(count, seed=0):
     return Images(pixels, torch.randint(0, 10, (count,), generator=generator), 127.0, 60.0)
 
 
-def fit(session, model, loader, after=lambda run: None, name="battery"):
+def fit(session, model, loader, after=lambda run: None, taken=lambda run, loss: loss):
     """Train a prepared model to the end of a run: a step and a row for each batch; the run.
 
     Args:
         session, model, loader: as the session gave them.
         after: called after each batch.
-        name: of the run.
+        taken: what a step takes for the loss.
     """
-    with session.run(name=name) as run:
+    with session.run(name="battery") as run:
         for _ in run.epochs():
             for batch, targets in run.batches(loader):
                 with session.autocast():
                     loss = nn.functional.cross_entropy(model(batch), targets)
-                session.step(loss)
+                session.step(taken(run, loss))
                 run.log(loss=loss)
                 after(run)
     return run

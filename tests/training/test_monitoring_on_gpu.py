@@ -20,7 +20,7 @@ def loop(profile=None):
     """A loop whose forward pass is long on the GPU alone, with a line of timings every second."""
     timings._SECONDS_BETWEEN_LINES = 0.1
     with session(
-        batch_size=4, max_steps=STEPS + 10, log_every=2, run="run", profile=profile
+        batch_size=4, max_steps=STEPS + 10, log_every=1, run="run", profile=profile
     ) as opened:
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
@@ -35,18 +35,20 @@ def loop(profile=None):
                         torch.cuda._sleep(CYCLES)
                         loss = nn.functional.cross_entropy(model(batch), targets)
                     opened.step(loss)
-                    run.log(loss=loss)
+                    run.log(loss=loss, number=1.0)
         lines = RunDirectory("run").lines(run.directory.timings)
         rows = run.directory.rows()
         return lines, rows, torch.cuda.max_memory_allocated()
 
 
-def test_forward_timing_does_not_sync_the_gpu(gpu):
+def test_training_loop_and_forward_timing_do_not_sync_the_gpu(gpu):
     ((lines, rows, memory),) = ranks.values(gpu(1, loop))
     assert lines[-1]["step"] == STEPS + 10
     measured = [line["forward"][0] for line in lines if line["steps"] > 1]
     assert max(measured) > 0.003
-    assert all(0 < row["gpu_memory"] <= memory for row in rows if "loss" in row)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 11))
+    assert {row["number"] for row in rows} == {1.0}
+    assert all(0 < row["gpu_memory"] <= memory for row in rows)
 
 
 def test_profile_has_gpu_kernels(gpu):

@@ -257,16 +257,16 @@ def test_replaced_start_ends_on_all_ranks_and_writes_nothing(run):
     assert Path("run/summary.json").read_text() == "of the other start"
 
 
+def fails(run):
+    raise ArithmeticError("of the script")
+
+
 def crashes_with_workers():
     with session(batch_size=4, epochs=1, run="run", workers=2) as opened:
         model = opened.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
         opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
         loader = opened.loader(images(50), multiprocessing_context="forkserver")
-        with opened.run(name="example") as run:
-            for _ in run.epochs():
-                for batch, _targets in run.batches(loader):
-                    opened.step(model(batch).mean())
-                    raise ArithmeticError("of the script")
+        fit(opened, model, loader, fails)
 
 
 @pytest.mark.slow

@@ -67,31 +67,6 @@ def test_training_step_does_not_sync_the_gpu(gpu, precision, optimizer, options)
     assert skipped == (1 if scaled else 0)
 
 
-def loop():
-    """The loop of the examples, with a row of metrics for each step."""
-    with session(batch_size=16, max_steps=12, precision="bf16", log_every=1, run="run") as opened:
-        model = small_model()
-        model, _ = opened.prepare(model, OPTIMIZERS["Adam"](model.parameters()))
-        with opened.run(name="loop") as run:
-            for _ in run.epochs():
-                for batch, targets in run.batches(opened.loader(images(240))):
-                    if run.step == WARM_UP:
-                        torch.cuda.set_sync_debug_mode("error")
-                    if run.step == WARM_UP + STEPS:
-                        torch.cuda.set_sync_debug_mode("default")
-                    with opened.autocast():
-                        loss = nn.functional.cross_entropy(model(batch), targets)
-                    opened.step(loss)
-                    run.log(loss=loss, number=1.0)
-        return run.directory.rows()
-
-
-def test_training_loop_does_not_sync_the_gpu(gpu):
-    (rows,) = ranks.values(gpu(1, loop))
-    assert [row["step"] for row in rows] == list(range(1, 13))
-    assert {row["number"] for row in rows} == {1.0}
-
-
 def compiled(precision, compile):
     with session(
         batch_size=12, max_steps=8, precision=precision, log_every=1, run=str(compile),

@@ -309,15 +309,20 @@ def test_ema_weights_in_an_evaluation(run):
         assert all(torch.equal(a, b) for a, b in zip(inside, last, strict=True))
 
 
-def formats(channels_last):
-    with session(batch_size=4, channels_last=channels_last) as opened:
+def formats(channels_last, **options):
+    """Whether channels are last in batches, and in weights before and after a step."""
+    with session(batch_size=4, channels_last=channels_last, **options) as opened:
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 10))
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         pictures = [(torch.rand(3, 8, 8), 1) for _ in range(24)]
         batch, targets = next(iter(opened.loader(pictures)))
-        opened.step(nn.functional.cross_entropy(model(batch), targets))
-        last = {"memory_format": torch.channels_last}
-        return batch.is_contiguous(**last), model.get_submodule("0").weight.is_contiguous(**last)
+        weight = model.get_submodule("0").weight
+        before = weight.stride()
+        with opened.autocast():
+            loss = nn.functional.cross_entropy(model(batch), targets)
+        opened.step(loss)
+        assert weight.stride() == before
+        return tuple(t.is_contiguous(memory_format=torch.channels_last) for t in (batch, weight))
 
 
 @HOROVOD_SLOW
