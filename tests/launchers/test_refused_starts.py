@@ -358,41 +358,18 @@ REAL = [
 ]
 
 
-def check_output(case, code, err):
-    """Find one error, in full, and no traceback."""
-    assert code == 2, err
-    error = refusal(case.env)
-    assert err.startswith(f"hpctrain: error: {error.found}\n")
-    assert err.count("hpctrain: error: ") == 1
-    assert f"  expected: {error.expected}\n" in err
-    assert f"  to mend:  {error.fix}\n" in err
-    assert "Traceback" not in err
-
-
 @pytest.mark.parametrize("case", REAL, ids=lambda case: case.name)
 def test_explain_refuses_wrong_environment_and_shows_it(case, tmp_path):
     done = launches.start([sys.executable, "-m", "hpctrain", "explain"], tmp_path, **case.env)
-    check_output(case, done.returncode, done.stderr)
-    if refusal(case.env).fix.startswith("hpctrain explain"):
-        assert all(name in done.stdout for name in variables(refusal(case.env)))
-
-
-def opens(pipe, folder, environments):
-    """Open a Session in one environment after the other, as a notebook may."""
-    os.chdir(folder)
-    os.dup2(os.open("stderr", os.O_CREAT | os.O_WRONLY), 2)
-    clean = dict(os.environ)
-    for env in environments:
-        os.environ.update(env)
-        try:
-            hpctrain.Session(batch_size=1, start_timeout=300)
-        except HpctrainError as error:
-            caught = sys.exc_info()
-            pipe.send((error.exit_code, str(error)))
-        for name in env:
-            del os.environ[name]
-        assert os.environ == clean
-    sys.excepthook(*caught)  # which gets the last one as if nobody had caught it
+    error = refusal(case.env)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"hpctrain: error: {error.found}\n")
+    assert done.stderr.count("hpctrain: error: ") == 1
+    assert f"  expected: {error.expected}\n" in done.stderr
+    assert f"  to mend:  {error.fix}\n" in done.stderr
+    assert "Traceback" not in done.stderr
+    if error.fix.startswith("hpctrain explain"):
+        assert all(name in done.stdout for name in variables(error))
 
 
 def end(process):
@@ -400,22 +377,6 @@ def end(process):
         process.kill()
     process.join()
     process.close()
-
-
-def test_session_refuses_wrong_environment_before_the_rendezvous(tmp_path):
-    """Waiting for others would take 300 s, and this test gives each 60."""
-    ours, theirs = FORKSERVER.Pipe(duplex=False)
-    process = FORKSERVER.Process(target=opens, args=(theirs, tmp_path, [case.env for case in REAL]))
-    process.start()
-    with contextlib.closing(ours), contextlib.ExitStack() as stack:
-        stack.callback(end, process)
-        theirs.close()
-        for case in REAL:
-            assert ours.poll(60), f"{case.name}: the session waits"
-            assert ours.recv() == (2, str(refusal(case.env))), case.name
-        process.join(60)
-        check_output(REAL[-1], process.exitcode, (tmp_path / "stderr").read_text())
-    assert [path.name for path in tmp_path.iterdir()] == ["stderr"]
 
 
 # A program that starts what it is given, and gives it no environment.
@@ -506,6 +467,13 @@ def children(*environments, arguments=()):
             assert pipe.poll(60)
             said.append(pipe.recv())
         return said
+
+
+@pytest.mark.parametrize("case", REAL, ids=lambda case: case.name)
+def test_session_refuses_wrong_environment_before_the_rendezvous(case):
+    """There it would say after a while that others did not come."""
+    (error,) = children(case.env)
+    assert (error.exit_code, str(error)) == (2, str(refusal(case.env)))
 
 
 def test_session_in_a_multiprocessing_child_is_refused():

@@ -5,6 +5,7 @@ share nothing. A stand-in for the affinity gives them more cores than the machin
 are enough the affinity is real.
 """
 
+import functools
 import logging
 import os
 
@@ -78,15 +79,46 @@ def said(results):
     return lines[0]
 
 
-def test_threads_of_ranks_on_the_same_cores_are_divided():
-    results = ranks.run(3, computes)
-    assert shares(results) == [2, 2, 2]
-    assert said(results) == [
-        (
-            "INFO",
-            "OMP_NUM_THREADS is not set: 3 of 3 ranks share cores and have at most 2 threads each",
-        )
-    ]
+SHARE = "OMP_NUM_THREADS is not set: {} ranks share cores and have at most {} each"
+
+
+@pytest.mark.parametrize(
+    ("told", "layout", "expected", "line"),
+    [
+        pytest.param({}, (3,), [2, 2, 2], SHARE.format("3 of 3", "2 threads"), id="same-cores"),
+        pytest.param(
+            {"affinity": [range(8), range(8), range(4)]},
+            (3,),
+            [2, 2, 1],
+            SHARE.format("3 of 3", "1 to 2 threads"),
+            id="overlapping-cores",
+        ),
+        pytest.param(
+            {}, (2, 1), [4, 4, 8], SHARE.format("2 of 3", "4 threads"), id="last-host-alone"
+        ),
+        pytest.param(
+            {}, (1, 2), [8, 4, 4], SHARE.format("2 of 3", "4 threads"), id="first-host-alone"
+        ),
+        # It begins with one for each whole core, and the affinity counts half ones too.
+        pytest.param(
+            {"threads": 3}, (2,), [3, 3], SHARE.format("2 of 2", "4 threads"), id="never-more"
+        ),
+        pytest.param({"decided": "222"}, (3,), [2, 2, 2], None, id="omp-num-threads"),
+        pytest.param({"decided": "121"}, (3,), [1, 2, 1], None, id="omp-num-threads-differ"),
+        pytest.param(
+            {"decided": ("1", "", "")},
+            (3,),
+            [1, 2, 2],
+            SHARE.format("2 of 3", "2 threads"),
+            id="omp-num-threads-of-one-rank",
+        ),
+        pytest.param({}, (1,), [8], None, id="one-rank"),
+    ],
+)
+def test_threads_of_ranks_that_share_cores_are_divided(told, layout, expected, line):
+    results = ranks.run(sum(layout), functools.partial(computes, **told), layout=layout)
+    assert shares(results) == expected
+    assert said(results) == ([("INFO", line)] if line else [])
 
 
 @pytest.mark.usefixtures("two_cores")
@@ -105,48 +137,6 @@ def test_threads_on_a_shared_core_are_at_least_one():
     ((level, line),) = said(results)
     assert level == "INFO"
     assert "2 of 3 ranks share cores and have at most 1 thread each" in line
-
-
-def test_threads_on_overlapping_cores_are_divided():
-    affinity = [range(8), range(8), range(4)]
-    results = ranks.run(3, computes, affinity)
-    assert shares(results) == [2, 2, 1]
-    ((_, line),) = said(results)
-    assert "3 of 3 ranks share cores and have at most 1 to 2 threads each" in line
-
-
-def test_threads_of_a_rank_alone_on_its_host_are_kept():
-    results = ranks.run(3, computes, layout=(2, 1))
-    assert shares(results) == [4, 4, 8]
-    results = ranks.run(3, computes, layout=(1, 2))
-    assert shares(results) == [8, 4, 4]
-    ((_, line),) = said(results)
-    assert "2 of 3 ranks share cores and have at most 4 threads each" in line
-
-
-def test_threads_are_never_more_than_before():
-    """It begins with one for each whole core, and the affinity counts half ones too."""
-    assert shares(ranks.run(2, computes, None, 3)) == [3, 3]
-
-
-@pytest.mark.parametrize("decided", [("2", "2", "2"), ("1", "2", "1")])
-def test_omp_num_threads_of_the_environment_is_kept(decided):
-    results = ranks.run(3, computes, None, 8, 0, decided)
-    assert shares(results) == [int(one) for one in decided]
-    assert said(results) == []
-
-
-def test_threads_are_divided_only_where_the_environment_is_silent():
-    results = ranks.run(3, computes, None, 8, 0, ("1", "", ""))
-    assert shares(results) == [1, 2, 2]
-    ((_, line),) = said(results)
-    assert "2 of 3 ranks" in line
-
-
-def test_threads_of_one_rank_are_all_cores():
-    results = ranks.run(1, computes)
-    assert shares(results) == [8]
-    assert said(results) == []
 
 
 def test_more_threads_than_cores_are_a_warning_with_ranks():

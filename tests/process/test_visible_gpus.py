@@ -5,7 +5,7 @@ import re
 import pytest
 
 from hpctrain import gpus
-from hpctrain.errors import ContradictionError, UsageError
+from hpctrain.errors import ContradictionError
 
 WHOLE = "GPU-5f7c1f4e-3b6a-4bb1-9f0e-111111111111"
 SLICE_A = "MIG-0a1b2c3d-3b6a-4bb1-9f0e-aaaaaaaaaaaa"
@@ -74,13 +74,6 @@ def test_mig_slices_beside_whole_gpus_are_refused_with_the_slices_to_export(valu
     assert f"CUDA_VISIBLE_DEVICES={value}" in caught.value.found
     (slices,) = re.findall(r"\Aenv CUDA_VISIBLE_DEVICES=(\S+) python SCRIPT", caught.value.fix)
     assert gpus.own_slice({gpus.CUDA: slices}, 0) in (SLICE_A, None)  # one alone stays as it is
-
-
-def test_mig_more_ranks_than_slices_are_refused_with_a_number_that_fits():
-    with pytest.raises(UsageError) as caught:
-        gpus.own_slice({gpus.CUDA: f"{SLICE_A},{SLICE_B}"}, 2)
-    assert "local rank 2 and 2 MIG slices" in caught.value.found
-    assert "start 2 ranks" in caught.value.fix
 
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
