@@ -95,7 +95,6 @@ def test_horovod_under_plain_srun_on_four_hosts(horovod, cluster, reference, tmp
 
 LAYOUTS = {
     "3+1": ("node1", "node1", "node1", "node2"),
-    "2+2 cyclic": ("node1", "node2", "node1", "node2"),
     "4+1+1 cyclic": ("node1", "node2", "node3", "node1", "node1", "node1"),
 }
 

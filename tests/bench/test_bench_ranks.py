@@ -99,12 +99,14 @@ def fails(*words, fault=None):
     return code, [line for line in shown.getvalue().splitlines() if "error: " in line]
 
 
-def test_bench_error_printed_by_rank_0_alone():
+def test_bench_checkpoint_refuses_more_than_the_free_space_with_one_error(tmp_path):
     first, *others = ranks.values(ranks.run(3, fails, "checkpoint", "--size", "900TB"))
     assert others == [(2, [])] * 2
     code, (line,) = first
     assert code == 2
     assert line.startswith("hpctrain: error: ")
+    assert "are free on the file system of" in line
+    assert not list(tmp_path.iterdir())
 
 
 def measures(fault):

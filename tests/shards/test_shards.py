@@ -15,7 +15,7 @@ import pytest
 from hpctrain import shards
 from hpctrain.cli import main
 from hpctrain.errors import DataError, HpctrainError, UsageError
-from hpctrain.shards import FolderSource, ShardSource, image_source, same_classes, writing
+from hpctrain.shards import FolderSource, ShardSource, image_source, same_classes
 
 
 def write(folder, files):
@@ -223,13 +223,13 @@ def test_truncated_shard_without_an_index_is_refused(made, left):
     assert path.name in caught.value.found
 
 
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_shards_make_on_a_full_disk_leaves_no_files(folders, monkeypatch):
     target = folders.parent / "shards"
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(writing.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(HpctrainError, match=r"shards cannot be written: No space left on device"):
         shards.make(folders, target, ["train"], 10**6)
     assert [path.name for path in folders.parent.iterdir()] == ["images"]
@@ -602,11 +602,7 @@ def test_shard_index_written_by_two_at_once(made, monkeypatch):
 
 def test_shard_index_not_writable_is_an_error(made, capsys, monkeypatch):
     (made / "val.index").unlink()
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full_disk)
     assert "val.index: No space left on device" in said(capsys, "index", made)
 
 
