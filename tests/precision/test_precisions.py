@@ -276,14 +276,13 @@ def interrupted(name, end, resume):
     ) as opened:  # fmt: skip
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
-        with opened.run() as run:
-            for _ in run.epochs():
-                for batch, targets in run.batches(opened.loader(images(240))):
-                    if run.step == end:
-                        raise Interrupted
-                    with opened.autocast():
-                        loss = losses_of(model, batch, targets, run.step + OVERFLOW)
-                    opened.step(loss)
+
+        def overflows(run, loss):
+            if run.step == end:
+                raise Interrupted
+            return loss * 1e6 if run.step == 0 else loss
+
+        fit(opened, model, opened.loader(images(240)), taken=overflows)
         with opened.averaged_weights():
             averages = {n: t.clone() for n, t in model.state_dict().items()}
         weights = {n: t.clone() for n, t in model.state_dict().items()}
@@ -453,16 +452,13 @@ def one_bad_rank():
     ) as opened:
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
-        with opened.run() as run:
-            for _ in run.epochs():
-                for batch, _targets in run.batches(opened.loader(images(2400))):
-                    loss = model(batch).mean()
-                    run.log(loss=loss)
-                    # Not a number that goes back into the weights.
-                    opened.precision.nonfinite.see(
-                        loss * float("inf") if opened.world.rank == 1 else loss
-                    )
-                    opened.step(loss)
+
+        def sees(run, loss):
+            # Not a number that goes back into the weights.
+            opened.precision.nonfinite.see(loss * torch.inf if opened.world.rank == 1 else loss)
+            return loss
+
+        fit(opened, model, opened.loader(images(2400)), taken=sees)
 
 
 @HOROVOD_SLOW

@@ -238,14 +238,14 @@ def is_replaced():
     with session(global_batch=12, max_steps=4000, run="run", checkpoint_every=2) as opened:
         model = opened.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
         opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
-        with opened.run(name="example") as run:
-            for _ in run.epochs():
-                for batch, _targets in run.batches(opened.loader(images(50))):
-                    opened.step(model(batch).mean())
-                    if run.step == 2 and opened.is_main:
-                        lock = Path("run/.lock")
-                        lock.write_text(json.dumps(json.loads(lock.read_text()) | {"token": "x"}))
-                        Path("run/summary.json").write_text("of the other start")
+
+        def taken_over(run):
+            if run.step == 2 and opened.is_main:
+                lock = Path("run/.lock")
+                lock.write_text(json.dumps(json.loads(lock.read_text()) | {"token": "x"}))
+                Path("run/summary.json").write_text("of the other start")
+
+        fit(opened, model, opened.loader(images(50)), taken_over)
 
 
 @HOROVOD_SLOW
