@@ -195,7 +195,6 @@ def test_lint_directives_that_sbatch_accepts(line):
         "#SBATCH -N 2 \\\\",
         "#SBATCH --nodes = 2",
         "#SBATCH -nodes=2",
-        "#SBATCH nodes=2",
         "#SBATCH --nodes",
         "#SBATCH -N",
         "#SBATCH --requeue=yes",
