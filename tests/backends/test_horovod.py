@@ -1,6 +1,5 @@
 """Tests of Horovod alone: its options, its failures, and what it leaves behind."""
 
-import contextlib
 import importlib.util
 import logging
 import os
@@ -455,31 +454,22 @@ def test_horovod_averages_sparse_gradients():
         assert "sparse gradients with --horovod-groups" in refused
 
 
-@contextlib.contextmanager
-def all_started():
-    """Open a session; no rank is refused and gone while another one is still on its way."""
-    with session() as opened:
-        opened.sum(1)
-        yield opened
-
-
 def unfrozen_later():
-    with all_started() as opened:
+    with session() as opened:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model[0].requires_grad_(False)
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 1.0))
         model[0].requires_grad_(True)
-        opened.sum(1)
         opened.step(model(torch.ones(1, 2)).sum())
 
 
 def weights_in_bfloat16():
-    with all_started() as opened:
+    with session() as opened:
         opened.prepare(nn.Linear(2, 2).bfloat16())
 
 
 def one_weight_in_two_models():
-    with all_started() as opened:
+    with session() as opened:
         first, second = nn.Linear(2, 2), nn.Linear(2, 2)
         second.weight = first.weight
         opened.prepare(first, second)
@@ -494,9 +484,10 @@ def one_weight_in_two_models():
     ],
 )
 def test_horovod_refuses_a_model_that_it_would_average_wrongly(program, found):
-    for result in ranks.run(2, program):
-        assert isinstance(result, UsageError), result
-        assert found in result.found
+    results = ranks.run(2, program)
+    assert any(isinstance(result, UsageError) for result in results), results
+    for result in results:  # the first rank that is refused takes the others along, with its reason
+        assert found in str(result)
 
 
 # Bit-equal repeats.
