@@ -464,10 +464,10 @@ def one_bad_rank():
 @HOROVOD_SLOW
 def test_nan_losses_on_one_rank_end_all_at_one_step(run):
     results = run(3, one_bad_rank)
-    assert {type(result) for result in results} == {hpctrain.errors.NonFiniteError}
-    assert len({result.found for result in results}) == 1
-    assert "5 steps in a row" in results[0].found
-    assert "on 1 of 3 ranks" in results[0].found
+    assert any(isinstance(result, hpctrain.errors.NonFiniteError) for result in results), results
+    for result in results:  # over Horovod the first one may take the others along, with its reason
+        assert "5 steps in a row" in str(result)
+        assert "on 1 of 3 ranks" in str(result)
 
 
 def nan_at_the_end():

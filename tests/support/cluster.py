@@ -586,6 +586,7 @@ def main() -> int:
     actions.add_parser("available", help="print why no cluster can run here; 1 if none can")
     actions.add_parser("status", help="print the nodes' states; 1 unless there is a cluster")
     run = actions.add_parser("run", help="run a command on one of the hosts")
+    run.add_argument("--name", default=NAME, help="of the cluster (default: %(default)s)")
     run.add_argument("--host", default="login", choices=tuple(ADDRESSES))
     run.add_argument("argv", nargs="+", metavar="COMMAND", help="after --")
     options = parser.parse_args()
@@ -593,7 +594,7 @@ def main() -> int:
         reason = available()
         print(reason)
         return bool(reason)
-    cluster = Cluster()
+    cluster = Cluster(getattr(options, "name", NAME))
     try:
         if options.action == "start":
             cluster.start()

@@ -37,7 +37,7 @@ while :; do
 done
 exec env -i PATH="$PATH" HOME="$HOME" {mark}=1 HPCTRAIN_TEST_CLUSTER={parent} \\
     ${{PYTHONPATH:+PYTHONPATH=$PYTHONPATH}} \\
-    {python} {script} run --host "$host" -- sh -c "$*"
+    {python} {script} run --name {name} --host "$host" -- sh -c "$*"
 """
 
 # The variable that holds the rank.
@@ -108,7 +108,7 @@ def _run(program: Program, cluster: Cluster, folder: Path, with_: Mapping[str, s
         with (work / "typed.log").open("w") as log:
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             env = _environ(program, work, cluster)
-            cluster.run(argv, program.host, cwd=work, env=env, timeout=100, **streams)
+            cluster.run(argv, program.host, cwd=work, env=env, timeout=300, **streams)
         deadline = time.monotonic() + 60 if program.in_background else 0
         while not _complete(program, work) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -139,6 +139,7 @@ def _lay_out(program: Program, work: Path, cluster: Cluster) -> None:
         "bin/ssh": SSH.format(
             mark=record.MARK,
             parent=cluster.directory.parent,
+            name=cluster.directory.name,
             python=sys.executable,
             script=CLUSTER_SCRIPT,
         ),
