@@ -46,10 +46,10 @@ PARTS = {
 }
 # Facts about a machine, and programs that no Debian package brings: --strict does without them.
 OPTIONAL_PARTS = {
-    "intelmpi": "Intel MPI; $INTELMPI names its folder",
+    "intelmpi": "Intel MPI; $HPCTRAIN_TEST_INTELMPI names its folder",
     "ipv6": "a kernel with IPv6",
     "no-driver": "a machine without an NVIDIA driver",
-    "openmpi5": "Open MPI 5; $OPENMPI5 names its folder",
+    "openmpi5": "Open MPI 5; $HPCTRAIN_TEST_OPENMPI5 names its folder",
     "two-cores": "two cores",
     "two-gpus": "two GPUs",
 }

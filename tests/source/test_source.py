@@ -75,20 +75,3 @@ def test_links_between_pages_lead_somewhere():
         if "://" not in target and not (page.parent / target).exists()
     ]
     assert not dead
-
-
-@pytest.mark.slow
-def test_benchmarks_are_imported_without_the_peers():
-    """A peer that is not installed is said, with the reason, and the others are measured."""
-    names = sorted(path.stem for path in (TOP / "benchmarks").glob("[a-z]*.py"))
-    assert "input" in names
-    lacking = ("accelerate", "ignite", "lightning", "timm", "torchcodec", "horovod")
-    blocked = f"import sys; sys.modules.update(dict.fromkeys({lacking}))"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{blocked}\nimport {', '.join(names)}"],
-        cwd=TOP / "benchmarks",
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
