@@ -36,17 +36,22 @@ REASONS = (_TIME_LIMIT, _STOP_FILE, *(signal.Signals(number).name for number in 
 class Stopped(SystemExit):
     """Leaves the script at a safe point: run it again, and it goes on.
 
+    The exit code is 75. Where $HPCTRAIN_VERDICT is set, whoever started the ranks decides: then it
+    is 0, as the verdict says more; or that of a process which the signal ended, as this rank cannot
+    know whether all of them were to stop. (srun and mpirun send SIGTERM to the others when one rank
+    fails. A job that was then taken for stopped would be requeued, and fail again, without end.)
+
     Args:
         reason: a line for people.
-        together: whether all ranks leave now; else this one alone, before training began.
-        env: the environment: with $HPCTRAIN_VERDICT the exit code is 0, as the verdict says more.
+        env: the environment.
+        alone: the signal that came to this rank before training began; None: all ranks leave now.
     """
 
-    def __init__(self, reason: str, together: bool, env: Mapping[str, str]) -> None:
-        told = together and env.get(variables.VERDICT)
-        super().__init__(0 if told else rundir.STOPPED)
+    def __init__(self, reason: str, env: Mapping[str, str], alone: int | None = None) -> None:
+        told = 0 if alone is None else 128 + alone
+        super().__init__(told if env.get(variables.VERDICT) else rundir.STOPPED)
         self.reason = reason
-        self.together = together
+        self.together = alone is None
 
 
 class Preemption:
@@ -194,7 +199,8 @@ class Preemption:
         elif number == signal.SIGINT and (not self._running or self._caught == signal.SIGINT):
             raise KeyboardInterrupt
         elif not self._opened or (self._caught is not None and not self._running):
-            raise Stopped(f"{signal.Signals(number).name} came outside of a run", False, self._env)
+            name = signal.Signals(number).name
+            raise Stopped(f"{name} came outside of a run", self._env, alone=number)
         else:
             self._caught = number
 

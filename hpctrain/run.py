@@ -101,7 +101,7 @@ class Run:
         self._hear(self._agreement.now())
         if self._stop is not None:
             session.preemption.obeyed(self.directory)
-            raise Stopped(f"{self._stop}, before the first step", True, os.environ)
+            raise Stopped(f"{self._stop}, before the first step", os.environ)
         watching.begin(self.step)
         watchdog.step = self.step
         self._beat = session.beat = watching.beside(watchdog.beat)
@@ -317,7 +317,7 @@ class Run:
             reason = f"{reason}; {error.found}"
         self._session.preemption.obeyed(self.directory)
         logger.info("stopped by %s at step %d; --resume goes on %s", self._stop, self.step, where)
-        raise Stopped(f"{reason}, after step {self.step}", True, os.environ)
+        raise Stopped(f"{reason}, after step {self.step}", os.environ)
 
     def _lead(self) -> float:
         """Seconds before the end of the job's time at which to stop."""

@@ -102,8 +102,6 @@ class Session:
             self._undo.close()
             if isinstance(error, HpctrainError):
                 self._write_verdict(error.exit_code, error.found)
-            elif isinstance(error, Stopped):
-                self._write_verdict(rundir.STOPPED, error.reason)
             raise
 
     def _open(self, start: launchers.Start) -> None:

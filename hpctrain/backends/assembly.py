@@ -9,7 +9,9 @@ from hpctrain.errors import StartError
 from hpctrain.meeting import Meeting
 from hpctrain.meeting.messages import GRACE_SECONDS
 
-__all__ = ["Store", "assemble", "call", "host_of", "named"]
+__all__ = ["Store", "absent", "assemble", "call", "host_of", "named"]
+
+_ABSENT = "absent"  # the key for a rank that has failed
 
 
 class Store(Protocol):
@@ -29,7 +31,10 @@ class Store(Protocol):
 
 
 def assemble(store: Store, meeting: Meeting, timeout: float) -> None:
-    """Wait until all ranks have opened the store: gloo itself does not say which one it misses.
+    """Wait until all ranks have come here.
+
+    Before they connect: gloo itself does not say which one it misses. And after that: for a rank
+    that is slow, to connect fails as soon as another one leaves.
 
     Raises:
         StartError: naming those that have not.
@@ -42,6 +47,13 @@ def assemble(store: Store, meeting: Meeting, timeout: float) -> None:
             "all ranks, to the end of the start",
             "look for the first error there, and whether the host can be reached",
         )
+
+
+def absent(store: Store, rank: int) -> None:
+    """Instead of `assemble`, by a rank that has failed: the others need not wait for it."""
+    with contextlib.suppress(RuntimeError):  # they are gone
+        store.set(_ABSENT, str(rank))
+        store.set(str(rank), "")
 
 
 def call(store: Store, rank: int, size: int, timeout: float) -> list[int]:
@@ -61,7 +73,7 @@ def _missing(store: Store, size: int, timeout: float) -> str:
     others = [str(rank) for rank in range(1, size)]
     try:
         store.wait(others, datetime.timedelta(seconds=timeout))
-        missing = ""
+        missing = store.get(_ABSENT).decode() if store.check([_ABSENT]) else ""
     except RuntimeError:
         missing = ",".join(rank for rank in others if not store.check([rank]))
     store.set("missing", missing)

@@ -50,7 +50,7 @@ def _together(session: Session, enough: bool) -> bool:
     over, *reasons = session.backend.sum_later(said).values()
     for reason, ranks in zip(REASONS, reasons, strict=True):
         if ranks:
-            raise Stopped(f"{reason}, while it was measured", True, os.environ)
+            raise Stopped(f"{reason}, while it was measured", os.environ)
     return over > 0
 
 

@@ -1,6 +1,8 @@
 """One battery of checks for every backend: what a session promises, over one rank and more."""
 
 import os
+import time
+from pathlib import Path
 
 import pytest
 import ranks
@@ -10,7 +12,7 @@ from torch import nn
 
 import hpctrain
 import hpctrain.rundir
-from hpctrain.errors import UsageError
+from hpctrain.errors import StartError, UsageError
 
 # By default one rank, and as many as make the order of sums matter.
 SIZES = pytest.mark.parametrize(
@@ -309,6 +311,46 @@ def test_existing_process_group_is_refused():
         assert isinstance(result, hpctrain.HpctrainError)
         assert result.exit_code == 2
         assert "init_process_group" in str(result)
+
+
+def connects_late():
+    """Rank 0 is slow to connect; whether it was connected when the session was open."""
+    connect = torch.distributed.init_process_group
+
+    def slow(*arguments, **keywords):
+        connect(*arguments, **keywords)
+        time.sleep(1)
+        Path("connected").touch()
+
+    if hpctrain.detect().rank == 0:
+        torch.distributed.init_process_group = slow
+    with hpctrain.Session(batch_size=2, backend="ddp"):
+        return Path("connected").exists()
+
+
+def test_no_rank_leaves_before_all_are_connected():
+    """The slow one would be told that another one is lost, and not what that one died of."""
+    assert ranks.values(ranks.run(3, connects_late)) == [True] * 3
+
+
+def does_not_connect():
+    connect = torch.distributed.init_process_group
+
+    def fails(*arguments, **keywords):
+        connect(*arguments, **keywords)
+        raise RuntimeError("no route to host")
+
+    if hpctrain.detect().rank == 1:
+        torch.distributed.init_process_group = fails
+    hpctrain.Session(batch_size=2, backend="ddp")
+
+
+def test_rank_that_does_not_connect_is_named_at_once():
+    results = ranks.run(3, does_not_connect, timeout=60)
+    assert [type(result) for result in results] == [StartError] * 3
+    assert "did not connect rank 1 over gloo" in str(results[1])
+    for rank in (0, 2):
+        assert "rank 1 on node1 came to the meeting and was lost" in str(results[rank])
 
 
 def ddp_alone():

@@ -13,6 +13,9 @@ from hpctrain.rundir import RunDirectory
 NAMES = sorted(path.parent.name for path in golden_checkpoints.FOLDER.glob("*/expected.json"))
 # Another processor sums in another order; O2 rounds such a difference to half precision.
 TOLERANCE = {"fp32": 1e-4, "O2": 2e-2}
+# Batch norm takes the bias before it away again, so its gradient is zero but for rounding, of which
+# Adam makes a step of any size.
+ROUNDING = {"0.bias", "1.running_mean"}
 
 
 def test_golden_checkpoints_are_all_there():
@@ -50,8 +53,9 @@ def _shared(state):
 
 def _numbers(value):
     if isinstance(value, dict):
-        for one in value.values():
-            yield from _numbers(one)
+        for name, one in value.items():
+            if name not in ROUNDING:
+                yield from _numbers(one)
     elif isinstance(value, list):
         for one in value:
             yield from _numbers(one)

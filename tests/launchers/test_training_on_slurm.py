@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import time
 from pathlib import Path
 
@@ -62,6 +63,33 @@ def test_sbatch_wrong_use_exits_with_code_2_and_its_message(cluster, checkout):
     assert code == 2
     assert "--data no-such-set" in log
     assert "Traceback" not in log
+
+
+# As where one host lacks a package: rank 3 fails when the others are there, and wait for it.
+ABSENT = """
+import os, pathlib, time
+import hpctrain
+if os.environ["SLURM_PROCID"] == "3":
+    while not all(pathlib.Path(f"there-{rank}").exists() for rank in range(3)):
+        time.sleep(0.1)
+    raise ImportError("no such package here")
+pathlib.Path("there-" + os.environ["SLURM_PROCID"]).touch()
+with hpctrain.Session(batch_size=1):
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_rank_that_fails_before_the_others_meet_it_ends_the_job(cluster, tmp_path):
+    """Slurm then sends SIGTERM to the others, which is no reason to requeue the job."""
+    (tmp_path / "train.py").write_text(ABSENT)
+    script = (launches.TOP / "sbatch" / "mnist.sh").read_text()
+    command = re.search(r"python examples/mnist.py .*", script)[0]
+    (tmp_path / "job.sh").write_text(script.replace(command, "python train.py"))
+    job, code, log = submit(cluster, tmp_path, "job.sh")
+    assert code not in (0, 75), log
+    assert "no such package here" in log
+    assert cluster.job(job)["Restarts"] == "0"
 
 
 # Rank 1 writes when it dies, and every rank its host and process id.

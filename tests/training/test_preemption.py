@@ -69,12 +69,15 @@ def test_second_ctrl_c_leaves_at_once(watching):
         signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("env", [{}, {"HPCTRAIN_VERDICT": "file"}])
-def test_signal_before_the_session_is_open_exits_with_75(watching, env):
+# With an exit status file the job's script decides: after a failure elsewhere it is no stop.
+@pytest.mark.parametrize(
+    ("env", "code"), [({}, 75), ({"HPCTRAIN_VERDICT": "file"}, 128 + signal.SIGUSR2)]
+)
+def test_exit_code_of_a_signal_before_the_session_is_open(watching, env, code):
     watching(env=env, begun=False)
     with pytest.raises(Stopped) as caught:
         signal.raise_signal(signal.SIGUSR2)
-    assert (caught.value.code, caught.value.together) == (75, False)
+    assert (caught.value.code, caught.value.together) == (code, False)
     assert "SIGUSR2" in caught.value.reason
 
 
@@ -97,8 +100,8 @@ def test_signal_before_the_run_stops_the_run(watching, run):
 
 
 def test_exit_code_is_0_where_an_exit_status_file_says_more():
-    assert Stopped("", True, {"HPCTRAIN_VERDICT": "file"}).code == 0
-    assert Stopped("", True, {}).code == 75
+    assert Stopped("", {"HPCTRAIN_VERDICT": "file"}).code == 0
+    assert Stopped("", {}).code == 75
 
 
 def test_unreadable_stop_file_ends_nothing(watching, run, caplog):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.backends.assembly import assemble, host_of
+from hpctrain.backends.assembly import absent, assemble, host_of
 from hpctrain.backends.base import Backend, Later, vector
 from hpctrain.backends.ddp import options
 from hpctrain.backends.ddp.by_hand import DDPByHand
@@ -61,14 +61,20 @@ class DDP(Backend):
         try:
             store = open_store(meeting, limits[0])
             assemble(PrefixStore(f"{meeting.nonce}/here", store), meeting, start_timeout)
-            dist.init_process_group(
-                self.transport,
-                store=PrefixStore(meeting.nonce, store),
-                rank=world.rank,
-                world_size=world.world_size,
-                timeout=limits[0],
-                device_id=device if device.type == "cuda" else None,
-            )
+            connected = PrefixStore(f"{meeting.nonce}/connected", store)
+            try:
+                dist.init_process_group(
+                    self.transport,
+                    store=PrefixStore(meeting.nonce, store),
+                    rank=world.rank,
+                    world_size=world.world_size,
+                    timeout=limits[0],
+                    device_id=device if device.type == "cuda" else None,
+                )
+            except BaseException:
+                absent(connected, world.rank)
+                raise
+            assemble(connected, meeting, start_timeout)
             _set_timeout(limits[1])
             store.set_timeout(limits[1])
         except StartError:
