@@ -193,7 +193,7 @@ def test_ctrl_c_lets_a_rank_save_for_as_long_as_it_takes(ranks, tmp_path, monkey
         "    if world.rank == 0:\n"
         "        until('ready-1', 'ready-2')\n"
         "        os.kill(os.getppid(), signal.SIGINT)\n"
-        "    time.sleep(600)\n"
+        "    until('never')\n"
         "except KeyboardInterrupt:\n"
         "    if world.rank: raise\n"
         "    until('ended-1', 'ended-2')\n"
@@ -275,7 +275,7 @@ def test_stop_signal_before_a_session_exits_with_75(ranks, tmp_path, number):
         "open(f'ready-{world.rank}', 'w').close()\n"
         "until('ready-0', 'ready-1', 'ready-2')\n"
         f"if world.rank == 0: os.kill(os.getppid(), {int(number)})\n"
-        "time.sleep(600)\n"
+        "until('never')\n"  # a long sleep would not notice a signal that came just before it
     )
     verdict = tmp_path / "verdict"
     assert ranks(lines, env={"HPCTRAIN_VERDICT": str(verdict)}) == 75
@@ -299,7 +299,7 @@ def test_signals_are_passed_on_and_handlers_put_back(ranks, number):
         "open(f'ready-{world.rank}', 'w').close()\n"
         "until('ready-0', 'ready-1', 'ready-2')\n"
         f"if world.rank == 0: os.kill(os.getppid(), {int(number)})\n"
-        "time.sleep(600)\n"
+        "until('never')\n"  # a long sleep would not notice a signal that came just before it
         "sys.exit(9)\n"
     )
     try:
