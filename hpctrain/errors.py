@@ -3,7 +3,7 @@
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 __all__ = [
@@ -126,12 +126,15 @@ class ReplacedError(CheckpointError):
     """Another start has the run directory, so this one may not commit."""
 
 
-def report_uncaught() -> None:
+def report_uncaught(shows: Callable[[], bool] = lambda: True) -> None:
     """Let an `HpctrainError` that nobody catches end the process without a traceback.
 
     The message goes to standard error and the process leaves with the error's exit code. Other
     exceptions go to the hook that was there before. Calling this again changes nothing. (IPython
     does not use `sys.excepthook`: in a notebook the exception is shown as any other.)
+
+    Args:
+        shows: whether this process shows the traceback of another exception; else one line of it.
     """
     if getattr(sys.excepthook, "reports_hpctrain_errors", False):
         return
@@ -141,7 +144,10 @@ def report_uncaught() -> None:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         if not isinstance(error, HpctrainError):
-            previous(kind, error, traceback)
+            if shows():
+                previous(kind, error, traceback)
+            else:
+                (sys.__stderr__ or sys.stderr).write(f"{kind.__name__}: {error}\n")
             return
         sys.stdout.flush()
         # torch.distributed puts its own hook before this one and holds back what goes to

@@ -34,11 +34,18 @@ def total(backend: Backend, *values: Any) -> tuple[float, ...]:
     whole = torch.zeros(2, len(values), dtype=torch.int64)  # sums, and how many are not whole
     parts = torch.zeros(len(values), dtype=torch.float64)
     for place, value in enumerate(values):
-        number: Any = value.item() if isinstance(value, Tensor) else value
         try:
-            whole[0, place] = operator.index(number)
-        except TypeError:
-            whole[1, place], parts[place] = 1, float(number)
+            number: Any = value.item() if isinstance(value, Tensor) else value
+            try:
+                whole[0, place] = operator.index(number)
+            except TypeError:
+                whole[1, place], parts[place] = 1, float(number)
+        except (TypeError, ValueError, RuntimeError):
+            raise UsageError(
+                f"session.sum() of a {type(value).__name__} that is not one number",
+                "numbers, or tensors of one element",
+                "a value for each: session.sum(correct, count)",
+            ) from None
     # Always two sums of the same lengths: a rank without samples brings 0 for another's 0.5.
     sums, fractional = backend.sum(whole.to(backend.device)).tolist()
     rest = backend.sum(parts.to(backend.device)).tolist()

@@ -1,30 +1,29 @@
 """The random states of a rank: Python's, NumPy's and torch's, as plain values and tensors."""
 
 import random
-import sys
 from typing import Any
 
+import numpy
 import torch
 
 __all__ = ["capture", "put_back", "seed"]
 
 
-def seed(number: int, device: torch.device, all_of_them: bool = False) -> None:
+def seed(number: int, device: torch.device, everything: bool) -> None:
     """Begin a stream of random numbers.
 
     Args:
         number: from 0 on, below 2**63.
         device: whose generator besides that of the CPU. `torch.manual_seed` asks for all kinds of
             devices, which takes 0.5 ms where torch was built for GPUs and there is none.
-        all_of_them: whether those of Python and NumPy begin anew too, or torch's alone.
+        everything: whether those of Python and NumPy begin anew too, or torch's alone.
     """
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)
-    if all_of_them:
+    if everything:
         random.seed(number)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(number % 2**32)  # which takes no more
+        numpy.random.seed(number % 2**32)  # which takes no more
 
 
 def capture(device: torch.device) -> dict[str, Any]:
@@ -36,9 +35,8 @@ def capture(device: torch.device) -> dict[str, Any]:
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        states["numpy"] = (kind, [int(key) for key in keys], *rest)
+    kind, keys, *rest = numpy.random.get_state()
+    states["numpy"] = (kind, [int(key) for key in keys], *rest)
     return states
 
 
@@ -54,7 +52,5 @@ def put_back(states: dict[str, Any], device: torch.device) -> None:
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
     if "numpy" in states:
-        import numpy
-
         kind, keys, *rest = states["numpy"]
         numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))

@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +16,46 @@ from torch import Tensor
 
 from hpctrain import rundir
 from hpctrain.backends.base import Backend, Later
+from hpctrain.errors import UsageError
 from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
 
-__all__ = ["Metrics", "table", "trim"]
+__all__ = ["Metrics", "no_number", "table", "trim"]
 
-# A sum over the ranks takes about this long to come by, or this many rows.
-_SECONDS_BETWEEN_SUMS = 1.0
-_MOST_ROWS = 32
+
+# What a name was given in the steps of a row, on this rank: a sum, which is a tensor on a GPU, and
+# of how many micro-batches.
+_Sum = list[Any]
 
 
 @dataclass(slots=True)
 class _Row:
-    """A row that is not written yet: its numbers are sums of this rank until it is `done`."""
+    """A row that is not written yet: its sums are those of this rank until it is `done`."""
 
     head: dict[str, Any]
-    names: list[str]
-    numbers: list[Any]
+    sums: dict[str, _Sum]
     tail: dict[str, float]
+    training: bool
+    numbers: dict[str, float] = field(default_factory=dict)
     done: bool = False
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{name} ({count} times)" for name, (_, count) in self.sums.items())
+        return f"{names} up to step {self.head['step']}"
 
 
 class Metrics:
     """The rows of `metrics.jsonl`; rank 0 writes them.
 
-    A training row is averaged over all micro-batches of its step, on all ranks. That takes one
-    sum for all rows of about a second, begun at the same row on every rank and read when it has
-    arrived, so no step waits for it and quick steps do not pay for it.
+    What is logged in every step makes a row each `--log-every` steps, with the means over these
+    steps, their micro-batches and all ranks. A name that is logged now and then has a row of its
+    own, that of the step. The means of all ranks take one sum, begun where the ranks know of each
+    other that they have the same rows, and read when it has arrived: no step waits for it.
 
     Args:
         backend: over whose ranks to average.
         directory: of the run.
         keep: rows that are there of an earlier start; see `trim`.
-        accumulate: micro-batches of one step on each rank.
         heard: called at rank 0 with each row that is written, and whether it is one of training.
 
     Attributes:
@@ -61,20 +68,17 @@ class Metrics:
         backend: Backend,
         directory: RunDirectory,
         keep: int,
-        accumulate: int,
         heard: Callable[[Mapping[str, Any], bool], None] = lambda row, training: None,
     ) -> None:
-        self._backend = backend
-        self._accumulate, self._heard = accumulate, heard
-        self._micro_batches = accumulate * backend.world_size
+        self._backend, self._heard = backend, heard
         self._on_host = backend.device.type == "cpu"
-        self._step: dict[str, Any] = {}  # tensors on a GPU, Python floats on a CPU
+        self._now: dict[str, _Sum] = {}  # of the step under way
+        self._window: dict[str, _Sum] | None = None  # of the steps since the last row
+        self._last = (0, 0)  # the last of them, and its epoch
         self._unwritten: deque[_Row] = deque()
-        self._gathered: list[_Row] = []  # the rows of the next sum
-        self._rows_per_sum = 1
+        self._gathered: list[_Row] = []  # rows that the other ranks do not know of
+        self._offered: deque[int] = deque()  # how many of them each sum of `Agreement` speaks of
         self._sum: tuple[list[_Row], Later] | None = None  # under way
-        self._sum_begun = time.perf_counter()
-        self._seconds_per_row = 0.0  # a mean over the ranks, so it is the same on all of them
         self._lines: _Lines | None = None
         self.rows = keep
         self.last: dict[str, float] = {}
@@ -90,43 +94,100 @@ class Metrics:
         Args:
             values: by name.
             weight: of the micro-batch in its step.
+
+        Raises:
+            UsageError: a value that is no number.
         """
+        now, on_host = self._now, self._on_host
         for name, value in values.items():
-            number: Any
-            if self._on_host:
+            try:
                 # No device to wait for, and far cheaper than arithmetic on tensors.
-                number = value.item() if isinstance(value, Tensor) else float(value)
-            elif isinstance(value, Tensor):
-                number = value.detach().reshape(())
-                number = number.to(self._backend.device, torch.float64, non_blocking=True)
-            else:
-                number = float(value)  # made a tensor of where the row is summed
+                number = (
+                    value.item() if on_host and isinstance(value, Tensor) else self._number(value)
+                )
+            except (TypeError, ValueError, RuntimeError):
+                raise no_number(name, value) from None
             if weight != 1.0:
                 number = number * weight
-            known = self._step.get(name)
-            self._step[name] = number if known is None else known + number
+            if name in now:
+                known = now[name]
+                known[0] = known[0] + number
+                known[1] += 1
+            else:
+                now[name] = [number, 1]
 
-    def end_step(
-        self, head: dict[str, Any], same: Mapping[str, Any], tail: dict[str, float]
-    ) -> None:
-        """Make a row of what the micro-batches of a step have added; called by all ranks.
+    def _number(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or self._on_host:
+            return float(value)
+        number = value.detach().reshape(())
+        return number.to(self._backend.device, torch.float64, non_blocking=True, copy=True)
+
+    def end_step(self, step: int, epoch: int) -> None:
+        """A step is done; what was logged in it belongs to it.
 
         Args:
-            head: the row's step and epoch.
+            step, epoch: its number, from 1, and that of its epoch.
+        """
+        now, window = self._now, self._window
+        self._now, self._last = {}, (step, epoch)
+        if window is None:
+            self._window = now
+            return
+        if now.keys() != window.keys():
+            before = {name: window.pop(name) for name in list(window) if name not in now}
+            self._gather(step - 1, epoch, before)
+            fresh = {name: now.pop(name) for name in list(now) if name not in window}
+            self._gather(step, epoch, fresh)
+        for name, (total, count) in now.items():
+            known = window[name]
+            known[0] = known[0] + total
+            known[1] += count
+
+    def end_row(
+        self, same: Mapping[str, Any] | None = None, tail: dict[str, float] | None = None
+    ) -> None:
+        """The last step of a row is done, or of the training.
+
+        Args:
             same: values that are the same on all ranks, and may be on the device.
             tail: values that need no average.
         """
-        if not self._step:
+        window, self._window = self._window, None
+        if window:
+            for name, value in (same or {}).items():
+                window[name] = [self._number(value), 1]
+            self._gather(*self._last, window, tail, training=True)
+
+    def _gather(
+        self,
+        step: int,
+        epoch: int,
+        sums: dict[str, _Sum],
+        tail: dict[str, float] | None = None,
+        training: bool = False,
+    ) -> None:
+        if sums:
+            row = _Row(_head(step, epoch), sums, tail or {}, training)
+            self._unwritten.append(row)
+            self._gathered.append(row)
+
+    def waiting(self) -> str:
+        """The rows that the other ranks do not know of, for people; the same on all ranks."""
+        return "; ".join(map(str, self._gathered)) or "nothing"
+
+    def offer(self) -> None:
+        """A sum of `Agreement` begins, which speaks of the rows that are waiting."""
+        self._offered.append(len(self._gathered) - sum(self._offered))
+
+    def accept(self) -> None:
+        """It has arrived: all ranks have these rows."""
+        count = self._offered.popleft()
+        if not count:
             return
-        self.add(same, self._accumulate)
-        names = sorted(self._step)
-        head["time"] = time.time()
-        row = _Row(head, names, [self._step[name] for name in names], tail)
-        self._step = {}
-        self._unwritten.append(row)
-        self._gathered.append(row)
-        if len(self._gathered) >= self._rows_per_sum:
-            self._begin()
+        rows, self._gathered = self._gathered[:count], self._gathered[count:]
+        self._finish()
+        numbers = [total for row in rows for total, _ in row.sums.values()]
+        self._sum = rows, self._backend.sum_later(numbers)
 
     def poll(self) -> None:
         """Write the rows whose sum has arrived."""
@@ -134,39 +195,52 @@ class Metrics:
             self._finish()
 
     def flush(self) -> None:
-        """Average and write all rows; called by all ranks."""
-        if self._gathered:
-            self._begin()
+        """Write all rows that are known to all ranks; called by all of them."""
         self._finish()
 
-    def write(self, head: dict[str, Any], values: Mapping[str, Any]) -> None:
-        """A row of values that are the same on all ranks, such as those of an evaluation."""
-        numbers = {name: float(value) for name, value in values.items()}
-        self._unwritten.append(_Row({**head, "time": time.time()}, [], [], numbers, done=True))
-        known = self._noted[1] if self._noted[0] == head["step"] else {}
-        self._noted = (head["step"], {**known, **numbers})
+    def state_dict(self) -> dict[str, list[Any]]:
+        """What this rank has of the next row."""
+        if self._window is None:
+            return {}
+        return {name: [float(total), count] for name, (total, count) in self._window.items()}
+
+    def load_state_dict(self, state: Mapping[str, list[Any]]) -> None:
+        """The inverse."""
+        self._window = {name: list(kept) for name, kept in state.items()} or None
+
+    def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
+        """A row of values that are the same on all ranks, such as those of an evaluation.
+
+        Args:
+            step, epoch: of the run.
+            values: by name.
+
+        Raises:
+            UsageError: a value that is no number.
+        """
+        numbers = {}
+        for name, value in values.items():
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise no_number(name, value) from None
+        row = _Row(_head(step, epoch), {}, numbers, training=False, done=True)
+        self._unwritten.append(row)
+        self._note(step, numbers)
         self._write()
 
     def at(self, step: int) -> dict[str, float]:
-        """What `write` was given at a step."""
+        """What is known of a step besides the rows of training."""
         return self._noted[1] if self._noted[0] == step else {}
+
+    def _note(self, step: int, numbers: Mapping[str, float]) -> None:
+        known = self._noted[1] if self._noted[0] == step else {}
+        self._noted = (step, {**known, **numbers})
 
     def close(self) -> None:
         """Close the file; rows that are not averaged yet are lost unless `flush` was called."""
         if self._lines is not None:
             self._lines.close()
-
-    def _begin(self) -> None:
-        """Begin the sum of the gathered rows, when that before it is there."""
-        self._finish()
-        if self._seconds_per_row:
-            # Only here, where all ranks are at the same row, or they would gather unlike.
-            wanted = int(_SECONDS_BETWEEN_SUMS / self._seconds_per_row)
-            self._rows_per_sum = max(1, min(wanted, 2 * self._rows_per_sum, _MOST_ROWS))
-        now = time.perf_counter()
-        numbers = [number for row in self._gathered for number in row.numbers]
-        sums = self._backend.sum_later([*numbers, now - self._sum_begun])
-        self._sum, self._gathered, self._sum_begun = (self._gathered, sums), [], now
 
     def _finish(self) -> None:
         """Wait for the sum that is under way, and write its rows."""
@@ -174,30 +248,43 @@ class Metrics:
             return
         rows, sums = self._sum
         self._sum = None
-        *values, seconds = sums.values()
-        self._seconds_per_row = seconds / self._backend.world_size / len(rows)
-        position = 0
+        values = iter(sums.values())
         for row in rows:
-            end = position + len(row.numbers)
-            row.numbers = [value / self._micro_batches for value in values[position:end]]
+            for name, (_, count) in row.sums.items():
+                row.numbers[name] = next(values) / (count * self._backend.world_size)
             row.done = True
-            position = end
+            if not row.training:
+                self._note(row.head["step"], row.numbers)
         self._write()
 
     def _write(self) -> None:
         """Write the rows that are done, in their order."""
         while self._unwritten and self._unwritten[0].done:
             row = self._unwritten.popleft()
-            numbers = {**dict(zip(row.names, row.numbers, strict=True)), **row.tail}
+            numbers = {**row.numbers, **row.tail}
             self.rows += 1
             self._remember(numbers)
             if self._lines is not None:
                 full = {**row.head, **numbers}
                 self._lines.write(json.dumps(full) + "\n")
-                self._heard(full, bool(row.names))
+                self._heard(full, row.training)
 
     def _remember(self, row: Mapping[str, Any]) -> None:
         self.last.update({k: v for k, v in row.items() if k not in ("step", "epoch", "time")})
+
+
+def _head(step: int, epoch: int) -> dict[str, Any]:
+    return {"step": step, "epoch": epoch, "time": time.time()}
+
+
+def no_number(name: str, value: Any) -> UsageError:
+    """The error for a value that cannot be logged or summed."""
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    return UsageError(
+        f"{name} is a {type(value).__name__}{shape}",
+        "a number, or a tensor of one element",
+        "its mean, or each element under a name of its own",
+    )
 
 
 def trim(directory: RunDirectory, keep: int) -> None:

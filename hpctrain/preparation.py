@@ -17,6 +17,7 @@ from hpctrain import checkpoint, optim, syncbn
 from hpctrain.agreement import by_rank_0
 from hpctrain.arguments import Batches, Options
 from hpctrain.backends.base import Backend
+from hpctrain.backends.transparent import Transparent
 from hpctrain.data import Placement
 from hpctrain.errors import UsageError
 from hpctrain.precision import Precision
@@ -25,12 +26,14 @@ from hpctrain.speech import logger
 __all__ = [
     "check_compiler",
     "check_weights",
+    "inner",
     "place_batches",
     "plan_schedule",
     "prepare_model",
     "prepare_optimizer",
     "refuse_other_data",
     "refuse_second_schedule",
+    "replaced",
     "share_state",
 ]
 
@@ -160,6 +163,28 @@ def prepare_optimizer(
             batches.global_batch,
             options.lr_reference_batch,
         )
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """A prepared model as it was given to `prepare`."""
+    return model.module if isinstance(model, Transparent) else model
+
+
+def replaced(optimizer: Optimizer, others: Sequence[Optimizer]) -> list[Optimizer]:
+    """Optimizers that would step on the same parameters."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    found = [
+        other
+        for other in others
+        if any(id(p) in own for group in other.param_groups for p in group["params"])
+    ]
+    for other in found:
+        logger.warning(
+            "a %s takes the place of the %s that was prepared for the same parameters",
+            type(optimizer).__name__,
+            type(other).__name__,
+        )
+    return found
 
 
 def share_state(optimizer: Optimizer, backend: Backend) -> None:

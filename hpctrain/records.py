@@ -93,7 +93,7 @@ class Records:
                 ) from None
 
         by_rank_0(parts.backend, note)
-        self.metrics = Metrics(parts.backend, self.directory, rows, parts.batches.accumulate, heard)
+        self.metrics = Metrics(parts.backend, self.directory, rows, heard)
 
     def close(self, error: BaseException | None, facts: Callable[[], Mapping[str, Any]]) -> None:
         """Let go of all but the logs. Rank 0 sums up, where the directory is still this start's.

@@ -9,17 +9,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hpctrain import generators, identity, optim, preparation, rundir, seeds
-from hpctrain.agreement import Agreement
-from hpctrain.data import begin_epoch, steps_of_epoch
+from hpctrain import data, generators, identity, optim, preparation, rundir, seeds
+from hpctrain.agreement import Agreement, by_rank_0, meet
 from hpctrain.errors import CheckpointError, ReplacedError, UsageError
+from hpctrain.gradient_guard import watch_clipping
 from hpctrain.metrics import Metrics
 from hpctrain.preemption import REASONS, Stopped
 from hpctrain.records import Records, code_of
+from hpctrain.replicas import refuse_unlike_weights
 from hpctrain.rundir import RunDirectory
 from hpctrain.saving import Saving
 from hpctrain.speech import logger
-from hpctrain.state import Parts, Position, refuse_streak, restore
+from hpctrain.state import (
+    LaterGroups,
+    Parts,
+    Position,
+    Restored,
+    refuse_stateless,
+    refuse_streak,
+    restore,
+)
 from hpctrain.watchdog import AGREEING, COMPUTING, IDLE, LOADING, SAVING, Watchdog
 from hpctrain.watching import Watching
 
@@ -34,31 +43,38 @@ class Run:
 
     Attributes:
         directory: of the run, the same on all ranks.
-        step: optimizer steps done.
+        step: optimizer steps done; right as soon as `session.step` or `optimizer.step` returns.
         epoch: the epoch under way, from 0.
     """
 
     directory: RunDirectory
 
     def __init__(self, session: Parts, state: dict[str, Any], name: str | None) -> None:
+        refuse_stateless(state)
         self._session = session
-        self._state = state
+        self._state = dict(state)
+        self._later: list[LaterGroups] = []
+        self._left: dict[str, Any] = {}  # states that a checkpoint has, of what is not there yet
         self._name = name or _UNNAMED.get(Path(sys.argv[0]).stem) or Path(sys.argv[0]).stem
         self.step = 0
         self.epoch = 0
         self._epoch_step = 0  # steps of this epoch that are done
+        self._batches = 0  # micro-batches of this epoch that are done
         self._random: dict[str, Any] | None = None  # of the checkpoint, until training goes on
         self._epochs: int | None = None
         self._schedule: optim.Schedule | None = None
-        self._index = 0  # micro-batches of the step under way that are done
+        self._index = 0  # micro-batches since the last step
         self._in_hand = False  # whether a micro-batch was handed out and not yet counted
+        self._stepped = False  # whether it has ended a step
         self._compared = False  # whether the ranks' data sets were
+        self._compares = _FIRST_STEPS  # steps after which the ranks compare their weights
+        self._looked = False  # whether the first batches of a loader of the script's own were
         self._begun = False  # whether the batches of this epoch were asked for
         self._cut_short = False  # whether --max-steps ended the epoch under way
-        self._due = False  # whether the step under way ends in a row of metrics
-        self._in_step = False
+        self._in_body = False  # whether the loop over the batches is at one of them
         self._stop: str | None = None  # why all ranks stop, once they have agreed
         self._paused, self._pause = time.monotonic(), 0.0  # the longest time between two epochs
+        self._undo = ExitStack()  # what a run changes in its process, and puts back
         self._records: Records | None = None
         self._saving: Saving | None = None
         self._watchdog: Watchdog | None = None
@@ -79,38 +95,63 @@ class Run:
         self.directory = records.directory
         if records.finished:
             logger.info(
-                "%s is finished; a larger --epochs or --max-steps goes on with it, and --run DIR "
-                "begins another",
+                "%s is finished, so this start ends here, before what the script does next; a "
+                "larger --epochs or --max-steps goes on with it, and --run DIR begins another",
                 self.directory.path,
             )
             raise SystemExit(rundir.DONE)
         session.preemption.begin(self.directory, self._lead)
         self._watchdog = watchdog = Watchdog(
-            session.world, session.options.timeout, self.directory, records.key, session.verdict
+            session.world,
+            session.options.timeout,
+            self.directory,
+            records.key,
+            session.verdict,
+            session.batches.accumulate,
         )
         self._watching = watching = Watching(session, self.directory, self._name, watchdog.seconds)
+        self._find_schedulers()
         resumed = restore(session, self.directory, self._state)
-        position = resumed[0] if resumed else None
+        position = resumed.position if resumed else None
         if resumed is not None:
-            self._go_on(*resumed)
+            self._go_on(resumed)
         records.begin(self.step, position.rows if position else 0, watching.row)
         facts = identity.facts(self.directory, session.world)
         self._saving = Saving(session, self._state, self.directory, records.lock, facts, position)
-        self._agreement = Agreement(session.backend, self._say)
+        if resumed is not None and resumed.log is not None:
+            self._metrics.load_state_dict(resumed.log)
+        self._agreement = Agreement(session.backend, self._say, self._doing)
         logger.info("run directory %s", self.directory.path)
-        self._hear(self._agreement.now())
+        self._hear(self._agreement.now("the beginning of the run"))
         if self._stop is not None:
             session.preemption.obeyed(self.directory)
             raise Stopped(f"{self._stop}, before the first step", os.environ)
         watching.begin(self.step)
         watchdog.step = self.step
         self._beat = session.beat = watching.beside(watchdog.beat)
+        session.loop = self
+        watch_clipping(lambda: self._in_body and self._stepped, self._undo)
 
-    def _go_on(self, position: Position, random: dict[str, Any] | None) -> None:
+    def _find_schedulers(self) -> None:
+        """Let schedulers of the prepared optimizers go into the checkpoints.
+
+        One that was made after the run was opened has not been restored yet.
+        """
+        kept = list(self._state.values())
+        for name, scheduler in optim.attached(self._session.optimizers, but=kept).items():
+            self._state[name] = scheduler
+            if name in self._left:
+                scheduler.load_state_dict(self._left.pop(name))
+                optim.put_back_rates(scheduler)
+
+    def _go_on(self, resumed: Restored) -> None:
         """Take up a position."""
+        position, self._left = resumed.position, resumed.left
         self.step, self.epoch = position.step, position.epoch
         self._epoch_step = position.epoch_step
-        self._random = random
+        self._batches = position.batches(self._session.batches.accumulate)
+        self._later = resumed.later
+        self._random = resumed.random
         limit = self._session.options.max_steps
         if limit is not None and self.step > limit:
             raise UsageError(
@@ -136,21 +177,21 @@ class Run:
             raise UsageError(
                 "nothing says how long to train", "an end", "--epochs N or --max-steps N"
             )
-        if not self._epoch_step:
+        if not self._batches:
             self._put_back_random()
         while (self._epochs is None or self.epoch < self._epochs) and not self._enough():
             before, self._cut_short, self._begun = self.step, False, False
             yield self.epoch
             self._settle()
-            if self.step == before and self._epochs is None and not self._epoch_step:
+            if self.step == before and self._epochs is None and not self._batches:
                 raise UsageError(
-                    f"epoch {self.epoch} had no step, so --max-steps {options.max_steps} is "
+                    f"epoch {self.epoch} had no batch, so --max-steps {options.max_steps} is "
                     "never reached",
                     "run.batches(loader) over a loader with samples",
                 )
             if not self._cut_short:
                 self.epoch += 1
-                self._epoch_step = 0
+                self._epoch_step = self._batches = 0
             self._pause = max(self._pause, time.monotonic() - self._paused)
             self.save()
             self._stop_here()
@@ -179,19 +220,13 @@ class Run:
         options, world = session.options, session.world
         if not self._compared:
             self._compared = True
-            hosts = [session.roll.hosts[host] for host in session.roll.host_of_rank]
-            preparation.refuse_other_data(session.backend, hosts, session.datasets)
+            self._look_around()
         number = seeds.derive("epoch", options.seed, self.epoch, world.rank)
-        generators.seed(number, session.device, all_of_them=options.deterministic)
-        accumulate = session.batches.accumulate
-        length = steps_of_epoch(loader, accumulate)
-        self._plan(length)
-        iterator = begin_epoch(
-            loader, session.samplers, session.placement, self.epoch, self._epoch_step, accumulate
-        )
+        generators.seed(number, session.device, options.seed_everything)
+        iterator, length = self._begin(loader)
         self._put_back_random()
         self._watch.begin_batches(self.step, self.epoch, self._epoch_step, self._epochs, length)
-        deterministic, every = options.deterministic, options.log_every
+        deterministic = options.deterministic
         limit = sys.maxsize if options.max_steps is None else options.max_steps
         beat = self._beat
         try:
@@ -201,20 +236,17 @@ class Run:
                 if batch is _END:
                     return
                 beat(COMPUTING)
-                if self._index == 0:
-                    self._due = (self.step + 1) % every == 0
-                    if self._schedule is not None:
-                        optim.apply(session.optimizers, self._schedule.factor(self.step))
+                if self._index == 0 and self._schedule is not None:
+                    optim.apply(session.optimizers, self._schedule.factor(self.step))
                 if deterministic:
                     micro_batch = self._index * world.world_size + world.rank
                     number = seeds.derive("step", options.seed, self.step, micro_batch)
-                    generators.seed(number, session.device)
-                self._in_step = True
+                    generators.seed(number, session.device, options.seed_everything)
+                self._in_body = self._in_hand = True
                 try:
                     yield batch
                 finally:
-                    self._in_step = False
-                    self._in_hand = True
+                    self._in_body = False
                 self._settle()
             self._cut_short = next(iterator, _END) is not _END
         finally:
@@ -222,55 +254,141 @@ class Run:
             self._paused = time.monotonic()
             self._watch.end_batches(self.step)
 
+    def _begin(self, loader: Iterable[Any]) -> tuple[Iterator[Any], int | None]:
+        """The batches that are left of this epoch, and how many steps a whole one has."""
+        session = self._session
+        options, batches = session.options, session.batches
+        own = not isinstance(loader, data.Loader)
+        if own:
+            data.check_own(loader, options, batches, session.world.world_size)
+            data.begin_own(loader, self.epoch, options.seed)
+        length = data.steps_of_epoch(loader, batches.accumulate)
+        steps = "some" if length is None else length
+        meet(session.backend, f"the batches of epoch {self.epoch}, {steps} steps")
+        self._plan(length)
+        iterator = data.begin_epoch(
+            loader, session.samplers, session.placement, self.epoch, self._batches
+        )
+        return (self._looked_at(iterator) if own else iterator), length
+
+    def _look_around(self) -> None:
+        """Before the first batches of a start: what the script has made, and on all ranks alike.
+
+        Raises:
+            UsageError: another rank has other data.
+        """
+        session = self._session
+        self._find_schedulers()
+        for name in self._left:
+            logger.warning("the checkpoint has a %s, and this script has not", name)
+        if session.backend.name == "horovod" and "torchmetrics" in sys.modules:
+            logger.warning(
+                "torchmetrics knows torch.distributed alone: over Horovod each rank computes from "
+                "its own samples; session.sum(), or --backend ddp"
+            )
+        hosts = [session.roll.hosts[host] for host in session.roll.host_of_rank]
+        preparation.refuse_other_data(session.backend, hosts, session.datasets)
+
+    def _looked_at(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a loader of the script's own; the first one says what they are.
+
+        Raises:
+            UsageError: two ranks begin with the same one.
+        """
+        session, first = self._session, next(batches, _END)
+        if not self._looked and session.world.world_size > 1 and not session.options.same_data:
+            self._looked = True
+            seen = session.backend.gather("" if first is _END else data.fingerprint(first))
+            by_rank_0(session.backend, lambda: data.refuse_same(seen))
+        if first is _END:
+            return
+        count = data.samples(first)
+        if count is not None:
+            self._watch.see_samples(count)
+        yield first
+        yield from batches
+
+    def stepping(self) -> None:
+        """Called before the backward pass of a micro-batch.
+
+        Raises:
+            UsageError: it is none of `batches`.
+        """
+        if not self._in_body:
+            raise UsageError(
+                "session.step() outside of run.batches(): the run would count no step, and neither "
+                "stop nor go on at the right sample",
+                "the batches of a training by way of the run",
+                "for batch in run.batches(loader): … session.step(loss)",
+            )
+        while self._later:
+            self._later.pop().take_up()
+
+    def stepped(self) -> None:
+        """Called when an optimizer has stepped, or left out a step that overflowed.
+
+        With several optimizers the first one of a micro-batch counts.
+        """
+        if self._stepped or not self._in_hand:
+            return
+        self._stepped = True
+        assert self._watchdog is not None
+        self.step = self._watchdog.step = self.step + 1
+        self._epoch_step += 1
+
     def _settle(self) -> None:
-        """Count the micro-batch that was handed out last, and with the last of a step the step.
+        """Count the micro-batch that was handed out last, and see to the step that it has ended.
 
         A loop that is left by a break never asks for the next batch: then the next call of this
         run does it. (Closing a generator is no place for it: that also happens after an error.)
         """
         if not self._in_hand:
             return
-        self._in_hand = False
-        session = self._session
+        self._batches += 1
         self._index += 1
-        if self._index < session.batches.accumulate:
+        if not self._session.optimizers and self._index == self._session.batches.accumulate:
+            self.stepped()  # without a prepared optimizer nobody else says so
+        self._in_hand = False
+        if not self._stepped:
             return
-        self._index = 0
-        self._epoch_step += 1
+        self._stepped, self._index = False, 0
         # Not by the properties below, each of which is one more call in every step.
-        watchdog, watching, saving = self._watchdog, self._watching, self._saving
-        assert watchdog is not None
+        watching, saving = self._watching, self._saving
         assert watching is not None
         assert saving is not None
-        self.step = watchdog.step = self.step + 1
         self._beat(AGREEING)
         watching.step(self.step)
-        if self._due:
+        self._metrics.end_step(self.step, self.epoch)
+        if self.step % self._session.options.log_every == 0:
             self._end_row()
         heard = self._agreement.step()
         overdue = heard is not None and self._hear(heard)
         if overdue or saving.due(self.step):
             self.save()
+        if self._compares:
+            self._compares -= 1
+            refuse_unlike_weights(self._session, self.step)
         if self._stop is not None:
             self._stop_here()
 
     def _drop_rest(self) -> None:
         """Leave out micro-batches that make no step: no checkpoint could have their gradients."""
-        if not self._index:
-            return
-        logger.warning(
-            "%d of %d micro-batches of a step are left out, as epoch %d or its loop ended there",
-            self._index,
-            self._session.batches.accumulate,
-            self.epoch,
-        )
         self._index = 0
-        self._session.forget_step()
+        dropped = self._session.forget_step()
+        if dropped:
+            logger.warning(
+                "%d of %d micro-batches of a step are left out, as epoch %d or its loop ended "
+                "there",
+                dropped,
+                self._session.batches.accumulate,
+                self.epoch,
+            )
 
     def _say(self) -> dict[str, float]:
         """What the other ranks have to know: why this one wants to stop, and what went wrong."""
         session = self._session
         asked = session.preemption.asked()
+        self._metrics.offer()
         return {
             **{reason: float(reason == asked) for reason in REASONS},
             _NOT_FINITE: 1.0
@@ -280,12 +398,18 @@ class Run:
             _MEASURED: float(self._watch.due()),
         }
 
+    def _doing(self) -> str:
+        """What this rank does, for people; all ranks do the same."""
+        return f"step {self.step} of epoch {self.epoch}, logged {self._metrics.waiting()}"
+
     def _hear(self, heard: Mapping[str, float]) -> bool:
         """What follows from it, alike on all ranks; whether it is time for a checkpoint.
 
         Raises:
             NonFiniteError: the run goes nowhere.
         """
+        for _ in range(self._agreement.heard):
+            self._metrics.accept()
         if heard[_NOT_FINITE]:
             refuse_streak(self._session, heard[_NOT_FINITE], self.step, self._saves.saved)
         if heard[_NOT_WRITTEN]:
@@ -326,18 +450,23 @@ class Run:
     def log(self, **values: Any) -> None:
         """Note numbers under names.
 
-        Inside of `batches` they belong to the step under way: every `--log-every` steps they are
-        averaged over all its micro-batches and ranks, and tensors stay on their device until they
-        are needed. Outside they are a row of their own and have to be the same on all ranks, as
-        an evaluation's totals are.
+        Inside of `batches` they belong to the step of the batch. What is logged in every step makes
+        a row each `--log-every` steps: its mean over these steps, their micro-batches and all
+        ranks. What is logged now and then, as an evaluation every so many steps, is a row of its
+        own with the number of that step, the mean over the ranks. Tensors stay on their device
+        until they are needed. Outside of `batches` the values are a row of their own and have to be
+        the same on all ranks, as an evaluation's totals are.
 
         Args:
             values: numbers, or tensors of one element; the same names on all ranks.
+
+        Raises:
+            UsageError: a value that is neither.
         """
-        if not self._in_step:
+        if not self._in_body:
             self._settle()
-            self._metrics.write(self._head(), values)
-        elif self._due:
+            self._metrics.write(self.step, self.epoch, values)
+        else:
             self._metrics.add(values, self._session.weight)
 
     def save(self) -> None:
@@ -350,22 +479,24 @@ class Run:
             UsageError: a step is under way, so weights and position would not belong together.
             NonFiniteError: the weights are not finite any more; the checkpoints before are kept.
         """
-        if self._in_step:
+        if self._in_body and self._in_hand and not self._stepped:
             raise UsageError(
                 "run.save() inside of run.batches(), where a step is under way",
                 "a place between two steps",
-                "--checkpoint-every STEPS, or save after the loop over the batches",
+                "if session.step(loss): run.save()    or --checkpoint-every STEPS",
             )
         self._settle()  # a loop that was left by a break
-        self._drop_rest()
+        if not self._in_body:
+            self._drop_rest()
         self._beat(SAVING)
+        self._hear(self._agreement.now("a checkpoint"))
         self._metrics.flush()
-        self._hear(self._agreement.now())
-        self._saves.save(self._position(), self._metrics.at(self.step))
+        self._saves.save(self._position(), self._metrics.at(self.step), self._metrics.state_dict())
         self._beat(IDLE)
 
     def _position(self) -> Position:
-        return Position(self.step, self.epoch, self._epoch_step, self._metrics.rows)
+        skipped = self._batches - self._epoch_step * self._session.batches.accumulate
+        return Position(self.step, self.epoch, self._epoch_step, self._metrics.rows, skipped)
 
     def _put_back_random(self) -> None:
         """Let the random numbers of this rank go on where the checkpoint was taken."""
@@ -405,10 +536,7 @@ class Run:
         session, tail = self._session, self._watch.lap(self.step)
         if session.optimizers:
             tail = {"lr": float(session.optimizers[0].param_groups[0]["lr"]), **tail}
-        self._metrics.end_step(self._head(), session.precision.numbers(), tail)
-
-    def _head(self) -> dict[str, Any]:
-        return {"step": self.step, "epoch": self.epoch}
+        self._metrics.end_row(session.precision.numbers(), tail)
 
     def __exit__(
         self,
@@ -432,6 +560,8 @@ class Run:
         if saved is None or self.step != saved.step:
             self.save()  # the loop was left by a break
         self._beat(SAVING)
+        self._metrics.end_row()
+        self._hear(self._agreement.now("the end of the run"))
         self._metrics.flush()
         self._watch.finish(self.step, self.epoch)
         self._saves.finish()
@@ -442,8 +572,9 @@ class Run:
         Each part has its turn whatever becomes of those before it. The directory is summed up and
         unlocked before anybody waits for a tracker; a signal then ends that wait.
         """
-        self._session.beat = ignore
+        self._session.beat, self._session.loop = ignore, None
         with ExitStack() as turns:  # the last one comes first
+            turns.callback(self._undo.close)
             if self._records is not None:
                 turns.callback(self._records.drop_logs)
             if self._watching is not None:
@@ -470,6 +601,9 @@ class Run:
 
 # Where the script has no name of its own: in an interpreter, by -c, from a pipe, in a notebook.
 _UNNAMED = {"": "run", "-c": "run", "-": "run", "ipykernel_launcher": "notebook"}
+
+# A mistake in a loop shows at once; later the checkpoints are looked at.
+_FIRST_STEPS = 2
 
 # What the ranks tell each other besides the reasons to stop.
 _NOT_FINITE, _NOT_WRITTEN = "not finite", "not written"

@@ -9,6 +9,7 @@ from hpctrain.agreement import by_rank_0
 from hpctrain.checkpoint import Writer
 from hpctrain.errors import ReplacedError
 from hpctrain.lock import Lock
+from hpctrain.replicas import refuse_unlike_weights
 from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
 from hpctrain.state import Parts, Position, gather, refuse_nonfinite
@@ -102,7 +103,9 @@ class Saving:
         seconds = self._writer.seconds if self._writer is not None else None
         return _MARGIN_SECONDS + 2 * (seconds if seconds is not None else _SECONDS_OF_A_SAVE)
 
-    def save(self, position: Position, metrics: Mapping[str, float]) -> None:
+    def save(
+        self, position: Position, metrics: Mapping[str, float], log: Mapping[str, Any]
+    ) -> None:
         """Take all that makes the next step; rank 0 writes it while training goes on.
 
         Called by all ranks, between two steps.
@@ -110,15 +113,18 @@ class Saving:
         Args:
             position: of the run.
             metrics: known at this step.
+            log: what this rank has of the next row of metrics.
 
         Raises:
             NonFiniteError: the weights are not finite any more.
-            UsageError: a state holds what cannot be loaded again.
+            UsageError: the ranks do not have the same weights, or a state holds what cannot be
+                loaded again.
         """
         parts = self._parts
         refuse_nonfinite(parts, position.step)
+        refuse_unlike_weights(parts, position.step)
         with nullcontext() if parts.ema is None else parts.ema.original():
-            state = gather(parts, self._others, position)
+            state = gather(parts, self._others, position, log)
 
             def write() -> None:
                 if self._writer is not None and state is not None:

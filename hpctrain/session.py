@@ -17,19 +17,25 @@ from torch.utils.data import Dataset
 from hpctrain import (
     data,
     evaluation,
+    evidence,
+    generators,
     launchers,
     preparation,
     rundir,
     speech,
     variables,
 )
+from hpctrain.agreement import meet
 from hpctrain.arguments import Options
+from hpctrain.backends.base import Backend
 from hpctrain.errors import HpctrainError, UsageError, report_uncaught
+from hpctrain.gradient_guard import GradientGuard
 from hpctrain.opening import open_ranks
 from hpctrain.optim import EMA
 from hpctrain.preemption import Preemption, Stopped
 from hpctrain.run import Run, ignore
 from hpctrain.speech import logger
+from hpctrain.state import Loop
 from hpctrain.update import Update
 from hpctrain.watchdog import BACKWARD, EVALUATING, IDLE, UPDATING
 
@@ -43,7 +49,8 @@ class Session:
     `HpctrainError` that nobody catches then ends the process with one message and its exit code.
 
     Args:
-        namespace: a command line parsed by `hpctrain.options()`.
+        namespace: a command line parsed by `hpctrain.options()`. Its `batch_size` is set to that of
+            a micro-batch where the command line left it open.
         keywords: the same options by name (`backend="ddp"`, `precision="bf16"`, …); they win.
 
     Attributes:
@@ -62,6 +69,7 @@ class Session:
         preemption: whether this rank was asked to stop.
         verdict: the file for how it ended, at rank 0 of a start that wants to know.
         beat: called with a phase of `watchdog`; tells that this rank lives.
+        loop: the run that is open; it counts the steps.
 
     Raises:
         UsageError: wrong options, or an environment that contradicts itself (exit code 2).
@@ -69,7 +77,7 @@ class Session:
     """
 
     def __init__(self, namespace: argparse.Namespace | None = None, **keywords: Any) -> None:
-        report_uncaught()
+        report_uncaught(lambda: evidence.shows(os.environ))
         self.options = Options.of(namespace, keywords)
         shared = {field.name for field in dataclasses.fields(Options)}
         self.own_options: Mapping[str, Any] = (
@@ -85,7 +93,9 @@ class Session:
         self.beat: Callable[[int], None] = ignore
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
+        self.loop: Loop | None = None
         self._micro_batch = 0
+        self._guard = GradientGuard()
         self._ema: EMA | None = None
         self._samplers: list[data.TrainingSampler] = []
         self._datasets: list[Dataset[Any]] = []
@@ -98,11 +108,16 @@ class Session:
             Path(self.verdict).unlink(missing_ok=True)
         try:
             self._open(start)
+            if namespace is not None and getattr(namespace, "batch_size", 0) is None:
+                # Or DataLoader(dataset, args.batch_size) would give single samples.
+                namespace.batch_size = self.batches.batch_size
         except BaseException as error:
             self._undo.close()
             if isinstance(error, HpctrainError):
+                evidence.note_failure(start.world.rank or 0, error, os.environ)
                 self._write_verdict(error.exit_code, error.found)
             raise
+        evidence.note_session(self.world.rank, os.environ)
 
     def _open(self, start: launchers.Start) -> None:
         opts = self.options
@@ -112,10 +127,13 @@ class Session:
         self.world, self.roll, self.batches = opened.world, opened.roll, opened.batches
         self.device, self.precision = opened.device, opened.precision
         self.backend, self.workers = opened.backend, opened.workers
+        # A call that does nothing is one too many where a step takes microseconds.
+        self._attaches = type(self.backend).attach is not Backend.attach
         self.placement = preparation.place_batches(opts, self.precision)
         self._update = Update(self.backend, self.precision, opts)
-        # The same on all ranks, so that they make the same weights.
+        # The same on all ranks, so that they make the same weights and split the data alike.
         torch.manual_seed(opts.seed)
+        generators.seed(opts.seed, self.device, opts.seed_everything)
         world = self.world
         logger.info(
             "%d rank%s on %s by %s, %s over %s, %s, global batch %d = %d × %d × %d",
@@ -150,7 +168,9 @@ class Session:
     def prepare(self, *things: nn.Module | Optimizer) -> Any:
         """Bring models and optimizers to the device and precision, and let the ranks share them.
 
-        All ranks begin with rank 0's weights, and with the state of its optimizers. A model's
+        Called once more it takes up what is new: an optimizer in the place of one with the same
+        parameters, another model. All ranks begin with rank 0's weights, and with the state of its
+        optimizers. A model's
         attributes, `state_dict()` and parameter names stay as they were. An optimizer keeps working
         on its parameters, so it can be made before or after. Options change both: see
         `--sync-batchnorm`, `--channels-last`, `--compile`, `--decay` and `--lr-scaling`.
@@ -173,6 +193,10 @@ class Session:
         prepared = list(things)
         for place, thing in enumerate(things):
             if isinstance(thing, nn.Module):
+                known = [one for one in self._models if thing in (one, preparation.inner(one))]
+                if known:
+                    prepared[place] = known[0]
+                    continue
                 model = preparation.prepare_model(
                     thing,
                     len(self._models),
@@ -185,13 +209,17 @@ class Session:
                 self._models.append(model)
         self.backend.broadcast(self.precision.masters())
         for thing in things:
-            if isinstance(thing, Optimizer):
+            if isinstance(thing, Optimizer) and thing not in self._optimizers:
                 preparation.prepare_optimizer(thing, self._models, self.options, self.batches)
                 self.precision.adopt(thing)
                 preparation.share_state(thing, self.backend)
+                for other in preparation.replaced(thing, self._optimizers):
+                    self._optimizers.remove(other)
+                thing.register_step_post_hook(self._stepped)
                 self._optimizers.append(thing)
         if self.options.ema is not None:
             self._ema = EMA(self._models, self.options.ema, source=self.precision.master)
+        self._guard.watch(self._models, self._optimizers, self.precision)
         self._arm()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -211,7 +239,7 @@ class Session:
             dataset: with a length.
             train: a new order in each epoch, in steps of `global_batch` samples (see
                 `TrainingSampler`); otherwise every sample once, in order, over all ranks.
-            batch_size: of an evaluation; a training has that of the session.
+            batch_size: of an evaluation (default: that of the session, as for a training).
             drop_last: of a training, whether it leaves out the samples at the end of an epoch that
                 do not fill a global batch (the default); else they are a step of their own, in
                 which each micro-batch counts by its samples.
@@ -232,8 +260,9 @@ class Session:
             )
             self._samplers.append(sampler)
         else:
-            size = batch_size or max(self.batches.batch_size, 256)
-            sampler = data.EvaluationSampler(length, size, self.world)
+            sampler = data.EvaluationSampler(
+                length, batch_size or self.batches.batch_size, self.world
+            )
         return data.Loader(
             dataset,
             sampler,
@@ -285,28 +314,45 @@ class Session:
                 "session.step(loss), one loss for all optimizers",
                 "--accumulate 1",
             )
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise UsageError(
+                f"session.step() with {_described(loss)}",
+                "the mean loss of a micro-batch: a tensor of one number that has a gradient",
+                "session.step(loss.mean())",
+            )
+        loop, first = self.loop, self._micro_batch == 0
+        if loop is not None:
+            loop.stepping()
+        self._guard.before(first)
         self.beat(BACKWARD)
+        if self._attaches:
+            loss = self.backend.attach(loss, first)
         if self.weight != 1.0:
             loss = loss * self.weight
         self.precision.backward(loss if accumulate == 1 else loss / accumulate)
         self._micro_batch += 1
         if self._micro_batch < accumulate:
+            self._guard.between()
             self._arm()
             return False
         self._micro_batch = 0
         self.beat(UPDATING)
         self._update(optimizers or self._optimizers, self._optimizers, self._ema)
+        if loop is not None:
+            loop.stepped()  # the optimizer has said so itself, but for a step that overflowed
         if accumulate > 1:
             self._arm()
         return True
 
-    def forget_step(self) -> None:
-        """Drop the micro-batches of a step that does not come to its end."""
-        self._micro_batch = 0
-        self.backend.forget()
-        for optimizer in self._optimizers:
-            self.precision.clear(optimizer)
-        self._arm()
+    def forget_step(self) -> int:
+        """Drop the micro-batches of a step that does not come to its end; return how many."""
+        dropped, self._micro_batch = self._micro_batch, 0
+        if dropped:
+            self.backend.forget()
+            for optimizer in self._optimizers:
+                self.precision.clear(optimizer)
+            self._arm()
+        return dropped
 
     def _arm(self) -> None:
         """Let only the last micro-batch of a step synchronise the gradients."""
@@ -322,6 +368,7 @@ class Session:
             As many Python numbers; a single one alone.
         """
         self.beat(EVALUATING)
+        meet(self.backend, f"session.sum() of {len(values)}")
         sums = evaluation.total(self.backend, *values)
         self.beat(IDLE)
         return sums[0] if len(sums) == 1 else sums
@@ -332,10 +379,15 @@ class Session:
         Args:
             classes: how many there are.
         """
+
+        def before() -> None:
+            self.beat(EVALUATING)
+            meet(self.backend, f"scores of {classes} classes")
+
         return evaluation.Classification(
             self.backend,
             classes,
-            before=lambda: self.beat(EVALUATING),
+            before=before,
             after=lambda: self.beat(IDLE),
         )
 
@@ -371,11 +423,17 @@ class Session:
         """Those of the loaders, in the order in which they were made."""
         return self._datasets
 
+    def _stepped(self, *_: Any) -> None:
+        """An optimizer has stepped, by `step` or by the script itself."""
+        if self.loop is not None:
+            self.loop.stepped()
+
     def _weigh(self, weight: float) -> None:
         self.weight = weight
 
     def _align(self) -> None:
         self.beat(EVALUATING)
+        meet(self.backend, "the beginning of an evaluation")
         for model in self._models:
             self.backend.broadcast(list(model.buffers()))
 
@@ -432,11 +490,26 @@ class Session:
         elif error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         elif explained := self.backend.explain(error):
+            evidence.note_failure(self.world.rank, explained, os.environ)
             self.close(explained.exit_code, explained.found)
             raise explained from None
-        elif isinstance(error, HpctrainError):
+        else:
+            evidence.note_failure(self.world.rank, error, os.environ)
+            self._close_after(error)
+
+    def _close_after(self, error: BaseException) -> None:
+        if isinstance(error, HpctrainError):
             self.close(error.exit_code, error.found)
         elif isinstance(error, SystemExit) and isinstance(error.code, int):
             self.close(error.code, f"the script left with {error.code}")
         else:
             self.close(rundir.FAILED, f"{type(error).__name__}: {error}")
+
+
+def _described(loss: Any) -> str:
+    """What was given in the place of a loss."""
+    if not isinstance(loss, Tensor):
+        return f"a {type(loss).__name__}"
+    if loss.numel() != 1:
+        return f"a loss of shape {tuple(loss.shape)}"
+    return "a loss without a gradient (made under torch.no_grad(), or detached)"

@@ -23,7 +23,28 @@ from hpctrain.rundir import RunDirectory
 from hpctrain.speech import logger
 from hpctrain.world import World
 
-__all__ = ["Parts", "Position", "gather", "refuse_nonfinite", "refuse_streak", "restore"]
+__all__ = [
+    "LaterGroups",
+    "Loop",
+    "Parts",
+    "Position",
+    "Restored",
+    "gather",
+    "refuse_nonfinite",
+    "refuse_stateless",
+    "refuse_streak",
+    "restore",
+]
+
+
+class Loop(Protocol):
+    """What a session tells the run that is open."""
+
+    def stepping(self) -> None:
+        """A backward pass begins."""
+
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
 
 
 class Parts(Protocol):
@@ -44,8 +65,10 @@ class Parts(Protocol):
     verdict: str | None
     beat: Callable[[int], None]
 
-    def forget_step(self) -> None:
-        """Drop the micro-batches of a step that does not come to its end."""
+    loop: "Loop | None"
+
+    def forget_step(self) -> int:
+        """Drop the micro-batches of a step that does not come to its end; return how many."""
 
     @property
     def models(self) -> Sequence[nn.Module]:
@@ -77,12 +100,56 @@ class Position:
         epoch: the epoch under way, from 0.
         epoch_step: steps of it that are done.
         rows: of metrics that are written.
+        skipped: micro-batches of the epoch on each rank that no step was made of.
     """
 
     step: int = 0
     epoch: int = 0
     epoch_step: int = 0
     rows: int = 0
+    skipped: int = 0
+
+    def batches(self, accumulate: int) -> int:
+        """Micro-batches of the epoch that are done on each rank.
+
+        Args:
+            accumulate: micro-batches of a step on one rank.
+        """
+        return self.epoch_step * accumulate + self.skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a checkpoint has besides the states that were loaded.
+
+    Attributes:
+        position: where the run goes on.
+        random: the random states of this rank; None with another number of ranks.
+        log: what this rank has of the next row of metrics; likewise.
+        left: states of things that the script has not made yet, by name.
+        later: groups of parameters that the script has not added to its optimizers yet.
+    """
+
+    position: Position
+    random: dict[str, Any] | None
+    log: dict[str, Any] | None
+    left: dict[str, Any]
+    later: "list[LaterGroups]"
+
+
+def refuse_stateless(others: Mapping[str, Any]) -> None:
+    """Hold what the user adds to a checkpoint to what one can keep.
+
+    Raises:
+        UsageError: something has no state to save and to load.
+    """
+    for name, thing in others.items():
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise UsageError(
+                f'session.run(state={{"{name}": …}}) with a {type(thing).__name__}',
+                "something with state_dict() and load_state_dict(), which a resume fills",
+                "a class of your own with both, that keeps the value; metrics go to run.log()",
+            )
 
 
 def refuse_nonfinite(parts: Parts, step: int) -> None:
@@ -127,15 +194,18 @@ def refuse_streak(parts: Parts, ranks: float, step: int, saved: Position | None)
     raise error
 
 
-def gather(parts: Parts, others: Mapping[str, Any], position: Position) -> dict[str, Any] | None:
+def gather(
+    parts: Parts, others: Mapping[str, Any], position: Position, log: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """The state of a session, part by part, at rank 0; None elsewhere. Called by all ranks.
 
     Args:
         parts: the session.
         others: what the user added.
         position: of the run.
+        log: what this rank has of the next row of metrics.
     """
-    ranks = parts.backend.gather(_of_this_rank(parts))
+    ranks = parts.backend.gather({**_of_this_rank(parts), "log": dict(log)})
     if parts.world.rank > 0:
         return None
     state = {
@@ -148,6 +218,11 @@ def gather(parts: Parts, others: Mapping[str, Any], position: Position) -> dict[
             "global_batch": parts.batches.global_batch,
             "world_size": parts.world.world_size,
             "precision": parts.precision.name,
+            "trained": [
+                [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+                for model in parts.models
+            ],
+            "groups": [_names_of_groups(parts, optimizer) for optimizer in parts.optimizers],
         },
     }
     first = ranks[0]["buffers"]
@@ -180,9 +255,7 @@ def _equal(some: Sequence[Mapping[str, Tensor]], others: Sequence[Mapping[str, T
     )
 
 
-def restore(
-    parts: Parts, directory: RunDirectory, others: Mapping[str, Any]
-) -> tuple[Position, dict[str, Any] | None] | None:
+def restore(parts: Parts, directory: RunDirectory, others: Mapping[str, Any]) -> Restored | None:
     """Load the newest checkpoint; called by all ranks.
 
     Args:
@@ -191,8 +264,7 @@ def restore(
         others: what the user added.
 
     Returns:
-        Where the run goes on, and the random states of this rank (None with another number of
-        ranks); None where there is no checkpoint.
+        What is left to do; None where there is no checkpoint.
 
     Raises:
         UsageError: it is that of another script, global batch or number of ranks.
@@ -204,8 +276,11 @@ def restore(
     position = state["position"]
     _compare(parts, directory, position)
     _fill("model", parts.models, state["model"])
+    _train_again(parts, position)
     rates = _rates(parts)
-    _fill("optimizer", parts.optimizers, state["optimizer"])
+    later = _later_groups(parts, position, state["optimizer"])
+    states = [later[n].first if n in later else one for n, one in enumerate(state["optimizer"])]
+    _fill("optimizer", parts.optimizers, states)
     course = parts.options.lr_schedule != "constant" or parts.options.lr_warmup_epochs
     if rates != _rates(parts) and not course and not any(map(scheduled, parts.optimizers)):
         logger.warning(
@@ -231,13 +306,104 @@ def restore(
             thing.load_state_dict(state["state"][name])
         else:
             logger.warning("the checkpoint has no %s; it starts anew", name)
-    random = None
+    random = log = None
     if len(state["ranks"]) == parts.world.world_size:
         own = state["ranks"][parts.world.rank]
-        random = own["random"]
+        random, log = own["random"], own.get("log")
         _fill_buffers(parts.models, own["buffers"])
-    place = Position(*(position[name] for name in ("step", "epoch", "epoch_step", "rows")))
-    return place, random
+    place = Position(
+        position["step"],
+        position["epoch"],
+        position["epoch_step"],
+        position["rows"],
+        position.get("skipped", 0) * position["world_size"] // parts.world.world_size,
+    )
+    left = {name: kept for name, kept in state["state"].items() if name not in others}
+    return Restored(place, random, log, left, list(later.values()))
+
+
+class LaterGroups:
+    """Groups that `add_param_group` gave an optimizer while it trained, as when layers unfreeze.
+
+    A script that resumes may add them again, or be past the place at which it did.
+
+    Args:
+        parts: the session.
+        optimizer: has the first groups alone.
+        saved: its whole state.
+        names: by group, those of its parameters.
+
+    Attributes:
+        optimizer: as given.
+        first: the state of the groups that it has.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        optimizer: Optimizer,
+        saved: dict[str, Any],
+        names: Sequence[Sequence[tuple[int, str]]],
+    ) -> None:
+        self._parts, self.optimizer, self._saved, self._names = parts, optimizer, saved, names
+        groups = saved["param_groups"][: len(optimizer.param_groups)]
+        kept = {number for group in groups for number in group["params"]}
+        state = {number: one for number, one in saved["state"].items() if number in kept}
+        self.first = {**saved, "state": state, "param_groups": groups}
+
+    def take_up(self) -> None:
+        """Before the first step: add the groups that are missing still, and load all of them."""
+        there = len(self.optimizer.param_groups)
+        for group, names in zip(
+            self._saved["param_groups"][there:], self._names[there:], strict=True
+        ):
+            models = [dict(model.named_parameters()) for model in self._parts.models]
+            own = [self._parts.precision.master(models[n][name]) for n, name in names]
+            self.optimizer.add_param_group({**group, "params": own})
+            logger.info("%d parameters that were added to the optimizer are again", len(own))
+        self.optimizer.load_state_dict(self._saved)
+
+
+def _later_groups(
+    parts: Parts, position: Mapping[str, Any], states: Sequence[dict[str, Any]]
+) -> dict[int, LaterGroups]:
+    """By number, the optimizers that have fewer groups than in the checkpoint."""
+    names = position.get("groups", [])
+    return {
+        number: LaterGroups(parts, optimizer, saved, names[number])
+        for number, (optimizer, saved) in enumerate(zip(parts.optimizers, states, strict=False))
+        if number < len(names) and len(saved["param_groups"]) > len(optimizer.param_groups)
+    }
+
+
+def _names_of_groups(parts: Parts, optimizer: Optimizer) -> list[list[tuple[int, str]]]:
+    """By group of an optimizer, the model and the name of each of its parameters."""
+    names = {
+        id(parts.precision.master(parameter)): (number, name)
+        for number, model in enumerate(parts.models)
+        for name, parameter in model.named_parameters()
+    }
+    return [
+        [names.get(id(parameter), (-1, "")) for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]
+
+
+def _train_again(parts: Parts, position: Mapping[str, Any]) -> None:
+    """Freeze and unfreeze what was when the checkpoint was taken."""
+    for model, names in zip(parts.models, position.get("trained", ()), strict=False):
+        trained, changed = set(names), []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad != (name in trained):
+                parameter.requires_grad_(name in trained)
+                changed.append(name)
+        if changed:
+            logger.info(
+                "%s and %d more parameters are %s, as in the checkpoint",
+                changed[0],
+                len(changed) - 1,
+                "trained" if changed[0] in trained else "frozen",
+            )
 
 
 def _fill_buffers(models: Sequence[nn.Module], own: Sequence[Mapping[str, Tensor]] | None) -> None:

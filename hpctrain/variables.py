@@ -27,6 +27,7 @@ RUN = "HPCTRAIN_RUN"  # the run directory
 DATA = "HPCTRAIN_DATA"  # the folder with data sets
 CACHE = "HPCTRAIN_CACHE"  # the folder for everything that can be made again
 VERDICT = "HPCTRAIN_VERDICT"  # where rank 0 writes how the run ended
+EVIDENCE = "HPCTRAIN_EVIDENCE"  # the folder in which ranks leave how they failed
 STOP = "HPCTRAIN_STOP"  # the file that asks the run to save and to leave
 SCRATCH = "HPCTRAIN_SCRATCH"  # where a host has its copies of code and environment
 
@@ -45,6 +46,7 @@ _OF_ONE_RANK = (
     MAIN_ADDRESS,
     MAIN_PORT,
     VERDICT,
+    EVIDENCE,
     STOP,
     SCRATCH,
 )

@@ -12,6 +12,7 @@ from hpctrain.arguments import Options
 from hpctrain.profiling import Profile
 from hpctrain.progress import Course, Lines, open_progress
 from hpctrain.rundir import RunDirectory
+from hpctrain.speech import logger
 from hpctrain.state import Parts
 from hpctrain.timings import Clock, DeviceClock, Phases, Timings
 from hpctrain.tracking import About, Tracking
@@ -70,6 +71,7 @@ class Watching:
             self._profile = Profile(profiling.steps(options.profile), parts.device, path)
         self._seconds = self._lap = self._waited = 0.0
         self._trained = self._lap_step = self._first = 0
+        self._samples = parts.batches.global_batch  # of a step
         self._memory: tuple[float, int] | None = None  # when it was asked for, and the answer
 
     def begin(self, step: int) -> None:
@@ -129,8 +131,27 @@ class Watching:
     def end_batches(self, step: int) -> None:
         """They are at their end, at this step."""
         self._seconds += time.perf_counter() - self._begun
-        self._trained += (step - self._first) * self._parts.batches.global_batch
+        self._trained += (step - self._first) * self._samples
         self._progress.end_epoch(step)
+
+    def see_samples(self, count: int) -> None:
+        """A loader of the script's own begins an epoch.
+
+        Args:
+            count: samples of its first micro-batch on this rank; speeds follow from it.
+        """
+        batches, size = self._parts.batches, self._parts.world.world_size
+        samples = count * batches.accumulate * size
+        if samples != self._samples:
+            self._samples = samples
+            logger.info(
+                "the loader's batches have %d samples: global batch %d = %d × %d × %d",
+                count,
+                samples,
+                count,
+                batches.accumulate,
+                size,
+            )
 
     def step(self, step: int) -> None:
         """A step is done, which makes so many."""
@@ -148,7 +169,7 @@ class Watching:
         """
         now, waited = time.perf_counter(), self._clock.seconds[LOADING]
         seconds = now - self._lap
-        samples = (step - self._lap_step) * self._parts.batches.global_batch
+        samples = (step - self._lap_step) * self._samples
         tail = {
             "samples_per_second": samples / seconds,
             "data_wait": round((waited - self._waited) / seconds, 4),

@@ -6,6 +6,8 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
+from hpctrain.errors import UsageError
+
 __all__ = ["Parser"]
 
 # Text for people, unless the script has an option of that name.
@@ -25,6 +27,20 @@ class Parser(argparse.ArgumentParser):
     (store_const), are for the command line alone. What is wrong with the file ends the process as a
     wrong command line does, with exit code 2.
     """
+
+    def add_argument(self, *flags: Any, **keywords: Any) -> argparse.Action:
+        """As argparse does; of an option that is there already, say what to do."""
+        try:
+            return super().add_argument(*flags, **keywords)
+        except argparse.ArgumentError:
+            taken = next(flag for flag in flags if flag in self._option_string_actions)
+            error = UsageError(
+                f"parser.add_argument({taken!r}), which hpctrain.options() has already",
+                "each option once",
+                "leave yours out; parser.set_defaults("
+                f"{self._option_string_actions[taken].dest}=…) gives the option another default",
+            )
+            self.exit(error.exit_code, f"hpctrain: error: {error}\n")
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

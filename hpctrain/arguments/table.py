@@ -131,8 +131,21 @@ class Options:
         metavar="N",
     )
     seed: int = option("--seed", 0, "of weights, order and augmentation", FROM_ZERO, metavar="N")
+    seed_everything: bool = option(
+        "--seed-everything",
+        True,
+        "seed the generators of Python and NumPy too, as torch's: alike on all ranks before "
+        "run.batches, differently on each from there on",
+        action=argparse.BooleanOptionalAction,
+    )
     deterministic: bool = option(
         "--deterministic", False, "bit-equal repeats; slower on GPUs", action="store_true"
+    )
+    same_data: bool = option(
+        "--same-data",
+        False,
+        "let a loader of the script's own give several ranks the same batches",
+        action="store_true",
     )
     workers: int | str = option(
         "--workers",

@@ -114,6 +114,22 @@ class Backend(ABC):
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
         """Whether the next backward pass of a wrapped model averages its gradients."""
 
+    def attach(self, loss: Tensor, first: bool) -> Tensor:
+        """Let the backward pass of a loss average the gradients of every prepared model.
+
+        However the loss was made: by `model(x)`, by another method, by the model as it was before
+        `prepare`, and with parameters that were frozen or unfrozen since. Called by all ranks.
+
+        Args:
+            loss: of a micro-batch.
+            first: whether that is the first one of its step.
+
+        Returns:
+            The loss to go backward from.
+        """
+        del first
+        return loss
+
     def forget(self) -> None:  # noqa: B027, as only Horovod's hooks count
         """Micro-batches of the step under way do not count; its gradients are cleared."""
 
@@ -148,6 +164,13 @@ class Backend(ABC):
     @abstractmethod
     def gather(self, thing: T) -> list[T]:
         """The object (picklable) of every rank, at rank 0; at the others an empty list."""
+
+    @abstractmethod
+    def meet(self, words: str) -> list[str]:
+        """Wait for all ranks, and give the words of each, in the order of ranks.
+
+        Apart from all other exchanges: where another rank is at one of those, it comes to no harm.
+        """
 
     @abstractmethod
     def broadcast(self, tensors: Sequence[Tensor]) -> None:

@@ -48,6 +48,10 @@ class Single(Backend):
         """The object itself."""
         return [thing]
 
+    def meet(self, words: str) -> list[str]:
+        """The words themselves."""
+        return [words]
+
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Nothing."""
 

@@ -12,6 +12,7 @@ from hpctrain.data.images import (
     SyntheticImages,
 )
 from hpctrain.data.loader import Loader, check_arguments
+from hpctrain.data.own import begin_own, check_own, fingerprint, refuse_same, samples
 from hpctrain.data.sampler import EvaluationSampler, TrainingSampler
 from hpctrain.shards import FolderSource, ShardSource, Source, image_source, same_classes
 
@@ -31,9 +32,14 @@ __all__ = [
     "SyntheticImages",
     "TrainingSampler",
     "begin_epoch",
+    "begin_own",
     "check_arguments",
+    "check_own",
+    "fingerprint",
     "image_source",
     "load",
+    "refuse_same",
     "same_classes",
+    "samples",
     "steps_of_epoch",
 ]

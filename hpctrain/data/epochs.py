@@ -47,28 +47,25 @@ def begin_epoch(
     placement: Placement,
     epoch: int,
     first: int,
-    accumulate: int,
 ) -> Iterator[Any]:
-    """The micro-batches of an epoch from one of its steps on.
+    """The micro-batches of an epoch from one of them on.
 
     Args:
         loader: of `session.loader()`; or any iterable, whose batches are placed here.
         samplers: those of all training loaders, also of those that the script has wrapped.
         placement: where batches go.
         epoch: its number, from 0.
-        first: the step of the epoch to begin with.
-        accumulate: micro-batches of a step on one rank.
+        first: micro-batches of this rank to leave out.
     """
     for sampler in samplers:
-        sampler.epoch, sampler.first_step = epoch, 0
+        sampler.epoch, sampler.first = epoch, 0
     if isinstance(loader, Loader) and isinstance(loader.sampler, TrainingSampler):
-        loader.sampler.first_step = first
+        loader.sampler.first = first
         return iter(loader)
     with signals.unheard():
         iterator = feed(iter(loader), placement)
-    seen = first * accumulate
-    if seen:
-        logger.warning("this loader cannot skip: %d batches are fetched and dropped", seen)
-        for _ in range(seen):
+    if first:
+        logger.warning("this loader cannot skip: %d batches are fetched and dropped", first)
+        for _ in range(first):
             next(iterator, None)
     return iterator

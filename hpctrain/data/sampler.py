@@ -35,7 +35,7 @@ class TrainingSampler(Sampler[list[int]]):
 
     Attributes:
         epoch: whose order the next iteration has.
-        first_step: the step of the epoch that it begins with.
+        first: micro-batches of this rank to leave out at the beginning of an iteration.
 
     Raises:
         UsageError: there are fewer samples than one step takes.
@@ -57,7 +57,7 @@ class TrainingSampler(Sampler[list[int]]):
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
-        self.first_step = 0
+        self.first = 0
 
     @property
     def steps(self) -> int:
@@ -76,8 +76,8 @@ class TrainingSampler(Sampler[list[int]]):
         Args:
             number: of the micro-batch, from the first one of this iteration on.
         """
-        step, index = divmod(number, self.batches.accumulate)
-        rest = self.length - (self.first_step + step) * self.batches.global_batch
+        step, index = divmod(self.first + number, self.batches.accumulate)
+        rest = self.length - step * self.batches.global_batch
         if rest >= self.batches.global_batch:
             return 1.0
         size, slots = self.batches.batch_size, self.batches.accumulate * self.world.world_size
@@ -89,17 +89,17 @@ class TrainingSampler(Sampler[list[int]]):
         return index * self.world.world_size + self.world.rank
 
     def __len__(self) -> int:
-        return (self.steps - self.first_step) * self.batches.accumulate
+        return self.steps * self.batches.accumulate - self.first
 
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(seeds.derive("order", self.seed, self.epoch))
         order = torch.randperm(self.length, generator=generator).tolist()
         size = self.batches.batch_size
-        for step in range(self.first_step, self.steps):
-            for index in range(self.batches.accumulate):
-                first = step * self.batches.global_batch
-                start = first + self._place(index) * size
-                yield order[start : start + size] or order[first : first + size]
+        for number in range(self.first, self.steps * self.batches.accumulate):
+            step, index = divmod(number, self.batches.accumulate)
+            first = step * self.batches.global_batch
+            start = first + self._place(index) * size
+            yield order[start : start + size] or order[first : first + size]
 
 
 class EvaluationSampler(Sampler[list[int]]):

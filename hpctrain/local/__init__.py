@@ -112,13 +112,21 @@ def start_elastic(
 
 def _tell(outcome: watch.Outcome) -> None:
     """The first rank that failed has the cause; what the others say comes of it."""
+    if not outcome.sessions and len(outcome.ranks) > 1:
+        say(
+            f"hpctrain: none of the {len(outcome.ranks)} ranks has opened a Session: unless the "
+            "script brings them together itself, each of them was a training of its own\n"
+            "  expected: with hpctrain.Session(…) as session: in the script\n"
+            "  to mend:  hpctrain run --as torchrun SCRIPT, for a script that looks for RANK and "
+            "WORLD_SIZE\n"
+        )
     first = outcome.first
     if first is None or len(outcome.ranks) == 1:
         return
     # Of wrong use every rank has said the same, in a few lines.
     if all(rank.code == UsageError.exit_code for rank in outcome.ranks):
         return
-    say(f"hpctrain: rank {first.number} failed first, {first.how()}\n")
+    say(f"hpctrain: rank {first.number} failed first, {first.how(brief=True)}\n")
 
 
 def _pass_on(said: tuple[int, str] | None, path: str | None) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import select
 import selectors
 import subprocess
@@ -28,6 +29,10 @@ _FEW_LINES = 20
 _MANY_LINES = 200
 _TRACEBACK = b"Traceback (most recent call last)"
 _ERROR = b"hpctrain: error: "
+# What C++ says as it ends a process, with what gloo, NCCL and Horovod say of other ranks.
+_ABORTED = re.compile(
+    rb"what\(\):.*(Connection (closed|reset)|Broken pipe|[Tt]imed out|EnforceNotMet|remote process)"
+)
 # A traceback that follows one of these lines belongs to what went before it.
 _GOES_ON = (
     b"During handling of the above exception",
@@ -50,12 +55,13 @@ class Tail:
     Attributes:
         failed: when its last traceback or error came, in seconds of the monotonic clock; infinity
             without one.
-        error: the first line of an error of hpctrain, which several ranks may have; else empty.
+        follows: whether a library has aborted the process because another rank is gone or does
+            something else.
     """
 
     def __init__(self) -> None:
         self.failed = float("inf")
-        self.error = b""
+        self.follows = False
         self._lines: deque[bytes] = deque()
         self._size = 0
         self._count = 0
@@ -68,7 +74,7 @@ class Tail:
         begins = line.startswith(_TRACEBACK) and not self._previous.startswith(_GOES_ON)
         if begins or line.startswith(_ERROR):
             self.failed, self._cause = time.monotonic(), self._count
-            self.error = b"" if begins else line
+        self.follows = self.follows or _ABORTED.search(line) is not None
         self._previous = line or self._previous
         self._lines.append(line)
         self._count += 1

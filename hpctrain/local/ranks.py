@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hpctrain import variables
 from hpctrain.errors import StartError
+from hpctrain.evidence import Failure
 from hpctrain.local import guard
 from hpctrain.local.output import Tail
 
@@ -39,6 +40,8 @@ class Rank:
         code: that it left with, or the negative number of the signal that ended it; None while it
             runs.
         ended: when, in seconds of the monotonic clock.
+        failure: what it has left of how it failed, if anything.
+        shown: whether its traceback is on standard error.
     """
 
     number: int
@@ -46,6 +49,8 @@ class Rank:
     tail: Tail = field(default_factory=Tail)
     code: int | None = None
     ended: float = float("inf")
+    failure: Failure | None = None
+    shown: bool = False
 
     @classmethod
     def start(
@@ -108,10 +113,17 @@ class Rank:
             if close and stream is not None:
                 stream.close()
 
-    def how(self) -> str:
-        """How it ended, and its last words; for people."""
+    def how(self, brief: bool = False) -> str:
+        """How it ended, and its last words; for people.
+
+        Args:
+            brief: leave out what is on standard error already, where the rank has left its reason.
+        """
         code = self.code or 0
         how = f"with exit code {code}" if code >= 0 else f"with signal {_name(-code)}"
+        if brief and self.failure is not None:
+            text = self.failure.traceback if not self.shown else ""
+            return f"{how}: {self.failure.words}" + (f"\n{text.rstrip()}" if text else "")
         said = self.tail.text()
         lines = "".join(f"\n  {line}" for line in said.splitlines())
         return f"{how}. It said:{lines}" if said else f"{how}. It said nothing on standard error."

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain import signals, variables
+from hpctrain import evidence, signals, variables
+from hpctrain.evidence import Failure
 from hpctrain.local.output import Output, say
 from hpctrain.local.ranks import Guard, Rank
 
@@ -21,9 +22,6 @@ _SECONDS_TO_FAIL = 5.0
 _SECONDS_TO_STOP = 5.0
 # What a rank started may hold its output open when the rank has ended.
 _SECONDS_TO_SPEAK = 1.0
-
-# Signals that end a rank for a reason of its own; SIGABRT is also how one complains of another.
-_KILLED = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 _PASSED_ON = (signal.SIGINT, signal.SIGHUP, *signals.STOP)
 
@@ -39,11 +37,13 @@ class Outcome:
         ranks: of this machine, all of them ended.
         first: the one that failed first by itself; None when none did.
         signal: that came and was passed on to the ranks; None when none did.
+        sessions: whether any rank has opened a session.
     """
 
     ranks: Sequence[Rank]
     first: Rank | None
     signal: int | None
+    sessions: bool = True
 
     @property
     def unheard(self) -> bool:
@@ -103,7 +103,11 @@ def run(
         watch = _Watch(ranks, events)
         try:
             for number, environ in environs.items():
-                own = {**environ, variables.VERDICT: str(verdict)}
+                own = {
+                    **environ,
+                    variables.VERDICT: str(verdict),
+                    variables.EVIDENCE: str(verdict.parent),
+                }
                 ranks.append(Rank.start(number, command, own, bind))
                 guard.know(ranks[-1])
             output = Output(ranks, labelled, lambda: events.put(None))
@@ -118,7 +122,7 @@ def run(
             if output is not None:
                 output.stop()
         watch.listen()
-    return watch.outcome()
+    return watch.outcome(verdict.parent)
 
 
 @contextlib.contextmanager
@@ -153,9 +157,18 @@ class _Watch:
         self._ended = False  # whether anything was ended from here
         self._silent = False  # whether all output has been passed on
 
-    def outcome(self) -> Outcome:
-        """When all is over."""
-        return Outcome(self._ranks, _first(self._failed), self._signal)
+    def outcome(self, folder: Path) -> Outcome:
+        """When all is over.
+
+        Args:
+            folder: where ranks left how they failed.
+        """
+        failures = evidence.failures(folder)
+        first = _first(self._failed, failures)
+        if first is not None:
+            first.failure = failures.get(first.number)
+            first.shown = first.failure is not None and first.failure.pid == evidence.shown(folder)
+        return Outcome(self._ranks, first, self._signal, evidence.sessions(folder))
 
     def wait(self) -> None:
         """Until all ranks have ended."""
@@ -228,15 +241,23 @@ class _Watch:
                 rank.signal(number)
 
 
-def _first(failed: Sequence[Rank]) -> Rank | None:
-    """The rank that failed first: by when it began to say so, as leaving can take long."""
-    if not failed:
-        return None
-    # It takes the system longer to clear away what was killed than the others to complain of it.
-    killed = [rank for rank in failed if rank.code is not None and -rank.code in _KILLED]
-    first = min(killed or failed, key=lambda rank: min(rank.tail.failed, rank.ended))
-    if first.tail.error:
-        # Several ranks may say the same, and the lowest says more.
-        same = [rank for rank in failed if rank.tail.error == first.tail.error]
-        return min(same, key=lambda rank: rank.number)
-    return first
+def _first(failed: Sequence[Rank], left: Mapping[int, Failure]) -> Rank | None:
+    """The rank that failed first.
+
+    What a rank has left says when, and whether another one was the cause. One that was killed has
+    left nothing: it counts from its end, or from the moment at which it began to say something,
+    as leaving can take long. One that was aborted by its library, for want of another one, is none
+    that failed by itself.
+
+    Args:
+        failed: ranks that did not end well.
+        left: by rank, what it has left.
+    """
+
+    def order(rank: Rank) -> tuple[bool, float, int]:
+        failure = left.get(rank.number)
+        if failure is not None:
+            return failure.follows, failure.time, rank.number
+        return rank.tail.follows, min(rank.tail.failed, rank.ended), rank.number
+
+    return min(failed, key=order, default=None)

@@ -4,6 +4,24 @@ from hpctrain.optim.decay import split
 from hpctrain.optim.ema import EMA
 from hpctrain.optim.lamb import LAMB
 from hpctrain.optim.lars import LARS
-from hpctrain.optim.schedules import Schedule, apply, scale, scheduled
+from hpctrain.optim.schedules import (
+    Schedule,
+    apply,
+    attached,
+    put_back_rates,
+    scale,
+    scheduled,
+)
 
-__all__ = ["EMA", "LAMB", "LARS", "Schedule", "apply", "scale", "scheduled", "split"]
+__all__ = [
+    "EMA",
+    "LAMB",
+    "LARS",
+    "Schedule",
+    "apply",
+    "attached",
+    "put_back_rates",
+    "scale",
+    "scheduled",
+    "split",
+]

@@ -3,16 +3,18 @@
 The rate is the base rate times a factor that follows from the number of the step alone.
 """
 
+import gc
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hpctrain.errors import UsageError
 
-__all__ = ["Schedule", "apply", "scale"]
+__all__ = ["Schedule", "apply", "attached", "put_back_rates", "scale", "scheduled"]
 
 _ENDING = ("cosine", "polynomial")  # they depend on where the training ends
 _KINDS = ("constant", "step", *_ENDING)
@@ -156,6 +158,53 @@ def scheduled(optimizer: Optimizer) -> bool:
     Source: `patch_track_step_called` in torch/optim/lr_scheduler.py, torch 2.15.
     """
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def attached(optimizers: Sequence[Optimizer], but: Iterable[object] = ()) -> dict[str, LRScheduler]:
+    """Torch's schedulers that change the rates of optimizers, by names that a checkpoint can have.
+
+    An optimizer does not know them, so they are looked for among all objects of this process: tens
+    of milliseconds, once or twice in a start.
+
+    Args:
+        optimizers: the prepared ones.
+        but: schedulers that somebody else takes care of.
+
+    Raises:
+        UsageError: two of a kind for one optimizer, so that a name would mean either.
+    """
+    gc.collect()  # or those that a notebook's cell made before would be found too
+    known, others = {id(one) for one in optimizers}, {id(one) for one in but}
+    found = [
+        one
+        for one in gc.get_objects()
+        # Not isinstance, which asks some objects for their __class__.
+        if issubclass(type(one), LRScheduler) and id(getattr(one, "optimizer", None)) in known
+    ]
+    inside = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
+    named: dict[str, LRScheduler] = {}
+    for number, optimizer in enumerate(optimizers):
+        for one in found:
+            if one.optimizer is optimizer and id(one) not in inside | others:
+                name = f"{type(one).__name__} of optimizer {number}"
+                if name in named:
+                    raise UsageError(
+                        f"two schedulers of the kind {type(one).__name__} for one optimizer",
+                        "that a checkpoint can tell them apart",
+                        'session.run(state={"warm-up": first, "decay": second})',
+                    )
+                named[name] = one
+    return named
+
+
+def put_back_rates(scheduler: LRScheduler) -> None:
+    """Give its optimizer the rates that a loaded scheduler had last."""
+    last = getattr(scheduler, "_last_lr", None)
+    for group, rate in zip(scheduler.optimizer.param_groups, last or (), strict=False):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = float(rate)
 
 
 def apply(optimizers: Iterable[Optimizer], factor: float) -> None:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.watchdog.phases import CLOSED, PHASES
+from hpctrain.watchdog.phases import BACKWARD, CLOSED, EVALUATING, PHASES, SAVING, UPDATING
 from hpctrain.watchdog.processes import STATES
 
-__all__ = ["Blame", "Sighting", "judge", "place", "suspended"]
+__all__ = ["Blame", "Sighting", "apart", "judge", "place", "suspended"]
 
 _MOST_NAMED = 8
 
@@ -108,6 +108,38 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
     if waits:
         found += ": they wait for each other"
     return Blame((), found + _kernel(alive), _NETWORK if waits else _LONG)
+
+
+def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
+    """Whether ranks wait for each other at two places, so that none of them ever goes on.
+
+    A rank in the backward pass of a step needs the gradients of all others. Those that wait in a
+    save or an evaluation after as many steps, or fewer, will not bring any before it has come
+    there itself.
+
+    Args:
+        sightings: of ranks that go backward once in each step.
+        world_size: the number of ranks.
+    """
+    inside = [one for one in sightings if one.state and one.phase != CLOSED]
+    if len(inside) < world_size:
+        return None
+    training = [one for one in inside if one.phase in (BACKWARD, UPDATING)]
+    others = [one for one in inside if one.phase in (EVALUATING, SAVING)]
+    if not training or not others or len(training) + len(others) < world_size:
+        return None
+    if max(one.step for one in others) > min(one.step for one in training):
+        return None
+    found = "; ".join(
+        f"{_numbers(_ranks(those))} {'is' if len(those) == 1 else 'are'} at {place(those[0])}"
+        for those in (training, others)
+    )
+    return Blame(
+        _ranks(others if len(others) < len(training) else training),
+        f"the ranks wait for each other at two places: {found}",
+        "give all ranks as many batches, and break, save, log and evaluate on all of them, not "
+        "under `if session.is_main`",
+    )
 
 
 _LONG = "the stack says where; --timeout SECONDS where that may take so long"

@@ -13,7 +13,7 @@ from pathlib import Path
 from hpctrain import rundir
 from hpctrain.errors import HpctrainError
 from hpctrain.watchdog import slots, stacks
-from hpctrain.watchdog.blame import Sighting, judge, place, suspended
+from hpctrain.watchdog.blame import Blame, Sighting, apart, judge, place, suspended
 from hpctrain.watchdog.board import Aside, Board, append
 from hpctrain.watchdog.phases import CLOSED, IDLE
 from hpctrain.watchdog.processes import STATES, Process
@@ -26,6 +26,8 @@ _SECONDS_FOR_FILES = 5.0  # a file system that takes longer is done without
 # The helpers of other hosts notice that one has judged, and end their ranks at the same time.
 _SECONDS_TO_AGREE = 3.0
 _SECONDS_TO_DIE = 10.0
+# Ranks that wait for each other at two places are told so after this, and once more as long.
+_SECONDS_APART = 5.0
 
 
 @dataclass(slots=True)
@@ -86,6 +88,8 @@ class Watch:
         self._log = self._directory.logs / f"watch-{self._host}.log"
         self._board = Board(self._directory.path, settings["key"], self._host, settings["rank"])
         self._first = settings["node_rank"] == 0
+        self._accumulates = settings["accumulate"] > 1
+        self._apart: tuple[float, list[Sighting]] | None = None  # when they were first seen so
         self._interval = min(_MOST_SECONDS_BETWEEN_LOOKS, self._timeout / _LOOKS)
         self._bell = os.open(folder / "bell", os.O_RDWR | os.O_NONBLOCK)
         self._expected: int | None = settings["local_world_size"]
@@ -167,7 +171,11 @@ class Watch:
     def _consider(self) -> None:
         """Tell the others of silence, and judge where it is too long."""
         silence = max((one.silence for one in self._ranks.values() if one.counts), default=0.0)
-        if silence < self._timeout / 2:
+        if silence >= _SECONDS_APART and not self._accumulates:
+            self._look_apart()
+        else:
+            self._apart = None
+        if silence < min(self._timeout / 2, _SECONDS_APART):
             if self._posted is not None:
                 self._posted = None
                 self._files(self._board.withdraw, _SECONDS_FOR_FILES)
@@ -175,12 +183,33 @@ class Watch:
         judged = False
         if not self._alone():
             now = self._clock()
-            if self._posted is None or now - self._posted > self._timeout / _LOOKS:
+            if self._posted is None or now - self._posted > self._seconds_between_posts(silence):
                 self._posted = now
                 self._post()
             judged = bool(self._files(self._board.judged, _SECONDS_FOR_FILES))
         if judged or silence >= self._timeout:
             self._judge()
+
+    def _seconds_between_posts(self, silence: float) -> float:
+        """Steps may well take some seconds, so a large job's hosts are slow to tell of that."""
+        if silence >= self._timeout / 2:
+            return self._timeout / _LOOKS
+        return min(self._timeout / _LOOKS, max(1.0, len(self._hosts) / 16))
+
+    def _look_apart(self) -> None:
+        """End ranks that wait for each other at two places; the first helper looks for all."""
+        if not (self._first or self._alone()):
+            return
+        seen = self._sightings()
+        if not self._alone():
+            seen += self._files(self._board.others, _SECONDS_FOR_FILES) or []
+        blame, now = apart(seen, self._world_size), self._clock()
+        if blame is None:
+            self._apart = None
+        elif self._apart is None:
+            self._apart = now, seen
+        elif now - self._apart[0] >= _SECONDS_APART and _longer(self._apart[1], seen):
+            self._end(blame, seen)
 
     def _alone(self) -> bool:
         """Whether all ranks are watched here."""
@@ -201,7 +230,10 @@ class Watch:
             for one in self._ranks.values():
                 one.silence = min(one.silence, self._timeout / 2)
             return
-        blame = judge(seen, self._world_size, self._hosts)
+        self._end(judge(seen, self._world_size, self._hosts), seen)
+
+    def _end(self, blame: Blame, seen: Sequence[Sighting]) -> None:
+        """Say who is to blame, and kill."""
         expected = f"a sign of life from every rank; {self._limit()}"
         judgement = str(HpctrainError(blame.found, expected, blame.fix))
         if not self._alone():
@@ -289,6 +321,17 @@ class Watch:
         """Write a line to the log."""
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
         self._files(lambda: append(self._log, line), _SECONDS_FOR_FILES)
+
+
+def _longer(before: Sequence[Sighting], now: Sequence[Sighting]) -> bool:
+    """Whether all ranks are silent at the same places still; what a host tells may be old."""
+    were = {one.rank: one for one in before}
+    return all(
+        (were[one.rank].step, were[one.rank].phase) == (one.step, one.phase)
+        and one.silence > were[one.rank].silence
+        for one in now
+        if one.rank in were
+    )
 
 
 def _describe(one: Sighting) -> str:

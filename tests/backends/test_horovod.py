@@ -454,15 +454,6 @@ def test_horovod_averages_sparse_gradients():
         assert "sparse gradients with --horovod-groups" in refused
 
 
-def unfrozen_later():
-    with session() as opened:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        model[0].requires_grad_(False)
-        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 1.0))
-        model[0].requires_grad_(True)
-        opened.step(model(torch.ones(1, 2)).sum())
-
-
 def weights_in_bfloat16():
     with session() as opened:
         opened.prepare(nn.Linear(2, 2).bfloat16())
@@ -478,7 +469,6 @@ def one_weight_in_two_models():
 @pytest.mark.parametrize(
     ("program", "found"),
     [
-        (unfrozen_later, "frozen or unfrozen after session.prepare()"),
         (weights_in_bfloat16, "parameter model0.weight is torch.bfloat16"),
         (one_weight_in_two_models, "two prepared models share parameters"),
     ],

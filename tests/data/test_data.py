@@ -48,12 +48,12 @@ def worlds(size):
     return [World(rank, size, rank, size, 0, 1) for rank in range(size)]
 
 
-def epoch_of(length, batches, size, epoch=0, first_step=0, seed=3):
+def epoch_of(length, batches, size, epoch=0, first=0, seed=3):
     """Return, for each step, the micro-batches of all ranks in the order of the global batch."""
     streams = []
     for world in worlds(size):
         sampler = TrainingSampler(length, batches, world, seed)
-        sampler.epoch, sampler.first_step = epoch, first_step
+        sampler.epoch, sampler.first = epoch, first
         streams.append(list(sampler))
         assert len(streams[-1]) == len(sampler)
     in_order = [each for together in zip(*streams, strict=True) for each in together]
@@ -99,7 +99,8 @@ def test_sampler_resumes_in_the_middle_of_an_epoch():
     batches = Batches(12, 2, 2)
     whole = epoch_of(100, batches, 3, epoch=1)
     for first_step in range(len(whole) + 1):
-        assert epoch_of(100, batches, 3, epoch=1, first_step=first_step) == whole[first_step:]
+        first = first_step * batches.accumulate
+        assert epoch_of(100, batches, 3, epoch=1, first=first) == whole[first_step:]
 
 
 def test_sampler_shuffles_by_epoch_and_seed():
@@ -510,7 +511,7 @@ class NoisyBatches(Noisy):
         return [self[index] for index in indices]
 
 
-def drawn(dataset, world_size=1, size=4, workers=0, epochs=(0,), first_step=0, seed=5):
+def drawn(dataset, world_size=1, size=4, workers=0, epochs=(0,), first=0, seed=5):
     """Return the random numbers of each sample, by epoch and index."""
     samples = {}
     for rank in range(world_size):
@@ -518,7 +519,7 @@ def drawn(dataset, world_size=1, size=4, workers=0, epochs=(0,), first_step=0, s
         sampler = TrainingSampler(24, batches, World(rank, world_size, rank), seed)
         loader = Loader(dataset, sampler, Placement(CPU), workers, seed, rank)
         for epoch in epochs:
-            sampler.epoch, sampler.first_step = epoch, first_step
+            sampler.epoch, sampler.first = epoch, first
             for batch in loader:
                 for index, *numbers in batch.tolist():
                     samples[epoch, int(index)] = tuple(numbers)
@@ -532,7 +533,7 @@ def test_augmentation_is_seeded_by_sample_for_any_worker_and_rank():
     for place in range(3):
         assert len({numbers[place] for numbers in alone.values()}) == 48
     assert drawn(Noisy(), world_size=3, size=2, workers=2, epochs=(0, 1)) == alone
-    resumed = drawn(Noisy(), first_step=3, epochs=(1,))
+    resumed = drawn(Noisy(), first=3, epochs=(1,))
     assert len(resumed) == 12
     assert resumed.items() <= alone.items()
     subset = drawn(torch.utils.data.Subset(Noisy(), range(24)), size=3)

@@ -327,11 +327,11 @@ def test_omp_num_threads_is_shared_and_that_is_said_once(script, tmp_path):
     out, err = run("--nproc-per-node", "3")
     assert sorted(out) == sorted(["0:", share, "1:", share, "2:", share])
     assert err.startswith(f"hpctrain: OMP_NUM_THREADS={share} for each of 3 ranks: {cores} core")
-    assert err.count("\n") == 1
+    assert err.count("OMP_NUM_THREADS") == 1
     assert run("--nproc-per-node", "1") == ([str(cores)], "")
     out, err = run("--nproc-per-node", "2", OMP_NUM_THREADS="5")
     assert sorted(out) == ["0:", "1:", "5", "5"]
-    assert err == ""
+    assert "OMP_NUM_THREADS" not in err
 
 
 def test_run_dash_m_starts_a_module(tmp_path):

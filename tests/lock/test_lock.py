@@ -62,10 +62,11 @@ def info(caplog):
     """What is said, as text."""
     logger = logging.getLogger("hpctrain")
     logger.addHandler(caplog.handler)
-    level, logger.level = logger.level, logging.INFO
+    level = logger.level
+    logger.setLevel(logging.INFO)  # which also forgets what was decided under the one before
     yield caplog
     logger.removeHandler(caplog.handler)
-    logger.level = level
+    logger.setLevel(level)
 
 
 def job(number="70", restart=0, task=None):

@@ -333,7 +333,7 @@ def train(session, args, faults):
                 ledger.consumed(ids, mix, int(order[0]))
                 if done:
                     schedule.step()
-                    ledger.step(run.step, model)
+                    ledger.step(run.step - 1, model)
                     time.sleep(args.pace)
             run.log(**evaluate(session, model, test_loader, faults, epoch))
         leave_result(session, run, model, optimizer, schedule)

@@ -37,16 +37,16 @@ def full():
 def test_metrics_on_a_full_disk_are_kept_and_no_line_is_cut(single, full, caplog):
     directory = RunDirectory("run")
     trim(directory, 0)
-    metrics = Metrics(single, directory, 0, 1)
-    metrics.write({"step": 1}, {"top1": 0.5})
+    metrics = Metrics(single, directory, 0)
+    metrics.write(1, 0, {"top1": 0.5})
     size = directory.metrics.stat().st_size
     full(size + 20)
     for step in (2, 3):
-        metrics.write({"step": step}, {"top1": 0.5})
+        metrics.write(step, 0, {"top1": 0.5})
         assert directory.metrics.stat().st_size == size
     assert caplog.text.count("df -h") == 1
     full(1 << 20)
-    metrics.write({"step": 4}, {"top1": 0.5})
+    metrics.write(4, 0, {"top1": 0.5})
     metrics.close()
     text = directory.metrics.read_text()
     assert [json.loads(line)["step"] for line in text.splitlines()] == [1, 2, 3, 4]
@@ -54,9 +54,9 @@ def test_metrics_on_a_full_disk_are_kept_and_no_line_is_cut(single, full, caplog
 
 def test_metrics_at_a_step(single):
     trim(RunDirectory("run"), 0)
-    metrics = Metrics(single, RunDirectory("run"), 0, 1)
-    metrics.write({"step": 4}, {"top1": 0.5})
-    metrics.write({"step": 4}, {"eval_loss": 2})
+    metrics = Metrics(single, RunDirectory("run"), 0)
+    metrics.write(4, 0, {"top1": 0.5})
+    metrics.write(4, 0, {"eval_loss": 2})
     assert metrics.at(4) == {"top1": 0.5, "eval_loss": 2.0}
     assert metrics.at(5) == {}
     metrics.close()
@@ -64,14 +64,14 @@ def test_metrics_at_a_step(single):
 
 def test_metrics_listener_hears_each_row_once(single):
     said = []
-    agreement = Agreement(single, lambda: {"news": float(said.pop() if said else 0)})
+    agreement = Agreement(single, lambda: {"news": float(said.pop() if said else 0)}, str)
     assert agreement.step() == {"news": 0.0}
     said.append(1)
     heard = [agreement.step() for _ in range(600)]
     assert [sums["news"] for sums in heard if sums].count(1.0) == 1
     said.append(1)
-    assert agreement.now() == {"news": 1.0}
-    assert agreement.now() == {"news": 0.0}
+    assert agreement.now("") == {"news": 1.0}
+    assert agreement.now("") == {"news": 0.0}
 
 
 class Late:
@@ -86,13 +86,16 @@ class Late:
         self.begun.append(list(numbers))
         return self
 
+    def meet(self, words):
+        return [words, words]
+
     def values(self):
         return [2 * number for number in self.begun[-1]]
 
 
 def test_metrics_sums_are_read_one_row_later():
     late, step = Late(), 0
-    agreement = Agreement(late, lambda: {"step": float(step)})
+    agreement = Agreement(late, lambda: {"step": float(step)}, str)
     heard = {}
     for step in range(20):
         if (sums := agreement.step()) is not None:
@@ -100,7 +103,7 @@ def test_metrics_sums_are_read_one_row_later():
     begins = [int(numbers[0]) for numbers in late.begun]
     assert heard == dict(zip(begins[1:], map(float, begins[:-1]), strict=True))
     # Nothing that was begun is lost where ranks wait for each other.
-    assert agreement.now()["step"] == 2 * begins[-1] + 2 * 19
+    assert agreement.now("")["step"] == 2 * begins[-1] + 2 * 19
 
 
 def test_metrics_error_on_rank_0_is_raised(single):

@@ -65,7 +65,7 @@ def train(slow_data=None, slow_forward=None, each=None, **options):
                     opened.step(loss)
                     run.log(loss=loss)
                     if each is not None:
-                        each(run.step)
+                        each(run.step - 1)
                 run.log(top1=0.5)
         return run.step
 

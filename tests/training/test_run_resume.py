@@ -24,7 +24,7 @@ from hpctrain.rundir import RunDirectory
 
 def dies_at(step):
     """What ends a rank after a step, as a kill -9 would."""
-    return lambda run: os._exit(9) if run.step == step else None
+    return lambda run: os._exit(9) if run.step - 1 == step else None
 
 
 def train(die_at=None, seed=0, width=None, name="example", **options):
@@ -46,7 +46,7 @@ def train(die_at=None, seed=0, width=None, name="example", **options):
                     opened.step(loss)
                     schedule.step()
                     run.log(loss=loss)
-                    steps.append(run.step)
+                    steps.append(run.step - 1)
                     die(run)
                 run.log(top1=epoch / 10)
         return steps, torch.cat([p.detach().flatten().double() for p in model.parameters()])
@@ -193,8 +193,9 @@ def test_resumed_run_is_bit_equal(run, size, options, tmp_path, monkeypatch):
 def does_not_fill_its_steps(die_at=None, **options):
     """Seven batches an epoch, and two make a step."""
     with session(
-        batch_size=4, accumulate=2, epochs=3, run="run", precision="fp64", **options
-    ) as opened:
+        batch_size=4, accumulate=2, epochs=3, run="run", precision="fp64", same_data=True,
+        **options,
+    ) as opened:  # fmt: skip
         model = opened.prepare(nn.Linear(3, 1))
         opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
         batches = [torch.full((4, 3), float(n)) for n in range(7)]
@@ -240,7 +241,7 @@ def is_replaced():
         opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
 
         def taken_over(run):
-            if run.step == 2 and opened.is_main:
+            if run.step == 3 and opened.is_main:
                 lock = Path("run/.lock")
                 lock.write_text(json.dumps(json.loads(lock.read_text()) | {"token": "x"}))
                 Path("run/summary.json").write_text("of the other start")
@@ -426,13 +427,13 @@ def own_loader():
                     assert batch["x"].dtype == torch.float64
                     session.step(model(batch["x"]).mean(), optimizer)
                     steps.append(run.step)
-                    if run.step == 3:
+                    if run.step == 4:
                         break
         return steps, run.step
 
 
 def test_own_iterable_loader_and_break_in_an_epoch():
-    assert ranks.values(ranks.run(1, own_loader)) == [([0, 1, 2, 3, 4, 5, 6], 7)]
+    assert ranks.values(ranks.run(1, own_loader)) == [([1, 2, 3, 4, 5, 6, 7], 7)]
 
 
 def test_default_run_directory_has_job_id_or_date(monkeypatch):
@@ -492,7 +493,7 @@ def leaves_early():
                     loss = nn.functional.cross_entropy(model(batch), targets)
                     session.step(loss, optimizer)
                     run.log(loss=loss)
-                    if run.step == 2:
+                    if run.step == 3:
                         break
                 break
 

@@ -15,12 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.backends.assembly import absent, assemble, host_of
 from hpctrain.backends.base import Backend, Later, vector
-from hpctrain.backends.ddp import options
+from hpctrain.backends.ddp import exchange, options
 from hpctrain.backends.ddp.by_hand import DDPByHand
-from hpctrain.backends.ddp.rehearsal import rehearse
+from hpctrain.backends.ddp.rehearsal import reaches, rehearse, rehearse_loss
 from hpctrain.backends.ddp.store import first_line, open_store
 from hpctrain.backends.environment import Environment
 from hpctrain.backends.settings import Settings
+from hpctrain.backends.trained import Trained
 from hpctrain.backends.transparent import Transparent
 from hpctrain.errors import HpctrainError, RankLostError, StartError, UsageError
 from hpctrain.meeting import Meeting
@@ -47,6 +48,8 @@ class DDP(Backend):
             )
         self.device, self._own = device, settings.own
         self._deterministic, self._meeting = settings.deterministic, meeting
+        self._trained: list[Trained] = []
+        self._wrapped: list[TransparentDDP] = []
         self.transport = _transport(device)
         self._environment = Environment(os.environ)
         world, own = meeting.world, meeting.roll.addresses[meeting.world.rank]
@@ -77,6 +80,7 @@ class DDP(Backend):
             assemble(connected, meeting, start_timeout)
             _set_timeout(limits[1])
             store.set_timeout(limits[1])
+            self._store, self._met = PrefixStore(f"{meeting.nonce}/met", store), 0
         except StartError:
             self._environment.put_back()
             raise
@@ -103,21 +107,72 @@ class DDP(Backend):
         Raises:
             UsageError: gradients that the compression cannot take.
         """
+        self._trained.append(Trained(model))
         if not any(parameter.requires_grad for parameter in model.parameters()):
             self.broadcast([*model.parameters(), *model.buffers()])
             return model
-        devices = [self.device] if self.device.type == "cuda" else None
-        options.check_model(model, self._own["compression"], self.transport)
-        wrapped = TransparentDDP(
-            model,
-            device_ids=devices,
-            **options.arguments(model, self._own, self.transport),
-            **_NO_BUFFERS_IN_FORWARD,
-        )
-        options.compress(wrapped, self._own)
-        wrapped.rehearses = self._deterministic
+        wrapped = self._wrap(model, init_sync=True)
         self.broadcast(list(model.buffers()))
         return wrapped
+
+    def _wrap(self, model: nn.Module, init_sync: bool) -> "TransparentDDP":
+        options.check_model(model, self._own["compression"], self.transport)
+        wrapped = TransparentDDP(model, {**self._arguments(model), "init_sync": init_sync})
+        options.compress(wrapped, self._own)
+        wrapped.rehearses = self._deterministic
+        self._wrapped.append(wrapped)
+        return wrapped
+
+    def _arguments(self, model: nn.Module) -> dict[str, Any]:
+        return {
+            "device_ids": [self.device] if self.device.type == "cuda" else None,
+            **options.arguments(model, self._own, self.transport),
+            **_NO_BUFFERS_IN_FORWARD,
+        }
+
+    def attach(self, loss: Tensor, first: bool) -> Tensor:
+        """Prepare the models whose forward pass has not done it, and those that have changed."""
+        del first
+        idle = []
+        for model in self._wrapped:
+            if not model.passed and model.require_backward_grad_sync:
+                idle.append(model)
+            object.__setattr__(model, "passed", False)
+        for trained in self._trained:
+            if trained.changed():
+                idle = self._take_up(trained, idle)
+        if not idle:
+            return loss
+        rehearsed = [model for model in idle if model.rehearses and reaches(loss, model.module)]
+        if rehearsed:
+            rehearse_loss(self._wrapped, loss)
+            for model in rehearsed:
+                model.rehearses = False
+            idle = self._wrapped
+        for model in idle:
+            loss = model.attach(loss)
+        return loss
+
+    def _take_up(self, trained: Trained, idle: list["TransparentDDP"]) -> list["TransparentDDP"]:
+        """Let a model exchange the gradients of what is trained now; return who is to be prepared.
+
+        Called by all ranks alike.
+        """
+        wrapped = [one for one in self._wrapped if one.module is trained.model]
+        if wrapped and not wrapped[0].require_backward_grad_sync:
+            return idle  # the last micro-batch of the step is early enough
+        trained.refresh()
+        if not any(parameter.requires_grad for parameter in trained.model.parameters()):
+            for one in wrapped:
+                self._wrapped.remove(one)
+        elif wrapped:
+            # The weights are the same, and a backward pass is due that takes none which moved.
+            wrapped[0].renew({**self._arguments(trained.model), "init_sync": False})
+            wrapped[0].rehearses = self._deterministic
+            options.compress(wrapped[0], self._own)
+        else:
+            wrapped = [self._wrap(trained.model, init_sync=False)]
+        return [*(one for one in idle if one not in wrapped), *wrapped]
 
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
         """What DistributedDataParallel.no_sync() switches, without its context manager."""
@@ -146,6 +201,13 @@ class DDP(Backend):
         dist.gather_object(thing, box if self.rank == 0 else None, dst=0)
         return box if self.rank == 0 else []
 
+    def meet(self, words: str) -> list[str]:
+        """By messages with a tag of their own, or by the store where there are none."""
+        if self.transport == "gloo":
+            return exchange.by_messages(self.rank, self.world_size, words)
+        self._met += 1
+        return exchange.by_store(self._store, self._met, self.rank, self.world_size, words)
+
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """A broadcast of each, all under way at once."""
         works = [dist.broadcast(t.detach(), src=0, async_op=True) for t in tensors if t.numel()]
@@ -173,13 +235,40 @@ class DDP(Backend):
 
     def explain(self, error: BaseException) -> HpctrainError | None:
         """Of gloo's and NCCL's errors those that come of a rank which is gone, or silent."""
-        if not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
+        if not isinstance(error, RuntimeError):
+            return None
+        if "Expected to have finished reduction" in str(error):
+            return self._unused(str(error))
+        if not _LOST.search(str(error)):
             return None
         return RankLostError(
             f"rank {self.rank} lost another rank: {_named(error, self._meeting)}",
             "all ranks, to the end",
             "look for the first error in the logs of the others, and whether their hosts are up; "
             "--resume goes on from the newest checkpoint",
+        )
+
+    def _unused(self, text: str) -> HpctrainError:
+        """The error for parameters of which the last step had no gradient.
+
+        torch names them by their numbers, in the order of those that are trained.
+        """
+        listed = _NUMBERS.search(text)
+        numbers = [int(number) for number in listed[1].split()] if listed else []
+        for model in self._wrapped:
+            names = [name for name, p in model.named_parameters() if p.requires_grad]
+            if numbers and max(numbers) < len(names):
+                shown = ", ".join(names[number] for number in numbers[:_SHOWN])
+                break
+        else:
+            shown = "parameters that the model no longer has"
+        return UsageError(
+            f"no gradient came for {shown}{', …' if len(numbers) > _SHOWN else ''}: the loss does "
+            "not depend on them, so the ranks wait for each other's",
+            "a loss that every trained parameter of the model has a part in; the same layers as in "
+            "session.prepare()",
+            "requires_grad_(False) for what is not trained; loss + 0 * sum(p.sum() for p in PART."
+            "parameters()) for a part that some steps leave out; or --backend horovod",
         )
 
     def close(self, failure: str | None = None) -> None:
@@ -202,18 +291,56 @@ _NO_BUFFERS_IN_FORWARD: dict[str, Any] = {
 class TransparentDDP(Transparent, DistributedDataParallel):
     """DistributedDataParallel that shows the model inside: its attributes, names and state.
 
+    Args:
+        module: the model.
+        arguments: more for DistributedDataParallel.
+
     Attributes:
         rehearses: whether its first pass with gradients is rehearsed.
+        passed: whether its forward pass has prepared the backward pass that comes next.
     """
 
     rehearses = False
+    passed = False
+
+    def __init__(self, module: nn.Module, arguments: dict[str, Any]) -> None:
+        super().__init__(module, **arguments)
+
+    def renew(self, arguments: dict[str, Any]) -> None:
+        """Begin anew with the parameters that are trained now; called by all ranks.
+
+        The reducer of before takes its hooks along (`Reducer::~Reducer`, torch/csrc/distributed/
+        c10d/reducer.cpp, torch 2.15).
+        """
+        training = self.training
+        DistributedDataParallel.__init__(self, self.module, **arguments)
+        self.training = training
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """That of DistributedDataParallel."""
-        if self.rehearses and torch.is_grad_enabled():
-            self.rehearses = False
-            rehearse(self, inputs, keywords)
+        if torch.is_grad_enabled():
+            if self.rehearses:
+                self.rehearses = False
+                rehearse(self, inputs, keywords)
+            object.__setattr__(self, "passed", True)  # nn.Module's takes ten times as long
         return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
+
+    def attach(self, loss: Tensor) -> Tensor:
+        """Prepare the backward pass of a loss that did not come by way of `forward`.
+
+        DistributedDataParallel gets a model that returns what it is given: it looks at nothing but
+        what goes in and comes out.
+        """
+        module = self._modules["module"]
+        self._modules["module"] = _AS_IT_IS
+        try:
+            attached: Tensor = DistributedDataParallel.forward(self, loss)  # type: ignore[no-untyped-call]
+        finally:
+            self._modules["module"] = module
+        return attached
+
+
+_AS_IT_IS = nn.Identity()
 
 
 # Of gloo's pair.cc and unbound_buffer.cc, and of ProcessGroupNCCL.cpp, torch 2.15.
@@ -222,6 +349,10 @@ _LOST = re.compile(
     r"|NCCL (error|communicator)|remote process (exited|has terminated)",
     re.IGNORECASE,
 )
+
+
+_NUMBERS = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+_SHOWN = 5
 
 
 def _transport(device: torch.device) -> str:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpctrain import generators
 from hpctrain.nested import map_tensors
 
-__all__ = ["rehearse"]
+__all__ = ["reaches", "rehearse", "rehearse_loss"]
 
 
 def rehearse(
@@ -52,6 +52,44 @@ def rehearse(
         parameter.grad = None
     for one in buffers:
         one.put_back()
+
+
+def rehearse_loss(models: Sequence[DistributedDataParallel], loss: Tensor) -> None:
+    """A backward pass whose gradients are wiped away, for a loss that no forward pass prepared.
+
+    Args:
+        models: all wrapped ones; those that the loss reaches take part.
+        loss: of the first step; its graph is kept for the real backward pass.
+    """
+    modules = [module for model in models for module in model.module.modules()]
+    buffers = [_Buffers(module) for module in modules]  # a recomputed forward pass changes them
+    device = loss.device
+    random = generators.capture(device)
+    attached = loss
+    for model in models:
+        attached = model.attach(attached)  # type: ignore[operator]
+    torch.autograd.backward(attached, retain_graph=True)
+    generators.put_back(random, device)
+    for model in models:
+        for parameter in model.module.parameters():
+            parameter.grad = None
+    for one in buffers:
+        one.put_back()
+
+
+def reaches(loss: Tensor, module: nn.Module) -> bool:
+    """Whether a loss depends on parameters of a model."""
+    wanted = {id(parameter) for parameter in module.parameters()}
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        nodes += [before for before, _ in node.next_functions]
+    return False
 
 
 class _Buffers:

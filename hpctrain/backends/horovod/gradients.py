@@ -26,8 +26,8 @@ class Gradients:
 
     Args:
         hvd: `horovod.torch`.
-        model: on its device, with something to train.
-        name: what tells its tensors from those of another model.
+        parameters: of a model, with their names; on their device.
+        name: what tells their tensors from those of another model.
         accumulate: backward passes of a step.
         options: of the backend, by the names of DistributedOptimizer.
     """
@@ -35,12 +35,12 @@ class Gradients:
     def __init__(
         self,
         hvd: ModuleType,
-        model: nn.Module,
+        parameters: Sequence[tuple[str, nn.Parameter]],
         name: str,
         accumulate: int,
         options: Mapping[str, Any],
     ) -> None:
-        trained = [(f"{name}.{n}", p) for n, p in model.named_parameters() if p.requires_grad]
+        trained = [(f"{name}.{n}", p) for n, p in parameters]
         for full, parameter in trained:
             if parameter.dtype not in _AVERAGED:
                 raise UsageError(
@@ -49,8 +49,8 @@ class Gradients:
                     "weights in fp32 and --precision bf16; or --backend ddp",
                 )
         self._accumulate = accumulate
-        self._all = list(model.parameters())
         self._parameters = [parameter for _, parameter in trained]
+        self._own = set(map(id, self._parameters))
         self._synchronizer = hvd.DistributedOptimizer(
             torch.optim.SGD(self._parameters, lr=0.0),
             named_parameters=trained,
@@ -66,26 +66,21 @@ class Gradients:
         """Wait until every gradient is that of all ranks.
 
         A model that had no part in the loss has no gradients, on all ranks alike; Horovod would
-        average zeros for it.
+        average zeros for it, and for what was frozen since.
         """
-        if sum(parameter.requires_grad for parameter in self._all) != len(self._parameters):
-            raise UsageError(
-                "parameters were frozen or unfrozen after session.prepare(), which Horovod's hooks "
-                "do not learn of",
-                "the same parameters to train from prepare() on",
-                "set requires_grad before session.prepare(model)",
-            )
         if any(parameter.grad is not None for parameter in self._parameters):
             self._synchronizer.synchronize()
+            for parameter in self._parameters:
+                if not parameter.requires_grad:
+                    parameter.grad = None
 
     def forget(self) -> None:
         """The micro-batches that came since the last average do not count."""
         self._synchronizer.set_backward_passes_per_step(self._accumulate)
 
-    def shares(self, model: nn.Module) -> bool:
-        """Whether a model has parameters of this one, whose gradients would be averaged twice."""
-        own = {id(parameter) for parameter in self._parameters}
-        return any(id(parameter) in own for parameter in model.parameters())
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether this one averages the gradient of a parameter."""
+        return id(parameter) in self._own
 
 
 def compression(hvd: ModuleType, name: str) -> Any:

@@ -26,6 +26,7 @@ from hpctrain.backends.horovod.rendezvous import Client, Server
 from hpctrain.backends.horovod.survivors import Survivors
 from hpctrain.backends.horovod.watch import Watch
 from hpctrain.backends.settings import Settings
+from hpctrain.backends.trained import Trained
 from hpctrain.errors import HpctrainError, StartError, UsageError
 from hpctrain.meeting import Meeting
 from hpctrain.speech import logger
@@ -67,6 +68,7 @@ class Horovod(Backend):
             )
         self._environment = Environment(os.environ)
         self._server = Server(meeting.listener) if meeting.listener is not None else None
+        self._trained: list[Trained] = []
         self._gradients: list[gradients.Gradients] = []
         self._compressor = gradients.compression(hvd, settings.own["compression"])
         self._later = 0
@@ -191,20 +193,50 @@ class Horovod(Backend):
         Raises:
             UsageError: weights of a type that Horovod cannot average, or of two models.
         """
-        if any(one.shares(model) for one in self._gradients):
+        if any(one.has(p) for p in model.parameters() for one in self._gradients):
             raise UsageError(
                 "two prepared models share parameters, whose gradients would be averaged twice",
                 "each parameter in one model",
                 "session.prepare() for one module that has both",
             )
         self.broadcast([*model.parameters(), *model.buffers()])
+        self._trained.append(Trained(model))
+        self._hook([(name, p) for name, p in model.named_parameters() if p.requires_grad])
+        return model
+
+    def _hook(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Let Horovod average the gradients of parameters, given with their names."""
         own = self._settings.own
-        if own["op"] != "adasum" and any(p.requires_grad for p in model.parameters()):
+        if own["op"] != "adasum" and parameters:
             name = f"model{len(self._gradients)}"
             self._gradients.append(
-                gradients.Gradients(self._hvd, model, name, self._settings.accumulate, own)
+                gradients.Gradients(self._hvd, parameters, name, self._settings.accumulate, own)
             )
-        return model
+
+    def attach(self, loss: Tensor, first: bool) -> Tensor:
+        """Hooks for what was unfrozen.
+
+        Raises:
+            UsageError: something was frozen or unfrozen inside of a step.
+        """
+        for trained in self._trained:
+            if trained.changed():
+                if not first:
+                    raise UsageError(
+                        "parameters were frozen or unfrozen between the micro-batches of a step, "
+                        "which Horovod's hooks count",
+                        "the same parameters to train in all micro-batches of a step",
+                        "set requires_grad where a step begins",
+                    )
+                # What was frozen for a while has its hooks still.
+                self._hook(
+                    [
+                        (name, parameter)
+                        for name, parameter in trained.refresh()
+                        if not any(one.has(parameter) for one in self._gradients)
+                    ]
+                )
+        return loss
 
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
         """Nothing: Horovod's hooks count the micro-batches (backward_passes_per_step)."""
@@ -255,6 +287,11 @@ class Horovod(Backend):
         with self._watch("the states of all ranks"):
             things: list[T] = self._hvd.allgather_object(thing, name="gather")
         return things if self.rank == 0 else []
+
+    def meet(self, words: str) -> list[str]:
+        """An all-gather under a name of its own, which Horovod takes for no other exchange."""
+        with self._watch("the other ranks"):
+            return list(self._hvd.allgather_object(words, name="meet"))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """A broadcast of each, as bytes, all under way at once."""

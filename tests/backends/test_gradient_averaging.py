@@ -1,0 +1,213 @@
+"""Gradients are averaged however a loss is made of a prepared model; else a step is refused."""
+
+import pytest
+import ranks
+import torch
+from battery import session
+from torch import nn
+
+from hpctrain.errors import UsageError
+
+BACKENDS = pytest.mark.parametrize(
+    "run", ["auto", pytest.param("horovod", marks=pytest.mark.slow)], indirect=True
+)
+SIZES = pytest.mark.parametrize(
+    "size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)]
+)
+SAMPLES, STEPS = 12, 4
+
+
+class Coder(nn.Module):
+    """An autoencoder whose parts are used as methods, as a VAE's are."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, 4), nn.Linear(4, 6)
+
+    def forward(self, points):
+        return self.decode(self.encode(points))
+
+    def encode(self, points):
+        return self.encoder(points).tanh()
+
+    def decode(self, codes):
+        return self.decoder(codes)
+
+    def loss(self, points):
+        return ((self.decode(self.encode(points)) - points) ** 2).mean()
+
+
+# Each gives the same loss.
+WAYS = {
+    "forward": lambda model, raw, points: ((model(points) - points) ** 2).mean(),
+    "methods": lambda model, raw, points: (
+        (model.decode(model.encode(points)) - points) ** 2
+    ).mean(),
+    "loss": lambda model, raw, points: model.loss(points),
+    "raw": lambda model, raw, points: ((raw(points) - points) ** 2).mean(),
+    "both": lambda model, raw, points: (
+        0.5 * model.loss(points) + 0.5 * ((model(points) - points) ** 2).mean()
+    ),
+}
+
+
+def parts(opened):
+    """This rank's points in each micro-batch; together those of all ranks are the same points."""
+    generator = torch.Generator().manual_seed(1)
+    points = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=generator)
+    world, accumulate = opened.world, opened.batches.accumulate
+    pieces = points.chunk(world.world_size * accumulate)
+    return [pieces[number * world.world_size + world.rank] for number in range(accumulate)]
+
+
+def trains(way, accumulate=1, deterministic=False, change=lambda step, raw, model, opened: None):
+    """Weights after a few steps."""
+    with session(
+        batch_size=1, accumulate=accumulate, precision="fp64", deterministic=deterministic, seed=3
+    ) as opened:
+        raw = Coder()
+        change(-1, raw, raw, opened)
+        model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1, 0.9))
+        for step in range(STEPS):
+            change(step, raw, model, opened)
+            for points in parts(opened):
+                opened.step(WAYS[way](model, raw, points))
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return ranks.values(ranks.run(1, trains, "forward"))[0]
+
+
+@BACKENDS
+@SIZES
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_the_loss_averages_gradients(run, size, way, expected):
+    for weights in ranks.values(run(size, trains, way)):
+        assert weights == pytest.approx(expected, rel=1e-12)
+
+
+@BACKENDS
+@pytest.mark.parametrize("way", ["methods", "raw"])
+def test_methods_average_gradients_of_accumulated_micro_batches(run, way, expected):
+    for weights in ranks.values(run(3, trains, way, 2)):
+        assert weights == pytest.approx(expected, rel=1e-12)
+
+
+@BACKENDS
+def test_methods_are_deterministic_for_three_ranks(run):
+    """The order of the sums is the same in the first step of a process as in all others."""
+    for weights in ranks.values(run(3, resumed_by_a_method)):
+        assert weights[0] == weights[1]
+
+
+def resumed_by_a_method():
+    """The weights of a whole run, and of one that is cut in two processes' worth of steps."""
+    found = []
+    for cut in (STEPS, 1):
+        kept = None
+        for steps in (cut, STEPS - cut):
+            with session(batch_size=1, deterministic=True, seed=3) as opened:
+                raw = Coder()
+                model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
+                if kept is not None:
+                    model.load_state_dict(kept)
+                for _ in range(steps):
+                    for points in parts(opened):
+                        opened.step(model.loss(points.float()))
+                kept = {name: value.clone() for name, value in model.state_dict().items()}
+        found.append(torch.cat([value.reshape(-1) for value in kept.values()]).tolist())
+    return found
+
+
+def unfreezes(step, raw, model, opened):
+    if step == -1:
+        raw.encoder.requires_grad_(False)
+    if step == 2:
+        model.encoder.requires_grad_(True)
+
+
+def freezes(step, raw, model, opened):
+    if step == 2:
+        model.encoder.requires_grad_(False)
+
+
+def freezes_and_unfreezes(step, raw, model, opened):
+    model.encoder.requires_grad_(step != 1)
+    model.decoder.requires_grad_(step != 2)
+
+
+def unfreezes_all(step, raw, model, opened):
+    raw.requires_grad_(step >= 1)
+
+
+CHANGES = [unfreezes, freezes, freezes_and_unfreezes, unfreezes_all]
+
+
+def changed(change, way, accumulate):
+    if change is unfreezes_all:
+        # Nothing to go backward to before: the first step is left out.
+        return trains_from_frozen(way, accumulate)
+    return trains(way, accumulate, change=change)
+
+
+def trains_from_frozen(way, accumulate):
+    with session(batch_size=1, accumulate=accumulate, precision="fp64", seed=3) as opened:
+        raw = Coder().requires_grad_(False)
+        model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1, 0.9))
+        raw.requires_grad_(True)
+        for _ in range(STEPS):
+            for points in parts(opened):
+                opened.step(WAYS[way](model, raw, points))
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+@BACKENDS
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("way", ["forward", pytest.param("loss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_parameters_frozen_or_unfrozen_after_prepare(run, change, way, accumulate):
+    alone = ranks.values(ranks.run(1, changed, change, way, accumulate))[0]
+    for weights in ranks.values(run(3, changed, change, way, accumulate)):
+        assert weights == pytest.approx(alone, rel=1e-12)
+
+
+def test_parameters_frozen_after_prepare_with_one_rank_of_ddp(expected):
+    env = {"TEST_BACKEND": "ddp"}
+    (alone,) = ranks.values(ranks.run(1, changed, freezes, "forward", 1))
+    (ddp,) = ranks.values(ranks.run(1, changed, freezes, "forward", 1, env=env))
+    assert ddp == pytest.approx(alone, rel=1e-12)
+    assert alone != pytest.approx(expected, rel=1e-12)
+
+
+def prepares_again():
+    """A head is replaced, and the optimizer with it."""
+    with session(batch_size=1, precision="fp64", seed=3) as opened:
+        raw = Coder()
+        model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
+        optimizer = torch.optim.SGD(raw.parameters(), 0.2)
+        again, same = opened.prepare(model, optimizer)
+        for points in parts(opened):
+            opened.step(model.loss(points))
+        return again is model, same is optimizer, opened.optimizers == [optimizer]
+
+
+@BACKENDS
+def test_prepare_again_replaces_the_optimizer(run):
+    assert ranks.values(run(2, prepares_again)) == [(True, True, True)] * 2
+
+
+def leaves_out():
+    with session(batch_size=1, precision="fp64", seed=3) as opened:
+        raw = Coder()
+        model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
+        for _ in range(2):
+            opened.step(model.encode(parts(opened)[0]).mean())
+
+
+def test_parameters_without_a_gradient_are_named_by_ddp():
+    for result in ranks.run(2, leaves_out):
+        assert isinstance(result, UsageError), result
+        assert "decoder.weight, decoder.bias" in str(result)
+        assert "find_unused_parameters" not in str(result)

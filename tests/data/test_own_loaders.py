@@ -1,0 +1,208 @@
+"""Loaders of a script's own: each rank its part, with the sizes that are true, or refused."""
+
+import itertools
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+import ranks
+import torch
+from battery import session
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import hpctrain
+from hpctrain.errors import UsageError
+
+SAMPLES = 48
+DATA = TensorDataset(torch.arange(SAMPLES, dtype=torch.float32).reshape(-1, 1))
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch, tmp_path):
+    """torch's compiler, which the first checkpoint of a process imports, sets a variable."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
+
+
+class Stream(IterableDataset):
+    """Every sample on each rank, or its part of them."""
+
+    def __init__(self, first=0, step=1):
+        self.first, self.step = first, step
+
+    def __iter__(self):
+        for number in range(self.first, SAMPLES, self.step):
+            yield torch.tensor([float(number)])
+
+
+def seeded():
+    return torch.Generator().manual_seed(3)
+
+
+LOADERS = {
+    "in order": lambda session: DataLoader(DATA, 4),
+    "shuffled": lambda session: DataLoader(DATA, 4, shuffle=True),
+    "seeded": lambda session: DataLoader(DATA, 4, shuffle=True, generator=seeded()),
+    "weighted": lambda session: DataLoader(
+        DATA, 4, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
+    ),
+    "batch sampler": lambda session: DataLoader(
+        DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, drop_last=True)
+    ),
+    "stream": lambda session: DataLoader(Stream(), 4),
+    "list": lambda session: [torch.ones(4, 1)] * 3,
+    "distributed": lambda session: DataLoader(
+        DATA,
+        4,
+        sampler=DistributedSampler(DATA, session.world.world_size, session.world.rank, seed=1),
+    ),
+    "divided stream": lambda session: DataLoader(
+        Stream(session.world.rank, session.world.world_size), 4
+    ),
+}
+
+
+def train(name, path="run", epochs=2, stop=None, **options):
+    """The samples of each step on this rank, and rank 0's rows of metrics."""
+    options = {"batch_size": 4, "log_every": 1, "run": path, "seed": 5, **options}
+    with session(**options) as opened:
+        model = nn.Linear(1, 1)
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.0))
+        loader, seen = LOADERS[name](opened), []
+        with opened.run() as run:
+            for _ in run.epochs(epochs):
+                for batch in run.batches(loader):
+                    points = batch[0] if isinstance(batch, list) else batch
+                    seen.append(points.reshape(-1).int().tolist())
+                    loss = model(points).mean()
+                    opened.step(loss)
+                    run.log(loss=loss)
+        return seen, run.directory.rows()
+
+
+UNDIVIDED = [
+    *("shuffled", "stream", "list"),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("in order", "seeded", "weighted", "batch sampler")
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "size", [2, pytest.param(3, marks=pytest.mark.slow)], ids=lambda size: f"{size} ranks"
+)
+@pytest.mark.parametrize("name", UNDIVIDED)
+def test_loader_that_is_not_divided_is_refused_on_several_ranks(size, name):
+    for result in ranks.run(size, train, name):
+        assert isinstance(result, UsageError), result
+        assert "--same-data" in str(result) or result.told_by_rank_0
+
+
+@pytest.mark.parametrize("name", UNDIVIDED)
+def test_loader_of_the_script_trains_alone(name):
+    ranks.values(ranks.run(1, train, name))
+
+
+def test_same_data_on_all_ranks_where_it_is_meant():
+    ranks.values(ranks.run(2, same_data))
+
+
+def same_data():
+    return train("in order", same_data=True)
+
+
+@pytest.mark.parametrize("name", ["distributed", "divided stream"])
+def test_divided_loader_gives_each_sample_to_one_rank(name):
+    results = ranks.values(ranks.run(3, train, name))
+    first = [sample for seen, _ in results for step in seen[: len(seen) // 2] for sample in step]
+    assert sorted(first) == list(range(SAMPLES))
+
+
+def test_distributed_sampler_shuffles_anew_in_each_epoch():
+    for seen, _ in ranks.values(ranks.run(2, train, "distributed")):
+        half = len(seen) // 2
+        assert seen[:half] != seen[half:]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["seeded", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shuffled", "weighted"))],
+)
+def test_resumed_run_takes_the_samples_of_an_uninterrupted_one(name):
+    whole, _ = train(name, "whole", max_steps=24)
+    assert whole[:12] != whole[12:]
+    cut, _ = train(name, "cut", max_steps=17)
+    rest, _ = train(name, "cut", max_steps=24, resume=True)
+    assert cut + rest == whole
+
+
+def test_samples_per_second_counts_the_samples_of_the_loader(monkeypatch):
+    """Which has other batches than the session was told of."""
+    ticks = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    four = train("in order", "four", batch_size=None)[1]
+    eight = train("in order", "eight", batch_size=4)[1]
+    assert [r["samples_per_second"] for r in four] == [r["samples_per_second"] for r in eight]
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 32}, {"batch_size": None, "lr_scaling": "linear"}], ids=str
+)
+def test_batch_size_of_the_loader_that_contradicts_the_session_is_refused(options):
+    with pytest.raises(UsageError, match="batches of 4") as caught:
+        train("in order", **options)
+    assert "--batch-size 4" in caught.value.fix
+
+
+def test_batch_size_of_the_command_line_is_set_once_the_session_is_open():
+    args = hpctrain.options().parse_args([])
+    assert args.batch_size is None
+    with hpctrain.Session(args) as opened:
+        assert args.batch_size == opened.batches.batch_size == 32
+
+
+def test_loader_without_batches_is_refused():
+    LOADERS["no batches"] = lambda session: DataLoader(DATA, None)
+    with pytest.raises(UsageError, match="without batches"):
+        train("no batches", batch_size=None)
+
+
+def draws():
+    with session(batch_size=4, seed=11, run="run") as opened:
+        opened_with = (random.random(), numpy.random.rand(), torch.rand(()).item())
+        split = numpy.random.permutation(20).tolist()
+        model = nn.Linear(1, 1)
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        in_epoch = []
+        with opened.run() as run:
+            for _ in run.epochs(2):
+                for points in run.batches(LOADERS["divided stream"](opened)):
+                    opened.step(model(points).mean())
+                    in_epoch.append((random.random(), numpy.random.rand()))
+    return opened_with, split, in_epoch
+
+
+def test_python_and_numpy_draw_alike_on_all_ranks_before_the_batches():
+    first, second, third = ranks.values(ranks.run(3, draws))
+    assert first[:2] == second[:2] == third[:2]
+    assert first[2] != second[2] != third[2]
+    Path("run").rename("before")
+    assert ranks.values(ranks.run(3, draws)) == [first, second, third]
+
+
+def test_generators_of_python_and_numpy_are_left_alone_where_asked_for():
+    random.seed(1)
+    numpy.random.seed(1)
+    expected = random.Random(1).random(), numpy.random.RandomState(1).rand()
+    with session(batch_size=4, seed_everything=False):
+        assert (random.random(), numpy.random.rand()) == expected

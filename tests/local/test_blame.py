@@ -1,0 +1,58 @@
+"""`hpctrain run` names the rank that failed first, and shows one traceback."""
+
+import blame
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize(
+    ("kind", "victim", "moment"),
+    [
+        ("kill", 1, "after 3"),
+        *(
+            pytest.param(kind, victim, moment, marks=pytest.mark.slow)
+            for kind, victim, moment in [
+                ("exception", 0, "step 2"),
+                ("exception", 2, "sum"),
+                ("abort", 1, "step 1"),
+                ("segfault", 2, "after 1"),
+                ("exit", 1, "step 0"),
+                ("missing", 2, "before"),
+                ("kill", 0, "end"),
+            ]
+        ),
+    ],
+)
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=pytest.mark.slow)])
+def test_rank_that_failed_first_is_named(kind, victim, moment, backend):
+    named, said = blame.start(kind, victim, moment, backend)
+    assert named == victim, said
+    assert said.count("Traceback (most recent call last)") <= 1, said
+
+
+def test_traceback_that_all_ranks_have_is_shown_once(tmp_path):
+    said = all_fail(tmp_path)
+    assert said.count("Traceback (most recent call last)") == 1, said
+    assert said.count("ZeroDivisionError: division by zero") >= 3
+    assert "with exit code 1: ZeroDivisionError: division by zero" in said
+
+
+def all_fail(folder):
+    import launches
+
+    script = folder / "train.py"
+    script.write_text("import hpctrain\nwith hpctrain.Session(batch_size=1):\n    1 / 0\n")
+    command = [launches.PYTHON, "-m", "hpctrain", "run", "--nproc-per-node", "3", script]
+    return launches.start(command, folder).stderr
+
+
+def test_ranks_without_a_session_are_told_at_the_end(tmp_path):
+    import launches
+
+    script = tmp_path / "train.py"
+    script.write_text("print('trained')\n")
+    command = [launches.PYTHON, "-m", "hpctrain", "run", "--nproc-per-node", "2", script]
+    done = launches.start(command, tmp_path)
+    assert done.returncode == 0
+    assert "none of the 2 ranks has opened a Session" in done.stderr

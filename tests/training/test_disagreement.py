@@ -1,0 +1,149 @@
+"""Ranks that do different things, or have other weights, are told which ones, and what."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from battery import images, session, small_model
+from torch import nn
+
+from hpctrain import rundir
+from hpctrain.errors import UsageError
+
+LOSS = nn.functional.cross_entropy
+BACKENDS = pytest.mark.parametrize(
+    "run", ["auto", pytest.param("horovod", marks=pytest.mark.slow)], indirect=True
+)
+
+
+def loop(body, after=lambda opened, run: None, batches=None, **options):
+    options = {"batch_size": 4, "max_steps": 12, "run": "run", "timeout": 60, **options}
+    with session(**options) as opened:
+        model = small_model()
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
+        loader = opened.loader(images(240))
+        with opened.run() as run:
+            for _ in run.epochs():
+                for number, (batch, targets) in enumerate(run.batches(loader)):
+                    loss = LOSS(model(batch), targets)
+                    opened.step(loss)
+                    if body(opened, run, number, model, loss) == "break":
+                        break
+                after(opened, run)
+
+
+def logs_on_rank_0(opened, run, number, model, loss):
+    if opened.is_main:
+        run.log(loss=loss)
+
+
+def logs_other_names(opened, run, number, model, loss):
+    run.log(**{"loss" if opened.is_main else "Loss": loss})
+
+
+def sums_on_rank_0(opened, run, number, model, loss):
+    if number == 3 and opened.is_main:
+        opened.sum(1)
+
+
+def saves_on_rank_0(opened, run, number, model, loss):
+    if number == 3 and opened.is_main:
+        run.save()
+
+
+def leaves_on_rank_1(opened, run, number, model, loss):
+    return "break" if number == 3 and opened.world.rank == 1 else None
+
+
+@BACKENDS
+@pytest.mark.parametrize("body", [logs_on_rank_0, logs_other_names], ids=lambda b: b.__name__)
+def test_ranks_that_log_other_names_are_named(run, body):
+    results = run(3, loop, body)
+    for result in results:
+        assert isinstance(result, UsageError), result
+    said = str(results[0])
+    other = "Loss (10 times) up to step 10" if body is logs_other_names else "nothing"
+    assert said.startswith("the ranks do not do the same: rank 0: ")
+    assert "logged loss (10 times) up to step 10" in said
+    assert f"; ranks 1, 2: {said.partition('rank 0: ')[2].partition(', logged')[0]}" in said
+    assert f"logged {other}" in said
+
+
+def other_kinds():
+    with session(batch_size=4) as opened:
+        if opened.is_main:
+            opened.sum(1)
+        else:
+            opened.classification(3).compute()
+
+
+@BACKENDS
+def test_ranks_that_wait_for_different_exchanges_are_named(run):
+    for result in run(3, other_kinds):
+        assert isinstance(result, UsageError), result
+        assert "rank 0: session.sum() of 1 (test_disagreement.py line" in str(result)
+        assert "ranks 1, 2: scores of 3 classes (test_disagreement.py line" in str(result)
+
+
+def unequal_loaders():
+    with session(batch_size=4, run="run") as opened:
+        model = nn.Linear(1, 1)
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        loader = [torch.full((4, 1), float(opened.world.rank))] * (8 - opened.world.rank // 2)
+        with opened.run() as run:
+            for _ in run.epochs(1):
+                for points in run.batches(loader):
+                    opened.step(model(points).mean())
+
+
+@BACKENDS
+def test_loaders_of_unequal_length_are_named_before_the_first_step(run):
+    for result in run(3, unequal_loaders):
+        assert isinstance(result, UsageError), result
+        assert "ranks 0, 1: the batches of epoch 0, 8 steps" in str(result)
+        assert "rank 2: the batches of epoch 0, 7 steps" in str(result)
+
+
+def moves_its_own_weights(opened, run, number, model, loss):
+    if number == 0 and opened.world.rank == 2:
+        with torch.no_grad():
+            model[4].bias.add_(1e-3)
+
+
+def moves_later(opened, run, number, model, loss):
+    if number == 7 and opened.world.rank == 2:
+        with torch.no_grad():
+            model[4].bias.add_(1e-3)
+
+
+@BACKENDS
+@pytest.mark.parametrize("body", [moves_its_own_weights, moves_later], ids=lambda b: b.__name__)
+def test_ranks_with_other_weights_are_named_and_nothing_is_saved(run, body):
+    results = run(3, loop, body)
+    for result in results:
+        assert isinstance(result, UsageError), result
+    step = 1 if body is moves_its_own_weights else 12
+    assert f"after step {step} rank 2 and rank 0 do not have the same weights" in str(results[0])
+    assert "first in 4.bias" in str(results[0])
+    assert rundir.RunDirectory("run").steps() == []
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "body",
+    [
+        leaves_on_rank_1,
+        pytest.param(sums_on_rank_0, marks=pytest.mark.slow),
+        pytest.param(saves_on_rank_0, marks=pytest.mark.slow),
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_ranks_that_wait_at_two_places_are_ended_with_the_reason(run, body):
+    begun = time.monotonic()
+    results = run(3, loop, body, timeout=50)
+    assert time.monotonic() - begun < 40  # and not --timeout
+    assert [str(result) for result in results] == ["the process ended without a result"] * 3
+    log = "".join(path.read_text() for path in Path("run/logs").glob("watch-*.log"))
+    assert "the ranks wait for each other at two places" in log
+    assert "in the backward pass" in log or "in the update" in log

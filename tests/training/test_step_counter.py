@@ -1,0 +1,201 @@
+"""A step is counted where an optimizer steps; rows of metrics belong to the steps they came of."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from battery import images, session, small_model
+from torch import nn
+
+from hpctrain.rundir import RunDirectory
+
+LOSS = nn.functional.cross_entropy
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch, tmp_path):
+    """torch's compiler, which the first checkpoint of a process imports, sets a variable."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
+
+
+def loop(body, count=96, **options):
+    """Train on a few images with a body of the loop; rank 0's steps, rows, and checkpoints."""
+    options = {"global_batch": 12, "max_steps": 8, "run": "run", "seed": 2, **options}
+    with session(**options) as opened:
+        model = small_model()
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
+        loader = opened.loader(images(count))
+        seen = []
+        with opened.run() as run:
+            for _ in run.epochs():
+                for number, (batch, targets) in enumerate(run.batches(loader)):
+                    loss = partial(_loss, model, batch, targets)
+                    seen.append(body(opened, run, number, loss))
+        kept = run.directory
+        return seen, kept.rows(), kept.steps(), run.step
+
+
+def _loss(model, batch, targets):
+    return LOSS(model(batch), targets)
+
+
+def skips(opened, run, number, loss):
+    if number % 3 == 1:
+        return None
+    opened.step(loss())
+    return run.step
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_skipped_batch_is_no_step(size):
+    for seen, _, _, step in ranks.values(ranks.run(size, loop, skips, 300)):
+        taken = [one for one in seen if one is not None]
+        assert taken == list(range(1, 9))
+        assert len(seen) == 12
+        assert step == 8
+
+
+def test_skipped_micro_batch_does_not_shift_the_next_step():
+    options = {"global_batch": 12, "batch_size": 4, "max_steps": 4, "checkpoint_every": 1}
+    seen, _, kept, step = loop(skips, 200, **options, keep_checkpoints=9)
+    # Three micro-batches of those that are taken make a step.
+    assert [one for one in seen if one is not None] == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4]
+    assert (step, kept[-4:]) == (4, [1, 2, 3, 4])
+
+
+def interrupted(body, at, **options):
+    """The rows of a whole run, and those of one that began again at a checkpoint."""
+    whole = loop(body, run="whole", **options)
+    loop(body, run="cut", **{**options, "max_steps": at})
+    rest = loop(body, run="cut", resume=True, **options)
+    return whole, rest
+
+
+def rows(found):
+    """Rows without what depends on time."""
+    times = {"time", "samples_per_second", "data_wait"}
+    return [{k: v for k, v in row.items() if k not in times} for row in found]
+
+
+def skips_and_logs(opened, run, number, loss):
+    if run.step == 3 and not Path(f"{run.directory.path}.skipped").exists():
+        Path(f"{run.directory.path}.skipped").touch()
+        return
+    value = loss()
+    opened.step(value)
+    run.log(loss=value)
+    return
+
+
+def test_resumed_run_goes_on_after_skipped_batches():
+    whole, rest = interrupted(
+        skips_and_logs, 5, log_every=1, checkpoint_every=1, deterministic=True, max_steps=7
+    )
+    assert rows(rest[1]) == rows(whole[1])
+
+
+def by_hand(opened, run, number, loss):
+    """The script goes backward and steps itself; two micro-batches make a step."""
+    (0.5 * loss()).backward()
+    if number % 2:
+        opened.optimizers[0].step()
+        opened.optimizers[0].zero_grad()
+    return run.step
+
+
+def test_optimizer_steps_by_hand_are_counted():
+    seen, _, _, step = loop(by_hand, 300)
+    assert seen == [n // 2 for n in range(1, 17)]
+    assert step == 8
+
+
+def logs(opened, run, number, loss):
+    value = loss()
+    opened.step(value)
+    run.log(loss=run.step)
+    if run.step in (3, 4, 6):
+        run.log(eval_loss=10 * run.step, top1=0.5)
+    return value.item()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_are_means_and_what_is_logged_now_and_then_has_its_own(size):
+    _, found, _, _ = ranks.values(ranks.run(size, loop, logs))[0]
+    # --log-every is 10, so the end of the run ends the row.
+    assert rows(found) == [
+        {"step": 3, "epoch": 0, "eval_loss": 30.0, "top1": 0.5},
+        {"step": 4, "epoch": 0, "eval_loss": 40.0, "top1": 0.5},
+        {"step": 6, "epoch": 0, "eval_loss": 60.0, "top1": 0.5},
+        {"step": 8, "epoch": 0, "loss": 4.5},
+    ]
+
+
+def logs_rows_of_4(opened, run, number, loss):
+    opened.step(loss())
+    run.log(loss=run.step)
+    if run.step % 4 == 1:
+        run.log(first=run.step)
+
+
+def test_names_that_are_logged_at_the_first_step_of_a_row_alone():
+    _, found, _, _ = loop(logs_rows_of_4, log_every=4)
+    assert [(row["step"], row.get("loss"), row.get("first")) for row in found] == [
+        (1, None, 1.0),
+        (4, 2.5, None),
+        (5, None, 5.0),
+        (8, 6.5, None),
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_resumed_run_has_the_rows_of_an_uninterrupted_one(size):
+    found = ranks.values(ranks.run(size, rows_of_both))
+    whole, rest = found[0]
+    assert rows(rest) == rows(whole)
+
+
+def rows_of_both():
+    whole, rest = interrupted(logs_loss, 5, log_every=4, deterministic=True, checkpoint_every=5)
+    return whole[1], rest[1]
+
+
+def logs_loss(opened, run, number, loss):
+    value = loss()
+    opened.step(value)
+    run.log(loss=value)
+
+
+def saves(opened, run, number, loss):
+    opened.step(loss())
+    if run.step == 5:
+        run.log(top1=0.75)
+        run.save()
+    return
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_save_inside_of_an_epoch(size):
+    ranks.values(ranks.run(size, loop, saves))
+    kept = RunDirectory("run")
+    assert kept.steps() == [5, 8]
+    manifest = json.loads((kept.checkpoint(5) / "manifest.json").read_text())
+    assert manifest["metrics"] == {"top1": 0.75}
+
+
+def test_run_saved_inside_of_an_epoch_resumes_at_the_next_batch():
+    def body(opened, run, number, loss):
+        value = loss()
+        opened.step(value)
+        run.log(loss=value)
+        if run.step == 5:
+            run.save()
+        return value.item()
+
+    whole = loop(body, run="whole", deterministic=True, log_every=1)
+    loop(body, run="cut", deterministic=True, log_every=1, max_steps=5)
+    rest = loop(body, run="cut", deterministic=True, log_every=1, resume=True)
+    assert rest[0] == whole[0][5:]
+    assert rows(rest[1]) == rows(whole[1])
