@@ -211,3 +211,40 @@ def test_parameters_without_a_gradient_are_named_by_ddp():
         assert isinstance(result, UsageError), result
         assert "decoder.weight, decoder.bias" in str(result)
         assert "find_unused_parameters" not in str(result)
+
+
+def unfreezes_in_epoch_1(path, **options):
+    """The encoder joins model and optimizer in the second of three epochs, of four steps each."""
+    with session(batch_size=1, run=path, deterministic=True, seed=3, **options) as opened:
+        raw = Coder()
+        raw.encoder.requires_grad_(False)
+        model, optimizer = opened.prepare(
+            raw, torch.optim.SGD(raw.decoder.parameters(), 0.1, momentum=0.9)
+        )
+        batches = [points.float() for points in parts(opened)] * 4
+        with opened.run(name="unfreezes") as run:
+            for epoch in run.epochs():
+                if epoch == 1:
+                    model.encoder.requires_grad_(True)
+                    if len(optimizer.param_groups) == 1:
+                        optimizer.add_param_group(
+                            {"params": model.encoder.parameters(), "lr": 0.01}
+                        )
+                for points in run.batches(batches):
+                    opened.step(model.loss(points))
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
+@BACKENDS
+@pytest.mark.parametrize("cut", [6, 9])
+def test_resume_after_parameters_were_unfrozen_and_added_to_the_optimizer(run, cut):
+    whole = ranks.values(run(2, unfreezes_in_epoch_1_twice, cut))
+    for weights, resumed in whole:
+        assert weights == resumed
+
+
+def unfreezes_in_epoch_1_twice(cut):
+    options = {"max_steps": 12, "epochs": 3}
+    weights = unfreezes_in_epoch_1("whole", **options)
+    unfreezes_in_epoch_1("cut", max_steps=cut, epochs=3)
+    return weights, unfreezes_in_epoch_1("cut", resume=True, **options)
