@@ -163,8 +163,8 @@ def scheduled(optimizer: Optimizer) -> bool:
 def attached(optimizers: Sequence[Optimizer], but: Iterable[object] = ()) -> dict[str, LRScheduler]:
     """Torch's schedulers that change the rates of optimizers, by names that a checkpoint can have.
 
-    An optimizer does not know them, so they are looked for among all objects of this process: tens
-    of milliseconds, once or twice in a start.
+    An optimizer does not know them, so they are looked for among all objects of this process, once
+    or twice in a start.
 
     Args:
         optimizers: the prepared ones.

@@ -322,7 +322,7 @@ class TransparentDDP(Transparent, DistributedDataParallel):
             if self.rehearses:
                 self.rehearses = False
                 rehearse(self, inputs, keywords)
-            object.__setattr__(self, "passed", True)  # nn.Module's takes ten times as long
+            object.__setattr__(self, "passed", True)  # past nn.Module's, which looks for more
         return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
 
     def attach(self, loss: Tensor) -> Tensor:
