@@ -2,10 +2,11 @@
 
 Each is a function that gets a `Setup` and yields after each step. What is logged every 10 steps:
 
-- by hand: the loss of rank 0, over Horovod the mean over the ranks, as a line of JSON
+- by hand: the mean loss of these steps and of all ranks, the rate and images per second, as a line
+  of JSON
 - bare: nothing
-- hpctrain: the loss as a mean over all ranks, the rate, images per second and the wait for data
-- accelerate, Lightning Fabric, ignite: what is logged by hand, in the place that each has for it
+- hpctrain: the same, and the wait for data
+- accelerate, Lightning Fabric, ignite: what is logged by hand
 """
 
 import dataclasses
@@ -106,36 +107,55 @@ class Setup:
         """How the ranks talk."""
         return self.session.backend.name
 
-    def loss_to_log(self, loss: torch.Tensor) -> float:
-        """What an expert writes: of rank 0, and with Horovod of all, as in its examples."""
+    def mean(self, loss: float) -> float:
+        """The mean over the ranks, as an expert writes it."""
+        world_size = self.session.world.world_size
         if self.backend == "horovod":
             import horovod.torch as hvd
 
-            loss = hvd.allreduce(loss.detach(), name="loss")
-        return loss.item()
+            loss = hvd.allreduce(torch.tensor(loss), name="loss").item()
+        elif world_size > 1:
+            total = torch.tensor(loss)
+            torch.distributed.all_reduce(total)
+            loss = total.item() / world_size
+        return loss
 
     @contextmanager
-    def log(self, name: str) -> Iterator[Callable[[int, float], Any]]:
-        """A file for lines of JSON, and what writes one of them."""
-        path = self.folder / f"{name}-{self.session.world.rank}.jsonl"
-        with open(path, "w", buffering=1) as log:
-            yield lambda step, loss: log.write(
-                json.dumps({"step": step, "time": time.time(), "loss": loss}) + "\n"
-            )
+    def log(self, name: str, optimizer: Any) -> Iterator[Callable[[float], None]]:
+        """What takes the loss of each step, and writes a line of JSON every 10 of them."""
+        world, step, total, since = self.session.world, 0, 0.0, time.perf_counter()
+
+        def add(loss: float) -> None:
+            nonlocal step, total, since
+            step += 1
+            total += loss
+            if step % LOG_EVERY == 0:
+                now, loss = time.perf_counter(), self.mean(total / LOG_EVERY)
+                row = {
+                    "step": step,
+                    "time": time.time(),
+                    "loss": loss,
+                    "lr": optimizer.param_groups[0]["lr"],
+                    "samples_per_second": LOG_EVERY * BATCH * world.world_size / (now - since),
+                }
+                total, since = 0.0, now
+                if world.rank == 0:
+                    log.write(json.dumps(row) + "\n")
+
+        with open(self.folder / f"{name}-{world.rank}.jsonl", "w", buffering=1) as log:
+            yield add
 
 
 def by_hand(setup: Setup) -> Iterator[None]:
     """The loop that an expert writes, with the log that an expert has."""
     model, optimizer = setup.shared(*setup.parts())
-    logs = setup.session.is_main or setup.backend == "horovod"
-    with setup.log("by-hand") as write:
-        for step, (inputs, targets) in enumerate(setup.by_hand(), 1):
+    with setup.log("by-hand", optimizer) as log:
+        for inputs, targets in setup.by_hand():
             loss = cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if step % LOG_EVERY == 0 and logs:
-                write(step, setup.loss_to_log(loss))
+            log(loss.item())
             yield
 
 
@@ -191,14 +211,13 @@ def with_accelerate(setup: Setup) -> Iterator[None]:
         accelerator = Accelerator(cpu=True)
         model, optimizer, loader = accelerator.prepare(*setup.parts(), setup.plain())
     assert accelerator.num_processes == setup.session.world.world_size
-    with setup.log("accelerate") as write:
-        for step, (inputs, targets) in enumerate(loader, 1):
+    with setup.log("accelerate", optimizer) as log:
+        for inputs, targets in loader:
             loss = cross_entropy(model(inputs), targets)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            if step % LOG_EVERY == 0 and accelerator.is_main_process:
-                write(step, loss.item())
+            log(loss.item())
             yield
 
 
@@ -213,14 +232,13 @@ def with_fabric(setup: Setup) -> Iterator[None]:
         model, optimizer = fabric.setup(*setup.parts())
         loader = fabric.setup_dataloaders(setup.plain())
     assert fabric.world_size == size
-    with setup.log("fabric") as write:
-        for step, (inputs, targets) in enumerate(loader, 1):
+    with setup.log("fabric", optimizer) as log:
+        for inputs, targets in loader:
             loss = cross_entropy(model(inputs), targets)
             fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            if step % LOG_EVERY == 0 and fabric.is_global_zero:
-                write(step, loss.item())
+            log(loss.item())
             yield
 
 
@@ -239,12 +257,10 @@ def with_ignite(setup: Setup) -> Iterator[None]:
         return loss.item()
 
     engine = Engine(step)
-    with setup.log("ignite") as write:
-        if setup.session.is_main:
-            engine.add_event_handler(
-                Events.ITERATION_COMPLETED(every=LOG_EVERY),
-                lambda: write(engine.state.iteration, engine.state.output),
-            )
+    with setup.log("ignite", optimizer) as log:
+        engine.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda engine: log(engine.state.output)
+        )
         # Its loop cannot yield: it takes all steps of a block, then the others cost nothing.
         engine.add_event_handler(Events.ITERATION_COMPLETED(every=setup.steps), engine.interrupt)
         loader = setup.by_hand()

@@ -29,7 +29,7 @@ from hpctrain.state import (
     refuse_streak,
     restore,
 )
-from hpctrain.watchdog import AGREEING, COMPUTING, IDLE, LOADING, SAVING, Watchdog
+from hpctrain.watchdog import AGREEING, COMPUTING, IDLE, LOADING, SAVING, UPDATING, Watchdog
 from hpctrain.watching import Watching
 
 __all__ = ["Run"]
@@ -107,7 +107,6 @@ class Run:
             self.directory,
             records.key,
             session.verdict,
-            session.batches.accumulate,
         )
         self._watching = watching = Watching(session, self.directory, self._name, watchdog.seconds)
         self._find_schedulers()
@@ -346,20 +345,24 @@ class Run:
             return
         self._batches += 1
         self._index += 1
-        if not self._session.optimizers and self._index == self._session.batches.accumulate:
+        session = self._session
+        last = self._index == session.batches.accumulate
+        if last and not self._stepped and not session.optimizers:
             self.stepped()  # without a prepared optimizer nobody else says so
         self._in_hand = False
         if not self._stepped:
             return
         self._stepped, self._index = False, 0
         # Not by the properties below, each of which is one more call in every step.
-        watching, saving = self._watching, self._saving
+        records, watching, saving = self._records, self._watching, self._saving
+        assert records is not None
+        assert records.metrics is not None
         assert watching is not None
         assert saving is not None
         self._beat(AGREEING)
         watching.step(self.step)
-        self._metrics.end_step(self.step, self.epoch)
-        if self.step % self._session.options.log_every == 0:
+        records.metrics.end_step(self.step, self.epoch)
+        if self.step % session.options.log_every == 0:
             self._end_row()
         heard = self._agreement.step()
         overdue = heard is not None and self._hear(heard)
@@ -367,7 +370,8 @@ class Run:
             self.save()
         if self._compares:
             self._compares -= 1
-            refuse_unlike_weights(self._session, self.step)
+            self._beat(UPDATING)  # the ranks wait for each other, which AGREEING does not say
+            refuse_unlike_weights(session, self.step)
         if self._stop is not None:
             self._stop_here()
 

@@ -37,7 +37,7 @@ from hpctrain.run import Run, ignore
 from hpctrain.speech import logger
 from hpctrain.state import Loop
 from hpctrain.update import Update
-from hpctrain.watchdog import BACKWARD, EVALUATING, IDLE, UPDATING
+from hpctrain.watchdog import ACCUMULATING, BACKWARD, EVALUATING, IDLE, UPDATING
 
 __all__ = ["Session"]
 
@@ -324,14 +324,15 @@ class Session:
         if loop is not None:
             loop.stepping()
         self._guard.before(first)
-        self.beat(BACKWARD)
+        last = self._micro_batch + 1 == accumulate
+        self.beat(BACKWARD if last else ACCUMULATING)
         if self._attaches:
             loss = self.backend.attach(loss, first)
         if self.weight != 1.0:
             loss = loss * self.weight
         self.precision.backward(loss if accumulate == 1 else loss / accumulate)
         self._micro_batch += 1
-        if self._micro_batch < accumulate:
+        if not last:
             self._guard.between()
             self._arm()
             return False

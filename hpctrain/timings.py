@@ -48,13 +48,13 @@ class Phases:
     Attributes:
         loading: waits for a batch.
         computing: from the batch to the backward pass.
-        backward: what follows that.
+        backward: those that can follow it.
         steps: those that make a step.
     """
 
     loading: int
     computing: int
-    backward: int
+    backward: tuple[int, ...]
     steps: slice
 
 
@@ -105,7 +105,7 @@ class DeviceClock(Clock):
             return
         if phase == self.phases.computing:
             self._first = _event()
-        elif phase == self.phases.backward and self._first is not None:
+        elif phase in self.phases.backward and self._first is not None:
             self._pairs.append((self._first, _event()))
             self._first = None
             self._wanted -= 1

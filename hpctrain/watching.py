@@ -16,11 +16,11 @@ from hpctrain.speech import logger
 from hpctrain.state import Parts
 from hpctrain.timings import Clock, DeviceClock, Phases, Timings
 from hpctrain.tracking import About, Tracking
-from hpctrain.watchdog import AGREEING, BACKWARD, COMPUTING, EVALUATING, LOADING
+from hpctrain.watchdog import ACCUMULATING, AGREEING, BACKWARD, COMPUTING, EVALUATING, LOADING
 
 __all__ = ["Watching", "check"]
 
-_PHASES = Phases(LOADING, COMPUTING, BACKWARD, slice(LOADING, AGREEING + 1))
+_PHASES = Phases(LOADING, COMPUTING, (ACCUMULATING, BACKWARD), slice(LOADING, AGREEING + 1))
 # Asking the allocator costs more than all else in a row.
 _SECONDS_BETWEEN_LOOKS = 1.0
 

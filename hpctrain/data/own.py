@@ -30,7 +30,8 @@ def check_own(loader: Any, options: Options, batches: Batches, world_size: int) 
     """Look at what a DataLoader says of itself, before its first batch.
 
     Args:
-        loader: any iterable of batches; of one that is no DataLoader nothing is known.
+        loader: any iterable of batches; of one that is no DataLoader, nor tqdm's bar around one,
+            nothing is known.
         options: of the session.
         batches: of the session.
         world_size: the number of ranks.
@@ -39,6 +40,7 @@ def check_own(loader: Any, options: Options, batches: Batches, world_size: int) 
         UsageError: every rank would see all samples; or the batches have another size than the
             session was told, or none.
     """
+    loader = _within_bar(loader)
     if not isinstance(loader, DataLoader):
         return
     sampler = _sampler(loader)
@@ -82,6 +84,7 @@ def begin_own(loader: Any, epoch: int, seed: int) -> None:
         epoch: from 0.
         seed: of the run.
     """
+    loader = _within_bar(loader)
     if not isinstance(loader, DataLoader):
         return
     sampler = _sampler(loader)
@@ -146,6 +149,11 @@ def refuse_same(fingerprints: Iterable[str]) -> None:
                 "session.world.rank on. Where it is meant: --same-data",
             )
         first[one] = rank
+
+
+def _within_bar(loader: Any) -> Any:
+    """What tqdm shows the progress of; or the loader itself."""
+    return getattr(loader, "iterable", loader)
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:

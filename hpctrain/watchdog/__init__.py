@@ -7,6 +7,7 @@ long, the helpers of all hosts tell each other what they see (`board`), say whic
 """
 
 from hpctrain.watchdog.phases import (
+    ACCUMULATING,
     AGREEING,
     BACKWARD,
     COMPUTING,
@@ -20,6 +21,7 @@ from hpctrain.watchdog.phases import (
 from hpctrain.watchdog.rank import Watchdog
 
 __all__ = [
+    "ACCUMULATING",
     "AGREEING",
     "BACKWARD",
     "COMPUTING",

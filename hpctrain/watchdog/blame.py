@@ -118,7 +118,7 @@ def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
     there itself.
 
     Args:
-        sightings: of ranks that go backward once in each step.
+        sightings: of all ranks.
         world_size: the number of ranks.
     """
     inside = [one for one in sightings if one.state and one.phase != CLOSED]

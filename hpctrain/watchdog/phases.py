@@ -23,17 +23,19 @@ CLOSED = -1  # the rank has left the run; written by `Watchdog.close` alone
 IDLE = 0  # silence is allowed
 LOADING = 1
 COMPUTING = 2
-BACKWARD = 3
-UPDATING = 4
-AGREEING = 5
-EVALUATING = 6
-SAVING = 7
+ACCUMULATING = 3
+BACKWARD = 4
+UPDATING = 5
+AGREEING = 6
+EVALUATING = 7
+SAVING = 8
 
 PHASES = {
     CLOSED: Phase("has left the run", False),
     IDLE: Phase("outside of the run's loop", False),
     LOADING: Phase("waits for data", False),
     COMPUTING: Phase("in the script's code", False),
+    ACCUMULATING: Phase("in the backward pass of a micro-batch", False),
     BACKWARD: Phase("in the backward pass or its sums", True),
     UPDATING: Phase("in the update of the weights", True),
     AGREEING: Phase("agrees with the other ranks", True),

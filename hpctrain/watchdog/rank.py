@@ -47,7 +47,6 @@ class Watchdog:
         directory: of the run.
         key: names this start: unlike that of any other, the same on all ranks.
         verdict: the file in which rank 0 would say how the run ended; None on the other ranks.
-        accumulate: backward passes of a step on each rank.
 
     Attributes:
         step: optimizer steps done; told with the next beat.
@@ -63,7 +62,6 @@ class Watchdog:
         directory: RunDirectory,
         key: str,
         verdict: str | None,
-        accumulate: int = 1,
     ) -> None:
         node_rank = world.node_rank or 0
         host = world.hosts[node_rank] if world.hosts else socket.gethostname()
@@ -85,7 +83,6 @@ class Watchdog:
             "timeout": timeout,
             "directory": str(directory.path.absolute()),
             "key": key,
-            "accumulate": accumulate,
         }
         try:
             pid = os.getpid()

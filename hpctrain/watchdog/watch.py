@@ -88,7 +88,6 @@ class Watch:
         self._log = self._directory.logs / f"watch-{self._host}.log"
         self._board = Board(self._directory.path, settings["key"], self._host, settings["rank"])
         self._first = settings["node_rank"] == 0
-        self._accumulates = settings["accumulate"] > 1
         self._apart: tuple[float, list[Sighting]] | None = None  # when they were first seen so
         self._interval = min(_MOST_SECONDS_BETWEEN_LOOKS, self._timeout / _LOOKS)
         self._bell = os.open(folder / "bell", os.O_RDWR | os.O_NONBLOCK)
@@ -171,7 +170,7 @@ class Watch:
     def _consider(self) -> None:
         """Tell the others of silence, and judge where it is too long."""
         silence = max((one.silence for one in self._ranks.values() if one.counts), default=0.0)
-        if silence >= _SECONDS_APART and not self._accumulates:
+        if silence >= _SECONDS_APART:
             self._look_apart()
         else:
             self._apart = None

@@ -19,6 +19,7 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from tqdm import tqdm
 
 import hpctrain
 from hpctrain.errors import UsageError
@@ -52,6 +53,7 @@ LOADERS = {
     "in order": lambda session: DataLoader(DATA, 4),
     "shuffled": lambda session: DataLoader(DATA, 4, shuffle=True),
     "seeded": lambda session: DataLoader(DATA, 4, shuffle=True, generator=seeded()),
+    "progress bar": lambda session: tqdm(DataLoader(DATA, 4, shuffle=True), disable=True),
     "weighted": lambda session: DataLoader(
         DATA, 4, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
     ),
@@ -93,7 +95,7 @@ UNDIVIDED = [
     *("shuffled", "stream", "list"),
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("in order", "seeded", "weighted", "batch sampler")
+        for name in ("in order", "seeded", "progress bar", "weighted", "batch sampler")
     ),
 ]
 

@@ -1,28 +1,36 @@
 """Ranks that do different things, or have other weights, are told which ones, and what."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
+import torchmetrics
 from battery import images, session, small_model
 from torch import nn
 
 from hpctrain import rundir
 from hpctrain.errors import UsageError
 
+SLOW = pytest.mark.slow
 LOSS = nn.functional.cross_entropy
 BACKENDS = pytest.mark.parametrize(
-    "run", ["auto", pytest.param("horovod", marks=pytest.mark.slow)], indirect=True
+    "run", ["auto", pytest.param("horovod", marks=SLOW)], indirect=True
 )
 
 
-def loop(body, after=lambda opened, run: None, batches=None, **options):
+def whole_loader(opened):
+    return opened.loader(images(240))
+
+
+def loop(body, make_loader=whole_loader, **options):
     options = {"batch_size": 4, "max_steps": 12, "run": "run", "timeout": 60, **options}
     with session(**options) as opened:
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
-        loader = opened.loader(images(240))
+        loader = make_loader(opened)
         with opened.run() as run:
             for _ in run.epochs():
                 for number, (batch, targets) in enumerate(run.batches(loader)):
@@ -30,7 +38,6 @@ def loop(body, after=lambda opened, run: None, batches=None, **options):
                     opened.step(loss)
                     if body(opened, run, number, model, loss) == "break":
                         break
-                after(opened, run)
 
 
 def logs_on_rank_0(opened, run, number, model, loss):
@@ -86,20 +93,17 @@ def test_ranks_that_wait_for_different_exchanges_are_named(run):
         assert "ranks 1, 2: scores of 3 classes (test_disagreement.py line" in str(result)
 
 
-def unequal_loaders():
-    with session(batch_size=4, run="run") as opened:
-        model = nn.Linear(1, 1)
-        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        loader = [torch.full((4, 1), float(opened.world.rank))] * (8 - opened.world.rank // 2)
-        with opened.run() as run:
-            for _ in run.epochs(1):
-                for points in run.batches(loader):
-                    opened.step(model(points).mean())
+def does_nothing(opened, run, number, model, loss):
+    pass
+
+
+def unequal_loader(opened):
+    return list(opened.loader(images(96)))[opened.world.rank // 2 :]
 
 
 @BACKENDS
 def test_loaders_of_unequal_length_are_named_before_the_first_step(run):
-    for result in run(3, unequal_loaders):
+    for result in run(3, loop, does_nothing, unequal_loader):
         assert isinstance(result, UsageError), result
         assert "ranks 0, 1: the batches of epoch 0, 8 steps" in str(result)
         assert "rank 2: the batches of epoch 0, 7 steps" in str(result)
@@ -131,19 +135,33 @@ def test_ranks_with_other_weights_are_named_and_nothing_is_saved(run, body):
 
 @BACKENDS
 @pytest.mark.parametrize(
-    "body",
+    ("body", "layout", "accumulate"),
     [
-        leaves_on_rank_1,
-        pytest.param(sums_on_rank_0, marks=pytest.mark.slow),
-        pytest.param(saves_on_rank_0, marks=pytest.mark.slow),
+        pytest.param(leaves_on_rank_1, (3,), 1, id="leaves"),
+        pytest.param(leaves_on_rank_1, (3,), 2, id="leaves inside of a step", marks=SLOW),
+        pytest.param(leaves_on_rank_1, (1, 2), 1, id="leaves on another host", marks=SLOW),
+        pytest.param(sums_on_rank_0, (3,), 1, id="sums", marks=SLOW),
+        pytest.param(sums_on_rank_0, (2, 1), 2, id="sums, two hosts", marks=SLOW),
+        pytest.param(saves_on_rank_0, (3,), 1, id="saves", marks=SLOW),
     ],
-    ids=lambda body: body.__name__,
 )
-def test_ranks_that_wait_at_two_places_are_ended_with_the_reason(run, body):
+def test_ranks_that_wait_at_two_places_are_ended_with_the_reason(run, body, layout, accumulate):
     begun = time.monotonic()
-    results = run(3, loop, body, timeout=50)
+    results = run(3, partial(loop, accumulate=accumulate), body, layout=layout, timeout=50)
     assert time.monotonic() - begun < 40  # and not --timeout
     assert [str(result) for result in results] == ["the process ended without a result"] * 3
     log = "".join(path.read_text() for path in Path("run/logs").glob("watch-*.log"))
     assert "the ranks wait for each other at two places" in log
     assert "in the backward pass" in log or "in the update" in log
+
+
+def counts_by_torchmetrics():
+    torchmetrics.MeanMetric()
+    loop(does_nothing)
+
+
+@BACKENDS
+def test_torchmetrics_that_would_not_sum_over_the_ranks_is_told_of(run):
+    ranks.values(run(2, counts_by_torchmetrics))
+    warned = "torchmetrics knows torch.distributed alone" in Path("run/logs/rank-0.log").read_text()
+    assert warned == (run.keywords["env"]["TEST_BACKEND"] == "horovod")

@@ -7,7 +7,7 @@ from hpctrain.timings import Clock, Phases, Timings
 
 # Idle, loading, computing, backward, updating; then something that is no part of a step.
 LOADING, COMPUTING, BACKWARD, UPDATING, OUTSIDE = 1, 2, 3, 4, 5
-PHASES = Phases(LOADING, COMPUTING, BACKWARD, slice(LOADING, OUTSIDE))
+PHASES = Phases(LOADING, COMPUTING, (BACKWARD,), slice(LOADING, OUTSIDE))
 
 
 class Sums:

@@ -24,9 +24,10 @@ from processes import until
 from hpctrain import rundir
 from hpctrain.rundir import RunDirectory
 from hpctrain.watchdog import PHASES, Watchdog, slots, watch
-from hpctrain.watchdog.blame import Sighting, judge, suspended
+from hpctrain.watchdog.blame import Sighting, apart, judge, suspended
 from hpctrain.watchdog.board import Aside, Board
 from hpctrain.watchdog.phases import (
+    ACCUMULATING,
     BACKWARD,
     CLOSED,
     COMPUTING,
@@ -34,6 +35,7 @@ from hpctrain.watchdog.phases import (
     IDLE,
     LOADING,
     SAVING,
+    UPDATING,
 )
 from hpctrain.world import World
 
@@ -608,6 +610,24 @@ def test_hang_is_blamed_on_the_right_ranks(seen, ranks, words):
     assert blame.ranks == ranks
     assert words in blame.found
     assert "\n" not in blame.found + blame.fix
+
+
+@pytest.mark.parametrize(
+    ("seen", "blamed"),
+    [
+        ([at(0, BACKWARD), at(1, SAVING), at(2, UPDATING)], (1,)),
+        ([at(0, EVALUATING, step=2), at(1, BACKWARD), at(2, EVALUATING, step=2)], (1,)),
+        ([at(0, BACKWARD), at(1, SAVING, step=4), at(2, BACKWARD)], None),  # they come there yet
+        ([at(0, BACKWARD), at(1, SAVING), at(2, COMPUTING)], None),  # rank 2 may
+        ([at(0, ACCUMULATING), at(1, SAVING), at(2, SAVING)], None),
+        ([at(0, BACKWARD), at(1, SAVING), at(2, CLOSED)], None),
+        ([at(0, BACKWARD), at(1, SAVING)], None),  # nothing is heard of rank 2
+        ([at(0, BACKWARD), at(1, BACKWARD), at(2, BACKWARD)], None),
+    ],
+)
+def test_ranks_wait_for_each_other_at_two_places(seen, blamed):
+    blame = apart(seen, 3)
+    assert (blame and blame.ranks) == blamed
 
 
 def test_message_of_many_ranks_stays_short():
