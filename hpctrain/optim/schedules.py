@@ -163,8 +163,7 @@ def scheduled(optimizer: Optimizer) -> bool:
 def attached(optimizers: Sequence[Optimizer], but: Iterable[object] = ()) -> dict[str, LRScheduler]:
     """Torch's schedulers that change the rates of optimizers, by names that a checkpoint can have.
 
-    An optimizer does not know them, so they are looked for among all objects of this process, once
-    or twice in a start.
+    An optimizer does not know them, so the garbage collector is asked who knows it.
 
     Args:
         optimizers: the prepared ones.
@@ -173,14 +172,11 @@ def attached(optimizers: Sequence[Optimizer], but: Iterable[object] = ()) -> dic
     Raises:
         UsageError: two of a kind for one optimizer, so that a name would mean either.
     """
-    gc.collect()  # or those that a notebook's cell made before would be found too
-    known, others = {id(one) for one in optimizers}, {id(one) for one in but}
-    found = [
-        one
-        for one in gc.get_objects()
-        # Not isinstance, which asks some objects for their __class__.
-        if issubclass(type(one), LRScheduler) and id(getattr(one, "optimizer", None)) in known
-    ]
+    found, others = _schedulers_of(optimizers), {id(one) for one in but}
+    if found:  # without those that a notebook's cell made before, and nobody has any more
+        found.clear()
+        gc.collect()
+        found = _schedulers_of(optimizers)
     inside = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
     named: dict[str, LRScheduler] = {}
     for number, optimizer in enumerate(optimizers):
@@ -195,6 +191,18 @@ def attached(optimizers: Sequence[Optimizer], but: Iterable[object] = ()) -> dic
                     )
                 named[name] = one
     return named
+
+
+def _schedulers_of(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
+    """Return those with one of them for an attribute: in the object, or in its dictionary."""
+    referrers = gc.get_referrers(*optimizers)
+    dictionaries = [one for one in referrers if type(one) is dict]
+    if dictionaries:
+        referrers += gc.get_referrers(*dictionaries)
+    # Not isinstance, which asks some objects for their __class__.
+    found = {id(one): one for one in referrers if issubclass(type(one), LRScheduler)}
+    known = {id(one) for one in optimizers}
+    return [one for one in found.values() if id(getattr(one, "optimizer", None)) in known]
 
 
 def put_back_rates(scheduler: LRScheduler) -> None:
