@@ -1,6 +1,6 @@
 """Starts with one rank that fails in some way at some moment, and whom `hpctrain run` names.
 
-python tests/local/blame.py [--starts 200] [--seed 0]
+python tests/local/blame.py [--starts 200] [--seed 0] [--backend ddp] [--at-once 1]
 """
 
 import argparse
@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# How a rank fails. In Python, in C, by the system, and by leaving.
-KINDS = ("exception", "kill", "abort", "segfault", "exit", "missing")
+# How a rank fails. In Python, in C, by the system, by leaving, and by one sum that no other makes.
+KINDS = ("exception", "kill", "abort", "segfault", "exit", "missing", "mismatch")
 RANKS, STEPS = 3, 6
 
 SCRIPT = """
@@ -34,6 +35,8 @@ def fail(here):
         sys.exit(3)
     if kind == "missing":
         import no_such_package
+    if kind == "mismatch":
+        return session.sum(1)
     sent = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "segfault": signal.SIGSEGV}[kind]
     os.kill(os.getpid(), sent)
 
@@ -77,8 +80,13 @@ def start(kind, victim, moment, backend="ddp"):
             timeout=180,
             check=False,
         )
-    named = re.findall(r"^hpctrain: rank (\d+) failed first", done.stderr, re.MULTILINE)
-    return int(named[-1]) if named else None, done.stderr
+    patterns = [r"^hpctrain: rank (\d+) failed first"]
+    if kind == "mismatch":  # all ranks fail; the one that differs is named in the message
+        patterns = [r"(?:same: |; )rank (\d+): ", r"(?:places: |; )rank (\d+) is at", *patterns]
+    for pattern in patterns:
+        if named := re.findall(pattern, done.stderr, re.MULTILINE):
+            return int(named[-1]), done.stderr
+    return None, done.stderr
 
 
 def main():
@@ -87,15 +95,22 @@ def main():
     parser.add_argument("--starts", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="ddp")
+    parser.add_argument("--at-once", type=int, default=1)
     options = parser.parse_args()
     draw, wrong, kinds = random.Random(options.seed), 0, Counter()
-    for number in range(options.starts):
-        kind, victim, moment = draw.choice(KINDS), draw.randrange(RANKS), draw.choice(MOMENTS)
-        named, said = start(kind, victim, moment, options.backend)
-        kinds[kind] += 1
-        if named != victim:
-            wrong += 1
-            print(f"start {number}: {kind} of rank {victim}, {moment}: named {named}\n{said}")
+    drawn = [
+        (draw.choice(KINDS), draw.randrange(RANKS), draw.choice(MOMENTS))
+        for _ in range(options.starts)
+    ]
+    # There is nothing to sum with before a session is open.
+    drawn = [(*one[:2], "open") if one[::2] == ("mismatch", "before") else one for one in drawn]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        results = pool.map(lambda one: start(*one, options.backend), drawn)
+        for (kind, victim, moment), (named, said) in zip(drawn, results, strict=True):
+            kinds[kind] += 1
+            if named != victim:
+                wrong += 1
+                print(f"{kind} of rank {victim}, {moment}: named {named}\n{said}", flush=True)
     print(f"{wrong} of {options.starts} wrong; {dict(sorted(kinds.items()))}")
     return wrong > options.starts / 200
 

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.e2e
                 ("segfault", 2, "after 1"),
                 ("exit", 1, "step 0"),
                 ("missing", 2, "before"),
+                ("mismatch", 1, "step 3"),
                 ("kill", 0, "end"),
             ]
         ),
