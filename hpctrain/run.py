@@ -29,7 +29,16 @@ from hpctrain.state import (
     refuse_streak,
     restore,
 )
-from hpctrain.watchdog import AGREEING, COMPUTING, IDLE, LOADING, SAVING, UPDATING, Watchdog
+from hpctrain.watchdog import (
+    AGREEING,
+    COMPUTING,
+    IDLE,
+    LOADING,
+    MEETING,
+    SAVING,
+    UPDATING,
+    Watchdog,
+)
 from hpctrain.watching import Watching
 
 __all__ = ["Run"]
@@ -263,7 +272,9 @@ class Run:
             data.begin_own(loader, self.epoch, options.seed)
         length = data.steps_of_epoch(loader, batches.accumulate)
         steps = "some" if length is None else length
+        self._beat(MEETING)
         meet(session.backend, f"the batches of epoch {self.epoch}, {steps} steps")
+        self._beat(IDLE)
         self._plan(length)
         iterator = data.begin_epoch(
             loader, session.samplers, session.placement, self.epoch, self._batches
@@ -492,8 +503,9 @@ class Run:
         self._settle()  # a loop that was left by a break
         if not self._in_body:
             self._drop_rest()
-        self._beat(SAVING)
+        self._beat(MEETING)
         self._hear(self._agreement.now("a checkpoint"))
+        self._beat(SAVING)
         self._metrics.flush()
         self._saves.save(self._position(), self._metrics.at(self.step), self._metrics.state_dict())
         self._beat(IDLE)
@@ -563,9 +575,10 @@ class Run:
         saved = self._saves.saved
         if saved is None or self.step != saved.step:
             self.save()  # the loop was left by a break
-        self._beat(SAVING)
         self._metrics.end_row()
+        self._beat(MEETING)
         self._hear(self._agreement.now("the end of the run"))
+        self._beat(SAVING)
         self._metrics.flush()
         self._watch.finish(self.step, self.epoch)
         self._saves.finish()

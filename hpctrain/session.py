@@ -37,7 +37,7 @@ from hpctrain.run import Run, ignore
 from hpctrain.speech import logger
 from hpctrain.state import Loop
 from hpctrain.update import Update
-from hpctrain.watchdog import ACCUMULATING, BACKWARD, EVALUATING, IDLE, UPDATING
+from hpctrain.watchdog import ACCUMULATING, BACKWARD, EVALUATING, IDLE, MEETING, UPDATING
 
 __all__ = ["Session"]
 
@@ -368,8 +368,7 @@ class Session:
         Returns:
             As many Python numbers; a single one alone.
         """
-        self.beat(EVALUATING)
-        meet(self.backend, f"session.sum() of {len(values)}")
+        self._meet(f"session.sum() of {len(values)}")
         sums = evaluation.total(self.backend, *values)
         self.beat(IDLE)
         return sums[0] if len(sums) == 1 else sums
@@ -380,15 +379,10 @@ class Session:
         Args:
             classes: how many there are.
         """
-
-        def before() -> None:
-            self.beat(EVALUATING)
-            meet(self.backend, f"scores of {classes} classes")
-
         return evaluation.Classification(
             self.backend,
             classes,
-            before=before,
+            before=lambda: self._meet(f"scores of {classes} classes"),
             after=lambda: self.beat(IDLE),
         )
 
@@ -432,9 +426,14 @@ class Session:
     def _weigh(self, weight: float) -> None:
         self.weight = weight
 
-    def _align(self) -> None:
+    def _meet(self, doing: str) -> None:
+        """Before an exchange that belongs to an evaluation."""
+        self.beat(MEETING)
+        meet(self.backend, doing)
         self.beat(EVALUATING)
-        meet(self.backend, "the beginning of an evaluation")
+
+    def _align(self) -> None:
+        self._meet("the beginning of an evaluation")
         for model in self._models:
             self.backend.broadcast(list(model.buffers()))
 

@@ -112,7 +112,7 @@ def start_elastic(
 
 def _tell(outcome: watch.Outcome) -> None:
     """The first rank that failed has the cause; what the others say comes of it."""
-    if not outcome.sessions and len(outcome.ranks) > 1:
+    if outcome.first is None and not outcome.sessions and len(outcome.ranks) > 1:
         say(
             f"hpctrain: none of the {len(outcome.ranks)} ranks has opened a Session: unless the "
             "script brings them together itself, each of them was a training of its own\n"

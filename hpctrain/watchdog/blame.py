@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.watchdog.phases import BACKWARD, CLOSED, EVALUATING, PHASES, SAVING, UPDATING
+from hpctrain.watchdog.phases import BACKWARD, CLOSED, MEETING, PHASES, UPDATING
 from hpctrain.watchdog.processes import STATES
 
 __all__ = ["Blame", "Sighting", "apart", "judge", "place", "suspended"]
@@ -113,9 +113,9 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
 def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
     """Whether ranks wait for each other at two places, so that none of them ever goes on.
 
-    A rank in the backward pass of a step needs the gradients of all others. Those that wait in a
-    save or an evaluation after as many steps, or fewer, will not bring any before it has come
-    there itself.
+    A rank in the backward pass of a step needs the gradients of all others. Those that wait for
+    it before another exchange, after as many steps or fewer, will not bring any before it has come
+    there itself. (One that evaluates or saves may come yet.)
 
     Args:
         sightings: of all ranks.
@@ -125,7 +125,7 @@ def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
     if len(inside) < world_size:
         return None
     training = [one for one in inside if one.phase in (BACKWARD, UPDATING)]
-    others = [one for one in inside if one.phase in (EVALUATING, SAVING)]
+    others = [one for one in inside if one.phase == MEETING]
     if not training or not others or len(training) + len(others) < world_size:
         return None
     if max(one.step for one in others) > min(one.step for one in training):

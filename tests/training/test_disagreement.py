@@ -63,13 +63,17 @@ def leaves_on_rank_1(opened, run, number, model, loss):
     return "break" if number == 3 and opened.world.rank == 1 else None
 
 
+def refused(results):
+    """What rank 0 says, where all ranks are refused."""
+    for result in results:
+        assert isinstance(result, UsageError), result
+    return str(results[0])
+
+
 @BACKENDS
 @pytest.mark.parametrize("body", [logs_on_rank_0, logs_other_names], ids=lambda b: b.__name__)
 def test_ranks_that_log_other_names_are_named(run, body):
-    results = run(3, loop, body)
-    for result in results:
-        assert isinstance(result, UsageError), result
-    said = str(results[0])
+    said = refused(run(3, loop, body))
     other = "Loss (10 times) up to step 10" if body is logs_other_names else "nothing"
     assert said.startswith("the ranks do not do the same: rank 0: ")
     assert "logged loss (10 times) up to step 10" in said
@@ -124,12 +128,10 @@ def moves_later(opened, run, number, model, loss):
 @BACKENDS
 @pytest.mark.parametrize("body", [moves_its_own_weights, moves_later], ids=lambda b: b.__name__)
 def test_ranks_with_other_weights_are_named_and_nothing_is_saved(run, body):
-    results = run(3, loop, body)
-    for result in results:
-        assert isinstance(result, UsageError), result
+    said = refused(run(3, loop, body))
     step = 1 if body is moves_its_own_weights else 12
-    assert f"after step {step} rank 2 and rank 0 do not have the same weights" in str(results[0])
-    assert "first in 4.bias" in str(results[0])
+    assert f"after step {step} rank 2 and rank 0 do not have the same weights" in said
+    assert "first in 4.bias" in said
     assert rundir.RunDirectory("run").steps() == []
 
 
@@ -153,6 +155,19 @@ def test_ranks_that_wait_at_two_places_are_ended_with_the_reason(run, body, layo
     log = "".join(path.read_text() for path in Path("run/logs").glob("watch-*.log"))
     assert "the ranks wait for each other at two places" in log
     assert "in the backward pass" in log or "in the update" in log
+
+
+def shows_what_it_evaluated(opened, run, number, model, loss):
+    if number == 3:
+        for batch, _ in opened.loader(images(24), train=False):
+            model(batch)
+        if opened.is_main:
+            time.sleep(14)  # longer than ranks at two places are left there
+
+
+@pytest.mark.slow
+def test_rank_that_is_slow_after_an_evaluation_is_waited_for():
+    ranks.values(ranks.run(3, loop, shows_what_it_evaluated))
 
 
 def counts_by_torchmetrics():

@@ -34,6 +34,7 @@ from hpctrain.watchdog.phases import (
     EVALUATING,
     IDLE,
     LOADING,
+    MEETING,
     SAVING,
     UPDATING,
 )
@@ -615,13 +616,15 @@ def test_hang_is_blamed_on_the_right_ranks(seen, ranks, words):
 @pytest.mark.parametrize(
     ("seen", "blamed"),
     [
-        ([at(0, BACKWARD), at(1, SAVING), at(2, UPDATING)], (1,)),
-        ([at(0, EVALUATING, step=2), at(1, BACKWARD), at(2, EVALUATING, step=2)], (1,)),
-        ([at(0, BACKWARD), at(1, SAVING, step=4), at(2, BACKWARD)], None),  # they come there yet
-        ([at(0, BACKWARD), at(1, SAVING), at(2, COMPUTING)], None),  # rank 2 may
-        ([at(0, ACCUMULATING), at(1, SAVING), at(2, SAVING)], None),
-        ([at(0, BACKWARD), at(1, SAVING), at(2, CLOSED)], None),
-        ([at(0, BACKWARD), at(1, SAVING)], None),  # nothing is heard of rank 2
+        ([at(0, BACKWARD), at(1, MEETING), at(2, UPDATING)], (1,)),
+        ([at(0, MEETING, step=2), at(1, BACKWARD), at(2, MEETING, step=2)], (1,)),
+        ([at(0, BACKWARD), at(1, MEETING, step=4), at(2, BACKWARD)], None),  # they come there yet
+        ([at(0, BACKWARD), at(1, EVALUATING), at(2, BACKWARD)], None),  # rank 1 may
+        ([at(0, BACKWARD), at(1, SAVING), at(2, BACKWARD)], None),
+        ([at(0, BACKWARD), at(1, MEETING), at(2, COMPUTING)], None),
+        ([at(0, ACCUMULATING), at(1, MEETING), at(2, MEETING)], None),
+        ([at(0, BACKWARD), at(1, MEETING), at(2, CLOSED)], None),
+        ([at(0, BACKWARD), at(1, MEETING)], None),  # nothing is heard of rank 2
         ([at(0, BACKWARD), at(1, BACKWARD), at(2, BACKWARD)], None),
     ],
 )
