@@ -5,7 +5,7 @@ The rate is the base rate times a factor that follows from the number of the ste
 
 import gc
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -172,16 +172,17 @@ def attached(optimizers: Sequence[Optimizer], but: Iterable[object] = ()) -> dic
     Raises:
         UsageError: two of a kind for one optimizer, so that a name would mean either.
     """
-    found, others = _schedulers_of(optimizers), {id(one) for one in but}
-    if found:  # without those that a notebook's cell made before, and nobody has any more
+    others = {id(one) for one in but}
+    found = _unnamed(optimizers, others)
+    if len({one.optimizer for one in found}) < len(found):
+        # One of two may be left from before, as a notebook's cell does, in a cycle of references.
         found.clear()
         gc.collect()
-        found = _schedulers_of(optimizers)
-    inside = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
+        found = _unnamed(optimizers, others)
     named: dict[str, LRScheduler] = {}
     for number, optimizer in enumerate(optimizers):
         for one in found:
-            if one.optimizer is optimizer and id(one) not in inside | others:
+            if one.optimizer is optimizer:
                 name = f"{type(one).__name__} of optimizer {number}"
                 if name in named:
                     raise UsageError(
@@ -191,6 +192,13 @@ def attached(optimizers: Sequence[Optimizer], but: Iterable[object] = ()) -> dic
                     )
                 named[name] = one
     return named
+
+
+def _unnamed(optimizers: Sequence[Optimizer], others: Container[int]) -> list[LRScheduler]:
+    """Return the schedulers that are neither part of another one nor among others, by id."""
+    found = _schedulers_of(optimizers)
+    inside = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
+    return [one for one in found if id(one) not in inside and id(one) not in others]
 
 
 def _schedulers_of(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:

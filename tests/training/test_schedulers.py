@@ -82,6 +82,17 @@ def test_two_schedulers_of_a_kind_for_one_optimizer_have_to_be_named():
         train(two, "run", max_steps=2)
 
 
+def made_twice(optimizer):
+    """As in a notebook whose cell runs again: nobody has the first one any more."""
+    first = lr_scheduler.StepLR(optimizer, 2)
+    first.itself = first
+    return lr_scheduler.StepLR(optimizer, 3)
+
+
+def test_scheduler_that_nobody_has_any_more_is_not_counted():
+    assert len(set(train(made_twice, "run", max_steps=8))) == 3
+
+
 def test_checkpoint_with_a_scheduler_that_the_script_no_longer_has_is_said(caplog):
     train(warm_up, "run", max_steps=3)
     with session(batch_size=4, run="run", resume=True, max_steps=4) as opened:
