@@ -2,7 +2,7 @@
 # Sets up everything that the tests need, and passes them.
 #
 #     bash tests/run.sh [--all | --gpu [--save DIR] | --planted] [--strict] [--python PROGRAM]
-#                       [options of pytest]
+#                       [options of pytest, such as -n 0 -k resume]
 #
 #     (nothing)         what a change is likely to break: at most 8 minutes on two cores
 #     --all             every test that needs no GPU
@@ -103,7 +103,7 @@ fi
 options=(-rs ${strict:+--strict-parts})
 [ "$tier" = default ] || options+=("--$tier")
 # Ranks wait for each other, and jobs for Slurm, about half of the time: two workers a core.
-[ $# -gt 0 ] || options+=(-n "$((2 * $(nproc)))" --dist loadgroup --no-loadscope-reorder)
+options+=(-n "$((2 * $(nproc)))" --dist loadgroup --no-loadscope-reorder)
 code=0
 if [ "$tier" = gpu ]; then
     # Also without --strict: who asks for these tests has a GPU.

@@ -27,7 +27,7 @@ from hpctrain.horovod_wheel.torch_facts import Torch, ask_torch
 __all__ = ["build", "decide", "key"]
 
 # Counted up when the wheels of an earlier hpctrain must not be taken any more.
-_RECIPE = 2
+_RECIPE = 3
 
 
 def build(

@@ -16,6 +16,8 @@ _TORCH = "horovod/torch/CMakeLists.txt"
 _FIND_TORCH = "cmake/Modules/FindPytorch.cmake"
 _FIND_NCCL = "cmake/Modules/FindNCCL.cmake"
 _CUDA_KERNELS = "horovod/common/ops/cuda/CMakeLists.txt"
+_WAIT = "horovod/torch/mpi_ops_v2.cc"
+_YIELD = "std::this_thread::yield();"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ def patches(
             "from shutil import which as find_executable",
         ),
         *_mistakes(),
+        *_sleep_while_waiting(),
     ]
     if cuda:
         # CUDA 13's headers need C++17, which nvcc knows since CUDA 11.
@@ -110,6 +113,20 @@ def _mistakes() -> list[Patch]:
             "__version__ = '0.28.1'",
             "__version__ = '0.28.1'\nmended_by_hpctrain = True",
         ),
+    ]
+
+
+def _sleep_while_waiting() -> list[Patch]:
+    """Let a rank that waits for an exchange sleep after the first moments.
+
+    Horovod yields until the end, and takes and gives back Python's lock each time: where ranks have
+    less than a core each, that is most of the machine's time.
+    """
+    wait = "void WaitAndClear(int handle) {\n"
+    sleep = "std::this_thread::sleep_for(std::chrono::microseconds(50));"
+    return [
+        Patch(_WAIT, wait, f"{wait}  int checks = 0;\n"),
+        Patch(_WAIT, _YIELD, f"if (++checks < 200) {_YIELD} else {sleep}"),
     ]
 
 

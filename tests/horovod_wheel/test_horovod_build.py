@@ -60,6 +60,9 @@ and (ROCM_HOME is not None)) else False)"
   global_ctx = global_context.ctx;
 """,
     "horovod/common/gloo/gloo_controller.cc": "  global_ranks_.reserve(size_);\n",
+    "horovod/torch/mpi_ops_v2.cc": (
+        "void WaitAndClear(int handle) {\n  while (true) {\n    std::this_thread::yield();\n"
+    ),
     "horovod/__init__.py": "__version__ = '0.28.1'\n",
 }
 
@@ -156,6 +159,9 @@ def test_patches_of_horovod_over_gloo(extracted):
         extracted, "horovod/common/gloo/gloo_controller.cc"
     )
     assert "mended_by_hpctrain = True" in text(extracted, "horovod/__init__.py").splitlines()
+    wait = text(extracted, "horovod/torch/mpi_ops_v2.cc")
+    assert wait.index("int checks = 0;") < wait.index("while (true)") < wait.index("++checks < 200")
+    assert "else std::this_thread::sleep_for(std::chrono::microseconds(50));" in wait
 
 
 def test_gpu_build_patches_keep_cuda(extracted):
