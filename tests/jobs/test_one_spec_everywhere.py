@@ -79,6 +79,7 @@ def expect(losses, run, launcher, size=SIZE):
     assert launches.losses(run) == pytest.approx(losses, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_one_job_spec_on_this_machine_has_losses_of_one_process(one_process):
     Path("job.toml").write_text(files.text(replace(SPEC, run="run")))
     command = [launches.BIN / "hpctrain", "submit", "--via", "local", "job.toml"]
