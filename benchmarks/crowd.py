@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-from hpctrain.meeting.messages import Credentials, Entry, decode, encode
-from hpctrain.meeting.place import LOOPBACK
+from hpctrain.rendezvous.addresses import LOOPBACK
+from hpctrain.rendezvous.messages import Credentials, Entry, decode, encode
 
 __all__ = ["PER_HOST", "Conversation", "Crowd", "entry", "guest", "one_line"]
 
 PER_HOST = 8
-# As a guest of hpctrain.meeting does, about: it calls again after this.
+# As a guest of hpctrain.rendezvous does, about: it calls again after this.
 _PAUSE_SECONDS = 0.1
 # What a rank says, a line at a time, and what it hears.
 Conversation = Generator[bytes, bytes, None]

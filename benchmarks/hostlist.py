@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from measure import add_save, describe, facts, order, save, summary, table, verdict
 
-from hpctrain.hostlist import compress, expand, first
+from hpctrain.cluster.hostlist import compress, expand, first
 
 HOSTS = 10_000
 

@@ -29,7 +29,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-from hpctrain import data, shards
+from hpctrain import data
+from hpctrain.data import shards
 from hpctrain.data.images import decoding
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.bench import measure
-from hpctrain.bench.measure import describe, order, summary, table
+from hpctrain.tools.bench import measure
+from hpctrain.tools.bench.measure import describe, order, summary, table
 
 __all__ = [
     "add_save",

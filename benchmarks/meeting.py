@@ -28,15 +28,16 @@ import torch
 from measure import add_save, describe, facts, order, save, summary, table
 from torch.distributed import TCPStore
 
-from hpctrain import meeting, open_files, proof
 from hpctrain.arguments import Options
-from hpctrain.launchers.base import MeetingPoint
-from hpctrain.meeting import Roll
-from hpctrain.meeting.messages import Credentials, Entry, decode, encode, unpack
-from hpctrain.meeting.place import LOOPBACK, ports
-from hpctrain.meeting.roll import call_roll
-from hpctrain.threads import Threads
-from hpctrain.world import World
+from hpctrain.cluster.launchers.base import MeetingPoint
+from hpctrain.cluster.world import World
+from hpctrain.process import file_limit
+from hpctrain.process.threads import Threads
+from hpctrain.rendezvous import Roll, consistency
+from hpctrain.rendezvous import meet as hpctrain_meet
+from hpctrain.rendezvous.addresses import LOOPBACK, ports
+from hpctrain.rendezvous.messages import Credentials, Entry, decode, encode, unpack
+from hpctrain.rendezvous.roster import call_roll
 
 MEET, STORE = "meet", "TCPStore and a barrier"
 AT_ONCE, BARE = "meet, all call at once", "a line each way"
@@ -53,13 +54,13 @@ Figures = dict[str, float]
 def introduce() -> Entry:
     """What a rank of a Session says of itself."""
     settings = Options.of(None, {}).deciding()
-    return {**proof.entry(torch.device("cpu"), settings), **Threads.here(os.environ).entry()}
+    return {**consistency.entry(torch.device("cpu"), settings), **Threads.here(os.environ).entry()}
 
 
 def prove(spent: Figures, roll: Roll) -> None:
     """The start-up proof as a Session has it, timed."""
     start = time.perf_counter()
-    proof.check(roll.entries, [roll.hosts[host] for host in roll.host_of_rank])
+    consistency.check(roll.entries, [roll.hosts[host] for host in roll.host_of_rank])
     spent["check_s"] = time.perf_counter() - start
 
 
@@ -72,7 +73,7 @@ def meet(rank: int, key: str) -> Figures:
     entry = introduce()
     spent = {"entry_s": time.perf_counter() - start}
     host = os.uname().nodename
-    meeting.meet(
+    hpctrain_meet(
         World(rank, 2, rank, 2, 0, 1, (host,), "env"),
         MeetingPoint(key, host, LOOPBACK),
         entry,
@@ -161,7 +162,7 @@ def await_listener(port: int) -> None:
 
 def simulated(pipe: Any, arm: str, size: int, key: str, port: int, common: Entry) -> None:
     """All ranks above 0, in a process of their own."""
-    open_files.make_room(size)
+    file_limit.make_room(size)
     rolls: list[bytes] = []
     window = size if arm == AT_ONCE else WINDOW
     if arm == BARE:
@@ -224,7 +225,7 @@ def gathered(arm: str, size: int) -> Figures:
             serve(size, port)
         else:
             check = functools.partial(prove, spent)
-            met = meeting.meet(world, point, own, TIMEOUT, check=check)
+            met = hpctrain_meet(world, point, own, TIMEOUT, check=check)
             if met.listener:
                 met.listener.close()
         return {"cpu_s": time.process_time() - cpu, **spent}
@@ -311,8 +312,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error("a spread needs --rounds 2 or more")
-    CONTEXT.set_forkserver_preload(["torch.distributed", "hpctrain.session"])
-    open_files.make_room(max(CROWDS))
+    CONTEXT.set_forkserver_preload(["torch.distributed", "hpctrain.training.session"])
+    file_limit.make_room(max(CROWDS))
     record = facts(["hpctrain", "torch"])
     results = {
         size: evaluate(STORE if size == "2" else BARE, arms)

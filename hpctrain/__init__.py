@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from hpctrain._version import __version__
 
 if TYPE_CHECKING:
-    from hpctrain.allocation import Allocation
     from hpctrain.arguments import options
+    from hpctrain.cluster.job import Allocation
+    from hpctrain.cluster.launchers import detect
+    from hpctrain.cluster.world import World
     from hpctrain.errors import HpctrainError
     from hpctrain.jobs import JobSpec, submit
-    from hpctrain.launchers import detect
-    from hpctrain.local import spawn
-    from hpctrain.run import Run
-    from hpctrain.session import Session
-    from hpctrain.world import World
+    from hpctrain.launch import spawn
+    from hpctrain.training.run import Run
+    from hpctrain.training.session import Session
 
 __all__ = [
     "Allocation",
@@ -34,15 +34,15 @@ __all__ = [
 ]
 
 _HOME = {
-    "Allocation": "allocation",
+    "Allocation": "cluster.job",
     "HpctrainError": "errors",
     "JobSpec": "jobs",
-    "Run": "run",
-    "Session": "session",
-    "World": "world",
-    "detect": "launchers",
+    "Run": "training.run",
+    "Session": "training.session",
+    "World": "cluster.world",
+    "detect": "cluster.launchers",
     "options": "arguments",
-    "spawn": "local",
+    "spawn": "launch",
     "submit": "jobs",
 }
 

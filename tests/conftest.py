@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from hpctrain import variables
+from hpctrain.cluster import env_vars
 
 TESTS = Path(__file__).resolve().parent
 TOP = TESTS.parent
@@ -128,7 +128,7 @@ def _mark(item):
     group = next((GROUPS[name] for name in GROUPS if name in fixtures), None)
     if group == "slurm" and item.config.getoption("--all"):
         # More than an hour on one Slurm; half of it on each of two.
-        group += "-first" if item.path.parent.name < "launchers" else "-second"
+        group += "-first" if item.path.parent.name < "launch" else "-second"
     if group is None and any(
         definitions[-1].scope == "module"
         for definitions in item._fixtureinfo.name2fixturedefs.values()
@@ -206,7 +206,7 @@ def nccl(gpu, lacking):
 def _on_one_gpu():
     import on_gpu
 
-    from hpctrain.gpus import CUDA
+    from hpctrain.cluster.visible_gpus import CUDA
 
     env = {CUDA: on_gpu.visible()[0], "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     return partial(on_gpu.run, env=env)
@@ -239,7 +239,7 @@ def fashion_mnist(lacking):
 
 def _scrubbed():
     names = (name for name in os.environ if not name.startswith("HPCTRAIN_"))
-    kept = variables.scrubbed({name: os.environ[name] for name in names})
+    kept = env_vars.scrubbed({name: os.environ[name] for name in names})
     if "HPCTRAIN_CACHE" in os.environ:
         kept["HPCTRAIN_CACHE"] = os.environ["HPCTRAIN_CACHE"]
     return kept

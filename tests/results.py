@@ -32,8 +32,8 @@ SECTIONS = {
     "tests/training/test_resume_after_kill.py": "kill",
     "tests/training/test_resume_under_launchers.py": "launchers",
     "tests/training/test_resume_on_slurm.py": "slurm",
-    "tests/watchdog/test_hangs.py": "hangs",
-    "tests/watchdog/test_watchdog.py": "hangs",
+    "tests/monitoring/test_hangs.py": "hangs",
+    "tests/monitoring/test_watchdog.py": "hangs",
     "tests/checkpoint/test_checkpoint_faults.py": "checkpoints",
 }
 BACKENDS = {"horovod": "Horovod", "ddp": "ddp", "auto": "ddp"}

@@ -9,7 +9,7 @@ from typing import Any
 
 from verdicts import verdicts
 
-from hpctrain.bench.measure import describe
+from hpctrain.tools.bench.measure import describe
 
 __all__ = ["TABLES", "Table"]
 

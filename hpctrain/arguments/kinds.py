@@ -6,8 +6,8 @@ import difflib
 import math
 from typing import Any
 
+from hpctrain.cluster.launchers import LONGEST_TIMEOUT
 from hpctrain.errors import UsageError
-from hpctrain.launchers import LONGEST_TIMEOUT
 
 __all__ = [
     "COUNT",

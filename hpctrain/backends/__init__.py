@@ -4,10 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hpctrain.backends.settings import Settings
+from hpctrain.cluster.launchers import MeetingPoint
+from hpctrain.cluster.world import World
 from hpctrain.errors import ContradictionError
-from hpctrain.launchers import MeetingPoint
-from hpctrain.meeting import Board, Meeting
-from hpctrain.world import World
+from hpctrain.rendezvous import Board, Meeting
 
 if TYPE_CHECKING:
     import torch

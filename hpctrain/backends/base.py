@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.backends.by_hand import ByHand
+from hpctrain.backends.baseline import ByHand
 from hpctrain.backends.settings import Settings
+from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.meeting import Meeting
-from hpctrain.world import World
+from hpctrain.rendezvous import Meeting
 
 __all__ = ["Backend", "Later", "vector"]
 

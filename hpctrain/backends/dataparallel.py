@@ -6,14 +6,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hpctrain.backends.by_hand import ByHand
+from hpctrain.backends.baseline import ByHand
 from hpctrain.backends.settings import Settings
 from hpctrain.backends.single import Single
 from hpctrain.backends.transparent import Transparent
+from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
-from hpctrain.meeting import Meeting
-from hpctrain.speech import logger
-from hpctrain.world import World
+from hpctrain.process.logging import logger
+from hpctrain.rendezvous import Meeting
 
 __all__ = ["DataParallel", "TransparentDataParallel"]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hpctrain.backends.base import Backend, Later, vector
 from hpctrain.backends.settings import Settings
-from hpctrain.meeting import Meeting
+from hpctrain.rendezvous import Meeting
 
 __all__ = ["Single"]
 

@@ -9,7 +9,7 @@ to other programs, `weights` takes those that a training begins with.
 """
 
 from hpctrain.checkpoint.export import export
-from hpctrain.checkpoint.reading import load_newest
+from hpctrain.checkpoint.loading import load_newest
 from hpctrain.checkpoint.weights import check_weights, fill_weights
 from hpctrain.checkpoint.writer import Writer, save
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hpctrain.checkpoint.files import sync
-from hpctrain.checkpoint.reading import best_of, load, places
+from hpctrain.checkpoint.durable_files import sync
+from hpctrain.checkpoint.loading import best_of, load, places
 from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
-from hpctrain.speech import logger
 
 __all__ = ["export"]
 

@@ -21,8 +21,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.files import sync, write
-from hpctrain.checkpoint.reading import (
+from hpctrain.checkpoint.durable_files import sync, write
+from hpctrain.checkpoint.loading import (
     FORMAT,
     MANIFEST,
     best_of,

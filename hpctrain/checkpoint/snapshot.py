@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.memory import available
+from hpctrain.checkpoint.available_memory import available
 from hpctrain.errors import UsageError
-from hpctrain.speech import logger
+from hpctrain.process.logging import logger
 
 __all__ = ["Buffers", "Part", "Snapshot", "freeze"]
 

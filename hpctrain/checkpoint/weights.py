@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hpctrain.errors import UsageError
-from hpctrain.speech import logger
+from hpctrain.process.logging import logger
 
 __all__ = ["check_weights", "fill_weights"]
 

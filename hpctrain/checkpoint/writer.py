@@ -15,8 +15,8 @@ from typing import Any
 from hpctrain.checkpoint.folder import Folder
 from hpctrain.checkpoint.snapshot import Buffers, Snapshot, freeze
 from hpctrain.errors import CheckpointError
+from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
-from hpctrain.speech import logger
 
 __all__ = ["Writer", "save"]
 

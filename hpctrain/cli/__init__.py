@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         # The reader of a pipe left, as in `hpctrain hostlist … | head -1`.
-        from hpctrain.speech import abandon  # which imports logging, as few commands need
+        from hpctrain.process.logging import abandon  # which imports logging, as few commands need
 
         abandon(sys.stdout)
         return 0

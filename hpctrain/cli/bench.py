@@ -5,8 +5,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from hpctrain.bench.measure import size
-from hpctrain.cli.kinds import seconds
+from hpctrain.cli.argument_types import seconds
+from hpctrain.tools.bench.measure import size
 
 __all__ = ["add"]
 
@@ -160,4 +160,4 @@ def _sizes(text: str) -> list[int]:
 
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: it imports torch, and the other commands do without.
-    return int(importlib.import_module("hpctrain.bench.command").execute(arguments))
+    return int(importlib.import_module("hpctrain.tools.bench.command").execute(arguments))

@@ -5,11 +5,12 @@ import os
 import shlex
 from typing import Any
 
-from hpctrain import rundir, slurm
-from hpctrain.cli.printing import put
+from hpctrain import rundir
+from hpctrain.cli.terminal import put
+from hpctrain.cluster import slurm
 from hpctrain.errors import StartError
-from hpctrain.jobs import naming, progress
-from hpctrain.jobs.reasons import plain
+from hpctrain.jobs import lookup, run_progress
+from hpctrain.jobs.slurm_reasons import plain
 
 __all__ = ["add"]
 
@@ -30,7 +31,7 @@ def add(subparsers: Any) -> None:
 
 def _main(arguments: argparse.Namespace) -> int:
     # All are looked up before the first is cancelled.
-    for one in naming.own_jobs(arguments.words, os.environ, living=True):
+    for one in lookup.own_jobs(arguments.words, os.environ, living=True):
         try:
             _cancel(one)
         except slurm.NoAnswerError as error:
@@ -38,12 +39,12 @@ def _main(arguments: argparse.Namespace) -> int:
     return rundir.DONE
 
 
-def _cancel(one: naming.Named) -> None:
+def _cancel(one: lookup.Named) -> None:
     live = [job for job in one.jobs if job.lives]
     if not live:
         _say(f"job {one.label} has ended already: {plain(one.jobs[0].word).lower()}")
         return
-    runs = [progress.run_of(job, os.environ) for job in live]
+    runs = [run_progress.run_of(job, os.environ) for job in live]
     slurm.cancel([one.label], os.environ)
     _say(f"job {one.label} ({plain(live[0].name)}) is cancelled")
     for run in runs:

@@ -4,7 +4,7 @@ import argparse
 import importlib
 from typing import Any
 
-from hpctrain.cli.kinds import seconds
+from hpctrain.cli.argument_types import seconds
 
 __all__ = ["add"]
 
@@ -37,5 +37,5 @@ def add(subparsers: Any) -> None:
 
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: the doctor imports torch, and the other commands do without.
-    doctor = importlib.import_module("hpctrain.doctor")
+    doctor = importlib.import_module("hpctrain.tools.doctor")
     return int(doctor.examine(arguments.run, arguments.start_timeout, arguments.json))

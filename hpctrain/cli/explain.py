@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from hpctrain.cluster.launchers import Process, Reading, Start, readings, survey
+from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.launchers import Process, Reading, Start, readings, survey
-from hpctrain.world import World
 
 __all__ = ["add", "as_json"]
 

@@ -43,7 +43,7 @@ def add(subparsers: Any) -> None:
 
 def _main(arguments: argparse.Namespace) -> int:
     # Here: it takes as long to import as all other commands together.
-    from hpctrain.horovod_wheel import build
+    from hpctrain.tools.horovod_build import build
 
     wheel = build(arguments.cuda, arguments.mpi, arguments.wheel_only, os.environ, _say)
     if arguments.wheel_only:

@@ -4,8 +4,8 @@ import argparse
 import sys
 from typing import Any
 
+from hpctrain.cluster.hostlist import compress, expand
 from hpctrain.errors import UsageError
-from hpctrain.hostlist import compress, expand
 
 __all__ = ["add"]
 

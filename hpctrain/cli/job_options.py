@@ -216,9 +216,9 @@ def _job(path: str) -> dict[str, Any]:
     """The checked values of a JOB.toml."""
     if not path.endswith(".toml"):
         raise UsageError(f"{path} is no .toml", "a JOB.toml, or -- before the command", _EXAMPLE)
-    from hpctrain.jobs import files  # with the parser of TOML, only where there is some
+    from hpctrain.jobs import job_files  # with the parser of TOML, only where there is some
 
-    return site.checked(files.read(Path(path)), path)
+    return site.checked(job_files.read(Path(path)), path)
 
 
 def _read(name: str, value: Any) -> Any:

@@ -31,7 +31,7 @@ def add(subparsers: Any) -> None:
 
 def _main(arguments: argparse.Namespace) -> int:
     # By name, and here: the other commands do without what draws.
-    report = importlib.import_module("hpctrain.report")
+    report = importlib.import_module("hpctrain.monitoring.report")
     page, figures = report.write(arguments.runs, arguments.output)
     beside = f", and {len(figures)} figures in {figures[0].parent}" if figures else ""
     sys.stdout.write(f"{page}: open it in a browser{beside}\n")

@@ -4,11 +4,12 @@ import argparse
 import os
 from typing import Any
 
-from hpctrain import rundir, slurm
-from hpctrain.cli.printing import put
+from hpctrain import rundir
+from hpctrain.cli.terminal import put
+from hpctrain.cluster import slurm
 from hpctrain.errors import StartError, UsageError
-from hpctrain.jobs import naming
-from hpctrain.jobs.reasons import explained, plain
+from hpctrain.jobs import lookup
+from hpctrain.jobs.slurm_reasons import explained, plain
 
 __all__ = ["add"]
 
@@ -32,14 +33,14 @@ def add(subparsers: Any) -> None:
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    named = naming.own_jobs(arguments.words, os.environ)
+    named = lookup.own_jobs(arguments.words, os.environ)
     # All are looked at before the first is requeued.
     for job in [job for one in named for job in _chosen(one)]:
         _requeue(job)
     return rundir.DONE
 
 
-def _chosen(one: naming.Named) -> list[slurm.Job]:
+def _chosen(one: lookup.Named) -> list[slurm.Job]:
     """The job itself; of an array the tasks that run, and those that failed."""
     chosen = [job for job in one.jobs if job.label == one.label]
     chosen = chosen or [job for job in one.jobs if job.word not in _LEFT_ALONE]

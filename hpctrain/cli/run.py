@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hpctrain import local
+from hpctrain import launch
 from hpctrain.errors import UsageError
 
 __all__ = ["add"]
@@ -37,7 +37,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--as",
         dest="style",
-        choices=list(local.AS),
+        choices=list(launch.AS),
         help="give the ranks the variables that this launcher would give them (default: hpctrain)",
     )
     real = parser.add_argument_group("one of several real hosts")
@@ -82,10 +82,10 @@ def _main(arguments: argparse.Namespace) -> int:
     host = _real_host(arguments)
     if not arguments.module:
         _check_script(arguments.script)
-    gpus = local.gpus_of(os.environ)
-    counts = local.layout(nodes, arguments.nproc_per_node, len(gpus), pretended=host is None)
+    gpus = launch.gpus_of(os.environ)
+    counts = launch.layout(nodes, arguments.nproc_per_node, len(gpus), pretended=host is None)
     style = arguments.style or "hpctrain"
-    return local.start(_command(arguments), counts, os.environ, style, gpus, host)
+    return launch.start(_command(arguments), counts, os.environ, style, gpus, host)
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
@@ -101,21 +101,21 @@ def _elastic(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--elastic with {flag}", "--hosts, or a Slurm job's own", _ELASTIC)
     if not arguments.module:
         _check_script(arguments.script)
-    hosts: local.OverSsh | local.InSlurm
+    hosts: launch.OverSsh | launch.InSlurm
     if arguments.hosts is not None:
-        gpus = local.gpus_of(os.environ)
-        (slots,) = local.layout(1, arguments.nproc_per_node, len(gpus))
-        hosts = local.OverSsh(local.parse(arguments.hosts, slots))
+        gpus = launch.gpus_of(os.environ)
+        (slots,) = launch.layout(1, arguments.nproc_per_node, len(gpus))
+        hosts = launch.OverSsh(launch.parse(arguments.hosts, slots))
     elif os.environ.get("SLURM_JOB_ID"):
-        hosts = local.InSlurm(os.environ)
+        hosts = launch.InSlurm(os.environ)
     else:
         raise UsageError("--elastic without --hosts, outside of a Slurm job", "hosts", _ELASTIC)
     name = arguments.script.rpartition(".")[2] if arguments.module else arguments.script
-    directory = local.run_directory(arguments.arguments, name, os.environ)
+    directory = launch.run_directory(arguments.arguments, name, os.environ)
     least = 1 if arguments.min_nproc is None else arguments.min_nproc
     if least < 1:
         raise UsageError(f"--min-nproc {least}", "a number from 1 on", "--min-nproc 1")
-    return local.start_elastic(hosts, _command(arguments), directory, os.environ, least)
+    return launch.start_elastic(hosts, _command(arguments), directory, os.environ, least)
 
 
 def _check_script(script: str) -> None:
@@ -132,7 +132,7 @@ def _check_script(script: str) -> None:
     raise UsageError(found, "a Python script", f"hpctrain run [options] {form} [its arguments]")
 
 
-def _real_host(arguments: argparse.Namespace) -> local.RealHost | None:
+def _real_host(arguments: argparse.Namespace) -> launch.RealHost | None:
     """This machine as one of several real ones; None where it pretends to be all of them.
 
     Raises:
@@ -171,4 +171,4 @@ def _real_host(arguments: argparse.Namespace) -> local.RealHost | None:
         raise UsageError("an empty --main-address", "name or address of host 0", _BY_HAND)
     if not 1 <= arguments.main_port < 1 << 16:
         raise UsageError(f"--main-port {arguments.main_port}", "a port from 1 to 65535", _BY_HAND)
-    return local.RealHost(arguments.node_rank, arguments.main_address, arguments.main_port)
+    return launch.RealHost(arguments.node_rank, arguments.main_address, arguments.main_port)

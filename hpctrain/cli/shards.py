@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hpctrain.data.shards import build_index, make
+from hpctrain.data.shards.index import path_of, shard_paths
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.shards import build_index, make
-from hpctrain.shards.index import path_of, shard_paths
 
 __all__ = ["add"]
 

@@ -6,12 +6,13 @@ import pwd
 import sys
 from typing import Any
 
-from hpctrain import rundir, slurm
-from hpctrain.cli.printing import put
+from hpctrain import rundir
+from hpctrain.cli.terminal import put
+from hpctrain.cluster import slurm
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs import site
 from hpctrain.jobs.quoting import word
-from hpctrain.jobs.reasons import plain
+from hpctrain.jobs.slurm_reasons import plain
 
 __all__ = ["add"]
 

@@ -6,10 +6,11 @@ import shutil
 import sys
 from typing import Any
 
-from hpctrain import rundir, slurm
-from hpctrain.cli.printing import put
+from hpctrain import rundir
+from hpctrain.cli.terminal import put
+from hpctrain.cluster import slurm
 from hpctrain.errors import StartError, UsageError
-from hpctrain.jobs import naming, overview, progress
+from hpctrain.jobs import lookup, run_progress, tables
 
 __all__ = ["add"]
 
@@ -35,7 +36,7 @@ def _main(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"hpctrain: Slurm does not answer: {error}\n")
         return _without_slurm(arguments.words)
     if not arguments.words:
-        rows = [overview.row_of_job(job, os.environ, named=False) for job in mine]
+        rows = [tables.row_of_job(job, os.environ, named=False) for job in mine]
         _show(rows, "you have no jobs, and Slurm remembers none that has ended")
         return rundir.DONE
     try:
@@ -49,17 +50,17 @@ def _main(arguments: argparse.Namespace) -> int:
 def _rows(word: str, mine: list[slurm.Job]) -> list[tuple[str, ...]]:
     """The rows of what a person has named."""
     try:
-        one = naming.named(word, mine, os.environ)
+        one = lookup.named(word, mine, os.environ)
     except UsageError:
         if ended := _accounted(word):
-            return [overview.row_of_ended(job, None) for job in ended]
+            return [tables.row_of_ended(job, None) for job in ended]
         raise
     if one.jobs or one.run is None:
-        return [overview.row_of_job(job, os.environ) for job in one.jobs]
+        return [tables.row_of_job(job, os.environ) for job in one.jobs]
     ended = _accounted(one.label)
     if len(ended) == 1:
-        return [overview.row_of_ended(ended[0], one.run)]
-    return [overview.row_of_run(one.run, one.label)]
+        return [tables.row_of_ended(ended[0], one.run)]
+    return [tables.row_of_run(one.run, one.label)]
 
 
 def _accounted(label: str) -> list[slurm.Ended]:
@@ -73,11 +74,11 @@ def _accounted(label: str) -> list[slurm.Ended]:
 def _without_slurm(words: list[str]) -> int:
     """What the run directories say alone."""
     if words:
-        runs = [naming.named(word, (), os.environ).run for word in words]
+        runs = [lookup.named(word, (), os.environ).run for word in words]
         paths = [run for run in runs if run is not None]
     else:
-        paths = [path for path in naming.runs() if not path.name.startswith(".")]
-    rows = [overview.row_of_run(path, progress.label_of(path)) for path in paths]
+        paths = [path for path in lookup.runs() if not path.name.startswith(".")]
+    rows = [tables.row_of_run(path, run_progress.label_of(path)) for path in paths]
     _show(rows, "and there are no runs below ./runs")
     return rundir.DONE
 
@@ -87,4 +88,4 @@ def _show(rows: list[tuple[str, ...]], nothing: str) -> None:
         sys.stderr.write(f"hpctrain: {nothing}\n")
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    put(overview.aligned([overview.HEADS, *rows], width))
+    put(tables.aligned([tables.HEADS, *rows], width))

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.cli.job_options import Described, add_job_options, gather, option
 from hpctrain.errors import UsageError
-from hpctrain.jobs import script, sending
+from hpctrain.jobs import script, submission
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["add"]
@@ -63,11 +63,11 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _dry_run(described, arguments.via)
     if arguments.via == "local":
-        for note in sending.check(spec, os.environ):
+        for note in submission.check(spec, os.environ):
             _say(note)
         sys.stdout.flush()
-        return sending.here(spec, os.environ)
-    log = sending.log_size(spec, os.environ)
+        return submission.here(spec, os.environ)
+    log = submission.log_size(spec, os.environ)
     job = _submit(spec, arguments.via)
     sys.stdout.write(f"{job}\n")
     sys.stdout.flush()
@@ -81,7 +81,7 @@ def _submit(spec: JobSpec, via: str) -> str:
         from hpctrain.jobs import by_submitit  # which imports submitit
 
         return by_submitit.submit(spec, os.environ)
-    sent = sending.send(spec, os.environ, option)
+    sent = submission.send(spec, os.environ, option)
     for note in sent.notes:
         _say(note)
     return sent.job
@@ -89,10 +89,10 @@ def _submit(spec: JobSpec, via: str) -> str:
 
 def _save(path: str, described: Described) -> None:
     from hpctrain import rundir  # here, as below: submitting is to take no longer than it must
-    from hpctrain.jobs import files
+    from hpctrain.jobs import job_files
 
     try:
-        rundir.create(Path(path), files.text(described.own, described.said))
+        rundir.create(Path(path), job_files.text(described.own, described.said))
     except FileExistsError:
         raise UsageError(f"--save {path}: it is there", "the name of a new file") from None
     except OSError as error:
@@ -102,7 +102,7 @@ def _save(path: str, described: Described) -> None:
 def _dry_run(described: Described, via: str) -> int:
     """The script on standard output, all else on standard error."""
     spec = described.spec
-    notes = sending.check(spec, os.environ)
+    notes = submission.check(spec, os.environ)
     if via == "submitit":
         from hpctrain.jobs import by_submitit
 
@@ -113,7 +113,7 @@ def _dry_run(described: Described, via: str) -> int:
     sys.stdout.buffer.flush()
     for name, source in described.sources.items():
         _say(f"{name}: from {source}")
-    clean, left = sending.environ(spec, os.environ)
+    clean, left = submission.environ(spec, os.environ)
     for note in (*notes, *left):
         _say(note)
     if handed := sorted(set(os.environ) - set(clean)):
@@ -121,13 +121,13 @@ def _dry_run(described: Described, via: str) -> int:
     if via == "local":
         _say("would run this script here, by bash")
         return 0
-    sending.check_folders(spec, os.environ)
-    if folder := sending.log_folder(spec, os.environ):
+    submission.check_folders(spec, os.environ)
+    if folder := submission.log_folder(spec, os.environ):
         _say(f"would make the folder {folder}" if not folder.is_dir() else f"logs in {folder}")
     _say(f"would submit this script in {os.getcwd()}: " + (
         "by submitit" if via == "submitit" else "sbatch --parsable < SCRIPT"
     ))  # fmt: skip
-    for line in sending.trial(spec, os.environ, option).splitlines() or [
+    for line in submission.trial(spec, os.environ, option).splitlines() or [
         "no sbatch here to ask whether Slurm would take it"
     ]:
         _say(line)
@@ -136,15 +136,15 @@ def _dry_run(described: Described, via: str) -> int:
 
 def _wait(spec: JobSpec, job: str, arguments: argparse.Namespace, log_size: int) -> int:
     """Until the job has ended; its exit code."""
-    from hpctrain.jobs import following
+    from hpctrain.jobs import waiting
 
     log = None
     if arguments.follow and spec.indices:
         _say("several tasks: their table at the end, in place of a log")
     elif arguments.follow:
-        log = following.Log(sending.log_pattern(spec), log_size, sys.stderr.buffer)
+        log = waiting.Log(submission.log_pattern(spec), log_size, sys.stderr.buffer)
     try:
-        outcomes = following.wait(job, os.environ, _say, log)
+        outcomes = waiting.wait(job, os.environ, _say, log)
     except KeyboardInterrupt:
         _say(f"job {job} goes on. To look at it: hpctrain status {job}; to end it: "
              f"hpctrain cancel {job}")  # fmt: skip
@@ -153,7 +153,7 @@ def _wait(spec: JobSpec, job: str, arguments: argparse.Namespace, log_size: int)
         return _DETACHED
     if spec.indices:
         _say_table(spec, job, outcomes)
-    code = following.worst(outcomes)
+    code = waiting.worst(outcomes)
     states = ", ".join(sorted({one.word.lower() for one in outcomes}))
     _say(f"job {job} has ended: {states}, exit code {code}")
     _say_logs(spec, job, arguments.via, outcomes)
@@ -162,31 +162,31 @@ def _wait(spec: JobSpec, job: str, arguments: argparse.Namespace, log_size: int)
 
 def _say_logs(spec: JobSpec, job: str, via: str, outcomes: Any) -> None:
     """Where to read why: the logs of what has not completed."""
-    from hpctrain.jobs import following, kept, overview
+    from hpctrain.jobs import job_store, tables, waiting
 
     failed = [one for one in outcomes if one.exit_code]
     if failed and via == "submitit":
-        _say(f"its logs are in {overview.place(kept.find(job))}")
+        _say(f"its logs are in {tables.place(job_store.find(job))}")
         return
-    pattern = sending.log_pattern(spec)
-    logs = [(one.label, following.log_path(pattern, one.job)) for one in failed if one.job]
+    pattern = submission.log_pattern(spec)
+    logs = [(one.label, waiting.log_path(pattern, one.job)) for one in failed if one.job]
     there = [(label, log) for label, log in logs if log is not None and os.path.exists(log)]
     for label, log in there[:_MOST_LOGS]:
-        _say(f"log of job {label}: {overview.place(log)}")
+        _say(f"log of job {label}: {tables.place(log)}")
     if len(there) > _MOST_LOGS:
         _say(f"and {len(there) - _MOST_LOGS} more")
 
 
 def _say_table(spec: JobSpec, job: str, outcomes: Any) -> None:
-    from hpctrain.jobs import overview
+    from hpctrain.jobs import tables
 
     rows = []
     for one in sorted(outcomes, key=lambda one: _index(one.label)):
         index = _index(one.label)
         setting = spec.sweep[index] if 0 <= index < len(spec.sweep) else ()
         words = " ".join(f"--{name} {value}" for name, value in setting)
-        rows.append((one.label, words, one.word, sending.run_directory(spec, job, index)))
-    sys.stderr.write(overview.aligned(overview.of_array(rows)))
+        rows.append((one.label, words, one.word, submission.run_directory(spec, job, index)))
+    sys.stderr.write(tables.aligned(tables.of_array(rows)))
 
 
 def _index(label: str) -> int:

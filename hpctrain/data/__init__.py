@@ -1,20 +1,26 @@
-"""Data: sets of images, the order in which ranks see them, and the way to the device."""
+"""Data: sets of images, the order in which ranks see them, and the way to the device.
 
-from hpctrain.data.datasets import Images, load
-from hpctrain.data.epochs import begin_epoch, steps_of_epoch
-from hpctrain.data.feed import Placement
-from hpctrain.data.images import (
-    IGNORED,
-    CenterCrop,
-    ImageSet,
-    Normalize,
-    RandomResizedCrop,
-    SyntheticImages,
-)
-from hpctrain.data.loader import Loader, check_arguments
-from hpctrain.data.own import begin_own, check_own, fingerprint, refuse_same, samples
-from hpctrain.data.sampler import EvaluationSampler, TrainingSampler
-from hpctrain.shards import FolderSource, ShardSource, Source, image_source, same_classes
+What this package offers is imported when it is first used: `hpctrain shards` runs without torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpctrain.data.datasets import Images, load
+    from hpctrain.data.epochs import begin_epoch, steps_of_epoch
+    from hpctrain.data.feed import Placement
+    from hpctrain.data.images import (
+        IGNORED,
+        CenterCrop,
+        ImageSet,
+        Normalize,
+        RandomResizedCrop,
+        SyntheticImages,
+    )
+    from hpctrain.data.loader import Loader, check_arguments
+    from hpctrain.data.own_loaders import begin_own, check_own, fingerprint, refuse_same, samples
+    from hpctrain.data.sampler import EvaluationSampler, TrainingSampler
+    from hpctrain.data.shards import FolderSource, ShardSource, Source, image_source, same_classes
 
 __all__ = [
     "IGNORED",
@@ -43,3 +49,32 @@ __all__ = [
     "samples",
     "steps_of_epoch",
 ]
+
+_HOME = {
+    "datasets": ("Images", "load"),
+    "epochs": ("begin_epoch", "steps_of_epoch"),
+    "feed": ("Placement",),
+    "images": (
+        "IGNORED",
+        "CenterCrop",
+        "ImageSet",
+        "Normalize",
+        "RandomResizedCrop",
+        "SyntheticImages",
+    ),
+    "loader": ("Loader", "check_arguments"),
+    "own_loaders": ("begin_own", "check_own", "fingerprint", "refuse_same", "samples"),
+    "sampler": ("EvaluationSampler", "TrainingSampler"),
+    "shards": ("FolderSource", "ShardSource", "Source", "image_source", "same_classes"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    for module, names in _HOME.items():
+        if name in names:
+            value = getattr(import_module(f"hpctrain.data.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'hpctrain.data' has no attribute {name!r}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_worker_info
 
-from hpctrain import seeds
+from hpctrain.process import seeds
 
 __all__ = ["Seeded", "draws"]
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hpctrain import seeds, variables
+from hpctrain.cluster import env_vars
 from hpctrain.errors import UsageError
+from hpctrain.process import seeds
 
 __all__ = ["Images", "load"]
 
@@ -126,7 +127,7 @@ def _places(name: str, env: Mapping[str, str]) -> list[Path]:
     """The folders that may hold a data set, in the order in which they are asked."""
     if os.sep in name or name in (".", ".."):
         return [Path(name).expanduser()]
-    own = [Path(env[variables.DATA], name)] if env.get(variables.DATA) else []
+    own = [Path(env[env_vars.DATA], name)] if env.get(env_vars.DATA) else []
     if name == "digits":
         return [*own, _CARRIED]
     here = [Path(name)] if name not in _NAMES else []
@@ -134,7 +135,7 @@ def _places(name: str, env: Mapping[str, str]) -> list[Path]:
 
 
 def _cache(env: Mapping[str, str]) -> Path:
-    cache = env.get(variables.CACHE) or os.path.join(os.path.expanduser("~"), ".cache", "hpctrain")
+    cache = env.get(env_vars.CACHE) or os.path.join(os.path.expanduser("~"), ".cache", "hpctrain")
     return Path(cache) / "data"
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
-from hpctrain import signals
 from hpctrain.data.feed import Placement, feed
 from hpctrain.data.loader import Loader
 from hpctrain.data.sampler import TrainingSampler
 from hpctrain.errors import UsageError
-from hpctrain.speech import logger
+from hpctrain.process import signals
+from hpctrain.process.logging import logger
 
 __all__ = ["begin_epoch", "steps_of_epoch"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.nested import map_tensors
+from hpctrain.process.pytree import map_tensors
 
 __all__ = ["Placement", "feed"]
 

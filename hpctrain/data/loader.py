@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hpctrain import seeds, signals
 from hpctrain.data.augmentation import Seeded, draws
 from hpctrain.data.feed import Placement, feed
 from hpctrain.data.sampler import EvaluationSampler, TrainingSampler
 from hpctrain.errors import UsageError
+from hpctrain.process import seeds, signals
 
 __all__ = ["Loader", "check_arguments"]
 

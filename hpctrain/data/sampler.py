@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
-from hpctrain import seeds
 from hpctrain.arguments import Batches
+from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
-from hpctrain.world import World
+from hpctrain.process import seeds
 
 __all__ = ["EvaluationSampler", "TrainingSampler"]
 

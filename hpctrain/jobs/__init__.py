@@ -64,10 +64,10 @@ def find(job: str | int | os.PathLike[str]) -> "Job":
     Raises:
         UsageError: there is none, with those that there are; or its folder is not one's own.
     """
-    from hpctrain.jobs import kept
+    from hpctrain.jobs import job_store
     from hpctrain.jobs.handle import Job
 
-    return Job(kept.read(kept.find(job)), os.environ)
+    return Job(job_store.read(job_store.find(job)), os.environ)
 
 
 def __getattr__(name: str) -> Any:

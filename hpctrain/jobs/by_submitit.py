@@ -16,16 +16,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain import gpus, variables
+from hpctrain.cluster import env_vars, visible_gpus
 from hpctrain.errors import StartError, UsageError
-from hpctrain.jobs import function, sending, site, units
+from hpctrain.jobs import function, site, submission, units
 from hpctrain.jobs.function import Function, Rank, Script
 from hpctrain.jobs.handle import Job
-from hpctrain.jobs.kept import Kept, new_folder
+from hpctrain.jobs.job_store import Kept, new_folder
+from hpctrain.jobs.payload import check_launcher, of_call, of_command, refuse
 from hpctrain.jobs.spec import JobSpec
-from hpctrain.jobs.work import check_launcher, of_call, of_command, refuse
-from hpctrain.lock.record import started
-from hpctrain.speech import logger
+from hpctrain.process.logging import logger
+from hpctrain.rundir.lock.record import started
 
 try:
     import submitit
@@ -131,7 +131,7 @@ class _OnSlurm(submitit.SlurmExecutor):
         del command
         spec = self._spec
         words = (self._program, "-u", "-m", "submitit.core._submit", os.fspath(self.folder))
-        sent = sending.send(
+        sent = submission.send(
             replace(
                 spec,
                 command=words,
@@ -152,8 +152,8 @@ def _to_slurm(
     check_launcher(spec)
     # An environment of the job's own has a Python of its own.
     python = python or ("python" if spec.venv or spec.conda else sys.executable)
-    copies = env.get(variables.SCRATCH, "")
-    if copies and sending.is_below(copies, python):
+    copies = env.get(env_vars.SCRATCH, "")
+    if copies and submission.is_below(copies, python):
         raise UsageError(
             f"{python} is this job's own copy", "a Python that is there when the next job runs",
             "JobSpec(venv=…) or JobSpec(conda=…)",
@@ -180,13 +180,13 @@ def _to_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[str, s
             f"nodes = {spec.nodes} via 'local'", "nodes = 1", "dataclasses.replace(spec, nodes=1)"
         )
     # submitit sets this one itself, and counts from 0.
-    devices = {gpus.CUDA: _gpus(spec, env)}
+    devices = {visible_gpus.CUDA: _gpus(spec, env)}
     python = shlex.quote(os.path.join(os.path.abspath(spec.venv), "bin", "python"))
-    clean = variables.scrubbed(sending.environ(spec, env)[0])
+    clean = env_vars.scrubbed(submission.environ(spec, env)[0])
     seconds = units.seconds(spec.time) if spec.time else _MOST_SECONDS
     with new_folder() as folder:
         run = _run(spec, env, _default(spec, folder))
-        told = {variables.RUN: os.fspath(run), variables.SECRET: secrets.token_hex(16)}
+        told = {env_vars.RUN: os.fspath(run), env_vars.SECRET: secrets.token_hex(16)}
         with _environ({**clean, **spec.environment, **told}):
             executor = submitit.LocalExecutor(folder, python=python if spec.venv else None)
             executor.update_parameters(
@@ -202,7 +202,7 @@ def _to_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[str, s
 def _to_this_process(work: Function | Script, spec: JobSpec, env: Mapping[str, str]) -> Job:
     with new_folder() as folder:
         run = _run(spec, env, _default(spec, folder))
-        with _environ({**env, **spec.environment, variables.RUN: os.fspath(run)}):
+        with _environ({**env, **spec.environment, env_vars.RUN: os.fspath(run)}):
             live = submitit.DebugExecutor(folder).submit(function.run, work)
     return Job(Kept(folder, live.job_id, "debug", 1, run, spec.title), env, live)
 
@@ -216,8 +216,8 @@ _VIA: dict[str, Callable[[Function | Script, JobSpec, Mapping[str, str]], Job]] 
 
 def _gpus(spec: JobSpec, env: Mapping[str, str]) -> str:
     """As many GPUs as a node of the job has, of those that this process sees."""
-    seen = gpus.visible(env)
-    there = list(seen.names) if seen else gpus.here()
+    seen = visible_gpus.visible(env)
+    there = list(seen.names) if seen else visible_gpus.here()
     if spec.gpus > len(there):
         raise UsageError(
             f"gpus_per_node = {spec.gpus_per_node}, and this machine shows {len(there)}",
@@ -234,8 +234,8 @@ def _default(spec: JobSpec, folder: Path) -> str:
 
 def _run(spec: JobSpec, env: Mapping[str, str], default: str) -> Path:
     """The run directory: one that a person has exported, else the job's, else the default."""
-    clean, _ = sending.environ(spec, env)
-    return Path(clean.get(variables.RUN) or spec.run or default).absolute()
+    clean, _ = submission.environ(spec, env)
+    return Path(clean.get(env_vars.RUN) or spec.run or default).absolute()
 
 
 @contextlib.contextmanager

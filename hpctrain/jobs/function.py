@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain import launchers
+from hpctrain.cluster import launchers
 from hpctrain.errors import HpctrainError, UsageError, report_uncaught
-from hpctrain.jobs.kept import log_of
-from hpctrain.preemption import Stopped
+from hpctrain.jobs.job_store import log_of
+from hpctrain.training.preemption import Stopped
 
 __all__ = ["Function", "Rank", "Script", "pack", "run"]
 

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain import slurm
+from hpctrain.cluster import slurm
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.jobs import curves
-from hpctrain.jobs.kept import Kept, Outcome
-from hpctrain.lock.record import started
+from hpctrain.jobs import job_curves
+from hpctrain.jobs.job_store import Kept, Outcome
 from hpctrain.rundir import RunDirectory
+from hpctrain.rundir.lock.record import started
 
 __all__ = ["Job"]
 
@@ -163,7 +163,7 @@ class Job:
         """
         self._ask_afresh()
         title = f"{self._kept.title}-{self.id}"
-        return curves.follow(title, self.metrics, self._wait, self.folder / "curves.png")
+        return job_curves.follow(title, self.metrics, self._wait, self.folder / "curves.png")
 
     def cancel(self) -> None:
         """End the job; what it has saved is kept. One in this process needs no such thing.
@@ -246,7 +246,7 @@ class Job:
 
     def _repr_html_(self) -> str:
         """For a notebook."""
-        last = ", ".join(curves.last_values(self.metrics()))
+        last = ", ".join(job_curves.last_values(self.metrics()))
         shown = {"job": self.id, "state": self.state, "run": os.fspath(self.run), "last": last}
         cells = "".join(
             f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>"

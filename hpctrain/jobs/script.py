@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs.directives import directives
-from hpctrain.jobs.ending import ending
+from hpctrain.jobs.environment import surroundings, variables
+from hpctrain.jobs.launch_command import command, launch, python_script
 from hpctrain.jobs.quoting import array, word
+from hpctrain.jobs.requeue import ending
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.jobs.staging import removal, staging
-from hpctrain.jobs.starting import command, launch, python_script
-from hpctrain.jobs.surroundings import surroundings, variables
 
 __all__ = ["render", "render_local"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hpctrain import variables
+from hpctrain.cluster import env_vars
 from hpctrain.errors import UsageError
 from hpctrain.jobs import units, values
 
@@ -277,8 +277,8 @@ class JobSpec:
                 "a folder by its name, as that is the name of the copy",
             ),
             (
-                self.stage_data and variables.DATA in self.environment,
-                f"stage_data and {variables.DATA}",
+                self.stage_data and env_vars.DATA in self.environment,
+                f"stage_data and {env_vars.DATA}",
                 "one of them, as that is where the copy is",
             ),
             (

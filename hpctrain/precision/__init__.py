@@ -6,7 +6,7 @@ from hpctrain.precision.base import Precision, Settings
 from hpctrain.precision.full import Double, Level0, Single, TensorFloat
 from hpctrain.precision.half import Level2, Level3
 from hpctrain.precision.mixed import BFloat16, Half, Level1
-from hpctrain.speech import logger
+from hpctrain.process.logging import logger
 
 __all__ = ["PRECISIONS", "Precision", "Settings", "open_precision"]
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from hpctrain.nested import map_tensors
 from hpctrain.precision.base import Precision, Settings
 from hpctrain.precision.masters import Masters
+from hpctrain.process.pytree import map_tensors
 
 __all__ = ["Level2", "Level3"]
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from hpctrain.errors import UsageError
 from hpctrain.precision.base import Precision, Settings
-from hpctrain.speech import logger
+from hpctrain.process.logging import logger
 
 __all__ = ["BFloat16", "Half", "Level1"]
 

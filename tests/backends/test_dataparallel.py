@@ -11,8 +11,8 @@ from torch import nn
 import hpctrain
 from hpctrain.backends import Settings, check
 from hpctrain.backends.dataparallel import TransparentDataParallel
+from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
-from hpctrain.world import World
 
 ALONE = World(0, 1, 0, 1, 0, 1, ("here",), "none")
 SETTINGS = Settings(1.0, 1.0)

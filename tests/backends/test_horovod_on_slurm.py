@@ -9,7 +9,7 @@ from pathlib import Path
 import launches
 import pytest
 
-from hpctrain.jobs import files
+from hpctrain.jobs import job_files
 from hpctrain.jobs.script import render
 from hpctrain.jobs.spec import JobSpec
 
@@ -120,7 +120,7 @@ def checkout(tmp_path):
 
 
 def horovod_spec():
-    return files.read(launches.TOP / "sbatch" / "horovod.toml")
+    return job_files.read(launches.TOP / "sbatch" / "horovod.toml")
 
 
 def written(folder, **changes):

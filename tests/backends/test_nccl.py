@@ -12,9 +12,9 @@ from on_gpu import visible
 from test_sync_batchnorm import PARTS, apart, own_part, trains_like_one_process
 from torch import nn
 
-from hpctrain import syncbn
+from hpctrain.cluster.visible_gpus import CUDA
 from hpctrain.errors import HpctrainError
-from hpctrain.gpus import CUDA
+from hpctrain.optim import sync_batchnorm
 
 
 def test_ranks_that_share_a_gpu_are_refused(gpu):
@@ -96,11 +96,11 @@ def torchs_and_ours(dtype):
         plain = nn.BatchNorm2d(4, dtype=dtype)
         nn.init.normal_(plain.weight)
         nn.init.normal_(plain.bias)
-        theirs = syncbn.convert(plain.to(device), opened.backend)
+        theirs = sync_batchnorm.convert(plain.to(device), opened.backend)
         assert type(theirs) is nn.SyncBatchNorm
         ours = copy.deepcopy(theirs)
-        ours.__class__ = syncbn.SyncBatchNorm
-        ours.ranks = syncbn._Ranks(opened.backend)
+        ours.__class__ = sync_batchnorm.SyncBatchNorm
+        ours.ranks = sync_batchnorm._Ranks(opened.backend)
         found = []
         for layer in (theirs, ours):
             x = own_part(whole, rank).to(device).requires_grad_()

@@ -14,11 +14,11 @@ from checkpoints import names, newest, state_of, two_checkpoints
 
 from hpctrain.checkpoint import load_newest, save
 from hpctrain.checkpoint.folder import Folder
-from hpctrain.checkpoint.reading import digest
+from hpctrain.checkpoint.loading import digest
 from hpctrain.checkpoint.snapshot import freeze
 from hpctrain.errors import CheckpointError
+from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
-from hpctrain.speech import logger
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.checkpoint import Writer, folder, load_newest, memory, snapshot
+from hpctrain.checkpoint import Writer, available_memory, folder, load_newest, snapshot
 from hpctrain.checkpoint.snapshot import Buffers, freeze
 from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
-from hpctrain.speech import logger
 
 
 @pytest.fixture
@@ -515,16 +515,16 @@ def system(tmp_path, **files):
         path = tmp_path / name.replace("__", "/").replace("_dot_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return memory.available(tmp_path)
+    return available_memory.available(tmp_path)
 
 
 MEMINFO = "MemTotal:       2000 kB\nMemFree:         100 kB\nMemAvailable:   1000 kB\n"
 
 
 def test_available_memory_of_the_machine(tmp_path):
-    assert memory.available(tmp_path) is None
+    assert available_memory.available(tmp_path) is None
     assert system(tmp_path, proc__meminfo=MEMINFO) == 1_024_000
-    assert memory.available() > 0
+    assert available_memory.available() > 0
 
 
 def test_available_memory_of_cgroup_v2(tmp_path):

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import hpctrain
-from hpctrain import __main__, variables
+from hpctrain import __main__
 from hpctrain.cli import COMMANDS, main
+from hpctrain.cluster import env_vars
 
 PACKAGE = Path(hpctrain.__file__).parent
 TORCHRUN = {
@@ -33,7 +34,7 @@ def hpctrain_command(*arguments, env=None, python=("-m", "hpctrain")):
     """Run the command as a user does."""
     return subprocess.run(
         [sys.executable, *python, *arguments],
-        env={**variables.scrubbed(os.environ), "COLUMNS": "200", **(env or {})},
+        env={**env_vars.scrubbed(os.environ), "COLUMNS": "200", **(env or {})},
         capture_output=True,
         text=True,
         timeout=60,

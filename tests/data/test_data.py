@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hpctrain import data
 from hpctrain.arguments import Batches
+from hpctrain.cluster.world import World
 from hpctrain.data import (
     EvaluationSampler,
     Images,
@@ -31,8 +32,7 @@ from hpctrain.data import (
 )
 from hpctrain.data.feed import feed
 from hpctrain.errors import UsageError
-from hpctrain.nested import map_tensors
-from hpctrain.world import World
+from hpctrain.process.pytree import map_tensors
 
 CARRIED = Path(data.__file__).parent / "digits"
 TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = FILES = (

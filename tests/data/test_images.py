@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 from torchvision.transforms.functional import pil_to_tensor
 
-from hpctrain import data, shards
+from hpctrain import data
 from hpctrain.arguments import Batches
+from hpctrain.cluster.world import World
+from hpctrain.data import shards
 from hpctrain.data.feed import Placement
 from hpctrain.data.images import decoding
 from hpctrain.errors import DataError, UsageError
-from hpctrain.world import World
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 import photographs as cuts

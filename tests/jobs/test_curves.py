@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs import curves
+from hpctrain.jobs import job_curves
 
 ROWS = [
     {"step": 10, "epoch": 0, "time": 1.0, "loss": 2.0, "lr": 0.1, "samples_per_second": 5},
@@ -17,7 +17,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def test_curves_group_losses_and_accuracies_first():
-    drawn = curves.panels([{"step": 0, "lr": 0.1}, *ROWS])
+    drawn = job_curves.panels([{"step": 0, "lr": 0.1}, *ROWS])
     assert list(drawn) == ["loss", "accuracy", "lr", "samples_per_second"]
     assert list(drawn["loss"]) == ["loss", "eval_loss"]
     assert drawn["accuracy"] == {"top1": ([20], [0.5]), "top5": ([20], [0.9])}
@@ -29,7 +29,7 @@ def test_curves_group_losses_and_accuracies_first():
 
 def test_curves_thin_long_runs_and_skip_rows_without_step():
     rows = [{"step": step, "loss": 1.0} for step in range(10_001)] + [{"loss": 1.0}]
-    steps, values = curves.panels(rows)["loss"]["loss"]
+    steps, values = job_curves.panels(rows)["loss"]["loss"]
     assert len(steps) == len(values) <= 2000
     assert steps[0] == 0
     assert steps[-1] > 9990
@@ -40,14 +40,16 @@ def test_curves_thin_long_runs_and_skip_rows_without_step():
     [[], ROWS, [{"step": 1, "$\\frac{": 1.0, "_hidden": 2.0}], [{"step": 1, "loss": 1e400}]],
 )
 def test_curves_draw_any_metric_name(rows):
-    assert curves.png(rows, "$\\broken{ <script> \x1b[2J").startswith(PNG)
+    assert job_curves.png(rows, "$\\broken{ <script> \x1b[2J").startswith(PNG)
 
 
 def test_curves_redraw_png_file_until_job_ends(tmp_path, capsys):
     seen = iter([("PENDING", False), ("RUNNING", False), ("RUNNING", False), ("COMPLETED", True)])
     there = iter([[], ROWS[:1], ROWS[:1], ROWS])
     path = tmp_path / "curves.png"
-    assert curves.follow("train-7", lambda: next(there), lambda seconds: next(seen), path) == path
+    assert (
+        job_curves.follow("train-7", lambda: next(there), lambda seconds: next(seen), path) == path
+    )
     assert path.read_bytes().startswith(PNG)
     # Nothing is drawn where nothing is new.
     assert [line.split(": ")[1][:7] for line in capsys.readouterr().err.splitlines()] == [
@@ -59,10 +61,10 @@ def test_curves_ctrl_c_ends_only_the_drawing(tmp_path):
     def interrupted(seconds):
         raise KeyboardInterrupt
 
-    assert curves.follow("train-7", list, interrupted, tmp_path / "curves.png")
+    assert job_curves.follow("train-7", list, interrupted, tmp_path / "curves.png")
 
 
 def test_curves_without_matplotlib_name_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"pip install 'hpctrain\[notebook\]'"):
-        curves.png(ROWS, "train-7")
+        job_curves.png(ROWS, "train-7")

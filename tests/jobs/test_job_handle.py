@@ -11,7 +11,7 @@ import fake_slurm
 import pytest
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.jobs import find, handle, kept
+from hpctrain.jobs import find, handle, job_store
 
 SHOWN = "JobId=7 JobName=x JobState={} Reason=None Dependency=(null) Restarts=0 BatchFlag=1"
 FORGOTTEN = "slurm_load_jobs error: Invalid job id specified"
@@ -32,7 +32,7 @@ def says(slurm, state):
 
 def folder_of(outcomes, number="7", name="20260101-000000-a", **more):
     """Make the folder of a job of which some ranks have left a result; return its path."""
-    folder = kept.FOLDERS / name
+    folder = job_store.FOLDERS / name
     folder.mkdir(parents=True, mode=0o700)
     record = {"id": number, "via": "slurm", "ranks": len(outcomes), "run": os.path.abspath("run")}
     record |= {"title": "train", "process": None, **more}
@@ -45,7 +45,7 @@ def folder_of(outcomes, number="7", name="20260101-000000-a", **more):
 
 
 def job_in(folder, env):
-    return handle.Job(kept.read(Path(folder)), env)
+    return handle.Job(job_store.read(Path(folder)), env)
 
 
 def good(value):
@@ -166,7 +166,7 @@ def test_job_curves_poll_slurm_less_and_less_often(slurm, monkeypatch):
     monkeypatch.setattr(handle.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(handle.time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
     monkeypatch.setattr(job, "_look", lambda: asked.append(clock[0]) or ("RUNNING", False))
-    draw = handle.curves.follow
+    draw = handle.job_curves.follow
     rounds = iter(range(150))
 
     def rows():
@@ -174,9 +174,9 @@ def test_job_curves_poll_slurm_less_and_less_often(slurm, monkeypatch):
             raise KeyboardInterrupt
         return []
 
-    monkeypatch.setattr(handle.curves, "png", lambda rows, title: b"")
+    monkeypatch.setattr(handle.job_curves, "png", lambda rows, title: b"")
     monkeypatch.setattr(
-        handle.curves, "follow", lambda title, _, wait, path: draw(title, rows, wait, path)
+        handle.job_curves, "follow", lambda title, _, wait, path: draw(title, rows, wait, path)
     )
     job.curves()
     assert clock[0] == pytest.approx(300, abs=5)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpctrain import backends
 from hpctrain.errors import UsageError
-from hpctrain.jobs import files, units
+from hpctrain.jobs import job_files, units
 from hpctrain.jobs.spec import BACKENDS, JobSpec, names, unknown
 
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
@@ -156,8 +156,8 @@ def test_signal_lead_of_short_job_is_half_its_time():
 
 def test_saved_job_toml_keeps_explicit_defaults():
     spec = JobSpec(command="x", nodes=1, requeue=True, partition="a")
-    assert "nodes" not in files.text(spec)
-    assert files.text(spec, {"nodes", "requeue"}).splitlines()[1:] == [
+    assert "nodes" not in job_files.text(spec)
+    assert job_files.text(spec, {"nodes", "requeue"}).splitlines()[1:] == [
         "nodes = 1", 'partition = "a"', "requeue = true",
     ]  # fmt: skip
 
@@ -186,11 +186,11 @@ def test_job_spec_is_frozen():
 )
 def test_job_spec_round_trips_through_toml(tmp_path_factory, **values):
     spec = JobSpec(**values)
-    text = files.text(spec)
+    text = job_files.text(spec)
     assert JobSpec(**tomllib.loads(text)) == spec
     path = tmp_path_factory.getbasetemp() / "job.toml"
     path.write_bytes(text.encode())
-    assert JobSpec(**files.read(path)) == spec
+    assert JobSpec(**job_files.read(path)) == spec
 
 
 @pytest.mark.parametrize(
@@ -204,13 +204,13 @@ def test_job_toml_invalid_file_is_refused(tmp_path, content):
     elif content is not None:
         path.write_bytes(content)
     if content == b"":
-        assert files.read(path) == {}
+        assert job_files.read(path) == {}
         return
     with pytest.raises(UsageError) as caught:
-        files.read(path)
+        job_files.read(path)
     assert str(path) in str(caught.value)
 
 
 def test_job_toml_refuses_text_that_is_not_utf8():
     with pytest.raises(UsageError, match="not UTF-8"):
-        files.text(JobSpec(command=["x", "\udcff"]))
+        job_files.text(JobSpec(command=["x", "\udcff"]))

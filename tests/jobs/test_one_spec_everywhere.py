@@ -14,7 +14,7 @@ import launches
 import pytest
 import ranks
 
-from hpctrain.jobs import files
+from hpctrain.jobs import job_files
 from hpctrain.jobs.script import render
 from hpctrain.jobs.spec import JobSpec
 
@@ -81,7 +81,7 @@ def expect(losses, run, launcher, size=SIZE):
 
 @pytest.mark.slow
 def test_one_job_spec_on_this_machine_has_losses_of_one_process(one_process):
-    Path("job.toml").write_text(files.text(replace(SPEC, run="run")))
+    Path("job.toml").write_text(job_files.text(replace(SPEC, run="run")))
     command = [launches.BIN / "hpctrain", "submit", "--via", "local", "job.toml"]
     done = launches.start(command, ".", PATH=PATH)
     assert done.returncode == 0, done.stderr
@@ -106,7 +106,7 @@ def by_sbatch(cluster, **more):
 
 def by_submitit(cluster):
     """Submit the same JOB.toml by submitit; return its run directory."""
-    Path("job.toml").write_text(files.text(replace(SPEC, run="run")))
+    Path("job.toml").write_text(job_files.text(replace(SPEC, run="run")))
     command = [launches.BIN / "hpctrain", "submit", "--via", "submitit", "--wait", "job.toml"]
     done = cluster.run(command, env=environ(cluster), timeout=600)
     assert done.returncode == 0, done.stderr

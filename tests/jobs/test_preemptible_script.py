@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.jobs import files
+from hpctrain.jobs import job_files
 from hpctrain.jobs.script import render
 from hpctrain.jobs.spec import JobSpec
 
@@ -36,7 +36,7 @@ def run(tmp_path):
     """Run the script around ranks that are a line of shell; return exit code and output."""
 
     script = tmp_path / "preemptible.sh"
-    script.write_text(render(JobSpec(**files.read(TOML))))
+    script.write_text(render(JobSpec(**job_files.read(TOML))))
 
     def run(ranks, state="RUNNING", requeue=ACCEPTED, meanwhile=None, **env):
         program = tmp_path / "bin" / "scontrol"

@@ -12,7 +12,7 @@ from pathlib import Path
 import launches
 import pytest
 
-from hpctrain.jobs import files
+from hpctrain.jobs import job_files
 from hpctrain.jobs.script import render
 from hpctrain.jobs.spec import JobSpec
 
@@ -89,7 +89,7 @@ def test_sbatch_accepts_shipped_scripts(cluster, name):
     assert done.returncode == 0, done.stderr
     facts = cluster.job(done.stdout.strip())
     cluster.run(["scancel", done.stdout.strip()], check=True)
-    spec = JobSpec(**files.read(SBATCH / f"{name}.toml"))
+    spec = JobSpec(**job_files.read(SBATCH / f"{name}.toml"))
     assert facts["JobName"] == spec.title
     assert facts["NumNodes"].partition("-")[0] == str(spec.nodes)
     assert facts["Requeue"] == "1"

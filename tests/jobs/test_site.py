@@ -6,8 +6,9 @@ import subprocess
 import fake_slurm
 import pytest
 
-from hpctrain import cli, slurm
+from hpctrain import cli
 from hpctrain.cli import job_options
+from hpctrain.cluster import slurm
 from hpctrain.errors import UsageError
 from hpctrain.jobs import site
 from hpctrain.jobs.spec import JobSpec
@@ -147,10 +148,10 @@ def test_site_sh_text_from_slurm_is_quoted(fake, tmp_path, monkeypatch, capfdbin
     line = f"x\ntouch {canary} #"
     monkeypatch.setenv("HPCTRAIN_SITE", str(tmp_path / f"{line}.sh"))
     monkeypatch.setattr(
-        "hpctrain.slurm.partitions",
+        "hpctrain.cluster.slurm.partitions",
         lambda env: [slurm.Partition(line, True, line, line, line, True)],
     )
-    monkeypatch.setattr("hpctrain.slurm.accounts", lambda user, env: [line, line])
+    monkeypatch.setattr("hpctrain.cluster.slurm.accounts", lambda user, env: [line, line])
     assert cli.main(["site"]) == 0
     done = subprocess.run(
         ["bash"], input=capfdbinary.readouterr().out + b'\necho "$SBATCH_ACCOUNT"',

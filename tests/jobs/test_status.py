@@ -10,8 +10,9 @@ import fake_slurm
 import pytest
 from fake_slurm import job
 
-from hpctrain import cli, slurm
-from hpctrain.jobs import overview, progress, reasons
+from hpctrain import cli
+from hpctrain.cluster import slurm
+from hpctrain.jobs import run_progress, slurm_reasons, tables
 
 
 @pytest.fixture
@@ -84,8 +85,8 @@ def test_status_shows_running_and_pending_jobs(fake, capsys):
     ],
 )
 def test_status_explains_slurm_reasons(reason, words):
-    assert words in reasons.in_words(reason)
-    assert reasons.in_words(reason).isprintable()
+    assert words in slurm_reasons.in_words(reason)
+    assert slurm_reasons.in_words(reason).isprintable()
 
 
 def test_status_of_job_that_slurm_refused(fake, capsys):
@@ -124,8 +125,8 @@ def test_status_escapes_control_characters(fake, capsys):
 
 def test_status_table_is_cut_for_terminal_only():
     rows = [("JOB", "NAME", "LOSS"), ("70", "", "x" * 50)]
-    assert overview.aligned(rows) == f"JOB  {'LOSS':>50}\n70   {'x' * 50}\n"
-    assert [len(line) for line in overview.aligned(rows, 20).splitlines()] == [20, 20]
+    assert tables.aligned(rows) == f"JOB  {'LOSS':>50}\n70   {'x' * 50}\n"
+    assert [len(line) for line in tables.aligned(rows, 20).splitlines()] == [20, 20]
 
 
 def test_status_without_slurm_shows_local_runs(fake, capsys):
@@ -164,35 +165,35 @@ def test_status_finds_run_directory_in_batch_script(fake):
     fake.jobs(job("70_3", WorkDir=os.getcwd()))
     (one,) = slurm.jobs(fake.env)
     fake.command("scontrol", "#!/bin/bash\nrun=$PWD/'my runs/x'/$SLURM_ARRAY_TASK_ID\n")
-    assert progress.run_of(one, fake.env) == Path.cwd() / said
+    assert run_progress.run_of(one, fake.env) == Path.cwd() / said
     always = "run=$SLURM_SUBMIT_DIR/'my runs/x'${SLURM_ARRAY_TASK_ID:+/$SLURM_ARRAY_TASK_ID}\n"
     fake.command("scontrol", f"#!/bin/bash\n{always}")
-    assert progress.run_of(one, fake.env) == Path.cwd() / said
+    assert run_progress.run_of(one, fake.env) == Path.cwd() / said
     for hostile in ("$(touch x)", "`touch x`", "'a", "a b"):
         fake.command("scontrol", f"#!/bin/bash\nrun={hostile}\n")
-        assert progress.run_of(one, fake.env) is None
+        assert run_progress.run_of(one, fake.env) is None
     assert not Path("x").exists()
 
 
 def test_status_finds_run_that_later_job_resumes(fake):
     path = run("train-12", label="70")
     fake.jobs(job("70", WorkDir=os.getcwd()))
-    assert progress.run_of(slurm.jobs(fake.env)[0], fake.env) == Path.cwd() / path
-    assert progress.label_of(path) == "70"
+    assert run_progress.run_of(slurm.jobs(fake.env)[0], fake.env) == Path.cwd() / path
+    assert run_progress.label_of(path) == "70"
 
 
 def test_status_survives_odd_metrics(tmp_path):
     path = run("odd-1", step="many", epoch=True, loss=None, samples_per_second=[1])
     path.joinpath("summary.json").write_text("[1")
-    made = progress.progress(path)
+    made = run_progress.progress(path)
     assert (made.step, made.epoch, made.loss, made.speed, made.status) == (
         *(None,) * 4,
         "",
     )
     with path.joinpath("metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "loss": 2}\n' * 9000 + '{"step": 9001, "lo')
-    assert (progress.progress(path).step, progress.progress(path).loss) == (1, 2.0)
-    assert progress.progress(tmp_path / "none") is None
+    assert (run_progress.progress(path).step, run_progress.progress(path).loss) == (1, 2.0)
+    assert run_progress.progress(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_status_ignores_hostile_job_number(fake, capsys):
     path = run("evil-9")
     start = {"job_id": "\x1b]0;pwn\x07X\nfake row"}
     path.joinpath("starts.jsonl").write_text(json.dumps({"job": start}) + "\n")
-    assert progress.label_of(path) == ""
+    assert run_progress.label_of(path) == ""
     out = status(capsys, "evil-9").out
     assert len(out.splitlines()) == 2
     assert "pwn" not in out
@@ -271,7 +272,7 @@ def test_status_of_job_with_too_long_name(fake):
     Path("runs").mkdir()
     Path("runs", "gone").symlink_to("nowhere")
     path = run("other", label="70")
-    assert progress.run_of(slurm.jobs(fake.env)[0], fake.env) == Path.cwd() / path
+    assert run_progress.run_of(slurm.jobs(fake.env)[0], fake.env) == Path.cwd() / path
 
 
 def test_cancel_calls_scancel_and_says_how_to_resume(fake, capsys):

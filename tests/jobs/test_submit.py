@@ -13,10 +13,11 @@ import fake_slurm
 import pytest
 from fake_slurm import job
 
-from hpctrain import cli, slurm
+from hpctrain import cli
 from hpctrain.cli import job_options
+from hpctrain.cluster import slurm
 from hpctrain.errors import UsageError
-from hpctrain.jobs import following, refusals, sending
+from hpctrain.jobs import sbatch_errors, submission, waiting
 from hpctrain.jobs.spec import JobSpec
 
 
@@ -250,7 +251,7 @@ def test_submit_local_runs_in_the_foreground(fake):
 )
 def test_submit_refuses_missing_files(fake, values, found):
     with pytest.raises(UsageError, match=re.escape(found)):
-        sending.check(JobSpec(**values), fake.env)
+        submission.check(JobSpec(**values), fake.env)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_submit_refuses_missing_files(fake, values, found):
 )
 def test_submit_refuses_commands_that_can_only_fail(fake, words, fix):
     with pytest.raises(UsageError) as caught:
-        sending.check(JobSpec(command=words), fake.env)
+        submission.check(JobSpec(command=words), fake.env)
     assert caught.value.fix == fix
 
 
@@ -278,7 +279,7 @@ def test_submit_check_has_no_false_alarms(fake, values):
     Path("code").mkdir()
     Path("code", "code.py").touch()
     fake.command("python")
-    assert sending.check(JobSpec(**values), fake.env) == []
+    assert submission.check(JobSpec(**values), fake.env) == []
 
 
 @pytest.mark.parametrize(
@@ -292,7 +293,7 @@ def test_submit_check_has_no_false_alarms(fake, values):
     ],
 )
 def test_submit_notes_what_may_be_missing(fake, values, note):
-    assert note in " ".join(sending.check(JobSpec(**values), fake.env))
+    assert note in " ".join(submission.check(JobSpec(**values), fake.env))
 
 
 # Refusals.
@@ -321,7 +322,7 @@ FULL = {"command": "x", "partition": "p", "account": "a", "qos": "q", "time": "5
     ],
 )
 def test_sbatch_refusal_names_the_option_to_fix(fake, said, option):
-    error = refusals.refused(
+    error = sbatch_errors.refused(
         f"sbatch: error: {said}", JobSpec(**FULL), fake.env, job_options.option
     )
     assert error.exit_code == 2
@@ -351,9 +352,9 @@ def test_sbatch_failure_without_mistake_is_exit_code_1(fake, capsys, said):
 def test_sbatch_refusal_lists_valid_values(fake):
     fake.command("sinfo", "main*|2:00:00|4|up|gpu:v100:4\nold|1:00|4|down|(null)")
     spec = JobSpec(command="x", partition="p", gpus_per_node="9")
-    error = refusals.refused("invalid partition", spec, fake.env, str)
+    error = sbatch_errors.refused("invalid partition", spec, fake.env, str)
     assert error.expected == "a partition of this cluster: main (up to 2:00:00)"
-    error = refusals.refused("Invalid generic resource (gres)", spec, fake.env, str)
+    error = sbatch_errors.refused("Invalid generic resource (gres)", spec, fake.env, str)
     assert "gpu:v100:4" in error.expected
 
 
@@ -378,7 +379,7 @@ class Story:
             self.fake.jobs(*self.scenes.pop(0))
 
     def wait(self, log=None):
-        return following.wait("70", self.fake.env, self.told.append, log, self.next)
+        return waiting.wait("70", self.fake.env, self.told.append, log, self.next)
 
 
 RUNS, WAITS = job("70"), job("70", State="PENDING", Reason="BeginTime", RestartCnt="1", NodeList="")
@@ -406,7 +407,7 @@ def ended(word, status=0):
 )
 def test_wait_gives_exit_code_of_job(fake, last, code):
     (outcome,) = Story(fake, [RUNS], [last]).wait()
-    assert outcome == following.Outcome("70", last["State"], code)
+    assert outcome == waiting.Outcome("70", last["State"], code)
 
 
 def test_wait_continues_through_requeue_and_lost_host(fake):
@@ -434,9 +435,9 @@ def test_wait_polls_gently_and_survives_silent_slurm(fake):
 
 def test_wait_asks_sacct_for_forgotten_job(fake):
     fake.command("sacct", "70|FAILED|75:0")
-    assert Story(fake, [RUNS], []).wait() == [following.Outcome("70", "FAILED", 75)]
+    assert Story(fake, [RUNS], []).wait() == [waiting.Outcome("70", "FAILED", 75)]
     fake.command("sacct", error="Slurm accounting storage is disabled", code=1)
-    assert Story(fake, [RUNS], []).wait() == [following.Outcome("70", "unknown to Slurm", 1)]
+    assert Story(fake, [RUNS], []).wait() == [waiting.Outcome("70", "unknown to Slurm", 1)]
 
 
 def test_wait_gives_outcome_of_each_array_task(fake):
@@ -455,7 +456,7 @@ def test_wait_gives_outcome_of_each_array_task(fake):
     [([0, 0], 0), ([0, 75], 75), ([75, 76], 76), ([76, 1, 75], 1), ([1, 143, 0], 143)],
 )
 def test_wait_exit_code_is_the_worst_of_an_array(codes, code):
-    assert following.worst([following.Outcome("1", "", one) for one in codes]) == code
+    assert waiting.worst([waiting.Outcome("1", "", one) for one in codes]) == code
 
 
 def test_follow_shows_late_log_and_continues_after_requeue(fake):
@@ -469,8 +470,8 @@ def test_follow_shows_late_log_and_continues_after_requeue(fake):
                 file.write(b"%d\xff\r" % len(story.scenes))
         story.next()
 
-    log = following.Log("l-%j.log", 0, out)
-    following.wait("70", fake.env, story.told.append, log, next_scene)
+    log = waiting.Log("l-%j.log", 0, out)
+    waiting.wait("70", fake.env, story.told.append, log, next_scene)
     assert out.getvalue() == path.read_bytes()
     assert out.getvalue().startswith(b"2\xff\r1\xff\r0\xff\r")
 
@@ -485,17 +486,17 @@ def test_follow_shows_late_log_and_continues_after_requeue(fake):
 def test_follow_expands_log_file_pattern(fake, pattern, name):
     fake.jobs(job("70_3", JobID="71", Name="a%j/../x"))
     (one,) = slurm.jobs(fake.env)
-    assert following.log_path(pattern, one) == Path("/nowhere", name)
+    assert waiting.log_path(pattern, one) == Path("/nowhere", name)
 
 
 def test_follow_skips_log_of_earlier_job(fake):
     Path("train.log").write_text("earlier\n")
     spec = JobSpec(command="x", output="train.log")
-    assert sending.log_size(spec, fake.env) == 8
-    assert sending.log_size(JobSpec(command="x"), fake.env) == 0
+    assert submission.log_size(spec, fake.env) == 8
+    assert submission.log_size(JobSpec(command="x"), fake.env) == 0
     fake.jobs({**DONE, "WorkDir": os.getcwd()})
     out = io.BytesIO()
-    log = following.Log("train.log", 8, out)
+    log = waiting.Log("train.log", 8, out)
     Path("train.log").write_text("earlier\nlater\n")
     log.read(slurm.jobs(fake.env)[0])
     assert out.getvalue() == b"later\n"
@@ -505,7 +506,7 @@ def test_wait_ctrl_c_detaches_and_job_goes_on(fake, capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(following, "wait", interrupted)
+    monkeypatch.setattr(waiting, "wait", interrupted)
     assert submit("--wait", "--", "python3", "t.py") == 130
     said = capsys.readouterr()
     assert said.out == "70\n"

@@ -8,7 +8,7 @@ import pytest
 import hpctrain
 from hpctrain import JobSpec
 from hpctrain.errors import StartError, UsageError
-from hpctrain.jobs import kept
+from hpctrain.jobs import job_store
 
 
 def train():
@@ -19,7 +19,7 @@ def train():
 def no_job():
     """Check that nothing of a job that was not accepted is left."""
     yield
-    assert not list(kept.FOLDERS.glob("*"))
+    assert not list(job_store.FOLDERS.glob("*"))
 
 
 @pytest.mark.parametrize(

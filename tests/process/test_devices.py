@@ -12,7 +12,7 @@ import ranks
 import torch
 
 import hpctrain
-from hpctrain import device
+from hpctrain.process import device
 
 CUDA = "CUDA_VISIBLE_DEVICES"
 SLICES = tuple(f"MIG-0a1b2c3d-3b6a-4bb1-9f0e-00000000000{n}" for n in range(4))
@@ -180,7 +180,7 @@ def warned():
             lines.append(record.getMessage())
 
     logging.getLogger("hpctrain").addHandler(Keep(logging.WARNING))
-    device.gpus.here = lambda: ["0"]
+    device.visible_gpus.here = lambda: ["0"]
     opened()
     return lines
 

@@ -214,15 +214,15 @@ def test_reliability_counts_tests_by_backend_and_keeps_what_was_not_run(load, tm
 def test_status_is_dated_where_all_tests_of_a_row_passed(load, tmp_path):
     results = load("results")
     path = tmp_path / "tests.xml"
-    path.write_text(JUNIT.format(file="tests/watchdog/test_hangs.py", test="test_y"))
+    path.write_text(JUNIT.format(file="tests/monitoring/test_hangs.py", test="test_y"))
     rows = [
         {"component": "passed", "tests": ["tests/cli"]},
-        {"component": "failed", "tests": ["tests/watchdog"]},
+        {"component": "failed", "tests": ["tests/monitoring"]},
         {"component": "not run", "tests": ["tests/cli", "tests/data"]},
         {"component": "by hand", "date": "2026-01-01"},
     ]
     cases = results.read(path)
-    paths = [TOP / "tests" / "cli", TOP / "tests" / "watchdog"]
+    paths = [TOP / "tests" / "cli", TOP / "tests" / "monitoring"]
     dated, *others = results.renew_status(rows, cases, paths, FACTS)
     assert dated == {**rows[0], **{name: FACTS[name] for name in ("date", "machine", "commit")}}
     assert others == rows[1:]

@@ -1,7 +1,7 @@
 """Environments as launchers leave them in a rank, to read and to spoil."""
 
-from hpctrain.launchers import LAUNCHERS
-from hpctrain.world import World
+from hpctrain.cluster.launchers import LAUNCHERS
+from hpctrain.cluster.world import World
 
 # What sbatch gives to the shell that runs the script: 4 tasks on 2 hosts.
 BATCH = {

@@ -8,8 +8,8 @@ from typing import Any
 import ranks
 import torch
 
-from hpctrain.gpus import CUDA
-from hpctrain.nested import map_tensors
+from hpctrain.cluster.visible_gpus import CUDA
+from hpctrain.process.pytree import map_tensors
 
 DEVICE = torch.device("cuda")
 # Ranks start CUDA and NCCL, and torch.compile its compiler.

@@ -19,15 +19,20 @@ from multiprocessing import forkserver
 from typing import Any
 from unittest import mock
 
-from hpctrain.launchers.local import HpctrainRun
-from hpctrain.world import World
+from hpctrain.cluster.launchers.hpctrain_run import HpctrainRun
+from hpctrain.cluster.world import World
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # What each rank would import for itself: for its test, to open a backend, at the first step of an
 # optimizer, to read a checkpoint. What is not there is left out.
 _CONTEXT.set_forkserver_preload(
     [
-        *("pytest", "hpctrain.session", "hpctrain.backends.ddp", "hpctrain.backends.horovod"),
+        *(
+            "pytest",
+            "hpctrain.training.session",
+            "hpctrain.backends.ddp",
+            "hpctrain.backends.horovod",
+        ),
         *("torch._dynamo", "torch.utils.serialization", "horovod.torch"),
     ]
 )

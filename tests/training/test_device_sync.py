@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import hpctrain
-import hpctrain.device
+import hpctrain.process.device
 from hpctrain.backends.base import Later
 from hpctrain.backends.single import Single
-from hpctrain.evaluation import Classification
 from hpctrain.optim import LARS
+from hpctrain.training.evaluation import Classification
 
 META = torch.device("meta")
 LOG_EVERY = 2
@@ -136,9 +136,9 @@ def loop(optimizer, options):
     samples = TensorDataset(torch.zeros(960, 8), torch.zeros(960).long())
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(META)
     with (
-        mock.patch.object(hpctrain.device, "choose", return_value=META),
+        mock.patch.object(hpctrain.process.device, "choose", return_value=META),
         # Which looks for a checkpoint, and asks the ranks whether theirs is another.
-        mock.patch("hpctrain.run.restore", return_value=None),
+        mock.patch("hpctrain.training.run.restore", return_value=None),
         mock.patch.object(Later, "__init__", init),
         mock.patch.object(Later, "values", values),
         mock.patch.object(Later, "ready", lambda later: run.step > later.begun),

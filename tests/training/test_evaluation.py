@@ -12,7 +12,7 @@ from torchmetrics.functional.classification import (
 
 from hpctrain.backends.single import Single
 from hpctrain.errors import UsageError
-from hpctrain.evaluation import Classification, total
+from hpctrain.training.evaluation import Classification, total
 
 IGNORED = -100
 

@@ -7,7 +7,7 @@ import torch
 from test_exact_evaluation import CASES, hold, samples, scored
 
 from hpctrain.backends.single import Single
-from hpctrain.evaluation import Classification
+from hpctrain.training.evaluation import Classification
 
 
 def test_evaluation_on_gpu_equals_cpu(gpu):

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import hpctrain
 from hpctrain.backends.single import Single
-from hpctrain.evaluation import Classification
+from hpctrain.training.evaluation import Classification
 
 IGNORED = -100
 # Samples, classes, batch size, steps of a unit that outputs are rounded to (0: not at all).

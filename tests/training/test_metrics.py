@@ -8,11 +8,11 @@ import signal
 import pytest
 import torch
 
-from hpctrain.agreement import Agreement, by_rank_0
 from hpctrain.backends.single import Single
 from hpctrain.errors import GivenUpError
-from hpctrain.metrics import Metrics, trim
 from hpctrain.rundir import RunDirectory
+from hpctrain.training.consensus import Agreement, by_rank_0
+from hpctrain.training.metrics import Metrics, trim
 
 
 @pytest.fixture

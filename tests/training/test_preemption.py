@@ -9,10 +9,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from hpctrain import signals
-from hpctrain.allocation import Allocation
-from hpctrain.preemption import REASONS, Preemption, Stopped
+from hpctrain.cluster.job import Allocation
+from hpctrain.process import signals
 from hpctrain.rundir import RunDirectory
+from hpctrain.training.preemption import REASONS, Preemption, Stopped
 
 NOW = 1_700_000_000
 
@@ -191,7 +191,7 @@ def test_preempt_signals_reach_the_rank_and_not_its_children():
 def test_loader_worker_heeds_sigterm_of_its_parent_alone():
     lines = (
         "import os, signal, subprocess, sys, time\n"
-        "from hpctrain import signals\n"
+        "from hpctrain.process import signals\n"
         "signals.heed(int(sys.argv[1]))\n"
         "subprocess.run(['kill', '-TERM', str(os.getpid())])\n"
         "while signal.SIGTERM in signal.sigpending(): time.sleep(0.01)\n"  # two would be one
@@ -232,7 +232,7 @@ def test_loader_worker_without_parent_exits_with_143():
     gone.wait(60)
     lines = (
         "import sys, time\n"
-        "from hpctrain import signals\n"
+        "from hpctrain.process import signals\n"
         "signals._SECONDS_BETWEEN_LOOKS = 0.01\n"
         "signals.heed(int(sys.argv[1]))\n"
         "time.sleep(600)\n"

@@ -15,12 +15,14 @@ from battery import images, session, small_model
 from clock import Clock
 from torch import nn
 
-from hpctrain import rundir, saving, slurm
-from hpctrain.allocation import Allocation
+from hpctrain import rundir
 from hpctrain.checkpoint.folder import Folder
 from hpctrain.checkpoint.writer import Writer
-from hpctrain.preemption import Preemption
+from hpctrain.cluster import slurm
+from hpctrain.cluster.job import Allocation
 from hpctrain.rundir import RunDirectory
+from hpctrain.training import checkpoint_manager
+from hpctrain.training.preemption import Preemption
 
 NOW = 1_700_000_000
 STEPS = 120
@@ -36,10 +38,12 @@ def train(save_seconds, pause_seconds):
 
     with (
         mock.patch.object(Folder, "save", save),
-        mock.patch.object(saving, "Writer", partial(Writer, clock=saves)),
-        mock.patch("hpctrain.run.time", SimpleNamespace(monotonic=pauses)),
+        mock.patch.object(checkpoint_manager, "Writer", partial(Writer, clock=saves)),
+        mock.patch("hpctrain.training.run.time", SimpleNamespace(monotonic=pauses)),
         mock.patch.object(
-            sys.modules["hpctrain.session"], "Preemption", partial(Preemption, clock=lambda: NOW)
+            sys.modules["hpctrain.training.session"],
+            "Preemption",
+            partial(Preemption, clock=lambda: NOW),
         ),
         session(batch_size=4, epochs=6, checkpoint_every=10, run="run") as opened,
     ):
@@ -96,11 +100,11 @@ def test_save_margin_is_that_of_the_longest_save(tmp_path):
     writer = Writer(RunDirectory(tmp_path), clock=clock)
     parts, margins = SimpleNamespace(_writer=writer), []
     with mock.patch.object(Folder, "save", save):
-        margins.append(saving.Saving.lead(parts))
+        margins.append(checkpoint_manager.Saving.lead(parts))
         for step in (1, 2, 3):
             writer.save(step, {}, {})
             writer.wait()
-            margins.append(saving.Saving.lead(parts))
+            margins.append(checkpoint_manager.Saving.lead(parts))
     writer.close()
     assert margins == [25.0, 11.0, 85.0, 85.0]
 

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.backends.assembly import absent, assemble, host_of
+from hpctrain.backends.barrier import absent, assemble, host_of
 from hpctrain.backends.base import Backend, Later, vector
+from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.ddp import exchange, options
-from hpctrain.backends.ddp.by_hand import DDPByHand
+from hpctrain.backends.ddp.baseline import DDPByHand
 from hpctrain.backends.ddp.rehearsal import reaches, rehearse, rehearse_loss
 from hpctrain.backends.ddp.store import first_line, open_store
-from hpctrain.backends.environment import Environment
 from hpctrain.backends.settings import Settings
-from hpctrain.backends.trained import Trained
+from hpctrain.backends.trained_parameters import Trained
 from hpctrain.backends.transparent import Transparent
+from hpctrain.cluster.env_vars import GLOO_INTERFACE
+from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, RankLostError, StartError, UsageError
-from hpctrain.meeting import Meeting
-from hpctrain.meeting.interfaces import interface_of
-from hpctrain.variables import GLOO_INTERFACE
-from hpctrain.world import World
+from hpctrain.rendezvous import Meeting
+from hpctrain.rendezvous.interfaces import interface_of
 
 __all__ = ["DDP", "TransparentDDP"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain import generators
-from hpctrain.nested import map_tensors
+from hpctrain.process import random_states
+from hpctrain.process.pytree import map_tensors
 
 __all__ = ["reaches", "rehearse", "rehearse_loss"]
 
@@ -34,7 +34,7 @@ def rehearse(
     """
     device = next(wrapped.module.parameters()).device
     buffers = [_Buffers(module) for module in wrapped.module.modules()]
-    random, synchronizes = generators.capture(device), wrapped.require_backward_grad_sync
+    random, synchronizes = random_states.capture(device), wrapped.require_backward_grad_sync
     wrapped.require_backward_grad_sync = True
     found = DistributedDataParallel.forward(  # type: ignore[no-untyped-call]
         wrapped, *map_tensors(_apart, list(inputs)), **map_tensors(_apart, dict(keywords))
@@ -45,7 +45,7 @@ def rehearse(
     if parts:
         torch.autograd.backward(parts)
     wrapped.require_backward_grad_sync = synchronizes
-    generators.put_back(random, device)
+    random_states.put_back(random, device)
     # The copies of the weights that autocast keeps belong to the pass that is over.
     torch.clear_autocast_cache()
     for parameter in wrapped.module.parameters():
@@ -64,12 +64,12 @@ def rehearse_loss(models: Sequence[DistributedDataParallel], loss: Tensor) -> No
     modules = [module for model in models for module in model.module.modules()]
     buffers = [_Buffers(module) for module in modules]  # a recomputed forward pass changes them
     device = loss.device
-    random = generators.capture(device)
+    random = random_states.capture(device)
     attached = loss
     for model in models:
         attached = model.attach(attached)  # type: ignore[operator]
     torch.autograd.backward(attached, retain_graph=True)
-    generators.put_back(random, device)
+    random_states.put_back(random, device)
     for model in models:
         for parameter in model.module.parameters():
             parameter.grad = None

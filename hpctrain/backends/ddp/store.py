@@ -5,10 +5,10 @@ import datetime
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from hpctrain.backends.assembly import host_of
+from hpctrain.backends.barrier import host_of
+from hpctrain.cluster.launchers import base as launching
 from hpctrain.errors import StartError
-from hpctrain.launchers import base as launching
-from hpctrain.meeting import Meeting
+from hpctrain.rendezvous import Meeting
 
 __all__ = ["AgentStore", "first_line", "open_store"]
 

@@ -15,22 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.backends.assembly import assemble
+from hpctrain.backends.barrier import assemble
 from hpctrain.backends.base import Backend, Later, vector
-from hpctrain.backends.environment import Environment
+from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.horovod import gradients, placement
-from hpctrain.backends.horovod.by_hand import HorovodByHand
+from hpctrain.backends.horovod.baseline import HorovodByHand
 from hpctrain.backends.horovod.connections import Connections
 from hpctrain.backends.horovod.installed import load, refuse_options, refuse_own_name
 from hpctrain.backends.horovod.rendezvous import Client, Server
+from hpctrain.backends.horovod.stall_timer import Watch
 from hpctrain.backends.horovod.survivors import Survivors
-from hpctrain.backends.horovod.watch import Watch
 from hpctrain.backends.settings import Settings
-from hpctrain.backends.trained import Trained
+from hpctrain.backends.trained_parameters import Trained
+from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, StartError, UsageError
-from hpctrain.meeting import Meeting
-from hpctrain.speech import logger
-from hpctrain.world import World
+from hpctrain.process.logging import logger
+from hpctrain.rendezvous import Meeting
 
 __all__ = ["Horovod"]
 

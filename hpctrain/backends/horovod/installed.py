@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from hpctrain.cluster.env_vars import HOSTNAME
+from hpctrain.cluster.launchers.base import is_loopback
+from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
-from hpctrain.launchers.base import is_loopback
-from hpctrain.variables import HOSTNAME
-from hpctrain.world import World
 
 __all__ = ["load", "refuse_options", "refuse_own_name"]
 

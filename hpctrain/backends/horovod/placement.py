@@ -6,11 +6,11 @@ Source: horovod/common/gloo/gloo_context.cc and horovod/common/utils/env_parser.
 import math
 from collections.abc import Mapping, Sequence
 
-from hpctrain.backends.environment import Environment
+from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.settings import Settings
-from hpctrain.launchers.base import MPI
-from hpctrain.meeting import Meeting
-from hpctrain.meeting.interfaces import interface_of
+from hpctrain.cluster.launchers.base import MPI
+from hpctrain.rendezvous import Meeting
+from hpctrain.rendezvous.interfaces import interface_of
 
 __all__ = ["controller", "slot", "tell"]
 

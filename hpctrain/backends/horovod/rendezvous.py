@@ -24,7 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import quote
 
-from hpctrain.meeting.messages import keep_alive
+from hpctrain.rendezvous.messages import keep_alive
 
 __all__ = ["Client", "NoAnswerError", "Server", "be_present"]
 

@@ -19,10 +19,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from hpctrain.backends.assembly import host_of, named
+from hpctrain.backends.barrier import host_of, named
 from hpctrain.backends.horovod.rendezvous import Client, NoAnswerError, Server, be_present
 from hpctrain.errors import HpctrainError, RankLostError
-from hpctrain.meeting import Meeting
+from hpctrain.rendezvous import Meeting
 
 __all__ = ["Survivors"]
 

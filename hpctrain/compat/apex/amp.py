@@ -23,7 +23,7 @@ from hpctrain.compat.apex.adopted import Adopted
 from hpctrain.compat.apex.properties import settle
 from hpctrain.compat.apex.scale import Scale
 from hpctrain.errors import UsageError
-from hpctrain.speech import logger
+from hpctrain.process.logging import logger
 
 __all__ = ["initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from hpctrain.compat.apex.properties import Properties
 from hpctrain.errors import UsageError
-from hpctrain.nested import map_tensors
 from hpctrain.precision import Precision, Settings
 from hpctrain.precision.full import Level0
 from hpctrain.precision.half import Level2, Level3
 from hpctrain.precision.masters import Masters
 from hpctrain.precision.mixed import Level1
+from hpctrain.process.pytree import map_tensors
 
 __all__ = ["Mastered", "check", "convert", "open_level", "take_from_copies"]
 

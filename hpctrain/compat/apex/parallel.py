@@ -7,7 +7,7 @@ from torch import nn
 
 from hpctrain.compat.apex.models import take_from_copies
 from hpctrain.errors import UsageError
-from hpctrain.speech import logger
+from hpctrain.process.logging import logger
 
 __all__ = ["DistributedDataParallel", "convert_syncbn_model"]
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from hpctrain.precision.scaler import LossScaler
-from hpctrain.speech import logger
+from hpctrain.process.logging import logger
 
 __all__ = ["Scale"]
 

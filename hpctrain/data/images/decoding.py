@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import UsageError
-from hpctrain.speech import logger
+from hpctrain.process.logging import logger
 
 __all__ = ["CorruptError", "Decoder", "find"]
 

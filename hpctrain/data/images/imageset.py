@@ -6,9 +6,9 @@ from torch.utils.data import Dataset
 
 from hpctrain.data.images import decoding
 from hpctrain.data.images.cropping import CenterCrop, RandomResizedCrop
+from hpctrain.data.shards import Source
 from hpctrain.errors import DataError, UsageError
-from hpctrain.shards import Source
-from hpctrain.speech import logger
+from hpctrain.process.logging import logger
 
 __all__ = ["IGNORED", "ImageSet"]
 

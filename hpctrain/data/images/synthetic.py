@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from hpctrain import seeds
+from hpctrain.process import seeds
 
 __all__ = ["SyntheticImages"]
 

@@ -7,7 +7,7 @@ in the background. What is wrong in a script is bash's to say.
 import re
 from dataclasses import dataclass, field
 
-from hpctrain.jobs.lint.reading import ASSIGNMENT, META, WordReader, line_starts
+from hpctrain.jobs.lint.script_reader import ASSIGNMENT, META, WordReader, line_starts
 from hpctrain.jobs.lint.words import Word
 
 __all__ = ["Command", "Comment", "Shell", "read"]

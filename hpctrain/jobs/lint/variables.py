@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hpctrain.jobs.lint.bash import Shell
-from hpctrain.jobs.lint.reading import ASSIGNMENT
+from hpctrain.jobs.lint.script_reader import ASSIGNMENT
 from hpctrain.jobs.lint.words import Piece, Word
 
 __all__ = ["Variables"]

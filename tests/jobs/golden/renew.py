@@ -6,7 +6,7 @@ python tests/jobs/golden/renew.py
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.jobs import files
+from hpctrain.jobs import job_files
 from hpctrain.jobs.script import render, render_local
 from hpctrain.jobs.spec import JobSpec
 
@@ -60,7 +60,7 @@ LOCAL: Mapping[str, JobSpec] = {
 def scripts() -> dict[Path, str]:
     """Return, by path, what each golden script has to be."""
     made = {
-        path.with_suffix(".sh"): render(JobSpec(**files.read(path)))
+        path.with_suffix(".sh"): render(JobSpec(**job_files.read(path)))
         for path in sorted(SBATCH.glob("*.toml"))
     }
     made |= {HERE / f"{name}.sh": render(spec) for name, spec in SPECS.items()}

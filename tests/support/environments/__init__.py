@@ -38,7 +38,7 @@ __all__ = [
     "write",
 ]
 
-FOLDER = Path(__file__).parents[2] / "launchers" / "env"
+FOLDER = Path(__file__).parents[2] / "cluster" / "env"
 
 
 def load(name: str) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from environments.starts import Start
-from hpctrain import allocation
+from hpctrain.cluster import job
+from hpctrain.cluster.launchers import LAUNCHERS
+from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError
-from hpctrain.launchers import LAUNCHERS
-from hpctrain.world import World
 
 # The same form in every capture, another value.
 VOLATILE = {
@@ -98,7 +98,7 @@ def names_read(env: Mapping[str, str], world: World) -> set[str]:
     """The variables that any launcher, or the allocation, asks for in this environment."""
     recorder = Recorder(env)
     with contextlib.suppress(HpctrainError):
-        allocation.detect(recorder)
+        job.detect(recorder)
     for launcher in LAUNCHERS:
         for ask in (
             launcher.matches,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from environments.record import MARK
-from hpctrain import variables
+from hpctrain.cluster import env_vars
 
 # What stands in the files in place of this machine's own folders and user.
 HOME = "/home/ada"
@@ -15,13 +15,13 @@ USER = {
     "SLURM_JOB_GID": "1000",
 }
 
-# Of launchers and schedulers, besides what `hpctrain.variables` knows.
+# Of launchers and schedulers, besides what `hpctrain.cluster.env_vars` knows.
 PREFIXES = (
-    *variables.SCRUB_PREFIXES,
+    *env_vars.SCRUB_PREFIXES,
     *("HPCTRAIN_", "SALLOC_", "PMI", "MPI_", "MPIR_", "MPIEXEC_", "HYDRA", "HYDI", "I_MPI_"),
     *("PRTE_", "LSB_", "LS_", "LSF_", "PBS_", "FLUX_", "CUDA_VISIBLE_", "TORCH_", "NCCL_"),
 )
-NAMES = variables.SCRUB_NAMES | {
+NAMES = env_vars.SCRUB_NAMES | {
     "ENVIRONMENT",
     "GPU_DEVICE_ORDINAL",
     "HIP_VISIBLE_DEVICES",

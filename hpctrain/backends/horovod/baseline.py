@@ -1,0 +1,43 @@
+"""Horovod by hand."""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpctrain.backends.baseline import ByHand
+
+__all__ = ["HorovodByHand"]
+
+
+class HorovodByHand(ByHand):
+    """DistributedOptimizer, as Horovod's examples use it.
+
+    Args:
+        hvd: `horovod.torch`, initialized.
+    """
+
+    def __init__(self, hvd: ModuleType) -> None:
+        self._hvd = hvd
+
+    def sum(self, tensor: Tensor) -> None:
+        """Horovod's all-reduce."""
+        self._hvd.allreduce_(tensor, name="by hand", op=self._hvd.Sum)
+
+    def share(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """The model stays what it is."""
+        hvd = self._hvd
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        shared: Optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        return model, shared
+
+    def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Gradients are averaged before the scaler looks at them."""
+        if not scaler.is_enabled():
+            optimizer.step()
+            return
+        optimizer.synchronize()  # type: ignore[attr-defined]
+        with optimizer.skip_synchronize():  # type: ignore[attr-defined]
+            scaler.step(optimizer)

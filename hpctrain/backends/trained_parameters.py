@@ -1,0 +1,43 @@
+"""Which parameters of a model are trained, and whether that has changed."""
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+from torch import nn
+
+from hpctrain.process.logging import logger
+
+__all__ = ["Trained"]
+
+_TRAINED = attrgetter("requires_grad")
+
+
+class Trained:
+    """The parameters of a prepared model.
+
+    Args:
+        model: as it was given to `prepare`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._all = list(model.parameters())
+        self._flags = list(map(_TRAINED, self._all))
+
+    def changed(self) -> bool:
+        """Whether some were frozen or unfrozen. It looks at each."""
+        return list(map(_TRAINED, self._all)) != self._flags
+
+    def refresh(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """Take note of what is trained now; return what was not trained before, with its names."""
+        before = {id(p) for p, flag in zip(self._all, self._flags, strict=True) if flag}
+        self._all = list(self.model.parameters())
+        self._flags = list(map(_TRAINED, self._all))
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        new = [(name, parameter) for name, parameter in named if id(parameter) not in before]
+        logger.info(
+            "%d parameters are trained from now on; new%s",
+            len(named),
+            f": {new[0][0]} and {len(new) - 1} more" if new else ": none",
+        )
+        return new

@@ -1,0 +1,216 @@
+"""Reads checkpoints and takes nothing on trust: neither names, nor sizes, nor contents."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Collection, Mapping
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.errors import CheckpointError
+from hpctrain.process.logging import logger
+from hpctrain.rundir import RunDirectory
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "best_of",
+    "digest",
+    "load",
+    "load_newest",
+    "places",
+    "read_manifest",
+    "replaced",
+]
+
+FORMAT = 3
+MANIFEST = "manifest.json"
+# More than any state has; a manifest beyond that is none of ours.
+_MOST_BYTES = 1 << 24
+_MOST_FILES = 1000
+_FILE = re.compile(r"[^\W.][\w.-]*\.pt\Z")
+_HASH = re.compile(r"[0-9a-f]{64}\Z")
+_REPLACED = re.compile(r"\.step-(\d{8,})\.old\Z", re.ASCII)
+
+
+def replaced(folder: Path) -> Path:
+    """Where a checkpoint is for a moment when it is replaced in two renames."""
+    return folder.with_name(f".{folder.name}.old")
+
+
+def places(directory: RunDirectory) -> dict[int, Path]:
+    """The folder of each committed checkpoint by its step, rising.
+
+    A process may have been killed between the two renames by which it replaced a checkpoint: then
+    the one that was to be replaced counts still.
+    """
+    found = {}
+    if directory.checkpoints.is_dir():
+        aside = (_REPLACED.match(entry.name) for entry in directory.checkpoints.iterdir())
+        for step in (int(match[1]) for match in aside if match):
+            found[step] = replaced(directory.checkpoint(step))
+    found.update({step: directory.checkpoint(step) for step in directory.steps()})
+    return dict(sorted(found.items()))
+
+
+def load_newest(
+    directory: RunDirectory, run: Mapping[str, Any] | None = None
+) -> tuple[int, dict[str, Any]] | None:
+    """The newest whole checkpoint: its step and state; None when there is none at all.
+
+    One that is damaged, or of another run, is named and the one before it is taken.
+
+    Args:
+        directory: of the run.
+        run: what its checkpoints say of it in their manifests' `run` (default: anything).
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them is whole.
+    """
+    found = places(directory)
+    for step in reversed(found):
+        try:
+            return step, load(found[step], step, run=run)
+        except CheckpointError as error:
+            logger.error("%s; trying the one before", error.found)
+    if found:
+        raise CheckpointError(
+            f"none of the {len(found)} checkpoints in {directory.checkpoints} is whole",
+            "at least one",
+            "start over in another directory with --run DIR",
+        )
+    return None
+
+
+def load(
+    folder: Path,
+    step: int,
+    parts: Collection[str] | None = None,
+    run: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The state in a checkpoint, part by part, on the CPU.
+
+    Args:
+        folder: of the checkpoint.
+        step: that it has to be of.
+        parts: those to read, where they are there (default: all).
+        run: that it has to be of (default: any).
+
+    Raises:
+        CheckpointError: it is not what was written, or of another run.
+    """
+    state = {}
+    manifest = read_manifest(folder, step)
+    if run is not None and manifest.get("run") != run:
+        raise CheckpointError(f"{folder} is of another run, {manifest.get('run')}, not {run}")
+    for name, said in manifest["files"].items():
+        part = name.removesuffix(".pt")
+        if parts is not None and part not in parts:
+            continue
+        path = folder / name
+        try:
+            with _open(path) as file:
+                if os.fstat(file.fileno()).st_size != said["size"] or _hash(file) != said["sha256"]:
+                    raise CheckpointError(f"{path} is not what was written")
+                file.seek(0)
+                state[part] = torch.load(file, map_location="cpu", weights_only=True)
+        except CheckpointError:
+            raise
+        except Exception as error:  # torch.load raises whatever it comes upon
+            raise CheckpointError(f"{path} cannot be read ({error})") from None
+    return state
+
+
+def read_manifest(folder: Path, step: int) -> dict[str, Any]:
+    """What a checkpoint says of itself, held against its own hash and the folder's name.
+
+    Raises:
+        CheckpointError: it is not what was written.
+    """
+    try:
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            raise ValueError("it is no folder, or a link to one")
+        with _open(folder / MANIFEST) as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES} bytes")
+        manifest = json.loads(content)
+        _check(manifest, step)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder} has no readable manifest ({error})") from None
+    assert isinstance(manifest, dict)
+    return manifest
+
+
+def _check(manifest: Any, step: int) -> None:
+    """Raise ValueError for what no manifest of this format says."""
+    if not isinstance(manifest, dict):
+        raise ValueError(f"a {type(manifest).__name__}")
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"format {manifest.get('format')!r}, not {FORMAT}")
+    if manifest.get("sha256") != digest(manifest):
+        raise ValueError("it is not what was written")
+    if manifest.get("step") != step:
+        raise ValueError(f"it is of step {manifest.get('step')!r}")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or len(files) > _MOST_FILES:
+        raise ValueError(f"no list of at most {_MOST_FILES} files")
+    for name, said in files.items():
+        size, sha256 = (said.get("size"), said.get("sha256")) if isinstance(said, dict) else (0, 0)
+        if not (
+            _FILE.match(name)
+            and type(size) is int
+            and isinstance(sha256, str)
+            and _HASH.match(sha256)
+        ):
+            raise ValueError(f"a file {name!r}: {said!r}")
+
+
+def digest(manifest: Mapping[str, Any]) -> str:
+    """The hash of all that a manifest says, but of this hash."""
+    said = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def best_of(directory: RunDirectory, metric: str) -> int | None:
+    """The step of the best checkpoint that is kept; of two that are alike the newer one.
+
+    Args:
+        directory: of the run.
+        metric: a name in the `metrics` of its facts. Higher is better, lower where the name ends
+            in "loss". What is not a number is never the best.
+    """
+    sign = -1 if metric.endswith("loss") else 1
+    values = {}
+    for step, folder in places(directory).items():
+        try:
+            metrics = read_manifest(folder, step).get("metrics")
+        except CheckpointError:
+            continue
+        value = metrics.get(metric) if isinstance(metrics, dict) else None
+        if isinstance(value, (int, float)) and not math.isnan(value):
+            values[step] = sign * value
+    return max(values, key=lambda step: (values[step], step), default=None)
+
+
+def _open(path: Path) -> BufferedReader:
+    """Open a regular file that is no link: whoever reads a pipe or a device waits for ever.
+
+    Raises:
+        OSError: it is none.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def _hash(file: BufferedReader) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,311 @@
+"""Slurm host lists: `rack[0-3]node[01-40],login` and the names they stand for.
+
+The oracle is `scontrol show hostnames` of Slurm 22.05.8. Order and duplicates are kept, numbers
+keep the width of the lower end of their range, and comma, space and tab part the names. Of two
+brackets the last turns fastest; of more, after the last the first, then the second, and so on. A
+name with brackets ends in one: so says slurm.conf(5) under NodeName.
+
+What scontrol refuses is refused here, and so is what it makes other names of without a word
+(`n[1,2` is `n]` and `2` to it); tests/cluster/test_hostlist_scontrol.py has both.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+
+from hpctrain.errors import UsageError
+
+__all__ = ["compress", "expand", "first"]
+
+# scontrol's own limits: on a range, on a bracket that another follows, and on a number (it counts
+# in 64 bits, and steps past the end of what it prints).
+_LONGEST_RANGE = 65536
+_LARGEST_NUMBER = 2**64 - 2
+# Ours, where scontrol knows none and takes all memory: sixteen times its longest range.
+_MOST_HOSTS = 2**20
+_MOST_CHARACTERS = 2**26
+_TOO_MANY = f"more than {_MOST_HOSTS} hosts, or than {_MOST_CHARACTERS} characters in their names"
+
+_BRACKET = re.compile(r"\[([^\[\]]*)\]")
+_NAME = re.compile(r"[^\[\], ]+")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_LONG = len(str(_LARGEST_NUMBER))
+# Possessive and from the first digit on: a megabyte of digits is looked at once.
+_LONG_NUMBER = re.compile(rf"(?<![0-9])[0-9]{{{_LONG},}}+(?=,|\Z)")
+_DIGITS = "0123456789"
+_PAIRS = [tens + ones for tens in _DIGITS for ones in _DIGITS]
+
+_Range = tuple[int, int, int]  # low, high, and the width that zeros fill up
+_Term = list[tuple[str, list[_Range]]]  # the text before each bracket, and the bracket
+
+
+def expand(expression: str) -> list[str]:
+    """All host names of an expression, in its order, with its duplicates; of "" there are none.
+
+    Raises:
+        UsageError: the expression is malformed, or stands for more than 1048576 hosts; the message
+            has the position.
+    """
+    hosts: list[str] = []
+    for term, plain, position in _pieces(expression):
+        if term:
+            hosts += _bracketed(term)
+        if plain:
+            hosts += _plain(expression, plain, position)
+        if len(hosts) > _MOST_HOSTS:
+            raise _too_many(expression, position)
+    return hosts
+
+
+def first(expression: str) -> str:
+    """The first host name of an expression, without making the others.
+
+    All names with brackets are checked as by `expand`, wherever they stand. Of plain names only
+    the first is looked at, where it is the one: what characters the others have, how large their
+    numbers are and how many there are would take longer to find out than all the rest.
+
+    Raises:
+        UsageError: the expression is malformed, or names no host.
+    """
+    found = ""
+    for term, plain, position in _pieces(expression):
+        if found:
+            continue
+        if term:
+            found = "".join(f"{text}{ranges[0][0]:0{ranges[0][2]}d}" for text, ranges in term)
+        elif name := plain.lstrip(",").partition(",")[0]:
+            (found,) = _plain(expression, name, position + plain.index(name))
+    if not found:
+        raise UsageError(
+            f"the host list {_shown(expression)} is empty",
+            "at least one host name, such as node[01-03,7],login",
+        )
+    return found
+
+
+def compress(hosts: Iterable[str]) -> str:
+    """The expression that `expand` makes these hosts of, in their order, with duplicates.
+
+    Neighbours with the same text before their number share a bracket, and numbers that follow each
+    other a range: what `scontrol show hostlist` writes, but for ranges that it could not read back.
+
+    Raises:
+        UsageError: a name cannot stand in a host list, or there are more than 1048576.
+    """
+    names = [hosts] if isinstance(hosts, str) else list(hosts)
+    if len(names) > _MOST_HOSTS or sum(map(len, names)) > _MOST_CHARACTERS:
+        raise UsageError(_TOO_MANY, "a list that can be expanded again")
+    split = []
+    for name in names:
+        _check_name(name)
+        text = name.rstrip(_DIGITS)
+        split.append((text, name[len(text) :]))
+    # A name without a number does not belong into a bracket with those that have one.
+    groups = itertools.groupby(split, key=lambda parts: (parts[0], bool(parts[1])))
+    return ",".join(
+        _compressed(text, [number for _, number in group]) for (text, _), group in groups
+    )
+
+
+def _pieces(expression: str) -> Iterator[tuple[_Term, str, int]]:
+    """Each term with brackets, or none, with the plain names after it and where they start.
+
+    The terms have been checked, and that there is room for their hosts. The plain names, with a
+    comma wherever something parts them, have not.
+    """
+    hosts = characters = 0
+    for written, plain, position in _split(expression):
+        term: _Term = []
+        for text, body, inside in written:
+            _check_printable(expression, text, inside - 1 - len(text))
+            term.append((text, _ranges(expression, body, inside)))
+        if term:
+            start = written[0][2] - 1 - len(written[0][0])
+            count, length = _size(expression, term, start)
+            hosts += count
+            characters += count * length
+            if hosts > _MOST_HOSTS or characters > _MOST_CHARACTERS:
+                raise _too_many(expression, start)
+        yield term, plain, position
+
+
+def _split(expression: str) -> Iterator[tuple[list[tuple[str, str, int]], str, int]]:
+    """The same pieces as they are written: text, bracket and where its inside starts."""
+    # Cutting at the brackets leaves plain names in one piece, however many they are. Where there
+    # is no bracket, `in` knows much sooner than a pattern.
+    pieces = _BRACKET.split(expression) if "[" in expression else [expression]
+    written: list[tuple[str, str, int]] = []
+    position = 0
+    for spaced, body in itertools.zip_longest(pieces[::2], pieces[1::2]):
+        if "[" in spaced or "]" in spaced:
+            raise _unbalanced(expression)
+        text = spaced.replace(" ", ",").replace("\t", ",")
+        cut = len(text) if body is None else text.rfind(",") + 1
+        if cut or body is None:
+            if written and cut and text[0] != ",":
+                why = "text after the last bracket of a name, which Slurm does not take"
+                raise _malformed(expression, position, why)
+            yield written, text[:cut], position
+            written = []
+        if body is not None:
+            inside = position + len(text) + 1
+            written.append((text[cut:], body, inside))
+            position = inside + len(body) + 1
+
+
+def _ranges(expression: str, body: str, position: int) -> list[_Range]:
+    """The ranges of one bracket, `01-03,7`."""
+    ranges: list[_Range] = []
+    for piece in body.split(","):
+        match = _RANGE.fullmatch(piece)
+        if match is None:
+            why = f"{_shown(piece)} is not a number or a range"
+            raise _malformed(expression, position, why)
+        low = _value(match[1])
+        high = low if match[2] is None else _value(match[2])
+        if high < low:
+            raise _malformed(expression, position, f"the range {_shown(piece)} runs backwards")
+        if high > _LARGEST_NUMBER:
+            raise _malformed(expression, position, "a number larger than Slurm can count")
+        if high - low >= _LONGEST_RANGE:
+            why = f"more than {_LONGEST_RANGE} hosts in {_shown(piece)}"
+            raise _malformed(expression, position, why)
+        ranges.append((low, high, len(match[1])))
+        position += len(piece) + 1
+    return ranges
+
+
+def _size(expression: str, term: _Term, start: int) -> tuple[int, int]:
+    """How many hosts a term stands for, and the length of the longest name."""
+    hosts, length = 1, 0
+    for place, (text, ranges) in enumerate(term, 1):
+        numbers = sum(high - low + 1 for low, high, _ in ranges)
+        if numbers > _LONGEST_RANGE and place < len(term):
+            why = f"more than {_LONGEST_RANGE} numbers in a bracket that another follows"
+            raise _malformed(expression, start, why)
+        hosts *= numbers
+        if hosts > _MOST_HOSTS:  # at once: of many brackets the product would grow for ever
+            raise _too_many(expression, start)
+        length += len(text) + max(max(width, len(str(high))) for _, high, width in ranges)
+    return hosts, length
+
+
+def _bracketed(term: _Term) -> list[str]:
+    """The names of one term, `rack[1-2]node[3-4]`: the last bracket turns fastest."""
+    parts: list[list[str]] = []
+    for text, ranges in term:
+        parts.append([])
+        for span in ranges:
+            parts[-1] += _numbered(text, *span)
+    *others, last = parts
+    if len(others) < 2:
+        return [head + name for head in others[0] for name in last] if others else last
+    # After the last bracket scontrol turns the first, then the second, and so on. No name is put
+    # together step by step, which would take for ever with thousands of brackets.
+    turned = itertools.product(*reversed(others), last)
+    return ["".join((*names[-2::-1], names[-1])) for names in turned]
+
+
+def _numbered(text: str, low: int, high: int, width: int) -> list[str]:
+    """The text with each number of a range."""
+    # Formatting a number takes six times as long as putting two strings together. So of a long
+    # range only the hundreds are formatted, and the numbers 00 to 99 put after each of them. Below
+    # 100 there are no hundreds, unless zeros make some.
+    begin = max(-(-low // 100), 0 if width > 2 else 1)
+    end = (high + 1) // 100
+    if begin >= end:
+        return [f"{text}{number:0{width}d}" for number in range(low, high + 1)]
+    hundreds = [f"{text}{number:0{max(width - 2, 1)}d}" for number in range(begin, end)]
+    return [
+        *(f"{text}{number:0{width}d}" for number in range(low, begin * 100)),
+        *[head + pair for head in hundreds for pair in _PAIRS],
+        *(f"{text}{number:0{width}d}" for number in range(end * 100, high + 1)),
+    ]
+
+
+def _plain(expression: str, text: str, position: int) -> list[str]:
+    """The names between commas, of a text that has no brackets."""
+    names = list(filter(None, text.split(",")))
+    _check_printable(expression, text, position)
+    # Looking at all lengths takes a fifth of the time of looking for long numbers.
+    if max(map(len, names), default=0) >= _LONG:
+        for match in _LONG_NUMBER.finditer(text):
+            if _value(match[0]) > _LARGEST_NUMBER:
+                why = "a name that ends in a number larger than Slurm can count"
+                raise _malformed(expression, position + match.start(), why)
+    return names
+
+
+def _compressed(text: str, numbers: list[str]) -> str:
+    """Names that differ in their numbers alone; these are all empty, or none is."""
+    if not numbers[0] or len(numbers) == 1:
+        return ",".join(text + number for number in numbers)
+    ranges: list[list[str]] = []
+    following, end, width = "", 0, 0
+    for number in numbers:
+        value = _value(number)
+        if number == following and value < end:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+            width = len(number)
+            end = value + _LONGEST_RANGE
+        following = f"{value + 1:0{width}d}"
+    return f"{text}[{','.join(map('-'.join, ranges))}]"
+
+
+def _check_name(name: str) -> None:
+    if _NAME.fullmatch(name) is None or not name.isprintable():
+        raise UsageError(
+            f"{_shown(name)} cannot stand in a host list",
+            "a name without commas, brackets, spaces and control characters",
+        )
+    if len(name) >= _LONG:
+        _plain(name, name, 0)
+
+
+def _check_printable(expression: str, text: str, position: int) -> None:
+    if not text.isprintable():
+        place = next(place for place, character in enumerate(text) if not character.isprintable())
+        why = f"the character {text[place]!r}, which no host name has"
+        raise _malformed(expression, position + place, why)
+
+
+def _value(digits: str) -> int:
+    """The number, or one that is too large: int() refuses thousands of digits."""
+    digits = digits.lstrip("0")
+    return int(digits or "0") if len(digits) <= _LONG else _LARGEST_NUMBER + 1
+
+
+def _unbalanced(expression: str) -> UsageError:
+    """Where the brackets go wrong, given that they do."""
+    opened = -1
+    for match in re.finditer(r"[\[\]]", expression):
+        if (match[0] == "[") == (opened >= 0):
+            what = (
+                "a bracket inside of a bracket"
+                if opened >= 0
+                else "a closing bracket that nothing opened"
+            )
+            return _malformed(expression, match.start(), what)
+        opened = match.start() if match[0] == "[" else -1
+    return _malformed(expression, opened, "a bracket that is never closed")
+
+
+def _too_many(expression: str, position: int) -> UsageError:
+    return _malformed(expression, position, _TOO_MANY)
+
+
+def _malformed(expression: str, position: int, why: str) -> UsageError:
+    return UsageError(
+        f"host list {_shown(expression, position)}, position {position}: {why}",
+        "names such as node[01-03,7],login",
+        "scontrol show hostnames EXPRESSION    shows what Slurm makes of it",
+    )
+
+
+def _shown(text: str, position: int = 0, most: int = 160) -> str:
+    """Of a long text what is around a position."""
+    start = max(0, min(position - most // 2, len(text) - most))
+    end = start + most
+    return f"{'…' if start else ''}{text[start:end]!r}{'…' if end < len(text) else ''}"

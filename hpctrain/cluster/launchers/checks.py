@@ -1,0 +1,155 @@
+"""What is refused although the launcher's word is plain: waste, and processes that are no rank.
+
+Each check gives the error that opening a session raises, and of which `hpctrain explain` warns.
+`$HPCTRAIN_LAUNCHER` says that it is meant: right before the command, as an export would hold for a
+later srun too, and each of its tasks would train alone.
+"""
+
+import shlex
+from collections.abc import Sequence
+
+from hpctrain.cluster import env_vars
+from hpctrain.cluster.job import Allocation
+from hpctrain.cluster.job import detect as detect_job
+from hpctrain.cluster.launchers.ancestors import LAUNCHING, SLURM_STEP, Process
+from hpctrain.cluster.launchers.base import Claims, Environ, MeetingPoint
+from hpctrain.cluster.world import World
+from hpctrain.errors import UsageError
+
+__all__ = ["child", "dropped", "idle", "nameless", "reset", "stale"]
+
+# The launchers of which a step's tasks start one each, and how they come to know each other.
+_AGENTS = {
+    "torchrun": "srun torchrun --nnodes=$SLURM_NNODES --rdzv-backend=c10d "
+    "--rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=HOST:PORT …",
+    "hpctrain": "srun without hpctrain run",
+}
+
+
+def idle(
+    world: World, job: Allocation | None, in_step: bool, process: Process
+) -> UsageError | None:
+    """Tasks that were asked for and have nothing to do, or that all train the same.
+
+    Args:
+        world: of this process.
+        job: the scheduler's.
+        in_step: whether a task of a Slurm step started the launcher.
+        process: of which the command line is.
+    """
+    if world.launcher == "slurm" or job is None or not job.tasks:
+        return None
+    meant = f"or, if it is meant: env {env_vars.LAUNCHER}={world.launcher} COMMAND"
+    if in_step and world.launcher in _AGENTS and (world.num_nodes or 1) < job.tasks:
+        return UsageError(
+            f"{job.tasks} tasks of a step of job {job.label} each started {world.launcher}, and "
+            f"the one of this process knows {world.num_nodes or 1}: several trainings at once",
+            "agents that know each other, one on each host",
+            f"{_AGENTS[world.launcher]}    {meant}",
+        )
+    if job.tasks <= world.world_size:
+        return None
+    if world.launcher == "none":
+        who, fix = "this process trains alone", _corrected(process)
+    else:
+        ranks = f"{world.world_size} rank" + "s" * (world.world_size > 1)
+        who = f"{world.launcher} started {ranks}"
+        fix = f"start {job.tasks} ranks, or ask for as many tasks as ranks: {world.world_size}"
+    return UsageError(
+        f"{who}, and {job.tasks - world.world_size} of the {job.tasks} tasks of job {job.label} "
+        "are idle",
+        "a rank for each task",
+        f"{fix}    {meant}",
+    )
+
+
+def nameless(world: World, point: MeetingPoint) -> UsageError | None:
+    """A start by hand that nothing tells from another one: their ranks would meet each other's."""
+    if world.launcher != "env" or world.world_size == 1 or point.port:
+        return None
+    return UsageError(
+        f"RANK={world.rank} and WORLD_SIZE={world.world_size}, but no MASTER_PORT",
+        "a port of its own for each start, the same on all of its ranks",
+        "export MASTER_ADDR=… MASTER_PORT=…",
+    )
+
+
+def reset(world: World, env: Environ, process: Process) -> UsageError | None:
+    """A worker of Horovod's elastic mode, which gives living processes new ranks.
+
+    Nothing that hpctrain has decided by rank would hold after that, and a worker that leaves with 0
+    ends the job. Source: create_run_env_vars in horovod/runner/gloo_run.py and
+    horovod/common/elastic.py, Horovod 0.28.1.
+    """
+    value = env.get("HOROVOD_ELASTIC", "")
+    if world.launcher != "horovodrun" or value in ("", "0"):
+        return None
+    script = shlex.join(process.arguments[1:]) or "SCRIPT --elastic --global-batch N"
+    return UsageError(
+        f"HOROVOD_ELASTIC={value}: horovodrun was given --min-np, --max-np or "
+        "--host-discovery-script, and would change the ranks of processes that go on living",
+        "ranks that stay what they are; where hosts are lost, new ones that resume",
+        f"hpctrain run --elastic --hosts HOST:SLOTS,HOST:SLOTS {script}",
+    )
+
+
+def _corrected(process: Process) -> str:
+    """What to type instead of the command line."""
+    if any("ipykernel" in argument for argument in process.arguments):
+        return "in a notebook: hpctrain.spawn(FUNCTION, N)"
+    command = shlex.join(process.arguments) or "COMMAND"
+    return f"put srun before the command: srun --kill-on-bad-exit=1 {command}"
+
+
+def dropped(world: World, job: Allocation | None, process: Process) -> UsageError | None:
+    """A launcher's process, whose environment did not come through."""
+    found = process.launched_by
+    if world.launcher != "none" or found is None or (found.launcher == "slurm" and job):
+        return None
+    if process.facts().get(SLURM_STEP, "").endswith(".batch"):
+        # The batch script is one process: what it was started with says whether more were meant.
+        meant = detect_job(found.started)
+        if meant is None or not meant.tasks or meant.tasks == 1:
+            return None
+    return UsageError(
+        f"no launcher's variable is set, but this process descends from {found.program} (pid "
+        f"{found.pid}): a container, sudo or env -i dropped the environment",
+        f"the variables of {found.launcher}, or every rank would train alone",
+        "pass the environment on (apptainer exec without --cleanenv, sudo -E)    or, to train "
+        f"alone: env {env_vars.LAUNCHER}=none COMMAND",
+    )
+
+
+def stale(name: str, others: Sequence[str], process: Process) -> UsageError | None:
+    """Variables that are older than the launcher that is nearest among the ancestors.
+
+    Args:
+        name: the launcher whose variables would count.
+        others: the launchers whose variables are there as well.
+        process: whose ancestors are known.
+    """
+    found = process.launched_by
+    # A launcher that is never seen among ancestors may well stand inside of the one that is.
+    if found is None or found.launcher not in others or name not in LAUNCHING.values():
+        return None
+    return UsageError(
+        f"the variables of {name} are there, but this process was started by {found.program} (pid "
+        f"{found.pid}), and has those of {found.launcher} too: {name}'s are of an outer process",
+        f"the variables of {found.launcher} alone",
+        f"env {env_vars.LAUNCHER}={found.launcher} COMMAND",
+    )
+
+
+def child(claims: Claims, env: Environ, process: Process) -> UsageError | None:
+    """A child of multiprocessing that has its parent's place, or none, as all its siblings."""
+    before = process.inherited
+    rank, size = claims["rank"], claims["world_size"]
+    if before is None or any(env.get(c.source) != before.get(c.source) for c in (rank, size)):
+        return None
+    return UsageError(
+        "this process was started by multiprocessing (mp.spawn, Process, Pool), and its place is "
+        f"that of its parent: rank {rank.value} ({rank.source})",
+        "ranks that a launcher starts, each with a place of its own",
+        "hpctrain run --nproc-per-node N SCRIPT    or: hpctrain.spawn(FUNCTION, N)    or, to "
+        f"train alone: env {env_vars.LAUNCHER}=none COMMAND",
+    )

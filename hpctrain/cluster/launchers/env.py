@@ -1,0 +1,73 @@
+"""The env:// variables of torch.distributed, set by hand or by an older launcher.
+
+The older launchers are torch.distributed.launch and its copies: before torch 1.9 they said the
+local rank to the script alone, as `--local_rank=N`, and later ones say it there too.
+
+Source: the section "Environment variable initialization" of torch.distributed's documentation, and
+torch/distributed/launch.py.
+"""
+
+from collections.abc import Sequence
+
+from hpctrain.cluster.launchers.ancestors import LOCAL_RANK_ARGUMENT
+from hpctrain.cluster.launchers.base import Claims, Environ, Launcher
+from hpctrain.cluster.world import World
+from hpctrain.errors import ContradictionError
+
+__all__ = ["ByHand"]
+
+_JOBS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
+
+
+class ByHand(Launcher):
+    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
+
+    name = "env"
+    reason = "after the launchers that say more: scripts export these on top of them"
+    marks = ("RANK", "WORLD_SIZE")
+    variables = {
+        "rank": ("RANK",),
+        "world_size": ("WORLD_SIZE",),
+        "local_rank": ("LOCAL_RANK", LOCAL_RANK_ARGUMENT),
+        "local_world_size": ("LOCAL_WORLD_SIZE",),
+    }
+    # Outside of a job there is nothing else that all ranks share, so there only the port is tried.
+    starts = ("MASTER_ADDR", "MASTER_PORT", *_JOBS)
+
+    def only_port(self, env: Environ) -> bool:
+        """Without a job."""
+        return not any(env.get(name) for name in _JOBS)
+
+    def others(self, env: Environ, world: World) -> tuple[str, ...]:
+        """None: a person says where rank 0 is."""
+        del env, world
+        return ()
+
+    def claims(self, env: Environ) -> Claims:
+        """The numbers.
+
+        Raises:
+            ContradictionError: the argument and the variable name different local ranks.
+        """
+        claims = super().claims(env)
+        names = self.variables["local_rank"]
+        said = {name: env[name] for name in names if env.get(name)}
+        if len(set(said.values())) > 1:
+            raise ContradictionError(
+                " and ".join(f"{name}={value}" for name, value in said.items()),
+                "one local rank",
+                f"take {LOCAL_RANK_ARGUMENT} out of the command    or, where the old "
+                "torch.distributed.launch gives it: unset LOCAL_RANK",
+            )
+        return claims
+
+    def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
+        """The five variables; the port follows from `start`."""
+        return {
+            "RANK": str(world.rank),
+            "WORLD_SIZE": str(world.world_size),
+            "LOCAL_RANK": str(world.local_rank),
+            "LOCAL_WORLD_SIZE": str(tasks_per_node[world.node_rank or 0]),
+            "MASTER_ADDR": world.hosts[0] if world.hosts else "127.0.0.1",
+            "MASTER_PORT": str(20000 + start % 12000),
+        }

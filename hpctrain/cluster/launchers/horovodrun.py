@@ -1,0 +1,56 @@
+"""horovodrun over gloo. (`horovodrun --mpi` is mpirun's start, and is read as such.)
+
+Source: horovod/runner/gloo_run.py, Horovod 0.28.1.
+"""
+
+from collections.abc import Sequence
+
+from hpctrain.cluster.launchers.base import SCHEDULERS, Environ, Launcher, Store, port_in
+from hpctrain.cluster.world import World
+
+__all__ = ["Horovodrun"]
+
+
+class Horovodrun(Launcher):
+    """The variables that horovodrun gives to each process over ssh.
+
+    HOROVOD_CROSS_RANK and _SIZE speak of the hosts that have a process of this local rank, which
+    is not all of them where hosts have different numbers.
+    """
+
+    name = "horovodrun"
+    reason = "before Slurm and MPI: it runs inside of their jobs, and starts the ranks itself"
+    marks = ("HOROVOD_RANK", "HOROVOD_SIZE")
+    inside = SCHEDULERS
+    variables = {
+        "rank": ("HOROVOD_RANK",),
+        "world_size": ("HOROVOD_SIZE",),
+        "local_rank": ("HOROVOD_LOCAL_RANK",),
+        "local_world_size": ("HOROVOD_LOCAL_SIZE",),
+    }
+    starts = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+
+    def store(self, env: Environ) -> Store | None:
+        """Its rendezvous server."""
+        address = env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+        port = port_in(env, "HOROVOD_GLOO_RENDEZVOUS_PORT")
+        return Store(self.name, address, port) if address and port else None
+
+    def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
+        """What horovodrun sets; the rendezvous, which nobody serves, follows from `start`."""
+        peers = [n for n, tasks in enumerate(tasks_per_node) if tasks > world.local_rank]
+        node = world.node_rank or 0
+        return {
+            "HOROVOD_RANK": str(world.rank),
+            "HOROVOD_SIZE": str(world.world_size),
+            "HOROVOD_LOCAL_RANK": str(world.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(tasks_per_node[node]),
+            "HOROVOD_CROSS_RANK": str(peers.index(node)),
+            "HOROVOD_CROSS_SIZE": str(len(peers)),
+            "HOROVOD_HOSTNAME": world.hosts[node] if world.hosts else "localhost",
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_IFACE": "lo",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(20000 + start % 12000),
+        }

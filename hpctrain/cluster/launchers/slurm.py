@@ -1,0 +1,195 @@
+"""srun: a task of a Slurm step.
+
+The batch shell and salloc's shell are no tasks: they carry the job's variables, SLURM_PROCID=0
+among them, but no step that a person started.
+
+Source: OUTPUT ENVIRONMENT VARIABLES in srun(1) and sbatch(1), Slurm 22.05.
+"""
+
+import re
+from collections.abc import Sequence
+
+from hpctrain.cluster.hostlist import compress
+from hpctrain.cluster.launchers.ancestors import SLURM_STEP
+from hpctrain.cluster.launchers.base import Claim, Claims, Environ, Launcher, host_list
+from hpctrain.cluster.world import World
+from hpctrain.errors import ContradictionError
+
+__all__ = ["SlurmStep", "expand_counts"]
+
+# Step ids from here on are Slurm's own: batch script, external, interactive (slurm.h, 22.05).
+_FIRST_OWN_STEP = 0xFFFFFFF0
+_STEP = re.compile(r"[0-9]{1,10}\Z")
+# Slurm itself has at most 65,536 nodes in a list; the digits are bounded for the same reason.
+_COUNT = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,5})\))?\Z")
+# The distributions that put rank 0 on the first host of the list; "arbitrary" follows a file.
+_FIRST_HOST_FIRST = ("block", "cyclic", "plane", "unknown", "")
+
+_FIX = "start the ranks with srun, and do not export SLURM_* by hand"
+
+
+class SlurmStep(Launcher):
+    """The variables of a step, which can be smaller than its job; the job's only as a stand-in."""
+
+    name = "slurm"
+    marks = ("SLURM_STEP_ID",)
+    reason = "before env://: batch scripts export RANK and MASTER_ADDR on top of srun"
+    variables = {
+        "rank": ("SLURM_PROCID",),
+        "world_size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        "local_rank": ("SLURM_LOCALID",),
+        "node_rank": ("SLURM_NODEID",),
+        "num_nodes": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    }
+    composed = {
+        "local_world_size": "SLURM_STEP_TASKS_PER_NODE",
+        "hosts": "SLURM_STEP_NODELIST",
+    }
+    knows_rank_0 = True
+    starts = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+
+    def matches(self, env: Environ) -> bool:
+        """A step with a number of its own.
+
+        A job that is submitted from inside of a step inherits that step's variables, so its batch
+        shell would pass for a task; slurmstepd's title, where it can be seen, tells them apart.
+        """
+        step = env.get("SLURM_STEP_ID", "")
+        if not _STEP.match(step) or int(step) >= _FIRST_OWN_STEP:
+            return False
+        job, _, title = env.get(SLURM_STEP, "").partition(".")
+        # Another job's slurmstepd says nothing about this one, as under `hpctrain run --as slurm`.
+        return not title or job != env.get("SLURM_JOB_ID") or bool(_STEP.match(title))
+
+    @property
+    def recognised_by(self) -> str:
+        """The number."""
+        return "SLURM_STEP_ID of a step that srun started"
+
+    def claims(self, env: Environ) -> Claims:
+        """The numbers, the hosts, and the tasks on this host."""
+        claims = super().claims(env)
+        hosts = host_list(env, "SLURM_STEP_NODELIST")
+        if hosts:
+            claims["hosts"] = Claim(hosts, "SLURM_STEP_NODELIST")
+            _check_hosts(env, hosts)
+        counts = env.get("SLURM_STEP_TASKS_PER_NODE")
+        if counts and "node_rank" in claims:
+            local = _tasks_here(counts, claims)
+            claims["local_world_size"] = Claim(local, "SLURM_STEP_TASKS_PER_NODE")
+        return claims
+
+    def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
+        """An address that the batch script exported, else the first host of the step."""
+        address, port = super().main(env, world)
+        if address is None and world.hosts and _first_host_first(env, world):
+            address = world.hosts[0]
+        return address, port
+
+    def others(self, env: Environ, world: World) -> tuple[str, ...]:
+        """All hosts of the step, where a file says which task goes to which."""
+        return () if _first_host_first(env, world) else world.hosts or ()
+
+    def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
+        """What srun sets for a job of that layout; the job id follows from `start`."""
+        hosts = compress(world.hosts or ())
+        counts = _compress_counts(tasks_per_node)
+        size, nodes, job = str(world.world_size), str(world.num_nodes), str(start % 10**8)
+        here = world.node_rank or 0
+        before = sum(tasks_per_node[:here])
+        return {
+            "SLURM_JOB_ID": job,
+            "SLURM_JOBID": job,
+            "SLURM_JOB_NAME": "python",
+            "SLURM_JOB_NODELIST": hosts,
+            "SLURM_NODELIST": hosts,
+            "SLURM_JOB_NUM_NODES": nodes,
+            "SLURM_NNODES": nodes,
+            "SLURM_NTASKS": size,
+            "SLURM_NPROCS": size,
+            "SLURM_TASKS_PER_NODE": counts,
+            "SLURM_JOB_CPUS_PER_NODE": counts,
+            "SLURM_CPUS_ON_NODE": str(tasks_per_node[here]),
+            "SLURMD_NODENAME": world.hosts[here] if world.hosts else "localhost",
+            "SLURM_GTIDS": ",".join(str(before + n) for n in range(tasks_per_node[here])),
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEPID": "0",
+            "SLURM_STEP_NODELIST": hosts,
+            "SLURM_STEP_NUM_NODES": nodes,
+            "SLURM_STEP_NUM_TASKS": size,
+            "SLURM_STEP_TASKS_PER_NODE": counts,
+            "SLURM_DISTRIBUTION": "block",
+            "SLURM_PROCID": str(world.rank),
+            "SLURM_LOCALID": str(world.local_rank),
+            "SLURM_NODEID": str(world.node_rank),
+        }
+
+
+def _first_host_first(env: Environ, world: World) -> bool:
+    """Whether rank 0 is on the first host of the step."""
+    distribution = env.get("SLURM_DISTRIBUTION", "").split(":")[0].split(",")[0]
+    return len(world.hosts or ()) == 1 or distribution in _FIRST_HOST_FIRST
+
+
+def _check_hosts(env: Environ, hosts: Sequence[str]) -> None:
+    """Refuse the step of another job: see `SlurmStep.matches`."""
+    job = host_list(env, "SLURM_JOB_NODELIST")
+    # A component of a heterogeneous job may name its own hosts alone.
+    if not job or "SLURM_HET_SIZE" in env or set(hosts) <= set(job):
+        return
+    raise ContradictionError(
+        f"SLURM_STEP_NODELIST={env['SLURM_STEP_NODELIST']} and "
+        f"SLURM_JOB_NODELIST={env['SLURM_JOB_NODELIST']}",
+        "the hosts of a step among those of its job; a job that was submitted from inside of a "
+        "step inherits that step's variables",
+        "unset ${!SLURM_STEP_*}    and start the ranks with srun",
+    )
+
+
+def expand_counts(text: str) -> list[int]:
+    """`2(x3),1` is 2, 2, 2, 1.
+
+    Raises:
+        ContradictionError: the text has another form.
+    """
+    counts: list[int] = []
+    for piece in text.split(","):
+        match = _COUNT.match(piece)
+        if match is None:
+            raise ContradictionError(
+                f"SLURM_STEP_TASKS_PER_NODE={text[:200]!r}", "tasks per node such as 2(x3),1", _FIX
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _compress_counts(counts: Sequence[int]) -> str:
+    pieces: list[str] = []
+    start = 0
+    for end in range(1, len(counts) + 1):
+        if end == len(counts) or counts[end] != counts[start]:
+            times = end - start
+            pieces.append(f"{counts[start]}(x{times})" if times > 1 else str(counts[start]))
+            start = end
+    return ",".join(pieces)
+
+
+def _tasks_here(text: str, claims: Claims) -> int:
+    """The number of tasks on this host, checked against what else the step says."""
+    counts = expand_counts(text)
+    node: int = claims["node_rank"].value
+    if not 0 <= node < len(counts):
+        raise ContradictionError(
+            f"SLURM_NODEID={node} and SLURM_STEP_TASKS_PER_NODE={text} ({len(counts)} nodes)",
+            "a node id below the number of nodes",
+            _FIX,
+        )
+    size = claims.get("world_size")
+    if size is not None and sum(counts) != size.value:
+        raise ContradictionError(
+            f"{size.source}={size.value} and SLURM_STEP_TASKS_PER_NODE={text} "
+            f"({sum(counts)} tasks)",
+            "the same number of tasks in both",
+            _FIX,
+        )
+    return counts[node]

@@ -1,0 +1,73 @@
+"""What Slurm says of jobs. The only caller of its commands.
+
+A cluster may have no Slurm, a container may lack its commands, and a busy controller answers late:
+these are ordinary answers here, `None` or `NoAnswerError`, and never errors of a run.
+
+What this package offers is imported when it is first used: submitting a job is a matter of 0.1 s.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpctrain.cluster.slurm.accounting import Ended, accounts, ended
+    from hpctrain.cluster.slurm.batch import Answer, batch_script, cancel, requeue, sbatch
+    from hpctrain.cluster.slurm.command import NoAnswerError
+    from hpctrain.cluster.slurm.queue import Job, jobs
+    from hpctrain.cluster.slurm.sinfo import Partition, partitions
+    from hpctrain.cluster.slurm.states import (
+        ENDED,
+        FORGOTTEN,
+        JobState,
+        end_time,
+        hosts_left,
+        is_label,
+        job_state,
+        step_lives,
+    )
+
+__all__ = [
+    "ENDED",
+    "FORGOTTEN",
+    "Answer",
+    "Ended",
+    "Job",
+    "JobState",
+    "NoAnswerError",
+    "Partition",
+    "accounts",
+    "batch_script",
+    "cancel",
+    "end_time",
+    "ended",
+    "hosts_left",
+    "is_label",
+    "job_state",
+    "jobs",
+    "partitions",
+    "requeue",
+    "sbatch",
+    "step_lives",
+]
+
+_HOME = {
+    "accounting": ("Ended", "accounts", "ended"),
+    "batch": ("Answer", "batch_script", "cancel", "requeue", "sbatch"),
+    "command": ("NoAnswerError",),
+    "sinfo": ("Partition", "partitions"),
+    "queue": ("Job", "jobs"),
+    "states": (
+        *("ENDED", "FORGOTTEN", "JobState", "end_time", "hosts_left", "is_label", "job_state"),
+        "step_lives",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    for module, names in _HOME.items():
+        if name in names:
+            value = getattr(import_module(f"hpctrain.cluster.slurm.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'hpctrain.cluster.slurm' has no attribute {name!r}")

@@ -1,0 +1,196 @@
+"""The index of tar files of KEY.jpg and KEY.cls, as WebDataset has them, from their headers.
+
+Source of the convention: "The WebDataset Format" in the documentation of WebDataset: files of one
+sample follow each other and have the same name up to the first dot of its last part; `.cls` is the
+number of the class as text.
+"""
+
+import os
+import re
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.data.shards.folders import is_image
+from hpctrain.data.shards.index import BLOCK, Index, shard_paths
+from hpctrain.errors import UsageError
+
+__all__ = ["DAMAGE", "build_index"]
+
+# What tarfile raises where a header is damaged, beside its own errors: numbers that are none, or
+# that fit nowhere, and names that are no UTF-8.
+DAMAGE = (tarfile.TarError, ValueError, OverflowError, EOFError, MemoryError)
+
+# A class is a place in a list of names; what is larger is no number of a class.
+_DIGITS = 7
+
+
+@dataclass(slots=True)
+class _Sample:
+    """The files of a sample, as far as they matter here."""
+
+    key: str
+    image: tarfile.TarInfo | None = None
+    label: tarfile.TarInfo | None = None
+    text: bytes = b""
+
+    def target(self) -> int | None:
+        """The number of its class, if it has one."""
+        number = self.text.strip()
+        return int(number) if number.isdigit() and len(number.lstrip(b"0")) <= _DIGITS else None
+
+
+def build_index(folder: Path, split: str) -> Index:
+    """The index of tar files, from their headers.
+
+    The name of a class is that of the outermost folder of its images in the tar files, or, where
+    classes share that one, of the innermost; else its number.
+
+    Raises:
+        UsageError: a tar file is missing, damaged, or compressed, or has no images with classes.
+    """
+    index = Index()
+    outer: dict[int, str] = {}
+    inner: dict[int, str] = {}
+    paths = shard_paths(folder, split)
+    _refuse_gaps(paths)
+    for path in paths:
+        first = len(index.offsets)
+        try:
+            for sample in _samples(path):
+                image, label, target = _whole(path, sample)
+                index.add(image.offset_data, image.size, target, label.offset_data)
+                place = os.path.dirname(sample.key.removeprefix("./"))
+                _note(outer, target, place.partition("/")[0])
+                _note(inner, target, place.rpartition("/")[2])
+        except DAMAGE as error:
+            raise _damaged(path, str(error) or type(error).__name__) from None
+        if len(index.offsets) == first:
+            raise UsageError(f"{path} has no images", "tar files of KEY.jpg and KEY.cls")
+        index.end_shard(path)
+    index.classes = _names(max(outer) + 1, outer, inner)
+    return index
+
+
+def _refuse_gaps(paths: list[Path]) -> None:
+    """Without an index, only their numbers tell whether all tar files are there."""
+    numbers = [int(path.stem.rpartition("-")[2]) for path in paths]
+    missing = sorted({*range(len(paths))} - {*numbers})
+    if missing:
+        one = re.sub(r"\d+(?=\.tar$)", lambda old: f"{missing[0]:0{len(old[0])}d}", str(paths[0]))
+        raise UsageError(
+            f"{one} is missing: there are {len(paths)} tar files, with numbers up to "
+            f"{max(numbers)}",
+            "numbers from 0 on without a gap, or an index that says which tar files are meant",
+            "copy it again; if there never was one, rename the others",
+        )
+
+
+def _note(names: dict[int, str], target: int, name: str) -> None:
+    """Keep the name of a class, as long as its images agree on one."""
+    if names.setdefault(target, name) != name:
+        names[target] = ""
+
+
+def _names(count: int, *proposals: dict[int, str]) -> list[str]:
+    """The first of the proposals that has a name of its own for each class, else numbers."""
+    for proposal in proposals:
+        names = [proposal.get(number, str(number)) for number in range(count)]
+        if all(names) and len(set(names)) == count:
+            return names
+    return list(map(str, range(count)))
+
+
+def _samples(path: Path) -> Iterator[_Sample]:
+    """The samples of a tar file."""
+    sample = None
+    for member, text in _members(path):
+        folder, name = os.path.split(member.name)
+        stem, _, suffix = name.partition(".")
+        key = os.path.join(folder, stem)
+        if sample is None or sample.key != key:
+            if sample is not None:
+                yield sample
+            sample = _Sample(key)
+        if is_image(f"_.{suffix}"):
+            _refuse_two(path, sample.image, member)
+            sample.image = member
+        elif suffix == "cls":
+            _refuse_two(path, sample.label, member)
+            sample.label, sample.text = member, text
+    if sample is not None:
+        yield sample
+
+
+def _refuse_two(path: Path, one: tarfile.TarInfo | None, other: tarfile.TarInfo) -> None:
+    if one is not None:
+        raise UsageError(
+            f"{path}: {one.name} and {other.name} are of one sample",
+            "one image and one class in a sample, whose files have one name up to the first dot",
+            "make tar files without the others, or give each a name of its own",
+        )
+
+
+def _whole(path: Path, sample: _Sample) -> tuple[tarfile.TarInfo, tarfile.TarInfo, int]:
+    """Image, .cls and class of a sample that has all that it needs."""
+    target = sample.target()
+    if sample.image is None or sample.label is None or target is None:
+        lacks = "no image" if sample.image is None else "no number of a class in a .cls"
+        raise UsageError(
+            f"{path}: {sample.key} has {lacks}",
+            "KEY.jpg and KEY.cls, with the number of the class, for each sample",
+            "hpctrain shards make FOLDER TARGET    makes such tar files of a folder",
+        )
+    return sample.image, sample.label, target
+
+
+def _members(path: Path) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+    """The files in a tar file, those that are called .cls with how they begin."""
+    end = 0
+    with tarfile.open(path, "r:") as tar:
+        for member in tar:
+            if member.issparse():
+                raise _damaged(path, f"{member.name} has holes that are left out (tar -S)")
+            _refuse_links(path, member)
+            end = member.offset_data + -(-member.size // BLOCK) * BLOCK
+            if member.isfile():
+                small = tar.extractfile(member) if member.name.endswith(".cls") else None
+                yield member, small.read(BLOCK) if small is not None else b""
+    _refuse_other_end(path, end)
+
+
+def _refuse_links(path: Path, member: tarfile.TarInfo) -> None:
+    """Also of a file that is there twice, the second is a link, so a sample would be missing."""
+    if member.issym() or member.islnk() or member.isdev():
+        kind = "device or pipe" if member.isdev() else f"link to {member.linkname}"
+        raise UsageError(
+            f"{path}: {member.name} is a {kind}",
+            "files alone, each with all of its bytes",
+            "tar --dereference --hard-dereference -cf …    makes such tar files",
+        )
+
+
+def _refuse_other_end(path: Path, end: int) -> None:
+    """Else the writer, or a copy, did not come to its end, or there is more that tar does not see.
+
+    Two blocks of zeros end a tar file, and fill a record of 20 blocks.
+    """
+    most = (20 + 1) * BLOCK
+    with open(path, "rb") as file:
+        rest = os.pread(file.fileno(), most + 1, end)
+    if rest[:BLOCK] != bytes(BLOCK):
+        raise _damaged(path, f"it ends, or is no tar file any more, at byte {end:,}")
+    if len(rest) > most or rest.strip(b"\0"):
+        raise _damaged(
+            path, f"its files end at byte {end:,} of {path.stat().st_size:,}: a copy that did not "
+            "come to its end, or several tar files in one"
+        )  # fmt: skip
+
+
+def _damaged(path: Path, why: str) -> UsageError:
+    return UsageError(
+        f"{path} is damaged: {why}",
+        "one whole tar file, not compressed, in records of 10,240 bytes as tar makes them",
+        "copy it again, or make it again with hpctrain shards make",
+    )

@@ -1,0 +1,149 @@
+"""Which images are meant by a path, and in which layout they are there."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from hpctrain.cluster import env_vars
+from hpctrain.data.shards.folders import FolderSource
+from hpctrain.data.shards.index import shard_paths
+from hpctrain.data.shards.shard_reader import ShardSource
+from hpctrain.errors import UsageError
+
+__all__ = ["Source", "image_source", "same_classes"]
+
+_SYSTEM = Path("/usr/share/datasets")
+_SPLITS = ("train", "val")
+
+
+class Source(Protocol):
+    """Encoded images and their classes.
+
+    Attributes:
+        classes: their names; a target is a place in them.
+        place: what holds the images, for messages.
+    """
+
+    classes: list[str]
+    place: str
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> bytes:
+        """An image's file."""
+        ...
+
+    def target(self, index: int) -> int:
+        """The number of an image's class."""
+        ...
+
+    def name(self, index: int) -> str:
+        """Where an image lies, for messages."""
+        ...
+
+
+def image_source(
+    path: str | os.PathLike[str], split: str, env: Mapping[str, str] = os.environ
+) -> FolderSource | ShardSource:
+    """The images of PATH/SPLIT/CLASS/FILE or, where there is no such folder, of PATH/SPLIT-*.tar.
+
+    Either has the same samples in the same order, so the same numbers.
+
+    Args:
+        path: a folder, or the name of one: in $HPCTRAIN_DATA, where a job has its own copy, here,
+            or in /usr/share/datasets.
+        split: `train`, `val`, or any other name.
+        env: for $HPCTRAIN_DATA.
+
+    Raises:
+        UsageError: there are none, or not in one of the two layouts.
+    """
+    try:
+        folder = _find(os.fspath(path), env)
+        if (folder / split).is_dir():
+            return FolderSource(folder / split)
+        if shard_paths(folder, split):
+            return ShardSource(folder, split)
+        raise _missing(folder, split)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise UsageError(
+            f"--data {path}: {where}{error.strerror}", "folders and files that can be read"
+        ) from None
+
+
+def same_classes(one: Source, other: Source) -> list[str]:
+    """The classes of two splits.
+
+    Raises:
+        UsageError: they differ, so that a target would mean another thing in each.
+    """
+    if one.classes == other.classes:
+        return one.classes
+    only, also = (
+        sorted(set(mine.classes) - set(theirs.classes))
+        for mine, theirs in ((one, other), (other, one))
+    )
+    found = [
+        f"{len(names)} in {source.place} alone, such as {names[0]}"
+        for names, source in ((only, one), (also, other))
+        if names
+    ]
+    raise UsageError(
+        f"{one.place} has {len(one.classes)} classes and {other.place} {len(other.classes)}: "
+        + ("; ".join(found) or "in another order"),
+        "the same classes in both",
+        "fetch the missing folders, or remove those that are too many",
+    )
+
+
+def _find(path: str, env: Mapping[str, str]) -> Path:
+    """The folder that a path or a name means."""
+    places = [Path(path).expanduser()]
+    if os.sep not in path and path not in (".", ".."):
+        own = [Path(env[env_vars.DATA], path)] if env.get(env_vars.DATA) else []
+        places = [*own, *places, _SYSTEM / path]
+    for place in places:
+        if place.is_dir():
+            return place
+    files = [str(place) for place in places if place.exists()]
+    raise UsageError(
+        f"--data {path}: {files[0]} is a file"
+        if files
+        else f"--data {path}: no folder {', '.join(map(str, places))}",
+        _layouts(Path("PATH"), "SPLIT"),
+        "--data PATH of a folder that has them",
+    )
+
+
+def _layouts(folder: Path, split: str) -> str:
+    """What is expected."""
+    return f"{folder / split}/CLASS/*.jpg, or {folder / split}-*.tar of `hpctrain shards make`"
+
+
+def _missing(folder: Path, split: str) -> UsageError:
+    """The error of a folder without a split: it tells what is there."""
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    near = [folder / name for name in names if _has(folder / name, split)]
+    others = [name for name in _SPLITS if name != split and _has(folder, name)]
+    fix = "--data PATH of a folder that has it"
+    if near:
+        fix = f"--data {near[0]}"
+    elif others:
+        fix = f"put the images of {split} beside those of {others[0]}"
+    return UsageError(
+        f"{folder} has no {split}: there is {_listing(names)}", _layouts(folder, split), fix
+    )
+
+
+def _has(folder: Path, split: str) -> bool:
+    try:
+        return (folder / split).is_dir() or bool(shard_paths(folder, split))
+    except OSError:
+        return False
+
+
+def _listing(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (", ".join(names[:5]) or "nothing") + more

@@ -1,0 +1,123 @@
+"""What each rank of a job of submitit is to run, and what such a job cannot have."""
+
+import inspect
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.jobs.function import Function, Script, pack
+from hpctrain.jobs.launch_command import is_python
+from hpctrain.jobs.spec import JobSpec
+
+__all__ = ["check_launcher", "of_call", "of_command", "refuse"]
+
+_AS_SCRIPT = "hpctrain submit --via sbatch, which gives Slurm a script alone"
+# What a job of submitit cannot have, and what to do instead.
+_NEVER = {
+    **dict.fromkeys(
+        ("container", "stage_code", "stage_environment", "stage_data", "elastic"), _AS_SCRIPT
+    ),
+    "array": f"one submit() for each index; or {_AS_SCRIPT}",
+    "sweep": f"[hpctrain.submit(train, spec, kwargs=one) for one in …]; or {_AS_SCRIPT}",
+}
+_GIVEN = "without it: the function or script is the first argument"
+_TWICE = dict.fromkeys(("command", "function"), _GIVEN)
+
+
+def of_call(
+    train: Callable[..., Any] | str | os.PathLike[str],
+    spec: JobSpec,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[Function | Script, str]:
+    """What a call of `hpctrain.submit` lets each rank run, and the job's name.
+
+    Raises:
+        UsageError: it cannot be sent, or the spec has something that such a job cannot have.
+    """
+    refuse(spec, {**_TWICE, **_NEVER})
+    work: Function | Script
+    if callable(train):
+        refuse(spec, {"backend": "hpctrain.Session(backend=…) in the function"})
+        _check_arguments(train, args, kwargs)
+        work = pack(train, args, kwargs)
+        title = getattr(train, "__name__", type(train).__name__)
+    else:
+        work = _script(os.fspath(train), [str(one) for one in args], spec)
+        title = Path(train).stem
+    return work, spec.name or re.sub(r"[^\w.-]", "_", title).strip("_")[:100] or "job"
+
+
+def _check_arguments(
+    train: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise UsageError where a function does not take its arguments, before it waits in a queue."""
+    try:
+        signature = inspect.signature(train)
+    except (TypeError, ValueError):  # such as one of C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(train, "__name__", type(train).__name__)
+        raise UsageError(
+            f"{name}{signature} with args={args!r:.200} and kwargs={kwargs!r:.200}: {error}",
+            "the arguments that it takes",
+        ) from None
+
+
+def of_command(spec: JobSpec) -> tuple[Script, str]:
+    """What a spec's own command lets each rank run, and the Python for it.
+
+    Raises:
+        UsageError: it is another command than `python X.py …` or `python -m M …`, or the spec has
+            something that such a job cannot have.
+    """
+    instead = "command = python X.py …, or hpctrain.submit(FUNCTION, …)"
+    refuse(spec, {**_NEVER, "function": instead})
+    check_launcher(spec)
+    words = [one for one in spec.command if one != "-u"]
+    module = words[1:2] == ["-m"]
+    name = words[1 + module : 2 + module]
+    if not name or not is_python(words[0]) or name[0].startswith("-"):
+        raise UsageError(
+            f"submitit with the command {shlex.join(spec.command)!r}",
+            "python X.py …, or python -m M …",
+            _AS_SCRIPT,
+        )
+    arguments = words[2 + module :]
+    if module:
+        return Script(name[0], True, (*arguments, *_backend(spec))), words[0]
+    return _script(name[0], arguments, spec), words[0]
+
+
+def check_launcher(spec: JobSpec) -> None:
+    """Raise UsageError where submitit cannot start the ranks so."""
+    if spec.launcher not in ("srun", "none"):
+        raise UsageError(
+            f"launcher = {spec.launcher!r} in a job of submitit", "srun, or none", _AS_SCRIPT
+        )
+
+
+def refuse(spec: JobSpec, fields: Mapping[str, str]) -> None:
+    """Raise UsageError where a spec has one of these fields; it says what to do instead.
+
+    Nothing of a spec is dropped in silence.
+    """
+    for name, instead in fields.items():
+        if getattr(spec, name):
+            raise UsageError(f"{name} = {getattr(spec, name)!r} in a job of submitit", "", instead)
+
+
+def _script(path: str, arguments: Sequence[str], spec: JobSpec) -> Script:
+    if not os.path.isfile(path):
+        raise UsageError(f"there is no file {path!r}", "the path of a script of Python")
+    return Script(os.path.abspath(path), False, (*arguments, *_backend(spec)))
+
+
+def _backend(spec: JobSpec) -> tuple[str, ...]:
+    return ("--backend", spec.backend) if spec.backend else ()

@@ -1,0 +1,150 @@
+"""What sbatch's refusal means: which value of the job is to blame, and what to type instead.
+
+Slurm's texts are those of src/common/slurm_errno.c and src/sbatch/opt.c; one that is in no row of
+the table is passed on as it is.
+"""
+
+import os
+import pwd
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hpctrain.cluster import slurm
+from hpctrain.errors import StartError, UsageError
+from hpctrain.jobs.spec import JobSpec
+
+__all__ = ["MEANINGS", "absent", "refused"]
+
+# What to look for in sbatch's words, the names of JobSpec that mend it, and what Slurm expects.
+# The first row that fits and of which the job says something counts.
+MEANINGS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("invalid partition|partition name", ("partition",), "a partition of this cluster"),
+    ("partition not available|PARTITION.*(DOWN|drain)", ("partition",), "one that is up"),
+    ("account or account/partition|invalid account|group not permitted",
+     ("account", "partition", "qos"), "an account that may use the partition and the qos"),
+    ("invalid qos|job.s qos", ("qos", "account"), "a qos of the account's"),
+    ("time limit|invalid --time", ("time", "partition"), "at most the partition's limit"),
+    ("accounting/qos policy|job violates|limit.*exceeded|too many jobs|maximum.*job",
+     ("qos", "time", "nodes", "array"), "what account and qos allow: fewer or smaller jobs"),
+    ("node count|invalid number of nodes|more processors requested",
+     ("nodes", "tasks_per_node", "exclude"), "a number that the partition has"),
+    ("invalid node name|nodelist", ("exclude", "extra"), "names of this cluster's hosts"),
+    ("memory", ("memory", "partition"), "what a host of the partition has"),
+    ("generic resource|gres|invalid trackable", ("gpus_per_node", "extra"),
+     "GPUs that this cluster has, N or TYPE:N"),
+    ("feature", ("constraint",), "features of this cluster's hosts: sinfo --format='%n %f'"),
+    ("dependency", ("dependency",), "jobs that Slurm still knows"),
+    ("array", ("array", "sweep"), "fewer indices, or smaller ones (MaxArraySize of Slurm)"),
+    ("license", ("extra",), "licenses: scontrol show licenses"),
+    ("reservation", ("extra",), "a reservation: scontrol show reservation"),
+    ("node configuration is not available|required node not available",
+     ("gpus_per_node", "memory", "constraint", "exclude", "cpus_per_task", "tasks_per_node",
+      "nodes", "partition"), "less of each, or another partition"),
+    ("mail-type", ("mail_events",), "events that this Slurm knows"),
+    ("signal", ("signal",), "a signal that this Slurm knows"),
+    ("unrecognized option|invalid --", ("extra",), "options that this sbatch has: sbatch --help"),
+)  # fmt: skip
+# Nothing that the job says is to blame: the same command may do later.
+_LATER = re.compile(
+    r"unable to contact|temporarily|timed out|connection (refused|timed)|connect failure"
+    r"|communication|protocol authentication|not responding|cannot stat|dns srv"
+    r"|configuration (file|source)|munge",
+    re.IGNORECASE,
+)
+
+
+def absent(reason: str) -> StartError:
+    """The error where sbatch is not there, or did not answer.
+
+    Args:
+        reason: which of them.
+    """
+    if "no sbatch" in reason:
+        return StartError(
+            reason,
+            "a login node of the cluster, or its Slurm module",
+            "module load slurm, or --via local to run the job on this machine",
+        )
+    return StartError(reason, "an answer", "look with hpctrain status before you try it again")
+
+
+def refused(
+    said: str, spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str]
+) -> StartError | UsageError:
+    """The error for what sbatch said: its reason, and which value of the job mends it.
+
+    Args:
+        said: sbatch's standard error.
+        spec: the job that was refused.
+        env: to ask Slurm for what is valid.
+        spelt: how a name of JobSpec is spelt as an option.
+    """
+    lines = [re.sub(r"^sbatch: (error: )?", "", line.strip()) for line in said.splitlines()]
+    reason = "; ".join(line for line in lines if line)
+    found = f"sbatch refused the job: {reason}"
+    if not said.strip():
+        return StartError("sbatch refused the job and said nothing", "its reason")
+    if _LATER.search(said):
+        return StartError(
+            f"sbatch could not submit the job: {reason}",
+            "a Slurm that answers: nothing that the job says is to blame",
+            "the same command again in a while; scontrol ping says whether it is up",
+        )
+    names, expected = _meaning(said, spec)
+    if not names:
+        return StartError(found)
+    if valid := _valid(names[0], env):
+        expected += f": {valid}"
+    return UsageError(found, expected, _fix(names, spec, spelt))
+
+
+def _meaning(said: str, spec: JobSpec) -> tuple[list[str], str]:
+    """What is to blame, what the job says itself first, and what is expected of it."""
+    for pattern, names, expected in MEANINGS:
+        if re.search(pattern, said, re.IGNORECASE):
+            given = [name for name in names if _given(spec, name)]
+            return given or [names[0]], expected
+    return [], ""
+
+
+def _given(spec: JobSpec, name: str) -> bool:
+    value: Any = getattr(spec, name)
+    return value not in (None, "", "0", (), {})
+
+
+def _fix(names: list[str], spec: JobSpec, spelt: Callable[[str], str]) -> str:
+    parts = []
+    for name in names[:4]:
+        value = getattr(spec, name)
+        has = f", which is {value}" if _given(spec, name) and name not in ("extra", "sweep") else ""
+        # In Python there is no JOB.toml.
+        plain = spelt(name) == name
+        parts.append(f"{name}{has}" if plain else f"{spelt(name)} ({name} in JOB.toml{has})")
+    return " or ".join(parts)
+
+
+def _valid(name: str, env: Mapping[str, str]) -> str:
+    """The values that Slurm would take; empty where it cannot be asked."""
+    try:
+        if name in ("partition", "time"):
+            return "; ".join(
+                dict.fromkeys(
+                    f"{one.name} (up to {one.limit})" for one in slurm.partitions(env) if one.up
+                )
+            )
+        if name == "account":
+            return ", ".join(slurm.accounts(_user(env), env))
+        if name == "gpus_per_node":
+            kinds = {one.gpus for one in slurm.partitions(env) if one.gpus}
+            return ", ".join(sorted(kinds)) or "none"
+    except slurm.NoAnswerError:
+        pass
+    return ""
+
+
+def _user(env: Mapping[str, str]) -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return env.get("USER", "")

@@ -1,0 +1,317 @@
+"""A job's way to Slurm, by sbatch, or to this machine: checks, environment, folders, answer."""
+
+import contextlib
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.cluster import env_vars, slurm
+from hpctrain.errors import StartError, UsageError
+from hpctrain.jobs import script
+from hpctrain.jobs.directives import LOG, LOG_OF_ARRAY
+from hpctrain.jobs.launch_command import is_python
+from hpctrain.jobs.log_names import filled
+from hpctrain.jobs.spec import JobSpec
+
+__all__ = [
+    "Sent",
+    "check",
+    "check_folders",
+    "environ",
+    "here",
+    "is_below",
+    "log_folder",
+    "log_pattern",
+    "log_size",
+    "run_directory",
+    "send",
+    "trial",
+]
+
+# In a shell with one of these a job runs already.
+_JOBS = ("SLURM_JOB_ID", "SLURM_JOBID", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
+# What the scheduler and the script of that job have put there, beside launchers' names.
+_OF_THAT_JOB = (
+    *(env_vars.RUN, env_vars.SECRET),
+    *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+    *("GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"),
+)
+# What only a shell would understand.
+_SHELL = ("&&", "||", "|", ";", ">", ">>", "<", "&")
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A job that Slurm has accepted.
+
+    Attributes:
+        job: its number; of an array, that of the array.
+        notes: lines for people.
+    """
+
+    job: str
+    notes: tuple[str, ...]
+
+
+def send(spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str] = str) -> Sent:
+    """Submit a job by sbatch from the current folder.
+
+    Args:
+        spec: the job, with the defaults of its profile and site.
+        env: of this process.
+        spelt: how a name of JobSpec is spelt as an option, for messages.
+
+    Raises:
+        UsageError: Slurm refuses something that the job says, or it could not run.
+        StartError: there is no Slurm here, or it does not answer.
+    """
+    notes = check(spec, env)
+    text = script.render(spec)
+    check_folders(spec, env)
+    _make_log_folder(spec, env)
+    clean, more = environ(spec, env)
+    answer = _answer(text, spec, clean, spelt)
+    return Sent(answer.job, (*notes, *more, *answer.said.splitlines()))
+
+
+def trial(spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str] = str) -> str:
+    """What `sbatch --test-only` says of a job, which is not submitted; nothing without sbatch.
+
+    Raises:
+        UsageError, StartError: as of `send`.
+    """
+    if shutil.which("sbatch", path=env.get("PATH", os.defpath)) is None:
+        return ""
+    return _answer(script.render(spec), spec, environ(spec, env)[0], spelt, "--test-only").said
+
+
+def _answer(
+    text: str, spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str], *options: str
+) -> slurm.Answer:
+    # By standard input: no file lies about that could be another one when the job starts.
+    try:
+        answer = slurm.sbatch(text.encode(errors="surrogateescape"), env, options)
+    except slurm.NoAnswerError as error:
+        from hpctrain.jobs import sbatch_errors  # where there is one, as it takes a while
+
+        raise sbatch_errors.absent(str(error)) from None
+    if answer.code or not (answer.job or options):
+        from hpctrain.jobs import sbatch_errors
+
+        raise sbatch_errors.refused(answer.said, spec, env, spelt)
+    return answer
+
+
+def here(spec: JobSpec, env: Mapping[str, str]) -> int:
+    """Run the job on this machine, in place of this process.
+
+    Raises:
+        UsageError: it needs what only Slurm's hosts have.
+        StartError: there is no bash.
+    """
+    text = script.render_local(spec)
+    clean, _ = environ(spec, env)
+    try:
+        os.execvpe("bash", ["bash", "-c", text, spec.title], clean)  # noqa: S606  it is one
+    except OSError as error:
+        raise StartError(f"bash cannot be started: {error}", "a bash on the PATH") from None
+
+
+def environ(spec: JobSpec, env: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The environment to submit a job with, and lines that say what of a person's is left out.
+
+    SBATCH_* would beat the lines of the script. Inside of a job nothing of that job is handed on.
+    """
+    clean = {name: value for name, value in env.items() if not name.startswith("SBATCH_")}
+    known = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS")
+    left = sorted(name for name in env if name.startswith("SBATCH_") and name not in known)
+    notes = [f"{', '.join(left)}: not heeded; say it as an option"] if left else []
+    if any(env.get(name) for name in _JOBS):
+        clean = env_vars.scrubbed(clean)
+        scratch = env.get(env_vars.SCRATCH, "")
+        clean = {
+            name: _without(scratch, value) if scratch and _lists_folders(name) else value
+            for name, value in clean.items()
+            if name not in _OF_THAT_JOB
+        }
+    if clean.get(env_vars.RUN) and (spec.run or spec.indices):
+        why = "the job names its own" if spec.run else "each task has its own"
+        notes.append(f"{env_vars.RUN}={clean.pop(env_vars.RUN)}: not heeded, {why}")
+    return clean, notes
+
+
+def _lists_folders(name: str) -> bool:
+    """Whether a variable may name one of a job's copies."""
+    return name.endswith("PATH") or name == env_vars.DATA
+
+
+def _without(scratch: str, path: str) -> str:
+    """A search path without what is in a folder, where anybody may put something later."""
+    return os.pathsep.join(
+        entry for entry in path.split(os.pathsep) if not is_below(scratch, entry)
+    )
+
+
+def is_below(folder: str, path: str) -> bool:
+    """Whether a path is a folder, or in it."""
+    return os.path.normpath(path) == folder or os.path.normpath(path).startswith(folder + os.sep)
+
+
+def log_pattern(spec: JobSpec) -> str:
+    """The name of the log, with Slurm's patterns."""
+    return spec.output or (LOG_OF_ARRAY if spec.indices else LOG)
+
+
+def log_size(spec: JobSpec, env: Mapping[str, str]) -> int:
+    """The bytes that an earlier job has left in a log that is not named by the job's number."""
+    try:
+        return os.stat(_expanded(log_pattern(spec), spec, env)).st_size
+    except (OSError, LookupError):
+        return 0
+
+
+def run_directory(spec: JobSpec, job: str, index: int) -> Path:
+    """Where the script lets a task of an array write, from the current folder."""
+    if spec.run:
+        return Path(spec.run, str(index))
+    return Path("runs", f"{spec.title.replace('/', '_')}-{job}_{index}")
+
+
+def log_folder(spec: JobSpec, env: Mapping[str, str]) -> Path | None:
+    """The folder that has to be there for the job's log; None for the current one.
+
+    Raises:
+        UsageError: its name has what is known only when the job runs.
+    """
+    folder = os.path.dirname(log_pattern(spec))
+    if not folder:
+        return None
+    try:
+        return Path(_expanded(folder, spec, env))
+    except LookupError as error:
+        raise UsageError(
+            f"output = {spec.output}: a folder named by {error}",
+            "a folder that can be made before the job has a number",
+            f"output = {os.path.join('logs', os.path.basename(spec.output))}",
+        ) from None
+
+
+def check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
+    """Look whether log and runs can be written where they are to lie; makes nothing.
+
+    Slurm would end the job without a word where it cannot open the log.
+
+    Raises:
+        UsageError: one cannot, or the run directory is a file.
+    """
+    pattern = log_pattern(spec)
+    folder = log_folder(spec, env) or Path()
+    if not _is_writable(folder):
+        own = False
+        with contextlib.suppress(LookupError):
+            own = os.access(_expanded(pattern, spec, env), os.W_OK)
+        if not own:
+            raise UsageError(
+                f"output = {pattern}: you may not write in the folder {folder.absolute()}",
+                "a log in a folder of your own",
+            )
+    # The script has files of its own there, wherever the run directory is.
+    if not _is_writable(Path("runs")):
+        raise UsageError(
+            f"you may not write in the folder {Path('runs').absolute()}, where each job has files",
+            "a folder of your own, or runs in it, to submit from",
+        )
+    if spec.run and os.path.exists(spec.run) and not os.path.isdir(spec.run):
+        raise UsageError(f"run = {spec.run} is a file", "a folder, there or new")
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether one may write in a folder, or make it, by the modes of what is there."""
+    path = folder.absolute()
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
+
+
+def _make_log_folder(spec: JobSpec, env: Mapping[str, str]) -> None:
+    folder = log_folder(spec, env) or Path()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"output = {log_pattern(spec)}: {error}", "a log in a folder that can be made"
+        ) from None
+
+
+def _expanded(pattern: str, spec: JobSpec, env: Mapping[str, str]) -> str:
+    """What Slurm makes of a pattern; LookupError for what is known only when the job runs."""
+    user = {"u": env["USER"]} if env.get("USER") else {}
+    return filled(pattern, {"x": spec.title, **user})
+
+
+def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
+    """Look whether the files that a job names are here; lines for what cannot be known here.
+
+    Raises:
+        UsageError: one is not, and nothing could bring it before the job starts; or the current
+            folder, where it would start, is gone.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder is gone", "one that is there", "cd to it") from None
+    for name in ("stage_code", "stage_environment", "stage_data"):
+        path = getattr(spec, name)
+        if path and not os.path.exists(path):
+            raise UsageError(f"{name} = {path} is not there", "a path from here")
+    notes = []
+    if spec.venv and not os.path.exists(os.path.join(spec.venv, "bin", "activate")):
+        found = f"venv = {spec.venv} has no bin/activate"
+        if not os.path.isabs(spec.venv):
+            raise UsageError(found, "a virtual environment, by its path from here")
+        notes.append(f"{found} on this host")
+    if not spec.container and not spec.setup:
+        notes += _check_command(spec, env)
+    return notes
+
+
+def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
+    """The program and the Python script, where the job starts in this folder."""
+    program, *arguments = spec.argv
+    notes = []
+    if is_python(program) and arguments and not arguments[0].startswith("-"):
+        path = os.path.join(spec.stage_code, arguments[0])
+        if not os.path.isfile(path):
+            where = f"in stage_code = {spec.stage_code}" if spec.stage_code else "here"
+            found = f"{shlex.join(spec.argv[:2])}: {arguments[0]} is no file {where}"
+            if not spec.dependency and not os.path.isabs(path):
+                raise UsageError(found, f"a script, by its path from {os.getcwd()}")
+            notes.append(found)
+    folders = [os.path.join(spec.venv, "bin")] if spec.venv else []
+    path = os.pathsep.join([*folders, env.get("PATH", os.defpath)])
+    brought = spec.modules or spec.conda or spec.stage_environment or spec.stage_code
+    if not brought and shutil.which(program, path=path) is None:
+        _refuse_slip(spec, path)
+        notes.append(f"{program} is no program on the PATH of this host")
+    if shell := [word for word in arguments if word in _SHELL]:
+        notes.append(f"no shell reads the command: {shell[0]} is an argument (bash -c '…')")
+    return notes
+
+
+def _refuse_slip(spec: JobSpec, path: str) -> None:
+    """Raise UsageError where a program that is not on a PATH is one of two known slips."""
+    program = spec.argv[0]
+    if program.endswith(".py") and os.path.isfile(program) and not os.access(program, os.X_OK):
+        raise UsageError(
+            f"the command {shlex.join(spec.argv)}: {program} is no program",
+            "python before a script", f"python {shlex.join(spec.argv)}",
+        )  # fmt: skip
+    first, *others = program.split() or [""]
+    if others and len(spec.argv) == 1 and shutil.which(first, path=path):
+        raise UsageError(
+            f"the command {shlex.quote(program)}: one word, with spaces in it",
+            "one word for each argument", f"-- {program}",
+        )  # fmt: skip

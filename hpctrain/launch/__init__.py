@@ -1,0 +1,139 @@
+"""Starts ranks on this machine, passes their output on with the rank in front, and ends them.
+
+`places` says who each rank is, `watch` starts the ranks and waits for them, `output` reads what
+they say, `guard` outlives this process where it is killed. `elastic` starts ranks on several hosts,
+and again on those that are left: `over_ssh` or `in_slurm`. Never imports torch.
+"""
+
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpctrain import rundir
+from hpctrain.cluster import env_vars
+from hpctrain.errors import UsageError
+from hpctrain.launch import elastic, rank_environment, supervisor
+from hpctrain.launch.elastic import run_directory
+from hpctrain.launch.hosts import Hosts, parse
+from hpctrain.launch.in_slurm import InSlurm
+from hpctrain.launch.over_ssh import OverSsh
+from hpctrain.launch.rank_environment import AS, RealHost, gpus_of, layout
+from hpctrain.launch.rank_output import say
+from hpctrain.launch.spawning import spawn
+
+__all__ = [
+    "AS",
+    "InSlurm",
+    "OverSsh",
+    "RealHost",
+    "gpus_of",
+    "layout",
+    "parse",
+    "run_directory",
+    "spawn",
+    "start",
+    "start_elastic",
+]
+
+
+def start(
+    command: Sequence[str],
+    tasks_per_node: Sequence[int],
+    env: Mapping[str, str],
+    style: str = "hpctrain",
+    gpus: Sequence[str] = (),
+    host: RealHost | None = None,
+) -> int:
+    """Start a command once for each rank of this machine, and wait for all of them.
+
+    Args:
+        command: program and arguments, the same for all ranks.
+        tasks_per_node: ranks on each host.
+        env: the environment to start from; what launchers left in it is taken out.
+        style: one of `AS`: whose variables the ranks get.
+        gpus: of this machine, as CUDA_VISIBLE_DEVICES names them. Pretended hosts get their own
+            ones, or none where they do not go round.
+        host: this machine as one of several real ones (default: all hosts are pretended here,
+            over loopback).
+
+    Returns:
+        The code of the verdict where rank 0 left one here; `rundir.STOPPED` where a signal that
+        asks to stop ended ranks before they knew it; else that of the first rank that failed, else
+        128 and the signal that ended the ranks; 0 when all went well.
+
+    Raises:
+        UsageError: more ranks than a machine takes.
+        StartError: the system lets no more processes start.
+    """
+    environs = rank_environment.environs(tasks_per_node, env, style, gpus, host)
+    rank_environment.tell_threads(env, environs)
+    with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
+        verdict = Path(folder) / "verdict"
+        outcome = supervisor.run(command, environs, verdict, labelled=sum(tasks_per_node) > 1)
+        said = rundir.read_verdict(verdict)
+        if said is None and outcome.unheard and outcome.signal is not None:
+            name = signal.Signals(outcome.signal).name
+            said = rundir.STOPPED, f"{name} came before the session was open"
+    if not (said and said[0] == rundir.STOPPED):
+        _tell(outcome)
+    _pass_on(said, env.get(env_vars.VERDICT))
+    # A verdict of 0 does not cover what a rank did after its session.
+    return said[0] if said and (said[0] or not outcome.code) else outcome.code
+
+
+def start_elastic(
+    hosts: Hosts,
+    command: Sequence[str],
+    directory: Path,
+    env: Mapping[str, str],
+    least: int = 1,
+) -> int:
+    """Start a command on several hosts, and again on those that are left when some are lost.
+
+    Args:
+        hosts: `OverSsh` or `InSlurm`.
+        command: program and arguments; it has to resume from `directory`.
+        directory: of the run, on a file system that all hosts share.
+        env: for the ranks.
+        least: ranks; with fewer the run is given up.
+
+    Returns:
+        An exit code of `rundir`, or that of whoever started the ranks last.
+
+    Raises:
+        StartError: a host does not answer before the first start.
+        UsageError: the run directory cannot be made.
+    """
+    verdict = elastic.run(hosts, command, rundir.RunDirectory(directory), env, least)
+    _pass_on(verdict, env.get(env_vars.VERDICT))
+    return verdict[0]
+
+
+def _tell(outcome: supervisor.Outcome) -> None:
+    """The first rank that failed has the cause; what the others say comes of it."""
+    if outcome.first is None and not outcome.sessions and len(outcome.ranks) > 1:
+        say(
+            f"hpctrain: none of the {len(outcome.ranks)} ranks has opened a Session: unless the "
+            "script brings them together itself, each of them was a training of its own\n"
+            "  expected: with hpctrain.Session(…) as session: in the script\n"
+            "  to mend:  hpctrain run --as torchrun SCRIPT, for a script that looks for RANK and "
+            "WORLD_SIZE\n"
+        )
+    first = outcome.first
+    if first is None or len(outcome.ranks) == 1:
+        return
+    # Of wrong use every rank has said the same, in a few lines.
+    if all(rank.code == UsageError.exit_code for rank in outcome.ranks):
+        return
+    say(f"hpctrain: rank {first.number} failed first, {first.how(brief=True)}\n")
+
+
+def _pass_on(said: tuple[int, str] | None, path: str | None) -> None:
+    """Repeat the verdict to whoever started this process and waits for one."""
+    if said and path:
+        try:
+            rundir.write_verdict(path, *said)
+        except OSError as error:
+            sys.stderr.write(f"hpctrain: the verdict could not be written to {path}: {error}\n")

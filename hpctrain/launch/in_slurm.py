@@ -1,0 +1,69 @@
+"""Ranks on the hosts of a Slurm job, started by srun."""
+
+from collections.abc import Mapping, Sequence
+
+from hpctrain.cluster import slurm
+from hpctrain.cluster.hostlist import compress, expand
+from hpctrain.cluster.launchers.base import hosts_of_job
+from hpctrain.cluster.launchers.slurm import expand_counts
+from hpctrain.errors import ContradictionError
+from hpctrain.launch import supervisor
+from hpctrain.launch.hosts import Start
+from hpctrain.launch.rank_output import say
+
+__all__ = ["InSlurm"]
+
+
+class InSlurm:
+    """The hosts of a Slurm job; one that was submitted with --no-kill outlives the loss of some.
+
+    Args:
+        env: of the batch script or salloc shell.
+
+    Raises:
+        ContradictionError: SLURM_TASKS_PER_NODE does not fit SLURM_JOB_NODELIST.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        names = hosts_of_job(env)
+        said = env.get("SLURM_TASKS_PER_NODE", "")
+        counts = expand_counts(said) if said else [1] * len(names)
+        if len(counts) != len(names):
+            raise ContradictionError(
+                f"SLURM_TASKS_PER_NODE={said} and {len(names)} hosts in SLURM_JOB_NODELIST",
+                "a number for each host",
+                "leave SLURM_* as sbatch or salloc set them",
+            )
+        self.slots: Mapping[str, int] = dict(zip(names, counts, strict=True))
+        self._env = env
+
+    def present(self, marker: str) -> list[str]:
+        """Those that Slurm has not taken out of the job; it ends the tasks of a step itself."""
+        del marker
+        try:
+            there = set(expand(slurm.hosts_left(self._env["SLURM_JOB_ID"], self._env)))
+        except slurm.NoAnswerError as error:
+            say(f"hpctrain: squeue did not say which hosts are left, so all count: {error}\n")
+            return list(self.slots)
+        return [host for host in self.slots if host in there]
+
+    def run(self, hosts: Sequence[str], start: Start) -> tuple[int, bool]:
+        """By srun, with each host's number of tasks."""
+        counts = [self.slots[host] for host in hosts]
+        environ = dict(start.environ)
+        if len(set(counts)) == 1:
+            layout = [f"--ntasks-per-node={counts[0]}"]
+        else:
+            file = start.folder / f"{start.verdict.name}.hosts"
+            file.write_text("".join(f"{host}\n" * self.slots[host] for host in hosts))
+            environ["SLURM_HOSTFILE"] = str(file)
+            layout = ["--distribution=arbitrary"]
+        command = [
+            # A lost host's step is not over for Slurm and holds the others' CPUs: overlap.
+            *("srun", "--overlap", "--kill-on-bad-exit=1"),
+            f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK', '1')}",
+            *(f"--nodes={len(hosts)}", f"--ntasks={sum(counts)}", f"--nodelist={compress(hosts)}"),
+            *(*layout, *start.command),
+        ]
+        outcome = supervisor.run(command, {0: environ}, start.verdict, labelled=False)
+        return outcome.code, outcome.signal is not None

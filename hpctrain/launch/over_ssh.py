@@ -1,0 +1,203 @@
+"""Ranks on hosts that ssh reaches, started by horovodrun."""
+
+import contextlib
+import json
+import os
+import queue
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hpctrain.cluster import env_vars
+from hpctrain.cluster.launchers.base import is_loopback
+from hpctrain.errors import UsageError
+from hpctrain.launch import guard, horovodrun_rank, supervisor
+from hpctrain.launch.hosts import Start
+from hpctrain.launch.rank_output import say
+from hpctrain.rendezvous.interfaces import addresses, interface_of
+
+__all__ = ["OverSsh"]
+
+# As horovodrun calls ssh, and without questions. A host that is gone is noticed after 15 seconds.
+_SSH = (
+    *("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no", "-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+)
+_SECONDS_TO_ANSWER = 30.0
+# What horovodrun and ssh need; all the rest goes to the ranks by a file.
+_OF_HOROVODRUN = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TMPDIR", "PYTHONPATH"),
+    *("LD_LIBRARY_PATH", "SSH_AUTH_SOCK", "KRB5CCNAME", "HOROVOD_START_TIMEOUT"),
+)
+
+
+class OverSsh:
+    """Hosts that ssh reaches. horovodrun starts the ranks; its own elastic mode is not used.
+
+    On each host a guard waits at the end of a connection. It ends the ranks there when that
+    breaks, so none is left behind, whoever was killed; and its own end tells here that the host is
+    gone, long before a rank would notice.
+
+    Raises:
+        UsageError: no ssh or no horovodrun here.
+    """
+
+    def __init__(self, slots: Mapping[str, int]) -> None:
+        self.slots = slots
+        self._horovodrun = _horovodrun()
+        self._remote = [host for host in slots if not _is_here(host)]
+        if self._remote and shutil.which("ssh") is None:
+            raise UsageError("no ssh here", "ssh, over which horovodrun starts ranks", "PATH=…")
+
+    def present(self, marker: str) -> list[str]:
+        """Those of which ssh comes back, having ended what earlier starts left there."""
+
+        def ask(host: str) -> str:
+            try:
+                done = subprocess.run(
+                    [*_SSH, host, _guard(marker)],
+                    input="end\n",
+                    capture_output=True,
+                    text=True,
+                    timeout=_SECONDS_TO_ANSWER,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return f"no answer within {_SECONDS_TO_ANSWER:.0f} s"
+            return done.stderr.strip() or f"exit code {done.returncode}" if done.returncode else ""
+
+        with ThreadPoolExecutor(max(1, min(32, len(self._remote)))) as pool:
+            why = dict(zip(self._remote, pool.map(ask, self._remote), strict=True))
+        for host, reason in why.items():
+            if reason:
+                say(f"hpctrain: {host} does not answer over ssh: {reason}\n")
+        return [host for host in self.slots if not why.get(host)]
+
+    def run(self, hosts: Sequence[str], start: Start) -> tuple[int, bool]:
+        """By horovodrun; it is ended when a host is lost."""
+        ranks = sum(self.slots[host] for host in hosts)
+        environ = dict(start.environ)
+        if "SLURM_JOB_ID" in environ:
+            environ["SLURM_NTASKS"] = str(ranks)  # as srun does it in a step
+        file = start.folder / f"{start.verdict.name}.start"
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as stream:
+            own = {**environ, env_vars.VERDICT: str(start.verdict)}
+            json.dump({"environ": own, "command": list(start.command)}, stream)
+        kept = {name: environ[name] for name in _OF_HOROVODRUN if name in environ}
+        remote = [host for host in hosts if host in self._remote]
+        command = [
+            *(*self._horovodrun, "-np", str(ranks), "--gloo", "--disable-cache"),
+            *("-H", ",".join(f"{host}:{self.slots[host]}" for host in hosts)),
+            # Else it tries all interfaces of all hosts first. The ranks find their own.
+            *(("--network-interfaces", _interface(remote[0], environ)) if remote else ()),
+            *(sys.executable, "-S", "-P", horovodrun_rank.__file__, str(file)),
+        ]
+        orders: supervisor.Events = queue.SimpleQueue()
+        with _guarded(remote, f"{env_vars.VERDICT}={start.verdict}", orders) as lost:
+            outcome = supervisor.run(
+                command, {0: kept}, start.verdict, labelled=False, bind=False, orders=orders
+            )
+            return outcome.code, outcome.signal is not None and not lost
+
+
+@contextlib.contextmanager
+def _guarded(hosts: Sequence[str], marker: str, orders: supervisor.Events) -> Iterator[list[str]]:
+    """A guard on each host, and those that are lost; the first one of them ends the start."""
+    lost: list[str] = []
+    over = threading.Event()
+
+    def attend(host: str, connection: "subprocess.Popen[bytes]") -> None:
+        connection.wait()
+        if not over.is_set():
+            say(f"hpctrain: the connection to {host} is lost: its ranks are ended\n")
+            lost.append(host)
+            orders.put(signal.SIGTERM)
+
+    connections = [
+        subprocess.Popen(
+            [*_SSH, host, _guard(marker)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for host in hosts
+    ]
+    threads = [
+        threading.Thread(target=attend, args=pair, daemon=True)
+        for pair in zip(hosts, connections, strict=True)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        yield lost
+    finally:
+        over.set()
+        for connection in connections:
+            # Its end lets the guard do its work.
+            assert connection.stdin is not None
+            with contextlib.suppress(OSError):
+                connection.stdin.close()
+        for connection in connections:
+            try:
+                connection.wait(_SECONDS_TO_ANSWER)
+            except subprocess.TimeoutExpired:
+                connection.kill()
+        for thread in threads:
+            thread.join()
+
+
+def _guard(marker: str) -> str:
+    """A guard's command line, for the shell of another host."""
+    return shlex.join([sys.executable, "-S", "-P", guard.__file__, "0", marker])
+
+
+def _horovodrun() -> list[str]:
+    """How to call it: that of this Python comes before that of PATH."""
+    beside = Path(sys.executable).with_name("horovodrun")
+    found = str(beside) if beside.exists() else shutil.which("horovodrun")
+    if found is None:
+        raise UsageError(
+            f"no horovodrun beside {sys.executable} or on PATH",
+            "Horovod's launcher, which starts the ranks over ssh",
+            "hpctrain horovod build    or, in a Slurm job: leave --hosts out, and srun starts them",
+        )
+    return [sys.executable, found]
+
+
+def _is_here(host: str) -> bool:
+    """Whether that is a name of this host."""
+    address = _address(host)
+    own = [one for several in addresses().values() for one in several]
+    return address in own or is_loopback(address)
+
+
+def _address(host: str) -> str:
+    """Of a host by name; the name where nobody knows it, which ssh may still do."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return host
+
+
+def _interface(host: str, env: Mapping[str, str]) -> str:
+    """The name of the interface over which this host reaches another one."""
+    if env.get(env_vars.INTERFACE):
+        return env[env_vars.INTERFACE]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_address(host), 9))  # of UDP: nothing is sent
+        except OSError as error:
+            raise UsageError(
+                f"no way from here to {host}: {error}",
+                "an address that this host reaches",
+                f"export {env_vars.INTERFACE}=NAME",
+            ) from None
+        return interface_of(probe.getsockname()[0]) or "eth0"

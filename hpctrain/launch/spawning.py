@@ -1,0 +1,180 @@
+"""`hpctrain.spawn`: ranks that run a function, for scripts and notebooks."""
+
+import json
+import os
+import pickle
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from hpctrain import rundir
+from hpctrain.cluster import launchers
+from hpctrain.errors import HpctrainError, UsageError, report_uncaught
+from hpctrain.launch import rank_environment, supervisor
+
+__all__ = ["spawn"]
+
+T = TypeVar("T")
+
+# With -c, `__main__` in a rank is an empty module, which nothing imports a second time.
+_RANK = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+    "from hpctrain.launch import child; child.main(sys.argv.pop(1))"
+)
+
+
+def spawn(
+    function: Callable[..., T],
+    nproc: int | Literal["auto"] = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> list[T]:
+    """Run a function on several ranks of this machine, each in a process of its own.
+
+    The processes are new interpreters (CUDA and OpenMP do not survive a fork) with this one's
+    folder, `sys.path`, `sys.argv` and environment. The function and its arguments travel by
+    cloudpickle, so they may come from a notebook or a script's top level, and no
+    `if __name__ == "__main__"` is needed. In the function, `hpctrain.Session()` and
+    `hpctrain.detect()` know the rank. What the ranks print comes with their number in front. They
+    end with this process, and all that they started ends with them.
+
+    Args:
+        function: what every rank calls.
+        nproc: the number of ranks; `"auto"` is one for each GPU, or one.
+        args: for the function, a tuple or list.
+        kwargs: for the function, by name.
+
+    Returns:
+        What the function returned, by rank.
+
+    Raises:
+        UsageError: wrong arguments; something that cannot be pickled; a call from inside of a
+            rank; or a rank left with 2, as it does for a UsageError of its own.
+        HpctrainError: another rank failed: which one, and its last lines. `exit_code` is that of
+            the verdict where rank 0 left one, else 1. As in a Session, an error that nobody
+            catches ends the process with its exit code and no traceback.
+        KeyboardInterrupt: Ctrl-C in the main thread; the ranks have got it, and have left.
+    """
+    report_uncaught()
+    _check(function, args)
+    count = _count(nproc)
+    _refuse_inside_of_ranks()
+    env = dict(os.environ)
+    environs = rank_environment.environs((count,), env, "hpctrain", (), None)
+    rank_environment.tell_threads(env, environs)
+    with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
+        folder = Path(name)
+        _pack(folder, function, args, kwargs or {})
+        package = str(Path(launchers.__file__).parents[3])
+        command = [sys.executable, "-c", _RANK, package, name]
+        verdict = folder / "verdict"
+        # A rank of ours binds itself to this thread: here other threads may run.
+        outcome = supervisor.run(command, environs, verdict, labelled=count > 1, bind=False)
+        try:
+            results, failure = _results(folder, outcome, rundir.read_verdict(verdict)), None
+        except HpctrainError as error:
+            results, failure = [], error
+    _interrupt(outcome)  # not before the folder is gone: it may end this process at once
+    if failure is not None:
+        raise failure
+    return results
+
+
+def _count(nproc: int | str) -> int:
+    if nproc == "auto":
+        return max(len(rank_environment.gpus_of(os.environ)), 1)
+    if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
+        raise UsageError(
+            f"spawn(…, nproc={nproc!r})",
+            'a number of ranks from 1 on, or "auto"',
+            "hpctrain.spawn(FUNCTION, 2, args=(…,))",
+        )
+    return nproc
+
+
+def _check(function: object, args: object) -> None:
+    if not callable(function):
+        raise UsageError(
+            f"spawn({function!r}, …)",
+            "a function, or something else that can be called",
+            "hpctrain.spawn(FUNCTION, 2, args=(…,))",
+        )
+    if not isinstance(args, (tuple, list)):
+        raise UsageError(
+            f"spawn(…, args=…) with a {type(args).__name__}",
+            "a tuple or list of arguments; with one argument args=(ARGUMENT,)",
+            "hpctrain.spawn(FUNCTION, 2, args=(…,))",
+        )
+
+
+def _refuse_inside_of_ranks() -> None:
+    """A rank that starts ranks is a mistake, and one that does so on import never ends."""
+    try:
+        world = launchers.detect()
+    except UsageError:
+        return  # variables that say nothing clear, of which the ranks get none
+    if world.launcher == "hpctrain" or world.world_size > 1:
+        raise UsageError(
+            f"spawn() in rank {world.rank} of {world.world_size}, which {world.launcher} started",
+            "one process that starts the ranks",
+            'put the call under if __name__ == "__main__":, or call the function itself where a '
+            "launcher starts the ranks",
+        )
+
+
+def _pack(
+    folder: Path, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Write what the ranks need; `child` reads it."""
+    import cloudpickle  # type: ignore[import-untyped]
+
+    try:
+        data = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
+    except Exception as error:  # what __reduce__ and __getstate__ of anything may raise
+        raise UsageError(
+            f"{getattr(function, '__qualname__', function)} and its arguments cannot be sent to "
+            f"the ranks: {type(error).__name__}: {error}",
+            "a function, globals that it uses, and arguments that pickle takes",
+            "make open files, locks, generators and connections inside of the function",
+        ) from None
+    (folder / "call.pickle").write_bytes(data)
+    place = {"path": [os.fspath(entry) for entry in sys.path], "argv": sys.argv}
+    (folder / "place.json").write_text(json.dumps(place))
+
+
+def _interrupt(outcome: supervisor.Outcome) -> None:
+    """Do what a signal would have done here, now that the ranks are gone."""
+    if outcome.signal is None:
+        return
+    if outcome.signal == signal.SIGINT:
+        raise KeyboardInterrupt
+    signal.raise_signal(outcome.signal)
+
+
+def _results(folder: Path, outcome: supervisor.Outcome, said: tuple[int, str] | None) -> list[Any]:
+    """What the ranks returned.
+
+    Raises:
+        HpctrainError: one has failed, or has left before the function returned.
+    """
+    count, first = len(outcome.ranks), outcome.first
+    results = [folder / f"result-{rank.number}" for rank in outcome.ranks]
+    missing = [number for number, path in enumerate(results) if not path.exists()]
+    if first is not None:
+        text = f"rank {first.number} of {count} failed first, {first.how()}"
+    elif missing:
+        reason = f": {said[1]}" if said else ""
+        text = f"rank {missing[0]} of {count} left before the function returned{reason}"
+    else:
+        # Nobody else can write there.
+        return [pickle.loads(path.read_bytes()) for path in results]  # noqa: S301
+    code = said[0] if said and said[0] else outcome.code
+    if UsageError.exit_code in (code, first and first.code):
+        raise UsageError(text)
+    error = HpctrainError(text)
+    if said and said[0]:
+        error.exit_code = said[0]
+    raise error

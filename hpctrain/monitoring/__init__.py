@@ -1,0 +1,1 @@
+"""What is seen of a run: progress, trackers, timings, profiles, the watchdog, reports."""

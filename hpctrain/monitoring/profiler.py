@@ -1,0 +1,102 @@
+"""A trace of a few steps, for people who want to see each kernel."""
+
+import re
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hpctrain.errors import UsageError
+from hpctrain.process.logging import logger
+
+__all__ = ["Profile", "steps"]
+
+
+def steps(text: str) -> range:
+    """What `--profile A:B` means.
+
+    Raises:
+        UsageError: it is none.
+    """
+    match = re.fullmatch(r"(\d{1,18}):(\d{1,18})", text, re.ASCII)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise UsageError(
+            f"--profile {text}",
+            "two numbers of steps, the first one less than the second",
+            "--profile 20:25, for five steps after the first twenty",
+        )
+    return range(int(match[1]), int(match[2]))
+
+
+class Profile:
+    """Traces some steps of a rank with torch.profiler. Nothing that fails in it ends a run.
+
+    Args:
+        wanted: the steps, as counts of the steps done before them.
+        device: of the rank.
+        path: of the trace.
+    """
+
+    def __init__(self, wanted: range, device: torch.device, path: Path) -> None:
+        self._wanted, self._path = wanted, path
+        self._activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            self._activities.append(ProfilerActivity.CUDA)
+        self._profiler: profile | None = None
+        self._first = 0
+
+    def at(self, step: int) -> None:
+        """Between two steps.
+
+        Args:
+            step: how many are done.
+        """
+        if self._profiler is None and step in self._wanted:
+            self._begin(step)
+        elif self._profiler is not None and step not in self._wanted:
+            self.close(step)
+
+    def _begin(self, step: int) -> None:
+        self._first = step
+        profiler = profile(activities=self._activities)
+        try:
+            profiler.start()
+        except Exception as error:  # another profiler is at work, or the driver forbids it
+            self._give_up(error)
+        else:
+            self._profiler = profiler
+
+    def close(self, step: int) -> None:
+        """Write what there is.
+
+        Args:
+            step: how many are done.
+        """
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            if self._wanted:
+                logger.warning(
+                    "no trace: --profile %d:%d, and the run was at step %d when it ended",
+                    self._wanted.start,
+                    self._wanted.stop,
+                    step,
+                )
+            return
+        self._wanted = range(0)
+        try:
+            profiler.stop()
+            self._path.parent.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(self._path))
+        except Exception as error:  # a full disk; kineto's errors are of many kinds
+            self._give_up(error)
+            return
+        logger.info(
+            "steps %d to %d are traced in %s: open it at https://ui.perfetto.dev",
+            self._first + 1,
+            step,
+            self._path,
+        )
+
+    def _give_up(self, error: Exception) -> None:
+        self._wanted = range(0)
+        logger.warning("no trace in %s: %s", self._path, error)

@@ -1,0 +1,103 @@
+"""One page that shows how runs went: curves, times, ranks, starts and options.
+
+It needs no script, no network and no torch: it is read where the run directory is, or sent by mail.
+"""
+
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain import rundir
+from hpctrain.errors import UsageError
+from hpctrain.monitoring import drawing
+
+__all__ = ["write"]
+
+# A page of one's own says so within its first bytes, and a PNG too.
+_HEAD = 2048
+
+
+def write(paths: Sequence[str], output: str | None = None) -> tuple[Path, list[Path]]:
+    """Write the page, and its figures as PNGs into a folder of its name beside it.
+
+    Args:
+        paths: run directories; several are compared.
+        output: the file (default: report.html, in the run directory where there is one).
+
+    Returns:
+        The page and the figures.
+
+    Raises:
+        UsageError: there is no run, or what draws is not installed, or the place cannot be
+            written, or a file that is no report has it.
+    """
+    drawing.need("report", "jinja2", "matplotlib.figure")
+    from hpctrain.monitoring.report import page, run_reader
+
+    target = Path(output or (Path(paths[0]) / "report.html" if len(paths) == 1 else "report.html"))
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(
+            f"--output {target}", "a name that ends in .html", f"--output {target}.html"
+        )
+    runs = run_reader.read(paths)
+    _refuse_strangers(target)
+    if not os.access(target.parent, os.W_OK) or not target.parent.is_dir():
+        raise _unwritable(f"{target.parent} cannot be written to")
+    shown = page.sections(runs)
+    drawn = {one.name: one.png for section in shown for one in section.figures}
+    try:
+        figures = _images(target.with_suffix(""), drawn)
+        rundir.replace(target, page.render(runs, shown))
+    except OSError as error:
+        raise _unwritable(f"the report cannot be written: {error}") from None
+    return target, figures
+
+
+def _unwritable(found: str) -> UsageError:
+    return UsageError(found, "a folder that this user may write to", "--output FILE.html")
+
+
+def _refuse_strangers(path: Path) -> None:
+    if os.path.lexists(path) and not _own(path):
+        raise _stranger(path)
+
+
+def _stranger(path: Path) -> UsageError:
+    return UsageError(
+        f"{path} is there, and no report",
+        "a new name, or that of a report",
+        "--output FILE.html",
+    )
+
+
+def _own(path: Path) -> bool:
+    """Whether a file was written here; a link may point to anybody's, and a pipe has no head."""
+    from hpctrain.monitoring.report.figures import MARK
+
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return False
+        with path.open("rb") as file:
+            return MARK.encode() in file.read(_HEAD)
+    except OSError:
+        return False
+
+
+def _images(folder: Path, images: dict[str, bytes]) -> list[Path]:
+    """Write the figures, and remove those of an earlier report.
+
+    Raises:
+        UsageError: a file of somebody else has one of the names.
+    """
+    if folder.is_symlink():
+        raise _stranger(folder)
+    written = {folder / f"{name}.png": image for name, image in images.items()}
+    for path in written:
+        _refuse_strangers(path)
+    for path, image in written.items():
+        rundir.replace(path, image)
+    for path in folder.glob("*.png"):
+        if path not in written and _own(path):
+            path.unlink()
+    return list(written)

@@ -1,0 +1,152 @@
+"""The page: everything that is shown, handed to a template that escapes it."""
+
+import base64
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from hpctrain._version import __version__
+from hpctrain.monitoring.report import comparison, curves, figures, steps, tables, wording
+from hpctrain.monitoring.report.figures import Drawn
+from hpctrain.monitoring.report.run_reader import Run
+from hpctrain.monitoring.report.tables import Table
+
+__all__ = ["Section", "render", "sections"]
+
+_BEST = ("top1", "top5")  # the higher the better
+_MOST_OF_RANKS = 8  # figures, one a run
+
+
+@dataclass(slots=True)
+class Section:
+    """Figures with a heading.
+
+    Attributes:
+        id: of the heading.
+        title: in words.
+        text: below the heading, or empty.
+        figures, tables: in their order.
+    """
+
+    id: str
+    title: str
+    text: str = ""
+    figures: list[Drawn] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+
+
+def sections(runs: Sequence[Run]) -> list[Section]:
+    """All figures of a report."""
+    with figures.sketching():
+        drawn, more = curves.draw_all(runs)
+        text = "" if drawn else "No row of metrics has been written so far."
+        if more:
+            text = f"{wording.number(more)} more metrics are in metrics.jsonl."
+        over_steps = Section("curves", "Curves", text, drawn)
+        time_of_steps = Section("steps", "Time of a step")
+        one = steps.draw_times(runs)
+        time_of_steps.figures += [one] if one else []
+        for number, run in enumerate(runs[:_MOST_OF_RANKS]):
+            one = steps.draw_ranks(run, number, len(runs) == 1)
+            time_of_steps.figures += [one] if one else []
+        if len(runs) == 1 and (found := tables.ranks(runs[0])):
+            time_of_steps.tables.append(found)
+    return [over_steps, time_of_steps]
+
+
+def render(runs: Sequence[Run], shown: Sequence[Section]) -> str:
+    """The page, in ASCII: whatever a run is called, and wherever it is written.
+
+    Args:
+        runs: of the report.
+        shown: their figures.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["data"] = _data
+    now = time.time()
+    view: dict[str, Any] = {
+        "mark": figures.MARK,
+        "palette": figures.PALETTE,
+        "title": _title(runs),
+        "version": __version__,
+        "written": wording.moment(now),
+        "notes": [note for run in runs for note in _notes(run, now)],
+        "runs": [
+            {
+                "label": run.label,
+                "path": wording.text(str(run.path)),
+                "hue": number % len(figures.PALETTE),
+            }
+            for number, run in enumerate(runs)
+        ],
+        "figures": shown,
+        "starts": [_starts(run, len(runs) == 1) for run in runs if run.starts],
+    }
+    if len(runs) == 1:
+        view |= {
+            "tiles": _tiles(runs[0]),
+            "metrics": tables.metrics(runs[0]),
+            "system": tables.system(runs[0]),
+            "options": tables.options(runs[0]),
+        }
+    else:
+        view |= {
+            "results": comparison.results(runs),
+            "comparison": comparison.compare(runs),
+        }
+    page = environment.get_template("page.html").render(view)
+    return page.encode("ascii", "xmlcharrefreplace").decode("ascii")
+
+
+def _data(image: str) -> str:
+    """An SVG as an address: in an image no script of it runs."""
+    return "data:image/svg+xml;base64," + base64.b64encode(image.encode(errors="replace")).decode()
+
+
+def _title(runs: Sequence[Run]) -> str:
+    if len(runs) > 1:
+        return f"{len(runs)} runs compared"
+    name = runs[0].identity.get("name")
+    return f"{wording.text(name)}: {runs[0].label}" if name else runs[0].label
+
+
+def _tiles(run: Run) -> dict[str, str]:
+    """The summary, led by the best accuracy where one was measured."""
+    finite = {name: run.series[name].finite()[1] for name in _BEST if name in run.series}
+    best = {f"best {k}": wording.number(float(v.max())) for k, v in finite.items() if len(v)}
+    found = tables.summary(run)
+    return {"status": found.pop("status"), **best, **found}
+
+
+def _notes(run: Run, now: float) -> list[str]:
+    """What a person should know before reading on."""
+    notes = [f"{run.label}: {wording.text(error.found)}" for error in run.unread.values()]
+    if not run.summary and not run.end_unread:
+        last = wording.moment(run.last.get("time"))
+        ago = wording.duration(now - run.last["time"]) if last != "–" else ""
+        notes.append(
+            f"{run.label} has not ended: it trains still, or was killed. Its last row is "
+            + (f"of {last}, {ago} before this page was written." if ago else "not written yet.")
+        )
+    lost = [name for name, one in run.series.items() if len(one.finite()[1]) < len(one.values)]
+    if lost:
+        named = ", ".join(wording.text(name) for name in lost[:5])
+        notes.append(f"{run.label}: not all values are finite of {named}.")
+    return notes
+
+
+def _starts(run: Run, alone: bool) -> Table:
+    found = tables.starts(run)
+    if alone:
+        return found
+    return Table(f"Starts of {run.label}", found.heads, found.rows, note=found.note)

@@ -1,0 +1,132 @@
+"""What timings.jsonl says: how long steps took, and which ranks the others wait for."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+from hpctrain import rundir
+from hpctrain.monitoring import drawing
+
+__all__ = ["Rank", "Timings", "edge", "gather", "is_step", "quantile"]
+
+# Bucket k is from 10^(k/20) microseconds on; the last one is of steps of a quarter of an hour.
+_PER_DECADE = 20
+_BUCKETS = range(180)
+# Steps beyond have no float of their own.
+_MOST_STEPS = 2**53
+_LONGEST = 1e10  # seconds; no step takes three centuries
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """The mean step of one rank.
+
+    Attributes:
+        host: its name.
+        data: seconds in which it waited for data.
+        forward: seconds from the batch in hand to the backward pass.
+        slow_data, slow_forward: whether the others wait for it because of that.
+    """
+
+    host: str
+    data: float
+    forward: float
+    slow_data: bool
+    slow_forward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """All intervals of a run together.
+
+    Attributes:
+        buckets: steps of rank 0 by bucket, of all starts.
+        ranks: those of the last start, by rank, over all intervals with the same ranks.
+        steps: that the means of the ranks are over.
+    """
+
+    buckets: Counter[int] = field(default_factory=Counter)
+    ranks: tuple[Rank, ...] = ()
+    steps: int = 0
+
+
+def edge(bucket: int) -> float:
+    """The seconds at which a bucket begins."""
+    return float(10 ** (bucket / _PER_DECADE)) * 1e-6
+
+
+def quantile(buckets: Mapping[int, int], share: float) -> float:
+    """The seconds that a share of the steps does not exceed: the end of their bucket."""
+    wanted = share * sum(buckets.values())
+    seen = 0
+    for bucket in sorted(buckets):
+        seen += buckets[bucket]
+        if seen >= wanted:
+            return edge(bucket + 1)
+    return math.nan
+
+
+def is_step(value: Any) -> TypeGuard[int]:
+    """Whether a value of a file is a step, or a number of steps."""
+    return type(value) is int and 0 <= value <= _MOST_STEPS
+
+
+def gather(lines: Iterable[Mapping[str, Any]]) -> Timings:
+    """Add up the intervals; a line that does not fit the format is left out.
+
+    Args:
+        lines: of timings.jsonl.
+    """
+    buckets: Counter[int] = Counter()
+    hosts: tuple[str, ...] = ()
+    data: list[float] = []
+    forward: list[float] = []
+    steps = 0
+    for line in lines:
+        buckets.update(_buckets(line.get("step_times")))
+        found: list[Any] = [line.get(key) for key in ("hosts", "data", "forward", "steps")]
+        names, one, other, count = found
+        if not is_step(count) or not count or not _fit(names, one, other):
+            continue
+        if tuple(names) != hosts:  # other ranks than before: their means begin anew
+            hosts, steps = tuple(names), 0
+            data, forward = [0.0] * len(names), [0.0] * len(names)
+        data = [known + count * new for known, new in zip(data, one, strict=True)]
+        forward = [known + count * new for known, new in zip(forward, other, strict=True)]
+        steps += count
+    if not steps:
+        return Timings(buckets)
+    step = quantile(buckets, 0.5) if buckets else 0.0
+    means = [[total / steps for total in totals] for totals in (data, forward)]
+    slow = [set(rundir.slow_ranks(one, step)) for one in means]
+    ranks = (
+        Rank(host, wait, work, number in slow[0], number in slow[1])
+        for number, (host, wait, work) in enumerate(zip(hosts, *means, strict=True))
+    )
+    return Timings(buckets, tuple(ranks), steps)
+
+
+def _buckets(found: Any) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for name, count in found.items() if isinstance(found, dict) else ():
+        try:
+            bucket = int(name)
+        except ValueError:
+            continue
+        if bucket in _BUCKETS and is_step(count) and count:
+            counts[bucket] = count
+    return counts
+
+
+def _fit(hosts: Any, *means: Any) -> bool:
+    """Whether there is a host and a number of seconds in each of the lists for each rank."""
+    lists = (hosts, *means)
+    return (
+        all(isinstance(one, list) for one in lists)
+        and len({len(one) for one in lists}) == 1
+        and bool(hosts)
+        and all(isinstance(host, str) for host in hosts)
+        and all(drawing.is_number(mean) and 0 <= mean < _LONGEST for one in means for mean in one)
+    )

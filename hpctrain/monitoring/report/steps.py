@@ -1,0 +1,101 @@
+"""Figures of where the time of a step goes: how long steps took, and which ranks are slow."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.ticker import EngFormatter, LogLocator
+
+from hpctrain.monitoring.report import figures, wording
+from hpctrain.monitoring.report.figures import Drawn
+from hpctrain.monitoring.report.run_reader import Run
+from hpctrain.monitoring.report.step_times import edge, quantile
+
+__all__ = ["draw_ranks", "draw_times"]
+
+_FEW = 16  # ranks, each with its number
+_MOST_NAMED = 8  # slow ranks that are named in a figure
+
+
+def draw_times(runs: Sequence[Run]) -> Drawn | None:
+    """How long the steps of rank 0 took; None where no run says so."""
+    shown = [(number, run) for number, run in enumerate(runs) if run.timings.buckets]
+    if not shown:
+        return None
+    sheet = figures.sheet("time of a step", "share of the steps")
+    axes = sheet.axes[0]
+    said = []
+    for number, run in shown:
+        buckets = run.timings.buckets
+        known = range(min(buckets), max(buckets) + 1)
+        shares = np.array([buckets[bucket] for bucket in known], dtype=float) / buckets.total()
+        edges = [edge(bucket) for bucket in (*known, known.stop)]
+        ink = figures.color(number)
+        dashes = figures.DASHES[number % len(figures.DASHES)]
+        axes.stairs(shares, edges, fill=True, color=ink, alpha=0.25)
+        axes.stairs(shares, edges, color=ink, linestyle=dashes, label=run.label)
+        usual, late = (wording.duration(quantile(buckets, share)) for share in (0.5, 0.99))
+        said.append(
+            (f"{run.label}: " if len(runs) > 1 else "")
+            + f"Half of {wording.number(buckets.total())} steps take at most {usual}, 99 of 100 at "
+            f"most {late}, the longest {wording.duration(edge(known.stop))}."
+        )
+    axes.set_xscale("log")
+    first, last = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if last < 20 * first else (1.0,)))
+    axes.xaxis.set_major_formatter(EngFormatter("s"))
+    axes.xaxis.set_minor_formatter("")
+    if len(runs) > 1:
+        # Filled and outline of each; the outline has the dashes.
+        sheet.legend(axes.patches[1::2], [run.label for _, run in shown])
+    told = " ".join(said)
+    return sheet.done("step-times", "time of a step, rank 0", f"Histogram. {told}", told)
+
+
+def draw_ranks(run: Run, number: int, alone: bool) -> Drawn | None:
+    """What each rank does before the others wait for it; None where the run names no two.
+
+    Args:
+        run: whose ranks.
+        number: of the run among those of the report.
+        alone: whether it is the only one.
+    """
+    ranks = run.timings.ranks
+    if len(ranks) < 2:
+        return None
+    sheet = figures.Sheet(rows=2)
+    slow_data = [rank for rank, one in enumerate(ranks) if one.slow_data]
+    slow_forward = [rank for rank, one in enumerate(ranks) if one.slow_forward]
+    _bars(sheet.axes[0], "waits for data", [one.data for one in ranks], slow_data)
+    _bars(sheet.axes[1], "forward", [one.forward for one in ranks], slow_forward)
+    sheet.axes[1].set_xlabel("rank")
+    if len(ranks) <= _FEW:
+        sheet.axes[1].set_xticks(range(len(ranks)))
+    caption = f"Means of {wording.number(run.timings.steps)} steps."
+    for name, slow in (("data", slow_data), ("the forward pass", slow_forward)):
+        if slow:
+            named = ", ".join(map(str, slow[:_MOST_NAMED]))
+            more = f" and {len(slow) - _MOST_NAMED} more" if len(slow) > _MOST_NAMED else ""
+            caption += f" Slow by {name}, marked: rank {named}{more}."
+    if not slow_data and not slow_forward:
+        caption += " No rank is slow."
+    title = "ranks" if alone else f"ranks of {run.label}"
+    stem = "ranks" if alone else f"ranks-{number + 1}"
+    alt = f"Bars for each of {len(ranks)} ranks: waiting for data, and forward pass. {caption}"
+    return sheet.done(stem, title, alt, caption)
+
+
+def _bars(axes: Any, label: str, seconds: list[float], slow: list[int]) -> None:
+    """Bars of all ranks; slow ones in another colour, with a mark above."""
+    axes.set_ylabel(label)
+    axes.yaxis.set_major_formatter(EngFormatter("s"))
+    # One outline of bars and gaps: thousands of patches would take long.
+    edges = np.sort(np.concatenate([np.arange(len(seconds)) - 0.4, np.arange(len(seconds)) + 0.4]))
+    for ink, ranks in ((0, set(range(len(seconds))) - set(slow)), (1, set(slow))):
+        heights = np.zeros(2 * len(seconds) - 1)
+        heights[::2] = [one if rank in ranks else 0.0 for rank, one in enumerate(seconds)]
+        axes.stairs(heights, edges, fill=True, color=figures.color(ink))
+    if slow:
+        tops = [seconds[rank] + 0.08 * max(seconds) for rank in slow]
+        axes.plot(slow, tops, linestyle="", marker="v", color=figures.color(1))
+    axes.set_ylim(bottom=0.0)

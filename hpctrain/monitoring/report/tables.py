@@ -1,0 +1,228 @@
+"""What a run says of itself, in tables."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hpctrain.monitoring.report import wording
+from hpctrain.monitoring.report.run_reader import Run, Series, mapping
+from hpctrain.monitoring.report.step_times import is_step
+
+__all__ = ["Table", "metrics", "options", "ranks", "starts", "summary", "system"]
+
+_MOST_STARTS = 100
+_MOST_RANKS = 16
+_MOST_METRICS = 200
+_MOST_HOSTS = 8
+_COMMIT = 10  # characters that people read of one
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table as it is shown; the first cell of a row is its head.
+
+    Attributes:
+        caption: above it.
+        heads: of the columns.
+        rows: cells, as many as heads.
+        marked: the rows in which the runs differ.
+        note: below it, or empty.
+    """
+
+    caption: str
+    heads: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    marked: frozenset[int] = field(default_factory=frozenset)
+    note: str = ""
+
+
+def summary(run: Run) -> dict[str, str]:
+    """How a run went, in a few words each."""
+    said = run.summary
+    elapsed = _between(run.start.get("time"), run.last.get("time"))
+    whole = _between(run.starts[0].get("time") if run.starts else None, run.last.get("time"))
+    facts = {
+        "status": status(run),
+        "step": _count(said.get("step", run.last.get("step"))),
+        "epoch": wording.text(said.get("epoch", run.last.get("epoch"))),
+        "throughput": _speed(run),
+        "training, last start": wording.duration(said.get("seconds", elapsed)),
+        "first start to last row": wording.duration(whole),
+        "starts": wording.number(len(run.starts)),
+        "last row": wording.moment(run.last.get("time")),
+    }
+    if said.get("reason"):
+        facts["reason"] = wording.text(said["reason"])
+    return facts
+
+
+def _count(value: Any) -> str:
+    return wording.number(value) if is_step(value) else wording.text(value)
+
+
+def status(run: Run) -> str:
+    """How a run ended; one without a summary goes on, or was killed."""
+    if run.end_unread:
+        return "not known"
+    found = run.summary.get("status")
+    return wording.text(found) if isinstance(found, str) and found else "not ended"
+
+
+def _between(begin: Any, end: Any) -> float | None:
+    try:
+        return max(float(end) - float(begin), 0.0)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _speed(run: Run) -> str:
+    speed = run.summary.get("samples_per_second")
+    if speed is None and (series := run.series.get("samples_per_second")):
+        known = series.finite()[1]
+        speed = float(np.median(known)) if len(known) else None
+    if not isinstance(speed, (int, float)) or not speed:
+        return "–"
+    return f"{wording.number(speed)} samples/s"
+
+
+def metrics(run: Run) -> Table:
+    """Last, lowest and highest value of each metric."""
+    rows = []
+    for name, series in list(run.series.items())[:_MOST_METRICS]:
+        low, high, fine = _extremes(series)
+        rest = len(series.values) - fine
+        rows.append(
+            (
+                wording.text(name),
+                wording.number(series.values[-1]),
+                low,
+                high,
+                wording.number(len(series.values)) + (f" ({rest:,} not finite)" if rest else ""),
+            )
+        )
+    heads = ("metric", "last", "lowest", "highest", "values")
+    more = len(run.series) - len(rows)
+    return Table("Metrics", heads, rows, note=f"{more:,} more are not shown." if more else "")
+
+
+def _extremes(series: Series) -> tuple[str, str, int]:
+    """Lowest and highest finite value with their steps, and how many are finite."""
+    steps, values = series.finite()
+    if not len(values):
+        return "–", "–", 0
+    low, high = (
+        f"{wording.number(float(values[place]))} at step {int(steps[place]):,}"
+        for place in (values.argmin(), values.argmax())
+    )
+    return low, high, len(values)
+
+
+def system(run: Run) -> dict[str, str]:
+    """What a run trained on, at its last start."""
+    world, start, said = run.world, run.start, run.summary
+    facts = {
+        "ranks": wording.text(world.get("world_size")),
+        "hosts": wording.text(world.get("num_nodes")),
+        "names of hosts": _hosts(world),
+        "launcher": wording.text(world.get("launcher")),
+        "backend": wording.text(said.get("backend", run.options.get("backend"))),
+        "precision": wording.text(said.get("precision", run.options.get("precision"))),
+        "device": wording.text(start.get("device")),
+        "job": wording.text(mapping(start.get("job")).get("job_id")),
+        "commit": wording.text(start.get("commit")),
+    }
+    versions = mapping(start.get("versions"))
+    return facts | {wording.text(name): wording.text(one) for name, one in versions.items()}
+
+
+def options(run: Run) -> dict[str, str]:
+    """The options of the last start by name, and the script's own."""
+    own = mapping(run.start.get("own_options"))
+    return {wording.text(name): wording.text(one) for name, one in (run.options | own).items()}
+
+
+def starts(run: Run) -> Table:
+    """Each start: when, where, with what, and what had changed since the one before."""
+    rows = []
+    before: Mapping[str, Any] | None = None
+    for count, start in enumerate(run.starts, 1):
+        now = mapping(start.get("options")) | mapping(start.get("own_options"))
+        world, versions = mapping(start.get("world")), mapping(start.get("versions"))
+        rows.append(
+            (
+                str(count),
+                wording.moment(start.get("time")),
+                wording.text(start.get("step")),
+                wording.text(world.get("world_size")),
+                _hosts(world),
+                "–" if before is None else _changes(before, now),
+                _command(start.get("command")),
+                wording.text(world.get("launcher")),
+                wording.text(mapping(start.get("job")).get("job_id")),
+                wording.text(", ".join(f"{k} {wording.text(v)}" for k, v in versions.items())),
+                wording.text(start.get("commit"))[:_COMMIT],
+            )
+        )
+        before = now
+    heads = (
+        *("start", "when", "at step", "ranks", "hosts", "options changed since the last"),
+        *("command", "launcher", "job", "versions", "commit"),
+    )
+    left = len(rows) - _MOST_STARTS
+    note = f"The first {left:,} starts are not shown." if left > 0 else ""
+    return Table("Starts", heads, rows[-_MOST_STARTS:], note=note)
+
+
+def _hosts(world: Mapping[str, Any]) -> str:
+    """The names of the hosts, the first of many."""
+    hosts = world.get("hosts")
+    named = [wording.text(host) for host in hosts] if isinstance(hosts, list) else []
+    more = f" and {len(named) - _MOST_HOSTS} more" if len(named) > _MOST_HOSTS else ""
+    return wording.text(", ".join(named[:_MOST_HOSTS]) + more)
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    missing = object()
+    changed = [
+        f"{wording.text(name)}: {wording.text(before.get(name))} → {wording.text(now.get(name))}"
+        for name in {**before, **now}
+        if before.get(name, missing) != now.get(name, missing)
+    ]
+    return wording.text("; ".join(changed) or "none")
+
+
+def _command(words: Any) -> str:
+    """What a person can type again."""
+    return wording.text(shlex.join(map(str, words)) if isinstance(words, list) else words)
+
+
+def ranks(run: Run) -> Table | None:
+    """Ranks with their hosts: all where they are few, else those that are slow."""
+    known = run.timings.ranks
+    if not known:
+        return None
+    few = len(known) <= _MOST_RANKS
+    chosen = [
+        (number, rank)
+        for number, rank in enumerate(known)
+        if few or rank.slow_data or rank.slow_forward
+    ]
+    rows = [
+        (
+            str(number),
+            wording.text(rank.host),
+            wording.duration(rank.data),
+            wording.duration(rank.forward),
+            " and ".join(
+                ["data"] * rank.slow_data + ["forward"] * rank.slow_forward,
+            )
+            or "–",
+        )
+        for number, rank in chosen[:_MOST_STARTS]
+    ]
+    note = "" if few else f"Only slow ones of {len(known):,} ranks are shown."
+    heads = ("rank", "host", "waits for data", "forward", "slow by")
+    return Table("Ranks: means of a step", heads, rows, note=note)

@@ -1,0 +1,260 @@
+"""Where the time of a step goes: on the host's clock, by rank, and which rank is slow."""
+
+import json
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hpctrain import rundir
+from hpctrain.backends.base import Backend, Later
+from hpctrain.process.logging import logger
+from hpctrain.rundir import RunDirectory
+
+__all__ = ["Clock", "Phases", "Timings"]
+
+# Of training, from one line of timings.jsonl to the next.
+_SECONDS_BETWEEN_LINES = 30.0
+# What is shorter says too little of a rank: one hiccup weighs too much in it.
+_LEAST_SECONDS = 10.0
+# Forward passes of an interval that are timed on a GPU; their median counts.
+_SAMPLES = 8
+_MOST_NAMED = 3
+
+# By what is slow: what such a rank does, and where to look.
+_ADVICE = {
+    "data": (
+        "waits %.0f ms a step for data",
+        "its disk or its cores are the place to look: hpctrain bench input there, top, iostat -x 1;"
+        " more --workers, or the data on its own disk",
+    ),
+    "forward": (
+        "takes %.0f ms a step for the forward pass",
+        "a hot or throttled GPU, or another job there: hpctrain doctor, nvidia-smi -q -d "
+        "PERFORMANCE, top",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Which numbers of a loop's phases mean what.
+
+    Attributes:
+        loading: waits for a batch.
+        computing: from the batch to the backward pass.
+        backward: those that can follow it.
+        steps: those that make a step.
+    """
+
+    loading: int
+    computing: int
+    backward: tuple[int, ...]
+    steps: slice
+
+
+class Clock:
+    """How long this process is in each phase of the loop.
+
+    Args:
+        phases: of the loop.
+        seconds: by phase; somebody else counts them.
+
+    Attributes:
+        phases, seconds: as above.
+    """
+
+    def __init__(self, phases: Phases, seconds: Sequence[float]) -> None:
+        self.phases, self.seconds = phases, seconds
+
+    def restart(self) -> None:
+        """An interval begins."""
+        self._begun = self.seconds[self.phases.computing]
+
+    def forward(self, steps: int, micro_batches: int) -> float:
+        """Seconds of a step from the batch in hand to the backward pass, in this interval.
+
+        Args:
+            steps: of the interval.
+            micro_batches: of a step.
+        """
+        del micro_batches
+        return (self.seconds[self.phases.computing] - self._begun) / steps
+
+
+class DeviceClock(Clock):
+    """The same, with the forward pass on the GPU's clock: the host only hands out work there.
+
+    A few passes of each interval are between two CUDA events, which nobody waits for.
+    """
+
+    def __init__(self, phases: Phases, seconds: Sequence[float]) -> None:
+        super().__init__(phases, seconds)
+        self._wanted = 0
+        self._first: torch.cuda.Event | None = None
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def enter(self, phase: int) -> None:
+        """A phase begins; several times in each step."""
+        if not self._wanted:
+            return
+        if phase == self.phases.computing:
+            self._first = _event()
+        elif phase in self.phases.backward and self._first is not None:
+            self._pairs.append((self._first, _event()))
+            self._first = None
+            self._wanted -= 1
+
+    def restart(self) -> None:
+        """An interval begins."""
+        self._pairs, self._wanted = [], _SAMPLES
+
+    def forward(self, steps: int, micro_batches: int) -> float:
+        """Seconds of a step's forward passes; 0 where the GPU has not come so far."""
+        del steps
+        done = [
+            first.elapsed_time(last) / 1000
+            for first, last in self._pairs
+            if last.query()  # type: ignore[no-untyped-call]
+        ]
+        return statistics.median(done) * micro_batches if done else 0.0
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+class Timings:
+    """The lines of timings.jsonl, and a word about ranks that are slower than the others.
+
+    Ranks wait for each other in the backward pass, so their steps are equally long; the waits for
+    data and the forward passes are not. About every half minute the ranks put theirs together, in
+    one sum that is begun at the same step and read when it has arrived. The first step of a start
+    is left out: much is done in it once.
+
+    Args:
+        backend: over whose ranks.
+        clock: of this rank.
+        hosts: that of each rank.
+        directory: of the run.
+        micro_batches: of a step on each rank.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        clock: Clock,
+        hosts: Sequence[str],
+        directory: RunDirectory,
+        micro_batches: int,
+    ) -> None:
+        self._backend, self._clock, self._hosts = backend, clock, hosts
+        self._seconds, self._in_steps = clock.seconds, clock.phases.steps
+        self._directory, self._micro_batches = directory, micro_batches
+        self._ended = 0.0  # when the last step did, in seconds of steps
+        self._asked = 0.0
+        self._known: dict[str, set[int]] = {kind: set() for kind in _ADVICE}
+        self._failed = False
+        self._sum: tuple[dict[str, Any], float, Later] | None = None  # under way
+        self._restart()
+        self._first = True  # whether the next step is the first one of this start
+
+    def _restart(self) -> None:
+        self._took: list[float] = []  # seconds of each step of this interval
+        self._begun = self._ended
+        self._waited = self._clock.seconds[self._clock.phases.loading]
+        self._clock.restart()
+
+    def step(self) -> None:
+        """A step is done."""
+        ended = sum(self._seconds[self._in_steps])
+        self._took.append(ended - self._ended)
+        self._ended = ended
+        if self._first:
+            self._first = False
+            self._restart()
+
+    def due(self) -> bool:
+        """Whether rank 0 finds it time for a line; said once, and all ranks have to be told."""
+        if self._backend.rank or self._ended - self._asked < _SECONDS_BETWEEN_LINES:
+            return False
+        self._asked = self._ended
+        return True
+
+    def begin(self, step: int, epoch: int) -> None:
+        """Begin a line; called by all ranks at the same step."""
+        self._finish()
+        steps = len(self._took)
+        if self._first or not steps:
+            return
+        rank, size = self._backend.rank, self._backend.world_size
+        waited = self._clock.seconds[self._clock.phases.loading] - self._waited
+        own = [0.0] * (2 * size)
+        own[rank] = waited / steps
+        own[size + rank] = self._clock.forward(steps, self._micro_batches)
+        buckets = Counter(
+            math.floor(20 * math.log10(took * 1e6)) for took in self._took if took > 0
+        )
+        line = {
+            "step": step,
+            "epoch": epoch,
+            "time": time.time(),
+            "steps": steps,
+            "hosts": list(self._hosts),
+            "step_times": {str(bucket): n for bucket, n in sorted(buckets.items())},
+        }
+        self._sum = line, self._ended - self._begun, self._backend.sum_later(own)
+        self._restart()
+
+    def poll(self) -> None:
+        """Write the line whose sum has arrived."""
+        if self._sum is not None and self._sum[2].ready():
+            self._finish()
+
+    def finish(self, step: int, epoch: int) -> None:
+        """The last line; called by all ranks, which may wait for each other."""
+        self.begin(step, epoch)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._sum is None:
+            return
+        (line, seconds, later), self._sum = self._sum, None
+        size = self._backend.world_size
+        numbers = [round(number, 7) for number in later.values()]
+        if self._backend.rank:
+            return
+        line |= {"data": numbers[:size], "forward": numbers[size:]}
+        try:
+            rundir.append(self._directory.timings, json.dumps(line))
+        except OSError as error:
+            if not self._failed:
+                logger.error("%s cannot be written: %s", self._directory.timings, error)
+            self._failed = True
+        if seconds >= _LEAST_SECONDS:
+            for kind in _ADVICE:
+                self._judge(kind, line[kind], seconds / line["steps"])
+
+    def _judge(self, kind: str, numbers: Sequence[float], a_step: float) -> None:
+        """Name the ranks that have become slow, and those that are so no more."""
+        slow = set(rundir.slow_ranks(numbers, a_step))
+        before, self._known[kind] = self._known[kind], slow
+        does, advice = _ADVICE[kind]
+        usual = f"the median rank {1000 * statistics.median_low(numbers):.0f} ms"
+        new = sorted(slow - before, key=lambda rank: -numbers[rank])
+        for rank in new[:_MOST_NAMED]:
+            what = does % (1000 * numbers[rank])
+            said = f"rank {rank} on {self._hosts[rank]} {what}, {usual}"
+            logger.warning("%s (a step takes %.0f ms); %s", said, 1000 * a_step, advice)
+        if len(new) > _MOST_NAMED:
+            logger.warning("and %d more ranks like that; timings.jsonl has all", len(new) - 3)
+        for rank in sorted(before - slow)[:_MOST_NAMED]:
+            what = does % (1000 * numbers[rank])
+            logger.info("rank %d on %s %s, like the others", rank, self._hosts[rank], what)

@@ -1,0 +1,124 @@
+"""Where rows of metrics go besides metrics.jsonl: a file for each tracker, and a table.
+
+A new one is a file with a subclass of `Tracker`, and a line in `TRACKERS`.
+"""
+
+import contextlib
+import difflib
+import importlib.util
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpctrain import rundir
+from hpctrain.errors import UsageError
+from hpctrain.monitoring.trackers.base import About, Tracker
+from hpctrain.monitoring.trackers.mlflow import MLflow
+from hpctrain.monitoring.trackers.outlet import Outlet
+from hpctrain.monitoring.trackers.tensorboard import TensorBoard
+from hpctrain.monitoring.trackers.wandb import WandB
+from hpctrain.process.logging import logger
+
+__all__ = ["TRACKERS", "About", "Tracker", "Tracking", "parse"]
+
+TRACKERS: dict[str, type[Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "mlflow": MLflow,
+}
+
+# For networks at the end of a run. A run that stops may be killed at any moment, and has its
+# verdict still to write.
+_SECONDS_AT_THE_END = 30.0
+_SECONDS_TO_STOP = 3.0
+# Of the time in which the other ranks, which wait for this one, take it for lost.
+_PART_OF_THE_TIMEOUT = 0.25
+# What takes no longer needs no word.
+_SECONDS_UNSAID = 1.0
+
+
+def parse(text: str | None, here: bool) -> list[str]:
+    """The names in `--track`, each once.
+
+    Args:
+        text: as given.
+        here: whether this process would use them, so that their packages have to be there.
+
+    Raises:
+        UsageError: an unknown one, or one whose package is missing.
+    """
+    names = list(dict.fromkeys(name.strip() for name in text.split(","))) if text else []
+    for name in names:
+        if name not in TRACKERS:
+            near = difflib.get_close_matches(name, TRACKERS, 1)
+            raise UsageError(
+                f"--track {text}: no tracker is called {name!r}",
+                f"one or several of {', '.join(TRACKERS)}",
+                f"--track {near[0] if near else next(iter(TRACKERS))}",
+            )
+        if here and not _installed(name):
+            raise UsageError(
+                f"--track {name}, and its package is not installed",
+                f"{name}, which can be imported",
+                f"pip install 'hpctrain[{name}]'",
+            )
+    return names
+
+
+def _installed(name: str) -> bool:
+    # A folder of that name, such as the one that W&B makes, would count as a package without one.
+    spec = importlib.util.find_spec(TRACKERS[name].package)
+    return spec is not None and spec.origin is not None
+
+
+class Tracking:
+    """All trackers of a run; used by rank 0 alone. Each works in a thread of its own.
+
+    One that fails says so once, and neither ends nor slows the training.
+
+    Args:
+        names: keys of `TRACKERS`.
+        about: the run.
+    """
+
+    def __init__(self, names: Sequence[str], about: About) -> None:
+        self._outlets = [Outlet(name, TRACKERS[name], about) for name in names]
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Pass on a row of metrics.jsonl."""
+        for outlet in self._outlets:
+            outlet.put(row)
+
+    def close(self, status: str, timeout: float) -> None:
+        """Let them finish, for a while that is that of all together; a signal ends it.
+
+        Args:
+            status: of the run, as in summary.json.
+            timeout: seconds after which other ranks take this one for lost.
+        """
+        for outlet in self._outlets:
+            outlet.end(status)
+        done = status == rundir.STATUS[rundir.DONE]
+        usual = _SECONDS_AT_THE_END if done else _SECONDS_TO_STOP
+        seconds = min(usual, timeout * _PART_OF_THE_TIMEOUT)
+        begun = time.monotonic()
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):  # what handlers of signals raise
+            late = self._late(begun + min(seconds, _SECONDS_UNSAID))
+            if late and seconds > _SECONDS_UNSAID:
+                logger.info("waiting up to %.0f s for --track %s; Ctrl-C ends it", seconds, late)
+            self._late(begun + seconds)
+        if late := self._late(begun):
+            logger.warning(
+                "--track %s has not taken all rows within %.0f s; metrics.jsonl has them",
+                late,
+                time.monotonic() - begun,
+            )
+        for outlet in self._outlets:
+            outlet.abandon()
+
+    def _late(self, end: float) -> str:
+        """The names of those that have not finished until then, a time of `time.monotonic`."""
+        finished = [outlet.wait(max(0.0, end - time.monotonic())) for outlet in self._outlets]
+        return ",".join(
+            outlet.name for outlet, over in zip(self._outlets, finished, strict=True) if not over
+        )

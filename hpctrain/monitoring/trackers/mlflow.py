@@ -1,0 +1,62 @@
+"""MLflow."""
+
+import os
+from collections.abc import Mapping
+
+from hpctrain import rundir
+from hpctrain.monitoring.trackers.base import About, Tracker
+
+__all__ = ["MLflow"]
+
+_STATUS = {
+    rundir.STATUS[rundir.DONE]: "FINISHED",
+    rundir.STATUS[rundir.STOPPED]: "KILLED",
+}
+# Of a parameter's value. Source: mlflow.utils.validation.
+_LONGEST = 500
+
+
+class MLflow(Tracker):
+    """A run of MLflow, in the experiment that `$MLFLOW_EXPERIMENT_NAME` or else the script names.
+
+    Where its server is, `$MLFLOW_TRACKING_URI` says.
+
+    Args:
+        about: the run.
+    """
+
+    package = "mlflow"
+
+    def __init__(self, about: About) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._client_of, self._metric, self._param = MlflowClient, Metric, Param
+        self._about = about
+
+    def open(self) -> None:
+        """Begin the run, or go on with it."""
+        about, self._client = self._about, self._client_of()
+        known = about.known_as("mlflow")
+        if known is not None:
+            self._run = known
+            self._client.update_run(known, status="RUNNING")
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or about.name
+        experiment = self._client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        run = self._client.create_run(number, run_name=about.directory.path.name)
+        self._run = run.info.run_id
+        about.remember("mlflow", self._run)
+        params = [self._param(name, str(v)[:_LONGEST]) for name, v in about.options.items()]
+        self._client.log_batch(self._run, params=params)
+
+    def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
+        """A row."""
+        moment = int(seconds * 1000)
+        metrics = [self._metric(name, value, moment, step) for name, value in values.items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def close(self, status: str) -> None:
+        """Say how the run ended."""
+        self._client.set_terminated(self._run, _STATUS.get(status, "FAILED"))

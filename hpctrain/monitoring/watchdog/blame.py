@@ -1,0 +1,196 @@
+"""Which rank is to blame, from what the helpers of all hosts see. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.monitoring.watchdog.phases import BACKWARD, CLOSED, MEETING, PHASES, UPDATING
+from hpctrain.monitoring.watchdog.processes import STATES
+
+__all__ = ["Blame", "Sighting", "apart", "judge", "place", "suspended"]
+
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A rank, as the helper of its host sees it.
+
+    Attributes:
+        rank: its number.
+        host: its host.
+        step: optimizer steps that it has done.
+        phase: one of `PHASES`.
+        silence: seconds since its last beat.
+        pid: of its process.
+        state: the letter of its process in proc(5); empty where that has ended.
+        waits_in: the kernel's function in which it waits, if it does.
+    """
+
+    rank: int
+    host: str
+    step: int
+    phase: int
+    silence: float
+    pid: int
+    state: str
+    waits_in: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """What to tell people.
+
+    Attributes:
+        ranks: those to blame; empty where all wait for each other.
+        found: one line.
+        fix: what to do, one line.
+    """
+
+    ranks: tuple[int, ...]
+    found: str
+    fix: str
+
+
+def suspended(sightings: Sequence[Sighting], world_size: int) -> bool:
+    """Whether every rank is stopped: somebody has suspended the run, and nothing hangs."""
+    return len(sightings) == world_size and all(one.state in ("T", "t") for one in sightings)
+
+
+def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) -> Blame:
+    """Say who is to blame.
+
+    In this order: ranks that are gone; that are stopped; that are behind the others; that wait in
+    the kernel; of which nothing is heard, or that have left, while the others wait.
+
+    Args:
+        sightings: at least one, of a rank that is silent.
+        world_size: the number of ranks.
+        hosts: the names of all hosts.
+    """
+    seen = sorted(sightings, key=lambda one: one.rank)
+    inside = [one for one in seen if one.phase != CLOSED]
+    alive = [one for one in inside if one.state]
+    missing = sorted(set(range(world_size)) - {one.rank for one in seen})
+    absent = [host for host in hosts if host not in {one.host for one in seen}]
+    unheard = _unheard(missing, absent)
+    if gone := [one for one in inside if not one.state]:
+        silence = max((one.silence for one in alive), default=0.0)
+        found = f"{_names(gone)} gone, last seen at {place(gone[0])}; the others are silent for "
+        return Blame(
+            _ranks(gone),
+            f"{found}{silence:.0f} s",
+            "the end of its log in logs/ and that of the system: out of memory, a kill",
+        )
+    if stopped := [one for one in alive if one.state in ("T", "t")]:
+        pids = " ".join(str(one.pid) for one in stopped[:_MOST_NAMED])
+        return Blame(
+            _ranks(stopped),
+            f"{_silent(stopped)}: process {pids} {STATES[stopped[0].state]} "
+            f"(state {stopped[0].state})",
+            f"find what stopped it, a debugger, Ctrl-Z or kill -STOP; kill -CONT {pids} lets it "
+            "go on",
+        )
+    places = sorted({(one.step, one.phase) for one in alive})
+    behind = [one for one in alive if (one.step, one.phase) == places[0]]
+    in_kernel = [one for one in alive if one.state == "D"]
+    if len(behind) == len(alive) and 0 < len(in_kernel) < len(alive):
+        behind = in_kernel
+    waits = PHASES[behind[0].phase].waits
+    left = [one for one in seen if one.phase == CLOSED]
+    if len(behind) < len(alive) or world_size == 1 or ((missing or left) and not waits):
+        return Blame(_ranks(behind), _silent(behind) + _kernel(behind) + unheard, _LONG)
+    if missing and waits:
+        return Blame(tuple(missing), _silent(alive) + f": they wait{unheard}", _NETWORK)
+    if left and waits:
+        found = f"{_silent(alive)}: they wait, and {_names(left)} no longer in the run"
+        return Blame(_ranks(left), found, "the same number of steps on every rank")
+    found = f"all {len(alive)} ranks are silent for {_seconds(alive)} s at {place(alive[0])}"
+    if waits:
+        found += ": they wait for each other"
+    return Blame((), found + _kernel(alive), _NETWORK if waits else _LONG)
+
+
+def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
+    """Whether ranks wait for each other at two places, so that none of them ever goes on.
+
+    A rank in the backward pass of a step needs the gradients of all others. Those that wait for
+    it before another exchange, after as many steps or fewer, will not bring any before it has come
+    there itself. (One that evaluates or saves may come yet.)
+
+    Args:
+        sightings: of all ranks.
+        world_size: the number of ranks.
+    """
+    inside = [one for one in sightings if one.state and one.phase != CLOSED]
+    if len(inside) < world_size:
+        return None
+    training = [one for one in inside if one.phase in (BACKWARD, UPDATING)]
+    others = [one for one in inside if one.phase == MEETING]
+    if not training or not others or len(training) + len(others) < world_size:
+        return None
+    if max(one.step for one in others) > min(one.step for one in training):
+        return None
+    found = "; ".join(
+        f"{_numbers(_ranks(those))} {'is' if len(those) == 1 else 'are'} at {place(those[0])}"
+        for those in (training, others)
+    )
+    return Blame(
+        _ranks(others if len(others) < len(training) else training),
+        f"the ranks wait for each other at two places: {found}",
+        "give all ranks as many batches, and break, save, log and evaluate on all of them, not "
+        "under `if session.is_main`",
+    )
+
+
+_LONG = "the stack says where; --timeout SECONDS where that may take so long"
+_NETWORK = "the stacks say where; look at the network between the hosts (hpctrain doctor)"
+
+
+def place(one: Sighting) -> str:
+    """How far a rank is, for people."""
+    return f"step {one.step}, {PHASES[one.phase].words}"
+
+
+def _ranks(those: Sequence[Sighting]) -> tuple[int, ...]:
+    return tuple(one.rank for one in those)
+
+
+def _names(those: Sequence[Sighting]) -> str:
+    """Subject and verb: "rank 2 on node3 is", "ranks 2 and 3 on node3 are"."""
+    hosts = list(dict.fromkeys(one.host for one in those))
+    verb = "is" if len(those) == 1 else "are"
+    return f"{_numbers(_ranks(those))} on {_list(hosts)} {verb}"
+
+
+def _silent(those: Sequence[Sighting]) -> str:
+    return f"{_names(those)} silent for {_seconds(those)} s at {place(those[0])}"
+
+
+def _seconds(those: Sequence[Sighting]) -> str:
+    return f"{max(one.silence for one in those):.0f}"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {_list([str(rank) for rank in ranks])}"
+
+
+def _list(words: Sequence[str]) -> str:
+    if len(words) > _MOST_NAMED:
+        words = [*words[: _MOST_NAMED - 1], f"{len(words) - _MOST_NAMED + 1} more"]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _kernel(those: Sequence[Sighting]) -> str:
+    """Of the first that waits in the kernel: a file system or a device does not answer."""
+    for one in those:
+        if one.state == "D":
+            where = f" in {one.waits_in}" if one.waits_in else ""
+            return f"; process {one.pid} {STATES['D']}{where} (state D)"
+    return ""
+
+
+def _unheard(missing: Sequence[int], absent: Sequence[str]) -> str:
+    if not missing:
+        return ""
+    hosts = f" ({_list(absent)})" if absent else ""
+    return f"; nothing is heard of {_numbers(missing)}{hosts}: not silent, or cut off"

@@ -1,0 +1,21 @@
+"""The helper of a host, a program of its own: `python -S -P helper.py FOLDER`; see `slots`.
+
+It needs nothing but the standard library and this package, and ends with the ranks that it watches.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Watch until the last rank has left or is dead."""
+    sys.path.append(str(Path(__file__).absolute().parents[3]))  # where this package is
+    from hpctrain.monitoring.watchdog.loop import Watch
+
+    Watch(Path(sys.argv[1])).run()
+    os._exit(0)  # a thread may hang in a file system
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""Batch norm over the micro-batches of all ranks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from hpctrain.backends.base import Backend
+from hpctrain.errors import UsageError
+from hpctrain.process.logging import logger
+
+__all__ = ["SyncBatchNorm", "convert"]
+
+
+def convert(model: nn.Module, backend: Backend) -> nn.Module:
+    """Let a model's batch norm see the micro-batches of all ranks, in place.
+
+    On GPUs under ddp the layers become torch's own SyncBatchNorm, else the one below, also where
+    they were torch's, which takes no CPU. Weights, buffers, hooks and names stay. A rank that is
+    alone has nothing to sum, and keeps its model, but for torch's layers on a CPU.
+
+    Args:
+        model: on its device, before the backend wraps it.
+        backend: of the session.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UsageError: batch norm of the model's own making, or without weights yet; or a backend that
+            has several GPUs and no sums over them.
+    """
+    if backend.name == "dataparallel" and torch.cuda.device_count() > 1:
+        raise UsageError(
+            "--sync-batchnorm with --backend dataparallel, whose GPUs know their own part alone",
+            "a rank for each GPU",
+            "hpctrain run SCRIPT, with --backend ddp",
+        )
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    if backend.world_size == 1:
+        for _, layer in layers:
+            if isinstance(layer, nn.SyncBatchNorm) and backend.device.type == "cpu":
+                layer.__class__ = SyncBatchNorm  # type: ignore[assignment]
+        return model
+    if not layers:
+        return model
+    for name, layer in layers:
+        _refuse(name or "the model", layer)
+    for _, layer in layers:
+        # Another class of the same object, as torch's lazy modules do: whoever holds the layer,
+        # a hook, an optimizer or a second place in the model, goes on holding it.
+        if backend.transport == "nccl" and backend.name == "ddp":
+            layer.__class__ = nn.SyncBatchNorm
+            layer.process_group = None  # type: ignore[assignment]
+        else:
+            layer.__class__ = SyncBatchNorm
+            layer.ranks = _Ranks(backend)  # type: ignore[assignment]
+    logger.info(
+        "batch norm over all ranks: %d layer%s", len(layers), "s" if len(layers) > 1 else ""
+    )
+    return model
+
+
+def _refuse(name: str, layer: _BatchNorm) -> None:
+    if any(is_lazy(tensor) for tensor in [*layer.parameters(), *layer.buffers()]):
+        raise UsageError(
+            f"--sync-batchnorm, and {name} does not know its number of channels yet",
+            "a model that has seen a batch, or layers with num_features",
+            "model(batch) before session.prepare(model)",
+        )
+    if type(layer).forward not in _FORWARDS:
+        raise UsageError(
+            f"--sync-batchnorm, and {name} is a {type(layer).__name__} with a forward() of its own",
+            "torch's batch norm, whose sums are known",
+            "nn.BatchNorm1d, 2d or 3d there, or no --sync-batchnorm",
+        )
+
+
+class _Ranks:
+    """Holds the backend, which a copy of the model shares and a file of it does not have."""
+
+    def __init__(self, backend: Backend | None = None) -> None:
+        self.backend = backend
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Ranks":
+        return self
+
+    def __reduce__(self) -> tuple[type["_Ranks"], tuple[()]]:
+        return _Ranks, ()
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm whose mean and variance, in training, are those of all ranks.
+
+    Takes inputs of shape (batch, channels, ...) of any floating type, with another number of
+    samples on each rank, also none. Sums travel as float64, in one call in the forward pass and one
+    in the backward pass. Otherwise as torch's BatchNorm, which it is where no backend is.
+
+    Source: Ioffe and Szegedy, "Batch Normalization", 2015 (arXiv 1502.03167).
+    """
+
+    ranks = _Ranks()
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of two dimensions or more, got {input.dim()}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The normalised input, in its own type.
+
+        Raises:
+            ValueError: a single value per channel over all ranks, in training.
+        """
+        if not self.training or self.ranks.backend is None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        moments = self.ranks.backend.sum(_moments(input.detach()))
+        total, squares, count = (*moments[:-1].chunk(2), moments[-1])
+        # Read only where all ranks might have one value: it may have to wait for a device.
+        if input.numel() <= input.size(1) and count <= 1:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got "
+                f"{int(count)} over all ranks for inputs such as {tuple(input.shape)}"
+            )
+        mean = total / count
+        variance = (squares / count - mean.square()).clamp_(min=0)
+        if self.track_running_stats:
+            self._track(mean, variance * (count / (count - 1)))
+        output: Tensor = _Normalize.apply(
+            input, self.weight, self.bias, mean, variance, count, self.eps, self.ranks.backend
+        )
+        return output
+
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        """Let the running statistics follow."""
+        if self.running_mean is None or self.running_var is None:
+            return
+        part = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if part is None:
+                part = 1.0 / float(self.num_batches_tracked)
+        with torch.no_grad():
+            for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+                running.lerp_(new.to(running.dtype), part or 0.0)
+
+
+def _moments(x: Tensor) -> Tensor:
+    """Per channel the sum and the sum of squares, and the count, of shape (2 · channels + 1,).
+
+    From the mean and the deviations from it, so that squares of a large mean cancel in float64
+    alone.
+    """
+    count = x.numel() // max(x.size(1), 1)
+    if count == 0:
+        return torch.zeros(2 * x.size(1) + 1, dtype=torch.float64, device=x.device)
+    x, over = x.to(_wide(x.dtype)), _all_but_channels(x)
+    mean = x.mean(over, keepdim=True)
+    deviations = (x - mean).square().sum(over).double()
+    mean = mean.flatten().double()
+    return torch.cat((mean * count, deviations + mean.square() * count, mean.new_full((1,), count)))
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) · weight + bias, with mean and variance of all ranks.
+
+    With h = (x - mean) / sqrt(variance + eps), g the gradient of the output times weight, and N
+    values of a channel on all ranks: mean and variance depend on every x, by 1/N and
+    2 (x - mean)/N, so dx = (g - sum(g)/N - h · sum(g · h)/N) / sqrt(variance + eps), the sums over
+    all ranks. The gradients of weight and bias stay those of this rank: the backend averages them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        count: Tensor,
+        eps: float,
+        backend: Backend,
+    ) -> Tensor:
+        """The output, with the type and the layout of x."""
+        ctx.save_for_backward(x, weight, mean, variance, count)
+        ctx.eps, ctx.backend = eps, backend
+        return _affine(x, mean, variance, weight, bias, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Of x, weight and bias."""
+        x, weight, mean, variance, count = ctx.saved_tensors
+        wide, over = _wide(x.dtype), _all_but_channels(x)
+        gradient = gradient.to(wide)
+        normal = _affine(x.to(wide), mean, variance, None, None, ctx.eps)
+        sums = torch.cat((gradient.sum(over), (gradient * normal).sum(over))).double()
+        own_bias, own_weight = sums.clone().chunk(2)
+        by_x = None
+        if ctx.needs_input_grad[0]:
+            shift, slope = (ctx.backend.sum(sums) / count).chunk(2)
+            scale = (variance + ctx.eps).rsqrt()
+            if weight is not None:
+                scale = scale * weight.double()
+            shape = [1, -1] + [1] * (x.dim() - 2)
+            shift, slope, scale = (v.to(wide).view(shape) for v in (shift, slope, scale))
+            by_x = torch.addcmul(gradient - shift, normal, slope, value=-1).mul_(scale).to(x.dtype)
+        by_weight = own_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        by_bias = own_bias.to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return by_x, by_weight, by_bias, None, None, None, None, None
+
+
+def _affine(
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Batch norm by torch, with a mean and a variance that are given."""
+    wide = _wide(x.dtype)
+    return functional.batch_norm(
+        x,
+        mean.to(wide),
+        variance.to(wide),
+        None if weight is None else weight.to(wide),
+        None if bias is None else bias.to(wide),
+        training=False,
+        eps=eps,
+    )
+
+
+def _wide(kind: torch.dtype) -> torch.dtype:
+    """The type in which inputs of a type are computed with."""
+    return torch.float64 if kind == torch.float64 else torch.float32
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]
+
+
+_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)

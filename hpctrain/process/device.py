@@ -1,0 +1,137 @@
+"""Which device belongs to a rank?"""
+
+import warnings
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from hpctrain.cluster import visible_gpus
+from hpctrain.cluster.job import Allocation
+from hpctrain.cluster.world import World
+from hpctrain.errors import UsageError
+from hpctrain.process.logging import logger
+
+__all__ = ["choose", "index_of", "take_slice", "why_not"]
+
+# Not as an export before srun, which sets the variable anew in each task.
+_HIDE = f"to train on the CPU: env {visible_gpus.CUDA}= python SCRIPT"
+
+
+def take_slice(world: World, env: MutableMapping[str, str], undo: ExitStack) -> None:
+    """Leave this rank its own MIG slice of several, before CUDA starts and sees the first alone.
+
+    Args:
+        world: the rank.
+        env: CUDA reads it once, when it starts.
+        undo: gets what puts the variable back.
+
+    Raises:
+        UsageError: more ranks than slices, or CUDA has started.
+    """
+    own = visible_gpus.own_slice(env, world.local_rank)
+    if own is None:
+        return
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise UsageError(
+            f"CUDA has started before the Session, and {visible_gpus.CUDA} has several MIG slices",
+            "the Session first: it leaves each rank its own slice",
+            "move hpctrain.Session(…) before the first use of cuda in the script",
+        )
+    undo.callback(env.__setitem__, visible_gpus.CUDA, env[visible_gpus.CUDA])
+    env[visible_gpus.CUDA] = own
+
+
+def choose(world: World, job: Allocation | None, env: Mapping[str, str]) -> torch.device:
+    """This rank's GPU, or the CPU where there is none. Makes the GPU the current one.
+
+    Args:
+        world: the rank.
+        job: the scheduler's job; GPUs in it that torch cannot use are refused.
+        env: the environment; it says which GPUs this process is meant to see.
+
+    Raises:
+        UsageError: more ranks on this host than GPUs, or GPUs that torch cannot use.
+    """
+    if torch.version.hip:
+        visible_gpus.check_rocm(env)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if not usable:
+        _refuse_waste(job, env, [str(warning.message) for warning in caught])
+        return torch.device("cpu")
+    device = torch.device("cuda", index_of(world, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _refuse_waste(job: Allocation | None, env: Mapping[str, str], said: Sequence[str]) -> None:
+    """GPUs that are paid for and that torch cannot use; on one's own machine a warning is enough.
+
+    Raises:
+        UsageError: the job has GPUs.
+    """
+    meant = visible_gpus.visible(env)
+    if meant is not None and not meant.names:
+        return
+    why, fix = why_not(said)
+    if job and job.gpus:
+        raise UsageError(
+            f"job {job.label} has {job.gpus} GPU{'s' if job.gpus > 1 else ''} on this host, and "
+            f"torch {torch.__version__} can use none: {why}",
+            "GPUs that torch can use, or none",
+            f"{fix}    or, {_HIDE}",
+        )
+    if visible_gpus.here():
+        logger.warning(
+            "this machine has GPUs, and torch %s can use none: %s; to mend: %s    or, %s",
+            torch.__version__,
+            why,
+            fix,
+            _HIDE,
+        )
+
+
+def why_not(said: Sequence[str]) -> tuple[str, str]:
+    """Why torch has no GPU, and what to type."""
+    if not torch.version.cuda and not torch.version.hip:
+        return (
+            "it is a CPU build",
+            "pip install --force-reinstall torch    (from the index with the CUDA build)",
+        )
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        why = "no reason given"
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).strip().splitlines()[0]
+    why = next((line for line in said if "driver" in line.lower()), why)
+    if "too old" in why:
+        return why, "module load a newer driver, or install a torch for an older CUDA"
+    return why, "look at nvidia-smi; in a container: apptainer exec --nv, docker run --gpus all"
+
+
+def index_of(world: World, visible: int) -> int:
+    """The index of a rank's GPU among those that its process sees.
+
+    With one GPU visible to each task (Slurm's --gpus-per-task, or --gpu-bind) that is 0, otherwise
+    the local rank. Two ranks on one GPU are found when the ranks meet, as no process can see it
+    alone.
+
+    Args:
+        world: the rank.
+        visible: the number of GPUs that this process sees, at least 1.
+
+    Raises:
+        UsageError: the local rank is beyond the visible GPUs.
+    """
+    if visible == 1:
+        return 0
+    if world.local_rank >= visible:
+        ranks = f"{world.local_world_size or world.local_rank + 1} ranks"
+        raise UsageError(
+            f"local rank {world.local_rank} and {visible} visible GPUs: {ranks} on this host",
+            "at most one rank for each GPU",
+            f"start {visible} ranks on each host, or, {_HIDE}",
+        )
+    return world.local_rank

@@ -1,0 +1,83 @@
+"""Where rank 0 may be: addresses, and a few ports that follow from the start's key."""
+
+import hashlib
+import socket
+from collections.abc import Iterator, Sequence
+
+from hpctrain.cluster.launchers.base import MeetingPoint, is_loopback
+from hpctrain.cluster.world import World
+
+__all__ = ["LOOPBACK", "Names", "hosts_to_ask", "ports"]
+
+# Below the ephemeral ranges of Linux (from 32768) and of IANA, above the well-known ports.
+_PORT_RANGE = range(20000, 32000)
+_PORTS_TO_TRY = 16
+LOOPBACK = "127.0.0.1"
+
+
+def ports(point: MeetingPoint) -> list[int]:
+    """The ports to try, in order: the one that was given, then those that follow from the key."""
+    if point.only_port and point.port:
+        return [point.port]
+    digest = hashlib.sha256(f"port/{point.key}".encode(errors="surrogateescape")).digest()
+    first, stride = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big") | 1
+    size = len(_PORT_RANGE)
+    derived = [_PORT_RANGE[(first + i * stride) % size] for i in range(_PORTS_TO_TRY)]
+    given = [point.port] if point.port else []
+    return list(dict.fromkeys(given + derived))
+
+
+def hosts_to_ask(world: World, point: MeetingPoint) -> tuple[str, ...]:
+    """The names or addresses of the hosts where rank 0 may be, the likeliest first."""
+    if world.on_one_host:
+        return (LOOPBACK,)  # nobody else needs to reach it
+    likely = (point.address,) if point.address else ()
+    return tuple(dict.fromkeys((*likely, *point.others)))
+
+
+class Names:
+    """Names of hosts as addresses, and what is wrong with those that have none.
+
+    Args:
+        own: the name of this host.
+        pretended: several hosts are pretended on this one, so loopback leads to all of them.
+    """
+
+    def __init__(self, own: str, pretended: bool) -> None:
+        self._own = _short(own)
+        self._pretended = pretended
+        self._known: dict[str, Sequence[str]] = {}
+        self.wrong: dict[str, str] = {}
+
+    def resolve(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Each name with each of its addresses. A name that failed is asked for again."""
+        for name in names:
+            if name not in self._known:
+                found = self._ask(name)
+                if not found:
+                    continue
+                self._known[name] = found
+            yield from ((name, address) for address in self._known[name])
+
+    def _ask(self, name: str) -> Sequence[str]:
+        try:
+            answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:  # of names that cannot be
+            why = getattr(error, "strerror", None) or error
+            self.wrong[name] = f"{name} does not resolve: {why}"
+            return ()
+        found = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
+        if all(address.lower().startswith("fe80:") for address in found):
+            self.wrong[name] = f"{name} is a link-local address, which no other host can use"
+            return ()
+        beyond = [address for address in found if not is_loopback(address)]
+        if beyond or self._pretended or is_loopback(name) or _short(name) == self._own:
+            self.wrong.pop(name, None)
+            return beyond or found
+        # Its own host may call it so; from here it leads to this host.
+        self.wrong[name] = f"{name} resolves to {', '.join(found)}, which is this host"
+        return ()
+
+
+def _short(name: str) -> str:
+    return name.partition(".")[0].lower()

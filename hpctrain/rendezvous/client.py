@@ -1,0 +1,301 @@
+"""The side of a rank above 0: it finds rank 0, says who it is, and waits for the roll."""
+
+import hashlib
+import ipaddress
+import json
+import selectors
+from collections import deque
+from typing import Any, BinaryIO
+
+from hpctrain.cluster import env_vars
+from hpctrain.cluster.launchers.base import MeetingPoint
+from hpctrain.cluster.world import World
+from hpctrain.errors import StartError, UsageError, repeated
+from hpctrain.rendezvous.addresses import Names, hosts_to_ask, ports
+from hpctrain.rendezvous.key_value_store import Board
+from hpctrain.rendezvous.messages import (
+    GRACE_SECONDS,
+    LONGEST_GREETING,
+    LONGEST_LINE,
+    NEWS_SECONDS,
+    Announce,
+    Clock,
+    Credentials,
+    Entry,
+    decode,
+    encode,
+    keep_alive,
+    unpack,
+)
+from hpctrain.rendezvous.probe import Knock
+from hpctrain.rendezvous.roster import Roll, call_roll
+
+__all__ = ["Guest"]
+
+# Connections under way at once: a stranger that accepts and says nothing holds one of them, and
+# delays nobody. A rank 0 with thousands of callers may well take some seconds.
+_ATTEMPTS = 16
+_ATTEMPT_SECONDS = 20.0
+_CROWDED_SECONDS = 1.0  # that is left to the oldest of them where another place waits its turn
+# From one connection to the next, where hosts refuse them: many ranks may ask many hosts.
+_BRAKE_SECONDS = 0.002
+_FEW_ADDRESSES = 8
+# Given to a connection before the next one is tried beside it ("Happy Eyeballs", RFC 8305).
+_HEAD_START_SECONDS = 0.05
+_PAUSES = (0.005, 0.5)  # from one round of all places to the next, growing
+# What cannot get better by waiting is waited for this long all the same: name servers fail under
+# the questions of a large start.
+_HOPELESS_SECONDS = 10.0
+_BOARD_SECONDS = (0.1, 2.0)  # from one look at the board to the next: before a word, and after
+
+
+class Guest:
+    """A rank above 0 on its way to the meeting.
+
+    Args:
+        world, point: as its launcher has it.
+        credentials: of this start.
+        entry: what to tell the others.
+        board: where rank 0 leaves word, or None.
+        timeout: seconds until it gives up.
+        announce: called with a line for people when waiting takes long.
+        clock: for every time-out.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        point: MeetingPoint,
+        credentials: Credentials,
+        entry: Entry,
+        board: Board | None,
+        timeout: float,
+        announce: Announce,
+        clock: Clock,
+    ) -> None:
+        self.world = world
+        self.credentials = credentials
+        self.entry = entry
+        self.board = board
+        self.timeout = timeout
+        self.announce = announce
+        self.clock = clock
+        self.hosts = hosts_to_ask(world, point)
+        self.names = Names(point.host, point.pretended or bool(world.on_one_host))
+        self.ports = ports(point)
+        self.selector = selectors.DefaultSelector()
+        self.attempts: dict[tuple[str, int], Knock] = {}
+        self.answers: dict[tuple[str, int], str] = {}
+        self.round = 0
+        self.gone = ""  # what became of a rank 0 that was there
+        self.word: list[tuple[str, int]] = []
+        self.next_look = self.next_try = 0.0
+        self.began = self.clock()
+        self.deadline = self.began + timeout
+        self.hopeful = self.began + _HOPELESS_SECONDS
+
+    def join(self) -> tuple[Roll, str]:
+        """The roll, and the nonce of this start.
+
+        Raises:
+            StartError: rank 0 cannot be found, or went away.
+            HpctrainError: what rank 0 found wrong.
+        """
+        with self.selector:
+            while True:
+                knock, challenge = self._find()
+                with knock.connection:
+                    outcome = self._talk(knock, challenge)
+                if outcome is not None:
+                    return outcome
+                # It may have been the last moment of an earlier start, but that does not last.
+                self.deadline = min(self.deadline, self.clock() + _HOPELESS_SECONDS)
+
+    def _find(self) -> tuple[Knock, str]:
+        """A connection to rank 0, which has proved that it is, and its challenge."""
+        news = self.clock() + NEWS_SECONDS
+        pause, rest = _PAUSES[0], 0.0
+        places: deque[tuple[str, int]] = deque()
+        try:
+            while (now := self.clock()) < self.deadline:
+                if not places and now >= rest:
+                    places.extend(self._places())
+                    # Many ranks may ask many hosts.
+                    rest = now + pause * max(1.0, len(places) / 128)
+                    pause = min(2 * pause, _PAUSES[1])
+                room = self._has_room(now)
+                if places and room and now >= self.next_try:
+                    self._try(places.popleft())
+                wake = rest
+                if places:
+                    wake = self.next_try if room else now + _HEAD_START_SECONDS
+                wait = max(0.0, min(wake, self.deadline) - self.clock())
+                for key, _ in self.selector.select(wait):
+                    found = self._hear(key.data)
+                    if found is not None:
+                        return found
+                self._drop_old()
+                if now > news:
+                    self.announce(f"rank {self.world.rank} looks for rank 0: {self._seen()}")
+                    news = now + NEWS_SECONDS
+                if not self.attempts and self.names.wrong and now > self.hopeful:
+                    break
+        finally:
+            for attempt in list(self.attempts.values()):
+                self._drop(attempt, self.answers.get(attempt.place, "no answer"))
+        raise self._lost()
+
+    def _places(self) -> list[tuple[str, int]]:
+        """Where to knock in the next round: where the board says, then port by port all hosts."""
+        if self.board is not None and self.clock() >= self.next_look:
+            self._look()
+        found = [address for _, address in self.names.resolve(self.hosts)]
+        if found or self.board is not None:
+            self.hopeful = self.clock() + _HOPELESS_SECONDS
+        ports = self.ports
+        if len(found) > _FEW_ADDRESSES and len(ports) > 1:
+            # The first port is free nearly always: it is asked in each round, the others in turn.
+            self.round += 1
+            ports = [ports[0], ports[1 + self.round % (len(ports) - 1)]]
+        every = [*self.word, *((address, port) for port in ports for address in found)]
+        return [place for place in dict.fromkeys(every) if place not in self.attempts]
+
+    def _look(self) -> None:
+        """Read the board."""
+        assert self.board is not None
+        said = decode(self.board.read(self.credentials.start) or b"")
+        try:
+            self.word = _read_word(said) if said else []
+        except (KeyError, TypeError, ValueError):
+            self.word = []  # somebody else's, or half of one
+        self.next_look = self.clock() + _BOARD_SECONDS[bool(self.word)]
+
+    def _try(self, place: tuple[str, int]) -> None:
+        """Begin to connect."""
+        try:
+            attempt = Knock(place, self.credentials, self.clock)
+        except OSError as error:
+            self.answers[place] = error.strerror or str(error)
+            self.next_try = self.clock() + _BRAKE_SECONDS
+            return
+        self.attempts[place] = attempt
+        self.selector.register(attempt.connection, attempt.awaits, attempt)
+        self.next_try = self.clock() + _HEAD_START_SECONDS
+
+    def _hear(self, attempt: Knock) -> tuple[Knock, str] | None:
+        """Go on with an attempt; the connection and the challenge if it leads to rank 0."""
+        try:
+            challenge = attempt.go_on()
+        except OSError as error:
+            self._drop(attempt, error.strerror or str(error))
+            return None
+        if challenge is None:
+            self.selector.modify(attempt.connection, attempt.awaits, attempt)
+            return None
+        self.selector.unregister(attempt.connection)
+        del self.attempts[attempt.place]
+        return attempt, challenge
+
+    def _has_room(self, now: float) -> bool:
+        """Whether one more connection may begin; where an address swallows all calls, it makes way.
+
+        It is asked again in the next round.
+        """
+        if len(self.attempts) >= _ATTEMPTS:
+            oldest = next(iter(self.attempts.values()))
+            if now - oldest.began > _CROWDED_SECONDS:
+                self._drop(oldest, "no answer")
+        return len(self.attempts) < _ATTEMPTS
+
+    def _drop_old(self) -> None:
+        limit = self.clock() - _ATTEMPT_SECONDS
+        for attempt in [one for one in self.attempts.values() if one.began < limit]:
+            self._drop(attempt, "no answer")
+
+    def _drop(self, attempt: Knock, why: str) -> None:
+        self.answers[attempt.place] = why
+        self.selector.unregister(attempt.connection)
+        attempt.connection.close()
+        del self.attempts[attempt.place]
+        self.next_try = self.clock() + _BRAKE_SECONDS
+
+    def _talk(self, knock: Knock, challenge: str) -> tuple[Roll, str] | None:
+        """Say who this is, and wait for the roll; None where the connection was lost."""
+        connection, peer = knock.connection, knock.place[0]
+        hello = json.dumps([self.world.rank, self.world.world_size, self.entry])
+        proof = self.credentials.proof("guest", challenge, hello)
+        try:
+            keep_alive(connection)
+            connection.settimeout(GRACE_SECONDS)
+            connection.sendall(encode({"proof": proof, "hello": hello}))
+            # As long as rank 0 waits for others; if it is lost, the connection ends by itself.
+            connection.settimeout(self.timeout + 2 * GRACE_SECONDS)
+            with connection.makefile("rb") as reader:
+                roll = last = self._read(reader, knock.challenge + challenge)
+                if roll is not None and "roll" in roll:
+                    connection.sendall(encode({"heard": self.world.rank}))
+                    last = self._read(reader, knock.challenge + challenge)
+        except OSError as error:
+            self.gone = f"{peer} answered, then was lost: {error.strerror or error}"
+            return None
+        if roll is None or last is None:
+            self.gone = f"{peer} answered, then closed the connection"
+            return None
+        if "error" in last:
+            found, expected, fix = last["error"]
+            wrong_use = last["code"] == UsageError.exit_code
+            kind = UsageError if wrong_use else StartError
+            raise repeated(kind.__name__, found, expected, fix)
+        entries = unpack(roll["roll"], self.world.world_size)
+        return call_roll(entries, tuple(roll["addresses"]), roll["port"]), roll["nonce"]
+
+    def _read(self, reader: BinaryIO, challenges: str) -> dict[str, Any] | None:
+        """A message of rank 0; None where there is none, or it is not rank 0's own."""
+        proof = (decode(reader.readline(LONGEST_GREETING)) or {}).get("proof")
+        line = reader.readline(LONGEST_LINE)
+        digest = hashlib.sha256(line).hexdigest()
+        return (
+            decode(line) if self.credentials.proves(proof, "message", challenges, digest) else None
+        )
+
+    def _seen(self) -> str:
+        """What became of the last attempt at each address."""
+        seen: dict[str, list[str]] = {}
+        answers = dict.fromkeys(self.attempts, "no answer yet") | self.answers
+        for (address, port), why in answers.items():
+            seen.setdefault(f"{address}: {why}", []).append(str(port))
+        names = {address: name for name, address in self.names.resolve(self.hosts)}
+        said = [*([self.gone] if self.gone else []), *self.names.wrong.values()]
+        for text, at in list(seen.items())[:8]:
+            address = text.partition(": ")[0] if ": " in text else text
+            name = names.get(address, address)
+            where = f"{name} = " if name != address else ""
+            more = ", …" if len(at) > 3 else ""
+            said.append(f"{where}{text} (port{'s' * (len(at) > 1)} {', '.join(at[:3])}{more})")
+        if self.board is not None and not self.word:
+            said.append(f"no word in {self.board.where}")
+        return "; ".join(said) or "no answer yet"
+
+    def _lost(self) -> StartError:
+        waited = self.clock() - self.began
+        where = ", ".join(self.hosts[:8]) + (", …" if len(self.hosts) > 8 else "")
+        return StartError(
+            f"rank {self.world.rank} on {self.entry['host']} did not find rank 0"
+            + (f" at {where}" if where else "")
+            + f" within {waited:.0f} s ({self._seen()})",
+            "rank 0 listening there",
+            "look for the first error in the log of rank 0; if it is on another host or has "
+            f"another name: export {env_vars.MAIN_ADDRESS}=HOST",
+        )
+
+
+def _read_word(said: dict[str, Any]) -> list[tuple[str, int]]:
+    """The places in a word of rank 0.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is something else.
+    """
+    port = said["port"]
+    if type(port) is not int or not 0 < port < 1 << 16:
+        raise ValueError(port)
+    return [(str(ipaddress.ip_address(address)), port) for address in said["addresses"]]

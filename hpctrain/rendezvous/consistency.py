@@ -1,0 +1,351 @@
+"""The start-up proof: what each rank says of itself, and what must not differ between ranks."""
+
+import hashlib
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain._version import __version__
+from hpctrain.cluster import env_vars, visible_gpus
+from hpctrain.errors import ContradictionError
+from hpctrain.process.logging import logger
+
+__all__ = ["Difference", "check", "differences", "entry"]
+
+# Each of them is said to the other ranks, and where it is one rank's alone, to people: so no name
+# that may hold a password.
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+# What a launcher gives each rank in its own way.
+_OWN_ARGUMENTS = ("--local_rank", "--local-rank")
+_MOST_ARGUMENTS = 200
+_MOST_FILES = 200
+# An option and perhaps its value (`--name`, `--name=value`, `-n`, `-nvalue`); the name is missing
+# from anything else, such as a negative number.
+_OPTION = re.compile(r"(?:(--[A-Za-z][\w-]*|-[A-Za-z])=?((?<=.)(?s:.+))?\Z)?")
+# With it NCCL takes several ranks on one GPU; from 2.30 on. Source: its own message without it.
+_MAY_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
+_SHOWN_RANKS = 8
+_SHOWN_VALUES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something in which ranks differ.
+
+    Attributes:
+        subject: what it is about, such as "torch".
+        found: who has what.
+        expected, fix: as in an error.
+        wrong: the ranks cannot train together, or would train something else than was meant.
+    """
+
+    subject: str
+    found: str
+    expected: str
+    fix: str
+    wrong: bool
+
+
+def entry(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank says of itself at the roll call; JSON values.
+
+    Args:
+        device: of this rank.
+        settings: the options that decide the numbers, by flag.
+
+    Returns:
+        `gpu` (its UUID, else PCI address; None for a CPU), `gpu_name`, `visible` (devices, by
+        variable), `versions`, `settings`, `command` (see below), `code` (by file, a hash: the
+        script and the modules in its folder that were imported by now), `network` (the settings
+        of NCCL, gloo and the like). Of the command, values are hashed: they may be passwords.
+    """
+    cuda = device.type == "cuda"
+    return {
+        "gpu": _gpu(device) if cuda else None,
+        "gpu_name": torch.cuda.get_device_name(device) if cuda else None,
+        "visible": {name: os.environ[name] for name in _VISIBLE if name in os.environ},
+        "versions": {
+            "hpctrain": __version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "cuda": torch.version.cuda or torch.version.hip,
+            "nccl": _nccl() if cuda else None,
+            "horovod": _version("horovod"),
+        },
+        "settings": dict(settings),
+        "command": _command(sys.argv),
+        "code": _code(),
+        "network": env_vars.of_the_network(os.environ),
+    }
+
+
+def check(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
+    """Refuse what is wrong, and warn of what may be. Called by rank 0 for all.
+
+    Args:
+        entries: by rank, what `entry` said.
+        hosts: by rank, the name of its host.
+
+    Raises:
+        ContradictionError: naming the ranks.
+    """
+    found = differences(entries, hosts)
+    for one in found:
+        if one.wrong:
+            raise ContradictionError(one.found, one.expected, one.fix)
+    for one in found:
+        logger.warning("%s; to mend: %s", one.found, one.fix)
+
+
+def differences(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Sequence[Difference]:
+    """In what the ranks differ, what is wrong first.
+
+    Args:
+        entries: by rank, what `entry` said.
+        hosts: by rank, the name of its host.
+    """
+    ranks = _Ranks(entries, hosts)
+    found = [
+        *_shared_gpus(ranks),
+        *_versions(ranks),
+        *_settings(ranks),
+        *_program(ranks),
+        *_code_differs(ranks),
+    ]
+    return sorted(found, key=lambda one: not one.wrong)
+
+
+class _Ranks:
+    """Entries, and what there is to say about who differs."""
+
+    def __init__(self, entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
+        self.entries = entries
+        self.hosts = hosts
+
+    def by_value(self, value: Callable[[Mapping[str, Any]], Any]) -> dict[Any, list[int]]:
+        """The ranks that have each value, those of rank 0 first."""
+        groups: dict[Any, list[int]] = {}
+        for rank, one in enumerate(self.entries):
+            groups.setdefault(value(one), []).append(rank)
+        return groups
+
+    def say(self, groups: Mapping[Any, Sequence[int]], name: str) -> str:
+        """`torch 2.15.0 on ranks 0, 1 (node1), 2.14.0 on rank 2 (node2)`."""
+        parts = [f"{_plain(v)} on {self.who(r)}" for v, r in list(groups.items())[:_SHOWN_VALUES]]
+        return f"{name} {', '.join(parts)}" + (", …" if len(groups) > _SHOWN_VALUES else "")
+
+    def who(self, ranks: Sequence[int]) -> str:
+        """Ranks and their hosts."""
+        shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+        if len(ranks) > _SHOWN_RANKS:
+            shown += f", … ({len(ranks)} ranks)"
+        hosts = list(dict.fromkeys(self.hosts[rank] for rank in ranks))
+        where = ", ".join(hosts[:_SHOWN_VALUES]) + (", …" if len(hosts) > _SHOWN_VALUES else "")
+        return f"rank{'s' * (len(ranks) > 1)} {shown} ({where})"
+
+
+def _shared_gpus(ranks: _Ranks) -> Iterable[Difference]:
+    """What no process can see alone: one GPU for two ranks, or one for only some.
+
+    Two on one GPU are slow, and NCCL refuses them unless all ranks say that it is meant.
+    """
+    groups = ranks.by_value(lambda one: one["gpu"])
+    without = groups.pop(None, [])
+    cpu = f"to train on the CPU: env {visible_gpus.CUDA}= python SCRIPT"
+    if without and groups:
+        yield Difference(
+            "GPU",
+            f"torch sees no GPU at {ranks.who(without)}; the other "
+            f"{len(ranks.entries) - len(without)} ranks have one",
+            "a GPU for every rank, or for none",
+            f"look at nvidia-smi there; or, {cpu}",
+            wrong=True,
+        )
+    meant = all(one["network"].get(_MAY_SHARE) == "1" for one in ranks.entries)
+    for gpu, who in groups.items():
+        if len(who) > 1:
+            yield Difference(
+                "GPU",
+                f"one GPU ({gpu}) is shared by {ranks.who(who)}",
+                "a GPU of its own for each rank",
+                f"start as many ranks on each host as it has GPUs; or, {cpu}",
+                wrong=not meant,
+            )
+
+
+# What ranks that differ in it do: fail in each other's messages, or only perhaps.
+_VERSIONS = {"hpctrain": True, "torch": True, "cuda": True, "nccl": True, "python": False}
+
+
+def _versions(ranks: _Ranks) -> Iterable[Difference]:
+    talks = any(one["settings"].get("--backend") == "horovod" for one in ranks.entries)
+    for name, wrong in {**_VERSIONS, "horovod": talks}.items():
+        groups = ranks.by_value(lambda one, name=name: one["versions"][name])  # type: ignore[misc]
+        if len(groups) > 1:
+            yield Difference(
+                name,
+                ranks.say(groups, name),
+                f"one version of {name}",
+                "the same environment on all hosts: load it in the batch script, or put it where "
+                "all of them see it",
+                wrong,
+            )
+
+
+def _settings(ranks: _Ranks) -> Iterable[Difference]:
+    names = dict.fromkeys(name for one in ranks.entries for name in one["settings"])
+    for name in names:
+        groups = ranks.by_value(lambda one, name=name: one["settings"].get(name))  # type: ignore[misc]
+        if len(groups) > 1:
+            yield Difference(
+                name,
+                ranks.say(groups, name),
+                f"the same {name} on all ranks: it decides what they train",
+                "one command line for all ranks",
+                wrong=True,
+            )
+
+
+def _program(ranks: _Ranks) -> Iterable[Difference]:
+    """Of commands and code only the user knows whether they may differ; scripts may not.
+
+    Two programs in one step, each with a rank 0 of its own, would share one key.
+    """
+    groups = ranks.by_value(lambda one: one["command"][0])
+    if len(groups) > 1:
+        yield Difference(
+            "script",
+            ranks.say(groups, "different scripts:"),
+            "one script for all ranks",
+            "start each with an srun of its own, or give each its own HPCTRAIN_SECRET",
+            wrong=True,
+        )
+    groups = ranks.by_value(lambda one: tuple(one["command"]))
+    if len(groups) > 1:
+        first, other = list(groups)[:2]
+        yield Difference(
+            "command",
+            f"{ranks.who(groups[first])} and {ranks.who(groups[other])} were started with "
+            f"different commands: {_first_difference(first, other)}",
+            "one command line for all ranks",
+            "look at what starts them",
+            wrong=False,
+        )
+    for subject, name, fix in (
+        ("gpu_name", "GPUs of different kinds:", "one kind: srun --constraint=…, --gpus=KIND:N"),
+        ("network", "NCCL's and gloo's variables differ:", "export them for all ranks alike"),
+    ):
+        groups = ranks.by_value(lambda one, subject=subject: _text(one[subject]))  # type: ignore[misc]
+        if len(groups) > 1:
+            yield Difference(subject, ranks.say(groups, name), "the same on all ranks", fix, False)
+
+
+def _code_differs(ranks: _Ranks) -> Iterable[Difference]:
+    """Files that several ranks have and that are not the same; a stale copy on one host."""
+    names = dict.fromkeys(name for one in ranks.entries for name in one["code"])
+    for name in names:
+        groups = ranks.by_value(lambda one, name=name: one["code"].get(name))  # type: ignore[misc]
+        groups.pop(None, None)  # not imported there, which a script may decide by rank
+        if len(groups) > 1:
+            yield Difference(
+                "code",
+                ranks.say(groups, f"{name} differs: version"),
+                "the same code on all ranks",
+                "copy it again to where the ranks read it",
+                wrong=False,
+            )
+
+
+def _text(value: object) -> str:
+    """To be compared and shown; each host may have interfaces of its own."""
+    if isinstance(value, Mapping):
+        value = {name: v for name, v in value.items() if not name.endswith("_IFNAME")}
+    return str(value)
+
+
+def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
+    """The first argument in which two commands differ; of its value, nothing."""
+    for number, (own, other) in enumerate(zip(ours, theirs, strict=False)):
+        if own != other:
+            a, b = (text.partition("=")[0] for text in (own, other))
+            return f"{a} has another value" if a == b else f"{a} and {b} (argument {number})"
+    longer = max(ours, theirs, key=len)
+    return f"{longer[min(len(ours), len(theirs))].partition('=')[0]} is there only on some"
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with what may be secret hashed: `["train.py", "--lr", "--lr=6f4b1c2d"]`."""
+    said = [Path(arguments[0]).name if arguments and arguments[0] else ""]
+    before = ""  # the option whose value may come next
+    for number, argument in enumerate(arguments[1:_MOST_ARGUMENTS], 1):
+        name, value = _OPTION.match(argument).groups()  # type: ignore[union-attr]
+        if (name or before) in _OWN_ARGUMENTS:
+            before = name if value is None else ""
+            continue
+        if name and value is None:
+            said.append(name)
+        else:
+            text = argument if value is None else value
+            label = name or before or f"argument {number}"
+            said.append(f"{label}={_short_hash(os.fsencode(text))}")
+        before = name if value is None else ""
+    return said
+
+
+def _code() -> dict[str, str]:
+    """By file, a hash: the script, and the modules in its folder that were imported by now."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if script is None:
+        return {}
+    folder = os.path.join(os.path.dirname(os.path.abspath(script)), "")
+    loaded = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    inside = {f for f in loaded if f and f.startswith(folder) and f.endswith(".py")}
+    files = [script, *sorted(f for f in inside if "site-packages" not in f)[:_MOST_FILES]]
+    hashes = {}
+    for path in files:
+        try:
+            content = Path(path).read_bytes()
+        except OSError:
+            continue  # it was there when it was imported
+        hashes[os.path.relpath(path, folder)] = _short_hash(content)
+    return hashes
+
+
+def _gpu(device: torch.device) -> str:
+    """What tells one GPU from any other anywhere."""
+    properties = torch.cuda.get_device_properties(device)
+    uuid = getattr(properties, "uuid", None)
+    if uuid:
+        return str(uuid)
+    parts = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    bus = [getattr(properties, part, None) for part in parts]
+    where = ":".join(f"{n:02x}" for n in bus if n is not None) or str(device.index)
+    return f"{os.uname().nodename} {where}"
+
+
+def _nccl() -> str:
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, version))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _short_hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:8]
+
+
+def _plain(value: object) -> str:
+    return "none" if value is None else str(value)[:200]

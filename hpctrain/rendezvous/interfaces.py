@@ -1,0 +1,81 @@
+"""The network interfaces of this host and their addresses. Linux, no torch."""
+
+import fcntl
+import socket
+import struct
+from pathlib import Path
+
+from hpctrain.cluster.launchers.base import is_loopback
+from hpctrain.errors import UsageError
+
+__all__ = ["address_on", "addresses", "interface_of", "reachable"]
+
+_SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address, linux/sockios.h
+_IPV6_TABLE = Path("/proc/net/if_inet6")
+_LINK_LOCAL = "20"  # the scope in that table: an address that only has a meaning with a cable
+# Bridges and the like inside of a host, by the names that their makers give them: often with the
+# same address on every host.
+_INSIDE = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxc", "lxd", "vmnet")
+
+
+def addresses() -> dict[str, list[str]]:
+    """The addresses of each interface that has one, IPv4 before IPv6, without link-local ones."""
+    found: dict[str, list[str]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # it has no IPv4 address
+            found.setdefault(name, []).append(socket.inet_ntoa(answer[20:24]))
+    try:
+        table = _IPV6_TABLE.read_text()
+    except OSError:
+        table = ""
+    for line in table.splitlines():
+        packed, _, _, scope, _, name = line.split()
+        if scope != _LINK_LOCAL:
+            address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(packed))
+            found.setdefault(name, []).append(address)
+    return found
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has an address; None where none has it."""
+    plain = address.partition("%")[0]
+    return next((name for name, own in addresses().items() if plain in own), None)
+
+
+def address_on(name: str) -> str:
+    """The address of the interface of that name.
+
+    Raises:
+        UsageError: there is no such interface, or it has no address.
+    """
+    found = addresses()
+    if name not in found:
+        there = ", ".join(f"{n} ({', '.join(a)})" for n, a in found.items())
+        raise UsageError(
+            f"the network interface {name!r} "
+            + ("has no address" if _exists(name) else "is not there"),
+            f"one of {there}",
+            "export HPCTRAIN_INTERFACE=NAME    or unset it: the ranks then find one by themselves",
+        )
+    return found[name][0]
+
+
+def reachable() -> list[str]:
+    """This host's addresses, those by which other hosts most likely reach it first."""
+    found = addresses()
+    own = [
+        (name.startswith(_INSIDE), address)
+        for name, several in found.items()
+        for address in several
+        if not is_loopback(address)
+    ]
+    return [address for _, address in sorted(own, key=lambda pair: pair[0])]
+
+
+def _exists(name: str) -> bool:
+    return any(name == other for _, other in socket.if_nameindex())

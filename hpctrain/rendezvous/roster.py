@@ -1,0 +1,75 @@
+"""The roll: who is there, and whether that makes a world."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hpctrain.errors import ContradictionError, StartError, UsageError
+from hpctrain.rendezvous.messages import Entry
+
+__all__ = ["Roll", "call_roll"]
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """What all ranks know after the roll call, the same on each of them.
+
+    Attributes:
+        entries: by rank, what each one said of itself ("host", "pid", and the caller's keys).
+        addresses: by rank, the address by which its host is reached.
+        hosts: the names of the hosts, by node rank.
+        host_of_rank: by rank, the index of its host in `hosts`.
+        port: of rank 0's socket for the backend's store.
+    """
+
+    entries: tuple[Entry, ...]
+    addresses: tuple[str, ...]
+    hosts: tuple[str, ...]
+    host_of_rank: tuple[int, ...]
+    port: int
+
+
+def call_roll(entries: tuple[Entry, ...], addresses: tuple[str, ...] = (), port: int = 0) -> Roll:
+    """The roll from what each rank said; every rank comes to the same one.
+
+    Raises:
+        ContradictionError: two ranks of one host have the same local rank.
+        HpctrainError: the error that a rank brought, the lowest rank's first.
+    """
+    for rank, entry in enumerate(entries):
+        if "error" in entry:
+            found, expected, fix = entry["error"]
+            kind = UsageError if entry["code"] == UsageError.exit_code else StartError
+            where = f"rank {rank} on {entry['host']}: " if len(entries) > 1 else ""
+            raise kind(where + found, expected, fix)
+    places = [entry["world"] for entry in entries]
+    # The names and numbers of the launcher count where every rank has them.
+    if all(p["node_rank"] is not None for p in places):
+        host_of_rank = tuple(p["node_rank"] for p in places)
+        first = {node: rank for rank, node in reversed(list(enumerate(host_of_rank)))}
+        names = [entries[first[node]]["host"] for node in sorted(first)]
+        hosts = tuple(places[0]["hosts"] or names)
+    else:
+        names = [entry["host"] for entry in entries]
+        hosts = tuple(dict.fromkeys(names))
+        index = {name: number for number, name in enumerate(hosts)}
+        host_of_rank = tuple(index[name] for name in names)
+    on_host = Counter(host_of_rank)
+    seen: dict[tuple[int, int], int] = {}
+    for rank, (place, host) in enumerate(zip(places, host_of_rank, strict=True)):
+        other = seen.setdefault((host, place["local_rank"]), rank)
+        if other != rank:
+            raise ContradictionError(
+                f"ranks {other} and {rank} both have local rank {place['local_rank']} on "
+                f"{hosts[host]}",
+                "a local rank of its own for each rank of a host",
+                "export LOCAL_RANK as the place of the rank on its host, from 0; where two hosts "
+                "have one name: export HPCTRAIN_HOSTNAME=NAME on each",
+            )
+        if place["local_rank"] >= on_host[host]:
+            raise ContradictionError(
+                f"rank {rank} has local rank {place['local_rank']}, and there are only "
+                f"{on_host[host]} ranks on {hosts[host]}",
+                "local ranks that count the ranks of one host",
+                "export LOCAL_RANK as the place of the rank on its host, from 0",
+            )
+    return Roll(entries, addresses, hosts, host_of_rank, port)

@@ -1,0 +1,368 @@
+"""Rank 0's side: it counts who came, and tells everyone."""
+
+import contextlib
+import dataclasses
+import json
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from hpctrain.cluster import env_vars
+from hpctrain.cluster.launchers.base import MeetingPoint, is_loopback
+from hpctrain.cluster.world import World
+from hpctrain.errors import ContradictionError, HpctrainError, StartError
+from hpctrain.rendezvous.addresses import LOOPBACK, hosts_to_ask, ports
+from hpctrain.rendezvous.interfaces import reachable
+from hpctrain.rendezvous.key_value_store import Board
+from hpctrain.rendezvous.messages import (
+    GRACE_SECONDS,
+    NEWS_SECONDS,
+    Announce,
+    Clock,
+    Credentials,
+    Entry,
+    encode,
+    pack,
+)
+from hpctrain.rendezvous.peers import Caller, Callers, listen
+from hpctrain.rendezvous.probe import Knock
+from hpctrain.rendezvous.roster import Roll, call_roll
+
+__all__ = ["Host"]
+
+# After an error that some ranks have not heard, as they were on their way.
+_LINGER_SECONDS = 1.0
+_OWN_PORT = (
+    "start each rank once, and give every start a port of its own (MASTER_PORT or "
+    f"{env_vars.MAIN_PORT}) or a {env_vars.SECRET} of its own"
+)
+
+
+class Host:
+    """Rank 0: counts and tells.
+
+    Args:
+        world, point: as its launcher has it.
+        credentials: of this start.
+        entry: what to tell the others.
+        board: where to leave word, or None.
+        timeout: seconds until those who have not come are named.
+        announce: called with a line for people when waiting takes long.
+        check: what is done with the roll before anybody else gets it; what it raises is told to
+            all.
+        clock: for every time-out.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        point: MeetingPoint,
+        credentials: Credentials,
+        entry: Entry,
+        board: Board | None,
+        timeout: float,
+        announce: Announce,
+        check: Callable[[Roll], None],
+        clock: Clock,
+    ) -> None:
+        self.world = world
+        self.pretended = point.pretended
+        self.credentials = credentials
+        self.board = board
+        self.timeout = timeout
+        self.announce = announce
+        self.check = check
+        self.clock = clock
+        self.nonce = Credentials.challenge()
+        self.entries: dict[int, Entry] = {0: entry}
+        self.lost: dict[int, str] = {}  # ranks that came and went, and their hosts
+        self.by_rank: dict[int, Caller] = {}
+        self.refusal: dict[str, Any] = {}  # what is told to whoever comes after an error
+        self.listener, taken, self.why = listen(hosts_to_ask(world, point), ports(point))
+        self.ports = [port for _, port in taken]
+        if self.listener is not None:
+            self.ports.append(self.listener.getsockname()[1])
+        self.callers = Callers(
+            self.listener, credentials, world.world_size, self._arrived, self._left, clock
+        )
+        self._look_for_twins(taken)
+
+    def gather(self) -> tuple[Roll, str, socket.socket]:
+        """The roll, the nonce, and the socket for the backend's store.
+
+        Raises:
+            HpctrainError: what is wrong; all ranks that can be reached raise it too.
+        """
+        listener = None
+        try:
+            if self.listener is None:
+                self._refuse_ports()
+            self._leave_word()
+            self._wait()
+            entries = tuple(_for_all(self.entries[rank]) for rank in range(self.world.world_size))
+            roll = call_roll(entries)
+            addresses = self._addresses(roll)
+            family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
+            listener = socket.create_server((addresses[0], 0), family=family, backlog=4096)
+            port = listener.getsockname()[1]
+            roll = dataclasses.replace(roll, addresses=addresses, port=port)
+            self.check(roll)
+            self._tell(roll)
+        except HpctrainError as error:
+            self._give_up(error)
+            if listener:
+                listener.close()
+            raise
+        finally:
+            if self.board is not None:
+                self.board.clear(self.credentials.start)
+            self.callers.close()
+        return roll, self.nonce, listener
+
+    def _refuse_ports(self) -> NoReturn:
+        """No port is free; perhaps because of a twin, which is told.
+
+        Raises:
+            ContradictionError: it is a twin.
+            StartError: it is anybody else.
+        """
+        limit = self.clock() + _LINGER_SECONDS
+        while (left := limit - self.clock()) > 0 and self.callers.watches:
+            self.callers.attend(left)
+        only = len(self.ports) == 1
+        raise StartError(
+            f"rank 0 can listen on none of the ports {', '.join(map(str, self.ports))} of "
+            f"{self.entries[0]['host']} ({self.why})",
+            "a free port: another start may have taken this one" if only else "one free port",
+            "a port that is free on the host of rank 0, the same on all ranks: export "
+            "MASTER_PORT=PORT, or hpctrain run --main-port PORT"
+            if only
+            else f"export {env_vars.MAIN_PORT}=PORT    (one that is free on the host of rank 0)",
+        )
+
+    def _give_up(self, error: HpctrainError) -> None:
+        """Tell all ranks what is wrong, and after a contradiction also those that come just now."""
+        said = [error.found, error.expected, error.fix]
+        self.refusal = {"error": said, "code": error.exit_code}
+        self.callers.deliver(self.refusal, GRACE_SECONDS)
+        if not isinstance(error, ContradictionError):
+            return
+        limit = self.clock() + _LINGER_SECONDS
+        while self._absent() and (left := limit - self.clock()) > 0:
+            self.callers.attend(left)
+
+    def _look_for_twins(self, places: Sequence[tuple[str, int]]) -> None:
+        """See whether an earlier port is held by another rank 0 of this very start.
+
+        Two starts by hand under one name would otherwise share their ranks.
+        """
+        for place in places:
+            with contextlib.suppress(OSError):
+                knock = Knock(place, self.credentials, self.clock)
+                self.callers.watch(knock.connection, knock.awaits, partial(self._twin, knock))
+
+    def _twin(self, knock: Knock, _events: int) -> None:
+        """Go on with a knock.
+
+        Raises:
+            ContradictionError: it is one; and it is told the same.
+        """
+        try:
+            challenge = knock.go_on()
+        except OSError:
+            self.callers.watch(knock.connection, 0, None)
+            knock.connection.close()
+            return
+        if challenge is None or self.refusal:
+            self.callers.watch(knock.connection, knock.awaits, partial(self._twin, knock))
+            return
+        entry = self.entries[0]
+        hello = json.dumps([0, self.world.world_size, entry])
+        proof = self.credentials.proof("guest", challenge, hello)
+        with contextlib.suppress(OSError):
+            knock.connection.sendall(encode({"proof": proof, "hello": hello}))
+        raise ContradictionError(
+            f"two processes say that they are rank 0: {entry['host']} pid {entry['pid']} and the "
+            f"one that listens at port {knock.place[1]} there",
+            "each rank once",
+            _OWN_PORT,
+        )
+
+    def _leave_word(self) -> None:
+        """Tell the board where this is."""
+        if self.board is None:
+            return
+        own = [LOOPBACK] if self.world.on_one_host else [*reachable(), LOOPBACK]
+        word = json.dumps({"addresses": own, "port": self.ports[-1]})
+        try:
+            self.board.write(self.credentials.start, word.encode())
+        except OSError as error:
+            raise StartError(
+                f"rank 0 cannot leave word of its address in {self.board.where}: {error}",
+                "a place that all ranks see, or rank 0's host by name",
+                f"export {env_vars.MAIN_ADDRESS}=HOST    (the host of rank 0, on all ranks)",
+            ) from None
+
+    def _wait(self) -> None:
+        started = self.clock()
+        news = started + NEWS_SECONDS
+        while len(self.entries) < self.world.world_size:
+            now = self.clock()
+            if now >= started + self.timeout:
+                raise self._missing()
+            if now >= news:
+                waiting = _ranks(self._absent())
+                self.announce(
+                    f"waiting for {waiting} of {self.world.world_size} since {now - started:.0f} s"
+                )
+                news = now + NEWS_SECONDS
+            self.callers.attend(min(news, started + self.timeout) - now)
+
+    def _arrived(self, caller: Caller, hello: str) -> None:
+        """Count a caller that belongs to this start.
+
+        Raises:
+            ContradictionError: it cannot be one of these ranks.
+        """
+        try:
+            rank, size, entry = _read(hello)
+        except ValueError:
+            self.callers.dismiss(caller)
+            return
+        known = self.entries.get(rank)
+        if self.refusal:
+            self.entries.setdefault(rank, entry)
+            self.callers.deliver(self.refusal, GRACE_SECONDS, to=(caller,))
+            return
+        if size != self.world.world_size:
+            raise ContradictionError(
+                f"rank {rank} on {entry['host']} says {size} ranks, rank 0 on "
+                f"{self.entries[0]['host']} says {self.world.world_size}",
+                "one world size",
+                "hpctrain explain    on both shows the variables",
+            )
+        if known and known["process"] != entry["process"]:
+            raise ContradictionError(
+                f"two processes say that they are rank {rank}: {known['host']} pid "
+                f"{known['pid']} and {entry['host']} pid {entry['pid']}",
+                "each rank once",
+                _OWN_PORT,
+            )
+        before = self.by_rank.get(rank)
+        self.by_rank[rank] = caller
+        self.entries[rank] = entry
+        if before is not None:  # the same process came again
+            self.callers.dismiss(before)
+        self.lost.pop(rank, None)
+
+    def _left(self, caller: Caller) -> None:
+        for rank in [rank for rank, one in self.by_rank.items() if one is caller]:
+            del self.by_rank[rank]
+            self.lost[rank] = self.entries.pop(rank)["host"]
+
+    def _tell(self, roll: Roll) -> None:
+        """Give all ranks the roll; go on when all have heard it, so that nobody was lost since.
+
+        Raises:
+            StartError: naming the ranks that did not hear it.
+        """
+        patience = GRACE_SECONDS + self.world.world_size / 500
+        message = {
+            "roll": pack(roll.entries),
+            "addresses": roll.addresses,
+            "port": roll.port,
+            "nonce": self.nonce,
+        }
+        self.callers.deliver(message, patience, heard=True)
+        others = range(1, self.world.world_size)
+        deaf = [r for r in others if r not in self.by_rank or not self.by_rank[r].has_heard]
+        if deaf:
+            names = [roll.hosts[roll.host_of_rank[rank]] for rank in deaf]
+            hosts = list(dict.fromkeys(names))
+            raise StartError(
+                f"{_ranks(deaf)} of {self.world.world_size} came and {_were(deaf)} lost: the roll "
+                f"was not heard on {', '.join(hosts[:8])}",
+                "all ranks, to the end of the start",
+                "look for the first error in their logs, and whether the host can be reached",
+            )
+        self.callers.deliver({"begin": True}, patience)
+
+    def _absent(self) -> list[int]:
+        return sorted(set(range(self.world.world_size)) - set(self.entries))
+
+    def _missing(self) -> StartError:
+        missing = self._absent()
+        came = ", ".join(f"{r} on {self.entries[r]['host']}" for r in sorted(self.entries)[:32])
+        gone = "".join(f"; rank {r} on {h} came and was lost" for r, h in self.lost.items())
+        seen = {entry["host"] for entry in self.entries.values()} | set(self.lost.values())
+        silent = [host for host in self.world.hosts or () if host not in seen]
+        if silent:
+            gone += f"; nothing was heard from {', '.join(silent[:8])}"
+        if self.callers.trouble:
+            gone += f"; callers were not let in: {self.callers.trouble}"
+        return StartError(
+            f"{_ranks(missing)} of {self.world.world_size} did not come within "
+            f"{self.timeout:.0f} s (came: {came}{gone}). Rank 0 listened at port "
+            f"{self.ports[-1]} of {self.entries[0]['host']}",
+            "all ranks",
+            "look for the first error in their logs; a slow file system needs a longer "
+            "--start-timeout",
+        )
+
+    def _addresses(self, roll: Roll) -> tuple[str, ...]:
+        """By rank: of the interface that was asked for, else by which the ranks reached rank 0.
+
+        Raises:
+            ContradictionError: the interface is that of loopback, and there are several hosts.
+        """
+        host_of_rank, home = roll.host_of_rank, roll.host_of_rank[0]
+        for rank, entry in enumerate(roll.entries):
+            wrong = entry["address"] and is_loopback(entry["address"]) and not self.pretended
+            if len(roll.hosts) > 1 and wrong:
+                raise ContradictionError(
+                    f"the interface of rank {rank} on {entry['host']} has the address "
+                    f"{entry['address']}, and the ranks are on {len(roll.hosts)} hosts",
+                    "an interface that the other hosts reach",
+                    f"unset {env_vars.INTERFACE} {env_vars.GLOO_INTERFACE}",
+                )
+        elsewhere = [rank for rank, host in enumerate(host_of_rank) if host != home]
+        own = roll.entries[0]["address"] or (
+            self.by_rank[elsewhere[0]].own if elsewhere else LOOPBACK
+        )
+        return tuple(
+            own if host == home else roll.entries[rank]["address"] or self.by_rank[rank].peer
+            for rank, host in enumerate(host_of_rank)
+        )
+
+
+def _read(hello: str) -> tuple[int, int, Entry]:
+    """Rank, world size and entry.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    said = json.loads(hello)
+    if not isinstance(said, list) or [type(part) for part in said] != [int, int, dict]:
+        raise ValueError(hello)
+    rank, size, entry = said
+    place = entry.get("world")
+    whole = {"host", "pid", "process", "address"} <= entry.keys() and isinstance(place, dict)
+    if not 0 <= rank < size or not whole or not {"local_rank", "node_rank"} <= place.keys():
+        raise ValueError(hello)
+    return rank, size, entry
+
+
+def _for_all(entry: Entry) -> Entry:
+    """Without what only rank 0 has to know."""
+    return {name: value for name, value in entry.items() if name != "process"}
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 1, 2, 5`."""
+    shown = ", ".join(map(str, ranks[:32])) + (", …" if len(ranks) > 32 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _were(ranks: Sequence[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"

@@ -1,0 +1,128 @@
+"""Does the start that has a run directory live?"""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpctrain.cluster import slurm
+from hpctrain.errors import UsageError
+from hpctrain.process.logging import logger
+from hpctrain.rundir.lock.record import Owner, Seen, started, text_of
+
+__all__ = ["refuse_living"]
+
+_SILENCE = 300.0
+
+
+def refuse_living(seen: Seen, mine: Owner, path: Path, env: Mapping[str, str]) -> None:
+    """Say that the directory is taken over, or refuse.
+
+    Raises:
+        UsageError: its owner lives, or may live.
+    """
+    age = abs(_now(path.parent) - seen.renewed)  # a time to come is no sign of life either
+    owner = seen.owner
+    lives, why = _standing(owner, mine, age, env) if owner else (None, "")
+    if lives is None:
+        lives = age < _SILENCE
+        why = f"{why + ', ' if why else ''}last heard of {age:.0f} s ago"
+    if owner is None:
+        if lives:
+            raise UsageError(
+                f"{path} is {seen.foreign}, {age:.0f} s old",
+                "a lock file that hpctrain wrote, or none",
+                f"rm -r {path}    where no other start has the directory; or --run DIR",
+            )
+        logger.warning("%s is %s, %.0f s old, and is replaced", path, seen.foreign, age)
+    elif lives:
+        end = f"scancel {owner.job}" if owner.job else f"kill {owner.pid} on {owner.host}"
+        raise UsageError(
+            f"{path.parent} is taken: {owner} ({why})",
+            "a run directory that no other start has",
+            f"--run DIR for another; to end that start: {end}; where it is surely dead: rm {path}",
+        )
+    else:
+        logger.info("takes over %s from %s: %s", path.parent, owner, why)
+
+
+def _standing(
+    owner: Owner, mine: Owner, age: float, env: Mapping[str, str]
+) -> tuple[bool | None, str]:
+    """Whether a start lives, and why; None where only its age can tell.
+
+    Args:
+        owner: the start that has the directory.
+        mine: this one.
+        age: seconds since it was last heard of.
+        env: for the commands that ask Slurm.
+    """
+    if owner.launch and owner.launch == mine.launch:
+        return False, "an earlier start of the same hpctrain run --elastic"
+    same = bool(mine.job) and (owner.cluster, owner.job) == (mine.cluster, mine.job)
+    if same and owner.restart != mine.restart:
+        if owner.restart < mine.restart:
+            return False, "the job was requeued since"
+        return True, f"the job was requeued since, and this is its start {mine.restart}"
+    if owner.job and not same:
+        lives, why = _job_lives(owner, mine, env)
+        if lives is not None:
+            return lives, why
+    lives, why = _process_lives(owner, mine, age)
+    if lives is None and same and owner.step != mine.step:
+        lives = slurm.step_lives(owner.job_id, owner.step, env)
+        why = f"Slurm says that step {owner.step} {'runs' if lives else 'has ended'}"
+    return lives, why if lives is not None else ""
+
+
+def _job_lives(owner: Owner, mine: Owner, env: Mapping[str, str]) -> tuple[bool | None, str]:
+    """What Slurm says of another job."""
+    if mine.cluster and owner.cluster != mine.cluster:
+        return None, ""  # another Slurm has other jobs under these numbers
+    state = slurm.job_state(owner.job, env)
+    # Where jobs are private, those of others are unknown.
+    if state is None or not (state.known or owner.user == mine.user):
+        return None, ""
+    return state.lives, f"Slurm says that job {owner.job} is {state.word}"
+
+
+def _process_lives(owner: Owner, mine: Owner, age: float) -> tuple[bool | None, str]:
+    """What this host's kernel says; nothing of processes of other hosts and containers."""
+    if owner.host != mine.host or not (owner.boot and mine.boot):
+        return None, ""
+    if owner.boot != mine.boot:
+        # Renewed since this host booted: then it is another host of the same name.
+        gone = age > _uptime()
+        return (False, f"{owner.host} has been rebooted since") if gone else (None, "")
+    if (owner.namespace, owner.pid, owner.started) == (mine.namespace, mine.pid, mine.started):
+        return False, "an earlier run of this process"
+    lives = _alive(owner.pid, owner.started) if owner.namespace == mine.namespace else None
+    return lives, "its process runs" if lives else "its process is gone"
+
+
+def _alive(pid: int, since: int) -> bool | None:
+    """Whether the process that began at a moment runs; None where the kernel does not tell."""
+    if pid <= 0:
+        return None  # kill(2) takes these for groups of processes
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # somebody else's, which lives
+    now = started(pid)
+    return None if now is None else now == since  # /proc may hide the processes of others
+
+
+def _uptime() -> float:
+    """Seconds since this host booted."""
+    return float(text_of("/proc/uptime").split()[0])
+
+
+def _now(folder: Path) -> float:
+    """The time by the clock of a directory's file system."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".lock.") as file:
+        file.write(b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_mtime

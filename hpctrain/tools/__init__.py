@@ -1,0 +1,1 @@
+"""Programs beside the training: doctor, bench, and the build of Horovod."""

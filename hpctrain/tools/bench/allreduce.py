@@ -1,0 +1,131 @@
+"""A sum over the ranks: by the raw call and through hpctrain, with a copy of as many bytes."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hpctrain.errors import UsageError
+from hpctrain.tools.bench.measure import busbw, compare, describe, spell, table
+from hpctrain.tools.bench.turns import Times, calls_for, in_turns, slowest, timed
+from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.session import Session
+
+__all__ = ["evaluate", "measure", "show"]
+
+RAW, OURS, COPY = "raw call", "hpctrain", "copy"
+_SIZES = (4, 4_000, 64_000, 1_000_000, 4_000_000, 16_000_000)
+_SIZES_OF_GPUS = (*_SIZES, 64_000_000, 256_000_000)
+_BLOCK_SECONDS, _MOST_CALLS = 0.02, 100
+_NUMBER = 4  # bytes of one in float32
+
+
+def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Latencies and bandwidths by size; called by all ranks alike.
+
+    Args:
+        session: open.
+        arguments: `sizes` (bytes; None for the default ones) and `seconds`.
+
+    Raises:
+        UsageError: there is one rank, or a size that holds no whole number.
+    """
+    world = session.world.world_size
+    sizes = arguments.sizes or (_SIZES_OF_GPUS if session.device.type == "cuda" else _SIZES)
+    by_rank_0(session.backend, lambda: _refuse(sizes, world))
+    times = {size: _of_size(session, size, arguments.seconds / len(sizes)) for size in sizes}
+    ranks = session.backend.gather(times)
+    if not session.is_main:
+        return {}
+    return {"results": [evaluate(size, slowest([r[size] for r in ranks]), world) for size in sizes]}
+
+
+def _refuse(sizes: Sequence[int], world: int) -> None:
+    if world == 1:
+        raise UsageError(
+            "bench allreduce of one rank, which has nobody to talk to",
+            "two ranks or more",
+            "srun -n 2 hpctrain bench allreduce    or: hpctrain run --nproc-per-node 2 -m hpctrain "
+            "bench allreduce",
+        )
+    odd = [size for size in sizes if size % _NUMBER]
+    if odd:
+        raise UsageError(
+            f"--sizes {odd[0]}",
+            "multiples of 4, as a number in float32 has 4 bytes",
+            "--sizes 4,1MB",
+        )
+
+
+def _of_size(session: Session, size: int, seconds: float) -> Times:
+    """By arm the seconds of a call, a time for each round."""
+    backend, raw = session.backend, session.backend.by_hand()
+    tensor = torch.zeros(size // _NUMBER, device=session.device)
+    other = torch.empty_like(tensor)
+    actions = {
+        RAW: lambda: raw.sum(tensor),
+        OURS: lambda: backend.sum(tensor),
+        COPY: lambda: other.copy_(tensor),
+    }
+    calls = {
+        name: calls_for(session, actions[name], _BLOCK_SECONDS, _MOST_CALLS) for name in (RAW, COPY)
+    }
+    calls[OURS] = calls[RAW]
+    arms = {name: partial(timed, session.device, actions[name], calls[name]) for name in actions}
+    timed(session.device, actions[OURS], 2)
+    return in_turns(session, arms, seconds)
+
+
+def evaluate(size: int, times: Mapping[str, list[float]], ranks: int) -> dict[str, Any]:
+    """What one size came to.
+
+    Args:
+        size: bytes.
+        times: by arm, seconds of a call at the slowest rank.
+        ranks: of the world.
+    """
+    arms: dict[str, dict[str, Any]] = compare(times, RAW, "us", 1e6)
+    for arm in (RAW, OURS):
+        speed = size / arms[arm]["us"]["median"] * 1e6
+        arms[arm] |= {"algbw": speed / 1e9, "busbw": busbw(speed, ranks) / 1e9}
+    arms[COPY]["gigabytes_per_second"] = size / arms[COPY]["us"]["median"] / 1e3
+    return {"bytes": size, "arms": arms}
+
+
+def show(found: dict[str, Any]) -> str:
+    """A line for each size."""
+    head = (
+        "size",
+        "raw call, µs",
+        "hpctrain, µs",
+        "ratio",
+        "algbw GB/s",
+        "busbw GB/s",
+        "copy GB/s",
+    )
+    rows = [head]
+    for one in found["results"]:
+        raw, ours, copy = (one["arms"][name] for name in (RAW, OURS, COPY))
+        rows.append(
+            (
+                spell(one["bytes"]),
+                describe(raw["us"]),
+                describe(ours["us"]),
+                describe(ours["ratio"], ".3f"),
+                f"{ours['algbw']:.3g}",
+                f"{ours['busbw']:.3g}",
+                f"{copy['gigabytes_per_second']:.3g}",
+            )
+        )
+    return "\n".join(
+        [
+            table(rows),
+            "",
+            "Medians over rounds at the slowest rank, with 95 % intervals; ratios round by round. "
+            "The first line is the latency.",
+            "algbw: bytes / time; busbw: algbw · 2(n-1)/n, of hpctrain; copy: bytes copied / time, "
+            "within the device.",
+        ]
+    )

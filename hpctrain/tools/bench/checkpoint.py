@@ -1,0 +1,317 @@
+"""A checkpoint: how long training waits, and until it is on the disk, beside torch.save.
+
+Rank 0 alone writes, as in a run; the others wait, so that nothing else uses their host.
+"""
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from hpctrain.checkpoint import Writer
+from hpctrain.checkpoint.available_memory import available
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.rundir import RunDirectory
+from hpctrain.tools.bench.measure import compare, describe, spell, table
+from hpctrain.tools.bench.turns import in_turns, timed
+from hpctrain.tools.doctor import storage
+from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.session import Session
+
+__all__ = ["evaluate", "measure", "refuse_size", "show", "write"]
+
+T = TypeVar("T")
+
+BASE, OURS, WRITE, COPY = "torch.save, fsync", "hpctrain", "raw write, fsync", "memory copy"
+_TENSORS = 160  # as many as ResNet-50 has weights
+_USUAL, _TRIAL, _SECONDS_OF_A_WRITE = 10**9, 64 * 10**6, 2.0
+# The checkpoint before stays until the new one is whole.
+_ROOM = 2.2
+# The state, its copy in the writer, and the bytes of the raw write.
+_COPIES = 4
+_PIECE = 1 << 22
+_LEAST = 10**4
+# How much slower than the trial any of the ways may be: others use the disk, caches fill up.
+_SLOWER = 3
+
+
+class _Arms:
+    """The ways to save a state; each returns the seconds until it is on the disk.
+
+    Args:
+        folder: of its own, on the file system to measure.
+        size: bytes of the state.
+        device: that the state is on.
+
+    Attributes:
+        all: by name.
+        pauses: the seconds that training waited for hpctrain, a figure for each call.
+    """
+
+    def __init__(self, folder: Path, size: int, device: torch.device) -> None:
+        self._folder, self._device = folder, device
+        self._state = _new_state(size, device)
+        self._bytes = torch.full((size,), 17, dtype=torch.uint8)
+        self._copy = torch.empty_like(self._bytes)
+        self._writer = Writer(RunDirectory(folder / "run"), keep=1)
+        self._step = 0
+        self.all: dict[str, Callable[[], float]] = {
+            BASE: self.by_torch,
+            OURS: self.ours,
+            WRITE: self.raw,
+            COPY: self.copy,
+        }
+        self.pauses: list[float] = []
+
+    def by_torch(self) -> float:
+        """As it is written by hand; training waits for all of it."""
+        path = self._folder / "state.pt"
+        begin = time.perf_counter()
+        with open(path, "wb") as file:
+            torch.save(self._state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        seconds = time.perf_counter() - begin
+        path.unlink()
+        return seconds
+
+    def ours(self) -> float:
+        """In the background: training waits for a copy alone."""
+        self._step += 1
+        begin = time.perf_counter()
+        self._writer.save(self._step, self._state, {})
+        pause = time.perf_counter() - begin
+        self._writer.wait()
+        seconds = time.perf_counter() - begin
+        self.pauses.append(pause)
+        return seconds
+
+    def raw(self) -> float:
+        """What the file system takes."""
+        return write(self._folder / "raw", self._bytes)
+
+    def copy(self) -> float:
+        """What the memory of the host takes."""
+        return timed(torch.device("cpu"), lambda: self._copy.copy_(self._bytes))
+
+    def close(self) -> None:
+        """What is being written gets written."""
+        self._writer.close()
+
+
+def _new_state(size: int, device: torch.device) -> dict[str, Any]:
+    """Weights and momenta, half of the bytes each."""
+    count = max(size // 4 // 2 // _TENSORS, 1)
+    tensors = [torch.full((count,), 0.1, device=device) for _ in range(2 * _TENSORS)]
+    weights = {f"layer{n}.weight": tensor for n, tensor in enumerate(tensors[:_TENSORS])}
+    momenta = {n: {"momentum_buffer": one} for n, one in enumerate(tensors[_TENSORS:])}
+    return {"model": weights, "optimizer": {"state": momenta, "param_groups": []}}
+
+
+def write(path: Path, content: torch.Tensor) -> float:
+    """Seconds until some bytes are on the disk; the file is removed again.
+
+    Args:
+        path: of the file.
+        content: uint8 on the host.
+    """
+    view = memoryview(content.numpy())  # type: ignore[arg-type]
+    begin = time.perf_counter()
+    with open(path, "wb", buffering=0) as file:
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            while piece:
+                piece = piece[file.write(piece) or 0 :]
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - begin
+    path.unlink()
+    return seconds
+
+
+def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Pauses and times until all is on the disk; called by all ranks alike.
+
+    Args:
+        session: open.
+        arguments: `run`, `size` (bytes, or None) and `seconds`.
+
+    Raises:
+        UsageError: no room, no memory, or nothing can be written there.
+    """
+    opened: list[_Arms] = []  # at rank 0
+
+    def open_arms() -> tuple[str, int]:
+        path, folder = _make_folder(arguments.run, undo)
+        size = arguments.size or _fitting(folder)
+        refuse_size(size, path, shutil.disk_usage(folder).free, available())
+        if arguments.size and session.world.world_size > 1:
+            refuse_slow(size, _speed(folder, min(size, _TRIAL)), session.options.timeout)
+        opened.append(_Arms(folder, size, session.device))
+        undo.callback(opened[0].close)
+        return str(path), size
+
+    def turn(name: str) -> float:
+        seconds: float = by_rank_0(session.backend, lambda: _told(opened[0].all[name]))
+        return seconds
+
+    with ExitStack() as undo:
+        path, size = by_rank_0(session.backend, lambda: _told(open_arms))
+        arms = {name: partial(turn, name) for name in (BASE, OURS, WRITE, COPY)}
+        in_turns(session, arms, 0.0, 1)  # memory is taken, and directories are made
+        times = in_turns(session, arms, arguments.seconds)
+        if not session.is_main:
+            return {}
+        return {"path": path, "bytes": size, **evaluate(size, times, opened[0].pauses[1:])}
+
+
+def _told(act: Callable[[], T]) -> T:
+    """What an act returns; what a file system says against it, in words.
+
+    Raises:
+        UsageError: it said something.
+    """
+    try:
+        return act()
+    except (OSError, RuntimeError, CheckpointError) as error:
+        # Where a disk is full torch.save raises a RuntimeError.
+        raise UsageError(
+            f"the checkpoint cannot be measured: {str(error).splitlines()[0]}",
+            "a file system with room, which this user may write to",
+            "--size 100MB    or: --run DIR on another file system",
+        ) from None
+
+
+def _make_folder(run: str | None, undo: ExitStack) -> tuple[Path, Path]:
+    """The directory that was meant, and a new folder on its file system, removed at the end."""
+    path = storage.run(run, os.environ)
+    folder = Path(tempfile.mkdtemp(dir=storage.nearest(path), prefix=".hpctrain-bench-"))
+    undo.callback(shutil.rmtree, folder, ignore_errors=True)
+    return path, folder
+
+
+def _fitting(folder: Path) -> int:
+    """A size that is written in about two seconds, and has room; of one digit, and at most 1 GB."""
+    free = shutil.disk_usage(folder).free
+    most = min(_USUAL, free / _ROOM / 2, _speed(folder, _TRIAL) * _SECONDS_OF_A_WRITE)
+    memory = available()
+    if memory is not None:
+        most = min(most, memory / _COPIES / 2)
+    return max(_rounded(most), _LEAST)
+
+
+def _speed(folder: Path, size: int) -> float:
+    """Bytes that are on the disk a second, of such a file, or a smaller one where room is short."""
+    free = shutil.disk_usage(folder).free
+    trial = torch.zeros(max(min(size, free // 4), 1), dtype=torch.uint8)
+    write(folder / "trial", trial)  # the first one may find a disk asleep
+    return len(trial) / write(folder / "trial", trial)
+
+
+def _rounded(number: float) -> int:
+    """The largest number of one digit and zeros that is not more."""
+    digits = str(int(number))
+    return int(digits[0] + "0" * (len(digits) - 1))
+
+
+def refuse_size(size: int, path: Path, free: int, memory: int | None) -> None:
+    """Hold a size to the room that there is.
+
+    Args:
+        size: bytes of the state.
+        path: the directory that is measured.
+        free: bytes on its file system.
+        memory: bytes that this process may take; None where nobody knows.
+
+    Raises:
+        UsageError: it does not fit, or is less than a state has tensors.
+    """
+    if size < _LEAST:
+        raise UsageError(f"--size {size}B", f"{spell(_LEAST)} or more", "--size 100MB")
+    for there, needed, where in (
+        (free, size * _ROOM, f"on the file system of {path}"),
+        (memory, size * _COPIES, "of memory"),
+    ):
+        if there is not None and there < needed:
+            raise UsageError(
+                f"{spell(there)} are free {where}, and a state of {spell(size)} needs "
+                f"{spell(needed)}",
+                "room for the checkpoint that is written and the one before"
+                if where != "of memory"
+                else "room for the state, its copy, and what the yardsticks write",
+                f"--size {spell(_rounded(there / needed * size)).replace(' ', '')}"
+                + ("" if where == "of memory" else "    or: --run DIR on another file system"),
+            )
+
+
+def refuse_slow(size: int, speed: float, timeout: float) -> None:
+    """Hold a size to the time for which the other ranks wait for rank 0.
+
+    Args:
+        size: bytes of the state.
+        speed: bytes that a trial wrote a second.
+        timeout: seconds after which a rank that waits takes another for lost.
+
+    Raises:
+        UsageError: a state may take longer.
+    """
+    most = speed * timeout / _SLOWER
+    if size > most:
+        raise UsageError(
+            f"to write {spell(size)} takes about {size / speed:.0f} s here, and the other ranks "
+            f"wait for {timeout:.0f} s",
+            f"{timeout / _SLOWER:.0f} s or less, as torch.save may take several times as long",
+            f"--size {spell(_rounded(most)).replace(' ', '')}    or: in one process, which nobody "
+            "waits for",
+        )
+
+
+def evaluate(
+    size: int, times: Mapping[str, list[float]], pauses: Sequence[float]
+) -> dict[str, Any]:
+    """What the arms came to.
+
+    Args:
+        size: bytes of the state.
+        times: by arm, seconds until all is on the disk.
+        pauses: of hpctrain, the seconds that training waited; for torch.save that is all of them.
+    """
+    arms: dict[str, dict[str, Any]] = compare(times, BASE, "seconds")
+    for arm in arms.values():
+        arm["gigabytes_per_second"] = size / arm["seconds"]["median"] / 1e9
+    pause = compare({BASE: times[BASE], OURS: pauses}, BASE, "seconds")[OURS]
+    return {"arms": arms, "pause": pause}
+
+
+def show(found: dict[str, Any]) -> str:
+    """A line for each way."""
+    rows = [("", "training waits, s", "on the disk, s", "ratio", "GB/s")]
+    for name, arm in found["arms"].items():
+        pause = {BASE: arm["seconds"], OURS: found["pause"]["seconds"]}.get(name)
+        rows.append(
+            (
+                name,
+                describe(pause, ".3f") if pause else "",
+                describe(arm["seconds"], ".3f"),
+                describe(arm["ratio"], ".3f") if name != BASE else "",
+                f"{arm['gigabytes_per_second']:.3g}",
+            )
+        )
+    ratio = describe(found["pause"]["ratio"], ".3f")
+    return "\n".join(
+        [
+            f"{spell(found['bytes'])}, half weights and half momenta, in {found['path']}",
+            "",
+            table(rows),
+            "",
+            "Medians over rounds, with 95 % intervals; ratios round by round.",
+            f"Training waits {ratio} of the time that it waits for {BASE}.",
+        ]
+    )

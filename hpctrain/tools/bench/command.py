@@ -1,0 +1,162 @@
+"""`hpctrain bench WHAT`: open a session, measure, and let rank 0 show and save what was found."""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from hpctrain import rundir
+from hpctrain.cluster import visible_gpus
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.tools.bench import allreduce, checkpoint, input, step
+from hpctrain.tools.bench.measure import facts
+from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.session import Session
+
+__all__ = ["execute", "title"]
+
+# No collective of a measurement is silent for longer.
+_TIMEOUT = 300.0
+
+
+class _Measurement(Protocol):
+    """What each of the modules offers."""
+
+    def measure(self, session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
+        """What was found, at rank 0; called by all ranks alike."""
+
+    def show(self, found: dict[str, Any]) -> str:
+        """The same for people."""
+
+
+_MEASUREMENTS: dict[str, _Measurement] = {
+    "step": step,
+    "allreduce": allreduce,
+    "input": input,
+    "checkpoint": checkpoint,
+}
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Measure; an exit code.
+
+    Args:
+        arguments: of the command line.
+
+    Raises:
+        HpctrainError: at rank 0, or at a rank of which rank 0 does not know.
+        Stopped: a rank was asked to stop.
+    """
+    kind = _MEASUREMENTS[arguments.what]
+    try:
+        with _open(arguments) as session:
+            target = by_rank_0(session.backend, lambda: _target(arguments.json))
+            found = kind.measure(session, arguments)
+            if session.is_main:
+                record = {"benchmark": arguments.what, **_about(session), **found}
+                sys.stdout.write(title(record) + kind.show(record) + "\n")
+                sys.stdout.flush()
+                _save(target, record)
+    except HpctrainError as error:
+        if not error.told_by_rank_0:
+            raise
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _open(arguments: argparse.Namespace) -> Session:
+    """A session with what of its options the command has."""
+    given = vars(arguments)
+    names = ("backend", "precision", "compile", "batch_size", "start_timeout")
+    options = {name: given[name] for name in names if given.get(name) is not None}
+    size, workers = 1, "auto" if arguments.what == "input" else 0
+    if arguments.what == "step":
+        # With ResNet-50 in half precision 128 samples fill a GPU of 16 GB, and keep larger ones
+        # busy. Torch is not asked yet: it would look for GPUs before the Session chooses one.
+        meant = visible_gpus.visible(os.environ)
+        size = 128 if visible_gpus.here() and (meant is None or meant.names) else 32
+    usual = {"precision": "fp32", "batch_size": size, "workers": workers, "timeout": _TIMEOUT}
+    return Session(**{**usual, **options})
+
+
+def _about(session: Session) -> dict[str, Any]:
+    """What the figures mean nothing without."""
+    on_gpu = session.device.type == "cuda"
+    return {
+        **facts(["hpctrain", "torch", "torchvision", "horovod", "simplejpeg"]),
+        "device": torch.cuda.get_device_name(session.device) if on_gpu else "cpu",
+        "threads": torch.get_num_threads(),
+        "backend": session.backend.name,
+        "transport": session.backend.transport,
+        "world": asdict(session.world),
+    }
+
+
+def title(record: dict[str, Any]) -> str:
+    """What was measured where, in two lines."""
+    world, machine = record["world"], record["machine"]
+    ranks, hosts = world["world_size"], world["num_nodes"]
+    device = record["device"] if record["device"] != "cpu" else machine["cpu"]
+    return (
+        f"{record['benchmark']}: {ranks} rank{'s' * (ranks > 1)} on {hosts} "
+        f"host{'s' * (hosts > 1)}, {record['backend']} over {record['transport']}, {device}, "
+        f"{machine['cores']} cores of rank 0\n"
+        f"torch {record['versions']['torch']}, {record['date']}\n\n"
+    )
+
+
+def _target(path: str | None) -> str | None:
+    """Before anything is measured: the file to write, behind links, as it is replaced by a new one.
+
+    Raises:
+        UsageError: it cannot be written, or is no file, such as a device or a pipe, or is what this
+            process prints to.
+    """
+    if path is None:
+        return None
+    target = os.path.realpath(path)
+    # Of a pipe behind /dev/fd there is no path: the name alone leads to it.
+    there = os.path.exists(path) or os.path.lexists(target)
+    if there and (not os.path.isfile(target) or _printed_to(target)):
+        raise UsageError(
+            f"--json {path}, which is there, and no file to replace",
+            "a new file, or one that is replaced",
+            "--json FILE",
+        )
+    if not os.access(os.path.dirname(target), os.W_OK | os.X_OK):
+        raise UsageError(
+            f"--json {path} cannot be written",
+            "a file in a folder that is there and can be written",
+            "--json FILE",
+        )
+    return target
+
+
+def _printed_to(target: str) -> bool:
+    """Whether what this process prints goes to a file, as with /dev/stdout after > FILE."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed
+            if os.path.samestat(os.stat(target), os.fstat(descriptor)):
+                return True
+    return False
+
+
+def _save(path: str | None, record: dict[str, Any]) -> None:
+    if path is None:
+        return
+    try:
+        rundir.replace(Path(path), json.dumps(record, indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(
+            f"--json {path} could not be written: {error}", "a file system with room", "--json FILE"
+        ) from None
+    sys.stderr.write(f"hpctrain: saved to {path}\n")

@@ -1,0 +1,243 @@
+"""Input: how many images a second come to the device, by the number of loader workers?"""
+
+import argparse
+import itertools
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hpctrain import data
+from hpctrain.data.images.decoding import CorruptError, find
+from hpctrain.data.shards import Source
+from hpctrain.errors import DataError, UsageError
+from hpctrain.tools.bench.measure import compare, describe, summary, table
+from hpctrain.tools.bench.pictures import Pictures
+from hpctrain.tools.bench.turns import Times, in_turns, slowest
+from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.session import Session
+
+__all__ = ["evaluate", "measure", "numbers_of_workers", "show"]
+
+DECODE = "decoded, no loader"
+SYNTHETIC = "synthetic"
+_SIDE = 224
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+_PICTURES = 100_000
+_BLOCK_SECONDS = 1.0
+# A round is a batch of each worker. Tasks for two wait at each as a loader begins.
+_ROUNDS_BEFORE = 2
+_LEAST_ROUNDS = 3
+
+
+class _Endless(data.TrainingSampler):
+    """Epoch after epoch: at the end of one the workers would run dry, and begin anew."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield from super().__iter__()
+            self.epoch += 1
+
+
+class _Arms:
+    """Ways to get images, each anew in every block; they return the seconds of an image.
+
+    Args:
+        session: open.
+        source: of the images.
+    """
+
+    def __init__(self, session: Session, source: Source) -> None:
+        self._session, self._source = session, source
+        self._decoder = find("auto")
+        self._set = data.ImageSet(source, data.RandomResizedCrop(_SIDE))
+        self._sampler = _Endless(len(source), session.batches, session.world, session.options.seed)
+
+    def decode(self) -> float:
+        """Read and decode whole images in one thread of one process.
+
+        Raises:
+            DataError: one cannot be read or decoded.
+        """
+        begin, count, seconds = time.perf_counter(), 0, 0.0
+        for index in itertools.chain.from_iterable(self._anew()):
+            try:
+                self._decoder.decode(self._source.read(index))
+            except CorruptError as error:
+                raise DataError(
+                    f"{self._source.name(index)} is no image that can be decoded: {error}",
+                    "images",
+                    "fetch it again, or --data PATH of others",
+                ) from None
+            count += 1
+            seconds = time.perf_counter() - begin
+            if seconds >= _BLOCK_SECONDS:
+                break
+        return seconds / count
+
+    def load(self, workers: int) -> float:
+        """Read, decode, cut, collate, and normalise on the device, as a training has it.
+
+        Workers that began together go on in step, and their batches come in bursts. So what is
+        timed is whole rounds, which take as long wherever in a burst they begin.
+
+        Args:
+            workers: processes that load.
+        """
+        session = self._session
+        loader = data.Loader(
+            self._set,
+            self._anew(),
+            session.placement,
+            workers,
+            session.options.seed,
+            session.world.rank,
+            on_device=data.Normalize(_MEAN, _STD),
+        )
+        batches, a_round = iter(loader), max(workers, 1)
+        _take(batches, _ROUNDS_BEFORE * a_round)
+        self._finish()
+        begin, rounds, seconds = time.perf_counter(), 0, 0.0
+        while seconds < _BLOCK_SECONDS or rounds < _LEAST_ROUNDS:
+            _take(batches, a_round)
+            rounds += 1
+            seconds = time.perf_counter() - begin
+        self._finish()
+        samples = rounds * a_round * session.batches.batch_size
+        return (time.perf_counter() - begin) / samples
+
+    def _anew(self) -> data.TrainingSampler:
+        """Samples of this rank, in another order each time, so that others come first."""
+        self._sampler.epoch += 1
+        return self._sampler
+
+    def _finish(self) -> None:
+        if self._session.device.type == "cuda":
+            torch.cuda.synchronize(self._session.device)
+
+
+def _take(batches: Iterator[Any], count: int) -> None:
+    for _ in range(count):
+        next(batches)
+
+
+def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Images a second by number of workers; called by all ranks alike.
+
+    Args:
+        session: open.
+        arguments: `data`, `workers` (numbers, or None), `need` and `seconds`.
+
+    Raises:
+        UsageError: no images there, or fewer than a step takes, or nothing to decode them with.
+    """
+    source = _source(arguments.data)
+    _refuse_few(source, session)
+    arms = _Arms(session, source)
+    cores = min(len(os.sched_getaffinity(0)), session.workers + 1)
+    numbers = by_rank_0(session.backend, lambda: arguments.workers or numbers_of_workers(cores))
+    turns = {DECODE: arms.decode}
+    turns |= {_name(number): partial(arms.load, number) for number in numbers}
+    in_turns(session, turns, 0.0, 1)  # files are found, and processes are started once
+    ranks = session.backend.gather(in_turns(session, turns, arguments.seconds))
+    if not session.is_main:
+        return {}
+    size = session.batches.batch_size
+    return {
+        "data": arguments.data,
+        "images": len(source),
+        "side": _SIDE,
+        "batch_size": size,
+        "need": arguments.need,
+        **evaluate(ranks, size, numbers, arguments.need),
+    }
+
+
+def _source(path: str) -> Source:
+    return Pictures(_PICTURES) if path == SYNTHETIC else data.image_source(path, "train")
+
+
+def _refuse_few(source: Source, session: Session) -> None:
+    """Hold the images to what one batch of each rank takes."""
+    ranks, size = session.world.world_size, session.batches.batch_size
+    if len(source) < ranks * size:
+        raise UsageError(
+            f"{source.place} has {len(source)} images, and a batch of each rank takes "
+            f"{ranks * size}",
+            "at least as many images",
+            f"--batch-size {len(source) // ranks}"
+            if len(source) >= ranks
+            else "--data PATH of more images",
+        )
+
+
+def numbers_of_workers(cores: int) -> list[int]:
+    """None, one, two, four and so on, up to a worker for each core.
+
+    Args:
+        cores: of a rank.
+    """
+    powers = [2**n for n in range(cores.bit_length())]
+    return sorted({0, *powers, cores})
+
+
+def _name(workers: int) -> str:
+    return f"{workers} worker{'s' * (workers != 1)}"
+
+
+def evaluate(
+    ranks: Sequence[Times], batch_size: int, numbers: Sequence[int], need: int | None
+) -> dict[str, Any]:
+    """What the arms came to.
+
+    Args:
+        ranks: of each, by arm the seconds of an image in each round.
+        batch_size: of a rank.
+        numbers: of workers.
+        need: images a second that the steps of a rank take.
+    """
+    arms: dict[str, dict[str, Any]] = compare(
+        slowest(ranks), DECODE, "ms_per_batch", 1e3 * batch_size
+    )
+    for name, arm in arms.items():
+        rounds = zip(*(one[name] for one in ranks), strict=True)
+        arm["images_per_second"] = summary([sum(1 / own for own in one) for one in rounds])
+        arm["images_per_second_of_a_rank"] = 1e3 * batch_size / arm["ms_per_batch"]["median"]
+        del arm["ratio"]
+    found: dict[str, Any] = {"arms": arms}
+    if need is not None:
+        enough = [n for n in numbers if arms[_name(n)]["images_per_second_of_a_rank"] >= need]
+        found["enough_workers"] = min(enough, default=None)
+    return found
+
+
+def show(found: Mapping[str, Any]) -> str:
+    """A line for each number of workers."""
+    rows = [("", "images/s, all ranks", "slowest rank", "ms per batch")]
+    for name, arm in found["arms"].items():
+        rows.append(
+            (
+                name,
+                describe(arm["images_per_second"], ".0f"),
+                f"{arm['images_per_second_of_a_rank']:.0f}",
+                describe(arm["ms_per_batch"]),
+            )
+        )
+    lines = [
+        f"{found['data']}: {found['images']:,} images, to {found['side']} pixels, "
+        f"{found['batch_size']} of a rank in a batch",
+        "",
+        table(rows),
+        "",
+        "Medians over rounds, with 95 % intervals. The first line: images decoded whole in one "
+        "thread; the others cut,",
+        "collate and normalise as well, and decode no more of a JPEG than they need.",
+    ]
+    if found["need"]:
+        workers = found["enough_workers"]
+        said = f"--workers {workers}" if workers is not None else "none of these numbers of workers"
+        lines.append(f"{found['need']:,} images/s of a rank are fed by {said}.")
+    return "\n".join(lines)

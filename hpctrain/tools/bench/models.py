@@ -1,0 +1,94 @@
+"""The models whose steps are measured, and random batches for them."""
+
+import difflib
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+from hpctrain.training.session import Session
+
+__all__ = ["batch_of", "choose", "maker"]
+
+SMALL = "small"
+_LARGE = "resnet50"
+# By whether it is the small one: pixels of a side, and classes.
+_SHAPES = {True: (32, 10), False: (224, 1000)}
+
+
+def choose(given: str | None, device: torch.device) -> str:
+    """The model's name: the one given, else ResNet-50 on a GPU where there is torchvision.
+
+    Raises:
+        UsageError: there is none of that name, or no torchvision, which has it.
+    """
+    if given is None:
+        return _LARGE if device.type == "cuda" and _zoo() is not None else SMALL
+    if given == SMALL:
+        return given
+    zoo = _zoo()
+    if zoo is None:
+        raise UsageError(
+            f"--model {given}, and torchvision cannot be imported",
+            "torchvision, which has the model",
+            "pip install 'hpctrain[vision]'    or: --model small",
+        )
+    names = zoo.list_models(module=zoo)
+    if given not in names:
+        near = difflib.get_close_matches(given, names, 1)
+        raise UsageError(
+            f"--model {given}",
+            "a model of torchvision.models, or small",
+            f"--model {near[0] if near else _LARGE}",
+        )
+    return given
+
+
+def maker(name: str) -> Callable[[], nn.Module]:
+    """What makes the model anew, the same on all ranks.
+
+    Args:
+        name: that `choose` gave.
+    """
+    if name == SMALL:
+        return _small
+    zoo = _zoo()
+    if zoo is None:  # on this rank, and not on rank 0
+        raise UsageError(
+            "torchvision cannot be imported here, and can be at rank 0",
+            "the same packages on all hosts",
+            "pip install 'hpctrain[vision]'    or: --model small",
+        )
+    # Their second output, for training alone, is left out: the loss of a step has no use for it.
+    two = name in ("googlenet", "inception_v3")
+    more = {"aux_logits": False, "init_weights": True} if two else {}
+    return lambda: zoo.get_model(name, weights=None, **more)  # type: ignore[no-any-return]
+
+
+def batch_of(name: str, session: Session) -> tuple[Tensor, Tensor]:
+    """Random images and targets on the device, of shapes (samples, 3, side, side) and (samples)."""
+    side, classes = _SHAPES[name == SMALL]
+    samples = session.batches.batch_size
+    images, targets = torch.randn(samples, 3, side, side), torch.randint(classes, (samples,))
+    batch: tuple[Tensor, Tensor] = session.placement((images, targets))
+    return batch
+
+
+def _small() -> nn.Module:
+    """A convolutional net whose step takes a few milliseconds of a core."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+def _zoo() -> ModuleType | None:
+    try:
+        from torchvision import models
+    except (ImportError, RuntimeError, OSError):  # of a torchvision for another torch
+        return None
+    found: ModuleType = models
+    return found

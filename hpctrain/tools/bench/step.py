@@ -1,0 +1,262 @@
+"""A step: hpctrain's loop against one that an expert writes, on the same data and ranks."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+
+from hpctrain.backends.base import Later
+from hpctrain.backends.baseline import ByHand
+from hpctrain.errors import UsageError
+from hpctrain.tools.bench import models
+from hpctrain.tools.bench.measure import compare, describe, spell, table
+from hpctrain.tools.bench.turns import Times, calls_for, in_turns, slowest, timed
+from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.session import Session
+
+__all__ = ["evaluate", "measure", "show"]
+
+BY_HAND, OURS, ALONE = "by hand", "hpctrain", "by hand, nothing exchanged"
+_BLOCK_SECONDS, _MOST_STEPS = 0.25, 100
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _Loop(Protocol):
+    def step(self) -> None:
+        """One step; the device may be still at it."""
+
+    def read(self) -> None:
+        """Look at the loss, as a log does now and then."""
+
+
+class _ByHand:
+    """What an expert writes.
+
+    Args:
+        session: for the device, the precision and the layout alone.
+        make: the model.
+        batch: images and targets on the device.
+        by_hand: how the ranks share the model.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        make: Callable[[], nn.Module],
+        batch: tuple[Tensor, Tensor],
+        by_hand: ByHand,
+    ) -> None:
+        device, precision = session.device, session.precision.name
+        layout = torch.channels_last if session.placement.channels_last else torch.preserve_format
+        model = make().to(device, memory_format=layout)  # type: ignore[call-overload]
+        if session.options.compile:
+            model.compile()
+        self._batch, self._by_hand = batch, by_hand
+        self._model, self._optimizer = by_hand.share(model, _optimizer(model))
+        self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+        self._device, self._half = device, _AUTOCAST.get(precision)
+
+    def step(self) -> None:
+        """Forward, backward, update."""
+        images, targets = self._batch
+        with self._autocast():
+            loss = cross_entropy(self._model(images), targets)
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self._by_hand.step(self._optimizer, self._scaler)
+        self._scaler.update()
+        self._optimizer.zero_grad()
+        self._loss = loss.detach()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return (
+            nullcontext() if self._half is None else torch.autocast(self._device.type, self._half)
+        )
+
+    def read(self) -> None:
+        """This rank's own."""
+        self._loss.item()
+
+
+class _Ours:
+    """The loop of the examples.
+
+    Args:
+        session: open.
+        make: the model.
+        batch: images and targets on the device.
+    """
+
+    def __init__(
+        self, session: Session, make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor]
+    ) -> None:
+        model = make()
+        self._session, self._batch = session, batch
+        self._model, _ = session.prepare(model, _optimizer(model))
+        self._sum: Later | None = None
+
+    def step(self) -> None:
+        """Forward, and `session.step`."""
+        images, targets = self._batch
+        with self._session.autocast():
+            loss = cross_entropy(self._model(images), targets)
+        self._session.step(loss)
+        self._loss = loss.detach()
+
+    def read(self) -> None:
+        """That of all ranks, one look later: it is not waited for, as for a row of metrics."""
+        if self._sum is not None:
+            self._sum.values()
+        self._sum = self._session.backend.sum_later([self._loss])
+
+
+def _optimizer(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+
+class _Arm:
+    """Blocks of steps of a loop, and the memory that it has of the GPU for itself.
+
+    Args:
+        session: open.
+        make: the loop.
+        steps: of a block; None for as many as take a quarter of a second.
+    """
+
+    def __init__(self, session: Session, make: Callable[[], _Loop], steps: int | None) -> None:
+        self._device = session.device
+        before = self._allocated()
+        self._loop = make()
+        found = calls_for(session, self._loop.step, _BLOCK_SECONDS, _MOST_STEPS)
+        self.steps = steps or found
+        self._loop.read()
+        self._own = self._allocated() - before
+        self.peak = 0
+
+    def block(self) -> float:
+        """Seconds of a step, over a block that ends with a look at the loss."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        others = self._allocated() - self._own
+        seconds = timed(self._device, self._run) / self.steps
+        if self._device.type == "cuda":
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device) - others)
+        return seconds
+
+    def _run(self) -> None:
+        for _ in range(self.steps):
+            self._loop.step()
+        self._loop.read()
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+
+def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Times of a step, throughput and memory; called by all ranks alike.
+
+    Args:
+        session: open.
+        arguments: `model` and `seconds`.
+
+    Raises:
+        UsageError: no such model, or no room for it.
+    """
+    name = by_rank_0(session.backend, lambda: models.choose(arguments.model, session.device))
+    try:
+        times, peaks = _measure(session, name, arguments.seconds)
+    except torch.OutOfMemoryError as error:
+        size = session.batches.batch_size
+        raise UsageError(
+            f"no room for a step of {name} with {size} samples: {str(error).splitlines()[0]}",
+            "a step that fits the memory of the device",
+            f"--batch-size {max(size // 2, 1)}",
+        ) from None
+    ranks = session.backend.gather((times, peaks))
+    if not session.is_main:
+        return {}
+    size, precision = session.batches.batch_size, session.precision.name
+    return {
+        "model": name,
+        "batch_size": size,
+        "precision": precision,
+        "compile": session.options.compile,
+        "channels_last": session.placement.channels_last,
+        **evaluate(slowest([one[0] for one in ranks]), [one[1] for one in ranks], size),
+    }
+
+
+def _measure(session: Session, name: str, seconds: float) -> tuple[Times, dict[str, int]]:
+    """Seconds of a step, and the most memory, by arm; of this rank."""
+    make, batch = models.maker(name), models.batch_of(name, session)
+    by_hand = session.backend.by_hand()
+    loops: dict[str, Callable[[], _Loop]] = {
+        BY_HAND: lambda: _ByHand(session, make, batch, by_hand),
+        OURS: lambda: _Ours(session, make, batch),
+    }
+    if session.world.world_size > 1:
+        loops[ALONE] = lambda: _ByHand(session, make, batch, ByHand())
+    arms: dict[str, _Arm] = {}
+    for arm, loop in loops.items():
+        arms[arm] = _Arm(session, loop, arms[BY_HAND].steps if arms else None)
+    times = in_turns(session, {arm: one.block for arm, one in arms.items()}, seconds)
+    return times, {arm: one.peak for arm, one in arms.items()}
+
+
+def evaluate(
+    times: Mapping[str, list[float]], peaks: Sequence[Mapping[str, int]], samples: int
+) -> dict[str, Any]:
+    """What the arms came to.
+
+    Args:
+        times: by arm, seconds of a step at the slowest rank.
+        peaks: of each rank, by arm, the most bytes on the device; 0 where that is not known.
+        samples: of a rank.
+    """
+    arms: dict[str, dict[str, Any]] = compare(times, BY_HAND, "ms", 1e3)
+    for name, arm in arms.items():
+        arm["images_per_second"] = samples * len(peaks) / arm["ms"]["median"] * 1e3
+        arm["images_per_second_of_a_rank"] = arm["images_per_second"] / len(peaks)
+        arm["peak_memory"] = max(one[name] for one in peaks) or None
+    found: dict[str, Any] = {"arms": arms, "scaling": None}
+    if ALONE in times:
+        scaling = compare({OURS: times[ALONE], BY_HAND: times[OURS]}, BY_HAND, "ms")
+        found["scaling"] = scaling[OURS]["ratio"]
+    return found
+
+
+def show(found: dict[str, Any]) -> str:
+    """A line for each loop."""
+    head = ["loop", "ms per step", "ratio", "images/s", "of a rank"]
+    on_gpu = found["arms"][OURS]["peak_memory"] is not None
+    rows = [head + ["peak memory"] * on_gpu]
+    for name, arm in found["arms"].items():
+        rows.append(
+            [
+                name,
+                describe(arm["ms"], ".2f"),
+                describe(arm["ratio"], ".3f") if name != BY_HAND else "",
+                f"{arm['images_per_second']:,.0f}",
+                f"{arm['images_per_second_of_a_rank']:,.0f}",
+                *([spell(arm["peak_memory"])] if on_gpu else []),
+            ]
+        )
+    options = ", ".join(name for name in ("compile", "channels_last") if found[name])
+    lines = [
+        f"{found['model']}, {found['batch_size']} samples of a rank, {found['precision']}"
+        + (f", {options}" if options else ""),
+        "",
+        table(rows),
+        "",
+        "Medians over rounds at the slowest rank, with 95 % intervals; ratios round by round.",
+    ]
+    if found["scaling"]:
+        lines.append(
+            "Scaling: where nothing is exchanged a step takes "
+            f"{describe(found['scaling'], '.3f')} of hpctrain's time."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,229 @@
+"""The ranks of a start: do they meet, are they alike, and can they compute a sum?"""
+
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain import backends, rendezvous
+from hpctrain._version import __version__
+from hpctrain.cluster import visible_gpus
+from hpctrain.cluster.launchers import Start
+from hpctrain.errors import HpctrainError
+from hpctrain.process.logging import logger
+from hpctrain.rendezvous import Meeting
+from hpctrain.tools.doctor import ranks
+from hpctrain.tools.doctor.findings import (
+    OK,
+    PROBLEM,
+    WARNING,
+    Finding,
+    merged,
+    plain,
+    to_tell,
+    worst_last,
+)
+from hpctrain.tools.doctor.machine import Machine
+from hpctrain.tools.doctor.output import Report
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpctrain.backends.base import Backend
+
+__all__ = ["examine"]
+
+# No collective of the doctor takes longer, even over a slow network.
+_COLLECTIVE_SECONDS = 120.0
+_NOT_TRIED = Finding(
+    "all-reduce",
+    WARNING,
+    "not tried, nor clocks and run directory compared: not all ranks could take part",
+    "mend the rest first",
+)
+
+
+def examine(
+    report: Report,
+    own: Machine,
+    start: Start,
+    run: Path,
+    timeout: float,
+    env: Mapping[str, str],
+) -> int:
+    """Look at all ranks; an exit code.
+
+    Args:
+        report: rank 0's is shown.
+        own: what this rank knows alone.
+        start: of this process.
+        run: the run directory.
+        timeout: seconds to wait for all ranks.
+        env: the environment.
+
+    Raises:
+        HpctrainError: this is not rank 0, and the ranks did not come together.
+    """
+    rank = start.world.rank
+    with ranks.token(rank, run) as left:
+        try:
+            met = _meet(start, own, _entry(own, left, env), run, timeout)
+        except HpctrainError as error:
+            if rank != 0 and not error.told_by_rank_0:
+                raise
+            found = Finding("start", PROBLEM, error.found, error.fix, (rank,))
+            report.tell([*worst_last(own.findings), found])
+            report.end()
+            return error.exit_code
+        told = merged([entry["doctor"]["findings"] for entry in met.roll.entries])
+        table = ranks.rows(met.roll)
+        well = [one for one in own.findings if one.level == OK]
+        report.tell([*well, *told], [row.host for row in table])
+        unlike = _differences(met, table)
+        wrong = any(one.level == PROBLEM for one in unlike)
+        if own.device is not None and _can_talk(met) and not wrong:
+            return _talk(report, met, own.device, run, table, unlike, timeout)
+        if met.listener is not None:
+            met.listener.close()
+        report.table(table, [_NOT_TRIED, *unlike])
+        return report.end()
+
+
+def _meet(start: Start, own: Machine, entry: dict[str, Any], run: Path, timeout: float) -> Meeting:
+    """As the Session does, but that no rank is refused for what it found."""
+    point = start.meeting_point
+    return rendezvous.meet(
+        start.world,
+        point,
+        entry,
+        timeout,
+        logger.info if start.world.rank == 0 else logger.warning,
+        store=backends.agent_store(point, timeout) if own.torch_version else None,
+        folder=run,
+    )
+
+
+def _entry(own: Machine, left: Mapping[str, str], env: Mapping[str, str]) -> dict[str, Any]:
+    """What this rank tells the others."""
+    said: dict[str, Any] = {}
+    if own.device is not None:
+        from hpctrain.rendezvous import consistency
+
+        said = consistency.entry(own.device, {})
+    shown = visible_gpus.visible(env)
+    return {
+        **said,
+        "doctor": {
+            **left,
+            "findings": to_tell(own.findings),
+            "kind": own.device.type if own.device is not None else None,
+            "gpu": said.get("gpu"),
+            "device": said.get("gpu_name") or (own.device.type if own.device else ranks.NONE),
+            "visible": ",".join(shown.names) or "hidden" if shown else "all",
+            "cores": str(own.cores),
+            "mask": f"{sum(1 << core for core in os.sched_getaffinity(0)):x}",
+            "threads": env.get("OMP_NUM_THREADS") or env.get("MKL_NUM_THREADS") or "not set",
+            "torch": own.torch_version or ranks.NONE,
+            "python": platform.python_version(),
+            "hpctrain": __version__,
+        },
+    }
+
+
+def _can_talk(met: Meeting) -> bool:
+    """Whether all ranks have a device, of one kind."""
+    kinds = {entry["doctor"]["kind"] for entry in met.roll.entries}
+    return None not in kinds and len(kinds) == 1
+
+
+def _differences(met: Meeting, table: Sequence[ranks.Row]) -> list[Finding]:
+    """In what the ranks differ; what is wrong last."""
+    entries = met.roll.entries
+    found = []
+    # Not there at a rank that has no torch.
+    if all(entry.get("versions") for entry in entries):
+        from hpctrain.rendezvous import consistency
+
+        hosts = [row.host for row in table]
+        found = [
+            Finding(one.subject, PROBLEM if one.wrong else WARNING, plain(one.found), one.fix)
+            for one in consistency.differences(entries, hosts)
+        ]
+    subjects = {one.subject for one in found}
+    found += [one for one in ranks.differences(table) if one.subject not in subjects]
+    return worst_last([*found, *ranks.judge_cores(entries, table)])
+
+
+def _talk(
+    report: Report,
+    met: Meeting,
+    device: "torch.device",
+    run: Path,
+    table: Sequence[ranks.Row],
+    unlike: Sequence[Finding],
+    timeout: float,
+) -> int:
+    """Clocks, directory, sums and ways between hosts; an exit code."""
+    backend = None
+    told = False
+    try:
+        name = backends.choose("auto", met.world.world_size)
+        backend = backends.open_backend(
+            name, met, device, backends.Settings(_COLLECTIVE_SECONDS, timeout)
+        )
+        found = _look_around(backend, met, run, table)
+        report.table(table, [*unlike, *found])
+        told = True
+        _add_up(report, backend, met)
+        # Nobody leaves while another one still needs it.
+        backend.barrier()
+        backend.close()
+    except (HpctrainError, RuntimeError) as error:
+        if not told:
+            report.table(table, unlike)
+        found_text, fix = (
+            (error.found, error.fix)
+            if isinstance(error, HpctrainError)
+            else (
+                f"the ranks cannot compute a sum: {plain(error)}",
+                "look for a firewall between the hosts, or a wrong interface: "
+                "export HPCTRAIN_INTERFACE=NAME; NCCL_DEBUG=INFO tells more",
+            )
+        )
+        if met.world.rank != 0:
+            logger.error("%s", found_text)
+        report.add([Finding("all-reduce", PROBLEM, found_text, fix)])
+        if backend is not None:
+            backend.close(found_text)
+    return report.end()
+
+
+def _look_around(
+    backend: "Backend", met: Meeting, run: Path, table: Sequence[ranks.Row]
+) -> list[Finding]:
+    """Every rank's clock, and whether it sees what rank 0 left in the run directory."""
+    from hpctrain.tools.doctor import exchange
+
+    said = met.roll.entries[0]["doctor"]
+    there = bool(said["token"]) and ranks.sees(run, said)
+    backend.barrier()
+    told = exchange.tell(backend, [time.time(), float(there)])
+    for row, (clock, _) in zip(table, told, strict=True):
+        row.clock = clock - told[0][0]
+    shared = ranks.judge_shared(met.roll.entries, table, [bool(row[1]) for row in told])
+    return worst_last([*shared, *ranks.judge_clocks(table)])
+
+
+def _add_up(report: Report, backend: "Backend", met: Meeting) -> None:
+    """Sums, and ways between hosts."""
+    from hpctrain.tools.doctor import exchange
+
+    sums = exchange.run_sums(backend)
+    pairs = exchange.run_pairs(backend, met.roll)
+    report.exchanged(
+        sums.as_json(),
+        [pair.as_json() for pair in pairs],
+        [exchange.judge_sums(sums), *exchange.judge_pairs(pairs)],
+    )

@@ -1,0 +1,148 @@
+"""What people read: aligned, and in a hundred columns."""
+
+import statistics
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding, spans
+from hpctrain.tools.doctor.ranks import COMPARED, Row
+
+__all__ = ["closing", "exchanged", "machine", "remarks", "table", "well"]
+
+_COLUMNS = 100
+_SUBJECT = 18
+_MEND = "    to mend:  "
+# Beyond these, only ranks that differ have a line of their own.
+_MOST_ROWS = 64
+
+
+def _line(subject: str, text: str) -> str:
+    return textwrap.fill(
+        text,
+        _COLUMNS,
+        initial_indent=f"  {subject:<{_SUBJECT}}",
+        subsequent_indent=" " * (_SUBJECT + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def well(findings: Iterable[Finding]) -> list[str]:
+    """A line for each thing that is well."""
+    return [_line(one.subject, one.found) for one in findings if one.level == OK]
+
+
+def machine(host: str, findings: Iterable[Finding], environment: Mapping[str, str]) -> str:
+    """What is well on this machine, and the variables."""
+    lines = [f"this machine: {host}", *well(findings)]
+    if environment:
+        values = " ".join(f"{name}={value}" for name, value in environment.items())
+        lines.append(_line("variables", values))
+    return "\n".join(lines)
+
+
+def remarks(findings: Iterable[Finding], hosts: Sequence[str]) -> str:
+    """What is not well, each with what to type; empty where all is.
+
+    Args:
+        findings: those that are well are left out.
+        hosts: by rank, the name of its host.
+    """
+    lines = []
+    for one in findings:
+        if one.level == OK:
+            continue
+        where = _where(one.ranks, hosts)
+        label = "PROBLEM" if one.level == PROBLEM else one.level
+        lines.append(_line(label, f"{one.subject}{where}: {one.found}"))
+        if one.fix:
+            # Not folded, as it is to be copied; but what follows four spaces is a remark.
+            fits = len(_MEND) + len(one.fix) <= _COLUMNS
+            first, *more = [one.fix] if fits else one.fix.split("    ")
+            lines.append(f"{_MEND}{first}")
+            lines += [f"{'':<{len(_MEND)}}{part}" for part in more]
+    return "\n".join(lines)
+
+
+def _where(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Whose finding it is; empty for one of all ranks."""
+    if len(ranks) in (0, len(hosts)):
+        return ""
+    # What the ranks of a host share is found by the first one there.
+    if list(ranks) == [hosts.index(host) for host in dict.fromkeys(hosts)]:
+        return " (every host)" if len(ranks) > 1 else ""
+    there = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    more = ", …" if len(there) > 8 else ""
+    return f" ({spans(ranks)} of {', '.join(there[:8])}{more})"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each rank; what all have alike stands in one line above."""
+    alike = [name for name in COMPARED if len({row.values[name] for row in rows}) == 1]
+    varying = [name for name in COMPARED if name not in alike]
+    head = ["rank", "host", "local", "pid", "address", "clock"]
+    if any(row.gpu for row in rows):
+        head.append("GPU")
+    cells = [[*head, *varying]]
+    shown = [row for row in rows if row.rank < _MOST_ROWS or row.differs]
+    for row in shown:
+        clock = "?" if row.clock is None else f"{row.clock:+.3f} s"
+        own = [str(row.rank), row.host, str(row.local_rank), str(row.pid), row.address, clock]
+        if "GPU" in head:
+            own.append((row.gpu or "-")[:12])
+        values = [row.values[name] + (" *" if name in row.differs else "") for name in varying]
+        cells.append([*own, *values])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    count = len({row.host for row in rows})
+    lines = [f"{len(rows)} ranks on {count} host{'s' if count > 1 else ''}"]
+    if alike:
+        common = ", ".join(f"{name} {rows[0].values[name]}" for name in alike)
+        lines.append(_line("alike", common))
+    for line in cells:
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        lines.append(f"  {'  '.join(padded)}".rstrip())
+    if len(shown) < len(rows):
+        lines.append(f"  … and {len(rows) - len(shown)} more like these; --json has all")
+    if any(row.differs for row in rows):
+        lines.append("  * unlike most ranks")
+    return "\n".join(lines)
+
+
+def exchanged(sums: Mapping[str, Any], pairs: Sequence[Mapping[str, Any]]) -> str:
+    """What the sums and the ways between hosts gave.
+
+    Args:
+        sums, pairs: as `--json` shows them.
+    """
+    right = "exact at all ranks" if sums["correct"] else "WRONG"
+    lines = [_line("all-reduce", f"{right}, over {sums['transport']}")]
+    for one in sums["bus_bandwidth"]:
+        text = f"{one['gigabytes_per_second']:.3g} GB/s bus bandwidth"
+        lines.append(_line(f"  of {one['bytes'] // 10**6} MB", text))
+    text = f"{sums['copy_gigabytes_per_second']:.3g} GB/s within rank 0's own device"
+    lines.append(_line("  a copy", text))
+    if pairs:
+        speeds = [pair["gigabytes_per_second"] for pair in pairs]
+        if len(speeds) == 2:
+            there = f"{pairs[0]['source']} to {pairs[0]['target']} {speeds[0]:.3g}"
+            text = f"{there}, back {speeds[1]:.3g} GB/s"
+        else:
+            text = (
+                f"{len(speeds)} ways: {min(speeds):.3g} to {max(speeds):.3g} GB/s, "
+                f"median {statistics.median(speeds):.3g}"
+            )
+        lines.append(_line("between hosts", text))
+    return "\n".join(lines)
+
+
+def closing(findings: Sequence[Finding]) -> str:
+    """How many problems and warnings."""
+    parts = []
+    for level in (PROBLEM, WARNING):
+        subjects = list(dict.fromkeys(one.subject for one in findings if one.level == level))
+        count = sum(one.level == level for one in findings)
+        if count:
+            plural = "s" if count > 1 else ""
+            parts.append(f"{count} {level}{plural} ({', '.join(subjects)})")
+    return "; ".join(parts) or "all is well"

@@ -1,0 +1,65 @@
+"""The interfaces of this host, and what its own name resolves to."""
+
+import socket
+from collections.abc import Mapping, Sequence
+
+from hpctrain.cluster.launchers.base import is_loopback
+from hpctrain.rendezvous import interfaces
+from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding, plain
+from hpctrain.tools.doctor.subprocesses import SECONDS, within
+
+__all__ = ["examine", "judge_interfaces", "judge_name"]
+
+
+def examine() -> list[Finding]:
+    """Of this host."""
+    name = socket.gethostname()
+    answer = within(SECONDS, lambda: _resolve(name))
+    found = interfaces.addresses()
+    return [judge_interfaces(found), judge_name(name, answer, interfaces.reachable())]
+
+
+def _resolve(name: str) -> list[str] | str:
+    try:
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return error.strerror or str(error)
+    except UnicodeError:
+        return "no name that could be looked up"
+    return list(dict.fromkeys(str(answer[4][0]) for answer in answers))
+
+
+def judge_interfaces(found: Mapping[str, Sequence[str]]) -> Finding:
+    """Is there a way to other hosts?
+
+    Args:
+        found: by interface, its addresses.
+    """
+    text = "; ".join(f"{name} {' '.join(own)}" for name, own in found.items())
+    if not any(not is_loopback(a) for own in found.values() for a in own):
+        found_text = f"{text or 'none'}: no other host can be reached"
+        return Finding("interfaces", OK, found_text)
+    return Finding("interfaces", OK, text)
+
+
+def judge_name(name: str, answer: Sequence[str] | str | None, reachable: Sequence[str]) -> Finding:
+    """Does the host's own name lead to this host?
+
+    Args:
+        name: of the host.
+        answer: the addresses that it resolves to, or why it does not; None for no answer in time.
+        reachable: this host's own addresses but loopback.
+    """
+    name = plain(name)
+    own = reachable[0] if reachable else "127.0.0.1"
+    if answer is None:
+        found = f"{name}: no answer within {SECONDS:.0f} s"
+        fix = "look at /etc/resolv.conf for a name server that is gone"
+        return Finding("host name", WARNING, found, fix)
+    if isinstance(answer, str):
+        fix = f"echo '{own} {name}' >> /etc/hosts    (as root)"
+        return Finding("host name", PROBLEM, f"{name} does not resolve: {answer}", fix)
+    found = f"{name} is {', '.join(answer)}"
+    if answer and all(is_loopback(address) for address in answer):
+        found += ": this host alone; hpctrain takes the address by which the ranks reached it"
+    return Finding("host name", OK, found)

@@ -1,0 +1,278 @@
+"""All ranks side by side: what each said at the roll call, and where one is unlike the others."""
+
+import os
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpctrain.rendezvous import Roll
+from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding, plain, spans
+from hpctrain.tools.doctor.storage import nearest
+from hpctrain.tools.doctor.subprocesses import SECONDS, within
+
+__all__ = [
+    "COMPARED",
+    "NONE",
+    "Row",
+    "differences",
+    "judge_clocks",
+    "judge_cores",
+    "judge_shared",
+    "rows",
+    "sees",
+    "token",
+]
+
+_CLOCK_SECONDS = 1.0
+NONE = "none"  # no torch, no device
+_SAME_PYTHON = "start all ranks with one virtual environment, its python by the full path"
+# What should be the same at all ranks, and what to type where it is not.
+COMPARED = {
+    "device": "ask for one kind of GPU: sbatch --gpus=TYPE:N or --constraint=FEATURE",
+    "visible": "let the launcher set CUDA_VISIBLE_DEVICES and its like, and no shell start-up file",
+    "cores": "srun --cpus-per-task=N, the same for all ranks",
+    "threads": "export OMP_NUM_THREADS=N before the start, the same for all ranks",
+    "torch": _SAME_PYTHON,
+    "python": _SAME_PYTHON,
+    "hpctrain": _SAME_PYTHON,
+}
+
+
+@dataclass(slots=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        rank, host, local_rank, pid, address: of the roll call.
+        gpu: what tells one GPU from any other; None on a CPU.
+        values: those that are compared, for people.
+        clock: seconds by which its clock is ahead of rank 0's; None where it was not measured.
+        differs: which of the values are unlike those of most ranks.
+    """
+
+    rank: int
+    host: str
+    local_rank: int
+    pid: int
+    address: str
+    gpu: str | None
+    values: dict[str, str]
+    clock: float | None = None
+    differs: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """As `--json` shows it."""
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            "local_rank": self.local_rank,
+            "pid": self.pid,
+            "address": self.address,
+            "gpu": self.gpu,
+            **self.values,
+            "clock_offset": self.clock,
+            "differs": self.differs,
+        }
+
+
+def rows(roll: Roll) -> list[Row]:
+    """The table, with what differs."""
+    table = [
+        Row(
+            rank,
+            roll.hosts[roll.host_of_rank[rank]],
+            entry["world"]["local_rank"],
+            entry["pid"],
+            roll.addresses[rank],
+            entry["doctor"]["gpu"],
+            {name: plain(entry["doctor"][name]) for name in COMPARED},
+        )
+        for rank, entry in enumerate(roll.entries)
+    ]
+    for name in COMPARED:
+        for row, norm in zip(table, _norms(table, name), strict=True):
+            if row.values[name] != norm:
+                row.differs.append(name)
+    return table
+
+
+def _norms(table: Sequence[Row], name: str) -> list[str]:
+    """By rank, the value that it should have: that of most ranks, or of rank 0 where many tie.
+
+    Where a launcher gives each rank of a host GPUs of its own, only ranks with the same local
+    rank are alike.
+    """
+    bound = name == "visible" and _bound(table)
+    groups: dict[int, Counter[str]] = {}
+    for row in table:
+        groups.setdefault(row.local_rank if bound else 0, Counter())[row.values[name]] += 1
+    # Of equal counts the first counted one comes first, and that is the lowest rank's.
+    norms = {key: counts.most_common(1)[0][0] for key, counts in groups.items()}
+    return [norms[row.local_rank if bound else 0] for row in table]
+
+
+def _bound(table: Sequence[Row]) -> bool:
+    """Whether the ranks of each host see something else each."""
+    on_host: dict[str, list[str]] = {}
+    for row in table:
+        on_host.setdefault(row.host, []).append(row.values["visible"])
+    several = any(len(values) > 1 for values in on_host.values())
+    return several and all(len(values) == len(set(values)) for values in on_host.values())
+
+
+def differences(table: Sequence[Row]) -> list[Finding]:
+    """A finding for each value that is not the same at all ranks."""
+    found = []
+    for name, fix in COMPARED.items():
+        # A rank that has none has a problem of its own, which says so.
+        unlike = [row for row in table if name in row.differs and row.values[name] != NONE]
+        if not unlike:
+            continue
+        holders: dict[str, list[Row]] = {}
+        for row in table:
+            if row not in unlike and row.values[name] != NONE:
+                holders.setdefault(row.values[name], []).append(row)
+        for row in unlike:
+            holders.setdefault(row.values[name], []).append(row)
+        parts = [
+            f"{value} on {_places(several, several[0] in unlike)}"
+            for value, several in holders.items()
+        ]
+        text = "; ".join(parts[:4]) + ("; …" if len(parts) > 4 else "")
+        found.append(Finding(name, WARNING, text, fix, tuple(row.rank for row in unlike)))
+    return found
+
+
+def _places(several: Sequence[Row], named: bool) -> str:
+    """Ranks, and for those that stand out their hosts."""
+    hosts = list(dict.fromkeys(row.host for row in several))
+    of = f" of {', '.join(hosts[:4])}{', …' if len(hosts) > 4 else ''}" if named else ""
+    return spans([row.rank for row in several]) + of
+
+
+def judge_cores(entries: Sequence[Mapping[str, Any]], table: Sequence[Row]) -> list[Finding]:
+    """Have ranks that may run on the same cores more threads together than there are cores?
+
+    Args:
+        entries: by rank, the cores as a mask of bits, under "doctor".
+        table: by rank, host and threads; where nobody set those, the Session divides the cores.
+    """
+    sharing: dict[tuple[str, str], list[Row]] = {}
+    for entry, row in zip(entries, table, strict=True):
+        sharing.setdefault((row.host, entry["doctor"]["mask"]), []).append(row)
+    short: dict[tuple[int, int, int], list[Row]] = {}
+    for (_, mask), several in sharing.items():
+        cores = int(mask, 16).bit_count()
+        said = [row.values["threads"] for row in several]
+        threads = sum(int(one) if one.isdecimal() else 1 for one in said)
+        if len(several) > 1 and threads > cores:
+            short.setdefault((len(several), threads, cores), []).extend(several)
+    return [
+        Finding(
+            "cores",
+            WARNING,
+            f"{_places(several, True)}: {count} ranks of a host share {cores} "
+            f"core{'s' if cores > 1 else ''} and have {threads} threads, before any loader worker",
+            "fewer ranks on each host, OMP_NUM_THREADS, or srun --cpus-per-task=N",
+            tuple(row.rank for row in several),
+        )
+        for (count, threads, cores), several in short.items()
+    ]
+
+
+def judge_clocks(table: Sequence[Row]) -> list[Finding]:
+    """Do the hosts agree on the time? Logs and time limits are read together."""
+    wrong: dict[str, list[Row]] = {}
+    for row in table:
+        if row.clock is not None and abs(row.clock) > _CLOCK_SECONDS:
+            wrong.setdefault(row.host, []).append(row)
+    fix = "timedatectl set-ntp true    (as root, there; or look at chronyc tracking)"
+    return [
+        Finding(
+            "clocks",
+            WARNING,
+            f"{host} is {abs(several[0].clock or 0.0):.1f} s "
+            f"{'ahead of' if (several[0].clock or 0.0) > 0 else 'behind'} {table[0].host}",
+            fix,
+            tuple(row.rank for row in several),
+        )
+        for host, several in wrong.items()
+    ]
+
+
+@contextmanager
+def token(rank: int, run: Path) -> Iterator[dict[str, str]]:
+    """Rank 0 leaves an empty file in the run directory; all others are told where.
+
+    Yields:
+        "run", and at rank 0 "token", the path of the file; "" where it could not be left. A run
+        directory that does not exist yet is not made: the file lies in the nearest one above.
+    """
+    if rank != 0:
+        yield {"run": str(run), "token": ""}
+        return
+    path = within(SECONDS, lambda: _leave(run))
+    try:
+        yield {"run": str(run), "token": str(path or "")}
+    finally:
+        if path is not None:
+            within(SECONDS, lambda: path.unlink(missing_ok=True))
+
+
+def _leave(run: Path) -> Path | None:
+    """A new file; None where it cannot be left, as the finding about the run directory tells."""
+    path = nearest(run) / f".hpctrain-doctor-{secrets.token_hex(8)}"
+    try:
+        path.touch(exist_ok=False)
+    except OSError:
+        return None
+    return path
+
+
+def sees(run: Path, said: Mapping[str, str]) -> bool:
+    """Whether rank 0's file is in this rank's own run directory, which may go by another path.
+
+    Args:
+        run: of this rank.
+        said: what `token` yielded at rank 0.
+    """
+    left = Path(said["token"])
+    same = str(run) == said["run"]
+    there = within(SECONDS, lambda: os.path.exists(left if same else nearest(run) / left.name))
+    return bool(there)
+
+
+def judge_shared(
+    entries: Sequence[Mapping[str, Any]], table: Sequence[Row], seen: Sequence[bool]
+) -> list[Finding]:
+    """Is the run directory one and the same at all ranks?
+
+    Args:
+        entries: by rank, what `token` made, under "doctor".
+        table: by rank, host and rank.
+        seen: by rank, whether rank 0's file is there.
+    """
+    if not entries[0]["doctor"]["token"]:
+        return []
+    subject, own = "shared directory", plain(entries[0]["doctor"]["run"])
+    without = [row for row, there in zip(table, seen, strict=True) if not there]
+    if not without:
+        hosts = len({row.host for row in table})
+        text = f"all ranks on {hosts} host{'s' if hosts > 1 else ''} see the same {own}"
+        return [Finding(subject, OK, text, "", (0,))]
+    theirs = plain(entries[without[0].rank]["doctor"]["run"])
+    what = "what rank 0 writes there" if theirs == own else f"that of rank 0: theirs is {theirs}"
+    return [
+        Finding(
+            subject,
+            PROBLEM,
+            f"{own}: {_places(without, True)} cannot see {what}",
+            "--run DIR or export HPCTRAIN_RUN=DIR, an absolute path on a file system that all "
+            "hosts share",
+            tuple(row.rank for row in without),
+        )
+    ]

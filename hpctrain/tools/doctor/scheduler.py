@@ -1,0 +1,86 @@
+"""Slurm, and the job that this process runs in."""
+
+import shutil
+import time
+from collections.abc import Mapping
+
+from hpctrain.cluster.job import Allocation
+from hpctrain.cluster.world import World
+from hpctrain.tools.doctor.findings import OK, WARNING, Finding, plain
+from hpctrain.tools.doctor.subprocesses import ask
+
+__all__ = ["examine", "judge_job", "judge_slurm"]
+
+
+def examine(job: Allocation | None, env: Mapping[str, str], world: World) -> list[Finding]:
+    """The findings of this process.
+
+    Args:
+        job: of the scheduler.
+        env: for the memory of the job.
+        world: its first rank asks for the time that is left, and no other: the controller
+            answers all of them alike.
+    """
+    found = []
+    if world.local_rank == 0:
+        there = shutil.which("srun") is not None
+        found.append(judge_slurm(there, ask(["srun", "--version"]) if there else None))
+    left = None
+    if job is not None and world.rank == 0 and job.scheduler == "slurm":
+        left = ask(["squeue", "--noheader", "--jobs", job.job_id, "--format", "%L"])
+    return [*found, judge_job(job, env, time.time(), left)]
+
+
+def judge_slurm(there: bool, answer: tuple[int, str] | None) -> Finding:
+    """Slurm's version.
+
+    Args:
+        there: whether there is an srun.
+        answer: what `srun --version` said; None for nothing in time.
+    """
+    if not there:
+        return Finding("Slurm", OK, "not installed")
+    if answer is not None and "configuration source" in answer[1]:
+        return Finding(
+            "Slurm",
+            WARNING,
+            "installed, but no slurm.conf is found",
+            "export SLURM_CONF=/PATH/slurm.conf    (nothing, if this machine is in no cluster)",
+        )
+    if answer is None or answer[0] != 0:
+        found = plain(answer[1].partition("\n")[0])[:200] if answer else "it does not answer"
+        fix = "scontrol ping    shows whether the controller answers"
+        return Finding("Slurm", WARNING, f"srun --version: {found}", fix)
+    return Finding("Slurm", OK, plain(answer[1]))
+
+
+def judge_job(
+    job: Allocation | None,
+    env: Mapping[str, str],
+    now: float,
+    left: tuple[int, str] | None = None,
+) -> Finding:
+    """What the scheduler gave.
+
+    Args:
+        job: None outside of one.
+        env: for the memory.
+        now: seconds since the epoch.
+        left: what squeue said, for a job whose variables do not have its end.
+    """
+    if job is None:
+        return Finding("job", OK, "none")
+    parts = [f"{job.scheduler} {plain(job.label)}", f"restart {job.restart_count}"]
+    if job.end_time is not None:
+        seconds = max(0.0, job.end_time - now)
+        parts.append(f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min left")
+    elif left is not None and left[0] == 0 and left[1].strip():
+        parts.append(f"{plain(left[1])} left")
+    if job.tasks is not None:
+        parts.append(f"{job.tasks} task{'s' if job.tasks != 1 else ''}")
+    if job.gpus is not None:
+        parts.append(f"{job.gpus} GPU{'s' if job.gpus != 1 else ''} on this host")
+    for name, text in (("SLURM_MEM_PER_NODE", "a node"), ("SLURM_MEM_PER_CPU", "a core")):
+        if env.get(name, "").isdecimal():
+            parts.append(f"{env[name]} MiB for {text}")
+    return Finding("job", OK, ", ".join(parts))

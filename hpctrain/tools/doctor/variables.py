@@ -1,0 +1,60 @@
+"""Which variables of the environment may be shown: those of a list, and no other.
+
+A variable that nobody thought of may hold a password, so a name has to be known to be shown.
+"""
+
+from collections.abc import Mapping
+
+from hpctrain.cluster import env_vars, visible_gpus
+from hpctrain.tools.doctor.findings import plain
+
+__all__ = ["shown"]
+
+_NAMES = frozenset(
+    {
+        *env_vars.OF_THE_JOB,
+        visible_gpus.CUDA,
+        "CUDA_DEVICE_ORDER",
+        "CUDA_LAUNCH_BLOCKING",
+        "HIP_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+        "OMP_PLACES",
+        "OMP_PROC_BIND",
+        "MKL_NUM_THREADS",
+        "SLURM_CPUS_PER_TASK",
+        "SLURM_JOB_PARTITION",
+        "SLURM_LOCALID",
+        "SLURM_MEM_PER_CPU",
+        "SLURM_MEM_PER_NODE",
+        "SLURM_NODEID",
+        "SLURM_PROCID",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "HPCTRAIN_RANK",
+        "HPCTRAIN_WORLD_SIZE",
+        "HPCTRAIN_LOCAL_RANK",
+        "HPCTRAIN_LOCAL_WORLD_SIZE",
+        "HPCTRAIN_NODE_RANK",
+        "HPCTRAIN_NUM_NODES",
+        "HPCTRAIN_HOSTS",
+        "HPCTRAIN_INTERFACE",
+        env_vars.LAUNCHER,
+        env_vars.MAIN_ADDRESS,
+        env_vars.MAIN_PORT,
+        env_vars.HOSTNAME,
+        env_vars.RUN,
+        env_vars.DATA,
+        env_vars.CACHE,
+    }
+)
+
+
+def shown(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that may be shown, by name."""
+    found = {name: env[name] for name in _NAMES if name in env} | env_vars.of_the_network(env)
+    return {name: plain(value) for name, value in sorted(found.items())}

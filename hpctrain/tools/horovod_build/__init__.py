@@ -1,0 +1,188 @@
+"""Builds, keeps and installs a Horovod that fits the installed torch.
+
+Horovod's last release, 0.28.1, does not compile against a torch from 2.1 on: it asks for C++14.
+Here its source package is fetched by pip, changed in a few lines, compiled once for each
+combination of versions, and kept as a wheel in the cache.
+"""
+
+import contextlib
+import importlib.util
+import platform
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+
+from hpctrain.cluster import env_vars
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.tools.horovod_build import cache, installed, source, toolchain
+from hpctrain.tools.horovod_build.commands import Say
+from hpctrain.tools.horovod_build.recipe import Plan, make
+from hpctrain.tools.horovod_build.torch_facts import Torch, ask_torch
+
+__all__ = ["build", "decide", "key"]
+
+# Counted up when the wheels of an earlier hpctrain must not be taken any more.
+_RECIPE = 3
+
+
+def build(
+    cuda: bool | None, mpi: bool, wheel_only: bool, env: Mapping[str, str], say: Say
+) -> Path | None:
+    """Make or find the wheel, install it, and let two ranks compute a sum.
+
+    Args:
+        cuda: for GPUs over NCCL, or not; None where the machine decides.
+        mpi: whether it shall also talk over MPI.
+        wheel_only: neither install nor try it.
+        env: the environment of this process.
+        say: told each step, a line each.
+
+    Returns:
+        The wheel; None where the installed Horovod is as good, and from somewhere else.
+
+    Raises:
+        UsageError: the machine or its torch cannot have such a build.
+        HpctrainError: what is missing or failed.
+    """
+    if importlib.util.find_spec("pip") is None:
+        fix = f"{sys.executable} -m ensurepip, or: uv pip install pip"
+        raise HpctrainError(f"{sys.executable} has no pip", "pip, to fetch and to install", fix)
+    # Horovod's own variables are read by its build, too: of those a person's NCCL counts.
+    nccl = {name: env[name] for name in env if name.startswith("HOROVOD_NCCL_")}
+    env = {**env_vars.scrubbed(env), **nccl}
+    torch = ask_torch(env)
+    plan = decide(torch, cuda, mpi, env, say)
+    place = cache.folder(key(plan), env)
+    if not wheel_only and _fits(plan, place.name, env, say):
+        return cache.find(place)
+    with _ended_by_signals(), contextlib.ExitStack() as stack:
+        wheel = cache.find(place)
+        if wheel is None:
+            stack.enter_context(cache.locked(place, say))
+            # Another process may have made it while this one waited.
+            wheel = cache.find(place) or _make(plan, place, env, say)
+        else:
+            say(f"found {wheel}")
+        if not wheel_only:
+            _install(wheel, plan, env, say)
+    return wheel
+
+
+def decide(torch: Torch, cuda: bool | None, mpi: bool, env: Mapping[str, str], say: Say) -> Plan:
+    """What to build; where nobody chose, for GPUs if torch and this machine can.
+
+    Raises:
+        UsageError: --cuda, where torch has no CUDA, or there is no toolkit of its kind.
+        HpctrainError: --mpi, where there is none.
+    """
+    toolkit = None if cuda is False else toolchain.find_cuda(env)
+    built = f"is built with CUDA {torch.cuda}" if torch.cuda else "is no CUDA build"
+    found = f"torch {torch.version} {built}, nvcc is {toolkit.version if toolkit else 'not there'}"
+    if not torch.cuda or not toolkit or toolkit.version.split(".")[0] != torch.cuda.split(".")[0]:
+        if cuda:
+            fix = "module load cuda, export CUDA_HOME=FOLDER, or hpctrain horovod build --cpu"
+            raise UsageError(found, "for --cuda: a CUDA toolkit with the CUDA of torch", fix)
+        toolkit = None
+    plan = Plan(torch, toolkit, toolchain.find_mpi(env) if mpi else None)
+    chosen = f" ({found})" if cuda is None else ""
+    device = f"on {'GPUs over NCCL' if toolkit else 'CPUs'}{chosen}"
+    over = f"gloo and {plan.mpi}, {plan.mpi.compilers[0]}" if plan.mpi else "gloo"
+    say(f"Horovod {source.VERSION} for torch {torch.version}, {device}; ranks meet over {over}")
+    return plan
+
+
+def key(plan: Plan) -> str:
+    """The name of all that a wheel depends on, as a folder's name."""
+    parts = (
+        f"{source.VERSION}-{_RECIPE}",
+        f"torch{plan.torch.version}",
+        f"{sys.implementation.cache_tag}",
+        platform.machine(),
+        "".join(platform.libc_ver()),
+        "abi1" if plan.torch.cxx11_abi else "abi0",
+        f"cuda{plan.cuda.version}" if plan.cuda else "cpu",
+        f"{plan.mpi.kind}{plan.mpi.version}" if plan.mpi else "nompi",
+    )
+    return re.sub(r"[^\w.+-]", "_", "-".join(parts))
+
+
+def _fits(plan: Plan, wanted: str, env: Mapping[str, str], say: Say) -> bool:
+    """Whether the installed Horovod is this build, or one from elsewhere that can do the same."""
+    there = installed.version()
+    if not there or installed.key() not in (wanted, ""):
+        return False
+    facts, why = installed.try_out(env)
+    lacking = _lacking(facts, plan)
+    if facts and not lacking:
+        say(f"Horovod {there} is installed and works: {_described(facts)}")
+        return True
+    what = f"has no {', '.join(lacking)}" if facts else f"does not work:{why}"
+    say(f"the installed Horovod {there} {what}")
+    return False
+
+
+def _lacking(facts: Mapping[str, object], plan: Plan) -> list[str]:
+    """What was wanted and is not built in."""
+    wanted = {"gloo": True, "mpi": plan.mpi is not None, "nccl": plan.cuda is not None}
+    return [name for name, needed in wanted.items() if needed and not facts.get(name)]
+
+
+def _described(facts: Mapping[str, object]) -> str:
+    over = ", ".join(name for name in ("gloo", "mpi", "nccl") if facts.get(name))
+    return f"built with {over}; two ranks computed a sum over gloo"
+
+
+def _make(plan: Plan, place: Path, env: Mapping[str, str], say: Say) -> Path:
+    """Build in a temporary folder, which stays where the build failed."""
+    work = Path(tempfile.mkdtemp(prefix="hpctrain-horovod-"))
+    try:
+        wheel = cache.store(make(plan, env, work, say), place)
+    except HpctrainError:
+        if not (work / "log").exists():
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    shutil.rmtree(work, ignore_errors=True)
+    say(f"built {wheel} ({wheel.stat().st_size / 1e6:.1f} MB)")
+    return wheel
+
+
+def _install(wheel: Path, plan: Plan, env: Mapping[str, str], say: Say) -> None:
+    say(f"installing it for {sys.executable}")
+    with tempfile.TemporaryDirectory(prefix="hpctrain-horovod-") as folder:
+        installed.install(wheel, env, Path(folder) / "log", say)
+    facts, why = installed.try_out(env)
+    lacking = _lacking(facts, plan)
+    if not facts or lacking:
+        found = f"has no {', '.join(lacking)}" if facts else f"does not work:{why}"
+        raise HpctrainError(
+            f"the Horovod of {wheel} {found}",
+            "two ranks of this machine that compute a sum",
+            f"rm -r {wheel.parent}, and build it again",
+        )
+    say(f"installed Horovod {facts['version']}, {_described(facts)}")
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end this process as Ctrl-C does: the compilers go, and the folder."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    # What nohup has switched off stays so.
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

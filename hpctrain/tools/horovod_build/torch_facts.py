@@ -1,0 +1,85 @@
+"""The torch that Horovod has to fit, asked in a process of its own."""
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import HpctrainError
+from hpctrain.tools.horovod_build.commands import ask
+
+__all__ = ["Torch", "ask_torch", "cxx_standard"]
+
+_IMPORT_SECONDS = 180.0  # on a file system with many small files and a cold cache
+_ASK = """
+import importlib.util, json, os, torch
+nccl = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
+print(json.dumps({
+    "version": torch.__version__,
+    "cuda": torch.version.cuda,
+    "cxx11_abi": bool(torch.compiled_with_cxx11_abi()),
+    "include": os.path.join(os.path.dirname(torch.__file__), "include"),
+    "nccl": list(nccl.submodule_search_locations)[0] if nccl else None,
+}))
+"""
+_DEMAND = re.compile(r"__cplusplus\s*<\s*(20\d\d)\d\dL")
+_STANDARDS = {2014: 14, 2017: 17, 2020: 20, 2023: 23}
+_NEWEST_DEMANDED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """What of torch decides a build.
+
+    Attributes:
+        version: the whole of it, as in "2.15.0+cu132".
+        cuda: the version of CUDA that torch was built with; None in other builds.
+        cxx11_abi: whether std::string and std::list are those of C++11 (GCC's two ABIs).
+        include: the folder with torch's headers.
+        nccl: the folder of the package with the NCCL that torch loads; None where it has none.
+    """
+
+    version: str
+    cuda: str | None
+    cxx11_abi: bool
+    include: Path
+    nccl: Path | None
+
+
+def ask_torch(env: Mapping[str, str]) -> Torch:
+    """What is installed for this Python.
+
+    Raises:
+        HpctrainError: torch is missing, or its import fails.
+    """
+    answer = ask([sys.executable, "-P", "-c", _ASK], env, _IMPORT_SECONDS)
+    lines = (answer[1] if answer else f"nothing in {_IMPORT_SECONDS:.0f} s").strip().splitlines()
+    try:
+        facts = json.loads(lines[-1])
+        return Torch(
+            version=facts["version"],
+            cuda=facts["cuda"],
+            cxx11_abi=facts["cxx11_abi"],
+            include=Path(facts["include"]),
+            nccl=Path(facts["nccl"]) if facts["nccl"] else None,
+        )
+    except (ValueError, TypeError, KeyError, IndexError):
+        found = f"import torch fails: {lines[-1] if lines else 'it says nothing'}"
+        fix = f"{sys.executable} -m pip install torch"
+        raise HpctrainError(found, "a torch for Horovod to fit", fix) from None
+
+
+def cxx_standard(include: Path) -> int:
+    """The C++ standard that torch's headers demand, such as 17.
+
+    They refuse older ones with `#error`. The newest that any torch demands stands for headers
+    that say nothing.
+    """
+    try:
+        header = (include / "ATen" / "ATen.h").read_text(errors="replace")
+    except OSError:
+        return _NEWEST_DEMANDED
+    demanded = [_STANDARDS.get(int(year), _NEWEST_DEMANDED) for year in _DEMAND.findall(header)]
+    return max(demanded, default=_NEWEST_DEMANDED)

@@ -1,0 +1,156 @@
+"""What a run keeps in its directory besides checkpoints: lock, logs, rows of metrics, summary."""
+
+import json
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hpctrain import rundir
+from hpctrain.errors import CheckpointError, GivenUpError
+from hpctrain.process.logging import drop, keep, logger
+from hpctrain.process.stderr_capture import Tee
+from hpctrain.rundir import RunDirectory
+from hpctrain.rundir.lock import Lock
+from hpctrain.training import identity
+from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.metrics import Metrics, table, trim
+from hpctrain.training.preemption import Stopped
+from hpctrain.training.state import Parts
+
+__all__ = ["Records", "code_of"]
+
+
+class Records:
+    """The directory of a run, from the moment in which rank 0 has chosen and locked it.
+
+    Args:
+        parts: the session.
+        name: of the run.
+
+    Attributes:
+        directory: the same on all ranks.
+        finished: whether the run in it is; then it is not locked.
+        key: names this start, unlike any other; the same on all ranks.
+        lock: at rank 0.
+        metrics: from `begin` on.
+
+    Raises:
+        UsageError: rank 0 cannot use the directory, or somebody else does.
+    """
+
+    def __init__(self, parts: Parts, name: str) -> None:
+        self._parts = parts
+        self.lock: Lock | None = None
+        self.metrics: Metrics | None = None
+        path, self.finished, self.key = by_rank_0(parts.backend, lambda: self._claim(name))
+        self.directory = RunDirectory(path)
+        log = self.directory.log(parts.world.rank)
+        self._log: logging.Handler = keep(log)
+        self._tee = Tee(log) if parts.backend.prints else None
+
+    def _claim(self, name: str) -> tuple[str, bool, str]:
+        parts = self._parts
+        directory, self.lock = identity.claim(
+            name, parts.models, parts.options, parts.world, parts.allocation, os.environ
+        )
+        return str(directory.path.absolute()), self.lock is None, secrets.token_hex(8)
+
+    def begin(self, step: int, rows: int, heard: Callable[[Mapping[str, Any], bool], None]) -> None:
+        """Write down this start; called by all ranks.
+
+        Args:
+            step: at which it goes on.
+            rows: of metrics to keep.
+            heard: called at rank 0 with each row, and whether it is one of training.
+
+        Raises:
+            GivenUpError: it is one too many.
+            CheckpointError: the directory cannot be written.
+        """
+        parts = self._parts
+
+        def note() -> None:
+            identity.refuse_fruitless(self.directory, parts.allocation, step)
+            try:
+                identity.note_start(
+                    self.directory,
+                    parts.options,
+                    parts.own_options,
+                    parts.device,
+                    parts.world,
+                    parts.allocation,
+                    step,
+                )
+                self.directory.summary.unlink(missing_ok=True)
+                trim(self.directory, rows)
+            except OSError as error:
+                raise CheckpointError(
+                    f"the run directory cannot be written: {error}",
+                    "a file system with room, which this user may write to",
+                    f"df -h {self.directory.path}; ls -ld {self.directory.path}",
+                ) from None
+
+        by_rank_0(parts.backend, note)
+        self.metrics = Metrics(parts.backend, self.directory, rows, heard)
+
+    def close(self, error: BaseException | None, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Let go of all but the logs. Rank 0 sums up, where the directory is still this start's.
+
+        Args:
+            error: that ended the run, if any.
+            facts: those for summary.json.
+        """
+        if self.metrics is not None:
+            self.metrics.close()
+        if self.lock is None:
+            return
+        try:
+            with self.lock.commit():
+                self._sum_up(error, facts())
+        except OSError as full:
+            logger.error("%s could not be written: %s", self.directory.summary, full)
+        except CheckpointError as replaced:
+            logger.error("%s", replaced)
+        finally:
+            self.lock.release()
+
+    def drop_logs(self) -> None:
+        """Nothing more is said of this run."""
+        if self._tee is not None:
+            self._tee.close()
+            self._tee = None  # it has what standard error was, for as long as somebody needs that
+        drop(self._log)
+
+    def _sum_up(self, error: BaseException | None, facts: Mapping[str, Any]) -> None:
+        """Write summary.json, and say in a few lines how it went."""
+        parts, code = self._parts, code_of(error)
+        if isinstance(error, GivenUpError):
+            self.directory.give_up(error.found)
+        if self.metrics is None:
+            return  # it did not come to train
+        summary = {
+            "status": rundir.STATUS[code],
+            "metrics": self.metrics.last,
+            "world_size": parts.world.world_size,
+            "backend": parts.backend.name,
+            "precision": parts.precision.name,
+            **facts,
+        }
+        rundir.replace(self.directory.summary, json.dumps(summary, indent=1) + "\n")
+        if code == rundir.DONE:
+            sys.stdout.write(table(summary, parts.backend.transport, self.directory.path))
+            sys.stdout.flush()
+
+
+def code_of(error: BaseException | None) -> int:
+    """How a run ended that was left by this error; a code of `rundir`."""
+    if isinstance(error, Stopped):
+        return rundir.STOPPED
+    if isinstance(error, GivenUpError):
+        return rundir.GIVEN_UP
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return rundir.DONE
+    return rundir.FAILED

@@ -1,0 +1,368 @@
+"""Numbers of a run: averaged over the ranks without stopping them, written as lines of JSON."""
+
+import contextlib
+import errno
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain import rundir
+from hpctrain.backends.base import Backend, Later
+from hpctrain.errors import UsageError
+from hpctrain.process.logging import logger
+from hpctrain.rundir import RunDirectory
+
+__all__ = ["Metrics", "no_number", "table", "trim"]
+
+
+# What a name was given in the steps of a row, on this rank: a sum, which is a tensor on a GPU, and
+# of how many micro-batches.
+_Sum = list[Any]
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row that is not written yet: its sums are those of this rank until it is `done`."""
+
+    head: dict[str, Any]
+    sums: dict[str, _Sum]
+    tail: dict[str, float]
+    training: bool
+    numbers: dict[str, float] = field(default_factory=dict)
+    done: bool = False
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{name} ({count} times)" for name, (_, count) in self.sums.items())
+        return f"{names} up to step {self.head['step']}"
+
+
+class Metrics:
+    """The rows of `metrics.jsonl`; rank 0 writes them.
+
+    What is logged in every step makes a row each `--log-every` steps, with the means over these
+    steps, their micro-batches and all ranks. A name that is logged now and then has a row of its
+    own, that of the step. The means of all ranks take one sum, begun where the ranks know of each
+    other that they have the same rows, and read when it has arrived: no step waits for it.
+
+    Args:
+        backend: over whose ranks to average.
+        directory: of the run.
+        keep: rows that are there of an earlier start; see `trim`.
+        heard: called at rank 0 with each row that is written, and whether it is one of training.
+
+    Attributes:
+        rows: that are written.
+        last: the newest value of each name.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        directory: RunDirectory,
+        keep: int,
+        heard: Callable[[Mapping[str, Any], bool], None] = lambda row, training: None,
+    ) -> None:
+        self._backend, self._heard = backend, heard
+        self._on_host = backend.device.type == "cpu"
+        self._now: dict[str, _Sum] = {}  # of the step under way
+        self._window: dict[str, _Sum] | None = None  # of the steps since the last row
+        self._last = (0, 0)  # the last of them, and its epoch
+        self._unwritten: deque[_Row] = deque()
+        self._gathered: list[_Row] = []  # rows that the other ranks do not know of
+        self._offered: deque[int] = deque()  # how many of them each sum of `Agreement` speaks of
+        self._sum: tuple[list[_Row], Later] | None = None  # under way
+        self._lines: _Lines | None = None
+        self.rows = keep
+        self.last: dict[str, float] = {}
+        self._noted: tuple[int, dict[str, float]] = (-1, {})
+        if backend.rank == 0:
+            for row in directory.rows()[:keep]:
+                self._remember(row)
+            self._lines = _Lines(directory.metrics)
+
+    def add(self, values: Mapping[str, Any], weight: float = 1.0) -> None:
+        """The values of one micro-batch; of a tensor only a copy on its device is taken.
+
+        Args:
+            values: by name.
+            weight: of the micro-batch in its step.
+
+        Raises:
+            UsageError: a value that is no number.
+        """
+        now, on_host = self._now, self._on_host
+        for name, value in values.items():
+            try:
+                # No device to wait for, and far cheaper than arithmetic on tensors.
+                number = (
+                    value.item() if on_host and isinstance(value, Tensor) else self._number(value)
+                )
+            except (TypeError, ValueError, RuntimeError):
+                raise no_number(name, value) from None
+            if weight != 1.0:
+                number = number * weight
+            if name in now:
+                known = now[name]
+                known[0] = known[0] + number
+                known[1] += 1
+            else:
+                now[name] = [number, 1]
+
+    def _number(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or self._on_host:
+            return float(value)
+        number = value.detach().reshape(())
+        return number.to(self._backend.device, torch.float64, non_blocking=True, copy=True)
+
+    def end_step(self, step: int, epoch: int) -> None:
+        """A step is done; what was logged in it belongs to it.
+
+        Args:
+            step, epoch: its number, from 1, and that of its epoch.
+        """
+        now, window = self._now, self._window
+        self._now, self._last = {}, (step, epoch)
+        if window is None:
+            self._window = now
+            return
+        if now.keys() != window.keys():
+            before = {name: window.pop(name) for name in list(window) if name not in now}
+            self._gather(step - 1, epoch, before)
+            fresh = {name: now.pop(name) for name in list(now) if name not in window}
+            self._gather(step, epoch, fresh)
+        for name, (total, count) in now.items():
+            known = window[name]
+            known[0] = known[0] + total
+            known[1] += count
+
+    def end_row(
+        self, same: Mapping[str, Any] | None = None, tail: dict[str, float] | None = None
+    ) -> None:
+        """The last step of a row is done, or of the training.
+
+        Args:
+            same: values that are the same on all ranks, and may be on the device.
+            tail: values that need no average.
+        """
+        window, self._window = self._window, None
+        if window:
+            for name, value in (same or {}).items():
+                window[name] = [self._number(value), 1]
+            self._gather(*self._last, window, tail, training=True)
+
+    def _gather(
+        self,
+        step: int,
+        epoch: int,
+        sums: dict[str, _Sum],
+        tail: dict[str, float] | None = None,
+        training: bool = False,
+    ) -> None:
+        if sums:
+            row = _Row(_head(step, epoch), sums, tail or {}, training)
+            self._unwritten.append(row)
+            self._gathered.append(row)
+
+    def waiting(self) -> str:
+        """The rows that the other ranks do not know of, for people; the same on all ranks."""
+        return "; ".join(map(str, self._gathered)) or "nothing"
+
+    def offer(self) -> None:
+        """A sum of `Agreement` begins, which speaks of the rows that are waiting."""
+        self._offered.append(len(self._gathered) - sum(self._offered))
+
+    def accept(self) -> None:
+        """It has arrived: all ranks have these rows."""
+        count = self._offered.popleft()
+        if not count:
+            return
+        rows, self._gathered = self._gathered[:count], self._gathered[count:]
+        self._finish()
+        numbers = [total for row in rows for total, _ in row.sums.values()]
+        self._sum = rows, self._backend.sum_later(numbers)
+
+    def poll(self) -> None:
+        """Write the rows whose sum has arrived."""
+        if self._sum is not None and self._sum[1].ready():
+            self._finish()
+
+    def flush(self) -> None:
+        """Write all rows that are known to all ranks; called by all of them."""
+        self._finish()
+
+    def state_dict(self) -> dict[str, list[Any]]:
+        """What this rank has of the next row."""
+        if self._window is None:
+            return {}
+        return {name: [float(total), count] for name, (total, count) in self._window.items()}
+
+    def load_state_dict(self, state: Mapping[str, list[Any]]) -> None:
+        """The inverse."""
+        self._window = {name: list(kept) for name, kept in state.items()} or None
+
+    def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
+        """A row of values that are the same on all ranks, such as those of an evaluation.
+
+        Args:
+            step, epoch: of the run.
+            values: by name.
+
+        Raises:
+            UsageError: a value that is no number.
+        """
+        numbers = {}
+        for name, value in values.items():
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise no_number(name, value) from None
+        row = _Row(_head(step, epoch), {}, numbers, training=False, done=True)
+        self._unwritten.append(row)
+        self._note(step, numbers)
+        self._write()
+
+    def at(self, step: int) -> dict[str, float]:
+        """What is known of a step besides the rows of training."""
+        return self._noted[1] if self._noted[0] == step else {}
+
+    def _note(self, step: int, numbers: Mapping[str, float]) -> None:
+        known = self._noted[1] if self._noted[0] == step else {}
+        self._noted = (step, {**known, **numbers})
+
+    def close(self) -> None:
+        """Close the file; rows that are not averaged yet are lost unless `flush` was called."""
+        if self._lines is not None:
+            self._lines.close()
+
+    def _finish(self) -> None:
+        """Wait for the sum that is under way, and write its rows."""
+        if self._sum is None:
+            return
+        rows, sums = self._sum
+        self._sum = None
+        values = iter(sums.values())
+        for row in rows:
+            for name, (_, count) in row.sums.items():
+                row.numbers[name] = next(values) / (count * self._backend.world_size)
+            row.done = True
+            if not row.training:
+                self._note(row.head["step"], row.numbers)
+        self._write()
+
+    def _write(self) -> None:
+        """Write the rows that are done, in their order."""
+        while self._unwritten and self._unwritten[0].done:
+            row = self._unwritten.popleft()
+            numbers = {**row.numbers, **row.tail}
+            self.rows += 1
+            self._remember(numbers)
+            if self._lines is not None:
+                full = {**row.head, **numbers}
+                self._lines.write(json.dumps(full) + "\n")
+                self._heard(full, row.training)
+
+    def _remember(self, row: Mapping[str, Any]) -> None:
+        self.last.update({k: v for k, v in row.items() if k not in ("step", "epoch", "time")})
+
+
+def _head(step: int, epoch: int) -> dict[str, Any]:
+    return {"step": step, "epoch": epoch, "time": time.time()}
+
+
+def no_number(name: str, value: Any) -> UsageError:
+    """The error for a value that cannot be logged or summed."""
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    return UsageError(
+        f"{name} is a {type(value).__name__}{shape}",
+        "a number, or a tensor of one element",
+        "its mean, or each element under a name of its own",
+    )
+
+
+def trim(directory: RunDirectory, keep: int) -> None:
+    """Remove the rows that an earlier start wrote after the checkpoint from which it goes on.
+
+    Args:
+        directory: of the run.
+        keep: rows.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    kept = directory.rows()[:keep]
+    rundir.replace(directory.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+class _Lines:
+    """A file to which whole lines are added; training does not end with a full disk.
+
+    What could not be written waits, and goes out with a later line.
+
+    Args:
+        path: of the file, which is there and ends in a whole line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self._good = os.fstat(self._file).st_size  # bytes that are whole lines
+        self._waiting = b""
+
+    def write(self, line: str) -> None:
+        """Add a line."""
+        full = bool(self._waiting)
+        self._waiting += line.encode()
+        try:
+            written = os.write(self._file, self._waiting)
+            if written < len(self._waiting):
+                # Half a line is worse than none, and truncating needs no room.
+                os.ftruncate(self._file, self._good)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._good += written
+            self._waiting = b""
+        except OSError as error:
+            if not full:
+                logger.error(
+                    "rows of metrics wait, as %s cannot be written: %s    df -h shows the room",
+                    self._path,
+                    error,
+                )
+
+    def close(self) -> None:
+        """Try once more, and close."""
+        if self._waiting:
+            self.write("")
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+
+
+def table(summary: Mapping[str, Any], transport: str, path: Path) -> str:
+    """A run in a few lines for people.
+
+    Args:
+        summary: the content of summary.json.
+        transport: what carried the numbers, such as "gloo".
+        path: of the run directory.
+    """
+    metrics = summary["metrics"]
+    name, score = (
+        ("loss", "loss") if "top1" not in metrics and "loss" in metrics else ("top-1", "top1")
+    )
+    shown = {
+        name: f"{metrics[score]:.4f}" if score in metrics else "-",
+        "images/s": f"{summary['samples_per_second']:,.0f}",
+        "time": f"{summary['seconds']:.1f} s",
+        "ranks": str(summary["world_size"]),
+        "backend": f"{summary['backend']} ({transport})",
+        "precision": summary["precision"],
+        "run": str(path),
+    }
+    return "".join(f"{name:<10} {value}\n" for name, value in shown.items())

@@ -1,0 +1,299 @@
+"""How a model and an optimizer become those of a session."""
+
+import hashlib
+import inspect
+import io
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hpctrain import checkpoint, optim
+from hpctrain.arguments import Batches, Options
+from hpctrain.backends.base import Backend
+from hpctrain.backends.transparent import Transparent
+from hpctrain.data import Placement
+from hpctrain.errors import UsageError
+from hpctrain.optim import sync_batchnorm
+from hpctrain.precision import Precision
+from hpctrain.process.logging import logger
+from hpctrain.training.consensus import by_rank_0
+
+__all__ = [
+    "check_compiler",
+    "check_weights",
+    "inner",
+    "place_batches",
+    "plan_schedule",
+    "prepare_model",
+    "prepare_optimizer",
+    "refuse_other_data",
+    "refuse_second_schedule",
+    "replaced",
+    "share_state",
+]
+
+
+def place_batches(options: Options, precision: Precision) -> Placement:
+    """Where batches go. Channels are last where convolutions in half precision want them so.
+
+    With fp32 that is slower. Source: "Channels Last Memory Format in PyTorch", torch's tutorials.
+    """
+    channels_last = options.channels_last
+    if channels_last is None:
+        channels_last = precision.device.type == "cuda" and precision.reduced
+    return Placement(precision.device, precision.dtype, channels_last)
+
+
+def check_compiler(options: Options, device: torch.device) -> None:
+    """Look for what torch.compile needs, long before its first use.
+
+    Raises:
+        UsageError: there is no compiler.
+    """
+    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
+    if options.compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
+        raise UsageError(
+            f"--compile on a CPU, and there is no {' and no '.join(compilers)}",
+            "a C++ compiler, which torch.compile calls",
+            "apt-get install g++, or module load gcc; or leave --compile out",
+        )
+
+
+def check_weights(options: Options, rank: int) -> None:
+    """Look at `--init-from`, before the ranks meet: the first one reads for all.
+
+    Raises:
+        UsageError: there is no such file, or nothing that reads it.
+    """
+    if options.init_from is not None and rank == 0:
+        checkpoint.check_weights(Path(options.init_from))
+
+
+def prepare_model(
+    model: nn.Module,
+    number: int,
+    backend: Backend,
+    precision: Precision,
+    placement: Placement,
+    options: Options,
+) -> nn.Module:
+    """A model as it trains with the others, with rank 0's weights.
+
+    Args:
+        model: changed in place.
+        number: of the model among the prepared ones, from 0.
+        backend, precision, placement, options: of the session.
+
+    Raises:
+        UsageError: `--init-from` does not fit it.
+    """
+    if options.init_from is not None:
+        path = Path(options.init_from)
+        by_rank_0(backend, lambda: checkpoint.fill_weights(path, model, number))
+    model.to(placement.device)
+    if placement.channels_last:
+        for parameter in model.parameters():
+            if parameter.dim() == 4:  # those of 2-D convolutions; torch refuses others
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    # torch's own layers sum over torch.distributed on GPUs, or not at all.
+    theirs = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    if options.sync_batchnorm or theirs:
+        sync_batchnorm.convert(model, backend)
+    precision.convert(model)
+    if options.compile:
+        model.compile()  # type: ignore[no-untyped-call]
+    return backend.wrap(model)
+
+
+def prepare_optimizer(
+    optimizer: Optimizer, models: Sequence[nn.Module], options: Options, batches: Batches
+) -> None:
+    """Give an optimizer the decay and the learning rate that the options ask for.
+
+    Args:
+        optimizer: changed in place.
+        models: the prepared ones.
+        options: of the session.
+        batches: of the session, for the global batch.
+
+    Raises:
+        UsageError: it has parameters of no prepared model, needs a closure, or has a scheduler that
+            would not learn of what is changed here.
+    """
+    known = {parameter for model in models for parameter in model.parameters()}
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+    if strangers:
+        raise UsageError(
+            f"{len(strangers)} parameters of the {type(optimizer).__name__} are in no prepared "
+            "model, so each rank would keep its own gradients of them",
+            "parameters of prepared models",
+            "session.prepare(model, optimizer), with such parameters in a module",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"a {type(optimizer).__name__}, whose step calls a closure for the loss, several times",
+            "an optimizer that needs the gradients of one backward pass, as session.step() gives",
+            "torch.optim.AdamW(model.parameters()), for one; or train without session.step()",
+        )
+    if optim.scheduled(optimizer) and (options.decay != "all" or options.lr_scaling != "none"):
+        raise UsageError(
+            "a scheduler was made before session.prepare(), which changes the rates or groups "
+            "that it has read (--decay, --lr-scaling)",
+            "the scheduler after it",
+            "model, optimizer = session.prepare(model, optimizer), then schedule = …(optimizer)",
+        )
+    if options.decay == "weights":
+        freed = optim.split(optimizer, models)
+        logger.info("no weight decay on %d norms and biases", freed)
+    if options.lr_scaling != "none":
+        factor = optim.scale(options.lr_scaling, batches.global_batch, options.lr_reference_batch)
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+        logger.info(
+            "learning rate %.6g = given × %.6g (%s, global batch %d over %d)",
+            optimizer.param_groups[0]["lr"],
+            factor,
+            options.lr_scaling,
+            batches.global_batch,
+            options.lr_reference_batch,
+        )
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """A prepared model as it was given to `prepare`."""
+    return model.module if isinstance(model, Transparent) else model
+
+
+def replaced(optimizer: Optimizer, others: Sequence[Optimizer]) -> list[Optimizer]:
+    """Optimizers that would step on the same parameters."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    found = [
+        other
+        for other in others
+        if any(id(p) in own for group in other.param_groups for p in group["params"])
+    ]
+    for other in found:
+        logger.warning(
+            "a %s takes the place of the %s that was prepared for the same parameters",
+            type(optimizer).__name__,
+            type(other).__name__,
+        )
+    return found
+
+
+def share_state(optimizer: Optimizer, backend: Backend) -> None:
+    """Rank 0's state on every rank, next to the weights; mostly there is none yet.
+
+    Args:
+        optimizer: changed in place.
+        backend: of the session.
+    """
+    box = io.BytesIO()
+    if backend.rank == 0 and optimizer.state:
+        torch.save(optimizer.state_dict(), box)
+    state = backend.share(box.getvalue())
+    if state:
+        # Loading also moves it to the device of the weights.
+        optimizer.load_state_dict(torch.load(io.BytesIO(state), "cpu", weights_only=True))
+
+
+def plan_schedule(
+    options: Options, steps_per_epoch: int | None, epochs: int | None
+) -> optim.Schedule | None:
+    """The course of the learning rate that the options ask for; None where it is constant.
+
+    Args:
+        options: `--lr-warmup-epochs`, `--lr-schedule` and what belongs to it.
+        steps_per_epoch: None where the loader has no length.
+        epochs: of the run; None where only `--max-steps` ends it.
+
+    Raises:
+        UsageError: it needs the length of an epoch, or of the run, and there is none.
+    """
+    if options.lr_schedule == "constant" and not options.lr_warmup_epochs:
+        return None
+    if steps_per_epoch is None and (
+        options.lr_warmup_epochs or options.lr_schedule == "step" or not options.max_steps
+    ):
+        raise UsageError(
+            "--lr-warmup-epochs or --lr-schedule over a loader without a length",
+            "one that says how many steps an epoch has",
+            "session.loader(dataset), or a loader with __len__; or --max-steps N for cosine and "
+            "polynomial",
+        )
+    ends = [options.max_steps] if options.max_steps else []
+    if epochs is not None and steps_per_epoch is not None:
+        ends.append(epochs * steps_per_epoch)
+    length = steps_per_epoch or 0
+    return optim.Schedule(
+        options.lr_schedule,
+        round(options.lr_warmup_epochs * length),
+        min(ends) if ends else None,
+        options.lr_step_epochs * length,
+        options.lr_step_factor,
+        options.lr_power,
+    )
+
+
+def refuse_second_schedule(optimizers: Sequence[Optimizer]) -> None:
+    """Where the options set the learning rate, nobody else does.
+
+    Raises:
+        UsageError: one of the optimizers has a scheduler.
+    """
+    if any(map(optim.scheduled, optimizers)):
+        raise UsageError(
+            "a scheduler of the script's own, and --lr-schedule or --lr-warmup-epochs",
+            "one course of the learning rate",
+            "leave the options out, or remove the scheduler from the script",
+        )
+
+
+def refuse_other_data(backend: Backend, hosts: Sequence[str], datasets: Sequence[Any]) -> None:
+    """Hold the data sets of all ranks to those of rank 0; called by all ranks.
+
+    Each rank takes its part of an order that follows from the length. A host whose own copy lacks
+    some samples would go through others than its share, and nobody would see it. Where some ranks
+    alone made a loader nothing can be held to anything.
+
+    Args:
+        backend: of the session.
+        hosts: that of each rank.
+        datasets: of the session's loaders, in the order in which they were made.
+
+    Raises:
+        UsageError: a rank has other ones.
+    """
+    seen = backend.gather([(len(dataset), _classes(dataset)) for dataset in datasets])
+
+    def compare() -> None:
+        for rank, theirs in enumerate(seen):
+            if len(theirs) != len(seen[0]):
+                return
+            for (length, classes), (expected, expected_classes) in zip(
+                theirs, seen[0], strict=True
+            ):
+                if (length, classes) != (expected, expected_classes):
+                    other = " of other classes" if classes != expected_classes else ""
+                    raise UsageError(
+                        f"a data set of {length:,} samples{other} at rank {rank} on {hosts[rank]}, "
+                        f"and of {expected:,} at rank 0 on {hosts[0]}",
+                        "the same samples on all ranks",
+                        "the same files on every host; compare there: find PATH -type f | wc -l",
+                    )
+
+    by_rank_0(backend, compare)
+
+
+def _classes(dataset: Any) -> str:
+    """What tells sets of equal length apart, short: the names of the classes, where it has any."""
+    classes = getattr(dataset, "classes", ())
+    named = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+    return hashlib.sha256(repr(named).encode(errors="surrogateescape")).hexdigest()

@@ -1,0 +1,89 @@
+"""Whether all ranks have the same weights, which is what averaging gradients is for."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import UsageError
+from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.state import Parts
+
+__all__ = ["refuse_unlike_weights"]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def refuse_unlike_weights(parts: Parts, step: int) -> None:
+    """Compare weights and the optimizers' state over the ranks; called by all of them.
+
+    Of each tensor the sum of its bits, read as whole numbers, is compared, so this reads all of
+    them once and exchanges 8 bytes a tensor.
+
+    Args:
+        parts: the session.
+        step: of the run, for people.
+
+    Raises:
+        UsageError: they are not the same; nothing that comes of them can be trusted.
+    """
+    if parts.backend.world_size == 1:
+        return
+    named = list(_tensors(parts))
+    # On the device of each, so that a GPU is waited for once.
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for _, tensor in named:
+        by_device.setdefault(tensor.device, []).append(_bits(tensor))
+    numbers = [iter(torch.stack(bits).tolist()) for bits in by_device.values()]
+    at = dict(zip(by_device, numbers, strict=True))
+    seen = parts.backend.gather([next(at[tensor.device]) for _, tensor in named])
+
+    def compare() -> None:
+        unlike = [rank for rank, one in enumerate(seen) if one != seen[0]]
+        if not unlike:
+            return
+        other = seen[unlike[0]]
+        if len(other) == len(seen[0]):
+            first = next(n for n, (a, b) in enumerate(zip(other, seen[0], strict=True)) if a != b)
+            what = f"first in {named[first][0]}"
+        else:
+            what = f"{len(other)} tensors there, {len(seen[0])} at rank 0"
+        shown = ", ".join(map(str, unlike[:8])) + (", …" if len(unlike) > 8 else "")
+        raise UsageError(
+            f"after step {step} rank{'s' if len(unlike) > 1 else ''} {shown} and rank 0 do not "
+            f"have the same weights: {what}",
+            "that every gradient is averaged over the ranks, and that nothing else moves the "
+            "weights",
+            "session.step(loss) for the backward pass; optimizers made of the parameters of "
+            "prepared models; the same seed and steps on all ranks. docs/pitfalls.md has more",
+        )
+
+    by_rank_0(parts.backend, compare)
+
+
+def _tensors(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+    """Weights and states that are the same on all ranks, with names for people."""
+    names: dict[int, str] = {}
+    for number, model in enumerate(parts.models):
+        model_name = f"model {number}, " if len(parts.models) > 1 else ""
+        for name, parameter in model.named_parameters():
+            weights = parts.precision.master(parameter)
+            names[id(weights)] = f"{model_name}{name}"
+            yield f"{model_name}{name}", weights.detach()
+    for optimizer in parts.optimizers:
+        for key, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    where = names.get(id(key), "a parameter")
+                    yield f"{name} of {type(optimizer).__name__} for {where}", value.detach()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bits as whole numbers, shape ()."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dtype == torch.bool:
+        tensor = tensor.to(torch.uint8)
+    return tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,171 @@
+"""From options and what the launcher said to ranks that talk: all that comes before training."""
+
+from collections.abc import MutableMapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain import backends, precision, rendezvous
+from hpctrain.arguments import Batches, Options, plan_batches
+from hpctrain.backends.base import Backend
+from hpctrain.cluster import env_vars, launchers
+from hpctrain.cluster.world import World
+from hpctrain.errors import HpctrainError, StartError, UsageError
+from hpctrain.precision import Precision
+from hpctrain.process import device, file_limit
+from hpctrain.process.determinism import Determinism
+from hpctrain.process.logging import logger
+from hpctrain.process.threads import Threads
+from hpctrain.rendezvous import consistency
+from hpctrain.training import monitor, prepare
+
+__all__ = ["Opened", "open_ranks"]
+
+# Of a hang the watchdog can say who is to blame; a collective that gives up can not. So that comes
+# later, also where the watchdog is late: time in which it could not run does not count for it.
+_SECONDS_TO_BLAME = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """One rank, once all have met.
+
+    Attributes:
+        world: this rank, complete: nothing in it is None.
+        roll: what the ranks said of themselves.
+        batches: global batch, micro-batch and accumulation.
+        device: of this rank.
+        precision: how numbers are kept.
+        backend: how the ranks talk.
+        workers: loader processes of this rank.
+    """
+
+    world: World
+    roll: rendezvous.Roll
+    batches: Batches
+    device: torch.device
+    precision: Precision
+    backend: Backend
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Equipment:
+    """What a rank has before it knows the others."""
+
+    device: torch.device
+    precision: Precision
+    settings: backends.Settings
+    entry: dict[str, Any]
+
+
+def open_ranks(
+    start: launchers.Start, options: Options, env: MutableMapping[str, str], undo: ExitStack
+) -> Opened:
+    """Bring this rank together with the others.
+
+    Args:
+        start: what the launcher said.
+        options: as given.
+        env: variables of this process; a slice of a GPU is chosen by one, until `undo`.
+        undo: is told how to put back what is changed in the process.
+
+    Raises:
+        UsageError: wrong options, or an environment that contradicts itself.
+        StartError: the ranks did not come together.
+    """
+    if start.stray:
+        raise start.stray
+    world = start.world
+    batches = plan_batches(options, world.world_size)
+    name = backends.choose(options.backend, world.world_size)
+    own = options.of_backend(name)
+    threads = Threads.here(env)
+    undo.callback(threads.put_back)
+    # A mistake is told to all ranks, so that none of them waits for this one.
+    mistake: HpctrainError | None = None
+    equipment = None
+    try:
+        equipment = _equip(start, options, batches, name, own, env, undo)
+    except (UsageError, StartError) as error:
+        mistake = error
+    met = rendezvous.meet(
+        world,
+        start.meeting_point,
+        {**(equipment.entry if equipment else {}), **threads.entry()},
+        options.start_timeout,
+        logger.info if world.rank == 0 else logger.warning,
+        start.waste or mistake,
+        check=_prove,
+        store=backends.agent_store(start.meeting_point, options.start_timeout),
+        folder=Path(options.run or env.get(env_vars.RUN) or "runs"),
+    )
+    assert equipment is not None  # or the meeting has raised the mistake
+    workers = threads.fit(met.roll.entries, met.roll.host_of_rank, world.rank, options.workers)
+    undo.callback(Determinism(options.deterministic, equipment.device).put_back)
+    equipment.precision.switch(undo)
+    backend = backends.open_backend(name, met, equipment.device, equipment.settings)
+    return Opened(
+        met.world, met.roll, batches, equipment.device, equipment.precision, backend, workers
+    )
+
+
+def _equip(
+    start: launchers.Start,
+    options: Options,
+    batches: Batches,
+    backend: str,
+    own: dict[str, Any],
+    env: MutableMapping[str, str],
+    undo: ExitStack,
+) -> _Equipment:
+    """Find this rank's device, and look for what cannot work there.
+
+    Args:
+        start, options, batches, env, undo: as above.
+        backend, own: its name and its own options.
+
+    Raises:
+        UsageError: something is missing here, or does not go together.
+        StartError: the GPU does not work.
+    """
+    world = start.world
+    try:
+        undo.callback(file_limit.make_room(world.world_size))
+        device.take_slice(world, env, undo)
+        chosen = device.choose(world, start.allocation, env)
+        numbers = precision.open_precision(
+            options.precision,
+            chosen,
+            precision.Settings(options.loss_scale, options.keep_batchnorm_fp32, world.world_size),
+        )
+        prepare.check_compiler(options, chosen)
+        prepare.check_weights(options, world.rank)
+        monitor.check(options, world.rank)
+        settings = backends.Settings(
+            options.timeout + _SECONDS_TO_BLAME,
+            options.start_timeout,
+            batches.accumulate,
+            options.deterministic,
+            numbers.joint,
+            own,
+        )
+        backends.check(backend, world, chosen, settings)
+        # Unlike GPUs make something else of --precision auto.
+        deciding = {**options.deciding(), "--precision": numbers.name}
+        return _Equipment(chosen, numbers, settings, consistency.entry(chosen, deciding))
+    except RuntimeError as failure:  # of CUDA
+        reason = (str(failure).strip().splitlines() or ["no reason given"])[0]
+        raise StartError(
+            f"its GPU cannot be used: {reason}",
+            "a GPU that works and is free",
+            "nvidia-smi    on that host; then hpctrain doctor",
+        ) from None
+
+
+def _prove(roll: rendezvous.Roll) -> None:
+    """The start-up proof, by rank 0 for all."""
+    consistency.check(roll.entries, [roll.hosts[host] for host in roll.host_of_rank])

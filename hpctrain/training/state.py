@@ -1,0 +1,485 @@
+"""What a checkpoint holds: all that makes the next step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from hpctrain import checkpoint
+from hpctrain.arguments import Batches, Options
+from hpctrain.backends.base import Backend
+from hpctrain.cluster.job import Allocation
+from hpctrain.cluster.world import World
+from hpctrain.data import Placement, TrainingSampler
+from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
+from hpctrain.optim import EMA, scheduled
+from hpctrain.precision import Precision
+from hpctrain.process import random_states
+from hpctrain.process.logging import logger
+from hpctrain.rendezvous import Roll
+from hpctrain.rundir import RunDirectory
+from hpctrain.training import identity
+from hpctrain.training.preemption import Preemption
+
+__all__ = [
+    "LaterGroups",
+    "Loop",
+    "Parts",
+    "Position",
+    "Restored",
+    "gather",
+    "refuse_nonfinite",
+    "refuse_stateless",
+    "refuse_streak",
+    "restore",
+]
+
+
+class Loop(Protocol):
+    """What a session tells the run that is open."""
+
+    def stepping(self) -> None:
+        """A backward pass begins."""
+
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+
+
+class Parts(Protocol):
+    """What a run needs of its session."""
+
+    world: World
+    allocation: Allocation | None
+    roll: Roll
+    device: torch.device
+    backend: Backend
+    precision: Precision
+    placement: Placement
+    options: Options
+    own_options: Mapping[str, Any]
+    batches: Batches
+    weight: float
+    preemption: Preemption
+    verdict: str | None
+    beat: Callable[[int], None]
+
+    loop: "Loop | None"
+
+    def forget_step(self) -> int:
+        """Drop the micro-batches of a step that does not come to its end; return how many."""
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The prepared models."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The prepared optimizers."""
+
+    @property
+    def samplers(self) -> Sequence[TrainingSampler]:
+        """Those of the loaders of training sets."""
+
+    @property
+    def datasets(self) -> Sequence[Dataset[Any]]:
+        """Those of the loaders, in the order in which they were made."""
+
+    @property
+    def ema(self) -> EMA | None:
+        """The average of their weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where in its loop a run is.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch: the epoch under way, from 0.
+        epoch_step: steps of it that are done.
+        rows: of metrics that are written.
+        skipped: micro-batches of the epoch on each rank that no step was made of.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    epoch_step: int = 0
+    rows: int = 0
+    skipped: int = 0
+
+    def batches(self, accumulate: int) -> int:
+        """Micro-batches of the epoch that are done on each rank.
+
+        Args:
+            accumulate: micro-batches of a step on one rank.
+        """
+        return self.epoch_step * accumulate + self.skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a checkpoint has besides the states that were loaded.
+
+    Attributes:
+        position: where the run goes on.
+        random: the random states of this rank; None with another number of ranks.
+        log: what this rank has of the next row of metrics; likewise.
+        left: states of things that the script has not made yet, by name.
+        later: groups of parameters that the script has not added to its optimizers yet.
+    """
+
+    position: Position
+    random: dict[str, Any] | None
+    log: dict[str, Any] | None
+    left: dict[str, Any]
+    later: "list[LaterGroups]"
+
+
+def refuse_stateless(others: Mapping[str, Any]) -> None:
+    """Hold what the user adds to a checkpoint to what one can keep.
+
+    Raises:
+        UsageError: something has no state to save and to load.
+    """
+    for name, thing in others.items():
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise UsageError(
+                f'session.run(state={{"{name}": …}}) with a {type(thing).__name__}',
+                "something with state_dict() and load_state_dict(), which a resume fills",
+                "a class of your own with both, that keeps the value; metrics go to run.log()",
+            )
+
+
+def refuse_nonfinite(parts: Parts, step: int) -> None:
+    """Look whether the weights are worth to be kept; the answer is the same on all ranks.
+
+    Raises:
+        NonFiniteError: they are not finite any more.
+    """
+    weights = [p for model in parts.models for p in model.parameters() if p.requires_grad]
+    if weights and not torch.stack([p.detach().isfinite().all() for p in weights]).all():
+        error = NonFiniteError(
+            f"the weights are not finite any more at step {step}, so they are not kept",
+            "finite losses and gradients",
+            "--resume goes on from the checkpoint before; a lower --lr, --lr-warmup-epochs, "
+            "--clip-norm or --precision fp32 may mend it",
+        )
+        error.told_by_rank_0 = parts.world.rank > 0
+        raise error
+
+
+def refuse_streak(parts: Parts, ranks: float, step: int, saved: Position | None) -> None:
+    """End a run that goes nowhere; called by all ranks at the same step.
+
+    Args:
+        parts: the session.
+        ranks: how many had as many steps in a row without finite numbers as are allowed.
+        step: of the run.
+        saved: where it would go on.
+
+    Raises:
+        NonFiniteError: always.
+    """
+    most = parts.options.max_nonfinite
+    error = NonFiniteError(
+        f"{most} steps in a row overflowed or had no finite loss, "
+        f"on {ranks:.0f} of {parts.world.world_size} ranks, before step {step}",
+        f"fewer in a row (--max-nonfinite {most})",
+        f"--resume goes on from step {saved.step if saved else 0}; a lower --lr, "
+        "--lr-warmup-epochs, --clip-norm or --precision bf16 or fp32 may mend it",
+    )
+    error.told_by_rank_0 = parts.world.rank > 0
+    raise error
+
+
+def gather(
+    parts: Parts, others: Mapping[str, Any], position: Position, log: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The state of a session, part by part, at rank 0; None elsewhere. Called by all ranks.
+
+    Args:
+        parts: the session.
+        others: what the user added.
+        position: of the run.
+        log: what this rank has of the next row of metrics.
+    """
+    ranks = parts.backend.gather({**_of_this_rank(parts), "log": dict(log)})
+    if parts.world.rank > 0:
+        return None
+    state = {
+        "model": [model.state_dict() for model in parts.models],
+        "optimizer": [optimizer.state_dict() for optimizer in parts.optimizers],
+        "precision": parts.precision.state_dict(),
+        "state": {name: thing.state_dict() for name, thing in others.items()},
+        "position": {
+            **asdict(position),
+            "global_batch": parts.batches.global_batch,
+            "world_size": parts.world.world_size,
+            "precision": parts.precision.name,
+            "trained": [
+                [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+                for model in parts.models
+            ],
+            "groups": [_names_of_groups(parts, optimizer) for optimizer in parts.optimizers],
+        },
+    }
+    first = ranks[0]["buffers"]
+    for one in ranks[1:]:
+        if _equal(one["buffers"], first):
+            one["buffers"] = None  # as the model's state has them
+    first.clear()
+    state["ranks"] = ranks
+    if parts.ema is not None:
+        state["ema"] = parts.ema.state_dict()
+    return state
+
+
+def _of_this_rank(parts: Parts) -> dict[str, Any]:
+    """What differs from rank to rank: random states, and statistics of its own micro-batches."""
+    buffers: list[dict[str, Tensor]] = []
+    if parts.world.world_size > 1:
+        for model in parts.models:
+            kept = model.state_dict().keys()
+            own = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+            buffers.append({name: buffer.detach().cpu() for name, buffer in own.items()})
+    return {"random": random_states.capture(parts.device), "buffers": buffers}
+
+
+def _equal(some: Sequence[Mapping[str, Tensor]], others: Sequence[Mapping[str, Tensor]]) -> bool:
+    return all(
+        torch.equal(tensor, other[name])
+        for one, other in zip(some, others, strict=True)
+        for name, tensor in one.items()
+    )
+
+
+def restore(parts: Parts, directory: RunDirectory, others: Mapping[str, Any]) -> Restored | None:
+    """Load the newest checkpoint; called by all ranks.
+
+    Args:
+        parts: the session.
+        directory: of the run.
+        others: what the user added.
+
+    Returns:
+        What is left to do; None where there is no checkpoint.
+
+    Raises:
+        UsageError: it is that of another script, global batch or number of ranks.
+        CheckpointError: it cannot be read, or ranks find another than rank 0.
+    """
+    state = _load(parts, directory)
+    if state is None:
+        return None
+    position = state["position"]
+    _compare(parts, directory, position)
+    _fill("model", parts.models, state["model"])
+    _train_again(parts, position)
+    rates = _rates(parts)
+    later = _later_groups(parts, position, state["optimizer"])
+    states = [later[n].first if n in later else one for n, one in enumerate(state["optimizer"])]
+    _fill("optimizer", parts.optimizers, states)
+    course = parts.options.lr_schedule != "constant" or parts.options.lr_warmup_epochs
+    if rates != _rates(parts) and not course and not any(map(scheduled, parts.optimizers)):
+        logger.warning(
+            "the learning rate is that of the checkpoint, %s, not that of this start, %s",
+            _rates(parts),
+            rates,
+        )
+    if position["precision"] != parts.precision.name:
+        logger.warning(
+            "the run was in %s, and goes on in %s: --precision %s keeps it as it was",
+            position["precision"],
+            parts.precision.name,
+            position["precision"],
+        )
+    parts.precision.load_state_dict(state["precision"])
+    if parts.ema is not None and "ema" in state:
+        parts.ema.load_state_dict(state["ema"])
+    elif parts.ema is not None:
+        logger.warning("the checkpoint has no average of the weights; it starts anew from them")
+        parts.ema.restart()
+    for name, thing in others.items():
+        if name in state["state"]:
+            thing.load_state_dict(state["state"][name])
+        else:
+            logger.warning("the checkpoint has no %s; it starts anew", name)
+    random = log = None
+    if len(state["ranks"]) == parts.world.world_size:
+        own = state["ranks"][parts.world.rank]
+        random, log = own["random"], own.get("log")
+        _fill_buffers(parts.models, own["buffers"])
+    place = Position(
+        position["step"],
+        position["epoch"],
+        position["epoch_step"],
+        position["rows"],
+        position.get("skipped", 0) * position["world_size"] // parts.world.world_size,
+    )
+    left = {name: kept for name, kept in state["state"].items() if name not in others}
+    return Restored(place, random, log, left, list(later.values()))
+
+
+class LaterGroups:
+    """Groups that `add_param_group` gave an optimizer while it trained, as when layers unfreeze.
+
+    A script that resumes may add them again, or be past the place at which it did.
+
+    Args:
+        parts: the session.
+        optimizer: has the first groups alone.
+        saved: its whole state.
+        names: by group, those of its parameters.
+
+    Attributes:
+        optimizer: as given.
+        first: the state of the groups that it has.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        optimizer: Optimizer,
+        saved: dict[str, Any],
+        names: Sequence[Sequence[tuple[int, str]]],
+    ) -> None:
+        self._parts, self.optimizer, self._saved, self._names = parts, optimizer, saved, names
+        groups = saved["param_groups"][: len(optimizer.param_groups)]
+        kept = {number for group in groups for number in group["params"]}
+        state = {number: one for number, one in saved["state"].items() if number in kept}
+        self.first = {**saved, "state": state, "param_groups": groups}
+
+    def take_up(self) -> None:
+        """Before the first step: add the groups that are missing still, and load all of them."""
+        there = len(self.optimizer.param_groups)
+        for group, names in zip(
+            self._saved["param_groups"][there:], self._names[there:], strict=True
+        ):
+            models = [dict(model.named_parameters()) for model in self._parts.models]
+            own = [self._parts.precision.master(models[n][name]) for n, name in names]
+            self.optimizer.add_param_group({**group, "params": own})
+            logger.info("%d parameters that were added to the optimizer are again", len(own))
+        self.optimizer.load_state_dict(self._saved)
+
+
+def _later_groups(
+    parts: Parts, position: Mapping[str, Any], states: Sequence[dict[str, Any]]
+) -> dict[int, LaterGroups]:
+    """By number, the optimizers that have fewer groups than in the checkpoint."""
+    names = position.get("groups", [])
+    return {
+        number: LaterGroups(parts, optimizer, saved, names[number])
+        for number, (optimizer, saved) in enumerate(zip(parts.optimizers, states, strict=False))
+        if number < len(names) and len(saved["param_groups"]) > len(optimizer.param_groups)
+    }
+
+
+def _names_of_groups(parts: Parts, optimizer: Optimizer) -> list[list[tuple[int, str]]]:
+    """By group of an optimizer, the model and the name of each of its parameters."""
+    names = {
+        id(parts.precision.master(parameter)): (number, name)
+        for number, model in enumerate(parts.models)
+        for name, parameter in model.named_parameters()
+    }
+    return [
+        [names.get(id(parameter), (-1, "")) for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]
+
+
+def _train_again(parts: Parts, position: Mapping[str, Any]) -> None:
+    """Freeze and unfreeze what was when the checkpoint was taken."""
+    for model, names in zip(parts.models, position.get("trained", ()), strict=False):
+        trained, changed = set(names), []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad != (name in trained):
+                parameter.requires_grad_(name in trained)
+                changed.append(name)
+        if changed:
+            logger.info(
+                "%s and %d more parameters are %s, as in the checkpoint",
+                changed[0],
+                len(changed) - 1,
+                "trained" if changed[0] in trained else "frozen",
+            )
+
+
+def _fill_buffers(models: Sequence[nn.Module], own: Sequence[Mapping[str, Tensor]] | None) -> None:
+    """Give models what this rank's were; None, and rank 0's, are in the models' own state."""
+    for model, buffers in zip(models, own or (), strict=False):
+        there = dict(model.named_buffers())
+        with torch.no_grad():
+            for name, value in buffers.items():
+                there[name].copy_(value)
+
+
+def _compare(parts: Parts, directory: RunDirectory, position: Mapping[str, Any]) -> None:
+    """Hold this start to the one that wrote the checkpoint."""
+    if position["global_batch"] != parts.batches.global_batch:
+        raise UsageError(
+            f"the run in {directory.path} has a global batch of "
+            f"{position['global_batch']}, this start one of {parts.batches.global_batch}",
+            "the same global batch, so that its samples go on where they stopped",
+            f"--global-batch {position['global_batch']}",
+        )
+    before, now = position["world_size"], parts.world.world_size
+    if before != now and not parts.options.elastic:
+        raise UsageError(
+            f"the run in {directory.path} has {before} ranks, this start {now}",
+            "as many ranks again, so that its sums have the same order",
+            f"{before} ranks; or --elastic, to go on with {now}",
+        )
+
+
+def _rates(parts: Parts) -> str:
+    """The learning rates of all groups, for people."""
+    groups = [group for optimizer in parts.optimizers for group in optimizer.param_groups]
+    return ", ".join(f"{float(group['lr']):.6g}" for group in groups)
+
+
+def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
+    """Load each thing's state."""
+    if len(states) != len(things):
+        raise UsageError(
+            f"the checkpoint has {len(states)} {kind}s, the script prepared {len(things)}",
+            "the same script",
+            "--run DIR for another directory",
+        )
+    for thing, state in zip(things, states, strict=True):
+        try:
+            thing.load_state_dict(state)
+        except ValueError as error:  # of an optimizer with other parameter groups
+            raise UsageError(
+                f"the checkpoint's {kind} does not fit that of the script: {error}",
+                "the same script, and the same --decay",
+                "--run DIR for another directory",
+            ) from None
+
+
+def _load(parts: Parts, directory: RunDirectory) -> dict[str, Any] | None:
+    """The newest checkpoint, the same on all ranks."""
+    loaded, mistake = None, None
+    try:
+        of = identity.facts(directory, parts.world)["run"]
+        loaded = checkpoint.load_newest(directory, of)
+    except CheckpointError as error:
+        mistake = error
+    here = -1 if loaded is None else loaded[0]
+    first = parts.backend.share(here)
+    unlike = torch.tensor(int(mistake is not None or here != first), device=parts.device)
+    ranks = int(parts.backend.sum(unlike).item())
+    if mistake is not None:
+        raise mistake
+    if ranks:
+        raise CheckpointError(
+            f"{ranks} of {parts.world.world_size} ranks do not find in "
+            f"{directory.path} the checkpoint that rank 0 finds"
+            + (f" (step {first})" if first >= 0 else " (none)"),
+            "a run directory on a file system that all hosts share",
+            "--run DIR",
+        )
+    return None if loaded is None else loaded[1]

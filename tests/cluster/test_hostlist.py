@@ -1,0 +1,348 @@
+"""Host lists mean what `scontrol show hostnames` makes of them; tests/slurm asks it."""
+
+import io
+import sys
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.cli import main
+from hpctrain.cluster.hostlist import compress, expand, first
+from hpctrain.errors import UsageError
+
+# Expressions and their hosts; scontrol is asked for them too.
+EXPANDED = [
+    ("login", ["login"]),
+    ("n1,n2", ["n1", "n2"]),
+    ("n[0-2]", ["n0", "n1", "n2"]),
+    ("n[8-11]", ["n8", "n9", "n10", "n11"]),
+    ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+    ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+    ("n[001-3]", ["n001", "n002", "n003"]),
+    ("n[9-011]", ["n9", "n10", "n11"]),
+    ("n[1,01,001]", ["n1", "n01", "n001"]),
+    ("n[1,3-4,3]", ["n1", "n3", "n4", "n3"]),
+    ("n[2-3],m,n[2-3]", ["n2", "n3", "m", "n2", "n3"]),
+    (
+        "rack[1-2]node[3-4]",
+        ["rack1node3", "rack1node4", "rack2node3", "rack2node4"],
+    ),
+    ("a0[1],a00[2]", ["a01", "a002"]),
+    ("N1,n1", ["N1", "n1"]),
+    ("-n[1]", ["-n1"]),
+    ("n[1-2][3-4]", ["n13", "n14", "n23", "n24"]),
+    ("a[1]b[2]c[3]d[4-5]", ["a1b2c3d4", "a1b2c3d5"]),
+    # Not in the order that one would think, but in scontrol's.
+    ("n[1-2]m[3-4]k[5]", ["n1m3k5", "n2m3k5", "n1m4k5", "n2m4k5"]),
+    ("n[1-2][3-4][5-6]j[7]", [f"n{a}{b}{c}j7" for c in "56" for b in "34" for a in "12"]),
+    ("[1-2]", ["1", "2"]),
+    ("gpu-a100.site-[7]", ["gpu-a100.site-7"]),
+    ("n01[1-2]", ["n011", "n012"]),
+    ("", []),
+    (" ,\t,", []),
+    ("n1,", ["n1"]),
+    (",n1", ["n1"]),
+    ("n1,,n2", ["n1", "n2"]),
+    (" n1, n2\tn3 ", ["n1", "n2", "n3"]),
+    ("n [1-2] m", ["n", "1", "2", "m"]),
+    ("n[18446744073709551613-18446744073709551614]", [f"n{2**64 - 3}", f"n{2**64 - 2}"]),
+    (f"n{2**64}[1]", [f"n{2**64}1"]),
+    ("n\u00e9(1)*;\u0661", ["n\u00e9(1)*;\u0661"]),
+    ("(null)", ["(null)"]),
+    ("n{1-2}", ["n{1-2}"]),
+]
+
+
+@pytest.mark.parametrize(("expression", "hosts"), EXPANDED)
+def test_hostlist_expands(expression, hosts):
+    assert expand(expression) == hosts
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "width"),
+    [
+        (0, 9999, 5),
+        (0, 9999, 1),
+        (0, 1000, 2),
+        (0, 250, 3),
+        (1, 65536, 1),
+        (98, 301, 2),
+        (99, 300, 3),
+        (100, 299, 3),
+        (100, 299, 20),
+        (101, 298, 3),
+        (12345, 23456, 5),
+        (99_950, 100_250, 5),
+    ],
+)
+def test_hostlist_long_range_has_all_numbers_in_order_and_width(low, high, width):
+    expected = [str(number).zfill(width) for number in range(low, high + 1)]
+    assert expand(f"[{low:0{width}d}-{high}]") == expected
+    assert expand(f"n[{low:0{width}d}-{high}],m") == [*(f"n{number}" for number in expected), "m"]
+
+
+def test_hostlist_of_several_full_ranges_expands():
+    assert len(expand("n[0-40000],m[0-40000]")) == 80_002
+    assert len(expand("n[0-40000,0-40000]")) == 80_002
+    hosts = expand("a[0-999]b[0-999]")
+    assert (len(hosts), hosts[0], hosts[-1]) == (1_000_000, "a0b0", "a999b999")
+
+
+# What is wrong with brackets, or with the text before them.
+MALFORMED = [
+    ("n[1", 1),
+    ("n[1,2", 1),
+    ("m,n[1", 3),
+    ("n]1", 1),
+    ("n1]", 2),
+    ("n[1]]", 4),
+    ("n[1]m]", 5),
+    ("n[[1]]", 2),
+    ("n[1[2]]", 3),
+    ("n[1-2,y[3]", 7),
+    ("n[]", 2),
+    ("n[a]", 2),
+    ("n[1-]", 2),
+    ("n[,1]", 2),
+    ("n[1,]", 4),
+    ("n[1,,2]", 4),
+    ("n[1-2-3]", 2),
+    ("n[1--2]", 2),
+    ("n[3-1]", 2),
+    ("n[7,5-3]", 4),
+    ("ok[1-2],n[-1]", 10),
+    ("n[1]m[x]", 6),
+    ("n[+1]", 2),
+    ("n[0x1]", 2),
+    ("n[1.5]", 2),
+    ("n[1_0]", 2),
+    ("n[ 1-2]", 2),
+    ("n[1 -2]", 2),
+    ("n[1,\t2]", 4),
+    ("n[1 2]", 2),
+    ("n[\u0661-\u0663]", 2),  # digits, but none that Slurm writes
+    ("n[1-2]m", 6),
+    ("x,n[1-2].site.org,y", 8),
+    ("n[1-2]3", 6),
+    ("n1,n[1]m[2]k,x", 11),
+    ("n[0-65536]", 2),
+    ("n[1-9999999999999]", 2),
+    ("x,n[0-40000,0-40000]m[1]", 2),
+    ("n[18446744073709551615]", 2),
+    ("n[1-18446744073709551616]", 2),
+    ("n\n[1]", 1),
+    ("n[1]\n", 4),
+    ("\x1bn[1]", 0),
+    ("n[1]m\x7f[2]", 5),
+    ("n1,n\udcff[1]", 4),
+]
+# What is wrong with plain names.
+MISNAMED = [
+    ("n1\n", 2),
+    ("n1\0", 2),
+    ("n[1],m\u00a02", 6),
+    ("n1,n018446744073709551615,m", 4),
+    ("99999999999999999999", 0),
+]
+
+
+@pytest.mark.parametrize(("expression", "position"), MALFORMED + MISNAMED)
+def test_malformed_hostlist_is_refused_with_the_position(expression, position):
+    with pytest.raises(UsageError) as caught:
+        expand(expression)
+    assert f"position {position}:" in caught.value.found
+    assert repr(expression) in caught.value.found
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("expression", "position"), MALFORMED)
+def test_hostlist_first_refuses_wrong_brackets_anywhere(expression, position):
+    with pytest.raises(UsageError, match=f"position {position}:"):
+        first(expression)
+    with pytest.raises(UsageError, match=f"position {position + 8}:"):
+        first("n1,n[2]," + expression)
+
+
+@pytest.mark.parametrize("name", ["n\0", "n\n", "n99999999999999999999"])
+def test_hostlist_first_ignores_later_plain_names(name):
+    assert first(f"n1,{name}") == "n1"
+    with pytest.raises(UsageError, match=r"position [23]:"):
+        first(f", {name},n1")
+
+
+def test_hostlist_leading_zeros_and_suffixes_of_numbers():
+    names = ["n18446744073709551614", "n" + "1".zfill(5000), "99999999999999999999-ib"]
+    assert expand(",".join(names)) == names
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "a[1-999]b[1-999]c[1-999]",
+        f"n[0-{'9' * 5000}]",
+        f"n[{'0' * 5000}-{'9' * 5000}]",
+        "[0-65535]" * 100_000,
+        "[]" * 500_000,
+        "[" * 1_000_000,
+        "]" * 1_000_000,
+        "n[" + "1" * 1_000_000,
+        "1" * 1_000_000,
+        "x" * 100_000 + "[1-60000]",
+        f"n[{'0' * 100_000}1-60000]",
+        ",".join(["n[0-65535]"] * 17),
+        "n[" + ",".join(["0-65535"] * 17) + "]",
+        "a," * (2**20 + 1),
+    ],
+    ids=lambda expression: expression[:20],
+)
+def test_huge_hostlist_is_refused_at_once(expression):
+    with pytest.raises(UsageError, match="position") as caught:
+        expand(expression)
+    assert len(str(caught.value)) < 1000
+
+
+def test_error_of_a_long_hostlist_shows_the_wrong_part():
+    with pytest.raises(UsageError, match=r"'…?.*n1,n1,n\[7-5\],n1.*position 3002:"):
+        expand("n1," * 1000 + "n[7-5]" + ",n1" * 1000)
+
+
+@pytest.mark.parametrize(
+    ("expression", "host"),
+    [
+        ("rack[1-2]node[3-4],z", "rack1node3"),
+        (" ,n[08-11,3]", "n08"),
+        (",, a b,n[1]", "a"),
+        ("z,n[1]", "z"),
+    ],
+)
+def test_hostlist_first_is_the_first_host(expression, host):
+    assert first(expression) == host == expand(expression)[0]
+
+
+@pytest.mark.parametrize("expression", ["", ",", " \t"])
+def test_hostlist_first_of_an_empty_list_is_refused(expression):
+    with pytest.raises(UsageError, match="empty"):
+        first(expression)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expression"),
+    [
+        ([], ""),
+        (["n1"], "n1"),
+        (["n1", "n2", "n3"], "n[1-3]"),
+        (["n9", "n10", "n11"], "n[9-11]"),
+        (["n09", "n10", "n011"], "n[09-10,011]"),
+        (["n1", "n01", "n001"], "n[1,01,001]"),
+        (["n08", "n9", "n10"], "n[08,9-10]"),
+        (["n3", "n2", "n2", "n1"], "n[3,2,2,1]"),
+        (["n1", "m1", "n2"], "n1,m1,n2"),
+        (["n", "n", "n1", "n2"], "n,n,n[1-2]"),
+        (["r1n1", "r1n2", "r2n1", "r2n2"], "r1n[1-2],r2n[1-2]"),
+        (["n1-ib", "n2-ib"], "n1-ib,n2-ib"),
+        (["00", "01", "7"], "[00-01,7]"),
+        (["n\u0661", "n\u0662"], "n\u0661,n\u0662"),
+        ([f"n{2**64 - 3}", f"n{2**64 - 2}"], f"n[{2**64 - 3}-{2**64 - 2}]"),
+    ],
+)
+def test_hostlist_compresses_names_in_order(hosts, expression):
+    assert compress(iter(hosts)) == expression
+    assert expand(expression) == hosts
+
+
+def test_hostlist_compress_writes_ranges_that_slurm_reads():
+    hosts = [f"n{number}" for number in range(70_000)]
+    assert compress(hosts) == "n[0-65535,65536-69999]"
+    assert expand(compress(hosts)) == hosts
+
+
+@pytest.mark.parametrize(
+    "name", ["", "n1,n2", "n[1]", "]", "n 1", "n\t1", "n\n", "n\0", "n\udcff", f"n{2**64 - 1}"]
+)
+def test_hostlist_compress_refuses_impossible_names(name):
+    with pytest.raises(UsageError):
+        compress(["n1", name])
+
+
+def test_hostlist_compress_refuses_too_many_names():
+    with pytest.raises(UsageError, match="more than 1048576 hosts"):
+        compress(["n"] * (2**20 + 1))
+    with pytest.raises(UsageError, match="characters"):
+        compress(["n" * 2**20] * 65)
+
+
+def test_hostlist_command_compresses_also_standard_input(monkeypatch, capsys):
+    assert main(["hostlist", "--compress", "n1", "n2", "m"]) == 0
+    assert capsys.readouterr().out == "n[1-2],m\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"n1\nn2\nn3 x\n")))
+    assert main(["hostlist", "--compress", "n0", "-", "y"]) == 0
+    assert capsys.readouterr().out == "n[0-3],x,y\n"
+
+
+def test_hostlist_command_expands_also_standard_input(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"n[1-2],m\nx\n")))
+    assert main(["hostlist", "-", "y[3]"]) == 0
+    assert capsys.readouterr().out == "n1\nn2\nm\nx\ny3\n"
+
+
+@pytest.mark.parametrize("arguments", [["-"], ["--compress", "-"]])
+def test_hostlist_command_refuses_binary_and_endless_input(monkeypatch, capsys, arguments):
+    class Endless(io.RawIOBase):
+        def readable(self):
+            return True
+
+        def readinto(self, buffer):
+            buffer[:] = b"y" * len(buffer)
+            return len(buffer)
+
+    for stream, found in (
+        (io.BytesIO(b"n1\nn\xff\0\n"), "n\\udcff"),
+        (io.BufferedReader(Endless()), "bytes on standard input"),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
+        assert main(["hostlist", *arguments]) == 2
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert found in told.err
+
+
+_TEXT = st.text("abz019-._", max_size=4)
+# Over a hundred or two, and four terms of two brackets are still fewer hosts than are refused.
+_RANGE = st.tuples(st.integers(0, 120), st.integers(0, 7) | st.just(130), st.integers(1, 4))
+_BRACKET = st.lists(_RANGE, min_size=1, max_size=3)
+_TERM = st.lists(st.tuples(_TEXT, _BRACKET), min_size=1, max_size=2) | st.text(
+    "abz019-._", min_size=1, max_size=6
+)
+_SEPARATOR = st.sampled_from([",", ", ", " ", ",,", "\t"])
+
+
+def written_and_meant(terms):
+    """An expression put together from parts, and its names, made the slow way."""
+    written, meant = "", []
+    for term, separator in terms:
+        if isinstance(term, str):
+            written, meant = written + term + separator, [*meant, term]
+            continue
+        lists = []
+        for text, ranges in term:
+            pieces, numbers = [], []
+            for low, more, width in ranges:
+                start = str(low).zfill(width)
+                pieces.append(f"{start}-{low + more}" if more else start)
+                numbers += [str(n).rjust(len(start), "0") for n in range(low, low + more + 1)]
+            written += f"{text}[{','.join(pieces)}]"
+            lists += [[text], numbers]
+        written += separator
+        meant += ["".join(name) for name in product(*lists)]
+    return written, meant
+
+
+@given(st.lists(st.tuples(_TERM, _SEPARATOR), max_size=4))
+def test_hostlist_of_random_parts_expands_in_order(terms):
+    written, meant = written_and_meant(terms)
+    assert expand(written) == meant
+    assert expand(compress(meant)) == meant
+    if meant:
+        assert first(written) == meant[0]

@@ -1,0 +1,31 @@
+"""The launchers of this machine still say what the files in tests/cluster/env/ hold."""
+
+import environments
+import pytest
+
+# Minutes, for what only other versions of the launchers would change.
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="session")
+def captured(cluster, tmp_path_factory):
+    """Every start whose programs are here, captured once."""
+    names = [
+        name
+        for name, (program, _) in environments.BY_START.items()
+        if not environments.lacks(program, cluster)[0]
+    ]
+    return environments.capture(names, cluster, tmp_path_factory.mktemp("environments"))
+
+
+@pytest.mark.parametrize("name", environments.BY_START)
+def test_launcher_still_sets_the_captured_environment(name, cluster, captured, lacking):
+    program, start = environments.BY_START[name]
+    part, why = environments.lacks(program, cluster)
+    if part:
+        lacking(part, why)
+    document = captured[name]
+    if isinstance(document, environments.CaptureError):
+        pytest.fail(str(document))
+    found = environments.differences(start, environments.load(name), document)
+    assert not found, "\n".join(found)

@@ -1,0 +1,268 @@
+"""Waste, and processes that are no rank: what is refused, when it is not, and what to type."""
+
+import dataclasses
+import re
+
+import pytest
+from launcher_env import BATCH as JOB
+from launcher_env import changed
+
+from hpctrain import arguments
+from hpctrain.arguments import Options
+from hpctrain.cluster import launchers
+from hpctrain.cluster.launchers import Process, survey
+from hpctrain.cluster.launchers.ancestors import LAUNCHING, Ancestor
+from hpctrain.cluster.world import World
+from hpctrain.errors import ContradictionError, UsageError
+
+# Four tasks on two hosts: a task of a step in the job.
+STEP = {
+    **JOB,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+}
+# Those that say all that a rank needs.
+NAMES = [one.name for one in launchers.LAUNCHERS if "local_rank" in one.variables]
+
+
+def started(name, size, nodes=1):
+    """What that launcher sets in rank 0 of so many, spread evenly."""
+    (launcher,) = (one for one in launchers.LAUNCHERS if one.name == name)
+    local = size // nodes
+    hosts = tuple(f"node{n + 1}" for n in range(nodes))
+    world = World(0, size, 0, local, 0, nodes, hosts, name)
+    return launcher.environ(world, (local,) * nodes, 77)
+
+
+def meant(error):
+    """The environment that the remedy at the end of a fix makes."""
+    name, value = re.search(r"env (HPCTRAIN_LAUNCHER)=(\w+) COMMAND\Z", error.fix).groups()
+    return {name: value}
+
+
+def test_idle_tasks_without_srun_are_refused_with_the_command():
+    process = Process(("python", "train.py", "--name", "two words"))
+    error = survey(JOB, process).waste
+    assert isinstance(error, UsageError)
+    assert error.found == ("this process trains alone, and 3 of the 4 tasks of job 815 are idle")
+    assert "srun" in error.fix
+    assert "python train.py --name 'two words'" in error.fix
+    assert survey({**JOB, **meant(error)}, process).waste is None
+    assert survey({**JOB, **meant(error)}, process).world.launcher == "none"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"},
+        {"SLURM_NTASKS": None, "SLURM_JOB_NUM_NODES": "1"},
+        {"SLURM_NTASKS": None, "SLURM_JOB_NUM_NODES": None},
+        {"SLURM_NTASKS": "", "SLURM_JOB_NUM_NODES": ""},
+        {"SLURM_NTASKS": "0", "SLURM_JOB_NUM_NODES": "0"},
+    ],
+)
+def test_job_of_one_task_may_train_alone(changes):
+    assert survey(changed(JOB, **changes)).waste is None
+
+
+def test_idle_second_host_is_refused():
+    assert "1 of the 2 tasks of job 815" in survey(changed(JOB, SLURM_NTASKS=None)).waste.found
+
+
+def test_idle_tasks_of_an_array_job_are_named_by_array_id():
+    env = {**JOB, "SLURM_ARRAY_JOB_ID": "800", "SLURM_ARRAY_TASK_ID": "7"}
+    assert "job 800_7" in survey(env).waste.found
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("slurm", "hpctrain")])
+def test_fewer_ranks_than_tasks_are_refused_under_every_launcher(name):
+    env = {**JOB, **started(name, 2)}
+    error = survey(env).waste
+    assert f"{name} started 2 ranks, and 2 of the 4 tasks of job 815 are idle" in error.found
+    assert error.fix.startswith("start 4 ranks, or ask for ")
+    assert survey({**env, **meant(error)}).waste is None
+    assert survey({**env, **meant(error)}).world.world_size == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [4, 8])
+def test_as_many_ranks_as_tasks_or_more_are_accepted(name, size):
+    assert survey({**JOB, **started(name, size)}).waste is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 16])
+def test_srun_torchrun_standalone_in_every_task_is_refused(size):
+    """As many trainings as tasks, each of which believes that it is the only one."""
+    env = {**STEP, **started("torchrun", size)}
+    error = survey(env).waste
+    assert "4 tasks of a step of job 815 each started torchrun" in error.found
+    assert "several trainings at once" in error.found
+    assert "--rdzv-endpoint" in error.fix
+    assert survey({**env, **meant(error)}).waste is None
+
+
+def test_srun_torchrun_with_one_rendezvous_is_accepted():
+    step = {**STEP, "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    assert survey({**step, **started("torchrun", 8, nodes=2)}).waste is None
+    assert survey({**step, **started("torchrun", 2, nodes=2)}).waste is None
+
+
+def test_no_tasks_are_idle_outside_of_a_job():
+    for name in NAMES:
+        if name != "slurm":
+            assert survey(started(name, 2)).waste is None
+
+
+@pytest.mark.parametrize("program", sorted(LAUNCHING))
+def test_launched_process_without_variables_is_refused(program):
+    process = Process(launched_by=Ancestor(4711, program, LAUNCHING[program]))
+    error = survey({}, process).stray
+    assert isinstance(error, UsageError)
+    assert f"descends from {program} (pid 4711)" in error.found
+    assert LAUNCHING[program] in error.expected
+    assert survey(meant(error), process).stray is None
+    assert survey(meant(error), process).world.launcher == "none"
+
+
+def test_launched_process_with_variables_is_accepted():
+    for name in NAMES:
+        process = Process(launched_by=Ancestor(4711, "orted", "openmpi"))
+        assert survey(started(name, 2), process).stray is None
+
+
+def test_batch_shell_is_no_rank_that_lost_its_variables():
+    process = Process(launched_by=Ancestor(4711, "slurmstepd", "slurm"))
+    assert survey(JOB, process).stray is None
+    assert "slurmstepd" in survey({}, process).stray.found
+    # In the same job mpirun's processes are lost without mpirun's variables.
+    process = Process(launched_by=Ancestor(4712, "orted", "openmpi"))
+    assert "orted" in survey(JOB, process).stray.found
+
+
+@pytest.mark.parametrize("name", ["none", *NAMES])
+def test_multiprocessing_child_with_the_rank_of_its_parent_is_refused(name):
+    env = {} if name == "none" else started(name, 2)
+    error = survey(env, Process(inherited=env)).stray
+    assert isinstance(error, UsageError)
+    assert "multiprocessing" in error.found
+    assert "rank 0" in error.found
+    for remedy in ("hpctrain run --nproc-per-node N", "hpctrain.spawn(FUNCTION, N)"):
+        assert remedy in error.fix
+    alone = {**env, **meant(error)}
+    assert survey(alone, Process(inherited=env)).stray is None
+    assert survey(alone, Process(inherited=env)).world.world_size == 1
+
+
+@pytest.mark.parametrize("inherited", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
+@pytest.mark.parametrize("rank", ["0", "1", "2"])
+def test_multiprocessing_child_with_its_own_rank_is_accepted(inherited, rank):
+    """Also the first of several, whose rank is 0 as that of the parent alone."""
+    place = {"RANK": rank, "WORLD_SIZE": "3", "LOCAL_RANK": rank, "MASTER_PORT": "29500"}
+    env = {**inherited, **place}
+    start = survey(env, Process(inherited=inherited))
+    assert (start.stray, start.world.rank, start.world.world_size) == (None, int(rank), 3)
+
+
+def test_multiprocessing_child_with_only_a_local_rank_is_refused():
+    before = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
+    assert survey({**before, "LOCAL_RANK": "1"}, Process(inherited=before)).stray is not None
+
+
+def test_detect_never_refuses_idle_tasks():
+    assert launchers.detect(JOB).launcher == "none"
+    assert launchers.detect({**STEP, **started("torchrun", 2)}).world_size == 2
+
+
+BY_HAND = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
+
+
+def test_local_rank_argument_of_torch_distributed_launch_is_read():
+    process = Process(("python", "train.py", "--local_rank", "2"))
+    for env in (BY_HAND, {**BY_HAND, "LOCAL_RANK": "2"}, {**BY_HAND, "LOCAL_RANK": ""}):
+        start = survey(env, process)
+        assert (start.world.local_rank, start.stray, start.waste) == (2, None, None)
+    # Without the variables it means nothing: a script may have an argument of that name.
+    assert survey({}, process).world == World(0, 1, 0, 1, 0, 1, launcher="none")
+    assert survey(STEP, process).world.local_rank == 0
+
+
+def test_local_rank_argument_and_variable_that_disagree_are_refused():
+    process = Process(("python", "train.py", "--local_rank=2"))
+    with pytest.raises(ContradictionError) as caught:
+        survey({**BY_HAND, "LOCAL_RANK": "1"}, process)
+    assert "LOCAL_RANK=1" in caught.value.found
+    assert "--local-rank=2" in caught.value.found
+    assert caught.value.fix.startswith("take --local-rank out of the command")
+    assert caught.value.fix.endswith("unset LOCAL_RANK")
+    assert survey(BY_HAND, process).world.local_rank == 2
+
+
+@pytest.mark.parametrize(
+    "argument", [["--local_rank", "2"], ["--local_rank=2"], ["--local-rank=2"], []]
+)
+def test_local_rank_argument_is_accepted_and_hidden_by_options(argument):
+    parsed = arguments.options().parse_args(["--lr", "0.5", *argument])
+    options = Options.of(parsed, {})
+    assert options.lr == 0.5
+    assert "local_rank" not in {field.name for field in dataclasses.fields(options)}
+    assert "local" not in arguments.options().format_help()
+
+
+def test_rank_variables_without_master_port_are_refused():
+    place = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}
+    for env in (place, {**place, "HPCTRAIN_LAUNCHER": "env"}):
+        start = survey(env)
+        assert start.world.rank == 1  # it is known who this is, but not whom it would meet
+        assert "no MASTER_PORT" in start.stray.found
+    assert survey({**place, "MASTER_PORT": "29500"}).stray is None
+    assert survey({**place, "HPCTRAIN_MAIN_PORT": "29500"}).stray is None
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert survey(alone).stray is None
+
+
+def test_horovodrun_elastic_is_refused_with_the_command():
+    env = {**started("horovodrun", 2), "HOROVOD_ELASTIC": "1"}
+    error = survey(env, Process(("python", "train.py", "--lr", "0.1"))).stray
+    assert isinstance(error, UsageError)
+    assert error.found.startswith("HOROVOD_ELASTIC=1: horovodrun was given --min-np")
+    assert error.fix.startswith("hpctrain run --elastic --hosts ")
+    assert error.fix.endswith(" train.py --lr 0.1")
+    assert survey({**env, "HPCTRAIN_LAUNCHER": "horovodrun"}).stray is not None
+    assert survey({**env, "HOROVOD_ELASTIC": "0"}).stray is None
+    # It says nothing of the ranks that another launcher started.
+    assert survey({**started("slurm", 2), "HOROVOD_ELASTIC": "1"}).stray is None
+
+
+def test_batch_script_of_one_task_may_clean_its_environment():
+    def batch(**started):
+        title = "slurmstepd: [815.batch]"
+        found = Ancestor(7, "slurmstepd", "slurm", title, started=started)
+        return survey({}, Process(launched_by=found)).stray
+
+    assert batch() is None
+    assert batch(SLURM_JOB_ID="815", SLURM_NTASKS="1") is None
+    assert "environment" in batch(SLURM_JOB_ID="815", SLURM_NTASKS="4").found
+    step = Ancestor(7, "slurmstepd", "slurm", "slurmstepd: [815.0]", started={})
+    assert survey({}, Process(launched_by=step)).stray is not None
+
+
+def test_torchrun_from_an_interactive_srun_shell_is_accepted():
+    env = {**started("slurm", 4), **started("torchrun", 4)}
+    assert "several trainings" in survey(env).waste.found
+    assert survey({**env, "SLURM_PTY_PORT": "40000"}).waste is None  # srun --pty
+
+
+def test_variables_of_an_outer_launcher_are_refused():
+    """As those of a rank of torchrun that starts mpirun, or submits a job."""
+    for program, inner in (("mpirun", "openmpi"), ("slurmstepd", "slurm")):
+        env = {**started("torchrun", 2), **started(inner, 2)}
+        process = Process(launched_by=Ancestor(7, program, inner))
+        assert f"started by {program} (pid 7)" in survey(env, process).stray.found
+        named = survey({**env, "HPCTRAIN_LAUNCHER": inner}, process)
+        assert (named.world.launcher, named.stray) == (inner, None)
+        agent = Process(launched_by=Ancestor(7, "torchrun", "torchrun"))
+        assert survey(env, agent).stray is None
+    submitit = {**started("slurm", 2), **started("submitit", 2)}
+    step = Process(launched_by=Ancestor(7, "slurmstepd", "slurm"))
+    assert survey(submitit, step).stray is None  # its own process is not known by its name

@@ -1,0 +1,189 @@
+"""What Slurm is asked, and what its answers mean.
+
+The commands here are fakes: scripts that print what Slurm 22.05.8 printed. tests/slurm asks the
+real ones.
+"""
+
+import time
+
+import fake_slurm
+import pytest
+from fake_slurm import job
+
+from hpctrain.cluster import slurm
+
+SHOWN = (
+    "JobId=70 JobName={name} UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A Priority=1 Nice=0 "
+    "Account=(null) QOS=(null) JobState={word} Reason=None Dependency=(null) Requeue=1 "
+    "Restarts={restarts} BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=00:00:12 Command=/home/x.sh"
+)
+UNKNOWN = "slurm_load_jobs error: Invalid job id specified"
+
+
+@pytest.fixture
+def fake(tmp_path):
+    return fake_slurm.FakeSlurm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("word", "lives"),
+    [
+        *[(word, True) for word in ("RUNNING", "PENDING", "COMPLETING", "SUSPENDED", "REQUEUED")],
+        *[(word, True) for word in ("CONFIGURING", "REQUEUE_HOLD", "STOPPED", "A_NEW_STATE")],
+        *[(word, False) for word in ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED")],
+        *[(word, False) for word in ("NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")],
+    ],
+)
+def test_job_states_that_count_as_alive(fake, word, lives):
+    fake.command("scontrol", SHOWN.format(name="train", word=word, restarts=2))
+    state = slurm.job_state("70", fake.env)
+    assert (state.word, state.restarts, state.known, state.lives) == (word, 2, True, lives)
+
+
+def test_job_name_is_not_taken_for_a_job_state(fake):
+    name = "x JobState=COMPLETED Restarts=9"
+    fake.command("scontrol", SHOWN.format(name=name, word="RUNNING", restarts=0))
+    assert slurm.job_state("70", fake.env) == slurm.JobState("RUNNING", 0)
+
+
+@pytest.mark.parametrize("said", [UNKNOWN, "Job 70_9 not found"])
+def test_job_state_of_a_forgotten_job_is_ended(fake, said):
+    fake.command("scontrol", error=said, code=1)
+    state = slurm.job_state("70_9", fake.env)
+    assert (state.known, state.lives) == (False, False)
+    assert fake.calls.read_text().split()[1:] == ["show", "job", "--oneliner", "70_9"]
+
+
+def test_squeue_gives_the_job_state_where_scontrol_does_not(fake):
+    fake.command("scontrol", error="slurm_load_jobs error: Access/permission denied", code=1)
+    fake.command("squeue", "RUNNING             3                   ")
+    assert slurm.job_state("70_3", fake.env) == slurm.JobState("RUNNING", 3)
+    assert "--states=all --job=70_3" in fake.calls.read_text()
+    fake.command("squeue", error=UNKNOWN, code=1)
+    assert not slurm.job_state("70", fake.env).known
+
+
+def test_squeue_format_variables_of_a_user_do_not_change_the_job_state(fake):
+    fake.command("squeue", more='[ -z "$SQUEUE_PARTITION$SQUEUE_STATES" ] && echo "RUNNING 0"')
+    env = {**fake.env, "SQUEUE_PARTITION": "debug", "SQUEUE_STATES": "PENDING"}
+    assert slurm.job_state("70", env) == slurm.JobState("RUNNING", 0)
+
+
+def test_missing_or_strange_slurm_gives_no_job_state(fake, tmp_path):
+    nowhere = {"PATH": str(tmp_path)}
+    assert slurm.job_state("70", nowhere) is None
+    assert slurm.step_lives("70", "0", nowhere) is None
+    with pytest.raises(slurm.NoAnswerError, match="squeue"):
+        slurm.hosts_left("70", nowhere)
+    fake.jobs(None)
+    fake.command("scontrol", "a notice of the site")
+    assert slurm.job_state("70", fake.env) is None
+    fake.command("scontrol", more="printf '\\377\\376'")
+    assert slurm.job_state("70", fake.env) is None
+    fake.command(
+        "scontrol", error="slurm_load_jobs error: Unable to contact slurm controller", code=1
+    )
+    assert slurm.job_state("70", fake.env) is None
+    assert slurm.step_lives("70", "0", fake.env) is None
+
+
+def test_slow_slurm_gives_no_job_state(fake, monkeypatch):
+    monkeypatch.setattr("hpctrain.cluster.slurm.command.SECONDS_TO_ANSWER", 0.2)
+    fake.command("scontrol", more="exec sleep 20")
+    fake.command("squeue", more="exec sleep 20")
+    begun = time.monotonic()
+    assert slurm.job_state("70", fake.env) is None
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("label", ["", "--help", "70;rm", "70_", "70_x", "12345.server", "f2Zq"])
+def test_job_id_that_is_no_slurm_id_is_not_asked_for(fake, label):
+    fake.command("scontrol", SHOWN.format(name="train", word="RUNNING", restarts=0))
+    assert slurm.job_state(label, fake.env) is None
+    assert slurm.step_lives(label, "0", fake.env) is None
+    assert slurm.step_lives("70", label, fake.env) is None
+    assert not fake.calls.exists()
+
+
+def test_step_lives_or_has_ended(fake):
+    fake.command("scontrol", "StepId=70.3 UserId=0 State=RUNNING")
+    assert slurm.step_lives("70", "3", fake.env) is True
+    fake.command("scontrol", error="Job step 70.3 not found", code=1)
+    assert slurm.step_lives("70", "3", fake.env) is False
+
+
+def test_hosts_left_in_a_job(fake):
+    fake.command("squeue", "node[1,3]")
+    assert slurm.hosts_left("70", fake.env) == "node[1,3]"
+    fake.command("squeue", error=UNKNOWN, code=1)
+    with pytest.raises(slurm.NoAnswerError, match="Invalid job id"):
+        slurm.hosts_left("70", fake.env)
+
+
+def test_squeue_jobs_with_any_name(fake):
+    names = ["a\nb", "x|y  z", "\x1b[31m", "<0123456789abcdef>", "JobState=COMPLETED", ""]
+    fake.jobs(*(job(str(70 + at), Name=name) for at, name in enumerate(names)))
+    assert [one.name for one in slurm.jobs(fake.env)] == names
+
+
+def test_squeue_job_with_all_fields(fake):
+    fake.jobs(
+        job("70_3", State="FAILED", exit_code="768", RestartCnt="2", Reason="NonZeroExitCode")
+    )
+    (one,) = slurm.jobs(fake.env, ["70_3"])
+    assert (one.label, one.array, one.task, one.word) == ("70_3", "70", "3", "FAILED")
+    assert (one.code, one.restarts, one.lives, one.uid) == (3, 2, False, "1000")
+    fake.jobs(job("71", State="CANCELLED", exit_code="15"))
+    assert slurm.jobs(fake.env)[0].code == 128 + 15
+
+
+def test_squeue_jobs_are_sorted_by_job_id(fake):
+    fake.jobs(*(job(one) for one in ("9_[4-7%2]", "9_10", "10", "9_2", "8")))
+    assert [one.label for one in slurm.jobs(fake.env)] == ["8", "9_2", "9_10", "9_[4-7%2]", "10"]
+
+
+def test_squeue_leaves_out_forgotten_jobs_and_reports_a_silent_controller(fake):
+    assert slurm.jobs(fake.env, ["70"]) == []
+    fake.jobs(None)
+    with pytest.raises(slurm.NoAnswerError, match="Unable to contact"):
+        slurm.jobs(fake.env, ["70"])
+    fake.command("squeue", "a notice of the site")
+    with pytest.raises(slurm.NoAnswerError, match="notice of the site"):
+        slurm.jobs(fake.env)
+
+
+def test_sbatch_job_id(fake):
+    for says in ("70", "70;cluster", "a notice of the site\n70"):
+        fake.command("sbatch", says)
+        assert slurm.sbatch(b"", fake.env) == slurm.Answer(0, "70", "")
+    fake.command("sbatch", error="sbatch: error: no", code=1)
+    assert slurm.sbatch(b"", fake.env) == slurm.Answer(1, "", "sbatch: error: no")
+    (fake.folder / "sbatch").unlink()
+    with pytest.raises(slurm.NoAnswerError, match="no sbatch"):
+        slurm.sbatch(b"", {"PATH": str(fake.folder)})
+
+
+def test_sinfo_partitions_with_default_and_gpus(fake):
+    fake.command(
+        "sinfo",
+        "main*|infinite|4|up|(null)\nv100|2:00:00|8|down|gpu:v100:4(S:0-1),nvme:1",
+    )
+    assert slurm.partitions(fake.env) == [
+        slurm.Partition("main", True, "infinite", "4", "", True),
+        slurm.Partition("v100", False, "2:00:00", "8", "gpu:v100:4", False),
+    ]
+
+
+def test_sacct_and_sacctmgr_jobs_and_accounts(fake):
+    fake.command("sacct", "70_0|COMPLETED|0:0\n70_1|CANCELLED by 1000|0:15\n70_2|FAILED|75:0")
+    assert slurm.ended("70", fake.env) == [
+        slurm.Ended("70_0", "COMPLETED", 0),
+        slurm.Ended("70_1", "CANCELLED", 143),
+        slurm.Ended("70_2", "FAILED", 75),
+    ]
+    more = 'case "$*" in *associations*) printf "b\\na\\nb\\n"; exit;; esac'
+    fake.command("sacctmgr", "b", more=more)
+    assert slurm.accounts("ada", fake.env) == ["b", "a"]
+    fake.command("sacct", error="Slurm accounting storage is disabled", code=1)
+    with pytest.raises(slurm.NoAnswerError, match="disabled"):
+        slurm.ended("70", fake.env)

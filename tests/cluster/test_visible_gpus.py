@@ -1,0 +1,156 @@
+"""Which GPUs the environment shows: CUDA's forms, MIG slices, and ROCm's two filters."""
+
+import re
+
+import pytest
+
+from hpctrain.cluster import visible_gpus
+from hpctrain.errors import ContradictionError
+
+WHOLE = "GPU-5f7c1f4e-3b6a-4bb1-9f0e-111111111111"
+SLICE_A = "MIG-0a1b2c3d-3b6a-4bb1-9f0e-aaaaaaaaaaaa"
+SLICE_B = "MIG-0a1b2c3d-3b6a-4bb1-9f0e-bbbbbbbbbbbb"
+OLD_SLICE = "MIG-GPU-5f7c1f4e-3b6a-4bb1-9f0e-111111111111/1/0"  # as drivers before 470 name them
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("", ()),
+        ("-1", ()),
+        ("NoDevFiles", ()),
+        (" ", ()),
+        (",0", ()),
+        ("0", ("0",)),
+        ("0,1", ("0", "1")),
+        ("3,1", ("3", "1")),
+        (" 0 , 1 ", ("0", "1")),
+        # CUDA stops at the first entry that names no device.
+        ("0,-1,1", ("0",)),
+        ("-1,0", ()),
+        ("0,,1", ("0",)),
+        ("0,NoDevFiles", ("0",)),
+        (f"{WHOLE},1", (WHOLE, "1")),
+        (f"{SLICE_A},{OLD_SLICE}", (SLICE_A, OLD_SLICE)),
+    ],
+)
+def test_cuda_visible_devices_values(value, names):
+    for variable in (visible_gpus.CUDA, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        seen = visible_gpus.visible({variable: value})
+        assert (seen.names, seen.source) == (names, variable)
+
+
+def test_cuda_visible_devices_unset():
+    assert visible_gpus.visible({"GPU_DEVICE_ORDINAL": "0"}) is None
+    assert visible_gpus.visible({visible_gpus.CUDA: "0"}, "ROCR_VISIBLE_DEVICES") is None
+
+
+@pytest.mark.parametrize(
+    ("value", "local_rank", "own"),
+    [
+        (f"{SLICE_A},{SLICE_B}", 0, SLICE_A),
+        (f"{SLICE_A},{SLICE_B}", 1, SLICE_B),
+        (f" {SLICE_B} , {SLICE_A}", 0, SLICE_B),
+        (f"{SLICE_A},{OLD_SLICE}", 1, OLD_SLICE),
+        # Each process has one already, however many ranks there are.
+        (SLICE_A, 0, None),
+        (SLICE_A, 7, None),
+        (f"{SLICE_A},-1,{SLICE_B}", 1, None),
+        # No slices.
+        (f"{WHOLE},0", 1, None),
+        ("0,1", 1, None),
+        ("", 1, None),
+        (None, 1, None),
+    ],
+)
+def test_mig_slices_are_given_by_local_rank(value, local_rank, own):
+    assert (
+        visible_gpus.own_slice({} if value is None else {visible_gpus.CUDA: value}, local_rank)
+        == own
+    )
+
+
+@pytest.mark.parametrize("value", [f"0,{SLICE_A}", f"{SLICE_A},{WHOLE}", f"{SLICE_A},x,{SLICE_B}"])
+def test_mig_slices_beside_whole_gpus_are_refused_with_the_slices_to_export(value):
+    with pytest.raises(ContradictionError) as caught:
+        visible_gpus.own_slice({visible_gpus.CUDA: value}, 0)
+    assert f"CUDA_VISIBLE_DEVICES={value}" in caught.value.found
+    (slices,) = re.findall(r"\Aenv CUDA_VISIBLE_DEVICES=(\S+) python SCRIPT", caught.value.fix)
+    assert visible_gpus.own_slice({visible_gpus.CUDA: slices}, 0) in (
+        SLICE_A,
+        None,
+    )  # one alone stays as it is
+
+
+ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {ROCR: "2,3"},
+        {HIP: "2,3"},
+        {CUDA: "2,3"},
+        {ROCR: "2,3", HIP: "0,1"},
+        {ROCR: "2,3", CUDA: "1"},
+        {ROCR: "GPU-5f7c,GPU-5f7d", HIP: "1,0"},
+        {HIP: "0,1", CUDA: "0,1"},
+        {HIP: "0,1", CUDA: "0, 1"},
+        {HIP: "", CUDA: "-1"},
+        {ROCR: "0", HIP: ""},
+    ],
+)
+def test_rocm_visible_devices_that_agree_are_accepted(env):
+    visible_gpus.check_rocm(env)
+
+
+@pytest.mark.parametrize(
+    ("env", "words", "unset"),
+    [
+        # Slurm may set all of them to the same numbers; HIP counts what ROCR leaves.
+        ({ROCR: "2,3", HIP: "2,3"}, ["leaves 2 GPUs", "HIP_VISIBLE_DEVICES=2,3", "number 2"], HIP),
+        ({ROCR: "2,3", CUDA: "0,2"}, ["CUDA_VISIBLE_DEVICES=0,2", "number 2"], CUDA),
+        ({ROCR: "3", HIP: "1"}, ["leaves 1 GPU", "number 1"], HIP),
+        ({ROCR: "", HIP: "0"}, ["leaves 0 GPUs"], HIP),
+        ({ROCR: "0", HIP: "9" * 5000}, ["leaves 1 GPU"], HIP),
+        ({HIP: "0", CUDA: "1"}, ["HIP_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=1"], CUDA),
+        ({HIP: "0,1", CUDA: ""}, ["HIP_VISIBLE_DEVICES=0,1"], CUDA),
+    ],
+)
+def test_rocm_visible_devices_that_hide_gpus_are_refused(env, words, unset):
+    with pytest.raises(ContradictionError) as caught:
+        visible_gpus.check_rocm(env)
+    for word in words:
+        assert word in caught.value.found
+    assert caught.value.fix.startswith(f"env -u {unset} python SCRIPT")
+    visible_gpus.check_rocm({name: value for name, value in env.items() if name != unset})
+
+
+@pytest.fixture
+def device_files(tmp_path, monkeypatch):
+    """Folders in place of /dev and /sys, which have no GPUs where there is none."""
+    monkeypatch.setattr(visible_gpus, "Path", lambda path: tmp_path / path.lstrip("/"))
+
+    def make(*nvidia, nodes=()):
+        for name in nvidia:
+            path = tmp_path / "dev" / name
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+        for number, simd in enumerate(nodes):
+            node = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(number)
+            node.mkdir(parents=True)
+            (node / "properties").write_text(f"cpu_cores_count 8\nsimd_count {simd}\nlds 64\n")
+
+    return make
+
+
+def test_nvidia_gpus_are_counted_by_device_files(device_files):
+    assert visible_gpus.here() == []
+    device_files("nvidiactl", "nvidia-uvm", "nvidia-modeset", "nvidia10", "nvidia2", "nvidia0")
+    assert visible_gpus.here() == ["0", "2", "10"]
+
+
+def test_amd_gpus_are_counted_by_simd_units(device_files):
+    device_files(nodes=(0, 0, 304, 120))
+    assert visible_gpus.here() == ["0", "1"]

@@ -1,0 +1,623 @@
+"""Folders and tar files give the same samples; what is missing or damaged is said clearly."""
+
+import errno
+import io
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cli import main
+from hpctrain.data import shards
+from hpctrain.data.shards import FolderSource, ShardSource, image_source, same_classes
+from hpctrain.errors import DataError, HpctrainError, UsageError
+
+
+def write(folder, files):
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two splits of files that are no images, which nobody here decodes."""
+    files = {
+        f"{split}/{name}/{number}.JPEG": f"{split} {name} {number}".encode() * 40
+        for split, count in (("train", 7), ("val", 2))
+        for name in ("n01", "002.Laysan_Albatross", "cat")
+        for number in range(count)
+    }
+    odd = {"train/cat/a.jpg": b"one", "train/cat/a.png": b"two", "train/cat/b.c.jpg": b"three"}
+    write(tmp_path / "images", files | odd)
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def made(folders):
+    target = folders.parent / "shards"
+    shards.make(folders, target, ["train", "val"], shard_size=5000)
+    return target
+
+
+def pack(path, *files, **options):
+    """A tar file of somebody else's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", **options) as tar:
+        for name, content in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+def everything(source):
+    return [(source.read(i), source.target(i)) for i in range(len(source))]
+
+
+def test_image_folder_sorts_classes_and_skips_other_files(tmp_path):
+    write(
+        tmp_path / "train",
+        {
+            "b/2.jpg": b"b2",
+            "b/10.JPG": b"b10",
+            "a/x.png": b"ax",
+            "a/images/deep.webp": b"deep",
+            "a/._x.png": b"of macOS",
+            "a/notes.txt": b"",
+            ".hidden/x.jpg": b"",
+            "README.jpg": b"",
+        },
+    )
+    (tmp_path / "train" / "c").symlink_to(tmp_path / "train" / "b")
+    source = image_source(tmp_path, "train")
+    assert source.classes == ["a", "b", "c"]
+    content = [(b"ax", 0), (b"deep", 0), (b"b10", 1), (b"b2", 1), (b"b10", 2), (b"b2", 2)]
+    assert everything(source) == content
+    assert source.name(2) == str(tmp_path / "train" / "b" / "10.JPG")
+
+
+def test_shards_hold_the_samples_of_the_folder_in_order(folders, made):
+    for split in ("train", "val"):
+        folder, tar = image_source(folders, split), image_source(made, split)
+        assert isinstance(folder, FolderSource)
+        assert isinstance(tar, ShardSource)
+        assert folder.classes == tar.classes
+        assert everything(folder) == everything(tar)
+    assert len(list(made.glob("train-*.tar"))) > 3
+    assert tar.name(0) == f"{made}/val-000000.tar: 002.Laysan_Albatross/0.JPEG"
+
+
+def test_shards_follow_the_webdataset_convention(made, folders):
+    """Pairs files as its reader does: a key ends at the first dot of the last part of the name."""
+    samples = {}
+    for path in sorted(made.glob("train-*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                folder, _, name = member.name.rpartition("/")
+                key, _, suffix = name.partition(".")
+                sample = samples.setdefault(f"{folder}/{key}", {})
+                assert suffix not in sample
+                sample[suffix.lower()] = tar.extractfile(member).read()
+    expected = [
+        (data, str(target).encode()) for data, target in everything(image_source(folders, "train"))
+    ]
+    assert [
+        (next(v for k, v in s.items() if k != "cls"), s["cls"]) for s in samples.values()
+    ] == expected
+
+
+def test_shard_index_is_rebuilt_from_the_tar_files(made, caplog):
+    caplog.set_level("INFO", "hpctrain")
+    written = (made / "train.index").read_bytes()
+    before = everything(image_source(made, "train"))
+    (made / "train.index").unlink()
+    source = image_source(made, "train")
+    assert everything(source) == before
+    assert f"hpctrain shards index {made}" in caplog.text
+    assert main(["shards", "index", str(made)]) == 0
+    assert (made / "train.index").read_bytes() == written
+
+
+def test_shards_made_by_others_are_read(tmp_path, capsys):
+    zero = [("0.cls", b"4\n"), ("0.json", b"{}"), ("0.jpg", b"zero")]
+    pack(tmp_path / "train-0000.tar", *zero, ("1.PNG", b"one"), ("1.json", b"{}"), ("1.cls", b"0"))
+    assert main(["shards", "index", str(tmp_path)]) == 0
+    assert "2 images of 5 classes in 1 tar files" in capsys.readouterr().out
+    source = image_source(tmp_path, "train")
+    assert everything(source) == [(b"zero", 4), (b"one", 0)]
+    assert source.classes == ["0", "1", "2", "3", "4"]
+
+
+def test_shard_source_after_fork_and_pickle(made):
+    source = image_source(made, "train")
+    expected = everything(source)
+    assert everything(pickle.loads(pickle.dumps(source))) == expected
+    read, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        same = everything(source) == expected
+        os.write(write_end, b"y" if same else b"n")
+        os._exit(0)
+    assert everything(source) == expected
+    os.waitpid(child, 0)
+    assert os.read(read, 1) == b"y"
+    os.close(read)
+    os.close(write_end)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-10240])
+
+
+def other_content(path):
+    """Change the file without changing its size."""
+    path.write_bytes(path.read_bytes().replace(b"0000644", b"0000600"))
+
+
+def rewrite(path, change):
+    """The same files, but for those that `change` turns into others of the same size."""
+    with tarfile.open(path) as tar:
+        files = [(one.name, tar.extractfile(one).read()) for one in tar]
+    pack(path, *(change(number, *file) for number, file in enumerate(files)))
+
+
+def other_class(path):
+    rewrite(path, lambda n, name, data: (name, b"7" if n == 3 else data))
+
+
+def other_name(path):
+    rewrite(path, lambda n, name, data: (name.replace("/", "_") if n == 2 else name, data))
+
+
+def gone(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (cut, "bytes and not"),
+        (gone, "not there"),
+        (other_content, "another tar"),
+        (other_class, "sample 1 in it .* has another class"),
+        (other_name, "sample 1 in it is another"),
+    ],
+)
+def test_shard_index_that_does_not_match_the_tar_files_is_refused(made, harm, said):
+    harm(made / "train-000001.tar")
+    with pytest.raises(UsageError, match=said) as caught:
+        everything(image_source(made, "train"))
+    assert "train-000001.tar" in caught.value.found
+    assert f"hpctrain shards index {made}" in caught.value.fix
+
+
+def test_shard_index_without_one_of_the_tar_files_is_refused(made):
+    (made / "train-000099.tar").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"does not know train-000099\.tar"):
+        image_source(made, "train")
+
+
+def test_damaged_shard_index_is_refused(made):
+    path = made / "val.index"
+    written = path.read_bytes()
+    for content in (written[:-1], written.replace(b'"samples": 6', b'"samples": 5')):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match=r"val\.index is damaged: its digest"):
+            image_source(made, "val")
+
+
+@pytest.mark.parametrize("left", [0.4, 0.7, 0.99])
+def test_truncated_shard_without_an_index_is_refused(made, left):
+    (made / "train.index").unlink()
+    path = sorted(made.glob("train-*.tar"))[-1]
+    content = path.read_bytes().rstrip(b"\0")
+    path.write_bytes(content[: int(left * len(content))])
+    with pytest.raises(UsageError, match=r"is damaged|has no") as caught:
+        image_source(made, "train")
+    assert path.name in caught.value.found
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_shards_make_on_a_full_disk_leaves_no_files(folders, monkeypatch):
+    target = folders.parent / "shards"
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(HpctrainError, match=r"shards cannot be written: No space left on device"):
+        shards.make(folders, target, ["train"], 10**6)
+    assert [path.name for path in folders.parent.iterdir()] == ["images"]
+
+
+def test_shards_make_names_an_unreadable_image(folders):
+    (folders / "train" / "cat" / "broken.jpg").symlink_to("nowhere")
+    with pytest.raises(DataError, match="No such file") as caught:
+        shards.make(folders, folders.parent / "shards", ["train"], 10**6)
+    assert "broken.jpg" in caught.value.found
+    assert [path.name for path in folders.parent.iterdir()] == ["images"]
+
+
+def test_shards_make_refuses_an_existing_target(folders, made):
+    with pytest.raises(UsageError, match="shards is there"):
+        shards.make(folders, made, ["train"], 10**6)
+    (folders.parent / ".new.part").mkdir()
+    with pytest.raises(UsageError, match="writing now"):
+        shards.make(folders, folders.parent / "new", ["train"], 10**6)
+    assert (folders.parent / ".new.part").exists()
+
+
+def test_shards_make_command_with_size_and_splits(folders, capsys):
+    target = folders.parent / "by-command"
+    command = ["shards", "make", str(folders), str(target), "--splits", "val"]
+    assert main([*command, "--shard-size", "1M"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{target}: val\n"
+    assert "val: 6 of 6 images" in err
+    assert sorted(path.name for path in target.iterdir()) == ["val-000000.tar", "val.index"]
+    with pytest.raises(SystemExit):
+        main([*command, "--shard-size", "big"])
+    assert "no size such as 500M" in capsys.readouterr().err
+
+
+def refused(path, split="train", env=None):
+    with pytest.raises(UsageError) as caught:
+        image_source(path, split, env or {})
+    return caught.value
+
+
+def test_data_folder_missing_or_a_file_is_refused(tmp_path):
+    assert refused(tmp_path / "none").found.endswith(f"no folder {tmp_path}/none")
+    write(tmp_path, {"file": b""})
+    assert "is a file" in refused(tmp_path / "file").found
+
+
+def test_data_folder_without_the_split_is_refused(tmp_path):
+    write(tmp_path, {f"{name}/x.jpg": b"" for name in "abcdefg"})
+    error = refused(tmp_path)
+    assert error.found == f"{tmp_path} has no train: there is a, b, c, d, e and 2 more"
+    assert f"{tmp_path}/train/CLASS/*.jpg" in error.expected
+    assert f"{tmp_path}/train-*.tar" in error.expected
+
+
+def test_data_folder_one_level_too_high_suggests_the_right_one(folders):
+    assert refused(folders.parent).fix == f"--data {folders}"
+
+
+def test_data_folder_without_val_is_refused(tmp_path):
+    write(tmp_path, {"train/a/x.jpg": b""})
+    assert refused(tmp_path, "val").fix == "put the images of val beside those of train"
+
+
+def test_flat_validation_set_and_empty_class_are_refused(tmp_path):
+    write(tmp_path, {"val/ILSVRC2012_val_1.JPEG": b"", "val/ILSVRC2012_val_2.JPEG": b""})
+    error = refused(tmp_path, "val")
+    assert error.found == f"{tmp_path}/val has 2 images and no folders"
+    assert "move each image" in error.fix
+    write(tmp_path, {"train/a/x.jpg": b"", "train/b/notes.txt": b""})
+    assert refused(tmp_path).found == f"{tmp_path}/train/b has no images"
+
+
+def test_data_set_name_prefers_the_copy_of_the_job(folders, monkeypatch):
+    monkeypatch.chdir(folders.parent)
+    assert image_source("images", "val", {}).place == "images/val"
+    source = image_source("images", "val", {"HPCTRAIN_DATA": str(folders.parent)})
+    assert source.place == str(folders / "val")
+
+
+LONG = "n" * 300  # longer than a file system takes
+
+
+def test_data_folder_that_cannot_be_read_is_refused_with_the_reason(folders, monkeypatch, capsys):
+    assert "File name too long" in refused(LONG).found
+    assert "File name too long" in refused(f"/{LONG}").found
+    assert "File name too long" in refused(folders, LONG).found
+    new = folders.parent / "new"
+    for source, target, splits in (
+        (folders / LONG, new, ["train"]),
+        (folders, folders / LONG, ["train"]),
+        (folders, new, [LONG]),
+    ):
+        with pytest.raises(UsageError, match="File name too long"):
+            shards.make(source, target, splits, 10**6)
+    assert "File name too long" in said(capsys, "index", folders / LONG)
+    assert not new.exists()
+
+    def locked(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", locked)
+        assert f"{folders}: Permission denied" in refused(folders, "test").found
+
+
+def test_splits_with_different_classes_are_refused(folders):
+    train, val = image_source(folders, "train"), image_source(folders, "val")
+    assert same_classes(train, val) == ["002.Laysan_Albatross", "cat", "n01"]
+    (folders / "val" / "cat").rename(folders / "val" / "dog")
+    with pytest.raises(UsageError) as caught:
+        same_classes(train, image_source(folders, "val"))
+    assert f"1 in {folders}/train alone, such as cat" in caught.value.found
+    assert f"1 in {folders}/val alone, such as dog" in caught.value.found
+
+
+# --- what others make, and what goes wrong with it
+
+
+ONE = (("0.jpg", b"photo"), ("0.cls", b"0"))
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ((*ONE, ("0.seg.png", b"mask")), r"0\.jpg and 0\.seg\.png are of one sample"),
+        ((*ONE, ("0.cls", b"1")), r"0\.cls and 0\.cls are of one sample"),
+        ((ONE[0], ("0.cls", b"4294967296")), r"0 has no number of a class"),
+        ((ONE[0], ("0.cls", b"7" * 5000)), r"0 has no number of a class"),
+        ((ONE[0], ("0.cls", b"900000000")), r"0 has no number of a class"),
+    ],
+)
+def test_shard_sample_with_two_images_or_no_class_is_refused(tmp_path, files, said):
+    pack(tmp_path / "train-000000.tar", *files)
+    with pytest.raises(UsageError, match=said):
+        image_source(tmp_path, "train")
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE])
+def test_shard_with_links_or_pipes_is_refused(tmp_path, kind):
+    """Python's and GNU's tar store the second name of a file as a link."""
+    path = tmp_path / "train-000000.tar"
+    pack(path, *ONE)
+    with tarfile.open(path, "a") as tar:
+        member = tarfile.TarInfo("1.jpg")
+        member.type, member.linkname = kind, "0.jpg"
+        tar.addfile(member)
+    with pytest.raises(UsageError, match=r"train-000000\.tar: 1\.jpg is a ") as caught:
+        image_source(tmp_path, "train")
+    assert "tar --dereference --hard-dereference" in caught.value.fix
+
+
+HEADERS = {
+    "a size that is no number": ("1.jpg", b"zzzzzzzzzzz\0"),
+    "a size below 0": ("1.jpg", b"\xff" * 11 + b"\x80"),
+    "a size that ends in the middle": ("0.cls", b"77777777777\0"),
+    "a size that no file can have": ("1.jpg", b"\x80" + b"\xff" * 11),
+    "a size that no name can have": ("é.jpg", b"\x80" + b"\xff" * 11),
+}
+
+
+@pytest.mark.parametrize("damage", HEADERS)
+def test_damaged_tar_header_is_refused(tmp_path, damage):
+    path = tmp_path / "train-000000.tar"
+    odd = (("é.jpg", b"one"), ("é.cls", b"1"))
+    pack(path, *ONE, *odd, ("1.jpg", b"one"), ("1.cls", b"1"))
+    name, size = HEADERS[damage]
+    with tarfile.open(path) as tar:
+        start = tar.getmember(name).offset
+    header = bytearray(path.read_bytes()[start : start + 512])
+    header[124:136], header[148:156] = size, b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    path.write_bytes(path.read_bytes()[:start] + header + path.read_bytes()[start + 512 :])
+    assert str(path) in refused(tmp_path).found
+
+
+def test_old_tar_format_is_read_and_sparse_files_are_refused(tmp_path):
+    write(tmp_path / "a", {"0.jpg": b"photo", "0.cls": b"0"})
+    path = tmp_path / "train-000000.tar"
+    create = ["tar", "-C", tmp_path, "--sort=name", "-cf", path]
+    subprocess.run([*create, "--format=v7", "a"], check=True)
+    assert everything(image_source(tmp_path, "train")) == [(b"photo", 0)]
+    with open(tmp_path / "a" / "0.jpg", "wb") as file:
+        file.truncate(1 << 20)
+        file.seek(1 << 20)
+        file.write(b"photo")
+    subprocess.run([*create, "-S", "a"], check=True)
+    with pytest.raises(UsageError, match=r"a/0\.jpg has holes"):
+        image_source(tmp_path, "train")
+
+
+@pytest.mark.parametrize("lost", ["first", "middle"])
+def test_missing_shard_is_refused_without_an_index(made, lost):
+    (made / "train.index").unlink()
+    number = 0 if lost == "first" else 1
+    (made / f"train-{number:06d}.tar").unlink()
+    with pytest.raises(UsageError, match=f"train-{number:06d}.tar is missing"):
+        image_source(made, "train")
+
+
+def test_bytes_after_the_end_of_a_shard_are_refused(made):
+    first, second = made / "val-000000.tar", made / "val-000001.tar"
+    (made / "val.index").unlink()
+    content = first.read_bytes()
+    first.write_bytes(content + second.read_bytes())
+    with pytest.raises(UsageError, match=r"val-000000\.tar is damaged: its files end at byte"):
+        image_source(made, "val")
+    # A copy that had its size before it had its bytes.
+    first.write_bytes(content[:3072] + bytes(len(content) + 10240 - 3072))
+    with pytest.raises(UsageError, match=r"val-000000\.tar is damaged"):
+        image_source(made, "val")
+
+
+@pytest.mark.parametrize("below", ["", "images/"])
+def test_rebuilt_shard_index_keeps_class_names(tmp_path, below):
+    """Includes images one folder deeper, as those of Tiny ImageNet."""
+    names = ("n01", "n02", "n03")
+    write(tmp_path / "images", {f"train/{name}/{below}x.JPEG": b"x" for name in names})
+    shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
+    (tmp_path / "shards" / "train.index").unlink()
+    assert image_source(tmp_path / "shards", "train").classes == list(names)
+
+
+def test_class_names_below_a_common_folder_in_a_shard(tmp_path):
+    files = [
+        (f"train/{name}/x.{suffix}", data)
+        for name, number in (("cat", b"0"), ("dog", b"1"))
+        for suffix, data in (("jpg", b"photo"), ("cls", number))
+    ]
+    pack(tmp_path / "train-000000.tar", *files)
+    assert image_source(tmp_path, "train").classes == ["cat", "dog"]
+
+
+def test_names_in_a_shard_are_unique(tmp_path):
+    """tar would lose one of two files with the same name."""
+    names = ("a.b.jpg", "a.jpg", "a.k.jpg", "a.png", "a_b-0.jpg", "a_k-2.jpg", "a_k-2-5.jpg")
+    write(tmp_path / "images" / "train" / "c", {name: name.encode() for name in names})
+    shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
+    with tarfile.open(tmp_path / "shards" / "train-000000.tar") as tar:
+        found = tar.getnames()
+    assert len(set(found)) == len(found) == 2 * len(names)
+    (tmp_path / "shards" / "train.index").unlink()
+    again = everything(image_source(tmp_path / "shards", "train"))
+    assert [data.decode() for data, _ in again] == sorted(names)
+
+
+def test_shard_keeps_long_and_non_utf8_names(tmp_path):
+    long, odd = f"{'c' * 120}/{'n' * 150}.jpg", "d/\udce9 \N{LATIN SMALL LETTER E WITH ACUTE}.jpg"
+    write(tmp_path / "images" / "train", {long: b"1", odd: b"2"})
+    shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
+    source = image_source(tmp_path / "shards", "train")
+    assert [source.name(i).partition(": ")[2] for i in range(2)] == [long, odd]
+
+
+MANY = """
+import resource, sys
+soft, hard = map(int, sys.argv[2:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+from hpctrain.data.shards import ShardSource
+source = ShardSource(sys.argv[1], "train")
+print(len({source.read(i) for _ in range(2) for i in range(len(source))}))
+"""
+
+
+def pack_many(tmp_path, count):
+    for number in range(count):
+        pack(tmp_path / f"train-{number:04d}.tar", ("0.jpg", str(number).encode()), ("0.cls", b"0"))
+
+
+def many(tmp_path, soft, hard):
+    """A process with few open files reads many tar files."""
+    pack_many(tmp_path, 300)
+    return subprocess.run(
+        [sys.executable, "-c", MANY, tmp_path, str(soft), str(hard)],
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_more_shards_than_open_files_allowed(tmp_path):
+    for soft, hard in ((64, 4096), (200, 200)):
+        done = many(tmp_path, soft, hard)
+        assert done.stdout == "300\n", done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_shards_without_free_descriptors_name_the_limit(tmp_path):
+    done = many(tmp_path, 64, 64)
+    assert "this process has 64 files open" in done.stderr
+    assert "LimitNOFILE" in done.stderr
+
+
+def open_below(folder):
+    """Count the files of a folder that this process has open."""
+    links = Path("/proc/self/fd").iterdir()
+    return sum(os.path.realpath(link).startswith(f"{folder}/") for link in links)
+
+
+def test_threads_read_shards_while_files_are_closed(tmp_path):
+    pack_many(tmp_path, 200)
+    source = image_source(tmp_path, "train")
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(source.read, list(range(200)) * 5))
+    assert found == [str(number).encode() for number in range(200)] * 5
+    assert 0 < open_below(tmp_path) <= 128
+    del source
+    assert open_below(tmp_path) == 0
+
+
+# --- slips on the command line
+
+
+def said(capsys, *words):
+    """The error of a command that is refused."""
+    assert main(["shards", *map(str, words)]) != 0
+    return capsys.readouterr().err
+
+
+def test_shards_make_refuses_no_split_or_a_missing_one(folders, capsys):
+    target = folders.parent / "new"
+    error = said(capsys, "make", folders, target, "--splits", "train,vall")
+    assert f"{folders} has no folder vall" in error
+    assert "--splits train\n" in error
+    assert "no folder a/b" in said(capsys, "make", folders, target, "--splits", "a/b")
+    error = said(capsys, "make", folders, target, "--splits", ",")
+    assert "no splits" in error
+    assert "--splits train,val\n" in error
+    assert [path.name for path in folders.parent.iterdir()] == ["images"]
+
+
+def test_shards_make_into_this_folder_or_a_link(folders, monkeypatch):
+    real = folders.parent / "real"
+    real.mkdir()
+    (folders.parent / "link").symlink_to(real)
+    shards.make(folders, folders.parent / "link", ["val"], 10**6)
+    assert len(image_source(real, "val")) == 6
+    here = folders.parent / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    shards.make(folders, Path(), ["val"], 10**6)
+    assert len(image_source(here, "val")) == 6
+
+
+def test_shards_make_refuses_a_mount_point(folders, monkeypatch):
+    target = folders.parent / "scratch"
+    target.mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == target)
+    with pytest.raises(UsageError, match="is where a file system is mounted") as caught:
+        shards.make(folders, target, ["val"], 10**6)
+    assert caught.value.fix == f"{target}/shards"
+
+
+def test_shard_index_written_by_two_at_once(made, monkeypatch):
+    """Each begins before the other has ended; both come to their end."""
+    index, path = shards.build_index(made, "val"), made / "val.index"
+    fsync = os.fsync
+
+    def meanwhile(file):
+        monkeypatch.setattr(os, "fsync", fsync)
+        index.write(path)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    index.write(path)
+    assert len(image_source(made, "val")) == 6
+    assert not list(made.glob(".*"))
+
+
+def test_shard_index_not_writable_is_an_error(made, capsys, monkeypatch):
+    (made / "val.index").unlink()
+    monkeypatch.setattr(os, "fsync", full_disk)
+    assert "val.index: No space left on device" in said(capsys, "index", made)
+
+
+@pytest.mark.parametrize("name", ["b", "a/deeper"])
+def test_broken_link_in_an_image_folder_is_refused(tmp_path, name):
+    write(tmp_path, {"train/a/x.jpg": b"x"})
+    (tmp_path / "train" / name).symlink_to("/nowhere")
+    assert (
+        refused(tmp_path).found
+        == f"{tmp_path}/train/{name} is a link to /nowhere, where nothing is"
+    )
+
+
+def test_pipe_in_an_image_folder_is_refused(tmp_path):
+    """A run would wait for ever to read from a pipe."""
+    write(tmp_path, {"train/a/x.jpg": b"x"})
+    os.mkfifo(tmp_path / "train" / "a" / "y.jpg")
+    assert refused(tmp_path).found == f"{tmp_path}/train/a/y.jpg is no file"

@@ -1,0 +1,119 @@
+"""Starts with one rank that fails in some way at some moment, and whom `hpctrain run` names.
+
+python tests/launch/blame.py [--starts 200] [--seed 0] [--backend ddp] [--at-once 1]
+"""
+
+import argparse
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+# How a rank fails. In Python, in C, by the system, by leaving, and by one sum that no other makes.
+KINDS = ("exception", "kill", "abort", "segfault", "exit", "missing", "mismatch")
+RANKS, STEPS = 3, 6
+
+SCRIPT = """
+import os, signal, sys
+import torch
+import hpctrain
+
+kind, victim, moment = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+rank = hpctrain.detect().rank
+
+def fail(here):
+    if rank != victim or here != moment:
+        return
+    if kind == "exception":
+        raise ValueError("the victim's own error")
+    if kind == "exit":
+        sys.exit(3)
+    if kind == "missing":
+        import no_such_package
+    if kind == "mismatch":
+        return session.sum(1)
+    sent = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "segfault": signal.SIGSEGV}[kind]
+    os.kill(os.getpid(), sent)
+
+fail("before")
+with hpctrain.Session(batch_size=4, backend=os.environ["BLAMED_BACKEND"]) as session:
+    fail("open")
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with session.run() as run:
+        fail("run")
+        for _ in run.epochs(1):
+            for points in run.batches([torch.full((4, 64), float(rank))] * 6):
+                fail(f"step {run.step}")
+                session.step(model(points).mean())
+                fail(f"after {run.step}")
+        fail("sum")
+        session.sum(1)
+    fail("end")
+"""
+MOMENTS = (
+    *("before", "open", "run", "sum", "end"),
+    *(f"step {number}" for number in range(STEPS)),
+    *(f"after {number}" for number in range(1, STEPS + 1)),
+)
+
+
+def start(kind, victim, moment, backend="ddp"):
+    """One start; the rank that was named, and all that was said."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "train.py"
+        script.write_text(SCRIPT)
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "hpctrain", "run", "--nproc-per-node", str(RANKS)),
+                *(str(script), kind, str(victim), moment),
+            ],
+            cwd=folder,
+            env={**os.environ, "BLAMED_BACKEND": backend, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+    patterns = [r"^hpctrain: rank (\d+) failed first"]
+    if kind == "mismatch":  # all ranks fail; the one that differs is named in the message
+        patterns = [r"(?:same: |; )rank (\d+): ", r"(?:places: |; )rank (\d+) is at", *patterns]
+    for pattern in patterns:
+        if named := re.findall(pattern, done.stderr, re.MULTILINE):
+            return int(named[-1]), done.stderr
+    return None, done.stderr
+
+
+def main():
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--starts", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", default="ddp")
+    parser.add_argument("--at-once", type=int, default=1)
+    options = parser.parse_args()
+    draw, wrong, kinds = random.Random(options.seed), 0, Counter()
+    drawn = [
+        (draw.choice(KINDS), draw.randrange(RANKS), draw.choice(MOMENTS))
+        for _ in range(options.starts)
+    ]
+    # There is nothing to sum with before a session is open.
+    drawn = [(*one[:2], "open") if one[::2] == ("mismatch", "before") else one for one in drawn]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        results = pool.map(lambda one: start(*one, options.backend), drawn)
+        for (kind, victim, moment), (named, said) in zip(drawn, results, strict=True):
+            kinds[kind] += 1
+            if named != victim:
+                wrong += 1
+                print(f"{kind} of rank {victim}, {moment}: named {named}\n{said}", flush=True)
+    print(f"{wrong} of {options.starts} wrong; {dict(sorted(kinds.items()))}")
+    return wrong > options.starts / 200
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,337 @@
+"""Ranks are started with their place, heard with their number, and ended together."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cluster import env_vars
+from hpctrain.cluster.launchers import LAUNCHERS
+from hpctrain.cluster.world import World
+from hpctrain.errors import UsageError
+from hpctrain.launch import AS, layout, start, supervisor
+
+INHERITED = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_PROCID": "7",
+    "SLURM_STEP_ID": "0",
+    "OMPI_COMM_WORLD_RANK": "7",
+    "PMI_RANK": "7",
+    "TORCHELASTIC_RUN_ID": "other",
+    "RANK": "7",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "7",
+    "MASTER_ADDR": "elsewhere",
+    "MASTER_PORT": "1",
+    "HPCTRAIN_RANK": "7",
+    "HPCTRAIN_VERDICT": "/elsewhere",
+    "HPCTRAIN_LAUNCHER": "env",
+}
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    """Start ranks that run some lines of Python in an empty folder.
+
+    `ended-RANK` appears there once the launcher knows that a rank has ended.
+    """
+    monkeypatch.setattr(supervisor, "_SECONDS_TO_FAIL", 0.5)
+    monkeypatch.setattr(supervisor, "_SECONDS_TO_STOP", 0.5)
+    reap = supervisor._Watch._reap
+
+    def reaped(self, rank):
+        reap(self, rank)
+        (tmp_path / f"ended-{rank.number}").touch()
+
+    monkeypatch.setattr(supervisor._Watch, "_reap", reaped)
+    script = tmp_path / "script.py"
+
+    def run(lines, tasks_per_node=(3,), env=None, **more):
+        script.write_text(
+            "import json, os, signal, subprocess, sys, time\n"
+            "from hpctrain.cluster.launchers import detect\n"
+            f"os.chdir({str(tmp_path)!r})\n"
+            "world = detect()\n"
+            "def until(*names):\n"
+            "    while not all(map(os.path.exists, names)): time.sleep(0.01)\n" + lines
+        )
+        env = {**os.environ, **(env or {})}
+        return start([sys.executable, str(script)], tasks_per_node, env, **more)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "gpus", "expected"),
+    [
+        (1, "auto", 0, (1,)),
+        (1, "auto", 4, (4,)),
+        (2, "auto", 4, (2, 2)),
+        (1, "3", 8, (3,)),
+        (3, "2", 0, (2, 2, 2)),
+        (2, "2,1", 0, (2, 1)),
+        (1, "5", 0, (5,)),
+    ],
+)
+def test_nproc_per_node_lays_ranks_out_over_hosts(nodes, per_node, gpus, expected):
+    assert layout(nodes, per_node, gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node"),
+    [
+        (1, "0"),
+        (1, "-1"),
+        (1, "many"),
+        (1, ""),
+        (1, "1.5"),
+        (1, "2,1"),
+        (3, "2,1"),
+        (2, "2,"),
+        (2, "2,0"),
+    ],
+)
+def test_bad_nproc_per_node_is_refused(nodes, per_node):
+    with pytest.raises(UsageError) as caught:
+        layout(nodes, per_node, 0)
+    assert f"--nproc-per-node {per_node} for {nodes} node" in caught.value.found
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("style", list(AS))
+def test_ranks_have_their_rank_and_no_variables_of_other_launchers(ranks, tmp_path, style):
+    lines = (
+        "import dataclasses\n"
+        "said = {'world': dataclasses.asdict(world), 'env': dict(os.environ)}\n"
+        "open(f'rank-{world.rank}', 'w').write(json.dumps(said))\n"
+    )
+    assert ranks(lines, (2, 1), INHERITED, style=style) == 0
+    said = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(3)]
+    for rank, (node, local_rank, size) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 1)]):
+        world, env = said[rank]["world"], said[rank]["env"]
+        full = World(rank, 3, local_rank, size, node, 2, ("node1", "node2"), AS[style])
+        for name, value in dataclasses.asdict(full).items():
+            told = world[name] is not None or style == "hpctrain"
+            assert world[name] == (list(value) if name == "hosts" else value) or not told
+        assert None not in (world["rank"], world["world_size"], world["local_rank"])
+        own = next(one for one in LAUNCHERS if one.name == AS[style]).environ(full, (2, 1), 5)
+        job = env_vars.of_the_job(INHERITED) if style == "hpctrain" else {}
+        assert job.items() <= env.items()
+        assert style != "hpctrain" or env["SLURM_JOB_ID"] == "1"
+        for name in INHERITED.keys() - own.keys() - job.keys() - {"HPCTRAIN_VERDICT"}:
+            assert name not in env
+        assert env["HPCTRAIN_HOSTNAME"] == f"node{node + 1}"
+        assert env["HPCTRAIN_MAIN_ADDRESS"] == "127.0.0.1"
+        assert int(env["OMP_NUM_THREADS"]) >= 1
+        assert env["PATH"] == os.environ["PATH"]
+    assert len({one["env"]["HPCTRAIN_VERDICT"] for one in said}) == 1
+    assert not Path(said[0]["env"]["HPCTRAIN_VERDICT"]).parent.exists()
+
+
+@pytest.mark.parametrize("tasks", [(1,), (3,)])
+def test_output_lines_carry_the_rank_where_there_are_several(ranks, capfd, tasks):
+    lines = (
+        "sys.stdout.buffer.write(b'first \\xff\\n' + b'x' * 100_000 + b'\\n')\n"
+        "sys.stderr.write('no end of line')\n"
+    )
+    assert ranks(lines, tasks) == 0
+    out, err = capfd.readouterr()
+    expected_out, expected_err = [], []
+    for rank in range(sum(tasks)):
+        label = f"{rank}: " if sum(tasks) > 1 else ""
+        expected_out += [label + "first \ufffd", label + "x" * 100_000]
+        expected_err += [label + "no end of line"]
+    assert sorted(out.splitlines()) == sorted(expected_out)
+    said = err.splitlines()
+    if len(expected_err) > 1:
+        assert said[0].startswith("hpctrain: OMP_NUM_THREADS=")
+        assert "has opened a Session" in said[-3]
+        said = said[1:-3]
+    assert sorted(said) == sorted(expected_err)
+
+
+def test_first_failed_rank_gives_the_exit_code_and_its_last_output(ranks, capfd, monkeypatch):
+    monkeypatch.setattr(supervisor, "_SECONDS_TO_FAIL", 60.0)  # the others end by themselves
+    lines = (
+        "if world.rank == 1:\n"
+        "    print('the cause', file=sys.stderr)\n"
+        "    sys.exit(3)\n"
+        "until('ended-1')\n"
+        "sys.exit('a consequence')\n"
+    )
+    assert ranks(lines) == 3
+    told = capfd.readouterr().err
+    assert told.endswith("hpctrain: rank 1 failed first, with exit code 3. It said:\n  the cause\n")
+    assert "0: a consequence" in told
+
+
+def test_wrong_use_of_one_rank_is_repeated(ranks, capfd):
+    lines = (
+        "if world.rank == 1:\n"
+        "    print('no such option', file=sys.stderr)\n"
+        "    sys.exit(2)\n"
+        "time.sleep(3600)\n"
+    )
+    assert ranks(lines) == 2
+    told = capfd.readouterr().err
+    assert told.endswith("rank 1 failed first, with exit code 2. It said:\n  no such option\n")
+
+
+def test_wrong_use_of_all_ranks_is_not_repeated(ranks, capfd, monkeypatch):
+    monkeypatch.setattr(supervisor, "_SECONDS_TO_FAIL", 60.0)  # none is ended before it says so too
+    assert ranks("print('no such option', file=sys.stderr)\nsys.exit(2)\n") == 2
+    assert "failed first" not in capfd.readouterr().err
+
+
+def test_ctrl_c_lets_a_rank_save_for_as_long_as_it_takes(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "_SECONDS_TO_FAIL", 0.05)
+    lines = (
+        "try:\n"
+        "    open(f'ready-{world.rank}', 'w').close()\n"
+        "    if world.rank == 0:\n"
+        "        until('ready-1', 'ready-2')\n"
+        "        os.kill(os.getppid(), signal.SIGINT)\n"
+        "    until('never')\n"
+        "except KeyboardInterrupt:\n"
+        "    if world.rank: raise\n"
+        "    until('ended-1', 'ended-2')\n"
+        "    time.sleep(0.5)\n"  # longer than a rank has that hangs after another one failed
+        "    open('saved', 'w').close()\n"
+    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert ranks(lines) == 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (tmp_path / "saved").exists()
+
+
+def test_nohup_ignored_signals_stay_ignored(ranks):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert ranks("os.kill(os.getppid(), signal.SIGHUP); os.kill(0, signal.SIGHUP)") == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_exit_codes_are_known_where_sigchld_is_ignored(ranks):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert ranks("sys.exit(7)", (1,)) == 7
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_exit_status_file_is_repeated_to_the_outer_one(ranks, tmp_path):
+    lines = (
+        "from hpctrain.rundir import write_verdict\n"
+        "write_verdict(os.environ['HPCTRAIN_VERDICT'], 75, 'stopped')\n"
+    )
+    outer = tmp_path / "outer"
+    assert ranks(lines, (1,), {"HPCTRAIN_VERDICT": str(outer)}) == 75
+    assert json.loads(outer.read_text()) == {"code": 75, "reason": "stopped"}
+
+
+def test_launcher_variable_reaches_the_ranks(ranks):
+    lines = "sys.exit(os.environ.get('HPCTRAIN_LAUNCHER') != 'hpctrain')\n"
+    assert ranks(lines, (1,), {"HPCTRAIN_LAUNCHER": "hpctrain"}) == 0
+    assert ranks(lines, (1,), {"HPCTRAIN_LAUNCHER": "slurm"}) == 1
+
+
+def test_exit_code_of_a_rank_killed_by_a_signal_is_that_of_a_shell(ranks, capfd):
+    lines = "if world.rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+    assert ranks(lines) == 137
+    assert "rank 2 failed first, with signal SIGKILL" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_hanging_ranks_are_ended_after_another_failed(ranks, capfd, deaf):
+    lines = "if world.rank == 0: sys.exit(4)\n"
+    if deaf:
+        lines += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    assert ranks(lines + "time.sleep(3600)\n") == 4
+    assert "rank 0 failed first" in capfd.readouterr().err
+
+
+def test_exit_status_file_of_rank_0_gives_the_exit_code(ranks, capfd):
+    lines = (
+        "from hpctrain.rundir import write_verdict\n"
+        "if world.rank == 0: write_verdict(os.environ['HPCTRAIN_VERDICT'], {code}, 'why')\n"
+        "sys.exit({leave})\n"
+    )
+    assert ranks(lines.format(code=75, leave=0)) == 75
+    assert ranks(lines.format(code=75, leave=1)) == 75
+    assert ranks(lines.format(code=76, leave=0), (1,)) == 76
+    assert ranks(lines.format(code=0, leave=0)) == 0
+    assert ranks(lines.format(code=0, leave=3), (1,)) == 3  # what it did after its session failed
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
+def test_stop_signal_before_a_session_exits_with_75(ranks, tmp_path, number):
+    lines = (
+        "open(f'ready-{world.rank}', 'w').close()\n"
+        "until('ready-0', 'ready-1', 'ready-2')\n"
+        f"if world.rank == 0: os.kill(os.getppid(), {int(number)})\n"
+        "until('never')\n"  # a long sleep would not notice a signal that came just before it
+    )
+    verdict = tmp_path / "verdict"
+    assert ranks(lines, env={"HPCTRAIN_VERDICT": str(verdict)}) == 75
+    said = json.loads(verdict.read_text())
+    assert (said["code"], number.name in said["reason"]) == (75, True)
+
+
+def test_stop_file_variable_reaches_the_ranks(ranks):
+    lines = "sys.exit(os.environ['HPCTRAIN_STOP'] != '/a/file')\n"
+    assert ranks(lines, env={"HPCTRAIN_STOP": "/a/file"}) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM])
+def test_signals_are_passed_on_and_handlers_put_back(ranks, number):
+    def handler(caught, frame):
+        raise AssertionError("nobody took the signal")
+
+    before = signal.signal(number, handler)
+    lines = (
+        f"signal.signal({int(number)}, lambda number, frame: sys.exit(0))\n"
+        "open(f'ready-{world.rank}', 'w').close()\n"
+        "until('ready-0', 'ready-1', 'ready-2')\n"
+        f"if world.rank == 0: os.kill(os.getppid(), {int(number)})\n"
+        "until('never')\n"  # a long sleep would not notice a signal that came just before it
+        "sys.exit(9)\n"
+    )
+    try:
+        assert ranks(lines) == 0
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+
+
+def test_simulated_hosts_have_gpus_of_their_own(tmp_path, capfd):
+    script = tmp_path / "gpus.py"
+    script.write_text("import os; print('GPUs', os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))\n")
+    command = [sys.executable, str(script)]
+
+    def seen(tasks, gpus):
+        assert start(command, tasks, os.environ, gpus=gpus) == 0
+        return sorted(capfd.readouterr().out.splitlines())
+
+    assert seen((2, 1), ["0", "1", "5"]) == ["0: GPUs 0,1", "1: GPUs 0,1", "2: GPUs 5"]
+    assert seen((2, 1), ["0"]) == ["0: GPUs ", "1: GPUs ", "2: GPUs "]
+    assert seen((2,), ["0"]) == ["0: GPUs all", "1: GPUs all"]
+
+
+def test_closed_output_pipe_does_not_hold_up_the_ranks(tmp_path):
+    script = tmp_path / "talks.py"
+    script.write_text("for _ in range(20000): print('a line that fills the pipe', flush=False)\n")
+    command = f"{sys.executable} -m hpctrain run --nproc-per-node 2 {script} | head -1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("a line that fills the pipe\n")

@@ -1,0 +1,342 @@
+"""`hpctrain run` as a person types it: real processes, and nothing of them left afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import launches
+import processes
+import pytest
+from processes import until
+
+from hpctrain.cli import main
+
+RUN = [launches.PYTHON, "-m", "hpctrain", "run"]
+MEETS = """
+import dataclasses, json, os
+from hpctrain import rendezvous, rundir
+from hpctrain.cluster.launchers import survey
+start = survey()
+met = rendezvous.meet(start.world, start.meeting_point, {}, 120)
+if met.world.rank == 0 and "CODE" in os.environ:
+    rundir.write_verdict(os.environ["HPCTRAIN_VERDICT"], int(os.environ["CODE"]), "why")
+print(json.dumps({**dataclasses.asdict(met.world), "key": start.meeting_point.key}))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script, and gives its name."""
+
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def background():
+    """Starts commands that are killed at the end, should they still run."""
+    with processes.background() as begin:
+        yield begin
+
+
+def worlds(text):
+    """What the ranks of MEETS printed, by rank."""
+    told = [json.loads(line.partition(": ")[2]) for line in text.splitlines()]
+    return sorted(told, key=lambda world: world["rank"])
+
+
+def test_simulated_launcher_ranks_find_each_other_in_rendezvous(script, tmp_path):
+    command = [*RUN, "--nodes", "2", "--nproc-per-node", "2,1", "--as", "slurm", script(MEETS)]
+    done = launches.start(command, tmp_path, SLURM_JOB_ID="4711", SLURM_PROCID="9")
+    assert done.returncode == 0, done.stderr
+    told = worlds(done.stdout)
+    assert [world["rank"] for world in told] == [0, 1, 2]
+    for world in told:
+        assert world["launcher"] == "slurm"
+        assert world["hosts"] == ["node1", "node2"]
+        assert world["node_rank"] == (0, 0, 1)[world["rank"]]
+        assert world["local_world_size"] == (2, 2, 1)[world["rank"]]
+
+
+def by_hand(rank, nodes, counts, port):
+    """The options for one of several real hosts."""
+    place = ["--nodes", str(nodes), "--node-rank", str(rank), "--nproc-per-node", counts]
+    return [*RUN, *place, "--main-address", "127.0.0.1", "--main-port", str(port)]
+
+
+def test_run_by_hand_on_three_hosts_is_one_world_with_the_exit_code_of_rank_0(script, background):
+    path, port = script(MEETS), 20000 + os.getpid() % 10000
+    starts = [
+        background(
+            [*by_hand(rank, 3, "2,1,1", port), path], HPCTRAIN_HOSTNAME=f"real{rank}", CODE="75"
+        )
+        for rank in (2, 0, 1)
+    ]
+    outputs = [start.communicate(timeout=60) for start in starts]
+    assert [start.returncode for start in starts] == [0, 75, 0], outputs
+    told = worlds("".join(out for out, _ in outputs))
+    assert [world["rank"] for world in told] == [0, 1, 2, 3]
+    assert [world["node_rank"] for world in told] == [0, 0, 1, 2]
+    assert [world["local_rank"] for world in told] == [0, 1, 0, 0]
+    assert all(world["hosts"] == ["real0", "real1", "real2"] for world in told)
+    assert {world["key"] for world in told} == {f"hpctrain/127.0.0.1:{port}"}
+
+
+def test_run_by_hand_with_different_nproc_names_both_numbers(script, background):
+    path, port = script(MEETS), 20000 + (os.getpid() + 1) % 10000
+    first = background([*by_hand(0, 2, "2", port), path], HPCTRAIN_HOSTNAME="real0")
+    second = background([*by_hand(1, 2, "1", port), path], HPCTRAIN_HOSTNAME="real1")
+    for start in (first, second):
+        _, err = start.communicate(timeout=60)
+        assert start.returncode in (1, 2)
+        assert "ContradictionError" in err or "error" in err
+        assert "2 ranks" in err
+        assert "4" in err
+
+
+HAND = ("--nodes", "2", "--node-rank", "0", "--main-address", "h0", "--main-port", "8888")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (HAND[:4], ["--node-rank without --main-address and --main-port", "--main-port 8888"]),
+        (HAND[4:6], ["--main-address without --nodes"]),
+        (HAND[6:], ["--main-port without"]),
+        (HAND[2:], ["without --nodes"]),
+        ((*HAND, "--node-rank", "2"), ["--node-rank 2 of --nodes 2", "0 to 1"]),
+        ((*HAND, "--node-rank", "-1"), ["--node-rank -1"]),
+        ((*HAND, "--main-port", "70000"), ["--main-port 70000", "65535"]),
+        ((*HAND, "--main-address", ""), ["empty --main-address"]),
+        ((*HAND, "--as", "slurm"), ["--as slurm together with --node-rank"]),
+        ((*HAND, "--nproc-per-node", "1,1,1"), ["1,1,1 for 2 nodes"]),
+        (("--nodes", "0"), ["--nodes 0"]),
+        (("--nodes", "3", "--ntasks-per-node", "2,1"), ["--nproc-per-node 2,1 for 3"]),
+        (("--nproc-per-node", "10000"), ["10000 ranks", "at most"]),
+    ],
+)
+def test_run_refuses_wrong_options_before_a_rank_starts(options, words, script, capfd):
+    assert main(["run", *options, script("print('a rank')")]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("error:") == 1
+    assert "to mend:" in err
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("", "empty"), ("no-such.py", "no-such.py is no file"), (".", "no file but a folder")],
+)
+def test_run_refuses_a_script_that_is_no_file(name, word, capfd):
+    assert main(["run", "--nproc-per-node", "3", name]) == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("error:")) == ("", 1)
+    assert word in err
+
+
+def test_no_rank_is_left_where_not_all_can_be_started(script, background):
+    path = script("import time; time.sleep(600)")
+    command = f"ulimit -n 24; exec {' '.join(RUN)} --nproc-per-node 60 {path}"
+    start = background(["bash", "-c", command], MARK="no-room")
+    _, err = start.communicate(timeout=60)
+    assert start.returncode == 1
+    assert "cannot be started on this machine" in err
+    assert "ulimit -n" in err
+    until(lambda: not processes.having("MARK=no-room", "environ"))
+
+
+FAMILY = """
+import multiprocessing, os, subprocess, sys, time
+context = multiprocessing.get_context("fork")
+workers = [context.Process(target=time.sleep, args=(600,)) for _ in range(2)]
+for worker in workers: worker.start()
+sleep = "import time; time.sleep(600)"
+subprocess.Popen(["sh", "-c", "sleep 600 & wait"])
+subprocess.Popen(["setsid", "sleep", "600"])
+subprocess.Popen(["sh", "-c", "sleep 600 & wait"], env={"LEFT": os.environ["MARK"]})
+print("ready", os.path.dirname(os.environ["HPCTRAIN_VERDICT"]), flush=True)
+time.sleep(600)
+"""
+
+
+def test_kill_9_of_hpctrain_run_leaves_no_rank_no_child_and_no_file(script, background):
+    mark = f"kill-nine-{os.getpid()}"
+    start = background([*RUN, "--nproc-per-node", "3", script(FAMILY)], MARK=mark)
+    lines = [start.stdout.readline() for _ in range(3)]
+    assert all("ready" in line for line in lines), lines
+    assert len(processes.having(mark, "environ")) >= 3 * 6
+    os.kill(start.pid, signal.SIGKILL)
+    start.wait(timeout=60)
+    until(lambda: not processes.having(mark, "environ"))
+    folder = Path(lines[0].split()[2])
+    until(lambda: not folder.exists() and not processes.having(folder))
+
+
+def test_normal_exit_leaves_no_child_process(script, background):
+    mark = f"normal-end-{os.getpid()}"
+    text = FAMILY.replace("time.sleep(600)\n", "os._exit(0)\n").replace("print", "0 and print")
+    start = background([*RUN, "--nproc-per-node", "2", script(text)], MARK=mark)
+    start.communicate(timeout=60)
+    assert start.returncode == 0
+    assert not processes.having(mark, "environ")
+
+
+SAVES = """
+import os, pathlib, signal, sys, time
+rank = os.environ["HPCTRAIN_RANK"]
+if rank == "2" and "IGNORE" in os.environ:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+worker = os.fork()
+if worker == 0:
+    time.sleep(600); os._exit(0)
+try:
+    print("ready", flush=True)
+    time.sleep(600)
+except KeyboardInterrupt:
+    stat = pathlib.Path(f"/proc/{worker}/stat").read_text()
+    pathlib.Path(f"saved-{rank}").write_text(stat)
+    if "IGNORE" in os.environ: print("saved", flush=True)
+"""
+
+
+def test_ctrl_c_reaches_each_rank_once_and_not_its_workers(script, background, tmp_path):
+    start = background([*RUN, "--nproc-per-node", "3", script(SAVES)])
+    assert all("ready" in start.stdout.readline() for _ in range(3))
+    os.kill(start.pid, signal.SIGINT)
+    _, err = start.communicate(timeout=60)
+    assert start.returncode == 0, err
+    assert "SIGINT is passed on" in err
+    assert "Traceback" not in err
+    for rank in range(3):
+        # What a rank started was not interrupted: loader workers are needed until it has saved.
+        assert (tmp_path / f"saved-{rank}").read_text().split()[2] in "SRD"
+
+
+def test_second_ctrl_c_kills_a_rank_that_ignores_the_first(script, background):
+    start = background([*RUN, "--nproc-per-node", "3", script(SAVES)], IGNORE="1")
+    assert all("ready" in start.stdout.readline() for _ in range(3))
+    os.kill(start.pid, signal.SIGINT)
+    assert all("saved" in start.stdout.readline() for _ in range(2))
+    os.kill(start.pid, signal.SIGINT)
+    start.communicate(timeout=60)
+    assert start.returncode == 128 + signal.SIGINT
+
+
+SLOW_TO_LEAVE = """
+import atexit, os, pathlib, sys, time
+rank = os.environ["HPCTRAIN_RANK"]
+def until(name):
+    while not pathlib.Path(name).exists(): time.sleep(0.01)
+def ended(pid):
+    return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "Z"
+def linger():
+    until("consequence")
+    pid = int(pathlib.Path("consequence").read_text())
+    while not ended(pid): time.sleep(0.01)
+if rank == "2":
+    atexit.register(linger)
+    sys.excepthook = lambda *error: (
+        sys.__excepthook__(*error), sys.stderr.flush(), pathlib.Path("cause").touch()
+    )
+    def deep(n):
+        if n: deep(n - 1) if n % 2 else deep(n - 1)
+        raise ValueError("the cause")
+    deep(60)
+until("cause")
+if rank == "0":
+    pathlib.Path("pid").write_text(str(os.getpid()))
+    os.rename("pid", "consequence")
+    print("x" * 100, file=sys.stderr)
+    raise RuntimeError("lost rank 2")
+"""
+
+
+def test_first_failure_is_printed_last_also_where_its_rank_exits_last(script, tmp_path):
+    done = launches.start([*RUN, "--nproc-per-node", "3", script(SLOW_TO_LEAVE)], tmp_path)
+    assert done.returncode == 1
+    told = done.stderr.rpartition("hpctrain: rank 2 failed first, with exit code 1. It said:\n")[2]
+    assert told != done.stderr
+    lines = told.splitlines()
+    assert lines[0].startswith("  Traceback")
+    assert lines[-1] == "  ValueError: the cause"
+
+
+@pytest.mark.slow
+def test_output_of_100_megabytes_without_newline_takes_little_memory(script, tmp_path):
+    path = script(
+        "import sys\nfor _ in range(1600): sys.stdout.buffer.write(b'x' * 65536)\n"
+        "sys.stdout.buffer.write(b'\\xff\\0 the end')\n"
+    )
+    measured = (
+        "import resource, subprocess, sys\n"
+        f"command = {[*RUN, '--nproc-per-node', '2', path]!r}\n"
+        "code = subprocess.call(command, stdout=open('out', 'wb'))\n"
+        "print(code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
+    )
+    done = launches.start([sys.executable, "-c", measured], tmp_path)
+    code, kilobytes = map(int, done.stdout.split())
+    assert code == 0
+    assert kilobytes < 80_000
+    lines = (tmp_path / "out").read_bytes().splitlines()
+    assert sum(line.count(b"x") for line in lines) == 2 * 1600 * 65536
+    assert sum(line.endswith(b"\xff\0 the end") for line in lines) == 2
+    assert all(line[:3] in (b"0: ", b"1: ") for line in lines)
+
+
+def test_output_of_one_rank_is_passed_on_unchanged(script, tmp_path):
+    path = script("import sys; sys.stdout.buffer.write(bytes(range(256)) * 300)")
+    with open(tmp_path / "out", "wb") as out:
+        subprocess.run([*RUN, path], stdout=out, env=launches.environ(), timeout=60, check=True)
+    assert (tmp_path / "out").read_bytes() == bytes(range(256)) * 300
+
+
+def test_two_runs_in_one_folder_have_a_rendezvous_each(script, background):
+    path = script(MEETS)
+    starts = [background([*RUN, "--nproc-per-node", "2", path]) for _ in range(2)]
+    keys = set()
+    for start in starts:
+        out, err = start.communicate(timeout=60)
+        assert start.returncode == 0, err
+        told = worlds(out)
+        assert [world["rank"] for world in told] == [0, 1]
+        keys |= {world["key"] for world in told}
+    assert len(keys) == 2
+
+
+def test_omp_num_threads_is_shared_and_that_is_said_once(script, tmp_path):
+    path = script("import os; print(os.environ['OMP_NUM_THREADS'])")
+    environ = {name: value for name, value in launches.environ().items() if "OMP_NUM" not in name}
+    cores = len(os.sched_getaffinity(0))
+
+    def run(*options, **more):
+        done = subprocess.run(
+            [*RUN, *options, path], env={**environ, **more}, capture_output=True, text=True
+        )
+        return done.stdout.split(), done.stderr
+
+    share = str(max(1, cores // 3))
+    out, err = run("--nproc-per-node", "3")
+    assert sorted(out) == sorted(["0:", share, "1:", share, "2:", share])
+    assert err.startswith(f"hpctrain: OMP_NUM_THREADS={share} for each of 3 ranks: {cores} core")
+    assert err.count("OMP_NUM_THREADS") == 1
+    assert run("--nproc-per-node", "1") == ([str(cores)], "")
+    out, err = run("--nproc-per-node", "2", OMP_NUM_THREADS="5")
+    assert sorted(out) == ["0:", "1:", "5", "5"]
+    assert "OMP_NUM_THREADS" not in err
+
+
+def test_run_dash_m_starts_a_module(tmp_path):
+    done = launches.start(
+        [*RUN, "--nproc-per-node", "2", "-m", "hpctrain", "explain", "--json"], tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert [world["world_size"] for world in worlds(done.stdout)] == [2, 2]

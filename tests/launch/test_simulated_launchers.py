@@ -1,0 +1,71 @@
+"""`hpctrain run --as …` gives a rank what the true launcher gave one of the same layout."""
+
+import environments
+import pytest
+
+from hpctrain.launch import rank_environment
+
+# What is of the machine on which the true launcher ran, or has a process behind it that nobody
+# pretends: a daemon's address, its folders, its protocol.
+OF_THE_MACHINE = {
+    "slurm": {
+        *("SLURM_CLUSTER_NAME", "SLURM_CONF", "SLURM_WORKING_CLUSTER", "SLURM_UMASK"),
+        *("SLURM_JOB_GID", "SLURM_JOB_UID", "SLURM_JOB_USER", "SLURM_JOB_PARTITION"),
+        *("SLURM_SUBMIT_DIR", "SLURM_SUBMIT_HOST", "SLURM_TASK_PID", "SLURM_PRIO_PROCESS"),
+        *("SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST", "SLURM_SRUN_COMM_PORT"),
+        *("SLURM_STEP_LAUNCHER_PORT", "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"),
+        *("SRUN_DEBUG", "SLURM_NTASKS_PER_NODE", "SLURM_NODE_ALIASES", "ENVIRONMENT"),
+    },
+    "torchrun": {"SLURM_CONF", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"},
+    "mpi": {"SLURM_CONF", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_FILE_LOCATION"},
+    "horovod": {"SLURM_CONF", "NCCL_SOCKET_IFNAME"},
+}
+PREFIXES = {
+    "mpi": ("OMPI_MCA_", "PMIX_"),
+    "torchrun": ("SLURM", "SRUN"),
+    "slurm": ("SLURM_JOB_CPUS_PER_NODE_PACK_GROUP",),  # salloc's, in an ordinary job too
+}
+NAMED = {"mpi": {"OMPI_MCA_orte_num_nodes", "PMIX_RANK", "PMIX_NAMESPACE", "PMIX_HOSTNAME"}}
+# What differs by its nature, and the one thing that is pretended otherwise: no agent has a store.
+OTHERWISE = {
+    *("SLURM_JOB_ID", "SLURM_JOBID", "PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", "MASTER_PORT"),
+    *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "HOROVOD_GLOO_IFACE"),
+    *("OMP_NUM_THREADS", "TORCHELASTIC_USE_AGENT_STORE", "OMPI_UNIVERSE_SIZE"),
+    *("SLURM_JOB_NAME", "SLURM_CPUS_ON_NODE", "SLURM_JOB_CPUS_PER_NODE"),
+}
+
+
+@pytest.mark.parametrize(
+    ("style", "name"),
+    [
+        ("slurm", "srun-block"),
+        ("slurm", "srun-uneven"),
+        ("torchrun", "srun-torchrun"),
+        ("mpi", "openmpi-ssh"),
+        ("horovod", "horovodrun"),
+        ("horovod", "horovodrun-two-hosts"),
+    ],
+)
+def test_run_as_gives_a_rank_the_variables_of_the_real_launcher(style, name):
+    document = environments.load(name)
+    hosts = list(dict.fromkeys(document["layout"]))
+    counts = [document["layout"].count(host) for host in hosts]
+    pretended = rank_environment.environs(counts, {}, style, (), None)
+    assert len(pretended) == len(document["ranks"])
+    for rank, true in enumerate(document["ranks"]):
+        ours = pretended[rank]
+        theirs = {
+            variable: value
+            for variable, value in true["env"].items()
+            if variable in NAMED.get(style, ())
+            or (
+                variable not in OF_THE_MACHINE[style]
+                and not variable.startswith(PREFIXES.get(style, ()) or "-")
+            )
+        }
+        assert theirs.keys() <= ours.keys()
+        added = ours.keys() - theirs.keys() - {"OMP_NUM_THREADS", "PYTHONUNBUFFERED"}
+        assert added <= {"HPCTRAIN_MAIN_ADDRESS", "HPCTRAIN_HOSTNAME", "HPCTRAIN_SECRET"}
+        if len(hosts) > 1:  # a single host keeps its own name
+            same = theirs.keys() - OTHERWISE
+            assert {v: ours[v] for v in same} == {v: theirs[v] for v in same}

@@ -1,0 +1,151 @@
+"""Watchdog: a rank that hangs ends the run within the time-out and a little, and is named."""
+
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import time
+from pathlib import Path
+
+import processes
+import pytest
+import torch
+from battery import images, session, small_model
+from torch import nn
+
+from hpctrain import rundir
+from hpctrain.monitoring.watchdog import slots
+
+TIMEOUT = 5.0  # longer than a first step takes on a busy machine
+# More than the time-out, the agreement between hosts, and the import of what a step needs.
+SECONDS = 100.0
+HANG_AT = 5
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1000)  # it goes on for a moment, to show its stack
+
+
+def hold_the_gil():
+    while True:  # the signal that asks for the stack ends a sleep
+        ctypes.PyDLL(None).sleep(1000)
+
+
+def wait_for_a_file():
+    while not Path("never").exists():
+        time.sleep(0.01)
+
+
+class Samples(torch.utils.data.Dataset):
+    """Images, the reading of which hangs once."""
+
+    def __init__(self, hangs):
+        self.images, self.left = images(240), 4 * HANG_AT if hangs else -1
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        if self.left == 0:
+            wait_for_a_file()
+        self.left -= 1
+        return self.images[index]
+
+
+class Waiting(nn.Module):
+    """Its backward pass hangs once."""
+
+    def __init__(self, hangs):
+        super().__init__()
+        self.calls = 0 if hangs else -1000
+
+    def forward(self, values):
+        self.calls += 1
+        if self.calls == HANG_AT:
+            values.register_hook(lambda _: wait_for_a_file())
+        return values
+
+
+def train(how, victim):
+    """Train until one rank hangs: in a function of the script, or where its data come from."""
+    with session(batch_size=4, epochs=20, timeout=TIMEOUT, run="run") as opened:
+        hangs = opened.world.rank == victim
+        model = nn.Sequential(small_model(), Waiting(hangs and how == "backward"))
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
+        loader = opened.loader(Samples(hangs and how == "load"))
+        with opened.run() as run:
+            for _ in run.epochs():
+                for batch, targets in run.batches(loader):
+                    loss = nn.functional.cross_entropy(model(batch), targets)
+                    if hangs and run.step == HANG_AT and callable(how):
+                        how()
+                    opened.step(loss)
+
+
+def left(mark):
+    """Processes and folders of a start that are still there."""
+    found = processes.having(mark, "environ")
+    for base in slots._bases():
+        for path in base.glob("hpctrain-watch-*/settings"):
+            with contextlib.suppress(OSError):
+                if os.fsencode(os.getcwd()) in path.read_bytes():
+                    found.append(path)
+    return found
+
+
+DDP, HOROVOD = "auto", "horovod"
+SLOW = pytest.mark.slow
+IN_STOP = "in the script's code: process", "in stop"
+IN_GIL = "in the script's code", "in hold_the_gil"
+IN_LOADER = "waits for data", "in __getitem__"
+
+
+@pytest.mark.parametrize(
+    ("run", "how", "victim", "layout", "words", "stack"),
+    [
+        pytest.param(DDP, stop, 2, (2, 1), *IN_STOP, id="ddp-stopped-on-another-host"),
+        pytest.param(HOROVOD, hold_the_gil, 2, (3,), *IN_GIL, id="horovod-holds-the-gil"),
+        pytest.param(DDP, "load", 0, (3,), *IN_LOADER, id="ddp-loading", marks=SLOW),
+        pytest.param(HOROVOD, stop, 1, (3,), *IN_STOP, id="horovod-stopped", marks=SLOW),
+        pytest.param(HOROVOD, "load", 0, (3,), *IN_LOADER, id="horovod-loading", marks=SLOW),
+    ],
+    indirect=["run"],
+)
+def test_hanging_rank_is_named_and_its_stack_shown(run, how, victim, layout, words, stack):
+    reason, logs = hang(run, how, victim, layout)
+    host = f"node{len(layout)}"
+    assert reason.startswith(f"rank {victim} on {host} is silent for ")
+    assert f" at step {HANG_AT}, {words}" in reason
+    assert f"{stack}\n" in logs[host]
+    for text in logs.values():
+        assert f"hpctrain: error: {reason}\n" in text
+
+
+def hang(run, how, victim, layout):
+    """The reason that the verdict has, and the log of each helper."""
+    mark = secrets.token_hex(8)
+    env = {"HPCTRAIN_VERDICT": str(Path("verdict").absolute()), "TEST_MARK": mark}
+    env |= run.keywords["env"]
+    results = run(3, train, how, victim, layout=layout, timeout=SECONDS, env=env)
+    assert all(isinstance(result, Exception) for result in results), results
+    code, reason = rundir.read_verdict("verdict")
+    assert code == rundir.FAILED
+    processes.until(lambda: not left(mark))
+    files = {path.stem.partition("-")[2]: path for path in Path("run/logs").glob("watch-*.log")}
+    assert len(files) == len(layout)
+    return reason, {host: path.read_text() for host, path in files.items()}
+
+
+@pytest.mark.parametrize(
+    "run", [DDP, pytest.param(HOROVOD, marks=SLOW)], indirect=True, ids=["ddp", "horovod"]
+)
+def test_hanging_backward_pass_is_shown(run):
+    reason, logs = hang(run, "backward", 1, (3,))
+    if run.keywords["env"]["TEST_BACKEND"] == "horovod":  # it waits for the sums after the pass
+        assert reason.startswith("rank 1 on node1 is silent for ")
+        assert "in the backward pass" in reason
+    else:
+        assert reason.startswith("all 3 ranks are silent for ")
+    assert logs["node1"].count("in wait_for_a_file\n") == 1

@@ -1,0 +1,292 @@
+"""What is seen of a run: where the time of its steps goes, who is slow, trackers and traces."""
+
+import contextlib
+import gzip
+import itertools
+import json
+import logging
+import os
+import pty
+import re
+import select
+import signal
+import statistics
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from battery import images, session, small_model
+from torch import nn
+from torch.utils.data import Dataset
+
+from hpctrain.errors import UsageError
+from hpctrain.monitoring import progress, timings, trackers
+from hpctrain.monitoring.trackers import Tracker
+from hpctrain.process.logging import logger
+from hpctrain.rundir import RunDirectory
+from hpctrain.training.checkpoint_manager import Saving
+
+_SLOW = 0.06
+
+
+class Slow(Dataset):
+    """Images that take a moment on one rank."""
+
+    def __init__(self, seconds):
+        self.images, self.seconds = images(240), seconds
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        time.sleep(self.seconds)
+        return self.images[index]
+
+
+def train(slow_data=None, slow_forward=None, each=None, **options):
+    """A training in which a rank waits for its data, or computes, longer than the others."""
+    timings._SECONDS_BETWEEN_LINES, timings._LEAST_SECONDS = 0.5, 0.1
+    with session(**{"global_batch": 6, "log_every": 2, "run": "run", **options}) as opened:
+        rank = opened.world.rank
+        model = small_model()
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
+        batch = opened.batches.batch_size
+        loader = opened.loader(Slow(_SLOW / batch if rank == slow_data else 0.0))
+        with opened.run(name="watched") as run:
+            for _ in run.epochs():
+                for inputs, targets in run.batches(loader):
+                    if rank == slow_forward:
+                        time.sleep(_SLOW)
+                    loss = nn.functional.cross_entropy(model(inputs), targets)
+                    opened.step(loss)
+                    run.log(loss=loss)
+                    if each is not None:
+                        each(run.step - 1)
+                run.log(top1=0.5)
+        return run.step
+
+
+def lines():
+    run = RunDirectory("run")
+    return run.lines(run.timings)
+
+
+def test_slow_ranks_are_named_by_rank_and_host():
+    slow = partial(train, slow_data=1, slow_forward=2, max_steps=24)
+    ranks.values(ranks.run(3, slow, layout=(2, 1)))
+    log = RunDirectory("run").log(0).read_text()
+    assert "rank 1 on node1 waits" in log
+    assert "rank 2 on node2 takes" in log
+    found = lines()
+    assert len(found) >= 2
+    for line in found:
+        assert line["hosts"] == ["node1", "node1", "node2"]
+        assert max(range(3), key=line["data"].__getitem__) == 1
+        assert max(range(3), key=line["forward"].__getitem__) == 2
+        assert min(line["data"][1], line["forward"][2]) >= _SLOW
+        assert sum(line["step_times"].values()) == line["steps"]
+        # The ranks wait for each other, so no step is shorter than what a slow one does.
+        assert min(10 ** (int(bucket) / 20) / 1e6 for bucket in line["step_times"]) >= 0.9 * _SLOW
+    assert found[-1]["step"] == 24
+    assert sum(line["steps"] for line in found) == 23  # all but the first of the start
+
+
+def test_metrics_have_data_wait_of_rank_0():
+    ranks.values(ranks.run(3, partial(train, slow_data=0, max_steps=10)))
+    rows = [row for row in RunDirectory("run").rows() if "loss" in row]
+    assert len(rows) == 5
+    assert all(0.0 <= row["data_wait"] <= 1.0 for row in rows)
+    assert max(row["data_wait"] for row in rows) > 0.3
+    log = RunDirectory("run").log(0).read_text()
+    assert re.search(r"step 2/10  loss \S+  lr 0.05  \d+ images/s  data wait \d+ %", log)
+
+
+def watched(stops_at):
+    """A training that is tracked and traced, with a file for what each rank says."""
+
+    def stop(step):
+        if step == stops_at:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with open(f"said-{os.getpid()}", "w") as sys.stderr:
+        return train(max_steps=40, resume=True, track="tensorboard", profile="2:5", each=stop)
+
+
+def test_tracker_and_timings_continue_after_resume():
+    results = ranks.run(3, watched, 6)
+    assert all(result[0] == "exit" for result in results)
+    trace = RunDirectory("run").profile / "rank-0.json.gz"
+    assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    written = trace.stat().st_mtime_ns
+    before, stopped = lines(), RunDirectory("run").steps()[-1]
+    assert before[-1]["step"] == stopped < 40
+    assert ranks.values(ranks.run(3, watched, None)) == [40, 40, 40]
+    assert lines()[: len(before)] == before
+    assert [line["step"] for line in lines()][-1] == 40
+    assert trace.stat().st_mtime_ns == written  # those steps are over
+    said = [path.read_text() for path in Path().glob("said-*")]
+    assert len(said) == 6
+    assert sum("steps 3 to 5 are traced" in text for text in said) == 1
+    assert sum("step 40/40  top1 0.5" in text for text in said) == 1
+    # No terminal: no line that moves, no colour.
+    assert not any(re.search(r"[^\n -~×]", text) for text in said)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator("run/tensorboard")
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(2, 42, 2))
+    assert [event.step for event in events.Scalars("top1")] == [40]
+
+
+class Hangs(Tracker):
+    """A tracker whose network never answers."""
+
+    package = "json"
+
+    def __init__(self, about):
+        pass
+
+    def open(self):
+        threading.Event().wait(60)
+
+    def log(self, step, seconds, values):
+        pass
+
+    def close(self, status):
+        pass
+
+
+def remains():
+    """What a run has left that could keep the next start from its directory, or tell of its end."""
+    run = RunDirectory("run")
+    return (run.path / ".lock").exists(), (run.read(run.summary) or {}).get("status")
+
+
+class Presses(logging.Handler):
+    """A person who presses Ctrl-C when told that it ends the wait."""
+
+    def emit(self, record):
+        if "Ctrl-C ends it" in record.getMessage():
+            self.found = remains()
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def tracked(timeout, presses=False):
+    """A training with a tracker that hangs; what was there while rank 0 waited."""
+    trackers.TRACKERS["hangs"] = Hangs
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests
+    person = Presses()
+    if presses:
+        logger.addHandler(person)
+    step = train(max_steps=4, track="hangs", timeout=timeout)
+    return step, getattr(person, "found", None)
+
+
+@pytest.mark.slow
+def test_hanging_tracker_does_not_hold_up_the_run():
+    # The others give up on rank 0 after 16 seconds.
+    assert ranks.values(ranks.run(3, tracked, 8.0)) == [(4, None)] * 3
+    assert remains() == (False, "done")
+    log = RunDirectory("run").log(0).read_text()
+    assert "waiting up to 2 s for --track hangs; Ctrl-C ends it" in log
+    assert "--track hangs has not taken all rows within 2 s" in log
+
+
+def test_signal_ends_the_wait_for_a_tracker():
+    result = ranks.values(ranks.run(1, tracked, 1800.0, True, timeout=25))
+    assert result == [(4, (False, "done"))]
+    assert remains() == (False, "done")
+    assert "--track hangs has not taken all rows" in RunDirectory("run").log(0).read_text()
+
+
+def cannot_close():
+    """A training whose writer fails at its end; the handlers that are left."""
+
+    def fail(self):
+        raise OSError("no end")
+
+    Saving.close = fail
+    with contextlib.suppress(OSError):
+        train(max_steps=4)
+    return [type(handler).__name__ for handler in logger.handlers]
+
+
+def test_error_while_closing_still_closes_the_rest():
+    assert ranks.values(ranks.run(1, cannot_close)) == [["_StandardError"]]
+    assert remains() == (False, "done")
+
+
+def on_a_terminal(stops_at):
+    """What a training shows on one; whether it left standard error as it was."""
+    progress._SECONDS_BETWEEN_FRAMES = 0.0
+    os.environ.update(TERM="xterm", COLUMNS="120")
+    ours, theirs = pty.openpty()
+    shown, ended = [], threading.Event()
+
+    def read():
+        while select.select([ours], [], [], 0.1)[0] or not ended.is_set():
+            if select.select([ours], [], [], 0)[0]:
+                shown.append(os.read(ours, 4096))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    terminal = sys.stderr = os.fdopen(theirs, "w")
+
+    def stop(step):
+        if step == stops_at:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        train(max_steps=8, each=stop)
+    left = sys.stderr is terminal
+    terminal.flush()
+    ended.set()
+    reader.join(10)
+    return b"".join(shown).decode(), left
+
+
+@pytest.mark.parametrize("stops_at", [None, 3])
+def test_progress_bar_restores_the_terminal(stops_at):
+    ((text, left),) = ranks.values(ranks.run(1, on_a_terminal, stops_at))
+    assert left
+    assert "\x1b[?25l" not in text  # the cursor is never hidden
+    plain = [
+        line.strip() for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text))
+    ]
+    bars = [line for line in plain if re.match(r"epoch 1 .* \d+/8( |$)", line)]
+    assert any("images/s" in line for line in bars)
+    if stops_at is None:
+        assert "8/8" in bars[-1]
+        assert "hpctrain: epoch 1  step 8/8  top1 0.5" in plain
+    log = RunDirectory("run").log(0).read_text()
+    assert "step 2/8  loss" in log  # lines for a file, also where the screen has a bar
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [({"track": "tensorbord"}, "--track tensorboard"), ({"profile": "9"}, "--profile 20:25")],
+)
+def test_missing_tracker_is_refused_on_all_ranks(options, fix):
+    results = ranks.run(3, partial(train, max_steps=2, **options))
+    assert all(isinstance(result, UsageError) for result in results)
+    assert fix in results[0].fix
+
+
+def test_samples_per_second_counts_the_global_batch():
+    ranks.values(ranks.run(3, partial(train, max_steps=24, log_every=2)))
+    run = RunDirectory("run")
+    rows = [row for row in run.rows() if "samples_per_second" in row]
+    counted = [
+        row["samples_per_second"] * (row["time"] - before["time"])
+        for before, row in itertools.pairwise(rows)
+        if before["epoch"] == row["epoch"]
+    ]
+    # A row's time is taken a moment after its seconds; with the batch of a rank it would be 4.
+    assert statistics.median(counted) == pytest.approx(12, rel=0.4)
+    summary = run.read(run.summary)
+    assert summary["samples_per_second"] * summary["seconds"] == pytest.approx(24 * 6)

@@ -1,0 +1,459 @@
+"""The page of `hpctrain report`: what it says and refuses, and how a real browser shows it."""
+
+import errno
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import browser as real
+import pytest
+
+from hpctrain.cli import main
+from hpctrain.monitoring.report import bands, run_reader, step_times
+
+ATTACK = "</script></style><img src=x onerror=alert(1)>'\"&$\\frac{\x1b[2J\u202e"
+WORLD = {"world_size": 3, "num_nodes": 2, "hosts": ["node1", "node2"], "launcher": "slurm"}
+VERSIONS = {"hpctrain": "0.1.0", "python": "3.11.7", "torch": "2.6.0"}
+OPTIONS = {"lr": 0.1, "epochs": 3, "workers": None, "deterministic": False}
+HOSTS = ["node1", "node1", "node2"]
+
+
+def start(step=0, time=1.7e9, options=OPTIONS, **more):
+    command = ["train.py", "--lr", str(options.get("lr"))]
+    known = {"time": time, "command": command, "options": options, "step": step}
+    return {**known, "versions": VERSIONS, "commit": "c0ffee" * 6, "world": WORLD, **more}
+
+
+def rows(count=30, **more):
+    for step in range(10, 10 * count + 1, 10):
+        values = {"loss": 2 / step, "lr": 0.1, "samples_per_second": 900.0 + step, **more}
+        yield {"step": step, "epoch": 0, "time": 1.7e9 + step, **values}
+        if step % 100 == 0:
+            yield {"step": step, "epoch": 0, "time": 1.7e9 + step, "top1": 0.5, "eval_loss": 1.0}
+
+
+def interval(data=(0.001, 0.001, 0.05), **more):
+    known = {"steps": 100, "hosts": HOSTS, "data": list(data), "forward": [0.01] * 3}
+    return {**known, "step_times": {"80": 90, "85": 9, "100": 1}, **more}
+
+
+def run(folder, lines=None, starts=None, intervals=(), summary=None, identity=None):
+    """A run directory as sessions write them."""
+    folder.mkdir()
+    known = {"name": "train", "data": "digits", "world": WORLD}
+    (folder / "run.json").write_text(json.dumps({**known, **(identity or {})}))
+    every = {
+        "metrics": rows() if lines is None else lines,
+        "starts": starts or [start()],
+        "timings": intervals,
+    }
+    for name, content in every.items():
+        text = "".join(json.dumps(line) + "\n" for line in content)
+        (folder / f"{name}.jsonl").write_text(text)
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+DONE = {
+    "status": "done",
+    "step": 300,
+    "epoch": 3,
+    "seconds": 65.0,
+    "samples_per_second": 1234.5,
+    "backend": "ddp",
+    "precision": "bf16",
+    "metrics": {},
+}
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """A run with everything in it: three starts, a slow rank, a GPU."""
+    changed = {**OPTIONS, "lr": 0.2}
+    starts = [
+        start(),
+        start(100, 1.7e9 + 150, changed, device="NVIDIA H200"),
+        start(
+            200,
+            1.7e9 + 250,
+            changed,
+            own_options={"model": "resnet50", "note": ATTACK},
+            device="NVIDIA H200",
+        ),
+    ]
+    lines = rows(data_wait=0.25, gpu_memory=12e9)
+    return run(tmp_path / "whole", lines, starts, [interval(), interval()], DONE)
+
+
+@pytest.fixture(scope="module")
+def browser(lacking):
+    if reason := real.why_not():
+        lacking("browser", reason)
+    with real.browser() as one:
+        yield one
+
+
+def shown(browser, page, **more):
+    """The page in a browser, which has nothing to complain about and asks for nothing else."""
+    opened = browser.open(page, **more)
+    assert browser.undecoded() == []
+    assert browser.said == []
+    assert browser.asked == [page.resolve().as_uri()]
+    return opened
+
+
+def report(*arguments):
+    return main(["report", *map(str, arguments)])
+
+
+def test_report_of_one_run_in_a_browser(whole, browser, capsys):
+    assert report(whole) == 0
+    page = whole / "report.html"
+    assert str(page) in capsys.readouterr().out
+    opened = shown(browser, page)
+    assert opened.title() == "train: whole"
+    assert opened.locator("script, [onerror], [src=x]").count() == 0
+    text = opened.inner_text("body")
+    for said in (
+        "done",
+        "1,234 samples/s",
+        "0:01:05",
+        "NVIDIA H200",
+        "bf16",
+        "resnet50",
+        "</script>",
+    ):
+        assert said in text
+    headings = opened.eval_on_selector_all("h2", "all => all.map(one => one.textContent)")
+    wanted = ["Summary", "Curves", "Time of a step", "Starts", "System", "Configuration"]
+    assert headings == wanted
+    titles = opened.eval_on_selector_all("h3", "all => all.map(one => one.textContent)")
+    assert titles == [
+        *("loss", "accuracy: top1", "learning rate", "throughput (samples/s)"),
+        *("waiting for data (share of the time)", "GPU memory, peak of rank 0"),
+        *("time of a step, rank 0", "ranks"),
+    ]
+    alts = opened.eval_on_selector_all("img", "all => all.map(one => one.alt)")
+    assert "eval_loss: 1 at step 100, 1 at step 300." in alts[0]
+    # Restarts in every curve over steps, and in a table with what had changed.
+    assert text.count("Dotted: went on after a restart at step 100, 200.") == 6
+    assert "lr: 0.1 → 0.2" in text
+    assert "model: – → resnet50" in text
+    # The rank for whose data the others wait, and its host.
+    assert "Slow by data, marked: rank 2." in text
+    row = opened.inner_text("section:has(#steps) tbody tr:last-child").split()
+    assert row == ["2", "node2", "50", "ms", "10", "ms", "data"]
+
+
+@pytest.mark.slow
+def test_report_page_is_light_dark_and_printable(whole, browser):
+    report(whole)
+    ink, image = "getComputedStyle(document.body).color", "document.images[0].currentSrc"
+    seen = {}
+    for scheme, media in (("light", "screen"), ("dark", "screen"), ("dark", "print")):
+        page = shown(browser, whole / "report.html", scheme=scheme, media=media)
+        assert browser.overflow() == 0
+        seen[scheme, media] = page.evaluate(ink), page.evaluate(image)
+    assert seen["dark", "screen"][0] != seen["light", "screen"][0]
+    assert seen["dark", "screen"][1] != seen["light", "screen"][1]
+    assert seen["dark", "print"] == seen["light", "screen"]
+
+
+@pytest.mark.slow
+def test_report_compares_runs_and_marks_differing_options(tmp_path, browser, whole):
+    fast = run(
+        tmp_path / "fast",
+        [{"step": 5, "time": 1.0, "loss": 1.0, "my own": 3}],
+        [start(options={**OPTIONS, "lr": 0.4})],
+    )
+    assert report(whole, fast, whole) == 0
+    page = shown(browser, tmp_path / "report.html")
+    assert page.title() == "2 runs compared"
+    heads = page.eval_on_selector_all(
+        "section:has(#comparison) thead th", "all => all.map(one => one.textContent)"
+    )
+    assert heads == ["", "whole", "fast"]
+    marked = page.eval_on_selector_all(".differs", "all => all.map(one => one.innerText)")
+    marked = [line.split() for line in marked]
+    assert ["≠", "lr", "0.2", "0.4"] in marked
+    assert ["≠", "model", "resnet50", "–"] in marked
+    assert not any("epochs" in line for line in marked)
+    alts = page.eval_on_selector_all("img", "all => all.map(one => one.alt)")
+    (both,) = (alt for alt in alts if alt.startswith("loss "))
+    assert "whole:" in both
+    assert "fast:" in both
+    assert any(alt.startswith("my own over steps. fast: 3") for alt in alts)
+    assert {path.name for path in (tmp_path / "report").iterdir()} >= {"loss.png", "my-own.png"}
+
+
+@pytest.mark.slow
+def test_report_escapes_every_name(tmp_path, browser):
+    options = {"lr": ATTACK, ATTACK: {"deep": [ATTACK]}, "long": "x" * 10**5, "one": "\ud800"}
+    world = {**WORLD, "hosts": [ATTACK, 7]}
+    folder = run(
+        tmp_path / "<img src=x onerror=alert(2)>",
+        [*rows(3), {"step": 40, ATTACK: 1, "loss": 2.0}, {"step": 50, ATTACK: 2, "y" * 9999: 1}],
+        [
+            start(options=options, world=world, command=["x" * 5000]),
+            start(step=[], commit={}, versions=ATTACK),
+        ],
+        [interval(hosts=[ATTACK] * 3)],
+        {"status": ATTACK, "reason": ATTACK, "step": ATTACK, "samples_per_second": ATTACK},
+        {"name": ATTACK},
+    )
+    other = run(tmp_path / "other")
+    for arguments in ((folder,), (folder, other)):
+        assert report(*arguments, "--output", tmp_path / "page.html") == 0
+        for width in (800, 360):
+            page = shown(browser, tmp_path / "page.html", width=width)
+            assert browser.overflow() == 0
+        assert page.locator("script, [onerror], [src=x]").count() == 0
+        assert "</script></style><img src=x onerror=alert(1)>" in page.inner_text("body")
+
+
+@pytest.mark.slow
+def test_report_of_a_running_job_with_bad_lines_and_numbers(tmp_path, browser):
+    bad = [
+        {"step": 30, "loss": math.nan, "lr": 10**400},
+        *({"step": 40, "loss": math.inf}, {"step": 50, "loss": 1e308}, {"step": 60, "loss": True}),
+        *({"step": "x", "loss": 3.0}, {"step": 2**70, "loss": 3.0}, {"loss": 3.0}),
+        {"step": 70, "epoch": 1, "time": 1.7e9 + 70, "loss": 4.0},
+    ]
+    folder = run(tmp_path / "going-on", [*rows(2), *bad])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("[1]\nnull\n\xff\n" + "[" * 10**5 + '\n{"step": 80, "lo')
+    (folder / "timings.jsonl").write_text(
+        '{"steps": 0}\n{"steps": 5, "hosts": "x", "data": [1], "forward": [1]}\n'
+        '{"steps": 5, "hosts": [], "data": [], "forward": []}\n{"step_times": {"9999": 1, "x": 1}}'
+        '\n{"steps": 5, "hosts": ["a"], "data": [NaN], "forward": [1]}\n{"step_times": [1]'
+    )
+    report(folder)
+    text = shown(browser, folder / "report.html").inner_text("body")
+    assert "going-on has not ended" in text
+    assert "Its last row is of 2023-11-14 22:14:30 UTC" in text
+    assert "not all values are finite of loss, lr." in text
+    assert "6 (2 not finite)" in text
+    assert "Crosses: values that are not finite." in text
+    assert "Time of a step" not in text
+
+
+HUGE = 10**400
+A_RANK = {"hosts": ["a"], "data": [0.1], "forward": [0.1]}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        interval(data=(HUGE, 1, 1)),
+        *(
+            pytest.param(line, marks=pytest.mark.slow)
+            for line in (
+                interval(data=(1e308, 1, 1)),
+                interval(steps=HUGE),
+                interval(step_times={"80": HUGE}),
+                interval(step_times={"80": 2**53, "90": 5}),
+            )
+        ),
+    ],
+)
+def test_report_timings_with_huge_numbers(tmp_path, line):
+    folder = run(tmp_path / "huge", intervals=[line] * 2000)
+    assert report(folder) == 0
+    found = step_times.gather([line, {**interval(), **A_RANK}])
+    assert found.steps == 100  # of the line that has a rank of its own
+    assert found.buckets.total() < 2**54
+
+
+@pytest.mark.slow
+def test_report_with_huge_throughput(tmp_path):
+    folder = run(tmp_path / "huge", summary={**DONE, "samples_per_second": HUGE})
+    assert report(folder) == 0
+    assert "more than 1e308 samples/s" in (folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("summary", '{"sta', "Unterminated string"),
+        *(
+            pytest.param("run", content, reason, marks=pytest.mark.slow)
+            for content, reason in (
+                ("[" * 10**5 + "]" * 10**5, "maximum recursion depth exceeded"),
+                ("", "Expecting value"),
+            )
+        ),
+    ],
+    ids=["cut", "too deep", "empty"],
+)
+def test_report_with_an_unreadable_file_shows_the_rest(whole, tmp_path, name, content, reason):
+    (whole / f"{name}.json").write_text(content)
+    for arguments in ((whole,), (whole, run(tmp_path / "other", summary=DONE))):
+        assert report(*arguments, "--output", tmp_path / "page.html") == 0
+        text = (tmp_path / "page.html").read_text()
+        assert re.search(f"whole: .*/{name}.json cannot be read: {reason}", text)
+        assert "whole has not ended" not in text
+        assert ("not known" in text) == (name == "summary")
+        assert "resnet50" in text
+        assert (tmp_path / "page" / "loss.png").exists()
+
+
+@pytest.mark.slow
+def test_report_refuses_a_run_that_cannot_be_read(whole, tmp_path, capsys):
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    (torn / "run.json").touch()
+    assert report(torn) == 2
+    assert "torn/run.json cannot be read: Expecting value" in capsys.readouterr().err
+    assert report(torn, whole) == 0
+
+
+def test_report_refuses_a_pipe(whole, capsys):
+    (whole / "metrics.jsonl").unlink()
+    os.mkfifo(whole / "metrics.jsonl")
+    assert report(whole) == 2
+    assert "no regular file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_report_of_a_run_without_metrics(tmp_path, browser):
+    folder = run(tmp_path / "young", [])
+    (folder / "starts.jsonl").unlink()
+    report(folder)
+    text = shown(browser, folder / "report.html").inner_text("body")
+    assert "No row of metrics has been written so far." in text
+    assert not (folder / "report").exists()
+
+
+def test_report_long_curve_keeps_peaks_and_median(tmp_path):
+    series = run_reader.Series()
+    for step in range(200_000):
+        series.add(step, 99.0 if step == 123_456 else 1.0 + (step % 2))
+    band = bands.band(series)
+    assert len(band.steps) == 400
+    assert band.per_point == 500
+    assert band.high.max() == 99.0
+    assert band.low.min() == 1.0
+    assert set(band.middle) <= {1.0, 1.5, 2.0}
+    folder = run(tmp_path / "long", ({"step": s, "loss": 1.0} for s in range(2000)))
+    report(folder)
+    text = (folder / "report.html").read_text()
+    assert "Line: the median of every 5 rows; area: their lowest to highest." in text
+
+
+def test_report_compares_ranks_of_the_last_start():
+    lines = [
+        interval(),
+        *({**interval(), "hosts": ["a", "b"], "data": [0.1, 0.3], "forward": [1, 2]} for _ in "ab"),
+        {**interval(), "hosts": ["a", "b"], "data": [0.4, 0.6], "forward": [1, 2], "steps": 200},
+    ]
+    found = step_times.gather(lines)
+    assert [rank.host for rank in found.ranks] == ["a", "b"]
+    assert [rank.data for rank in found.ranks] == pytest.approx([0.25, 0.45])
+    assert [rank.slow_data for rank in found.ranks] == [False, True]
+    assert found.steps == 400
+    assert found.buckets.total() == 400
+    # Bucket 80 begins at 10 ms, and is a twentieth of a decade wide.
+    assert step_times.quantile(found.buckets, 0.5) == pytest.approx(0.01 * 10**0.05)
+    assert step_times.quantile(found.buckets, 1.0) == pytest.approx(0.1 * 10**0.05)
+
+
+def test_report_replaces_only_its_own_files(whole, capsys):
+    report(whole)
+    beside = whole / "report"
+    (beside / "other.png").write_bytes(b"\x89PNG of a person's")
+    os.mkfifo(beside / "mine.png")
+    (whole / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (whole / "timings.jsonl").unlink()
+    assert report(whole) == 0
+    assert {path.name for path in beside.iterdir()} == {"loss.png", "mine.png", "other.png"}
+    assert (beside / "mine.png").is_fifo()
+    (beside / "loss.png").write_bytes(b"\x89PNG of a person's")
+    assert report(whole) == 2
+    assert f"{beside / 'loss.png'} is there, and no report" in capsys.readouterr().err
+    (whole / "report.html").write_text("<p>mine</p>")
+    assert report(whole) == 2
+    assert (whole / "report.html").read_text() == "<p>mine</p>"
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        "report.html",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("report/loss.png", "report")),
+    ],
+)
+def test_report_never_writes_through_a_link(whole, tmp_path, link, capsys):
+    far = tmp_path / "far"
+    if link == "report":
+        far.mkdir()
+    (whole / link).parent.mkdir(exist_ok=True)
+    (whole / link).symlink_to(far)
+    assert report(whole) == 2
+    assert f"{whole / link} is there, and no report" in capsys.readouterr().err
+    assert not far.exists() or not list(far.iterdir())
+    assert (whole / link).is_symlink()
+
+
+@pytest.mark.slow
+def test_report_keeps_old_figures_when_the_disk_is_full(whole, monkeypatch):
+    report(whole)
+    before = (whole / "report" / "loss.png").read_bytes()
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert report(whole) == 2
+    assert (whole / "report" / "loss.png").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_report_metric_names_never_collide_with_figure_files(tmp_path):
+    names = ("ranks", "step times", "Step-Times", "ranks-2", "rank")
+    folder = run(tmp_path / "names", rows(5, **dict.fromkeys(names, 1.0)), intervals=[interval()])
+    assert report(folder) == 0
+    page, beside = (folder / "report.html").read_text(), list((folder / "report").iterdir())
+    assert len(beside) == page.count("<figure>")
+    named = {"ranks.png", "step-times.png", "metric-ranks.png", "metric-step-times-2.png"}
+    assert {path.name for path in beside} > named
+
+
+def test_report_refusals_come_with_a_fix(whole, tmp_path, capsys, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    for arguments, told in (
+        (["no-such"], "there is no no-such"),
+        (["folder"], "no run is in folder"),
+        (["file"], "file cannot be read"),
+        ([whole, "--output", "page"], "--output page.html"),
+        ([whole, "--output", "file/page.html"], "--output FILE"),
+    ):
+        assert report(*arguments) == 2
+        assert told in capsys.readouterr().err
+    for module in ("jinja2", "matplotlib.figure"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            assert report(whole) == 2
+        assert "pip install 'hpctrain[report]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_report_needs_no_torch_and_ignores_matplotlibrc(whole):
+    (whole / "matplotlibrc").write_text("text.usetex: True\nfigure.facecolor: black\n")
+    code = (
+        "import sys; from hpctrain.__main__ import main; code = main();"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", str(whole)],
+        env={**os.environ, "LC_ALL": "C", "MATPLOTLIBRC": str(whole)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert b"written by hpctrain report" in (whole / "report" / "loss.png").read_bytes()[:500]

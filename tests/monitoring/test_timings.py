@@ -1,0 +1,159 @@
+"""Where the time of a step goes, and which ranks are said to be slow."""
+
+import pytest
+
+from hpctrain.monitoring.timings import Clock, Phases, Timings
+from hpctrain.rundir import RunDirectory, slow_ranks
+
+# Idle, loading, computing, backward, updating; then something that is no part of a step.
+LOADING, COMPUTING, BACKWARD, UPDATING, OUTSIDE = 1, 2, 3, 4, 5
+PHASES = Phases(LOADING, COMPUTING, (BACKWARD,), slice(LOADING, OUTSIDE))
+
+
+class Sums:
+    """A fake of a backend, whose sums are what the other ranks would make of them."""
+
+    rank = 0
+
+    def __init__(self, others):
+        self.others, self.world_size, self.arrived = others, len(others) + 1, True
+
+    def sum_later(self, numbers):
+        data, forward = numbers[0], numbers[self.world_size]
+        self.sums = [data, *(one for one, _ in self.others)]
+        self.sums += [forward, *(two for _, two in self.others)]
+        assert len(numbers) == len(self.sums) == 2 * self.world_size
+        return self
+
+    def ready(self):
+        return self.arrived
+
+    def values(self):
+        return self.sums
+
+
+class Loop:
+    """A loop whose clock is set by hand."""
+
+    def __init__(self, backend, path, micro_batches=1):
+        self.seconds = [0.0] * (OUTSIDE + 1)
+        self.clock, self.directory = Clock(PHASES, self.seconds), RunDirectory(path)
+        hosts = [f"node{rank}" for rank in range(backend.world_size)]
+        self.timings = Timings(backend, self.clock, hosts, self.directory, micro_batches)
+
+    def steps(self, count, data=0.010, forward=0.020, rest=0.070):
+        for _ in range(count):
+            for phase, seconds in ((LOADING, data), (COMPUTING, forward), (BACKWARD, rest)):
+                self.seconds[phase] += seconds
+            self.timings.step()
+
+    def lines(self):
+        return self.directory.lines(self.directory.timings)
+
+
+@pytest.fixture
+def loop(tmp_path):
+    return lambda others=(): Loop(Sums(others), tmp_path)
+
+
+def test_timings_line_has_the_phases_of_a_step(loop):
+    loop = loop([(0.001, 0.025)])
+    loop.steps(1, data=9.0)  # the first of a start, in which much is done once
+    loop.steps(8, rest=0.080)
+    loop.seconds[OUTSIDE] += 50
+    loop.steps(2, data=0.110, rest=0.080)
+    loop.timings.begin(11, 3)
+    loop.timings.poll()
+    (line,) = loop.lines()
+    assert line.pop("time") > 0
+    assert line == {
+        "step": 11,
+        "epoch": 3,
+        "steps": 10,
+        "hosts": ["node0", "node1"],
+        "data": [pytest.approx(0.030), 0.001],
+        "forward": [pytest.approx(0.020), 0.025],
+        "step_times": {"100": 8, "106": 2},  # 110 and 210 ms: 20 log10 of 110,000 and 210,000
+    }
+    loop.steps(4)
+    loop.timings.finish(15, 3)
+    assert [line["steps"] for line in loop.lines()] == [10, 4]
+
+
+def test_timings_are_due_every_half_minute_of_training(loop):
+    loop = loop()
+    loop.steps(301)
+    assert loop.timings.due()
+    assert not loop.timings.due()
+    loop.seconds[OUTSIDE] += 100
+    loop.steps(299)
+    assert not loop.timings.due()
+    loop.steps(2)
+    assert loop.timings.due()
+
+
+def test_timings_do_not_wait_for_a_reduction(loop):
+    loop = loop([(0.0, 0.0)])
+    loop.steps(3)
+    loop.timings._backend.arrived = False
+    loop.timings.begin(3, 0)
+    loop.timings.poll()
+    assert loop.lines() == []
+    loop.timings._backend.arrived = True
+    loop.timings.poll()
+    assert [line["step"] for line in loop.lines()] == [3]
+
+
+def test_slow_rank_is_logged_when_it_starts_and_ends(loop, caplog):
+    caplog.set_level("INFO", logger="hpctrain")
+    loop = loop([(0.010, 0.020), (0.050, 0.020), (0.010, 0.020)])
+    for _ in range(3):
+        loop.steps(300)
+        loop.timings.begin(0, 0)
+        loop.timings.poll()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(
+        "rank 2 on node2 waits 50 ms a step for data, the median rank 10 ms (a step takes 100 ms)"
+    )
+    assert "hpctrain bench input" in said
+    caplog.clear()
+    loop.timings._backend.others = [(0.010, 0.020), (0.010, 0.090), (0.010, 0.020)]
+    loop.steps(300)
+    loop.timings.finish(0, 0)
+    slow, well = [record.getMessage() for record in caplog.records]
+    assert well.startswith("rank 2 on node2 takes 90 ms a step for the forward pass")
+    assert slow == "rank 2 on node2 waits 10 ms a step for data, like the others"
+
+
+def test_slow_rank_is_not_logged_after_few_seconds(loop, caplog):
+    loop = loop([(0.010, 0.020), (5.0, 0.020)])
+    loop.steps(20)
+    loop.timings.finish(20, 0)
+    assert [line["data"][2] for line in loop.lines()] == [5.0]
+    assert caplog.records == []
+
+
+def test_timings_on_a_full_disk_warn_once(loop, caplog, tmp_path):
+    loop = loop()
+    loop.directory.timings.mkdir()
+    for _ in range(2):
+        loop.steps(300)
+        loop.timings.begin(0, 0)
+        loop.timings.poll()
+    assert caplog.text.count("timings.jsonl cannot be written") == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "a_step", "slow"),
+    [
+        ([0.010, 0.010, 0.041, 0.010], 0.100, [2]),
+        ([0.010, 0.013, 0.011, 0.012], 0.100, []),  # not half as much again
+        ([0.0001, 0.0001, 0.0019], 0.010, []),  # less than 2 ms
+        ([0.010, 0.010, 0.030], 1.000, []),  # nothing beside the step
+        ([0.050, 0.010], 0.100, [0]),
+        ([0.0, 0.0, 0.0], 0.0, []),
+        ([5.0], 0.100, []),
+    ],
+)
+def test_slow_ranks_differ_from_the_median(seconds, a_step, slow):
+    assert slow_ranks(seconds, a_step) == slow

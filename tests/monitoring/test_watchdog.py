@@ -1,0 +1,681 @@
+"""Watchdog: a hang ends, with a name and stacks; nothing that lives is ended or left behind.
+
+Most ranks here are real, and their helpers run in this process, on a clock that the test moves.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import processes
+import pytest
+from clock import Clock
+from processes import until
+
+from hpctrain import rundir
+from hpctrain.cluster.world import World
+from hpctrain.monitoring.watchdog import PHASES, Watchdog, loop, slots
+from hpctrain.monitoring.watchdog.blame import Sighting, apart, judge, suspended
+from hpctrain.monitoring.watchdog.exchange import Aside, Board
+from hpctrain.monitoring.watchdog.phases import (
+    ACCUMULATING,
+    BACKWARD,
+    CLOSED,
+    COMPUTING,
+    EVALUATING,
+    IDLE,
+    LOADING,
+    MEETING,
+    SAVING,
+    UPDATING,
+)
+from hpctrain.rundir import RunDirectory
+
+SECONDS = 60  # a protection: what is tested takes moments
+TIMEOUT = 20.0  # of silence; the helper looks once a second
+
+# A rank without torch. It begins its third step when all are there, does what it is told, and says
+# when it does.
+RANK = """
+import ctypes, json, os, signal, sys, threading, time
+from pathlib import Path
+from hpctrain.rundir import RunDirectory
+from hpctrain.monitoring.watchdog import BACKWARD, COMPUTING, IDLE, LOADING, Watchdog, rank
+from hpctrain.cluster.world import World
+
+place, how, present, timeout, key, driven = json.loads(sys.argv[1])
+if driven:
+    rank._start = lambda folder: None
+world = World(**place)
+verdict = "verdict" if world.rank == 0 else None
+watchdog = Watchdog(world, timeout, RunDirectory("run"), key, verdict)
+watchdog.step = 3
+
+def there():
+    Path(f"there-{world.rank}").touch()
+
+def wait_for_the_others():
+    watchdog.beat(BACKWARD)
+    there()
+    threading.Event().wait()
+
+def hold_the_gil():
+    there()
+    while True:  # the signal that asks for the stack ends a sleep
+        ctypes.PyDLL(None).sleep(1000)
+
+def turn_in_circles():
+    there()
+    while True:
+        pass
+
+def load():
+    watchdog.beat(LOADING)
+    there()
+    threading.Event().wait()
+
+def stop():
+    there()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    threading.Event().wait()  # it goes on for a moment, to show its stack
+
+def stop_in_the_sums():
+    watchdog.beat(BACKWARD)
+    stop()
+
+def die():
+    there()
+    os._exit(9)
+
+def leave():
+    watchdog.close()
+    there()
+    os._exit(0)
+
+def rest():
+    watchdog.beat(IDLE)
+    there()
+    while not Path("enough").exists():
+        time.sleep(0.01)
+
+def work():
+    there()
+    while not Path("enough").exists():
+        watchdog.beat(COMPUTING)
+        time.sleep(0.01)
+
+Path(f"ready-{world.rank}").touch()
+while not all(Path(f"ready-{name}").exists() for name in present):
+    time.sleep(0.01)
+watchdog.beat(COMPUTING)
+globals()[how]()
+watchdog.close()
+"""
+
+
+class Start:
+    """Ranks of one start, and what can be seen of them."""
+
+    def __init__(self, folder, how, layout, timeout, absent=(), driven=False):
+        self.folder, self.layout, self.how = folder, layout, how
+        self.key = secrets.token_hex(8)
+        self.directory = RunDirectory(folder / "run")
+        self.directory.path.mkdir(exist_ok=True)
+        self.ranks = {}
+        hosts = tuple(f"node{n + 1}" for n in range(len(layout)))
+        places = [(node, local) for node, tasks in enumerate(layout) for local in range(tasks)]
+        present = [rank for rank in range(len(places)) if rank not in absent]
+        self.said = folder / "said"
+        with self.said.open("ab") as said:
+            for rank in present:
+                node, local = places[rank]
+                place = {
+                    "rank": rank,
+                    "world_size": len(places),
+                    "local_rank": local,
+                    "local_world_size": layout[node],
+                    "node_rank": node,
+                    "num_nodes": len(layout),
+                    "hosts": hosts,
+                }
+                awaited = [*present, "go"] if driven else present
+                told = json.dumps([place, how[rank], awaited, timeout, self.key, driven])
+                self.ranks[rank] = subprocess.Popen(
+                    [sys.executable, "-c", RANK, told], cwd=folder, stderr=said
+                )
+
+    def shared(self):
+        return [
+            base / slots.name(self.key, node)
+            for node in range(len(self.layout))
+            for base in slots._bases()
+        ]
+
+    def helpers(self):
+        """The ids of the helpers."""
+        return [pid for folder in self.shared() for pid in processes.having(folder)]
+
+    def await_ready(self):
+        """Wait until all ranks have their slots."""
+        until(lambda: all((self.folder / f"ready-{rank}").exists() for rank in self.ranks))
+
+    def await_there(self):
+        """Wait until all ranks do what they were told."""
+        until(lambda: all((self.folder / f"there-{rank}").exists() for rank in self.ranks))
+        for rank, process in self.ranks.items():
+            if self.how[rank].startswith("stop"):
+                until(lambda pid=process.pid: state(pid) == "T")
+            elif self.how[rank] in ("die", "leave"):
+                until(lambda pid=process.pid: state(pid) == "Z")
+
+    def in_the_loop(self):
+        """Wait until all ranks and helpers are at work."""
+        self.await_there()
+        logs = [self.directory.logs / f"watch-node{n + 1}.log" for n in range(len(self.layout))]
+        until(lambda: all(log.exists() for log in logs))
+
+    def end(self):
+        """Their exit codes, when all is over and nothing is left."""
+        try:
+            codes = [process.wait(SECONDS) for process in self.ranks.values()]
+            until(lambda: not self.helpers())
+        finally:
+            for process in self.ranks.values():
+                process.kill()
+                process.wait()
+        assert not [folder for folder in self.shared() if folder.exists()]
+        return codes
+
+    def log(self, host="node1"):
+        return (self.directory.logs / f"watch-{host}.log").read_text()
+
+    def reason(self):
+        code, reason = rundir.read_verdict(self.folder / "verdict")
+        assert code == rundir.FAILED
+        return reason
+
+
+def state(pid):
+    """Return the letter that proc(5) has for a process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+class Watched:
+    """Ranks that do what they were told, and the helpers of their hosts, in this process."""
+
+    def __init__(self, ranks):
+        self.ranks, self.clock = ranks, Clock(time.monotonic)
+        ranks.await_ready()
+        folders = [folder for folder in ranks.shared() if folder.exists()]
+        self.helpers = [loop.Watch(folder, self.clock) for folder in folders]
+        self._open = list(self.helpers)
+        self.turn(0.0)
+        (ranks.folder / "ready-go").touch()
+        ranks.await_there()
+
+    def turn(self, seconds=1.0):
+        """Let time go by, and each helper look once; those whose ranks are gone have ended."""
+        self.clock.move(seconds)
+        self.helpers = [helper for helper in self.helpers if not helper.turn()]
+
+    def hear(self):
+        """Wait for a beat of each rank."""
+        for one in (one for helper in self.helpers for one in helper._ranks.values()):
+            until(lambda one=one: os.pread(one.slot, 24, 0) != slots.PLACE.pack(*self._seen(one)))
+
+    @staticmethod
+    def _seen(one):
+        return one.step, one.phase, one.beat
+
+    def end(self):
+        """Let time go by until the helpers have ended; the exit codes of the ranks."""
+        for _ in range(3 * int(TIMEOUT)):
+            self.turn()
+        assert not self.helpers, "the helpers still wait"
+        return self.ranks.end()
+
+    def go_on(self):
+        """Let the ranks leave; their exit codes."""
+        assert all(process.poll() is None for process in self.ranks.ranks.values())
+        (self.ranks.folder / "enough").touch()
+        until(lambda: all(process.poll() is not None for process in self.ranks.ranks.values()))
+        self.turn()
+        assert not self.helpers
+        return self.ranks.end()
+
+    def close(self):
+        for helper in self._open:
+            os.close(helper._bell)
+            for one in helper._ranks.values():
+                for descriptor in (one.slot, one.stack, one.process.handle):
+                    if descriptor is not None:
+                        os.close(descriptor)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts ranks, and helpers that are processes of their own."""
+    started = []
+
+    def launch(*how, layout=None, timeout=1800.0, **more):
+        started.append(Start(tmp_path, how, layout or (len(how),), timeout, **more))
+        return started[-1]
+
+    yield launch
+    for one in started:
+        for process in one.ranks.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def watched(start, monkeypatch):
+    """Starts ranks whose helpers run here."""
+    monkeypatch.setattr(loop, "_SECONDS_TO_AGREE", 0.0)
+    made = []
+
+    def launch(*how, **more):
+        made.append(Watched(start(*how, timeout=TIMEOUT, driven=True, **more)))
+        return made[-1]
+
+    yield launch
+    for one in made:
+        one.close()
+
+
+WAIT = "wait_for_the_others"
+
+
+@pytest.mark.parametrize(
+    ("how", "found", "shown"),
+    [
+        (
+            "stop_in_the_sums",
+            "at step 3, in the backward pass or its sums: process {} is stopped (state T)",
+            "in stop_in_the_sums",
+        ),
+        ("hold_the_gil", "at step 3, in the script's code", "in hold_the_gil"),
+        ("turn_in_circles", "at step 3, in the script's code", "in turn_in_circles"),
+        ("load", "at step 3, waits for data", "in load"),
+    ],
+)
+def test_hanging_rank_is_named_and_every_stack_is_shown(watched, capsys, how, found, shown):
+    job = watched(WAIT, WAIT, how)
+    ranks = job.ranks
+    assert job.end() == [-signal.SIGKILL] * 3
+    reason = ranks.reason()
+    pid = ranks.ranks[2].pid
+    silence = re.match(r"rank 2 on node1 is silent for ([0-9]+) s ", reason)
+    assert reason.removeprefix(silence[0]) == found.format(pid)
+    assert TIMEOUT <= int(silence[1]) <= TIMEOUT + 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"hpctrain: error: {reason}\n  expected: ")
+    assert "  to mend:  " in said
+    for text in (ranks.log(), said):
+        assert f"hpctrain: error: {reason}\n" in text
+        assert [text.count(f"\nrank {rank}: silent for") for rank in range(3)] == [1, 1, 1]
+        assert text.count("in wait_for_the_others") == 2
+        assert text.count(f"{shown}\n") == 1
+    assert not list(ranks.directory.path.glob(".*"))
+
+
+def test_dead_rank_is_named(watched):
+    job = watched(WAIT, "die", WAIT)
+    assert sorted(job.end()) == [-signal.SIGKILL, -signal.SIGKILL, 9]
+    assert job.ranks.reason().startswith(
+        "rank 1 on node1 is gone, last seen at step 3, in the script's code; the others are silent"
+    )
+    assert f"rank 1 is gone, process {job.ranks.ranks[1].pid}" in job.ranks.log()
+
+
+def test_rank_that_left_the_run_is_named(watched):
+    job = watched(WAIT, "leave", WAIT)
+    assert sorted(job.end()) == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    reason = job.ranks.reason()
+    assert reason.startswith("ranks 0 and 2 on node1 are silent for")
+    assert reason.endswith("they wait, and rank 1 on node1 is no longer in the run")
+
+
+def test_no_rank_is_named_where_all_wait_for_each_other(watched):
+    job = watched(WAIT, WAIT, WAIT)
+    assert job.end() == [-signal.SIGKILL] * 3
+    assert job.ranks.reason().startswith("all 3 ranks are silent for")
+    assert job.ranks.reason().endswith("its sums: they wait for each other")
+
+
+def test_single_process_that_hangs_is_ended(watched):
+    job = watched("turn_in_circles")
+    assert job.end() == [-signal.SIGKILL]
+    assert job.ranks.reason().startswith("rank 0 on node1 is silent for")
+
+
+@pytest.mark.parametrize("how", ["turn_in_circles", "stop"])
+def test_helpers_of_several_hosts_name_the_same_rank(watched, how):
+    job = watched(WAIT, WAIT, WAIT, how, layout=(2, 1, 1))
+    ranks = job.ranks
+    assert job.end() == [-signal.SIGKILL] * 4
+    reason = ranks.reason()
+    assert reason.startswith("rank 3 on node3 is silent for")
+    for host in ("node1", "node2", "node3"):
+        assert f"hpctrain: error: {reason}\n" in ranks.log(host)
+    assert "in wait_for_the_others" in ranks.log("node2")
+    assert f"in {how}\n" in ranks.log("node3")
+    assert "node3: rank 3: silent for" in ranks.log("node1")
+
+
+@pytest.mark.slow
+def test_helper_processes_end_a_hang_and_the_next_start_removes_what_they_left(start):
+    ranks = start(WAIT, WAIT, WAIT, "turn_in_circles", layout=(2, 1, 1), timeout=3.0)
+    assert ranks.end() == [-signal.SIGKILL] * 4
+    reason = ranks.reason()
+    assert reason.startswith("rank 3 on node3 is silent for")
+    for host in ("node1", "node2", "node3"):
+        assert f"hpctrain: error: {reason}\n" in ranks.log(host)
+    assert f"hpctrain: error: {reason}\n" in ranks.said.read_text()
+    assert len(list(ranks.directory.path.glob(".hang-*"))) == 1
+    again = start("work", layout=(1,))
+    again.in_the_loop()
+    until(lambda: not list(again.directory.path.glob(".hang-*")))
+    (again.folder / "enough").touch()
+    assert again.end() == [0]
+
+
+def test_host_that_reports_nothing_is_named(watched):
+    job = watched(WAIT, WAIT, WAIT, layout=(2, 1), absent=(2,))
+    assert job.end() == [-signal.SIGKILL] * 2
+    assert "nothing is heard of rank 2 (node2)" in job.ranks.reason()
+
+
+def test_ranks_outside_of_the_loop_may_be_silent(watched, capsys):
+    job = watched("rest", "rest", "rest")
+    for _ in range(3 * int(TIMEOUT)):
+        job.turn()
+    assert job.go_on() == [0, 0, 0]
+    assert capsys.readouterr().err == job.ranks.said.read_text() == ""
+    assert not (job.ranks.folder / "verdict").exists()
+
+
+def test_silence_counts_from_the_last_heartbeat(watched):
+    job = watched("work", "work", "work")
+    pid = job.ranks.ranks[1].pid
+    for _ in range(3):
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: state(pid) == "T")
+        for _ in range(int(TIMEOUT) - 5):
+            job.turn()
+        os.kill(pid, signal.SIGCONT)
+        job.hear()
+        job.turn()
+    assert job.go_on() == [0, 0, 0]
+    assert not (job.ranks.folder / "verdict").exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "helper_too"), [((2,), True), ((2,), False), ((1, 1), True), ((1, 1), False)]
+)
+def test_suspended_job_goes_on(watched, capsys, layout, helper_too):
+    job = watched("work", "work", layout=layout)
+    pids = [process.pid for process in job.ranks.ranks.values()]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    until(lambda: all(state(pid) == "T" for pid in pids))
+    for _ in () if helper_too else range(3 * int(TIMEOUT)):
+        job.turn()
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    job.turn(3 * TIMEOUT)
+    assert job.go_on() == [0, 0]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("helper_too", [True, False])
+def test_killed_ranks_leave_no_helper_and_no_shared_memory(start, helper_too):
+    ranks = start("work", "work")
+    ranks.in_the_loop()
+    until(lambda: not any(folder.exists() for folder in ranks.shared()))
+    helpers = ranks.helpers()
+    assert len(helpers) == 1
+    for helper in helpers if helper_too else ():
+        os.kill(helper, signal.SIGKILL)
+    for process in ranks.ranks.values():
+        process.kill()
+    assert ranks.end() == [-signal.SIGKILL] * 2
+    assert not (ranks.folder / "verdict").exists()
+
+
+def test_helper_ignores_signals_to_the_job_and_shares_the_session_of_the_ranks(start):
+    """Linux's autogroup shares processors out by session; Ctrl-C goes to a process group."""
+    ranks = start("work", "work")
+    ranks.in_the_loop()
+    (helper,) = ranks.helpers()
+    pids = [process.pid for process in ranks.ranks.values()]
+    assert os.getsid(helper) in map(os.getsid, pids)
+    assert os.getpgid(helper) not in map(os.getpgid, pids)
+    for number in ("TERM", "INT", "HUP", "QUIT", "TTOU", "USR1", "USR2", "ALRM", "XCPU"):
+        os.kill(helper, getattr(signal, f"SIG{number}"))
+    ranks.ranks[1].kill()
+    until(lambda: f"rank 1 is gone, process {pids[1]}" in ranks.log())
+    (ranks.folder / "enough").touch()
+    assert ranks.end() == [0, -signal.SIGKILL]
+
+
+def test_run_goes_on_without_its_helper(start):
+    ranks = start("work", "work")
+    ranks.in_the_loop()
+    until(lambda: not any(folder.exists() for folder in ranks.shared()))
+    for helper in ranks.helpers():
+        os.kill(helper, signal.SIGKILL)
+    (ranks.folder / "enough").touch()
+    assert ranks.end() == [0, 0]
+
+
+def test_hanging_file_system_stops_no_helper(watched, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(loop, "_SECONDS_FOR_FILES", 0.1)
+    job = watched(WAIT, "turn_in_circles")
+    log = tmp_path / "run" / "logs" / "watch-node1.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(log)  # nobody reads, so who writes waits for ever
+    assert job.end() == [-signal.SIGKILL] * 2
+    os.close(os.open(log, os.O_RDONLY | os.O_NONBLOCK))  # who waits goes on
+    assert "hpctrain: error: rank 1 on node1 is silent" in capsys.readouterr().err
+
+
+def fill(pipe):
+    os.set_blocking(pipe, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe, bytes(1 << 16))
+    os.set_blocking(pipe, True)
+
+
+def test_launcher_that_does_not_read_stops_no_helper(watched, monkeypatch):
+    reader, writer = os.pipe()
+    fill(writer)
+    job = watched(WAIT, "turn_in_circles")
+    monkeypatch.setattr(loop, "_say", lambda text: os.write(writer, text.encode()))
+    monkeypatch.setattr(job.helpers[0], "_voice", Impatient())
+    assert job.end() == [-signal.SIGKILL] * 2
+    os.close(reader)  # who writes hears that
+    os.close(writer)
+    assert job.ranks.reason().startswith("rank 1 on node1")
+
+
+class Impatient(Aside):
+    """Waits a moment where the helper would wait for seconds."""
+
+    def __call__(self, function, seconds):
+        assert seconds > 0
+        return super().__call__(function, 0.1)
+
+
+def alone(tmp_path, timeout=1800.0):
+    world = World(0, 1, 0, 1, 0, 1, ("node1",))
+    return Watchdog(world, timeout, RunDirectory(tmp_path / "run"), secrets.token_hex(8), None)
+
+
+def test_close_waits_for_the_helper_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(slots, "_bases", lambda: [tmp_path])
+    monkeypatch.setattr("hpctrain.monitoring.watchdog.rank._SECONDS_TO_LEAVE", SECONDS)
+    for _ in range(3):
+        watchdog = alone(tmp_path)
+        watchdog.beat(COMPUTING)
+        watchdog.close()
+        watchdog.close()
+        watchdog.beat(COMPUTING)  # to nobody
+        assert not list(tmp_path.glob("hpctrain-watch-*"))
+
+
+def facts(rank):
+    return slots.Facts(rank, os.getpid(), 0, None)
+
+
+def test_temporary_folder_serves_where_there_is_no_dev_shm(tmp_path, monkeypatch):
+    monkeypatch.setattr(slots, "_bases", lambda: [tmp_path / "nowhere", tmp_path])
+    first, second = (slots.take("start", facts(rank), {"a": 1}) for rank in (0, 1))
+    assert (first[1], second[1]) == (True, False)
+    folder = tmp_path / "start"
+    assert folder.stat().st_mode & 0o077 == 0
+    assert [path.name for path in slots.paths(folder)] == ["rank-0", "rank-1"]
+    assert slots.read_settings(folder) == {"a": 1}
+    for slot, _ in (first, second):
+        slot.leave()
+        slot.close()
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_run_goes_on_with_a_warning_where_there_is_no_shared_memory(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(slots, "_bases", lambda: [tmp_path / "nowhere"])
+    monkeypatch.setattr("hpctrain.monitoring.watchdog.rank.logger.propagate", True)
+    watchdog = alone(tmp_path)
+    assert "no watch for hangs on node1" in caplog.text
+    watchdog.beat(COMPUTING)
+    watchdog.close()
+
+
+def test_shared_memory_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(slots, "_bases", lambda: [tmp_path])
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(PermissionError):
+        slots.take("open", facts(0), {})
+
+
+def test_shared_memory_of_dead_starts_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(slots, "_bases", lambda: [tmp_path])
+    dead, held, fresh = (tmp_path / slots.name(key, 0) for key in ("dead", "held", "fresh"))
+    for folder in (dead, held, fresh):
+        folder.mkdir()
+        (folder / "rank-0").touch()
+    with (held / "rank-0").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        for folder in (dead, held):
+            os.utime(folder, (0, 0))
+        slots.remove_stale()
+    assert [folder.exists() for folder in (dead, held, fresh)] == [False, True, True]
+
+
+def at(rank, phase, state="S", step=3, host="node1"):
+    return Sighting(rank, host, step, phase, 60.0, 100 + rank, state, "rpc_wait")
+
+
+@pytest.mark.parametrize(
+    ("seen", "ranks", "words"),
+    [
+        ([at(0, BACKWARD), at(1, BACKWARD), at(2, COMPUTING)], (2,), "in the script's code"),
+        ([at(0, COMPUTING), at(1, COMPUTING, step=2), at(2, BACKWARD)], (1,), "step 2"),
+        ([at(0, BACKWARD), at(1, BACKWARD, "T"), at(2, LOADING)], (1,), "(state T)"),
+        ([at(0, BACKWARD), at(1, BACKWARD, "t"), at(2, BACKWARD)], (1,), "held by a debugger"),
+        ([at(0, BACKWARD, "T"), at(1, COMPUTING, ""), at(2, LOADING)], (1,), "is gone"),
+        ([at(0, EVALUATING), at(1, IDLE), at(2, EVALUATING)], (1,), "outside of the run's loop"),
+        ([at(0, SAVING, "D"), at(1, SAVING), at(2, SAVING)], (0,), "in rpc_wait (state D)"),
+        ([at(0, LOADING, "D"), at(1, LOADING, "D"), at(2, LOADING)], (0, 1), "ranks 0 and 1"),
+        ([at(0, LOADING), at(1, LOADING), at(2, LOADING)], (), "all 3 ranks are silent for 60 s"),
+        ([at(0, BACKWARD), at(1, CLOSED, ""), at(2, BACKWARD)], (1,), "no longer in the run"),
+        ([at(0, SAVING), at(1, CLOSED), at(2, COMPUTING)], (2,), "rank 2"),
+        ([at(0, LOADING), at(1, CLOSED), at(2, CLOSED, "")], (0,), "rank 0 on node1 is silent"),
+        ([at(0, BACKWARD), at(1, BACKWARD)], (2,), "nothing is heard of rank 2 (node2)"),
+        ([at(0, COMPUTING), at(1, BACKWARD)], (0,), "nothing is heard of rank 2 (node2)"),
+        ([at(0, LOADING), at(1, LOADING)], (0, 1), "nothing is heard of rank 2 (node2)"),
+    ],
+)
+def test_hang_is_blamed_on_the_right_ranks(seen, ranks, words):
+    blame = judge(seen, 3, ("node1", "node2") if len(seen) < 3 else ("node1",))
+    assert blame.ranks == ranks
+    assert words in blame.found
+    assert "\n" not in blame.found + blame.fix
+
+
+@pytest.mark.parametrize(
+    ("seen", "blamed"),
+    [
+        ([at(0, BACKWARD), at(1, MEETING), at(2, UPDATING)], (1,)),
+        ([at(0, MEETING, step=2), at(1, BACKWARD), at(2, MEETING, step=2)], (1,)),
+        ([at(0, BACKWARD), at(1, MEETING, step=4), at(2, BACKWARD)], None),  # they come there yet
+        ([at(0, BACKWARD), at(1, EVALUATING), at(2, BACKWARD)], None),  # rank 1 may
+        ([at(0, BACKWARD), at(1, SAVING), at(2, BACKWARD)], None),
+        ([at(0, BACKWARD), at(1, MEETING), at(2, COMPUTING)], None),
+        ([at(0, ACCUMULATING), at(1, MEETING), at(2, MEETING)], None),
+        ([at(0, BACKWARD), at(1, MEETING), at(2, CLOSED)], None),
+        ([at(0, BACKWARD), at(1, MEETING)], None),  # nothing is heard of rank 2
+        ([at(0, BACKWARD), at(1, BACKWARD), at(2, BACKWARD)], None),
+    ],
+)
+def test_ranks_wait_for_each_other_at_two_places(seen, blamed):
+    blame = apart(seen, 3)
+    assert (blame and blame.ranks) == blamed
+
+
+def test_message_of_many_ranks_stays_short():
+    seen = [at(rank, BACKWARD, "T", host=f"node{rank}") for rank in range(1000)]
+    blame = judge(seen, 1001, ())
+    assert len(blame.ranks) == 1000
+    assert "and 993 more" in blame.found
+    assert len(blame.found) < 500
+
+
+def test_job_is_suspended_where_every_rank_is_stopped():
+    assert suspended([at(0, BACKWARD, "T"), at(1, LOADING, "T")], 2)
+    assert not suspended([at(0, BACKWARD, "T"), at(1, LOADING, "T")], 3)
+    assert not suspended([at(0, BACKWARD, "T"), at(1, LOADING)], 2)
+
+
+def test_phases_have_words_and_the_order_of_a_step():
+    assert list(PHASES) == sorted(PHASES)
+    assert all(phase.words for phase in PHASES.values())
+
+
+def test_helpers_share_what_they_see_and_settle_on_one_judgement(tmp_path):
+    one, other = (Board(tmp_path, "start", host, 0) for host in ("node1", "node2"))
+    one.post([at(0, BACKWARD)])
+    other.post([at(1, LOADING)])
+    assert (one.others(), other.others()) == ([at(1, LOADING)], [at(0, BACKWARD)])
+    one.withdraw()
+    assert other.others() == []
+    assert not one.judged()
+    assert one.settle("first") == other.settle("second") == "first"
+    assert other.judged()
+    Board(tmp_path, "next start", "node1", 0).clear()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_call_that_hangs_is_not_waited_for():
+    aside, free = Aside(), threading.Event()
+    assert aside(lambda: "answer", 5) == "answer"
+    assert aside(lambda: Path("nowhere").read_text(), 5) is None
+    assert aside(free.wait, 0.01) is None
+    assert aside(lambda: "answer", 0.01) is None  # the one before still hangs
+    free.set()
+    until(lambda: aside(lambda: "answer", 5) == "answer")
+
+
+def test_watchdog_imports_no_torch():
+    code = "import sys, hpctrain.monitoring.watchdog.loop; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=SECONDS)

@@ -1,0 +1,230 @@
+"""Consistency check: what must not differ between ranks is refused; no secret is told."""
+
+import copy
+import json
+import os
+import resource
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.arguments import Options
+from hpctrain.errors import ContradictionError, UsageError
+from hpctrain.process import file_limit
+from hpctrain.rendezvous import consistency
+
+HOSTS = ("node1", "node1", "node2", "node2")
+
+
+@pytest.fixture
+def alike():
+    """What four ranks say that nothing distinguishes but their GPUs."""
+    one = consistency.entry(torch.device("cpu"), Options().deciding())
+    several = [copy.deepcopy(one) for _ in HOSTS]
+    for rank, entry in enumerate(several):
+        entry |= {"gpu": f"GPU-{rank}", "gpu_name": "H200"}
+    return several
+
+
+def change(entry, path, value):
+    *outer, last = path.split("/")
+    for name in outer:
+        entry = entry[name]
+    entry[last] = value
+
+
+def test_equal_ranks_pass_without_a_message(alike, caplog):
+    assert not consistency.differences(alike, HOSTS)
+    consistency.check(alike, HOSTS)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("gpu", "GPU-1", "one GPU (GPU-1) is shared by ranks 1, 2 (node1, node2)"),
+        ("gpu", None, "torch sees no GPU at rank 2 (node2); the other 3 ranks have one"),
+        ("versions/torch", "2.6.0", "on ranks 0, 1, 3 (node1, node2), 2.6.0 on rank 2 (node2)"),
+        ("versions/cuda", "11.8", "11.8 on rank 2 (node2)"),
+        ("versions/nccl", "2.1.1", "nccl none on ranks 0, 1, 3 (node1, node2), 2.1.1 on rank 2"),
+        ("versions/hpctrain", "9", "9 on rank 2 (node2)"),
+        ("settings/--seed", 1, "--seed 0 on ranks 0, 1, 3 (node1, node2), 1 on rank 2 (node2)"),
+        ("settings/--lr", 0.5, "--lr 0.001 on ranks 0, 1, 3 (node1, node2), 0.5 on rank 2"),
+        ("settings/--precision", "bf16", "--precision auto on"),
+        ("command", ["other.py"], "different scripts: "),
+    ],
+)
+def test_difference_that_breaks_training_is_refused_with_the_ranks(alike, path, value, said):
+    change(alike[2], path, value)
+    with pytest.raises(ContradictionError) as caught:
+        consistency.check(alike, HOSTS)
+    assert said in caught.value.found
+    assert caught.value.expected
+    assert caught.value.fix
+
+
+def test_different_horovod_versions_are_refused_over_horovod(alike):
+    for entry in alike:
+        entry["settings"]["--backend"] = "horovod"
+    change(alike[2], "versions/horovod", "0.27.0")
+    (found,) = consistency.differences(alike, HOSTS)
+    assert found.wrong
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("versions/python", "3.12.1", "3.12.1 on rank 2 (node2)"),
+        ("versions/horovod", "0.27.0", "0.27.0 on rank 2 (node2)"),
+        ("gpu_name", "A100", "GPUs of different kinds: H200 on ranks 0, 1, 3"),
+        (
+            "code",
+            {"a.py": "2"},
+            "a.py differs: version 1 on ranks 0, 1, 3 (node1, node2), 2 on rank 2",
+        ),
+        ("network", {"NCCL_DEBUG": "INFO"}, "NCCL's and gloo's variables differ: {} on ranks"),
+        ("command", ["train.py", "--lr", "--lr=1234"], "different commands: --lr is there only"),
+    ],
+)
+def test_difference_that_may_be_meant_is_a_warning(alike, path, value, said):
+    for entry in alike:
+        entry |= {"command": ["train.py"], "code": {"a.py": "1"}}
+    change(alike[2], path, value)
+    (found,) = consistency.differences(alike, HOSTS)
+    assert not found.wrong
+    assert said in found.found
+    assert found.fix
+
+
+@pytest.mark.parametrize(
+    ("saying", "value", "wrong"),
+    [((0, 1, 2, 3), "1", False), ((1, 2), "1", True), ((0, 1, 2, 3), "0", True), ((), "", True)],
+)
+def test_shared_gpu_is_accepted_only_where_all_ranks_allow_it(alike, saying, value, wrong):
+    for rank in saying:
+        alike[rank]["network"] = {"NCCL_MULTI_RANK_GPU_ENABLE": value}
+    change(alike[2], "gpu", "GPU-1")
+    found = {one.subject: one for one in consistency.differences(alike, HOSTS)}
+    assert found["GPU"].found == "one GPU (GPU-1) is shared by ranks 1, 2 (node1, node2)"
+    assert found["GPU"].wrong == wrong
+
+
+def test_network_interfaces_may_differ_between_hosts(alike):
+    for rank, entry in enumerate(alike):
+        entry["network"] = {"GLOO_SOCKET_IFNAME": f"eth{rank}", "NCCL_SOCKET_IFNAME": f"ib{rank}"}
+    assert not consistency.differences(alike, HOSTS)
+
+
+def test_errors_come_before_warnings(alike):
+    change(alike[1], "versions/python", "3.12.1")
+    change(alike[2], "settings/--seed", 7)
+    assert [one.subject for one in consistency.differences(alike, HOSTS)] == ["--seed", "python"]
+
+
+def test_message_of_many_ranks_stays_short(alike):
+    entries = [{**copy.deepcopy(alike[0]), "gpu": None} for _ in range(1000)]
+    for entry in entries[::2]:
+        entry["versions"]["torch"] = "2.6.0"
+    (found,) = consistency.differences(entries, [f"node{rank // 4}" for rank in range(1000)])
+    assert "(500 ranks)" in found.found
+    assert len(found.found) < 400
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["/home/ada/train.py"], ["train.py"]),
+        (["train.py", "--local_rank=3", "--local-rank", "2", "-v"], ["train.py", "-v"]),
+        (["train.py", os.fsdecode(b"--name=\xff")], ["train.py", "--name=a8100ae6"]),
+        ([], [""]),
+        ([""], [""]),
+    ],
+)
+def test_command_is_compared_without_folder_and_local_rank(arguments, said):
+    assert consistency._command(arguments) == said
+
+
+def test_differing_option_is_named_without_its_value(alike):
+    commands = [["train.py", "--wandb-key", "s3cret", "--lr", "0.1"], ["train.py", "--lr", "0.1"]]
+    alike[0]["command"], *others = [consistency._command(commands[rank == 2]) for rank in range(4)]
+    for entry, command in zip(alike[1:], others, strict=True):
+        entry["command"] = command
+    (found,) = consistency.differences(alike, HOSTS)
+    assert "--wandb-key" in found.found
+    assert "s3cret" not in found.found
+    assert "ranks 0, 1, 3 (node1, node2) and rank 2 (node2)" in found.found
+
+
+@given(
+    st.from_regex(r"[A-Za-z0-9]{8,20}", fullmatch=True),
+    st.sampled_from(["--key={}", "--key {}", "-k{}", "-k {}", "{}", "-0{}", "--key=a={}", "={}"]),
+)
+def test_command_never_tells_an_option_value(value, form):
+    told = json.dumps(consistency._command(["train.py", *form.format(value).split()]))
+    assert value not in told
+
+
+def test_environment_never_tells_a_secret(monkeypatch):
+    secret = "s3cret-in-the-environment"
+    names = (
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "HF_TOKEN",
+        "HPCTRAIN_SECRET",
+        "NCC",
+        "XNCCL_A",
+    )
+    for name in names:
+        monkeypatch.setenv(name, secret)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    told = consistency.entry(torch.device("cpu"), {})
+    assert secret not in json.dumps(told)
+    assert told["network"]["NCCL_DEBUG"] == "WARN"
+
+
+def test_code_version_covers_the_script_and_its_local_imports(tmp_path, monkeypatch):
+    for name in ("train.py", "model.py", "never_imported.py"):
+        (tmp_path / name).write_text(f"x = '{name}'\n")
+    main, script = sys.modules["__main__"], tmp_path / "train.py"
+    monkeypatch.setattr(main, "__file__", str(script), raising=False)
+    monkeypatch.setitem(sys.modules, "model", type(sys)("model"))
+    sys.modules["model"].__file__ = str(tmp_path / "model.py")
+    before = consistency._code()
+    assert set(before) == {"train.py", "model.py"}
+    (tmp_path / "model.py").write_text("x = 2\n")
+    assert consistency._code()["model.py"] != before["model.py"]
+    assert consistency._code()["train.py"] == before["train.py"]
+    (tmp_path / "model.py").unlink()
+    assert set(consistency._code()) == {"train.py"}
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    assert consistency._code() == {}
+
+
+def test_module_imported_by_some_ranks_only_is_no_difference(alike):
+    for entry in alike:
+        entry["code"] = {"train.py": "1"}
+    alike[0]["code"]["tracker.py"] = "2"
+    assert not consistency.differences(alike, HOSTS)
+
+
+def test_open_files_limit_grows_with_the_world_and_is_restored(monkeypatch):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < 3000:
+        pytest.fail(f"the hard limit on open files is {before[1]} here: ulimit -Hn 4096")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        file_limit.make_room(16)()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1024
+        put_back = file_limit.make_room(1000)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 2000
+        put_back()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1024
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+        with pytest.raises(UsageError, match="at most 256 open files"):
+            file_limit.make_room(1000)
+    finally:
+        monkeypatch.undo()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

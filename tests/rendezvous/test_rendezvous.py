@@ -1,0 +1,963 @@
+"""Rendezvous: ranks find each other, agree on a roster, and name who is missing."""
+
+import contextlib
+import dataclasses
+import errno
+import gc
+import hashlib
+import http.server
+import json
+import os
+import socket
+import struct
+import threading
+import time
+import uuid
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from clock import Clock
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import until
+
+from hpctrain import rendezvous
+from hpctrain.cluster.launchers.base import MeetingPoint, Store
+from hpctrain.cluster.world import World
+from hpctrain.errors import CheckpointError, ContradictionError, StartError, UsageError
+from hpctrain.rendezvous import interfaces, meet, ports
+from hpctrain.rendezvous.messages import NEWS_SECONDS, Credentials, encode, keep_alive, pack, unpack
+
+HOME = "127.0.0.1"
+PATIENCE = 60.0  # seconds until a hang is called one; nothing that works comes near it
+NEVER = 1e9  # a time-out that runs out only where a test moves a clock by as much
+EARLY = 11.0  # by so much, as often as it takes, where a client is to end long before NEVER
+
+
+def meeting_point(host="a", key=None, port=None):
+    return MeetingPoint(key or uuid.uuid4().hex, host, HOME, port)
+
+
+@pytest.fixture
+def key():
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def start():
+    """Runs one rank in a thread; called again without arguments gives what came of all."""
+    threads, outcomes = [], []
+
+    def one(world, point, entry=None, timeout=PATIENCE, **more):
+        place = len(outcomes)
+        outcomes.append(None)
+
+        def run():
+            try:
+                outcomes[place] = meet(world, point, entry or {}, timeout, **more)
+            except Exception as error:
+                outcomes[place] = error
+
+        threads.append(threading.Thread(target=run, daemon=True))
+        threads[-1].start()
+        return threads[-1]
+
+    def ended(thread=None):
+        for each in [thread] if thread else threads:
+            each.join(PATIENCE)
+            assert not each.is_alive(), "a rank still waits"
+        return outcomes
+
+    one.ended = ended
+    yield one
+    for outcome in ended():
+        if isinstance(outcome, rendezvous.Meeting) and outcome.listener is not None:
+            outcome.listener.close()
+
+
+def start_all(start, key, hosts, local_ranks, port=None, **more):
+    for rank, (host, local_rank) in enumerate(zip(hosts, local_ranks, strict=True)):
+        world = World(rank, len(hosts), local_rank, launcher="env")
+        start(world, meeting_point(host, key, port), {"said": rank}, **more)
+    return start.ended()
+
+
+def knock(port):
+    """A connection to whoever listens on a port, as soon as somebody does."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return socket.create_connection((HOME, port), timeout=PATIENCE)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, "nobody listens"
+            time.sleep(0.005)
+
+
+@contextmanager
+def answered(listener, credentials):
+    """A caller that is answered as rank 0 would, what it says next read; and its challenge."""
+    connection, _ = listener.accept()
+    with connection, connection.makefile() as reader:
+        challenge = json.loads(reader.readline())["challenge"]
+        proof = credentials.proof("host", challenge)
+        connection.sendall(encode({"proof": proof, "challenge": "1"}))
+        reader.readline()
+        yield connection, reader, challenge
+
+
+@contextmanager
+def introduced(point, rank, size, secret="", host="a"):
+    """A connection to rank 0 that has said who it is, by the protocol alone."""
+    credentials = Credentials(point.key, secret)
+    with knock(ports(point)[0]) as connection, connection.makefile() as reader:
+        answer = greet(credentials, connection, reader)
+        local_rank = rank if host == "a" else 0
+        place = {"local_rank": local_rank, "node_rank": None, "hosts": None, "launcher": "env"}
+        entry = {"host": host, "pid": 1, "process": "1", "address": None, "world": place}
+        hello = json.dumps([rank, size, entry])
+        proof = credentials.proof("guest", answer["challenge"], hello)
+        connection.sendall(encode({"hello": hello, "proof": proof}))
+        # When rank 0 answers somebody else, it has read what came before.
+        with knock(ports(point)[0]) as other, other.makefile() as answers:
+            greet(credentials, other, answers)
+        yield reader
+
+
+def greet(credentials, connection, reader):
+    """Greet rank 0, and return its answer."""
+    connection.sendall(encode({"start": credentials.start, "challenge": "mine"}))
+    answer = json.loads(reader.readline())
+    assert credentials.proves(answer["proof"], "host", "mine")
+    return answer
+
+
+class Server:
+    """Rank 0 in a thread, on a clock that stands still until it is moved."""
+
+    def __init__(self, start, size, point):
+        self.clock, self.point, self.news = Clock(), point, []
+        self.thread = start(
+            World(0, size, 0), point, timeout=NEVER, announce=self.news.append, clock=self.clock
+        )
+
+    def move(self, seconds):
+        """Move the clock, and wake rank 0 by connections that say nothing."""
+        self.clock.move(seconds)
+        for port in ports(self.point)[:2]:
+            with contextlib.suppress(OSError):
+                socket.create_connection((HOME, port), timeout=PATIENCE).close()
+
+    def waits_for(self, ranks):
+        """Return when rank 0 announces that it waits for these ranks and no others."""
+        self.news.clear()
+        until(
+            lambda: any(line.startswith(f"waiting for {ranks} of ") for line in self.news),
+            lambda: self.move(NEWS_SECONDS / 4),  # who has just connected may stay for 10 s
+        )
+
+    def end(self, seconds):
+        """Move the clock so far, as often as rank 0 needs to end."""
+        until(lambda: not self.thread.is_alive(), lambda: self.move(seconds))
+
+
+class Client:
+    """A rank above 0 in a thread, on a clock that runs and is moved."""
+
+    def __init__(self, start, world, point, **more):
+        self.clock, self.news = Clock(time.monotonic), []
+        self.thread = start(
+            world, point, timeout=NEVER, announce=self.news.append, clock=self.clock, **more
+        )
+
+    def says(self, text):
+        """Return when it announces some text."""
+        until(
+            lambda: any(text in line for line in self.news),
+            lambda: self.clock.move(NEWS_SECONDS + 1),
+        )
+
+    def end(self, seconds):
+        """Move the clock so far, as often as it needs to end."""
+        until(lambda: not self.thread.is_alive(), lambda: self.clock.move(seconds))
+
+
+def is_sent_away(connection):
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("hosts", "local_ranks", "nodes"),
+    [
+        ("aaa", (0, 1, 2), (0, 0, 0)),
+        ("aab", (0, 1, 0), (0, 0, 1)),
+        ("abab", (0, 0, 1, 1), (0, 1, 0, 1)),
+        ("baaca", (0, 0, 1, 0, 2), (0, 1, 1, 2, 1)),
+    ],
+)
+def test_all_ranks_get_the_same_roster_and_a_complete_world(start, key, hosts, local_ranks, nodes):
+    meetings = start_all(start, key, hosts, local_ranks)
+    names = tuple(dict.fromkeys(hosts))
+    for rank, met in enumerate(meetings):
+        place = (local_ranks[rank], hosts.count(hosts[rank]), nodes[rank])
+        assert met.world == World(rank, len(hosts), *place, len(names), names, "env")
+        assert met.roll == meetings[0].roll
+        assert met.nonce == meetings[0].nonce
+        assert (met.listener is None) == (rank > 0)
+    roll = meetings[0].roll
+    assert [entry["said"] for entry in roll.entries] == list(range(len(hosts)))
+    assert [entry["host"] for entry in roll.entries] == list(hosts)
+    assert roll.addresses == (HOME,) * len(hosts)
+    assert roll.port == meetings[0].listener.getsockname()[1]
+    socket.create_connection((HOME, roll.port), timeout=PATIENCE).close()
+
+
+def test_node_ranks_and_hostnames_of_the_launcher_take_precedence(start, key):
+    hosts = ("node1", "node2")
+    for rank, node in enumerate((1, 0, 1)):
+        world = World(rank, 3, rank // 2, (1, 2)[node], node, 2, hosts, "slurm")
+        start(world, meeting_point("the-same-name-everywhere", key))
+    meetings = start.ended()
+    places = [(met.world.node_rank, met.world.local_world_size) for met in meetings]
+    assert places == [(1, 2), (0, 1), (1, 2)]
+    assert {m.world.hosts for m in meetings} == {hosts}
+    assert all(met.roll == meetings[0].roll for met in meetings)
+
+
+STRANGERS = {
+    "a browser": b"GET / HTTP/1.1\r\nHost: node1\r\n\r\n",
+    "no JSON": b"\xff\x00\xfe\n",
+    "a JSON list": b"[1, 2]\n",
+    "no start": b"{}\n",
+    "another start": b'{"start": "0123456789abcdef0123456789abcdef", "challenge": "1"}\n',
+    "a start of another alphabet": '{"start": "\u00e9", "challenge": "1"}\n'.encode(),
+    "numbers": b'{"start": 1, "challenge": 2}\n',
+    "deep nesting": b"[" * 60_000 + b"\n",
+    "no end": b"x" * 70_000,
+}
+
+
+@pytest.mark.parametrize("words", STRANGERS.values(), ids=STRANGERS)
+def test_unknown_peers_are_disconnected_and_silent_ones_delay_nobody(start, key, words):
+    point = meeting_point(key=key)
+    start(World(0, 2, 0), point)
+    with knock(ports(point)[0]) as silent, knock(ports(point)[0]) as stranger:
+        stranger.sendall(words)
+        assert is_sent_away(stranger)
+        start(World(1, 2, 1), meeting_point(key=key))
+        for met in start.ended():
+            assert [entry["host"] for entry in met.roll.entries] == ["a", "a"]
+        assert is_sent_away(silent)
+
+
+@contextmanager
+def occupied(port, answer):
+    """Somebody else on a port, who answers callers with some bytes, or with nothing at all."""
+    with socket.create_server((HOME, port)) as server:
+        leave = threading.Event()
+
+        def serve():
+            held = []
+            while not leave.is_set():
+                connection, _ = server.accept()
+                held.append(connection)
+                if answer is not None:
+                    connection.sendall(answer)
+                    connection.close()
+            for connection in held:
+                connection.close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            leave.set()
+            socket.create_connection((HOME, port), timeout=PATIENCE).close()
+            thread.join(PATIENCE)
+
+
+@pytest.mark.parametrize("answer", [None, b"", b"SSH-2.0\r\n", b"{}\n", b"\xff\n"])
+def test_occupied_port_is_skipped_by_all_ranks(start, key, answer):
+    given_port = ports(meeting_point())[0]
+    with occupied(given_port, answer):
+        meetings = start_all(start, key, "aab", (0, 1, 0), given_port)
+        assert all(met.roll == meetings[0].roll for met in meetings)
+
+
+def test_two_jobs_on_one_port_never_mix(start):
+    keys = {job: uuid.uuid4().hex for job in "AB"}
+    port = ports(meeting_point())[0]
+
+    def rank(job, number):
+        point = meeting_point(key=keys[job], port=port)
+        return start(World(number, 3, number), point, {"job": job})
+
+    rank("A", 0)
+    rank("A", 1)
+    knock(port).close()
+    # All of B come and go while A still waits on the port that both were given.
+    for thread in [rank("B", number) for number in range(3)]:
+        start.ended(thread)
+    rank("A", 2)
+    for job, met in zip("AABBBA", start.ended(), strict=True):
+        assert [entry["job"] for entry in met.roll.entries] == [job] * 3
+
+
+@pytest.mark.parametrize(
+    ("joined", "named"),
+    [((1, 3), "rank 2"), ((2,), "ranks 1, 3"), ((), "ranks 1, 2, 3")],
+)
+def test_timeout_names_missing_ranks_on_every_rank(start, key, joined, named):
+    server = Server(start, 4, meeting_point(key=key))
+    for rank in joined:
+        start(World(rank, 4, rank), meeting_point(key=key), timeout=NEVER)
+    server.waits_for(named)
+    server.move(NEVER)
+    for outcome in start.ended():
+        assert isinstance(outcome, StartError)
+        assert outcome.found.startswith(f"{named} of 4 did not come within")
+        for rank in (0, *joined):
+            assert f"{rank} on a" in outcome.found
+
+
+def test_timeout_names_rank_that_joined_and_died(start, key):
+    point = meeting_point(key=key)
+    server = Server(start, 3, point)
+    with introduced(point, 1, 3):
+        server.waits_for("rank 2")
+    server.waits_for("ranks 1, 2")
+    server.move(NEVER)
+    (outcome,) = start.ended()
+    assert isinstance(outcome, StartError)
+    assert outcome.found.startswith("ranks 1, 2 of 3 did not come")
+    assert "rank 1 on a came and was lost" in outcome.found
+
+
+def test_client_without_server_says_where_it_looked(start, key):
+    point = meeting_point("b", key)
+    client = Client(start, World(1, 2, 0), point)
+    client.says(f"rank 1 looks for rank 0: {HOME}: ")
+    client.end(NEVER)
+    (outcome,) = start.ended()
+    assert isinstance(outcome, StartError)
+    assert outcome.found.startswith(f"rank 1 on b did not find rank 0 at {HOME}")
+    assert str(ports(point)[0]) in outcome.found
+    assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fix
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_missing_main_address_is_refused_at_once(start, rank):
+    start(World(rank, 2, 0, launcher="somebody"), MeetingPoint("key", "a"))
+    (outcome,) = start.ended()
+    assert isinstance(outcome, StartError)
+    assert "somebody started 2 ranks and does not say where rank 0 is" in outcome.found
+    assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fix
+
+
+@pytest.mark.parametrize("hosts", ["bc", "aa"], ids=["two-hosts", "one-hostname-and-pid"])
+def test_duplicate_rank_is_refused_on_every_rank(start, key, hosts):
+    """Two containers may have one host name and one pid, as threads of one process do here."""
+    server = Server(start, 3, meeting_point(key=key))
+    twins = [start(World(1, 3, 0), meeting_point(host, key)) for host in hosts]
+    for twin in twins:
+        start.ended(twin)
+    server.end(NEWS_SECONDS)  # it would go on telling rank 2, which never comes
+    for outcome in start.ended():
+        assert isinstance(outcome, UsageError)
+        assert "two processes say that they are rank 1: " in outcome.found
+        assert all(f"{host} pid" in outcome.found for host in hosts)
+
+
+def test_different_world_sizes_are_refused_on_every_rank(start, key):
+    server = Server(start, 3, meeting_point(key=key))
+    start.ended(start(World(2, 4, 2), meeting_point("b", key)))
+    server.end(NEWS_SECONDS)
+    for outcome in start.ended():
+        assert isinstance(outcome, UsageError)
+        assert "rank 2 on b says 4 ranks, rank 0 on a says 3" in outcome.found
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("kind", [UsageError, CheckpointError])
+def test_error_of_one_rank_is_raised_on_every_rank(start, key, culprit, kind):
+    error = kind("torch is too old", "torch 2.6", "pip install torch")
+    for rank, host in enumerate("aab"):
+        point = meeting_point(host, key)
+        start(World(rank, 3, rank % 2), point, error=error if rank == culprit else None)
+    for outcome in start.ended():
+        assert outcome.found == f"rank {culprit} on {'aab'[culprit]}: torch is too old"
+        assert (outcome.expected, outcome.fix) == (error.expected, error.fix)
+        assert outcome.exit_code == kind.exit_code
+
+
+@pytest.mark.parametrize(
+    ("hosts", "local_ranks", "named"),
+    [
+        ("aab", (0, 0, 0), ("ranks 0 and 1", "local rank 0", "on a")),
+        ("abb", (0, 1, 1), ("ranks 1 and 2", "local rank 1", "on b")),
+        # LOCAL_RANK exported as the rank, on two hosts: nobody is left to wait for the others.
+        ("ab", (0, 1), ("rank 1", "local rank 1", "on b")),
+        ("aabb", (0, 1, 2, 3), ("rank 2", "local rank 2", "on b")),
+    ],
+)
+def test_wrong_local_ranks_are_refused_on_every_rank(start, key, hosts, local_ranks, named):
+    for outcome in start_all(start, key, hosts, local_ranks):
+        assert isinstance(outcome, UsageError)
+        for text in named:
+            assert text in outcome.found
+
+
+def test_world_of_one_opens_no_socket(monkeypatch):
+    def refuse(*arguments, **keywords):
+        raise AssertionError("a socket")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    met = meet(World(0, 1, 0), MeetingPoint("key", "laptop"), {"said": 1})
+    assert met.world == World(0, 1, 0, 1, 0, 1, ("laptop",))
+    assert met.listener is None
+    assert met.roll.entries[0]["said"] == 1
+    with pytest.raises(UsageError, match=r"^torch is too old"):
+        meet(World(0, 1, 0), MeetingPoint("k", "a"), {}, error=UsageError("torch is too old"))
+
+
+@given(st.text(), st.none() | st.integers(1, 65535))
+def test_ports_follow_from_the_job_and_avoid_ephemeral_ones(key, given_port):
+    point = MeetingPoint(key, "a", port=given_port)
+    tried = ports(point)
+    assert tried == ports(MeetingPoint(key, "elsewhere", HOME, given_port))
+    assert len(set(tried)) == len(tried) >= 8
+    if given_port is not None:
+        assert tried[0] == given_port
+    assert all(20000 <= port < 32000 for port in tried if port != given_port)
+
+
+def test_similar_job_ids_get_different_ports():
+    first = [ports(MeetingPoint(f"slurm//{job}/0/", "a"))[0] for job in range(100_000, 100_500)]
+    assert len(set(first)) > 450
+
+
+def test_wrong_secret_is_refused_with_the_reason(start, key):
+    points = [dataclasses.replace(meeting_point(key=key), secret=s) for s in ("s3cret", "other")]
+    server = Server(start, 2, points[0])
+    client = Client(start, World(1, 2, 1), points[1])
+    client.says("this start, with another HPCTRAIN_SECRET")
+    client.end(NEVER)
+    server.waits_for("rank 1")
+    server.move(NEVER)
+    host, guest = start.ended()
+    assert host.found.startswith("rank 1 of 2 did not come")
+    assert "this start, with another HPCTRAIN_SECRET" in guest.found
+    assert "s3cret" not in f"{points[0]} {host} {guest}"
+
+
+def test_rank_that_never_confirms_the_roster_is_named_and_secret_is_never_sent(start, key):
+    point = dataclasses.replace(meeting_point(key=key), secret="s3cret")
+    server = Server(start, 3, point)
+    with introduced(point, 1, 3, "s3cret") as deaf, introduced(point, 2, 3, "s3cret") as other:
+        for reader in (deaf, other):
+            assert "proof" in json.loads(reader.readline())
+            said = reader.readline()
+            assert "roll" in json.loads(said)
+            assert "s3cret" not in said
+        other.buffer.raw._sock.sendall(encode({"heard": 2}))
+        with knock(ports(point)[0]) as later, later.makefile() as answers:
+            greet(Credentials(key, "s3cret"), later, answers)  # so rank 2 was heard by now
+        server.end(NEWS_SECONDS)
+        assert "proof" in json.loads(other.readline())
+        found, _, _ = json.loads(other.readline())["error"]
+    (outcome,) = start.ended()
+    assert outcome.found == found
+    assert found.startswith("rank 1 of 3 came and was lost: the roll was not heard on a")
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        "[1]",
+        "{}",
+        '[-1, 2, {"host": "a", "pid": 1}]',
+        '[7, 2, {"host": "a"}]',
+        "[true, 2, {}]",
+        "x",
+    ],
+)
+def test_malformed_hello_is_disconnected(start, key, hello):
+    point = meeting_point(key=key)
+    start(World(0, 2, 0), point)
+    credentials = Credentials(key, "")
+    with knock(ports(point)[0]) as connection, connection.makefile() as reader:
+        answer = greet(credentials, connection, reader)
+        proof = credentials.proof("guest", answer["challenge"], hello)
+        connection.sendall(encode({"hello": hello, "proof": proof}))
+        assert is_sent_away(connection)
+    start(World(1, 2, 1), point)
+    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+
+
+def test_server_is_found_on_any_host_of_the_job(start, key):
+    """On addresses of this machine that stand for hosts; nobody listens on the first ones."""
+    hosts = ("127.0.0.9", "127.0.0.8", "127.0.0.7", HOME)
+    point = MeetingPoint(key, "a", None, sure=False, others=hosts, pretended=True)
+    for rank in range(3):
+        start(World(rank, 3, rank), point)
+    first, *others = start.ended()
+    assert all(met.roll == first.roll for met in others)
+
+
+def test_shared_file_leads_to_server_and_is_removed(start, key, tmp_path):
+    for rank, host in enumerate("abc"):
+        point = MeetingPoint(key, host, "127.0.0.9", sure=False, pretended=True)
+        start(World(rank, 3, 0), point, folder=tmp_path / "runs")
+    first, *others = start.ended()
+    assert all(met.roll == first.roll for met in others)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unwritable_shared_folder_is_refused_with_the_fix(start, key, tmp_path):
+    (tmp_path / "file").touch()
+    point = MeetingPoint(key, "a", None, sure=False)
+    start(World(0, 2, 0), point, folder=tmp_path / "file")
+    (outcome,) = start.ended()
+    assert "cannot leave word" in outcome.found
+    assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fix
+
+
+class Rendezvous(http.server.BaseHTTPRequestHandler):
+    """A stand-in for horovodrun's server, by its protocol; the real one takes a real Horovod."""
+
+    values = {}
+
+    def do_PUT(self):
+        self.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(200, b"")
+
+    def do_GET(self):
+        value = self.values.get(self.path)
+        self.answer(404 if value is None else 200, value or b"")
+
+    def answer(self, code, value):
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(value)))
+        self.end_headers()
+        self.wfile.write(value)
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_horovodrun_key_value_store_leads_to_server(start, key):
+    with http.server.ThreadingHTTPServer((HOME, 0), Rendezvous) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        store = Store("horovodrun", HOME, server.server_address[1])
+        for rank, host in enumerate("aab"):
+            point = MeetingPoint(key, host, None, sure=False, store=store, pretended=True)
+            start(World(rank, 3, rank % 2), point)
+        first, *others = start.ended()
+        server.shutdown()
+    assert all(met.roll == first.roll for met in others)
+
+
+@pytest.mark.parametrize(
+    ("resolves", "said"),
+    [
+        (OSError(-2, "Name or service not known"), "node1 does not resolve: Name or"),
+        (["127.0.1.1"], "node1 resolves to 127.0.1.1, which is this host"),
+    ],
+    ids=["unknown", "this-host"],
+)
+def test_client_gives_up_early_on_unresolvable_hostname(start, key, monkeypatch, resolves, said):
+    def getaddrinfo(host, *arguments, **keywords):
+        if isinstance(resolves, OSError):
+            raise resolves
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, 0)) for a in resolves]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    client = Client(start, World(1, 2, 0), MeetingPoint(key, "node2.cluster", "node1"))
+    client.end(EARLY)
+    (outcome,) = start.ended()
+    assert isinstance(outcome, StartError)
+    assert said in outcome.found
+    assert "rank 1 on node2.cluster did not find rank 0 at node1" in outcome.found
+
+
+def test_own_hostname_at_127_0_1_1_works_on_one_host(start, key, monkeypatch):
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host, *arguments, **keywords):
+        return real("127.0.1.1" if host == "node1" else host, *arguments, **keywords)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    for rank in range(3):
+        start(World(rank, 3, rank), MeetingPoint(key, "node1.cluster", "node1"))
+    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+
+
+def test_client_gives_up_early_where_server_died(start, key):
+    point = meeting_point(key=key)
+    with socket.create_server((HOME, ports(point)[0])) as dying:
+        client = Client(start, World(1, 3, 1), point)
+        with answered(dying, Credentials(key, "")):
+            pass
+    client.end(EARLY)
+    (outcome,) = start.ended()
+    assert isinstance(outcome, StartError)
+    assert f"{HOME} answered, then closed the connection" in outcome.found
+
+
+def test_unknown_network_interface_is_refused_on_every_rank(start, key):
+    for rank in range(3):
+        interface = "ib7" if rank == 1 else None
+        start(
+            World(rank, 3, rank), dataclasses.replace(meeting_point(key=key), interface=interface)
+        )
+    for outcome in start.ended():
+        assert isinstance(outcome, UsageError)
+        assert "the network interface 'ib7' is not there" in outcome.found
+        assert "lo (127.0.0.1" in outcome.expected
+
+
+def test_fixed_main_port_that_is_taken_is_refused(start, key):
+    port = ports(meeting_point())[0]
+    point = dataclasses.replace(meeting_point(key=key, port=port), only_port=True)
+    assert ports(point) == [port]
+    with occupied(port, b""):
+        Server(start, 2, point)
+        (outcome,) = start.ended()
+    assert isinstance(outcome, StartError)
+    assert f"rank 0 can listen on none of the ports {port}" in outcome.found
+    assert "MASTER_PORT" in outcome.fix
+
+
+def test_two_jobs_with_one_fixed_main_port_are_both_refused(start, key):
+    """The second's rank 1 could otherwise have come in the place of the first's."""
+    port = ports(meeting_point())[0]
+    point = dataclasses.replace(meeting_point(key=key, port=port), only_port=True)
+    first = Server(start, 2, point)
+    knock(port).close()
+    start.ended(start(World(0, 2, 0), point))
+    first.end(NEWS_SECONDS)
+    for outcome in start.ended():
+        assert isinstance(outcome, UsageError)
+        assert "two processes say that they are rank 0: " in outcome.found
+
+
+def test_failed_roster_check_is_raised_on_every_rank(start, key):
+    def check(roll):
+        raise UsageError(f"{len(roll.entries)} ranks", "other ones", "try again")
+
+    for rank in range(3):
+        start(World(rank, 3, rank), meeting_point(key=key), check=check)
+    for outcome in start.ended():
+        assert (outcome.found, outcome.fix) == ("3 ranks", "try again")
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.text(max_size=3), st.none() | st.integers() | st.text(), max_size=4),
+        min_size=1,
+    )
+)
+def test_packed_roster_round_trips(entries):
+    names = {name for entry in entries for name in entry}
+    whole = tuple({name: entry.get(name) for name in names} for entry in entries)
+    assert unpack(pack(entries), len(entries)) == whole
+
+
+def test_packed_roster_stores_common_values_once():
+    entries = [{"versions": "torch 2.15.0" * 50, "rank": rank} for rank in range(1000)]
+    assert len(pack(entries)) < 10 * len(entries)
+
+
+def test_rank_that_resets_its_connection_is_named(start, key):
+    server = Server(start, 3, meeting_point(key=key))
+    start(World(1, 3, 0), meeting_point("b", key))
+    server.waits_for("rank 2")
+    with introduced(meeting_point("c", key), 2, 3, host="c") as reader:
+        reader.readline()  # the roster is on its way
+        reset = struct.pack("ii", 1, 0)
+        reader.buffer.raw._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+    for outcome in start.ended():
+        assert isinstance(outcome, StartError)
+        assert "rank 2 of 3 came and was lost: the roll was not heard on c" in outcome.found
+
+
+@pytest.mark.parametrize("host", ["b", "a"], ids=["two-hosts", "one-hostname-and-pid"])
+def test_two_jobs_with_one_key_are_both_refused(start, key, host):
+    """Two trainings by hand with one MASTER_PORT; the second finds the first one's rank 0."""
+    port = ports(meeting_point())[0]
+    point = meeting_point(key=key, port=port)
+    first = Server(start, 3, point)
+    client = start(World(1, 3, 1), point)
+    knock(port).close()
+    second = Server(start, 3, dataclasses.replace(point, host=host))
+    start.ended(client)
+    for server in (first, second):
+        server.end(NEWS_SECONDS)
+    for outcome in start.ended():
+        assert isinstance(outcome, ContradictionError | UsageError)
+        assert "two processes say that they are rank 0: " in outcome.found
+        assert f"{host} pid " in outcome.found
+        assert "a port of its own" in outcome.fix
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "{}", '{"addresses": 1, "port": "x"}'),
+        *('{"addresses": ["no such host"], "port": 5}', '{"addresses": "127.0.0.1", "port": 25}'),
+        *('{"addresses": ["127.0.0.1"], "port": 99999}', '{"addresses": ["::1"], "port": true}'),
+        '{"addresses": ["fe80::1%nowhere", "::1%x"], "port": 25}',
+    ],
+)
+def test_unreadable_shared_file_is_read_again(start, key, tmp_path, text):
+    (tmp_path / f".meeting-{Credentials(key, '').start}").write_text(text)
+    point = MeetingPoint(key, "a", None, sure=False, pretended=True)
+    client = Client(start, World(1, 2, 1), point, folder=tmp_path)
+    start(World(0, 2, 0), point, folder=tmp_path)
+    client.end(1.0)  # from one look to the next are two
+    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+
+
+@pytest.mark.parametrize(
+    "address", ["node..1", ".", "a" * 64, "n\udcff", "fe80::1%nowhere", "fe80::1%lo", "a b"]
+)
+def test_client_gives_up_early_on_impossible_address(start, key, address):
+    client = Client(start, World(1, 2, 0), MeetingPoint(key, "b", address))
+    client.end(EARLY)
+    (outcome,) = start.ended()
+    assert isinstance(outcome, StartError)
+    assert f"did not find rank 0 at {address} within" in outcome.found
+
+
+def test_secret_may_hold_any_bytes(start, key):
+    for rank in range(3):
+        point = dataclasses.replace(meeting_point(key=key), secret=os.fsdecode(b"\xff\x80\n"))
+        start(World(rank, 3, rank), point)
+    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+
+
+def test_hosts_with_one_hostname_keep_their_own_addresses(start, key):
+    """127.0.0.1 is this machine's only address here, but not every address that it has."""
+    for rank in range(3):
+        world = World(rank, 3, 0, 1, rank, 3, ("n1", "n2", "n3"), "slurm")
+        start(world, MeetingPoint(key, "same", "127.0.0.2", pretended=True))
+    first = start.ended()[0]
+    assert first.roll.addresses[0] == "127.0.0.2"
+
+
+def test_tampered_message_is_ignored(start, key):
+    """From one that has rank 0's answers to the challenges, as who relays them would have."""
+    point = dataclasses.replace(meeting_point(key=key), secret="s3cret")
+    credentials = Credentials(key, "s3cret")
+    with socket.create_server((HOME, ports(point)[0])) as relay:
+        client = Client(start, World(1, 2, 1), point)
+        with answered(relay, credentials) as (connection, reader, challenge):
+            genuine = encode({"roll": "", "addresses": [], "port": 1, "nonce": "1"})
+            digest = hashlib.sha256(genuine).hexdigest()
+            proof = credentials.proof("message", challenge + "1", digest)
+            evil = encode({"error": ["evil", "", ""], "code": 2})
+            connection.sendall(encode({"proof": proof}) + evil)
+            reader.readline()
+    client.end(EARLY)
+    (outcome,) = start.ended()
+    assert isinstance(outcome, StartError)
+    assert "did not find rank 0" in outcome.found
+    assert "evil" not in f"{outcome}"
+
+
+def test_open_files_limit_is_named_without_a_busy_loop(start, key, monkeypatch):
+    """A stand-in for a limit that is reached: accept fails as it does then."""
+    calls = []
+
+    class Full:
+        def __init__(self, listener):
+            self.listener = listener
+
+        def __getattr__(self, name):
+            return getattr(self.listener, name)
+
+        def accept(self):
+            calls.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    real = rendezvous.host.Callers
+
+    def callers(listener, *more):
+        return real(Full(listener), *more)
+
+    monkeypatch.setattr(rendezvous.host, "Callers", callers)
+    point, clock = meeting_point(key=key), Clock(time.monotonic)
+    began = time.monotonic()
+    start(World(0, 2, 0), point, timeout=NEVER, clock=clock)
+    with knock(ports(point)[0]):
+        until(lambda: len(calls) > 3)
+        clock.move(NEVER)
+        (outcome,) = start.ended()
+    assert "callers were not let in: Too many open files (ulimit -n)" in outcome.found
+    assert len(calls) < 3 + (time.monotonic() - began) / rendezvous.callers._FULL_SECONDS
+
+
+def test_rendezvous_leaks_no_file_descriptor(start, key, tmp_path):
+    start_all(start, uuid.uuid4().hex, "aab", (0, 1, 0))[0].listener.close()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            for met in start_all(start, uuid.uuid4().hex, "aab", (0, 1, 0))[-3:]:
+                if met.listener is not None:
+                    met.listener.close()
+        assert len(os.listdir("/proc/self/fd")) <= before
+    finally:
+        gc.enable()
+
+
+def test_loopback_interface_is_refused_for_several_hosts(start, key):
+    for rank, host in enumerate("abc"):
+        point = dataclasses.replace(meeting_point(host, key), interface="lo")
+        start(World(rank, 3, 0), point)
+    for outcome in start.ended():
+        assert isinstance(outcome, UsageError)
+        assert "the interface of rank 0 on a has the address 127.0.0.1" in outcome.found
+        assert "HPCTRAIN_INTERFACE" in outcome.fix
+
+
+def test_authentication_answer_is_bound_to_side_challenge_and_text():
+    ours = Credentials("key", "secret")
+    proof = ours.proof("guest", "challenge", "text")
+    assert ours.proves(proof, "guest", "challenge", "text")
+    assert not ours.proves(proof, "host", "challenge", "text")
+    assert not ours.proves(proof, "guest", "another", "text")
+    assert not ours.proves(proof, "guest", "challenge", "another")
+    assert not ours.proves(None, "guest", "challenge", "text")
+    for other in (Credentials("another", "secret"), Credentials("key", "another")):
+        assert not other.proves(proof, "guest", "challenge", "text")
+    assert Credentials("key", "a").start == Credentials("key", "b").start
+    assert Credentials("key", "a").start != Credentials("another", "a").start
+    assert len({Credentials.challenge() for _ in range(100)}) == 100
+
+
+def test_replayed_hello_is_refused(start, key):
+    """A hello that somebody recorded, with its proof, to another challenge."""
+    point = meeting_point(key=key)
+    start(World(0, 2, 0), point)
+    credentials = Credentials(key, "")
+    recorded = None
+    for _ in range(2):
+        with knock(ports(point)[0]) as connection, connection.makefile() as reader:
+            challenge = greet(credentials, connection, reader)["challenge"]
+            if recorded is None:
+                hello = json.dumps([1, 2, {"host": "evil"}])
+                proof = credentials.proof("guest", challenge, hello)
+                recorded = encode({"hello": hello, "proof": proof})
+            else:
+                connection.sendall(recorded)
+                assert is_sent_away(connection)
+    start(World(1, 2, 1), point)
+    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+
+
+def test_every_rendezvous_has_its_own_nonce(start, key):
+    nonces = set()
+    for _ in range(2):
+        met = start_all(start, key, "aab", (0, 1, 0))[-3:]
+        met[0].listener.close()
+        nonces |= {one.nonce for one in met}
+    assert len(nonces) == 2
+    assert key not in nonces
+
+
+def test_silent_peer_is_disconnected_after_a_timeout(start, key):
+    point = meeting_point(key=key)
+    server = Server(start, 3, point)
+    with knock(ports(point)[0]) as silent:
+        start(World(1, 3, 1), point)
+        server.waits_for("rank 2")
+        server.move(NEWS_SECONDS)
+        assert is_sent_away(silent)
+    start(World(2, 3, 2), point)
+    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+
+
+def test_oldest_unknown_peer_is_disconnected_where_there_are_too_many(start, key, monkeypatch):
+    monkeypatch.setattr(rendezvous.callers, "_STRANGERS", 2)
+    point = meeting_point(key=key)
+    start(World(0, 2, 0), point)
+    with ExitStack() as stack:
+        silent = [stack.enter_context(knock(ports(point)[0])) for _ in range(8)]
+        assert is_sent_away(silent[0])
+        start(World(1, 2, 1), point)
+        assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+
+
+def test_rank_may_reconnect(start, key):
+    """Its first connection was lost on the way, and rank 0 does not know yet."""
+    point = meeting_point(key=key)
+    start(World(0, 3, 0), point)
+    with introduced(point, 1, 3), introduced(point, 1, 3) as reader:
+        thread = start(World(2, 3, 2), point)
+        reader.readline()
+        assert "roll" in json.loads(reader.readline())
+        reader.buffer.raw._sock.sendall(encode({"heard": 1}))
+        reader.readline()
+        assert json.loads(reader.readline()) == {"begin": True}
+        start.ended(thread)
+    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+
+
+def test_ranks_of_one_host_listen_on_loopback_only(start, key):
+    point = MeetingPoint(key, "a")
+    start(World(0, 2, 0, num_nodes=1), point)
+    knock(ports(point)[0]).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", ports(point)[0]), timeout=PATIENCE)
+    start(World(1, 2, 1, num_nodes=1), point)
+    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+
+
+def test_keepalive_ends_lost_connections():
+    with socket.socket() as connection:
+        keep_alive(connection)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        probes = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
+        idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, p) for p in probes)
+        assert idle + interval * count <= 20
+        timeout = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert 0 < timeout <= 20_000
+
+
+def test_bridge_addresses_are_told_last(monkeypatch):
+    found = {
+        "docker0": ["172.17.0.1"],
+        "lo": ["127.0.0.1", "::1"],
+        "virbr0": ["192.168.122.1"],
+        "eth0": ["10.0.0.1", "fd00::1"],
+    }
+    monkeypatch.setattr(interfaces, "addresses", lambda: found)
+    assert interfaces.reachable() == ["10.0.0.1", "fd00::1", "172.17.0.1", "192.168.122.1"]
+
+
+def test_server_is_found_soon_among_many_hosts(start, key):
+    """Each of them is asked in every round, on the port that rank 0 nearly always has."""
+    hosts = [f"127.0.{n // 200}.{n % 200 + 2}" for n in range(100)]
+    point = MeetingPoint(key, "a", None, sure=False, others=(*hosts, HOME), pretended=True)
+    asked = []
+    real = rendezvous.guest.Knock
+
+    def knocks(place, *more):
+        asked.append(place)
+        return real(place, *more)
+
+    rendezvous.guest.Knock = knocks
+    try:
+        start(World(1, 2, 1), point)
+        until(lambda: (HOME, ports(point)[0]) in asked)
+        asked.clear()
+        start(World(0, 2, 0), point)
+        assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+        # What was left of one round, and another one: two ports of each host.
+        assert len(asked) <= 2 * 2 * 101
+    finally:
+        rendezvous.guest.Knock = real

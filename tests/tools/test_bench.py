@@ -1,0 +1,400 @@
+"""`hpctrain bench` in one process: what it refuses, what it finds, and that it leaves nothing."""
+
+import errno
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import hpctrain
+from hpctrain.cli import main
+from hpctrain.errors import UsageError
+from hpctrain.tools.bench import allreduce, checkpoint, command, input, measure, models, step
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch, tmp_path_factory):
+    """Blocks that take next to no time: here nobody looks at speeds."""
+    for module in (step, allreduce, input):
+        monkeypatch.setattr(module, "_BLOCK_SECONDS", 0.01)
+    # Torch sets it, and makes the folder, with its compiler, which a first step imports.
+    compiled = tmp_path_factory.getbasetemp() / "compiled"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+
+
+def bench(*words):
+    """A measurement; an exit code, whether it is returned or raised."""
+    try:
+        return main(["bench", *words])
+    except SystemExit as leave:
+        return leave.code
+
+
+def record(tmp_path):
+    """Return the saved record, and check that no other file is left."""
+    (saved,) = tmp_path.iterdir()
+    assert saved.name == "found.json"
+    return json.loads(saved.read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("4", 4),
+        ("4B", 4),
+        ("64kB", 64_000),
+        ("1.5 MB", 1_500_000),
+        ("2K", 2000),
+        ("1GB", 10**9),
+        ("16.1kB", 16_100),
+        ("8.7TB", 8_700_000_000_000),
+        ("4.004kB", 4004),
+    ],
+)
+def test_bench_sizes_are_powers_of_ten(text, count):
+    assert measure.size(text) == count
+    if count != 4004:  # people get three digits
+        assert measure.size(measure.spell(count)) == count
+
+
+def test_bench_size_spelled_in_the_next_unit_when_rounded_up():
+    assert [measure.spell(count) for count in (999, 999_499, 999_500, 999_700, 10**6)] == [
+        "999 B",
+        "999 kB",
+        "1 MB",
+        "1 MB",
+        "1 MB",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "0", "-4", "1.5B", "1MiB", "many", "4 4"])
+def test_bench_refuses_invalid_size(text, capsys):
+    with pytest.raises(ValueError, match="such as 4B"):
+        measure.size(text)
+    assert bench("checkpoint", f"--size={text}") == 2
+    assert "invalid size such as 64kB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["latency"],
+        ["step", "--seconds", "0"],
+        ["step", "--precision", "O2"],
+        ["allreduce", "--sizes", "4,,8"],
+        ["input", "--workers", "0,-1"],
+    ],
+)
+def test_bench_wrong_use_exits_with_2(words, capsys):
+    assert bench(*words) == 2
+    assert "usage: hpctrain bench" in capsys.readouterr().err
+
+
+def test_busbw_is_that_of_nccl_tests():
+    assert measure.busbw(10.0, 2) == 10.0
+    assert measure.busbw(10.0, 4) == 15.0
+    assert measure.busbw(10.0, 8) == pytest.approx(17.5)
+
+
+def test_order_of_arms_is_balanced():
+    orders = [measure.order("abc", number) for number in range(6)]
+    for one, other in ("ab", "bc", "ac"):
+        assert sum(order.index(one) < order.index(other) for order in orders) == 3
+
+
+def test_ratios_compare_values_of_one_round():
+    found = measure.compare({"base": [1.0, 2.0, 4.0], "other": [2.0, 4.0, 8.0]}, "base", "ms", 1e3)
+    assert found["other"]["ms"]["median"] == 4000.0
+    assert (found["other"]["ratio"]["low"], found["other"]["ratio"]["high"]) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize("count", range(6, 60))
+def test_confidence_interval_of_the_median_covers_95_percent(count):
+    def held(left_out):
+        return 1 - 2 * sum(math.comb(count, below) for below in range(left_out + 1)) / 2**count
+
+    found = measure.summary(range(count))
+    assert found["low"] + found["high"] == count - 1
+    assert held(found["low"]) >= 0.95 > held(found["low"] + 1)
+
+
+@pytest.mark.parametrize("count", range(2, 6))
+def test_confidence_interval_of_few_values_is_their_range(count):
+    found = measure.summary(range(count))
+    assert (found["low"], found["high"]) == (0, count - 1)
+
+
+def test_bench_allreduce_refuses_one_rank(tmp_path, capsys):
+    assert bench("allreduce") == 2
+    assert "hpctrain run --nproc-per-node 2 -m hpctrain bench allreduce" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["no/such/folder/found.json", "."])
+def test_bench_json_refused_before_measuring(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(step, "measure", lambda *_: pytest.fail("measured"))
+    assert bench("step", "--json", path) == 2
+    assert "--json FILE" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["a device", "a pipe", "a loop", "/dev/stdout"])
+def test_bench_json_never_replaces_a_device_pipe_or_loop(kind, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(step, "measure", lambda *_: pytest.fail("measured"))
+    place = tmp_path / "place"
+    if kind == "a pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to({"a device": os.devnull, "a loop": place}.get(kind, kind))
+    before = place.lstat()
+    assert bench("step", "--json", "place") == 2
+    assert "--json place, which is there, and no file to replace" in capsys.readouterr().err
+    assert (place.lstat().st_ino, place.lstat().st_mode) == (before.st_ino, before.st_mode)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize("shown", ["> shown", "| cat"])
+def test_bench_json_never_replaces_standard_output(shown):
+    words = f"{sys.executable} -m hpctrain bench allreduce --json /dev/stdout {shown}"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", words], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 2
+    assert "--json /dev/stdout, which is there, and no file to replace" in done.stderr
+
+
+@pytest.mark.slow
+def test_bench_json_follows_a_link_to_a_file(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder/found.json")
+    words = ("step", "--seconds", "0.1", "--batch-size", "2", "--json", "link")
+    for _ in ("new", "replaced"):
+        assert bench(*words) == 0
+        assert (tmp_path / "link").is_symlink()
+        assert record(tmp_path / "folder")["benchmark"] == "step"
+
+
+@pytest.mark.parametrize(
+    ("model", "meant"), [("resnet5", "--model resnet50"), ("smal", "--model resnet50")]
+)
+def test_bench_unknown_model_suggests_a_known_one(model, meant, capsys):
+    assert bench("step", "--model", model) == 2
+    assert meant in capsys.readouterr().err
+
+
+def test_bench_step_of_one_process(tmp_path, capsys):
+    assert bench("step", "--seconds", "0.1", "--batch-size", "2", "--json", "found.json") == 0
+    found, shown = record(tmp_path), capsys.readouterr().out
+    assert (found["benchmark"], found["model"], found["batch_size"]) == ("step", "small", 2)
+    assert found["world"]["world_size"] == 1
+    assert list(found["arms"]) == ["by hand", "hpctrain"]
+    for arm in found["arms"].values():
+        assert arm["images_per_second"] == pytest.approx(2 / arm["ms"]["median"] * 1e3)
+        assert arm["peak_memory"] is None
+    assert found["arms"]["by hand"]["ratio"]["median"] == 1.0
+    assert found["command"].startswith(("python", "pytest", "hpctrain"))
+    assert found["versions"]["torch"]
+    assert "hpctrain  " in shown
+    assert "peak memory" not in shown
+
+
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+def test_bench_models_have_no_auxiliary_output(name, monkeypatch):
+    from torchvision import models as zoo
+
+    # The real ones take seconds to make.
+    monkeypatch.setattr(zoo, "get_model", lambda name, **more: more)
+    assert models.maker(name)()["aux_logits"] is False
+    assert "aux_logits" not in models.maker("resnet18")()
+
+
+@pytest.mark.slow
+def test_bench_step_in_half_precision(tmp_path):
+    words = ("step", "--seconds", "0.1", "--batch-size", "2", "--precision", "fp16")
+    assert bench(*words, "--json", "found.json") == 0
+    assert record(tmp_path)["precision"] == "fp16"
+
+
+def test_bench_checkpoint_pause_is_shorter_than_the_write(tmp_path, capsys):
+    words = ("checkpoint", "--size", "1MB", "--seconds", "0.1", "--json", "found.json")
+    assert bench(*words) == 0
+    found = record(tmp_path)
+    assert found["bytes"] == 10**6
+    assert found["path"] == str(tmp_path / "runs")
+    ours = found["arms"]["hpctrain"]
+    assert found["pause"]["seconds"]["median"] <= ours["seconds"]["median"]
+    assert found["pause"]["seconds"]["count"] == ours["seconds"]["count"] >= 3
+    for arm in found["arms"].values():
+        assert arm["gigabytes_per_second"] == pytest.approx(1e-3 / arm["seconds"]["median"])
+    assert "Training waits" in capsys.readouterr().out
+
+
+def test_bench_checkpoint_chooses_a_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_SECONDS_OF_A_WRITE", 0.01)
+    monkeypatch.setattr(checkpoint, "_TRIAL", 10**6)
+    assert bench("checkpoint", "--seconds", "0.1", "--json", "found.json") == 0
+    size = record(tmp_path)["bytes"]
+    assert 10**4 <= size <= 10**9
+    assert set(str(size)[1:]) == {"0"}
+
+
+def test_bench_checkpoint_size_limited_by_disk_and_memory():
+    checkpoint.refuse_size(10**6, "runs", 10**7, None)
+    with pytest.raises(UsageError, match="1 MB are free on the file system of runs") as caught:
+        checkpoint.refuse_size(10**6, "runs", 10**6, None)
+    assert caught.value.fix.startswith("--size 400kB ")
+    with pytest.raises(UsageError, match="of memory") as caught:
+        checkpoint.refuse_size(10**6, "runs", 10**8, 10**6)
+    assert caught.value.fix == "--size 200kB"
+    with pytest.raises(UsageError, match="--size 3B"):
+        checkpoint.refuse_size(3, "runs", 10**8, None)
+
+
+def test_bench_checkpoint_refuses_write_longer_than_the_timeout():
+    checkpoint.refuse_slow(10**9, 10**8, 300.0)
+    with pytest.raises(UsageError, match=r"100 GB .* 333 s") as caught:
+        checkpoint.refuse_slow(10**11, 3 * 10**8, 300.0)
+    assert caught.value.fix.startswith("--size 30GB ")
+    checkpoint.refuse_slow(3 * 10**10, 3 * 10**8, 300.0)
+
+
+def fills_up(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def is_cancelled(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return 1.0
+
+
+def is_interrupted(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [(fills_up, 2), (is_cancelled, 75), (is_interrupted, 130)]
+)
+def test_bench_leaves_no_files_after_error_or_signal(fault, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "write", fault)
+    # A shell's job in the background has it ignored, and these tests may be one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert bench("checkpoint", "--size", "1MB", "--json", "found.json") == code
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not list(tmp_path.iterdir())
+    assert ("No space left" in capsys.readouterr().err) == (fault is fills_up)
+
+
+def test_bench_input_numbers_of_workers():
+    assert input.numbers_of_workers(1) == [0, 1]
+    assert input.numbers_of_workers(2) == [0, 1, 2]
+    assert input.numbers_of_workers(6) == [0, 1, 2, 4, 6]
+    assert input.numbers_of_workers(8) == [0, 1, 2, 4, 8]
+
+
+def test_bench_input_of_one_process(tmp_path, monkeypatch, capsys):
+    words = ("input", "--workers", "0,1", "--batch-size", "2", "--seconds", "0.1", "--need", "1")
+    assert bench(*words, "--json", "found.json") == 0
+    found = record(tmp_path)
+    assert list(found["arms"]) == ["decoded, no loader", "0 workers", "1 worker"]
+    for arm in found["arms"].values():
+        rate = arm["images_per_second"]["median"]
+        assert rate == pytest.approx(2e3 / arm["ms_per_batch"]["median"])
+        assert arm["images_per_second_of_a_rank"] == pytest.approx(rate)
+    assert found["enough_workers"] == 0
+    assert "fed by --workers 0." in capsys.readouterr().out
+
+
+@pytest.fixture
+def arms():
+    """Arms of `bench input`, over 10 pictures in batches of 4."""
+    with hpctrain.Session(backend="single", precision="fp32", batch_size=4, workers=0) as session:
+        yield input._Arms(session, input.Pictures(10))
+
+
+def test_bench_input_rate_does_not_depend_on_bursts_of_workers(arms, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(input, "_BLOCK_SECONDS", 1.0)
+    monkeypatch.setattr(input, "time", SimpleNamespace(perf_counter=lambda: now))
+    for first, seconds in itertools.product(range(1, 9), (0.01, 0.6, 1.7)):
+
+        def bursts(*_, first=first, seconds=seconds, **__):
+            """Batches of 8 workers that end together; of the first burst not all come."""
+            nonlocal now
+            for count in itertools.chain([first], itertools.repeat(8)):
+                now += seconds
+                yield from range(count)
+
+        monkeypatch.setattr(input.data, "Loader", bursts)
+        assert 1 / arms.load(8) == pytest.approx(8 * 4 / seconds), (first, seconds)
+
+
+def test_bench_input_never_measures_across_epochs(arms):
+    batches = list(itertools.islice(iter(arms._anew()), 40))  # 2 in an epoch
+    epochs = [batches[start] + batches[start + 1] for start in range(0, 40, 2)]
+    assert all(len(set(epoch)) == 8 for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 1
+    assert next(iter(arms._anew())) != batches[0]
+    assert arms.load(1) > 0
+    assert arms.decode() > 0
+
+
+def test_bench_input_names_a_corrupt_image(tmp_path, capsys):
+    folder = tmp_path / "images" / "train" / "a"
+    folder.mkdir(parents=True)
+    for number in range(4):
+        (folder / f"{number}.jpg").write_bytes(b"no image")
+    words = ("input", "--data", "images", "--batch-size", "2", "--workers", "0", "--seconds", "0.1")
+    assert bench(*words) == 1
+    error = capsys.readouterr().err
+    assert ".jpg is no image that can be decoded" in error
+    assert "Traceback" not in error
+
+
+def test_bench_input_refuses_too_few_images(tmp_path, capsys):
+    folder = tmp_path / "images" / "train" / "a"
+    folder.mkdir(parents=True)
+    (folder / "x.jpg").write_bytes(b"")
+    assert bench("input", "--data", "images") == 2
+    error = capsys.readouterr().err
+    assert "images/train has 1 images, and a batch of each rank takes 64" in error
+    assert "--batch-size 1\n" in error
+
+
+def test_bench_input_refuses_missing_images(tmp_path, capsys):
+    assert bench("input", "--data", "nowhere") == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_input_finds_the_workers_that_suffice():
+    ranks = [{"decoded, no loader": [1e-3] * 3, "0 workers": [2e-3] * 3, "2 workers": [1e-3] * 3}]
+    found = input.evaluate(ranks * 2, 4, [0, 2], 800)
+    assert found["arms"]["2 workers"]["images_per_second"]["median"] == pytest.approx(2000)
+    assert found["enough_workers"] == 2
+    assert input.evaluate(ranks, 4, [0, 2], 1001)["enough_workers"] is None
+
+
+def test_bench_title_has_world_device_and_backend():
+    said = {
+        "benchmark": "step",
+        "world": {"world_size": 8, "num_nodes": 2},
+        "machine": {"cpu": "some CPU", "cores": 4},
+        "device": "NVIDIA H200",
+        "backend": "ddp",
+        "transport": "nccl",
+        "versions": {"torch": "2.15.0"},
+        "date": "2026-11-22T00:00:00+00:00",
+    }
+    first, *_ = command.title(said).splitlines()
+    assert first == ("step: 8 ranks on 2 hosts, ddp over nccl, NVIDIA H200, 4 cores of rank 0")
