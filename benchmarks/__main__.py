@@ -68,7 +68,7 @@ BENCHMARKS = {
     "startup": Benchmark("--rounds 2"),
     "hostlist": Benchmark("--rounds 6"),
     "first_allreduce": Benchmark("--rounds 2"),
-    "meeting": Benchmark("--rounds 2"),
+    "rendezvous": Benchmark("--rounds 2"),
     "submit": Benchmark("--rounds 2", no_slurm),
     "step_overhead": Benchmark("--rounds 4"),
     "allreduce": Benchmark("--rounds 4"),

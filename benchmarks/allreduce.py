@@ -89,7 +89,7 @@ def gradients_by_hand() -> Callable[[], Any]:
 def gradients_with_hpctrain(session: hpctrain.Session) -> Callable[[], Any]:
     """The same through the backend."""
     model = session.prepare(ManyTensors())
-    return lambda: (model().backward(), session.backend.average(), model.zero_grad())
+    return lambda: (model().backward(), session.backend.sync_gradients(), model.zero_grad())
 
 
 def block(session: hpctrain.Session, call: Callable[[], Any], calls: int) -> float:
@@ -104,11 +104,11 @@ def block(session: hpctrain.Session, call: Callable[[], Any], calls: int) -> flo
 def take_turns(session: hpctrain.Session, rounds: int) -> Times:
     """By subject and arm, a time for each round."""
     subjects: dict[str, tuple[dict[str, Callable[[], Any]], int]] = {}
-    by_hand = sum_by_hand(session)
+    baseline = sum_by_hand(session)
     for name, (numbers, calls) in SIZES.items():
         tensor = torch.zeros(numbers)
         arms = {
-            BY_HAND: lambda tensor=tensor: by_hand(tensor),
+            BY_HAND: lambda tensor=tensor: baseline(tensor),
             HPCTRAIN: lambda tensor=tensor: session.backend.sum(tensor),
         }
         subjects[name] = arms, calls

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from hpctrain.rendezvous.addresses import LOOPBACK
 from hpctrain.rendezvous.messages import Credentials, Entry, decode, encode
 
-__all__ = ["PER_HOST", "Conversation", "Crowd", "entry", "guest", "one_line"]
+__all__ = ["PER_HOST", "Conversation", "Crowd", "client", "entry", "one_line"]
 
 PER_HOST = 8
-# As a guest of hpctrain.rendezvous does, about: it calls again after this.
+# About what a RendezvousClient does: it calls again after this.
 _PAUSE_SECONDS = 0.1
 # What a rank says, a line at a time, and what it hears.
 Conversation = Generator[bytes, bytes, None]
@@ -47,18 +47,18 @@ def entry(rank: int, size: int, common: Entry) -> Entry:
     }
 
 
-def guest(credentials: Credentials, rank: int, hello: str, rolls: list[bytes]) -> Conversation:
-    """What a rank above 0 says, as `meeting.guest` says it."""
+def client(credentials: Credentials, rank: int, hello: str, rosters: list[bytes]) -> Conversation:
+    """What a rank above 0 says, as `RendezvousClient` says it."""
     challenge = Credentials.challenge()
     answer = decode((yield encode({"start": credentials.start, "challenge": challenge}))) or {}
     if not credentials.proves(answer.get("proof"), "host", challenge):
         raise SystemExit(f"rank {rank} heard a stranger: {answer}")
-    own = credentials.proof("guest", str(answer["challenge"]), hello)
-    roll = yield from _message(encode({"proof": own, "hello": hello}))
-    if not roll.startswith(b'{"roll"'):
-        raise SystemExit(f"rank {rank} did not get the roll: {roll[:500]!r}")
-    if not rolls:
-        rolls.append(roll)
+    own = credentials.proof("client", str(answer["challenge"]), hello)
+    roster = yield from _message(encode({"proof": own, "hello": hello}))
+    if not roster.startswith(b'{"roster"'):
+        raise SystemExit(f"rank {rank} did not get the roster: {roster[:500]!r}")
+    if not rosters:
+        rosters.append(roster)
     begin = yield from _message(encode({"heard": rank}))
     if decode(begin) != {"begin": True}:
         raise SystemExit(f"rank {rank} may not begin")

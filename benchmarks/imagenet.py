@@ -45,7 +45,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 Step = Callable[[], Any]
 
 
-def by_hand(
+def baseline(
     device: torch.device,
     batches: Batches,
     name: str,
@@ -153,20 +153,20 @@ def arms(opened: dict[bool, hpctrain.Session], arguments: argparse.Namespace) ->
     old = {"half": torch.float16 if fused else torch.bfloat16, "channels_last": False}
     old["fused"] = False
     steps = {
-        "by hand": by_hand(device, batches, name, fused=fused),
+        "by hand": baseline(device, batches, name, fused=fused),
         "hpctrain": with_hpctrain(session, batches, name),
-        "like torchvision's script": by_hand(device, batches, name, **old, read=accuracies),
-        "like timm's script": by_hand(device, batches, name, **old),
+        "like torchvision's script": baseline(device, batches, name, **old, read=accuracies),
+        "like timm's script": baseline(device, batches, name, **old),
     }
     if True in opened:
-        steps["by hand, compiled"] = by_hand(device, batches, name, compiled=True)
+        steps["by hand, compiled"] = baseline(device, batches, name, compiled=True)
         steps["hpctrain, compiled"] = with_hpctrain(opened[True], batches, name)
     if arguments.data:
         path, size = arguments.data, arguments.size
         own = files_hpctrain(session, path, size)
         steps["files, hpctrain"] = with_hpctrain(session, own, name)
         others = files_torchvision(session, path, size, arguments.batch_size)
-        steps["files, torchvision's way"] = by_hand(device, others, name, fused=fused)
+        steps["files, torchvision's way"] = baseline(device, others, name, fused=fused)
     return steps
 
 

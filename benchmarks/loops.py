@@ -90,7 +90,7 @@ class Setup:
             optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         return model, optimizer
 
-    def by_hand(self) -> DataLoader[Any]:
+    def baseline(self) -> DataLoader[Any]:
         """The loader that an expert writes."""
         world = self.session.world
         sampler: Any = RandomSampler(self.dataset)
@@ -146,11 +146,11 @@ class Setup:
             yield add
 
 
-def by_hand(setup: Setup) -> Iterator[None]:
+def baseline(setup: Setup) -> Iterator[None]:
     """The loop that an expert writes, with the log that an expert has."""
     model, optimizer = setup.shared(*setup.parts())
     with setup.log("by-hand", optimizer) as log:
-        for inputs, targets in setup.by_hand():
+        for inputs, targets in setup.baseline():
             loss = cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
@@ -263,7 +263,7 @@ def with_ignite(setup: Setup) -> Iterator[None]:
         )
         # Its loop cannot yield: it takes all steps of a block, then the others cost nothing.
         engine.add_event_handler(Events.ITERATION_COMPLETED(every=setup.steps), engine.interrupt)
-        loader = setup.by_hand()
+        loader = setup.baseline()
         while True:
             engine.run(loader, max_epochs=1)
             for _ in range(setup.steps):
@@ -288,7 +288,7 @@ class Arm:
 BASE = "by hand"
 # A new arm is a function that yields after each step, and a line here.
 ARMS = {
-    BASE: Arm(by_hand),
+    BASE: Arm(baseline),
     "bare, no log": Arm(bare),
     "hpctrain": Arm(with_hpctrain, has_target=True),
     "accelerate": Arm(with_accelerate, package="accelerate"),

@@ -51,7 +51,7 @@ def parts(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def by_hand(session: hpctrain.Session, case: Case, name: str, batches: Batches) -> Step:
+def baseline(session: hpctrain.Session, case: Case, name: str, batches: Batches) -> Step:
     """The step that an expert writes, with the settings of the session."""
     _, compile_it, half, _ = case
     device = session.device.type
@@ -118,7 +118,7 @@ def measure(case: Case, arguments: argparse.Namespace, folder: str) -> dict[str,
             for _ in range(BATCHES)
         ]
         arms = {
-            BY_HAND: by_hand(session, case, arguments.model, batches),
+            BY_HAND: baseline(session, case, arguments.model, batches),
             HPCTRAIN: with_hpctrain(session, arguments.model, batches),
         }
         for step in arms.values():

@@ -49,7 +49,7 @@ HEADS = {
 _PLAIN = ("reported", "first")
 _NO_LEVELS = {"results", "sizes", "arms", "targets", *_PLAIN}
 # What a level of a benchmark's record is called, where its key alone does not say.
-_LEVELS = {"checkpoint": "{} MB", "meeting": "{} ranks"}
+_LEVELS = {"checkpoint": "{} MB", "rendezvous": "{} ranks"}
 _TAX = "other work meanwhile"
 NOT_MEASURED = "Not measured yet."
 
@@ -255,7 +255,7 @@ def status(top: Path) -> str:
     return _markdown(("component", "where", "what was run", "never run", "recorded"), rows)
 
 
-def by_hand(name: str, top: Path) -> str:
+def baseline(name: str, top: Path) -> str:
     """Return a table whose rows were written down by hand: `head` and `rows` of a file."""
     record = _read(top / OTHERS / f"{name}.json")
     return f"{_markdown(record['head'], record['rows'])}\n\n{source(record)}"
@@ -265,7 +265,7 @@ _BENCHMARKS = (
     "startup",
     "step_overhead",
     "hostlist",
-    "meeting",
+    "rendezvous",
     "first_allreduce",
     "allreduce",
     "evaluation",
@@ -282,7 +282,7 @@ TABLES: dict[str, Table] = {
     **{name: functools.partial(benchmark, name) for name in _BENCHMARKS},
     **{f"reliability, {name}": functools.partial(reliability, name) for name in _SECTIONS},
     "parity": parity,
-    "repeats": functools.partial(by_hand, "repeats"),
-    "by launcher": functools.partial(by_hand, "by_launcher"),
+    "repeats": functools.partial(baseline, "repeats"),
+    "by launcher": functools.partial(baseline, "by_launcher"),
     "status": status,
 }

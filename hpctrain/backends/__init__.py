@@ -4,10 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hpctrain.backends.settings import Settings
-from hpctrain.cluster.launchers import MeetingPoint
+from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.errors import ContradictionError
-from hpctrain.rendezvous import Board, Meeting
+from hpctrain.rendezvous import KeyValueStore, Rendezvous
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ def choose(name: str, world_size: int) -> str:
     return name
 
 
-def agent_store(point: MeetingPoint, timeout: float) -> Board | None:
+def agent_store(point: RendezvousPoint, timeout: float) -> KeyValueStore | None:
     """The store of torchrun's agent, where its ranks may use it.
 
     Args:
@@ -69,21 +69,21 @@ def check(name: str, world: World, device: "torch.device", settings: Settings) -
 
 
 def open_backend(
-    name: str, meeting: Meeting, device: "torch.device", settings: Settings
+    name: str, rendezvous: Rendezvous, device: "torch.device", settings: Settings
 ) -> "Backend":
     """Open a backend by name and hold it against the World.
 
     Args:
         name: a key of the table.
-        meeting: the outcome of the roll call.
+        rendezvous: the ranks, their hosts and addresses.
         device: of this rank.
         settings: how it has to work.
 
     Raises:
         ContradictionError: the backend counts other ranks than the launcher.
     """
-    backend = _class(name)(meeting, device, settings)
-    world = meeting.world
+    backend = _class(name)(rendezvous, device, settings)
+    world = rendezvous.world
     if (backend.rank, backend.world_size) != (world.rank, world.world_size):
         found = (
             f"{name} over {backend.transport} says rank {backend.rank} of {backend.world_size}, "
@@ -95,7 +95,7 @@ def open_backend(
             f"the same in both: either {world.launcher} was misread, or {name} was started by "
             "something else",
             "hpctrain explain    shows where the launcher's numbers came from"
-            + (f"; {backend.mend}" if backend.mend else ""),
+            + (f"; {backend.mismatch_hint}" if backend.mismatch_hint else ""),
         )
     return backend
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hpctrain.errors import StartError
-from hpctrain.rendezvous import Meeting
+from hpctrain.rendezvous import Rendezvous
 from hpctrain.rendezvous.messages import GRACE_SECONDS
 
 __all__ = ["Store", "absent", "assemble", "call", "host_of", "named"]
@@ -30,7 +30,7 @@ class Store(Protocol):
         """Whether all keys are there."""
 
 
-def assemble(store: Store, meeting: Meeting, timeout: float) -> None:
+def assemble(store: Store, rendezvous: Rendezvous, timeout: float) -> None:
     """Wait until all ranks have come here.
 
     Before they connect: gloo itself does not say which one it misses. And after that: for a rank
@@ -39,11 +39,11 @@ def assemble(store: Store, meeting: Meeting, timeout: float) -> None:
     Raises:
         StartError: naming those that have not.
     """
-    missing = call(store, meeting.world.rank, meeting.world.world_size, timeout)
+    missing = call(store, rendezvous.world.rank, rendezvous.world.world_size, timeout)
     if missing:
         raise StartError(
-            f"{named(meeting, missing)} came to the meeting and {_was(missing)} lost before the "
-            f"ranks were connected, within {timeout:.0f} s",
+            f"{named(rendezvous, missing)} came to the rendezvous and {_was(missing)} lost before "
+            f"the ranks were connected, within {timeout:.0f} s",
             "all ranks, to the end of the start",
             "look for the first error there, and whether the host can be reached",
         )
@@ -97,14 +97,14 @@ def _hear(store: Store, rank: int, timeout: float) -> str:
     return missing
 
 
-def host_of(meeting: Meeting, rank: int) -> str:
+def host_of(rendezvous: Rendezvous, rank: int) -> str:
     """The name of a rank's host."""
-    return meeting.roll.hosts[meeting.roll.host_of_rank[rank]]
+    return rendezvous.roster.hosts[rendezvous.roster.host_of_rank[rank]]
 
 
-def named(meeting: Meeting, ranks: Sequence[int]) -> str:
+def named(rendezvous: Rendezvous, ranks: Sequence[int]) -> str:
     """`rank 2 on node3, rank 5 on node4`, and no more than eight of them."""
-    shown = ", ".join(f"rank {rank} on {host_of(meeting, rank)}" for rank in ranks[:8])
+    shown = ", ".join(f"rank {rank} on {host_of(rendezvous, rank)}" for rank in ranks[:8])
     return shown + (", …" if len(ranks) > 8 else "")
 
 

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.backends.baseline import ByHand
+from hpctrain.backends.baseline import Baseline
 from hpctrain.backends.settings import Settings
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.rendezvous import Meeting
+from hpctrain.rendezvous import Rendezvous
 
-__all__ = ["Backend", "Later", "vector"]
+__all__ = ["Backend", "Work", "vector"]
 
 T = TypeVar("T")
 
 
-class Later:
+class Work:
     """Sums that are under way, read without waiting for the device.
 
     Args:
@@ -73,7 +73,7 @@ class Backend(ABC):
     """How ranks talk. All methods but `between` are called by all ranks alike.
 
     Args:
-        meeting: the outcome of the roll call.
+        rendezvous: the ranks, their hosts and addresses.
         device: of this rank.
         settings: how it has to work.
 
@@ -88,14 +88,16 @@ class Backend(ABC):
 
     name: str
     transport: str
-    prints: bool = False
-    mend: str = ""
+    captures_stderr: bool = False
+    mismatch_hint: str = ""
     rank: int
     world_size: int
     device: torch.device
 
     @abstractmethod
-    def __init__(self, meeting: Meeting, device: torch.device, settings: Settings) -> None: ...
+    def __init__(
+        self, rendezvous: Rendezvous, device: torch.device, settings: Settings
+    ) -> None: ...
 
     @classmethod
     def check(cls, world: World, device: torch.device, settings: Settings) -> None:
@@ -133,7 +135,7 @@ class Backend(ABC):
     def forget(self) -> None:  # noqa: B027, as only Horovod's hooks count
         """Micro-batches of the step under way do not count; its gradients are cleared."""
 
-    def average(self) -> None:  # noqa: B027, as ddp's backward pass has done it
+    def sync_gradients(self) -> None:  # noqa: B027, as ddp's backward pass has done it
         """After the last backward pass of a step: every gradient is now that of all ranks."""
 
     def update(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> None:
@@ -150,7 +152,7 @@ class Backend(ABC):
         """Sum a tensor over the ranks, in place."""
 
     @abstractmethod
-    def sum_later(self, numbers: Sequence[Any]) -> Later:
+    def sum_async(self, numbers: Sequence[Any]) -> Work:
         """Begin to sum each of some numbers over the ranks, in float64.
 
         Args:
@@ -158,11 +160,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def share(self, thing: T) -> T:
+    def broadcast_object(self, thing: T) -> T:
         """Rank 0's object (picklable) on every rank."""
 
     @abstractmethod
-    def gather(self, thing: T) -> list[T]:
+    def gather_object(self, thing: T) -> list[T]:
         """The object (picklable) of every rank, at rank 0; at the others an empty list."""
 
     @abstractmethod
@@ -176,7 +178,7 @@ class Backend(ABC):
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Give every rank the tensors of rank 0, in place."""
 
-    def between(self, tensor: Tensor, source: int, target: int) -> None:
+    def send_recv(self, tensor: Tensor, source: int, target: int) -> None:
         """Send a tensor from one rank to another, in place; called by these two alone.
 
         Raises:
@@ -188,9 +190,9 @@ class Backend(ABC):
     def barrier(self) -> None:
         """Wait until all ranks are here."""
 
-    def by_hand(self) -> ByHand:
+    def baseline(self) -> Baseline:
         """The same without hpctrain, among the same ranks."""
-        return ByHand()
+        return Baseline()
 
     def explain(self, error: BaseException) -> HpctrainError | None:
         """Who is to blame for an error that came out of this backend; None where nobody knows."""

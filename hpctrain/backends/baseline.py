@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["ByHand"]
+__all__ = ["Baseline"]
 
 
-class ByHand:
+class Baseline:
     """For one process, which shares nothing; each backend with several ranks has its own."""
 
     def sum(self, tensor: Tensor) -> None:

@@ -6,14 +6,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hpctrain.backends.baseline import ByHand
+from hpctrain.backends.baseline import Baseline
 from hpctrain.backends.settings import Settings
 from hpctrain.backends.single import Single
 from hpctrain.backends.transparent import Transparent
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
-from hpctrain.rendezvous import Meeting
+from hpctrain.rendezvous import Rendezvous
 
 __all__ = ["DataParallel", "TransparentDataParallel"]
 
@@ -27,8 +27,8 @@ class DataParallel(Single):
 
     name = "dataparallel"
 
-    def __init__(self, meeting: Meeting, device: torch.device, settings: Settings) -> None:
-        super().__init__(meeting, device, settings)
+    def __init__(self, rendezvous: Rendezvous, device: torch.device, settings: Settings) -> None:
+        super().__init__(rendezvous, device, settings)
         logger.info(
             "dataparallel copies the model to %d GPUs in every step; faster is ddp, a rank for "
             "each GPU: hpctrain run SCRIPT, without --backend dataparallel",
@@ -56,12 +56,12 @@ class DataParallel(Single):
         """The model inside of DataParallel, over all GPUs."""
         return TransparentDataParallel(model)
 
-    def by_hand(self) -> ByHand:
+    def baseline(self) -> Baseline:
         """That of torch."""
-        return _ByHand()
+        return _Baseline()
 
 
-class _ByHand(ByHand):
+class _Baseline(Baseline):
     def share(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         return nn.DataParallel(model), optimizer
 

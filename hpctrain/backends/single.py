@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hpctrain.backends.base import Backend, Later, vector
+from hpctrain.backends.base import Backend, Work, vector
 from hpctrain.backends.settings import Settings
-from hpctrain.rendezvous import Meeting
+from hpctrain.rendezvous import Rendezvous
 
 __all__ = ["Single"]
 
@@ -21,8 +21,8 @@ class Single(Backend):
     name = "single"
     transport = "none"
 
-    def __init__(self, meeting: Meeting, device: torch.device, settings: Settings) -> None:
-        del meeting, settings
+    def __init__(self, rendezvous: Rendezvous, device: torch.device, settings: Settings) -> None:
+        del rendezvous, settings
         self.rank, self.world_size, self.device = 0, 1, device
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -36,15 +36,15 @@ class Single(Backend):
         """The tensor is its own sum."""
         return tensor
 
-    def sum_later(self, numbers: Sequence[Any]) -> Later:
+    def sum_async(self, numbers: Sequence[Any]) -> Work:
         """The numbers are their own sums; on a CPU no tensor is needed to say so."""
-        return Later(numbers if self.device.type == "cpu" else vector(numbers, self.device))
+        return Work(numbers if self.device.type == "cpu" else vector(numbers, self.device))
 
-    def share(self, thing: T) -> T:
+    def broadcast_object(self, thing: T) -> T:
         """The object itself."""
         return thing
 
-    def gather(self, thing: T) -> list[T]:
+    def gather_object(self, thing: T) -> list[T]:
         """The object itself."""
         return [thing]
 
@@ -55,7 +55,7 @@ class Single(Backend):
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Nothing."""
 
-    def between(self, tensor: Tensor, source: int, target: int) -> None:
+    def send_recv(self, tensor: Tensor, source: int, target: int) -> None:
         """Nothing: the only rank has it."""
 
     def barrier(self) -> None:

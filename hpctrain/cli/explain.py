@@ -63,7 +63,7 @@ def as_json(start: Start | None, found: Sequence[Reading]) -> dict[str, Any]:
         found: all variables that hold a value of the world.
     """
     world, job = (start.world, start.allocation) if start else (None, None)
-    point = start.meeting_point if start else None
+    point = start.rendezvous_point if start else None
     return {
         **{field.name: getattr(world, field.name, None) for field in dataclasses.fields(World)},
         "main_address": point.address if point else None,
@@ -91,7 +91,7 @@ def _text(start: Start, found: Sequence[Reading]) -> str:
         value = getattr(world, field)
         if field == "hosts" and value:
             value = ",".join(value)
-        source = start.claims[field].source if field in start.claims else "the roll call finds out"
+        source = start.claims[field].source if field in start.claims else "the rendezvous finds out"
         lines.append(f"{field:<17} {'?' if value is None else _plain(value)}    {source}")
     if world.world_size > 1:
         lines.append(f"ranks meet at     {_plain(_where(start))}")
@@ -107,7 +107,7 @@ def _text(start: Start, found: Sequence[Reading]) -> str:
 
 def _where(start: Start) -> str:
     """Where rank 0 is looked for."""
-    point = start.meeting_point
+    point = start.rendezvous_point
     if start.world.on_one_host:
         return "this host"
     if point.address and point.sure:

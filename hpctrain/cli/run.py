@@ -83,7 +83,7 @@ def _main(arguments: argparse.Namespace) -> int:
     if not arguments.module:
         _check_script(arguments.script)
     gpus = launch.gpus_of(os.environ)
-    counts = launch.layout(nodes, arguments.nproc_per_node, len(gpus), pretended=host is None)
+    counts = launch.layout(nodes, arguments.nproc_per_node, len(gpus), simulated=host is None)
     style = arguments.style or "hpctrain"
     return launch.start(_command(arguments), counts, os.environ, style, gpus, host)
 

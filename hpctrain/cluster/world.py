@@ -16,7 +16,7 @@ class World:
     """The place of one rank, computed once by a launcher and passed on as a value.
 
     `rank`, `world_size` and `local_rank` are always there. The others are None where the launcher
-    has no variable for them; the roll call fills them in, so `session.world` is complete.
+    has no variable for them; the rendezvous fills them in, so `session.world` is complete.
 
     Attributes:
         rank: 0 to world_size - 1.
@@ -108,7 +108,7 @@ class World:
         return None
 
     def completed(self, hosts: tuple[str, ...], host_of_rank: tuple[int, ...]) -> "World":
-        """This world with what the roll call saw in place of what the launcher left open.
+        """This world with what the rendezvous saw in place of what the launcher left open.
 
         Args:
             hosts: the names of the hosts, by node rank.

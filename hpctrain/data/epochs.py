@@ -62,7 +62,7 @@ def begin_epoch(
     if isinstance(loader, Loader) and isinstance(loader.sampler, TrainingSampler):
         loader.sampler.first = first
         return iter(loader)
-    with signals.unheard():
+    with signals.blocked():
         iterator = feed(iter(loader), placement)
     if first:
         logger.warning("this loader cannot skip: %d batches are fetched and dropped", first)

@@ -78,7 +78,7 @@ class Loader:
         self._before()
         epoch = getattr(self.sampler, "epoch", 0)
         self._generator.manual_seed(seeds.derive("loader", self._seed, epoch))
-        with signals.unheard():
+        with signals.blocked():
             loaded = iter(self._loader)
         batches = feed(loaded, self._placement, self._on_device)
         if isinstance(self.sampler, TrainingSampler) and self.sampler.uneven:
@@ -164,7 +164,7 @@ class _Begin:
         self._master, self._then = os.getpid(), then
 
     def __call__(self, worker: int) -> None:
-        signals.heed(self._master)
+        signals.obey_parent(self._master)
         if self._then is not None:
             self._then(worker)
 

@@ -44,7 +44,7 @@ class RealHost:
     main_port: int
 
 
-def layout(nodes: int, per_node: str, gpus: int, pretended: bool = True) -> tuple[int, ...]:
+def layout(nodes: int, per_node: str, gpus: int, simulated: bool = True) -> tuple[int, ...]:
     """The number of ranks on each host.
 
     Args:
@@ -59,7 +59,7 @@ def layout(nodes: int, per_node: str, gpus: int, pretended: bool = True) -> tupl
             takes.
     """
     if per_node == "auto":
-        return (max(gpus // nodes if pretended else gpus, 1),) * nodes
+        return (max(gpus // nodes if simulated else gpus, 1),) * nodes
     try:
         counts = tuple(int(piece) for piece in per_node.split(","))
     except ValueError:
@@ -103,7 +103,7 @@ def environs(
     for world in worlds:
         environ = {**common, **launcher.environ(world, tasks_per_node, start)}
         if host is None:
-            environ |= _pretended(world, tasks_per_node, gpus)
+            environ |= _simulated(world, tasks_per_node, gpus)
         else:
             environ |= _real(host, env)
         found[world.rank] = environ
@@ -139,7 +139,7 @@ def _common(env: Environ, style: str, threads: int) -> dict[str, str]:
     return environ
 
 
-def _pretended(world: World, tasks_per_node: Sequence[int], gpus: Sequence[str]) -> dict[str, str]:
+def _simulated(world: World, tasks_per_node: Sequence[int], gpus: Sequence[str]) -> dict[str, str]:
     """What makes a part of this machine a host: a name, a way to rank 0, GPUs of its own."""
     environ = {env_vars.MAIN_ADDRESS: "127.0.0.1"}
     if len(tasks_per_node) == 1 or not world.hosts or world.node_rank is None:
@@ -168,7 +168,7 @@ def _real(host: RealHost, env: Environ) -> dict[str, str]:
 
 
 def _worlds(tasks_per_node: Sequence[int], host: RealHost | None) -> list[World]:
-    """The ranks of this machine. The names of other real hosts are left to the roll call."""
+    """The ranks of this machine. The names of other real hosts are left to the rendezvous."""
     nodes = len(tasks_per_node)
     hosts: tuple[str, ...] | None = tuple(f"node{index + 1}" for index in range(nodes))
     if host is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hpctrain import rundir
-from hpctrain.backends.base import Backend, Later
+from hpctrain.backends.base import Backend, Work
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 
@@ -162,7 +162,7 @@ class Timings:
         self._asked = 0.0
         self._known: dict[str, set[int]] = {kind: set() for kind in _ADVICE}
         self._failed = False
-        self._sum: tuple[dict[str, Any], float, Later] | None = None  # under way
+        self._sum: tuple[dict[str, Any], float, Work] | None = None  # under way
         self._restart()
         self._first = True  # whether the next step is the first one of this start
 
@@ -210,7 +210,7 @@ class Timings:
             "hosts": list(self._hosts),
             "step_times": {str(bucket): n for bucket, n in sorted(buckets.items())},
         }
-        self._sum = line, self._ended - self._begun, self._backend.sum_later(own)
+        self._sum = line, self._ended - self._begun, self._backend.sum_async(own)
         self._restart()
 
     def poll(self) -> None:

@@ -3,15 +3,15 @@
 import torch
 
 from hpctrain.precision.base import Precision, Settings
-from hpctrain.precision.full import Double, Level0, Single, TensorFloat
-from hpctrain.precision.half import Level2, Level3
-from hpctrain.precision.mixed import BFloat16, Half, Level1
+from hpctrain.precision.full import ApexO0, Float32, Float64, TensorFloat
+from hpctrain.precision.half import ApexO2, ApexO3
+from hpctrain.precision.mixed import ApexO1, BFloat16, Half
 from hpctrain.process.logging import logger
 
 __all__ = ["PRECISIONS", "Precision", "Settings", "open_precision"]
 
 # A new precision is a class and its name here.
-_CLASSES = (Double, Single, TensorFloat, BFloat16, Half, Level0, Level1, Level2, Level3)
+_CLASSES = (Float64, Float32, TensorFloat, BFloat16, Half, ApexO0, ApexO1, ApexO2, ApexO3)
 PRECISIONS: dict[str, type[Precision]] = {kind.name: kind for kind in _CLASSES}
 
 
@@ -38,7 +38,7 @@ def open_precision(name: str, device: torch.device, settings: Settings) -> Preci
 def _best(device: torch.device) -> tuple[str, str]:
     """What an expert takes on a device, and why."""
     if device.type == "cpu":
-        return Single.name, "as CPUs are faster in it than in half precision"
+        return Float32.name, "as CPUs are faster in it than in half precision"
     model = torch.cuda.get_device_name(device)
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return BFloat16.name, f"which {model} computes in; it needs no loss scale"

@@ -68,7 +68,7 @@ class Precision:
         self._as_it_is = nullcontext()
 
     @property
-    def joint(self) -> bool:
+    def requires_synced_skip(self) -> bool:
         """Whether a step needs the gradients of all ranks, so that all leave out the same ones."""
         return self.scaler is not None
 

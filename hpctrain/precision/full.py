@@ -8,19 +8,19 @@ import torch
 from hpctrain.errors import UsageError
 from hpctrain.precision.base import Precision, Settings
 
-__all__ = ["Double", "Level0", "Single", "TensorFloat"]
+__all__ = ["ApexO0", "Float32", "Float64", "TensorFloat"]
 
 _AMPERE = (8, 0)
 
 
-class Double(Precision):
+class Float64(Precision):
     """fp64: to prove that two runs are the same but for the order of their sums."""
 
     name = "fp64"
     dtype = torch.float64
 
 
-class Single(Precision):
+class Float32(Precision):
     """fp32, and nothing less: by default torch's convolutions on GPUs take inputs of 10 bits."""
 
     name = "fp32"
@@ -43,7 +43,7 @@ class Single(Precision):
             owner.allow_tf32 = self._short_inputs
 
 
-class TensorFloat(Single):
+class TensorFloat(Float32):
     """tf32: fp32 whose convolutions and matrix products round their inputs to 10 bits.
 
     Source: "TensorFloat-32 (TF32) on Ampere (and later) devices" in torch's CUDA semantics.
@@ -66,7 +66,7 @@ class TensorFloat(Single):
             )
 
 
-class Level0(Single):
+class ApexO0(Float32):
     """O0 of Apex: fp32, with a fixed loss scale where one is given."""
 
     name = "O0"

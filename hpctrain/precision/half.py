@@ -15,12 +15,12 @@ from hpctrain.precision.base import Precision, Settings
 from hpctrain.precision.masters import Masters
 from hpctrain.process.pytree import map_tensors
 
-__all__ = ["Level2", "Level3"]
+__all__ = ["ApexO2", "ApexO3"]
 
 _HALF = torch.float16
 
 
-class Level3(Precision):
+class ApexO3(Precision):
     """O3: all in half precision, without a loss scale. To see how fast it could be.
 
     Inputs of a model are cast to half precision, its outputs to fp32, so the loss is in fp32.
@@ -51,7 +51,7 @@ class Level3(Precision):
         parameter.data = parameter.data.to(_HALF)
 
 
-class Level2(Level3):
+class ApexO2(ApexO3):
     """O2: fp32 master weights, a dynamic loss scale, and batch norm in fp32.
 
     The optimizer works on the master weights; the model's are copies, made after each step.
@@ -66,7 +66,7 @@ class Level2(Level3):
         self._masters = Masters()
 
     @property
-    def joint(self) -> bool:
+    def requires_synced_skip(self) -> bool:
         """It does: masters take up what the ranks have averaged."""
         return True
 

@@ -10,7 +10,7 @@ from hpctrain.errors import UsageError
 from hpctrain.precision.base import Precision, Settings
 from hpctrain.process.logging import logger
 
-__all__ = ["BFloat16", "Half", "Level1"]
+__all__ = ["ApexO1", "BFloat16", "Half"]
 
 
 class Autocast(Precision):
@@ -67,7 +67,7 @@ class Half(Autocast):
                 )
 
 
-class Level1(Half):
+class ApexO1(Half):
     """O1 of Apex: what fp16 is."""
 
     name = "O1"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["abandon", "drop", "keep", "logger", "speak"]
+__all__ = ["abandon", "add_log_file", "logger", "remove_log_file", "setup_logging"]
 
 logger = logging.getLogger("hpctrain")
 
@@ -27,7 +27,7 @@ class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
             super().emit(record)
 
 
-def speak(rank: int) -> None:
+def setup_logging(rank: int) -> None:
     """Rank 0 says everything on standard error; the others say only what is wrong."""
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -60,7 +60,7 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
-def keep(path: Path) -> logging.Handler:
+def add_log_file(path: Path) -> logging.Handler:
     """Write all that this rank says to a file as well, until `drop`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # A name that is no UTF-8 is shown as well as it can be.
@@ -70,7 +70,7 @@ def keep(path: Path) -> logging.Handler:
     return handler
 
 
-def drop(handler: logging.Handler) -> None:
+def remove_log_file(handler: logging.Handler) -> None:
     """Write no more to the file of `keep`."""
     logger.removeHandler(handler)
     handler.close()

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["STOP", "heed", "unheard"]
+__all__ = ["STOP", "blocked", "obey_parent"]
 
 # What schedulers send before they kill: Slurm's --signal and preemption, and people's own choice.
 STOP = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
@@ -16,7 +16,7 @@ _ALL = {*STOP, signal.SIGINT}
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
+def blocked() -> Iterator[None]:
     """Within it, processes are started that do not hear them.
 
     A scheduler sends its signals to every process of a step, and a terminal to all of a group. A
@@ -30,7 +30,7 @@ def unheard() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def heed(master: int) -> None:
+def obey_parent(master: int) -> None:
     """In a process that was started `unheard`: end by a SIGTERM of its master, and of no other.
 
     So `multiprocessing` can still end a worker that hangs. It also ends when its master is gone:

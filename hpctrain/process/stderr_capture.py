@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["Tee"]
+__all__ = ["StderrCapture"]
 
 _END_SECONDS = 2.0
 # Signals to all processes of a job are for the rank; what it then prints is wanted.
 _COMMAND = 'trap "" HUP INT QUIT TERM USR1 USR2; exec tee -a -- "$0"'
 
 
-class Tee:
+class StderrCapture:
     """A process between file descriptor 2 and what it was, until `close`.
 
     A process, and no thread, so that the last words of a rank that crashes are not lost. What

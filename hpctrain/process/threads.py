@@ -21,7 +21,7 @@ _MOST_WORKERS = 16
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """The cores of a rank and what somebody decided; it travels with the roll call.
+    """The cores of a rank and what somebody decided; it travels with the rendezvous.
 
     Attributes:
         cores: a bit for each core that the process may run on: its affinity, which a scheduler or

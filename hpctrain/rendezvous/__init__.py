@@ -3,7 +3,7 @@
 Rank 0 listens on the first free of a few ports that follow from the start's key. The others ask
 those ports, at rank 0's host or at all hosts where it may be, until one answers with the proof
 that it belongs to this start, and say who they are. Where no host is known, rank 0 leaves word on
-a board. When all are there, rank 0 sends everyone the roll, with the address and port of a second
+a board. When all are there, rank 0 sends everyone the roster, with the address and port of a second
 socket that it has bound for the backend's store, and when all have heard it they begin.
 
 The messages are lines of JSON:
@@ -11,9 +11,9 @@ The messages are lines of JSON:
     rank → rank 0   {"start": …, "challenge": …}
     rank 0 → rank   {"start": …, "proof": …, "challenge": …}      at once: this is the right place
     rank → rank 0   {"proof": …, "hello": "[rank, world size, entry]"}
-    rank 0 → rank   {"proof": …} {"roll": …, "addresses": […], "port": …, "nonce": …}
+    rank 0 → rank   {"proof": …} {"roster": …, "addresses": […], "port": …, "nonce": …}
     rank → rank 0   {"heard": …}
-    rank 0 → rank   {"proof": …} {"begin": true}         or, in place of roll or begin,
+    rank 0 → rank   {"proof": …} {"begin": true}         or, in place of roster or begin,
                     {"proof": …} {"error": [found, expected, fix], "code": …}
 
 `messages.Credentials` says what the proofs prove.
@@ -27,54 +27,54 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster.launchers.base import MeetingPoint
+from hpctrain.cluster.launchers.base import RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.rendezvous import key_value_store
 from hpctrain.rendezvous.addresses import LOOPBACK, ports
-from hpctrain.rendezvous.client import Guest
+from hpctrain.rendezvous.client import RendezvousClient
 from hpctrain.rendezvous.interfaces import address_on
-from hpctrain.rendezvous.key_value_store import Board
+from hpctrain.rendezvous.key_value_store import KeyValueStore
 from hpctrain.rendezvous.messages import GRACE_SECONDS, Announce, Clock, Credentials, Entry
-from hpctrain.rendezvous.roster import Roll, call_roll
-from hpctrain.rendezvous.server import Host
+from hpctrain.rendezvous.roster import Roster, make_roster
+from hpctrain.rendezvous.server import RendezvousServer
 
-__all__ = ["Board", "Meeting", "Roll", "meet", "ports"]
+__all__ = ["KeyValueStore", "Rendezvous", "Roster", "meet", "ports"]
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """The outcome: a complete World, and what a backend needs to open.
 
     Attributes:
         world: this rank, with nothing left open.
-        roll: who is there.
+        roster: the ranks, their hosts and addresses.
         nonce: a prefix for everything that these ranks exchange; no other start has it.
         listener: on rank 0 of several ranks the bound, listening socket whose port is
-            `roll.port`; it belongs to the backend now. None elsewhere.
+            `roster.port`; it belongs to the backend now. None elsewhere.
         store: the launcher's own store, as it was given to `meet`.
     """
 
     world: World
-    roll: Roll
+    roster: Roster
     nonce: str
     listener: socket.socket | None = None
-    store: Board | None = None
+    store: KeyValueStore | None = None
 
 
 def meet(
     world: World,
-    point: MeetingPoint,
+    point: RendezvousPoint,
     entry: Entry,
     timeout: float = 300.0,
     announce: Announce = lambda _: None,
     error: HpctrainError | None = None,
     *,
-    check: Callable[[Roll], None] = lambda _: None,
-    store: Board | None = None,
+    check: Callable[[Roster], None] = lambda _: None,
+    store: KeyValueStore | None = None,
     folder: Path | None = None,
     clock: Clock = time.monotonic,
-) -> Meeting:
+) -> Rendezvous:
     """Wait for all ranks of the world, and learn who they are.
 
     Args:
@@ -86,11 +86,11 @@ def meet(
         announce: called with a line for people when waiting takes long.
         error: what this rank found wrong before it came. It is told to all ranks, and all of
             them raise it, so nobody waits for a rank that cannot train.
-        check: what rank 0 does with the roll before anybody else gets it. What it raises is
+        check: what rank 0 does with the roster before anybody else gets it. What it raises is
             raised by all ranks.
         store: the launcher's own store, as a place to leave word.
         folder: on a file system that all hosts share: a word of rank 0 is left there for as long
-            as the meeting takes, where nothing else leads to it.
+            as the rendezvous takes, where nothing else leads to it.
         clock: seconds, for every time-out; a test moves one of its own.
 
     Raises:
@@ -112,19 +112,25 @@ def meet(
     credentials = Credentials(point.key, point.secret)
     listener = None
     if world.world_size == 1:
-        roll, nonce = call_roll((entry,), (LOOPBACK,), 0), Credentials.challenge()
-        check(roll)
+        roster, nonce = make_roster((entry,), (LOOPBACK,), 0), Credentials.challenge()
+        check(roster)
     else:
-        board = None if world.on_one_host else key_value_store.choose(world, point, store, folder)
+        kv_store = (
+            None if world.on_one_host else key_value_store.choose(world, point, store, folder)
+        )
         if world.rank == 0:
-            host = Host(world, point, credentials, entry, board, timeout, announce, check, clock)
-            roll, nonce, listener = host.gather()
+            server = RendezvousServer(
+                world, point, credentials, entry, kv_store, timeout, announce, check, clock
+            )
+            roster, nonce, listener = server.gather()
         else:
             patience = timeout + GRACE_SECONDS
-            guest = Guest(world, point, credentials, entry, board, patience, announce, clock)
-            roll, nonce = guest.join()
-    completed = world.completed(roll.hosts, roll.host_of_rank)
-    return Meeting(completed, roll, nonce, listener, store)
+            client = RendezvousClient(
+                world, point, credentials, entry, kv_store, patience, announce, clock
+            )
+            roster, nonce = client.join()
+    completed = world.completed(roster.hosts, roster.host_of_rank)
+    return Rendezvous(completed, roster, nonce, listener, store)
 
 
 def _places(world: World) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import hashlib
 import socket
 from collections.abc import Iterator, Sequence
 
-from hpctrain.cluster.launchers.base import MeetingPoint, is_loopback
+from hpctrain.cluster.launchers.base import RendezvousPoint, is_loopback
 from hpctrain.cluster.world import World
 
 __all__ = ["LOOPBACK", "Names", "hosts_to_ask", "ports"]
@@ -15,7 +15,7 @@ _PORTS_TO_TRY = 16
 LOOPBACK = "127.0.0.1"
 
 
-def ports(point: MeetingPoint) -> list[int]:
+def ports(point: RendezvousPoint) -> list[int]:
     """The ports to try, in order: the one that was given, then those that follow from the key."""
     if point.only_port and point.port:
         return [point.port]
@@ -27,7 +27,7 @@ def ports(point: MeetingPoint) -> list[int]:
     return list(dict.fromkeys(given + derived))
 
 
-def hosts_to_ask(world: World, point: MeetingPoint) -> tuple[str, ...]:
+def hosts_to_ask(world: World, point: RendezvousPoint) -> tuple[str, ...]:
     """The names or addresses of the hosts where rank 0 may be, the likeliest first."""
     if world.on_one_host:
         return (LOOPBACK,)  # nobody else needs to reach it
@@ -43,9 +43,9 @@ class Names:
         pretended: several hosts are pretended on this one, so loopback leads to all of them.
     """
 
-    def __init__(self, own: str, pretended: bool) -> None:
+    def __init__(self, own: str, simulated: bool) -> None:
         self._own = _short(own)
-        self._pretended = pretended
+        self._simulated = simulated
         self._known: dict[str, Sequence[str]] = {}
         self.wrong: dict[str, str] = {}
 
@@ -71,7 +71,7 @@ class Names:
             self.wrong[name] = f"{name} is a link-local address, which no other host can use"
             return ()
         beyond = [address for address in found if not is_loopback(address)]
-        if beyond or self._pretended or is_loopback(name) or _short(name) == self._own:
+        if beyond or self._simulated or is_loopback(name) or _short(name) == self._own:
             self.wrong.pop(name, None)
             return beyond or found
         # Its own host may call it so; from here it leads to this host.

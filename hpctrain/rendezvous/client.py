@@ -1,4 +1,4 @@
-"""The side of a rank above 0: it finds rank 0, says who it is, and waits for the roll."""
+"""The side of a rank above 0: it finds rank 0, says who it is, and waits for the roster."""
 
 import hashlib
 import ipaddress
@@ -8,11 +8,11 @@ from collections import deque
 from typing import Any, BinaryIO
 
 from hpctrain.cluster import env_vars
-from hpctrain.cluster.launchers.base import MeetingPoint
+from hpctrain.cluster.launchers.base import RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.errors import StartError, UsageError, repeated
 from hpctrain.rendezvous.addresses import Names, hosts_to_ask, ports
-from hpctrain.rendezvous.key_value_store import Board
+from hpctrain.rendezvous.key_value_store import KeyValueStore
 from hpctrain.rendezvous.messages import (
     GRACE_SECONDS,
     LONGEST_GREETING,
@@ -27,10 +27,10 @@ from hpctrain.rendezvous.messages import (
     keep_alive,
     unpack,
 )
-from hpctrain.rendezvous.probe import Knock
-from hpctrain.rendezvous.roster import Roll, call_roll
+from hpctrain.rendezvous.probe import Probe
+from hpctrain.rendezvous.roster import Roster, make_roster
 
-__all__ = ["Guest"]
+__all__ = ["RendezvousClient"]
 
 # Connections under way at once: a stranger that accepts and says nothing holds one of them, and
 # delays nobody. A rank 0 with thousands of callers may well take some seconds.
@@ -49,8 +49,8 @@ _HOPELESS_SECONDS = 10.0
 _BOARD_SECONDS = (0.1, 2.0)  # from one look at the board to the next: before a word, and after
 
 
-class Guest:
-    """A rank above 0 on its way to the meeting.
+class RendezvousClient:
+    """A rank above 0 on its way to the rendezvous.
 
     Args:
         world, point: as its launcher has it.
@@ -65,10 +65,10 @@ class Guest:
     def __init__(
         self,
         world: World,
-        point: MeetingPoint,
+        point: RendezvousPoint,
         credentials: Credentials,
         entry: Entry,
-        board: Board | None,
+        store: KeyValueStore | None,
         timeout: float,
         announce: Announce,
         clock: Clock,
@@ -76,15 +76,15 @@ class Guest:
         self.world = world
         self.credentials = credentials
         self.entry = entry
-        self.board = board
+        self.store = store
         self.timeout = timeout
         self.announce = announce
         self.clock = clock
         self.hosts = hosts_to_ask(world, point)
-        self.names = Names(point.host, point.pretended or bool(world.on_one_host))
+        self.names = Names(point.host, point.simulated or bool(world.on_one_host))
         self.ports = ports(point)
         self.selector = selectors.DefaultSelector()
-        self.attempts: dict[tuple[str, int], Knock] = {}
+        self.attempts: dict[tuple[str, int], Probe] = {}
         self.answers: dict[tuple[str, int], str] = {}
         self.round = 0
         self.gone = ""  # what became of a rank 0 that was there
@@ -94,8 +94,8 @@ class Guest:
         self.deadline = self.began + timeout
         self.hopeful = self.began + _HOPELESS_SECONDS
 
-    def join(self) -> tuple[Roll, str]:
-        """The roll, and the nonce of this start.
+    def join(self) -> tuple[Roster, str]:
+        """The roster, and the nonce of this start.
 
         Raises:
             StartError: rank 0 cannot be found, or went away.
@@ -103,15 +103,15 @@ class Guest:
         """
         with self.selector:
             while True:
-                knock, challenge = self._find()
-                with knock.connection:
-                    outcome = self._talk(knock, challenge)
+                probe, challenge = self._find()
+                with probe.connection:
+                    outcome = self._talk(probe, challenge)
                 if outcome is not None:
                     return outcome
                 # It may have been the last moment of an earlier start, but that does not last.
                 self.deadline = min(self.deadline, self.clock() + _HOPELESS_SECONDS)
 
-    def _find(self) -> tuple[Knock, str]:
+    def _find(self) -> tuple[Probe, str]:
         """A connection to rank 0, which has proved that it is, and its challenge."""
         news = self.clock() + NEWS_SECONDS
         pause, rest = _PAUSES[0], 0.0
@@ -147,10 +147,10 @@ class Guest:
 
     def _places(self) -> list[tuple[str, int]]:
         """Where to knock in the next round: where the board says, then port by port all hosts."""
-        if self.board is not None and self.clock() >= self.next_look:
+        if self.store is not None and self.clock() >= self.next_look:
             self._look()
         found = [address for _, address in self.names.resolve(self.hosts)]
-        if found or self.board is not None:
+        if found or self.store is not None:
             self.hopeful = self.clock() + _HOPELESS_SECONDS
         ports = self.ports
         if len(found) > _FEW_ADDRESSES and len(ports) > 1:
@@ -162,8 +162,8 @@ class Guest:
 
     def _look(self) -> None:
         """Read the board."""
-        assert self.board is not None
-        said = decode(self.board.read(self.credentials.start) or b"")
+        assert self.store is not None
+        said = decode(self.store.read(self.credentials.start) or b"")
         try:
             self.word = _read_word(said) if said else []
         except (KeyError, TypeError, ValueError):
@@ -173,7 +173,7 @@ class Guest:
     def _try(self, place: tuple[str, int]) -> None:
         """Begin to connect."""
         try:
-            attempt = Knock(place, self.credentials, self.clock)
+            attempt = Probe(place, self.credentials, self.clock)
         except OSError as error:
             self.answers[place] = error.strerror or str(error)
             self.next_try = self.clock() + _BRAKE_SECONDS
@@ -182,7 +182,7 @@ class Guest:
         self.selector.register(attempt.connection, attempt.awaits, attempt)
         self.next_try = self.clock() + _HEAD_START_SECONDS
 
-    def _hear(self, attempt: Knock) -> tuple[Knock, str] | None:
+    def _hear(self, attempt: Probe) -> tuple[Probe, str] | None:
         """Go on with an attempt; the connection and the challenge if it leads to rank 0."""
         try:
             challenge = attempt.go_on()
@@ -212,18 +212,18 @@ class Guest:
         for attempt in [one for one in self.attempts.values() if one.began < limit]:
             self._drop(attempt, "no answer")
 
-    def _drop(self, attempt: Knock, why: str) -> None:
+    def _drop(self, attempt: Probe, why: str) -> None:
         self.answers[attempt.place] = why
         self.selector.unregister(attempt.connection)
         attempt.connection.close()
         del self.attempts[attempt.place]
         self.next_try = self.clock() + _BRAKE_SECONDS
 
-    def _talk(self, knock: Knock, challenge: str) -> tuple[Roll, str] | None:
-        """Say who this is, and wait for the roll; None where the connection was lost."""
-        connection, peer = knock.connection, knock.place[0]
+    def _talk(self, probe: Probe, challenge: str) -> tuple[Roster, str] | None:
+        """Say who this is, and wait for the roster; None where the connection was lost."""
+        connection, peer = probe.connection, probe.place[0]
         hello = json.dumps([self.world.rank, self.world.world_size, self.entry])
-        proof = self.credentials.proof("guest", challenge, hello)
+        proof = self.credentials.proof("client", challenge, hello)
         try:
             keep_alive(connection)
             connection.settimeout(GRACE_SECONDS)
@@ -231,14 +231,14 @@ class Guest:
             # As long as rank 0 waits for others; if it is lost, the connection ends by itself.
             connection.settimeout(self.timeout + 2 * GRACE_SECONDS)
             with connection.makefile("rb") as reader:
-                roll = last = self._read(reader, knock.challenge + challenge)
-                if roll is not None and "roll" in roll:
+                roster = last = self._read(reader, probe.challenge + challenge)
+                if roster is not None and "roster" in roster:
                     connection.sendall(encode({"heard": self.world.rank}))
-                    last = self._read(reader, knock.challenge + challenge)
+                    last = self._read(reader, probe.challenge + challenge)
         except OSError as error:
             self.gone = f"{peer} answered, then was lost: {error.strerror or error}"
             return None
-        if roll is None or last is None:
+        if roster is None or last is None:
             self.gone = f"{peer} answered, then closed the connection"
             return None
         if "error" in last:
@@ -246,8 +246,8 @@ class Guest:
             wrong_use = last["code"] == UsageError.exit_code
             kind = UsageError if wrong_use else StartError
             raise repeated(kind.__name__, found, expected, fix)
-        entries = unpack(roll["roll"], self.world.world_size)
-        return call_roll(entries, tuple(roll["addresses"]), roll["port"]), roll["nonce"]
+        entries = unpack(roster["roster"], self.world.world_size)
+        return make_roster(entries, tuple(roster["addresses"]), roster["port"]), roster["nonce"]
 
     def _read(self, reader: BinaryIO, challenges: str) -> dict[str, Any] | None:
         """A message of rank 0; None where there is none, or it is not rank 0's own."""
@@ -272,8 +272,8 @@ class Guest:
             where = f"{name} = " if name != address else ""
             more = ", …" if len(at) > 3 else ""
             said.append(f"{where}{text} (port{'s' * (len(at) > 1)} {', '.join(at[:3])}{more})")
-        if self.board is not None and not self.word:
-            said.append(f"no word in {self.board.where}")
+        if self.store is not None and not self.word:
+            said.append(f"no word in {self.store.where}")
         return "; ".join(said) or "no answer yet"
 
     def _lost(self) -> StartError:

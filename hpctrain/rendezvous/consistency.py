@@ -55,7 +55,7 @@ class Difference:
 
 
 def entry(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank says of itself at the roll call; JSON values.
+    """What this rank says of itself at the rendezvous; JSON values.
 
     Args:
         device: of this rank.

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Protocol
 
 from hpctrain.cluster.env_vars import MAIN_ADDRESS
-from hpctrain.cluster.launchers.base import MeetingPoint
+from hpctrain.cluster.launchers.base import RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.errors import StartError
 
-__all__ = ["Board", "FileBoard", "HorovodBoard", "choose"]
+__all__ = ["FileStore", "HorovodStore", "KeyValueStore", "choose"]
 
 _ANSWER_SECONDS = 5.0
 
 
-class Board(Protocol):
+class KeyValueStore(Protocol):
     """A place that all ranks of a start can read.
 
     Attributes:
@@ -39,7 +39,7 @@ class Board(Protocol):
         """Take the word away, where that is needed."""
 
 
-class HorovodBoard:
+class HorovodStore:
     """horovodrun's own rendezvous server: values under /scope/key by HTTP.
 
     Source: horovod/runner/http/http_server.py, Horovod 0.28.1.
@@ -80,7 +80,7 @@ class HorovodBoard:
         return said if answer.status == http.HTTPStatus.OK else None
 
 
-class FileBoard:
+class FileStore:
     """A file in a folder that all hosts see.
 
     Args:
@@ -118,12 +118,12 @@ class FileBoard:
                 self._folder.rmdir()
 
     def _path(self, name: str) -> Path:
-        return self._folder / f".meeting-{name}"
+        return self._folder / f".rendezvous-{name}"
 
 
 def choose(
-    world: World, point: MeetingPoint, store: Board | None, folder: Path | None
-) -> Board | None:
+    world: World, point: RendezvousPoint, store: KeyValueStore | None, folder: Path | None
+) -> KeyValueStore | None:
     """The board of a start; None where its ranks find rank 0 without.
 
     Args:
@@ -137,11 +137,11 @@ def choose(
     if store is not None:
         return store
     if point.store is not None and point.store.kind == "horovodrun":
-        return HorovodBoard(point.store.address, point.store.port)
+        return HorovodStore(point.store.address, point.store.port)
     if (point.address and point.sure) or point.others:
         return None
     if folder is not None:
-        return FileBoard(folder)
+        return FileStore(folder)
     if point.address:
         return None
     raise StartError(

@@ -27,7 +27,7 @@ __all__ = [
     "unpack",
 ]
 
-# A roll of a million ranks would not fit; one of fifty thousand does.
+# A roster of a million ranks would not fit; one of fifty thousand does.
 LONGEST_LINE = 1 << 26
 LONGEST_HELLO = 1 << 17
 LONGEST_GREETING = 1 << 10
@@ -46,7 +46,7 @@ class Credentials:
 
     Each side sends a random challenge and answers the other's with an HMAC (RFC 2104) under a key
     that both derive from the start's key and the secret. So who only listens on the port, or
-    knocks at it, learns nothing that opens the meeting.
+    knocks at it, learns nothing that opens the rendezvous.
 
     Args:
         key: of the start: the same on all of its ranks.
@@ -68,9 +68,9 @@ class Credentials:
         """The answer to a challenge.
 
         Args:
-            side: "host", "guest" or "message" (of the host, later): an answer is good for one
+            side: "host", "client" or "message" (of the host, later): an answer is good for one
                 thing alone, and cannot be sent back to where it came from.
-            challenge: the other side's; of a message both, the guest's first.
+            challenge: the other side's; of a message both, the client's first.
             text: what the answer vouches for.
         """
         said = json.dumps([side, challenge, text]).encode()

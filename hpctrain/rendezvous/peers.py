@@ -1,4 +1,4 @@
-"""Who calls rank 0: it listens, lets ranks in and sends strangers away. It knows of no roll."""
+"""Who calls rank 0: it listens, lets ranks in and sends strangers away. It knows of no roster."""
 
 import errno
 import hashlib
@@ -21,7 +21,7 @@ from hpctrain.rendezvous.messages import (
     keep_alive,
 )
 
-__all__ = ["Caller", "Callers", "listen"]
+__all__ = ["Peer", "Peers", "listen"]
 
 # Strangers who say nothing are sent away after this, and the oldest of them when there are more
 # than there can be ranks.
@@ -33,13 +33,13 @@ _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(slots=True, eq=False)
-class Caller:
+class Peer:
     """A connection to rank 0: a rank, or a stranger until it has proved that it is one.
 
     Attributes:
         connection: to it.
         came: when, by the clock.
-        peer, own: its address, and the one that it called.
+        address, own: its address, and the one that it called.
         challenges: its own and rank 0's, from the moment that it greeted.
         proved: that it belongs to this start.
         has_heard: it said that it has the last message.
@@ -47,7 +47,7 @@ class Caller:
 
     connection: socket.socket
     came: float
-    peer: str
+    address: str
     own: str
     challenges: tuple[str, str] | None = None
     proved: bool = False
@@ -56,7 +56,7 @@ class Caller:
     unsent: list[memoryview] = field(default_factory=list)
 
 
-class Callers:
+class Peers:
     """All connections to rank 0.
 
     Args:
@@ -76,8 +76,8 @@ class Callers:
         listener: socket.socket | None,
         credentials: Credentials,
         ranks: int,
-        arrived: Callable[[Caller, str], None],
-        left: Callable[[Caller], None],
+        arrived: Callable[[Peer, str], None],
+        left: Callable[[Peer], None],
         clock: Clock,
     ) -> None:
         self.trouble = ""
@@ -88,8 +88,8 @@ class Callers:
         self._arrived = arrived
         self._left = left
         self._clock = clock
-        self._strangers: dict[Caller, None] = {}  # a dict keeps the order in which they came
-        self._ranks: dict[Caller, None] = {}
+        self._unknown: dict[Peer, None] = {}  # a dict keeps the order in which they came
+        self._ranks: dict[Peer, None] = {}
         self._selector = selectors.DefaultSelector()
         self._full_until: float | None = None
         self._listen()
@@ -122,9 +122,9 @@ class Callers:
         if self._full_until is not None and now > self._full_until:
             self._full_until = None
             self._listen()
-        for stranger in list(self._strangers):
+        for stranger in list(self._unknown):
             new = stranger.came > now - _STRANGER_SECONDS
-            if new and len(self._strangers) <= self._most_strangers:
+            if new and len(self._unknown) <= self._most_strangers:
                 break
             self.dismiss(stranger)
 
@@ -133,7 +133,7 @@ class Callers:
         message: dict[str, Any],
         patience: float,
         heard: bool = False,
-        to: Sequence[Caller] | None = None,
+        to: Sequence[Peer] | None = None,
     ) -> None:
         """Send a message to all that have proved themselves, and vouch for it to each.
 
@@ -145,30 +145,30 @@ class Callers:
         """
         line = encode(message)
         digest = hashlib.sha256(line).hexdigest()
-        callers = list(self._ranks if to is None else to)
-        for caller in callers:
-            caller.has_heard = False
-            proof = self._credentials.proof("message", "".join(caller.challenges or ()), digest)
-            self._queue(caller, encode({"proof": proof}), line)
+        peers = list(self._ranks if to is None else to)
+        for peer in peers:
+            peer.has_heard = False
+            proof = self._credentials.proof("message", "".join(peer.challenges or ()), digest)
+            self._queue(peer, encode({"proof": proof}), line)
         limit = self._clock() + patience
-        while callers and self._clock() < limit:
-            last = callers[-1]
+        while peers and self._clock() < limit:
+            last = peers[-1]
             owes = last.unsent or (heard and not last.has_heard)
             if owes and last.connection.fileno() >= 0:
                 self.attend(min(limit - self._clock(), _FULL_SECONDS))
             else:
-                callers.pop()  # who is done stays done: nobody is looked at again
+                peers.pop()  # who is done stays done: nobody is looked at again
 
-    def dismiss(self, caller: Caller) -> None:
+    def dismiss(self, peer: Peer) -> None:
         """Close a connection."""
-        if caller.connection.fileno() < 0:
+        if peer.connection.fileno() < 0:
             return
-        self.watch(caller.connection, 0, None)
-        caller.connection.close()
-        self._strangers.pop(caller, None)
-        if caller in self._ranks:
-            del self._ranks[caller]
-            self._left(caller)
+        self.watch(peer.connection, 0, None)
+        peer.connection.close()
+        self._unknown.pop(peer, None)
+        if peer in self._ranks:
+            del self._ranks[peer]
+            self._left(peer)
 
     def close(self) -> None:
         """Close everything, the listener too."""
@@ -186,7 +186,7 @@ class Callers:
 
     def _accept(self, listener: socket.socket, _events: int) -> None:
         try:
-            connection, peer = listener.accept()
+            connection, address = listener.accept()
             own = connection.getsockname()
         except OSError as error:
             if error.errno in _FULL:
@@ -194,91 +194,91 @@ class Callers:
                 self._make_room(listener)
             return  # or it left before it was let in
         connection.setblocking(False)
-        caller = Caller(connection, self._clock(), _plain(peer[0]), _plain(own[0]))
-        self._strangers[caller] = None
-        self.watch(connection, selectors.EVENT_READ, partial(self._serve, caller))
+        peer = Peer(connection, self._clock(), _plain(address[0]), _plain(own[0]))
+        self._unknown[peer] = None
+        self.watch(connection, selectors.EVENT_READ, partial(self._serve, peer))
 
     def _make_room(self, listener: socket.socket) -> None:
         """For a rank, at a stranger's cost; else nobody is let in for a moment."""
-        for stranger in list(self._strangers)[:1]:
+        for stranger in list(self._unknown)[:1]:
             self.dismiss(stranger)
             return
         self.watch(listener, 0, None)
         self._full_until = self._clock() + _FULL_SECONDS
 
-    def _serve(self, caller: Caller, events: int) -> None:
+    def _serve(self, peer: Peer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
-            self._send(caller)
-        if events & selectors.EVENT_READ and caller.connection.fileno() >= 0:
-            self._hear(caller)
+            self._send(peer)
+        if events & selectors.EVENT_READ and peer.connection.fileno() >= 0:
+            self._hear(peer)
 
-    def _hear(self, caller: Caller) -> None:
+    def _hear(self, peer: Peer) -> None:
         try:
-            data = caller.connection.recv(1 << 16)
+            data = peer.connection.recv(1 << 16)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        caller.heard += data
-        line, newline, rest = bytes(caller.heard).partition(b"\n")
-        longest = LONGEST_HELLO if caller.challenges else LONGEST_GREETING
+        peer.heard += data
+        line, newline, rest = bytes(peer.heard).partition(b"\n")
+        longest = LONGEST_HELLO if peer.challenges else LONGEST_GREETING
         if newline:
-            caller.heard = bytearray(rest)
-            self._understand(caller, decode(line) or {})
-        elif not data or len(caller.heard) > longest:
-            self.dismiss(caller)
+            peer.heard = bytearray(rest)
+            self._understand(peer, decode(line) or {})
+        elif not data or len(peer.heard) > longest:
+            self.dismiss(peer)
 
-    def _understand(self, caller: Caller, said: dict[str, Any]) -> None:
+    def _understand(self, peer: Peer, said: dict[str, Any]) -> None:
         """A greeting, a hello, or that a message was heard."""
-        if caller.proved:
-            caller.has_heard = "heard" in said
-        elif caller.challenges:
-            self._let_in(caller, said, caller.challenges[1])
+        if peer.proved:
+            peer.has_heard = "heard" in said
+        elif peer.challenges:
+            self._let_in(peer, said, peer.challenges[1])
         elif said.get("start") == self._credentials.start and "challenge" in said:
-            caller.challenges = str(said["challenge"]), Credentials.challenge()
-            proof = self._credentials.proof("host", caller.challenges[0])
-            answer = {"start": said["start"], "proof": proof, "challenge": caller.challenges[1]}
-            self._queue(caller, encode(answer))
+            peer.challenges = str(said["challenge"]), Credentials.challenge()
+            proof = self._credentials.proof("host", peer.challenges[0])
+            answer = {"start": said["start"], "proof": proof, "challenge": peer.challenges[1]}
+            self._queue(peer, encode(answer))
         else:
-            self.dismiss(caller)
+            self.dismiss(peer)
 
-    def _let_in(self, caller: Caller, said: dict[str, Any], challenge: str) -> None:
+    def _let_in(self, peer: Peer, said: dict[str, Any], challenge: str) -> None:
         hello = str(said.get("hello"))
-        if not self._credentials.proves(said.get("proof"), "guest", challenge, hello):
-            self.dismiss(caller)
+        if not self._credentials.proves(said.get("proof"), "client", challenge, hello):
+            self.dismiss(peer)
             return
         try:
-            keep_alive(caller.connection)
+            keep_alive(peer.connection)
         except OSError:
-            self.dismiss(caller)
+            self.dismiss(peer)
             return
-        del self._strangers[caller]
-        self._ranks[caller] = None
-        caller.proved = True
-        self._arrived(caller, hello)
+        del self._unknown[peer]
+        self._ranks[peer] = None
+        peer.proved = True
+        self._arrived(peer, hello)
 
-    def _queue(self, caller: Caller, *lines: bytes) -> None:
+    def _queue(self, peer: Peer, *lines: bytes) -> None:
         """Send as much as the connection takes, and the rest when it takes more."""
-        # Not joined: a roll goes to thousands.
-        caller.unsent += map(memoryview, lines)
-        self._send(caller)
+        # Not joined: a roster goes to thousands.
+        peer.unsent += map(memoryview, lines)
+        self._send(peer)
 
-    def _send(self, caller: Caller) -> None:
+    def _send(self, peer: Peer) -> None:
         try:
-            sent = caller.connection.sendmsg(caller.unsent)
+            sent = peer.connection.sendmsg(peer.unsent)
         except BlockingIOError:
             sent = 0
         except OSError:
-            self.dismiss(caller)
+            self.dismiss(peer)
             return
         while sent:
-            gone = min(sent, len(caller.unsent[0]))
-            caller.unsent[0] = caller.unsent[0][gone:]
+            gone = min(sent, len(peer.unsent[0]))
+            peer.unsent[0] = peer.unsent[0][gone:]
             sent -= gone
-            if not caller.unsent[0]:
-                del caller.unsent[0]
-        more = selectors.EVENT_WRITE if caller.unsent else 0
-        self.watch(caller.connection, selectors.EVENT_READ | more, partial(self._serve, caller))
+            if not peer.unsent[0]:
+                del peer.unsent[0]
+        more = selectors.EVENT_WRITE if peer.unsent else 0
+        self.watch(peer.connection, selectors.EVENT_READ | more, partial(self._serve, peer))
 
 
 def listen(

@@ -7,10 +7,10 @@ import socket
 
 from hpctrain.rendezvous.messages import LONGEST_GREETING, Clock, Credentials, decode, encode
 
-__all__ = ["Knock"]
+__all__ = ["Probe"]
 
 
-class Knock:
+class Probe:
     """A connection that may be to rank 0, and never blocks.
 
     Args:

@@ -1,4 +1,4 @@
-"""The roll: who is there, and whether that makes a world."""
+"""The roster: who is there, and whether that makes a world."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from hpctrain.errors import ContradictionError, StartError, UsageError
 from hpctrain.rendezvous.messages import Entry
 
-__all__ = ["Roll", "call_roll"]
+__all__ = ["Roster", "make_roster"]
 
 
 @dataclass(frozen=True, slots=True)
-class Roll:
-    """What all ranks know after the roll call, the same on each of them.
+class Roster:
+    """What all ranks know after the rendezvous, the same on each of them.
 
     Attributes:
         entries: by rank, what each one said of itself ("host", "pid", and the caller's keys).
@@ -28,8 +28,10 @@ class Roll:
     port: int
 
 
-def call_roll(entries: tuple[Entry, ...], addresses: tuple[str, ...] = (), port: int = 0) -> Roll:
-    """The roll from what each rank said; every rank comes to the same one.
+def make_roster(
+    entries: tuple[Entry, ...], addresses: tuple[str, ...] = (), port: int = 0
+) -> Roster:
+    """The roster from what each rank said; every rank comes to the same one.
 
     Raises:
         ContradictionError: two ranks of one host have the same local rank.
@@ -72,4 +74,4 @@ def call_roll(entries: tuple[Entry, ...], addresses: tuple[str, ...] = (), port:
                 "local ranks that count the ranks of one host",
                 "export LOCAL_RANK as the place of the rank on its host, from 0",
             )
-    return Roll(entries, addresses, hosts, host_of_rank, port)
+    return Roster(entries, addresses, hosts, host_of_rank, port)

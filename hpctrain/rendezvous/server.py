@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, NoReturn
 
 from hpctrain.cluster import env_vars
-from hpctrain.cluster.launchers.base import MeetingPoint, is_loopback
+from hpctrain.cluster.launchers.base import RendezvousPoint, is_loopback
 from hpctrain.cluster.world import World
 from hpctrain.errors import ContradictionError, HpctrainError, StartError
 from hpctrain.rendezvous.addresses import LOOPBACK, hosts_to_ask, ports
 from hpctrain.rendezvous.interfaces import reachable
-from hpctrain.rendezvous.key_value_store import Board
+from hpctrain.rendezvous.key_value_store import KeyValueStore
 from hpctrain.rendezvous.messages import (
     GRACE_SECONDS,
     NEWS_SECONDS,
@@ -25,11 +25,11 @@ from hpctrain.rendezvous.messages import (
     encode,
     pack,
 )
-from hpctrain.rendezvous.peers import Caller, Callers, listen
-from hpctrain.rendezvous.probe import Knock
-from hpctrain.rendezvous.roster import Roll, call_roll
+from hpctrain.rendezvous.peers import Peer, Peers, listen
+from hpctrain.rendezvous.probe import Probe
+from hpctrain.rendezvous.roster import Roster, make_roster
 
-__all__ = ["Host"]
+__all__ = ["RendezvousServer"]
 
 # After an error that some ranks have not heard, as they were on their way.
 _LINGER_SECONDS = 1.0
@@ -39,7 +39,7 @@ _OWN_PORT = (
 )
 
 
-class Host:
+class RendezvousServer:
     """Rank 0: counts and tells.
 
     Args:
@@ -49,7 +49,7 @@ class Host:
         board: where to leave word, or None.
         timeout: seconds until those who have not come are named.
         announce: called with a line for people when waiting takes long.
-        check: what is done with the roll before anybody else gets it; what it raises is told to
+        check: what is done with the roster before anybody else gets it; what it raises is told to
             all.
         clock: for every time-out.
     """
@@ -57,19 +57,19 @@ class Host:
     def __init__(
         self,
         world: World,
-        point: MeetingPoint,
+        point: RendezvousPoint,
         credentials: Credentials,
         entry: Entry,
-        board: Board | None,
+        store: KeyValueStore | None,
         timeout: float,
         announce: Announce,
-        check: Callable[[Roll], None],
+        check: Callable[[Roster], None],
         clock: Clock,
     ) -> None:
         self.world = world
-        self.pretended = point.pretended
+        self.simulated = point.simulated
         self.credentials = credentials
-        self.board = board
+        self.store = store
         self.timeout = timeout
         self.announce = announce
         self.check = check
@@ -77,19 +77,19 @@ class Host:
         self.nonce = Credentials.challenge()
         self.entries: dict[int, Entry] = {0: entry}
         self.lost: dict[int, str] = {}  # ranks that came and went, and their hosts
-        self.by_rank: dict[int, Caller] = {}
+        self.by_rank: dict[int, Peer] = {}
         self.refusal: dict[str, Any] = {}  # what is told to whoever comes after an error
         self.listener, taken, self.why = listen(hosts_to_ask(world, point), ports(point))
         self.ports = [port for _, port in taken]
         if self.listener is not None:
             self.ports.append(self.listener.getsockname()[1])
-        self.callers = Callers(
+        self.peers = Peers(
             self.listener, credentials, world.world_size, self._arrived, self._left, clock
         )
         self._look_for_twins(taken)
 
-    def gather(self) -> tuple[Roll, str, socket.socket]:
-        """The roll, the nonce, and the socket for the backend's store.
+    def gather(self) -> tuple[Roster, str, socket.socket]:
+        """The roster, the nonce, and the socket for the backend's store.
 
         Raises:
             HpctrainError: what is wrong; all ranks that can be reached raise it too.
@@ -101,24 +101,24 @@ class Host:
             self._leave_word()
             self._wait()
             entries = tuple(_for_all(self.entries[rank]) for rank in range(self.world.world_size))
-            roll = call_roll(entries)
-            addresses = self._addresses(roll)
+            roster = make_roster(entries)
+            addresses = self._addresses(roster)
             family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
             listener = socket.create_server((addresses[0], 0), family=family, backlog=4096)
             port = listener.getsockname()[1]
-            roll = dataclasses.replace(roll, addresses=addresses, port=port)
-            self.check(roll)
-            self._tell(roll)
+            roster = dataclasses.replace(roster, addresses=addresses, port=port)
+            self.check(roster)
+            self._tell(roster)
         except HpctrainError as error:
             self._give_up(error)
             if listener:
                 listener.close()
             raise
         finally:
-            if self.board is not None:
-                self.board.clear(self.credentials.start)
-            self.callers.close()
-        return roll, self.nonce, listener
+            if self.store is not None:
+                self.store.clear(self.credentials.start)
+            self.peers.close()
+        return roster, self.nonce, listener
 
     def _refuse_ports(self) -> NoReturn:
         """No port is free; perhaps because of a twin, which is told.
@@ -128,8 +128,8 @@ class Host:
             StartError: it is anybody else.
         """
         limit = self.clock() + _LINGER_SECONDS
-        while (left := limit - self.clock()) > 0 and self.callers.watches:
-            self.callers.attend(left)
+        while (left := limit - self.clock()) > 0 and self.peers.watches:
+            self.peers.attend(left)
         only = len(self.ports) == 1
         raise StartError(
             f"rank 0 can listen on none of the ports {', '.join(map(str, self.ports))} of "
@@ -145,12 +145,12 @@ class Host:
         """Tell all ranks what is wrong, and after a contradiction also those that come just now."""
         said = [error.found, error.expected, error.fix]
         self.refusal = {"error": said, "code": error.exit_code}
-        self.callers.deliver(self.refusal, GRACE_SECONDS)
+        self.peers.deliver(self.refusal, GRACE_SECONDS)
         if not isinstance(error, ContradictionError):
             return
         limit = self.clock() + _LINGER_SECONDS
         while self._absent() and (left := limit - self.clock()) > 0:
-            self.callers.attend(left)
+            self.peers.attend(left)
 
     def _look_for_twins(self, places: Sequence[tuple[str, int]]) -> None:
         """See whether an earlier port is held by another rank 0 of this very start.
@@ -159,47 +159,47 @@ class Host:
         """
         for place in places:
             with contextlib.suppress(OSError):
-                knock = Knock(place, self.credentials, self.clock)
-                self.callers.watch(knock.connection, knock.awaits, partial(self._twin, knock))
+                probe = Probe(place, self.credentials, self.clock)
+                self.peers.watch(probe.connection, probe.awaits, partial(self._twin, probe))
 
-    def _twin(self, knock: Knock, _events: int) -> None:
+    def _twin(self, probe: Probe, _events: int) -> None:
         """Go on with a knock.
 
         Raises:
             ContradictionError: it is one; and it is told the same.
         """
         try:
-            challenge = knock.go_on()
+            challenge = probe.go_on()
         except OSError:
-            self.callers.watch(knock.connection, 0, None)
-            knock.connection.close()
+            self.peers.watch(probe.connection, 0, None)
+            probe.connection.close()
             return
         if challenge is None or self.refusal:
-            self.callers.watch(knock.connection, knock.awaits, partial(self._twin, knock))
+            self.peers.watch(probe.connection, probe.awaits, partial(self._twin, probe))
             return
         entry = self.entries[0]
         hello = json.dumps([0, self.world.world_size, entry])
-        proof = self.credentials.proof("guest", challenge, hello)
+        proof = self.credentials.proof("client", challenge, hello)
         with contextlib.suppress(OSError):
-            knock.connection.sendall(encode({"proof": proof, "hello": hello}))
+            probe.connection.sendall(encode({"proof": proof, "hello": hello}))
         raise ContradictionError(
             f"two processes say that they are rank 0: {entry['host']} pid {entry['pid']} and the "
-            f"one that listens at port {knock.place[1]} there",
+            f"one that listens at port {probe.place[1]} there",
             "each rank once",
             _OWN_PORT,
         )
 
     def _leave_word(self) -> None:
         """Tell the board where this is."""
-        if self.board is None:
+        if self.store is None:
             return
         own = [LOOPBACK] if self.world.on_one_host else [*reachable(), LOOPBACK]
         word = json.dumps({"addresses": own, "port": self.ports[-1]})
         try:
-            self.board.write(self.credentials.start, word.encode())
+            self.store.write(self.credentials.start, word.encode())
         except OSError as error:
             raise StartError(
-                f"rank 0 cannot leave word of its address in {self.board.where}: {error}",
+                f"rank 0 cannot leave word of its address in {self.store.where}: {error}",
                 "a place that all ranks see, or rank 0's host by name",
                 f"export {env_vars.MAIN_ADDRESS}=HOST    (the host of rank 0, on all ranks)",
             ) from None
@@ -217,9 +217,9 @@ class Host:
                     f"waiting for {waiting} of {self.world.world_size} since {now - started:.0f} s"
                 )
                 news = now + NEWS_SECONDS
-            self.callers.attend(min(news, started + self.timeout) - now)
+            self.peers.attend(min(news, started + self.timeout) - now)
 
-    def _arrived(self, caller: Caller, hello: str) -> None:
+    def _arrived(self, peer: Peer, hello: str) -> None:
         """Count a caller that belongs to this start.
 
         Raises:
@@ -228,12 +228,12 @@ class Host:
         try:
             rank, size, entry = _read(hello)
         except ValueError:
-            self.callers.dismiss(caller)
+            self.peers.dismiss(peer)
             return
         known = self.entries.get(rank)
         if self.refusal:
             self.entries.setdefault(rank, entry)
-            self.callers.deliver(self.refusal, GRACE_SECONDS, to=(caller,))
+            self.peers.deliver(self.refusal, GRACE_SECONDS, to=(peer,))
             return
         if size != self.world.world_size:
             raise ContradictionError(
@@ -250,43 +250,43 @@ class Host:
                 _OWN_PORT,
             )
         before = self.by_rank.get(rank)
-        self.by_rank[rank] = caller
+        self.by_rank[rank] = peer
         self.entries[rank] = entry
         if before is not None:  # the same process came again
-            self.callers.dismiss(before)
+            self.peers.dismiss(before)
         self.lost.pop(rank, None)
 
-    def _left(self, caller: Caller) -> None:
-        for rank in [rank for rank, one in self.by_rank.items() if one is caller]:
+    def _left(self, peer: Peer) -> None:
+        for rank in [rank for rank, one in self.by_rank.items() if one is peer]:
             del self.by_rank[rank]
             self.lost[rank] = self.entries.pop(rank)["host"]
 
-    def _tell(self, roll: Roll) -> None:
-        """Give all ranks the roll; go on when all have heard it, so that nobody was lost since.
+    def _tell(self, roster: Roster) -> None:
+        """Give all ranks the roster; go on when all have heard it, so that nobody was lost since.
 
         Raises:
             StartError: naming the ranks that did not hear it.
         """
         patience = GRACE_SECONDS + self.world.world_size / 500
         message = {
-            "roll": pack(roll.entries),
-            "addresses": roll.addresses,
-            "port": roll.port,
+            "roster": pack(roster.entries),
+            "addresses": roster.addresses,
+            "port": roster.port,
             "nonce": self.nonce,
         }
-        self.callers.deliver(message, patience, heard=True)
+        self.peers.deliver(message, patience, heard=True)
         others = range(1, self.world.world_size)
         deaf = [r for r in others if r not in self.by_rank or not self.by_rank[r].has_heard]
         if deaf:
-            names = [roll.hosts[roll.host_of_rank[rank]] for rank in deaf]
+            names = [roster.hosts[roster.host_of_rank[rank]] for rank in deaf]
             hosts = list(dict.fromkeys(names))
             raise StartError(
-                f"{_ranks(deaf)} of {self.world.world_size} came and {_were(deaf)} lost: the roll "
-                f"was not heard on {', '.join(hosts[:8])}",
+                f"{_ranks(deaf)} of {self.world.world_size} came and {_were(deaf)} lost: the "
+                f"roster was not heard on {', '.join(hosts[:8])}",
                 "all ranks, to the end of the start",
                 "look for the first error in their logs, and whether the host can be reached",
             )
-        self.callers.deliver({"begin": True}, patience)
+        self.peers.deliver({"begin": True}, patience)
 
     def _absent(self) -> list[int]:
         return sorted(set(range(self.world.world_size)) - set(self.entries))
@@ -299,8 +299,8 @@ class Host:
         silent = [host for host in self.world.hosts or () if host not in seen]
         if silent:
             gone += f"; nothing was heard from {', '.join(silent[:8])}"
-        if self.callers.trouble:
-            gone += f"; callers were not let in: {self.callers.trouble}"
+        if self.peers.trouble:
+            gone += f"; callers were not let in: {self.peers.trouble}"
         return StartError(
             f"{_ranks(missing)} of {self.world.world_size} did not come within "
             f"{self.timeout:.0f} s (came: {came}{gone}). Rank 0 listened at port "
@@ -310,28 +310,28 @@ class Host:
             "--start-timeout",
         )
 
-    def _addresses(self, roll: Roll) -> tuple[str, ...]:
+    def _addresses(self, roster: Roster) -> tuple[str, ...]:
         """By rank: of the interface that was asked for, else by which the ranks reached rank 0.
 
         Raises:
             ContradictionError: the interface is that of loopback, and there are several hosts.
         """
-        host_of_rank, home = roll.host_of_rank, roll.host_of_rank[0]
-        for rank, entry in enumerate(roll.entries):
-            wrong = entry["address"] and is_loopback(entry["address"]) and not self.pretended
-            if len(roll.hosts) > 1 and wrong:
+        host_of_rank, home = roster.host_of_rank, roster.host_of_rank[0]
+        for rank, entry in enumerate(roster.entries):
+            wrong = entry["address"] and is_loopback(entry["address"]) and not self.simulated
+            if len(roster.hosts) > 1 and wrong:
                 raise ContradictionError(
                     f"the interface of rank {rank} on {entry['host']} has the address "
-                    f"{entry['address']}, and the ranks are on {len(roll.hosts)} hosts",
+                    f"{entry['address']}, and the ranks are on {len(roster.hosts)} hosts",
                     "an interface that the other hosts reach",
                     f"unset {env_vars.INTERFACE} {env_vars.GLOO_INTERFACE}",
                 )
         elsewhere = [rank for rank, host in enumerate(host_of_rank) if host != home]
-        own = roll.entries[0]["address"] or (
+        own = roster.entries[0]["address"] or (
             self.by_rank[elsewhere[0]].own if elsewhere else LOOPBACK
         )
         return tuple(
-            own if host == home else roll.entries[rank]["address"] or self.by_rank[rank].peer
+            own if host == home else roster.entries[rank]["address"] or self.by_rank[rank].address
             for rank, host in enumerate(host_of_rank)
         )
 

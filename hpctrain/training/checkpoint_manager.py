@@ -10,18 +10,18 @@ from hpctrain.errors import ReplacedError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.lock import Lock
-from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.replica_check import refuse_unlike_weights
 from hpctrain.training.state import Parts, Position, gather, refuse_nonfinite
 
-__all__ = ["Saving"]
+__all__ = ["CheckpointManager"]
 
 # Before the first save its duration is a guess.
 _SECONDS_OF_A_SAVE = 10.0
 _MARGIN_SECONDS = 5.0
 
 
-class Saving:
+class CheckpointManager:
     """The checkpoints of a run: states come together at a step's end, rank 0 writes them later.
 
     Args:
@@ -92,13 +92,13 @@ class Saving:
                 raise self._replaced
             return self._writer.committed if self._writer is not None else None
 
-        step = by_rank_0(self._parts.backend, look)
+        step = on_rank_zero(self._parts.backend, look)
         if self._writer is None:
             logger.warning("rank 0 could not write a checkpoint; its log says why")
         written = [one for one in self._taken if step is not None and one.step == step]
         self.saved = written[-1] if written else self._first
 
-    def lead(self) -> float:
+    def save_margin(self) -> float:
         """Seconds that a save may take, with some to spare; at rank 0."""
         seconds = self._writer.seconds if self._writer is not None else None
         return _MARGIN_SECONDS + 2 * (seconds if seconds is not None else _SECONDS_OF_A_SAVE)
@@ -131,7 +131,7 @@ class Saving:
                     facts = {**self._facts, "time": time.time(), "metrics": dict(metrics)}
                     self._writer.save(position.step, state, facts)
 
-            by_rank_0(parts.backend, write)
+            on_rank_zero(parts.backend, write)
         self.saved = position
         self._taken = [*self._taken[-2:], position]
         self._since = time.monotonic()
@@ -142,7 +142,7 @@ class Saving:
         Raises:
             CheckpointError: it could not be.
         """
-        by_rank_0(self._parts.backend, self._writer.wait if self._writer else lambda: None)
+        on_rank_zero(self._parts.backend, self._writer.wait if self._writer else lambda: None)
 
     def close(self) -> None:
         """End the writer; what it is at gets written."""

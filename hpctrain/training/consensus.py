@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from hpctrain.backends.base import Backend, Later
+from hpctrain.backends.base import Backend, Work
 from hpctrain.errors import HpctrainError, UsageError, repeated
 
-__all__ = ["Agreement", "by_rank_0", "meet"]
+__all__ = ["Consensus", "meet", "on_rank_zero"]
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ _MOST_STEPS = 256  # so that steps which become slow do not make the next sum la
 _SHOWN = 8  # ranks that do the same
 
 
-class Agreement:
+class Consensus:
     """Sums of a few numbers over the ranks, about once a second.
 
     A sum is begun at the same step on all ranks and read where the next one begins, again at the
@@ -47,7 +47,7 @@ class Agreement:
         self._backend, self._say, self._doing = backend, say, doing
         self._steps = 1  # from one sum to the next
         self._left = 1  # steps until then
-        self._sum: tuple[list[str], str, Later] | None = None  # under way
+        self._sum: tuple[list[str], str, Work] | None = None  # under way
         self._begun = time.monotonic()
         self.heard = 0
 
@@ -84,7 +84,7 @@ class Agreement:
         said, doing = self._say(), self._doing()
         number = int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=2).digest(), "big")
         numbers = [*said.values(), number, number * number, now - self._begun]
-        self._sum, self._begun = (list(said), doing, self._backend.sum_later(numbers)), now
+        self._sum, self._begun = (list(said), doing, self._backend.sum_async(numbers)), now
 
     def _read(self) -> dict[str, float] | None:
         if self._sum is None:
@@ -119,8 +119,8 @@ def meet(backend: Backend, doing: str) -> None:
 
 def compare(backend: Backend, doing: str) -> None:
     """The same where it is known already that they differ, and all ranks are at one place."""
-    seen = backend.gather(doing)
-    by_rank_0(backend, lambda: _refuse_unlike(seen))
+    seen = backend.gather_object(doing)
+    on_rank_zero(backend, lambda: _refuse_unlike(seen))
 
 
 def _refuse_unlike(seen: Sequence[str]) -> None:
@@ -158,7 +158,7 @@ def _ranks(those: Sequence[int]) -> str:
     return f"rank{'s' if len(those) > 1 else ''} {shown}"
 
 
-def by_rank_0(backend: Backend, act: Callable[[], T]) -> T:
+def on_rank_zero(backend: Backend, act: Callable[[], T]) -> T:
     """What rank 0 does for all: its result, or its error, on every rank.
 
     Args:
@@ -178,7 +178,7 @@ def by_rank_0(backend: Backend, act: Callable[[], T]) -> T:
     told: tuple[str, str, str, str] | None = None
     if mistake is not None:
         told = (type(mistake).__name__, mistake.found, mistake.expected, mistake.fix)
-    told, result = backend.share((told, result))
+    told, result = backend.broadcast_object((told, result))
     if mistake is not None:
         raise mistake
     if told is not None:

@@ -10,20 +10,20 @@ from typing import Any
 
 from hpctrain import rundir
 from hpctrain.errors import CheckpointError, GivenUpError
-from hpctrain.process.logging import drop, keep, logger
-from hpctrain.process.stderr_capture import Tee
+from hpctrain.process.logging import add_log_file, logger, remove_log_file
+from hpctrain.process.stderr_capture import StderrCapture
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.lock import Lock
 from hpctrain.training import identity
-from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.metrics import Metrics, table, trim
 from hpctrain.training.preemption import Stopped
 from hpctrain.training.state import Parts
 
-__all__ = ["Records", "code_of"]
+__all__ = ["RunJournal", "code_of"]
 
 
-class Records:
+class RunJournal:
     """The directory of a run, from the moment in which rank 0 has chosen and locked it.
 
     Args:
@@ -45,11 +45,11 @@ class Records:
         self._parts = parts
         self.lock: Lock | None = None
         self.metrics: Metrics | None = None
-        path, self.finished, self.key = by_rank_0(parts.backend, lambda: self._claim(name))
+        path, self.finished, self.key = on_rank_zero(parts.backend, lambda: self._claim(name))
         self.directory = RunDirectory(path)
         log = self.directory.log(parts.world.rank)
-        self._log: logging.Handler = keep(log)
-        self._tee = Tee(log) if parts.backend.prints else None
+        self._log: logging.Handler = add_log_file(log)
+        self._stderr = StderrCapture(log) if parts.backend.captures_stderr else None
 
     def _claim(self, name: str) -> tuple[str, bool, str]:
         parts = self._parts
@@ -93,7 +93,7 @@ class Records:
                     f"df -h {self.directory.path}; ls -ld {self.directory.path}",
                 ) from None
 
-        by_rank_0(parts.backend, note)
+        on_rank_zero(parts.backend, note)
         self.metrics = Metrics(parts.backend, self.directory, rows, heard)
 
     def close(self, error: BaseException | None, facts: Callable[[], Mapping[str, Any]]) -> None:
@@ -119,10 +119,12 @@ class Records:
 
     def drop_logs(self) -> None:
         """Nothing more is said of this run."""
-        if self._tee is not None:
-            self._tee.close()
-            self._tee = None  # it has what standard error was, for as long as somebody needs that
-        drop(self._log)
+        if self._stderr is not None:
+            self._stderr.close()
+            self._stderr = (
+                None  # it has what standard error was, for as long as somebody needs that
+            )
+        remove_log_file(self._log)
 
     def _sum_up(self, error: BaseException | None, facts: Mapping[str, Any]) -> None:
         """Write summary.json, and say in a few lines how it went."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpctrain import rundir
-from hpctrain.backends.base import Backend, Later
+from hpctrain.backends.base import Backend, Work
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
@@ -78,7 +78,7 @@ class Metrics:
         self._unwritten: deque[_Row] = deque()
         self._gathered: list[_Row] = []  # rows that the other ranks do not know of
         self._offered: deque[int] = deque()  # how many of them each sum of `Agreement` speaks of
-        self._sum: tuple[list[_Row], Later] | None = None  # under way
+        self._sum: tuple[list[_Row], Work] | None = None  # under way
         self._lines: _Lines | None = None
         self.rows = keep
         self.last: dict[str, float] = {}
@@ -187,7 +187,7 @@ class Metrics:
         rows, self._gathered = self._gathered[:count], self._gathered[count:]
         self._finish()
         numbers = [total for row in rows for total, _ in row.sums.values()]
-        self._sum = rows, self._backend.sum_later(numbers)
+        self._sum = rows, self._backend.sum_async(numbers)
 
     def poll(self) -> None:
         """Write the rows whose sum has arrived."""

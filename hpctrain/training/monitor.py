@@ -26,7 +26,7 @@ from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 from hpctrain.training.state import Parts
 
-__all__ = ["Watching", "check"]
+__all__ = ["Monitor", "check"]
 
 _PHASES = Phases(LOADING, COMPUTING, (ACCUMULATING, BACKWARD), slice(LOADING, AGREEING + 1))
 # Asking the allocator costs more than all else in a row.
@@ -48,7 +48,7 @@ def check(options: Options, rank: int) -> None:
         profiler.steps(options.profile)
 
 
-class Watching:
+class Monitor:
     """Made by every rank; rank 0 shows what is seen. No step waits for any of it.
 
     Args:
@@ -61,12 +61,12 @@ class Watching:
     def __init__(
         self, parts: Parts, directory: RunDirectory, name: str, seconds: Sequence[float]
     ) -> None:
-        options, world, roll = parts.options, parts.world, parts.roll
+        options, world, roster = parts.options, parts.world, parts.roster
         check(options, world.rank)
         self._parts, self._directory, self._name = parts, directory, name
         on_gpu = parts.device.type == "cuda"
         self._clock = (DeviceClock if on_gpu else Clock)(_PHASES, seconds)
-        hosts = [roll.hosts[host] for host in roll.host_of_rank]
+        hosts = [roster.hosts[host] for host in roster.host_of_rank]
         self._timings = Timings(
             parts.backend, self._clock, hosts, directory, parts.batches.accumulate
         )
@@ -98,7 +98,7 @@ class Watching:
         self._progress = open_progress(self._progress.course)
         self._draws = type(self._progress) is not Lines
 
-    def beside(self, beat: Callable[[int], None]) -> Callable[[int], None]:
+    def beside(self, heartbeat: Callable[[int], None]) -> Callable[[int], None]:
         """What is called as a phase begins: `beat`, and what is seen of the phase here.
 
         Args:
@@ -106,10 +106,10 @@ class Watching:
         """
         enter = self._clock.enter if isinstance(self._clock, DeviceClock) else None
         if enter is None and not self._draws:
-            return beat
+            return heartbeat
 
         def both(phase: int) -> None:
-            beat(phase)
+            heartbeat(phase)
             if enter is not None:
                 enter(phase)
             if phase == EVALUATING:

@@ -39,7 +39,7 @@ class Update:
                 others that it went through.
             ema: of the weights, which follow.
         """
-        self._backend.average()
+        self._backend.sync_gradients()
         for optimizer in chosen:
             if self._clips:
                 self._clip(optimizer)

@@ -89,7 +89,7 @@ class Preemption:
         self._caught: int | None = None
         self._opened = self._running = self._looked = False
         self._found: dict[int, Any] = {}
-        self._lead: Callable[[], float] = lambda: 0.0
+        self._save_margin: Callable[[], float] = lambda: 0.0
         if threading.current_thread() is not threading.main_thread():
             return  # handlers belong to the main thread
         interactive = hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
@@ -103,7 +103,7 @@ class Preemption:
         """The ranks are connected."""
         self._opened = True
 
-    def begin(self, directory: rundir.RunDirectory, lead: Callable[[], float]) -> None:
+    def begin(self, directory: rundir.RunDirectory, save_margin: Callable[[], float]) -> None:
         """From now on a signal is a request, until `end`.
 
         Args:
@@ -111,7 +111,7 @@ class Preemption:
             lead: seconds before the end of the job's time that saving needs.
         """
         self._of_the_run = directory.stop
-        self._lead = lead
+        self._save_margin = save_margin
         self._running = True
         if self._rank == 0 and self._end is None and self._job and self._job.scheduler == "slurm":
             # Older ones, such as 22.05, do not tell their jobs; a busy one is not waited for.
@@ -137,7 +137,7 @@ class Preemption:
         if any(file and os.path.exists(file) for file in (self._of_the_start, self._of_the_run)):
             self._look_at_the_clock(_STOP_FILE)
             return _STOP_FILE
-        if self._end is not None and self._clock() + self._lead() >= self._end:
+        if self._end is not None and self._clock() + self._save_margin() >= self._end:
             return _TIME_LIMIT
         return None
 
@@ -183,7 +183,7 @@ class Preemption:
         if self._rank > 0 or self._end is None or self._looked:
             return
         self._looked = True
-        left, needed = self._end - self._clock(), self._lead()
+        left, needed = self._end - self._clock(), self._save_margin()
         if left < needed:
             logger.warning(
                 "%s came %.0f s before the end of the job's time, and to stop takes up to %.0f s: "

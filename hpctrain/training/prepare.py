@@ -22,7 +22,7 @@ from hpctrain.errors import UsageError
 from hpctrain.optim import sync_batchnorm
 from hpctrain.precision import Precision
 from hpctrain.process.logging import logger
-from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.consensus import on_rank_zero
 
 __all__ = [
     "check_compiler",
@@ -95,7 +95,7 @@ def prepare_model(
     """
     if options.init_from is not None:
         path = Path(options.init_from)
-        by_rank_0(backend, lambda: checkpoint.fill_weights(path, model, number))
+        on_rank_zero(backend, lambda: checkpoint.fill_weights(path, model, number))
     model.to(placement.device)
     if placement.channels_last:
         for parameter in model.parameters():
@@ -198,7 +198,7 @@ def share_state(optimizer: Optimizer, backend: Backend) -> None:
     box = io.BytesIO()
     if backend.rank == 0 and optimizer.state:
         torch.save(optimizer.state_dict(), box)
-    state = backend.share(box.getvalue())
+    state = backend.broadcast_object(box.getvalue())
     if state:
         # Loading also moves it to the device of the weights.
         optimizer.load_state_dict(torch.load(io.BytesIO(state), "cpu", weights_only=True))
@@ -271,7 +271,7 @@ def refuse_other_data(backend: Backend, hosts: Sequence[str], datasets: Sequence
     Raises:
         UsageError: a rank has other ones.
     """
-    seen = backend.gather([(len(dataset), _classes(dataset)) for dataset in datasets])
+    seen = backend.gather_object([(len(dataset), _classes(dataset)) for dataset in datasets])
 
     def compare() -> None:
         for rank, theirs in enumerate(seen):
@@ -289,7 +289,7 @@ def refuse_other_data(backend: Backend, hosts: Sequence[str], datasets: Sequence
                         "the same files on every host; compare there: find PATH -type f | wc -l",
                     )
 
-    by_rank_0(backend, compare)
+    on_rank_zero(backend, compare)
 
 
 def _classes(dataset: Any) -> str:

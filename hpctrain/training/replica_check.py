@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import UsageError
-from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.state import Parts
 
 __all__ = ["refuse_unlike_weights"]
@@ -36,7 +36,7 @@ def refuse_unlike_weights(parts: Parts, step: int) -> None:
         by_device.setdefault(tensor.device, []).append(_bits(tensor))
     numbers = [iter(torch.stack(bits).tolist()) for bits in by_device.values()]
     at = dict(zip(by_device, numbers, strict=True))
-    seen = parts.backend.gather([next(at[tensor.device]) for _, tensor in named])
+    seen = parts.backend.gather_object([next(at[tensor.device]) for _, tensor in named])
 
     def compare() -> None:
         unlike = [rank for rank, one in enumerate(seen) if one != seen[0]]
@@ -58,7 +58,7 @@ def refuse_unlike_weights(parts: Parts, step: int) -> None:
             "prepared models; the same seed and steps on all ranks. docs/pitfalls.md has more",
         )
 
-    by_rank_0(parts.backend, compare)
+    on_rank_zero(parts.backend, compare)
 
 
 def _tensors(parts: Parts) -> Iterator[tuple[str, Tensor]]:

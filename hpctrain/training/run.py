@@ -16,21 +16,21 @@ from hpctrain.monitoring.watchdog import (
     COMPUTING,
     IDLE,
     LOADING,
-    MEETING,
     SAVING,
     UPDATING,
+    WAITING,
     Watchdog,
 )
 from hpctrain.process import random_states, seeds
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 from hpctrain.training import identity, prepare
-from hpctrain.training.checkpoint_manager import Saving
-from hpctrain.training.consensus import Agreement, by_rank_0, meet
+from hpctrain.training.checkpoint_manager import CheckpointManager
+from hpctrain.training.consensus import Consensus, meet, on_rank_zero
 from hpctrain.training.gradient_guard import watch_clipping
-from hpctrain.training.journal import Records, code_of
+from hpctrain.training.journal import RunJournal, code_of
 from hpctrain.training.metrics import Metrics
-from hpctrain.training.monitor import Watching
+from hpctrain.training.monitor import Monitor
 from hpctrain.training.preemption import REASONS, Stopped
 from hpctrain.training.replica_check import refuse_unlike_weights
 from hpctrain.training.state import (
@@ -86,11 +86,11 @@ class Run:
         self._stop: str | None = None  # why all ranks stop, once they have agreed
         self._paused, self._pause = time.monotonic(), 0.0  # the longest time between two epochs
         self._undo = ExitStack()  # what a run changes in its process, and puts back
-        self._records: Records | None = None
-        self._saving: Saving | None = None
+        self._journal: RunJournal | None = None
+        self._checkpoints: CheckpointManager | None = None
         self._watchdog: Watchdog | None = None
-        self._watching: Watching | None = None
-        self._beat: Callable[[int], None] = ignore  # shows that this rank lives
+        self._monitor: Monitor | None = None
+        self._heartbeat: Callable[[int], None] = ignore  # shows that this rank lives
 
     def __enter__(self) -> Self:
         try:
@@ -102,43 +102,45 @@ class Run:
 
     def _open(self) -> None:
         session = self._session
-        self._records = records = Records(session, self._name)
-        self.directory = records.directory
-        if records.finished:
+        self._journal = journal = RunJournal(session, self._name)
+        self.directory = journal.directory
+        if journal.finished:
             logger.info(
                 "%s is finished, so this start ends here, before what the script does next; a "
                 "larger --epochs or --max-steps goes on with it, and --run DIR begins another",
                 self.directory.path,
             )
             raise SystemExit(rundir.DONE)
-        session.preemption.begin(self.directory, self._lead)
+        session.preemption.begin(self.directory, self._save_margin)
         self._watchdog = watchdog = Watchdog(
             session.world,
             session.options.timeout,
             self.directory,
-            records.key,
+            journal.key,
             session.verdict,
         )
-        self._watching = watching = Watching(session, self.directory, self._name, watchdog.seconds)
+        self._monitor = monitor = Monitor(session, self.directory, self._name, watchdog.seconds)
         self._find_schedulers()
         resumed = restore(session, self.directory, self._state)
         position = resumed.position if resumed else None
         if resumed is not None:
             self._go_on(resumed)
-        records.begin(self.step, position.rows if position else 0, watching.row)
+        journal.begin(self.step, position.rows if position else 0, monitor.row)
         facts = identity.facts(self.directory, session.world)
-        self._saving = Saving(session, self._state, self.directory, records.lock, facts, position)
+        self._checkpoints = CheckpointManager(
+            session, self._state, self.directory, journal.lock, facts, position
+        )
         if resumed is not None and resumed.log is not None:
             self._metrics.load_state_dict(resumed.log)
-        self._agreement = Agreement(session.backend, self._say, self._doing)
+        self._consensus = Consensus(session.backend, self._say, self._doing)
         logger.info("run directory %s", self.directory.path)
-        self._hear(self._agreement.now("the beginning of the run"))
+        self._hear(self._consensus.now("the beginning of the run"))
         if self._stop is not None:
             session.preemption.obeyed(self.directory)
             raise Stopped(f"{self._stop}, before the first step", os.environ)
-        watching.begin(self.step)
+        monitor.begin(self.step)
         watchdog.step = self.step
-        self._beat = session.beat = watching.beside(watchdog.beat)
+        self._heartbeat = session.heartbeat = monitor.beside(watchdog.heartbeat)
         session.loop = self
         watch_clipping(lambda: self._in_body and self._stepped, self._undo)
 
@@ -238,14 +240,14 @@ class Run:
         self._watch.begin_batches(self.step, self.epoch, self._epoch_step, self._epochs, length)
         deterministic = options.deterministic
         limit = sys.maxsize if options.max_steps is None else options.max_steps
-        beat = self._beat
+        heartbeat = self._heartbeat
         try:
             while self.step < limit:
-                beat(LOADING)
+                heartbeat(LOADING)
                 batch = next(iterator, _END)
                 if batch is _END:
                     return
-                beat(COMPUTING)
+                heartbeat(COMPUTING)
                 if self._index == 0 and self._schedule is not None:
                     optim.apply(session.optimizers, self._schedule.factor(self.step))
                 if deterministic:
@@ -260,7 +262,7 @@ class Run:
                 self._settle()
             self._cut_short = next(iterator, _END) is not _END
         finally:
-            beat(IDLE)
+            heartbeat(IDLE)
             self._paused = time.monotonic()
             self._watch.end_batches(self.step)
 
@@ -274,9 +276,9 @@ class Run:
             data.begin_own(loader, self.epoch, options.seed)
         length = data.steps_of_epoch(loader, batches.accumulate)
         steps = "some" if length is None else length
-        self._beat(MEETING)
+        self._heartbeat(WAITING)
         meet(session.backend, f"the batches of epoch {self.epoch}, {steps} steps")
-        self._beat(IDLE)
+        self._heartbeat(IDLE)
         self._plan(length)
         iterator = data.begin_epoch(
             loader, session.samplers, session.placement, self.epoch, self._batches
@@ -298,7 +300,7 @@ class Run:
                 "torchmetrics knows torch.distributed alone: over Horovod each rank computes from "
                 "its own samples; session.sum(), or --backend ddp"
             )
-        hosts = [session.roll.hosts[host] for host in session.roll.host_of_rank]
+        hosts = [session.roster.hosts[host] for host in session.roster.host_of_rank]
         prepare.refuse_other_data(session.backend, hosts, session.datasets)
 
     def _looked_at(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -310,8 +312,8 @@ class Run:
         session, first = self._session, next(batches, _END)
         if not self._looked and session.world.world_size > 1 and not session.options.same_data:
             self._looked = True
-            seen = session.backend.gather("" if first is _END else data.fingerprint(first))
-            by_rank_0(session.backend, lambda: data.refuse_same(seen))
+            seen = session.backend.gather_object("" if first is _END else data.fingerprint(first))
+            on_rank_zero(session.backend, lambda: data.refuse_same(seen))
         if first is _END:
             return
         count = data.samples(first)
@@ -367,23 +369,23 @@ class Run:
             return
         self._stepped, self._index = False, 0
         # Not by the properties below, each of which is one more call in every step.
-        records, watching, saving = self._records, self._watching, self._saving
-        assert records is not None
-        assert records.metrics is not None
-        assert watching is not None
+        journal, monitor, saving = self._journal, self._monitor, self._checkpoints
+        assert journal is not None
+        assert journal.metrics is not None
+        assert monitor is not None
         assert saving is not None
-        self._beat(AGREEING)
-        watching.step(self.step)
-        records.metrics.end_step(self.step, self.epoch)
+        self._heartbeat(AGREEING)
+        monitor.step(self.step)
+        journal.metrics.end_step(self.step, self.epoch)
         if self.step % session.options.log_every == 0:
             self._end_row()
-        heard = self._agreement.step()
+        heard = self._consensus.step()
         overdue = heard is not None and self._hear(heard)
         if overdue or saving.due(self.step):
             self.save()
         if self._compares:
             self._compares -= 1
-            self._beat(UPDATING)  # the ranks wait for each other, which AGREEING does not say
+            self._heartbeat(UPDATING)  # the ranks wait for each other, which AGREEING does not say
             refuse_unlike_weights(session, self.step)
         if self._stop is not None:
             self._stop_here()
@@ -425,7 +427,7 @@ class Run:
         Raises:
             NonFiniteError: the run goes nowhere.
         """
-        for _ in range(self._agreement.heard):
+        for _ in range(self._consensus.heard):
             self._metrics.accept()
         if heard[_NOT_FINITE]:
             refuse_streak(self._session, heard[_NOT_FINITE], self.step, self._saves.saved)
@@ -444,7 +446,7 @@ class Run:
         reason, where = self._stop, "from here"
         if self._position() != self._saves.saved:
             self.save()
-        self._beat(SAVING)
+        self._heartbeat(SAVING)
         self._watch.finish(self.step, self.epoch)
         try:
             self._saves.finish()
@@ -460,9 +462,11 @@ class Run:
         logger.info("stopped by %s at step %d; --resume goes on %s", self._stop, self.step, where)
         raise Stopped(f"{reason}, after step {self.step}", os.environ)
 
-    def _lead(self) -> float:
+    def _save_margin(self) -> float:
         """Seconds before the end of the job's time at which to stop."""
-        return self._pause + (self._saving.lead() if self._saving is not None else 0.0)
+        return self._pause + (
+            self._checkpoints.save_margin() if self._checkpoints is not None else 0.0
+        )
 
     def log(self, **values: Any) -> None:
         """Note numbers under names.
@@ -505,12 +509,12 @@ class Run:
         self._settle()  # a loop that was left by a break
         if not self._in_body:
             self._drop_rest()
-        self._beat(MEETING)
-        self._hear(self._agreement.now("a checkpoint"))
-        self._beat(SAVING)
+        self._heartbeat(WAITING)
+        self._hear(self._consensus.now("a checkpoint"))
+        self._heartbeat(SAVING)
         self._metrics.flush()
         self._saves.save(self._position(), self._metrics.at(self.step), self._metrics.state_dict())
-        self._beat(IDLE)
+        self._heartbeat(IDLE)
 
     def _position(self) -> Position:
         skipped = self._batches - self._epoch_step * self._session.batches.accumulate
@@ -524,19 +528,19 @@ class Run:
 
     @property
     def _metrics(self) -> Metrics:
-        assert self._records is not None
-        assert self._records.metrics is not None
-        return self._records.metrics
+        assert self._journal is not None
+        assert self._journal.metrics is not None
+        return self._journal.metrics
 
     @property
-    def _saves(self) -> Saving:
-        assert self._saving is not None
-        return self._saving
+    def _saves(self) -> CheckpointManager:
+        assert self._checkpoints is not None
+        return self._checkpoints
 
     @property
-    def _watch(self) -> Watching:
-        assert self._watching is not None
-        return self._watching
+    def _watch(self) -> Monitor:
+        assert self._monitor is not None
+        return self._monitor
 
     def _enough(self) -> bool:
         limit = self._session.options.max_steps
@@ -578,9 +582,9 @@ class Run:
         if saved is None or self.step != saved.step:
             self.save()  # the loop was left by a break
         self._metrics.end_row()
-        self._beat(MEETING)
-        self._hear(self._agreement.now("the end of the run"))
-        self._beat(SAVING)
+        self._heartbeat(WAITING)
+        self._hear(self._consensus.now("the end of the run"))
+        self._heartbeat(SAVING)
         self._metrics.flush()
         self._watch.finish(self.step, self.epoch)
         self._saves.finish()
@@ -591,29 +595,29 @@ class Run:
         Each part has its turn whatever becomes of those before it. The directory is summed up and
         unlocked before anybody waits for a tracker; a signal then ends that wait.
         """
-        self._session.beat, self._session.loop = ignore, None
+        self._session.heartbeat, self._session.loop = ignore, None
         with ExitStack() as turns:  # the last one comes first
             turns.callback(self._undo.close)
-            if self._records is not None:
-                turns.callback(self._records.drop_logs)
-            if self._watching is not None:
-                turns.callback(self._watching.close_trackers, code_of(error))
+            if self._journal is not None:
+                turns.callback(self._journal.drop_logs)
+            if self._monitor is not None:
+                turns.callback(self._monitor.close_trackers, code_of(error))
             turns.callback(self._session.preemption.end)
-            if self._records is not None:
-                turns.callback(self._records.close, error, self._facts)
-            if self._watching is not None:
-                turns.callback(self._watching.close, self.step)
+            if self._journal is not None:
+                turns.callback(self._journal.close, error, self._facts)
+            if self._monitor is not None:
+                turns.callback(self._monitor.close, self.step)
             if self._watchdog is not None:
                 turns.callback(self._watchdog.close)
-            if self._saving is not None:
-                turns.callback(self._saving.close)
+            if self._checkpoints is not None:
+                turns.callback(self._checkpoints.close)
 
     def _facts(self) -> dict[str, Any]:
         """How far it came, and how fast."""
         return {
             "step": self.step,
             "epoch": self.epoch,
-            **(self._watching.facts() if self._watching is not None else {}),
+            **(self._monitor.facts() if self._monitor is not None else {}),
             "learning_rate": self._schedule.describe() if self._schedule else "constant",
         }
 

@@ -19,7 +19,7 @@ from hpctrain.arguments import Options
 from hpctrain.backends.base import Backend
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.errors import HpctrainError, UsageError, report_uncaught
-from hpctrain.monitoring.watchdog import ACCUMULATING, BACKWARD, EVALUATING, IDLE, MEETING, UPDATING
+from hpctrain.monitoring.watchdog import ACCUMULATING, BACKWARD, EVALUATING, IDLE, UPDATING, WAITING
 from hpctrain.optim import EMA
 from hpctrain.process import failure_record, logging, random_states
 from hpctrain.process.logging import logger
@@ -58,7 +58,7 @@ class Session:
         placement: where batches go.
         workers: loader processes of this rank.
         weight: of the micro-batch at hand in its step; 1 where all have as many samples.
-        roll: what the ranks said of themselves.
+        roster: the ranks, their hosts and what they told.
         preemption: whether this rank was asked to stop.
         verdict: the file for how it ended, at rank 0 of a start that wants to know.
         beat: called with a phase of `watchdog`; tells that this rank lives.
@@ -79,11 +79,11 @@ class Session:
             else {}
         )
         start = launchers.survey()
-        logging.speak(start.world.rank)
+        logging.setup_logging(start.world.rank)
         # The verdict is that of the start; a process that is none of its ranks leaves it alone.
         belongs = start.world.rank == 0 and not start.stray and not start.overruled
         self.verdict = os.environ.get(env_vars.VERDICT) if belongs else None
-        self.beat: Callable[[int], None] = ignore
+        self.heartbeat: Callable[[int], None] = ignore
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self.loop: Loop | None = None
@@ -117,7 +117,7 @@ class Session:
         opened = open_ranks(start, opts, os.environ, self._undo)
         self.preemption.opened()
         self.allocation = start.allocation
-        self.world, self.roll, self.batches = opened.world, opened.roll, opened.batches
+        self.world, self.roster, self.batches = opened.world, opened.roster, opened.batches
         self.device, self.precision = opened.device, opened.precision
         self.backend, self.workers = opened.backend, opened.workers
         # A call that does nothing is one too many where a step takes microseconds.
@@ -265,7 +265,7 @@ class Session:
             self.world.rank,
             before=(lambda: None) if train else self._align,
             weigh=self._weigh,
-            each=None if train else lambda: self.beat(EVALUATING),
+            each=None if train else lambda: self.heartbeat(EVALUATING),
             on_device=on_device,
             **arguments,
         )
@@ -318,7 +318,7 @@ class Session:
             loop.stepping()
         self._guard.before(first)
         last = self._micro_batch + 1 == accumulate
-        self.beat(BACKWARD if last else ACCUMULATING)
+        self.heartbeat(BACKWARD if last else ACCUMULATING)
         if self._attaches:
             loss = self.backend.attach(loss, first)
         if self.weight != 1.0:
@@ -330,7 +330,7 @@ class Session:
             self._arm()
             return False
         self._micro_batch = 0
-        self.beat(UPDATING)
+        self.heartbeat(UPDATING)
         self._update(optimizers or self._optimizers, self._optimizers, self._ema)
         if loop is not None:
             loop.stepped()  # the optimizer has said so itself, but for a step that overflowed
@@ -363,7 +363,7 @@ class Session:
         """
         self._meet(f"session.sum() of {len(values)}")
         sums = evaluation.total(self.backend, *values)
-        self.beat(IDLE)
+        self.heartbeat(IDLE)
         return sums[0] if len(sums) == 1 else sums
 
     def classification(self, classes: int) -> evaluation.Classification:
@@ -376,7 +376,7 @@ class Session:
             self.backend,
             classes,
             before=lambda: self._meet(f"scores of {classes} classes"),
-            after=lambda: self.beat(IDLE),
+            after=lambda: self.heartbeat(IDLE),
         )
 
     def run(self, state: dict[str, Any] | None = None, name: str | None = None) -> Run:
@@ -421,9 +421,9 @@ class Session:
 
     def _meet(self, doing: str) -> None:
         """Before an exchange that belongs to an evaluation."""
-        self.beat(MEETING)
+        self.heartbeat(WAITING)
         meet(self.backend, doing)
-        self.beat(EVALUATING)
+        self.heartbeat(EVALUATING)
 
     def _align(self) -> None:
         self._meet("the beginning of an evaluation")

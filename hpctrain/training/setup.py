@@ -35,7 +35,7 @@ class Opened:
 
     Attributes:
         world: this rank, complete: nothing in it is None.
-        roll: what the ranks said of themselves.
+        roster: the ranks, their hosts and what they told.
         batches: global batch, micro-batch and accumulation.
         device: of this rank.
         precision: how numbers are kept.
@@ -44,7 +44,7 @@ class Opened:
     """
 
     world: World
-    roll: rendezvous.Roll
+    roster: rendezvous.Roster
     batches: Batches
     device: torch.device
     precision: Precision
@@ -94,22 +94,22 @@ def open_ranks(
         mistake = error
     met = rendezvous.meet(
         world,
-        start.meeting_point,
+        start.rendezvous_point,
         {**(equipment.entry if equipment else {}), **threads.entry()},
         options.start_timeout,
         logger.info if world.rank == 0 else logger.warning,
         start.waste or mistake,
         check=_prove,
-        store=backends.agent_store(start.meeting_point, options.start_timeout),
+        store=backends.agent_store(start.rendezvous_point, options.start_timeout),
         folder=Path(options.run or env.get(env_vars.RUN) or "runs"),
     )
-    assert equipment is not None  # or the meeting has raised the mistake
-    workers = threads.fit(met.roll.entries, met.roll.host_of_rank, world.rank, options.workers)
+    assert equipment is not None  # or the rendezvous has raised the mistake
+    workers = threads.fit(met.roster.entries, met.roster.host_of_rank, world.rank, options.workers)
     undo.callback(Determinism(options.deterministic, equipment.device).put_back)
     equipment.precision.switch(undo)
     backend = backends.open_backend(name, met, equipment.device, equipment.settings)
     return Opened(
-        met.world, met.roll, batches, equipment.device, equipment.precision, backend, workers
+        met.world, met.roster, batches, equipment.device, equipment.precision, backend, workers
     )
 
 
@@ -150,7 +150,7 @@ def _equip(
             options.start_timeout,
             batches.accumulate,
             options.deterministic,
-            numbers.joint,
+            numbers.requires_synced_skip,
             own,
         )
         backends.check(backend, world, chosen, settings)
@@ -166,6 +166,6 @@ def _equip(
         ) from None
 
 
-def _prove(roll: rendezvous.Roll) -> None:
+def _prove(roster: rendezvous.Roster) -> None:
     """The start-up proof, by rank 0 for all."""
-    consistency.check(roll.entries, [roll.hosts[host] for host in roll.host_of_rank])
+    consistency.check(roster.entries, [roster.hosts[host] for host in roster.host_of_rank])

@@ -20,7 +20,7 @@ from hpctrain.optim import EMA, scheduled
 from hpctrain.precision import Precision
 from hpctrain.process import random_states
 from hpctrain.process.logging import logger
-from hpctrain.rendezvous import Roll
+from hpctrain.rendezvous import Roster
 from hpctrain.rundir import RunDirectory
 from hpctrain.training import identity
 from hpctrain.training.preemption import Preemption
@@ -54,7 +54,7 @@ class Parts(Protocol):
 
     world: World
     allocation: Allocation | None
-    roll: Roll
+    roster: Roster
     device: torch.device
     backend: Backend
     precision: Precision
@@ -65,7 +65,7 @@ class Parts(Protocol):
     weight: float
     preemption: Preemption
     verdict: str | None
-    beat: Callable[[int], None]
+    heartbeat: Callable[[int], None]
 
     loop: "Loop | None"
 
@@ -207,7 +207,7 @@ def gather(
         position: of the run.
         log: what this rank has of the next row of metrics.
     """
-    ranks = parts.backend.gather({**_of_this_rank(parts), "log": dict(log)})
+    ranks = parts.backend.gather_object({**_of_this_rank(parts), "log": dict(log)})
     if parts.world.rank > 0:
         return None
     state = {
@@ -469,7 +469,7 @@ def _load(parts: Parts, directory: RunDirectory) -> dict[str, Any] | None:
     except CheckpointError as error:
         mistake = error
     here = -1 if loaded is None else loaded[0]
-    first = parts.backend.share(here)
+    first = parts.backend.broadcast_object(here)
     unlike = torch.tensor(int(mistake is not None or here != first), device=parts.device)
     ranks = int(parts.backend.sum(unlike).item())
     if mistake is not None:

@@ -39,7 +39,7 @@ def sums():
         rank = opened.world.rank
         whole, real, tensor = opened.sum(2**53 + rank, 0.1 * rank, torch.tensor(rank))
         one = opened.sum(rank)
-        shared = opened.backend.share({"from": rank})
+        shared = opened.backend.broadcast_object({"from": rank})
         # A rank that saw no sample has an int where the others have a float.
         mixed = opened.sum(0.5 if rank == 0 else 0)
         return whole, real, tensor, one, shared, mixed
@@ -350,7 +350,7 @@ def test_rank_that_does_not_connect_is_named_at_once():
     assert [type(result) for result in results] == [StartError] * 3
     assert "did not connect rank 1 over gloo" in str(results[1])
     for rank in (0, 2):
-        assert "rank 1 on node1 came to the meeting and was lost" in str(results[rank])
+        assert "rank 1 on node1 came to the rendezvous and was lost" in str(results[rank])
 
 
 def ddp_alone():

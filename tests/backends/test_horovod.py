@@ -167,7 +167,7 @@ def test_horovod_start_names_a_rank_lost_after_the_rendezvous(victim):
     for rank, result in enumerate(results):
         if rank != victim:
             assert isinstance(result, StartError), result
-            assert f"rank {victim} on node1 came to the meeting and was lost" in result.found
+            assert f"rank {victim} on node1 came to the rendezvous and was lost" in result.found
 
 
 def lost_in_the_start(victim):
@@ -191,7 +191,7 @@ def test_horovod_start_names_a_rank_lost_in_hvd_init():
 # Options: the same as Horovod by hand, bit for bit.
 
 
-def by_hand(options, accumulate):
+def baseline(options, accumulate):
     """The loop of Horovod's documentation, inside of a session, which has called hvd.init()."""
     import horovod.torch as hvd
 
@@ -240,7 +240,7 @@ OPTIONS = [
 
 def both(accumulate):
     """The weights by hand and with hpctrain, by option."""
-    return [(by_hand(one, accumulate), with_hpctrain(one, accumulate)) for one in OPTIONS]
+    return [(baseline(one, accumulate), with_hpctrain(one, accumulate)) for one in OPTIONS]
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 3])

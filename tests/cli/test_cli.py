@@ -83,7 +83,7 @@ def test_explain_prints_each_value_with_its_variable(monkeypatch, capsys):
         ("node_rank", "1", "GROUP_RANK"),
     ):
         assert [field, value, source] in lines
-    assert ["hosts", "?", "the", "roll", "call", "finds", "out"] in lines
+    assert ["hosts", "?", "the", "rendezvous", "finds", "out"] in lines
     assert lines[0][:2] == ["launcher", "torchrun"]
 
 

@@ -124,15 +124,15 @@ def test_launcher_environ_is_read_back_for_any_layout(launcher, layout, start):
         if launcher.name in ("hpctrain", "torchrun", "slurm", "mvapich2"):
             assert (said.world.node_rank, said.world.num_nodes) == (node, len(layout))
         if launcher.name in ("torchrun", "slurm", "env", "jsrun"):
-            assert said.meeting_point.address == hosts[0]
-        keys.add(said.meeting_point.key)
+            assert said.rendezvous_point.address == hosts[0]
+        keys.add(said.rendezvous_point.key)
     assert len(keys) == 1
-    assert survey(launcher.environ(world, layout, start + 1)).meeting_point.key not in keys
+    assert survey(launcher.environ(world, layout, start + 1)).rendezvous_point.key not in keys
 
 
 def test_rendezvous_key_differs_for_each_attempt_of_torchrun():
     again = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}
-    assert survey(TORCHRUN).meeting_point.key != survey(again).meeting_point.key
+    assert survey(TORCHRUN).rendezvous_point.key != survey(again).rendezvous_point.key
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_rendezvous_key_differs_for_each_attempt_of_torchrun():
     ],
 )
 def test_rendezvous_key_differs_for_each_slurm_step_and_restart(name, other):
-    assert survey(STEP).meeting_point.key != survey({**STEP, name: other}).meeting_point.key
+    assert survey(STEP).rendezvous_point.key != survey({**STEP, name: other}).rendezvous_point.key
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_rendezvous_key_differs_for_each_slurm_step_and_restart(name, other):
     ],
 )
 def test_rendezvous_address_and_port_come_from_launcher_or_user(env, address, port):
-    point = survey(env).meeting_point
+    point = survey(env).rendezvous_point
     assert (point.address, point.port) == (address, port)
 
 
@@ -211,7 +211,7 @@ HOROVODRUN = {
     ],
 )
 def test_rendezvous_has_others_to_ask_where_rank_0_is_not_certain(env, sure, others, store):
-    point = survey(env).meeting_point
+    point = survey(env).rendezvous_point
     assert (point.sure, point.others, point.store) == (sure, others, store)
 
 
@@ -242,19 +242,19 @@ def test_loopback_address_is_refused_for_several_hosts(env, name, address):
     with pytest.raises(ContradictionError, match=f"{name}={address}") as caught:
         survey({**env, name: address})
     assert name in caught.value.fix
-    pretended = survey({**env, name: address, "HPCTRAIN_HOSTNAME": "node2"})
-    assert pretended.meeting_point.address == address
-    assert survey({**env, name: "localhost1"}).meeting_point.address == "localhost1"
+    simulated = survey({**env, name: address, "HPCTRAIN_HOSTNAME": "node2"})
+    assert simulated.rendezvous_point.address == address
+    assert survey({**env, name: "localhost1"}).rendezvous_point.address == "localhost1"
 
 
 def test_torchrun_agents_may_use_localhost():
-    assert survey({**TORCHRUN, "MASTER_ADDR": "localhost"}).meeting_point.address == "localhost"
+    assert survey({**TORCHRUN, "MASTER_ADDR": "localhost"}).rendezvous_point.address == "localhost"
 
 
 def test_rendezvous_key_without_launcher_is_port_and_job():
-    alone = survey(BY_HAND).meeting_point
+    alone = survey(BY_HAND).rendezvous_point
     assert alone.only_port
-    jobs = [survey({**BY_HAND, "SLURM_JOB_ID": job}).meeting_point for job in ("7", "8")]
+    jobs = [survey({**BY_HAND, "SLURM_JOB_ID": job}).rendezvous_point for job in ("7", "8")]
     assert not any(point.only_port for point in jobs)
     assert jobs[0].key != jobs[1].key != alone.key
 
@@ -269,7 +269,7 @@ def test_rendezvous_key_without_launcher_is_port_and_job():
     ],
 )
 def test_network_interface_can_be_chosen(exported, interface):
-    assert survey({**STEP, **exported}).meeting_point.interface == interface
+    assert survey({**STEP, **exported}).rendezvous_point.interface == interface
 
 
 def test_two_network_interfaces_are_refused():
@@ -280,7 +280,7 @@ def test_two_network_interfaces_are_refused():
 
 
 def test_hostname_can_be_given():
-    assert survey(HPCTRAIN).meeting_point.host == "node2"
+    assert survey(HPCTRAIN).rendezvous_point.host == "node2"
 
 
 def test_torch_variables_that_agree_with_srun_change_nothing():

@@ -1,4 +1,4 @@
-"""A World holds together, and is completed by what the roll call saw."""
+"""A World holds together, and is completed by what the rendezvous saw."""
 
 import dataclasses
 

@@ -215,10 +215,10 @@ def test_hostile_job_names_run_no_code(cluster, hpctrain):
     done = hpctrain("submit", "--name", plain, "--comment", plain, *command)
     assert done.returncode == 0, done.stderr
     # By hand, as `submit` takes no name with control characters.
-    by_hand = cluster.run(
+    baseline = cluster.run(
         ["sbatch", "--parsable", "--hold", f"--job-name={HOSTILE}", "--wrap", "true"]
     )
-    assert by_hand.returncode == 0, by_hand.stderr
+    assert baseline.returncode == 0, baseline.stderr
     said = hpctrain("status")
     assert said.returncode == 0, said.stderr
     assert len(said.stdout.splitlines()) >= 3
@@ -228,5 +228,5 @@ def test_hostile_job_names_run_no_code(cluster, hpctrain):
     assert not Path("x").exists()
     assert hpctrain("cancel", plain).returncode == 0
     cluster.ended(number)
-    assert cluster.job(by_hand.stdout.strip())["JobState"] == "PENDING"
+    assert cluster.job(baseline.stdout.strip())["JobState"] == "PENDING"
     assert hpctrain("cancel", HOSTILE).returncode == 0

@@ -20,10 +20,10 @@ import dataclasses, json, os
 from hpctrain import rendezvous, rundir
 from hpctrain.cluster.launchers import survey
 start = survey()
-met = rendezvous.meet(start.world, start.meeting_point, {}, 120)
+met = rendezvous.meet(start.world, start.rendezvous_point, {}, 120)
 if met.world.rank == 0 and "CODE" in os.environ:
     rundir.write_verdict(os.environ["HPCTRAIN_VERDICT"], int(os.environ["CODE"]), "why")
-print(json.dumps({**dataclasses.asdict(met.world), "key": start.meeting_point.key}))
+print(json.dumps({**dataclasses.asdict(met.world), "key": start.rendezvous_point.key}))
 """
 
 
@@ -65,7 +65,7 @@ def test_simulated_launcher_ranks_find_each_other_in_rendezvous(script, tmp_path
         assert world["local_world_size"] == (2, 2, 1)[world["rank"]]
 
 
-def by_hand(rank, nodes, counts, port):
+def baseline(rank, nodes, counts, port):
     """The options for one of several real hosts."""
     place = ["--nodes", str(nodes), "--node-rank", str(rank), "--nproc-per-node", counts]
     return [*RUN, *place, "--main-address", "127.0.0.1", "--main-port", str(port)]
@@ -75,7 +75,7 @@ def test_run_by_hand_on_three_hosts_is_one_world_with_the_exit_code_of_rank_0(sc
     path, port = script(MEETS), 20000 + os.getpid() % 10000
     starts = [
         background(
-            [*by_hand(rank, 3, "2,1,1", port), path], HPCTRAIN_HOSTNAME=f"real{rank}", CODE="75"
+            [*baseline(rank, 3, "2,1,1", port), path], HPCTRAIN_HOSTNAME=f"real{rank}", CODE="75"
         )
         for rank in (2, 0, 1)
     ]
@@ -91,8 +91,8 @@ def test_run_by_hand_on_three_hosts_is_one_world_with_the_exit_code_of_rank_0(sc
 
 def test_run_by_hand_with_different_nproc_names_both_numbers(script, background):
     path, port = script(MEETS), 20000 + (os.getpid() + 1) % 10000
-    first = background([*by_hand(0, 2, "2", port), path], HPCTRAIN_HOSTNAME="real0")
-    second = background([*by_hand(1, 2, "1", port), path], HPCTRAIN_HOSTNAME="real1")
+    first = background([*baseline(0, 2, "2", port), path], HPCTRAIN_HOSTNAME="real0")
+    second = background([*baseline(1, 2, "1", port), path], HPCTRAIN_HOSTNAME="real1")
     for start in (first, second):
         _, err = start.communicate(timeout=60)
         assert start.returncode in (1, 2)

@@ -50,10 +50,10 @@ def test_run_as_gives_a_rank_the_variables_of_the_real_launcher(style, name):
     document = environments.load(name)
     hosts = list(dict.fromkeys(document["layout"]))
     counts = [document["layout"].count(host) for host in hosts]
-    pretended = rank_environment.environs(counts, {}, style, (), None)
-    assert len(pretended) == len(document["ranks"])
+    simulated = rank_environment.environs(counts, {}, style, (), None)
+    assert len(simulated) == len(document["ranks"])
     for rank, true in enumerate(document["ranks"]):
-        ours = pretended[rank]
+        ours = simulated[rank]
         theirs = {
             variable: value
             for variable, value in true["env"].items()

@@ -29,7 +29,7 @@ from hpctrain.monitoring import progress, timings, trackers
 from hpctrain.monitoring.trackers import Tracker
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
-from hpctrain.training.checkpoint_manager import Saving
+from hpctrain.training.checkpoint_manager import CheckpointManager
 
 _SLOW = 0.06
 
@@ -210,7 +210,7 @@ def cannot_close():
     def fail(self):
         raise OSError("no end")
 
-    Saving.close = fail
+    CheckpointManager.close = fail
     with contextlib.suppress(OSError):
         train(max_steps=4)
     return [type(handler).__name__ for handler in logger.handlers]

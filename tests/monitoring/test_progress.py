@@ -162,7 +162,7 @@ import os, sys
 from hpctrain.monitoring import progress
 from hpctrain.process import logging
 progress._SECONDS_BETWEEN_FRAMES = 0.0
-logging.speak(0)
+logging.setup_logging(0)
 course = progress.Course(None)
 bar = progress.open_progress(course)
 assert type(bar) is progress.Bar
@@ -172,7 +172,7 @@ try:
         bar.row({"step": step, "epoch": 0, "time": 1.0, "loss": step / 4, "data_wait": 0.5}, True)
         bar.step(step)
         if step == 3:
-            speech.logger.warning("a word in between, and %s", "more " * 40)
+            logging.logger.warning("a word in between, and %s", "more " * 40)
             print("and one of the script's")
             if sys.argv[1] == "dies":
                 os._exit(3)
@@ -246,10 +246,10 @@ def test_progress_bar_leaves_a_usable_terminal_after_a_kill(how, expected):
 
 
 def test_log_with_names_that_are_not_utf8(tmp_path, capsys):
-    handler = logging.keep(tmp_path / "rank-0.log")
+    handler = logging.add_log_file(tmp_path / "rank-0.log")
     try:
         logging.logger.warning("%s cannot be read", os.fsdecode(b"a\xff.jpg"))
     finally:
-        logging.drop(handler)
+        logging.remove_log_file(handler)
     assert (tmp_path / "rank-0.log").read_text().endswith("a\\udcff.jpg cannot be read\n")
     assert "cannot be written" not in capsys.readouterr().err

@@ -18,7 +18,7 @@ class Sums:
     def __init__(self, others):
         self.others, self.world_size, self.arrived = others, len(others) + 1, True
 
-    def sum_later(self, numbers):
+    def sum_async(self, numbers):
         data, forward = numbers[0], numbers[self.world_size]
         self.sums = [data, *(one for one, _ in self.others)]
         self.sums += [forward, *(two for _, two in self.others)]

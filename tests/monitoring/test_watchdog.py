@@ -25,7 +25,7 @@ from hpctrain import rundir
 from hpctrain.cluster.world import World
 from hpctrain.monitoring.watchdog import PHASES, Watchdog, loop, slots
 from hpctrain.monitoring.watchdog.blame import Sighting, apart, judge, suspended
-from hpctrain.monitoring.watchdog.exchange import Aside, Board
+from hpctrain.monitoring.watchdog.exchange import Aside, HelperExchange
 from hpctrain.monitoring.watchdog.phases import (
     ACCUMULATING,
     BACKWARD,
@@ -34,9 +34,9 @@ from hpctrain.monitoring.watchdog.phases import (
     EVALUATING,
     IDLE,
     LOADING,
-    MEETING,
     SAVING,
     UPDATING,
+    WAITING,
 )
 from hpctrain.rundir import RunDirectory
 
@@ -64,7 +64,7 @@ def there():
     Path(f"there-{world.rank}").touch()
 
 def wait_for_the_others():
-    watchdog.beat(BACKWARD)
+    watchdog.heartbeat(BACKWARD)
     there()
     threading.Event().wait()
 
@@ -79,7 +79,7 @@ def turn_in_circles():
         pass
 
 def load():
-    watchdog.beat(LOADING)
+    watchdog.heartbeat(LOADING)
     there()
     threading.Event().wait()
 
@@ -89,7 +89,7 @@ def stop():
     threading.Event().wait()  # it goes on for a moment, to show its stack
 
 def stop_in_the_sums():
-    watchdog.beat(BACKWARD)
+    watchdog.heartbeat(BACKWARD)
     stop()
 
 def die():
@@ -102,7 +102,7 @@ def leave():
     os._exit(0)
 
 def rest():
-    watchdog.beat(IDLE)
+    watchdog.heartbeat(IDLE)
     there()
     while not Path("enough").exists():
         time.sleep(0.01)
@@ -110,13 +110,13 @@ def rest():
 def work():
     there()
     while not Path("enough").exists():
-        watchdog.beat(COMPUTING)
+        watchdog.heartbeat(COMPUTING)
         time.sleep(0.01)
 
 Path(f"ready-{world.rank}").touch()
 while not all(Path(f"ready-{name}").exists() for name in present):
     time.sleep(0.01)
-watchdog.beat(COMPUTING)
+watchdog.heartbeat(COMPUTING)
 globals()[how]()
 watchdog.close()
 """
@@ -234,7 +234,7 @@ class Watched:
 
     @staticmethod
     def _seen(one):
-        return one.step, one.phase, one.beat
+        return one.step, one.phase, one.heartbeat
 
     def end(self):
         """Let time go by until the helpers have ended; the exit codes of the ranks."""
@@ -527,10 +527,10 @@ def test_close_waits_for_the_helper_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("hpctrain.monitoring.watchdog.rank._SECONDS_TO_LEAVE", SECONDS)
     for _ in range(3):
         watchdog = alone(tmp_path)
-        watchdog.beat(COMPUTING)
+        watchdog.heartbeat(COMPUTING)
         watchdog.close()
         watchdog.close()
-        watchdog.beat(COMPUTING)  # to nobody
+        watchdog.heartbeat(COMPUTING)  # to nobody
         assert not list(tmp_path.glob("hpctrain-watch-*"))
 
 
@@ -557,7 +557,7 @@ def test_run_goes_on_with_a_warning_where_there_is_no_shared_memory(tmp_path, mo
     monkeypatch.setattr("hpctrain.monitoring.watchdog.rank.logger.propagate", True)
     watchdog = alone(tmp_path)
     assert "no watch for hangs on node1" in caplog.text
-    watchdog.beat(COMPUTING)
+    watchdog.heartbeat(COMPUTING)
     watchdog.close()
 
 
@@ -616,15 +616,15 @@ def test_hang_is_blamed_on_the_right_ranks(seen, ranks, words):
 @pytest.mark.parametrize(
     ("seen", "blamed"),
     [
-        ([at(0, BACKWARD), at(1, MEETING), at(2, UPDATING)], (1,)),
-        ([at(0, MEETING, step=2), at(1, BACKWARD), at(2, MEETING, step=2)], (1,)),
-        ([at(0, BACKWARD), at(1, MEETING, step=4), at(2, BACKWARD)], None),  # they come there yet
+        ([at(0, BACKWARD), at(1, WAITING), at(2, UPDATING)], (1,)),
+        ([at(0, WAITING, step=2), at(1, BACKWARD), at(2, WAITING, step=2)], (1,)),
+        ([at(0, BACKWARD), at(1, WAITING, step=4), at(2, BACKWARD)], None),  # they come there yet
         ([at(0, BACKWARD), at(1, EVALUATING), at(2, BACKWARD)], None),  # rank 1 may
         ([at(0, BACKWARD), at(1, SAVING), at(2, BACKWARD)], None),
-        ([at(0, BACKWARD), at(1, MEETING), at(2, COMPUTING)], None),
-        ([at(0, ACCUMULATING), at(1, MEETING), at(2, MEETING)], None),
-        ([at(0, BACKWARD), at(1, MEETING), at(2, CLOSED)], None),
-        ([at(0, BACKWARD), at(1, MEETING)], None),  # nothing is heard of rank 2
+        ([at(0, BACKWARD), at(1, WAITING), at(2, COMPUTING)], None),
+        ([at(0, ACCUMULATING), at(1, WAITING), at(2, WAITING)], None),
+        ([at(0, BACKWARD), at(1, WAITING), at(2, CLOSED)], None),
+        ([at(0, BACKWARD), at(1, WAITING)], None),  # nothing is heard of rank 2
         ([at(0, BACKWARD), at(1, BACKWARD), at(2, BACKWARD)], None),
     ],
 )
@@ -653,7 +653,7 @@ def test_phases_have_words_and_the_order_of_a_step():
 
 
 def test_helpers_share_what_they_see_and_settle_on_one_judgement(tmp_path):
-    one, other = (Board(tmp_path, "start", host, 0) for host in ("node1", "node2"))
+    one, other = (HelperExchange(tmp_path, "start", host, 0) for host in ("node1", "node2"))
     one.post([at(0, BACKWARD)])
     other.post([at(1, LOADING)])
     assert (one.others(), other.others()) == ([at(1, LOADING)], [at(0, BACKWARD)])
@@ -662,7 +662,7 @@ def test_helpers_share_what_they_see_and_settle_on_one_judgement(tmp_path):
     assert not one.judged()
     assert one.settle("first") == other.settle("second") == "first"
     assert other.judged()
-    Board(tmp_path, "next start", "node1", 0).clear()
+    HelperExchange(tmp_path, "next start", "node1", 0).clear()
     assert list(tmp_path.iterdir()) == []
 
 

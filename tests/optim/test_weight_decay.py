@@ -199,15 +199,15 @@ def test_weight_decay_split_equals_hand_made_groups(taken):
     weights = [p for p in twin.parameters() if p.dim() > 1]
     rest = [p for p in twin.parameters() if p.dim() == 1]
     whole = AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
-    by_hand = AdamW([{"params": weights}, {"params": rest}], lr=0.01, weight_decay=0.5)
+    baseline = AdamW([{"params": weights}, {"params": rest}], lr=0.01, weight_decay=0.5)
     for number in range(taken):
         step(model, whole, number)
-        step(twin, by_hand, number)
+        step(twin, baseline, number)
     split(whole, [model])
-    by_hand.param_groups[1]["weight_decay"] = 0.0
+    baseline.param_groups[1]["weight_decay"] = 0.0
     for number in range(taken, taken + 3):
         step(model, whole, number)
-        step(twin, by_hand, number)
+        step(twin, baseline, number)
     for name, value in twin.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
 

@@ -6,7 +6,7 @@ import pytest
 import ranks
 import torch
 from battery import fit, session, train
-from test_precisions import AUTOCAST, by_hand, by_session, hold_to_the_loop_by_hand
+from test_precisions import AUTOCAST, baseline, by_session, hold_to_the_loop_by_hand
 from test_training_options import formats
 from torch import nn
 
@@ -100,7 +100,7 @@ def test_every_precision_trains_the_digits_on_gpu(gpu, name):
 @AUTOCAST
 def test_autocast_on_gpu_equals_the_loop_that_torch_documents(gpu, name, half, clip):
     (ours,) = ranks.values(gpu(1, partial(by_session, name, clip, deterministic=True)))
-    in_fp16 = partial(by_hand, half, clip, deterministic=True, precision="fp16")
+    in_fp16 = partial(baseline, half, clip, deterministic=True, precision="fp16")
     (expected,) = ranks.values(gpu(1, in_fp16))
     hold_to_the_loop_by_hand(half, ours, expected)
 

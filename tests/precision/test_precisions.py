@@ -48,7 +48,7 @@ def by_session(name, clip=None, **options):
         return losses, weights, masters, row
 
 
-def by_hand(half, clip, **options):
+def baseline(half, clip, **options):
     """torch's own loop for autocast: GradScaler for fp16, and channels last on a GPU."""
     with session(batch_size=4, **options) as opened:
         device = opened.device
@@ -78,9 +78,9 @@ AUTOCAST = pytest.mark.parametrize(
 )
 
 
-def hold_to_the_loop_by_hand(half, ours, by_hand):
+def hold_to_the_loop_by_hand(half, ours, baseline):
     """What `by_session` gave to what `by_hand` gave, bit for bit."""
-    (losses, weights, _, row), (expected, by_name, scale) = ours, by_hand
+    (losses, weights, _, row), (expected, by_name, scale) = ours, baseline
     assert losses == expected
     assert all(torch.equal(weights[name], tensor) for name, tensor in by_name.items())
     if half == torch.float16:
@@ -91,7 +91,7 @@ def hold_to_the_loop_by_hand(half, ours, by_hand):
 @AUTOCAST
 def test_autocast_equals_the_loop_that_torch_documents(name, half, clip):
     (ours,) = ranks.values(ranks.run(1, by_session, name, clip))
-    (expected,) = ranks.values(ranks.run(1, by_hand, half, clip))
+    (expected,) = ranks.values(ranks.run(1, baseline, half, clip))
     hold_to_the_loop_by_hand(half, ours, expected)
 
 
@@ -130,13 +130,13 @@ def masters_by_hand(clip):
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_o2_steps_fp32_masters_and_keeps_batch_norm_in_fp32(clip):
     ours, weights, masters, row = ranks.values(ranks.run(1, by_session, "O2", clip))[0]
-    expected, by_name, by_hand = ranks.values(ranks.run(1, masters_by_hand, clip))[0]
+    expected, by_name, baseline = ranks.values(ranks.run(1, masters_by_hand, clip))[0]
     assert ours == expected
     assert {n: p.dtype for n, p in weights.items()} == {n: p.dtype for n, p in by_name.items()}
     assert {p.dtype for n, p in weights.items() if n.startswith("1.")} == {torch.float32}
     assert {p.dtype for n, p in weights.items() if n[0] in "04"} == {torch.float16}
     assert all(torch.equal(weights[name], tensor) for name, tensor in by_name.items())
-    halves = [by_hand[name] for name, weight in weights.items() if weight.dtype == torch.float16]
+    halves = [baseline[name] for name, weight in weights.items() if weight.dtype == torch.float16]
     assert all(torch.equal(a, b) for a, b in zip(masters, halves, strict=True))
     assert (row["skipped"], row["loss_scale"]) == (1, 2.0**15)
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from processes import until
 
 from hpctrain import rendezvous
-from hpctrain.cluster.launchers.base import MeetingPoint, Store
+from hpctrain.cluster.launchers.base import RendezvousPoint, Store
 from hpctrain.cluster.world import World
 from hpctrain.errors import CheckpointError, ContradictionError, StartError, UsageError
 from hpctrain.rendezvous import interfaces, meet, ports
@@ -34,8 +34,8 @@ NEVER = 1e9  # a time-out that runs out only where a test moves a clock by as mu
 EARLY = 11.0  # by so much, as often as it takes, where a client is to end long before NEVER
 
 
-def meeting_point(host="a", key=None, port=None):
-    return MeetingPoint(key or uuid.uuid4().hex, host, HOME, port)
+def rendezvous_point(host="a", key=None, port=None):
+    return RendezvousPoint(key or uuid.uuid4().hex, host, HOME, port)
 
 
 @pytest.fixture
@@ -71,14 +71,14 @@ def start():
     one.ended = ended
     yield one
     for outcome in ended():
-        if isinstance(outcome, rendezvous.Meeting) and outcome.listener is not None:
+        if isinstance(outcome, rendezvous.Rendezvous) and outcome.listener is not None:
             outcome.listener.close()
 
 
 def start_all(start, key, hosts, local_ranks, port=None, **more):
     for rank, (host, local_rank) in enumerate(zip(hosts, local_ranks, strict=True)):
         world = World(rank, len(hosts), local_rank, launcher="env")
-        start(world, meeting_point(host, key, port), {"said": rank}, **more)
+        start(world, rendezvous_point(host, key, port), {"said": rank}, **more)
     return start.ended()
 
 
@@ -115,7 +115,7 @@ def introduced(point, rank, size, secret="", host="a"):
         place = {"local_rank": local_rank, "node_rank": None, "hosts": None, "launcher": "env"}
         entry = {"host": host, "pid": 1, "process": "1", "address": None, "world": place}
         hello = json.dumps([rank, size, entry])
-        proof = credentials.proof("guest", answer["challenge"], hello)
+        proof = credentials.proof("client", answer["challenge"], hello)
         connection.sendall(encode({"hello": hello, "proof": proof}))
         # When rank 0 answers somebody else, it has read what came before.
         with knock(ports(point)[0]) as other, other.makefile() as answers:
@@ -203,27 +203,27 @@ def test_all_ranks_get_the_same_roster_and_a_complete_world(start, key, hosts, l
     for rank, met in enumerate(meetings):
         place = (local_ranks[rank], hosts.count(hosts[rank]), nodes[rank])
         assert met.world == World(rank, len(hosts), *place, len(names), names, "env")
-        assert met.roll == meetings[0].roll
+        assert met.roster == meetings[0].roster
         assert met.nonce == meetings[0].nonce
         assert (met.listener is None) == (rank > 0)
-    roll = meetings[0].roll
-    assert [entry["said"] for entry in roll.entries] == list(range(len(hosts)))
-    assert [entry["host"] for entry in roll.entries] == list(hosts)
-    assert roll.addresses == (HOME,) * len(hosts)
-    assert roll.port == meetings[0].listener.getsockname()[1]
-    socket.create_connection((HOME, roll.port), timeout=PATIENCE).close()
+    roster = meetings[0].roster
+    assert [entry["said"] for entry in roster.entries] == list(range(len(hosts)))
+    assert [entry["host"] for entry in roster.entries] == list(hosts)
+    assert roster.addresses == (HOME,) * len(hosts)
+    assert roster.port == meetings[0].listener.getsockname()[1]
+    socket.create_connection((HOME, roster.port), timeout=PATIENCE).close()
 
 
 def test_node_ranks_and_hostnames_of_the_launcher_take_precedence(start, key):
     hosts = ("node1", "node2")
     for rank, node in enumerate((1, 0, 1)):
         world = World(rank, 3, rank // 2, (1, 2)[node], node, 2, hosts, "slurm")
-        start(world, meeting_point("the-same-name-everywhere", key))
+        start(world, rendezvous_point("the-same-name-everywhere", key))
     meetings = start.ended()
     places = [(met.world.node_rank, met.world.local_world_size) for met in meetings]
     assert places == [(1, 2), (0, 1), (1, 2)]
     assert {m.world.hosts for m in meetings} == {hosts}
-    assert all(met.roll == meetings[0].roll for met in meetings)
+    assert all(met.roster == meetings[0].roster for met in meetings)
 
 
 STRANGERS = {
@@ -241,14 +241,14 @@ STRANGERS = {
 
 @pytest.mark.parametrize("words", STRANGERS.values(), ids=STRANGERS)
 def test_unknown_peers_are_disconnected_and_silent_ones_delay_nobody(start, key, words):
-    point = meeting_point(key=key)
+    point = rendezvous_point(key=key)
     start(World(0, 2, 0), point)
     with knock(ports(point)[0]) as silent, knock(ports(point)[0]) as stranger:
         stranger.sendall(words)
         assert is_sent_away(stranger)
-        start(World(1, 2, 1), meeting_point(key=key))
+        start(World(1, 2, 1), rendezvous_point(key=key))
         for met in start.ended():
-            assert [entry["host"] for entry in met.roll.entries] == ["a", "a"]
+            assert [entry["host"] for entry in met.roster.entries] == ["a", "a"]
         assert is_sent_away(silent)
 
 
@@ -281,18 +281,18 @@ def occupied(port, answer):
 
 @pytest.mark.parametrize("answer", [None, b"", b"SSH-2.0\r\n", b"{}\n", b"\xff\n"])
 def test_occupied_port_is_skipped_by_all_ranks(start, key, answer):
-    given_port = ports(meeting_point())[0]
+    given_port = ports(rendezvous_point())[0]
     with occupied(given_port, answer):
         meetings = start_all(start, key, "aab", (0, 1, 0), given_port)
-        assert all(met.roll == meetings[0].roll for met in meetings)
+        assert all(met.roster == meetings[0].roster for met in meetings)
 
 
 def test_two_jobs_on_one_port_never_mix(start):
     keys = {job: uuid.uuid4().hex for job in "AB"}
-    port = ports(meeting_point())[0]
+    port = ports(rendezvous_point())[0]
 
     def rank(job, number):
-        point = meeting_point(key=keys[job], port=port)
+        point = rendezvous_point(key=keys[job], port=port)
         return start(World(number, 3, number), point, {"job": job})
 
     rank("A", 0)
@@ -303,7 +303,7 @@ def test_two_jobs_on_one_port_never_mix(start):
         start.ended(thread)
     rank("A", 2)
     for job, met in zip("AABBBA", start.ended(), strict=True):
-        assert [entry["job"] for entry in met.roll.entries] == [job] * 3
+        assert [entry["job"] for entry in met.roster.entries] == [job] * 3
 
 
 @pytest.mark.parametrize(
@@ -311,9 +311,9 @@ def test_two_jobs_on_one_port_never_mix(start):
     [((1, 3), "rank 2"), ((2,), "ranks 1, 3"), ((), "ranks 1, 2, 3")],
 )
 def test_timeout_names_missing_ranks_on_every_rank(start, key, joined, named):
-    server = Server(start, 4, meeting_point(key=key))
+    server = Server(start, 4, rendezvous_point(key=key))
     for rank in joined:
-        start(World(rank, 4, rank), meeting_point(key=key), timeout=NEVER)
+        start(World(rank, 4, rank), rendezvous_point(key=key), timeout=NEVER)
     server.waits_for(named)
     server.move(NEVER)
     for outcome in start.ended():
@@ -324,7 +324,7 @@ def test_timeout_names_missing_ranks_on_every_rank(start, key, joined, named):
 
 
 def test_timeout_names_rank_that_joined_and_died(start, key):
-    point = meeting_point(key=key)
+    point = rendezvous_point(key=key)
     server = Server(start, 3, point)
     with introduced(point, 1, 3):
         server.waits_for("rank 2")
@@ -337,7 +337,7 @@ def test_timeout_names_rank_that_joined_and_died(start, key):
 
 
 def test_client_without_server_says_where_it_looked(start, key):
-    point = meeting_point("b", key)
+    point = rendezvous_point("b", key)
     client = Client(start, World(1, 2, 0), point)
     client.says(f"rank 1 looks for rank 0: {HOME}: ")
     client.end(NEVER)
@@ -350,7 +350,7 @@ def test_client_without_server_says_where_it_looked(start, key):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_missing_main_address_is_refused_at_once(start, rank):
-    start(World(rank, 2, 0, launcher="somebody"), MeetingPoint("key", "a"))
+    start(World(rank, 2, 0, launcher="somebody"), RendezvousPoint("key", "a"))
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
     assert "somebody started 2 ranks and does not say where rank 0 is" in outcome.found
@@ -360,8 +360,8 @@ def test_missing_main_address_is_refused_at_once(start, rank):
 @pytest.mark.parametrize("hosts", ["bc", "aa"], ids=["two-hosts", "one-hostname-and-pid"])
 def test_duplicate_rank_is_refused_on_every_rank(start, key, hosts):
     """Two containers may have one host name and one pid, as threads of one process do here."""
-    server = Server(start, 3, meeting_point(key=key))
-    twins = [start(World(1, 3, 0), meeting_point(host, key)) for host in hosts]
+    server = Server(start, 3, rendezvous_point(key=key))
+    twins = [start(World(1, 3, 0), rendezvous_point(host, key)) for host in hosts]
     for twin in twins:
         start.ended(twin)
     server.end(NEWS_SECONDS)  # it would go on telling rank 2, which never comes
@@ -372,8 +372,8 @@ def test_duplicate_rank_is_refused_on_every_rank(start, key, hosts):
 
 
 def test_different_world_sizes_are_refused_on_every_rank(start, key):
-    server = Server(start, 3, meeting_point(key=key))
-    start.ended(start(World(2, 4, 2), meeting_point("b", key)))
+    server = Server(start, 3, rendezvous_point(key=key))
+    start.ended(start(World(2, 4, 2), rendezvous_point("b", key)))
     server.end(NEWS_SECONDS)
     for outcome in start.ended():
         assert isinstance(outcome, UsageError)
@@ -385,7 +385,7 @@ def test_different_world_sizes_are_refused_on_every_rank(start, key):
 def test_error_of_one_rank_is_raised_on_every_rank(start, key, culprit, kind):
     error = kind("torch is too old", "torch 2.6", "pip install torch")
     for rank, host in enumerate("aab"):
-        point = meeting_point(host, key)
+        point = rendezvous_point(host, key)
         start(World(rank, 3, rank % 2), point, error=error if rank == culprit else None)
     for outcome in start.ended():
         assert outcome.found == f"rank {culprit} on {'aab'[culprit]}: torch is too old"
@@ -415,19 +415,19 @@ def test_world_of_one_opens_no_socket(monkeypatch):
         raise AssertionError("a socket")
 
     monkeypatch.setattr(socket, "socket", refuse)
-    met = meet(World(0, 1, 0), MeetingPoint("key", "laptop"), {"said": 1})
+    met = meet(World(0, 1, 0), RendezvousPoint("key", "laptop"), {"said": 1})
     assert met.world == World(0, 1, 0, 1, 0, 1, ("laptop",))
     assert met.listener is None
-    assert met.roll.entries[0]["said"] == 1
+    assert met.roster.entries[0]["said"] == 1
     with pytest.raises(UsageError, match=r"^torch is too old"):
-        meet(World(0, 1, 0), MeetingPoint("k", "a"), {}, error=UsageError("torch is too old"))
+        meet(World(0, 1, 0), RendezvousPoint("k", "a"), {}, error=UsageError("torch is too old"))
 
 
 @given(st.text(), st.none() | st.integers(1, 65535))
 def test_ports_follow_from_the_job_and_avoid_ephemeral_ones(key, given_port):
-    point = MeetingPoint(key, "a", port=given_port)
+    point = RendezvousPoint(key, "a", port=given_port)
     tried = ports(point)
-    assert tried == ports(MeetingPoint(key, "elsewhere", HOME, given_port))
+    assert tried == ports(RendezvousPoint(key, "elsewhere", HOME, given_port))
     assert len(set(tried)) == len(tried) >= 8
     if given_port is not None:
         assert tried[0] == given_port
@@ -435,32 +435,32 @@ def test_ports_follow_from_the_job_and_avoid_ephemeral_ones(key, given_port):
 
 
 def test_similar_job_ids_get_different_ports():
-    first = [ports(MeetingPoint(f"slurm//{job}/0/", "a"))[0] for job in range(100_000, 100_500)]
+    first = [ports(RendezvousPoint(f"slurm//{job}/0/", "a"))[0] for job in range(100_000, 100_500)]
     assert len(set(first)) > 450
 
 
 def test_wrong_secret_is_refused_with_the_reason(start, key):
-    points = [dataclasses.replace(meeting_point(key=key), secret=s) for s in ("s3cret", "other")]
+    points = [dataclasses.replace(rendezvous_point(key=key), secret=s) for s in ("s3cret", "other")]
     server = Server(start, 2, points[0])
     client = Client(start, World(1, 2, 1), points[1])
     client.says("this start, with another HPCTRAIN_SECRET")
     client.end(NEVER)
     server.waits_for("rank 1")
     server.move(NEVER)
-    host, guest = start.ended()
+    host, client = start.ended()
     assert host.found.startswith("rank 1 of 2 did not come")
-    assert "this start, with another HPCTRAIN_SECRET" in guest.found
-    assert "s3cret" not in f"{points[0]} {host} {guest}"
+    assert "this start, with another HPCTRAIN_SECRET" in client.found
+    assert "s3cret" not in f"{points[0]} {host} {client}"
 
 
 def test_rank_that_never_confirms_the_roster_is_named_and_secret_is_never_sent(start, key):
-    point = dataclasses.replace(meeting_point(key=key), secret="s3cret")
+    point = dataclasses.replace(rendezvous_point(key=key), secret="s3cret")
     server = Server(start, 3, point)
     with introduced(point, 1, 3, "s3cret") as deaf, introduced(point, 2, 3, "s3cret") as other:
         for reader in (deaf, other):
             assert "proof" in json.loads(reader.readline())
             said = reader.readline()
-            assert "roll" in json.loads(said)
+            assert "roster" in json.loads(said)
             assert "s3cret" not in said
         other.buffer.raw._sock.sendall(encode({"heard": 2}))
         with knock(ports(point)[0]) as later, later.makefile() as answers:
@@ -470,7 +470,7 @@ def test_rank_that_never_confirms_the_roster_is_named_and_secret_is_never_sent(s
         found, _, _ = json.loads(other.readline())["error"]
     (outcome,) = start.ended()
     assert outcome.found == found
-    assert found.startswith("rank 1 of 3 came and was lost: the roll was not heard on a")
+    assert found.startswith("rank 1 of 3 came and was lost: the roster was not heard on a")
 
 
 @pytest.mark.parametrize(
@@ -485,40 +485,40 @@ def test_rank_that_never_confirms_the_roster_is_named_and_secret_is_never_sent(s
     ],
 )
 def test_malformed_hello_is_disconnected(start, key, hello):
-    point = meeting_point(key=key)
+    point = rendezvous_point(key=key)
     start(World(0, 2, 0), point)
     credentials = Credentials(key, "")
     with knock(ports(point)[0]) as connection, connection.makefile() as reader:
         answer = greet(credentials, connection, reader)
-        proof = credentials.proof("guest", answer["challenge"], hello)
+        proof = credentials.proof("client", answer["challenge"], hello)
         connection.sendall(encode({"hello": hello, "proof": proof}))
         assert is_sent_away(connection)
     start(World(1, 2, 1), point)
-    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+    assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
 
 
 def test_server_is_found_on_any_host_of_the_job(start, key):
     """On addresses of this machine that stand for hosts; nobody listens on the first ones."""
     hosts = ("127.0.0.9", "127.0.0.8", "127.0.0.7", HOME)
-    point = MeetingPoint(key, "a", None, sure=False, others=hosts, pretended=True)
+    point = RendezvousPoint(key, "a", None, sure=False, others=hosts, simulated=True)
     for rank in range(3):
         start(World(rank, 3, rank), point)
     first, *others = start.ended()
-    assert all(met.roll == first.roll for met in others)
+    assert all(met.roster == first.roster for met in others)
 
 
 def test_shared_file_leads_to_server_and_is_removed(start, key, tmp_path):
     for rank, host in enumerate("abc"):
-        point = MeetingPoint(key, host, "127.0.0.9", sure=False, pretended=True)
+        point = RendezvousPoint(key, host, "127.0.0.9", sure=False, simulated=True)
         start(World(rank, 3, 0), point, folder=tmp_path / "runs")
     first, *others = start.ended()
-    assert all(met.roll == first.roll for met in others)
+    assert all(met.roster == first.roster for met in others)
     assert not list(tmp_path.iterdir())
 
 
 def test_unwritable_shared_folder_is_refused_with_the_fix(start, key, tmp_path):
     (tmp_path / "file").touch()
-    point = MeetingPoint(key, "a", None, sure=False)
+    point = RendezvousPoint(key, "a", None, sure=False)
     start(World(0, 2, 0), point, folder=tmp_path / "file")
     (outcome,) = start.ended()
     assert "cannot leave word" in outcome.found
@@ -553,11 +553,11 @@ def test_horovodrun_key_value_store_leads_to_server(start, key):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         store = Store("horovodrun", HOME, server.server_address[1])
         for rank, host in enumerate("aab"):
-            point = MeetingPoint(key, host, None, sure=False, store=store, pretended=True)
+            point = RendezvousPoint(key, host, None, sure=False, store=store, simulated=True)
             start(World(rank, 3, rank % 2), point)
         first, *others = start.ended()
         server.shutdown()
-    assert all(met.roll == first.roll for met in others)
+    assert all(met.roster == first.roster for met in others)
 
 
 @pytest.mark.parametrize(
@@ -575,7 +575,7 @@ def test_client_gives_up_early_on_unresolvable_hostname(start, key, monkeypatch,
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, 0)) for a in resolves]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    client = Client(start, World(1, 2, 0), MeetingPoint(key, "node2.cluster", "node1"))
+    client = Client(start, World(1, 2, 0), RendezvousPoint(key, "node2.cluster", "node1"))
     client.end(EARLY)
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
@@ -591,12 +591,12 @@ def test_own_hostname_at_127_0_1_1_works_on_one_host(start, key, monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     for rank in range(3):
-        start(World(rank, 3, rank), MeetingPoint(key, "node1.cluster", "node1"))
-    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+        start(World(rank, 3, rank), RendezvousPoint(key, "node1.cluster", "node1"))
+    assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
 
 
 def test_client_gives_up_early_where_server_died(start, key):
-    point = meeting_point(key=key)
+    point = rendezvous_point(key=key)
     with socket.create_server((HOME, ports(point)[0])) as dying:
         client = Client(start, World(1, 3, 1), point)
         with answered(dying, Credentials(key, "")):
@@ -611,7 +611,8 @@ def test_unknown_network_interface_is_refused_on_every_rank(start, key):
     for rank in range(3):
         interface = "ib7" if rank == 1 else None
         start(
-            World(rank, 3, rank), dataclasses.replace(meeting_point(key=key), interface=interface)
+            World(rank, 3, rank),
+            dataclasses.replace(rendezvous_point(key=key), interface=interface),
         )
     for outcome in start.ended():
         assert isinstance(outcome, UsageError)
@@ -620,8 +621,8 @@ def test_unknown_network_interface_is_refused_on_every_rank(start, key):
 
 
 def test_fixed_main_port_that_is_taken_is_refused(start, key):
-    port = ports(meeting_point())[0]
-    point = dataclasses.replace(meeting_point(key=key, port=port), only_port=True)
+    port = ports(rendezvous_point())[0]
+    point = dataclasses.replace(rendezvous_point(key=key, port=port), only_port=True)
     assert ports(point) == [port]
     with occupied(port, b""):
         Server(start, 2, point)
@@ -633,8 +634,8 @@ def test_fixed_main_port_that_is_taken_is_refused(start, key):
 
 def test_two_jobs_with_one_fixed_main_port_are_both_refused(start, key):
     """The second's rank 1 could otherwise have come in the place of the first's."""
-    port = ports(meeting_point())[0]
-    point = dataclasses.replace(meeting_point(key=key, port=port), only_port=True)
+    port = ports(rendezvous_point())[0]
+    point = dataclasses.replace(rendezvous_point(key=key, port=port), only_port=True)
     first = Server(start, 2, point)
     knock(port).close()
     start.ended(start(World(0, 2, 0), point))
@@ -645,11 +646,11 @@ def test_two_jobs_with_one_fixed_main_port_are_both_refused(start, key):
 
 
 def test_failed_roster_check_is_raised_on_every_rank(start, key):
-    def check(roll):
-        raise UsageError(f"{len(roll.entries)} ranks", "other ones", "try again")
+    def check(roster):
+        raise UsageError(f"{len(roster.entries)} ranks", "other ones", "try again")
 
     for rank in range(3):
-        start(World(rank, 3, rank), meeting_point(key=key), check=check)
+        start(World(rank, 3, rank), rendezvous_point(key=key), check=check)
     for outcome in start.ended():
         assert (outcome.found, outcome.fix) == ("3 ranks", "try again")
 
@@ -672,23 +673,23 @@ def test_packed_roster_stores_common_values_once():
 
 
 def test_rank_that_resets_its_connection_is_named(start, key):
-    server = Server(start, 3, meeting_point(key=key))
-    start(World(1, 3, 0), meeting_point("b", key))
+    server = Server(start, 3, rendezvous_point(key=key))
+    start(World(1, 3, 0), rendezvous_point("b", key))
     server.waits_for("rank 2")
-    with introduced(meeting_point("c", key), 2, 3, host="c") as reader:
+    with introduced(rendezvous_point("c", key), 2, 3, host="c") as reader:
         reader.readline()  # the roster is on its way
         reset = struct.pack("ii", 1, 0)
         reader.buffer.raw._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
     for outcome in start.ended():
         assert isinstance(outcome, StartError)
-        assert "rank 2 of 3 came and was lost: the roll was not heard on c" in outcome.found
+        assert "rank 2 of 3 came and was lost: the roster was not heard on c" in outcome.found
 
 
 @pytest.mark.parametrize("host", ["b", "a"], ids=["two-hosts", "one-hostname-and-pid"])
 def test_two_jobs_with_one_key_are_both_refused(start, key, host):
     """Two trainings by hand with one MASTER_PORT; the second finds the first one's rank 0."""
-    port = ports(meeting_point())[0]
-    point = meeting_point(key=key, port=port)
+    port = ports(rendezvous_point())[0]
+    point = rendezvous_point(key=key, port=port)
     first = Server(start, 3, point)
     client = start(World(1, 3, 1), point)
     knock(port).close()
@@ -713,19 +714,19 @@ def test_two_jobs_with_one_key_are_both_refused(start, key, host):
     ],
 )
 def test_unreadable_shared_file_is_read_again(start, key, tmp_path, text):
-    (tmp_path / f".meeting-{Credentials(key, '').start}").write_text(text)
-    point = MeetingPoint(key, "a", None, sure=False, pretended=True)
+    (tmp_path / f".rendezvous-{Credentials(key, '').start}").write_text(text)
+    point = RendezvousPoint(key, "a", None, sure=False, simulated=True)
     client = Client(start, World(1, 2, 1), point, folder=tmp_path)
     start(World(0, 2, 0), point, folder=tmp_path)
     client.end(1.0)  # from one look to the next are two
-    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+    assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
 
 
 @pytest.mark.parametrize(
     "address", ["node..1", ".", "a" * 64, "n\udcff", "fe80::1%nowhere", "fe80::1%lo", "a b"]
 )
 def test_client_gives_up_early_on_impossible_address(start, key, address):
-    client = Client(start, World(1, 2, 0), MeetingPoint(key, "b", address))
+    client = Client(start, World(1, 2, 0), RendezvousPoint(key, "b", address))
     client.end(EARLY)
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
@@ -734,28 +735,28 @@ def test_client_gives_up_early_on_impossible_address(start, key, address):
 
 def test_secret_may_hold_any_bytes(start, key):
     for rank in range(3):
-        point = dataclasses.replace(meeting_point(key=key), secret=os.fsdecode(b"\xff\x80\n"))
+        point = dataclasses.replace(rendezvous_point(key=key), secret=os.fsdecode(b"\xff\x80\n"))
         start(World(rank, 3, rank), point)
-    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+    assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
 
 
 def test_hosts_with_one_hostname_keep_their_own_addresses(start, key):
     """127.0.0.1 is this machine's only address here, but not every address that it has."""
     for rank in range(3):
         world = World(rank, 3, 0, 1, rank, 3, ("n1", "n2", "n3"), "slurm")
-        start(world, MeetingPoint(key, "same", "127.0.0.2", pretended=True))
+        start(world, RendezvousPoint(key, "same", "127.0.0.2", simulated=True))
     first = start.ended()[0]
-    assert first.roll.addresses[0] == "127.0.0.2"
+    assert first.roster.addresses[0] == "127.0.0.2"
 
 
 def test_tampered_message_is_ignored(start, key):
     """From one that has rank 0's answers to the challenges, as who relays them would have."""
-    point = dataclasses.replace(meeting_point(key=key), secret="s3cret")
+    point = dataclasses.replace(rendezvous_point(key=key), secret="s3cret")
     credentials = Credentials(key, "s3cret")
     with socket.create_server((HOME, ports(point)[0])) as relay:
         client = Client(start, World(1, 2, 1), point)
         with answered(relay, credentials) as (connection, reader, challenge):
-            genuine = encode({"roll": "", "addresses": [], "port": 1, "nonce": "1"})
+            genuine = encode({"roster": "", "addresses": [], "port": 1, "nonce": "1"})
             digest = hashlib.sha256(genuine).hexdigest()
             proof = credentials.proof("message", challenge + "1", digest)
             evil = encode({"error": ["evil", "", ""], "code": 2})
@@ -783,13 +784,13 @@ def test_open_files_limit_is_named_without_a_busy_loop(start, key, monkeypatch):
             calls.append(1)
             raise OSError(errno.EMFILE, "Too many open files")
 
-    real = rendezvous.host.Callers
+    real = rendezvous.server.Peers
 
     def callers(listener, *more):
         return real(Full(listener), *more)
 
-    monkeypatch.setattr(rendezvous.host, "Callers", callers)
-    point, clock = meeting_point(key=key), Clock(time.monotonic)
+    monkeypatch.setattr(rendezvous.server, "Peers", callers)
+    point, clock = rendezvous_point(key=key), Clock(time.monotonic)
     began = time.monotonic()
     start(World(0, 2, 0), point, timeout=NEVER, clock=clock)
     with knock(ports(point)[0]):
@@ -797,7 +798,7 @@ def test_open_files_limit_is_named_without_a_busy_loop(start, key, monkeypatch):
         clock.move(NEVER)
         (outcome,) = start.ended()
     assert "callers were not let in: Too many open files (ulimit -n)" in outcome.found
-    assert len(calls) < 3 + (time.monotonic() - began) / rendezvous.callers._FULL_SECONDS
+    assert len(calls) < 3 + (time.monotonic() - began) / rendezvous.peers._FULL_SECONDS
 
 
 def test_rendezvous_leaks_no_file_descriptor(start, key, tmp_path):
@@ -816,7 +817,7 @@ def test_rendezvous_leaks_no_file_descriptor(start, key, tmp_path):
 
 def test_loopback_interface_is_refused_for_several_hosts(start, key):
     for rank, host in enumerate("abc"):
-        point = dataclasses.replace(meeting_point(host, key), interface="lo")
+        point = dataclasses.replace(rendezvous_point(host, key), interface="lo")
         start(World(rank, 3, 0), point)
     for outcome in start.ended():
         assert isinstance(outcome, UsageError)
@@ -826,14 +827,14 @@ def test_loopback_interface_is_refused_for_several_hosts(start, key):
 
 def test_authentication_answer_is_bound_to_side_challenge_and_text():
     ours = Credentials("key", "secret")
-    proof = ours.proof("guest", "challenge", "text")
-    assert ours.proves(proof, "guest", "challenge", "text")
+    proof = ours.proof("client", "challenge", "text")
+    assert ours.proves(proof, "client", "challenge", "text")
     assert not ours.proves(proof, "host", "challenge", "text")
-    assert not ours.proves(proof, "guest", "another", "text")
-    assert not ours.proves(proof, "guest", "challenge", "another")
-    assert not ours.proves(None, "guest", "challenge", "text")
+    assert not ours.proves(proof, "client", "another", "text")
+    assert not ours.proves(proof, "client", "challenge", "another")
+    assert not ours.proves(None, "client", "challenge", "text")
     for other in (Credentials("another", "secret"), Credentials("key", "another")):
-        assert not other.proves(proof, "guest", "challenge", "text")
+        assert not other.proves(proof, "client", "challenge", "text")
     assert Credentials("key", "a").start == Credentials("key", "b").start
     assert Credentials("key", "a").start != Credentials("another", "a").start
     assert len({Credentials.challenge() for _ in range(100)}) == 100
@@ -841,7 +842,7 @@ def test_authentication_answer_is_bound_to_side_challenge_and_text():
 
 def test_replayed_hello_is_refused(start, key):
     """A hello that somebody recorded, with its proof, to another challenge."""
-    point = meeting_point(key=key)
+    point = rendezvous_point(key=key)
     start(World(0, 2, 0), point)
     credentials = Credentials(key, "")
     recorded = None
@@ -850,13 +851,13 @@ def test_replayed_hello_is_refused(start, key):
             challenge = greet(credentials, connection, reader)["challenge"]
             if recorded is None:
                 hello = json.dumps([1, 2, {"host": "evil"}])
-                proof = credentials.proof("guest", challenge, hello)
+                proof = credentials.proof("client", challenge, hello)
                 recorded = encode({"hello": hello, "proof": proof})
             else:
                 connection.sendall(recorded)
                 assert is_sent_away(connection)
     start(World(1, 2, 1), point)
-    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+    assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
 
 
 def test_every_rendezvous_has_its_own_nonce(start, key):
@@ -870,7 +871,7 @@ def test_every_rendezvous_has_its_own_nonce(start, key):
 
 
 def test_silent_peer_is_disconnected_after_a_timeout(start, key):
-    point = meeting_point(key=key)
+    point = rendezvous_point(key=key)
     server = Server(start, 3, point)
     with knock(ports(point)[0]) as silent:
         start(World(1, 3, 1), point)
@@ -878,43 +879,43 @@ def test_silent_peer_is_disconnected_after_a_timeout(start, key):
         server.move(NEWS_SECONDS)
         assert is_sent_away(silent)
     start(World(2, 3, 2), point)
-    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+    assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
 
 
 def test_oldest_unknown_peer_is_disconnected_where_there_are_too_many(start, key, monkeypatch):
-    monkeypatch.setattr(rendezvous.callers, "_STRANGERS", 2)
-    point = meeting_point(key=key)
+    monkeypatch.setattr(rendezvous.peers, "_STRANGERS", 2)
+    point = rendezvous_point(key=key)
     start(World(0, 2, 0), point)
     with ExitStack() as stack:
         silent = [stack.enter_context(knock(ports(point)[0])) for _ in range(8)]
         assert is_sent_away(silent[0])
         start(World(1, 2, 1), point)
-        assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+        assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
 
 
 def test_rank_may_reconnect(start, key):
     """Its first connection was lost on the way, and rank 0 does not know yet."""
-    point = meeting_point(key=key)
+    point = rendezvous_point(key=key)
     start(World(0, 3, 0), point)
     with introduced(point, 1, 3), introduced(point, 1, 3) as reader:
         thread = start(World(2, 3, 2), point)
         reader.readline()
-        assert "roll" in json.loads(reader.readline())
+        assert "roster" in json.loads(reader.readline())
         reader.buffer.raw._sock.sendall(encode({"heard": 1}))
         reader.readline()
         assert json.loads(reader.readline()) == {"begin": True}
         start.ended(thread)
-    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+    assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
 
 
 def test_ranks_of_one_host_listen_on_loopback_only(start, key):
-    point = MeetingPoint(key, "a")
+    point = RendezvousPoint(key, "a")
     start(World(0, 2, 0, num_nodes=1), point)
     knock(ports(point)[0]).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", ports(point)[0]), timeout=PATIENCE)
     start(World(1, 2, 1, num_nodes=1), point)
-    assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+    assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
 
 
 def test_keepalive_ends_lost_connections():
@@ -942,22 +943,22 @@ def test_bridge_addresses_are_told_last(monkeypatch):
 def test_server_is_found_soon_among_many_hosts(start, key):
     """Each of them is asked in every round, on the port that rank 0 nearly always has."""
     hosts = [f"127.0.{n // 200}.{n % 200 + 2}" for n in range(100)]
-    point = MeetingPoint(key, "a", None, sure=False, others=(*hosts, HOME), pretended=True)
+    point = RendezvousPoint(key, "a", None, sure=False, others=(*hosts, HOME), simulated=True)
     asked = []
-    real = rendezvous.guest.Knock
+    real = rendezvous.client.Probe
 
     def knocks(place, *more):
         asked.append(place)
         return real(place, *more)
 
-    rendezvous.guest.Knock = knocks
+    rendezvous.client.Probe = knocks
     try:
         start(World(1, 2, 1), point)
         until(lambda: (HOME, ports(point)[0]) in asked)
         asked.clear()
         start(World(0, 2, 0), point)
-        assert all(isinstance(outcome, rendezvous.Meeting) for outcome in start.ended())
+        assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
         # What was left of one round, and another one: two ports of each host.
         assert len(asked) <= 2 * 2 * 101
     finally:
-        rendezvous.guest.Knock = real
+        rendezvous.client.Probe = real

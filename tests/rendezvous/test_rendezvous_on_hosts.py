@@ -1,6 +1,6 @@
 """Rendezvous on hosts with several networks: who joins, who is missing, what is cut off.
 
-Most starts have no torch: their ranks meet and tell the roll. Those that are about what gloo does
+Most starts have no torch: their ranks meet and tell the roster. Those that are about what gloo does
 open a whole Session.
 """
 
@@ -52,11 +52,11 @@ def wait_for(path):
 
 def meet():
     met = rendezvous.meet(
-        start.world, start.meeting_point, {}, options["start_timeout"], error=start.waste
+        start.world, start.rendezvous_point, {}, options["start_timeout"], error=start.waste
     )
     if met.listener is not None:
         met.listener.close()
-    return {"hosts": met.world.hosts, "addresses": met.roll.addresses}
+    return {"hosts": met.world.hosts, "addresses": met.roster.addresses}
 
 
 def train():
@@ -75,7 +75,7 @@ def train():
                 touch(f"round-{number}")
         return {
             "hosts": session.world.hosts,
-            "addresses": session.roll.addresses,
+            "addresses": session.roster.addresses,
             "sums": sums,
             "peers": peers(),
         }
@@ -92,7 +92,7 @@ def peers():
 
 
 def hold_before_the_backend(file):
-    # After the roll call, before gloo connects the ranks.
+    # After the rendezvous, before gloo connects the ranks.
     from hpctrain import backends
 
     opened = backends.open_backend
@@ -183,7 +183,7 @@ def eventually(holds, made):
 
 
 def callers(cluster, host):
-    """The addresses of those who are connected to a port of the meeting on a host."""
+    """The addresses of those who are connected to a port of the rendezvous on a host."""
     listing = cluster.run(["ss", "-Htn", "state", "established"], host).stdout
     pairs = [[end.rpartition(":") for end in line.split()[2:4]] for line in listing.splitlines()]
     return {

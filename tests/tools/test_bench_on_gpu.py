@@ -33,9 +33,9 @@ def test_bench_step_of_resnet50_in_half_precision(gpu):
     assert found["model"] in ("resnet50", "small")  # without torchvision the small one
     assert found["precision"] in ("bf16", "fp16")
     assert found["channels_last"]
-    by_hand, ours = found["arms"]["by hand"], found["arms"]["hpctrain"]
+    baseline, ours = found["arms"]["by hand"], found["arms"]["hpctrain"]
     # Weights, momenta, gradients and activations of one loop; those of the other do not count.
-    assert ours["peak_memory"] == pytest.approx(by_hand["peak_memory"], rel=0.2)
+    assert ours["peak_memory"] == pytest.approx(baseline["peak_memory"], rel=0.2)
     assert "peak memory" in said
 
 

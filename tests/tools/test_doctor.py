@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hpctrain.cli import main
 from hpctrain.cluster import env_vars, visible_gpus
 from hpctrain.cluster.job import Allocation
-from hpctrain.rendezvous import Roll
+from hpctrain.rendezvous import Roster
 from hpctrain.tools.doctor import (
     devices,
     exchange,
@@ -232,9 +232,9 @@ def test_doctor_ranks_that_share_cores():
     two = {"mask": "3", "threads": "1"}
     own = [{"mask": f"{1 << n:x}", "threads": "1"} for n in range(3)]
     for said, hosts in ((own, "aaa"), ([two, two], "aa"), ([two] * 3, "abc"), ([two], "a")):
-        there = roll(*said, hosts=list(hosts))
+        there = roster(*said, hosts=list(hosts))
         assert not ranks.judge_cores(there.entries, ranks.rows(there))
-    there = roll(*[two] * 3, {"mask": "f", "threads": "not set"}, hosts=["n1", "n1", "n1", "n2"])
+    there = roster(*[two] * 3, {"mask": "f", "threads": "not set"}, hosts=["n1", "n1", "n1", "n2"])
     (finding,) = ranks.judge_cores(there.entries, ranks.rows(there))
     assert level(finding, "ranks 0-2 of n1: 3 ranks of a host share 2 cores") == WARNING
     assert "3 threads" in finding.found
@@ -422,7 +422,7 @@ def test_doctor_program_missing_slow_or_failing(tmp_path):
 # all ranks
 
 
-def roll(*said, hosts=None):
+def roster(*said, hosts=None):
     """A roll of ranks that said something else than the usual."""
     usual = dict.fromkeys(ranks.COMPARED, "same") | {
         "gpu": None,
@@ -442,11 +442,11 @@ def roll(*said, hosts=None):
         for rank, (own, host) in enumerate(zip(said, hosts, strict=True))
     )
     places = tuple(names.index(host) for host in hosts)
-    return Roll(entries, tuple("10.0.0.1" for _ in said), names, places, 0)
+    return Roster(entries, tuple("10.0.0.1" for _ in said), names, places, 0)
 
 
 def test_doctor_table_marks_the_rank_that_differs():
-    table = ranks.rows(roll({}, {}, {}, {"torch": "2.14.0"}))
+    table = ranks.rows(roster({}, {}, {}, {"torch": "2.14.0"}))
     assert [row.differs for row in table] == [[], [], [], ["torch"]]
     (finding,) = ranks.differences(table)
     assert level(finding, "same on ranks 0-2; 2.14.0 on rank 3 of node4") == WARNING
@@ -458,27 +458,27 @@ def test_doctor_table_marks_the_rank_that_differs():
 
 
 def test_doctor_table_of_two_ranks_compares_with_rank_0():
-    table = ranks.rows(roll({"cores": "8"}, {"cores": "4"}))
+    table = ranks.rows(roster({"cores": "8"}, {"cores": "4"}))
     assert [row.differs for row in table] == [[], ["cores"]]
 
 
 def test_doctor_table_of_equal_ranks_has_no_marks():
-    table = ranks.rows(roll({}, {}, {}))
+    table = ranks.rows(roster({}, {}, {}))
     assert ranks.differences(table) == []
     assert "*" not in formatting.table(table)
 
 
 def test_doctor_table_accepts_one_visible_gpu_per_rank():
     own = [{"visible": str(n % 2)} for n in range(4)]
-    bound = ranks.rows(roll(*own, hosts=["a", "a", "b", "b"]))
+    bound = ranks.rows(roster(*own, hosts=["a", "a", "b", "b"]))
     assert ranks.differences(bound) == []
     own[3] = {"visible": "7"}
-    (finding,) = ranks.differences(ranks.rows(roll(*own, hosts=["a", "a", "b", "b"])))
+    (finding,) = ranks.differences(ranks.rows(roster(*own, hosts=["a", "a", "b", "b"])))
     assert finding.ranks == (3,)
 
 
 def test_doctor_table_marks_a_rank_without_torch():
-    table = ranks.rows(roll({}, {"torch": ranks.NONE}, {}))
+    table = ranks.rows(roster({}, {"torch": ranks.NONE}, {}))
     assert table[1].differs == ["torch"]
     assert ranks.differences(table) == []
 
@@ -486,13 +486,13 @@ def test_doctor_table_marks_a_rank_without_torch():
 def test_doctor_long_table_shows_the_ranks_that_differ():
     many = [{}] * 200
     many[150] = {"python": "3.10"}
-    shown = formatting.table(ranks.rows(roll(*many)))
+    shown = formatting.table(ranks.rows(roster(*many)))
     assert "\n  150   " in shown
     assert "and 135 more" in shown
 
 
 def test_doctor_clocks_apart():
-    table = ranks.rows(roll({}, {}, {}))
+    table = ranks.rows(roster({}, {}, {}))
     table[0].clock, table[1].clock, table[2].clock = 0.0, 0.4, -3.25
     (finding,) = ranks.judge_clocks(table)
     assert level(finding, "node3 is 3.2 s behind node1") == WARNING
@@ -510,16 +510,16 @@ def test_doctor_judges_whether_the_run_directory_is_shared(tmp_path):
     assert not Path(left["token"]).exists()
     with ranks.token(1, tmp_path) as other:
         assert other["token"] == ""
-    told = roll({"token": "/r/t"}, {}, {})
+    told = roster({"token": "/r/t"}, {}, {})
     table = ranks.rows(told)
     (well,) = ranks.judge_shared(told.entries, table, [True] * 3)
     assert level(well, "3 hosts see the same /r") == OK
     (bad,) = ranks.judge_shared(told.entries, table, [True, True, False])
     assert level(bad, "rank 2 of node3 cannot see what rank 0 writes there") == PROBLEM
-    elsewhere = roll({"token": "/r/t"}, {"run": "/home/x"})
+    elsewhere = roster({"token": "/r/t"}, {"run": "/home/x"})
     (bad,) = ranks.judge_shared(elsewhere.entries, ranks.rows(elsewhere), [True, False])
     assert level(bad, "theirs is /home/x") == PROBLEM
-    assert ranks.judge_shared(roll({}, {}).entries, table, [True, False]) == []
+    assert ranks.judge_shared(roster({}, {}).entries, table, [True, False]) == []
 
 
 def test_doctor_merges_findings_of_ranks():

@@ -495,7 +495,7 @@ def test_horovod_build_wrong_use_exits_with_2(arguments, capsys):
 
 
 @pytest.fixture
-def pretended(tmp_path, monkeypatch):
+def simulated(tmp_path, monkeypatch):
     """A build that takes no time: what it was asked to do, and what is installed meanwhile."""
     done = []
     state = {"version": "", "key": "", "facts": {}, "done": done}
@@ -528,18 +528,18 @@ def built(*options):
     return main(["horovod", "build", "--cpu", *options])
 
 
-def test_second_build_only_checks_or_installs_the_cached_wheel(pretended, capsys):
+def test_second_build_only_checks_or_installs_the_cached_wheel(simulated, capsys):
     assert built() == 0
     assert built() == 0
-    assert pretended["done"] == ["make", "install", "check", "check"]
+    assert simulated["done"] == ["make", "install", "check", "check"]
     assert "is installed and works" in capsys.readouterr().err
-    pretended.update(version="")
+    simulated.update(version="")
     assert built() == 0
-    assert pretended["done"][4:] == ["install", "check"]
+    assert simulated["done"][4:] == ["install", "check"]
     assert "found" in capsys.readouterr().err
 
 
-def test_wheel_cache_may_be_read_only(pretended, tmp_path):
+def test_wheel_cache_may_be_read_only(simulated, tmp_path):
     built("--wheel-only")
     (folder,) = (tmp_path / "cache" / "horovod").iterdir()
     (folder / ".lock").unlink()
@@ -548,12 +548,12 @@ def test_wheel_cache_may_be_read_only(pretended, tmp_path):
     assert sorted(folder.iterdir()) == before
 
 
-def test_wheel_only_prints_the_path_alone(pretended, capsys):
+def test_wheel_only_prints_the_path_alone(simulated, capsys):
     assert built("--wheel-only") == 0
     path = Path(capsys.readouterr().out.rstrip("\n"))
     assert path.suffix == ".whl"
     assert path.is_file()
-    assert pretended["done"] == ["make"]
+    assert simulated["done"] == ["make"]
 
 
 @pytest.mark.parametrize(
@@ -565,13 +565,13 @@ def test_wheel_only_prints_the_path_alone(pretended, capsys):
         ({"gloo": True}, "of-another-torch", ["make", "install", "check"]),
     ],
 )
-def test_working_horovod_from_elsewhere_is_kept(pretended, facts, key, steps):
-    pretended.update(version="0.28.1", key=key, facts=facts)
+def test_working_horovod_from_elsewhere_is_kept(simulated, facts, key, steps):
+    simulated.update(version="0.28.1", key=key, facts=facts)
     assert built() == 0
-    assert pretended["done"] == steps
+    assert simulated["done"] == steps
 
 
-def test_installed_wheel_that_does_not_import_is_an_error(pretended, monkeypatch, capsys):
+def test_installed_wheel_that_does_not_import_is_an_error(simulated, monkeypatch, capsys):
     monkeypatch.setattr(installed, "install", lambda *arguments: None)
     assert built() == 1
     said = capsys.readouterr().err
@@ -583,7 +583,7 @@ def test_installed_wheel_that_does_not_import_is_an_error(pretended, monkeypatch
     ("error", "kept"),
     [(HpctrainError("failed"), 1), (KeyboardInterrupt(), 0), (SystemExit(143), 0)],
 )
-def test_build_folder_is_kept_after_failure_only(pretended, tmp_path, monkeypatch, error, kept):
+def test_build_folder_is_kept_after_failure_only(simulated, tmp_path, monkeypatch, error, kept):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def make(plan, env, work, say):
@@ -597,7 +597,7 @@ def test_build_folder_is_kept_after_failure_only(pretended, tmp_path, monkeypatc
     assert not list((tmp_path / "cache").rglob("*.whl"))
 
 
-def test_sigterm_ends_the_compilers_of_a_build(pretended, tmp_path, monkeypatch):
+def test_sigterm_ends_the_compilers_of_a_build(simulated, tmp_path, monkeypatch):
     waits, pids = threading.Event(), []
 
     class Process(subprocess.Popen):

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import hpctrain
 import hpctrain.process.device
-from hpctrain.backends.base import Later
+from hpctrain.backends.base import Work
 from hpctrain.backends.single import Single
 from hpctrain.optim import LARS
 from hpctrain.training.evaluation import Classification
@@ -139,9 +139,9 @@ def loop(optimizer, options):
         mock.patch.object(hpctrain.process.device, "choose", return_value=META),
         # Which looks for a checkpoint, and asks the ranks whether theirs is another.
         mock.patch("hpctrain.training.run.restore", return_value=None),
-        mock.patch.object(Later, "__init__", init),
-        mock.patch.object(Later, "values", values),
-        mock.patch.object(Later, "ready", lambda later: run.step > later.begun),
+        mock.patch.object(Work, "__init__", init),
+        mock.patch.object(Work, "values", values),
+        mock.patch.object(Work, "ready", lambda later: run.step > later.begun),
         hpctrain.Session(
             batch_size=8, precision="fp32", log_every=LOG_EVERY, run="run", epochs=2,
             **OPTIONS[options],

@@ -11,7 +11,7 @@ import torch
 from hpctrain.backends.single import Single
 from hpctrain.errors import GivenUpError
 from hpctrain.rundir import RunDirectory
-from hpctrain.training.consensus import Agreement, by_rank_0
+from hpctrain.training.consensus import Consensus, on_rank_zero
 from hpctrain.training.metrics import Metrics, trim
 
 
@@ -64,7 +64,7 @@ def test_metrics_at_a_step(single):
 
 def test_metrics_listener_hears_each_row_once(single):
     said = []
-    agreement = Agreement(single, lambda: {"news": float(said.pop() if said else 0)}, str)
+    agreement = Consensus(single, lambda: {"news": float(said.pop() if said else 0)}, str)
     assert agreement.step() == {"news": 0.0}
     said.append(1)
     heard = [agreement.step() for _ in range(600)]
@@ -82,7 +82,7 @@ class Late:
     def __init__(self):
         self.begun = []
 
-    def sum_later(self, numbers):
+    def sum_async(self, numbers):
         self.begun.append(list(numbers))
         return self
 
@@ -95,7 +95,7 @@ class Late:
 
 def test_metrics_sums_are_read_one_row_later():
     late, step = Late(), 0
-    agreement = Agreement(late, lambda: {"step": float(step)}, str)
+    agreement = Consensus(late, lambda: {"step": float(step)}, str)
     heard = {}
     for step in range(20):
         if (sums := agreement.step()) is not None:
@@ -110,6 +110,6 @@ def test_metrics_error_on_rank_0_is_raised(single):
     def fail():
         raise GivenUpError("three starts", "progress", "look")
 
-    assert by_rank_0(single, os.getpid) == os.getpid()
+    assert on_rank_zero(single, os.getpid) == os.getpid()
     with pytest.raises(GivenUpError, match="three starts"):
-        by_rank_0(single, fail)
+        on_rank_zero(single, fail)

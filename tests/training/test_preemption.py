@@ -31,11 +31,11 @@ def watching(run):
     before = {number: signal.getsignal(number) for number in (*signals.STOP, signal.SIGINT)}
     with ExitStack() as undo:
 
-        def make(rank=0, env=None, job=None, lead=30.0, begun=True):
+        def make(rank=0, env=None, job=None, save_margin=30.0, begun=True):
             made = Preemption(rank, env or {}, job, undo, clock=lambda: NOW)
             if begun:
                 made.opened()
-                made.begin(run, lambda: lead)
+                made.begin(run, lambda: save_margin)
             return made
 
         yield make
@@ -131,14 +131,14 @@ def test_stop_files_are_read_by_rank_0_alone(watching, run, tmp_path):
 
 def test_time_limit_requests_a_stop_one_save_margin_ahead(watching):
     soon = Allocation("slurm", "7", end_time=NOW + 60)
-    assert watching(job=soon, lead=59.0).asked() is None
-    assert watching(job=soon, lead=60.0).asked() == "the end of the job's time"
-    assert watching(rank=1, job=soon, lead=60.0).asked() is None
+    assert watching(job=soon, save_margin=59.0).asked() is None
+    assert watching(job=soon, save_margin=60.0).asked() == "the end of the job's time"
+    assert watching(rank=1, job=soon, save_margin=60.0).asked() is None
 
 
 def test_late_preempt_signal_is_warned_about_with_a_better_lead(watching, caplog):
     soon = Allocation("slurm", "7", end_time=NOW + 60)
-    preemption = watching(job=soon, lead=100.0)
+    preemption = watching(job=soon, save_margin=100.0)
     signal.raise_signal(signal.SIGUSR2)
     preemption.asked()
     assert "SIGUSR2 came 60 s before the end of the job's time" in caplog.text
@@ -170,7 +170,7 @@ def test_preempt_signals_reach_the_rank_and_not_its_children():
     heard = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
     try:
-        with signals.unheard():
+        with signals.blocked():
             child = subprocess.Popen(
                 [sys.executable, "-c", "print(input())"],
                 stdin=subprocess.PIPE,
@@ -192,13 +192,13 @@ def test_loader_worker_heeds_sigterm_of_its_parent_alone():
     lines = (
         "import os, signal, subprocess, sys, time\n"
         "from hpctrain.process import signals\n"
-        "signals.heed(int(sys.argv[1]))\n"
+        "signals.obey_parent(int(sys.argv[1]))\n"
         "subprocess.run(['kill', '-TERM', str(os.getpid())])\n"
         "while signal.SIGTERM in signal.sigpending(): time.sleep(0.01)\n"  # two would be one
         "print('alive', flush=True)\n"
         "time.sleep(600)\n"
     )
-    with signals.unheard():
+    with signals.blocked():
         command = [sys.executable, "-c", lines, str(os.getpid())]
         child = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert child.stdout.readline() == b"alive\n"
@@ -234,7 +234,7 @@ def test_loader_worker_without_parent_exits_with_143():
         "import sys, time\n"
         "from hpctrain.process import signals\n"
         "signals._SECONDS_BETWEEN_LOOKS = 0.01\n"
-        "signals.heed(int(sys.argv[1]))\n"
+        "signals.obey_parent(int(sys.argv[1]))\n"
         "time.sleep(600)\n"
     )
     done = subprocess.run([sys.executable, "-c", lines, str(gone.pid)], timeout=60)

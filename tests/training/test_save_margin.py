@@ -100,11 +100,11 @@ def test_save_margin_is_that_of_the_longest_save(tmp_path):
     writer = Writer(RunDirectory(tmp_path), clock=clock)
     parts, margins = SimpleNamespace(_writer=writer), []
     with mock.patch.object(Folder, "save", save):
-        margins.append(checkpoint_manager.Saving.lead(parts))
+        margins.append(checkpoint_manager.CheckpointManager.save_margin(parts))
         for step in (1, 2, 3):
             writer.save(step, {}, {})
             writer.wait()
-            margins.append(checkpoint_manager.Saving.lead(parts))
+            margins.append(checkpoint_manager.CheckpointManager.save_margin(parts))
     writer.close()
     assert margins == [25.0, 11.0, 85.0, 85.0]
 

@@ -97,7 +97,7 @@ def test_resumed_run_goes_on_after_skipped_batches():
     assert rows(rest[1]) == rows(whole[1])
 
 
-def by_hand(opened, run, number, loss):
+def baseline(opened, run, number, loss):
     """The script goes backward and steps itself; two micro-batches make a step."""
     (0.5 * loss()).backward()
     if number % 2:
@@ -107,7 +107,7 @@ def by_hand(opened, run, number, loss):
 
 
 def test_optimizer_steps_by_hand_are_counted():
-    seen, _, _, step = loop(by_hand, 300)
+    seen, _, _, step = loop(baseline, 300)
     assert seen == [n // 2 for n in range(1, 17)]
     assert step == 8
 

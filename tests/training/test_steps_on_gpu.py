@@ -41,7 +41,7 @@ def steps(precision, optimizer, options):
         batches = list(opened.loader(images(240)))
         for batch, targets in batches[:WARM_UP]:
             step(batch, targets, 1.0)
-        overflows = opened.precision.joint
+        overflows = opened.precision.requires_synced_skip
         with on_gpu.never_waits():
             for number, (batch, targets) in enumerate(batches[WARM_UP : WARM_UP + STEPS]):
                 step(batch, targets, 1e6 if overflows and number == OVERFLOW else 1.0)

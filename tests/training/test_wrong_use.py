@@ -153,7 +153,7 @@ def test_rank_lost_between_rendezvous_and_backend_is_named_by_all_ranks():
     results = ranks.run(4, never_connects)
     for rank in (0, 1, 3):
         assert isinstance(results[rank], hpctrain.HpctrainError)
-        assert "rank 2 on node1 came to the meeting and was lost" in str(results[rank])
+        assert "rank 2 on node1 came to the rendezvous and was lost" in str(results[rank])
 
 
 UNCAUGHT = """

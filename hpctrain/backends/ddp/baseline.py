@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hpctrain.backends.baseline import ByHand
+from hpctrain.backends.baseline import Baseline
 
-__all__ = ["DDPByHand"]
+__all__ = ["DDPBaseline"]
 
 
-class DDPByHand(ByHand):
+class DDPBaseline(Baseline):
     """DistributedDataParallel and the default process group, which is open.
 
     Args:

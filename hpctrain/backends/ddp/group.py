@@ -14,10 +14,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.backends.barrier import absent, assemble, host_of
-from hpctrain.backends.base import Backend, Later, vector
+from hpctrain.backends.base import Backend, Work, vector
 from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.ddp import exchange, options
-from hpctrain.backends.ddp.baseline import DDPByHand
+from hpctrain.backends.ddp.baseline import DDPBaseline
 from hpctrain.backends.ddp.rehearsal import reaches, rehearse, rehearse_loss
 from hpctrain.backends.ddp.store import first_line, open_store
 from hpctrain.backends.settings import Settings
@@ -26,7 +26,7 @@ from hpctrain.backends.transparent import Transparent
 from hpctrain.cluster.env_vars import GLOO_INTERFACE
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, RankLostError, StartError, UsageError
-from hpctrain.rendezvous import Meeting
+from hpctrain.rendezvous import Rendezvous
 from hpctrain.rendezvous.interfaces import interface_of
 
 __all__ = ["DDP", "TransparentDDP"]
@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 
 class DDP(Backend):
-    """torch.distributed's default process group, made from the meeting's address and nonce."""
+    """torch.distributed's default process group, made from the rendezvous's address and nonce."""
 
     name = "ddp"
 
-    def __init__(self, meeting: Meeting, device: torch.device, settings: Settings) -> None:
+    def __init__(self, rendezvous: Rendezvous, device: torch.device, settings: Settings) -> None:
         if dist.is_initialized():
             raise UsageError(
                 "torch.distributed is initialized already",
@@ -47,12 +47,12 @@ class DDP(Backend):
                 "remove the script's own init_process_group(), or close the Session before",
             )
         self.device, self._own = device, settings.own
-        self._deterministic, self._meeting = settings.deterministic, meeting
+        self._deterministic, self._rendezvous = settings.deterministic, rendezvous
         self._trained: list[Trained] = []
         self._wrapped: list[TransparentDDP] = []
         self.transport = _transport(device)
         self._environment = Environment(os.environ)
-        world, own = meeting.world, meeting.roll.addresses[meeting.world.rank]
+        world, own = rendezvous.world, rendezvous.roster.addresses[rendezvous.world.rank]
         start_timeout = settings.start_timeout
         limits = [
             datetime.timedelta(seconds=seconds) for seconds in (start_timeout, settings.timeout)
@@ -62,13 +62,13 @@ class DDP(Backend):
             # the host's own name resolves to: on many clusters 127.0.1.1.
             self._environment.default(GLOO_INTERFACE, interface_of(own))
         try:
-            store = open_store(meeting, limits[0])
-            assemble(PrefixStore(f"{meeting.nonce}/here", store), meeting, start_timeout)
-            connected = PrefixStore(f"{meeting.nonce}/connected", store)
+            store = open_store(rendezvous, limits[0])
+            assemble(PrefixStore(f"{rendezvous.nonce}/here", store), rendezvous, start_timeout)
+            connected = PrefixStore(f"{rendezvous.nonce}/connected", store)
             try:
                 dist.init_process_group(
                     self.transport,
-                    store=PrefixStore(meeting.nonce, store),
+                    store=PrefixStore(rendezvous.nonce, store),
                     rank=world.rank,
                     world_size=world.world_size,
                     timeout=limits[0],
@@ -77,10 +77,10 @@ class DDP(Backend):
             except BaseException:
                 absent(connected, world.rank)
                 raise
-            assemble(connected, meeting, start_timeout)
+            assemble(connected, rendezvous, start_timeout)
             _set_timeout(limits[1])
             store.set_timeout(limits[1])
-            self._store, self._met = PrefixStore(f"{meeting.nonce}/met", store), 0
+            self._store, self._met = PrefixStore(f"{rendezvous.nonce}/met", store), 0
         except StartError:
             self._environment.put_back()
             raise
@@ -88,7 +88,7 @@ class DDP(Backend):
             self._environment.put_back()
             raise StartError(
                 f"torch.distributed did not connect rank {world.rank} over {self.transport} from "
-                f"{own} within {start_timeout:.0f} s: {_named(error, meeting)}",
+                f"{own} within {start_timeout:.0f} s: {_named(error, rendezvous)}",
                 "a connection between all ranks",
                 f"hosts of the ranks: {', '.join(world.hosts or ())}; look for a host that cannot "
                 "be reached, a firewall or a wrong interface (HPCTRAIN_INTERFACE=NAME)",
@@ -184,18 +184,18 @@ class DDP(Backend):
         dist.all_reduce(tensor)
         return tensor
 
-    def sum_later(self, numbers: Sequence[Any]) -> Later:
+    def sum_async(self, numbers: Sequence[Any]) -> Work:
         """An all-reduce that is not waited for."""
         tensor = vector(numbers, self.device)
-        return Later(tensor, dist.all_reduce(tensor, async_op=True))
+        return Work(tensor, dist.all_reduce(tensor, async_op=True))
 
-    def share(self, thing: T) -> T:
+    def broadcast_object(self, thing: T) -> T:
         """A broadcast of rank 0's object."""
         box = [thing]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def gather(self, thing: T) -> list[T]:
+    def gather_object(self, thing: T) -> list[T]:
         """Pickled, over the same group."""
         box: list[Any] = [None] * self.world_size
         dist.gather_object(thing, box if self.rank == 0 else None, dst=0)
@@ -215,7 +215,7 @@ class DDP(Backend):
             if work is not None:
                 work.wait()
 
-    def between(self, tensor: Tensor, source: int, target: int) -> None:
+    def send_recv(self, tensor: Tensor, source: int, target: int) -> None:
         """Point to point."""
         if self.rank == source:
             dist.send(tensor, target)
@@ -229,9 +229,9 @@ class DDP(Backend):
         else:
             dist.barrier()
 
-    def by_hand(self) -> DDPByHand:
+    def baseline(self) -> DDPBaseline:
         """With the settings of `wrap`."""
-        return DDPByHand(self.device, _NO_BUFFERS_IN_FORWARD)
+        return DDPBaseline(self.device, _NO_BUFFERS_IN_FORWARD)
 
     def explain(self, error: BaseException) -> HpctrainError | None:
         """Of gloo's and NCCL's errors those that come of a rank which is gone, or silent."""
@@ -242,7 +242,7 @@ class DDP(Backend):
         if not _LOST.search(str(error)):
             return None
         return RankLostError(
-            f"rank {self.rank} lost another rank: {_named(error, self._meeting)}",
+            f"rank {self.rank} lost another rank: {_named(error, self._rendezvous)}",
             "all ranks, to the end",
             "look for the first error in the logs of the others, and whether their hosts are up; "
             "--resume goes on from the newest checkpoint",
@@ -365,14 +365,14 @@ def _set_timeout(timeout: datetime.timedelta) -> None:
     change(timeout)
 
 
-def _named(error: Exception, meeting: Meeting) -> str:
+def _named(error: Exception, rendezvous: Rendezvous) -> str:
     """The message of torch, with the ranks and hosts behind the addresses in it."""
-    roll, text = meeting.roll, first_line(error)
-    if len(set(roll.addresses)) == 1:
+    roster, text = rendezvous.roster, first_line(error)
+    if len(set(roster.addresses)) == 1:
         return text
-    for address in dict.fromkeys(roll.addresses):
-        there = [rank for rank, other in enumerate(roll.addresses) if other == address]
-        host = host_of(meeting, there[0])
+    for address in dict.fromkeys(roster.addresses):
+        there = [rank for rank, other in enumerate(roster.addresses) if other == address]
+        host = host_of(rendezvous, there[0])
         if address in text and host not in text:
             ranks = ", ".join(map(str, there[:8]))
             text += f" ({address} is {host}, with rank{'s' if len(there) > 1 else ''} {ranks})"

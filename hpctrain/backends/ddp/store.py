@@ -8,7 +8,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from hpctrain.backends.barrier import host_of
 from hpctrain.cluster.launchers import base as launching
 from hpctrain.errors import StartError
-from hpctrain.rendezvous import Meeting
+from hpctrain.rendezvous import Rendezvous
 
 __all__ = ["AgentStore", "first_line", "open_store"]
 
@@ -64,20 +64,20 @@ class AgentStore:
             self.store.delete_key(f"hpctrain/{name}")
 
 
-def open_store(meeting: Meeting, timeout: datetime.timedelta) -> Store:
-    """The launcher's own store, else one on the socket that the meeting bound.
+def open_store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
+    """The launcher's own store, else one on the socket that the rendezvous bound.
 
     That is at an address which all ranks have reached.
     """
-    world, roll, listener = meeting.world, meeting.roll, meeting.listener
-    if isinstance(meeting.store, AgentStore):
+    world, roster, listener = rendezvous.world, rendezvous.roster, rendezvous.listener
+    if isinstance(rendezvous.store, AgentStore):
         if listener is not None:
             listener.close()
-        return meeting.store.store
+        return rendezvous.store.store
     try:
         return TCPStore(
-            roll.addresses[0],
-            roll.port,
+            roster.addresses[0],
+            roster.port,
             world.world_size,
             is_master=world.rank == 0,
             timeout=timeout,
@@ -87,9 +87,9 @@ def open_store(meeting: Meeting, timeout: datetime.timedelta) -> Store:
         )
     except (RuntimeError, ValueError):  # whose message has an address that nobody asked for
         raise StartError(
-            f"rank {world.rank} on {host_of(meeting, world.rank)} cannot open the store of rank 0 "
-            f"at {roll.addresses[0]} port {roll.port}, on {host_of(meeting, 0)}, within "
-            f"{timeout.total_seconds():.0f} s",
+            f"rank {world.rank} on {host_of(rendezvous, world.rank)} cannot open the store of "
+            f"rank 0 at {roster.addresses[0]} port {roster.port}, on {host_of(rendezvous, 0)}, "
+            f"within {timeout.total_seconds():.0f} s",
             "the way that it met the others by",
             "look for the first error in the log of rank 0, and whether its host can be reached",
         ) from None

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.backends.baseline import ByHand
+from hpctrain.backends.baseline import Baseline
 
-__all__ = ["HorovodByHand"]
+__all__ = ["HorovodBaseline"]
 
 
-class HorovodByHand(ByHand):
+class HorovodBaseline(Baseline):
     """DistributedOptimizer, as Horovod's examples use it.
 
     Args:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.backends.barrier import assemble
-from hpctrain.backends.base import Backend, Later, vector
+from hpctrain.backends.base import Backend, Work, vector
 from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.horovod import gradients, placement
-from hpctrain.backends.horovod.baseline import HorovodByHand
+from hpctrain.backends.horovod.baseline import HorovodBaseline
 from hpctrain.backends.horovod.connections import Connections
 from hpctrain.backends.horovod.installed import load, refuse_options, refuse_own_name
 from hpctrain.backends.horovod.rendezvous import Client, Server
@@ -30,7 +30,7 @@ from hpctrain.backends.trained_parameters import Trained
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, StartError, UsageError
 from hpctrain.process.logging import logger
-from hpctrain.rendezvous import Meeting
+from hpctrain.rendezvous import Rendezvous
 
 __all__ = ["Horovod"]
 
@@ -43,47 +43,47 @@ _LOOK_SECONDS = 0.1  # while Horovod connects the ranks: for one that is lost
 class Horovod(Backend):
     """Horovod's global process set, whoever started the ranks.
 
-    Over gloo rank 0 serves the rendezvous and every rank is told its place by the roll call, so
+    Over gloo rank 0 serves the rendezvous and every rank is told its place by the rendezvous, so
     srun, torchrun and `hpctrain run` do as well as horovodrun. Over MPI the ranks are MPI's.
     """
 
     name = "horovod"
-    prints = True
+    captures_stderr = True
     _mpi_was_used = False  # which starts once in a process
     _abandoned: ClassVar[list[Server]] = []
 
-    def __init__(self, meeting: Meeting, device: torch.device, settings: Settings) -> None:
+    def __init__(self, rendezvous: Rendezvous, device: torch.device, settings: Settings) -> None:
         self._hvd = hvd = load()
-        self._meeting, self._settings, self.device = meeting, settings, device
-        world = meeting.world
+        self._rendezvous, self._settings, self.device = rendezvous, settings, device
+        world = rendezvous.world
         over = placement.controller(os.environ, world.launcher, hvd.mpi_built())
         on_gpu = device.type == "cuda" and hvd.nccl_built()
         self.transport = "nccl" if on_gpu else over
-        self.mend = _MEND[over]
-        if world.world_size > 1 and ":" in meeting.roll.addresses[0]:
+        self.mismatch_hint = _MEND[over]
+        if world.world_size > 1 and ":" in rendezvous.roster.addresses[0]:
             raise StartError(
-                f"rank 0 is at {meeting.roll.addresses[0]}, and Horovod takes only IPv4 addresses",
+                f"rank 0 is at {rendezvous.roster.addresses[0]}: Horovod takes IPv4 alone",
                 "an interface with an IPv4 address",
                 "export HPCTRAIN_INTERFACE=NAME    or --backend ddp",
             )
         self._environment = Environment(os.environ)
-        self._server = Server(meeting.listener) if meeting.listener is not None else None
+        self._server = Server(rendezvous.listener) if rendezvous.listener is not None else None
         self._trained: list[Trained] = []
         self._gradients: list[gradients.Gradients] = []
         self._compressor = gradients.compression(hvd, settings.own["compression"])
         self._later = 0
         self._told = False  # whether the others know what went wrong
         self._survivors: Survivors | None = None
-        self._connections = Connections(but=meeting.roll.port)
+        self._connections = Connections(but=rendezvous.roster.port)
         self._watch = Watch(settings.timeout, self._complain)
         try:
             if world.world_size > 1:
-                store = Client(meeting.roll.addresses[0], meeting.roll.port, "start")
-                assemble(store, meeting, settings.start_timeout)
+                store = Client(rendezvous.roster.addresses[0], rendezvous.roster.port, "start")
+                assemble(store, rendezvous, settings.start_timeout)
                 self._survivors = Survivors(
-                    meeting, self._server, self._watch.waiting, self._connections.cut
+                    rendezvous, self._server, self._watch.waiting, self._connections.cut
                 )
-            placement.tell(self._environment, over, meeting, settings)
+            placement.tell(self._environment, over, rendezvous, settings)
             # MPI looks after its own, and ends all ranks with one.
             with self._connections if over == "gloo" else nullcontext():
                 self._start(over)
@@ -177,7 +177,7 @@ class Horovod(Backend):
                 raise lost
             # At the end of the process it would wait for its own start.
             atexit.unregister(self._hvd.mpi_ops._basics.shutdown)
-            world = self._meeting.world
+            world = self._rendezvous.world
             raise StartError(
                 f"Horovod did not connect rank {world.rank} over {over} within {limit:.0f} s"
                 + (f": {failed[0]}" if failed else ""),
@@ -246,7 +246,7 @@ class Horovod(Backend):
         for one in self._gradients:
             one.forget()
 
-    def average(self) -> None:
+    def sync_gradients(self) -> None:
         """Wait for the sums that the backward pass began."""
         with self._watch("gradients"):
             for one in self._gradients:
@@ -266,23 +266,23 @@ class Horovod(Backend):
             self._hvd.allreduce_(tensor, name="sum", op=self._hvd.Sum)
         return tensor
 
-    def sum_later(self, numbers: Sequence[Any]) -> Later:
+    def sum_async(self, numbers: Sequence[Any]) -> Work:
         """An all-reduce that is not waited for. On a GPU Horovod's end of it is waited for."""
         tensor = vector(numbers, self.device)
         # Horovod remembers what it knows of a name, and takes none that is still under way.
         self._later = (self._later + 1) % _MOST_LATER
-        name = f"sum_later.{self._later}"
+        name = f"sum_async.{self._later}"
         handle = self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum)
-        return Later(tensor, _Work(self._hvd, handle, self._watch))
+        return Work(tensor, _Work(self._hvd, handle, self._watch))
 
-    def share(self, thing: T) -> T:
+    def broadcast_object(self, thing: T) -> T:
         """A broadcast of rank 0's object."""
         # Without a name Horovod takes that of the object's class, which may differ by rank.
         with self._watch("something of rank 0's"):
             shared: T = self._hvd.broadcast_object(thing, 0, name="share")
         return shared
 
-    def gather(self, thing: T) -> list[T]:
+    def gather_object(self, thing: T) -> list[T]:
         """An all-gather of pickles, as Horovod has no other."""
         with self._watch("the states of all ranks"):
             things: list[T] = self._hvd.allgather_object(thing, name="gather")
@@ -303,9 +303,9 @@ class Horovod(Backend):
         with self._watch("a barrier"):
             self._hvd.barrier()
 
-    def by_hand(self) -> HorovodByHand:
+    def baseline(self) -> HorovodBaseline:
         """Over the same Horovod."""
-        return HorovodByHand(self._hvd)
+        return HorovodBaseline(self._hvd)
 
     def explain(self, error: BaseException) -> HpctrainError | None:
         """After a failure that Horovod noticed: which ranks are lost, or have failed, and why.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.settings import Settings
 from hpctrain.cluster.launchers.base import MPI
-from hpctrain.rendezvous import Meeting
+from hpctrain.rendezvous import Rendezvous
 from hpctrain.rendezvous.interfaces import interface_of
 
 __all__ = ["controller", "slot", "tell"]
@@ -55,26 +55,26 @@ def slot(rank: int, host_of_rank: Sequence[int]) -> dict[str, str]:
     }
 
 
-def tell(environment: Environment, over: str, meeting: Meeting, settings: Settings) -> None:
+def tell(environment: Environment, over: str, rendezvous: Rendezvous, settings: Settings) -> None:
     """Set what Horovod reads; what a person set of its time-outs stays.
 
     Args:
         environment: to be put back when the session closes.
         over: "gloo" or "mpi".
-        meeting: who is where.
+        rendezvous: the ranks, their hosts and addresses.
         settings: time-outs, and whether repeats have to be bit-equal.
     """
-    world, roll = meeting.world, meeting.roll
+    world, roster = rendezvous.world, rendezvous.roster
     environment.set("HOROVOD_CONTROLLER", over)
     environment.set("HOROVOD_CPU_OPERATIONS", over)
     if over == "gloo":
         alone = world.world_size == 1
-        for name, value in slot(world.rank, roll.host_of_rank).items():
+        for name, value in slot(world.rank, roster.host_of_rank).items():
             environment.set(name, value)
         # Without an address Horovod takes the process for the only one.
-        environment.set("HOROVOD_GLOO_RENDEZVOUS_ADDR", None if alone else roll.addresses[0])
-        environment.set("HOROVOD_GLOO_RENDEZVOUS_PORT", None if alone else str(roll.port))
-        environment.set("HOROVOD_GLOO_IFACE", interface_of(roll.addresses[world.rank]))
+        environment.set("HOROVOD_GLOO_RENDEZVOUS_ADDR", None if alone else roster.addresses[0])
+        environment.set("HOROVOD_GLOO_RENDEZVOUS_PORT", None if alone else str(roster.port))
+        environment.set("HOROVOD_GLOO_IFACE", interface_of(roster.addresses[world.rank]))
     limit = math.ceil(settings.timeout)
     warn = max(1, min(_WARN_SECONDS, math.ceil(limit * _WARN_PART)))
     environment.default("HOROVOD_STALL_CHECK_TIME_SECONDS", str(warn))

@@ -1,6 +1,6 @@
 """What Horovod's ranks need to find each other: values under /scope/key by HTTP.
 
-Rank 0 serves them on the socket that the meeting bound, so under any launcher, without ssh and
+Rank 0 serves them on the socket that the rendezvous bound, so under any launcher, without ssh and
 without MPI. Our own ranks leave word there as well, and each keeps a connection open, by whose end
 rank 0 knows that the rank is gone.
 

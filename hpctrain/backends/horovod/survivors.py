@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from hpctrain.backends.barrier import host_of, named
 from hpctrain.backends.horovod.rendezvous import Client, NoAnswerError, Server, be_present
 from hpctrain.errors import HpctrainError, RankLostError
-from hpctrain.rendezvous import Meeting
+from hpctrain.rendezvous import Rendezvous
 
 __all__ = ["Survivors"]
 
@@ -56,7 +56,7 @@ class Survivors:
     """The ranks of a start, as far as they are left.
 
     Args:
-        meeting: who is where.
+        rendezvous: the ranks, their hosts and addresses.
         server: at rank 0, its rendezvous.
         waiting: what this rank's main thread waits for; empty where it does not.
         cut: ends every such wait with an error.
@@ -64,15 +64,15 @@ class Survivors:
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         server: Server | None,
         waiting: Callable[[], str],
         cut: Callable[[], None],
     ) -> None:
-        self._meeting, self._server = meeting, server
+        self._rendezvous, self._server = rendezvous, server
         self._waiting, self._cut = waiting, cut
-        self._rank, self._size = meeting.world.rank, meeting.world.world_size
-        place = (meeting.roll.addresses[0], meeting.roll.port)
+        self._rank, self._size = rendezvous.world.rank, rendezvous.world.world_size
+        place = (rendezvous.roster.addresses[0], rendezvous.roster.port)
         self._store = Client(*place, _SCOPE)
         self._leaving = threading.Event()
         self._findings: _Findings | None = None
@@ -201,18 +201,18 @@ class Survivors:
         self._end_waiting()
 
     def _error(self, found: _Findings) -> HpctrainError | None:
-        meeting = self._meeting
+        rendezvous = self._rendezvous
         parts = [
-            f"rank {rank} on {host_of(meeting, rank)} failed: {reason}"
+            f"rank {rank} on {host_of(rendezvous, rank)} failed: {reason}"
             for rank, reason in found.failed
             if rank != self._rank
         ]
         if found.lost:
-            parts.append(f"{named(meeting, found.lost)}: the process is gone")
+            parts.append(f"{named(rendezvous, found.lost)}: the process is gone")
         if self._rank in found.silent:
             parts.append("the other ranks have waited for this one in vain")
         elif found.silent:
-            parts.append(f"{named(meeting, found.silent)}: no answer")
+            parts.append(f"{named(rendezvous, found.silent)}: no answer")
         if len(set(dict(found.waits).values())) > 1:
             parts += [f"rank {rank} waits for {what}" for rank, what in found.waits[:_SHOWN]]
         if not parts:

@@ -9,8 +9,14 @@ from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.job import detect as detect_job
 from hpctrain.cluster.launchers import checks
 from hpctrain.cluster.launchers.ancestors import Process
-from hpctrain.cluster.launchers.base import LONGEST_TIMEOUT, Claims, Environ, Launcher, MeetingPoint
-from hpctrain.cluster.launchers.env import ByHand
+from hpctrain.cluster.launchers.base import (
+    LONGEST_TIMEOUT,
+    Claims,
+    Environ,
+    Launcher,
+    RendezvousPoint,
+)
+from hpctrain.cluster.launchers.env import EnvLauncher
 from hpctrain.cluster.launchers.flux import Flux
 from hpctrain.cluster.launchers.horovodrun import Horovodrun
 from hpctrain.cluster.launchers.hpctrain_run import HpctrainRun
@@ -30,9 +36,9 @@ from hpctrain.errors import ContradictionError, UsageError
 __all__ = [
     "LAUNCHERS",
     "LONGEST_TIMEOUT",
-    "MeetingPoint",
     "Process",
     "Reading",
+    "RendezvousPoint",
     "Start",
     "detect",
     "readings",
@@ -54,7 +60,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     Prterun(),
     SlurmStep(),
     PALS(),
-    ByHand(),
+    EnvLauncher(),
     UnknownPMI(),
     NoLauncher(),
 )
@@ -86,7 +92,7 @@ class Start:
         world: who it is, as the launcher has it.
         launcher: whose word counts.
         claims: the variable that each value came from.
-        meeting_point: where the ranks find each other.
+        rendezvous_point: where the ranks find each other.
         allocation: the scheduler's job, or None.
         stray: why this process is no rank of its own, so that it may not train; or None.
         overruled: a person took this process out of the start that its environment speaks of.
@@ -96,7 +102,7 @@ class Start:
     world: World
     launcher: Launcher
     claims: Claims
-    meeting_point: MeetingPoint
+    rendezvous_point: RendezvousPoint
     allocation: Allocation | None
     stray: UsageError | None = None
     waste: UsageError | None = None
@@ -134,13 +140,13 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
             _compare(launcher, other, env)
     claims, job = launcher.claims(env), detect_job(env)
     meant = bool(env.get(env_vars.LAUNCHER))
-    point = launcher.meeting_point(env, world)
+    point = launcher.rendezvous_point(env, world)
     names = [other.name for other in others]
     return Start(
         world=world,
         launcher=launcher,
         claims=claims,
-        meeting_point=point,
+        rendezvous_point=point,
         allocation=job,
         overruled=meant and launcher.name == "none" and bool(others),
         stray=checks.nameless(world, point)
@@ -202,7 +208,7 @@ def _in_step(others: Sequence[Launcher], env: Environ) -> bool:
 def _speaks(launcher: Launcher, env: Environ) -> bool:
     """Whether it could have the word."""
     try:
-        launcher.meeting_point(env, launcher.world(env))
+        launcher.rendezvous_point(env, launcher.world(env))
     except UsageError:
         return False
     return True

@@ -21,7 +21,7 @@ __all__ = [
     "Claims",
     "Environ",
     "Launcher",
-    "MeetingPoint",
+    "RendezvousPoint",
     "Store",
     "host_list",
     "hosts_of_job",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Environ = Mapping[str, str]
-# Seconds that a meeting may take: about four months. The system's timers do not take any number.
+# Seconds that a rendezvous may take: about four months. The system's timers do not take any number.
 LONGEST_TIMEOUT = 1e7
 _REQUIRED = ("rank", "world_size", "local_rank")
 # What leads to the host that asks, whichever that is. (127.0.1.1 is a host's own name for itself;
@@ -73,12 +73,12 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class MeetingPoint:
+class RendezvousPoint:
     """Where a launcher lets the ranks of one start find each other.
 
     Attributes:
         key: the same for all ranks of one start, and different for any other start.
-        host: the name of this host at the roll call.
+        host: the name of this host at the rendezvous.
         address: the name or address of rank 0's host; None where the launcher does not know it.
         port: the first port to try there; None for ports that follow from the key.
         sure: rank 0 is at `address`, and not only likely to be.
@@ -99,7 +99,7 @@ class MeetingPoint:
     only_port: bool = False
     store: Store | None = None
     interface: str | None = None
-    pretended: bool = False
+    simulated: bool = False
     secret: str = dataclasses.field(default="", repr=False)
 
 
@@ -233,7 +233,7 @@ class Launcher(ABC):
                 f"{error.found}: {sources}", error.expected, error.fix
             ) from None
 
-    def meeting_point(self, env: Environ, world: World) -> MeetingPoint:
+    def rendezvous_point(self, env: Environ, world: World) -> RendezvousPoint:
         """Where the ranks meet: the address that a person gave, else what the launcher knows.
 
         Raises:
@@ -242,10 +242,10 @@ class Launcher(ABC):
         """
         address, port = self.main(env, world)
         given = env.get(env_vars.MAIN_ADDRESS)
-        pretended = bool(env.get(env_vars.HOSTNAME))
-        if not pretended:
+        simulated = bool(env.get(env_vars.HOSTNAME))
+        if not simulated:
             self._refuse_loopback(env, world, given or address)
-        return MeetingPoint(
+        return RendezvousPoint(
             key=self.key(env),
             host=env.get(env_vars.HOSTNAME) or socket.gethostname(),
             address=given or address,
@@ -255,7 +255,7 @@ class Launcher(ABC):
             only_port=self.only_port(env),
             store=None if given else self.store(env),
             interface=_interface(env),
-            pretended=pretended,
+            simulated=simulated,
             secret=env.get(env_vars.SECRET, ""),
         )
 

@@ -12,7 +12,7 @@ from hpctrain.cluster import env_vars
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.job import detect as detect_job
 from hpctrain.cluster.launchers.ancestors import LAUNCHING, SLURM_STEP, Process
-from hpctrain.cluster.launchers.base import Claims, Environ, MeetingPoint
+from hpctrain.cluster.launchers.base import Claims, Environ, RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 
@@ -63,7 +63,7 @@ def idle(
     )
 
 
-def nameless(world: World, point: MeetingPoint) -> UsageError | None:
+def nameless(world: World, point: RendezvousPoint) -> UsageError | None:
     """A start by hand that nothing tells from another one: their ranks would meet each other's."""
     if world.launcher != "env" or world.world_size == 1 or point.port:
         return None

@@ -14,12 +14,12 @@ from hpctrain.cluster.launchers.base import Claims, Environ, Launcher
 from hpctrain.cluster.world import World
 from hpctrain.errors import ContradictionError
 
-__all__ = ["ByHand"]
+__all__ = ["EnvLauncher"]
 
 _JOBS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
 
 
-class ByHand(Launcher):
+class EnvLauncher(Launcher):
     """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
 
     name = "env"

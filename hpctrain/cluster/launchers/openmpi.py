@@ -39,7 +39,7 @@ class OpenMPI(Launcher):
         """The numbers; of the hosts' only one that can be.
 
         Open MPI 4.1.4 counts hosts twice on some of them, with `--map-by seq` and a hostfile in a
-        Slurm job. The roll call counts them anyway.
+        Slurm job. The rendezvous counts them anyway.
         """
         claims = super().claims(env)
         if {"world_size", "local_world_size", "num_nodes"} <= claims.keys():

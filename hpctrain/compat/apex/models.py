@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from hpctrain.compat.apex.properties import Properties
 from hpctrain.errors import UsageError
 from hpctrain.precision import Precision, Settings
-from hpctrain.precision.full import Level0
-from hpctrain.precision.half import Level2, Level3
+from hpctrain.precision.full import ApexO0
+from hpctrain.precision.half import ApexO2, ApexO3
 from hpctrain.precision.masters import Masters
-from hpctrain.precision.mixed import Level1
+from hpctrain.precision.mixed import ApexO1
 from hpctrain.process.pytree import map_tensors
 
 __all__ = ["Mastered", "check", "convert", "open_level", "take_from_copies"]
 
 
-class Mastered(Level2):
+class Mastered(ApexO2):
     """O2 whose models save their masters and load them, under the names of their copies.
 
     Before the first backward pass masters are taken from their copies, as in Apex, since
@@ -89,8 +89,8 @@ def take_from_copies(model: nn.Module) -> None:
 
 def open_level(properties: Properties, device: torch.device) -> Precision:
     """The precision of a level; scales are kept beside it, as each loss has its own."""
-    kinds: dict[str, type[Precision]] = {"O0": Level0, "O1": Level1}
-    kind = kinds.get(properties.level, Mastered if properties.masters else Level3)
+    kinds: dict[str, type[Precision]] = {"O0": ApexO0, "O1": ApexO1}
+    kind = kinds.get(properties.level, Mastered if properties.masters else ApexO3)
     return kind(device, Settings(1.0, properties.keep_batchnorm_fp32))
 
 
@@ -134,7 +134,7 @@ def convert(
         outputs = outputs or torch.float32
     if properties.autocast:
         kind = precision.device.type
-        model.register_forward_pre_hook(partial(_enter, kind, Level1.half))
+        model.register_forward_pre_hook(partial(_enter, kind, ApexO1.half))
         model.register_forward_hook(_leave, always_call=True)
     if outputs is not None:
         model.register_forward_hook(partial(_cast_outputs, outputs))
@@ -181,7 +181,7 @@ def _cast_outputs(kind: torch.dtype, module: nn.Module, args: Any, outputs: Any)
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == Level1.half else tensor
+    return tensor.float() if tensor.dtype == ApexO1.half else tensor
 
 
 def _to(kind: torch.dtype, tensor: Tensor) -> Tensor:

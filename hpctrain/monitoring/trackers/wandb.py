@@ -42,7 +42,7 @@ class WandB(Tracker):
         name = known or secrets.token_hex(4)
         if known is None:
             about.remember("wandb", name)
-        with signals.unheard():  # its service is a process
+        with signals.blocked():  # its service is a process
             self._run = self._wandb.init(
                 id=name,
                 resume="allow",

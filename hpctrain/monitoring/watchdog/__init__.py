@@ -14,10 +14,10 @@ from hpctrain.monitoring.watchdog.phases import (
     EVALUATING,
     IDLE,
     LOADING,
-    MEETING,
     PHASES,
     SAVING,
     UPDATING,
+    WAITING,
 )
 from hpctrain.monitoring.watchdog.rank import Watchdog
 
@@ -29,9 +29,9 @@ __all__ = [
     "EVALUATING",
     "IDLE",
     "LOADING",
-    "MEETING",
     "PHASES",
     "SAVING",
     "UPDATING",
+    "WAITING",
     "Watchdog",
 ]

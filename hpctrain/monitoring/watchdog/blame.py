@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.monitoring.watchdog.phases import BACKWARD, CLOSED, MEETING, PHASES, UPDATING
+from hpctrain.monitoring.watchdog.phases import BACKWARD, CLOSED, PHASES, UPDATING, WAITING
 from hpctrain.monitoring.watchdog.processes import STATES
 
 __all__ = ["Blame", "Sighting", "apart", "judge", "place", "suspended"]
@@ -125,7 +125,7 @@ def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
     if len(inside) < world_size:
         return None
     training = [one for one in inside if one.phase in (BACKWARD, UPDATING)]
-    others = [one for one in inside if one.phase == MEETING]
+    others = [one for one in inside if one.phase == WAITING]
     if not training or not others or len(training) + len(others) < world_size:
         return None
     if max(one.step for one in others) > min(one.step for one in training):

@@ -21,7 +21,7 @@ from typing import TypeVar
 from hpctrain.monitoring.watchdog.blame import Sighting
 from hpctrain.rundir import create, replace
 
-__all__ = ["Aside", "Board", "append"]
+__all__ = ["Aside", "HelperExchange", "append"]
 
 _PREFIX = ".hang-"
 _JUDGED = "judged"
@@ -29,7 +29,7 @@ _JUDGED = "judged"
 T = TypeVar("T")
 
 
-class Board:
+class HelperExchange:
     """The files of one start.
 
     Args:

@@ -14,7 +14,7 @@ from hpctrain import rundir
 from hpctrain.errors import HpctrainError
 from hpctrain.monitoring.watchdog import slots, stacks
 from hpctrain.monitoring.watchdog.blame import Blame, Sighting, apart, judge, place, suspended
-from hpctrain.monitoring.watchdog.exchange import Aside, Board, append
+from hpctrain.monitoring.watchdog.exchange import Aside, HelperExchange, append
 from hpctrain.monitoring.watchdog.phases import CLOSED, IDLE
 from hpctrain.monitoring.watchdog.processes import STATES, Process
 
@@ -41,19 +41,19 @@ class _Watched:
     state: str = "R"
     step: int = 0
     phase: int = IDLE
-    beat: int = 0
+    heartbeat: int = 0
     silence: float = 0.0
 
     def look(self, now: float, elapsed: float) -> None:
         """See how it is now, `elapsed` seconds after the look before."""
-        before, last = self.state, self.beat
-        self.step, self.phase, self.beat = slots.PLACE.unpack(
+        before, last = self.state, self.heartbeat
+        self.step, self.phase, self.heartbeat = slots.PLACE.unpack(
             os.pread(self.slot, slots.PLACE.size, 0)
         )
         self.state = self.process.state()
         # Only time in which this process was awake counts: a job may be suspended as a whole.
-        if self.beat != last:
-            self.silence = min(elapsed, max(0.0, now - self.beat / 1e9))
+        if self.heartbeat != last:
+            self.silence = min(elapsed, max(0.0, now - self.heartbeat / 1e9))
         else:
             self.silence += elapsed
         if before == "T" != self.state:
@@ -86,7 +86,9 @@ class Watch:
         self._timeout: float = settings["timeout"]
         self._directory = rundir.RunDirectory(settings["directory"])
         self._log = self._directory.logs / f"watch-{self._host}.log"
-        self._board = Board(self._directory.path, settings["key"], self._host, settings["rank"])
+        self._exchange = HelperExchange(
+            self._directory.path, settings["key"], self._host, settings["rank"]
+        )
         self._first = settings["node_rank"] == 0
         self._apart: tuple[float, list[Sighting]] | None = None  # when they were first seen so
         self._interval = min(_MOST_SECONDS_BETWEEN_LOOKS, self._timeout / _LOOKS)
@@ -102,7 +104,7 @@ class Watch:
         """Watch until no rank is left."""
         self._note(f"process {os.getpid()} watches the ranks of {self._host}; {self._limit()}")
         if self._first:
-            self._files(self._board.clear, _SECONDS_FOR_FILES)
+            self._files(self._exchange.clear, _SECONDS_FOR_FILES)
         slots.remove_stale()
         while not self.turn():
             self._sleep()
@@ -164,7 +166,7 @@ class Watch:
                 return False
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._posted is not None:
-            self._files(self._board.withdraw, _SECONDS_FOR_FILES)
+            self._files(self._exchange.withdraw, _SECONDS_FOR_FILES)
         return True
 
     def _consider(self) -> None:
@@ -177,7 +179,7 @@ class Watch:
         if silence < min(self._timeout / 2, _SECONDS_APART):
             if self._posted is not None:
                 self._posted = None
-                self._files(self._board.withdraw, _SECONDS_FOR_FILES)
+                self._files(self._exchange.withdraw, _SECONDS_FOR_FILES)
             return
         judged = False
         if not self._alone():
@@ -185,7 +187,7 @@ class Watch:
             if self._posted is None or now - self._posted > self._seconds_between_posts(silence):
                 self._posted = now
                 self._post()
-            judged = bool(self._files(self._board.judged, _SECONDS_FOR_FILES))
+            judged = bool(self._files(self._exchange.judged, _SECONDS_FOR_FILES))
         if judged or silence >= self._timeout:
             self._judge()
 
@@ -201,7 +203,7 @@ class Watch:
             return
         seen = self._sightings()
         if not self._alone():
-            seen += self._files(self._board.others, _SECONDS_FOR_FILES) or []
+            seen += self._files(self._exchange.others, _SECONDS_FOR_FILES) or []
         blame, now = apart(seen, self._world_size), self._clock()
         if blame is None:
             self._apart = None
@@ -216,13 +218,13 @@ class Watch:
 
     def _post(self) -> None:
         own = self._sightings()
-        self._files(lambda: self._board.post(own), _SECONDS_FOR_FILES)
+        self._files(lambda: self._exchange.post(own), _SECONDS_FOR_FILES)
 
     def _judge(self) -> None:
         seen = self._sightings()
         if not self._alone():
             self._post()
-            seen += self._files(self._board.others, _SECONDS_FOR_FILES) or []
+            seen += self._files(self._exchange.others, _SECONDS_FOR_FILES) or []
         # Not all hosts of a job go on at the same moment, so the end of it is looked at twice.
         before, self._suspended = self._suspended, suspended(seen, self._world_size)
         if before or self._suspended:
@@ -238,7 +240,7 @@ class Watch:
         if not self._alone():
             mine = judgement
             judgement = (
-                self._files(lambda: self._board.settle(mine), _SECONDS_FOR_FILES) or judgement
+                self._files(lambda: self._exchange.settle(mine), _SECONDS_FOR_FILES) or judgement
             )
         end = time.monotonic() + (0.0 if self._alone() else _SECONDS_TO_AGREE)
         try:

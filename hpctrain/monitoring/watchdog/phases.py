@@ -29,7 +29,7 @@ UPDATING = 5
 AGREEING = 6
 EVALUATING = 7
 SAVING = 8
-MEETING = 9
+WAITING = 9
 
 PHASES = {
     CLOSED: Phase("has left the run", False),
@@ -42,5 +42,5 @@ PHASES = {
     AGREEING: Phase("agrees with the other ranks", True),
     EVALUATING: Phase("in an evaluation", True),
     SAVING: Phase("saves a checkpoint", True),
-    MEETING: Phase("waits for the others before an exchange", True),
+    WAITING: Phase("waits for the others before an exchange", True),
 }

@@ -42,7 +42,7 @@ class Watchdog:
     possible the run goes on without, and says so.
 
     Args:
-        world: complete, as after the roll call.
+        world: complete, as after the rendezvous.
         timeout: seconds that a rank may be silent.
         directory: of the run.
         key: names this start: unlike that of any other, the same on all ranks.
@@ -72,7 +72,7 @@ class Watchdog:
         self._memory: bytearray | mmap.mmap = bytearray(slots.PLACE.size)
         self.step = 0
         self.seconds = [0.0] * len(PHASES)
-        self.beat = self._pulse()
+        self.heartbeat = self._pulse()
         settings = {
             "host": host,
             "hosts": world.hosts or (host,),
@@ -106,14 +106,14 @@ class Watchdog:
         """
         seconds, last, since = self.seconds, IDLE, _now()
 
-        def beat(phase: int) -> None:
+        def heartbeat(phase: int) -> None:
             nonlocal last, since
             now = _now()
             _pack(self._memory, 0, self.step, phase, now)
             seconds[last] += (now - since) * 1e-9
             last, since = phase, now
 
-        return beat
+        return heartbeat
 
     def close(self) -> None:
         """Watch this rank no more. With the last one of the host the helper ends."""

@@ -50,7 +50,7 @@ class Lock:
         self._end = threading.Event()
         # The file that is open here, and no other that may follow it under this name.
         self._file = os.open(self._path, os.O_RDONLY | CAREFULLY)
-        self._thread = threading.Thread(target=self._beat, name="hpctrain lock", daemon=True)
+        self._thread = threading.Thread(target=self._heartbeat, name="hpctrain lock", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -142,7 +142,7 @@ class Lock:
             "leave it to the newer start, or start again with --resume when that has ended",
         )
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         while not self._end.wait(_HEARTBEAT):
             with contextlib.suppress(OSError):  # a file system that is away for a while
                 os.utime(self._file)

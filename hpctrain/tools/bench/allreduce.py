@@ -10,7 +10,7 @@ import torch
 from hpctrain.errors import UsageError
 from hpctrain.tools.bench.measure import busbw, compare, describe, spell, table
 from hpctrain.tools.bench.turns import Times, calls_for, in_turns, slowest, timed
-from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 
 __all__ = ["evaluate", "measure", "show"]
@@ -34,9 +34,9 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     """
     world = session.world.world_size
     sizes = arguments.sizes or (_SIZES_OF_GPUS if session.device.type == "cuda" else _SIZES)
-    by_rank_0(session.backend, lambda: _refuse(sizes, world))
+    on_rank_zero(session.backend, lambda: _refuse(sizes, world))
     times = {size: _of_size(session, size, arguments.seconds / len(sizes)) for size in sizes}
-    ranks = session.backend.gather(times)
+    ranks = session.backend.gather_object(times)
     if not session.is_main:
         return {}
     return {"results": [evaluate(size, slowest([r[size] for r in ranks]), world) for size in sizes]}
@@ -61,7 +61,7 @@ def _refuse(sizes: Sequence[int], world: int) -> None:
 
 def _of_size(session: Session, size: int, seconds: float) -> Times:
     """By arm the seconds of a call, a time for each round."""
-    backend, raw = session.backend, session.backend.by_hand()
+    backend, raw = session.backend, session.backend.baseline()
     tensor = torch.zeros(size // _NUMBER, device=session.device)
     other = torch.empty_like(tensor)
     actions = {

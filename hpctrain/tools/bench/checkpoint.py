@@ -23,7 +23,7 @@ from hpctrain.rundir import RunDirectory
 from hpctrain.tools.bench.measure import compare, describe, spell, table
 from hpctrain.tools.bench.turns import in_turns, timed
 from hpctrain.tools.doctor import storage
-from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 
 __all__ = ["evaluate", "measure", "refuse_size", "show", "write"]
@@ -159,11 +159,11 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
         return str(path), size
 
     def turn(name: str) -> float:
-        seconds: float = by_rank_0(session.backend, lambda: _told(opened[0].all[name]))
+        seconds: float = on_rank_zero(session.backend, lambda: _told(opened[0].all[name]))
         return seconds
 
     with ExitStack() as undo:
-        path, size = by_rank_0(session.backend, lambda: _told(open_arms))
+        path, size = on_rank_zero(session.backend, lambda: _told(open_arms))
         arms = {name: partial(turn, name) for name in (BASE, OURS, WRITE, COPY)}
         in_turns(session, arms, 0.0, 1)  # memory is taken, and directories are made
         times = in_turns(session, arms, arguments.seconds)

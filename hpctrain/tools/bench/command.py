@@ -17,7 +17,7 @@ from hpctrain.cluster import visible_gpus
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.tools.bench import allreduce, checkpoint, input, step
 from hpctrain.tools.bench.measure import facts
-from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 
 __all__ = ["execute", "title"]
@@ -57,7 +57,7 @@ def execute(arguments: argparse.Namespace) -> int:
     kind = _MEASUREMENTS[arguments.what]
     try:
         with _open(arguments) as session:
-            target = by_rank_0(session.backend, lambda: _target(arguments.json))
+            target = on_rank_zero(session.backend, lambda: _target(arguments.json))
             found = kind.measure(session, arguments)
             if session.is_main:
                 record = {"benchmark": arguments.what, **_about(session), **found}

@@ -17,7 +17,7 @@ from hpctrain.errors import DataError, UsageError
 from hpctrain.tools.bench.measure import compare, describe, summary, table
 from hpctrain.tools.bench.pictures import Pictures
 from hpctrain.tools.bench.turns import Times, in_turns, slowest
-from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 
 __all__ = ["evaluate", "measure", "numbers_of_workers", "show"]
@@ -138,11 +138,11 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     _refuse_few(source, session)
     arms = _Arms(session, source)
     cores = min(len(os.sched_getaffinity(0)), session.workers + 1)
-    numbers = by_rank_0(session.backend, lambda: arguments.workers or numbers_of_workers(cores))
+    numbers = on_rank_zero(session.backend, lambda: arguments.workers or numbers_of_workers(cores))
     turns = {DECODE: arms.decode}
     turns |= {_name(number): partial(arms.load, number) for number in numbers}
     in_turns(session, turns, 0.0, 1)  # files are found, and processes are started once
-    ranks = session.backend.gather(in_turns(session, turns, arguments.seconds))
+    ranks = session.backend.gather_object(in_turns(session, turns, arguments.seconds))
     if not session.is_main:
         return {}
     size = session.batches.batch_size

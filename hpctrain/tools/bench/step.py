@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from hpctrain.backends.base import Later
-from hpctrain.backends.baseline import ByHand
+from hpctrain.backends.base import Work
+from hpctrain.backends.baseline import Baseline
 from hpctrain.errors import UsageError
 from hpctrain.tools.bench import models
 from hpctrain.tools.bench.measure import compare, describe, spell, table
 from hpctrain.tools.bench.turns import Times, calls_for, in_turns, slowest, timed
-from hpctrain.training.consensus import by_rank_0
+from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.session import Session
 
 __all__ = ["evaluate", "measure", "show"]
@@ -34,7 +34,7 @@ class _Loop(Protocol):
         """Look at the loss, as a log does now and then."""
 
 
-class _ByHand:
+class _Baseline:
     """What an expert writes.
 
     Args:
@@ -49,15 +49,15 @@ class _ByHand:
         session: Session,
         make: Callable[[], nn.Module],
         batch: tuple[Tensor, Tensor],
-        by_hand: ByHand,
+        baseline: Baseline,
     ) -> None:
         device, precision = session.device, session.precision.name
         layout = torch.channels_last if session.placement.channels_last else torch.preserve_format
         model = make().to(device, memory_format=layout)  # type: ignore[call-overload]
         if session.options.compile:
             model.compile()
-        self._batch, self._by_hand = batch, by_hand
-        self._model, self._optimizer = by_hand.share(model, _optimizer(model))
+        self._batch, self._by_hand = batch, baseline
+        self._model, self._optimizer = baseline.share(model, _optimizer(model))
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self._device, self._half = device, _AUTOCAST.get(precision)
 
@@ -97,7 +97,7 @@ class _Ours:
         model = make()
         self._session, self._batch = session, batch
         self._model, _ = session.prepare(model, _optimizer(model))
-        self._sum: Later | None = None
+        self._sum: Work | None = None
 
     def step(self) -> None:
         """Forward, and `session.step`."""
@@ -111,7 +111,7 @@ class _Ours:
         """That of all ranks, one look later: it is not waited for, as for a row of metrics."""
         if self._sum is not None:
             self._sum.values()
-        self._sum = self._session.backend.sum_later([self._loss])
+        self._sum = self._session.backend.sum_async([self._loss])
 
 
 def _optimizer(model: nn.Module) -> Optimizer:
@@ -166,7 +166,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: no such model, or no room for it.
     """
-    name = by_rank_0(session.backend, lambda: models.choose(arguments.model, session.device))
+    name = on_rank_zero(session.backend, lambda: models.choose(arguments.model, session.device))
     try:
         times, peaks = _measure(session, name, arguments.seconds)
     except torch.OutOfMemoryError as error:
@@ -176,7 +176,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
             "a step that fits the memory of the device",
             f"--batch-size {max(size // 2, 1)}",
         ) from None
-    ranks = session.backend.gather((times, peaks))
+    ranks = session.backend.gather_object((times, peaks))
     if not session.is_main:
         return {}
     size, precision = session.batches.batch_size, session.precision.name
@@ -193,13 +193,13 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
 def _measure(session: Session, name: str, seconds: float) -> tuple[Times, dict[str, int]]:
     """Seconds of a step, and the most memory, by arm; of this rank."""
     make, batch = models.maker(name), models.batch_of(name, session)
-    by_hand = session.backend.by_hand()
+    baseline = session.backend.baseline()
     loops: dict[str, Callable[[], _Loop]] = {
-        BY_HAND: lambda: _ByHand(session, make, batch, by_hand),
+        BY_HAND: lambda: _Baseline(session, make, batch, baseline),
         OURS: lambda: _Ours(session, make, batch),
     }
     if session.world.world_size > 1:
-        loops[ALONE] = lambda: _ByHand(session, make, batch, ByHand())
+        loops[ALONE] = lambda: _Baseline(session, make, batch, Baseline())
     arms: dict[str, _Arm] = {}
     for arm, loop in loops.items():
         arms[arm] = _Arm(session, loop, arms[BY_HAND].steps if arms else None)

@@ -47,7 +47,7 @@ def _together(session: Session, enough: bool) -> bool:
     """
     asked = session.preemption.asked()
     said = [float(enough and session.is_main), *(float(reason == asked) for reason in REASONS)]
-    over, *reasons = session.backend.sum_later(said).values()
+    over, *reasons = session.backend.sum_async(said).values()
     for reason, ranks in zip(REASONS, reasons, strict=True):
         if ranks:
             raise Stopped(f"{reason}, while it was measured", os.environ)
@@ -86,7 +86,7 @@ def calls_for(session: Session, action: Callable[[], Any], seconds: float, most:
     """
     timed(session.device, action, 2)
     one = timed(session.device, action, 2)
-    calls: int = session.backend.share(max(1, min(int(seconds / one), most)))
+    calls: int = session.backend.broadcast_object(max(1, min(int(seconds / one), most)))
     return calls
 
 

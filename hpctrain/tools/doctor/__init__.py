@@ -1,6 +1,6 @@
 """What is wrong with this machine, or with the ranks of a start? Torch may be missing or broken.
 
-Each rank looks at its own machine, tells the others at the roll call what is not well, and sees
+Each rank looks at its own machine, tells the others at the rendezvous what is not well, and sees
 whether all of them can compute a sum. Rank 0 speaks for all.
 """
 
@@ -29,7 +29,7 @@ def examine(run: str | None, start_timeout: float, as_json: bool) -> int:
         StartError: this is not rank 0, and the ranks did not come together.
     """
     start = launchers.survey()
-    logging.speak(start.world.rank)
+    logging.setup_logging(start.world.rank)
     if start.stray:
         raise start.stray
     directory = storage.run(run, os.environ)

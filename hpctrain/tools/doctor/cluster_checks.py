@@ -13,7 +13,7 @@ from hpctrain.cluster import visible_gpus
 from hpctrain.cluster.launchers import Start
 from hpctrain.errors import HpctrainError
 from hpctrain.process.logging import logger
-from hpctrain.rendezvous import Meeting
+from hpctrain.rendezvous import Rendezvous
 from hpctrain.tools.doctor import ranks
 from hpctrain.tools.doctor.findings import (
     OK,
@@ -77,8 +77,8 @@ def examine(
             report.tell([*worst_last(own.findings), found])
             report.end()
             return error.exit_code
-        told = merged([entry["doctor"]["findings"] for entry in met.roll.entries])
-        table = ranks.rows(met.roll)
+        told = merged([entry["doctor"]["findings"] for entry in met.roster.entries])
+        table = ranks.rows(met.roster)
         well = [one for one in own.findings if one.level == OK]
         report.tell([*well, *told], [row.host for row in table])
         unlike = _differences(met, table)
@@ -91,9 +91,11 @@ def examine(
         return report.end()
 
 
-def _meet(start: Start, own: Machine, entry: dict[str, Any], run: Path, timeout: float) -> Meeting:
+def _meet(
+    start: Start, own: Machine, entry: dict[str, Any], run: Path, timeout: float
+) -> Rendezvous:
     """As the Session does, but that no rank is refused for what it found."""
-    point = start.meeting_point
+    point = start.rendezvous_point
     return rendezvous.meet(
         start.world,
         point,
@@ -132,15 +134,15 @@ def _entry(own: Machine, left: Mapping[str, str], env: Mapping[str, str]) -> dic
     }
 
 
-def _can_talk(met: Meeting) -> bool:
+def _can_talk(met: Rendezvous) -> bool:
     """Whether all ranks have a device, of one kind."""
-    kinds = {entry["doctor"]["kind"] for entry in met.roll.entries}
+    kinds = {entry["doctor"]["kind"] for entry in met.roster.entries}
     return None not in kinds and len(kinds) == 1
 
 
-def _differences(met: Meeting, table: Sequence[ranks.Row]) -> list[Finding]:
+def _differences(met: Rendezvous, table: Sequence[ranks.Row]) -> list[Finding]:
     """In what the ranks differ; what is wrong last."""
-    entries = met.roll.entries
+    entries = met.roster.entries
     found = []
     # Not there at a rank that has no torch.
     if all(entry.get("versions") for entry in entries):
@@ -158,7 +160,7 @@ def _differences(met: Meeting, table: Sequence[ranks.Row]) -> list[Finding]:
 
 def _talk(
     report: Report,
-    met: Meeting,
+    met: Rendezvous,
     device: "torch.device",
     run: Path,
     table: Sequence[ranks.Row],
@@ -201,27 +203,27 @@ def _talk(
 
 
 def _look_around(
-    backend: "Backend", met: Meeting, run: Path, table: Sequence[ranks.Row]
+    backend: "Backend", met: Rendezvous, run: Path, table: Sequence[ranks.Row]
 ) -> list[Finding]:
     """Every rank's clock, and whether it sees what rank 0 left in the run directory."""
     from hpctrain.tools.doctor import exchange
 
-    said = met.roll.entries[0]["doctor"]
+    said = met.roster.entries[0]["doctor"]
     there = bool(said["token"]) and ranks.sees(run, said)
     backend.barrier()
     told = exchange.tell(backend, [time.time(), float(there)])
     for row, (clock, _) in zip(table, told, strict=True):
         row.clock = clock - told[0][0]
-    shared = ranks.judge_shared(met.roll.entries, table, [bool(row[1]) for row in told])
+    shared = ranks.judge_shared(met.roster.entries, table, [bool(row[1]) for row in told])
     return worst_last([*shared, *ranks.judge_clocks(table)])
 
 
-def _add_up(report: Report, backend: "Backend", met: Meeting) -> None:
+def _add_up(report: Report, backend: "Backend", met: Rendezvous) -> None:
     """Sums, and ways between hosts."""
     from hpctrain.tools.doctor import exchange
 
     sums = exchange.run_sums(backend)
-    pairs = exchange.run_pairs(backend, met.roll)
+    pairs = exchange.run_pairs(backend, met.roster)
     report.exchanged(
         sums.as_json(),
         [pair.as_json() for pair in pairs],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.backends.base import Backend
-from hpctrain.rendezvous import Roll
+from hpctrain.rendezvous import Roster
 from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding, plain, spans
 
 __all__ = ["Pair", "Sums", "judge_pairs", "judge_sums", "rounds", "run_pairs", "run_sums", "tell"]
@@ -162,9 +162,9 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return games
 
 
-def run_pairs(backend: Backend, roll: Roll) -> list[Pair]:
+def run_pairs(backend: Backend, roster: Roster) -> list[Pair]:
     """Time the ways between the first ranks of the hosts; called by all ranks alike."""
-    first = [roll.host_of_rank.index(host) for host in range(len(roll.hosts))]
+    first = [roster.host_of_rank.index(host) for host in range(len(roster.hosts))]
     size = 64 * _MB if backend.device.type == "cuda" else 16 * _MB
     games = rounds(len(first))
     received = [0.0] * 2 * len(games)  # there and back
@@ -178,7 +178,7 @@ def run_pairs(backend: Backend, roll: Roll) -> list[Pair]:
                         received[2 * number + back] = speed
     told = tell(backend, received)
     return [
-        Pair(roll.hosts[source], roll.hosts[target], told[first[target]][2 * number + back])
+        Pair(roster.hosts[source], roster.hosts[target], told[first[target]][2 * number + back])
         for number, game in enumerate(games)
         for pair in game
         for back, (source, target) in enumerate((pair, pair[::-1]))
@@ -191,8 +191,8 @@ def _time_way(backend: Backend, source: int, target: int, size: int) -> float:
     word = torch.zeros(1, device=backend.device)
 
     def send() -> Tensor:
-        backend.between(word, target, source)  # the target is waiting from here on
-        backend.between(load, source, target)
+        backend.send_recv(word, target, source)  # the target is waiting from here on
+        backend.send_recv(load, source, target)
         return load
 
     send()  # the first one opens the connection

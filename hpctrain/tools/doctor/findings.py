@@ -19,7 +19,7 @@ __all__ = [
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 _ORDER = (OK, WARNING, PROBLEM)
-# What travels in the roll call has to stay short: with thousands of ranks it is one message.
+# What travels in the rendezvous has to stay short: with thousands of ranks it is one message.
 _LONGEST = 400
 _MOST = 40
 

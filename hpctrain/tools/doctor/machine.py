@@ -72,7 +72,7 @@ def examine(start: Start, run: Path, env: MutableMapping[str, str], undo: ExitSt
     if start.waste is not None:
         found.append(Finding("start", WARNING, start.waste.found, start.waste.fix))
     facts = {
-        "host": start.meeting_point.host,
+        "host": start.rendezvous_point.host,
         "system": platform.platform(),
         "launcher": world.launcher,
         "environment": variables.shown(env),

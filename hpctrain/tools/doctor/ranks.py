@@ -1,4 +1,4 @@
-"""All ranks side by side: what each said at the roll call, and where one is unlike the others."""
+"""All ranks side by side: what each said at the rendezvous, and where one is unlike the others."""
 
 import os
 import secrets
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpctrain.rendezvous import Roll
+from hpctrain.rendezvous import Roster
 from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding, plain, spans
 from hpctrain.tools.doctor.storage import nearest
 from hpctrain.tools.doctor.subprocesses import SECONDS, within
@@ -47,7 +47,7 @@ class Row:
     """A line of the table.
 
     Attributes:
-        rank, host, local_rank, pid, address: of the roll call.
+        rank, host, local_rank, pid, address: of the rendezvous.
         gpu: what tells one GPU from any other; None on a CPU.
         values: those that are compared, for people.
         clock: seconds by which its clock is ahead of rank 0's; None where it was not measured.
@@ -79,19 +79,19 @@ class Row:
         }
 
 
-def rows(roll: Roll) -> list[Row]:
+def rows(roster: Roster) -> list[Row]:
     """The table, with what differs."""
     table = [
         Row(
             rank,
-            roll.hosts[roll.host_of_rank[rank]],
+            roster.hosts[roster.host_of_rank[rank]],
             entry["world"]["local_rank"],
             entry["pid"],
-            roll.addresses[rank],
+            roster.addresses[rank],
             entry["doctor"]["gpu"],
             {name: plain(entry["doctor"][name]) for name in COMPARED},
         )
-        for rank, entry in enumerate(roll.entries)
+        for rank, entry in enumerate(roster.entries)
     ]
     for name in COMPARED:
         for row, norm in zip(table, _norms(table, name), strict=True):

@@ -194,7 +194,7 @@ def _ranks(start: Start, work: Path, cluster: Cluster) -> list[dict[str, Any]]:
     neutral = {f"train.py {start.name}": "train.py", **_neutral(work, cluster)}
     ranks = []
     for rank, one in sorted(by_rank.items()):
-        if not start.pretended and one["host"] != start.layout[rank]:
+        if not start.simulated and one["host"] != start.layout[rank]:
             raise CaptureError(f"{start.name}: rank {rank} is on {one['host']}")
         ranks.append(
             {

@@ -51,7 +51,7 @@ class Start:
     through_ssh: bool = False
     told: tuple[str, ...] = ()
     local_ranks: tuple[int, ...] = ()
-    pretended: bool = False
+    simulated: bool = False
 
     def world(self, rank: int) -> dict[str, Any]:
         """The true place of a rank, all of it."""

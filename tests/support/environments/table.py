@@ -270,7 +270,7 @@ BY_HAND = (
             Start("by-hand", "env", THREE),
             Start("alone", "none", ONE),
             Start("hpctrain-run", "hpctrain", THREE),
-            Start("hpctrain-run-two-nodes", "hpctrain", UNEVEN, pretended=True),
+            Start("hpctrain-run-two-nodes", "hpctrain", UNEVEN, simulated=True),
         ),
         host="node1",
     ),

@@ -1,12 +1,12 @@
-"""What does it cost to meet? The roll call with the start-up proof, against connections alone.
+"""What does it cost to meet? The rendezvous with the start-up proof, against connections alone.
 
-    python benchmarks/meeting.py [--rounds 20] [--save FILE]
+    python benchmarks/rendezvous.py [--rounds 20] [--save FILE]
 
 Two real ranks, torch imported before the clock starts, against torch's own rendezvous of the same
 round: a TCPStore and a barrier in it. And 512 and 4,096 ranks, against as many callers of a server
 that reads a line and answers one: rank 0 is the real one, in this process; the others are
 simulated by one other process, which speaks their protocol with proofs and entries such as theirs
-(eight to a pretended host). It makes no roll of what it receives, except for one rank: a real
+(eight to a pretended host). It makes no roster of what it receives, except for one rank: a real
 process unpacks one, not thousands, on the same core. Everything goes over loopback.
 """
 
@@ -29,15 +29,15 @@ from measure import add_save, describe, facts, order, save, summary, table
 from torch.distributed import TCPStore
 
 from hpctrain.arguments import Options
-from hpctrain.cluster.launchers.base import MeetingPoint
+from hpctrain.cluster.launchers.base import RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.process import file_limit
 from hpctrain.process.threads import Threads
-from hpctrain.rendezvous import Roll, consistency
+from hpctrain.rendezvous import Roster, consistency
 from hpctrain.rendezvous import meet as hpctrain_meet
 from hpctrain.rendezvous.addresses import LOOPBACK, ports
 from hpctrain.rendezvous.messages import Credentials, Entry, decode, encode, unpack
-from hpctrain.rendezvous.roster import call_roll
+from hpctrain.rendezvous.roster import make_roster
 
 MEET, STORE = "meet", "TCPStore and a barrier"
 AT_ONCE, BARE = "meet, all call at once", "a line each way"
@@ -57,10 +57,10 @@ def introduce() -> Entry:
     return {**consistency.entry(torch.device("cpu"), settings), **Threads.here(os.environ).entry()}
 
 
-def prove(spent: Figures, roll: Roll) -> None:
+def prove(spent: Figures, roster: Roster) -> None:
     """The start-up proof as a Session has it, timed."""
     start = time.perf_counter()
-    consistency.check(roll.entries, [roll.hosts[host] for host in roll.host_of_rank])
+    consistency.check(roster.entries, [roster.hosts[host] for host in roster.host_of_rank])
     spent["check_s"] = time.perf_counter() - start
 
 
@@ -75,7 +75,7 @@ def meet(rank: int, key: str) -> Figures:
     host = os.uname().nodename
     hpctrain_meet(
         World(rank, 2, rank, 2, 0, 1, (host,), "env"),
-        MeetingPoint(key, host, LOOPBACK),
+        RendezvousPoint(key, host, LOOPBACK),
         entry,
         TIMEOUT,
         check=functools.partial(prove, spent),
@@ -163,7 +163,7 @@ def await_listener(port: int) -> None:
 def simulated(pipe: Any, arm: str, size: int, key: str, port: int, common: Entry) -> None:
     """All ranks above 0, in a process of their own."""
     file_limit.make_room(size)
-    rolls: list[bytes] = []
+    rosters: list[bytes] = []
     window = size if arm == AT_ONCE else WINDOW
     if arm == BARE:
         callers = crowd.Crowd(size - 1, lambda _: crowd.one_line(), port, window)
@@ -171,18 +171,18 @@ def simulated(pipe: Any, arm: str, size: int, key: str, port: int, common: Entry
         credentials = Credentials(key, "")
         hellos = [json.dumps([n, size, crowd.entry(n, size, common)]) for n in range(size)]
         callers = crowd.Crowd(
-            size - 1, lambda n: crowd.guest(credentials, n, hellos[n], rolls), port, window
+            size - 1, lambda n: crowd.client(credentials, n, hellos[n], rosters), port, window
         )
     await_listener(port)
     start = time.monotonic()
     callers.call(TIMEOUT)
     figures = {"wall_s": time.monotonic() - start}
-    if rolls:
+    if rosters:
         start = time.perf_counter()
-        roll = decode(rolls[0]) or {}
-        call_roll(unpack(roll["roll"], size), tuple(roll["addresses"]), roll["port"])
+        roster = decode(rosters[0]) or {}
+        make_roster(unpack(roster["roster"], size), tuple(roster["addresses"]), roster["port"])
         figures["unpack_s"] = time.perf_counter() - start
-        figures |= {"roll_bytes": len(rolls[0]), "lost": callers.lost}
+        figures |= {"roll_bytes": len(rosters[0]), "lost": callers.lost}
     pipe.send(figures)
 
 
@@ -215,7 +215,7 @@ def gathered(arm: str, size: int) -> Figures:
     own = crowd.entry(0, size, common)
     hosts = tuple(own["world"]["hosts"])
     world = World(0, size, 0, crowd.PER_HOST, 0, len(hosts), hosts, "slurm")
-    point = MeetingPoint(key, hosts[0], LOOPBACK, pretended=True)
+    point = RendezvousPoint(key, hosts[0], LOOPBACK, simulated=True)
     port = ports(point)[0]
     spent: Figures = {}
 
@@ -306,7 +306,7 @@ def show(size: str, results: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure, print, save."""
-    parser = argparse.ArgumentParser(description="The cost of the roll call.")
+    parser = argparse.ArgumentParser(description="The cost of the rendezvous.")
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default: 20")
     add_save(parser)
     arguments = parser.parse_args()
@@ -322,7 +322,7 @@ def main() -> None:
     for size, result in results.items():
         print(show(size, result))
     print("Medians, with their 95 % intervals; ratios and differences round by round.")
-    save(arguments.save, {"benchmark": "meeting", **record, "results": results})
+    save(arguments.save, {"benchmark": "rendezvous", **record, "results": results})
 
 
 if __name__ == "__main__":
