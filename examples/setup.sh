@@ -21,7 +21,7 @@ find_python() {
         fi
     done
     fail "found no Python 3.11 or newer
-  to mend:  on Debian or Ubuntu: apt-get install python3 python3-venv; on a cluster: module avail python"
+  fix:      on Debian or Ubuntu: apt-get install python3 python3-venv; on a cluster: module avail python"
 }
 
 # apt-get install, as root only; the first call updates the lists.
@@ -40,7 +40,7 @@ make_venv() {
         version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
         apt_install "python$version-venv" || apt_install python3-venv ||
             fail "$python cannot make virtual environments (it has no ensurepip)
-  to mend:  sudo apt-get install python3-venv"
+  fix:      sudo apt-get install python3-venv"
     fi
     say "making .venv with $python ($("$python" --version))"
     rm -rf .venv

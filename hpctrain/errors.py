@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 
-_EXPECTED, _FIX = "  expected: ", "  to mend:  "
+_EXPECTED, _FIX = "  expected: ", "  fix:      "
 
 
 class HpctrainError(Exception):

@@ -41,7 +41,7 @@ _AT_FDCWD = -100  # of fcntl.h
 _RENAME_EXCHANGE = 2  # of linux/fs.h
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>[\w.-]*)\.(?P<pid>\d+)\.[0-9a-f]{16}\Z", re.ASCII)
 # What a person can do about an error: what is missing, and what to type.
-_MENDING = {
+_FIXING = {
     errno.ENOSPC: ("a file system with room", "df -h {0}; df -i {0}"),
     errno.EDQUOT: ("room in the quota", "quota -s; on Lustre: lfs quota -h {0}"),
     errno.EFBIG: ("no limit on the size of a file", "ulimit -f unlimited"),
@@ -193,7 +193,7 @@ class Folder:
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         parent = self._directory.checkpoints
         number = error.errno if isinstance(error, OSError) and error.errno is not None else 0
-        expected, fix = _MENDING.get(number, ("a file system that takes it", "df -h {0}"))
+        expected, fix = _FIXING.get(number, ("a file system that takes it", "df -h {0}"))
         return CheckpointError(
             f"the checkpoint of step {step} could not be written to {parent}: {error}",
             expected,

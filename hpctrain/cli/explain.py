@@ -72,7 +72,7 @@ def as_json(start: Start | None, found: Sequence[Reading]) -> dict[str, Any]:
         "restart_count": job.restart_count if job else None,
         "sources": {f: c.source for f, c in start.claims.items()} if start else {},
         "ignored": [dataclasses.asdict(one) for one in found if one.lost or not start],
-        "warnings": [f"{one.found}; to mend: {one.fix}" for one in _refusals(start)]
+        "warnings": [f"{one.found}; fix: {one.fix}" for one in _refusals(start)]
         if start
         else [],
     }
@@ -100,7 +100,7 @@ def _text(start: Start, found: Sequence[Reading]) -> str:
         label = _plain(job.label)
         lines.append(f"job               {job.scheduler} {label}, restart {job.restart_count}")
     for error in _refusals(start):
-        lines += [f"warning: {error.found}", f"  to mend:  {error.fix}"]
+        lines += [f"warning: {error.found}", f"  fix:      {error.fix}"]
     ignored = [one for one in found if one.lost]
     return "\n".join(lines) + "\n" + _table("not counted", ignored)
 

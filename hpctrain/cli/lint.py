@@ -44,7 +44,7 @@ def _main(arguments: argparse.Namespace) -> int:
             code = 1
             place = f"{'standard input' if name == '-' else name}:{finding.line}"
             sys.stdout.write(
-                f"{place}: {finding.rule}: {finding.reason}\n  to mend:  {finding.fix}\n"
+                f"{place}: {finding.rule}: {finding.reason}\n  fix:      {finding.fix}\n"
             )
     if errors:
         sys.stdout.flush()

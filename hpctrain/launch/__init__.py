@@ -118,7 +118,7 @@ def _tell(outcome: supervisor.Outcome) -> None:
             f"hpctrain: none of the {len(outcome.ranks)} ranks has opened a Session: unless the "
             "script brings them together itself, each of them was a training of its own\n"
             "  expected: with hpctrain.Session(…) as session: in the script\n"
-            "  to mend:  hpctrain run --as torchrun SCRIPT, for a script that looks for RANK and "
+            "  fix:      hpctrain run --as torchrun SCRIPT, for a script that looks for RANK and "
             "WORLD_SIZE\n"
         )
     first = outcome.first

@@ -85,7 +85,7 @@ def _refuse_waste(job: Allocation | None, env: Mapping[str, str], said: Sequence
         )
     if visible_gpus.here():
         logger.warning(
-            "this machine has GPUs, and torch %s can use none: %s; to mend: %s    or, %s",
+            "this machine has GPUs, and torch %s can use none: %s; fix: %s    or, %s",
             torch.__version__,
             why,
             fix,

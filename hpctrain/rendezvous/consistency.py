@@ -102,7 +102,7 @@ def check(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
         if one.wrong:
             raise ContradictionError(one.found, one.expected, one.fix)
     for one in found:
-        logger.warning("%s; to mend: %s", one.found, one.fix)
+        logger.warning("%s; fix: %s", one.found, one.fix)
 
 
 def differences(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Sequence[Difference]:

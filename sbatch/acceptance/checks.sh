@@ -221,7 +221,7 @@ problems = [one for one in told["findings"] if one["level"] == "problem"]
 for one in [*problems, *(one for one in told["findings"] if one["level"] == "warning")]:
     print(f"{one['level']}: {one['subject']} (ranks {', '.join(map(str, one['ranks'][:8]))}"
           f"{', …' if len(one['ranks']) > 8 else ''}): {one['found']}")
-    print(f"  to mend: {one['fix']}")
+    print(f"  fix: {one['fix']}")
 sys.exit(bool(problems) or not right)
 EOF
 }
@@ -446,7 +446,7 @@ requeue() {
         said="accepted, but the job still runs after $limit s"
     fi
     echo "scontrol requeue: $said"
-    echo "to mend: sbatch --requeue sbatch/acceptance.sh"
+    echo "fix: sbatch --requeue sbatch/acceptance.sh"
     echo "where that does not help, the site forbids it, and a preempted job has to be submitted"
     echo "again by hand, its command with --resume --run DIR"
     exit 1

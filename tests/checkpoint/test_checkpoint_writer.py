@@ -416,7 +416,7 @@ def test_failed_checkpoint_is_reported_once(run, writer, said, monkeypatch):
     assert writer.committed == 1
     errors = [r.message for r in said.records if r.levelname == "ERROR"]
     assert len(errors) == 2
-    assert "to mend:  df -h" in errors[0]
+    assert "fix:      df -h" in errors[0]
     assert run.steps() == [1]
     writer.save(4, {"model": torch.ones(3)}, {})
     writer.wait()

@@ -210,7 +210,7 @@ def test_dir_of_hpctrain_lists_the_public_names():
     ("words", "hint"),
     [
         (("--nods", "2"), "do you mean --nodes?"),
-        (("--mem", "4G"), "--mem is an option of sbatch's\n  to mend:  --memory in its place"),
+        (("--mem", "4G"), "--mem is an option of sbatch's\n  fix:      --memory in its place"),
         (("-N", "2"), "--nodes in its place"),
         (("--ntasks=4",), "--nodes and --tasks-per-node in its place"),
     ],

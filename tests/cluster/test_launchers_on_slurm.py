@@ -95,7 +95,7 @@ def test_python_without_srun_is_refused_with_the_corrected_line(cluster, tmp_pat
     assert code == 0, log
     refused, _, meant = log.partition("code 2\n")
     assert f"this process trains alone, and 3 of the 4 tasks of job {number} are idle" in refused
-    assert "to mend:  put srun before the command: srun --kill-on-bad-exit=1 " in refused
+    assert "fix:      put srun before the command: srun --kill-on-bad-exit=1 " in refused
     assert "python train.py    or, if it is meant: env HPCTRAIN_LAUNCHER=none COMMAND" in refused
     assert "Traceback" not in refused
     trained(meant, "none", number, places=[(0, 0, 1, "node1")])
@@ -114,7 +114,7 @@ def test_gpus_that_torch_cannot_use_are_refused_once_and_can_be_hidden(cluster, 
     )
     assert code == 0, log
     refused, _, hidden = log.partition("code 2\n")
-    assert refused.count("to mend:") == 1
+    assert refused.count("fix:") == 1
     assert f"job {number} has 2 GPUs on this host, and torch" in refused
     trained(hidden, "slurm", number, places=[(r, r, 2, "node1") for r in range(2)])
 

@@ -366,7 +366,7 @@ def test_explain_refuses_wrong_environment_and_shows_it(case, tmp_path):
     assert done.stderr.startswith(f"hpctrain: error: {error.found}\n")
     assert done.stderr.count("hpctrain: error: ") == 1
     assert f"  expected: {error.expected}\n" in done.stderr
-    assert f"  to mend:  {error.fix}\n" in done.stderr
+    assert f"  fix:      {error.fix}\n" in done.stderr
     assert "Traceback" not in done.stderr
     if error.fix.startswith("hpctrain explain"):
         assert all(name in done.stdout for name in variables(error))

@@ -142,7 +142,7 @@ def test_imagenet_max_corrupt_ends_run_after_first_epoch(tmp_path, photographs):
     done = start("imagenet", tmp_path / "run", "--data", folder, *SMALL)
     assert done.returncode == 1
     assert f"3 images of {folder}/train cannot be decoded" in done.stderr
-    assert "to mend:  fetch them again, or --max-corrupt 6" in done.stderr
+    assert "fix:      fetch them again, or --max-corrupt 6" in done.stderr
     assert "Traceback" not in done.stderr
     assert {row["epoch"] for row in launches.rows(tmp_path / "run")} == {0}
 

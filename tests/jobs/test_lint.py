@@ -407,7 +407,7 @@ def test_lint_prints_file_line_rule_and_fix(tmp_path, capsys):
     assert run(right, script) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{script}:3: directive-refused: ")
-    assert second.startswith("  to mend:  type ")
+    assert second.startswith("  fix:      type ")
 
 
 def test_lint_reads_standard_input(monkeypatch, capsys):

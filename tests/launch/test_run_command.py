@@ -127,7 +127,7 @@ def test_run_refuses_wrong_options_before_a_rank_starts(options, words, script, 
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("error:") == 1
-    assert "to mend:" in err
+    assert "fix:" in err
     for word in words:
         assert word in err
 

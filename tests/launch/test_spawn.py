@@ -99,7 +99,7 @@ def test_spawn_raises_usage_error_of_a_rank():
 
         raise UsageError("this", "that", "type this")
 
-    with pytest.raises(UsageError, match="to mend:  type this"):
+    with pytest.raises(UsageError, match="fix:      type this"):
         spawn(refuses, 2)
 
 

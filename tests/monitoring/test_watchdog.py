@@ -319,7 +319,7 @@ def test_hanging_rank_is_named_and_every_stack_is_shown(watched, capsys, how, fo
     assert TIMEOUT <= int(silence[1]) <= TIMEOUT + 2
     said = capsys.readouterr().err
     assert said.startswith(f"hpctrain: error: {reason}\n  expected: ")
-    assert "  to mend:  " in said
+    assert "  fix:      " in said
     for text in (ranks.log(), said):
         assert f"hpctrain: error: {reason}\n" in text
         assert [text.count(f"\nrank {rank}: silent for") for rank in range(3)] == [1, 1, 1]

@@ -100,8 +100,8 @@ def test_acceptance_job_fails_where_a_check_fails(cluster, checkout, tmp_path):
     assert code == 1
     assert "FAILED: 2 of 7 checks" in page
     assert "problem: shared directory (ranks 1)" in details(page, "all-reduce")
-    assert "to mend: --run DIR" in details(page, "all-reduce")
-    assert "to mend: sbatch --requeue" in details(page, "preempt")
+    assert "fix: --run DIR" in details(page, "all-reduce")
+    assert "fix: sbatch --requeue" in details(page, "preempt")
     assert cluster.job(job)["Restarts"] == "0"
 
 

@@ -686,7 +686,7 @@ def test_doctor_of_this_machine_in_json_and_text(examined, tmp_path):
     assert code == int(wrong)
     for subject in by_subject:
         assert subject in out
-    copied = "to mend:"
+    copied = "fix:"
     assert all(len(line) <= 100 or copied in line for line in out.splitlines())
 
 

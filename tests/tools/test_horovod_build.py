@@ -576,7 +576,7 @@ def test_installed_wheel_that_does_not_import_is_an_error(simulated, monkeypatch
     assert built() == 1
     said = capsys.readouterr().err
     assert "undefined symbol" in said
-    assert "to mend:" in said
+    assert "fix:" in said
 
 
 @pytest.mark.parametrize(

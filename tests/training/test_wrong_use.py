@@ -180,8 +180,8 @@ def test_error_after_torch_distributed_started_is_printed_once(tmp_path):
     done = launches.start([*command, "--run", "run"], tmp_path)
     assert done.returncode == 2
     assert "0: hpctrain: error: run is not empty (thesis.tex)" in done.stderr
-    assert done.stderr.count("0:   to mend:  --run DIR for another") == 1
-    assert "2:   to mend" not in done.stderr
+    assert done.stderr.count("0:   fix:      --run DIR for another") == 1
+    assert "2:   fix:" not in done.stderr
     assert "Traceback" not in done.stderr
 
 

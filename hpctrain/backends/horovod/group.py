@@ -59,7 +59,7 @@ class Horovod(Backend):
         over = placement.controller(os.environ, world.launcher, hvd.mpi_built())
         on_gpu = device.type == "cuda" and hvd.nccl_built()
         self.transport = "nccl" if on_gpu else over
-        self.mismatch_hint = _MEND[over]
+        self.mismatch_hint = _HINTS[over]
         if world.world_size > 1 and ":" in rendezvous.roster.addresses[0]:
             raise StartError(
                 f"rank 0 is at {rendezvous.roster.addresses[0]}: Horovod takes IPv4 alone",
@@ -396,7 +396,7 @@ class _Work:
             self._hvd.synchronize(self._handle)
 
 
-_MEND = {
+_HINTS = {
     "gloo": "",
     "mpi": "build Horovod with the MPI of that mpirun (hpctrain horovod build --mpi), or export "
     "HOROVOD_CONTROLLER=gloo, which needs none",

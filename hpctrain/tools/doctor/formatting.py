@@ -12,7 +12,7 @@ __all__ = ["closing", "exchanged", "machine", "remarks", "table", "well"]
 
 _COLUMNS = 100
 _SUBJECT = 18
-_MEND = "    to mend:  "
+_FIX = "    fix:      "
 # Beyond these, only ranks that differ have a line of their own.
 _MOST_ROWS = 64
 
@@ -58,10 +58,10 @@ def remarks(findings: Iterable[Finding], hosts: Sequence[str]) -> str:
         lines.append(_line(label, f"{one.subject}{where}: {one.found}"))
         if one.fix:
             # Not folded, as it is to be copied; but what follows four spaces is a remark.
-            fits = len(_MEND) + len(one.fix) <= _COLUMNS
+            fits = len(_FIX) + len(one.fix) <= _COLUMNS
             first, *more = [one.fix] if fits else one.fix.split("    ")
-            lines.append(f"{_MEND}{first}")
-            lines += [f"{'':<{len(_MEND)}}{part}" for part in more]
+            lines.append(f"{_FIX}{first}")
+            lines += [f"{'':<{len(_FIX)}}{part}" for part in more]
     return "\n".join(lines)
 
 
