@@ -1,7 +1,7 @@
 """hpctrain: one PyTorch training script, unchanged, under every launcher of an HPC cluster.
 
-What this module offers is imported when it is first used, so `import hpctrain` costs nothing and
-needs no torch. (This file and `__main__` are read by any Python 3, to say which one is needed.)
+Each public name is imported at its first use, so `import hpctrain` is fast and needs no torch.
+(This file and `__main__` run on any Python 3, so that an old one reports which Python is needed.)
 """
 
 from typing import TYPE_CHECKING
@@ -50,12 +50,12 @@ _HOME = {
 def __getattr__(name):  # type: ignore[no-untyped-def]
     from importlib import import_module
 
-    if name == "jobs":  # for a notebook that comes back to a job: hpctrain.jobs.find(ID)
+    if name == "jobs":  # for a notebook that looks up a job: hpctrain.jobs.find(ID)
         return import_module("hpctrain.jobs")
     if name not in _HOME:
         raise AttributeError("module 'hpctrain' has no attribute {!r}".format(name))
     value = getattr(import_module("hpctrain." + _HOME[name]), name)
-    # `hpctrain.arguments` is a module as well: the name stays with the function.
+    # Stored here, so that `__getattr__` is called only once for each name.
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""What goes wrong, said in three lines: what was found, what was expected, what to type."""
+"""Errors with a message in three parts: what was found, what was expected, and what to type."""
 
 import atexit
 import os
@@ -26,17 +26,17 @@ _EXPECTED, _FIX = "  expected: ", "  fix:      "
 
 
 class HpctrainError(Exception):
-    """An error that a person can mend.
+    """An error that the user can fix.
 
     Args:
-        found: what is there, with the name of the variable, option or file it came from.
-        expected: what should have been there; may be empty where `found` says it all.
-        fix: what to type; may be empty where nothing can be typed.
+        found: what was found, with the name of the variable, option or file it came from.
+        expected: what was expected; may be empty where `found` is enough.
+        fix: what to type; may be empty where no command helps.
     """
 
     exit_code = 1
 
-    #: Whether this rank only repeats what rank 0 says in full.
+    #: Whether rank 0 prints the full message, so that this rank prints only its first line.
     told_by_rank_0 = False
 
     def __init__(self, found: str, expected: str = "", fix: str = "") -> None:
@@ -56,9 +56,10 @@ class HpctrainError(Exception):
         return "\n".join(lines)
 
     def _in_worker(self, text: str) -> tuple[str, str, str]:
-        """What an error said in a process of a DataLoader: torch raises another one of its kind.
+        """Return found, expected and fix of an error that a DataLoader worker raised.
 
-        Source: ExceptionWrapper.reraise of torch._utils, which gives it the text of the traceback.
+        torch raises a new error of the same class in the main process, with the text of the
+        traceback as its only argument. Source: ExceptionWrapper.reraise of torch._utils.
         """
         kind = type(self)
         said = text.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")[2].rstrip("\n")
@@ -68,11 +69,11 @@ class HpctrainError(Exception):
 
 
 def repeated(kind: str, found: str, expected: str, fix: str) -> HpctrainError:
-    """Rank 0's error, to be raised by another rank: of it, only the first line is shown there.
+    """Return rank 0's error for another rank to raise, which prints only its first line.
 
     Args:
-        kind: the name of its class.
-        found, expected, fix: of the error.
+        kind: class name of the error.
+        found, expected, fix: arguments of the error.
     """
     kinds = {one.__name__: one for one in _kinds(HpctrainError)}
     error = kinds.get(kind, HpctrainError)(found, expected, fix)
@@ -87,54 +88,55 @@ def _kinds(kind: type[HpctrainError]) -> Iterator[type[HpctrainError]]:
 
 
 class UsageError(HpctrainError):
-    """Wrong use: an option, a path or a combination of them that cannot work."""
+    """An option, a path or a combination of them that cannot work."""
 
     exit_code = 2
 
 
 class ContradictionError(UsageError):
-    """The environment that a launcher left is partial or contradicts itself."""
+    """Environment variables that are incomplete, invalid or contradict each other."""
 
 
 class StartError(HpctrainError):
-    """The ranks did not come together."""
+    """A start that failed: of the ranks, of one of their devices, or of a job."""
 
 
 class RankLostError(HpctrainError):
-    """Another rank was lost, or failed, while this one needed it."""
+    """The loss or failure of another rank that this rank needed."""
 
 
 class NonFiniteError(HpctrainError):
-    """Training has left the finite numbers."""
+    """A loss, a gradient or a weight that is not finite, so that training cannot continue."""
 
 
 class DataError(HpctrainError):
-    """A sample of a data set could not be read."""
+    """A sample of a data set that cannot be read."""
 
 
 class GivenUpError(HpctrainError):
-    """Restarted too often without progress."""
+    """A job that was restarted too often without progress."""
 
     exit_code = 76
 
 
 class CheckpointError(HpctrainError):
-    """A checkpoint could not be written or read."""
+    """A checkpoint that cannot be written or read."""
 
 
 class ReplacedError(CheckpointError):
-    """Another start has the run directory, so this one may not commit."""
+    """Another start took over the run directory, so this start must not commit checkpoints."""
 
 
 def report_uncaught(shows: Callable[[], bool] = lambda: True) -> None:
-    """Let an `HpctrainError` that nobody catches end the process without a traceback.
+    """Install a hook that ends the process without a traceback after an uncaught `HpctrainError`.
 
-    The message goes to standard error and the process leaves with the error's exit code. Other
-    exceptions go to the hook that was there before. Calling this again changes nothing. (IPython
-    does not use `sys.excepthook`: in a notebook the exception is shown as any other.)
+    The hook writes the message to standard error and exits with the error's exit code. It passes
+    other exceptions to the previous hook. A second call changes nothing. (IPython does not use
+    `sys.excepthook`, so a notebook shows the exception like any other.)
 
     Args:
-        shows: whether this process shows the traceback of another exception; else one line of it.
+        shows: returns whether this process shows the traceback of other exceptions; if not, the
+            hook prints one line.
     """
     if getattr(sys.excepthook, "reports_hpctrain_errors", False):
         return
@@ -150,13 +152,13 @@ def report_uncaught(shows: Callable[[], bool] = lambda: True) -> None:
                 (sys.__stderr__ or sys.stderr).write(f"{kind.__name__}: {error}\n")
             return
         sys.stdout.flush()
-        # torch.distributed puts its own hook before this one and holds back what goes to
-        # sys.stderr until this one returns, which it does not.
+        # The hook of torch.distributed runs before this one and buffers sys.stderr until this
+        # hook returns, which it never does. So the message goes to the original stream.
         stream = sys.__stderr__ or sys.stderr
         stream.write(f"hpctrain: error: {error.found if error.told_by_rank_0 else error}\n")
         stream.flush()
-        # Python gives every uncaught exception exit code 1 and offers no way to change it, so
-        # the process is left here, after what it would have run at its end.
+        # Python always uses exit code 1 for an uncaught exception. So the process exits here,
+        # after running its exit handlers.
         atexit._run_exitfuncs()
         os._exit(error.exit_code)
 

@@ -1,4 +1,4 @@
-"""The training options: one table, from which come the command line and the keyword arguments.
+"""Training options: one table defines both the command line and the keyword arguments.
 
 parser = hpctrain.options()
 parser.add_argument("--width", type=int, default=64)
@@ -18,10 +18,10 @@ __all__ = ["Batches", "Options", "options", "plan_batches"]
 
 
 def options(**parser_arguments: Any) -> Parser:
-    """A parser with the shared training options, and with `--recipe`; add your own to it.
+    """Return a parser with the training options and `--recipe`; add your own options to it.
 
     Args:
-        parser_arguments: for `argparse.ArgumentParser`, such as `description`.
+        parser_arguments: keyword arguments for `argparse.ArgumentParser`, such as `description`.
     """
     parser = Parser(allow_abbrev=False, **parser_arguments)
     group = parser.add_argument_group("training options")
@@ -29,7 +29,7 @@ def options(**parser_arguments: Any) -> Parser:
         "--recipe",
         metavar="FILE.toml",
         default=argparse.SUPPRESS,
-        help="defaults for this command line: names of options, with _ for -, and their values",
+        help="file with defaults for this command line: option names, with _ for -, and values",
     )
     for field in dataclasses.fields(Options):
         spec = dict(field.metadata)
@@ -37,7 +37,7 @@ def options(**parser_arguments: Any) -> Parser:
         if field.default not in (None, False):
             spec["help"] += " (default: %(default)s)"
         group.add_argument(flag, dest=field.name, default=field.default, **spec)
-    # torch.distributed.launch gives it to every script; `launchers` reads it from there.
+    # torch.distributed.launch passes it to every script; `launchers` reads it.
     parser.add_argument(
         *("--local_rank", "--local-rank"),
         type=int,

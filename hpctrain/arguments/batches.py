@@ -1,4 +1,4 @@
-"""How is a step cut up?"""
+"""Split of an optimizer step into micro-batches."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ __all__ = ["Batches", "plan_batches"]
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """How a step is cut up: `global_batch = batch_size × accumulate × world_size`."""
+    """Sizes of one optimizer step: `global_batch = batch_size × accumulate × world_size`."""
 
     global_batch: int
     batch_size: int
@@ -18,10 +18,10 @@ class Batches:
 
 
 def plan_batches(opts: Options, world_size: int) -> Batches:
-    """Derive what is missing.
+    """Compute the sizes that the options do not give.
 
     Raises:
-        UsageError: the sizes contradict each other or leave a remainder; the message has the
+        UsageError: the sizes contradict each other or leave a remainder. The message gives the
             nearest values that fit.
     """
     total, size, times = opts.global_batch, opts.batch_size, opts.accumulate

@@ -1,4 +1,4 @@
-"""What an option may be: the same on the command line and as a keyword argument."""
+"""Value types of the options, the same for the command line and for keyword arguments."""
 
 import argparse
 import dataclasses
@@ -25,8 +25,8 @@ __all__ = [
 
 def option(
     flag: str, default: Any, text: str, type: Any = str, **more: Any
-) -> Any:  # the type of a dataclass field
-    """A field of `Options` and how it is spelt on the command line."""
+) -> Any:  # typed as the field's value, as `dataclasses.field` is
+    """Return a field of `Options`, with its option on the command line."""
     spec = {"flag": flag, "help": text, **more}
     if "action" not in more:
         spec["type"] = type
@@ -34,14 +34,14 @@ def option(
 
 
 class Number:
-    """A type for argparse, which also knows what Python values it takes.
+    """Number type for argparse, which also checks Python values.
 
     Args:
-        name: for argparse's messages.
-        wanted: what it takes, in words.
-        above, below: its values lie between these.
-        least: or from here on, when they are whole numbers.
-        word: a text that is taken as well.
+        name: name of the type in argparse's messages.
+        wanted: accepted values, in words.
+        above, below: open interval of the accepted values.
+        least: smallest accepted value; given for whole numbers only, in place of the interval.
+        word: a text that is accepted as well.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Number:
         self.above, self.below, self.least, self.word = above, below, least, word
 
     def __call__(self, text: str) -> float | int | str:
-        """The value that a text of the command line stands for."""
+        """Convert a text of the command line."""
         if text == self.word:
             return text
         value = int(text) if self.least is not None else float(text)
@@ -67,7 +67,7 @@ class Number:
         return value
 
     def takes(self, value: Any) -> bool:
-        """Whether a value of Python's is one of its own."""
+        """Check whether a Python value is accepted."""
         if isinstance(value, str):
             return value == self.word
         whole = isinstance(value, int) and not isinstance(value, bool)
@@ -92,10 +92,10 @@ loss_scale = Number("loss scale", "a number above 0, or dynamic", above=0.0, wor
 
 
 def check(field: Any, value: Any) -> None:
-    """Hold a keyword argument to what the command line would take.
+    """Check that the command line would accept the value of a keyword argument.
 
     Raises:
-        UsageError: it would not.
+        UsageError: the command line would refuse it.
     """
     spec = field.metadata
     choices = spec.get("choices")

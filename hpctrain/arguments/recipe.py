@@ -1,4 +1,4 @@
-"""Recipes: values of options in a file, for a command line that says the rest."""
+"""Recipes: files with values of options, which the command line completes and overrides."""
 
 import argparse
 import difflib
@@ -10,26 +10,26 @@ from hpctrain.errors import UsageError
 
 __all__ = ["Parser"]
 
-# Text for people, unless the script has an option of that name.
+# Free text, unless the script has an option of that name.
 _ABOUT = "about"
-# `extend` is a kind of the first; what they hold is no value that could be typed.
+# `extend` is a subclass of the first. Their stored value is not a value that can be typed.
 _ADDS_UP = (argparse._AppendAction, argparse._AppendConstAction, argparse._CountAction)
 _NOT_IN_A_FILE = {"recipe", "help", "local_rank"}
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with `--recipe FILE`, whose values are defaults for the rest of the command line.
+    """Parser with `--recipe FILE`, whose values are defaults for the rest of the command line.
 
-    The file is TOML. Its keys are names of options as they are in the namespace (`global_batch`),
-    those that a script has added as well; a value is what could be typed, a switch is true or
-    false, and an option that takes several values has a list. `about` is text for people. Options
-    that add up over a command line (append, extend, count), and those that stand for a constant
-    (store_const), are for the command line alone. What is wrong with the file ends the process as a
-    wrong command line does, with exit code 2.
+    The file is TOML. Its keys are option names as in the namespace (`global_batch`), including
+    options that the script has added. A value is what could be typed, a switch is true or false,
+    and an option with several values has a list. `about` is free text. Options that add up over a
+    command line (append, extend, count), and those that store a constant (store_const), work on
+    the command line only. An error in the file ends the process with exit code 2, like an error on
+    the command line.
     """
 
     def add_argument(self, *flags: Any, **keywords: Any) -> argparse.Action:
-        """As argparse does; of an option that is there already, say what to do."""
+        """Add an option; if it exists already, exit with a message that explains what to do."""
         try:
             return super().add_argument(*flags, **keywords)
         except argparse.ArgumentError:
@@ -45,7 +45,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's own, which `parse_args` calls; the defaults are put back."""
+        """Parse with the values of the recipe as defaults, then restore the defaults.
+
+        `parse_args` calls this method.
+        """
         path = self._path(args)
         before = [(action, action.default, action.required) for action in self._actions]
         try:
@@ -58,20 +61,20 @@ class Parser(argparse.ArgumentParser):
                 action.default, action.required = default, required
 
     def _path(self, args: Sequence[str] | None) -> str | None:
-        """The file that a command line names. A missing name is for the whole parser to report."""
+        """Return the recipe's path; the full parser reports a `--recipe` without a path."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--recipe", nargs="?")
         path: str | None = finder.parse_known_args(args)[0].recipe
         return path
 
     def _take(self, path: str) -> None:
-        """Make the values of a file the defaults."""
+        """Use the values of a file as defaults."""
         try:
             with open(path, "rb") as file:
                 values = tomllib.load(file)
         except OSError as error:
             self.error(f"--recipe {path}: {error.strerror or error}")
-        # Also no UTF-8, numbers of more digits than Python reads, and lists too deep.
+        # Also for text that is not UTF-8, integers with too many digits, and lists too deep.
         except (ValueError, RecursionError) as error:
             self.error(f"--recipe {path}: no TOML file: {error}")
         actions: dict[str, list[argparse.Action]] = {}
@@ -84,7 +87,7 @@ class Parser(argparse.ArgumentParser):
                     default = self._value(_taker(actions[name], value), value)
                 except argparse.ArgumentError as error:
                     self.error(f"--recipe {path}: {name}: {error.message}")
-                for action in actions[name]:  # argparse takes the default of the first
+                for action in actions[name]:  # argparse uses the default of the first
                     action.default, action.required = default, False
             elif name != _ABOUT:
                 near = difflib.get_close_matches(name.lower().replace("-", "_"), actions, 1)
@@ -92,10 +95,10 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"--recipe {path}: {name} is no option of {self.prog}{hint}")
 
     def _value(self, action: argparse.Action, value: Any) -> Any:
-        """The default with which an option has what it would have from the command line.
+        """Return the default that gives an option the same result as the command line would.
 
         Raises:
-            argparse.ArgumentError: the command line does not take it.
+            argparse.ArgumentError: the command line does not accept the value.
         """
         if action.nargs == 0:
             if not isinstance(value, bool):
@@ -109,14 +112,14 @@ class Parser(argparse.ArgumentParser):
         if self._match_argument(action, "A" * len(texts)) < len(texts):
             raise argparse.ArgumentError(action, f"{value!r} is too long")
         taken = self._get_values(action, texts)
-        return texts[0] if isinstance(taken, str) else taken  # argparse makes texts into values
+        return texts[0] if isinstance(taken, str) else taken  # argparse converts default texts
 
 
 def _taker(actions: list[argparse.Action], value: Any) -> argparse.Action:
-    """Which of the options with one name takes a value.
+    """Return the option that accepts the value, among options with the same name.
 
     Raises:
-        argparse.ArgumentError: none does.
+        argparse.ArgumentError: none of them works in a file.
     """
     takers = [action for action in actions if not _only_typed(action)]
     if not takers or any(isinstance(action, _ADDS_UP) for action in actions):
@@ -132,7 +135,7 @@ def _only_typed(action: argparse.Action) -> bool:
 
 
 def _text(action: argparse.Action, value: Any) -> str:
-    """A value of a file as it would be typed."""
+    """Return a value of a file as it would be typed."""
     if isinstance(value, (bool, dict, list)):
         raise argparse.ArgumentError(action, f"{value!r} is not a number or text")
     return str(value)

@@ -1,4 +1,4 @@
-"""The table of the training options."""
+"""Table of the training options."""
 
 import argparse
 import dataclasses
@@ -27,7 +27,7 @@ __all__ = ["DEFAULT_BATCH_SIZE", "Options"]
 
 DEFAULT_BATCH_SIZE = 32
 
-# What each host may have in its own way, or what rank 0 decides for all.
+# Options that may differ between hosts, or that rank 0 decides for all ranks.
 _MAY_DIFFER = {
     *("data", "download", "run", "resume", "workers", "start_timeout", "timeout"),
     *("profile", "track"),
@@ -36,18 +36,18 @@ _MAY_DIFFER = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a user may choose. Each field is an option and a keyword argument of `Session`."""
+    """Training options. Each field is a command-line option and a keyword argument of `Session`."""
 
     data: str = option(
         "--data",
         "digits",
-        "a folder, or a name: digits, fashion-mnist, mnist, "
-        "synthetic. Names are sought in $HPCTRAIN_DATA/NAME, then "
+        "data set: a folder, or a name: digits, fashion-mnist, mnist, "
+        "synthetic. A name is searched for in $HPCTRAIN_DATA/NAME, then "
         "/usr/share/datasets/NAME",
         metavar="PATH|NAME",
     )
     download: bool = option(
-        "--download", False, "fetch a data set that is not there", action="store_true"
+        "--download", False, "download the data set if it is missing", action="store_true"
     )
     run: str | None = option(
         "--run",
@@ -58,59 +58,66 @@ class Options:
     resume: bool | None = option(
         "--resume",
         None,
-        "go on from the newest whole checkpoint, or from the start when there is none",
+        "resume from the newest complete checkpoint, or start anew if there is none",
         action=argparse.BooleanOptionalAction,
     )
     init_from: str | None = option(
         "--init-from",
         None,
-        "weights that the models begin with: of hpctrain export, or of torch.save",
+        "initial weights of the models: a file of hpctrain export or torch.save",
         metavar="FILE",
     )
     elastic: bool = option(
         "--elastic",
         False,
-        "go on with another number of ranks, where that of the run is not there any more: resumes "
-        "by default, and needs --global-batch",
+        "continue with another number of ranks if some hosts are lost: resumes by default, and "
+        "needs --global-batch",
         action="store_true",
     )
     backend: str = option(
-        "--backend", "auto", "how ranks talk (auto: ddp for several)", choices=("auto", *BACKENDS)
+        "--backend",
+        "auto",
+        "communication backend (auto: ddp for several ranks)",
+        choices=("auto", *BACKENDS),
     )
     precision: str = option(
         "--precision",
         "auto",
-        "how numbers are kept (auto: bf16 on GPUs that have it, fp16 on older ones, fp32 on CPUs)",
+        "numeric precision (auto: bf16 on GPUs that support it, fp16 on older GPUs, fp32 on CPUs)",
         choices=("auto", *PRECISIONS),
     )
     loss_scale: float | str | None = option(
         "--loss-scale",
         None,
-        "of fp16 and O0 to O3: a number, or dynamic (default: dynamic; 1 for O0 and O3)",
+        "loss scale of fp16 and O0 to O3: a number, or dynamic (default: dynamic; 1 for O0 and O3)",
         loss_scale,
         metavar="X|dynamic",
     )
     keep_batchnorm_fp32: bool | None = option(
         "--keep-batchnorm-fp32",
         None,
-        "leave batch norm in fp32 under O2 and O3 (default: under O2)",
+        "keep batch norm in fp32 in O2 and O3 (default: only in O2)",
         action=argparse.BooleanOptionalAction,
     )
     max_nonfinite: int = option(
         "--max-nonfinite",
         25,
-        "steps in a row that may overflow or have no finite loss before the run ends",
+        "number of consecutive steps with an overflow or a non-finite loss that ends the run",
         COUNT,
         metavar="STEPS",
     )
     global_batch: int | None = option(
-        "--global-batch", None, "samples of one optimizer step, over all ranks", COUNT, metavar="N"
+        "--global-batch",
+        None,
+        "samples per optimizer step, over all ranks",
+        COUNT,
+        metavar="N",
     )
     batch_size: int | None = option(
         "--batch-size",
         None,
-        "samples of one micro-batch, on one "
-        f"rank (default: {DEFAULT_BATCH_SIZE} where --global-batch "
+        "samples per micro-batch, on one "
+        f"rank (default: {DEFAULT_BATCH_SIZE} if --global-batch "
         "is not given)",
         COUNT,
         metavar="N",
@@ -118,39 +125,45 @@ class Options:
     accumulate: int | None = option(
         "--accumulate",
         None,
-        "micro-batches of one step on one rank (default: what the batches need)",
+        "micro-batches per optimizer step on one rank (default: computed from the batch sizes)",
         COUNT,
         metavar="N",
     )
-    epochs: int | None = option("--epochs", None, "times through the data", COUNT, metavar="N")
+    epochs: int | None = option("--epochs", None, "number of epochs", COUNT, metavar="N")
     max_steps: int | None = option(
         "--max-steps",
         None,
-        "optimizer steps; without --epochs as many epochs as they need",
+        "number of optimizer steps; without --epochs, as many epochs as these steps need",
         COUNT,
         metavar="N",
     )
-    seed: int = option("--seed", 0, "of weights, order and augmentation", FROM_ZERO, metavar="N")
+    seed: int = option(
+        "--seed",
+        0,
+        "random seed for weights, sample order and augmentation",
+        FROM_ZERO,
+        metavar="N",
+    )
     seed_everything: bool = option(
         "--seed-everything",
         True,
-        "seed the generators of Python and NumPy too, as torch's: alike on all ranks before "
-        "run.batches, differently on each from there on",
+        "seed the generators of Python and NumPy as well as torch's: the same on all ranks before "
+        "run.batches, different on each rank from then on",
         action=argparse.BooleanOptionalAction,
     )
     deterministic: bool = option(
-        "--deterministic", False, "bit-equal repeats; slower on GPUs", action="store_true"
+        "--deterministic", False, "make runs repeat bit by bit; slower on GPUs", action="store_true"
     )
     same_data: bool = option(
         "--same-data",
         False,
-        "let a loader of the script's own give several ranks the same batches",
+        "allow the script's own loader to give several ranks the same batches",
         action="store_true",
     )
     workers: int | str = option(
         "--workers",
         0,
-        "loader processes of a rank; auto: the cores of a rank, but one",
+        "loader processes per rank; auto: one less than the cores of a rank",
         workers,
         metavar="N|auto",
     )
@@ -158,7 +171,7 @@ class Options:
     lr_scaling: str = option(
         "--lr-scaling",
         "none",
-        "of the learning rate with the global batch over that of --lr-reference-batch",
+        "scaling rule of the learning rate with global batch / --lr-reference-batch",
         choices=("none", "linear", "sqrt"),
     )
     lr_reference_batch: int = option(
@@ -167,98 +180,110 @@ class Options:
     lr_warmup_epochs: float = option(
         "--lr-warmup-epochs",
         0.0,
-        "epochs in which the learning rate grows",
+        "warm-up epochs, in which the learning rate grows",
         not_negative,
         metavar="X",
     )
     lr_schedule: str = option(
         "--lr-schedule",
         "constant",
-        "of the learning rate after the warm-up",
+        "learning-rate schedule after warm-up",
         choices=("constant", "cosine", "step", "polynomial"),
     )
     lr_step_epochs: int = option(
         "--lr-step-epochs",
         30,
-        "epochs from one step of --lr-schedule step to the next",
+        "epochs between two steps of --lr-schedule step",
         COUNT,
         metavar="N",
     )
     lr_step_factor: float = option(
-        "--lr-step-factor", 0.1, "of each step of --lr-schedule step", fraction, metavar="X"
+        "--lr-step-factor",
+        0.1,
+        "factor of the learning rate at each step of --lr-schedule step",
+        fraction,
+        metavar="X",
     )
     lr_power: float = option(
-        "--lr-power", 2.0, "of --lr-schedule polynomial", positive, metavar="X"
+        "--lr-power", 2.0, "exponent of --lr-schedule polynomial", positive, metavar="X"
     )
     decay: str = option(
         "--decay",
         "all",
-        "which parameters an optimizer's weight decay reaches: all, or weights alone, without "
-        "norms and biases",
+        "parameters with weight decay: all, or only weights, without norms and biases",
         choices=("all", "weights"),
     )
     clip_norm: float | None = option(
-        "--clip-norm", None, "largest norm of the gradients", positive, metavar="X"
+        "--clip-norm", None, "maximum norm of the gradients", positive, metavar="X"
     )
     clip_value: float | None = option(
-        "--clip-value", None, "largest size of an element of the gradients", positive, metavar="X"
+        "--clip-value",
+        None,
+        "maximum absolute value of each gradient element",
+        positive,
+        metavar="X",
     )
     ema: float | None = option(
-        "--ema", None, "decay of an average of the weights (default: none)", fraction, metavar="X"
+        "--ema",
+        None,
+        "decay of the moving average of the weights (default: no average)",
+        fraction,
+        metavar="X",
     )
     sync_batchnorm: bool = option(
         "--sync-batchnorm",
         False,
-        "batch norm over the micro-batches of all ranks",
+        "compute batch norm over the micro-batches of all ranks",
         action="store_true",
     )
     channels_last: bool | None = option(
         "--channels-last",
         None,
-        "memory format of images and convolutions (default: on GPUs in bf16, fp16, O1 to O3)",
+        "channels-last memory format of images and convolutions (default: on for GPUs in bf16, "
+        "fp16, O1 to O3)",
         action=argparse.BooleanOptionalAction,
     )
     compile: bool = option(
         "--compile", False, "compile models (torch.compile)", action="store_true"
     )
     log_every: int = option(
-        "--log-every", 10, "steps from one row of metrics to the next", COUNT, metavar="STEPS"
+        "--log-every", 10, "steps between two rows of metrics", COUNT, metavar="STEPS"
     )
     checkpoint_every: int | None = option(
         "--checkpoint-every",
         None,
-        "steps from one checkpoint to the next, besides the end of each epoch",
+        "steps between two checkpoints, in addition to the end of each epoch",
         COUNT,
         metavar="STEPS",
     )
     checkpoint_minutes: float | None = option(
         "--checkpoint-minutes",
         None,
-        "minutes from one checkpoint to the next",
+        "minutes between two checkpoints",
         positive,
         metavar="M",
     )
     keep_checkpoints: int = option(
-        "--keep-checkpoints", 3, "how many of the newest are kept", COUNT, metavar="N"
+        "--keep-checkpoints", 3, "number of newest checkpoints to keep", COUNT, metavar="N"
     )
     keep_best: str | None = option(
         "--keep-best",
         None,
-        "keep the checkpoint with the best value of this too, such as top1 (lower is better where "
-        "the name ends in loss)",
+        "metric, such as top1, whose best checkpoint is kept as well (lower is better if the name "
+        "ends in loss)",
         metavar="NAME",
     )
     track: str | None = option(
         "--track",
         None,
-        "where rows of metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, or several "
-        "with commas",
+        "experiment trackers that get the metrics, in addition to metrics.jsonl: tensorboard, "
+        "wandb, mlflow, or several with commas",
         metavar="NAME[,NAME]",
     )
     profile: str | None = option(
         "--profile",
         None,
-        "steps from A on and before B are traced, into RUN_DIR/profile",
+        "steps to trace into RUN_DIR/profile: from step A until before step B",
         metavar="A:B",
     )
     start_timeout: float = option(
@@ -267,7 +292,7 @@ class Options:
     timeout: float = option(
         "--timeout",
         1800.0,
-        "seconds that a step or a collective may be silent",
+        "maximum seconds that a step or a collective may take",
         seconds,
         metavar="S",
     )
@@ -275,48 +300,48 @@ class Options:
     ddp_compression: str = option(
         "--ddp-compression",
         "none",
-        "of gradients on their way",
+        "gradient compression",
         choices=("none", "fp16", "bf16", "powersgd"),
     )
     ddp_powersgd_rank: int = option(
-        "--ddp-powersgd-rank", 1, "of PowerSGD's approximation", COUNT, metavar="N"
+        "--ddp-powersgd-rank", 1, "rank of PowerSGD's approximation", COUNT, metavar="N"
     )
     ddp_powersgd_start: int = option(
-        "--ddp-powersgd-start", 1000, "steps before PowerSGD begins", COUNT, metavar="STEPS"
+        "--ddp-powersgd-start", 1000, "steps before PowerSGD starts", COUNT, metavar="STEPS"
     )
     ddp_bucket_mb: float = option(
-        "--ddp-bucket-mb", 25.0, "MiB of gradients in one message", positive, metavar="X"
+        "--ddp-bucket-mb", 25.0, "MiB of gradients per message", positive, metavar="X"
     )
     ddp_static_graph: bool = option(
         "--ddp-static-graph",
         False,
-        "the same parameters are used in every step",
+        "declare that every step uses the same parameters",
         action="store_true",
     )
     ddp_gradient_as_bucket_view: bool = option(
         "--ddp-gradient-as-bucket-view",
         True,
-        "gradients lie in the messages, without a copy",
+        "store gradients in the message buffers, without a copy",
         action=argparse.BooleanOptionalAction,
     )
     horovod_op: str = option(
         "--horovod-op",
         "average",
-        "what becomes of the ranks' gradients",
+        "reduction of the gradients over the ranks",
         choices=("average", "sum", "adasum"),
     )
     horovod_compression: str = option(
-        "--horovod-compression", "none", "of gradients on their way", choices=("none", "fp16")
+        "--horovod-compression", "none", "gradient compression", choices=("none", "fp16")
     )
     horovod_gradient_predivide_factor: float = option(
         "--horovod-gradient-predivide-factor",
         1.0,
-        "the part of the average that is divided before the sum",
+        "part of the average's divisor that is applied before the sum",
         positive,
         metavar="X",
     )
     horovod_groups: int | None = option(
-        "--horovod-groups", None, "messages that carry all gradients", COUNT, metavar="N"
+        "--horovod-groups", None, "number of messages for all gradients", COUNT, metavar="N"
     )
     horovod_sparse_as_dense: bool = option(
         "--horovod-sparse-as-dense", False, "send sparse gradients as dense", action="store_true"
@@ -324,10 +349,10 @@ class Options:
 
     @classmethod
     def of(cls, namespace: argparse.Namespace | None, keywords: dict[str, Any]) -> "Options":
-        """The options of a parsed command line, with keyword arguments over them.
+        """Return the options of a parsed command line, overridden by keyword arguments.
 
         Raises:
-            UsageError: a keyword that is no option, or a value that the option does not take.
+            UsageError: a keyword is not an option, or the option does not accept its value.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for name in keywords:
@@ -348,7 +373,7 @@ class Options:
         return cls(**values)
 
     def of_backend(self, name: str) -> dict[str, Any]:
-        """The options of one backend, by their names without its own in front.
+        """Return the options of one backend, by name without the backend's prefix.
 
         Raises:
             UsageError: an option of another backend was given.
@@ -369,6 +394,6 @@ class Options:
         return own
 
     def deciding(self) -> dict[str, Any]:
-        """By flag, the options that have to be the same on all ranks: they decide the numbers."""
+        """Return, by flag, the options that affect the numbers: they must be equal on all ranks."""
         fields = [f for f in dataclasses.fields(self) if f.name not in _MAY_DIFFER]
         return {field.metadata["flag"]: getattr(self, field.name) for field in fields}

@@ -1,4 +1,4 @@
-"""How do the ranks talk? One protocol, and a table of those who speak it."""
+"""Backends, by which ranks communicate: one interface, and a table of its implementations."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "Settings", "agent_store", "check", "choose", "open_backend"]
 
-# A name and the class behind it, imported when it is asked for.
+# The class of each backend by name, imported only when it is needed.
 BACKENDS = {
     "single": "hpctrain.backends.single:Single",
     "ddp": "hpctrain.backends.ddp:DDP",
@@ -26,7 +26,7 @@ BACKENDS = {
 
 
 def choose(name: str, world_size: int) -> str:
-    """The backend behind `auto`: nobody to talk to, or torch.distributed.
+    """Return the name of the backend; `auto` becomes `single` for one rank, `ddp` for several.
 
     Raises:
         ContradictionError: `single` for several ranks, which would each train alone.
@@ -43,14 +43,14 @@ def choose(name: str, world_size: int) -> str:
 
 
 def agent_store(point: RendezvousPoint, timeout: float) -> KeyValueStore | None:
-    """The store of torchrun's agent, where its ranks may use it.
+    """Return the store of torchrun's agent, or None if the ranks have no such store.
 
     Args:
-        point: where the ranks meet.
-        timeout: seconds to find it.
+        point: rendezvous point, from the launcher.
+        timeout: seconds to connect to the store.
 
     Raises:
-        StartError: it does not answer.
+        StartError: the store does not answer.
     """
     if point.store is None or point.store.kind != "torchrun":
         return None
@@ -60,10 +60,10 @@ def agent_store(point: RendezvousPoint, timeout: float) -> KeyValueStore | None:
 
 
 def check(name: str, world: World, device: "torch.device", settings: Settings) -> None:
-    """Look for what keeps a backend from working, before the ranks meet.
+    """Check whether a backend can work, before the rendezvous.
 
     Raises:
-        UsageError: it is not installed, or the settings contradict each other.
+        UsageError: the backend is not installed, or the settings contradict each other.
     """
     _class(name).check(world, device, settings)
 
@@ -71,16 +71,16 @@ def check(name: str, world: World, device: "torch.device", settings: Settings) -
 def open_backend(
     name: str, rendezvous: Rendezvous, device: "torch.device", settings: Settings
 ) -> "Backend":
-    """Open a backend by name and hold it against the World.
+    """Open a backend by name, and compare its rank and world size with the World.
 
     Args:
-        name: a key of the table.
-        rendezvous: the ranks, their hosts and addresses.
-        device: of this rank.
-        settings: how it has to work.
+        name: a key of `BACKENDS`.
+        rendezvous: all ranks, with their hosts and addresses.
+        device: device used by this rank.
+        settings: settings of the backend.
 
     Raises:
-        ContradictionError: the backend counts other ranks than the launcher.
+        ContradictionError: the rank or world size of the backend differs from the launcher's.
     """
     backend = _class(name)(rendezvous, device, settings)
     world = rendezvous.world

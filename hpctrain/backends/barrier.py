@@ -1,4 +1,4 @@
-"""Who is there, once the ranks have met: asked of a store that all of them can reach."""
+"""A barrier after the rendezvous that names missing ranks, over a store that all can reach."""
 
 import contextlib
 import datetime
@@ -11,33 +11,36 @@ from hpctrain.rendezvous.messages import GRACE_SECONDS
 
 __all__ = ["Store", "absent", "assemble", "call", "host_of", "named"]
 
-_ABSENT = "absent"  # the key for a rank that has failed
+_ABSENT = "absent"  # the key that a failed rank sets
 
 
 class Store(Protocol):
-    """What is needed of torch.distributed's Store; all raise RuntimeError when it is gone."""
+    """The part of torch.distributed's Store that is used here.
+
+    All methods raise RuntimeError when the store is gone.
+    """
 
     def set(self, key: str, value: str) -> None:
-        """Leave a value under a key."""
+        """Store a value under a key."""
 
     def get(self, key: str) -> bytes:
-        """The value of a key, which is waited for."""
+        """Return the value of a key; wait until it exists."""
 
     def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
-        """Until all keys are there; RuntimeError when they are not in time."""
+        """Wait until all keys exist; raise RuntimeError if they do not exist in time."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Check whether all keys exist."""
 
 
 def assemble(store: Store, rendezvous: Rendezvous, timeout: float) -> None:
-    """Wait until all ranks have come here.
+    """Wait until all ranks have called this.
 
-    Before they connect: gloo itself does not say which one it misses. And after that: for a rank
-    that is slow, to connect fails as soon as another one leaves.
+    Used before the ranks connect, as gloo does not report which rank is missing. Also used after
+    that: the connection of a slow rank fails if another rank leaves earlier.
 
     Raises:
-        StartError: naming those that have not.
+        StartError: names the missing ranks.
     """
     missing = call(store, rendezvous.world.rank, rendezvous.world.world_size, timeout)
     if missing:
@@ -50,26 +53,26 @@ def assemble(store: Store, rendezvous: Rendezvous, timeout: float) -> None:
 
 
 def absent(store: Store, rank: int) -> None:
-    """Instead of `assemble`, by a rank that has failed: the others need not wait for it."""
-    with contextlib.suppress(RuntimeError):  # they are gone
+    """Report that this rank has failed, in place of `assemble`: others need not wait for it."""
+    with contextlib.suppress(RuntimeError):  # the other ranks are gone
         store.set(_ABSENT, str(rank))
         store.set(str(rank), "")
 
 
 def call(store: Store, rank: int, size: int, timeout: float) -> list[int]:
-    """Which ranks do not call this within a time, the same answer at all that do.
+    """Return the ranks that do not call this in time; all ranks that do get the same answer.
 
     Args:
-        store: with no other keys.
-        rank, size: of this process.
-        timeout: seconds that rank 0 waits; the others give it a little more to say so.
+        store: store without other keys.
+        rank, size: rank of this process, and number of ranks.
+        timeout: seconds that rank 0 waits; the other ranks wait a little longer for its answer.
     """
     said = _missing(store, size, timeout) if rank == 0 else _hear(store, rank, timeout)
     return [int(other) for other in said.split(",") if other]
 
 
 def _missing(store: Store, size: int, timeout: float) -> str:
-    """At rank 0: who is not there in time, with commas; the others are told."""
+    """Return the missing ranks, separated by commas, and publish them; called on rank 0."""
     others = [str(rank) for rank in range(1, size)]
     try:
         store.wait(others, datetime.timedelta(seconds=timeout))
@@ -78,7 +81,7 @@ def _missing(store: Store, size: int, timeout: float) -> str:
         missing = ",".join(rank for rank in others if not store.check([rank]))
     store.set("missing", missing)
     if missing:
-        # The store ends with this process, so the others have to read it first.
+        # The store ends with this process, so the other ranks have to read it first.
         with contextlib.suppress(RuntimeError):
             there = [f"{rank} knows" for rank in others if rank not in missing.split(",")]
             store.wait(there, datetime.timedelta(seconds=GRACE_SECONDS))
@@ -86,7 +89,7 @@ def _missing(store: Store, size: int, timeout: float) -> str:
 
 
 def _hear(store: Store, rank: int, timeout: float) -> str:
-    """At the others: what rank 0 says is missing; rank 0, where it says nothing."""
+    """Return the missing ranks that rank 0 published, or "0" if it does not answer."""
     try:
         store.set(str(rank), "")
         store.wait(["missing"], datetime.timedelta(seconds=timeout + GRACE_SECONDS))
@@ -98,12 +101,12 @@ def _hear(store: Store, rank: int, timeout: float) -> str:
 
 
 def host_of(rendezvous: Rendezvous, rank: int) -> str:
-    """The name of a rank's host."""
+    """Return the name of a rank's host."""
     return rendezvous.roster.hosts[rendezvous.roster.host_of_rank[rank]]
 
 
 def named(rendezvous: Rendezvous, ranks: Sequence[int]) -> str:
-    """`rank 2 on node3, rank 5 on node4`, and no more than eight of them."""
+    """Format ranks as `rank 2 on node3, rank 5 on node4`, at most eight of them."""
     shown = ", ".join(f"rank {rank} on {host_of(rendezvous, rank)}" for rank in ranks[:8])
     return shown + (", …" if len(ranks) > 8 else "")
 

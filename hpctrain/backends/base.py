@@ -1,4 +1,4 @@
-"""The protocol that every backend speaks; a process that is alone speaks it too."""
+"""The interface of all backends, including the one for a single process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 class Work:
-    """Sums that are under way, read without waiting for the device.
+    """Sums in progress, which can be read without waiting for the device.
 
     Args:
-        sums: when they are done; Python's numbers are.
-        work: what torch.distributed gave for them, if anything.
+        sums: tensor that holds the sums when they are done, or finished Python numbers.
+        work: handle of the backend's library for the sums in progress, or None.
     """
 
     def __init__(self, sums: Tensor | Sequence[float], work: Any = None) -> None:
@@ -40,13 +40,13 @@ class Work:
             self._event.record()
 
     def ready(self) -> bool:
-        """Whether `values` returns at once."""
+        """Check whether `values` returns at once."""
         if self._event is not None:
             return bool(self._event.query())  # type: ignore[no-untyped-call]
         return self._work is None or self._work.is_completed()
 
     def values(self) -> list[float]:
-        """The numbers; waits for them where it must."""
+        """Return the sums; wait for them if necessary."""
         if self._event is not None:
             self._event.synchronize()
         elif self._work is not None:
@@ -55,10 +55,10 @@ class Work:
 
 
 def vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """Numbers, some of them perhaps tensors of one element, as one float64 tensor."""
+    """Return numbers as one float64 tensor; some of them may be tensors of one element."""
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=torch.float64)
-    # torch.as_tensor would copy a Python number over, and wait for all that the device has to do.
+    # torch.as_tensor would copy a Python number, and wait for all pending work of the device.
     return torch.stack(
         [
             n.to(device, torch.float64, non_blocking=True)
@@ -70,20 +70,20 @@ def vector(numbers: Sequence[Any], device: torch.device) -> Tensor:
 
 
 class Backend(ABC):
-    """How ranks talk. All methods but `between` are called by all ranks alike.
+    """The communication of the ranks. All ranks call all methods alike, except `send_recv`.
 
     Args:
-        rendezvous: the ranks, their hosts and addresses.
-        device: of this rank.
-        settings: how it has to work.
+        rendezvous: all ranks, with their hosts and addresses.
+        device: device used by this rank.
+        settings: settings of the backend.
 
     Attributes:
-        name: as in `--backend`.
-        transport: what carries the numbers, such as "gloo"; for people.
-        rank, world_size: as the backend itself counts.
-        device: of this rank.
-        prints: whether its library prints on standard error by itself.
-        mend: what to type where it counts other ranks than the launcher.
+        name: name of the backend, as in `--backend`.
+        transport: library that carries the data, such as "gloo"; for messages to the user.
+        rank, world_size: rank of this process and number of ranks, as the backend counts them.
+        device: device used by this rank.
+        captures_stderr: whether to capture standard error, as the backend's library writes to it.
+        mismatch_hint: fix to show when the backend's ranks differ from the launcher's.
     """
 
     name: str
@@ -101,49 +101,50 @@ class Backend(ABC):
 
     @classmethod
     def check(cls, world: World, device: torch.device, settings: Settings) -> None:
-        """Look for what cannot work, before the ranks meet.
+        """Check whether the backend can work, before the rendezvous.
 
         Raises:
-            UsageError: something is missing here, or the settings contradict each other.
+            UsageError: something is missing on this host, or the settings contradict each other.
         """
         del world, device, settings
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as it trains with the others; attributes and state_dict() stay its own."""
+        """Return the model prepared for all ranks; it keeps its attributes and state_dict()."""
 
     @abstractmethod
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
-        """Whether the next backward pass of a wrapped model averages its gradients."""
+        """Set whether the next backward pass of a wrapped model averages its gradients."""
 
     def attach(self, loss: Tensor, first: bool) -> Tensor:
         """Let the backward pass of a loss average the gradients of every prepared model.
 
-        However the loss was made: by `model(x)`, by another method, by the model as it was before
-        `prepare`, and with parameters that were frozen or unfrozen since. Called by all ranks.
+        This works however the loss was computed: by `model(x)`, by another method, by the model as
+        it was before `prepare`, and with parameters that were frozen or unfrozen since. Called by
+        all ranks.
 
         Args:
-            loss: of a micro-batch.
-            first: whether that is the first one of its step.
+            loss: loss of a micro-batch.
+            first: whether the micro-batch is the first one of its step.
 
         Returns:
-            The loss to go backward from.
+            The loss on which to call `backward`.
         """
         del first
         return loss
 
     def forget(self) -> None:  # noqa: B027, as only Horovod's hooks count
-        """Micro-batches of the step under way do not count; its gradients are cleared."""
+        """Discard the micro-batches of the current step; its gradients are cleared."""
 
     def sync_gradients(self) -> None:  # noqa: B027, as ddp's backward pass has done it
-        """After the last backward pass of a step: every gradient is now that of all ranks."""
+        """Wait until every gradient is averaged, after the last backward pass of a step."""
 
     def update(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> None:
-        """Take an optimizer's step.
+        """Take an optimizer step.
 
         Args:
-            optimizer: one of those that were prepared.
-            step: takes it on this rank, with the gradients as they are.
+            optimizer: a prepared optimizer.
+            step: function that takes the step on this rank, with the current gradients.
         """
         step(optimizer)
 
@@ -156,30 +157,30 @@ class Backend(ABC):
         """Begin to sum each of some numbers over the ranks, in float64.
 
         Args:
-            numbers: Python's, and on a GPU also tensors of one element on the device.
+            numbers: Python numbers, and on a GPU also tensors of one element on the device.
         """
 
     @abstractmethod
     def broadcast_object(self, thing: T) -> T:
-        """Rank 0's object (picklable) on every rank."""
+        """Return rank 0's object (picklable) on every rank."""
 
     @abstractmethod
     def gather_object(self, thing: T) -> list[T]:
-        """The object (picklable) of every rank, at rank 0; at the others an empty list."""
+        """Return the objects (picklable) of all ranks on rank 0, and an empty list elsewhere."""
 
     @abstractmethod
     def meet(self, words: str) -> list[str]:
-        """Wait for all ranks, and give the words of each, in the order of ranks.
+        """Wait for all ranks, and return the words of each, in the order of ranks.
 
-        Apart from all other exchanges: where another rank is at one of those, it comes to no harm.
+        This is separate from all other exchanges: it does not disturb a rank that is in one.
         """
 
     @abstractmethod
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Give every rank the tensors of rank 0, in place."""
+        """Copy the tensors of rank 0 to every rank, in place."""
 
     def send_recv(self, tensor: Tensor, source: int, target: int) -> None:
-        """Send a tensor from one rank to another, in place; called by these two alone.
+        """Send a tensor from one rank to another, in place; called by these two ranks only.
 
         Raises:
             UsageError: this backend has only collectives.
@@ -188,21 +189,22 @@ class Backend(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this."""
 
     def baseline(self) -> Baseline:
-        """The same without hpctrain, among the same ranks."""
+        """Return the baseline: the same exchanges without hpctrain, among the same ranks."""
         return Baseline()
 
     def explain(self, error: BaseException) -> HpctrainError | None:
-        """Who is to blame for an error that came out of this backend; None where nobody knows."""
+        """Return an error that names the cause of an exception of this backend, or None."""
         del error
         return None
 
     @abstractmethod
     def close(self, failure: str | None = None) -> None:
-        """Let go of everything.
+        """Close the backend and free its resources.
 
         Args:
-            failure: what went wrong on this rank; then the others may be gone.
+            failure: what failed on this rank, or None; after a failure the other ranks may be
+                gone.
         """

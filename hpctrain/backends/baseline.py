@@ -1,4 +1,4 @@
-"""What an expert writes without hpctrain: the yardstick of `hpctrain bench`."""
+"""The baseline of `hpctrain bench`: what an expert writes without hpctrain."""
 
 import torch
 from torch import Tensor, nn
@@ -8,25 +8,25 @@ __all__ = ["Baseline"]
 
 
 class Baseline:
-    """For one process, which shares nothing; each backend with several ranks has its own."""
+    """The baseline for one process; each backend with several ranks has its own."""
 
     def sum(self, tensor: Tensor) -> None:
-        """The raw call that sums a tensor over the ranks, in place."""
+        """Sum a tensor over the ranks with the raw call, in place."""
 
     def share(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Both as they train with those of the other ranks.
+        """Return model and optimizer prepared for training with the other ranks.
 
         Args:
-            model: on its device.
-            optimizer: of its parameters.
+            model: model, on its device.
+            optimizer: optimizer of the model's parameters.
         """
         return model, optimizer
 
     def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
-        """The optimizer's step after a backward pass.
+        """Take the optimizer step after a backward pass.
 
         Args:
-            optimizer: of `share`.
-            scaler: of the loss; it may be switched off.
+            optimizer: optimizer that `share` returned.
+            scaler: scaler of the loss; it may be disabled.
         """
         scaler.step(optimizer)

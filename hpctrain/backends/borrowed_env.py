@@ -1,4 +1,4 @@
-"""Variables that a library reads from the environment alone: lent to it, and put back."""
+"""Environment variables that a library reads: set for it, and restored afterwards."""
 
 from collections.abc import MutableMapping
 
@@ -6,10 +6,10 @@ __all__ = ["Environment"]
 
 
 class Environment:
-    """Changes of an environment that can be undone.
+    """Changes of environment variables that can be undone.
 
     Args:
-        environ: what is changed, such as `os.environ`.
+        environ: mapping to change, such as `os.environ`.
     """
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
@@ -17,7 +17,7 @@ class Environment:
         self._before: dict[str, str | None] = {}
 
     def set(self, name: str, value: str | None) -> None:
-        """Give a variable a value; None takes it away."""
+        """Set a variable; None removes it."""
         self._before.setdefault(name, self._environ.get(name))
         if value is None:
             self._environ.pop(name, None)
@@ -25,12 +25,12 @@ class Environment:
             self._environ[name] = value
 
     def default(self, name: str, value: str | None) -> None:
-        """Give a value to a variable that has none; None leaves it so."""
+        """Set a variable that is not set; None changes nothing."""
         if value is not None and name not in self._environ:
             self.set(name, value)
 
     def put_back(self) -> None:
-        """Leave every variable as it was found."""
+        """Restore every changed variable."""
         for name, value in self._before.items():
             if value is None:
                 self._environ.pop(name, None)

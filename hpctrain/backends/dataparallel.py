@@ -1,4 +1,4 @@
-"""One process for all GPUs that it sees: torch.nn.DataParallel."""
+"""The backend of one process for all visible GPUs: torch.nn.DataParallel."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ __all__ = ["DataParallel", "TransparentDataParallel"]
 
 
 class DataParallel(Single):
-    """A world of one rank, whose micro-batches are cut into a part for each GPU.
+    """A world of one rank that splits each micro-batch into one part per GPU.
 
     Source: `torch.nn.DataParallel`, which copies the model to all GPUs in every forward pass.
-    Weights, gradients and losses are those of the first GPU. Batch norm knows one part each.
+    Weights, gradients and losses are those of the first GPU. Batch norm on a GPU uses one part.
     """
 
     name = "dataparallel"
@@ -37,7 +37,7 @@ class DataParallel(Single):
 
     @classmethod
     def check(cls, world: World, device: torch.device, settings: Settings) -> None:
-        """Look for a world of one process that has a GPU."""
+        """Check that the world is one process that has a GPU."""
         del settings
         if world.world_size > 1:
             raise UsageError(
@@ -53,11 +53,11 @@ class DataParallel(Single):
             )
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model inside of DataParallel, over all GPUs."""
+        """Return the model wrapped in DataParallel, over all GPUs."""
         return TransparentDataParallel(model)
 
     def baseline(self) -> Baseline:
-        """That of torch."""
+        """Return the baseline with torch's own DataParallel."""
         return _Baseline()
 
 
@@ -67,10 +67,10 @@ class _Baseline(Baseline):
 
 
 class TransparentDataParallel(Transparent, nn.DataParallel):  # type: ignore[type-arg]
-    """DataParallel that shows the model inside: its attributes, names and state.
+    """DataParallel that exposes the attributes, names and state of the model inside.
 
-    It computes on each GPU in a thread of its own, in which torch forgets the type that autocast
-    has in this one (`parallel_apply`, torch 2.15): bf16 would be fp16 there.
+    It computes on each GPU in a separate thread, in which torch loses the autocast type of the
+    calling thread (`parallel_apply`, torch 2.15): bf16 would be fp16 there.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -80,6 +80,6 @@ class TransparentDataParallel(Transparent, nn.DataParallel):  # type: ignore[typ
         module.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype("cuda", outside[0]))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model on all GPUs, in the type that autocast has here."""
+        """Run the model on all GPUs, with the autocast type of the calling thread."""
         self._outside[0] = torch.get_autocast_dtype("cuda")
         return super().forward(*inputs, **kwargs)

@@ -1,4 +1,4 @@
-"""What a backend is told before it opens. No torch."""
+"""The settings that a backend gets before it opens. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,15 +9,15 @@ __all__ = ["Settings"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a backend has to work, whichever it is.
+    """The settings of any backend.
 
     Attributes:
         timeout: seconds that a collective may take.
-        start_timeout: seconds that it may take to connect the ranks.
-        accumulate: micro-batches of a step.
-        deterministic: whether repeats have to be bit-equal.
-        loss_scaled: whether the ranks have to skip the same steps, as a loss scale lets them.
-        own: the options of this backend alone, by their names without its own in front.
+        start_timeout: seconds that the connection of the ranks may take.
+        accumulate: micro-batches per step.
+        deterministic: whether repeated runs have to be bit-equal.
+        loss_scaled: whether a loss scale may skip steps, which all ranks then have to skip alike.
+        own: options of this backend alone, by name without the prefix of the backend.
     """
 
     timeout: float

@@ -1,4 +1,4 @@
-"""One process: nothing to exchange, and nothing to pay for it."""
+"""The backend for one process: no communication and no overhead."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -26,40 +26,40 @@ class Single(Backend):
         self.rank, self.world_size, self.device = 0, 1, device
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model itself."""
+        """Return the model itself."""
         return model
 
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
-        """Nothing: gradients are ready as they are."""
+        """Do nothing: the gradients are ready."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor is its own sum."""
+        """Return the tensor, which is its own sum."""
         return tensor
 
     def sum_async(self, numbers: Sequence[Any]) -> Work:
-        """The numbers are their own sums; on a CPU no tensor is needed to say so."""
+        """Return the numbers, which are their own sums; on a CPU no tensor is needed."""
         return Work(numbers if self.device.type == "cpu" else vector(numbers, self.device))
 
     def broadcast_object(self, thing: T) -> T:
-        """The object itself."""
+        """Return the object itself."""
         return thing
 
     def gather_object(self, thing: T) -> list[T]:
-        """The object itself."""
+        """Return a list of the object."""
         return [thing]
 
     def meet(self, words: str) -> list[str]:
-        """The words themselves."""
+        """Return a list of the words."""
         return [words]
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def send_recv(self, tensor: Tensor, source: int, target: int) -> None:
-        """Nothing: the only rank has it."""
+        """Do nothing: the only rank has the tensor."""
 
     def barrier(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self, failure: str | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""

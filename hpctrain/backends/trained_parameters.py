@@ -1,4 +1,4 @@
-"""Which parameters of a model are trained, and whether that has changed."""
+"""A record of which parameters of a model are trained, to detect changes."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -13,10 +13,10 @@ _TRAINED = attrgetter("requires_grad")
 
 
 class Trained:
-    """The parameters of a prepared model.
+    """The trained parameters of a prepared model.
 
     Args:
-        model: as it was given to `prepare`.
+        model: model as given to `prepare`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -25,11 +25,11 @@ class Trained:
         self._flags = list(map(_TRAINED, self._all))
 
     def changed(self) -> bool:
-        """Whether some were frozen or unfrozen. It looks at each."""
+        """Check whether parameters were frozen or unfrozen. Cost: it reads each parameter."""
         return list(map(_TRAINED, self._all)) != self._flags
 
     def refresh(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Take note of what is trained now; return what was not trained before, with its names."""
+        """Record which parameters are trained now; return the new ones with their names."""
         before = {id(p) for p, flag in zip(self._all, self._flags, strict=True) if flag}
         self._all = list(self.model.parameters())
         self._flags = list(map(_TRAINED, self._all))

@@ -1,4 +1,4 @@
-"""A model inside of one of torch's wrappers, which shows as the plain model."""
+"""A mixin for torch's model wrappers, so that they look like the plain model."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +9,9 @@ __all__ = ["Transparent"]
 
 
 class Transparent(nn.Module):
-    """Shows the model in `module`: its attributes, names and state.
+    """A mixin that exposes the attributes, names and state of the model in `module`.
 
-    To be mixed in before the wrapper: `class TransparentDDP(Transparent, DistributedDataParallel)`.
+    It stands before the wrapper: `class TransparentDDP(Transparent, DistributedDataParallel)`.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -21,7 +21,7 @@ class Transparent(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of the model inside, without a prefix."""
+        """Return the state of the model inside, without a prefix."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -29,14 +29,14 @@ class Transparent(nn.Module):
         return self.module.load_state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The names of the model inside, without a prefix."""
+        """Yield the parameters of the model inside, with names without a prefix."""
         yield from self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The names of the model inside, without a prefix."""
+        """Yield the buffers of the model inside, with names without a prefix."""
         yield from self.module.named_buffers(*args, **kwargs)
 
-    # Of nn.Sequential, ModuleList and the like; other models raise as they do by themselves.
+    # For nn.Sequential, ModuleList and similar; other models raise their own errors.
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]
 
@@ -47,4 +47,4 @@ class Transparent(nn.Module):
         return len(self.module)  # type: ignore[arg-type]
 
     def __bool__(self) -> bool:
-        return True  # also where the model has no length
+        return True  # even if the model has no length

@@ -1,11 +1,11 @@
-"""Checkpoints that are whole or not there, written while training goes on.
+"""Checkpoints that are complete or absent, written while training continues.
 
-    checkpoints/step-00000042/model.pt …      one file for each part of the state
+    checkpoints/step-00000042/model.pt …      one file per part of the state
                               manifest.json   sizes and hashes of the files, step, facts of the run
 
-`snapshot` copies the state between two steps, `writer` has a thread that writes the copy, `folder`
-commits it by a rename, `reading` holds what it loads against the manifest, `export` gives weights
-to other programs, `weights` takes those that a training begins with.
+`snapshot` copies the state between two steps. `writer` writes the copy in a thread. `folder`
+commits the checkpoint with a rename. `loading` checks what it loads against the manifest. `export`
+writes weights for other programs. `weights` loads initial weights.
 """
 
 from hpctrain.checkpoint.export import export

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: of the machine, and of its job's cgroup."""
+"""Memory that this process may still allocate, limited by the host and the job's cgroup."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ __all__ = ["available"]
 
 
 def available(root: Path = Path("/")) -> int | None:
-    """Bytes; None where the system does not say.
+    """Return the available memory in bytes; None if the system does not report it.
 
-    Slurm and containers limit a job by a cgroup, often far below what the machine has. Memory of
-    the page cache that the kernel would give back counts as available.
+    Slurm and containers limit a job with a cgroup, often far below the memory of the host. Page
+    cache that the kernel can free counts as available.
 
     Args:
-        root: below which /proc and /sys lie.
+        root: folder that contains /proc and /sys.
 
     Source: proc(5), MemAvailable; cgroup-v2.rst and cgroup-v1/memory.rst of the Linux kernel.
     """
@@ -29,7 +29,7 @@ def _of_machine(root: Path) -> int | None:
 
 
 def _groups(root: Path) -> list[tuple[Path, Path, Path, str]]:
-    """Limit, use, statistics and the name of the inactive cache there, of all groups around."""
+    """Return limit, use, statistics and inactive cache's name, for this cgroup and its parents."""
     found = []
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, name = line.split(":", 2)
@@ -42,7 +42,7 @@ def _groups(root: Path) -> list[tuple[Path, Path, Path, str]]:
             continue
         mount = root / "sys/fs/cgroup" / top
         group = mount / name.strip("/")
-        # In a container the path may be that of the host, while the mount shows only its own.
+        # In a container the path may be the host's, while the mount shows only the container's.
         for folder in (group, *group.parents):
             if folder == mount or mount in folder.parents:
                 found.append((folder / limit, folder / use, folder / "memory.stat", cache))

@@ -1,4 +1,4 @@
-"""Files that are on the disk when they are said to be."""
+"""Writing of files and folders that waits until the data are on the disk."""
 
 import errno
 import hashlib
@@ -15,9 +15,9 @@ _PIECE = 1 << 20
 
 
 class _Hashing:
-    """Takes what torch.save writes: on to a file, and to its hash.
+    """File object for torch.save that writes to a file and computes its hash.
 
-    An exception would have to pass through torch's C++, so the first error is kept for later and
+    An exception would have to pass through torch's C++ code. So the first error is stored and
     nothing more is written.
     """
 
@@ -27,7 +27,7 @@ class _Hashing:
         self.error: Exception | None = None
 
     def write(self, data: Any) -> int:
-        """All of it, or nothing more after an error."""
+        """Write and hash all data; write nothing more after an error."""
         view = memoryview(data)
         try:
             for start in range(0, len(view) if self.error is None else 0, _PIECE):
@@ -39,15 +39,15 @@ class _Hashing:
         return len(view)
 
     def flush(self) -> None:
-        """When all is written."""
+        """Do nothing; `torch.save` needs this method."""
 
 
 def write(path: Path, value: Any) -> dict[str, Any]:
-    """Write a value as `torch.save` does and wait for the disk; its size and hash.
+    """Write a value with `torch.save`, wait for the disk and return size and hash of the file.
 
     Raises:
-        OSError: it could not be written.
-        RuntimeError: torch could not, for a reason of its own.
+        OSError: the file could not be written.
+        RuntimeError: torch could not write the value.
     """
     with open(path, "xb", buffering=_PIECE) as file:
         hashing = _Hashing(file)
@@ -60,16 +60,16 @@ def write(path: Path, value: Any) -> dict[str, Any]:
 
 
 def sync(folder: Path) -> None:
-    """Let the names in a folder reach the disk.
+    """Write the names in a folder to the disk.
 
     Raises:
-        OSError: they do not.
+        OSError: the names could not be written.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # file systems without such a call
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # file systems without this call
             raise
     finally:
         os.close(descriptor)

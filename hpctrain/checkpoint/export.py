@@ -1,7 +1,7 @@
-"""Weights of a checkpoint as safetensors, a file that other programs read without running code.
+"""Export of a checkpoint's weights as safetensors, a format that runs no code when it is read.
 
-Source: https://huggingface.co/docs/safetensors: metadata are strings; of tensors that share memory
-one is written, and its other names are metadata, as `safetensors.torch.save_model` does it.
+Source: https://huggingface.co/docs/safetensors: metadata are strings. Of tensors that share memory,
+one is written and the other names go to the metadata, as in `safetensors.torch.save_model`.
 """
 
 import importlib
@@ -30,19 +30,20 @@ def export(
     best: str | None = None,
     ema: bool = False,
 ) -> int:
-    """Write the weights and buffers of a checkpoint to a file, whole or not at all.
+    """Write the weights and buffers of a checkpoint to a file, completely or not at all.
 
-    One model has the names of its state_dict(), several have `model0.` and so on before them.
+    The names of a single model are those of its state_dict(). With several models each name has a
+    prefix, `model0.` and so on.
 
     Args:
-        directory: of the run.
-        target: the file; one that is there is replaced.
-        step: of the checkpoint (default: the newest whole one).
-        best: of a metric, instead of a step.
-        ema: the averages of `--ema` in place of the weights that they are of.
+        directory: run directory.
+        target: file to write; an existing file is replaced.
+        step: step of the checkpoint (default: newest complete one).
+        best: name of a metric; selects the checkpoint with its best value instead of `step`.
+        ema: whether to write the averages of `--ema` in place of the weights.
 
     Returns:
-        The step of the checkpoint.
+        Step of the checkpoint.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -62,7 +63,7 @@ def export(
     metadata |= {"format": "pt", "step": str(step), "run": _name_of(directory)}
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        # Made by Python, so that its mode follows the umask whatever safetensors does.
+        # Python creates the file, so that its mode follows the umask whatever safetensors does.
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode & 0o777
         writer.save_file(weights, str(temporary), metadata)
@@ -71,7 +72,7 @@ def export(
             os.fsync(file.fileno())
         temporary.replace(target)
         sync(target.parent)
-    except Exception as error:  # safetensors has a kind of its own
+    except Exception as error:  # safetensors has its own error type
         raise UsageError(
             f"{target} could not be written: {error}",
             "a file in a folder with room, and dense tensors",
@@ -85,7 +86,7 @@ def export(
 def _find(
     directory: RunDirectory, step: int | None, best: str | None, ema: bool
 ) -> tuple[int, dict[str, Any]]:
-    """The step and the parts that are needed."""
+    """Return the step and the required parts of the selected checkpoint."""
     parts = {"model", "ema"} if ema else {"model"}
     found = places(directory)
     if best is not None:
@@ -119,7 +120,7 @@ def _find(
 def _named(
     state: Mapping[str, Any], ema: bool, directory: RunDirectory
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors by name, none of which share memory, and the other names of those that did."""
+    """Return tensors by name, without shared memory, and the removed names of shared tensors."""
     models: Sequence[Mapping[str, Any]] = state["model"]
     if ema and "ema" not in state:
         raise UsageError(
@@ -143,7 +144,7 @@ def _named(
             if known != prefix + name:
                 others[prefix + name] = known
             else:
-                # Without this a view would drag its whole storage along, or be refused.
+                # Without the clone, a view would write its whole storage or be refused.
                 weights[prefix + name] = tensor.detach().clone().contiguous()
     return weights, others
 

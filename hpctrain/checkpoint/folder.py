@@ -1,10 +1,10 @@
-"""The folder of a checkpoint: written under another name, and renamed when it is whole.
+"""The folder of a checkpoint: written under a temporary name and renamed when it is complete.
 
-    .step-00000042.HOST.PID.RANDOM   under way, or to be removed, by the process PID of HOST
-    .step-00000042.old               being replaced, where that takes two renames
+    .step-00000042.HOST.PID.RANDOM   being written or removed by the process PID of HOST
+    .step-00000042.old               being replaced, if that needs two renames
 
-A process may be killed, or the machine lost, between any two system calls: whatever is there then,
-a reader finds the newest checkpoint that was committed.
+A process may be killed, or the host may fail, between any two system calls. In every case a reader
+finds the newest committed checkpoint.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ from hpctrain.rundir import RunDirectory
 
 __all__ = ["Folder"]
 
-_AT_FDCWD = -100  # of fcntl.h
-_RENAME_EXCHANGE = 2  # of linux/fs.h
+_AT_FDCWD = -100  # from fcntl.h
+_RENAME_EXCHANGE = 2  # from linux/fs.h
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>[\w.-]*)\.(?P<pid>\d+)\.[0-9a-f]{16}\Z", re.ASCII)
-# What a person can do about an error: what is missing, and what to type.
+# By error number: what is missing, and commands for the user.
 _FIXING = {
     errno.ENOSPC: ("a file system with room", "df -h {0}; df -i {0}"),
     errno.EDQUOT: ("room in the quota", "quota -s; on Lustre: lfs quota -h {0}"),
@@ -49,13 +49,13 @@ _FIXING = {
 
 
 class Folder:
-    """Writes the checkpoints of a run.
+    """The checkpoint folders of a run: writes, commits and removes them.
 
     Args:
-        directory: of the run.
-        keep: how many of the newest stay.
-        best: the metric of which the best one stays as well.
-        commit: entered around renames and removals; see `Writer`.
+        directory: run directory.
+        keep: number of newest checkpoints to keep.
+        best: name of a metric; the checkpoint with its best value is kept too.
+        commit: context manager around renames and removals; see `Writer`.
     """
 
     def __init__(
@@ -70,19 +70,19 @@ class Folder:
         self._best = best
         self._commit = commit
         self._host = _here()
-        self._mine: Path | None = None  # the temporary one under way
+        self._mine: Path | None = None  # temporary folder being written
 
     def save(self, step: int, snapshot: Snapshot, facts: Mapping[str, Any]) -> Path:
-        """Write a checkpoint, commit it, then remove those that are not kept.
+        """Write a checkpoint, commit it, then remove the checkpoints that are not kept.
 
         Args:
             step: optimizer steps done.
-            snapshot: each part becomes a file.
-            facts: more for the manifest; JSON values.
+            snapshot: state to write; each part becomes a file.
+            facts: additional entries for the manifest; JSON values.
 
         Raises:
-            CheckpointError: it could not be written, and those before it are untouched; or that of
-                `commit()`.
+            CheckpointError: the checkpoint could not be written, and earlier ones are unchanged;
+                or `commit()` raised it.
         """
         final = self._directory.checkpoint(step)
         self._mine = self._name(step)
@@ -97,7 +97,7 @@ class Folder:
                 self._put(self._mine, final)
                 self._thin_out(step)
                 self._clear(locked=self._commit is not nullcontext)
-        # torch.save has a RuntimeError of its own for a file that it cannot write.
+        # torch.save raises RuntimeError for a file that it cannot write.
         except (OSError, RuntimeError, MemoryError) as error:
             raise self._failed(step, error) from None
         finally:
@@ -121,7 +121,7 @@ class Folder:
         sync(folder)
 
     def _put(self, temporary: Path, final: Path) -> None:
-        """The rename that commits; what was there before goes, or comes back after an error."""
+        """Commit by rename; remove what it replaces, or restore that after an error."""
         there, aside = os.path.lexists(final), replaced(final)
         swapped = there and _exchange(temporary, final)
         if there and not swapped:
@@ -143,7 +143,7 @@ class Folder:
             self._discard(aside, temporary)
 
     def _settle(self) -> None:
-        """Finish what a process left that was killed while it replaced a checkpoint."""
+        """Complete the replacement of a checkpoint after its process was killed."""
         for step, folder in places(self._directory).items():
             final = self._directory.checkpoint(step)
             if folder != final:
@@ -152,10 +152,10 @@ class Folder:
                 self._discard(replaced(final), self._name(step))
 
     def _thin_out(self, step: int) -> None:
-        """Remove all but the newest that seem whole, and the best.
+        """Remove all but the newest checkpoints that seem complete, and the best one.
 
-        Later ones than the newest are those of a run that went back behind them, as they were
-        damaged; it will write them anew.
+        Checkpoints of later steps stay. They were damaged, so the run resumed from an earlier step
+        and will write them again.
         """
         found = {s: folder for s, folder in places(self._directory).items() if s <= step}
         best = None if self._best is None else best_of(self._directory, self._best)
@@ -166,16 +166,17 @@ class Folder:
             newest += _seems_whole(found[old], old)
 
     def _discard(self, folder: Path, temporary: Path) -> None:
-        """Remove a folder that is no checkpoint any more before the first of its files goes."""
+        """Rename a checkpoint folder before its files are removed, so that it counts no more."""
         with contextlib.suppress(OSError):
             folder.rename(temporary)
             _remove(temporary)
 
     def _clear(self, locked: bool) -> None:
-        """Remove what earlier starts were writing or removing when they ended.
+        """Remove the temporary folders of earlier starts that have ended.
 
         Args:
-            locked: nobody else can be committing, so what other hosts left goes as well.
+            locked: whether no other start can commit now, so that folders of other hosts can be
+                removed too.
         """
         for entry in self._directory.checkpoints.iterdir():
             match = _TEMPORARY.match(entry.name)
@@ -186,7 +187,7 @@ class Folder:
                 _remove(entry)
 
     def _name(self, step: int) -> Path:
-        """A name that no other process has, on this host or another."""
+        """Return a temporary path that no other process on any host uses."""
         final = self._directory.checkpoint(step)
         return final.with_name(f".{final.name}.{self._host}.{os.getpid()}.{secrets.token_hex(8)}")
 
@@ -202,7 +203,7 @@ class Folder:
 
 
 def _seems_whole(folder: Path, step: int) -> bool:
-    """Whether the manifest is good and the files are there in their sizes."""
+    """Return whether the manifest is valid and all files have the right size."""
     try:
         files = read_manifest(folder, step)["files"]
         return all((folder / name).lstat().st_size == said["size"] for name, said in files.items())
@@ -211,13 +212,16 @@ def _seems_whole(folder: Path, step: int) -> bool:
 
 
 def _here() -> str:
-    """Where a process number means this process: the host, and the namespace of a container."""
+    """Return host name and pid namespace, as a process id is unique only within both."""
     host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)
     return f"{host}.{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _alive(pid: int) -> bool:
-    """Whether another process of this host has that number; this one has but its own folder."""
+    """Return whether another process of this host has this id.
+
+    This process counts as ended, because it writes only its current folder.
+    """
     if pid == os.getpid():
         return False
     try:
@@ -230,18 +234,18 @@ def _alive(pid: int) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """As far as that goes; of a link the link, of a file the file."""
+    """Remove a folder as far as possible; remove a link or a file itself."""
     with contextlib.suppress(OSError):
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change their names in one step; False where the file system cannot.
+    """Swap the names of two folders atomically; return False if the system does not support it.
 
     Source: rename(2), RENAME_EXCHANGE.
     """
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc from 2.28 on
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc 2.28 or later
     if renameat2 is None:
         return False
     names = (os.fsencode(one), os.fsencode(other))

@@ -1,4 +1,4 @@
-"""Reads checkpoints and takes nothing on trust: neither names, nor sizes, nor contents."""
+"""Reading of checkpoints, with checks of names, sizes and contents."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ __all__ = [
 
 FORMAT = 3
 MANIFEST = "manifest.json"
-# More than any state has; a manifest beyond that is none of ours.
+# No state needs more; hpctrain did not write a manifest above these limits.
 _MOST_BYTES = 1 << 24
 _MOST_FILES = 1000
 _FILE = re.compile(r"[^\W.][\w.-]*\.pt\Z")
@@ -40,15 +40,15 @@ _REPLACED = re.compile(r"\.step-(\d{8,})\.old\Z", re.ASCII)
 
 
 def replaced(folder: Path) -> Path:
-    """Where a checkpoint is for a moment when it is replaced in two renames."""
+    """Return the temporary path of a checkpoint while two renames replace it."""
     return folder.with_name(f".{folder.name}.old")
 
 
 def places(directory: RunDirectory) -> dict[int, Path]:
-    """The folder of each committed checkpoint by its step, rising.
+    """Return the folder of each committed checkpoint by step, in ascending order.
 
-    A process may have been killed between the two renames by which it replaced a checkpoint: then
-    the one that was to be replaced counts still.
+    A process may have been killed between the two renames that replace a checkpoint. Then the old
+    checkpoint still counts.
     """
     found = {}
     if directory.checkpoints.is_dir():
@@ -62,16 +62,17 @@ def places(directory: RunDirectory) -> dict[int, Path]:
 def load_newest(
     directory: RunDirectory, run: Mapping[str, Any] | None = None
 ) -> tuple[int, dict[str, Any]] | None:
-    """The newest whole checkpoint: its step and state; None when there is none at all.
+    """Return step and state of the newest complete checkpoint; None if there is no checkpoint.
 
-    One that is damaged, or of another run, is named and the one before it is taken.
+    A checkpoint that is damaged or belongs to another run is logged, and the one before it is
+    tried.
 
     Args:
-        directory: of the run.
-        run: what its checkpoints say of it in their manifests' `run` (default: anything).
+        directory: run directory.
+        run: required value of `run` in the manifests (default: any).
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them is whole.
+        CheckpointError: there are checkpoints, but none of them is complete.
     """
     found = places(directory)
     for step in reversed(found):
@@ -94,16 +95,16 @@ def load(
     parts: Collection[str] | None = None,
     run: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The state in a checkpoint, part by part, on the CPU.
+    """Return the state in a checkpoint by name of the part, on the CPU.
 
     Args:
-        folder: of the checkpoint.
-        step: that it has to be of.
-        parts: those to read, where they are there (default: all).
-        run: that it has to be of (default: any).
+        folder: folder of the checkpoint.
+        step: required step of the checkpoint.
+        parts: names of the parts to read, if they exist (default: all).
+        run: required value of `run` in the manifest (default: any).
 
     Raises:
-        CheckpointError: it is not what was written, or of another run.
+        CheckpointError: the checkpoint has changed since it was written, or belongs to another run.
     """
     state = {}
     manifest = read_manifest(folder, step)
@@ -122,16 +123,16 @@ def load(
                 state[part] = torch.load(file, map_location="cpu", weights_only=True)
         except CheckpointError:
             raise
-        except Exception as error:  # torch.load raises whatever it comes upon
+        except Exception as error:  # torch.load raises errors of many types
             raise CheckpointError(f"{path} cannot be read ({error})") from None
     return state
 
 
 def read_manifest(folder: Path, step: int) -> dict[str, Any]:
-    """What a checkpoint says of itself, held against its own hash and the folder's name.
+    """Return the manifest of a checkpoint after a check of its hash and step.
 
     Raises:
-        CheckpointError: it is not what was written.
+        CheckpointError: the manifest is missing, unreadable or changed.
     """
     try:
         if not stat.S_ISDIR(folder.lstat().st_mode):
@@ -149,7 +150,7 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
 
 
 def _check(manifest: Any, step: int) -> None:
-    """Raise ValueError for what no manifest of this format says."""
+    """Raise ValueError if a manifest is not valid in this format."""
     if not isinstance(manifest, dict):
         raise ValueError(f"a {type(manifest).__name__}")
     if manifest.get("format") != FORMAT:
@@ -173,18 +174,18 @@ def _check(manifest: Any, step: int) -> None:
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
-    """The hash of all that a manifest says, but of this hash."""
+    """Return the hash of a manifest without its `sha256` entry."""
     said = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def best_of(directory: RunDirectory, metric: str) -> int | None:
-    """The step of the best checkpoint that is kept; of two that are alike the newer one.
+    """Return the step of the best checkpoint; the newer one of two equal ones; None without any.
 
     Args:
-        directory: of the run.
-        metric: a name in the `metrics` of its facts. Higher is better, lower where the name ends
-            in "loss". What is not a number is never the best.
+        directory: run directory.
+        metric: name of a metric in the `metrics` of the manifest. Higher is better, lower if the
+            name ends in "loss". A value that is not a number is never the best.
     """
     sign = -1 if metric.endswith("loss") else 1
     values = {}
@@ -200,10 +201,10 @@ def best_of(directory: RunDirectory, metric: str) -> int | None:
 
 
 def _open(path: Path) -> BufferedReader:
-    """Open a regular file that is no link: whoever reads a pipe or a device waits for ever.
+    """Open a regular file that is no link, because a read of a pipe or device may never end.
 
     Raises:
-        OSError: it is none.
+        OSError: the file cannot be opened, or is no regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,4 +1,4 @@
-"""The state as it is between two steps, copied into memory that is kept from save to save."""
+"""Copies of the state between two steps, in memory that is reused from save to save."""
 
 import io
 import pickle
@@ -15,23 +15,23 @@ from hpctrain.process.logging import logger
 
 __all__ = ["Buffers", "Part", "Snapshot", "freeze"]
 
-# Of what is available, the share that a copy may take: the training itself goes on to allocate.
+# Share of the available memory that a copy may use: training continues to allocate memory.
 _SHARE = 0.9
-# What a UsageError asks for.
+# Expected state and fix in a UsageError.
 _EXPECTED = "tensors and plain values in every state_dict()"
 _FIX = "float(x) for a number of NumPy's; strings and lists for objects"
 
 
 @dataclass
 class Part:
-    """A part of the state: its structure, pickled, and the tensors that belong into it."""
+    """A part of the state: its pickled structure and its tensors."""
 
     structure: bytes
     tensors: list[Any]
-    plain: list[int]  # those of the tensors that can be copied as bytes
+    plain: list[int]  # numbers of the tensors that can be copied as bytes
 
     def value(self) -> Any:
-        """What the part was, over the tensors that it has now."""
+        """Return the original value of the part, with the current tensors."""
         return _Filler(self.structure, self.tensors).load()
 
 
@@ -40,9 +40,9 @@ class Snapshot:
     """The parts of a state.
 
     Attributes:
-        parts: by name.
-        copied: whether they are copies, or still the caller's own tensors.
-        events: that have to have come before the copies may be read.
+        parts: parts by name.
+        copied: whether the tensors are copies; otherwise they are the caller's tensors.
+        events: CUDA events that must complete before the copies may be read.
     """
 
     parts: dict[str, Part]
@@ -50,13 +50,13 @@ class Snapshot:
     events: list[torch.cuda.Event] = field(default_factory=list)
 
     def ready(self) -> None:
-        """Wait until the copies of what was on GPUs have arrived."""
+        """Wait until the copies from GPUs are complete."""
         for event in self.events:
             event.synchronize()
 
 
 class _Finder(pickle.Pickler):
-    """Pickles the structure of a value and sets its tensors aside."""
+    """Pickler for the structure of a value, which collects its tensors separately."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -66,7 +66,7 @@ class _Finder(pickle.Pickler):
     def persistent_id(self, thing: Any) -> int | None:
         if not isinstance(thing, Tensor) and not torch.is_storage(thing):
             return None
-        # The tensors are kept, so that no other one can have the same id.
+        # The list keeps the tensors alive, so that no other object can get the same id.
         number = self._numbers.setdefault(id(thing), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(thing)
@@ -74,7 +74,7 @@ class _Finder(pickle.Pickler):
 
 
 class _Filler(pickle.Unpickler):
-    """The inverse."""
+    """Unpickler that combines a structure with tensors; inverse of `_Finder`."""
 
     def __init__(self, structure: bytes, tensors: Sequence[Any]) -> None:
         super().__init__(io.BytesIO(structure))
@@ -85,15 +85,16 @@ class _Filler(pickle.Unpickler):
 
 
 def freeze(state: Mapping[str, Any], known: dict[str, bytes] | None = None) -> Snapshot:
-    """Take the structure and the plain values of a state; tensors are the caller's still.
+    """Copy the structure and the plain values of a state, but not yet its plain tensors.
 
     Args:
-        state: part by part.
-        known: by part a structure that has been tried, which need not be again; kept up to date.
+        state: values by name of the part.
+        known: structures by name of the part that were already checked and need no new check;
+            updated here.
 
     Raises:
-        UsageError: it holds what `torch.save` refuses, or `torch.load` with `weights_only`: that is
-            found when it is written, not when it is needed.
+        UsageError: the state contains values that `torch.save`, or `torch.load` with
+            `weights_only`, refuses. So the error occurs at the save, not at the load.
     """
     parts = {}
     for name, value in state.items():
@@ -106,7 +107,7 @@ def freeze(state: Mapping[str, Any], known: dict[str, bytes] | None = None) -> S
         tensors, structure = finder.tensors, file.getvalue()
         through = _Loop(name)
         if known is None or known.get(name) != structure:
-            # Of the structure alone: what the tensors hold is of no account.
+            # Check the structure only; the content of the tensors does not matter.
             through(_Filler(structure, [torch.empty(0, device="cpu")] * len(tensors)).load())
         if known is not None:
             known[name] = structure
@@ -118,7 +119,7 @@ def freeze(state: Mapping[str, Any], known: dict[str, bytes] | None = None) -> S
 
 
 class _Loop:
-    """A value as a checkpoint gives it back: through `torch.save` and `torch.load`."""
+    """Round trip of a value through `torch.save` and `torch.load`, as in a checkpoint."""
 
     def __init__(self, part: str) -> None:
         self._part = part
@@ -129,7 +130,7 @@ class _Loop:
             torch.save(value, file)
             file.seek(0)
             return torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever a class of the user's raises
+        except Exception as error:  # the user's classes may raise any error
             raise _refused(self._part, error) from None
 
 
@@ -140,7 +141,7 @@ def _refused(part: str, error: Exception) -> UsageError:
 
 
 def _plain(tensor: Any) -> bool:
-    """Whether a tensor is nothing but a view of a storage, which can be copied as bytes."""
+    """Return whether a tensor is only a view of a storage that can be copied as bytes."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -151,11 +152,11 @@ def _plain(tensor: Any) -> bool:
 
 
 class Buffers:
-    """Host memory for copies of a state, kept from one save to the next.
+    """Host memory for copies of a state, reused from one save to the next.
 
-    Storages are copied whole and once each, so views come out as views. Those of GPUs go to pinned
-    memory, in the order of the current stream: the caller may change them at once. Memory that no
-    save has used last time is given back.
+    Each storage is copied once and completely, so views stay views. GPU storages are copied to
+    pinned memory in the order of the current stream, so the caller may change them immediately.
+    Memory that the last save did not use is freed.
     """
 
     def __init__(self) -> None:
@@ -163,10 +164,10 @@ class Buffers:
         self._said = ""
 
     def copy(self, snapshot: Snapshot) -> bool:
-        """Let a snapshot have copies of its tensors; False where there is no room for them.
+        """Replace the tensors of a snapshot by copies; return False if there is no memory.
 
         Raises:
-            UsageError: tensors that share memory under different types, which `torch.save` refuses.
+            UsageError: tensors of different types share memory, which `torch.save` refuses.
         """
         storages = _storages(snapshot)
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -178,8 +179,8 @@ class Buffers:
                 if storage.is_cuda:
                     buffer.copy_(_bytes(storage), non_blocking=True)
                 else:
-                    # By NumPy, in this thread: those of torch wait for each other after each
-                    # tensor, which takes seconds on a machine that has other work.
+                    # With NumPy, in this thread: torch's threads synchronize after each tensor,
+                    # which takes seconds on a busy host.
                     buffer.numpy()[:] = _bytes(storage).numpy()
                 copies[key] = buffer.untyped_storage()
             for part in snapshot.parts.values():
@@ -194,7 +195,7 @@ class Buffers:
         return True
 
     def _take(self, sizes: Sequence[tuple[int, bool]]) -> list[Tensor] | None:
-        """A buffer for each number of bytes, pinned or not; None without room."""
+        """Return one buffer per size in bytes, pinned or not; None if there is no memory."""
         pool: dict[tuple[int, bool], list[Tensor]] = {}
         for buffer in self._kept:
             pool.setdefault((buffer.numel(), buffer.is_pinned()), []).append(buffer)
@@ -211,7 +212,7 @@ class Buffers:
                 _new(*size) if buffer is None else buffer
                 for size, buffer in zip(sizes, found, strict=True)
             ]
-        except (MemoryError, RuntimeError) as error:  # torch has its own kinds of the former
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError for lack of memory
             self._refuse((str(error).splitlines() or ["MemoryError"])[0])
             return None
         self._kept = taken
@@ -232,7 +233,7 @@ class Buffers:
         )
 
     def _say(self, text: str, warn: bool = False) -> None:
-        """Say it, unless it was the last thing that was said."""
+        """Log a text, unless the last one was of the same kind."""
         kind = text.partition(":")[0]
         if kind != self._said:
             (logger.warning if warn else logger.info)("%s", text)
@@ -240,7 +241,7 @@ class Buffers:
 
 
 def _storages(snapshot: Snapshot) -> dict[int, torch.UntypedStorage]:
-    """The storages under all plain tensors, each once."""
+    """Return the storages of all plain tensors, each once."""
     storages: dict[int, torch.UntypedStorage] = {}
     for name, part in snapshot.parts.items():
         types: dict[int, torch.dtype] = {}
@@ -252,7 +253,7 @@ def _storages(snapshot: Snapshot) -> dict[int, torch.UntypedStorage]:
 
 
 def _key(tensor: Tensor) -> int:
-    """Two tensors have the same one where they share a storage."""
+    """Return a key that is equal for tensors that share a storage."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -265,12 +266,12 @@ def _new(size: int, pinned: bool) -> Tensor:
 
 
 def _taken(size: int, pinned: bool) -> int:
-    """The bytes that a buffer takes: torch rounds pinned memory up to a power of two."""
+    """Return the bytes that a buffer needs: torch rounds pinned memory up to a power of two."""
     return 1 << (size - 1).bit_length() if pinned and size else size
 
 
 def _over(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
-    """The same view, of another storage."""
+    """Return the same view of another storage."""
     view = torch.empty(0, dtype=tensor.dtype, device="cpu")
     view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     if isinstance(tensor, torch.nn.Parameter):

@@ -1,8 +1,8 @@
-"""Weights that a training begins with, from a file of this or another program.
+"""Initial weights of a training, from a file of hpctrain or another program.
 
-Source for the forms: `torch.save(model.state_dict())`; the reference scripts of torchvision keep it
-under "model", those of timm under "state_dict"; torch's DistributedDataParallel puts `module.`
-before each name; `export` describes its safetensors.
+Source for the formats: `torch.save(model.state_dict())`; the reference scripts of torchvision store
+it under "model", those of timm under "state_dict"; torch's DistributedDataParallel adds `module.`
+before each name; `export` describes the safetensors format.
 """
 
 import argparse
@@ -28,10 +28,10 @@ _FORMS = "a file of hpctrain export, or of torch.save(model.state_dict(), FILE)"
 
 
 def check_weights(path: Path) -> None:
-    """Look whether a file can be read at all, before the ranks meet.
+    """Check whether a file can be opened, before the rendezvous of the ranks.
 
     Raises:
-        UsageError: there is no such file, or no package that reads it.
+        UsageError: the file cannot be opened, or the package to read it is missing.
     """
     try:
         with path.open("rb"):
@@ -58,15 +58,15 @@ def check_weights(path: Path) -> None:
 
 
 def fill_weights(path: Path, model: nn.Module, number: int) -> None:
-    """Give a model the weights and buffers in a file; all of them or none.
+    """Load the weights and buffers in a file into a model; all of them or none.
 
     Args:
-        path: of the file.
-        model: as the script made it.
-        number: of the model, from 0; a file may have those of several.
+        path: file with the weights.
+        model: model as the script created it.
+        number: number of the model, from 0; a file may contain several models.
 
     Raises:
-        UsageError: the file cannot be read, or has other names or shapes than the model.
+        UsageError: the file cannot be read, or its names or shapes differ from the model's.
     """
     own = {name: value for name, value in model.state_dict().items() if _is_data(value)}
     found = _of_model(_read(path), number, own.keys())
@@ -94,53 +94,53 @@ def fill_weights(path: Path, model: nn.Module, number: int) -> None:
 
 
 def _read(path: Path) -> Any:
-    """What a file holds, on the CPU."""
+    """Return the content of a file, on the CPU."""
     try:
         if path.suffix != _SAFETENSORS:
             with torch.serialization.safe_globals(_plain_data()):
                 return torch.load(path, map_location="cpu", weights_only=True)
         with importlib.import_module("safetensors").safe_open(str(path), "pt") as file:
             held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            # Of weights with two names one is written, and the other name is in the metadata.
+            # For weights with two names, the file has one and the metadata have the other name.
             others = (file.metadata() or {}).items()
         return held | {name: held[known] for name, known in others if known in held}
-    except Exception as error:  # both raise whatever they come upon
+    except Exception as error:  # both raise errors of many types
         raise UsageError(
             f"{path} cannot be read as weights: {_why(path, error)}", _FORMS, "--init-from FILE"
         ) from None
 
 
 def _plain_data() -> list[Any]:
-    """What the scripts of torchvision and timm save beside weights; to make it runs no code."""
+    """Return types that torchvision and timm save beside weights; creating them runs no code."""
     kinds = [numpy.dtype(kind) for kind in ("f2", "f4", "f8", "i4", "i8", "?")]
     scalar = kinds[0].type(0).__reduce__()[0]  # type: ignore[call-overload]
     return [argparse.Namespace, scalar, numpy.dtype, *map(type, kinds)]
 
 
 def _why(path: Path, error: Exception) -> str:
-    """Why a file cannot be read, in a line."""
+    """Return the reason why a file cannot be read, as one line."""
     with contextlib.suppress(Exception), torch.serialization.safe_globals(_plain_data()):
         if refused := torch.serialization.get_unsafe_globals_in_checkpoint(path):
             return (
                 f"it needs {', '.join(sorted(refused)[:_MOST_NAMED])}, and may run code of its own"
             )
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    # torch's way to say so goes on over many lines.
+    # torch's own message has many lines.
     return "it is none of torch.save" if reason.startswith("Weights only load failed") else reason
 
 
 def _of_model(content: Any, number: int, own: Collection[str]) -> dict[str, Any] | None:
-    """The state of one model by its own names; None where the file has that of fewer models.
+    """Return the state of one model by the model's names; None if the file has fewer models.
 
     Args:
-        content: of the file.
-        number: of the model.
-        own: the names of its weights and buffers.
+        content: content of the file.
+        number: number of the model, from 0.
+        own: names of the model's weights and buffers.
     """
     if isinstance(content, Mapping):
         inner = [content[key] for key in ("model", "state_dict") if key in content]
         content = next((one for one in inner if isinstance(one, (Mapping, list))), content)
-    states = content if isinstance(content, list) else [content]  # a list in our checkpoints
+    states = content if isinstance(content, list) else [content]  # checkpoints contain a list
     models = [_named(one) for one in states] or [{}]
     if number == 0 and not models[0].keys().isdisjoint(own):
         return models[0]

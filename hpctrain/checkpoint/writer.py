@@ -1,4 +1,4 @@
-"""Saving hardly stops training: a thread writes a copy of the state while it goes on."""
+"""Checkpoint manager: a thread writes a copy of the state while training continues."""
 
 import contextlib
 import json
@@ -20,34 +20,35 @@ from hpctrain.rundir import RunDirectory
 
 __all__ = ["Writer", "save"]
 
-# The thread takes what the training leaves of a processor; 19 is the least, see setpriority(2).
+# The thread uses processor time that training leaves free; 19 is the lowest priority, see
+# setpriority(2).
 _NICE = 10
 
 
 def save(
     directory: RunDirectory, step: int, state: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> Path:
-    """Commit a checkpoint at once, then remove all but the newest three.
+    """Commit a checkpoint in the calling thread, then remove all but the newest three.
 
     Args:
-        directory: of the run.
+        directory: run directory.
         step: optimizer steps done.
-        state: part by part what `torch.save` takes; each part is a file.
-        facts: more for the manifest; JSON values.
+        state: values for `torch.save` by name of the part; each part becomes a file.
+        facts: additional entries for the manifest; JSON values.
 
     Returns:
-        The directory of the checkpoint.
+        Directory of the checkpoint.
 
     Raises:
-        CheckpointError: it could not be written; those before it are untouched.
-        UsageError: a state holds what cannot be loaded again.
+        CheckpointError: the checkpoint could not be written; earlier ones are unchanged.
+        UsageError: the state contains values that cannot be loaded again.
     """
     return Folder(directory).save(step, freeze(state), _as_json(facts))
 
 
 @dataclass
 class _Job:
-    """A save: when it began, and what it writes."""
+    """One save: its start time and what it writes."""
 
     step: int
     snapshot: Snapshot
@@ -56,16 +57,16 @@ class _Job:
 
 
 class Writer:
-    """Writes the checkpoints of a run, one at a time; rank 0 alone has one.
+    """Checkpoint writer of a run, for one checkpoint at a time; used on rank 0 only.
 
     Args:
-        directory: of the run.
-        keep: how many of the newest checkpoints stay.
-        best: the name of a metric in `facts["metrics"]`: the checkpoint with the best value stays
-            as well. Higher is better, lower where the name ends in "loss".
-        commit: entered around the renames and removals. It raises CheckpointError where this start
-            has been replaced by another one; then nothing is renamed or removed.
-        clock: seconds, for how long a save takes; a test moves one of its own.
+        directory: run directory.
+        keep: number of newest checkpoints to keep.
+        best: name of a metric in `facts["metrics"]`; the checkpoint with its best value is kept
+            too. Higher is better, lower if the name ends in "loss".
+        commit: context manager around the renames and removals. It raises CheckpointError if
+            another start has replaced this one; then nothing is renamed or removed.
+        clock: function that returns seconds, to measure a save; tests replace it.
     """
 
     def __init__(
@@ -85,24 +86,25 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()
         self._idle.set()
-        self._error: CheckpointError | None = None  # of the newest finished save
-        self._untold: CheckpointError | None = None  # of any save, until `failure` or `wait`
+        self._error: CheckpointError | None = None  # error of the newest finished save
+        self._untold: CheckpointError | None = None  # not reported by `failure` or `wait` yet
         self._seconds: float | None = None
         self._committed: int | None = None
 
     def save(self, step: int, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Copy the state and let it be written; waits first for a save that is under way.
+        """Wait for the previous save, copy the state and write the copy in the background.
 
-        Nothing of the caller's tensors is read after it returned. Where there is no memory for the
-        copy it returns when all is written. What goes wrong there is told by `failure` and `wait`.
+        The caller's tensors are not read after the return. If there is no memory for the copy,
+        this method returns after everything is written. `failure` and `wait` report errors of the
+        write.
 
         Args:
             step: optimizer steps done.
-            state: part by part what `torch.save` takes; each part is a file.
-            facts: more for the manifest; JSON values.
+            state: values for `torch.save` by name of the part; each part becomes a file.
+            facts: additional entries for the manifest; JSON values.
 
         Raises:
-            UsageError: the state holds what cannot be loaded again; nothing is written.
+            UsageError: the state contains values that cannot be loaded again; nothing is written.
         """
         self._idle.wait()
         begin = self._clock()
@@ -116,7 +118,7 @@ class Writer:
             self._run(job)
 
     def wait(self) -> None:
-        """Until everything is written.
+        """Wait until everything is written.
 
         Raises:
             CheckpointError: the last save failed.
@@ -127,22 +129,22 @@ class Writer:
             raise self._error
 
     def failure(self) -> CheckpointError | None:
-        """What went wrong in the newest finished save, told once; waits for nothing."""
+        """Return the error of the newest failed save, only once and without waiting."""
         untold, self._untold = self._untold, None
         return untold
 
     @property
     def seconds(self) -> float | None:
-        """The longest that a save took from its copy to its commit; None before the first."""
+        """Longest time of a save from copy to commit, in seconds; None before the first save."""
         return self._seconds
 
     @property
     def committed(self) -> int | None:
-        """The step of the newest checkpoint that this writer has committed; None before it."""
+        """Step of the newest checkpoint that this writer committed; None before the first."""
         return self._committed
 
     def close(self) -> None:
-        """Wait until everything is written, and end the thread."""
+        """Wait until everything is written and end the thread."""
         self._idle.wait()
         if self._thread is not None:
             self._jobs.put(None)
@@ -150,7 +152,7 @@ class Writer:
             self._thread = None
 
     def _serving(self) -> bool:
-        """Whether the thread is there; a limit on processes may forbid it."""
+        """Start the thread if needed; return False if a limit on processes forbids it."""
         if self._thread is None:
             thread = threading.Thread(target=self._serve, name="checkpoint writer", daemon=True)
             try:
@@ -162,23 +164,23 @@ class Writer:
         return True
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # where a container forbids it
-            # Linux has a priority for each thread.
+        with contextlib.suppress(OSError):  # a container may forbid it
+            # On Linux each thread has its own priority.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while (job := self._jobs.get()) is not None:
             self._run(job)
-            del job  # the copies are the buffers' again
+            del job  # the buffers may be reused
             self._idle.set()
 
     def _run(self, job: _Job) -> None:
-        """Write and commit; an error is said, and kept for `failure` and `wait`."""
+        """Write and commit; log an error and keep it for `failure` and `wait`."""
         error = None
         try:
             self._folder.save(job.step, job.snapshot, job.facts)
             self._committed = job.step
         except CheckpointError as failed:
             error = failed
-        except Exception as unknown:  # nothing may end the thread, whom save() waits for
+        except Exception as unknown:  # nothing may end the thread: save() waits for it
             error = CheckpointError(
                 f"the checkpoint of step {job.step} could not be written: "
                 f"{type(unknown).__name__}: {unknown}"
@@ -191,5 +193,5 @@ class Writer:
 
 
 def _as_json(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts as a manifest gives them back: a copy, with names that are strings."""
+    """Return a copy of the facts as a manifest returns them, with string keys."""
     return dict(json.loads(json.dumps(dict(facts))))

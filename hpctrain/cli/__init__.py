@@ -1,4 +1,4 @@
-"""The command line: one file for each command, and the table that names them."""
+"""Command line: one module for each command, and the table of the commands."""
 
 import argparse
 import importlib
@@ -12,8 +12,8 @@ from hpctrain.errors import HpctrainError
 
 __all__ = ["main"]
 
-# Each is a module here with `add(subparsers)`, which sets the default `command` to a function of
-# the parsed arguments that returns an exit code.
+# Each is a module of this package with `add(subparsers)`, which sets the default `command` to a
+# function that takes the parsed arguments and returns an exit code.
 COMMANDS = (
     *("run", "submit", "status", "cancel", "requeue", "render", "lint", "site"),
     *("explain", "doctor", "bench", "report", "hostlist", "export", "horovod", "shards"),
@@ -21,10 +21,10 @@ COMMANDS = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that says which option may be meant."""
+    """Parser that suggests an option similar to an unknown one."""
 
     def error(self, message: str) -> NoReturn:
-        """Leave with 2."""
+        """Exit with code 2."""
         words = message.removeprefix("unrecognized arguments: ").split()
         if words and message.startswith("unrecognized") and words[0].startswith("--"):
             import difflib  # seldom needed
@@ -47,12 +47,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; an exit code.
+    """Run a command and return its exit code.
 
     Args:
-        arguments: without the program's name (default: those of this process).
+        arguments: arguments without the program's name (default: those of this process).
     """
-    # A name that is no UTF-8 is no reason to fail when the work is done.
+    # A name that is not UTF-8 should not make a command fail after its work is done.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     given = sys.argv[1:] if arguments is None else list(arguments)
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"hpctrain {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    # The one that is meant, else all for --help: importing them takes longer than most commands.
+    # Only the given command, or all for --help: importing all takes longer than most commands.
     for name in given[:1] if given[:1] and given[0] in COMMANDS else COMMANDS:
         importlib.import_module(f"hpctrain.cli.{name}").add(subparsers)
     try:
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"hpctrain: error: {error}\n")
         return error.exit_code
     except BrokenPipeError:
-        # The reader of a pipe left, as in `hpctrain hostlist … | head -1`.
+        # The reader of a pipe closed it, as in `hpctrain hostlist … | head -1`.
         from hpctrain.process.logging import abandon  # which imports logging, as few commands need
 
         abandon(sys.stdout)

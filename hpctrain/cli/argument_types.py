@@ -1,4 +1,4 @@
-"""What options of several commands may be."""
+"""Option types that several commands share."""
 
 import argparse
 
@@ -8,7 +8,7 @@ __all__ = ["seconds"]
 
 
 def seconds(text: str) -> float:
-    """A number of seconds above 0 that sockets can wait for."""
+    """Convert a text to a number of seconds above 0 that sockets can wait for."""
     value = float(text)
     if not 0 < value <= LONGEST_TIMEOUT:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {LONGEST_TIMEOUT:.0f}")

@@ -1,4 +1,4 @@
-"""`hpctrain bench`: how fast is this cluster, and what does hpctrain cost on it?"""
+"""`hpctrain bench`: measure the speed of this cluster, and the overhead of hpctrain on it."""
 
 import argparse
 import importlib
@@ -16,9 +16,9 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="measure this machine or all ranks of a start: steps, sums, input, checkpoints",
-        description="Measures in the place of your script, as in srun hpctrain bench allreduce, or "
-        "alone. Each figure has its yardstick beside it, which takes turns with it in the same "
-        "processes. Rank 0 shows a table.",
+        description="Measures in place of your script, as in srun hpctrain bench allreduce, or "
+        "on this machine alone. Each figure has a baseline beside it; the two are measured in turn "
+        "in the same processes. Rank 0 shows a table.",
     )
     kinds = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
     for add_kind in (_add_step, _add_allreduce, _add_input, _add_checkpoint):
@@ -26,34 +26,37 @@ def add(subparsers: Any) -> None:
 
 
 def _add_step(kinds: Any) -> None:
-    parser = _kind(kinds, "step", "hpctrain's loop against one written by hand", 40.0)
+    parser = _kind(kinds, "step", "hpctrain's training loop against a plain torch loop", 40.0)
     _backend(parser)
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="of torchvision, or small (default: resnet50 on GPUs where there is torchvision, "
-        "else small)",
+        help="model of torchvision, or small (default: resnet50 on GPUs if torchvision is "
+        "installed, else small)",
     )
     parser.add_argument(
-        "--batch-size", type=_count, metavar="N", help="of a rank (default: 128 on GPUs, else 32)"
+        "--batch-size",
+        type=_count,
+        metavar="N",
+        help="batch size of each rank (default: 128 on GPUs, else 32)",
     )
     parser.add_argument(
         "--precision",
         default="auto",
         choices=("auto", "fp32", "tf32", "bf16", "fp16"),
-        help="of both loops (default: %(default)s)",
+        help="precision of both loops (default: %(default)s)",
     )
     parser.add_argument("--compile", action="store_true", help="compile the models")
 
 
 def _add_allreduce(kinds: Any) -> None:
-    parser = _kind(kinds, "allreduce", "a sum over the ranks, by size", 30.0)
+    parser = _kind(kinds, "allreduce", "sums over the ranks, by message size", 30.0)
     _backend(parser)
     parser.add_argument(
         "--sizes",
         type=_sizes,
         metavar="SIZE[,SIZE…]",
-        help="of a message (default: 4B to 16MB on CPUs, to 256MB on GPUs)",
+        help="message sizes (default: 4B to 16MB on CPUs, 4B to 256MB on GPUs)",
     )
 
 
@@ -66,7 +69,11 @@ def _add_input(kinds: Any) -> None:
         help="images in folders or shards; synthetic makes JPEGs in memory (default: %(default)s)",
     )
     parser.add_argument(
-        "--batch-size", type=_count, default=64, metavar="N", help="of a rank (default: 64)"
+        "--batch-size",
+        type=_count,
+        default=64,
+        metavar="N",
+        help="batch size of each rank (default: 64)",
     )
     parser.add_argument(
         "--workers",
@@ -75,36 +82,37 @@ def _add_input(kinds: Any) -> None:
         help="numbers of workers to try (default: 0, 1, 2, 4, … up to the cores of a rank)",
     )
     parser.add_argument(
-        "--need", type=_count, metavar="N", help="images/s that the steps of a rank take"
+        "--need", type=_count, metavar="N", help="images/s that the training steps of a rank need"
     )
 
 
 def _add_checkpoint(kinds: Any) -> None:
-    parser = _kind(kinds, "checkpoint", "how long training waits for a save, and the disk", 40.0)
+    parser = _kind(kinds, "checkpoint", "time that training waits for a save, and the disk", 40.0)
     parser.add_argument(
         "--run",
         metavar="DIR",
-        help="on the file system to measure (default: $HPCTRAIN_RUN, else runs); nothing is left",
+        help="folder on the file system to measure (default: $HPCTRAIN_RUN, else runs); all files "
+        "are removed at the end",
     )
     parser.add_argument(
         "--size",
         type=_size,
         metavar="SIZE",
-        help="of the state (default: 1GB, less where room, memory or the disk's speed say so)",
+        help="size of the state (default: 1GB, less if disk space, memory or disk speed is low)",
     )
 
 
 def _kind(kinds: Any, name: str, text: str, default: float) -> argparse.ArgumentParser:
-    """A parser with what all of them have."""
+    """Return a parser with the options that all benchmarks share."""
     parser: argparse.ArgumentParser = kinds.add_parser(name, help=text, description=text)
     parser.add_argument(
         "--seconds",
         type=seconds,
         default=default,
         metavar="S",
-        help="about how long to measure (default: %(default)s)",
+        help="approximate seconds to measure (default: %(default)s)",
     )
-    parser.add_argument("--json", metavar="FILE", help="what was found, for programs")
+    parser.add_argument("--json", metavar="FILE", help="file for the results, as JSON")
     parser.add_argument(
         "--start-timeout",
         type=seconds,
@@ -118,12 +126,15 @@ def _kind(kinds: Any, name: str, text: str, default: float) -> argparse.Argument
 
 def _backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--backend", default="auto", metavar="NAME", help="how ranks talk (default: %(default)s)"
+        "--backend",
+        default="auto",
+        metavar="NAME",
+        help="communication backend (default: %(default)s)",
     )
 
 
 def _named(name: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
-    """What argparse's messages call a type."""
+    """Return a decorator that sets the name of a type in argparse's messages."""
 
     def give(kind: Callable[[str], Any]) -> Callable[[str], Any]:
         kind.__name__ = name
@@ -159,5 +170,5 @@ def _sizes(text: str) -> list[int]:
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    # Imported by name, and here: it imports torch, and the other commands do without.
+    # Imported by name, and here: it imports torch, which the other commands do not need.
     return int(importlib.import_module("hpctrain.tools.bench.command").execute(arguments))

@@ -1,4 +1,4 @@
-"""`hpctrain cancel`: end jobs, by number, run or name."""
+"""`hpctrain cancel`: cancel jobs by number, run or name."""
 
 import argparse
 import os
@@ -20,17 +20,17 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "cancel",
         help="cancel jobs; their checkpoints are kept",
-        description="Cancels what is named and nothing else: where a name fits several jobs that "
-        "have not ended, it lists them and cancels none.",
+        description="Cancels the named jobs and nothing else: if a name fits several jobs that "
+        "have not ended, lists them and cancels none.",
     )
     parser.add_argument(
-        "words", nargs="+", metavar="RUN", help="a job's number, a run directory, or a job's name"
+        "words", nargs="+", metavar="RUN", help="job number, run directory, or job name"
     )
     parser.set_defaults(command=_main)
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    # All are looked up before the first is cancelled.
+    # Look up all jobs before cancelling the first.
     for one in lookup.own_jobs(arguments.words, os.environ, living=True):
         try:
             _cancel(one)
@@ -52,7 +52,7 @@ def _cancel(one: lookup.Named) -> None:
             continue
         steps = rundir.RunDirectory(run).steps()
         if steps:
-            # It saves once more on its way out.
+            # The run saves once more before it ends.
             newest = f"the newest of step {steps[-1]} or later"
             path = plain(str(run))
             _say(f"{path} keeps its checkpoints, {newest}")

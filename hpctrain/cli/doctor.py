@@ -1,4 +1,4 @@
-"""`hpctrain doctor`: what is wrong with this machine, or with all ranks of a start."""
+"""`hpctrain doctor`: find problems of this machine, or of all ranks of a start."""
 
 import argparse
 import importlib
@@ -13,17 +13,17 @@ def add(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "doctor",
-        help="look at this machine; under a launcher at all ranks, and let them compute a sum",
-        description="Looks at what a training needs of this machine, and says what to type where "
-        "something is missing. In place of your script, as in srun hpctrain doctor, it looks at "
-        "all ranks, compares them, and checks and times a sum over them. Exit code 1 where there "
+        help="check this machine, or under a launcher all ranks and a sum over them",
+        description="Checks what training needs on this machine, and shows what to type if "
+        "something is missing. In place of your script, as in srun hpctrain doctor, it checks "
+        "all ranks, compares them, and checks and times a sum over them. Exit code 1 if there "
         "is a problem.",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="write JSON")
     parser.add_argument(
         "--run",
         metavar="DIR",
-        help="run directory to look at (default: $HPCTRAIN_RUN, else runs)",
+        help="run directory to check (default: $HPCTRAIN_RUN, else runs)",
     )
     parser.add_argument(
         "--start-timeout",
@@ -36,6 +36,6 @@ def add(subparsers: Any) -> None:
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    # Imported by name, and here: the doctor imports torch, and the other commands do without.
+    # Imported by name, and here: the doctor imports torch, which the other commands do not need.
     doctor = importlib.import_module("hpctrain.tools.doctor")
     return int(doctor.examine(arguments.run, arguments.start_timeout, arguments.json))

@@ -1,4 +1,4 @@
-"""`hpctrain explain`: what the launcher said, and which variable said it."""
+"""`hpctrain explain`: show the launcher's values, and the variable behind each value."""
 
 import argparse
 import dataclasses
@@ -29,13 +29,15 @@ def add(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "explain",
-        help="say who this process is, and how it is known",
-        description="What the launcher of this process says, each value with the variable that "
-        "it came from, and the variables that did not count. Put it in place of your script: "
+        help="show the rank of this process, and the variables that define it",
+        description="Shows what the launcher of this process has set, each value with its "
+        "variable, and the variables that are not used. Put it in place of your script: "
         "srun hpctrain explain",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--strict", action="store_true", help="a warning is an error, exit code 2")
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    parser.add_argument(
+        "--strict", action="store_true", help="treat a warning as an error, with exit code 2"
+    )
     parser.set_defaults(command=_main)
 
 
@@ -56,11 +58,11 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def as_json(start: Start | None, found: Sequence[Reading]) -> dict[str, Any]:
-    """What `--json` shows; what is not known is None.
+    """Return the output of `--json`; unknown values are None.
 
     Args:
-        start: None where the environment contradicts itself.
-        found: all variables that hold a value of the world.
+        start: start of this process; None if the environment contradicts itself.
+        found: all variables that contain a value of the world.
     """
     world, job = (start.world, start.allocation) if start else (None, None)
     point = start.rendezvous_point if start else None
@@ -72,19 +74,17 @@ def as_json(start: Start | None, found: Sequence[Reading]) -> dict[str, Any]:
         "restart_count": job.restart_count if job else None,
         "sources": {f: c.source for f, c in start.claims.items()} if start else {},
         "ignored": [dataclasses.asdict(one) for one in found if one.lost or not start],
-        "warnings": [f"{one.found}; fix: {one.fix}" for one in _refusals(start)]
-        if start
-        else [],
+        "warnings": [f"{one.found}; fix: {one.fix}" for one in _refusals(start)] if start else [],
     }
 
 
 def _refusals(start: Start) -> list[UsageError]:
-    """What opening a session would raise."""
+    """Return the errors that opening a session would raise."""
     return [error for error in (start.stray, start.waste) if error]
 
 
 def _text(start: Start, found: Sequence[Reading]) -> str:
-    """For people."""
+    """Return the output without `--json`."""
     world = start.world
     lines = [f"launcher          {world.launcher}    ({start.launcher.reason})"]
     for field in _FIELDS:
@@ -106,7 +106,7 @@ def _text(start: Start, found: Sequence[Reading]) -> str:
 
 
 def _where(start: Start) -> str:
-    """Where rank 0 is looked for."""
+    """Return the place where the ranks search for rank 0."""
     point = start.rendezvous_point
     if start.world.on_one_host:
         return "this host"
@@ -119,7 +119,7 @@ def _where(start: Start) -> str:
 
 
 def _plain(value: object) -> str:
-    """Without what would move a terminal's cursor or begin a line of its own."""
+    """Escape characters that would move a terminal's cursor or begin a new line."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
 
 

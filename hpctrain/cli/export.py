@@ -1,4 +1,4 @@
-"""`hpctrain export`: the weights of a checkpoint for other programs."""
+"""`hpctrain export`: write the weights of a checkpoint for other programs."""
 
 import argparse
 import importlib
@@ -16,28 +16,30 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "export",
         help="write the weights of a checkpoint as safetensors",
-        description="Writes the weights and buffers of the newest whole checkpoint of a run to a "
-        "file that other programs read without running code. Several models have model0. and so "
-        "on before their names.",
+        description="Writes the weights and buffers of the newest complete checkpoint of a run to "
+        "a file that other programs read without running code. With several models, the names "
+        "begin with model0. and so on.",
     )
-    parser.add_argument("run", metavar="RUN_DIR", help="directory of the run")
-    parser.add_argument("file", metavar="OUT.safetensors", type=Path, help="is replaced")
+    parser.add_argument("run", metavar="RUN_DIR", help="run directory")
+    parser.add_argument(
+        "file", metavar="OUT.safetensors", type=Path, help="output file, replaced if it exists"
+    )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="of the checkpoint")
+    which.add_argument("--step", type=int, metavar="N", help="step of the checkpoint")
     which.add_argument(
         "--best",
         metavar="NAME",
-        help="of the kept checkpoints the one with the highest value of this metric, or the lowest "
-        "where the name ends in loss",
+        help="metric that selects the checkpoint: highest value, or lowest if the name ends in "
+        "loss",
     )
     parser.add_argument(
-        "--ema", action="store_true", help="the averages of --ema in place of the weights"
+        "--ema", action="store_true", help="write the averages of --ema in place of the weights"
     )
     parser.set_defaults(command=_main)
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    # Imported by name, and here: it imports torch, and the other commands do without.
+    # Imported by name, and here: it imports torch, which the other commands do not need.
     checkpoint = importlib.import_module("hpctrain.checkpoint")
     step = checkpoint.export(
         RunDirectory(arguments.run),

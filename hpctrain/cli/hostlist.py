@@ -1,4 +1,4 @@
-"""`hpctrain hostlist`: the hosts of a Slurm host list, and the way back."""
+"""`hpctrain hostlist`: expand a Slurm host list, or compress host names to one."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from hpctrain.errors import UsageError
 
 __all__ = ["add"]
 
-# Of standard input: room for a million names, and none for an endless stream.
+# Limit for standard input: enough for a million names, and a stop for an endless stream.
 _MOST_BYTES = 2**24
 
 
@@ -18,16 +18,19 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "hostlist",
         help="expand a Slurm host list, or write one",
-        description="One host a line, or with --compress one expression for all names.",
+        description="Prints one host per line, or with --compress one expression for all names.",
     )
     parser.add_argument(
         "words",
         nargs="+",
         metavar="EXPR",
-        help="such as node[01-03,7],login, or names with --compress; - reads standard input",
+        help="host list such as node[01-03,7],login, or names with --compress; - reads standard "
+        "input",
     )
     parser.add_argument(
-        "--compress", action="store_true", help="the expression that keeps their order and number"
+        "--compress",
+        action="store_true",
+        help="print one expression that keeps the order and number of the names",
     )
     parser.set_defaults(command=_main)
 
@@ -40,10 +43,10 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def _words(given: str) -> list[str]:
-    """What was given, or for - what stands in standard input, between white space."""
+    """Return the given word, or for - the words of standard input."""
     if given != "-":
         return [given]
-    # As bytes: what is no text is refused as a part of a name.
+    # As bytes: bytes that are not text are refused later, as part of a name.
     read = sys.stdin.buffer.read(_MOST_BYTES + 1)
     if len(read) > _MOST_BYTES:
         raise UsageError(f"more than {_MOST_BYTES} bytes on standard input", "host names")

@@ -1,4 +1,4 @@
-"""The options that describe a job: one for each field of JobSpec, for submit and render.
+"""Job options of submit and render: one for each field of JobSpec.
 
 hpctrain submit --nodes 4 -- python train.py --lr 0.1
 hpctrain submit JOB.toml --nodes 4 -- --lr 0.1        more arguments for the command of the file
@@ -17,7 +17,7 @@ from hpctrain.jobs.spec import JobSpec, names
 
 __all__ = ["Described", "add_job_options", "gather", "option", "spec_from"]
 
-# Spelt differently from their fields: options that are given once for each entry.
+# Options with another name than their field: they are given once for each entry.
 _REPEATED = {
     "environment": ("--env", "NAME=VALUE"),
     "extra": ("--extra", "NAME[=VALUE]"),
@@ -29,7 +29,7 @@ _GROUPS = {
     "what runs": ("about", "elastic"),
     "where, how long, how often": ("nodes", "output"),
 }
-# sbatch's short options, by the field that is meant.
+# sbatch's short options, with the field of each.
 _SHORT = {
     "N": "nodes", "n": "tasks_per_node", "t": "time", "p": "partition", "A": "account",
     "c": "cpus_per_task", "J": "name", "G": "gpus_per_node", "q": "qos", "C": "constraint",
@@ -39,17 +39,17 @@ _EXAMPLE = "hpctrain submit --nodes 2 --gpus-per-node 4 -- python train.py"
 
 
 def option(name: str) -> str:
-    """The option of a field of JobSpec; for the command, where it stands."""
+    """Return the option of a field of JobSpec; for the command, its place on the line."""
     if name == "command":
         return "-- COMMAND"
     return _REPEATED[name][0] if name in _REPEATED else "--" + name.replace("_", "-")
 
 
 class _JobAndCommand(argparse.Action):
-    """[JOB.toml] [options] [-- COMMAND …]: options may stand on both sides of the file.
+    """Action for [JOB.toml] [options] [-- COMMAND …], with options on both sides of the file.
 
-    argparse gives up on options that follow a positional argument where the rest is a command, so
-    the rest comes here whole, and its options go back to the parser.
+    argparse does not parse options after a positional argument if the rest is a command. So this
+    action gets the whole rest, and passes the options in it back to the parser.
     """
 
     def __call__(
@@ -59,7 +59,7 @@ class _JobAndCommand(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Sort out the rest of the command line."""
+        """Split the rest of the command line into JOB.toml, options and command."""
         del option_string
         words = list(values)
         if "--" in words:
@@ -73,7 +73,7 @@ class _JobAndCommand(argparse.Action):
 
 
 class _OfSbatch(argparse.Action):
-    """An option by sbatch's name: says what it is called here."""
+    """Action that refuses an option of sbatch and names hpctrain's option for it."""
 
     def __call__(
         self,
@@ -82,7 +82,7 @@ class _OfSbatch(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Refuse it."""
+        """Raise the error."""
         del parser, namespace, values
         raise UsageError(
             f"{option_string} is an option of sbatch's", "", f"{self.const} in its place"
@@ -92,7 +92,7 @@ class _OfSbatch(argparse.Action):
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each field of JobSpec, and [JOB.toml] … [-- COMMAND …].
 
-    Only what was given is kept in the namespace: read it by `spec_from`.
+    The namespace has only the options that were given; `spec_from` reads it.
     """
     parser.set_defaults(job=None, words=None)
     parser.add_argument(
@@ -100,8 +100,8 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         nargs=argparse.REMAINDER,
         action=_JobAndCommand,
         metavar="[JOB.toml] [-- COMMAND ...]",
-        help="a job in a file, and a command and its arguments, which no shell reads; after a "
-        "JOB.toml that has a command they are more arguments for it",
+        help="job file, and the command with its arguments, which no shell interprets; if "
+        "JOB.toml has a command, they are more arguments for it",
     )
     group: Any = parser
     starts = {first: title for title, (first, _) in _GROUPS.items()}
@@ -122,7 +122,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _spelt(text: str) -> str:
-    """What stands in place of an option of sbatch's, with options for the names of fields."""
+    """Return the replacement for an option of sbatch, with options in place of field names."""
     return " ".join(option(word) if word in names() else word for word in text.split())
 
 
@@ -140,24 +140,25 @@ def _add(group: Any, one: dataclasses.Field[Any]) -> None:
 
 
 def spec_from(arguments: argparse.Namespace) -> JobSpec:
-    """The job that a command line describes, with its JOB.toml, profile and site.sh.
+    """Return the job of a command line, including its JOB.toml, profile and site.sh.
 
-    Without a launcher it may have no command: that follows the script's name on sbatch's line.
+    With launcher "none" the job may lack a command, which then follows the script's name on the
+    command line of sbatch.
 
     Raises:
-        UsageError: it describes none, or one that cannot be.
+        UsageError: the command line describes no job, or an impossible one.
     """
     return _described(arguments, os.environ).spec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Described:
-    """What a command line describes.
+    """Job of a command line, and the source of each value.
 
     Attributes:
-        spec: the job, with profile and site.sh.
-        sources: where each of its values was said, by name.
-        said: the values of options and JOB.toml alone.
+        spec: job, including profile and site.sh.
+        sources: source of each value, by the value's name.
+        said: values of the options and of JOB.toml only.
     """
 
     spec: JobSpec
@@ -166,15 +167,15 @@ class Described:
 
     @property
     def own(self) -> JobSpec:
-        """The job without profile and site.sh, for a JOB.toml."""
+        """Job without profile and site.sh, for a JOB.toml."""
         return JobSpec(**self.said)
 
 
 def gather(arguments: argparse.Namespace, env: Mapping[str, str]) -> Described:
-    """The job as `spec_from` has it, with a command, and where its values were said.
+    """Return the job as `spec_from` does, with a command, and the source of each value.
 
     Raises:
-        UsageError: as `spec_from`; or it has no command.
+        UsageError: as in `spec_from`, or the job has no command.
     """
     described = _described(arguments, env)
     if not described.spec.argv:
@@ -213,16 +214,16 @@ def _described(arguments: argparse.Namespace, env: Mapping[str, str]) -> Describ
 
 
 def _job(path: str) -> dict[str, Any]:
-    """The checked values of a JOB.toml."""
+    """Return the checked values of a JOB.toml."""
     if not path.endswith(".toml"):
         raise UsageError(f"{path} is no .toml", "a JOB.toml, or -- before the command", _EXAMPLE)
-    from hpctrain.jobs import job_files  # with the parser of TOML, only where there is some
+    from hpctrain.jobs import job_files  # imports the TOML parser, which few commands need
 
     return site.checked(job_files.read(Path(path)), path)
 
 
 def _read(name: str, value: Any) -> Any:
-    """What the repeated options say together."""
+    """Combine the values of a repeated option; return other values unchanged."""
     if name == "environment":
         return dict(_pair(name, one) for one in value)
     if name == "extra":
@@ -234,7 +235,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _grid(value: Sequence[str]) -> dict[str, list[str]]:
-    """The values of each axis of a grid."""
+    """Return the values of each axis of a grid."""
     return {axis: values.split(",") for axis, values in (_pair("sweep", one) for one in value)}
 
 

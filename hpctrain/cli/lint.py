@@ -1,4 +1,4 @@
-"""`hpctrain lint`: what is wrong with a batch script, before Slurm sees it."""
+"""`hpctrain lint`: find errors in a batch script before it is submitted to Slurm."""
 
 import argparse
 import re
@@ -12,7 +12,7 @@ from hpctrain.jobs.lint import lint
 
 __all__ = ["add"]
 
-# A quarter of what Slurm itself takes by default (max_script_size).
+# A quarter of Slurm's own default limit (max_script_size).
 _MOST_BYTES = 2**20
 
 
@@ -20,13 +20,13 @@ def add(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "lint",
-        help="find what is wrong with an sbatch script",
-        description="Reads batch scripts for sbatch, whoever wrote them, and prints what will go "
-        "wrong: file, line, rule, why, and what to type. Exit code 1 where there is anything. "
-        "Log folders are looked for in the current folder, as sbatch does.",
+        help="find errors in an sbatch script",
+        description="Reads batch scripts for sbatch, also those not made by hpctrain, and prints "
+        "their errors: file, line, rule, reason, and what to type. Exit code 1 if there is an "
+        "error. Log folders are searched for in the current folder, as sbatch does.",
     )
     parser.add_argument(
-        "scripts", nargs="+", metavar="SCRIPT", help="a file; - reads standard input"
+        "scripts", nargs="+", metavar="SCRIPT", help="batch script; - reads standard input"
     )
     parser.set_defaults(command=_main)
 
@@ -54,10 +54,10 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def _text(name: str) -> str:
-    """The text of a script.
+    """Return the text of a script.
 
     Raises:
-        UsageError: it cannot be read, is no text, or has nothing of a batch script.
+        UsageError: the script cannot be read, is not text, or is not a batch script.
     """
     try:
         if name == "-":
@@ -86,7 +86,7 @@ def _text(name: str) -> str:
 
 
 def _of_another_command(name: str) -> UsageError:
-    """A training script or a JOB.toml, to which #!/bin/bash would do harm."""
+    """Return the error for a training script or a JOB.toml, where adding #!/bin/bash is wrong."""
     quoted = shlex.quote(name)
     script = "a batch script, for sbatch"
     if name.endswith(".toml"):

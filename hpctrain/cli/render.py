@@ -1,4 +1,4 @@
-"""`hpctrain render`: the batch script of a job, as text."""
+"""`hpctrain render`: write the batch script of a job, as text."""
 
 import argparse
 import sys
@@ -18,23 +18,23 @@ def add(subparsers: Any) -> None:
         "render",
         allow_abbrev=False,
         help="write the batch script of a job",
-        description="The script that `hpctrain submit` would hand to sbatch, on standard output. "
-        "It asks nobody and starts nothing.",
+        description="Writes the script that `hpctrain submit` would pass to sbatch to standard "
+        "output, without asking Slurm or starting a process.",
     )
-    parser.add_argument("-o", "--to", metavar="FILE", help="write it to a new file instead")
+    parser.add_argument("-o", "--to", metavar="FILE", help="new file for the script")
     add_job_options(parser)
     parser.set_defaults(command=_main)
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    # In bytes, as the terminal's encoding is not the file's.
+    # As bytes, because the terminal may have another encoding than the file.
     script = render(spec_from(arguments)).encode(errors="surrogateescape")
     if arguments.to is None:
         sys.stdout.buffer.write(script)
         sys.stdout.buffer.flush()
         return 0
     try:
-        # What was edited by hand is not lost.
+        # "x" keeps a script that the user has edited.
         with Path(arguments.to).open("xb") as file:
             file.write(script)
     except FileExistsError:

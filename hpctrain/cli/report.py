@@ -1,4 +1,4 @@
-"""`hpctrain report`: how runs went, on one page."""
+"""`hpctrain report`: write an HTML page about one or several runs."""
 
 import argparse
 import importlib
@@ -14,23 +14,23 @@ def add(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "report",
-        help="show how runs went, on one HTML page",
+        help="show the results of runs on one HTML page",
         description="Writes one HTML page with the curves, times, starts and options of a run, or "
-        "of several side by side, and the figures as PNGs into a folder beside it. The page needs "
-        "no other file and no network.",
+        "of several runs side by side, and the figures as PNG files to a folder beside it. The "
+        "page needs no other file and no network.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="directory of a run")
+    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directory")
     parser.add_argument(
         "--output",
         metavar="FILE.html",
-        help="is replaced where it is a report (default: RUN_DIR/report.html; of several runs "
-        "report.html in this folder)",
+        help="output file; an existing report is replaced (default: RUN_DIR/report.html; for "
+        "several runs report.html in this folder)",
     )
     parser.set_defaults(command=_main)
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    # By name, and here: the other commands do without what draws.
+    # Imported by name, and here: the other commands do not need the plotting modules.
     report = importlib.import_module("hpctrain.monitoring.report")
     page, figures = report.write(arguments.runs, arguments.output)
     beside = f", and {len(figures)} figures in {figures[0].parent}" if figures else ""

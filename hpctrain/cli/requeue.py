@@ -1,4 +1,4 @@
-"""`hpctrain requeue`: let jobs start again, with the same number and run directory."""
+"""`hpctrain requeue`: start jobs again, with the same number and run directory."""
 
 import argparse
 import os
@@ -13,7 +13,7 @@ from hpctrain.jobs.slurm_reasons import explained, plain
 
 __all__ = ["add"]
 
-# Tasks of an array that are not started again, but where they are named themselves.
+# States of array tasks that are started again only if the task itself is named.
 _LEFT_ALONE = ("PENDING", "COMPLETED", "CANCELLED")
 
 
@@ -21,27 +21,27 @@ def add(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "requeue",
-        help="let jobs start again from their last checkpoints",
-        description="The job keeps its number and goes on in the same run directory. One that runs "
-        "is ended for it; what came after its last checkpoint is done again. Of an array the tasks "
-        "that run or have failed.",
+        help="start jobs again from their last checkpoints",
+        description="The job keeps its number and continues in the same run directory. A running "
+        "job is ended first, and the steps after its last checkpoint are repeated. For a job "
+        "array, requeues the tasks that run or have failed.",
     )
     parser.add_argument(
-        "words", nargs="+", metavar="RUN", help="a job's number, a run directory, or a job's name"
+        "words", nargs="+", metavar="RUN", help="job number, run directory, or job name"
     )
     parser.set_defaults(command=_main)
 
 
 def _main(arguments: argparse.Namespace) -> int:
     named = lookup.own_jobs(arguments.words, os.environ)
-    # All are looked at before the first is requeued.
+    # Check all jobs before requeueing the first.
     for job in [job for one in named for job in _chosen(one)]:
         _requeue(job)
     return rundir.DONE
 
 
 def _chosen(one: lookup.Named) -> list[slurm.Job]:
-    """The job itself; of an array the tasks that run, and those that failed."""
+    """Return the job itself; for an array, the tasks that run and those that failed."""
     chosen = [job for job in one.jobs if job.label == one.label]
     chosen = chosen or [job for job in one.jobs if job.word not in _LEFT_ALONE]
     if refused := [job for job in chosen if job.refused]:

@@ -1,4 +1,4 @@
-"""`hpctrain run`: start ranks on this machine, or with --elastic on several."""
+"""`hpctrain run`: start ranks on this machine, or with --elastic on several machines."""
 
 import argparse
 import os
@@ -19,53 +19,57 @@ def add(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "run",
-        allow_abbrev=False,  # what follows SCRIPT is its own
+        allow_abbrev=False,  # options after SCRIPT belong to the script
         help="start ranks on this machine",
-        description="Start a Python script once for each rank, on this machine. The output of each "
-        "rank comes with its number in front. Several nodes are pretended, unless this machine is "
-        "one of several real ones: then the same command is typed on each, with its --node-rank.",
+        description="Start a Python script once for each rank, on this machine. Each output line "
+        "begins with the number of its rank. Several nodes are simulated on this machine, unless "
+        "--node-rank is given: then type the same command on each of several real hosts, with the "
+        "--node-rank of the host.",
     )
-    parser.add_argument("--nodes", type=int, metavar="N", help="default: 1")
+    parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default: 1)")
     parser.add_argument(
         "--nproc-per-node",
         "--ntasks-per-node",
         default="auto",
         metavar="M",
-        help="ranks of each node: a number, a list such as 2,1, or auto: one for each GPU, or one "
-        "(the default)",
+        help="ranks of each node: a number, a list such as 2,1, or auto (default): one for each "
+        "GPU, or one if there is no GPU",
     )
     parser.add_argument(
         "--as",
         dest="style",
         choices=list(launch.AS),
-        help="give the ranks the variables that this launcher would give them (default: hpctrain)",
+        help="launcher whose environment variables the ranks get (default: hpctrain)",
     )
     real = parser.add_argument_group("one of several real hosts")
-    real.add_argument("--node-rank", type=int, metavar="I", help="of this host, from 0")
+    real.add_argument("--node-rank", type=int, metavar="I", help="number of this host, from 0")
     real.add_argument("--main-address", metavar="HOST", help="name or address of host 0")
     real.add_argument(
-        "--main-port", type=int, metavar="PORT", help="a port that is free there, from 1 to 65535"
+        "--main-port", type=int, metavar="PORT", help="free port on host 0, from 1 to 65535"
     )
     elastic = parser.add_argument_group("on hosts of which some may be lost")
     elastic.add_argument(
         "--elastic",
         action="store_true",
-        help="start the ranks on all hosts, and again on those that are left when one is lost; "
+        help="start the ranks on all hosts, and again on the remaining hosts if one is lost; "
         "SCRIPT has to resume (--elastic --global-batch N among its own options)",
     )
     elastic.add_argument(
         "--hosts",
         metavar="HOST:N,…",
-        help="over ssh, by horovodrun: N ranks on each (default: those of the Slurm job, by srun)",
+        help="hosts, and ranks on each, which horovodrun starts over ssh (default: hosts of the "
+        "Slurm job, by srun)",
     )
     elastic.add_argument(
-        "--min-nproc", type=int, metavar="N", help="give up with fewer ranks than N (default: 1)"
+        "--min-nproc", type=int, metavar="N", help="smallest number of ranks to go on (default: 1)"
     )
     parser.add_argument(
         "-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m"
     )
-    parser.add_argument("script", metavar="SCRIPT", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="for SCRIPT")
+    parser.add_argument("script", metavar="SCRIPT", help="Python file")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of SCRIPT"
+    )
     parser.set_defaults(command=_main)
 
 
@@ -94,7 +98,7 @@ def _command(arguments: argparse.Namespace) -> list[str]:
 
 
 def _elastic(arguments: argparse.Namespace) -> int:
-    """Hosts over ssh where they are named, else those of the Slurm job."""
+    """Start on the hosts of `--hosts` over ssh, else on the hosts of the Slurm job."""
     for name in ("nodes", "style", "node_rank", "main_address", "main_port"):
         if getattr(arguments, name) is not None:
             flag = "--as" if name == "style" else "--" + name.replace("_", "-")
@@ -133,10 +137,10 @@ def _check_script(script: str) -> None:
 
 
 def _real_host(arguments: argparse.Namespace) -> launch.RealHost | None:
-    """This machine as one of several real ones; None where it pretends to be all of them.
+    """Return this machine as one of several real hosts; None if it simulates all of them.
 
     Raises:
-        UsageError: options that are missing, or do not fit each other.
+        UsageError: options are missing, or do not fit together.
     """
     given = {
         "--node-rank": arguments.node_rank,

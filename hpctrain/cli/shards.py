@@ -1,4 +1,4 @@
-"""`hpctrain shards`: images in tar files, made of folders, and their index."""
+"""`hpctrain shards`: write folders of images to tar files, and the index of tar files."""
 
 import argparse
 import re
@@ -20,25 +20,32 @@ def add(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "shards",
-        help="put folders of images into a few large files",
-        description="A shared file system opens a few large files sooner than a million small "
-        "ones. The tar files hold KEY.jpg and KEY.cls, as WebDataset has them, and the index says "
-        "where each image lies. Training takes either layout, with the same numbers.",
+        help="write folders of images to a few large files",
+        description="A shared file system opens a few large files faster than a million small "
+        "ones. The tar files contain KEY.jpg and KEY.cls, as in WebDataset, and the index gives "
+        "the position of each image. Training reads either layout, with the same numbers.",
     )
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
     one = kinds.add_parser(
         "make",
         help="write tar files",
         description="Writes SOURCE/SPLIT/CLASS/*.jpg as TARGET/SPLIT-000000.tar, … with "
-        "TARGET/SPLIT.index: all of it, or nothing.",
+        "TARGET/SPLIT.index. TARGET is created only when all files are complete.",
     )
     one.add_argument("source", metavar="SOURCE", type=Path, help="folder of the splits")
-    one.add_argument("target", metavar="TARGET", type=Path, help="a new folder")
+    one.add_argument("target", metavar="TARGET", type=Path, help="new folder")
     one.add_argument(
-        "--shard-size", metavar="SIZE", type=_size, default="1G", help="of a tar file (1G)"
+        "--shard-size",
+        metavar="SIZE",
+        type=_size,
+        default="1G",
+        help="size of a tar file (default: 1G)",
     )
     one.add_argument(
-        "--splits", metavar="NAME,…", default="train,val", help="what to write (train,val)"
+        "--splits",
+        metavar="NAME,…",
+        default="train,val",
+        help="splits to write (default: train,val)",
     )
     one.set_defaults(command=_make)
     one = kinds.add_parser(
@@ -51,7 +58,7 @@ def add(subparsers: Any) -> None:
 
 
 def _size(text: str) -> int:
-    """Bytes from a number with K, M, G or T."""
+    """Convert a number with K, M, G or T to bytes."""
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
     if match is None or not int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500M or 1G")
@@ -100,7 +107,7 @@ def _index(arguments: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """A line on standard error: renewed each second on a terminal, each 30 s elsewhere."""
+    """Progress line on standard error, written each second on a terminal, else every 30 s."""
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
@@ -109,7 +116,7 @@ class _Progress:
         self._split = self._said = ""
 
     def __call__(self, split: str, done: int, samples: int, written: int) -> None:
-        """So far: images and bytes of a split."""
+        """Show how many images and bytes of a split are written."""
         if split != self._split:
             self._split, self._begin, self._next = split, time.monotonic(), 0.0
         now = time.monotonic() - self._begin

@@ -1,4 +1,4 @@
-"""`hpctrain site`: a first site.sh, from what Slurm says of this cluster."""
+"""`hpctrain site`: write a first site.sh from Slurm's data about this cluster."""
 
 import argparse
 import os
@@ -35,11 +35,11 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "site",
         help="show a first site.sh for this cluster, or write it",
-        description="What all jobs on this cluster need, for ${HPCTRAIN_SITE:-$HOME/.config/"
-        "hpctrain/site.sh}: account and partition as Slurm says, and places for modules.",
+        description="Settings for all jobs on this cluster, for ${HPCTRAIN_SITE:-$HOME/.config/"
+        "hpctrain/site.sh}: account and partition from Slurm, and lines to fill in for modules.",
     )
     parser.add_argument(
-        "--write", action="store_true", help="write it where there is none; nothing is overwritten"
+        "--write", action="store_true", help="write the file; an existing file is not overwritten"
     )
     parser.set_defaults(command=_main)
 
@@ -71,13 +71,13 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def _show(text: str) -> None:
-    # In bytes, as the terminal's encoding is not the file's.
+    # As bytes, because the terminal may have another encoding than the file.
     sys.stdout.buffer.write(text.encode())
     sys.stdout.buffer.flush()
 
 
 def _accounts() -> str:
-    """A line for each account; the default one is no comment."""
+    """Return a line for each account, all but the default account as comments."""
     try:
         names = slurm.accounts(pwd.getpwuid(os.getuid()).pw_name, os.environ)
     except (slurm.NoAnswerError, KeyError):
@@ -89,7 +89,7 @@ def _accounts() -> str:
 
 
 def _partitions(partitions: list[slurm.Partition]) -> str:
-    """A comment for each partition, with what it has: the default one needs no line."""
+    """Return a comment for each partition, with its nodes; the default one needs no setting."""
     found: dict[str, list[slurm.Partition]] = {}
     for one in partitions:
         found.setdefault(one.name, []).append(one)

@@ -1,4 +1,4 @@
-"""`hpctrain status`: one's jobs, why they wait, and how far their runs have come."""
+"""`hpctrain status`: show the user's jobs, why they wait, and the progress of their runs."""
 
 import argparse
 import os
@@ -19,12 +19,12 @@ def add(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "status",
-        help="show your jobs, why they wait, and how far their runs have come",
-        description="Your jobs that wait or run, and those that Slurm still remembers. Without "
-        "Slurm the runs below ./runs.",
+        help="show your jobs, why they wait, and the progress of their runs",
+        description="Shows your jobs that wait or run, and ended jobs that Slurm still lists. "
+        "Without Slurm, shows the runs below ./runs.",
     )
     parser.add_argument(
-        "words", nargs="*", metavar="RUN", help="a job's number, a run directory, or a job's name"
+        "words", nargs="*", metavar="RUN", help="job number, run directory, or job name"
     )
     parser.set_defaults(command=_main)
 
@@ -48,7 +48,7 @@ def _main(arguments: argparse.Namespace) -> int:
 
 
 def _rows(word: str, mine: list[slurm.Job]) -> list[tuple[str, ...]]:
-    """The rows of what a person has named."""
+    """Return the rows of the jobs or the run that a word names."""
     try:
         one = lookup.named(word, mine, os.environ)
     except UsageError:
@@ -64,7 +64,7 @@ def _rows(word: str, mine: list[slurm.Job]) -> list[tuple[str, ...]]:
 
 
 def _accounted(label: str) -> list[slurm.Ended]:
-    """A job of old, where the accounting knows it."""
+    """Return an ended job from Slurm's accounting, if it is listed there."""
     try:
         return slurm.ended(label, os.environ) if slurm.is_label(label) else []
     except slurm.NoAnswerError:
@@ -72,7 +72,7 @@ def _accounted(label: str) -> list[slurm.Ended]:
 
 
 def _without_slurm(words: list[str]) -> int:
-    """What the run directories say alone."""
+    """Show the runs from their run directories only."""
     if words:
         runs = [lookup.named(word, (), os.environ).run for word in words]
         paths = [run for run in runs if run is not None]

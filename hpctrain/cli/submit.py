@@ -1,4 +1,4 @@
-"""`hpctrain submit`: a job to Slurm, or to this machine."""
+"""`hpctrain submit`: submit a job to Slurm, or run it on this machine."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ from hpctrain.jobs.spec import JobSpec
 __all__ = ["add"]
 
 _MOST_LOGS = 10
-_DETACHED = 130  # as a shell has it for what Ctrl-C ends
+_DETACHED = 130  # a shell's exit code after Ctrl-C
 
 
 def add(subparsers: Any) -> None:
@@ -23,30 +23,32 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "submit",
         allow_abbrev=False,
-        help="submit a job, by sbatch or submitit, or run it here",
-        description="Writes the batch script of a job and submits it from the current folder. The "
-        "job's number is all that goes to standard output. Options overrule JOB.toml, which "
-        "overrules the profile of --cluster, which overrules site.sh.",
+        help="submit a job with sbatch or submitit, or run it on this machine",
+        description="Writes the batch script of a job and submits it from the current folder. "
+        "Standard output gets only the job's number. Options override JOB.toml, which overrides "
+        "the profile of --cluster, which overrides site.sh.",
     )
     parser.add_argument(
         "--via",
         choices=("sbatch", "submitit", "local"),
         default="sbatch",
-        help="local: on this machine, in the foreground, without Slurm (default: %(default)s)",
+        help="how to run the job; local: on this machine, in the foreground, without Slurm "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the script, say what would happen, and ask Slurm whether it would take the job",
+        help="print the script and what would happen, and ask Slurm whether it would accept the "
+        "job",
     )
-    parser.add_argument("--save", metavar="FILE", help="write the job to a new JOB.toml as well")
+    parser.add_argument("--save", metavar="FILE", help="new JOB.toml to which the job is written")
     parser.add_argument(
         "--wait",
         action="store_true",
-        help="until the job has ended, through its requeues; leave with its exit code",
+        help="wait until the job has ended, also through requeues; return its exit code",
     )
     parser.add_argument(
-        "--follow", action="store_true", help="the same, with its log on standard error"
+        "--follow", action="store_true", help="as --wait, with the job's log on standard error"
     )
     add_job_options(parser)
     parser.set_defaults(command=_main)
@@ -88,7 +90,7 @@ def _submit(spec: JobSpec, via: str) -> str:
 
 
 def _save(path: str, described: Described) -> None:
-    from hpctrain import rundir  # here, as below: submitting is to take no longer than it must
+    from hpctrain import rundir  # imported here, as below, to keep submission fast
     from hpctrain.jobs import job_files
 
     try:
@@ -100,7 +102,7 @@ def _save(path: str, described: Described) -> None:
 
 
 def _dry_run(described: Described, via: str) -> int:
-    """The script on standard output, all else on standard error."""
+    """Write the script to standard output, and everything else to standard error."""
     spec = described.spec
     notes = submission.check(spec, os.environ)
     if via == "submitit":
@@ -135,7 +137,7 @@ def _dry_run(described: Described, via: str) -> int:
 
 
 def _wait(spec: JobSpec, job: str, arguments: argparse.Namespace, log_size: int) -> int:
-    """Until the job has ended; its exit code."""
+    """Wait until the job has ended, and return its exit code."""
     from hpctrain.jobs import waiting
 
     log = None
@@ -161,7 +163,7 @@ def _wait(spec: JobSpec, job: str, arguments: argparse.Namespace, log_size: int)
 
 
 def _say_logs(spec: JobSpec, job: str, via: str, outcomes: Any) -> None:
-    """Where to read why: the logs of what has not completed."""
+    """Print the log paths of the tasks that failed."""
     from hpctrain.jobs import job_store, tables, waiting
 
     failed = [one for one in outcomes if one.exit_code]

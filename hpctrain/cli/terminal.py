@@ -1,4 +1,4 @@
-"""Standard output of commands that show names: a terminal may know fewer characters than these."""
+"""Standard output of commands that show names, for terminals that lack some characters."""
 
 import sys
 

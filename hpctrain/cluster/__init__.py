@@ -1,1 +1,1 @@
-"""Where this process is: its place among the ranks, its job, its host. Never imports torch."""
+"""The environment of this process: rank, job, host and GPUs. Never imports torch."""

@@ -1,7 +1,7 @@
-"""The names of the variables that launchers and schedulers put into a process.
+"""The names of the variables that launchers and schedulers set for a process.
 
-Launchers read them, and what starts new processes scrubs them: a rank that inherits somebody
-else's is the oldest way to train in the wrong world.
+The launcher classes read them. Code that starts new ranks removes them: a rank that inherits
+variables of another start would train in the wrong world.
 """
 
 import re
@@ -11,27 +11,27 @@ from hpctrain.errors import ContradictionError
 
 __all__ = ["number", "of_the_job", "of_the_network", "scrubbed"]
 
-# `int` alone would take 1_0 and the digits of other scripts; no launcher writes twenty digits.
+# `int` alone accepts 1_0 and non-ASCII digits. No launcher writes more than twenty digits.
 _NUMBER = re.compile(r"-?[0-9]{1,20}\Z")
 
-# hpctrain's own variables, as a person or a launcher sets them.
-LAUNCHER = "HPCTRAIN_LAUNCHER"  # overrides detection
-MAIN_ADDRESS = "HPCTRAIN_MAIN_ADDRESS"  # where rank 0 is
-MAIN_PORT = "HPCTRAIN_MAIN_PORT"  # the first port to try there
-HOSTNAME = "HPCTRAIN_HOSTNAME"  # the name this host goes by at the rendezvous
-INTERFACE = "HPCTRAIN_INTERFACE"  # the network interface that ranks talk over
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # the same, for gloo alone
-SECRET = "HPCTRAIN_SECRET"  # noqa: S105  what only the ranks of one start know
-START = "HPCTRAIN_START"  # what `hpctrain run` calls one start of its ranks
-RUN = "HPCTRAIN_RUN"  # the run directory
-DATA = "HPCTRAIN_DATA"  # the folder with data sets
-CACHE = "HPCTRAIN_CACHE"  # the folder for everything that can be made again
-VERDICT = "HPCTRAIN_VERDICT"  # where rank 0 writes how the run ended
-EVIDENCE = "HPCTRAIN_EVIDENCE"  # the folder in which ranks leave how they failed
-STOP = "HPCTRAIN_STOP"  # the file that asks the run to save and to leave
-SCRATCH = "HPCTRAIN_SCRATCH"  # where a host has its copies of code and environment
+# hpctrain's own variables, set by the user or by a launcher.
+LAUNCHER = "HPCTRAIN_LAUNCHER"  # launcher to use, without detection
+MAIN_ADDRESS = "HPCTRAIN_MAIN_ADDRESS"  # address of rank 0's host
+MAIN_PORT = "HPCTRAIN_MAIN_PORT"  # first port to try at this address
+HOSTNAME = "HPCTRAIN_HOSTNAME"  # name of this host at the rendezvous
+INTERFACE = "HPCTRAIN_INTERFACE"  # network interface for the ranks
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # network interface for gloo alone
+SECRET = "HPCTRAIN_SECRET"  # noqa: S105  secret shared by the ranks of one start
+START = "HPCTRAIN_START"  # id of one start of ranks by `hpctrain run`
+RUN = "HPCTRAIN_RUN"  # run directory
+DATA = "HPCTRAIN_DATA"  # folder with data sets
+CACHE = "HPCTRAIN_CACHE"  # folder for files that can be created again
+VERDICT = "HPCTRAIN_VERDICT"  # exit status file, written by rank 0
+EVIDENCE = "HPCTRAIN_EVIDENCE"  # folder for the ranks' failure records
+STOP = "HPCTRAIN_STOP"  # file that makes the run save and exit
+SCRATCH = "HPCTRAIN_SCRATCH"  # local copies of code and environment
 
-# What a start writes into its ranks, as against what a person sets for all of them.
+# Variables that a start sets for its ranks. The user sets the other HPCTRAIN_* variables.
 _OF_ONE_RANK = (
     "HPCTRAIN_RANK",
     "HPCTRAIN_WORLD_SIZE",
@@ -92,8 +92,8 @@ SCRUB_PREFIXES = (
     "PBS_",
 )
 
-# What a scheduler says of a job, and not of one of its tasks: it holds for whatever is started in
-# the job. `allocation` reads these.
+# Variables of a scheduler that describe a job and not one of its tasks. They apply to every
+# process of the job. `cluster.job` reads most of them.
 OF_THE_JOB = (
     "SLURM_CLUSTER_NAME",
     "SLURM_JOB_ID",
@@ -114,12 +114,12 @@ OF_THE_JOB = (
 )
 _NETWORK_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_")
 _SECRETIVE = re.compile(r"SECRET|TOKEN|PASS|KEY|CRED|AUTH")
-# Where the site's Slurm is: no job's variable, though it looks like one.
+# The site's Slurm configuration, which does not belong to a job despite its prefix.
 _SITE_NAMES = frozenset({"SLURM_CONF"})
 
 
 def scrubbed(env: Mapping[str, str]) -> dict[str, str]:
-    """A copy of the environment without what any launcher or scheduler put there."""
+    """Return a copy of the environment without the variables of launchers and schedulers."""
     return {
         name: value
         for name, value in env.items()
@@ -128,12 +128,12 @@ def scrubbed(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def of_the_job(env: Mapping[str, str]) -> dict[str, str]:
-    """What the environment says of the scheduler's job."""
+    """Return the variables that describe the scheduler's job."""
     return {name: env[name] for name in OF_THE_JOB if name in env}
 
 
 def of_the_network(env: Mapping[str, str]) -> dict[str, str]:
-    """The settings of the libraries that carry the numbers, without what may be a password."""
+    """Return the settings of the communication libraries, without possible passwords."""
     return {
         name: value
         for name, value in sorted(env.items())
@@ -142,10 +142,10 @@ def of_the_network(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def number(env: Mapping[str, str], name: str) -> int | None:
-    """The whole number in a variable; None where it is unset or empty.
+    """Return the integer in a variable; None if it is unset or empty.
 
     Raises:
-        ContradictionError: it holds something else.
+        ContradictionError: the value is not an integer.
     """
     text = env.get(name, "")
     if not text:

@@ -1,12 +1,12 @@
-"""Slurm host lists: `rack[0-3]node[01-40],login` and the names they stand for.
+"""Slurm host lists such as `rack[0-3]node[01-40],login`, and the host names in them.
 
-The oracle is `scontrol show hostnames` of Slurm 22.05.8. Order and duplicates are kept, numbers
-keep the width of the lower end of their range, and comma, space and tab part the names. Of two
-brackets the last turns fastest; of more, after the last the first, then the second, and so on. A
-name with brackets ends in one: so says slurm.conf(5) under NodeName.
+The reference is `scontrol show hostnames` of Slurm 22.05.8. Order and duplicates are kept. Numbers
+have the width of the lower end of their range. Comma, space and tab separate names. With two
+brackets the last one changes fastest; with more, the order after the last is first, second, and so
+on. A name with brackets ends with a bracket. Source: slurm.conf(5) under NodeName.
 
-What scontrol refuses is refused here, and so is what it makes other names of without a word
-(`n[1,2` is `n]` and `2` to it); tests/cluster/test_hostlist_scontrol.py has both.
+Lists that scontrol refuses are refused here. Lists that scontrol changes without an error are
+also refused (it reads `n[1,2` as `n]` and `2`); tests/cluster/test_hostlist_scontrol.py has both.
 """
 
 import itertools
@@ -17,11 +17,11 @@ from hpctrain.errors import UsageError
 
 __all__ = ["compress", "expand", "first"]
 
-# scontrol's own limits: on a range, on a bracket that another follows, and on a number (it counts
-# in 64 bits, and steps past the end of what it prints).
+# Limits of scontrol: for a range, for a bracket followed by another, and for a number (it counts
+# with 64 bits, and goes one step beyond the last number that it prints).
 _LONGEST_RANGE = 65536
 _LARGEST_NUMBER = 2**64 - 2
-# Ours, where scontrol knows none and takes all memory: sixteen times its longest range.
+# hpctrain's limits, where scontrol has none and uses all memory: sixteen of its longest ranges.
 _MOST_HOSTS = 2**20
 _MOST_CHARACTERS = 2**26
 _TOO_MANY = f"more than {_MOST_HOSTS} hosts, or than {_MOST_CHARACTERS} characters in their names"
@@ -30,21 +30,21 @@ _BRACKET = re.compile(r"\[([^\[\]]*)\]")
 _NAME = re.compile(r"[^\[\], ]+")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _LONG = len(str(_LARGEST_NUMBER))
-# Possessive and from the first digit on: a megabyte of digits is looked at once.
+# Possessive and from the first digit on, so that a megabyte of digits is read only once.
 _LONG_NUMBER = re.compile(rf"(?<![0-9])[0-9]{{{_LONG},}}+(?=,|\Z)")
 _DIGITS = "0123456789"
 _PAIRS = [tens + ones for tens in _DIGITS for ones in _DIGITS]
 
-_Range = tuple[int, int, int]  # low, high, and the width that zeros fill up
-_Term = list[tuple[str, list[_Range]]]  # the text before each bracket, and the bracket
+_Range = tuple[int, int, int]  # low, high, and the width to fill with zeros
+_Term = list[tuple[str, list[_Range]]]  # text before each bracket, and ranges of the bracket
 
 
 def expand(expression: str) -> list[str]:
-    """All host names of an expression, in its order, with its duplicates; of "" there are none.
+    """Return all host names of an expression, in its order, with duplicates; none for "".
 
     Raises:
-        UsageError: the expression is malformed, or stands for more than 1048576 hosts; the message
-            has the position.
+        UsageError: the expression is malformed, or has more than 1048576 hosts; the message
+            contains the position.
     """
     hosts: list[str] = []
     for term, plain, position in _pieces(expression):
@@ -58,14 +58,14 @@ def expand(expression: str) -> list[str]:
 
 
 def first(expression: str) -> str:
-    """The first host name of an expression, without making the others.
+    """Return the first host name of an expression, without expanding the others.
 
-    All names with brackets are checked as by `expand`, wherever they stand. Of plain names only
-    the first is looked at, where it is the one: what characters the others have, how large their
-    numbers are and how many there are would take longer to find out than all the rest.
+    All names with brackets are checked as in `expand`. A plain name is checked only if it is the
+    result: checking the characters, numbers and count of the other plain names would take longer
+    than all other work.
 
     Raises:
-        UsageError: the expression is malformed, or names no host.
+        UsageError: the expression is malformed, or contains no host.
     """
     found = ""
     for term, plain, position in _pieces(expression):
@@ -84,13 +84,14 @@ def first(expression: str) -> str:
 
 
 def compress(hosts: Iterable[str]) -> str:
-    """The expression that `expand` makes these hosts of, in their order, with duplicates.
+    """Return the expression that `expand` turns into these hosts, in their order, with duplicates.
 
-    Neighbours with the same text before their number share a bracket, and numbers that follow each
-    other a range: what `scontrol show hostlist` writes, but for ranges that it could not read back.
+    Adjacent names with the same text before the number share a bracket, and consecutive numbers
+    share a range. The result is that of `scontrol show hostlist`, except for ranges that scontrol
+    could not read again.
 
     Raises:
-        UsageError: a name cannot stand in a host list, or there are more than 1048576.
+        UsageError: a name cannot be part of a host list, or there are more than 1048576 names.
     """
     names = [hosts] if isinstance(hosts, str) else list(hosts)
     if len(names) > _MOST_HOSTS or sum(map(len, names)) > _MOST_CHARACTERS:
@@ -100,7 +101,7 @@ def compress(hosts: Iterable[str]) -> str:
         _check_name(name)
         text = name.rstrip(_DIGITS)
         split.append((text, name[len(text) :]))
-    # A name without a number does not belong into a bracket with those that have one.
+    # Names with and without a number cannot share a bracket.
     groups = itertools.groupby(split, key=lambda parts: (parts[0], bool(parts[1])))
     return ",".join(
         _compressed(text, [number for _, number in group]) for (text, _), group in groups
@@ -108,10 +109,10 @@ def compress(hosts: Iterable[str]) -> str:
 
 
 def _pieces(expression: str) -> Iterator[tuple[_Term, str, int]]:
-    """Each term with brackets, or none, with the plain names after it and where they start.
+    """Yield each term with brackets, or an empty one, the plain names after it and their position.
 
-    The terms have been checked, and that there is room for their hosts. The plain names, with a
-    comma wherever something parts them, have not.
+    The terms and their number of hosts have been checked. The plain names have not been checked;
+    their separators are commas.
     """
     hosts = characters = 0
     for written, plain, position in _split(expression):
@@ -130,9 +131,9 @@ def _pieces(expression: str) -> Iterator[tuple[_Term, str, int]]:
 
 
 def _split(expression: str) -> Iterator[tuple[list[tuple[str, str, int]], str, int]]:
-    """The same pieces as they are written: text, bracket and where its inside starts."""
-    # Cutting at the brackets leaves plain names in one piece, however many they are. Where there
-    # is no bracket, `in` knows much sooner than a pattern.
+    """Yield the same pieces unparsed: text, inside of the bracket, and position of the inside."""
+    # Splitting at the brackets keeps any number of plain names in one piece. Without a bracket,
+    # `in` is much faster than a pattern.
     pieces = _BRACKET.split(expression) if "[" in expression else [expression]
     written: list[tuple[str, str, int]] = []
     position = 0
@@ -154,7 +155,7 @@ def _split(expression: str) -> Iterator[tuple[list[tuple[str, str, int]], str, i
 
 
 def _ranges(expression: str, body: str, position: int) -> list[_Range]:
-    """The ranges of one bracket, `01-03,7`."""
+    """Parse the ranges of one bracket, such as `01-03,7`."""
     ranges: list[_Range] = []
     for piece in body.split(","):
         match = _RANGE.fullmatch(piece)
@@ -176,7 +177,7 @@ def _ranges(expression: str, body: str, position: int) -> list[_Range]:
 
 
 def _size(expression: str, term: _Term, start: int) -> tuple[int, int]:
-    """How many hosts a term stands for, and the length of the longest name."""
+    """Return the number of hosts of a term and the length of its longest name."""
     hosts, length = 1, 0
     for place, (text, ranges) in enumerate(term, 1):
         numbers = sum(high - low + 1 for low, high, _ in ranges)
@@ -184,14 +185,14 @@ def _size(expression: str, term: _Term, start: int) -> tuple[int, int]:
             why = f"more than {_LONGEST_RANGE} numbers in a bracket that another follows"
             raise _malformed(expression, start, why)
         hosts *= numbers
-        if hosts > _MOST_HOSTS:  # at once: of many brackets the product would grow for ever
+        if hosts > _MOST_HOSTS:  # inside the loop: with many brackets the product would become huge
             raise _too_many(expression, start)
         length += len(text) + max(max(width, len(str(high))) for _, high, width in ranges)
     return hosts, length
 
 
 def _bracketed(term: _Term) -> list[str]:
-    """The names of one term, `rack[1-2]node[3-4]`: the last bracket turns fastest."""
+    """Return the names of one term, `rack[1-2]node[3-4]`; the last bracket changes fastest."""
     parts: list[list[str]] = []
     for text, ranges in term:
         parts.append([])
@@ -200,17 +201,17 @@ def _bracketed(term: _Term) -> list[str]:
     *others, last = parts
     if len(others) < 2:
         return [head + name for head in others[0] for name in last] if others else last
-    # After the last bracket scontrol turns the first, then the second, and so on. No name is put
-    # together step by step, which would take for ever with thousands of brackets.
+    # After the last bracket scontrol changes the first, then the second, and so on. Each name is
+    # joined in one step: joining piece by piece would be very slow with thousands of brackets.
     turned = itertools.product(*reversed(others), last)
     return ["".join((*names[-2::-1], names[-1])) for names in turned]
 
 
 def _numbered(text: str, low: int, high: int, width: int) -> list[str]:
-    """The text with each number of a range."""
-    # Formatting a number takes six times as long as putting two strings together. So of a long
-    # range only the hundreds are formatted, and the numbers 00 to 99 put after each of them. Below
-    # 100 there are no hundreds, unless zeros make some.
+    """Return the text with each number of a range."""
+    # Formatting a number takes six times as long as joining two strings. So for a long range only
+    # the hundreds are formatted, and 00 to 99 are appended to each. Numbers below 100 have
+    # hundreds only if the width adds zeros.
     begin = max(-(-low // 100), 0 if width > 2 else 1)
     end = (high + 1) // 100
     if begin >= end:
@@ -224,10 +225,10 @@ def _numbered(text: str, low: int, high: int, width: int) -> list[str]:
 
 
 def _plain(expression: str, text: str, position: int) -> list[str]:
-    """The names between commas, of a text that has no brackets."""
+    """Return the names in a text without brackets, separated by commas."""
     names = list(filter(None, text.split(",")))
     _check_printable(expression, text, position)
-    # Looking at all lengths takes a fifth of the time of looking for long numbers.
+    # Checking all lengths takes a fifth of the time of searching for long numbers.
     if max(map(len, names), default=0) >= _LONG:
         for match in _LONG_NUMBER.finditer(text):
             if _value(match[0]) > _LARGEST_NUMBER:
@@ -237,7 +238,7 @@ def _plain(expression: str, text: str, position: int) -> list[str]:
 
 
 def _compressed(text: str, numbers: list[str]) -> str:
-    """Names that differ in their numbers alone; these are all empty, or none is."""
+    """Join names that differ only in their numbers; either all numbers are empty or none is."""
     if not numbers[0] or len(numbers) == 1:
         return ",".join(text + number for number in numbers)
     ranges: list[list[str]] = []
@@ -272,13 +273,13 @@ def _check_printable(expression: str, text: str, position: int) -> None:
 
 
 def _value(digits: str) -> int:
-    """The number, or one that is too large: int() refuses thousands of digits."""
+    """Return the number, or a number that is too large: int() refuses thousands of digits."""
     digits = digits.lstrip("0")
     return int(digits or "0") if len(digits) <= _LONG else _LARGEST_NUMBER + 1
 
 
 def _unbalanced(expression: str) -> UsageError:
-    """Where the brackets go wrong, given that they do."""
+    """Return an error with the position of the unbalanced bracket, which has to exist."""
     opened = -1
     for match in re.finditer(r"[\[\]]", expression):
         if (match[0] == "[") == (opened >= 0):
@@ -305,7 +306,7 @@ def _malformed(expression: str, position: int, why: str) -> UsageError:
 
 
 def _shown(text: str, position: int = 0, most: int = 160) -> str:
-    """Of a long text what is around a position."""
+    """Return the text, or for a long text only the part around a position."""
     start = max(0, min(position - most // 2, len(text) - most))
     end = start + most
     return f"{'…' if start else ''}{text[start:end]!r}{'…' if end < len(text) else ''}"

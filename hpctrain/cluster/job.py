@@ -1,4 +1,4 @@
-"""Allocation: the job that a scheduler gave, apart from who started the ranks in it."""
+"""The job of a scheduler, independent of the launcher that started the ranks in it."""
 
 import re
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from hpctrain.cluster.env_vars import number
 
 __all__ = ["Allocation", "detect"]
 
-# The schedulers whose jobs are known by name alone: id, and index in an array. LSF numbers the
-# tasks of an array from 1 and gives other jobs the index 0; PBS has the index in the id.
+# Schedulers of which only the job id and the array index are read. LSF numbers the tasks of an
+# array from 1 and gives other jobs the index 0; PBS includes the index in the id.
 # Sources: "Environment variables" of IBM Spectrum LSF's reference; PBS Professional's reference
 # guide, chapter "Environment Variables"; flux-environment(7).
 _OTHERS = (
@@ -23,18 +23,18 @@ _GPUS = re.compile(r"[0-9]{1,4}\Z")
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What a scheduler says about the job. Without a scheduler there is none.
+    """Facts about the scheduler's job.
 
     Attributes:
         scheduler: "slurm", "lsf", "pbs" or "flux".
-        job_id: the scheduler's name for the job; of an array task, its own number.
-        array_job_id, array_task: the array's id and the index in it, where there is one.
-        restart_count: how often the job was requeued.
-        end_time: seconds since the epoch at which the time limit strikes, where it is known.
-        submit_dir: the folder in which the job was submitted.
-        tasks: the number of tasks that the step, or outside of one the job, is to start; where
-            nobody gave a number one for each node; None where it is not known.
-        gpus: the GPUs of this host that belong to the job, where it is known.
+        job_id: id of the job; for an array task, the id of this task.
+        array_job_id, array_task: id of the array and index in it, or None.
+        restart_count: number of times that the job was requeued.
+        end_time: end of the time limit, in seconds since the epoch, or None if unknown.
+        submit_dir: folder in which the job was submitted, or None if unknown.
+        tasks: number of tasks of the step, or outside of a step of the job; one for each node if
+            the number was not given; None if unknown.
+        gpus: number of GPUs of this host that belong to the job, or None if unknown.
     """
 
     scheduler: str
@@ -49,17 +49,17 @@ class Allocation:
 
     @property
     def label(self) -> str:
-        """`JOBID`, or `ARRAYJOBID_TASK` as Slurm's own tools print it."""
+        """The job's label, `JOBID` or `ARRAYJOBID_TASK`, in the format of Slurm's tools."""
         if self.array_task is None:
             return self.job_id
         return f"{self.array_job_id or self.job_id}_{self.array_task}"
 
 
 def detect(env: Mapping[str, str]) -> Allocation | None:
-    """Read the job from its scheduler's variables; None outside of one.
+    """Read the job from the scheduler's variables; return None outside of a job.
 
     Raises:
-        ContradictionError: a variable that should hold a number does not.
+        ContradictionError: the value of a numeric variable is not a number.
     """
     if env.get("SLURM_JOB_ID"):
         return _slurm(env)
@@ -70,8 +70,11 @@ def detect(env: Mapping[str, str]) -> Allocation | None:
 
 
 def _slurm(env: Mapping[str, str]) -> Allocation:
-    """Source: the sections INPUT and OUTPUT ENVIRONMENT VARIABLES of sbatch(1) and srun(1)."""
-    # In a step srun sets SLURM_NTASKS to the step's own number.
+    """Read the Slurm job from the variables.
+
+    Source: the sections INPUT and OUTPUT ENVIRONMENT VARIABLES of sbatch(1) and srun(1).
+    """
+    # In a step srun sets SLURM_NTASKS to the step's number of tasks.
     tasks = number(env, "SLURM_NTASKS") or number(env, "SLURM_JOB_NUM_NODES")
     gpus = env.get("SLURM_GPUS_ON_NODE", "")
     return Allocation(

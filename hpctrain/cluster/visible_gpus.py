@@ -1,4 +1,4 @@
-"""Which GPUs the environment lets a process see: CUDA's, MIG's and ROCm's variables. No torch.
+"""The GPUs that the variables of CUDA, MIG and ROCm make visible; read without torch.
 
 Sources: "Environment Variables" in the CUDA C++ Programming Guide, NVIDIA's Multi-Instance GPU
 User Guide ("Device Enumeration"), and "GPU isolation techniques" in ROCm's documentation.
@@ -13,21 +13,21 @@ from hpctrain.errors import ContradictionError, UsageError
 __all__ = ["CUDA", "Visible", "check_rocm", "here", "own_slice", "visible"]
 
 CUDA = "CUDA_VISIBLE_DEVICES"
-# ROCR filters first, for the whole process; HIP counts among what is left, and takes CUDA's name
-# for its own.
+# ROCR filters first, for the whole process. HIP's indices count the remaining GPUs, and HIP also
+# reads CUDA's variable.
 _ROCR = "ROCR_VISIBLE_DEVICES"
 _HIP = ("HIP_VISIBLE_DEVICES", CUDA)
-# CUDA stops at the first entry that names no device; Slurm writes NoDevFiles for "none".
+# CUDA stops at the first invalid entry. Slurm writes NoDevFiles if there is no GPU.
 _NO_DEVICE = ("-1", "NoDevFiles")
 
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """The GPUs that a variable names, in its order.
+    """The GPUs that a variable lists, in its order.
 
     Attributes:
-        names: indices or UUIDs; empty where it hides all.
-        source: the variable.
+        names: indices or UUIDs; empty if the variable hides all GPUs.
+        source: name of the variable.
     """
 
     names: tuple[str, ...]
@@ -35,11 +35,11 @@ class Visible:
 
 
 def visible(env: Mapping[str, str], *variables: str) -> Visible | None:
-    """What the first of the variables that is set lets a process see; None without any.
+    """Return the GPUs in the first variable that is set; None if none of them is set.
 
     Args:
-        env: the environment.
-        variables: default: those of HIP, CUDA and ROCR.
+        env: environment of the process.
+        variables: names of the variables (default: those of HIP, CUDA and ROCR).
     """
     for source in variables or (*_HIP, _ROCR):
         if source in env:
@@ -53,9 +53,9 @@ def visible(env: Mapping[str, str], *variables: str) -> Visible | None:
 
 
 def here() -> list[str]:
-    """The GPUs of this machine by index, as far as its device files tell."""
+    """Return the indices of this machine's GPUs, found by their device files."""
     nvidia = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
-    # Each of the kernel's nodes is a CPU or a GPU; only GPUs have SIMD units: amdkfd in Linux.
+    # Each topology node is a CPU or a GPU; only GPUs have SIMD units. Source: amdkfd in Linux.
     nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")
     amd = sum("simd_count 0\n" not in _read(node) for node in nodes)
     return sorted(nvidia, key=int) or [str(index) for index in range(amd)]
@@ -69,13 +69,13 @@ def _read(path: Path) -> str:
 
 
 def own_slice(env: Mapping[str, str], local_rank: int) -> str | None:
-    """The MIG slice of a rank where several are visible; None without slices, or with one alone.
+    """Return the MIG slice of a rank if several are visible; None with one slice or without any.
 
-    CUDA shows a process the first slice only, whatever the variable names, so every rank has to
-    be given its own before CUDA starts.
+    CUDA uses only the first slice that the variable lists. So each rank needs its own slice before
+    CUDA starts.
 
     Raises:
-        UsageError: more ranks than slices, or slices beside whole GPUs.
+        UsageError: there are more ranks than slices, or slices together with whole GPUs.
     """
     seen = visible(env, CUDA)
     names = seen.names if seen else ()
@@ -98,11 +98,11 @@ def own_slice(env: Mapping[str, str], local_rank: int) -> str | None:
 
 
 def check_rocm(env: Mapping[str, str]) -> None:
-    """Refuse variables that together hide every GPU from ROCm, which says nothing about it.
+    """Refuse variables that together hide GPUs from ROCm, which prints no warning.
 
     Raises:
-        ContradictionError: HIP's variable counts beyond what ROCR's leaves, or two variables that
-            HIP takes for one disagree.
+        ContradictionError: HIP's variable has an index that ROCR's variable leaves out, or the two
+            variables that HIP reads are different.
     """
     first, second = (visible(env, name) for name in _HIP)
     if first and second and first.names != second.names:
@@ -114,7 +114,7 @@ def check_rocm(env: Mapping[str, str]) -> None:
     rocr, hip = visible(env, _ROCR), visible(env, *_HIP)
     if rocr is None or hip is None:
         return
-    # No number is too long for a float.
+    # float accepts any number of digits; int does not.
     beyond = [name for name in hip.names if name.isdecimal() and float(name) >= len(rocr.names)]
     if beyond:
         raise ContradictionError(

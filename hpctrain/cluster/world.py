@@ -1,4 +1,4 @@
-"""World: who a process is among the ranks that train together."""
+"""The place of a process among the ranks that train together."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,29 +7,29 @@ from hpctrain.errors import ContradictionError
 
 __all__ = ["World"]
 
-# More than any machine has; a slip or a stranger's variable, and rank 0 would wait for all of them.
+# More ranks than any machine has. A larger value is a mistake: rank 0 would wait for all of them.
 _MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The place of one rank, computed once by a launcher and passed on as a value.
+    """The place of one rank, computed once from the launcher's variables.
 
-    `rank`, `world_size` and `local_rank` are always there. The others are None where the launcher
-    has no variable for them; the rendezvous fills them in, so `session.world` is complete.
+    `rank`, `world_size` and `local_rank` are always set. The other fields are None if the launcher
+    has no variable for them. The rendezvous fills them in, so `session.world` is complete.
 
     Attributes:
-        rank: 0 to world_size - 1.
-        world_size: the number of ranks.
-        local_rank: the place among the ranks of this host, from 0.
-        local_world_size: the number of ranks on this host.
-        node_rank: the index of this host, from 0.
-        num_nodes: the number of hosts.
-        hosts: the names of the hosts, by node rank.
-        launcher: the name of the launcher that said so.
+        rank: index of this rank, from 0 to world_size - 1.
+        world_size: number of ranks.
+        local_rank: index among the ranks of this host, from 0.
+        local_world_size: number of ranks on this host.
+        node_rank: index of this host, from 0.
+        num_nodes: number of hosts.
+        hosts: names of the hosts, by node rank.
+        launcher: name of the launcher that the values come from.
 
     Raises:
-        ContradictionError: the numbers do not fit each other.
+        ContradictionError: the values contradict each other.
     """
 
     rank: int
@@ -98,7 +98,7 @@ class World:
 
     @property
     def on_one_host(self) -> bool | None:
-        """Whether all ranks share one host; None where the launcher does not say."""
+        """Whether all ranks are on one host; None if the launcher does not provide it."""
         if self.world_size == 1 or self.num_nodes == 1:
             return True
         if self.num_nodes is not None:
@@ -108,10 +108,10 @@ class World:
         return None
 
     def completed(self, hosts: tuple[str, ...], host_of_rank: tuple[int, ...]) -> "World":
-        """This world with what the rendezvous saw in place of what the launcher left open.
+        """Return a copy with all host fields set from the results of the rendezvous.
 
         Args:
-            hosts: the names of the hosts, by node rank.
+            hosts: names of the hosts, by node rank.
             host_of_rank: for each rank, the index of its host in `hosts`.
         """
         node_rank = host_of_rank[self.rank]

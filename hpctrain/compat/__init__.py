@@ -1,1 +1,1 @@
-"""What scripts that were written for other libraries call, on torch."""
+"""Interfaces of other libraries for older scripts, built on torch."""

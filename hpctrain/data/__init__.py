@@ -1,6 +1,6 @@
-"""Data: sets of images, the order in which ranks see them, and the way to the device.
+"""Data sets of images, their order on the ranks, and the transfer to the device.
 
-What this package offers is imported when it is first used: `hpctrain shards` runs without torch.
+Names of this package are imported at first use, so `hpctrain shards` runs without torch.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Random numbers for augmentation: a stream of its own for each sample in each epoch."""
+"""Random numbers for augmentation, with a separate stream for each sample in each epoch."""
 
 import random
 import sys
@@ -15,9 +15,10 @@ __all__ = ["Seeded", "draws"]
 
 
 def draws(dataset: Dataset[Any]) -> bool:
-    """Whether samples of a data set may be random; setting the generators costs 13 µs for each.
+    """Return whether samples of a data set may be random; seeding costs 13 µs per sample.
 
-    Not where its attribute `random` is False, nor those of tensors, nor parts or chains of such.
+    The attribute `random` decides, if present. Data sets of tensors, and subsets or concatenations
+    of data sets that are not random, are not random.
     """
     if hasattr(dataset, "random"):
         return bool(dataset.random)
@@ -29,29 +30,29 @@ def draws(dataset: Dataset[Any]) -> bool:
 
 
 class Seeded(Dataset[Any]):
-    """A data set whose random transforms follow from seed, epoch and index, and nothing else.
+    """Data set whose random transforms depend only on seed, epoch and index.
 
-    Not from the rank, the worker process, the samples before, or where a run was resumed. The
-    generators of torch, Python and NumPy are set before each sample, and put back where this
-    process also trains. A data set with a `__getitems__` of its own is asked for whole batches, so
-    its stream follows from the first index of the batch.
+    They do not depend on the rank, the worker process, earlier samples, or the step of a resume.
+    The generators of torch, Python and NumPy are seeded before each sample, and restored if this
+    process also trains. A data set with its own `__getitems__` returns whole batches, so its stream
+    depends on the first index of the batch.
 
     Args:
-        dataset: with `__getitem__`.
-        seed: of the run.
+        dataset: data set with `__getitem__`.
+        seed: seed of the run.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
-        # Subset has one that asks for sample after sample.
+        # Subset's own __getitems__ may fetch sample by sample.
         self._whole = hasattr(dataset, "__getitems__") and not isinstance(dataset, Subset)
 
     def __getitems__(self, batch: tuple[int, Sequence[int]]) -> Sequence[Any]:
-        """The samples of a batch.
+        """Return the samples of a batch.
 
         Args:
-            batch: the epoch and the indices.
+            batch: epoch and indices.
         """
         epoch, indices = batch
         with _put_back():
@@ -70,12 +71,12 @@ class Seeded(Dataset[Any]):
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)  # which takes no more
+            sys.modules["numpy"].random.seed(seed % 2**32)  # NumPy accepts 32 bits
 
 
 @contextmanager
 def _put_back() -> Iterator[None]:
-    """Leave the generators as they were, but in a worker, where nothing else draws from them."""
+    """Restore the generators at the end, except in a worker, where nothing else uses them."""
     if get_worker_info() is not None:
         yield
         return

@@ -1,6 +1,6 @@
-"""Data sets of small images in MNIST's file format, found by name or by folder.
+"""Data sets of small images in MNIST's file format, given by name or folder.
 
-Source of the format: the section "FILE FORMATS FOR THE MNIST DATABASE" of MNIST's home page.
+Source: section "FILE FORMATS FOR THE MNIST DATABASE" of MNIST's home page, for the format.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ _SYSTEM = Path("/usr/share/datasets")
 _CARRIED = Path(__file__).parent / "digits"
 _NAMES = ("digits", "fashion-mnist", "mnist", "synthetic")
 _TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}
-# Besides the folder itself: where torchvision puts the files.
+# The folder itself, and the folders in which torchvision stores the files.
 _BELOW = ("", "raw", "MNIST/raw", "FashionMNIST/raw")
 _FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -39,13 +39,13 @@ _UNSIGNED_BYTES = 0x08
 class Images(Dataset[tuple[Tensor, Tensor]]):
     """Images and their classes, in memory.
 
-    A sample is a float32 tensor of shape (1, height, width), brought to mean 0 and standard
+    A sample is a float32 tensor of shape (1, height, width), normalized to mean 0 and standard
     deviation 1 over the training set, and an int64 class.
 
     Args:
-        images: uint8, of shape (samples, height, width).
-        targets: int64, of shape (samples,).
-        mean, std: of the training set's pixels.
+        images: images, uint8 of shape (samples, height, width).
+        targets: classes, int64 of shape (samples,).
+        mean, std: mean and standard deviation of the training set's pixels.
     """
 
     random = False  # a sample is the same each time
@@ -58,7 +58,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def classes(self) -> int:
-        """The number of classes."""
+        """Number of classes."""
         return int(self.targets.max()) + 1
 
     @property
@@ -73,7 +73,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Several samples at once, as torch's loaders ask for a batch."""
+        """Return several samples at once; torch's loaders call this for a batch."""
         chosen = torch.as_tensor(indices)
         images = self.images[chosen].unsqueeze(1).float().sub_(self.mean).div_(self.std)
         return list(zip(images, self.targets[chosen], strict=True))
@@ -82,18 +82,18 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 def load(
     name: str, download: bool = False, env: Mapping[str, str] = os.environ
 ) -> tuple[Images, Images]:
-    """The training set and the test set.
+    """Return the training set and the test set.
 
     Args:
-        name: `digits`, `fashion-mnist`, `mnist`, `synthetic`, any other name of a folder, or the
-            path of one. A name is sought in $HPCTRAIN_DATA, where a job has its own copy, here (but
-            not those four), in /usr/share/datasets, and in the cache; `digits` in $HPCTRAIN_DATA
-            alone, and else the package has them.
-        download: fetch `mnist` or `fashion-mnist` into the cache when it is found nowhere.
-        env: for $HPCTRAIN_DATA and $HPCTRAIN_CACHE.
+        name: `digits`, `fashion-mnist`, `mnist`, `synthetic`, another name of a folder, or a path.
+            A name is searched for in $HPCTRAIN_DATA (for a job's own copy), in the current folder
+            (except these four names), in /usr/share/datasets, and in the cache. `digits` is
+            searched for only in $HPCTRAIN_DATA, else taken from the package.
+        download: download `mnist` or `fashion-mnist` to the cache if it is not found.
+        env: environment with $HPCTRAIN_DATA and $HPCTRAIN_CACHE.
 
     Raises:
-        UsageError: it is not there, or cannot be read, or its files are damaged.
+        UsageError: the data set is not found, cannot be read, or has damaged files.
     """
     if name == "synthetic":
         return _synthetic(4096, 0), _synthetic(1024, 1)
@@ -124,7 +124,7 @@ def load(
 
 
 def _places(name: str, env: Mapping[str, str]) -> list[Path]:
-    """The folders that may hold a data set, in the order in which they are asked."""
+    """Return the folders to search for a data set, in order."""
     if os.sep in name or name in (".", ".."):
         return [Path(name).expanduser()]
     own = [Path(env[env_vars.DATA], name)] if env.get(env_vars.DATA) else []
@@ -140,10 +140,10 @@ def _cache(env: Mapping[str, str]) -> Path:
 
 
 def _find(name: str, download: bool, env: Mapping[str, str]) -> Path:
-    """The folder with the four files."""
+    """Find the folder with the four files."""
     places = _places(name, env)
     if download and name in _TORCHVISION:
-        # Not among the places asked without a lock: another rank may be fetching it there.
+        # Search the cache only under the lock: another rank may be downloading to it.
         cache = places.pop()
         found = _among(places)
         return found if found is not None else _download(name, cache)
@@ -164,7 +164,7 @@ def _find(name: str, download: bool, env: Mapping[str, str]) -> Path:
 
 
 def _among(places: Sequence[Path]) -> Path | None:
-    """The first folder that holds a data set, or holds a folder that does."""
+    """Return the first folder with a data set in it, or in one of its subfolders."""
     for place in places:
         for below in _BELOW:
             if _file(place / below, _FILES["train"][0]) is not None:
@@ -173,7 +173,7 @@ def _among(places: Sequence[Path]) -> Path | None:
 
 
 def _download(name: str, target: Path) -> Path:
-    """Fetch a data set once for all ranks that share the cache; whole or not at all."""
+    """Download a data set once for all ranks that share the cache; no partial files are kept."""
     try:
         from torchvision import datasets
     except ImportError:
@@ -210,7 +210,7 @@ def _file(folder: Path, name: str) -> Path | None:
 
 
 def _read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
-    """Images and targets of one split."""
+    """Read images and targets of one split."""
     tensors = []
     for name in _FILES[split]:
         path = _file(folder, name)
@@ -233,7 +233,7 @@ def _read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
 
 
 def _idx(path: Path) -> Tensor:
-    """A tensor from a file of unsigned bytes in MNIST's format, packed by gzip or not."""
+    """Read a tensor of unsigned bytes from a file in MNIST's format, with or without gzip."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         zeros, kind, dimensions = struct.unpack_from(">HBB", data)
@@ -248,13 +248,13 @@ def _idx(path: Path) -> Tensor:
             "fetch it again",
         )
     if not math.prod(shape):
-        return torch.empty(shape, dtype=torch.uint8)  # frombuffer takes nothing that is empty
+        return torch.empty(shape, dtype=torch.uint8)  # frombuffer refuses an empty buffer
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=start)
     return flat.reshape(shape)
 
 
 def _moments(images: Tensor) -> tuple[float, float]:
-    """Mean and standard deviation of the pixels, from counts: the same on every machine."""
+    """Compute mean and standard deviation of the pixels from counts, equal on every machine."""
     counts = torch.bincount(images.flatten(), minlength=256).tolist()
     total = sum(counts)
     mean = sum(value * count for value, count in enumerate(counts)) / total
@@ -263,7 +263,7 @@ def _moments(images: Tensor) -> tuple[float, float]:
 
 
 def _synthetic(samples: int, part: int) -> Images:
-    """Noise with a bright bar whose place is the class: what a step costs without any files."""
+    """Return noise with a bright bar whose position is the class, to time steps without files."""
     generator = torch.Generator().manual_seed(seeds.derive("synthetic", part))
     images = torch.randint(0, 128, (samples, 28, 28), dtype=torch.uint8, generator=generator)
     targets = torch.randint(0, 10, (samples,), generator=generator)

@@ -1,4 +1,4 @@
-"""An epoch of a loader: how long it is, and how to begin it where a run stands."""
+"""Epochs of a loader: their length, and their start at the position of a run."""
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
@@ -14,11 +14,11 @@ __all__ = ["begin_epoch", "steps_of_epoch"]
 
 
 def steps_of_epoch(loader: Iterable[Any], accumulate: int) -> int | None:
-    """How many optimizer steps an epoch has, where the loader knows.
+    """Return the number of optimizer steps of an epoch; None if the loader has no length.
 
     Args:
-        loader: of `session.loader()`, or any iterable of batches.
-        accumulate: micro-batches of a step on one rank.
+        loader: loader of `session.loader()`, or any iterable of batches.
+        accumulate: micro-batches per step on one rank.
 
     Raises:
         UsageError: an epoch has no step.
@@ -30,7 +30,7 @@ def steps_of_epoch(loader: Iterable[Any], accumulate: int) -> int | None:
         return None
     try:
         batches = len(loader)
-    except (TypeError, NotImplementedError):  # a DataLoader asks its data set, which may have none
+    except (TypeError, NotImplementedError):  # the data set of a DataLoader may have no length
         return None
     if batches < accumulate:
         raise UsageError(
@@ -48,14 +48,14 @@ def begin_epoch(
     epoch: int,
     first: int,
 ) -> Iterator[Any]:
-    """The micro-batches of an epoch from one of them on.
+    """Return an iterator over the micro-batches of an epoch, from a given one on.
 
     Args:
-        loader: of `session.loader()`; or any iterable, whose batches are placed here.
-        samplers: those of all training loaders, also of those that the script has wrapped.
-        placement: where batches go.
-        epoch: its number, from 0.
-        first: micro-batches of this rank to leave out.
+        loader: loader of `session.loader()`, or any iterable, whose batches are moved here.
+        samplers: samplers of all training loaders, including loaders that the script has wrapped.
+        placement: device and format of the batches.
+        epoch: number of the epoch, from 0.
+        first: number of micro-batches of this rank to skip.
     """
     for sampler in samplers:
         sampler.epoch, sampler.first = epoch, 0

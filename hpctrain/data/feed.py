@@ -1,4 +1,4 @@
-"""The way of batches to the device, beside what the device computes meanwhile."""
+"""Transfer of batches to the device, at the same time as its computation."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ __all__ = ["Placement", "feed"]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where batches go, and in which form.
+    """Device and format of batches.
 
     Attributes:
-        device: of the rank.
-        dtype: of their floating-point tensors; None leaves them.
-        channels_last: whether their images, of shape (samples, channels, height, width), are laid
-            out with the channels last.
+        device: device used by this rank.
+        dtype: type of the batches' floating-point tensors; None keeps their type.
+        channels_last: whether images, of shape (samples, channels, height, width), get the
+            channels-last memory format.
     """
 
     device: torch.device
@@ -30,11 +30,11 @@ class Placement:
 
     @property
     def changes(self) -> bool:
-        """Whether a batch of the loader's is not what it should be already."""
+        """Whether batches of the loader need a change."""
         return self.device.type != "cpu" or self.dtype is not None or self.channels_last
 
     def __call__(self, batch: Any) -> Any:
-        """A batch, of tensors in tuples, lists and dicts, on the device."""
+        """Move a batch, of tensors in tuples, lists and dicts, to the device."""
         return map_tensors(self._place, batch)
 
     def _place(self, tensor: Tensor) -> Tensor:
@@ -51,22 +51,22 @@ class Placement:
 def feed(
     batches: Iterator[Any], placement: Placement, on_device: Callable[[Any], Any] | None = None
 ) -> Iterator[Any]:
-    """Batches as the loop gets them.
+    """Return an iterator over the batches on the device.
 
-    A GPU copies them, and does what is to be done there, in a stream of its own: while it still
-    computes the step before, since the host is ahead of it.
+    A GPU copies and transforms them in a separate stream, while it still computes the previous
+    step, because the host is ahead of the GPU.
 
     Args:
-        batches: of a loader; in pinned memory, where they go to a GPU.
-        placement: where they go.
-        on_device: makes of each batch there the one that is handed out.
+        batches: batches of a loader; in pinned memory for a GPU.
+        placement: device and format of the batches.
+        on_device: function that transforms each batch on the device.
     """
     if on_device is None and not placement.changes:
         return batches
 
     def move(batch: Any) -> Any:
         batch = placement(batch)
-        # What is made there may be of another type than what came: bytes become numbers.
+        # `on_device` may change the type, as from bytes to numbers, so place its result again.
         return batch if on_device is None else placement(on_device(batch))
 
     if placement.device.type == "cuda":
@@ -83,7 +83,7 @@ def _beside(
             moved = move(batch)
         current = torch.cuda.current_stream(device)
         current.wait_stream(stream)
-        # Or the memory would be given to the next batch while this one is still computed with.
+        # Otherwise the next batch could get this memory while the step still uses it.
         map_tensors(partial(_keep, current), moved)
         yield moved
 

@@ -1,4 +1,4 @@
-"""From a data set to batches on the device."""
+"""Loader from a data set to batches on the device."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -17,21 +17,22 @@ __all__ = ["Loader", "check_arguments"]
 
 
 class Loader:
-    """The batches of this rank, on its device.
+    """Batches of this rank, on its device.
 
     Args:
-        dataset: with `__getitem__`; with `__getitems__` it gives a whole batch at once. Random
-            numbers are set for the samples of one that `draws` any.
-        sampler: which samples, in which order.
-        placement: where the batches go.
-        workers: processes that load; 0 loads in this one.
-        seed: of the run.
-        rank: of the world; the workers' other random numbers are others on each.
-        before: called before each iteration.
-        weigh: called with the weight of a micro-batch before it is handed out, where they differ.
-        each: called before each batch is fetched.
-        on_device: makes of each batch there the one that is handed out.
-        arguments: more for `torch.utils.data.DataLoader`, such as `collate_fn`.
+        dataset: data set with `__getitem__`, or with `__getitems__` for a whole batch at once. If
+            it `draws` random numbers, the generators are seeded for each sample.
+        sampler: sampler that selects and orders the samples.
+        placement: device and format of the batches.
+        workers: number of loader processes; 0 loads in this process.
+        seed: seed of the run.
+        rank: this rank; all other random numbers of the workers differ between ranks.
+        before: function called before each iteration.
+        weigh: function called with the weight of each micro-batch before the batch is returned, if
+            weights differ.
+        each: function called before each batch is fetched.
+        on_device: function that transforms each batch on the device.
+        arguments: more arguments for `torch.utils.data.DataLoader`, such as `collate_fn`.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class Loader:
         self._each = each
         self._on_device = on_device
         self._seed = seeds.derive(seed, rank)
-        # A generator of its own: the loader takes nothing from the stream that dropout reads.
+        # A separate generator, so that the loader does not change the stream that dropout uses.
         self._generator = torch.Generator()
-        # What `collate_fn` draws in a worker follows from the last sample of the batch then.
+        # Then the random numbers of `collate_fn` in a worker follow from the batch's last sample.
         random = draws(dataset) or (workers > 0 and "collate_fn" in arguments)
         seeded = isinstance(sampler, TrainingSampler) and random
         self._loader = DataLoader(
@@ -86,7 +87,7 @@ class Loader:
         return batches if self._each is None else _after(self._each, batches)
 
     def _weighed(self, sampler: TrainingSampler, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches, each after its weight."""
+        """Yield the batches, and pass each weight to `weigh` first."""
         try:
             for number, batch in enumerate(batches):
                 self._weigh(sampler.weight(number))
@@ -102,14 +103,14 @@ def check_arguments(
     drop_last: bool | None,
     more: Mapping[str, Any],
 ) -> None:
-    """Hold the arguments of `session.loader` to each other.
+    """Check the arguments of `session.loader`.
 
     Args:
-        dataset, train, batch_size, drop_last: as they were given.
-        more: those for `torch.utils.data.DataLoader`.
+        dataset, train, batch_size, drop_last: arguments as given.
+        more: arguments for `torch.utils.data.DataLoader`.
 
     Raises:
-        UsageError: an argument that the session sets, or that has no meaning there.
+        UsageError: the session sets the argument itself, or the argument has no meaning there.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise UsageError(
@@ -138,7 +139,7 @@ def check_arguments(
         )
 
 
-# Order, size and processes.
+# Arguments for order, size and processes, which the session sets.
 _OWN_ARGUMENTS = {
     *("shuffle", "sampler", "batch_sampler", "generator"),
     *("num_workers", "persistent_workers", "pin_memory"),
@@ -146,7 +147,7 @@ _OWN_ARGUMENTS = {
 
 
 def _after(call: Callable[[], None], batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches, each after a call."""
+    """Yield the batches, with a call before each is fetched."""
     call()
     for batch in batches:
         yield batch
@@ -154,10 +155,10 @@ def _after(call: Callable[[], None], batches: Iterator[Any]) -> Iterator[Any]:
 
 
 class _Begin:
-    """What a worker does first.
+    """Start function of a worker process.
 
     Args:
-        then: the script's own `worker_init_fn`.
+        then: the script's own `worker_init_fn`, called last.
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
@@ -170,7 +171,7 @@ class _Begin:
 
 
 class _WithEpoch:
-    """Micro-batches with the epoch that they belong to, for workers that live longer than one."""
+    """Micro-batches with their epoch, for workers that are kept over several epochs."""
 
     def __init__(self, sampler: TrainingSampler) -> None:
         self._sampler = sampler

@@ -1,4 +1,4 @@
-"""Loaders of a script's own: whether they give each rank its part, and in batches of which size."""
+"""Checks of a script's own loaders: a separate part for each rank, and the right batch size."""
 
 import hashlib
 from collections.abc import Iterable
@@ -22,23 +22,22 @@ from hpctrain.process.pytree import map_tensors
 
 __all__ = ["begin_own", "check_own", "fingerprint", "refuse_same", "samples"]
 
-# Each goes through the whole data set, whatever the rank.
+# Each iterates over the whole data set on every rank.
 _UNDIVIDED = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def check_own(loader: Any, options: Options, batches: Batches, world_size: int) -> None:
-    """Look at what a DataLoader says of itself, before its first batch.
+    """Check the sampler and batch size of a DataLoader, before its first batch.
 
     Args:
-        loader: any iterable of batches; of one that is no DataLoader, nor tqdm's bar around one,
-            nothing is known.
-        options: of the session.
-        batches: of the session.
-        world_size: the number of ranks.
+        loader: any iterable of batches; only a DataLoader, or tqdm's bar around one, is checked.
+        options: options of the session.
+        batches: batch sizes of the session.
+        world_size: number of ranks.
 
     Raises:
-        UsageError: every rank would see all samples; or the batches have another size than the
-            session was told, or none.
+        UsageError: every rank would see all samples; or the batch size differs from that of the
+            session, or is missing.
     """
     loader = _within_bar(loader)
     if not isinstance(loader, DataLoader):
@@ -74,15 +73,15 @@ def check_own(loader: Any, options: Options, batches: Batches, world_size: int) 
 
 
 def begin_own(loader: Any, epoch: int, seed: int) -> None:
-    """Let a DataLoader begin an epoch as it does after a resume as well.
+    """Prepare a DataLoader for an epoch, so that a resumed run gets the same batches.
 
-    A sampler of torch's DistributedSampler's kind is told the epoch. A generator of the loader's
-    own begins a stream that follows from the seed which it was given, and from the epoch.
+    A sampler with `set_epoch`, such as DistributedSampler, gets the epoch. A generator of the
+    loader or sampler is seeded from the run's seed, the generator's first seed and the epoch.
 
     Args:
         loader: any iterable of batches.
-        epoch: from 0.
-        seed: of the run.
+        epoch: number of the epoch, from 0.
+        seed: seed of the run.
     """
     loader = _within_bar(loader)
     if not isinstance(loader, DataLoader):
@@ -103,7 +102,7 @@ _GIVEN = "_hpctrain_seed"
 
 
 def samples(batch: Any) -> int | None:
-    """How many a batch has: the length of its first tensor; None where it has none."""
+    """Return the number of samples of a batch: the length of its first tensor; None without one."""
     found: list[int] = []
 
     def see(tensor: Tensor) -> Tensor:
@@ -115,7 +114,7 @@ def samples(batch: Any) -> int | None:
 
 
 def fingerprint(batch: Any) -> str:
-    """What tells one batch from another; empty where it has no tensor."""
+    """Return a digest of a batch's tensors; empty if the batch has no tensor."""
     digest, count = hashlib.blake2b(digest_size=16), 0
 
     def add(tensor: Tensor) -> Tensor:
@@ -131,13 +130,13 @@ def fingerprint(batch: Any) -> str:
 
 
 def refuse_same(fingerprints: Iterable[str]) -> None:
-    """Hold the first batches of all ranks against each other, at rank 0.
+    """Check on rank 0 that the first batches of all ranks differ.
 
     Args:
-        fingerprints: of each rank's.
+        fingerprints: fingerprint of each rank's first batch.
 
     Raises:
-        UsageError: two ranks have the same.
+        UsageError: two ranks have the same batch.
     """
     first: dict[str, int] = {}
     for rank, one in enumerate(fingerprints):
@@ -152,11 +151,11 @@ def refuse_same(fingerprints: Iterable[str]) -> None:
 
 
 def _within_bar(loader: Any) -> Any:
-    """What tqdm shows the progress of; or the loader itself."""
+    """Return the loader inside of a tqdm bar, or the loader itself."""
     return getattr(loader, "iterable", loader)
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:
-    """Of its samples, also from within a plain BatchSampler."""
+    """Return the sampler of single samples, also from inside of a plain BatchSampler."""
     batched = loader.batch_sampler
     return batched.sampler if type(batched) is BatchSampler else loader.sampler

@@ -1,6 +1,6 @@
-"""Which samples does a rank see, and when? The same steps in every world.
+"""Order of the samples on each rank; each step has the same samples at every world size.
 
-A step is the next `global_batch` indices of the epoch's order, cut into micro-batches in that
+A step is the next `global_batch` indices of the epoch's order, split into micro-batches in that
 order. Micro-batch i belongs to rank i mod world_size, at accumulation index i div world_size.
 """
 
@@ -18,27 +18,27 @@ __all__ = ["EvaluationSampler", "TrainingSampler"]
 
 
 class TrainingSampler(Sampler[list[int]]):
-    """The micro-batches of one rank in a shuffled epoch.
+    """Micro-batches of one rank in a shuffled epoch.
 
-    The last samples of an epoch that do not fill a global batch are left out; the order is another
-    in the next epoch, so they are others. Without `drop_last` they make a step of their own: cut
-    into micro-batches in the same way, of which the last one may be smaller. Each counts by its
-    samples, and a rank that has none is given the first micro-batch of the step with weight 0, as
-    all ranks go through the model as often.
+    The last samples of an epoch are left out if they do not fill a global batch. Each epoch has
+    another order, so other samples are left out. Without `drop_last` they form an additional step,
+    split into micro-batches in the same way; the last micro-batch may be smaller. Each micro-batch
+    is weighted by its number of samples. A rank without samples gets the first micro-batch of the
+    step with weight 0, because all ranks must run the model equally often.
 
     Args:
-        length: the number of samples.
-        batches: how a step is cut up.
-        world: the rank.
-        seed: of the order; the same on all ranks.
-        drop_last: whether the samples that do not fill a global batch are left out.
+        length: number of samples.
+        batches: sizes of a step.
+        world: this rank and the world size.
+        seed: seed of the order; the same on all ranks.
+        drop_last: whether to leave out the samples that do not fill a global batch.
 
     Attributes:
-        epoch: whose order the next iteration has.
-        first: micro-batches of this rank to leave out at the beginning of an iteration.
+        epoch: epoch of the next iteration, which determines the order.
+        first: number of micro-batches of this rank to skip at the beginning of an iteration.
 
     Raises:
-        UsageError: there are fewer samples than one step takes.
+        UsageError: there are fewer samples than one step needs.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TrainingSampler(Sampler[list[int]]):
 
     @property
     def steps(self) -> int:
-        """The steps of a whole epoch."""
+        """Number of steps of a whole epoch."""
         whole, rest = divmod(self.length, self.batches.global_batch)
         return whole + (rest > 0 and not self.drop_last)
 
@@ -71,10 +71,10 @@ class TrainingSampler(Sampler[list[int]]):
         return not self.drop_last and self.length % self.batches.global_batch > 0
 
     def weight(self, number: int) -> float:
-        """Of a micro-batch: its samples, over their mean number in the step.
+        """Return the weight of a micro-batch: its samples / mean samples per micro-batch of a step.
 
         Args:
-            number: of the micro-batch, from the first one of this iteration on.
+            number: number of the micro-batch in this iteration, from 0.
         """
         step, index = divmod(self.first + number, self.batches.accumulate)
         rest = self.length - step * self.batches.global_batch
@@ -85,7 +85,7 @@ class TrainingSampler(Sampler[list[int]]):
         return samples * slots / rest
 
     def _place(self, index: int) -> int:
-        """The number of a micro-batch in its step, from its accumulation index."""
+        """Return the number of a micro-batch in its step, from its accumulation index."""
         return index * self.world.world_size + self.world.rank
 
     def __len__(self) -> int:
@@ -103,12 +103,12 @@ class TrainingSampler(Sampler[list[int]]):
 
 
 class EvaluationSampler(Sampler[list[int]]):
-    """Every sample once, in order, over all ranks: nothing is padded, so shards can be uneven.
+    """Every sample once, in order, over all ranks, without padding; parts can be uneven.
 
     Args:
-        length: the number of samples.
-        batch_size: of one batch of one rank.
-        world: the rank.
+        length: number of samples.
+        batch_size: batch size of one rank.
+        world: this rank and the world size.
     """
 
     def __init__(self, length: int, batch_size: int, world: World) -> None:

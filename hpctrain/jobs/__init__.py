@@ -1,7 +1,6 @@
-"""Describe a job once; render, check and submit it. Never imports torch.
+"""Slurm jobs: described once, then rendered, checked and submitted. Never imports torch.
 
-What this module offers is imported when it is first used. Here, and in `hpctrain.cli`, the
-environment is read.
+Public names are imported on first use. This module and `hpctrain.cli` read the environment.
 """
 
 import os
@@ -27,28 +26,28 @@ def submit(
 ) -> "Job":
     """Run a function or a script on all ranks of a job, from Python or a notebook, by submitit.
 
-    Every rank calls the function in a process of its own; there `hpctrain.Session()` knows the
-    rank. Function and arguments travel by cloudpickle, so they may come from a notebook. The job
-    is that of the script which `hpctrain render` would write: it saves and is requeued when it is
-    preempted or its time ends, its ranks have all GPUs of their host in sight, and
-    `HPCTRAIN_RUN` is the same in all of its starts.
+    Each rank calls the function in its own process, where `hpctrain.Session()` detects the rank.
+    cloudpickle serializes the function and its arguments, so a notebook may define them. The job
+    runs the script that `hpctrain render` would write: it saves and is requeued when it is
+    preempted or its time ends, each rank can see all GPUs of its host, and `HPCTRAIN_RUN` is the
+    same in all starts.
 
     Args:
-        train: the function; or the path of a script, which each rank runs as `__main__`.
-        spec: the job, without a command.
-        via: `"slurm"`; `"local"`, ranks on this machine, without a queue and what it gives; or
-            `"debug"`, one rank in this process as it is, which runs when its result is asked for,
-            and opens the debugger where it fails.
-        args: for the function, a tuple or list; for a script its command line.
-        kwargs: for the function, by name.
+        train: function to run; or path of a script, which each rank runs as `__main__`.
+        spec: description of the job, without a command.
+        via: `"slurm"`; `"local"`, ranks on this machine, without a queue and its features; or
+            `"debug"`, one rank in this process, which runs when its result is requested, and opens
+            the debugger on an error.
+        args: positional arguments of the function, a tuple or list; for a script, its command line.
+        kwargs: keyword arguments of the function.
 
     Returns:
-        The job, to be waited for. `hpctrain.jobs.find` comes back to it from another process.
+        Handle of the job. In another process, `hpctrain.jobs.find` returns a handle of it.
 
     Raises:
-        UsageError: submitit is not installed; wrong arguments; something that cannot be pickled; or
-            a field of the spec that these jobs cannot have, with what to do instead.
-        StartError: Slurm does not take the job.
+        UsageError: submitit is not installed; wrong arguments; an object that cannot be pickled; or
+            a field of the spec that such a job cannot have, with what to do instead.
+        StartError: Slurm does not accept the job.
     """
     from hpctrain.jobs import by_submitit
 
@@ -56,13 +55,14 @@ def submit(
 
 
 def find(job: str | int | os.PathLike[str]) -> "Job":
-    """A job that `submit` has started from this folder, in this process or in another one.
+    """Return a job that `submit` has started from this folder, in this or another process.
 
     Args:
-        job: its id; or its folder in `runs/.submitit`, from anywhere.
+        job: id of the job; or its folder in `runs/.submitit`, from any current folder.
 
     Raises:
-        UsageError: there is none, with those that there are; or its folder is not one's own.
+        UsageError: there is no such job (the message lists the known ones); or other users own its
+            folder or can write in it.
     """
     from hpctrain.jobs import job_store
     from hpctrain.jobs.handle import Job

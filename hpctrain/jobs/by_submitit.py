@@ -1,8 +1,8 @@
 """Functions and scripts as jobs of submitit: on Slurm, on this machine, or in this process.
 
-submitit carries the work to the ranks, and back what they return. The script that Slurm gets is
-`script.render`'s, in place of submitit's own: with all of JobSpec, with its quoting, and with its
-way to save, to requeue and to give up.
+submitit sends the work to the ranks and collects their results. Slurm gets the script of
+`script.render` instead of submitit's own script: with all fields of JobSpec, with its quoting, and
+with its way to save, to requeue and to give up.
 """
 
 import contextlib
@@ -39,10 +39,10 @@ except ImportError as error:
 __all__ = ["of_command", "send", "submit"]
 
 _EXECUTOR = "SUBMITIT_EXECUTOR"
-# Of a job without a time, on this machine, where submitit wants one.
+# Time limit of a local job without one, as submitit requires it.
 _MOST_SECONDS = 10 * 365 * 86400
 
-# What a batch script would do before the ranks start.
+# Fields that a batch script would apply before the ranks start.
 _BEFORE = "have it done before this process starts, or via='slurm'"
 _NOT_HERE = {
     **dict.fromkeys(("modules", "setup", "conda"), _BEFORE),
@@ -62,8 +62,8 @@ def send(
     """Submit a function or a script; see `hpctrain.submit`.
 
     Raises:
-        UsageError: what cannot be, or cannot be pickled.
-        StartError: Slurm does not take the job.
+        UsageError: the arguments are invalid, or cannot be pickled.
+        StartError: Slurm does not accept the job.
     """
     _check(train, spec, via, args, kwargs)
     if via == "slurm":
@@ -76,15 +76,15 @@ def submit(spec: JobSpec, env: Mapping[str, str] = os.environ) -> str:
     """Submit a job's own command, `python X.py …` or `python -m M …`, to Slurm.
 
     Args:
-        spec: with such a command, and with the defaults of its profile.
-        env: of this process.
+        spec: job with such a command, and with the defaults of its profile.
+        env: environment of this process.
 
     Returns:
         The id of the job.
 
     Raises:
-        UsageError: another command, or something that a job of submitit cannot have.
-        StartError: Slurm does not take the job.
+        UsageError: another command, or a field that a submitit job cannot have.
+        StartError: Slurm does not accept the job.
     """
     work, python = of_command(spec)
     plain = replace(spec, name=spec.title, command=(), backend="")
@@ -113,13 +113,13 @@ class _OnSlurm(submitit.SlurmExecutor):
     """submitit's executor, with the script of a JobSpec.
 
     Args:
-        folder: of the job.
-        spec: of the job, whole.
-        env: of this process.
-        program: the Python of the ranks.
+        folder: folder of the job.
+        spec: complete description of the job.
+        env: environment of this process.
+        program: Python interpreter of the ranks.
 
     Raises:
-        RuntimeError: there is no srun here.
+        RuntimeError: this host has no srun.
     """
 
     def __init__(self, folder: Path, spec: JobSpec, env: Mapping[str, str], program: str) -> None:
@@ -127,7 +127,7 @@ class _OnSlurm(submitit.SlurmExecutor):
         self._spec, self._env, self._program = spec, env, program
 
     def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
-        """Submit the script that starts each rank; `command` is one line for a shell."""
+        """Submit the script that starts each rank; submitit's shell line `command` is not used."""
         del command
         spec = self._spec
         words = (self._program, "-u", "-m", "submitit.core._submit", os.fspath(self.folder))
@@ -150,7 +150,7 @@ def _to_slurm(
     work: Function | Script, spec: JobSpec, env: Mapping[str, str], python: str = ""
 ) -> Job:
     check_launcher(spec)
-    # An environment of the job's own has a Python of its own.
+    # The job's own environment has its own Python.
     python = python or ("python" if spec.venv or spec.conda else sys.executable)
     copies = env.get(env_vars.SCRATCH, "")
     if copies and submission.is_below(copies, python):
@@ -179,7 +179,7 @@ def _to_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[str, s
         raise UsageError(
             f"nodes = {spec.nodes} via 'local'", "nodes = 1", "dataclasses.replace(spec, nodes=1)"
         )
-    # submitit sets this one itself, and counts from 0.
+    # Set in each rank, as submitit sets this variable itself, and counts from 0.
     devices = {visible_gpus.CUDA: _gpus(spec, env)}
     python = shlex.quote(os.path.join(os.path.abspath(spec.venv), "bin", "python"))
     clean = env_vars.scrubbed(submission.environ(spec, env)[0])
@@ -215,7 +215,7 @@ _VIA: dict[str, Callable[[Function | Script, JobSpec, Mapping[str, str]], Job]] 
 
 
 def _gpus(spec: JobSpec, env: Mapping[str, str]) -> str:
-    """As many GPUs as a node of the job has, of those that this process sees."""
+    """Return as many of the GPUs visible to this process as a node of the job has."""
     seen = visible_gpus.visible(env)
     there = list(seen.names) if seen else visible_gpus.here()
     if spec.gpus > len(there):
@@ -228,19 +228,22 @@ def _gpus(spec: JobSpec, env: Mapping[str, str]) -> str:
 
 
 def _default(spec: JobSpec, folder: Path) -> str:
-    """Named as the job's folder, which is new: another job may be submitted in this second."""
+    """Return a run directory named after the job's folder.
+
+    That folder is new, even if another job is submitted in the same second.
+    """
     return f"runs/{spec.title}-{folder.name}"
 
 
 def _run(spec: JobSpec, env: Mapping[str, str], default: str) -> Path:
-    """The run directory: one that a person has exported, else the job's, else the default."""
+    """Return the run directory: exported by the user, else set in the job, else the default."""
     clean, _ = submission.environ(spec, env)
     return Path(clean.get(env_vars.RUN) or spec.run or default).absolute()
 
 
 @contextlib.contextmanager
 def _environ(wanted: Mapping[str, str]) -> Iterator[None]:
-    """The environment for a library that takes it from nowhere else; put back at the end."""
+    """Set the environment for a library that reads only `os.environ`; restore it at the end."""
     before = dict(os.environ)
     try:
         _become(wanted)
@@ -250,7 +253,7 @@ def _environ(wanted: Mapping[str, str]) -> Iterator[None]:
 
 
 def _become(wanted: Mapping[str, str]) -> None:
-    # Only what differs: another thread of a notebook may look meanwhile.
+    # Only what differs, as another thread of a notebook may read it at the same time.
     for name in set(os.environ) - set(wanted):
         del os.environ[name]
     os.environ.update({k: v for k, v in wanted.items() if os.environ.get(k) != v})

@@ -1,4 +1,4 @@
-"""The words that put the ranks into a container. Pure bash text."""
+"""Lines of a script that start the ranks in a container. Pure bash text."""
 
 import os.path
 
@@ -7,7 +7,7 @@ from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["inside"]
 
-# The script itself stays outside, where scontrol is.
+# The script itself stays outside of the container, as it needs scontrol.
 _APPTAINER = """\
 # In the container: the submit directory and that of the run, all variables, and the GPUs where the
 # job has some.
@@ -33,7 +33,7 @@ esac
 
 
 def inside(spec: JobSpec) -> str:
-    """The lines that add the container to `launch`; nothing where there is none."""
+    """Return the lines that add the container to `launch`; empty without a container."""
     return _PATHS + _container(spec) if spec.container else ""
 
 
@@ -52,7 +52,7 @@ def _container(spec: JobSpec) -> str:
 
 
 def _image(name: str, relative: tuple[str, ...]) -> str:
-    """A file of the submit directory with its whole path, as ranks may start elsewhere."""
+    """Return the image, a relative path below the submit directory: ranks may start elsewhere."""
     if "://" in name or os.path.isabs(name) or not name.startswith(relative):
         return word(name)
     return f'"$SLURM_SUBMIT_DIR"/{word(name)}'

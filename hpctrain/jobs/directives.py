@@ -1,4 +1,4 @@
-"""The #SBATCH lines of a job. Pure."""
+"""#SBATCH lines of a job. Pure."""
 
 from collections.abc import Iterator
 
@@ -7,27 +7,27 @@ from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["LOG", "LOG_OF_ARRAY", "directives"]
 
-# Where nothing else was said. Source: "filename pattern" of sbatch(1).
+# Default names of the log. Source: "filename pattern" of sbatch(1).
 LOG = "%x-%j.log"
 LOG_OF_ARRAY = "%x-%A_%a.log"
 
 
 def directives(spec: JobSpec) -> str:
-    """A line for each option of sbatch; what the spec leaves to the cluster has none."""
+    """Return a line for each option of sbatch; fields left to the cluster have no line."""
     return "\n".join(directive(name, value) for name, value in _options(spec))
 
 
 def _options(spec: JobSpec) -> Iterator[tuple[str, str | None]]:
-    """Options and their values, None for those that have none."""
+    """Yield options and their values; None for an option without a value."""
     yield "job-name", spec.title
     for name, value in (*_size(spec), *_place(spec), *_mail(spec)):
         if value:
             yield name, value
     yield "output", spec.output or (LOG_OF_ARRAY if spec.indices else LOG)
-    # Or each start empties the log.
+    # Without it, each start empties the log.
     yield "open-mode", "append"
     if spec.lead:
-        # B: to the batch shell alone, where the trap is.
+        # B: signal only the batch shell, which has the trap.
         yield "signal", f"B:{spec.signal}@{spec.lead}"
     yield "requeue" if spec.requeue else "no-requeue", None
     if spec.elastic:
@@ -38,7 +38,10 @@ def _options(spec: JobSpec) -> Iterator[tuple[str, str | None]]:
 
 
 def _size(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """How much of the cluster; a command that is no rank takes what sbatch's own line says."""
+    """Yield the options for the size of the job.
+
+    With `launcher = none` the defaults are left out, so that sbatch's own line decides.
+    """
     if spec.launcher != "none" or spec.nodes != 1:
         yield "nodes", str(spec.nodes)
     if spec.launcher != "none" or spec.tasks != 1 or spec.tasks_per_node:

@@ -1,4 +1,4 @@
-"""What is set up before anything runs: site, modules, environments, variables. Pure bash text."""
+"""Setup before anything runs: site, modules, environments, variables. Pure bash text."""
 
 import os.path
 
@@ -72,17 +72,17 @@ set -eu"""
 
 
 def surroundings(spec: JobSpec) -> str:
-    """What other people's files and the job's own lines set up, in this shell.
+    """Return the lines for site file, modules, setup lines and Python environment, in this shell.
 
-    They may use any name: what the script itself keeps in variables begins with hpctrain_, or is
-    set later. In the order in which one may overrule another.
+    These may use any variable name: variables of the script itself begin with hpctrain_, or are
+    set later. A later part may overrule an earlier one.
     """
     parts = [_SITE, _modules(spec), _setup(spec), _environment_of_python(spec)]
     return "\n\n".join(part for part in parts if part)
 
 
 def variables(spec: JobSpec) -> str:
-    """The spec's own variables, which overrule all others."""
+    """Return the exports of the spec's own variables, which overrule all others."""
     lines = [f"export {name}={word(value)}" for name, value in spec.environment.items()]
     if lines and spec.container and spec.container_runtime != "pyxis":
         lines.append("# Before those that the image brings.")
@@ -101,7 +101,7 @@ def _setup(spec: JobSpec) -> str:
 
 def _environment_of_python(spec: JobSpec) -> str:
     if spec.venv:
-        # With a folder in front it is no option of the dot.
+        # With a folder in front, bash cannot read the path as an option of the dot command.
         path = spec.venv if os.path.isabs(spec.venv) else f"./{spec.venv}"
         return _VENV.format(path=word(path))
     return _CONDA.format(name=word(spec.conda)) if spec.conda else ""

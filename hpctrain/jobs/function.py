@@ -1,7 +1,7 @@
-"""What each rank of a submitted job runs: a function, or a script in its place.
+"""Work of each rank of a submitted job: a function, or a script in its place.
 
-submitit carries a `Rank` to the ranks as a pickle, calls it there, and carries back what it
-returns. Source of what it does before and after: submitit/core/_submit.py, submitit 1.5.4.
+submitit sends a `Rank` to the ranks as a pickle, calls it there, and sends its result back.
+Source for its steps before and after the call: submitit/core/_submit.py, submitit 1.5.4.
 """
 
 import logging
@@ -22,18 +22,18 @@ from hpctrain.training.preemption import Stopped
 
 __all__ = ["Function", "Rank", "Script", "pack", "run"]
 
-# The signals that submitit's handlers take: SIGCONT, SIGTERM, and the one that it asks Slurm for.
+# Signals that submitit handles: SIGCONT, SIGTERM, and the one that it requests from Slurm.
 _TAKEN = (signal.SIGCONT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function and its arguments, which may come from a notebook.
+    """Function and its arguments, which may come from a notebook.
 
     Attributes:
         call: function, arguments and keyword arguments, pickled by cloudpickle.
-        path: the `sys.path` of who submitted it.
-        argv: the `sys.argv` of who submitted it.
+        path: `sys.path` of the submitting process.
+        argv: `sys.argv` of the submitting process.
     """
 
     call: bytes
@@ -41,29 +41,29 @@ class Function:
     argv: tuple[str, ...]
 
     def __call__(self) -> Any:
-        """What the function returns."""
+        """Call the function and return its result."""
         sys.path += [entry for entry in self.path if entry not in sys.path]
         sys.argv[:] = self.argv
-        # The user's own pickle, from a folder where nobody else can write.
+        # The user's own pickle, from a folder in which no other user can write.
         function, args, kwargs = pickle.loads(self.call)  # noqa: S301
         if getattr(function, "__module__", None) == "__main__":
-            # There pickle seeks the classes of a notebook.
+            # pickle looks up the classes of a notebook in `__main__`.
             names = vars(sys.modules["__main__"])
             names.update({**getattr(function, "__globals__", {}), **names})
         return function(*args, **kwargs)
 
 
 def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Function:
-    """A function and its arguments, to be sent.
+    """Pickle a function and its arguments for the ranks.
 
     Raises:
-        UsageError: something of them cannot be pickled.
+        UsageError: the function or an argument cannot be pickled.
     """
     import cloudpickle  # type: ignore[import-untyped]
 
     try:
         call = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
-    except Exception as error:  # what __reduce__ and __getstate__ of anything may raise
+    except Exception as error:  # __reduce__ and __getstate__ may raise any exception
         raise UsageError(
             f"{getattr(function, '__qualname__', function)} and its arguments cannot be sent to "
             f"the ranks: {type(error).__name__}: {error}",
@@ -75,12 +75,12 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script or module, run as `python` runs it, in the process of the rank.
+    """Script or module that is run as `python` runs it, in the process of the rank.
 
     Attributes:
-        name: the path of a file, or with `module` a dotted name.
-        module: whether it is one.
-        arguments: its own.
+        name: path of a file; with `module`, a dotted name.
+        module: whether `name` is a module.
+        arguments: command-line arguments of the script.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Script:
     arguments: tuple[str, ...]
 
     def __call__(self) -> None:
-        """Run it as `__main__`."""
+        """Run the script as `__main__`."""
         argv, path = list(sys.argv), list(sys.path)
         sys.argv[:] = [self.name, *self.arguments]
         try:
@@ -103,13 +103,13 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Makes a process of submitit's an ordinary rank, and runs the work in it.
+    """Adapter that turns a process of submitit into an ordinary rank, and runs the work in it.
 
     Attributes:
-        work: what to run.
-        environ: variables that are set before.
-        warned: the signal that says that the time is over, where it comes to this process: work
-            without a session is not ended by it.
+        work: function or script to run.
+        environ: variables to set before the work.
+        warned: signal that announces the end of the time, if it is sent to this process; it does
+            not end work without a session.
     """
 
     work: Function | Script
@@ -117,11 +117,11 @@ class Rank:
     warned: int | None = None
 
     def __call__(self) -> Any:
-        """As `run`."""
+        """Prepare the process, and then run the work as `run` does."""
         _let_go_of_signals(self.warned)
         report_uncaught()
         _forget_the_last_start()
-        # What it says at the end is no more than that this has ended, in the log of the work.
+        # submitit's last message would only add to the log of the work that the work has ended.
         logging.getLogger("submitit").setLevel(logging.WARNING)
         os.environ.update(self.environ)
         _keep_log()
@@ -129,16 +129,16 @@ class Rank:
 
 
 def run(work: Function | Script) -> Any:
-    """What work returns; None where it leaves by `sys.exit()`.
+    """Run the work and return its result; None if it exits by `sys.exit()`.
 
     Raises:
-        Stopped: it was stopped at a safe point.
-        HpctrainError: it left with another exit code than 0.
+        Stopped: the work was stopped at a safe point.
+        HpctrainError: the work exited with another code than 0.
     """
     try:
         return work()
     except Stopped as stop:
-        if not stop.together:  # else the run has told
+        if not stop.together:  # else the run has reported it
             sys.stderr.write(f"hpctrain: stopped: {stop.reason}\n")
         raise
     except SystemExit as left:
@@ -148,9 +148,10 @@ def run(work: Function | Script) -> Any:
 
 
 def _let_go_of_signals(warned: int | None) -> None:
-    """Undo submitit's handlers: the batch script requeues, and a signal means what it says.
+    """Undo submitit's signal handlers: the batch script requeues, and signals act as usual.
 
-    They would keep SIGTERM from work that has no session, and call a job's time over at USR2.
+    The handlers would keep SIGTERM from work without a session, and treat USR2 as the end of the
+    job's time.
     """
     for number in _TAKEN:
         handler = getattr(signal.getsignal(number), "__self__", None)
@@ -159,11 +160,11 @@ def _let_go_of_signals(warned: int | None) -> None:
 
 
 def _go_on(number: int, frame: object) -> None:
-    """A handler that does nothing; unlike SIG_IGN a session takes its place."""
+    """Ignore a signal; unlike SIG_IGN, a session replaces this handler."""
 
 
 def _forget_the_last_start() -> None:
-    """Remove the result of this rank from before a requeue, also one that was cut off."""
+    """Remove the result of this rank from before a requeue, also an incomplete one."""
     import submitit
 
     result = submitit.JobEnvironment().paths.result_pickle
@@ -172,7 +173,7 @@ def _forget_the_last_start() -> None:
 
 
 def _keep_log() -> None:
-    """From here on all that this rank prints goes to a file of its own, appended."""
+    """Append all further output of this rank to its own file."""
     rank = launchers.detect().rank
     path = log_of(Path(os.environ["SUBMITIT_FOLDER"]), rank)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -184,7 +185,7 @@ def _keep_log() -> None:
 
 
 def _failed(left: SystemExit) -> HpctrainError:
-    """sys.exit(3), or sys.exit("why")."""
+    """Return the error for sys.exit(3) or sys.exit("why")."""
     code = left.code if isinstance(left.code, int) else 1
     said = f": {left.code}" if not isinstance(left.code, int) else ""
     error = HpctrainError(f"the script left with exit code {code}{said}")

@@ -1,7 +1,7 @@
-"""A job that was submitted from Python: its state, what it printed, and what it returned.
+"""Handle of a job that was submitted from Python: its state, its output and its results.
 
-All of it is read from Slurm, the job's folder and its run directory, so that a later process, such
-as a notebook's kernel that was restarted, comes back to the job by its id alone.
+All data come from Slurm, the job's folder and its run directory. So a later process, such as a
+restarted notebook kernel, needs only the id of the job.
 """
 
 import html
@@ -21,10 +21,10 @@ from hpctrain.rundir.lock.record import started
 
 __all__ = ["Job"]
 
-_CANCELLED = "cancelled"  # a file in the folder of a job of this machine
+_CANCELLED = "cancelled"  # a file in the folder of a local job
 _LOOK_SECONDS = 0.25
 _LONGEST_PAUSE = 10.0
-# A file that another host has written may be seen late: the attribute cache of NFS.
+# A file that another host has written may appear late: the attribute cache of NFS.
 _SECONDS_TO_ARRIVE = 15.0
 _LAST_LINES = 20
 _UNKNOWN = "unknown"
@@ -44,22 +44,23 @@ _WHY = {
 
 
 class Job:
-    """A job that `hpctrain.submit` has submitted.
+    """Job that `hpctrain.submit` has submitted.
 
     Args:
-        kept: what is kept of it.
-        env: for Slurm's commands.
-        live: submitit's job, where it was started by this process.
+        kept: record of the job.
+        env: environment for Slurm's commands.
+        live: submitit's job, if this process started it.
 
     Attributes:
-        id: Slurm's number; of a job of this machine a process, of one in this process a name.
+        id: Slurm's number; process id of a local job; name of a job in this process.
         via: "slurm", "local" or "debug".
-        ranks: how many.
-        run: the run directory.
-        folder: what is kept of the job.
+        ranks: number of ranks.
+        run: run directory.
+        folder: folder with the record, the logs and the results of the job.
     """
 
     def __init__(self, kept: Kept, env: Mapping[str, str], live: Any = None) -> None:
+        """Set up the handle; Slurm is not asked yet."""
         self._kept, self._env, self._live = kept, env, live
         self.id, self.via, self.ranks = kept.id, kept.via, kept.ranks
         self.run, self.folder = kept.run, kept.folder
@@ -68,18 +69,19 @@ class Job:
 
     @property
     def state(self) -> str:
-        """In Slurm's words: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, …
+        """State in Slurm's words: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, etc.
 
-        Of a job that Slurm has forgotten what its accounting says, or without one what its
-        results tell, as of a job of this machine; "unknown" where they tell nothing.
+        If Slurm has forgotten the job, its accounting gives the state, else the results of the
+        ranks; "unknown" if they are missing. The results, or a cancellation, also give the state
+        of a local job that has ended.
         """
         return self._look()[0]
 
     def wait(self, timeout: float | None = None) -> str:
-        """Wait until the job has ended, through its requeues; its state then, or after `timeout`.
+        """Wait for the end of the job, through its requeues; return its state, also at `timeout`.
 
         Args:
-            timeout: seconds; None for as long as it takes. The job goes on, also after Ctrl-C.
+            timeout: seconds to wait; None for no limit. The job continues, also after Ctrl-C.
         """
         self._ask_afresh()
         state, ended = self._wait(timeout)
@@ -89,9 +91,10 @@ class Job:
         self._asked, self._pause = float("-inf"), 2 * _LOOK_SECONDS
 
     def _wait(self, timeout: float | None) -> tuple[str, bool]:
-        """The state as it was when Slurm was last asked, and whether the job has ended.
+        """Wait, and return the state at the last query, and whether the job has ended.
 
-        Looking for a file is cheap. Slurm is asked when it has come, and else ever more seldom.
+        The check for a result file is cheap. Slurm is asked when the file appears, and
+        otherwise at growing intervals.
         """
         end = time.monotonic() + timeout if timeout is not None else float("inf")
         if self.via == "debug":
@@ -110,22 +113,22 @@ class Job:
             time.sleep(min(_LOOK_SECONDS, end - now))
 
     def result(self) -> Any:
-        """What the function returned on rank 0, when the job has ended; see `results`."""
+        """Wait for the job, and return the function's result on rank 0; see `results`."""
         return self.results()[0]
 
     def results(self) -> list[Any]:
-        """What the function returned, by rank, when the job has ended.
+        """Wait for the job, and return the function's results in the order of ranks.
 
         Raises:
-            HpctrainError: a rank failed: which one, and its traceback; or the job was cancelled,
-                its time ended, or a result was lost.
+            HpctrainError: a rank failed (the message has the rank and its traceback); or the job
+                was cancelled, its time ended, or a result was lost.
         """
         if self.via == "debug":
             return list(self._live.results())
         state = self.wait()
         outcomes = self._kept.outcomes()
         if state == "COMPLETED":
-            # Whoever looks into the folder also has what it shows made anew.
+            # Listing the folder also refreshes the cached view of it.
             end = time.monotonic() + _SECONDS_TO_ARRIVE
             while None in outcomes and time.monotonic() < end:
                 time.sleep(_LOOK_SECONDS)
@@ -136,24 +139,24 @@ class Job:
         raise self._failure(state, outcomes)
 
     def logs(self, rank: int = 0) -> str:
-        """What a rank has printed so far; before the ranks run, what the job has.
+        """Return the output of a rank so far; before the ranks run, the output of the job.
 
         Args:
-            rank: its number.
+            rank: number of the rank.
         """
         if not 0 <= rank < self.ranks:
             raise UsageError(f"logs({rank})", f"a rank from 0 to {self.ranks - 1}")
         return self._kept.log(rank)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows that the run has logged so far: `step`, `epoch`, `time`, then values."""
+        """Return the rows that the run has logged so far: `step`, `epoch`, `time`, then values."""
         return RunDirectory(self.run).rows()
 
     def curves(self) -> Path | None:
-        """Plot what the run logs, until the job has ended.
+        """Plot the metrics of the run until the job has ended.
 
-        In a notebook one figure that is drawn anew in its place; elsewhere `curves.png` in the
-        job's folder, and a line for each new drawing. Ctrl-C ends this, and not the job.
+        In a notebook, one figure is redrawn in place. Elsewhere, `curves.png` in the job's folder
+        is rewritten, and a line is printed for each drawing. Ctrl-C ends the plot, not the job.
 
         Returns:
             The file; None in a notebook.
@@ -166,10 +169,10 @@ class Job:
         return job_curves.follow(title, self.metrics, self._wait, self.folder / "curves.png")
 
     def cancel(self) -> None:
-        """End the job; what it has saved is kept. One in this process needs no such thing.
+        """End the job, and keep what it has saved. Does nothing for a job in this process.
 
         Raises:
-            HpctrainError: Slurm's reason why it cannot.
+            HpctrainError: Slurm could not cancel the job; the message has its reason.
         """
         if self.via == "slurm":
             try:
@@ -178,13 +181,13 @@ class Job:
                 raise HpctrainError(f"job {self.id} was not cancelled: {error}") from None
         elif self.via == "local" and self._runs():
             (self.folder / _CANCELLED).touch()
-            # As submitit does; where this process was started in the background of a shell, what it
-            # starts does not hear that.
+            # SIGINT as submitit does. If a shell started this process in the background, its
+            # child processes ignore SIGINT.
             deaf = _ignores(int(self.id), signal.SIGINT)
             os.kill(int(self.id), signal.SIGTERM if deaf else signal.SIGINT)
 
     def _look(self) -> tuple[str, bool]:
-        """The state, and whether the job has ended."""
+        """Return the state, and whether the job has ended."""
         if self.via == "slurm":
             state = slurm.job_state(self.id, self._env)
             if state is not None and state.known:
@@ -202,7 +205,7 @@ class Job:
         return "FAILED" if word == _UNKNOWN else word, True
 
     def _accounted(self) -> str:
-        """How a job ended that Slurm has forgotten, where there is accounting; else nothing."""
+        """Return the final state of a forgotten job from Slurm's accounting; empty without one."""
         try:
             found = slurm.ended(self.id, self._env)
         except slurm.NoAnswerError:
@@ -210,9 +213,9 @@ class Job:
         return found[0].word if found and found[0].word in slurm.ENDED else ""
 
     def _runs(self) -> bool:
-        """Whether the process that leads a job of this machine lives."""
+        """Check whether the main process of a local job is alive."""
         if self._live is not None:
-            self._live.done()  # it has to be waited for by its parent
+            self._live.done()  # its parent has to wait for it
         return self._kept.process is not None and started(int(self.id)) == self._kept.process
 
     def _by_results(self) -> str:
@@ -222,7 +225,7 @@ class Job:
         return "FAILED" if any(one and one[0] == "error" for one in outcomes) else _UNKNOWN
 
     def _failure(self, state: str, outcomes: list[Outcome]) -> HpctrainError:
-        """Which rank failed first, and why; or what became of the job."""
+        """Return an error with the first failed rank and its traceback, or with the job's end."""
         of = f"of job {self.id}" if self.ranks == 1 else f"of {self.ranks} of job {self.id}"
         failed = [
             rank for rank, one in enumerate(outcomes) if one is not None and one[0] == "error"
@@ -242,10 +245,11 @@ class Job:
         return HpctrainError(ended, fix=fix.format(run=os.fspath(self.run)))
 
     def __repr__(self) -> str:
+        """Return id, current state and run directory."""
         return f"Job(id={self.id!r}, state={self.state!r}, run={os.fspath(self.run)!r})"
 
     def _repr_html_(self) -> str:
-        """For a notebook."""
+        """Return a table for a notebook."""
         last = ", ".join(job_curves.last_values(self.metrics()))
         shown = {"job": self.id, "state": self.state, "run": os.fspath(self.run), "last": last}
         cells = "".join(
@@ -256,7 +260,7 @@ class Job:
 
 
 def _ignores(process: int, number: int) -> bool:
-    """Whether a process ignores a signal. Source: SigIgn in proc(5)."""
+    """Check whether a process ignores a signal. Source: SigIgn in proc(5)."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     masks = [line.split()[1] for line in lines if line.startswith("SigIgn:")]
     return bool(masks and int(masks[0], 16) >> (number - 1) & 1)

@@ -1,4 +1,4 @@
-"""The curves of a run while it goes on: one figure, drawn anew in its place."""
+"""Curves of a run in progress: one figure, redrawn in place."""
 
 import contextlib
 import io
@@ -14,18 +14,18 @@ __all__ = ["follow", "last_values", "panels", "png"]
 
 _SECONDS = 2.0
 _MOST_POINTS = 2000
-_OTHERS = 4  # panels for what is neither a loss nor an accuracy
+_OTHERS = 4  # panels for values other than losses and accuracies
 
-# A figure, and the rows that it shows.
+# Arguments: a figure as PNG, and the rows that it shows.
 Show = Callable[[bytes, Sequence[Mapping[str, Any]]], None]
 Curve = tuple[list[int], list[float]]
 
 
 def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Curve]]:
-    """What is drawn together: by title, the curves by name, each as steps and values.
+    """Group curves into panels: by title, the curves by name, each as steps and values.
 
     Args:
-        rows: of metrics.jsonl.
+        rows: rows of metrics.jsonl.
     """
     curves: dict[str, Curve] = {}
     for row in rows:
@@ -45,7 +45,7 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Curve]]:
 
 
 def last_values(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the last row says, for people: names and values."""
+    """Return the names and values of the last row as readable text."""
     last = rows[-1] if rows else {}
     return [
         f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
@@ -55,11 +55,11 @@ def last_values(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def png(rows: Sequence[Mapping[str, Any]], title: str) -> bytes:
-    """A figure of all panels, as a PNG.
+    """Return a figure of all panels as a PNG.
 
     Args:
-        rows: of metrics.jsonl.
-        title: above it; any text.
+        rows: rows of metrics.jsonl.
+        title: text above the figure; any characters.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -68,9 +68,9 @@ def png(rows: Sequence[Mapping[str, Any]], title: str) -> bytes:
     from matplotlib.figure import Figure
 
     drawn = panels(rows)
-    # Not by pyplot, which would choose a backend for the whole process.
+    # Without pyplot, which would choose a backend for the whole process.
     figure = Figure(figsize=(4.5 * max(len(drawn), 1), 3.2), layout="constrained")
-    # parse_math: $ in a name is a $.
+    # parse_math=False: a $ in a name stays a $.
     figure.suptitle(drawing.plain(title), parse_math=False)
     for place, (name, curves) in enumerate(drawn.items(), 1):
         axes = figure.add_subplot(1, len(drawn), place)
@@ -94,10 +94,11 @@ def follow(
     """Draw until a job has ended: in a notebook in one place, else into a file.
 
     Args:
-        title: of the job.
-        rows: those that there are so far.
-        wait: for so many seconds, or until the job has ended; its state, and whether it has.
-        path: of the file.
+        title: title of the job.
+        rows: function that returns the rows logged so far.
+        wait: function that waits for a number of seconds, or until the job has ended; it returns
+            the state, and whether the job has ended.
+        path: path of the file.
 
     Returns:
         The file; None in a notebook.
@@ -109,7 +110,7 @@ def follow(
     show = notebook or _file(path)
     drawn: tuple[int, str] | None = None
     seconds = 0.0
-    with contextlib.suppress(KeyboardInterrupt):  # the job goes on
+    with contextlib.suppress(KeyboardInterrupt):  # the job continues
         while True:
             state, ended = wait(seconds)
             found = rows()  # after the state: a job that has ended logs nothing more
@@ -123,7 +124,7 @@ def follow(
 
 
 def _notebook() -> Show | None:
-    """Shows a figure in the cell that runs, and the next one in its place; None elsewhere."""
+    """Return a function that redraws a figure in the running cell; None outside of a notebook."""
     python = sys.modules.get("IPython")
     shell = python.get_ipython() if python is not None else None
     if shell is None or not hasattr(shell, "kernel"):
@@ -131,7 +132,7 @@ def _notebook() -> Show | None:
     from IPython import display
 
     place: Any = None
-    # IPython has no types.
+    # IPython has no type hints.
     image_of: Any = display.Image
     first: Any = display.display
 
@@ -147,7 +148,7 @@ def _notebook() -> Show | None:
 
 
 def _file(path: Path) -> Show:
-    """Writes a figure, and says the last values."""
+    """Return a function that writes a figure to the file, and prints the last values."""
 
     def show(image: bytes, rows: Sequence[Mapping[str, Any]]) -> None:
         path.write_bytes(image)

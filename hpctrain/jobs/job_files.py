@@ -16,10 +16,10 @@ _MOST_BYTES = 2**20
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What a JOB.toml says, by the names of JobSpec; the values are not checked yet.
+    """Return the values of a JOB.toml by the names of JobSpec; they are not checked yet.
 
     Raises:
-        UsageError: it cannot be read, is no TOML, or has names that JobSpec has not.
+        UsageError: the file cannot be read, is not TOML, or has names that JobSpec does not have.
     """
     try:
         with path.open("rb") as file:
@@ -39,11 +39,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def text(spec: JobSpec, said: Container[str] = ()) -> str:
-    """The TOML that says what a JobSpec says; defaults are left out.
+    """Return the TOML text for a JobSpec; defaults are left out.
 
     Args:
-        spec: the job.
-        said: names to write also where they have their defaults, as a profile may have others.
+        spec: description of the job.
+        said: names to write even with default values, as a profile may have other values.
     """
     lines, tables = [], []
     for one in fields(spec):
@@ -76,14 +76,16 @@ def _value(value: Any) -> str:
 
 
 def _text(value: str) -> str:
-    """A basic string. Source: https://toml.io/en/v1.0.0#string
+    """Return a basic string of TOML.
+
+    Source: https://toml.io/en/v1.0.0#string
 
     Raises:
-        UsageError: it has bytes that are no UTF-8, which TOML cannot hold.
+        UsageError: the text has bytes that are not UTF-8, which TOML cannot hold.
     """
     try:
         value.encode()
     except UnicodeEncodeError:
         raise UsageError(f"{value!r} is not UTF-8", "text that TOML can hold") from None
-    # JSON's escapes are TOML's, but for DEL.
+    # TOML has the escapes of JSON, except for DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

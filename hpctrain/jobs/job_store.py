@@ -1,10 +1,10 @@
-"""What is kept of a job that was submitted from Python: a folder of its own, which no other reads.
+"""Records of jobs submitted from Python: each job has its own folder, which no other user reads.
 
-job.json             what job this is
-ID_submitted.pkl     the work, and
-ID_RANK_result.pkl   what a rank returned, by submitit: core/utils.py, submitit 1.5.4
-ID.log               of the batch script
-rank-RANK.log        what a rank printed
+job.json             record of the job
+ID_submitted.pkl     work, and
+ID_RANK_result.pkl   result of a rank, both by submitit: core/utils.py, submitit 1.5.4
+ID.log               log of the batch script
+rank-RANK.log        output of a rank
 """
 
 import contextlib
@@ -26,29 +26,29 @@ from hpctrain.errors import UsageError
 
 __all__ = ["FOLDERS", "Kept", "Outcome", "find", "log_of", "new_folder", "read"]
 
-#: The folders of the jobs that were submitted from a folder.
+#: Parent of the job folders, below the folder from which the jobs were submitted.
 FOLDERS = Path("runs/.submitit")
 
 _RECORD = "job.json"
-# What submitit replaces in paths, by numbers of the job.
+# Patterns that submitit replaces in paths by numbers of the job.
 _TAG = re.compile("%[jtAa]")
 
-#: ("success", value), ("error", traceback), or None where a rank has left nothing.
+#: ("success", value), ("error", traceback), or None if a rank has no result.
 Outcome = tuple[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A job and its folder.
+    """Record of a job and its folder.
 
     Attributes:
-        folder: its own.
-        id: Slurm's number; of a job of this machine a process, of one in this process a name.
+        folder: folder of this job alone.
+        id: Slurm's number; process id of a local job; name of a job in this process.
         via: "slurm", "local" or "debug".
-        ranks: how many.
-        run: the run directory.
-        title: the job's name.
-        process: when the process of a job of this machine began, as the kernel counts.
+        ranks: number of ranks.
+        run: run directory.
+        title: name of the job.
+        process: start time of a local job's process, as the kernel counts it.
     """
 
     folder: Path
@@ -60,33 +60,33 @@ class Kept:
     process: int | None = None
 
     def write(self) -> None:
-        """Let a later process come back to the job.
+        """Write the record, so that a later process can find the job.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the record could not be written.
         """
         rundir.replace(self.folder / _RECORD, json.dumps(asdict(self), default=os.fspath))
 
     def result(self, rank: int) -> Path:
-        """The file with what a rank returned."""
+        """Return the path of the result of a rank."""
         return self.folder / f"{self.id}_{rank}_result.pkl"
 
     def outcomes(self) -> list[Outcome]:
-        """What became of the work on each rank, by rank."""
+        """Return the outcome of the work on each rank, in the order of ranks."""
         return [self._outcome(rank) for rank in range(self.ranks)]
 
     def _outcome(self, rank: int) -> Outcome:
         try:
-            # The user's own file, in a folder where nobody else can write.
+            # The user's own file, in a folder in which no other user can write.
             kind, value = pickle.loads(self.result(rank).read_bytes())  # noqa: S301
         except FileNotFoundError:
             return None
-        except Exception as error:  # what __setstate__ of anything may raise
+        except Exception as error:  # __setstate__ may raise any exception
             return "error", f"its result cannot be read here: {type(error).__name__}: {error}"
         return kind, value
 
     def log(self, rank: int) -> str:
-        """What a rank has printed; before it ran, what the job has."""
+        """Return the output of a rank; before the rank runs, the output of the job."""
         for path in (
             log_of(self.folder, rank),
             self.folder / f"{self.id}_{rank}_log.err",
@@ -98,13 +98,13 @@ class Kept:
 
 
 def log_of(folder: Path, rank: int) -> Path:
-    """The file in which a rank of a job keeps what it prints."""
+    """Return the path of the file with the output of a rank."""
     return folder / f"rank-{rank}.log"
 
 
 @contextlib.contextmanager
 def new_folder() -> Iterator[Path]:
-    """A new folder, which only its owner reads; gone where the job in it is not accepted.
+    """Create a folder that only its owner can read; remove it if the job is not accepted.
 
     Raises:
         UsageError: submitit would change its name.
@@ -122,15 +122,15 @@ def new_folder() -> Iterator[Path]:
 
 
 def find(job: str | int | os.PathLike[str]) -> Path:
-    """The folder of a job, by itself or by the job's id; of several with one id the newest.
+    """Return the folder of a job, given by path or id; if several have the id, the newest.
 
     Raises:
-        UsageError: there is none, with those that there are.
+        UsageError: there is no such job; the message lists the known ones.
     """
     if not isinstance(job, int) and os.path.exists(os.path.join(job, _RECORD)):
         return Path(job)
     known = []
-    for path in sorted(FOLDERS.glob(f"*/{_RECORD}"), reverse=True):  # their names begin with a time
+    for path in sorted(FOLDERS.glob(f"*/{_RECORD}"), reverse=True):  # the names begin with a time
         known.append(str((rundir.RunDirectory(path.parent).read(path) or {}).get("id")))
         if known[-1] == str(job):
             return path.parent
@@ -143,7 +143,7 @@ def find(job: str | int | os.PathLike[str]) -> Path:
 
 
 def _refuse_folder(job: str | int | os.PathLike[str]) -> None:
-    """Raise UsageError for a folder with jobs in or beside it, which are listed: which is meant?"""
+    """Raise UsageError for a folder with jobs in or beside it; the message lists these."""
     if isinstance(job, int) or not os.path.isdir(job):
         return
     path = Path(job).absolute()
@@ -162,10 +162,10 @@ def _refuse_folder(job: str | int | os.PathLike[str]) -> None:
 
 
 def read(folder: Path) -> Kept:
-    """The job of a folder.
+    """Return the record of the job in a folder.
 
     Raises:
-        UsageError: it holds none, or is not one's own.
+        UsageError: the folder has no job, or other users own it or can write in it.
     """
     folder = folder.absolute()
     _refuse_strangers(folder)
@@ -187,7 +187,7 @@ def read(folder: Path) -> Kept:
 
 
 def _refuse_strangers(folder: Path) -> None:
-    """Reading a pickle runs what its writer wanted."""
+    """Raise UsageError if others can write in a folder, as reading a pickle can run code."""
     try:
         facts = folder.stat()
     except OSError as error:

@@ -1,7 +1,7 @@
-"""What starts the ranks: one function for each launcher, and the table of them. Pure bash text.
+"""Commands that start the ranks: one function for each launcher, and a table. Pure bash text.
 
-Each gives the lines that make `launch`, the words before the command. Numbers come from Slurm when
-the job runs, so that options on sbatch's own line hold.
+Each function returns the lines that set `launch`, the words before the command. Slurm gives the
+numbers when the job runs, so that options on sbatch's own line hold.
 """
 
 import os.path
@@ -65,10 +65,10 @@ _ELASTIC_SSH = """\
 
 
 def command(spec: JobSpec) -> list[str]:
-    """The command, as the launcher takes it, in words of bash.
+    """Return the command for the launcher, in words of bash.
 
     Raises:
-        UsageError: the launcher starts Python scripts only, and this is none.
+        UsageError: the launcher starts only Python scripts, and the command is not one.
     """
     argv: Sequence[str] = spec.argv
     if spec.elastic:
@@ -79,17 +79,17 @@ def command(spec: JobSpec) -> list[str]:
 
 
 def launch(spec: JobSpec) -> str:
-    """The lines of bash that make `launch`."""
+    """Return the lines of bash that set `launch`."""
     if spec.elastic:
         return _elastic(spec)
     return _LAUNCHERS[spec.launcher](spec)
 
 
 def python_script(argv: Sequence[str], user: str) -> tuple[str, Sequence[str]]:
-    """The Python of a command, and the script or `-m MODULE` with its arguments.
+    """Return the Python of a command, and the script or `-m MODULE` with its arguments.
 
     Raises:
-        UsageError: the command is no such one.
+        UsageError: the command does not start a Python script or module.
     """
     if not _starts_python(argv):
         raise UsageError(
@@ -101,7 +101,7 @@ def python_script(argv: Sequence[str], user: str) -> tuple[str, Sequence[str]]:
 
 
 def is_python(program: str) -> bool:
-    """Whether a program is called as Python is."""
+    """Check whether a program has the name of a Python interpreter."""
     return bool(_PYTHON.match(os.path.basename(program)))
 
 
@@ -132,9 +132,9 @@ def _horovodrun(spec: JobSpec) -> str:
 
 
 def _none(spec: JobSpec) -> str:
-    """Once, on the first host, where the script runs."""
+    """Return the lines that run the command once, on the first host, like the script."""
     del spec
-    # With env a program is meant, and no word of bash.
+    # env starts only programs, no builtins or functions of bash.
     return "launch=(env --) # a program, and no word of bash's"
 
 
@@ -146,7 +146,7 @@ def _elastic(spec: JobSpec) -> str:
     return f"{_ELASTIC}\n{start})"
 
 
-# A new one is a function and a line here, and a name in LAUNCHERS of spec.py.
+# A new launcher needs a function and a line here, and a name in LAUNCHERS of spec.py.
 _LAUNCHERS: Mapping[str, Callable[[JobSpec], str]] = {
     "srun": _srun,
     "torchrun": _torchrun,

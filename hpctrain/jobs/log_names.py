@@ -1,4 +1,4 @@
-"""The names of logs, as sbatch expands them. Pure."""
+"""Names of log files, as sbatch expands them. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -9,18 +9,18 @@ _PATTERN = re.compile(r"%(?:%|(?P<width>\d*)(?P<letter>[A-Za-z]))")
 
 
 def filled(pattern: str, known: Mapping[str, str]) -> str:
-    """What Slurm makes of a pattern.
+    """Expand a pattern as Slurm does.
 
     Source: "filename pattern" of sbatch(1).
 
     Args:
-        pattern: such as logs/%x-%j.log.
-        known: what its letters stand for; numbers are padded as the pattern says.
+        pattern: name with patterns, such as logs/%x-%j.log.
+        known: values of the letters; numbers are padded as the pattern requires.
 
     Raises:
-        LookupError: it has one that is not known; with that.
+        LookupError: the pattern has an unknown letter; the error holds that part.
     """
-    if "\\" in pattern:  # with which Slurm expands nothing
+    if "\\" in pattern:  # then Slurm expands nothing
         return pattern.replace("\\", "")
 
     def expanded(match: re.Match[str]) -> str:

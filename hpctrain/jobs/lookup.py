@@ -1,4 +1,4 @@
-"""What a person calls a run or a job: a number, a run directory, or the job's name."""
+"""Lookup of a run or a job by a number, a run directory, or the job's name."""
 
 import os
 import shutil
@@ -16,13 +16,13 @@ __all__ = ["Named", "named", "own_jobs", "runs"]
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What a word stands for.
+    """Job or run that a word names.
 
     Attributes:
-        word: as a person typed it.
-        label: the job's; of an array, that of the whole where the whole is meant; may be empty.
-        jobs: what Slurm knows of it; several are tasks of one array.
-        run: the run directory, where that was named.
+        word: word as the user typed it.
+        label: label of the job, or of the whole array if the word names that; may be empty.
+        jobs: Slurm's records of the job; several are tasks of one array.
+        run: run directory, if the word names one.
     """
 
     word: str
@@ -34,18 +34,18 @@ class Named:
 def named(
     word: str, mine: Sequence[slurm.Job], env: Mapping[str, str], living: bool = False
 ) -> Named:
-    """The job or run of a word.
+    """Return the job or run that a word names.
 
     Args:
         word: JOBID, JOBID_TASK, a run directory by its path or by its name below runs, or the name
             of a job.
-        mine: one's own jobs.
-        env: to ask Slurm for a number that is none of them.
-        living: of several jobs with a name, those that have not ended are meant.
+        mine: the user's own jobs.
+        env: environment for Slurm's commands, which look up a number.
+        living: whether jobs that have not ended come first, if several jobs have the name.
 
     Raises:
-        UsageError: there is none, or several; the message lists them.
-        NoAnswerError: Slurm had to be asked and did not answer.
+        UsageError: no job or run has the name, or several have; the message lists candidates.
+        NoAnswerError: Slurm was asked and did not answer.
     """
     if slurm.is_label(word):
         found = slurm.jobs(env, [word])
@@ -53,7 +53,7 @@ def named(
             return Named(word, word, tuple(found))
     if path := _run(word):
         label = label_of(path)
-        # Its name alone proves nothing: anybody may call a run exp-3.
+        # The name alone proves nothing: any run may have the name exp-3.
         known = [job for job in mine if job.label == label and _is(run_of(job, env), path)]
         return Named(word, label, tuple(known), path)
     found = [job for job in mine if job.name == word]
@@ -77,7 +77,7 @@ def _labels(jobs: Sequence[slurm.Job]) -> set[str]:
 
 
 def _run(word: str) -> Path | None:
-    """The run directory of a word; a number stands for the one run whose name ends in it."""
+    """Return the run directory of a word; a number means the only run whose name ends in it."""
     for path in (Path(word), Path("runs", word)):
         if word and os.path.isdir(path) and (progress(path) or label_of(path)):
             return path
@@ -86,7 +86,7 @@ def _run(word: str) -> Path | None:
 
 
 def runs() -> list[Path]:
-    """The folders below ./runs, sorted."""
+    """Return the folders below ./runs, sorted."""
     try:
         return sorted(path for path in Path("runs").iterdir() if os.path.isdir(path))
     except OSError:
@@ -98,14 +98,14 @@ def _is(one: Path | None, other: Path) -> bool:
 
 
 def own_jobs(words: Sequence[str], env: Mapping[str, str], living: bool = False) -> list[Named]:
-    """Jobs of one's own that Slurm knows, by what a person calls them; all, or an error.
+    """Return the user's own jobs in Slurm for some words; all of them, or an error.
 
     Args:
-        words, env, living: as of `named`.
+        words, env, living: as in `named`; the result has an entry for each word.
 
     Raises:
-        UsageError: as `named`; or Slurm knows one no more, or one is somebody else's.
-        StartError: there is no Slurm on this host, or it does not answer.
+        UsageError: as in `named`; or Slurm has no record of a job, or another user owns one.
+        StartError: this host has no Slurm, or Slurm does not answer.
     """
     said = ", ".join(plain(word) for word in words)
     try:

@@ -1,4 +1,4 @@
-"""What each rank of a job of submitit is to run, and what such a job cannot have."""
+"""Work of each rank of a submitit job, and fields that such a job cannot have."""
 
 import inspect
 import os
@@ -16,7 +16,7 @@ from hpctrain.jobs.spec import JobSpec
 __all__ = ["check_launcher", "of_call", "of_command", "refuse"]
 
 _AS_SCRIPT = "hpctrain submit --via sbatch, which gives Slurm a script alone"
-# What a job of submitit cannot have, and what to do instead.
+# Fields that a submitit job cannot have, and what to do instead.
 _NEVER = {
     **dict.fromkeys(
         ("container", "stage_code", "stage_environment", "stage_data", "elastic"), _AS_SCRIPT
@@ -34,10 +34,10 @@ def of_call(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[Function | Script, str]:
-    """What a call of `hpctrain.submit` lets each rank run, and the job's name.
+    """Return the work of each rank for a call of `hpctrain.submit`, and the job's name.
 
     Raises:
-        UsageError: it cannot be sent, or the spec has something that such a job cannot have.
+        UsageError: the work cannot be sent, or the spec has a field that such a job cannot have.
     """
     refuse(spec, {**_TWICE, **_NEVER})
     work: Function | Script
@@ -55,10 +55,10 @@ def of_call(
 def _check_arguments(
     train: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise UsageError where a function does not take its arguments, before it waits in a queue."""
+    """Raise UsageError if a function does not take its arguments, before the job is queued."""
     try:
         signature = inspect.signature(train)
-    except (TypeError, ValueError):  # such as one of C
+    except (TypeError, ValueError):  # such as a function written in C
         return
     try:
         signature.bind(*args, **kwargs)
@@ -71,11 +71,11 @@ def _check_arguments(
 
 
 def of_command(spec: JobSpec) -> tuple[Script, str]:
-    """What a spec's own command lets each rank run, and the Python for it.
+    """Return the work of each rank for a spec's own command, and the Python for it.
 
     Raises:
         UsageError: it is another command than `python X.py …` or `python -m M …`, or the spec has
-            something that such a job cannot have.
+            a field that such a job cannot have.
     """
     instead = "command = python X.py …, or hpctrain.submit(FUNCTION, …)"
     refuse(spec, {**_NEVER, "function": instead})
@@ -96,7 +96,7 @@ def of_command(spec: JobSpec) -> tuple[Script, str]:
 
 
 def check_launcher(spec: JobSpec) -> None:
-    """Raise UsageError where submitit cannot start the ranks so."""
+    """Raise UsageError if submitit cannot start ranks with this launcher."""
     if spec.launcher not in ("srun", "none"):
         raise UsageError(
             f"launcher = {spec.launcher!r} in a job of submitit", "srun, or none", _AS_SCRIPT
@@ -104,9 +104,9 @@ def check_launcher(spec: JobSpec) -> None:
 
 
 def refuse(spec: JobSpec, fields: Mapping[str, str]) -> None:
-    """Raise UsageError where a spec has one of these fields; it says what to do instead.
+    """Raise UsageError if a spec has one of these fields, with what to do instead.
 
-    Nothing of a spec is dropped in silence.
+    No field of a spec is dropped silently.
     """
     for name, instead in fields.items():
         if getattr(spec, name):

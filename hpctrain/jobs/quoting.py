@@ -1,4 +1,4 @@
-"""Text that stays text: in a line of bash, and in a line of #SBATCH. Pure."""
+"""Quoting of text for a line of bash and for a line of #SBATCH. Pure."""
 
 import re
 import shlex
@@ -12,15 +12,15 @@ _ESCAPES = {"\\": r"\\", "'": r"\'", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def word(text: str) -> str:
-    r"""One word of bash that stands for the text, whatever it is; on one line, readable.
+    r"""Return one word of bash that stands for any text; on one line, readable.
 
-    Control characters and bytes that are no UTF-8 (as `os.fsdecode` gives them) are written as
-    $'\n' or $'\xff', as sbatch refuses a script with \r and #SBATCH might begin a line.
+    Control characters and bytes that are not UTF-8 (as `os.fsdecode` returns them) are written as
+    $'\n' or $'\377', as sbatch refuses a script with \r, and a new line might begin with #SBATCH.
 
     Source: QUOTING of bash(1).
 
     Raises:
-        ValueError: it holds NUL, which no argument and no variable can.
+        ValueError: the text has NUL, which no argument and no variable can have.
     """
     if "\0" in text:
         raise ValueError("text without NUL")
@@ -34,12 +34,12 @@ def _escaped(character: str) -> str:
         return _ESCAPES[character]
     if character.isprintable():
         return character
-    # In octal, which takes three digits and no more; \x would take what follows as well.
+    # In octal, which has at most three digits; \x might also take the next characters.
     return "".join(f"\\{byte:03o}" for byte in character.encode(errors="surrogateescape"))
 
 
 def array(name: str, words: Sequence[str]) -> str:
-    """An array of bash, on as many lines as its words take."""
+    """Return an array of bash, on as many lines as its words need."""
     line = f"{name}=({' '.join(words)})"
     if len(line) <= _WIDTH:
         return line
@@ -53,15 +53,15 @@ def array(name: str, words: Sequence[str]) -> str:
 
 
 def directive(name: str, value: str | None) -> str:
-    r"""One #SBATCH line; of an option that has no value with None.
+    r"""Return one #SBATCH line; None is for an option without a value.
 
-    Its parser is no shell: a backslash takes the next character as it is, inside of quotes too,
+    sbatch's parser is not a shell: a backslash quotes the next character, also inside of quotes,
     and white space and # end a value.
 
     Source: src/sbatch/opt.c of Slurm 22.05, `_get_argument`.
 
     Raises:
-        ValueError: the value holds what would end the line, or no printable text.
+        ValueError: the value would end the line, or has characters that are not printable.
     """
     if value is None:
         return f"#SBATCH --{name}"

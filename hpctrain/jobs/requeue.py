@@ -1,4 +1,4 @@
-"""How a job ends, and goes on: verdict, requeue, the line to type. Pure bash text."""
+"""End of a job: exit status file, requeue, command to continue. Pure bash text."""
 
 from hpctrain.jobs.spec import JobSpec
 
@@ -59,7 +59,7 @@ exit "$code\""""
 
 
 def ending(spec: JobSpec) -> str:
-    """From the end of the ranks to that of the script."""
+    """Return the lines from the end of the ranks to the end of the script."""
     traps = "trap - TERM"
     if spec.lead and spec.signal != "TERM":
         traps = f"trap '' {spec.signal}\n{traps}"

@@ -1,4 +1,4 @@
-"""Where the runs of jobs are, and how far they have come."""
+"""Run directories of jobs, and the progress of runs."""
 
 import json
 import os
@@ -15,15 +15,15 @@ from hpctrain.cluster import slurm
 
 __all__ = ["Progress", "label_of", "progress", "run_of"]
 
-# The end of metrics.jsonl that is read: some hundred rows.
+# Bytes that are read from the end of metrics.jsonl: some hundred rows.
 _TAIL = 2**16
-# A summary takes some hundred bytes.
+# Limit for a summary, which takes some hundred bytes.
 _MOST_BYTES = 2**20
-# Steps and epochs are less.
+# Steps and epochs are less than this.
 _MOST = 2**63
-# Folders of runs that are looked into for a job that has none of its name, the newest.
+# Number of newest run folders to search for a job without a folder of its name.
 _MOST_RUNS = 300
-# As scripts of `hpctrain render`, and by hand as sbatch/preemptible.sh, have it.
+# Run directory in scripts of `hpctrain render` and in the hand-written sbatch/preemptible.sh.
 _SAID = re.compile(
     r"""^(?:run|(?:export\ )?HPCTRAIN_RUN)=
     (?:\$PWD/|"\$PWD"/|\$SLURM_SUBMIT_DIR/|"\$SLURM_SUBMIT_DIR"/)?
@@ -35,14 +35,14 @@ _SAID = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a run directory says.
+    """Progress of a run, as recorded in its directory.
 
     Attributes:
-        path: of it.
-        status: done, stopped, failed or given-up; empty where the run has not ended.
-        step, epoch, loss, speed: the newest; None where it says nothing. Speed in samples/s.
-        metrics: the last ones, by name: numbers and texts.
-        reason: why it ended, where it says so.
+        path: run directory.
+        status: done, stopped, failed or given-up; empty if the run has not ended.
+        step, epoch, loss, speed: newest values; None if there are none. Speed in samples/s.
+        metrics: last metrics by name: numbers and texts.
+        reason: why the run ended, if that is recorded.
     """
 
     path: Path
@@ -56,9 +56,9 @@ class Progress:
 
 
 def progress(path: Path) -> Progress | None:
-    """How far a run has come; None where there is no run."""
+    """Return the progress of a run; None if there is no run."""
     directory = rundir.RunDirectory(path)
-    # Not by pathlib, here and below, which raises where a folder is closed to others.
+    # Here and below without pathlib, which raises if the user may not read a folder.
     if not os.path.exists(directory.identity) and not os.path.exists(directory.metrics):
         return None
     summary = _summary(directory)
@@ -101,15 +101,15 @@ def _summary(directory: rundir.RunDirectory) -> dict[str, Any]:
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
-    """The last rows of a .jsonl file; those that are none are left out."""
+    """Return the last rows of a .jsonl file, without invalid ones."""
     text, whole = _end(path, _TAIL)
     return [row for row in map(_object, text.splitlines()[0 if whole else 1 :]) if row]
 
 
 def _end(path: Path, most: int) -> tuple[bytes, bool]:
-    """The last bytes of a file, and whether they are all; none where it cannot be read.
+    """Return the last bytes of a file, and whether they are all; empty if it cannot be read.
 
-    The run may be somebody else's, and the file a FIFO, for which one would wait for ever.
+    The run may belong to another user, and the file may be a FIFO, which could block forever.
     """
     try:
         with open(path, "rb", opener=_opened) as file:
@@ -127,7 +127,7 @@ def _opened(path: str, flags: int) -> int:
 
 
 def _object(text: bytes) -> dict[str, Any]:
-    """A JSON object; an empty one where the text is none."""
+    """Return a JSON object; an empty one if the text is not an object."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -136,17 +136,17 @@ def _object(text: bytes) -> dict[str, Any]:
 
 
 def run_of(job: slurm.Job, env: Mapping[str, str], named: bool = True) -> Path | None:
-    """The run directory of a job; None where it has none yet, or nobody knows which.
+    """Return the run directory of a job; None if it has none yet, or if it is unknown.
 
-    Slurm is asked for the job's script only where there is none of the job's own name.
+    Slurm is asked for the job's script only if there is no folder with the job's own name.
 
     Args:
-        job: which.
-        env: to ask Slurm.
-        named: whether a person has named the job. For a table of many that have not started, each
-            with such a question, Slurm is not asked: theirs could only be an earlier job's.
+        job: Slurm's record of the job.
+        env: environment for Slurm's commands.
+        named: whether the user has named the job. If not, Slurm is not asked for a job that has
+            not started: a table may have many of them, and they could only have an earlier run.
     """
-    if "[" in job.label:  # tasks that wait
+    if "[" in job.label:  # pending tasks of an array
         return None
     usual = Path(job.folder, "runs", f"{job.name.replace('/', '_')}-{job.label}")
     if os.path.isdir(usual):
@@ -157,12 +157,12 @@ def run_of(job: slurm.Job, env: Mapping[str, str], named: bool = True) -> Path |
         said = _said(slurm.batch_script(job.number, env), job)
     except slurm.NoAnswerError:
         said = None
-    # It may be that of an earlier job, which goes on: HPCTRAIN_RUN=… at its submission.
+    # The job may continue the run of an earlier job: HPCTRAIN_RUN=… at its submission.
     return said if said and os.path.isdir(said) else _by_starts(Path(job.folder, "runs"), job.label)
 
 
 def _said(script: str, job: slurm.Job) -> Path | None:
-    """What the script says, where that takes no shell to know."""
+    """Return the run directory set in the script; None if only a shell could expand it."""
     match = _SAID.search(script)
     if not match or "$" in match["path"] or "`" in match["path"]:
         return None
@@ -170,13 +170,13 @@ def _said(script: str, job: slurm.Job) -> Path | None:
         words = shlex.split(match["path"])
     except ValueError:
         return None
-    # The index of a job that is none of an array is "N/A".
+    # The index of a job outside of an array is "N/A".
     folder = job.task if match["task"] and job.task.isdigit() else ""
     return Path(job.folder, words[0], folder) if len(words) == 1 else None
 
 
 def _by_starts(runs: Path, label: str) -> Path | None:
-    """The run whose last start was this job's."""
+    """Return the newest run that this job was the last to start."""
     try:
         found = sorted(runs.iterdir(), key=_changed, reverse=True)
     except OSError:
@@ -205,9 +205,9 @@ def _last_start(path: Path) -> str:
 
 
 def label_of(path: Path) -> str:
-    """The job of a run directory: that of its last start, or of its name where it has had none.
+    """Return the job of a run directory: from its last start, or without starts from its name.
 
-    Nothing where it was no job's.
+    Empty if no job has run there.
     """
     if os.path.exists(path / "starts.jsonl"):
         return _last_start(path)

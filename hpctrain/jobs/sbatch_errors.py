@@ -1,7 +1,7 @@
-"""What sbatch's refusal means: which value of the job is to blame, and what to type instead.
+"""Explanation of sbatch's refusals: which value of the job is wrong, and what to type instead.
 
-Slurm's texts are those of src/common/slurm_errno.c and src/sbatch/opt.c; one that is in no row of
-the table is passed on as it is.
+Source of Slurm's texts: src/common/slurm_errno.c and src/sbatch/opt.c. A text that is in no row of
+the table is passed on unchanged.
 """
 
 import os
@@ -16,8 +16,8 @@ from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["MEANINGS", "absent", "refused"]
 
-# What to look for in sbatch's words, the names of JobSpec that mend it, and what Slurm expects.
-# The first row that fits and of which the job says something counts.
+# Pattern for sbatch's text, the names of JobSpec that can fix it, and what Slurm expects.
+# The first row that matches counts.
 MEANINGS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("invalid partition|partition name", ("partition",), "a partition of this cluster"),
     ("partition not available|PARTITION.*(DOWN|drain)", ("partition",), "one that is up"),
@@ -45,7 +45,7 @@ MEANINGS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("signal", ("signal",), "a signal that this Slurm knows"),
     ("unrecognized option|invalid --", ("extra",), "options that this sbatch has: sbatch --help"),
 )  # fmt: skip
-# Nothing that the job says is to blame: the same command may do later.
+# Errors that no value of the job causes: the same command may work later.
 _LATER = re.compile(
     r"unable to contact|temporarily|timed out|connection (refused|timed)|connect failure"
     r"|communication|protocol authentication|not responding|cannot stat|dns srv"
@@ -55,10 +55,10 @@ _LATER = re.compile(
 
 
 def absent(reason: str) -> StartError:
-    """The error where sbatch is not there, or did not answer.
+    """Return the error for a missing sbatch, or one that did not answer.
 
     Args:
-        reason: which of them.
+        reason: why there is no answer; has "no sbatch" if it is missing.
     """
     if "no sbatch" in reason:
         return StartError(
@@ -72,13 +72,13 @@ def absent(reason: str) -> StartError:
 def refused(
     said: str, spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str]
 ) -> StartError | UsageError:
-    """The error for what sbatch said: its reason, and which value of the job mends it.
+    """Return the error for a refusal by sbatch: its reason, and which value of the job to change.
 
     Args:
-        said: sbatch's standard error.
-        spec: the job that was refused.
-        env: to ask Slurm for what is valid.
-        spelt: how a name of JobSpec is spelt as an option.
+        said: standard error of sbatch.
+        spec: job that was refused.
+        env: environment for Slurm's commands, which list valid values.
+        spelt: function that returns the option for a name of JobSpec.
     """
     lines = [re.sub(r"^sbatch: (error: )?", "", line.strip()) for line in said.splitlines()]
     reason = "; ".join(line for line in lines if line)
@@ -100,7 +100,7 @@ def refused(
 
 
 def _meaning(said: str, spec: JobSpec) -> tuple[list[str], str]:
-    """What is to blame, what the job says itself first, and what is expected of it."""
+    """Return the names to blame, which the job sets if possible, and what is expected."""
     for pattern, names, expected in MEANINGS:
         if re.search(pattern, said, re.IGNORECASE):
             given = [name for name in names if _given(spec, name)]
@@ -125,7 +125,7 @@ def _fix(names: list[str], spec: JobSpec, spelt: Callable[[str], str]) -> str:
 
 
 def _valid(name: str, env: Mapping[str, str]) -> str:
-    """The values that Slurm would take; empty where it cannot be asked."""
+    """Return the values that Slurm accepts; empty if they cannot be listed."""
     try:
         if name in ("partition", "time"):
             return "; ".join(

@@ -1,4 +1,4 @@
-"""The batch script of a JobSpec, as a person would have written it. Pure."""
+"""Batch script of a JobSpec, as readable as a hand-written one. Pure."""
 
 import os.path
 from collections.abc import Callable, Sequence
@@ -91,7 +91,7 @@ wait "$ranks" || code=$?"""
 
 
 def render(spec: JobSpec) -> str:
-    """The text of the script that runs a job; the same spec gives the same text.
+    """Return the text of the script that runs a job; the same spec gives the same text.
 
     Raises:
         UsageError: the launcher cannot start the command.
@@ -101,12 +101,12 @@ def render(spec: JobSpec) -> str:
 
 
 def render_local(spec: JobSpec) -> str:
-    """The script that runs the job's ranks on this machine, without Slurm, by `hpctrain run`.
+    """Return the script that runs the job's ranks on this machine by `hpctrain run`, without Slurm.
 
-    What only a scheduler gives (time, memory, partition, requeue, …) has no meaning there.
+    Fields for a scheduler (time, memory, partition, requeue, …) have no effect there.
 
     Raises:
-        UsageError: the command is no Python script, or the job needs what only Slurm's hosts have.
+        UsageError: the command is no Python script, or a field of the job requires Slurm.
     """
     for name in (
         *("container", "stage_code", "stage_environment", "stage_data"),
@@ -197,7 +197,7 @@ mkdir -p -- "$HPCTRAIN_RUN"
 
 
 def _run(path: str, base: str) -> str:
-    """A path as a word of bash, absolute: relative ones are below `base`."""
+    """Return a path as an absolute word of bash; relative paths are below `base`."""
     return word(path) if os.path.isabs(path) else f"{base}/{word(path)}"
 
 
@@ -231,7 +231,7 @@ def _in_staged(spec: JobSpec) -> str:
 launch=(env "PATH=$scratch/environment/bin:$PATH" "${launch[@]}")"""
 
 
-# In the order in which they stand in the script: text, or what gives it, or nothing.
+# Parts in the order of the script: text, or functions that return text, which may be empty.
 _PARTS: Sequence[str | Callable[[JobSpec], str]] = (
     _SUBMIT_DIRECTORY,
     _early_trap,

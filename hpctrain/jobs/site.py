@@ -1,8 +1,8 @@
-"""What a person says once for all jobs of a cluster: profiles in config.toml, and site.sh.
+"""Settings for all jobs of a cluster: profiles in config.toml, and site.sh.
 
     option > JOB.toml > profile [cluster.NAME] > SBATCH_* of the shell > site.sh > Slurm's own
 
-site.sh is a person's file of bash that rendered scripts source inside of the job. Submitting starts
+site.sh is the user's file of bash that rendered scripts source inside of the job. Submission starts
 no shell for it: only its plain assignments of SBATCH_ACCOUNT, SBATCH_PARTITION and SBATCH_QOS count
 here, as defaults.
 """
@@ -19,7 +19,7 @@ from hpctrain.jobs.spec import JobSpec, complaint, unknown
 
 __all__ = ["DEFAULTS", "Layer", "checked", "completed", "config_file", "layers", "merged", "script"]
 
-# What sbatch reads from its environment, by the names of JobSpec.
+# Variables that sbatch reads, by the names of JobSpec.
 DEFAULTS = {"account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "qos": "SBATCH_QOS"}
 
 _ASSIGNMENT = re.compile(
@@ -29,17 +29,17 @@ _ASSIGNMENT = re.compile(
     re.ASCII,
 )
 _MOST_BYTES = 2**20
-# Of these the nearest to the person counts, as no two of a row fit each other.
+# Fields of a row exclude each other: the last layer that sets one of them counts.
 _INSTEAD_OF = (("command", "function"), ("array", "sweep"), ("venv", "conda", "stage_environment"))
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Some values of a job.
+    """Values of a job from one source.
 
     Attributes:
-        source: where they were said, for people.
-        values: by the names of JobSpec.
+        source: origin of the values, for messages.
+        values: values by the names of JobSpec.
     """
 
     source: str
@@ -47,24 +47,24 @@ class Layer:
 
 
 def script(env: Mapping[str, str]) -> Path:
-    """The person's site.sh; it need not be there."""
+    """Return the path of the user's site.sh, which may not exist."""
     return _settings(env, "HPCTRAIN_SITE", "site.sh")
 
 
 def config_file(env: Mapping[str, str]) -> Path:
-    """The person's config.toml, with the profiles; it need not be there."""
+    """Return the path of the user's config.toml with the profiles, which may not exist."""
     return _settings(env, "HPCTRAIN_CONFIG", "config.toml")
 
 
 def layers(cluster: str, env: Mapping[str, str]) -> list[Layer]:
-    """What holds where neither an option nor JOB.toml says otherwise, the lowest first.
+    """Return the layers below the options and JOB.toml, the lowest first.
 
     Args:
-        cluster: the profile; empty for none.
-        env: SBATCH_* of the shell, and where the files are.
+        cluster: name of the profile; empty for none.
+        env: environment with SBATCH_* of the shell, and with the paths of the files.
 
     Raises:
-        UsageError: the profile is not there or cannot be, or a file cannot be read.
+        UsageError: the profile is missing or invalid, or a file cannot be read.
     """
     found = [_site(script(env))]
     shell = {name: env[variable] for name, variable in DEFAULTS.items() if env.get(variable)}
@@ -76,10 +76,10 @@ def layers(cluster: str, env: Mapping[str, str]) -> list[Layer]:
 
 
 def merged(found: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values that hold, and by the same names where they were said.
+    """Return the values that hold, and the source of each, by the same names.
 
-    Later layers beat earlier ones; tables are joined. A virtual environment of a later layer takes
-    the place of a conda environment of an earlier one, and so on.
+    Later layers overrule earlier ones; tables are joined. A virtual environment of a later layer
+    replaces a conda environment of an earlier one, and so on.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -98,10 +98,10 @@ def merged(found: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def completed(spec: JobSpec, env: Mapping[str, str]) -> JobSpec:
-    """A job made in Python, with the defaults of its profile and of site.sh.
+    """Return a job made in Python with the defaults of its profile, of the shell and of site.sh.
 
     Raises:
-        UsageError: as `layers`, or the whole cannot be.
+        UsageError: as in `layers`, or the combined values are invalid.
     """
     said = {
         one.name: getattr(spec, one.name)
@@ -113,10 +113,10 @@ def completed(spec: JobSpec, env: Mapping[str, str]) -> JobSpec:
 
 
 def checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The values as JobSpec keeps them, each checked by itself.
+    """Return the values as JobSpec keeps them, each checked by itself.
 
     Raises:
-        UsageError: with a line for each name that JobSpec has not, and each value that cannot be.
+        UsageError: unknown names or invalid values; the message has a line for each.
     """
     problems = unknown(list(values))
     taken = {}
@@ -138,7 +138,7 @@ def _settings(env: Mapping[str, str], variable: str, name: str) -> Path:
 
 
 def _site(path: Path) -> Layer:
-    """The plain assignments of site.sh; of several of one name the last, as in bash."""
+    """Return the plain assignments of site.sh; the last one of a name counts, as in bash."""
     variables = {}
     for line in _text(path).splitlines():
         if match := _ASSIGNMENT.match(line):
@@ -149,7 +149,7 @@ def _site(path: Path) -> Layer:
 
 
 def _profile(path: Path, name: str) -> Layer:
-    import tomllib  # only where there is a profile: it is a third of what submitting imports
+    import tomllib  # only for a profile: it is a third of the imports of a submission
 
     try:
         content = tomllib.loads(_text(path))
@@ -167,10 +167,10 @@ def _profile(path: Path, name: str) -> Layer:
 
 
 def _text(path: Path) -> str:
-    """What a file says; nothing where there is none.
+    """Return the text of a file; empty if there is no file.
 
     Raises:
-        UsageError: it is there and cannot be read.
+        UsageError: the file exists and cannot be read.
     """
     try:
         with path.open("rb") as file:

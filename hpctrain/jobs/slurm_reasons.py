@@ -1,4 +1,4 @@
-"""Slurm's states and reasons, in words. Pure.
+"""Explanation of Slurm's states and reasons. Pure.
 
 Source: JOB REASON CODES and JOB STATE CODES of squeue(1), and the Resource Limits guide.
 """
@@ -45,9 +45,9 @@ _REASONS = {
     "QOSNotAllowed": "its qos may not use the partition or account",
     "FedJobLock": "waits for the other clusters of its federation",
 }  # fmt: skip
-# What may be done about a job that waits, and about none that has ended.
+# Advice for a job that waits, which does not apply to a job that has ended.
 _ADVICE = re.compile(": (cancel it|it would wait for ever|ask.*|scontrol release.*)$")
-# Such as QOSMaxJobsPerUserLimit, AssocGrpGRES, MaxJobsPerAccount: whose limit, of what.
+# Such as QOSMaxJobsPerUserLimit, AssocGrpGRES, MaxJobsPerAccount: whose limit it is, and of what.
 _WHOSE = {"QOS": "the qos", "Assoc": "your account", "MaxJobs": "the account or qos"}
 _OF_WHAT = {
     "Jobs": "jobs that run", "Submit": "jobs that wait or run", "GRES": "GPUs", "Cpu": "CPUs",
@@ -57,24 +57,24 @@ _OF_WHAT = {
 
 
 def explained(job: Job) -> str:
-    """Why a job waits, or how it ended; nothing where its state says it all."""
+    """Return why a job waits, or how it ended; empty if its state is enough."""
     if job.lives:
         return in_words(job.reason)
     if job.refused:
         return f"Slurm refused it: {in_words(job.reason, ended=True) or 'it says no reason'}"
     notes = [f"exit code {job.code}"] if job.code else []
-    # What it waited for before it was cancelled is no news; that a code is not zero neither.
+    # Without facts that add nothing: a wait before a cancellation, or a code that is not zero.
     if job.word not in ("COMPLETED", "CANCELLED") and job.reason != "NonZeroExitCode":
         notes.append(in_words(job.reason, ended=True))
     return "; ".join(note for note in notes if note)
 
 
 def in_words(reason: str, ended: bool = False) -> str:
-    """What a reason of Slurm's means; Slurm's own word behind it, or alone where it is unknown.
+    """Return the meaning of a reason, followed by Slurm's own word; only the word if unknown.
 
     Args:
-        reason: of a job.
-        ended: without what to do about a job that waits.
+        reason: Slurm's reason for a job.
+        ended: whether to leave out the advice for a job that waits.
     """
     reason = plain(reason).strip("() ")
     if reason in ("", "None", "N/A"):
@@ -98,7 +98,7 @@ def _limit(reason: str) -> str:
 
 
 def plain(text: str) -> str:
-    r"""The text without what a terminal would obey; such characters as \x1b."""
+    r"""Return the text with non-printable characters written as escapes, such as \x1b."""
     return "".join(one if one.isprintable() else _escaped(one) for one in text)
 
 

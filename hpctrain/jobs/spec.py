@@ -1,4 +1,4 @@
-"""JobSpec: what a job is, once, for sbatch, submitit and this machine. Pure."""
+"""JobSpec: one description of a job, for sbatch, submitit and this machine. Pure."""
 
 import difflib
 import os
@@ -24,7 +24,7 @@ MAIL_EVENTS = (
     *("TIME_LIMIT", "TIME_LIMIT_90", "TIME_LIMIT_80", "TIME_LIMIT_50", "ARRAY_TASKS"),
 )
 
-# What other tools, and the options of the command line, call a field.
+# Names of fields in other tools and in command-line options.
 _ALSO = {"env": "environment", "module": "modules", "cpus": "cpus_per_task", "script": "command"}
 _DEPENDENCY = re.compile(r"(?:singleton|after(?:\w+)?(?::\d+(?:_\d+)?(?:\+\d+)?)+)\Z", re.ASCII)
 _ARRAY = re.compile(r"\d+(?:-\d+(?::[1-9]\d*)?)?(?:,\d+(?:-\d+(?::[1-9]\d*)?)?)*\Z", re.ASCII)
@@ -34,7 +34,7 @@ _FUNCTION = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z", re.ASC
 
 
 def _field(take: Callable[[Any], Any], default: Any, about: str, metavar: str = "") -> Any:
-    """A field: how it is read and checked, its default, and a line of help."""
+    """Return a field with its check, its default and its help text."""
     more: dict[str, Any] = {"take": take, "help": about, "metavar": metavar}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=more)
@@ -43,38 +43,41 @@ def _field(take: Callable[[Any], Any], default: Any, about: str, metavar: str = 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What a job is. The same names are those of JOB.toml and, with dashes, of `hpctrain submit`.
+    """Description of a job. JOB.toml and, with dashes, `hpctrain submit` use the same names.
 
-    Everything is checked when it is made, all problems at once. Numbers may come as texts. What is
-    not said is left to the cluster.
+    The constructor checks all values, and reports all problems together. Numbers may be given as
+    text. The cluster decides what is not set.
 
     Raises:
-        UsageError: with a line for each value that cannot be.
+        UsageError: some values are invalid; the message has a line for each.
     """
 
-    about: str = _field(values.string, "", "what it is, for the head of the script")
-    name: str = _field(values.name, "", "of the job (default: the script's)", "NAME")
-    comment: str = _field(values.line, "", "for scontrol and sacct", "TEXT")
-    cluster: str = _field(values.line, "", "the profile [cluster.NAME] of your settings", "NAME")
+    about: str = _field(values.string, "", "description of the job, for the head of the script")
+    name: str = _field(values.name, "", "name of the job (default: name of the script)", "NAME")
+    comment: str = _field(values.line, "", "comment for scontrol and sacct", "TEXT")
+    cluster: str = _field(values.line, "", "profile [cluster.NAME] of your settings", "NAME")
     command: tuple[str, ...] = _field(
         values.command, (), "program and arguments; no shell reads them"
     )
     function: str = _field(
         values.matching(_FUNCTION, "MODULE:FUNCTION"),
-        "", "a Python function in place of a command", "MODULE:FUNCTION",
+        "", "Python function to run instead of a command", "MODULE:FUNCTION",
     )  # fmt: skip
     run: str = _field(values.string, "", "run directory (default: runs/NAME-JOBID)", "DIR")
     launcher: str = _field(
-        values.one_of(LAUNCHERS), "srun", f"what starts the ranks: {', '.join(LAUNCHERS)}", "NAME"
+        values.one_of(LAUNCHERS), "srun", f"launcher of the ranks: {', '.join(LAUNCHERS)}", "NAME"
     )
     elastic: bool = _field(
         values.flag, False, "go on with the hosts that are left when one is lost"
     )
     backend: str = _field(
-        values.one_of(("", *BACKENDS)), "", "how ranks talk, the option of the script", "NAME"
+        values.one_of(("", *BACKENDS)),
+        "",
+        "communication backend of the ranks, passed to the script",
+        "NAME",
     )
 
-    nodes: int = _field(values.whole(1, 10**5), 1, "hosts", "N")
+    nodes: int = _field(values.whole(1, 10**5), 1, "number of hosts", "N")
     tasks_per_node: int | None = _field(
         values.whole(1, 1024), None, "ranks on each host (default: one for each GPU, else one)", "N"
     )
@@ -82,11 +85,15 @@ class JobSpec:
         values.written(units.gpu_count), "0", "GPUs of each host, such as 4 or a100:4", "N"
     )
     cpus_per_task: int | None = _field(values.whole(1, 4096), None, "CPUs for each rank", "N")
-    memory: str = _field(values.written(units.memory), "", "of each host, such as 64G", "SIZE")
-    time: str = _field(values.written(units.slurm_time), "", "such as 4h, 1d12h, 90m", "TIME")
-    partition: str = _field(values.line, "", "Slurm's", "NAME")
-    account: str = _field(values.line, "", "Slurm's", "NAME")
-    qos: str = _field(values.line, "", "Slurm's", "NAME")
+    memory: str = _field(
+        values.written(units.memory), "", "memory of each host, such as 64G", "SIZE"
+    )
+    time: str = _field(
+        values.written(units.slurm_time), "", "time limit, such as 4h, 1d12h, 90m", "TIME"
+    )
+    partition: str = _field(values.line, "", "Slurm partition", "NAME")
+    account: str = _field(values.line, "", "Slurm account", "NAME")
+    qos: str = _field(values.line, "", "Slurm quality of service", "NAME")
     constraint: str = _field(values.line, "", "features that hosts must have", "EXPR")
     exclude: str = _field(values.line, "", "hosts not to use", "HOSTS")
     dependency: tuple[str, ...] = _field(
@@ -96,57 +103,70 @@ class JobSpec:
     array: str = _field(
         values.matching(_ARRAY, "indices such as 0-5 or 1,3,7"),
         "",
-        "one task for each index",
+        "array indices; one task for each",
         "INDICES",
     )
     sweep: tuple[tuple[tuple[str, str], ...], ...] = _field(
         values.sweep, (), "options and values to try: a grid, or a list of settings"
     )
     throttle: int | None = _field(
-        values.whole(1), None, "tasks of an array or sweep that run at once", "N"
+        values.whole(1), None, "most tasks of an array or sweep that run at once", "N"
     )
-    mail: str = _field(values.line, "", "address to tell how the job ends", "ADDRESS")
+    mail: str = _field(values.line, "", "address for Slurm's mails about the job", "ADDRESS")
     mail_events: tuple[str, ...] = _field(
         values.list_of(values.one_of(MAIL_EVENTS), ","),
         ("END", "FAIL"),
-        "what to tell of",
+        "events that cause a mail",
         "EVENTS",
     )
     output: str = _field(
         values.log, "", "log file, with Slurm's patterns (default: %%x-%%j.log)", "PATTERN"
     )
 
-    signal: str = _field(values.one_of(SIGNALS), "USR2", "what tells the script to save", "NAME")
+    signal: str = _field(
+        values.one_of(SIGNALS), "USR2", "signal that asks the script to save", "NAME"
+    )
     signal_lead: int | None = _field(
         values.whole(0, 65535),
         None,
-        "seconds before the end of the time to save in (default: 120, or half of a shorter time); "
-        "0: none",
+        "save margin: seconds from the signal to the end of the time (default: 120, or half of the "
+        "time if that is less); 0: no signal",
         "SECONDS",
     )
-    requeue: bool = _field(values.flag, True, "start again what was stopped")
+    requeue: bool = _field(values.flag, True, "start the job again after it was stopped")
     max_restarts: int | None = _field(
-        values.whole(0), None, "give up after so many restarts (default: none)", "N"
+        values.whole(0),
+        None,
+        "number of restarts after which the job gives up (default: no limit)",
+        "N",
     )
 
-    environment: Mapping[str, str] = _field(values.environment, {}, "variables of the ranks")
+    environment: Mapping[str, str] = _field(
+        values.environment, {}, "environment variables of the ranks"
+    )
     modules: tuple[str, ...] = _field(
-        values.list_of(values.string), (), "for `module load`", "NAME"
+        values.list_of(values.string), (), "modules for `module load`", "NAME"
     )
     setup: tuple[str, ...] = _field(
         values.list_of(values.string),
         (),
-        "lines of bash to run before; the only field that is code",
+        "lines of bash that run before the ranks; the only field that is code",
         "LINE",
     )
     venv: str = _field(values.string, "", "virtual environment to activate", "DIR")
     conda: str = _field(values.string, "", "conda environment to activate", "NAME")
-    container: str = _field(values.string, "", "image in which the ranks run", "IMAGE")
+    container: str = _field(values.string, "", "container image in which the ranks run", "IMAGE")
     container_runtime: str = _field(
-        values.one_of(("", *RUNTIMES)), "", "apptainer (default) or pyxis", "NAME"
+        values.one_of(("", *RUNTIMES)),
+        "",
+        "container runtime: apptainer (default) or pyxis",
+        "NAME",
     )
     stage_code: str = _field(
-        values.string, "", "folder that each host copies to its own disk; ranks start there", "DIR"
+        values.string,
+        "",
+        "folder that each host copies to its own disk; the ranks start in it",
+        "DIR",
     )
     stage_environment: str = _field(
         values.string,
@@ -157,12 +177,13 @@ class JobSpec:
     stage_data: str = _field(
         values.string,
         "",
-        "folder that each host copies to its own disk; --data with its name alone means the copy",
+        "folder that each host copies to its own disk; --data with only its name means the copy",
         "DIR",
     )
     extra: Mapping[str, str | bool] = _field(values.extra, {}, "other options of sbatch")
 
     def __post_init__(self) -> None:
+        """Check and convert all values."""
         problems = []
         for one in fields(self):
             value = getattr(self, one.name)
@@ -189,14 +210,14 @@ class JobSpec:
 
     @property
     def lead(self) -> int:
-        """Seconds before the end of the time at which the ranks are told to save; 0 for never."""
+        """Save margin: seconds from the signal to the end of the time; 0 for no signal."""
         if self.signal_lead is not None:
             return self.signal_lead
         return min(_LEAD, units.seconds(self.time) // 2) if self.time else _LEAD
 
     @property
     def title(self) -> str:
-        """The job's name: the one given, else that of the script, module or function."""
+        """The job's name: as given, else the name of the script, module or function."""
         if self.name:
             return self.name
         if self.function:
@@ -209,12 +230,12 @@ class JobSpec:
 
     @property
     def indices(self) -> str:
-        """Those of the array that this job is; empty where it is none."""
+        """The indices of the array or sweep; empty for other jobs."""
         return f"0-{len(self.sweep) - 1}" if self.sweep else self.array
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """Program and arguments of a rank; empty where neither command nor function was given."""
+        """Program and arguments of a rank; empty without a command and a function."""
         backend = ("--backend", self.backend) if self.backend else ()
         if self.function:
             module, _, function = self.function.partition(":")
@@ -222,7 +243,7 @@ class JobSpec:
         return (*self.command, *backend) if self.command else ()
 
     def _contradictions(self) -> Sequence[tuple[str, str]]:
-        """What fits its name and not the rest: what was found, what was expected."""
+        """Return contradictions between fields: what was found, what was expected."""
         found = []
         for one, other in (
             ("command", "function"), ("array", "sweep"), ("venv", "conda"),
@@ -243,7 +264,7 @@ class JobSpec:
         return found
 
     def _misfits(self) -> Sequence[tuple[object, str, str]]:
-        """Whether something does not fit, what that is, and what was expected."""
+        """Return rules as tuples: whether violated, what was found, what was expected."""
         alone = self.launcher == "none" or self.backend == "dataparallel"
         return (
             (
@@ -290,12 +311,12 @@ class JobSpec:
 
 
 def names() -> list[str]:
-    """The names of all fields."""
+    """Return the names of all fields."""
     return [one.name for one in fields(JobSpec)]
 
 
 def unknown(given: Sequence[str]) -> list[tuple[str, str]]:
-    """A problem for each name that is none of JobSpec's; the last one lists those that are."""
+    """Return a problem for each name that is no field; the last one lists all fields."""
     problems = []
     for name in given:
         if name not in names():
@@ -308,7 +329,7 @@ def unknown(given: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def complaint(problems: Sequence[tuple[str, str]], source: str = "") -> UsageError:
-    """The error that tells of all problems: what was found and what was expected, of each."""
+    """Return an error with all problems: what was found and what was expected for each."""
     lines = "".join(f"\n  {found}\n    expected: {expected}" for found, expected in problems)
     count = "a value" if len(problems) == 1 else f"{len(problems)} values"
     return UsageError(f"{source + ': ' if source else ''}{count} of the job cannot be:{lines}")

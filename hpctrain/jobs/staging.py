@@ -69,8 +69,8 @@ _ENVIRONMENT = """\
         "$1/environment/bin/python" "$1/environment/bin/conda-unpack"
     fi"""
 
-# Its links become files, as what they point to may be far; and what is read-only there could not be
-# removed here.
+# Links become files, as their targets may be on a remote disk. Modes are not copied, as read-only
+# copies could not be removed.
 _DATA = """\
     if [ ! -d "$5" ]; then
         printf "%s is no folder on %s\\n" "$5" "$(uname -n)" >&2
@@ -79,7 +79,7 @@ _DATA = """\
     mkdir -- "$1/data" "$1/data/$6"
     cp -RL --no-preserve=mode -- "$5/." "$1/data/$6"/"""
 
-# Where --data seeks a name first.
+# --data looks for a name there first.
 _DATA_IS_THERE = """
 export HPCTRAIN_DATA=$scratch/data"""
 
@@ -89,7 +89,7 @@ remove_copies"""
 
 
 def staging(spec: JobSpec) -> str:
-    """One step that copies on all hosts, over before the ranks start; nothing without copies."""
+    """Return the step that copies on all hosts before the ranks start; empty without copies."""
     copies = [(path, what, step) for path, what, step in _copies(spec) if path]
     if not copies:
         return ""
@@ -105,7 +105,7 @@ def staging(spec: JobSpec) -> str:
 
 
 def _copies(spec: JobSpec) -> Sequence[tuple[str, str, str]]:
-    """What may be copied: from where, its name, the lines that do it."""
+    """Return what may be copied: source, name, and the lines that copy."""
     return (
         (spec.stage_code, "code", _CODE),
         (spec.stage_environment, "environment", _ENVIRONMENT),
@@ -114,5 +114,5 @@ def _copies(spec: JobSpec) -> Sequence[tuple[str, str, str]]:
 
 
 def removal(spec: JobSpec) -> str:
-    """What removes the copies when the ranks have ended, as nothing comes after a requeue."""
+    """Return the lines that remove the copies after the ranks: nothing runs after a requeue."""
     return _REMOVE if any(path for path, _, _ in _copies(spec)) else ""

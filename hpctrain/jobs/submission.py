@@ -1,4 +1,4 @@
-"""A job's way to Slurm, by sbatch, or to this machine: checks, environment, folders, answer."""
+"""Submission of a job by sbatch, or its start on this machine: checks, environment, folders."""
 
 import contextlib
 import os
@@ -31,15 +31,15 @@ __all__ = [
     "trial",
 ]
 
-# In a shell with one of these a job runs already.
+# A shell with one of these variables is inside of a job.
 _JOBS = ("SLURM_JOB_ID", "SLURM_JOBID", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
-# What the scheduler and the script of that job have put there, beside launchers' names.
+# Variables from the scheduler and the script of that job, besides those of launchers.
 _OF_THAT_JOB = (
     *(env_vars.RUN, env_vars.SECRET),
     *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     *("GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"),
 )
-# What only a shell would understand.
+# Words that only a shell interprets.
 _SHELL = ("&&", "||", "|", ";", ">", ">>", "<", "&")
 
 
@@ -48,8 +48,8 @@ class Sent:
     """A job that Slurm has accepted.
 
     Attributes:
-        job: its number; of an array, that of the array.
-        notes: lines for people.
+        job: job number; for an array, the number of the array.
+        notes: lines to show to the user.
     """
 
     job: str
@@ -60,13 +60,13 @@ def send(spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str] = st
     """Submit a job by sbatch from the current folder.
 
     Args:
-        spec: the job, with the defaults of its profile and site.
-        env: of this process.
-        spelt: how a name of JobSpec is spelt as an option, for messages.
+        spec: job with the defaults of its profile and site.
+        env: environment of this process.
+        spelt: function that returns the option for a name of JobSpec, for messages.
 
     Raises:
-        UsageError: Slurm refuses something that the job says, or it could not run.
-        StartError: there is no Slurm here, or it does not answer.
+        UsageError: Slurm refuses a value of the job, or the job could not run.
+        StartError: this host has no Slurm, or Slurm does not answer.
     """
     notes = check(spec, env)
     text = script.render(spec)
@@ -78,10 +78,10 @@ def send(spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str] = st
 
 
 def trial(spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str] = str) -> str:
-    """What `sbatch --test-only` says of a job, which is not submitted; nothing without sbatch.
+    """Return the answer of `sbatch --test-only`, which submits nothing; empty without sbatch.
 
     Raises:
-        UsageError, StartError: as of `send`.
+        UsageError, StartError: as in `send`.
     """
     if shutil.which("sbatch", path=env.get("PATH", os.defpath)) is None:
         return ""
@@ -91,11 +91,11 @@ def trial(spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str] = s
 def _answer(
     text: str, spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str], *options: str
 ) -> slurm.Answer:
-    # By standard input: no file lies about that could be another one when the job starts.
+    # By standard input, so that there is no file that could change before the job starts.
     try:
         answer = slurm.sbatch(text.encode(errors="surrogateescape"), env, options)
     except slurm.NoAnswerError as error:
-        from hpctrain.jobs import sbatch_errors  # where there is one, as it takes a while
+        from hpctrain.jobs import sbatch_errors  # only on an error, as it is slow
 
         raise sbatch_errors.absent(str(error)) from None
     if answer.code or not (answer.job or options):
@@ -109,21 +109,22 @@ def here(spec: JobSpec, env: Mapping[str, str]) -> int:
     """Run the job on this machine, in place of this process.
 
     Raises:
-        UsageError: it needs what only Slurm's hosts have.
-        StartError: there is no bash.
+        UsageError: the job needs features that only Slurm's hosts have.
+        StartError: bash cannot be started.
     """
     text = script.render_local(spec)
     clean, _ = environ(spec, env)
     try:
-        os.execvpe("bash", ["bash", "-c", text, spec.title], clean)  # noqa: S606  it is one
+        os.execvpe("bash", ["bash", "-c", text, spec.title], clean)  # noqa: S606  bash is a shell
     except OSError as error:
         raise StartError(f"bash cannot be started: {error}", "a bash on the PATH") from None
 
 
 def environ(spec: JobSpec, env: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The environment to submit a job with, and lines that say what of a person's is left out.
+    """Return the environment to submit a job with, and notes on the user's variables left out.
 
-    SBATCH_* would beat the lines of the script. Inside of a job nothing of that job is handed on.
+    SBATCH_* would overrule the lines of the script. Inside of a job, no variable of that job is
+    passed on.
     """
     clean = {name: value for name, value in env.items() if not name.startswith("SBATCH_")}
     known = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS")
@@ -144,29 +145,29 @@ def environ(spec: JobSpec, env: Mapping[str, str]) -> tuple[dict[str, str], list
 
 
 def _lists_folders(name: str) -> bool:
-    """Whether a variable may name one of a job's copies."""
+    """Check whether a variable may hold the path of a job's copy."""
     return name.endswith("PATH") or name == env_vars.DATA
 
 
 def _without(scratch: str, path: str) -> str:
-    """A search path without what is in a folder, where anybody may put something later."""
+    """Return a search path without entries below a folder, where others may later put files."""
     return os.pathsep.join(
         entry for entry in path.split(os.pathsep) if not is_below(scratch, entry)
     )
 
 
 def is_below(folder: str, path: str) -> bool:
-    """Whether a path is a folder, or in it."""
+    """Check whether a path is a folder, or in it."""
     return os.path.normpath(path) == folder or os.path.normpath(path).startswith(folder + os.sep)
 
 
 def log_pattern(spec: JobSpec) -> str:
-    """The name of the log, with Slurm's patterns."""
+    """Return the name of the log, with Slurm's patterns."""
     return spec.output or (LOG_OF_ARRAY if spec.indices else LOG)
 
 
 def log_size(spec: JobSpec, env: Mapping[str, str]) -> int:
-    """The bytes that an earlier job has left in a log that is not named by the job's number."""
+    """Return the bytes of an earlier job in a log without the job's number in its name."""
     try:
         return os.stat(_expanded(log_pattern(spec), spec, env)).st_size
     except (OSError, LookupError):
@@ -174,17 +175,17 @@ def log_size(spec: JobSpec, env: Mapping[str, str]) -> int:
 
 
 def run_directory(spec: JobSpec, job: str, index: int) -> Path:
-    """Where the script lets a task of an array write, from the current folder."""
+    """Return the run directory of an array task, relative to the current folder."""
     if spec.run:
         return Path(spec.run, str(index))
     return Path("runs", f"{spec.title.replace('/', '_')}-{job}_{index}")
 
 
 def log_folder(spec: JobSpec, env: Mapping[str, str]) -> Path | None:
-    """The folder that has to be there for the job's log; None for the current one.
+    """Return the folder that must exist for the job's log; None for the current one.
 
     Raises:
-        UsageError: its name has what is known only when the job runs.
+        UsageError: its name has a pattern that is known only when the job runs.
     """
     folder = os.path.dirname(log_pattern(spec))
     if not folder:
@@ -200,12 +201,12 @@ def log_folder(spec: JobSpec, env: Mapping[str, str]) -> Path | None:
 
 
 def check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
-    """Look whether log and runs can be written where they are to lie; makes nothing.
+    """Check whether the log and the runs can be written; create nothing.
 
-    Slurm would end the job without a word where it cannot open the log.
+    Slurm would end the job without a message if it could not open the log.
 
     Raises:
-        UsageError: one cannot, or the run directory is a file.
+        UsageError: a folder cannot be written, or the run directory is a file.
     """
     pattern = log_pattern(spec)
     folder = log_folder(spec, env) or Path()
@@ -218,7 +219,7 @@ def check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
                 f"output = {pattern}: you may not write in the folder {folder.absolute()}",
                 "a log in a folder of your own",
             )
-    # The script has files of its own there, wherever the run directory is.
+    # The script writes its own files there, also if the run directory is elsewhere.
     if not _is_writable(Path("runs")):
         raise UsageError(
             f"you may not write in the folder {Path('runs').absolute()}, where each job has files",
@@ -229,7 +230,7 @@ def check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether one may write in a folder, or make it, by the modes of what is there."""
+    """Check whether the user may write in a folder, or create it, by the existing modes."""
     path = folder.absolute()
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
@@ -247,17 +248,17 @@ def _make_log_folder(spec: JobSpec, env: Mapping[str, str]) -> None:
 
 
 def _expanded(pattern: str, spec: JobSpec, env: Mapping[str, str]) -> str:
-    """What Slurm makes of a pattern; LookupError for what is known only when the job runs."""
+    """Return the expanded pattern; raise LookupError if a part is known only when the job runs."""
     user = {"u": env["USER"]} if env.get("USER") else {}
     return filled(pattern, {"x": spec.title, **user})
 
 
 def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
-    """Look whether the files that a job names are here; lines for what cannot be known here.
+    """Check whether the files of a job exist here; return notes on what cannot be checked here.
 
     Raises:
-        UsageError: one is not, and nothing could bring it before the job starts; or the current
-            folder, where it would start, is gone.
+        UsageError: a file is missing, and nothing could create it before the job starts; or the
+            current folder, where the job would start, does not exist any more.
     """
     try:
         os.getcwd()
@@ -279,7 +280,7 @@ def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
 
 
 def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
-    """The program and the Python script, where the job starts in this folder."""
+    """Check the program and the Python script of a job that starts in this folder."""
     program, *arguments = spec.argv
     notes = []
     if is_python(program) and arguments and not arguments[0].startswith("-"):
@@ -302,7 +303,7 @@ def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
 
 
 def _refuse_slip(spec: JobSpec, path: str) -> None:
-    """Raise UsageError where a program that is not on a PATH is one of two known slips."""
+    """Raise UsageError if a program that is not on a PATH is one of two known mistakes."""
     program = spec.argv[0]
     if program.endswith(".py") and os.path.isfile(program) and not os.access(program, os.X_OK):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Tables of jobs and of what their runs have come to, as plain text."""
+"""Tables of jobs and of the progress of their runs, as plain text."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _MOST_DIGITS = 10**9
 
 
 def row_of_job(job: slurm.Job, env: Mapping[str, str], named: bool = True) -> tuple[str, ...]:
-    """The row of a job, by `HEADS`; `named` as in `run_of`."""
+    """Return the row of a job, by `HEADS`; `named` is as in `run_of`."""
     waits = job.word == "PENDING"
     run = run_of(job, env, named)
     made = progress(run) if run else None
@@ -40,7 +40,7 @@ def row_of_job(job: slurm.Job, env: Mapping[str, str], named: bool = True) -> tu
 
 
 def row_of_run(path: Path, label: str) -> tuple[str, ...]:
-    """The row of a run directory whose job Slurm does not know, by `HEADS`."""
+    """Return the row of a run directory whose job is not in Slurm, by `HEADS`."""
     made = progress(path)
     state = made.status or "not ended" if made else "no run yet"
     why = _cut(plain(made.reason), _LONGEST_REASON) if made else ""
@@ -50,7 +50,7 @@ def row_of_run(path: Path, label: str) -> tuple[str, ...]:
 
 
 def row_of_ended(one: slurm.Ended, run: Path | None) -> tuple[str, ...]:
-    """The row of a job that only the accounting knows, by `HEADS`."""
+    """Return the row of a job that only Slurm's accounting has, by `HEADS`."""
     notes = [place(run)] if run else []
     notes += [f"exit code {one.code}"] if one.code else []
     figures = _figures(progress(run) if run else None)
@@ -58,10 +58,10 @@ def row_of_ended(one: slurm.Ended, run: Path | None) -> tuple[str, ...]:
 
 
 def of_array(rows: Sequence[tuple[str, str, str, Path]]) -> list[tuple[str, ...]]:
-    """A table of the tasks of an array: setting, state, last step and metrics of each.
+    """Return a table of the tasks of an array: setting, state, last step and metrics of each.
 
     Args:
-        rows: of each task its label, its setting, its state, and its run directory.
+        rows: label, setting, state and run directory of each task.
     """
     made = [progress(path) for _, _, _, path in rows]
     names = list(dict.fromkeys(name for one in made if one for name in one.metrics))
@@ -75,11 +75,11 @@ def of_array(rows: Sequence[tuple[str, str, str, Path]]) -> list[tuple[str, ...]
 
 
 def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> str:
-    """The rows in columns; the first row is the head. Columns without any content are left out.
+    """Return the rows in columns; the first row is the head. Empty columns are left out.
 
     Args:
-        rows: of printable text.
-        width: characters of a line; what is longer is cut. None for no limit.
+        rows: rows of printable text.
+        width: characters of a line; longer lines are cut. None for no limit.
     """
     used = [
         index for index in range(len(rows[0])) if any(row[index] for row in rows[1:]) or index == 0
@@ -120,10 +120,10 @@ def _value(value: object) -> str:
 
 
 def place(path: Path) -> str:
-    """A path as short as it can be said from here."""
+    """Return a path, relative to the current folder if it is below."""
     try:
         here = os.getcwd()
-    except FileNotFoundError:  # it was removed
+    except FileNotFoundError:  # the current folder was removed
         return plain(str(path))
     text = os.path.normpath(os.path.join(here, path))
     return plain(os.path.relpath(text, here) if text.startswith(here + os.sep) else text)

@@ -13,10 +13,10 @@ _LONGEST = 10 * 365 * 86400
 
 
 def seconds(text: str) -> int:
-    """The seconds of a time such as 4h, 1d12h or 90m, or as Slurm writes it: 90, 4:00:00, 1-12.
+    """Return the seconds of a time such as 4h, 1d12h or 90m, or in Slurm's form: 90, 4:00:00, 1-12.
 
     Raises:
-        ValueError: it is neither, or nothing, or more than ten years.
+        ValueError: the text is neither, or the time is zero or more than ten years.
     """
     text = text.strip()
     if spoken := _SPOKEN.match(text):
@@ -30,10 +30,10 @@ def seconds(text: str) -> int:
 
 
 def slurm_seconds(text: str) -> int | None:
-    """The seconds of a time as Slurm writes it; None where it is none.
+    """Return the seconds of a time in Slurm's form; None for another text.
 
-    minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
-    days-hours:minutes:seconds. Source: --time of sbatch(1).
+    The forms are minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes
+    and days-hours:minutes:seconds. Source: --time of sbatch(1).
     """
     match = _TIME.match(text)
     if not match:
@@ -47,10 +47,10 @@ def slurm_seconds(text: str) -> int | None:
 
 
 def slurm_time(text: str) -> str:
-    """A time as Slurm's own tools print it, [D-]HH:MM:SS.
+    """Return a time as Slurm's own tools print it, [D-]HH:MM:SS.
 
     Raises:
-        ValueError: it is no time.
+        ValueError: the text is no time.
     """
     left = seconds(text)
     days, left = divmod(left, 86400)
@@ -59,10 +59,10 @@ def slurm_time(text: str) -> str:
 
 
 def memory(text: str) -> str:
-    """A size of memory as sbatch takes it: a number and K, M, G or T. 0 is all that a node has.
+    """Return a memory size as sbatch takes it: a number and K, M, G or T. 0 means all of a node.
 
     Raises:
-        ValueError: it is none; also without a unit, which Slurm takes for megabytes.
+        ValueError: the text is no size, or has no unit, which Slurm would read as megabytes.
     """
     match = _MEMORY.match(text.strip())
     if not match or (int(match[1]) and not match[2]):
@@ -71,10 +71,10 @@ def memory(text: str) -> str:
 
 
 def gpu_count(text: str) -> int:
-    """The number in what --gpus-per-node takes: N or TYPE:N.
+    """Return the number in a value of --gpus-per-node: N or TYPE:N.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the value has no number.
     """
     if not (match := _GPUS.match(text)):
         raise ValueError("a number, or a type and a number such as a100:4")

@@ -1,7 +1,7 @@
-"""How each value of a JobSpec is read and checked: from Python, TOML or a command line. Pure.
+"""Checks for each value of a JobSpec from Python, TOML or a command line. Pure.
 
-Each function here takes what was given and returns what is kept, or raises ValueError with what
-was expected; some return such a function.
+Each function takes a given value and returns the value to keep, or raises ValueError with what was
+expected; some functions return such a function.
 """
 
 import itertools
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
-# bash cannot set these, or gives them values of its own. Source: "Shell Variables" of bash(1).
+# bash cannot set these, or gives them its own values. Source: "Shell Variables" of bash(1).
 _OF_BASH = (
     *("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID", "IFS", "BASH_ENV", "_"),
     *("BASHPID", "BASH_ALIASES", "BASH_ARGC", "BASH_ARGV", "BASH_ARGV0", "BASH_CMDS", "DIRSTACK"),
@@ -38,7 +38,7 @@ _OF_BASH = (
     *("OPTARG", "OPTIND", "PIPESTATUS", "POSIXLY_CORRECT", "PWD", "OLDPWD", "RANDOM", "SECONDS"),
     *("REPLY", "SRANDOM", "BASH", "BASH_VERSION", "BASH_COMPAT"),
 )
-# The script's own.
+# Variables of the script itself.
 OF_THE_SCRIPT = (
     *("HPCTRAIN_RUN", "HPCTRAIN_SCRATCH", "HPCTRAIN_SECRET", "HPCTRAIN_STOP", "HPCTRAIN_VERDICT"),
     *("code", "command", "conda", "count", "counts", "each_host", "first", "host_functions"),
@@ -49,14 +49,14 @@ OF_THE_SCRIPT = (
 _TAKEN = frozenset((*_OF_BASH, *OF_THE_SCRIPT))
 _OPTION = re.compile(r"[a-z][a-z0-9-]*\Z", re.ASCII)
 _FLAG = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
-# Slurm takes 1024 bytes; beyond this it is a mistake, such as a file in place of a name.
+# Slurm takes 1024 bytes; a longer text is a mistake, such as a file in place of a name.
 _LONGEST_LINE = 1000
 LONGEST_NAME = 200
 _MOST_SETTINGS = 10_000
 
 
 def whole(least: int, most: int = 10**6) -> Callable[[Any], int]:
-    """A whole number, also as text."""
+    """Return a check for a whole number, also as text."""
 
     def take(value: Any) -> int:
         text = str(value).strip()
@@ -70,14 +70,14 @@ def whole(least: int, most: int = 10**6) -> Callable[[Any], int]:
 
 
 def flag(value: Any) -> bool:
-    """True or False."""
+    """Check that a value is true or false."""
     if not isinstance(value, bool):
         raise ValueError("true or false")
     return value
 
 
 def string(value: Any) -> str:
-    """Any text without NUL; a path as well."""
+    """Check a text without NUL; a path is accepted too."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if not isinstance(value, str) or "\0" in value:
@@ -90,7 +90,7 @@ def string(value: Any) -> str:
 
 
 def line(value: Any) -> str:
-    """What stands in a line of #SBATCH."""
+    """Check a text that fits into a line of #SBATCH."""
     text = string(value)
     if not all(character.isprintable() for character in text):
         raise ValueError("one line of printable characters")
@@ -100,7 +100,7 @@ def line(value: Any) -> str:
 
 
 def log(value: Any) -> str:
-    """The name of a log file, in which nobody expands what a shell would."""
+    """Check the name of a log file, in which no shell expands ~ and $."""
     text = line(value)
     if text.startswith("~") or "$" in text:
         raise ValueError("a path as it is, without ~ and $: Slurm is no shell")
@@ -108,7 +108,7 @@ def log(value: Any) -> str:
 
 
 def name(value: Any) -> str:
-    """Of files as well: Slurm's %x, and the run directory."""
+    """Check a job name, which is also part of file names: Slurm's %x, and the run directory."""
     text = line(value)
     if "/" in text or len(text.encode()) > LONGEST_NAME or text.strip() != text:
         raise ValueError(f"a name without / and of at most {LONGEST_NAME} bytes")
@@ -116,7 +116,7 @@ def name(value: Any) -> str:
 
 
 def one_of(allowed: Sequence[str]) -> Callable[[Any], str]:
-    """One of some words."""
+    """Return a check for one of some words."""
 
     def take(value: Any) -> str:
         if value not in allowed:
@@ -127,7 +127,7 @@ def one_of(allowed: Sequence[str]) -> Callable[[Any], str]:
 
 
 def matching(pattern: re.Pattern[str], expected: str) -> Callable[[Any], str]:
-    """A line that matches, or an empty one."""
+    """Return a check for a line that matches, or an empty one."""
 
     def take(value: Any) -> str:
         text = line(str(value) if isinstance(value, int) else value)
@@ -139,7 +139,7 @@ def matching(pattern: re.Pattern[str], expected: str) -> Callable[[Any], str]:
 
 
 def written(unit: Callable[[str], Any]) -> Callable[[Any], str]:
-    """A time, a size or a number of GPUs: checked by `unit`, kept as Slurm writes it."""
+    """Return a check by `unit` for a time, a size or a number of GPUs, kept in Slurm's form."""
 
     def take(value: Any) -> str:
         text = "" if value is None or isinstance(value, bool) else str(value)
@@ -150,7 +150,7 @@ def written(unit: Callable[[str], Any]) -> Callable[[Any], str]:
 
 
 def list_of(one: Callable[[Any], str], split: str = "") -> Callable[[Any], tuple[str, ...]]:
-    """A list, or one text, cut at `split` where there is one."""
+    """Return a check for a list, or for one text, which is cut at `split` if that is given."""
 
     def take(value: Any) -> tuple[str, ...]:
         if isinstance(value, str):
@@ -163,7 +163,7 @@ def list_of(one: Callable[[Any], str], split: str = "") -> Callable[[Any], tuple
 
 
 def command(value: Any) -> tuple[str, ...]:
-    """A list, or a line split as a shell would; never given to one."""
+    """Check a list, or a line that is split as in a shell; no shell runs it."""
     if isinstance(value, str):
         try:
             value = shlex.split(value)
@@ -178,7 +178,7 @@ def command(value: Any) -> tuple[str, ...]:
 
 
 def environment(value: Any) -> dict[str, str]:
-    """Names that a job may set, and texts."""
+    """Check a table of variables that a job may set."""
     if not isinstance(value, Mapping):
         raise ValueError("a table of NAME = value")
     taken = {}
@@ -197,14 +197,14 @@ def _may_be_set(name: str) -> bool:
 
 
 def extra(value: Any) -> dict[str, str | bool]:
-    """Long options of sbatch's that JobSpec has no field for."""
+    """Check long options of sbatch for which JobSpec has no field."""
     if not isinstance(value, Mapping):
         raise ValueError("a table of options of sbatch, without their --")
     taken: dict[str, str | bool] = {}
     for name, content in value.items():
         if not isinstance(name, str) or not _OPTION.match(name):
             raise ValueError(f"options of sbatch by their long names, not {name!r}")
-        # sbatch takes the beginning of an option for the whole.
+        # sbatch accepts the beginning of an option as its name.
         own = next((one for one in sorted(OWN_OPTIONS) if one.startswith(name)), None)
         if own is not None:
             raise ValueError(f"no {name}: that is {OWN_OPTIONS[own]}")
@@ -213,7 +213,7 @@ def extra(value: Any) -> dict[str, str | bool]:
 
 
 def sweep(value: Any) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """A grid, as a table of lists, or a list of tables; each setting as options and values."""
+    """Check a grid (a table of lists) or a list of tables; return options and values of each."""
     if isinstance(value, Mapping):
         axes = [[(name, one) for one in _values(values)] for name, values in value.items()]
         if math.prod(len(axis) for axis in axes) > _MOST_SETTINGS:
@@ -233,7 +233,7 @@ def sweep(value: Any) -> tuple[tuple[tuple[str, str], ...], ...]:
 
 
 def _setting(value: Any) -> dict[Any, Any]:
-    """A table, or what `sweep` makes of one."""
+    """Return a setting from a table, or from a result of `sweep`."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, tuple) and all(isinstance(one, tuple) and len(one) == 2 for one in value):
@@ -253,7 +253,7 @@ def _value(value: Any) -> str:
     return string(value)
 
 
-# What has a field of its own, so that nothing is said twice.
+# Options with a field of their own, so that no option is given twice.
 OWN_OPTIONS = {
     "job-name": "name", "comment": "comment", "chdir": "the folder in which it is submitted",
     "nodes": "nodes", "ntasks-per-node": "tasks_per_node", "ntasks": "nodes and tasks_per_node",

@@ -1,4 +1,4 @@
-"""Waiting for a job's end, through its requeues, and reading its log meanwhile."""
+"""Waiting for the end of a job, through its requeues, while its log is read."""
 
 import os
 import time
@@ -15,27 +15,27 @@ from hpctrain.jobs.slurm_reasons import explained, plain
 
 __all__ = ["Log", "Outcome", "log_path", "wait", "worst"]
 
-# Between two questions to Slurm, in seconds: soon for a short job, gently for a long one.
+# Seconds between two queries to Slurm: few for a short job, more for a long one.
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 10.0
 _GROWTH = 1.15
-# Between two looks at the log.
+# Seconds between two reads of the log.
 _BLINK = 0.5
 # A file system may show the last lines only after the job's end.
 _LAST_LOOKS = 3
-# In these a job that is requeued may be seen for a moment.
+# States that a requeued job may have for a moment.
 _TWICE = frozenset({"BOOT_FAIL", "LAUNCH_FAILED", "NODE_FAIL", "PREEMPTED", "REVOKED"})
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job, or a task of an array, ended.
+    """End of a job, or of a task of an array.
 
     Attributes:
-        label: 70, or 70_3.
-        word: its state in Slurm's words; "unknown to Slurm" where it was forgotten meanwhile.
-        exit_code: of the job, or 1 where it did not complete and left none.
-        job: what Slurm said of it last, where it said something.
+        label: label of the job, such as 70 or 70_3.
+        word: state in Slurm's words; "unknown to Slurm" if Slurm has no record any more.
+        exit_code: exit code of the job; 1 if the job did not complete and has no exit code.
+        job: last record from Slurm, if there was one.
     """
 
     label: str
@@ -45,23 +45,24 @@ class Outcome:
 
 
 class Log:
-    """The log of a job, which appears late and grows.
+    """Log of a job, which appears late and grows.
 
     Args:
-        pattern: of its name, as sbatch takes it; relative to the current folder.
+        pattern: pattern of the file name, as sbatch takes it; relative to the job's folder.
         begun: bytes that were there before the job; they are not shown.
-        out: where it goes.
+        out: stream that gets the text.
     """
 
     def __init__(self, pattern: str, begun: int, out: BinaryIO) -> None:
+        """Set up the log; nothing is read yet."""
         self._pattern, self._at, self._out = pattern, begun, out
         self.path: Path | None = None
 
     def read(self, job: slurm.Job | None) -> bool:
-        """Pass on what is new; whether there was something.
+        """Write new text to the stream; return whether there was any.
 
         Args:
-            job: what Slurm says of it, until the name of the log follows from that.
+            job: record from Slurm; needed until it gives the name of the log.
         """
         if self.path is None and job is not None:
             self.path = log_path(self._pattern, job)
@@ -71,7 +72,7 @@ class Log:
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._at:
-                    self._at = 0  # emptied by somebody
+                    self._at = 0  # the file was emptied
                 file.seek(self._at)
                 while piece := file.read(2**16):
                     self._at += len(piece)
@@ -84,7 +85,7 @@ class Log:
 
 
 def log_path(pattern: str, job: slurm.Job) -> Path | None:
-    """The log of a job; None where its name is not known, or not before the job has hosts."""
+    """Return the log of a job; None if its name is unknown, or unknown until the job has hosts."""
     known = {
         "A": job.array, "a": job.task, "j": job.number, "J": job.number, "n": "0", "s": "batch",
         "t": "0", "u": job.user, "x": job.name,
@@ -107,11 +108,11 @@ def wait(
     """Wait until a job, or all tasks of an array, have ended; also through requeues.
 
     Args:
-        number: as sbatch gave it.
-        env: to ask Slurm.
-        tell: takes a line for people whenever something has changed.
-        log: of a job that is no array, to be read meanwhile.
-        sleep: for so many seconds.
+        number: job number from sbatch.
+        env: environment for Slurm's commands.
+        tell: function that gets a line for the user after each change.
+        log: log of a job that is no array, to read in the meantime.
+        sleep: function that sleeps for a number of seconds.
     """
     seen: dict[str, slurm.Job] = {}
     story = _Story(tell)
@@ -125,7 +126,7 @@ def wait(
                 tell(f"Slurm does not answer, it is asked again: {error}")
             silent, found = True, None
         if found is not None:
-            # Tasks that wait are one row, of which one after the other goes.
+            # Pending tasks are one row, which they leave one after the other.
             seen = {label: job for label, job in seen.items() if "[" not in label} | found
             story.goes_on(found)
             if not any(job.lives for job in found.values()):
@@ -144,13 +145,13 @@ def wait(
 
 
 def worst(outcomes: Sequence[Outcome]) -> int:
-    """The exit code of several: any failure first, then given up (76), then stopped (75)."""
+    """Return the worst exit code: any failure first, then given up (76), then stopped (75)."""
     ranks = {rundir.DONE: 0, rundir.STOPPED: 1, rundir.GIVEN_UP: 2}
     return max((one.exit_code for one in outcomes), key=lambda code: (ranks.get(code, 3), code))
 
 
 class _Story:
-    """Tells what has changed since the last time."""
+    """Report of changes since the last query."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
@@ -173,7 +174,7 @@ class _Story:
 def _pass_on(
     log: Log | None, seen: Mapping[str, slurm.Job], pause: float, sleep: Callable[[float], None]
 ) -> None:
-    """Sleep, with an eye on the log."""
+    """Sleep, and read the log in the meantime."""
     job = next(iter(seen.values()), None)
     while log is not None and pause > _BLINK:
         log.read(job)
@@ -197,7 +198,7 @@ def _outcomes(
     found: Mapping[str, slurm.Job] | None,
     env: Mapping[str, str],
 ) -> list[Outcome]:
-    """What Slurm said last; what it has forgotten meanwhile its accounting may know."""
+    """Return the last states from Slurm; for forgotten jobs, ask its accounting."""
     known = {job.label: Outcome(job.label, job.word, _code(job.word, job.code), job)
              for job in seen.values() if not job.lives}  # fmt: skip
     if not seen or any(label not in (found or {}) for label in seen if label not in known):
@@ -215,7 +216,7 @@ def _outcomes(
 
 
 def _code(word: str, code: int) -> int:
-    # The script of a job that is cancelled may leave with 75, which would mean: run me again.
+    # The script of a cancelled job may exit with 75, which would request another start.
     if word == "CANCELLED":
         return rundir.FAILED
     return code or (rundir.DONE if word == "COMPLETED" else rundir.FAILED)

@@ -1,8 +1,9 @@
-"""Starts ranks on this machine, passes their output on with the rank in front, and ends them.
+"""Launcher that starts ranks on this machine, forwards their output, and ends them.
 
-`places` says who each rank is, `watch` starts the ranks and waits for them, `output` reads what
-they say, `guard` outlives this process where it is killed. `elastic` starts ranks on several hosts,
-and again on those that are left: `over_ssh` or `in_slurm`. Never imports torch.
+`rank_environment` makes the environment of each rank, `supervisor` starts the ranks and waits for
+them, `rank_output` forwards their output with the rank in front, and `guard` ends the ranks if this
+process is killed. `elastic` starts ranks on several hosts, and again on the remaining hosts, with
+`over_ssh` or `in_slurm`. This package never imports torch.
 """
 
 import signal
@@ -51,21 +52,22 @@ def start(
     Args:
         command: program and arguments, the same for all ranks.
         tasks_per_node: ranks on each host.
-        env: the environment to start from; what launchers left in it is taken out.
-        style: one of `AS`: whose variables the ranks get.
-        gpus: of this machine, as CUDA_VISIBLE_DEVICES names them. Pretended hosts get their own
-            ones, or none where they do not go round.
-        host: this machine as one of several real ones (default: all hosts are pretended here,
-            over loopback).
+        env: environment to start from; variables of launchers are removed from it.
+        style: one of `AS`; selects the launcher whose variables the ranks get.
+        gpus: GPUs of this machine, as CUDA_VISIBLE_DEVICES names them. Each simulated host gets
+            separate GPUs, or none if there are not enough for all ranks.
+        host: this machine as one of several real hosts (default: all hosts are simulated on this
+            machine, over loopback).
 
     Returns:
-        The code of the verdict where rank 0 left one here; `rundir.STOPPED` where a signal that
-        asks to stop ended ranks before they knew it; else that of the first rank that failed, else
-        128 and the signal that ended the ranks; 0 when all went well.
+        The code of the exit status file if rank 0 has written one on this machine;
+        `rundir.STOPPED` if a stop signal ended ranks before they handled it; else the exit code of
+        the first rank that failed; else 128 plus the number of the signal that ended the ranks;
+        0 on success.
 
     Raises:
-        UsageError: more ranks than a machine takes.
-        StartError: the system lets no more processes start.
+        UsageError: there are more ranks than one machine may have.
+        StartError: the system cannot start more processes.
     """
     environs = rank_environment.environs(tasks_per_node, env, style, gpus, host)
     rank_environment.tell_threads(env, environs)
@@ -79,7 +81,7 @@ def start(
     if not (said and said[0] == rundir.STOPPED):
         _tell(outcome)
     _pass_on(said, env.get(env_vars.VERDICT))
-    # A verdict of 0 does not cover what a rank did after its session.
+    # An exit status of 0 does not cover errors of a rank after its session.
     return said[0] if said and (said[0] or not outcome.code) else outcome.code
 
 
@@ -90,17 +92,17 @@ def start_elastic(
     env: Mapping[str, str],
     least: int = 1,
 ) -> int:
-    """Start a command on several hosts, and again on those that are left when some are lost.
+    """Start a command on several hosts, and again on the remaining hosts when some are lost.
 
     Args:
         hosts: `OverSsh` or `InSlurm`.
-        command: program and arguments; it has to resume from `directory`.
-        directory: of the run, on a file system that all hosts share.
-        env: for the ranks.
-        least: ranks; with fewer the run is given up.
+        command: program and arguments; the program has to resume from `directory`.
+        directory: run directory, on a file system that all hosts share.
+        env: environment of the ranks.
+        least: smallest number of ranks; with fewer the run is given up.
 
     Returns:
-        An exit code of `rundir`, or that of whoever started the ranks last.
+        An exit code of `rundir`, or the exit code of the last start.
 
     Raises:
         StartError: a host does not answer before the first start.
@@ -112,7 +114,7 @@ def start_elastic(
 
 
 def _tell(outcome: supervisor.Outcome) -> None:
-    """The first rank that failed has the cause; what the others say comes of it."""
+    """Print which rank failed first, because its error is the cause of the other errors."""
     if outcome.first is None and not outcome.sessions and len(outcome.ranks) > 1:
         say(
             f"hpctrain: none of the {len(outcome.ranks)} ranks has opened a Session: unless the "
@@ -124,14 +126,14 @@ def _tell(outcome: supervisor.Outcome) -> None:
     first = outcome.first
     if first is None or len(outcome.ranks) == 1:
         return
-    # Of wrong use every rank has said the same, in a few lines.
+    # After a usage error every rank has printed the same few lines.
     if all(rank.code == UsageError.exit_code for rank in outcome.ranks):
         return
     say(f"hpctrain: rank {first.number} failed first, {first.how(brief=True)}\n")
 
 
 def _pass_on(said: tuple[int, str] | None, path: str | None) -> None:
-    """Repeat the verdict to whoever started this process and waits for one."""
+    """Write the exit status file of the process that started this one, if it waits for one."""
     if said and path:
         try:
             rundir.write_verdict(path, *said)

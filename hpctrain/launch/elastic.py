@@ -1,8 +1,8 @@
-"""Starts ranks again on the hosts that are left, until the run is over or makes no progress.
+"""Elastic launcher: start ranks again on the remaining hosts, until the run ends or stalls.
 
-Ranks stay what they are while their processes live: changed hosts mean new processes, which resume
-from the newest checkpoint of the run directory. That one is on a file system that all hosts share,
-and holds what the starts share as well.
+A process keeps its rank until it ends. After a change of hosts, new processes resume from the
+newest checkpoint of the run directory. The run directory is on a file system that all hosts share,
+and also has the files that the starts share.
 """
 
 import itertools
@@ -24,16 +24,16 @@ __all__ = ["hopeless", "run", "run_directory", "settled"]
 
 
 def settled(code: int, said: tuple[int, str] | None, stopped: bool) -> tuple[int, str] | None:
-    """The exit code and why, where nobody wants another start; None after any other failure.
+    """Return the exit code and reason if no other start is needed; None after a failure.
 
     Args:
-        code: of whoever started the ranks.
-        said: rank 0's verdict; None without one.
-        stopped: a signal came here meanwhile.
+        code: exit code of the process that started the ranks.
+        said: content of rank 0's exit status file; None without one.
+        stopped: whether this process got a signal.
     """
     verdict, reason = said or (code, "")
     if code == 0 or stopped or verdict in (rundir.DONE, UsageError.exit_code, rundir.STOPPED):
-        # A verdict of 0 does not cover what a rank did after its session.
+        # An exit status of 0 does not cover errors of a rank after its session.
         return verdict or code, reason
     return None
 
@@ -41,17 +41,17 @@ def settled(code: int, said: tuple[int, str] | None, stopped: bool) -> tuple[int
 def hopeless(
     failure: tuple[int, str], first: bool, changed: bool, fruitless: int
 ) -> tuple[int, str] | None:
-    """The exit code and why, where another start would fail as well; None where it may not.
+    """Return the exit code and reason if another start would also fail; None if it may succeed.
 
-    It may do better where hosts were lost, or where this start came further than the one before. A
-    script that fails at its first start, on hosts that all answer, before its first checkpoint,
-    would do so again. Where it fails later, at the same step again, that is given up after a few.
+    Another start may succeed if hosts were lost, or if this start made progress. A script that
+    fails in its first start, with all hosts present, before its first checkpoint, would fail again.
+    A script that later fails without progress gets only a few more starts.
 
     Args:
-        failure: exit code of the start that failed, and why.
-        first: there was none before.
-        changed: a host was lost, or a newer checkpoint is there.
-        fruitless: starts in a row without a newer checkpoint, this one included.
+        failure: exit code of the failed start, and the reason.
+        first: whether this was the first start.
+        changed: whether a host was lost, or a newer checkpoint exists.
+        fruitless: number of consecutive starts without a newer checkpoint, including this one.
     """
     if first and not changed:
         return failure
@@ -62,7 +62,7 @@ def hopeless(
 
 
 def run_directory(arguments: Sequence[str], script: str, env: Mapping[str, str]) -> Path:
-    """The run directory of all starts: the script's `--run`, $HPCTRAIN_RUN, or the default one."""
+    """Return the run directory of all starts: the script's `--run`, $HPCTRAIN_RUN or default."""
     given = [
         following if argument == "--run" else argument.removeprefix("--run=")
         for argument, following in itertools.pairwise([*arguments, ""])
@@ -83,17 +83,18 @@ def run(
     env: Mapping[str, str],
     least: int = 1,
 ) -> tuple[int, str]:
-    """Start ranks on the hosts, and again on those that are left.
+    """Start ranks on the hosts, and again on the remaining hosts.
 
     Args:
-        hosts: where, and how many on each.
-        command: program and arguments, the same for all ranks and starts. It has to resume.
-        directory: of the run; the command gets it as $HPCTRAIN_RUN.
-        env: for the ranks.
-        least: ranks; with fewer the run is given up.
+        hosts: hosts, with the number of ranks on each.
+        command: program and arguments, the same for all ranks and starts. The program has to
+            resume.
+        directory: run directory; the command gets it as $HPCTRAIN_RUN.
+        env: environment of the ranks.
+        least: smallest number of ranks; with fewer the run is given up.
 
     Returns:
-        An exit code of `rundir` or that of the last start, and why.
+        An exit code of `rundir` or the exit code of the last start, and the reason.
 
     Raises:
         StartError: a host does not answer before the first start.
@@ -126,7 +127,7 @@ def run(
 def _starts(
     hosts: Hosts, common: Start, directory: rundir.RunDirectory, marker: str, least: int
 ) -> tuple[int, str]:
-    """One start after the other; see `run`."""
+    """Start the ranks until the run ends or is given up; see `run`."""
     there, fruitless = list(hosts.slots), 0
     for number in itertools.count():
         before = _newest(directory)
@@ -165,19 +166,19 @@ def _from(step: int | None) -> str:
 
 
 def _newest(directory: rundir.RunDirectory) -> int | None:
-    """The step of the newest checkpoint."""
+    """Return the step of the newest checkpoint."""
     return max(directory.steps(), default=None)
 
 
 def _give_up(directory: rundir.RunDirectory, reason: str) -> None:
-    """Say so, to people and in the summary."""
+    """Print that the run is given up, and write it to the summary."""
     say(f"hpctrain: given up: {reason}\n")
     if directory.identity.exists():
         directory.give_up(reason)
 
 
 def _folder(directory: rundir.RunDirectory) -> Path:
-    """What the starts share, in the run directory; only this user reads it."""
+    """Make the shared folder of the starts in the run directory; only this user can read it."""
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(dir=directory.path.absolute(), prefix=".starts-"))

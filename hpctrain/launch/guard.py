@@ -1,14 +1,13 @@
-"""Ends what the ranks left running, also when the process that started them was killed.
+"""Program that ends the ranks and their child processes, also if their launcher was killed.
 
     python guard.py PARENT_PID MARKER [FOLDER]
 
-A program of its own, which needs nothing but the standard library, in a session of its own. It
-reads the ids of the ranks, one a line, from its standard input, and `end` at a regular end. When
-that comes, or its input ends, or its parent is gone, it kills the process group of each rank, and
-every process of this user that has MARKER (`NAME=VALUE`) in the environment it was started with:
-that finds what left a rank's group. What did both, leave the group and clean its environment, is
-not found. Without an `end` FOLDER is removed too. With PARENT_PID 0 the parent does not matter, as
-where ssh started it.
+It needs only the standard library, and runs in a separate session. It reads the process ids of the
+ranks from its standard input, one per line, and `end` at a regular end. After `end`, or when its
+input or its parent ends, it kills the process group of each rank, and every process of this user
+that was started with MARKER (`NAME=VALUE`) in its environment. The marker finds processes that left
+a rank's group. It does not find processes that left the group and also removed the marker. Without
+an `end`, the guard also removes FOLDER. With PARENT_PID 0 it ignores the parent, as over ssh.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     parent, marker, folders = int(sys.argv[1]), os.fsencode(sys.argv[2]), sys.argv[3:]
-    lines = _listen(parent).split(b"\n")[:-1]  # one that was cut off does not count
+    lines = _listen(parent).split(b"\n")[:-1]  # without an incomplete last line
     for group in lines:
         if group != b"end":
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -43,10 +42,10 @@ def main() -> None:
 
 
 def _listen(parent: int) -> bytes:
-    """All that the parent had to say."""
+    """Return the input, once `end` is read, the input is closed or the parent has ended."""
     heard = b""
     while True:
-        # Another child of the parent may hold the pipe open, so its end is not all there is.
+        # Another child of the parent may hold the pipe open, so check the parent as well.
         ready, _, _ = select.select([0], [], [], _SECONDS_BETWEEN_LOOKS)
         data = os.read(0, 1 << 16) if ready else b""
         heard += data
@@ -56,11 +55,11 @@ def _listen(parent: int) -> bytes:
 
 
 def _kill_marked(marker: bytes) -> bool:
-    """Kill all that carry the marker; whether there was one."""
+    """Kill all processes with the marker, and return whether there was one."""
     found = False
     for name in os.listdir("/proc"):
         if name.isdecimal() and int(name) != os.getpid():
-            # It may be gone, or another user's.
+            # The process may have ended, or belong to another user.
             with contextlib.suppress(OSError):
                 with open(f"/proc/{name}/environ", "rb") as file:
                     marked = marker in file.read().split(b"\0")

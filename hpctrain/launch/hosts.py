@@ -1,6 +1,6 @@
-"""What can start ranks on hosts of which some may be lost; see `over_ssh` and `in_slurm`.
+"""Interface for starting ranks on hosts that may be lost; see `over_ssh` and `in_slurm`.
 
-All need Python, hpctrain, the script and the run directory in the same place on all hosts.
+Python, hpctrain, the script and the run directory must have the same paths on all hosts.
 """
 
 import re
@@ -14,20 +14,21 @@ from hpctrain.errors import UsageError
 
 __all__ = ["Hosts", "Start", "parse"]
 
-# Commas part the hosts, but for those in brackets.
+# Commas separate the hosts, except commas in brackets.
 _ITEM = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
 _SLOTS = re.compile(r"(.+):([0-9]{1,4})\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What is the same for all ranks of one start.
+    """Parameters of one start, equal for all its ranks.
 
     Attributes:
         command: program and arguments.
-        environ: for the ranks.
-        folder: of the starts, on a file system that all hosts share; nobody else can read it.
-        verdict: the file in there to which rank 0 writes how the run ended.
+        environ: environment of the ranks.
+        folder: folder of the starts, on a file system that all hosts share; only this user can
+            read it.
+        verdict: exit status file of rank 0, in that folder.
     """
 
     command: Sequence[str]
@@ -37,43 +38,43 @@ class Start:
 
 
 class Hosts(Protocol):
-    """Where ranks can be started.
+    """Hosts on which ranks can be started.
 
     Attributes:
-        slots: by host the number of its ranks, in the order of the ranks.
+        slots: number of ranks of each host, in the order of the ranks.
     """
 
     slots: Mapping[str, int]
 
     def present(self, marker: str) -> list[str]:
-        """The hosts that answer now, in their order. No rank of an earlier start runs on them.
+        """Return the hosts that answer, in order; no rank of an earlier start runs on them.
 
         Args:
-            marker: NAME=VALUE in the environment of every rank of the earlier starts.
+            marker: NAME=VALUE in the environment of all ranks of earlier starts.
         """
 
     def run(self, hosts: Sequence[str], start: Start) -> tuple[int, bool]:
-        """Start the ranks on these hosts, and wait for their end.
+        """Start the ranks on these hosts, and wait until they have ended.
 
         Returns:
-            The code of whoever started them, and whether a signal came here meanwhile.
+            Exit code of the process that started them, and whether this process got a signal.
         """
 
 
 def parse(text: str, slots: int) -> dict[str, int]:
-    """`node[1-2]:4,node7` by host.
+    """Return the ranks of each host from a text such as `node[1-2]:4,node7`.
 
     Args:
-        text: hosts with commas, a Slurm host list with `:N` after each name.
-        slots: ranks of a host without a number.
+        text: hosts, separated by commas: a Slurm host list with an optional `:N` after each name.
+        slots: number of ranks of a host without `:N`.
 
     Raises:
-        UsageError: no host, a host twice, or what is no host list.
+        UsageError: the text has no host, or a host twice, or is not a host list.
     """
     found: dict[str, int] = {}
     items = _ITEM.findall(text)
     if ",".join(items) != text:
-        items = [text]  # a bracket is open, which `expand` explains
+        items = [text]  # a bracket is not closed; `expand` raises the error
     for item in items:
         match = _SLOTS.match(item)
         name, count = (match[1], int(match[2])) if match else (item, slots)

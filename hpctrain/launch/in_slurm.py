@@ -1,4 +1,4 @@
-"""Ranks on the hosts of a Slurm job, started by srun."""
+"""Start of ranks on the hosts of a Slurm job, with srun."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,10 +15,10 @@ __all__ = ["InSlurm"]
 
 
 class InSlurm:
-    """The hosts of a Slurm job; one that was submitted with --no-kill outlives the loss of some.
+    """Hosts of a Slurm job; a job submitted with --no-kill survives the loss of some hosts.
 
     Args:
-        env: of the batch script or salloc shell.
+        env: environment of the batch script or salloc shell.
 
     Raises:
         ContradictionError: SLURM_TASKS_PER_NODE does not fit SLURM_JOB_NODELIST.
@@ -38,7 +38,7 @@ class InSlurm:
         self._env = env
 
     def present(self, marker: str) -> list[str]:
-        """Those that Slurm has not taken out of the job; it ends the tasks of a step itself."""
+        """Return the hosts that are still in the job; Slurm itself ends the tasks of a step."""
         del marker
         try:
             there = set(expand(slurm.hosts_left(self._env["SLURM_JOB_ID"], self._env)))
@@ -48,7 +48,7 @@ class InSlurm:
         return [host for host in self.slots if host in there]
 
     def run(self, hosts: Sequence[str], start: Start) -> tuple[int, bool]:
-        """By srun, with each host's number of tasks."""
+        """Run srun with each host's number of tasks."""
         counts = [self.slots[host] for host in hosts]
         environ = dict(start.environ)
         if len(set(counts)) == 1:
@@ -59,7 +59,7 @@ class InSlurm:
             environ["SLURM_HOSTFILE"] = str(file)
             layout = ["--distribution=arbitrary"]
         command = [
-            # A lost host's step is not over for Slurm and holds the others' CPUs: overlap.
+            # For Slurm, the step with a lost host still runs and holds the other hosts' CPUs.
             *("srun", "--overlap", "--kill-on-bad-exit=1"),
             f"--cpus-per-task={environ.get('SLURM_CPUS_PER_TASK', '1')}",
             *(f"--nodes={len(hosts)}", f"--ntasks={sum(counts)}", f"--nodelist={compress(hosts)}"),

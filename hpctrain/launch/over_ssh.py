@@ -1,4 +1,4 @@
-"""Ranks on hosts that ssh reaches, started by horovodrun."""
+"""Start of ranks on hosts over ssh, with horovodrun."""
 
 import contextlib
 import json
@@ -25,13 +25,13 @@ from hpctrain.rendezvous.interfaces import addresses, interface_of
 
 __all__ = ["OverSsh"]
 
-# As horovodrun calls ssh, and without questions. A host that is gone is noticed after 15 seconds.
+# The options of horovodrun, and no prompts. A lost host is detected after 15 seconds.
 _SSH = (
     *("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no", "-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
 _SECONDS_TO_ANSWER = 30.0
-# What horovodrun and ssh need; all the rest goes to the ranks by a file.
+# Variables that horovodrun and ssh need; the ranks get all others from a file.
 _OF_HOROVODRUN = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TMPDIR", "PYTHONPATH"),
     *("LD_LIBRARY_PATH", "SSH_AUTH_SOCK", "KRB5CCNAME", "HOROVOD_START_TIMEOUT"),
@@ -41,12 +41,12 @@ _OF_HOROVODRUN = (
 class OverSsh:
     """Hosts that ssh reaches. horovodrun starts the ranks; its own elastic mode is not used.
 
-    On each host a guard waits at the end of a connection. It ends the ranks there when that
-    breaks, so none is left behind, whoever was killed; and its own end tells here that the host is
-    gone, long before a rank would notice.
+    On each remote host a guard runs over an ssh connection. It ends the ranks there when the
+    connection breaks, so no rank keeps running after any process was killed. A broken connection
+    also shows that the host is lost, long before a rank would detect it.
 
     Raises:
-        UsageError: no ssh or no horovodrun here.
+        UsageError: ssh or horovodrun is missing on this host.
     """
 
     def __init__(self, slots: Mapping[str, int]) -> None:
@@ -57,7 +57,7 @@ class OverSsh:
             raise UsageError("no ssh here", "ssh, over which horovodrun starts ranks", "PATH=…")
 
     def present(self, marker: str) -> list[str]:
-        """Those of which ssh comes back, having ended what earlier starts left there."""
+        """Return the hosts that answer over ssh; the guard ends processes of earlier starts."""
 
         def ask(host: str) -> str:
             try:
@@ -81,11 +81,11 @@ class OverSsh:
         return [host for host in self.slots if not why.get(host)]
 
     def run(self, hosts: Sequence[str], start: Start) -> tuple[int, bool]:
-        """By horovodrun; it is ended when a host is lost."""
+        """Run horovodrun, and end it when a host is lost."""
         ranks = sum(self.slots[host] for host in hosts)
         environ = dict(start.environ)
         if "SLURM_JOB_ID" in environ:
-            environ["SLURM_NTASKS"] = str(ranks)  # as srun does it in a step
+            environ["SLURM_NTASKS"] = str(ranks)  # as srun sets it in a step
         file = start.folder / f"{start.verdict.name}.start"
         with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as stream:
             own = {**environ, env_vars.VERDICT: str(start.verdict)}
@@ -95,7 +95,7 @@ class OverSsh:
         command = [
             *(*self._horovodrun, "-np", str(ranks), "--gloo", "--disable-cache"),
             *("-H", ",".join(f"{host}:{self.slots[host]}" for host in hosts)),
-            # Else it tries all interfaces of all hosts first. The ranks find their own.
+            # Otherwise horovodrun first tries all interfaces of all hosts. Ranks find their own.
             *(("--network-interfaces", _interface(remote[0], environ)) if remote else ()),
             *(sys.executable, "-S", "-P", horovodrun_rank.__file__, str(file)),
         ]
@@ -109,7 +109,7 @@ class OverSsh:
 
 @contextlib.contextmanager
 def _guarded(hosts: Sequence[str], marker: str, orders: supervisor.Events) -> Iterator[list[str]]:
-    """A guard on each host, and those that are lost; the first one of them ends the start."""
+    """Run a guard on each host and yield the list of lost hosts; a lost host ends the start."""
     lost: list[str] = []
     over = threading.Event()
 
@@ -141,7 +141,7 @@ def _guarded(hosts: Sequence[str], marker: str, orders: supervisor.Events) -> It
     finally:
         over.set()
         for connection in connections:
-            # Its end lets the guard do its work.
+            # The end of its input makes the guard end the ranks.
             assert connection.stdin is not None
             with contextlib.suppress(OSError):
                 connection.stdin.close()
@@ -155,12 +155,12 @@ def _guarded(hosts: Sequence[str], marker: str, orders: supervisor.Events) -> It
 
 
 def _guard(marker: str) -> str:
-    """A guard's command line, for the shell of another host."""
+    """Return the command line of a guard, for the shell of another host."""
     return shlex.join([sys.executable, "-S", "-P", guard.__file__, "0", marker])
 
 
 def _horovodrun() -> list[str]:
-    """How to call it: that of this Python comes before that of PATH."""
+    """Return the command of horovodrun: beside this Python, else from PATH."""
     beside = Path(sys.executable).with_name("horovodrun")
     found = str(beside) if beside.exists() else shutil.which("horovodrun")
     if found is None:
@@ -173,14 +173,14 @@ def _horovodrun() -> list[str]:
 
 
 def _is_here(host: str) -> bool:
-    """Whether that is a name of this host."""
+    """Return whether a name is a name of this host."""
     address = _address(host)
     own = [one for several in addresses().values() for one in several]
     return address in own or is_loopback(address)
 
 
 def _address(host: str) -> str:
-    """Of a host by name; the name where nobody knows it, which ssh may still do."""
+    """Return the address of a host; if the lookup fails, the name, which ssh may still resolve."""
     try:
         return socket.gethostbyname(host)
     except OSError:
@@ -188,12 +188,12 @@ def _address(host: str) -> str:
 
 
 def _interface(host: str, env: Mapping[str, str]) -> str:
-    """The name of the interface over which this host reaches another one."""
+    """Return the name of the interface over which this host reaches another one."""
     if env.get(env_vars.INTERFACE):
         return env[env_vars.INTERFACE]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((_address(host), 9))  # of UDP: nothing is sent
+            probe.connect((_address(host), 9))  # UDP, so nothing is sent
         except OSError as error:
             raise UsageError(
                 f"no way from here to {host}: {error}",

@@ -1,4 +1,4 @@
-"""Who each rank of a start is, and the environment that says so."""
+"""World of each rank of a start, and the environment that describes it."""
 
 import os
 import secrets
@@ -16,7 +16,7 @@ __all__ = ["AS", "MOST_RANKS", "RealHost", "environs", "gpus_of", "layout", "tel
 
 Environ = Mapping[str, str]
 
-# What `--as` takes, and the launcher whose variables the ranks get then.
+# Values of `--as`, and the launcher whose variables the ranks get.
 AS = {
     "hpctrain": "hpctrain",
     "slurm": "slurm",
@@ -25,18 +25,18 @@ AS = {
     "horovod": "horovodrun",
 }
 
-# More on one machine is a slip of the finger, and each is a Python process of its own.
+# Each rank is a Python process; a larger number on one machine is probably a typing error.
 MOST_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RealHost:
-    """This machine as one of several real ones, each with a start of its own.
+    """This machine as one of several real hosts, with a separate `hpctrain run` on each.
 
     Attributes:
-        node_rank: which one, from 0.
-        main_address: name or address of the host with node rank 0, as all hosts reach it.
-        main_port: the first port to try there.
+        node_rank: number of this host, from 0.
+        main_address: name or address of the host with node rank 0, reachable from all hosts.
+        main_port: first port to try there.
     """
 
     node_rank: int
@@ -45,18 +45,17 @@ class RealHost:
 
 
 def layout(nodes: int, per_node: str, gpus: int, simulated: bool = True) -> tuple[int, ...]:
-    """The number of ranks on each host.
+    """Return the number of ranks on each host.
 
     Args:
-        nodes: hosts.
-        per_node: a number, `auto` (this machine's GPUs, or one rank where there is none), or a
-            list such as `2,1` with a number for each host.
-        gpus: of this machine.
-        pretended: whether the hosts share this machine, and so its GPUs.
+        nodes: number of hosts.
+        per_node: a number, `auto` (one rank per GPU of this machine, or one rank without GPUs), or
+            a list such as `2,1` with a number for each host.
+        gpus: number of GPUs of this machine.
+        simulated: whether the hosts share this machine, and so its GPUs.
 
     Raises:
-        UsageError: no number, none at all, a list of another length, or more ranks than a machine
-            takes.
+        UsageError: `per_node` is not a number from 1 on, or a list of another length.
     """
     if per_node == "auto":
         return (max(gpus // nodes if simulated else gpus, 1),) * nodes
@@ -76,7 +75,7 @@ def layout(nodes: int, per_node: str, gpus: int, simulated: bool = True) -> tupl
 
 
 def gpus_of(env: Environ) -> list[str]:
-    """The GPUs of this machine, without torch: those that are visible, else the devices."""
+    """Return the visible GPUs of this machine, else its GPU devices, without torch."""
     visible = devices.visible(env)
     return devices.here() if visible is None else list(visible.names)
 
@@ -88,7 +87,7 @@ def environs(
     gpus: Sequence[str],
     host: RealHost | None,
 ) -> dict[int, dict[str, str]]:
-    """The environment of each rank of this machine, by rank; see `start` for the arguments."""
+    """Return the environment of each rank of this machine; see `start` for the arguments."""
     worlds = _worlds(tasks_per_node, host)
     if len(worlds) > MOST_RANKS:
         raise UsageError(
@@ -111,12 +110,12 @@ def environs(
 
 
 def threads(ranks: int) -> int:
-    """Of each rank: several ranks that each take all cores are slower than one."""
+    """Return the threads per rank: several ranks that each use all cores are slower than one."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def tell_threads(env: Environ, ranks: Sequence[int] | Mapping[int, object]) -> None:
-    """Say how many threads each rank has, where nobody decided and there are several ranks."""
+    """Print the threads per rank, for several ranks without OMP_NUM_THREADS in `env`."""
     if len(ranks) > 1 and "OMP_NUM_THREADS" not in env:
         cores = len(os.sched_getaffinity(0))
         say(
@@ -126,21 +125,21 @@ def tell_threads(env: Environ, ranks: Sequence[int] | Mapping[int, object]) -> N
 
 
 def _common(env: Environ, style: str, threads: int) -> dict[str, str]:
-    """What all ranks get: a clean environment, the scheduler's job, their share of the cores."""
+    """Return the environment common to all ranks: scheduler job, share of the cores."""
     environ = env_vars.scrubbed(env)
     if style == "hpctrain":
-        environ |= env_vars.of_the_job(env)  # a pretended launcher brings a job of its own
+        environ |= env_vars.of_the_job(env)  # a simulated launcher defines its own job
     if env_vars.STOP in env:
-        environ[env_vars.STOP] = env[env_vars.STOP]  # who stops the whole stops its ranks
+        environ[env_vars.STOP] = env[env_vars.STOP]  # a stop file for the start is for its ranks
     if env.get(env_vars.LAUNCHER) == AS[style]:
-        environ[env_vars.LAUNCHER] = AS[style]  # the word of a person who was told to say so
+        environ[env_vars.LAUNCHER] = AS[style]  # a choice of the user, as an error suggested
     environ.setdefault("OMP_NUM_THREADS", str(threads))
-    environ.setdefault("PYTHONUNBUFFERED", "1")  # a pipe would hold lines back
+    environ.setdefault("PYTHONUNBUFFERED", "1")  # Python buffers output to a pipe
     return environ
 
 
 def _simulated(world: World, tasks_per_node: Sequence[int], gpus: Sequence[str]) -> dict[str, str]:
-    """What makes a part of this machine a host: a name, a way to rank 0, GPUs of its own."""
+    """Return the variables of a simulated host: its name, rank 0's address, its GPUs."""
     environ = {env_vars.MAIN_ADDRESS: "127.0.0.1"}
     if len(tasks_per_node) == 1 or not world.hosts or world.node_rank is None:
         return environ
@@ -150,14 +149,14 @@ def _simulated(world: World, tasks_per_node: Sequence[int], gpus: Sequence[str])
         own = gpus[first : first + tasks_per_node[world.node_rank]]
         environ[devices.CUDA] = ",".join(own)
     elif gpus:
-        environ[devices.CUDA] = ""  # real hosts do not share theirs
+        environ[devices.CUDA] = ""  # real hosts do not share GPUs
     return environ
 
 
 def _real(host: RealHost, env: Environ) -> dict[str, str]:
-    """Where the hosts meet; nobody but a person can tell."""
+    """Return the rendezvous address of real hosts, which only the user can give."""
     environ = {
-        # There is nothing else that all hosts of one start share.
+        # The address is the only value that all hosts of one start share.
         env_vars.START: f"{host.main_address}:{host.main_port}",
         env_vars.MAIN_ADDRESS: host.main_address,
         env_vars.MAIN_PORT: str(host.main_port),
@@ -168,7 +167,7 @@ def _real(host: RealHost, env: Environ) -> dict[str, str]:
 
 
 def _worlds(tasks_per_node: Sequence[int], host: RealHost | None) -> list[World]:
-    """The ranks of this machine. The names of other real hosts are left to the rendezvous."""
+    """Return the ranks of this machine; the rendezvous finds the names of other real hosts."""
     nodes = len(tasks_per_node)
     hosts: tuple[str, ...] | None = tuple(f"node{index + 1}" for index in range(nodes))
     if host is not None:

@@ -1,4 +1,4 @@
-"""What ranks say: passed on line by line with the rank in front, and remembered for the end."""
+"""Output of the ranks: forwarded line by line with the rank in front, and kept for the end."""
 
 import contextlib
 import io
@@ -20,20 +20,20 @@ from hpctrain.process.logging import abandon
 __all__ = ["Output", "Tail", "say"]
 
 _CHUNK = 1 << 16
-# A line of several ranks is held until it ends, but no more of it than this.
+# With several ranks, a line is held until it ends, up to this many bytes.
 _LONGEST_LINE = 1 << 20
-# What is remembered of a rank, and how much of that is shown.
+# Limits for the kept output of a rank, and for the part that is shown.
 _TAIL_BYTES = 1 << 16
 _TAIL_LINE = 1 << 12
 _FEW_LINES = 20
 _MANY_LINES = 200
 _TRACEBACK = b"Traceback (most recent call last)"
 _ERROR = b"hpctrain: error: "
-# What C++ says as it ends a process, with what gloo, NCCL and Horovod say of other ranks.
+# Message of C++ when it ends a process, with messages of gloo, NCCL and Horovod about other ranks.
 _ABORTED = re.compile(
     rb"what\(\):.*(Connection (closed|reset)|Broken pipe|[Tt]imed out|EnforceNotMet|remote process)"
 )
-# A traceback that follows one of these lines belongs to what went before it.
+# A traceback after one of these lines belongs to the traceback before it.
 _GOES_ON = (
     b"During handling of the above exception",
     b"The above exception was the direct cause",
@@ -42,7 +42,7 @@ _GOES_ON = (
 
 
 def say(text: str) -> None:
-    """To people, where there is somebody to hear it."""
+    """Write a text to standard error, if it is open."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(text)
@@ -50,12 +50,12 @@ def say(text: str) -> None:
 
 
 class Tail:
-    """The last lines of a rank, and when it began to say what went wrong.
+    """Last lines of a rank, and the time of its last error.
 
     Attributes:
-        failed: when its last traceback or error came, in seconds of the monotonic clock; infinity
+        failed: time of its last traceback or error, in seconds of the monotonic clock; infinity
             without one.
-        follows: whether a library has aborted the process because another rank is gone or does
+        follows: whether a library has aborted the process because another rank has ended or does
             something else.
     """
 
@@ -69,7 +69,7 @@ class Tail:
         self._previous = b""
 
     def add(self, line: bytes) -> None:
-        """Remember a line, and forget the first ones where they are too many."""
+        """Add a line, and drop the oldest lines over the limit."""
         line = line.rstrip(b"\r\n")[:_TAIL_LINE]
         begins = line.startswith(_TRACEBACK) and not self._previous.startswith(_GOES_ON)
         if begins or line.startswith(_ERROR):
@@ -83,7 +83,7 @@ class Tail:
             self._size -= len(self._lines.popleft()) + 1
 
     def text(self) -> str:
-        """The last lines from the beginning of the last traceback on, and at least a few."""
+        """Return the lines from the last traceback on, and at least the last few lines."""
         lines = [line.decode(errors="replace") for line in self._lines]
         first = max(0, min(len(lines) - _FEW_LINES, self._cause - self._count + len(lines)))
         lines = lines[first:]
@@ -94,13 +94,13 @@ class Tail:
 
 
 class _Sink:
-    """Standard output or error of this process; a notebook's takes text alone."""
+    """Standard output or error of this process; in a notebook, it accepts only text."""
 
     def __init__(self, target: TextIO | None) -> None:
         self._target = target
 
     def write(self, data: bytes) -> None:
-        """Pass on; where the reader has left, drop: a rank whose pipe nobody empties hangs."""
+        """Write data, or drop it if the reader has ended; a rank with a full pipe would hang."""
         if self._target is None:
             return
         try:
@@ -116,7 +116,7 @@ class _Sink:
             self._target = None
 
     def _as_bytes(self, target: TextIO, data: bytes) -> None:
-        """Past the buffer: whoever waits for a slow reader holds none of its locks."""
+        """Write without the buffer, so that waiting for a slow reader holds no lock."""
         try:
             descriptor = target.fileno()
         except io.UnsupportedOperation:
@@ -127,13 +127,13 @@ class _Sink:
         while rest:
             try:
                 rest = rest[os.write(descriptor, rest) :]
-            except BlockingIOError:  # ssh and others leave terminals so
+            except BlockingIOError:  # ssh and others may set a terminal to non-blocking
                 select.select([], [descriptor], [])
 
 
 @dataclass(slots=True)
 class _Source:
-    """One stream of one rank."""
+    """Output stream of a rank."""
 
     stream: IO[bytes]
     sink: _Sink
@@ -142,11 +142,11 @@ class _Source:
     rest: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> None:
-        """Pass on the lines that are whole; without a label all that came."""
+        """Forward the complete lines; without a label, forward all data at once."""
         if not self.label:
             self.sink.write(data)
         self.rest += data
-        # A progress bar ends its lines with \r. One at the very end may be half of a \r\n.
+        # A progress bar ends its lines with \r. A \r at the end of the data may be half of a \r\n.
         last = len(self.rest) - self.rest.endswith(b"\r")
         fresh = max(0, len(self.rest) - len(data) - 1)
         end = 1 + max(self.rest.rfind(b"\n", fresh), self.rest.rfind(b"\r", fresh, last))
@@ -157,7 +157,7 @@ class _Source:
             self.end()
 
     def end(self) -> None:
-        """Pass on the rest, as a line: that of another rank would follow on it."""
+        """Forward the rest as a line, so that another rank's output begins on a new line."""
         if self.rest:
             self._pass_on([bytes(self.rest) + b"\n"])
             self.rest.clear()
@@ -171,7 +171,7 @@ class _Source:
 
 
 class Speaker(Protocol):
-    """What `Output` takes of a rank."""
+    """Interface of a rank for `Output`."""
 
     number: int
     process: "subprocess.Popen[bytes]"
@@ -179,12 +179,12 @@ class Speaker(Protocol):
 
 
 class Output:
-    """Passes on what ranks say, in a thread of its own, until they say no more.
+    """Thread that forwards the output of ranks until all their streams have ended.
 
     Args:
-        ranks: which ones.
-        labelled: whether each line gets the rank in front; else all comes as it is.
-        done: called in that thread when all has been passed on.
+        ranks: ranks to read from.
+        labelled: whether each line begins with the rank; otherwise data are forwarded unchanged.
+        done: function called in that thread when all output has been forwarded.
     """
 
     def __init__(self, ranks: Iterable[Speaker], labelled: bool, done: Callable[[], None]) -> None:
@@ -205,7 +205,7 @@ class Output:
         threading.Thread(target=self._copy, name="hpctrain output", daemon=True).start()
 
     def stop(self) -> None:
-        """Pass on what is there, and wait for no more."""
+        """Forward the output that is there, and wait for no more."""
         os.close(self._wake)
 
     def _copy(self) -> None:
@@ -215,7 +215,7 @@ class Output:
                 for source in ready:
                     self._read(source)
                 if not ready:
-                    break  # told to stop, and nothing more is there
+                    break  # `stop` was called, and no more data are there
         finally:
             for key in list(self._selector.get_map().values()):
                 if key.data:

@@ -1,4 +1,4 @@
-"""Processes: one for each rank, and the guard that ends them when nobody else can."""
+"""Processes of a start: one for each rank, and the guard that ends them if the launcher cannot."""
 
 import contextlib
 import ctypes
@@ -24,24 +24,23 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent() -> None:
-    """Even a kill -9 of the process that started this one ends it: prctl(2)."""
+    """Let the system kill this process when its parent ends, also after kill -9: prctl(2)."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(slots=True, eq=False)
 class Rank:
-    """A process that was started as a rank.
+    """Process of a rank.
 
     Attributes:
-        number: the rank.
-        process: leads a session and a process group of its own, so that Ctrl-C reaches it once,
-            from here, and whatever it starts can be ended with it.
-        tail: the last of what it said on standard error.
-        code: that it left with, or the negative number of the signal that ended it; None while it
-            runs.
-        ended: when, in seconds of the monotonic clock.
-        failure: what it has left of how it failed, if anything.
-        shown: whether its traceback is on standard error.
+        number: number of the rank.
+        process: process, which leads its own session and process group. So it gets Ctrl-C only
+            once, from this process, and its child processes can be ended with it.
+        tail: last lines of its standard error.
+        code: exit code, or the negative number of the signal that ended it; None while it runs.
+        ended: time of its end, in seconds of the monotonic clock.
+        failure: record of its failure, if it has written one.
+        shown: whether its traceback is already on standard error.
     """
 
     number: int
@@ -59,13 +58,14 @@ class Rank:
         """Start a rank.
 
         Args:
-            number: the rank.
+            number: number of the rank.
             command: program and arguments.
-            environ: its environment.
-            bind: call `die_with_parent` in the new process; only where no thread runs here.
+            environ: environment of the rank.
+            bind: whether to call `die_with_parent` in the new process; only if this process has no
+                other threads.
 
         Raises:
-            StartError: the system does not let another process start.
+            StartError: the system cannot start another process.
         """
         try:
             process = subprocess.Popen(
@@ -86,10 +86,10 @@ class Rank:
         return cls(number, process)
 
     def wait(self) -> None:
-        """Until it has ended. Its id stays its own until `reap`: no other process is hit by it."""
+        """Wait until the process has ended; it keeps its id until `reap`, so signals are safe."""
         try:
             status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:  # somebody else in this process took the answer
+        except ChildProcessError:  # other code in this process has reaped it
             status = None
         self.ended = time.monotonic()
         if status is None:
@@ -99,7 +99,7 @@ class Rank:
             self.code = status.si_status if exited else -status.si_status
 
     def signal(self, number: int, everything: bool = True) -> None:
-        """To the rank and all that it started, or to the rank alone."""
+        """Send a signal to the rank and its child processes, or to the rank alone."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if everything:
                 os.killpg(self.process.pid, number)
@@ -107,17 +107,18 @@ class Rank:
                 os.kill(self.process.pid, number)
 
     def reap(self, close: bool) -> None:
-        """Forget the process, which has ended or been killed; close its output unread?"""
+        """Reap the process after its end; `close` closes its output without reading the rest."""
         self.process.wait()
         for stream in (self.process.stdout, self.process.stderr):
             if close and stream is not None:
                 stream.close()
 
     def how(self, brief: bool = False) -> str:
-        """How it ended, and its last words; for people.
+        """Describe how the rank ended, with its last lines.
 
         Args:
-            brief: leave out what is on standard error already, where the rank has left its reason.
+            brief: whether to leave out text that is already on standard error, if the rank has
+                written a failure record.
         """
         code = self.code or 0
         how = f"with exit code {code}" if code >= 0 else f"with signal {_name(-code)}"
@@ -130,7 +131,7 @@ class Rank:
 
 
 def _name(number: int) -> str:
-    """Of a signal; the realtime ones in the middle have none."""
+    """Return the name of a signal; most realtime signals have only a number."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -138,11 +139,11 @@ def _name(number: int) -> str:
 
 
 class Guard:
-    """The process that ends the ranks when this one is gone; see `guard`.
+    """Process that ends the ranks when this process has ended; see `guard`.
 
     Args:
-        verdict: the file that $HPCTRAIN_VERDICT names: it is in the environment of this start's
-            processes and of no others. Its folder is this start's own.
+        verdict: exit status file in $HPCTRAIN_VERDICT, which only the processes of this start have
+            in their environment. Its folder belongs to this start only.
     """
 
     def __init__(self, verdict: Path) -> None:
@@ -151,7 +152,7 @@ class Guard:
                 *(sys.executable, "-S", "-P", guard.__file__),
                 *(str(os.getpid()), f"{env_vars.VERDICT}={verdict}", str(verdict.parent)),
             ],
-            # A marker of an outer start would let that one's guard end this one.
+            # With the marker of an outer start, that start's guard would end this guard.
             env=env_vars.scrubbed(os.environ),
             cwd="/",
             stdin=subprocess.PIPE,
@@ -161,11 +162,11 @@ class Guard:
         )
 
     def know(self, rank: Rank) -> None:
-        """Watch over one more."""
+        """Add a rank to the guard's list."""
         self._say(str(rank.process.pid))
 
     def end(self) -> None:
-        """Let it end what is left now; to be called while no rank has been reaped."""
+        """Make the guard end all remaining processes; call this before any rank is reaped."""
         self._say("end")
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
@@ -174,6 +175,6 @@ class Guard:
 
     def _say(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # somebody killed it; the rest still works
+        with contextlib.suppress(OSError):  # the guard was killed; the start works without it
             self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()

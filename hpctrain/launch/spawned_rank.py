@@ -1,4 +1,4 @@
-"""A rank of `hpctrain.spawn`: it calls the function and leaves what that returns."""
+"""Rank of `hpctrain.spawn`: it calls the function and writes the result to a file."""
 
 import json
 import os
@@ -15,11 +15,11 @@ __all__ = ["main"]
 
 
 def main(name: str) -> None:
-    """Call the function of a folder that `spawning` has filled, and write its result there.
+    """Call the function that `spawning` has written to a folder, and write its result there.
 
     Raises:
         UsageError: the result cannot be pickled.
-        Exception: whatever the function raises.
+        Exception: any exception of the function.
     """
     die_with_parent()
     report_uncaught()
@@ -27,7 +27,7 @@ def main(name: str) -> None:
     place = json.loads((folder / "place.json").read_text())
     sys.path[:], sys.argv[:] = place["path"], place["argv"]
     rank = detect().rank
-    # Nobody else can write there.
+    # Only this user can write to the folder.
     function, args, kwargs = pickle.loads((folder / "call.pickle").read_bytes())  # noqa: S301
     _settle(function)
     result = function(*args, **kwargs)
@@ -37,7 +37,7 @@ def main(name: str) -> None:
 
 
 def _settle(function: Any) -> None:
-    """Let what came from a script or notebook be found in `__main__`, where pickle seeks it."""
+    """Add the globals of a script's or notebook's function to `__main__`, where pickle looks."""
     if getattr(function, "__module__", None) == "__main__":
         names = vars(sys.modules["__main__"])
         for key, value in getattr(function, "__globals__", {}).items():
@@ -49,7 +49,7 @@ def _pickled(result: Any, rank: int) -> bytes:
 
     try:
         return bytes(cloudpickle.dumps(result))
-    except Exception as error:  # what __reduce__ and __getstate__ of anything may raise
+    except Exception as error:  # __reduce__ and __getstate__ of any object may raise anything
         raise UsageError(
             f"what the function returned on rank {rank}, a {type(result).__name__}, cannot be sent "
             f"back: {type(error).__name__}: {error}",

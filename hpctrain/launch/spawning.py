@@ -1,4 +1,4 @@
-"""`hpctrain.spawn`: ranks that run a function, for scripts and notebooks."""
+"""`hpctrain.spawn`: run a function on several ranks, from scripts and notebooks."""
 
 import json
 import os
@@ -19,10 +19,10 @@ __all__ = ["spawn"]
 
 T = TypeVar("T")
 
-# With -c, `__main__` in a rank is an empty module, which nothing imports a second time.
+# With -c, `__main__` in a rank is an empty module, so the script is not imported a second time.
 _RANK = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "from hpctrain.launch import child; child.main(sys.argv.pop(1))"
+    "from hpctrain.launch import spawned_rank; spawned_rank.main(sys.argv.pop(1))"
 )
 
 
@@ -32,31 +32,31 @@ def spawn(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[T]:
-    """Run a function on several ranks of this machine, each in a process of its own.
+    """Run a function on several ranks of this machine, each in a separate process.
 
-    The processes are new interpreters (CUDA and OpenMP do not survive a fork) with this one's
-    folder, `sys.path`, `sys.argv` and environment. The function and its arguments travel by
-    cloudpickle, so they may come from a notebook or a script's top level, and no
-    `if __name__ == "__main__"` is needed. In the function, `hpctrain.Session()` and
-    `hpctrain.detect()` know the rank. What the ranks print comes with their number in front. They
-    end with this process, and all that they started ends with them.
+    The processes are new interpreters (CUDA and OpenMP do not survive a fork) with the same working
+    directory, `sys.path`, `sys.argv` and environment. cloudpickle sends the function and its
+    arguments, so they may be defined in a notebook or at a script's top level, and
+    `if __name__ == "__main__"` is not needed. In the function, `hpctrain.Session()` and
+    `hpctrain.detect()` return the rank. Each output line begins with the number of its rank. The
+    ranks and their child processes end with this process.
 
     Args:
-        function: what every rank calls.
-        nproc: the number of ranks; `"auto"` is one for each GPU, or one.
-        args: for the function, a tuple or list.
-        kwargs: for the function, by name.
+        function: function that every rank calls.
+        nproc: number of ranks; `"auto"` is one for each GPU, or one if there is no GPU.
+        args: positional arguments of the function, a tuple or list.
+        kwargs: keyword arguments of the function.
 
     Returns:
-        What the function returned, by rank.
+        Results of the function, by rank.
 
     Raises:
-        UsageError: wrong arguments; something that cannot be pickled; a call from inside of a
-            rank; or a rank left with 2, as it does for a UsageError of its own.
-        HpctrainError: another rank failed: which one, and its last lines. `exit_code` is that of
-            the verdict where rank 0 left one, else 1. As in a Session, an error that nobody
-            catches ends the process with its exit code and no traceback.
-        KeyboardInterrupt: Ctrl-C in the main thread; the ranks have got it, and have left.
+        UsageError: wrong arguments; an object cannot be pickled; the call is inside of a rank; or a
+            rank ended with exit code 2, as after a UsageError of its own.
+        HpctrainError: a rank failed; the text has its number and last lines. `exit_code` is that of
+            rank 0's exit status file, if there is one, else 1. As in a Session, an error that is
+            not caught ends the process with its exit code and without a traceback.
+        KeyboardInterrupt: Ctrl-C in the main thread; the ranks have received it and have ended.
     """
     report_uncaught()
     _check(function, args)
@@ -71,13 +71,13 @@ def spawn(
         package = str(Path(launchers.__file__).parents[3])
         command = [sys.executable, "-c", _RANK, package, name]
         verdict = folder / "verdict"
-        # A rank of ours binds itself to this thread: here other threads may run.
+        # bind=False because this process may have other threads; the ranks bind themselves.
         outcome = supervisor.run(command, environs, verdict, labelled=count > 1, bind=False)
         try:
             results, failure = _results(folder, outcome, rundir.read_verdict(verdict)), None
         except HpctrainError as error:
             results, failure = [], error
-    _interrupt(outcome)  # not before the folder is gone: it may end this process at once
+    _interrupt(outcome)  # after the folder is removed, because it may end this process
     if failure is not None:
         raise failure
     return results
@@ -111,11 +111,11 @@ def _check(function: object, args: object) -> None:
 
 
 def _refuse_inside_of_ranks() -> None:
-    """A rank that starts ranks is a mistake, and one that does so on import never ends."""
+    """Raise an error inside of a rank: a rank that starts ranks on import would never end."""
     try:
         world = launchers.detect()
     except UsageError:
-        return  # variables that say nothing clear, of which the ranks get none
+        return  # contradictory variables, which the ranks do not get
     if world.launcher == "hpctrain" or world.world_size > 1:
         raise UsageError(
             f"spawn() in rank {world.rank} of {world.world_size}, which {world.launcher} started",
@@ -128,12 +128,12 @@ def _refuse_inside_of_ranks() -> None:
 def _pack(
     folder: Path, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Write what the ranks need; `child` reads it."""
+    """Write the function, its arguments and the settings of this interpreter for the ranks."""
     import cloudpickle  # type: ignore[import-untyped]
 
     try:
         data = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
-    except Exception as error:  # what __reduce__ and __getstate__ of anything may raise
+    except Exception as error:  # __reduce__ and __getstate__ of any object may raise anything
         raise UsageError(
             f"{getattr(function, '__qualname__', function)} and its arguments cannot be sent to "
             f"the ranks: {type(error).__name__}: {error}",
@@ -146,7 +146,7 @@ def _pack(
 
 
 def _interrupt(outcome: supervisor.Outcome) -> None:
-    """Do what a signal would have done here, now that the ranks are gone."""
+    """Handle the signal that was forwarded to the ranks, after the ranks have ended."""
     if outcome.signal is None:
         return
     if outcome.signal == signal.SIGINT:
@@ -155,10 +155,10 @@ def _interrupt(outcome: supervisor.Outcome) -> None:
 
 
 def _results(folder: Path, outcome: supervisor.Outcome, said: tuple[int, str] | None) -> list[Any]:
-    """What the ranks returned.
+    """Return the results of the ranks.
 
     Raises:
-        HpctrainError: one has failed, or has left before the function returned.
+        HpctrainError: a rank has failed, or ended before the function returned.
     """
     count, first = len(outcome.ranks), outcome.first
     results = [folder / f"result-{rank.number}" for rank in outcome.ranks]
@@ -169,7 +169,7 @@ def _results(folder: Path, outcome: supervisor.Outcome, said: tuple[int, str] | 
         reason = f": {said[1]}" if said else ""
         text = f"rank {missing[0]} of {count} left before the function returned{reason}"
     else:
-        # Nobody else can write there.
+        # Only this user can write to the folder.
         return [pickle.loads(path.read_bytes()) for path in results]  # noqa: S301
     code = said[0] if said and said[0] else outcome.code
     if UsageError.exit_code in (code, first and first.code):

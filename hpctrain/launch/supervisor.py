@@ -1,4 +1,4 @@
-"""Starts the ranks, waits for them, and ends the others when one fails."""
+"""Supervisor that starts the ranks, waits for them, and ends the others when one fails."""
 
 import contextlib
 import queue
@@ -18,26 +18,26 @@ from hpctrain.process.failure_record import Failure
 
 __all__ = ["Events", "Outcome", "run"]
 
-# A rank that lost another one ends by itself within seconds, with an error worth reading.
+# A rank that lost another one ends by itself within seconds, with a useful error.
 _SECONDS_TO_FAIL = 5.0
 _SECONDS_TO_STOP = 5.0
-# What a rank started may hold its output open when the rank has ended.
+# A child process of a rank may hold the rank's output open after the rank has ended.
 _SECONDS_TO_SPEAK = 1.0
 
 _PASSED_ON = (signal.SIGINT, signal.SIGHUP, *signals.STOP)
 
-# A rank that has ended, a signal that came, or None: all output is passed on.
+# A rank that has ended, a signal of this process, or None when all output is forwarded.
 Events = queue.SimpleQueue[Rank | int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a start ended.
+    """Outcome of a start.
 
     Attributes:
-        ranks: of this machine, all of them ended.
-        first: the one that failed first by itself; None when none did.
-        signal: that came and was passed on to the ranks; None when none did.
+        ranks: ranks of this machine, all of them ended.
+        first: rank that failed first by itself; None if no rank failed.
+        signal: signal that was forwarded to the ranks; None without a signal.
         sessions: whether any rank has opened a session.
     """
 
@@ -48,9 +48,9 @@ class Outcome:
 
     @property
     def unheard(self) -> bool:
-        """Whether a signal that asks to stop ended ranks that did not know it yet.
+        """Whether a stop signal ended ranks that did not handle it yet.
 
-        A rank that has a session handles it, so nothing was begun.
+        A rank with a session handles it, so these ranks had not begun to train.
         """
         ends = [rank.code for rank in self.ranks if rank.code]
         return (
@@ -62,7 +62,7 @@ class Outcome:
 
     @property
     def code(self) -> int:
-        """Of the first rank that failed, as a shell has it; 0 when all went well."""
+        """Exit code of the first rank that failed, as in a shell; 0 on success."""
         if self.first is not None and self.first.code:
             return self.first.code if self.first.code > 0 else 128 - self.first.code
         if self.signal is not None and any(rank.code for rank in self.ranks):
@@ -78,23 +78,23 @@ def run(
     bind: bool = True,
     orders: Events | None = None,
 ) -> Outcome:
-    """Run a command once for each rank, to the end of all.
+    """Run a command once for each rank, until all ranks have ended.
 
-    In the main thread the first SIGINT, SIGHUP or signal of `signals.STOP` goes to the ranks, which
-    may take their time; another one ends them at once, unless it is the first of its kind: a
-    scheduler may send one when it warns and another when it means it. Whatever the ranks started
-    ends with them.
+    In the main thread, the first SIGINT, SIGHUP or signal of `signals.STOP` is forwarded to the
+    ranks, without a time limit. A signal of another kind is forwarded too, because a scheduler may
+    send one kind as a warning and another at the end. A second signal of the same kind ends the
+    ranks at once. Child processes of the ranks end with them.
 
     Args:
         command: program and arguments.
-        environs: the environment of each rank, by rank.
-        verdict: the file that $HPCTRAIN_VERDICT is to name, in a folder of this start's own.
-        labelled: whether each line of output gets the rank in front.
-        bind: let the system end a rank with this thread; False where other threads run.
-        orders: a signal's number that is put there counts as a signal that came.
+        environs: environment of each rank, by rank.
+        verdict: exit status file for $HPCTRAIN_VERDICT, in a folder of this start only.
+        labelled: whether each line of output begins with the rank.
+        bind: whether the system ends a rank with this thread; False if other threads run.
+        orders: queue of events; the number of a signal in it counts as a signal to this process.
 
     Raises:
-        StartError: the system lets no more processes start.
+        StartError: the system cannot start more processes.
     """
     events: Events = queue.SimpleQueue() if orders is None else orders
     ranks: list[Rank] = []
@@ -128,41 +128,41 @@ def run(
 
 @contextlib.contextmanager
 def _signals(events: Events) -> Iterator[None]:
-    """Let signals come as events. Only the main thread can: elsewhere they stay as they are."""
+    """Turn signals into events; other threads than the main thread cannot change handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # What is ignored stays so, for the ranks too: nohup, and the background of a shell's script.
+    # Ignored signals stay ignored, for the ranks too, as after nohup or in a script's background.
     taken = [number for number in _PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
     handlers: dict[int, Any] = dict.fromkeys(taken, lambda caught, _: events.put(caught))
-    # Where this one is ignored, no exit code is ever known.
+    # If SIGCHLD is ignored, exit codes are lost.
     handlers[signal.SIGCHLD] = signal.SIG_DFL
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
         for number, handler in before.items():
-            # None stands for a handler that was not set from Python, and cannot be put back.
+            # None is a handler that was not set from Python, and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class _Watch:
-    """What has happened so far, and what follows from it."""
+    """State of a running start, and the handling of its events."""
 
     def __init__(self, ranks: Sequence[Rank], events: Events) -> None:
         self._ranks = ranks
         self._events = events
         self._failed: list[Rank] = []
-        self._signal: int | None = None  # the last that was passed on
+        self._signal: int | None = None  # the last forwarded signal
         self._passed_on: set[int] = set()
-        self._ended = False  # whether anything was ended from here
-        self._silent = False  # whether all output has been passed on
+        self._ended = False  # whether this process has ended any rank
+        self._silent = False  # whether all output has been forwarded
 
     def outcome(self, folder: Path) -> Outcome:
-        """When all is over.
+        """Return the outcome, after all ranks have ended.
 
         Args:
-            folder: where ranks left how they failed.
+            folder: folder with the failure records of the ranks.
         """
         failures = failure_record.failures(folder)
         first = _first(self._failed, failures)
@@ -174,7 +174,7 @@ class _Watch:
         return Outcome(self._ranks, first, self._signal, failure_record.sessions(folder))
 
     def wait(self) -> None:
-        """Until all ranks have ended."""
+        """Wait until all ranks have ended."""
         for rank in self._ranks:
             threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
         running = set(self._ranks)
@@ -195,7 +195,7 @@ class _Watch:
                     deadline = time.monotonic() + _SECONDS_TO_FAIL
 
     def listen(self, seconds: float = float("inf")) -> None:
-        """Until all output has been passed on, or somebody will not wait, or for so long."""
+        """Wait until all output is forwarded, or a signal comes, or the time is over."""
         deadline = time.monotonic() + seconds
         while not self._silent:
             try:
@@ -215,7 +215,7 @@ class _Watch:
         self._events.put(rank)
 
     def _has_failed(self, rank: Rank) -> bool:
-        """Whether a rank failed by itself, and not by a signal that came from here."""
+        """Return whether a rank failed by itself, and not by a signal from this process."""
         if not rank.code or self._ended:
             return False
         if any(rank.code in (-number, 128 + number) for number in self._passed_on):
@@ -234,7 +234,7 @@ class _Watch:
             "them at once\n"
         )
         for rank in self._ranks:
-            # Not to what it started: loader workers would be gone while it saves.
+            # Not to its child processes: it needs its loader workers while it saves.
             rank.signal(number, everything=False)
 
     def _end(self, number: int) -> None:
@@ -245,16 +245,15 @@ class _Watch:
 
 
 def _first(failed: Sequence[Rank], left: Mapping[int, Failure]) -> Rank | None:
-    """The rank that failed first.
+    """Return the rank that failed first.
 
-    What a rank has left says when, and whether another one was the cause. One that was killed has
-    left nothing: it counts from its end, or from the moment at which it began to say something,
-    as leaving can take long. One that was aborted by its library, for want of another one, is none
-    that failed by itself.
+    A failure record has the time, and whether another rank was the cause. A killed rank has no
+    record. Its time is that of its end or of its first error line, because ending can take long. A
+    rank that a library aborted because of another rank did not fail by itself.
 
     Args:
-        failed: ranks that did not end well.
-        left: by rank, what it has left.
+        failed: ranks that failed.
+        left: failure records, by rank.
     """
 
     def order(rank: Rank) -> tuple[bool, float, int]:

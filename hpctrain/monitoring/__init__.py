@@ -1,1 +1,1 @@
-"""What is seen of a run: progress, trackers, timings, profiles, the watchdog, reports."""
+"""Monitoring of a run: progress, trackers, timings, profiles, watchdog and reports."""

@@ -1,4 +1,4 @@
-"""What all figures of runs share: matplotlib or what to type, plain texts, who goes together."""
+"""Helpers for all figures of runs: check of imports, plain texts, grouping of metrics."""
 
 import importlib
 from collections.abc import Iterable
@@ -8,19 +8,19 @@ from hpctrain.errors import UsageError
 
 __all__ = ["HEADS", "is_number", "legend", "need", "panel_of", "plain"]
 
-# What every row of metrics.jsonl begins with: places of a curve, and no curves.
+# Fields of each row of metrics.jsonl that are positions on a curve and no metrics.
 HEADS = ("step", "epoch", "time")
 
 
 def need(extra: str, *modules: str) -> None:
-    """Import what draws.
+    """Import the modules for drawing.
 
     Args:
-        extra: of hpctrain, whose packages they are.
-        modules: to import.
+        extra: extra of hpctrain that installs the modules.
+        modules: modules to import.
 
     Raises:
-        UsageError: one is not installed.
+        UsageError: a module is not installed.
     """
     for module in modules:
         try:
@@ -35,28 +35,31 @@ def need(extra: str, *modules: str) -> None:
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a value of a row can be drawn; True and False are no numbers."""
+    """Return whether a value of a row can be drawn; True and False are no numbers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def panel_of(name: str) -> str:
-    """The title of the panel in which a metric is drawn: loss, accuracy, or its own name."""
+    """Return the title of a metric's panel: loss, accuracy, or the metric's name."""
     return "loss" if "loss" in name else "accuracy" if name.startswith("top") else name
 
 
 def plain(text: str) -> str:
-    """A text without what no font has, and never empty; $ stays a $ where math is not parsed."""
+    """Return a text with "?" for unprintable characters, and never empty.
+
+    A $ stays a $ only if matplotlib parses no math.
+    """
     return "".join(one if one.isprintable() else "?" for one in text) or " "
 
 
 def legend(parent: Any, lines: Iterable[Any], names: Iterable[str], **more: Any) -> None:
-    """A legend that shows any text as it is.
+    """Add a legend that shows any text unchanged.
 
     Args:
         parent: axes or figure of matplotlib.
-        lines: of the curves.
-        names: of the curves.
-        more: of matplotlib's legend.
+        lines: lines of the curves.
+        names: names of the curves.
+        more: additional arguments of matplotlib's legend.
     """
     for text in parent.legend(list(lines), list(map(plain, names)), **more).get_texts():
         text.set_parse_math(False)

@@ -1,4 +1,4 @@
-"""A trace of a few steps, for people who want to see each kernel."""
+"""Trace of a few steps that shows each kernel."""
 
 import re
 from pathlib import Path
@@ -13,10 +13,10 @@ __all__ = ["Profile", "steps"]
 
 
 def steps(text: str) -> range:
-    """What `--profile A:B` means.
+    """Return the steps that `--profile A:B` selects.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text has another format, or A is not less than B.
     """
     match = re.fullmatch(r"(\d{1,18}):(\d{1,18})", text, re.ASCII)
     if match is None or int(match[1]) >= int(match[2]):
@@ -29,12 +29,12 @@ def steps(text: str) -> range:
 
 
 class Profile:
-    """Traces some steps of a rank with torch.profiler. Nothing that fails in it ends a run.
+    """Trace of some steps of a rank with torch.profiler; its errors do not end the run.
 
     Args:
-        wanted: the steps, as counts of the steps done before them.
-        device: of the rank.
-        path: of the trace.
+        wanted: steps to trace, each as the number of steps done before it.
+        device: device used by the rank.
+        path: path of the trace file.
     """
 
     def __init__(self, wanted: range, device: torch.device, path: Path) -> None:
@@ -46,10 +46,10 @@ class Profile:
         self._first = 0
 
     def at(self, step: int) -> None:
-        """Between two steps.
+        """Begin or end the trace if needed; called between two steps.
 
         Args:
-            step: how many are done.
+            step: steps done.
         """
         if self._profiler is None and step in self._wanted:
             self._begin(step)
@@ -61,16 +61,16 @@ class Profile:
         profiler = profile(activities=self._activities)
         try:
             profiler.start()
-        except Exception as error:  # another profiler is at work, or the driver forbids it
+        except Exception as error:  # another profiler runs, or the driver forbids it
             self._give_up(error)
         else:
             self._profiler = profiler
 
     def close(self, step: int) -> None:
-        """Write what there is.
+        """Write the trace if one was begun; otherwise warn that the run ended too early.
 
         Args:
-            step: how many are done.
+            step: steps done.
         """
         profiler, self._profiler = self._profiler, None
         if profiler is None:
@@ -87,7 +87,7 @@ class Profile:
             profiler.stop()
             self._path.parent.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(self._path))
-        except Exception as error:  # a full disk; kineto's errors are of many kinds
+        except Exception as error:  # a full disk; kineto raises many types of errors
             self._give_up(error)
             return
         logger.info(

@@ -1,4 +1,4 @@
-"""How far a run is, for people: lines of the log, and on a terminal one that moves."""
+"""Progress of a run for the user: log lines, and a progress bar on a terminal."""
 
 import math
 import os
@@ -12,22 +12,22 @@ from hpctrain.process.logging import logger
 
 __all__ = ["Bar", "Course", "Lines", "open_progress"]
 
-# People cannot read more.
+# Users cannot read faster updates.
 _SECONDS_BETWEEN_LINES = 1.0
 _SECONDS_BETWEEN_FRAMES = 0.5
 _WIDTH_OF_BAR = 24
 
 
 class Course:
-    """Where in its epochs a run is, and how long the rest will take.
+    """Position of a run in its epochs, and estimate of the remaining time.
 
     Attributes:
         step: steps done.
-        epoch: under way, from 0.
-        epochs: how many there are; None where only a number of steps ends the run.
-        length: steps of an epoch; None where nobody knows.
-        end: steps of the run; None where nobody knows.
-        first: step at which the epoch begins.
+        epoch: current epoch, from 0.
+        epochs: number of epochs; None if only a number of steps ends the run.
+        length: steps per epoch; None if unknown.
+        end: steps of the run; None if unknown.
+        first: step at which the current epoch begins.
     """
 
     def __init__(self, max_steps: int | None) -> None:
@@ -36,18 +36,18 @@ class Course:
         self.epochs: int | None = None
         self.length: int | None = None
         self.end = max_steps
-        self._since: tuple[int, float] | None = None  # a step of this start, and when it was
+        self._since: tuple[int, float] | None = None  # a step of this start and its time
 
     def begin(
         self, step: int, epoch: int, epoch_step: int, epochs: int | None, length: int | None
     ) -> None:
-        """The batches of an epoch begin.
+        """Record the beginning of an epoch's batches.
 
         Args:
             step: steps done.
-            epoch: from 0.
-            epoch_step: steps of it that are done.
-            epochs, length: as above.
+            epoch: number of the epoch, from 0.
+            epoch_step: steps of this epoch that are done.
+            epochs, length: as in the class attributes.
         """
         self.step, self.epoch, self.epochs, self.length = step, epoch, epochs, length
         self.first = step - epoch_step
@@ -57,7 +57,9 @@ class Course:
         self.end = min(ends, default=None)
 
     def seconds_left(self, step: int) -> float | None:
-        """Until the end of the run, as fast as this start has been after its first row.
+        """Return the estimated seconds until the end of the run; None if unknown.
+
+        The speed is the mean speed of this start since its first call.
 
         Args:
             step: steps done.
@@ -72,11 +74,11 @@ class Course:
 
 
 def said(row: Mapping[str, Any], course: Course) -> list[str]:
-    """The values of a row of metrics, as people write them.
+    """Return the values of a row of metrics as texts for the user.
 
     Args:
-        row: as in metrics.jsonl.
-        course: of the run.
+        row: row as in metrics.jsonl.
+        course: position of the run.
     """
     known = {
         "samples_per_second": lambda value: f"{value:,.0f} images/s",
@@ -93,26 +95,26 @@ def said(row: Mapping[str, Any], course: Course) -> list[str]:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: 1:23:45."""
+    """Return hours, minutes and seconds as text: 1:23:45."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 class Lines:
-    """Rows of metrics as lines of the log, of those of training at most one a second.
+    """Progress as log lines of rows of metrics, at most one training row per second.
 
     Args:
-        course: of the run.
+        course: position of the run.
     """
 
-    screen = True  # whether the lines of training are for it
+    screen = True  # whether training lines go to the screen
 
     def __init__(self, course: Course) -> None:
         self.course = course
         self._next = 0.0
 
     def row(self, row: Mapping[str, Any], training: bool) -> None:
-        """A row of metrics is written."""
+        """Show a row of metrics."""
         now = time.monotonic()
         if training and now < self._next:
             return
@@ -125,30 +127,30 @@ class Lines:
         logger.info("%s", text, extra={"screen": self.screen or not training})
 
     def step(self, step: int) -> None:
-        """A step is done."""
+        """Record the end of a step."""
 
     def evaluates(self) -> None:
-        """A batch of an evaluation comes."""
+        """Record the beginning of a batch of an evaluation."""
 
     def end_epoch(self, step: int) -> None:
-        """The batches of an epoch are at their end, at this step."""
+        """Record the end of an epoch's batches, at this step."""
 
     def close(self) -> None:
-        """Leave the screen as it was."""
+        """Restore the screen."""
 
 
 class Bar(Lines):
-    """A line at the bottom of a terminal that shows the epoch under way; lines go above it.
+    """Progress bar at the bottom of a terminal for the current epoch; log lines go above it.
 
-    It is drawn by the loop itself, a few times a second: there is no thread. The cursor is never
-    hidden, so a process that dies leaves a terminal that works. A terminal that dies first takes
-    the bar with it, and what follows is lines.
+    The training loop draws it at most twice a second, without a thread. The cursor is never hidden,
+    so that a process that dies leaves a usable terminal. If the terminal is closed first, the bar
+    ends and only log lines follow.
 
     Args:
-        course: of the run.
+        course: position of the run.
 
     Raises:
-        ImportError: rich is not there.
+        ImportError: rich is not installed.
     """
 
     def __init__(self, course: Course) -> None:
@@ -157,7 +159,7 @@ class Bar(Lines):
         from rich.live import Live
 
         class Plain(Console):
-            """Leaves the cursor, and long lines, such as a command to copy, as they are."""
+            """Console that keeps the cursor, and long lines such as a command to copy."""
 
             def show_cursor(self, show: bool = True) -> bool:
                 return False
@@ -180,38 +182,38 @@ class Bar(Lines):
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Around all that writes to the terminal."""
+        """Wrap writes to the terminal; end the bar if the terminal is gone."""
         try:
             yield
         except OSError as error:
             self._gone = self.screen = True
             self._due = math.inf
-            with suppress(OSError):  # gives back the standard streams before it writes
+            with suppress(OSError):  # restores the standard streams before it writes
                 self._live.stop()
             logger.info("no progress bar any more, as the terminal has gone: %s", error)
 
     def row(self, row: Mapping[str, Any], training: bool) -> None:
-        """A row of metrics is written."""
+        """Show a row of metrics."""
         super().row(row, training)
         if training:
             self._values = said(row, self.course)
 
     def step(self, step: int) -> None:
-        """A step is done."""
+        """Record the end of a step."""
         now = time.monotonic()
         if now >= self._due:
             self.course.step, self._evaluated = step, 0
             self._draw(now)
 
     def evaluates(self) -> None:
-        """A batch of an evaluation comes."""
+        """Record the beginning of a batch of an evaluation."""
         self._evaluated += 1
         now = time.monotonic()
         if now >= self._due:
             self._draw(now)
 
     def end_epoch(self, step: int) -> None:
-        """The batches of an epoch are at their end, at this step: its line stays."""
+        """Print the final line of an epoch, at this step."""
         self.course.step, self._evaluated = step, 0
         if self._gone:
             return
@@ -225,7 +227,7 @@ class Bar(Lines):
             self._due = now + _SECONDS_BETWEEN_FRAMES
 
     def _line(self) -> Any:
-        """The epoch, a bar over its steps, and the newest values."""
+        """Return the epoch, a bar over its steps, and the newest values."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -233,7 +235,7 @@ class Bar(Lines):
         course = self.course
         epochs = "" if course.epochs is None else f"/{course.epochs}"
         done, length = course.step - course.first, course.length
-        if course.end is not None:  # in the middle of an epoch, perhaps
+        if course.end is not None:  # the run may end within an epoch
             length = min(length or course.end, course.end - course.first)
         steps = f"{done:,}" if length is None else f"{done:,}/{length:,}"
         values = [f"evaluation, batch {self._evaluated:,}"] if self._evaluated else self._values
@@ -241,7 +243,7 @@ class Bar(Lines):
         grid.add_column(no_wrap=True)
         grid.add_column(width=_WIDTH_OF_BAR)
         grid.add_column(no_wrap=True)
-        grid.add_column()  # the one that is cut off where the terminal is narrow
+        grid.add_column()  # this column is cut off on a narrow terminal
         bar = ProgressBar(
             total=length or 1,
             completed=done if length else 0,
@@ -253,16 +255,16 @@ class Bar(Lines):
         return grid
 
     def close(self) -> None:
-        """Leave the screen as it was."""
+        """Restore the screen."""
         with self._drawing():
-            self._live.stop()  # nothing, the second time
+            self._live.stop()  # no effect the second time
 
 
 def open_progress(course: Course) -> Lines:
-    """What suits where the words of this process go: a bar on a terminal, else lines.
+    """Return a progress bar if standard error is a terminal, else log lines.
 
     Args:
-        course: of the run.
+        course: position of the run.
     """
     if sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         try:

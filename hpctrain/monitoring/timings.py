@@ -1,4 +1,4 @@
-"""Where the time of a step goes: on the host's clock, by rank, and which rank is slow."""
+"""Parts of the step time by rank, and warnings about slow ranks."""
 
 import json
 import math
@@ -18,15 +18,15 @@ from hpctrain.rundir import RunDirectory
 
 __all__ = ["Clock", "Phases", "Timings"]
 
-# Of training, from one line of timings.jsonl to the next.
+# Seconds of training between two lines of timings.jsonl.
 _SECONDS_BETWEEN_LINES = 30.0
-# What is shorter says too little of a rank: one hiccup weighs too much in it.
+# Shorter intervals do not show a slow rank: a single delay weighs too much.
 _LEAST_SECONDS = 10.0
-# Forward passes of an interval that are timed on a GPU; their median counts.
+# Forward passes per interval that are timed on a GPU; their median counts.
 _SAMPLES = 8
 _MOST_NAMED = 3
 
-# By what is slow: what such a rank does, and where to look.
+# By kind of slowness: what the rank does, and where to look for the cause.
 _ADVICE = {
     "data": (
         "waits %.0f ms a step for data",
@@ -43,13 +43,13 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Which numbers of a loop's phases mean what.
+    """Phase numbers of a training loop, by meaning.
 
     Attributes:
-        loading: waits for a batch.
-        computing: from the batch to the backward pass.
-        backward: those that can follow it.
-        steps: those that make a step.
+        loading: phase in which a rank waits for a batch.
+        computing: phase from the batch to the backward pass.
+        backward: phases that can follow `computing`.
+        steps: phases that make up a step.
     """
 
     loading: int
@@ -59,38 +59,38 @@ class Phases:
 
 
 class Clock:
-    """How long this process is in each phase of the loop.
+    """Clock that measures the phases of the loop in this process.
 
     Args:
-        phases: of the loop.
-        seconds: by phase; somebody else counts them.
+        phases: phases of the loop.
+        seconds: total seconds of each phase; updated by the watchdog.
 
     Attributes:
-        phases, seconds: as above.
+        phases, seconds: the arguments.
     """
 
     def __init__(self, phases: Phases, seconds: Sequence[float]) -> None:
         self.phases, self.seconds = phases, seconds
 
     def restart(self) -> None:
-        """An interval begins."""
+        """Begin an interval."""
         self._begun = self.seconds[self.phases.computing]
 
     def forward(self, steps: int, micro_batches: int) -> float:
-        """Seconds of a step from the batch in hand to the backward pass, in this interval.
+        """Return the seconds per step from batch to backward pass, in this interval.
 
         Args:
-            steps: of the interval.
-            micro_batches: of a step.
+            steps: number of steps in the interval.
+            micro_batches: number of micro-batches per step.
         """
         del micro_batches
         return (self.seconds[self.phases.computing] - self._begun) / steps
 
 
 class DeviceClock(Clock):
-    """The same, with the forward pass on the GPU's clock: the host only hands out work there.
+    """Clock that measures forward passes on the GPU, because the host only submits the work.
 
-    A few passes of each interval are between two CUDA events, which nobody waits for.
+    A few passes of each interval are between two CUDA events; no code waits for these events.
     """
 
     def __init__(self, phases: Phases, seconds: Sequence[float]) -> None:
@@ -100,7 +100,7 @@ class DeviceClock(Clock):
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def enter(self, phase: int) -> None:
-        """A phase begins; several times in each step."""
+        """Record the beginning of a phase; called several times per step."""
         if not self._wanted:
             return
         if phase == self.phases.computing:
@@ -111,11 +111,11 @@ class DeviceClock(Clock):
             self._wanted -= 1
 
     def restart(self) -> None:
-        """An interval begins."""
+        """Begin an interval."""
         self._pairs, self._wanted = [], _SAMPLES
 
     def forward(self, steps: int, micro_batches: int) -> float:
-        """Seconds of a step's forward passes; 0 where the GPU has not come so far."""
+        """Return the seconds per step in forward passes; 0 if the GPU has completed none yet."""
         del steps
         done = [
             first.elapsed_time(last) / 1000
@@ -132,19 +132,19 @@ def _event() -> torch.cuda.Event:
 
 
 class Timings:
-    """The lines of timings.jsonl, and a word about ranks that are slower than the others.
+    """Writer of timings.jsonl, which also logs ranks that are slower than the others.
 
-    Ranks wait for each other in the backward pass, so their steps are equally long; the waits for
-    data and the forward passes are not. About every half minute the ranks put theirs together, in
-    one sum that is begun at the same step and read when it has arrived. The first step of a start
-    is left out: much is done in it once.
+    Ranks wait for each other in the backward pass, so their steps take equally long. Waits for data
+    and forward passes differ. About every half minute one sum collects these times from all ranks.
+    It begins at the same step on all ranks and is read when it is complete. The first step of a
+    start does not count, because it includes one-time work.
 
     Args:
-        backend: over whose ranks.
-        clock: of this rank.
-        hosts: that of each rank.
-        directory: of the run.
-        micro_batches: of a step on each rank.
+        backend: backend that connects the ranks.
+        clock: clock of this rank.
+        hosts: host of each rank.
+        directory: run directory.
+        micro_batches: number of micro-batches per step on each rank.
     """
 
     def __init__(
@@ -158,11 +158,11 @@ class Timings:
         self._backend, self._clock, self._hosts = backend, clock, hosts
         self._seconds, self._in_steps = clock.seconds, clock.phases.steps
         self._directory, self._micro_batches = directory, micro_batches
-        self._ended = 0.0  # when the last step did, in seconds of steps
+        self._ended = 0.0  # end of the last step, in seconds of steps
         self._asked = 0.0
         self._known: dict[str, set[int]] = {kind: set() for kind in _ADVICE}
         self._failed = False
-        self._sum: tuple[dict[str, Any], float, Work] | None = None  # under way
+        self._sum: tuple[dict[str, Any], float, Work] | None = None  # line with incomplete sum
         self._restart()
         self._first = True  # whether the next step is the first one of this start
 
@@ -173,7 +173,7 @@ class Timings:
         self._clock.restart()
 
     def step(self) -> None:
-        """A step is done."""
+        """Record the end of a step."""
         ended = sum(self._seconds[self._in_steps])
         self._took.append(ended - self._ended)
         self._ended = ended
@@ -182,7 +182,7 @@ class Timings:
             self._restart()
 
     def due(self) -> bool:
-        """Whether rank 0 finds it time for a line; said once, and all ranks have to be told."""
+        """Return True on rank 0 when a line is due, only once; then all ranks must call `begin`."""
         if self._backend.rank or self._ended - self._asked < _SECONDS_BETWEEN_LINES:
             return False
         self._asked = self._ended
@@ -214,12 +214,12 @@ class Timings:
         self._restart()
 
     def poll(self) -> None:
-        """Write the line whose sum has arrived."""
+        """Write the line if its sum is complete."""
         if self._sum is not None and self._sum[2].ready():
             self._finish()
 
     def finish(self, step: int, epoch: int) -> None:
-        """The last line; called by all ranks, which may wait for each other."""
+        """Write the last line; called by all ranks, which may wait for each other."""
         self.begin(step, epoch)
         self._finish()
 
@@ -243,7 +243,7 @@ class Timings:
                 self._judge(kind, line[kind], seconds / line["steps"])
 
     def _judge(self, kind: str, numbers: Sequence[float], a_step: float) -> None:
-        """Name the ranks that have become slow, and those that are so no more."""
+        """Log the ranks that have become slow, and those that are no longer slow."""
         slow = set(rundir.slow_ranks(numbers, a_step))
         before, self._known[kind] = self._known[kind], slow
         does, advice = _ADVICE[kind]

@@ -1,4 +1,4 @@
-"""How do weights move? Optimizers for large batches, learning rates, averages, weight decay."""
+"""Optimizers for large batches, learning-rate schedules, averages of weights, and weight decay."""
 
 from hpctrain.optim.decay import split
 from hpctrain.optim.ema import EMA

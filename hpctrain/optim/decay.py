@@ -1,4 +1,4 @@
-"""Which parameters does weight decay reach? Weights, not norms and biases."""
+"""Weight decay for weights only, without norms and biases."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,23 +14,23 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 
 
 def split(optimizer: Optimizer, models: Iterable[nn.Module]) -> int:
-    """Take weight decay from norms and biases, in place.
+    """Remove weight decay from norms and biases, in place.
 
-    Each group with a weight decay is split in two: one that keeps it, and right after it one with
-    `weight_decay=0` that has all its other settings. Neither is ever empty, the order of parameters
-    stays inside each, and so does the optimizer's state. A second call changes nothing.
+    Each group with weight decay is split in two: one that keeps it, directly followed by one with
+    `weight_decay=0` and the same other settings. Neither is ever empty. The order of the parameters
+    in each group and the optimizer's state stay unchanged. A second call changes nothing.
 
     Norms are the parameters of torch's norm modules and of their subclasses. Biases are parameters
     whose name in any module ends in `bias` or begins with `bias_` (those of recurrent layers).
-    Those that are in none of the models are known by their shape: 0 or 1 dimensions. A shared
-    parameter loses its decay if it is a norm's or a bias in any of its places.
+    Parameters that are in none of the models count as norms or biases if they have 0 or 1
+    dimensions. A shared parameter loses its decay if any of its uses is in a norm or as a bias.
 
     Args:
-        optimizer: any with `weight_decay` in its groups; others stay as they are.
-        models: in which its parameters are.
+        optimizer: optimizer with `weight_decay` in its groups; other optimizers stay unchanged.
+        models: models with the optimizer's parameters.
 
     Returns:
-        How many parameter tensors lost their decay.
+        Number of parameter tensors that lost their decay.
 
     Source: Goyal et al. 2017, arXiv 1706.02677, section 5.1, for norms; He et al. 2019, arXiv
     1812.01187, section 3.1 ("no bias decay"), for both.
@@ -54,7 +54,7 @@ def split(optimizer: Optimizer, models: Iterable[nn.Module]) -> int:
 
 
 def _exempt(models: Iterable[nn.Module]) -> dict[Tensor, bool]:
-    """For each parameter of the models, whether it is a norm's or a bias."""
+    """Return, for each parameter of the models, whether it belongs to a norm or is a bias."""
     exempt: dict[Tensor, bool] = {}
     for model in models:
         for module in model.modules():
@@ -66,9 +66,9 @@ def _exempt(models: Iterable[nn.Module]) -> dict[Tensor, bool]:
 
 
 def _without_decay(group: dict[str, Any], free: list[bool]) -> dict[str, Any]:
-    """A group with the settings of another one, but for its decay, and some of its parameters."""
+    """Return a group without decay, with a group's other settings and its `free` parameters."""
     settings = {
-        # A learning rate that is a tensor is changed in place, for each group on its own.
+        # A learning rate that is a tensor is changed in place, so each group needs its own.
         name: value.detach().clone() if isinstance(value, Tensor) else value
         for name, value in group.items()
     }
@@ -76,7 +76,7 @@ def _without_decay(group: dict[str, Any], free: list[bool]) -> dict[str, Any]:
 
 
 def _chosen(group: dict[str, Any], chosen: list[bool]) -> dict[str, list[Any]]:
-    """What a group has for each parameter: the parameter, and its name where names were given."""
+    """Return the chosen parameters of a group, and their names if the group has names."""
     return {
         name: [each for each, take in zip(group[name], chosen, strict=True) if take]
         for name in ("params", "param_names")

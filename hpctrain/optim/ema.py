@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, which often does better than the weights."""
+"""Exponential moving average of the weights, which is often more accurate than the weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,22 +18,22 @@ def _itself(parameter: nn.Parameter) -> Tensor:
 
 
 class EMA:
-    """average ← decay · average + (1 − decay) · weight, for each floating-point parameter.
+    """Average ← decay · average + (1 − decay) · weight, for each floating-point parameter.
 
-    It begins with the weights as they are. Averages are kept in fp32, those of fp64 weights in
-    fp64: in half, a change of 1 − decay would be rounded away.
+    The averages start at the current weights. They are stored in fp32, or in fp64 for fp64 weights:
+    in half precision, rounding would remove a change of 1 − decay.
 
-    Buffers are not averaged. Running statistics of batch norm are averages over many steps already,
-    and of counters an average makes no sense; so an averaged model has the current ones.
+    Buffers are not averaged, so an averaged model has the current ones. Running statistics of batch
+    norm are already averages over many steps, and an average of counters has no meaning.
 
     Args:
-        models: whose parameters are averaged; one that several modules share counts once.
-        decay: from 0 to below 1, for each optimizer step.
-        source: for a parameter, the tensor to average, such as the fp32 weights from which a half
-            parameter is rounded; asked in each update.
+        models: models whose parameters are averaged; a shared parameter counts once.
+        decay: decay per optimizer step, at least 0 and below 1.
+        source: function from a parameter to the tensor to average, such as the fp32 weights from
+            which a half-precision parameter is rounded; called in each update.
 
     Raises:
-        UsageError: a decay that is not from 0 to below 1.
+        UsageError: the decay is below 0, or not below 1.
 
     Source: Polyak and Juditsky 1992, doi 10.1137/0330046; in this form, Szegedy et al. 2016, arXiv
     1512.00567, section 8.
@@ -52,8 +52,8 @@ class EMA:
         self.decay = decay
         self._source = source
         self._models = list(models)
-        self._kept: dict[Tensor, Tensor] = {}  # what the averages took the place of
-        # By parameter, in the order of the models; a shared one has one entry.
+        self._kept: dict[Tensor, Tensor] = {}  # the values that the averages have replaced
+        # By parameter, in the order of the models; a shared parameter has one entry.
         self._averages: dict[nn.Parameter, Tensor] = {}
         with torch.no_grad():
             for model in self._models:
@@ -64,10 +64,10 @@ class EMA:
                         self._averages[parameter] = weight.detach().to(dtype, copy=True)
 
     def update(self) -> None:
-        """Take up the weights, after an optimizer's step. Waits for no device.
+        """Update the averages after an optimizer step, without waiting for a device.
 
         Raises:
-            UsageError: inside of `swapped()`, where the weights are the averages.
+            UsageError: `swapped()` is open, so the weights are the averages.
         """
         if self._kept:
             raise UsageError(
@@ -83,20 +83,20 @@ class EMA:
                 torch._foreach_lerp_(averages, latest, 1 - self.decay)
 
     def restart(self) -> None:
-        """Begin anew with the weights as they are."""
+        """Restart the averages at the current weights."""
         with torch.no_grad():
             for parameter, average in self._averages.items():
                 average.copy_(self._source(parameter))
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The averages are in the models; afterwards weights and buffers are as they were.
+        """Put the averages into the models; restore weights and buffers at the end.
 
-        They are so bit by bit, and after an exception too. Buffers are put back so that a forward
-        pass in training mode leaves no trace in the training.
+        Values are restored bit by bit, also after an exception. Buffers are restored so that a
+        forward pass in training mode does not affect the training.
 
         Raises:
-            UsageError: it is open already.
+            UsageError: `swapped()` is already open.
         """
         if self._kept:
             raise UsageError(
@@ -113,7 +113,7 @@ class EMA:
 
     @contextmanager
     def original(self) -> Iterator[None]:
-        """The weights are in the models, also inside of `swapped()`: for a checkpoint there."""
+        """Put the weights into the models, for a checkpoint inside of `swapped()`."""
         kept = self._kept
         if not kept:
             yield
@@ -128,9 +128,9 @@ class EMA:
             self._kept = kept
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages: for each model, by the names of its parameters. Not copies.
+        """Return the averages of each model, by parameter name, without copying them.
 
-        The decay is an option of a run, and no part of its state.
+        The decay is an option of a run, not a part of its state.
         """
         return {
             "averages": [
@@ -144,13 +144,13 @@ class EMA:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up averages.
+        """Load averages.
 
         Args:
-            state: from `state_dict()`.
+            state: result of `state_dict()`.
 
         Raises:
-            CheckpointError: it is of other models; then nothing has changed.
+            CheckpointError: the state belongs to other models; then nothing is changed.
         """
         mine, theirs = self.state_dict()["averages"], state["averages"]
         found, expected = ([_shapes(model) for model in each] for each in (theirs, mine))
@@ -167,7 +167,7 @@ class EMA:
 
 
 def _put(values: Mapping[Any, Tensor]) -> None:
-    """Copy each value into the tensor that it is kept for."""
+    """Copy each value into its tensor."""
     with torch.no_grad():
         for tensors in grouped(values):
             torch._foreach_copy_(tensors, [values[tensor] for tensor in tensors])
@@ -180,7 +180,7 @@ def _shapes(averages: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def _difference(
     found: list[dict[str, tuple[int, ...]]], expected: list[dict[str, tuple[int, ...]]]
 ) -> str:
-    """The first difference, in words."""
+    """Describe the first difference."""
     if len(found) != len(expected):
         return f"{len(found)} models, not {len(expected)}"
     for theirs, mine in zip(found, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Lists of tensors that torch works through in one go, and the precision in which it does."""
+"""Lists of tensors for torch's foreach functions, and their precision."""
 
 from collections.abc import Iterable
 
@@ -9,9 +9,9 @@ __all__ = ["at_least_fp32", "grouped"]
 
 
 def grouped(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors in lists of one device and dtype each, in their order.
+    """Group tensors into lists of one device and dtype each, in order.
 
-    `torch._foreach_*` has one kernel for such a list, and goes tensor by tensor through others.
+    `torch._foreach_*` uses one kernel for such a list, and one per tensor for mixed lists.
     """
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -20,5 +20,5 @@ def grouped(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for fp16 and bf16, which lose small changes of large numbers; others as they are."""
+    """Return fp32 for fp16 and bf16, which lose small changes of large numbers; else the dtype."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose steps are as long, in each layer, as its weights are."""
+"""LAMB: Adam with the length of each layer's step scaled to the norm of its weights."""
 
 import math
 
@@ -24,25 +24,25 @@ class LAMB(Layerwise):
         r = ‖w‖ / ‖u‖                            1 if β = 0, ‖w‖ = 0 or ‖u‖ = 0
         w ← w − lr · r · u
 
-    These are the paper's algorithm 2 with φ(z) = z and the options, names and defaults of apex's
-    FusedLAMB, but for `max_grad_norm`, which is 1.0 there. Parameters count their own steps, so one
-    that had no gradient for a while is corrected as any other.
+    This is the paper's algorithm 2 with φ(z) = z, and with the options, names and defaults of
+    apex's FusedLAMB, except `max_grad_norm`, which is 1.0 there. Each parameter counts its own
+    steps, so the correction is also right after a time without gradients.
 
     Args:
         params: parameters or groups, as for any optimizer of torch.
-        lr: a number, or a tensor with one element that is read on the device.
+        lr: learning rate: a number, or a tensor with one element that is read on the device.
         betas: β₁ and β₂.
-        eps: keeps u finite.
-        weight_decay: β. With 0, norms and biases take the steps of Adam (see `layerwise`).
-        bias_correction: whether the moments are corrected for their start at zero.
+        eps: summand that keeps u finite.
+        weight_decay: β. With 0, the parameters take the steps of Adam (see `layerwise`).
+        bias_correction: whether to correct the moments for their start at zero.
         adam_w_mode: whether decay is a part of u, as in AdamW; otherwise β w is added to g.
-        grad_averaging: whether a new gradient counts 1 − β₁ in m; otherwise 1.
-        max_grad_norm: gradients of this optimizer are divided by ‖g‖ / max_grad_norm where their
-            norm over all groups is larger; None for no clipping (the paper has none).
+        grad_averaging: whether a new gradient has the weight 1 − β₁ in m; otherwise 1.
+        max_grad_norm: maximum norm of this optimizer's gradients over all groups; larger gradients
+            are divided by ‖g‖ / max_grad_norm. None for no clipping, as in the paper.
         use_nvlamb: whether layers without decay have a trust ratio as well.
 
     Raises:
-        UsageError: a negative setting, a beta that is not below 1, or a `max_grad_norm` of 0.
+        UsageError: a setting is negative, a beta is not below 1, or `max_grad_norm` is 0.
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
     2020, arXiv 1904.00962, algorithm 2; apex/optimizers/fused_lamb.py for the options.
@@ -86,7 +86,7 @@ class LAMB(Layerwise):
         super().__init__(params, defaults)
 
     def update(self, parts: list[Part]) -> None:
-        """One step of all parameters that have gradients."""
+        """Update all parameters that have gradients."""
         norm = None
         if any(part.group["max_grad_norm"] is not None for part in parts):
             norm = _norm(parts)
@@ -104,13 +104,13 @@ class LAMB(Layerwise):
             part.descend(weights, updates)
 
     def _adam(self, part: Part, gradients: list[Tensor]) -> list[Tensor]:
-        """m̂ / (√v̂ + eps) of each layer, after its moments have taken up the gradients."""
+        """Update the moments of each layer, and return m̂ / (√v̂ + eps)."""
         group = part.group
         beta1, beta2 = group["betas"]
         self.fresh(part, "exp_avg", "exp_avg_sq")
         states = [self.state[p] for p in part.parameters]
         for state in states:
-            # A number, not a tensor: the corrections are known without asking the device.
+            # A number, not a tensor, so the corrections need no read from the device.
             state["step"] = state.get("step", 0) + 1
         means = [state["exp_avg"] for state in states]
         squares = [state["exp_avg_sq"] for state in states]
@@ -124,13 +124,13 @@ class LAMB(Layerwise):
             torch._foreach_div_(roots, [math.sqrt(1 - beta2**step) for step in steps])
         torch._foreach_add_(roots, group["eps"])
         if group["bias_correction"]:
-            # m̂ / root is m / ((1 − β₁ᵗ) root), which saves a list as large as the weights.
+            # m̂ / root = m / ((1 − β₁ᵗ) root), which saves memory of the size of the weights.
             torch._foreach_mul_(roots, [1 - beta1**step for step in steps])
         return list(torch._foreach_div(means, roots))
 
 
 def _norm(parts: list[Part]) -> Tensor:
-    """Of all gradients of a step, of shape (), on the device of the first."""
+    """Return the norm of all gradients of a step, of shape (), on the device of the first one."""
     norms = [part.gradient_norm() for part in parts]
     dtype = max((norm.dtype for norm in norms), key=lambda each: each.itemsize)
     together = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
@@ -139,7 +139,7 @@ def _norm(parts: list[Part]) -> Tensor:
 
 
 def _clipped(part: Part, norm: Tensor | None) -> list[Tensor]:
-    """The gradients, divided by as much as their norm is too large."""
+    """Return the gradients, divided by the excess of their norm over the maximum."""
     largest = part.group["max_grad_norm"]
     gradients = part.gradients()
     if norm is None or largest is None:

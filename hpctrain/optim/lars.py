@@ -1,4 +1,4 @@
-"""LARS: momentum SGD whose steps are as long, in each layer, as its weights allow."""
+"""LARS: momentum SGD with the length of each layer's step scaled to the norm of its weights."""
 
 from typing import Any
 
@@ -22,23 +22,23 @@ class LARS(Layerwise):
         v ← momentum · v + d                    v = 0 before the first step
         w ← w − lr · v                          nesterov: w − lr · (d + momentum · v)
 
-    The learning rate stands outside of the momentum, as in `torch.optim.SGD` and in apex's LARC
+    The learning rate is outside of the momentum, as in `torch.optim.SGD` and in apex's LARC
     around it (`clip=False`). Algorithm 1 of the paper, and the MLPerf reference, have it inside:
-    v ← momentum · v + lr · d, w ← w − v. That is the same for a constant rate; where the rate
-    changes, a step here follows it at once. β = 0 exempts norms and biases (see `layerwise`), as
+    v ← momentum · v + lr · d, w ← w − v. Both are equal for a constant rate. When the rate changes,
+    a step here follows the change at once. β = 0 exempts norms and biases (see `layerwise`), as
     the MLPerf reference does with its list of names.
 
     Args:
         params: parameters or groups, as for any optimizer of torch.
-        lr: a number, or a tensor with one element that is read on the device.
-        momentum: 0 for none, which keeps no state.
+        lr: learning rate: a number, or a tensor with one element that is read on the device.
+        momentum: factor of the momentum; 0 for none, without state.
         weight_decay: β.
         trust_coefficient: η.
-        eps: keeps λ finite.
-        nesterov: look ahead; needs a momentum.
+        eps: summand that keeps λ finite.
+        nesterov: whether to use Nesterov momentum; needs a momentum above 0.
 
     Raises:
-        UsageError: a negative setting, or nesterov without momentum.
+        UsageError: a setting is negative, or nesterov is set without momentum.
 
     Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", 2017, arXiv
     1708.03888, section 4 and algorithm 1.
@@ -69,7 +69,7 @@ class LARS(Layerwise):
         super().__init__(params, {**settings, "nesterov": nesterov})
 
     def update(self, parts: list[Part]) -> None:
-        """One step of all parameters that have gradients."""
+        """Update all parameters that have gradients."""
         for part in parts:
             weights = part.weights()
             scaled = _scaled(part.group, weights, part.gradients())
@@ -89,7 +89,7 @@ class LARS(Layerwise):
 
 
 def _scaled(group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-    """λ (g + β w) of each layer."""
+    """Return λ (g + β w) of each layer."""
     decay, trust, eps = group["weight_decay"], group["trust_coefficient"], group["eps"]
     if not decay:
         return gradients

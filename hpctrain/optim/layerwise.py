@@ -1,10 +1,10 @@
-"""What LARS and LAMB share: a learning rate for each layer, and steps that never wait for a GPU.
+"""Base of LARS and LAMB: a learning rate for each layer, and steps that never wait for a GPU.
 
-A layer is a parameter tensor, as in both papers. Where the papers leave a case open, this is the
-convention here, that of the MLPerf reference for LARS and of apex for LAMB:
+A layer is a parameter tensor, as in both papers. For cases that the papers leave open, these
+conventions hold, from the MLPerf reference for LARS and from apex for LAMB:
 
-- A group with `weight_decay=0` has the trust ratio 1: norms and biases, whose own norms say little
-  about how far they may move, take steps of plain momentum or Adam.
+- A group with `weight_decay=0` has the trust ratio 1: norms and biases take steps of plain momentum
+  or Adam, because their own norms are a poor measure for the length of a step.
 - A layer whose weights, or whose gradients (LARS) or update (LAMB), are all zeros has the ratio 1,
   so that it can leave zero.
 """
@@ -24,10 +24,10 @@ __all__ = ["Layerwise", "Part", "not_negative", "trust_ratios"]
 
 
 def not_negative(optimizer: str, **settings: float | Tensor) -> None:
-    """Hold an optimizer's settings.
+    """Check that an optimizer's settings are not negative.
 
     Raises:
-        UsageError: one of them is below 0, or not a number.
+        UsageError: a setting is below 0, or NaN.
     """
     for name, value in settings.items():
         if not value >= 0:
@@ -39,32 +39,32 @@ def not_negative(optimizer: str, **settings: float | Tensor) -> None:
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
-    """The Euclidean norm of each tensor, of shape (len(tensors),), on their device."""
+    """Return the Euclidean norm of each tensor, of shape (len(tensors),), on their device."""
     return torch.stack(torch._foreach_norm(tensors, 2, at_least_fp32(tensors[0].dtype)))
 
 
 def trust_ratios(
     weights: list[Tensor], others: list[Tensor], formula: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, ...]:
-    """For each layer what its update is multiplied with, of shape (), on the device.
+    """Return the factor of each layer's update, of shape (), on the device.
 
     Args:
-        weights: of the layers.
-        others: gradients or updates, of the same layers.
-        formula: from the norms of both, each of shape (layers,), to the ratios; where a norm is
-            zero the ratio is 1 instead.
+        weights: weights of the layers.
+        others: gradients or updates of the same layers.
+        formula: function from the norms of both, each of shape (layers,), to the ratios; if a norm
+            is zero, the ratio is 1 instead.
     """
     mine, theirs = norms(weights), norms(others)
-    # Filled on the device: an `if` would wait for it.
+    # Filled on the device, because an `if` would wait for it.
     return formula(mine, theirs).masked_fill((mine == 0) | (theirs == 0), 1.0).unbind()
 
 
 class Part:
-    """Those parameters of a group that have gradients, and one device and dtype.
+    """Parameters of a group that have gradients, with the same device and dtype.
 
     Args:
-        group: of the optimizer.
-        parameters: not empty.
+        group: group of the optimizer.
+        parameters: parameters; at least one.
     """
 
     def __init__(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
@@ -73,31 +73,31 @@ class Part:
         self.dtype = at_least_fp32(parameters[0].dtype)
 
     def gradients(self) -> list[Tensor]:
-        """At least fp32; mostly the gradients themselves, so they must not be changed."""
+        """Return the gradients in at least fp32; often not copies, so they must not be changed."""
         return [p.grad.to(self.dtype) for p in self.parameters if p.grad is not None]
 
     def weights(self) -> list[Tensor]:
-        """At least fp32: the parameters themselves, or copies of half ones."""
+        """Return the weights in at least fp32: the parameters, or copies of half-precision ones."""
         if self.parameters[0].dtype == self.dtype:
             return self.parameters
         return [p.to(self.dtype) for p in self.parameters]
 
     def gradient_norm(self) -> Tensor:
-        """Of all gradients together, of shape ()."""
+        """Return the norm of all gradients together, of shape ()."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         total: Tensor = torch.linalg.vector_norm(norms(gradients))
         return total
 
     def descend(self, weights: list[Tensor], updates: list[Tensor]) -> None:
-        """Weights minus learning rate times updates, back into the parameters.
+        """Set the parameters to weights minus learning rate times updates.
 
         Args:
-            weights: from `weights()`.
-            updates: of the same shapes and dtype; they stay as they are.
+            weights: result of `weights()`.
+            updates: updates of the same shapes and dtype; they are not changed.
         """
         lr = self.group["lr"]
         if isinstance(lr, Tensor):
-            # As `alpha` it would be read on the host.
+            # As `alpha`, the host would have to read it.
             device = self.parameters[0].device
             lr = lr.reshape(()).to(device, self.dtype, non_blocking=True)
             torch._foreach_sub_(weights, torch._foreach_mul(updates, lr))
@@ -108,24 +108,25 @@ class Part:
 
 
 class Layerwise(Optimizer):
-    """An optimizer with a trust ratio for each layer; what it computes is `update`.
+    """Optimizer with a trust ratio for each layer; subclasses define `update`.
 
-    All lists of a device are worked on together. Half parameters are computed with, and have their
-    state, in fp32.
+    Tensors of one device and dtype are processed together. Half-precision parameters have their
+    computation and state in fp32.
     """
 
     def update(self, parts: list[Part]) -> None:
-        """One step of all parameters that have gradients."""
+        """Update all parameters that have gradients."""
         raise NotImplementedError
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; parameters without a gradient stay as they are.
+        """Do an optimizer step; parameters without a gradient are not changed.
 
         Args:
-            closure: clears the gradients, computes the loss and the gradients, returns the loss.
+            closure: function that clears the gradients, computes the loss and the gradients, and
+                returns the loss.
 
         Returns:
-            What the closure returned, or None.
+            Result of the closure, or None.
 
         Raises:
             UsageError: a gradient is sparse or complex.
@@ -158,16 +159,16 @@ class Layerwise(Optimizer):
         return parameters
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a state, exactly: that of half parameters stays in fp32.
+        """Load a state exactly: the state of half-precision parameters stays in fp32.
 
         Args:
-            state_dict: from `state_dict()` of an optimizer with groups of the same sizes.
+            state_dict: result of `state_dict()` of an optimizer with groups of the same sizes.
 
         Raises:
-            ValueError: groups of other sizes (torch's).
+            ValueError: the groups have other sizes (raised by torch).
         """
         super().load_state_dict(state_dict)
-        # torch has rounded it to the dtype of the parameters.
+        # torch has rounded the state to the dtype of the parameters.
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         mine = chain.from_iterable(group["params"] for group in self.param_groups)
         for index, parameter in zip(saved, mine, strict=True):
@@ -179,7 +180,7 @@ class Layerwise(Optimizer):
                     self.state[parameter][name] = value.to(parameter.device, dtype)
 
     def fresh(self, part: Part, *names: str) -> None:
-        """Zeros of these names in the state of parameters that have none yet."""
+        """Add zeros with these names to the state of parameters that lack them."""
         for parameter in part.parameters:
             state = self.state[parameter]
             for name in names:

@@ -1,6 +1,6 @@
-"""What is the learning rate in this step? Pure functions, so a resumed run needs no state.
+"""Learning-rate schedules as pure functions, so a resumed run needs no state.
 
-The rate is the base rate times a factor that follows from the number of the step alone.
+The rate is the base rate times a factor that depends only on the number of the step.
 """
 
 import gc
@@ -16,13 +16,13 @@ from hpctrain.errors import UsageError
 
 __all__ = ["Schedule", "apply", "attached", "put_back_rates", "scale", "scheduled"]
 
-_ENDING = ("cosine", "polynomial")  # they depend on where the training ends
+_ENDING = ("cosine", "polynomial")  # they depend on the end of the training
 _KINDS = ("constant", "step", *_ENDING)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A warm-up, and what follows it. Steps are optimizer steps, from 0.
+    """Learning-rate schedule: a warm-up, then one of four kinds. Optimizer steps count from 0.
 
     With s = `step`, w = `warmup_steps`, T = `total_steps` and t = (s − w) / (T − w):
 
@@ -32,19 +32,19 @@ class Schedule:
         step        step_factor ^ ⌊s / step_every⌋  counted from the start of the training
         polynomial  (1 − t) ^ power                0 at s = T
 
-    From s = T on the factor stays what it is at T.
+    From s = T on, the factor keeps its value at T.
 
     Args:
         kind: "constant", "cosine", "step" or "polynomial".
-        warmup_steps: 0 for none.
-        total_steps: of the whole training, warm-up included; None where it is not known.
-        step_every: steps from one step of kind "step" to the next; the others do not look at it.
-        step_factor: of each of them, from 0 to 1.
-        power: of kind "polynomial", above 0.
+        warmup_steps: optimizer steps of the warm-up; 0 for none.
+        total_steps: optimizer steps of the whole training, with the warm-up; None if unknown.
+        step_every: optimizer steps between two reductions of kind "step"; unused by other kinds.
+        step_factor: factor of each reduction of kind "step", from 0 to 1.
+        power: exponent of kind "polynomial", above 0.
 
     Raises:
-        UsageError: a value that is not one of these, a kind that needs `total_steps` without it,
-            or a warm-up that is not shorter than the training.
+        UsageError: a value is invalid, the kind needs `total_steps`, or the warm-up is not shorter
+            than the training.
 
     Sources: warm-up and steps, Goyal et al. 2017, arXiv 1706.02677, sections 2.2 and 5.1; cosine,
     Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5 without restarts; polynomial with power
@@ -90,10 +90,10 @@ class Schedule:
             )
 
     def factor(self, step: int) -> float:
-        """What the base learning rate is multiplied with in a step, from 0 to 1.
+        """Return the factor of the base learning rate in a step, from 0 to 1.
 
         Args:
-            step: optimizer steps done before this one.
+            step: number of optimizer steps done before this one.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -106,11 +106,11 @@ class Schedule:
         left = (self.total_steps - step) / (self.total_steps - self.warmup_steps)
         if self.kind == "polynomial":
             return float(left**self.power)
-        # sin² (π left / 2) is (1 + cos π t) / 2, and exact near its end, where 1 + cos is not.
+        # sin² (π left / 2) = (1 + cos π t) / 2, but exact near the end, where 1 + cos is not.
         return math.sin(math.pi / 2 * left) ** 2
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the schedule in one line."""
         rest = self.kind
         if self.kind == "step":
             rest = f"times {self.step_factor:g} every {self.step_every:,} steps"
@@ -122,15 +122,15 @@ class Schedule:
 
 
 def scale(rule: str, global_batch: int, reference_batch: int) -> float:
-    """What a learning rate that is meant for one global batch is multiplied with for another.
+    """Return the factor that adapts a learning rate from one global batch to another.
 
     Args:
         rule: "none" for 1, "linear" for B / B₀, "sqrt" for √(B / B₀).
-        global_batch: B, samples of a step.
-        reference_batch: B₀, samples of a step for which the rate was found.
+        global_batch: B, samples per step.
+        reference_batch: B₀, samples per step for which the rate was tuned.
 
     Raises:
-        UsageError: another rule, or a batch below 1.
+        UsageError: the rule is unknown, or a batch is below 1.
 
     Sources: linear, Goyal et al. 2017, arXiv 1706.02677, section 2.1; square root, Krizhevsky
     2014, arXiv 1404.5997, and You et al. 2020, arXiv 1904.00962, section 4.
@@ -153,7 +153,7 @@ def scale(rule: str, global_batch: int, reference_batch: int) -> float:
 
 
 def scheduled(optimizer: Optimizer) -> bool:
-    """Whether one of torch's schedulers was made for an optimizer.
+    """Return whether one of torch's schedulers was made for an optimizer.
 
     Source: `patch_track_step_called` in torch/optim/lr_scheduler.py, torch 2.15.
     """
@@ -161,21 +161,22 @@ def scheduled(optimizer: Optimizer) -> bool:
 
 
 def attached(optimizers: Sequence[Optimizer], but: Iterable[object] = ()) -> dict[str, LRScheduler]:
-    """Torch's schedulers that change the rates of optimizers, by names that a checkpoint can have.
+    """Return torch's schedulers of the optimizers, by name for a checkpoint.
 
-    An optimizer does not know them, so the garbage collector is asked who knows it.
+    An optimizer has no reference to its schedulers, so the garbage collector is used to find the
+    objects that refer to the optimizer.
 
     Args:
-        optimizers: the prepared ones.
-        but: schedulers that somebody else takes care of.
+        optimizers: prepared optimizers.
+        but: schedulers to leave out, because they are saved elsewhere.
 
     Raises:
-        UsageError: two of a kind for one optimizer, so that a name would mean either.
+        UsageError: an optimizer has two schedulers of one kind, so their names would be equal.
     """
     others = {id(one) for one in but}
     found = _unnamed(optimizers, others)
     if len({one.optimizer for one in found}) < len(found):
-        # One of two may be left from before, as a notebook's cell does, in a cycle of references.
+        # An old one may remain in a reference cycle, as after a notebook cell was run twice.
         found.clear()
         gc.collect()
         found = _unnamed(optimizers, others)
@@ -195,26 +196,26 @@ def attached(optimizers: Sequence[Optimizer], but: Iterable[object] = ()) -> dic
 
 
 def _unnamed(optimizers: Sequence[Optimizer], others: Container[int]) -> list[LRScheduler]:
-    """Return the schedulers that are neither part of another one nor among others, by id."""
+    """Return the schedulers that are neither part of another one nor in `others`, by id."""
     found = _schedulers_of(optimizers)
     inside = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
     return [one for one in found if id(one) not in inside and id(one) not in others]
 
 
 def _schedulers_of(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
-    """Return those with one of them for an attribute: in the object, or in its dictionary."""
+    """Return the schedulers of the optimizers: objects with an optimizer as an attribute."""
     referrers = gc.get_referrers(*optimizers)
     dictionaries = [one for one in referrers if type(one) is dict]
     if dictionaries:
         referrers += gc.get_referrers(*dictionaries)
-    # Not isinstance, which asks some objects for their __class__.
+    # Not isinstance, which reads the attribute __class__ of some objects.
     found = {id(one): one for one in referrers if issubclass(type(one), LRScheduler)}
     known = {id(one) for one in optimizers}
     return [one for one in found.values() if id(getattr(one, "optimizer", None)) in known]
 
 
 def put_back_rates(scheduler: LRScheduler) -> None:
-    """Give its optimizer the rates that a loaded scheduler had last."""
+    """Set the rates of a loaded scheduler's optimizer to the scheduler's last rates."""
     last = getattr(scheduler, "_last_lr", None)
     for group, rate in zip(scheduler.optimizer.param_groups, last or (), strict=False):
         if isinstance(group["lr"], Tensor):
@@ -226,13 +227,13 @@ def put_back_rates(scheduler: LRScheduler) -> None:
 def apply(optimizers: Iterable[Optimizer], factor: float) -> None:
     """Set the learning rate of each group to its base rate times a factor.
 
-    The base rate is the group's `initial_lr`, which is its `lr` at the first call and goes into the
+    The base rate is the group's `initial_lr`: its `lr` at the first call. It is saved in the
     optimizer's `state_dict()`, as with torch's own schedulers. A learning rate that is a tensor is
-    filled in place, without waiting for its device.
+    changed in place, without waiting for its device.
 
     Args:
-        optimizers: any.
-        factor: from `Schedule.factor`, 0 or more.
+        optimizers: optimizers of any kind.
+        factor: result of `Schedule.factor`, 0 or more.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -17,22 +17,22 @@ __all__ = ["SyncBatchNorm", "convert"]
 
 
 def convert(model: nn.Module, backend: Backend) -> nn.Module:
-    """Let a model's batch norm see the micro-batches of all ranks, in place.
+    """Convert a model's batch norm to use the micro-batches of all ranks, in place.
 
-    On GPUs under ddp the layers become torch's own SyncBatchNorm, else the one below, also where
-    they were torch's, which takes no CPU. Weights, buffers, hooks and names stay. A rank that is
-    alone has nothing to sum, and keeps its model, but for torch's layers on a CPU.
+    On GPUs with ddp the layers become torch's own SyncBatchNorm, else the class below, also if they
+    were torch's, which does not run on CPUs. Weights, buffers, hooks and names stay. A single rank
+    has nothing to sum, so its model stays unchanged, except torch's layers on a CPU.
 
     Args:
-        model: on its device, before the backend wraps it.
-        backend: of the session.
+        model: model on its device, before the backend wraps it.
+        backend: backend of the session.
 
     Returns:
         The same model.
 
     Raises:
-        UsageError: batch norm of the model's own making, or without weights yet; or a backend that
-            has several GPUs and no sums over them.
+        UsageError: a layer has its own forward() or no weights yet; or the backend has several GPUs
+            and no sums over them.
     """
     if backend.name == "dataparallel" and torch.cuda.device_count() > 1:
         raise UsageError(
@@ -51,8 +51,8 @@ def convert(model: nn.Module, backend: Backend) -> nn.Module:
     for name, layer in layers:
         _refuse(name or "the model", layer)
     for _, layer in layers:
-        # Another class of the same object, as torch's lazy modules do: whoever holds the layer,
-        # a hook, an optimizer or a second place in the model, goes on holding it.
+        # Change the object's class, as torch's lazy modules do: references to the layer, from a
+        # hook, an optimizer or a second place in the model, stay valid.
         if backend.transport == "nccl" and backend.name == "ddp":
             layer.__class__ = nn.SyncBatchNorm
             layer.process_group = None  # type: ignore[assignment]
@@ -81,7 +81,7 @@ def _refuse(name: str, layer: _BatchNorm) -> None:
 
 
 class _Ranks:
-    """Holds the backend, which a copy of the model shares and a file of it does not have."""
+    """Holder of the backend, which copies of the model share and pickles do not contain."""
 
     def __init__(self, backend: Backend | None = None) -> None:
         self.backend = backend
@@ -94,11 +94,11 @@ class _Ranks:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm whose mean and variance, in training, are those of all ranks.
+    """Batch norm whose mean and variance, in training, are over all ranks.
 
-    Takes inputs of shape (batch, channels, ...) of any floating type, with another number of
-    samples on each rank, also none. Sums travel as float64, in one call in the forward pass and one
-    in the backward pass. Otherwise as torch's BatchNorm, which it is where no backend is.
+    Inputs have the shape (batch, channels, ...) and any floating type. The number of samples may
+    differ between ranks, and may be 0. Sums are sent as float64, in one call in the forward pass
+    and one in the backward pass. Otherwise, and without a backend, it equals torch's BatchNorm.
 
     Source: Ioffe and Szegedy, "Batch Normalization", 2015 (arXiv 1502.03167).
     """
@@ -110,17 +110,17 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of two dimensions or more, got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """The normalised input, in its own type.
+        """Return the normalized input, in its own type.
 
         Raises:
-            ValueError: a single value per channel over all ranks, in training.
+            ValueError: all ranks together have a single value per channel, in training.
         """
         if not self.training or self.ranks.backend is None:
             return super().forward(input)
         self._check_input_dim(input)
         moments = self.ranks.backend.sum(_moments(input.detach()))
         total, squares, count = (*moments[:-1].chunk(2), moments[-1])
-        # Read only where all ranks might have one value: it may have to wait for a device.
+        # Read the count only if all ranks may have one value, because the read may wait for a GPU.
         if input.numel() <= input.size(1) and count <= 1:
             raise ValueError(
                 "Expected more than 1 value per channel when training, got "
@@ -136,7 +136,7 @@ class SyncBatchNorm(_BatchNorm):
         return output
 
     def _track(self, mean: Tensor, variance: Tensor) -> None:
-        """Let the running statistics follow."""
+        """Update the running statistics."""
         if self.running_mean is None or self.running_var is None:
             return
         part = self.momentum
@@ -150,10 +150,10 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _moments(x: Tensor) -> Tensor:
-    """Per channel the sum and the sum of squares, and the count, of shape (2 · channels + 1,).
+    """Return sum and sum of squares per channel, and the count, of shape (2 · channels + 1,).
 
-    From the mean and the deviations from it, so that squares of a large mean cancel in float64
-    alone.
+    They are computed from the mean and the deviations from it, so squares of a large mean cancel
+    in float64 only.
     """
     count = x.numel() // max(x.size(1), 1)
     if count == 0:
@@ -168,10 +168,10 @@ def _moments(x: Tensor) -> Tensor:
 class _Normalize(torch.autograd.Function):
     """(x - mean) / sqrt(variance + eps) · weight + bias, with mean and variance of all ranks.
 
-    With h = (x - mean) / sqrt(variance + eps), g the gradient of the output times weight, and N
-    values of a channel on all ranks: mean and variance depend on every x, by 1/N and
-    2 (x - mean)/N, so dx = (g - sum(g)/N - h · sum(g · h)/N) / sqrt(variance + eps), the sums over
-    all ranks. The gradients of weight and bias stay those of this rank: the backend averages them.
+    Let h = (x - mean) / sqrt(variance + eps), g the gradient of the output times weight, and N
+    the number of values of a channel on all ranks. Mean and variance depend on every x, by 1/N and
+    2 (x - mean)/N, so dx = (g - sum(g)/N - h · sum(g · h)/N) / sqrt(variance + eps), with sums over
+    all ranks. The gradients of weight and bias are those of this rank; the backend averages them.
     """
 
     @staticmethod
@@ -186,7 +186,7 @@ class _Normalize(torch.autograd.Function):
         eps: float,
         backend: Backend,
     ) -> Tensor:
-        """The output, with the type and the layout of x."""
+        """Return the output, with the type and the layout of x."""
         ctx.save_for_backward(x, weight, mean, variance, count)
         ctx.eps, ctx.backend = eps, backend
         return _affine(x, mean, variance, weight, bias, eps)
@@ -194,7 +194,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Of x, weight and bias."""
+        """Return the gradients of x, weight and bias."""
         x, weight, mean, variance, count = ctx.saved_tensors
         wide, over = _wide(x.dtype), _all_but_channels(x)
         gradient = gradient.to(wide)
@@ -223,7 +223,7 @@ def _affine(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Batch norm by torch, with a mean and a variance that are given."""
+    """Apply torch's batch norm with a given mean and variance."""
     wide = _wide(x.dtype)
     return functional.batch_norm(
         x,
@@ -237,7 +237,7 @@ def _affine(
 
 
 def _wide(kind: torch.dtype) -> torch.dtype:
-    """The type in which inputs of a type are computed with."""
+    """Return the type for computations with inputs of a type."""
     return torch.float64 if kind == torch.float64 else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""How are numbers kept? One small interface, and a table of those who have it."""
+"""Numeric precisions: an interface, and the table of its implementations."""
 
 import torch
 
@@ -16,16 +16,17 @@ PRECISIONS: dict[str, type[Precision]] = {kind.name: kind for kind in _CLASSES}
 
 
 def open_precision(name: str, device: torch.device, settings: Settings) -> Precision:
-    """A precision by name, on a device that has it.
+    """Return a precision by name, for a device that supports it.
 
     Args:
-        name: a key of the table, or `auto`: bf16 where the device computes in it, fp16 on older
-            GPUs, fp32 on CPUs, where half precision is slower.
-        device: of this rank.
-        settings: that the precision may take.
+        name: a key of the table, or `auto`: bf16 if the device computes in it, fp16 on older GPUs,
+            fp32 on CPUs, where half precision is slower.
+        device: device used by this rank.
+        settings: settings of the precision.
 
     Raises:
-        UsageError: the device lacks it, or it does not take a setting that was given.
+        UsageError: the device does not support the precision, or the precision does not support a
+            given setting.
     """
     if name == "auto":
         name, why = _best(device)
@@ -36,7 +37,7 @@ def open_precision(name: str, device: torch.device, settings: Settings) -> Preci
 
 
 def _best(device: torch.device) -> tuple[str, str]:
-    """What an expert takes on a device, and why."""
+    """Return the best precision on a device, and the reason."""
     if device.type == "cpu":
         return Float32.name, "as CPUs are faster in it than in half precision"
     model = torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""What a precision is, and does in a step."""
+"""Interface of a precision, with its part of a step."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -18,13 +18,13 @@ __all__ = ["Precision", "Settings"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a precision may be told.
+    """Settings of a precision.
 
     Attributes:
-        loss_scale: a number, "dynamic", or None for that of the precision.
-        keep_batchnorm_fp32: whether batch norm stays in fp32 where weights are in half precision;
-            None for what the precision does.
-        world_size: ranks that share a step.
+        loss_scale: a number, "dynamic", or None for the precision's default.
+        keep_batchnorm_fp32: whether batch norm stays in fp32 if weights are in half precision;
+            None for the precision's default.
+        world_size: number of ranks that share a step.
     """
 
     loss_scale: float | str | None = None
@@ -33,22 +33,22 @@ class Settings:
 
 
 class Precision:
-    """Numbers as torch keeps them; the others change a hook or two.
+    """Base class of precisions, with torch's own types; subclasses override some methods.
 
-    In a step they are called in this order: `backward` for each micro-batch; then, for each
-    optimizer, `unscale` where gradients are clipped, and `step`; then `update` and `clear`.
+    A step calls the methods in this order: `backward` for each micro-batch; then, for each
+    optimizer, `unscale` if gradients are clipped, and `step`; then `update` and `clear`.
 
     Args:
-        device: of this rank.
-        settings: held to the precision by `check`.
+        device: device used by this rank.
+        settings: settings that `check` has accepted.
 
     Attributes:
-        name: as in `--precision`.
-        dtype: of the weights and of the batches' floating-point tensors; None leaves both.
+        name: name in `--precision`.
+        dtype: type of the weights and of the batches' floating-point tensors; None keeps both.
         reduced: whether convolutions and matrix products are in half precision.
-        takes: the settings that it takes.
-        scaler: of the loss; None where it has no scale.
-        nonfinite: counts the steps without finite numbers.
+        takes: names of the supported settings.
+        scaler: scaler of the loss; None without a loss scale.
+        nonfinite: counter of the steps without finite numbers.
     """
 
     name: ClassVar[str]
@@ -69,15 +69,16 @@ class Precision:
 
     @property
     def requires_synced_skip(self) -> bool:
-        """Whether a step needs the gradients of all ranks, so that all leave out the same ones."""
+        """Whether a step needs the gradients of all ranks, so that all skip the same steps."""
         return self.scaler is not None
 
     @classmethod
     def check(cls, device: torch.device, settings: Settings) -> None:
-        """Look for what cannot work, before the ranks meet.
+        """Check device and settings, before the rendezvous.
 
         Raises:
-            UsageError: the device lacks the precision, or a setting is not its own.
+            UsageError: the device does not support the precision, or the precision does not
+                support a setting.
         """
         del device
         for name, flag, where in _SETTINGS:
@@ -87,51 +88,51 @@ class Precision:
                 )
 
     def switch(self, undo: ExitStack) -> None:
-        """Set torch's switches.
+        """Set torch's global switches.
 
         Args:
-            undo: gets what puts them back.
+            undo: stack that gets the callbacks to restore the switches.
         """
 
     def convert(self, model: nn.Module) -> None:
-        """Change the weights of a model, in place."""
+        """Convert the weights of a model, in place."""
         if self.dtype is not None:
             model.to(dtype=self.dtype)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Let an optimizer work on what it has to; after `convert` of the models."""
+        """Set the tensors that an optimizer updates; called after `convert` of the models."""
 
     def master(self, parameter: Tensor) -> Tensor:
-        """The weights behind a parameter of a model: itself, or those that it is a copy of."""
+        """Return the weights that the optimizer updates for a parameter: itself, or its master."""
         return parameter
 
     def masters(self) -> Sequence[Tensor]:
-        """The weights behind those of the models, where these are copies."""
+        """Return the master weights, if the models' weights are copies."""
         return ()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Around the forward pass and the loss."""
+        """Return the context manager for the forward pass and the loss."""
         return self._as_it_is
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to go backward from, so that small gradients do not vanish."""
+        """Return the loss for the backward pass, scaled so that small gradients do not vanish."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass of a micro-batch."""
+        """Run the backward pass of a micro-batch."""
         self.nonfinite.see(loss)
         scaled = loss if self.scaler is None else self.scale(loss)
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring gradients to their true size, before they are clipped."""
+        """Divide the gradients by the loss scale, before they are clipped."""
         if self.scaler is not None and _has_gradients(optimizer):
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
-        """The optimizer's step; left out after an overflow where the loss has a scale.
+        """Do the optimizer step; with a loss scale, skip it after an overflow.
 
-        Gradients are averaged before, so all ranks leave out the same.
+        Gradients are averaged before, so all ranks skip the same steps.
         """
         if self.scaler is None:
             optimizer.step()
@@ -139,7 +140,7 @@ class Precision:
             self.scaler.step(optimizer)
 
     def update(self) -> None:
-        """After the steps of all optimizers."""
+        """Count the step and update the loss scale, after the steps of all optimizers."""
         if self.scaler is None:
             self.nonfinite.end(())
             return
@@ -151,26 +152,26 @@ class Precision:
         optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """Return the state that a resumed run needs."""
         if self.scaler is None:
             return {}
         return {"scaler": self.scaler.state_dict(), "skipped": int(self.nonfinite.skipped)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state."""
+        """Load a state."""
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
             self.nonfinite.skipped = state["skipped"]
 
     def numbers(self) -> dict[str, Any]:
-        """For the rows of metrics, the same on all ranks; on a GPU they stay there."""
+        """Return values for the rows of metrics, equal on all ranks; on a GPU they stay there."""
         if self.scaler is None:
             return {}
         return {"loss_scale": self.scaler.value(), "skipped": self.nonfinite.skipped}
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
-    """GradScaler raises for an optimizer whose models had no part in the loss."""
+    """Return whether an optimizer has gradients; GradScaler raises an error without any."""
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 

@@ -1,4 +1,4 @@
-"""Weights, gradients and arithmetic of one type: fp64, fp32, tf32, O0."""
+"""Precisions with one type for weights, gradients and arithmetic: fp64, fp32, tf32, O0."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -14,24 +14,24 @@ _AMPERE = (8, 0)
 
 
 class Float64(Precision):
-    """fp64: to prove that two runs are the same but for the order of their sums."""
+    """fp64: to show that two runs differ only in the order of their sums."""
 
     name = "fp64"
     dtype = torch.float64
 
 
 class Float32(Precision):
-    """fp32, and nothing less: by default torch's convolutions on GPUs take inputs of 10 bits."""
+    """fp32 without TF32: by default torch's convolutions on GPUs round inputs to 10 bits."""
 
     name = "fp32"
     _short_inputs = False
 
     def switch(self, undo: ExitStack) -> None:
-        """TF32 off, or on."""
+        """Switch TF32 off, or on."""
         owners: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
         for owner in owners:
-            # Of the two sets of switches the one that all versions of torch have; torch refuses to
-            # read what was set by both.
+            # torch has two sets of switches. This one is in all versions of torch. If the other
+            # set was used as well, torch raises an error here.
             try:
                 undo.callback(setattr, owner, "allow_tf32", owner.allow_tf32)
             except RuntimeError:
@@ -44,7 +44,7 @@ class Float32(Precision):
 
 
 class TensorFloat(Float32):
-    """tf32: fp32 whose convolutions and matrix products round their inputs to 10 bits.
+    """tf32: fp32 with the inputs of convolutions and matrix products rounded to 10 bits.
 
     Source: "TensorFloat-32 (TF32) on Ampere (and later) devices" in torch's CUDA semantics.
     """
@@ -54,7 +54,7 @@ class TensorFloat(Float32):
 
     @classmethod
     def check(cls, device: torch.device, settings: Settings) -> None:
-        """It takes a GPU that has it."""
+        """Check that the device is a GPU with TF32."""
         super().check(device, settings)
         has = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _AMPERE
         if not has:
@@ -67,7 +67,7 @@ class TensorFloat(Float32):
 
 
 class ApexO0(Float32):
-    """O0 of Apex: fp32, with a fixed loss scale where one is given."""
+    """O0 of Apex: fp32, with a loss scale if one is given."""
 
     name = "O0"
     takes = frozenset({"loss_scale"})

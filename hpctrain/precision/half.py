@@ -1,4 +1,4 @@
-"""Models in half precision: O2, with fp32 master weights behind them, and O3, without.
+"""Precisions with models in half precision: O2, with fp32 master weights, and O3, without.
 
 Source: "opt_levels and Properties" in the documentation of apex.amp.
 """
@@ -21,7 +21,7 @@ _HALF = torch.float16
 
 
 class ApexO3(Precision):
-    """O3: all in half precision, without a loss scale. To see how fast it could be.
+    """O3: all in half precision, by default without a loss scale, as a baseline for speed.
 
     Inputs of a model are cast to half precision, its outputs to fp32, so the loss is in fp32.
     """
@@ -32,7 +32,7 @@ class ApexO3(Precision):
     keeps_batchnorm: ClassVar[bool] = False
 
     def convert(self, model: nn.Module) -> None:
-        """Weights and buffers in half precision, in place, but for batch norm where it is kept."""
+        """Convert weights and buffers to half precision, in place, except a kept batch norm."""
         keep = self.settings.keep_batchnorm_fp32
         keep = self.keeps_batchnorm if keep is None else keep
         for module in model.modules():
@@ -54,7 +54,7 @@ class ApexO3(Precision):
 class ApexO2(ApexO3):
     """O2: fp32 master weights, a dynamic loss scale, and batch norm in fp32.
 
-    The optimizer works on the master weights; the model's are copies, made after each step.
+    The optimizer updates the master weights. The model's weights are copies, made after each step.
     """
 
     name = "O2"
@@ -67,11 +67,11 @@ class ApexO2(ApexO3):
 
     @property
     def requires_synced_skip(self) -> bool:
-        """It does: masters take up what the ranks have averaged."""
+        """True, because the masters get the gradients that the ranks have averaged."""
         return True
 
     def convert(self, model: nn.Module) -> None:
-        """As O3, with masters; what is loaded into the model later goes to them as well."""
+        """Convert as O3 does, with masters; weights loaded into the model later also go to them."""
         super().convert(model)
         for module in model.modules():
             if any(True for _ in module.parameters(recurse=False)):
@@ -84,39 +84,39 @@ class ApexO2(ApexO3):
         super()._halve(parameter)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Give it the masters, with what it knows of their copies."""
+        """Replace the optimizer's parameters by the masters, with the state of their copies."""
         self._masters.give(optimizer)
 
     def master(self, parameter: Tensor) -> Tensor:
-        """The master of a parameter in half precision; others are their own."""
+        """Return the master of a parameter in half precision; else the parameter itself."""
         return self._masters.of(parameter)
 
     def masters(self) -> Sequence[Tensor]:
-        """All of them, in the order of the models' parameters."""
+        """Return all masters, in the order of the models' parameters."""
         return self._masters.all()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Of the masters, which take up the gradients of their copies."""
+        """Copy the gradients to the masters, and divide them by the loss scale."""
         self._masters.collect(optimizer)
         super().unscale(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Of the masters, then the copies anew."""
+        """Update the masters, then renew their copies."""
         self._masters.collect(optimizer)
         super().step(optimizer)
         self._masters.copy_back(optimizer)
 
     def clear(self, optimizer: Optimizer) -> None:
-        """Of masters and copies."""
+        """Clear the gradients of masters and copies."""
         super().clear(optimizer)
         self._masters.clear(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """With the masters: the checkpoint's model has only what half precision left of them."""
+        """Return the state with the masters, as the checkpoint's model is in half precision."""
         return {**super().state_dict(), "masters": list(self._masters.all())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the masters, and make the copies anew."""
+        """Load the masters, and renew their copies."""
         super().load_state_dict(state)
         if "masters" in state:
             self._masters.load(state["masters"])

@@ -1,4 +1,4 @@
-"""fp32 weights behind the half-precision ones of a model.
+"""fp32 master weights of a model in half precision.
 
 Source: Micikevicius et al., "Mixed Precision Training", 2018 (arXiv 1710.03740), section 3.1.
 """
@@ -15,7 +15,7 @@ __all__ = ["Masters"]
 
 
 class Masters:
-    """By parameter of a model (the copy), its master: of the same shape, in fp32."""
+    """Master of each parameter of a model (the copy), with the same shape, in fp32."""
 
     def __init__(self) -> None:
         self._master: dict[Tensor, nn.Parameter] = {}
@@ -23,7 +23,7 @@ class Masters:
         self._collected: set[int] = set()  # optimizers whose masters have this step's gradients
 
     def keep(self, parameter: nn.Parameter) -> None:
-        """Remember a parameter as it is, before it is halved."""
+        """Make the master of a parameter, before the parameter is converted to half precision."""
         if parameter not in self._master:
             data = parameter.detach().to(torch.float32, copy=True)
             master = nn.Parameter(data, parameter.requires_grad)
@@ -31,15 +31,15 @@ class Masters:
             self._copy[master] = parameter
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The master of a copy; a parameter that is none is its own."""
+        """Return the master of a copy; for any other parameter, the parameter itself."""
         return self._master.get(parameter, parameter)
 
     def all(self) -> Sequence[Tensor]:
-        """Of each copy, in the order in which they were kept."""
+        """Return the masters, in the order of the `keep` calls."""
         return [master.detach() for master in self._master.values()]
 
     def give(self, optimizer: Optimizer) -> None:
-        """Let an optimizer work on masters, with the state that it has for their copies."""
+        """Replace an optimizer's parameters by their masters, and keep their state."""
         for group in optimizer.param_groups:
             group["params"] = [self.of(parameter) for parameter in group["params"]]
         for copy, master in self._pairs(optimizer):
@@ -48,7 +48,7 @@ class Masters:
                 optimizer.state[master] = {name: _widen(value) for name, value in state.items()}
 
     def collect(self, optimizer: Optimizer) -> None:
-        """Give masters the gradients of their copies; once in a step."""
+        """Copy the gradients to the masters; once per step."""
         if id(optimizer) in self._collected:
             return
         self._collected.add(id(optimizer))
@@ -58,7 +58,7 @@ class Masters:
             master.grad = None if copy.grad is None else copy.grad.to(torch.float32)
 
     def copy_back(self, optimizer: Optimizer) -> None:
-        """Make the copies anew from the masters of an optimizer."""
+        """Copy the masters of an optimizer to their copies."""
         pairs = list(self._pairs(optimizer))
         if pairs:
             copies, masters = zip(*pairs, strict=True)
@@ -72,12 +72,12 @@ class Masters:
             copy.grad = None
 
     def clear_masters(self, optimizer: Optimizer) -> None:
-        """Clear the gradients of the masters, where the optimizer itself is not asked to."""
+        """Clear the gradients of the masters, if the optimizer's `zero_grad` is not called."""
         for _, master in self._pairs(optimizer):
             master.grad = None
 
     def refresh(self, copies: Iterable[Tensor]) -> None:
-        """Take masters from their copies, where something else was loaded into these."""
+        """Update the masters from their copies, where other values were loaded into the copies."""
         with torch.no_grad():
             for copy in copies:
                 master = self._master.get(copy)
@@ -86,16 +86,16 @@ class Masters:
                     master.copy_(torch.where(same, master, copy.to(master.dtype)))
 
     def take_copies(self) -> None:
-        """Take all masters from their copies, with what half precision has left of them."""
+        """Copy all copies to their masters, with the values rounded to half precision."""
         with torch.no_grad():
             for copy, master in self._master.items():
                 master.copy_(copy)
 
     def load(self, masters: Sequence[Tensor]) -> None:
-        """Take up the masters of a checkpoint.
+        """Load the masters of a checkpoint.
 
         Raises:
-            UsageError: they are those of other models.
+            UsageError: the masters belong to other models.
         """
         own = list(self._master.values())
         if [tuple(m.shape) for m in masters] != [tuple(m.shape) for m in own]:
@@ -111,7 +111,7 @@ class Masters:
                 copy.copy_(saved)
 
     def _pairs(self, optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """The copies and masters of an optimizer."""
+        """Yield the copies and masters of an optimizer."""
         for group in optimizer.param_groups:
             for master in group["params"]:
                 copy = self._copy.get(master)
@@ -120,7 +120,7 @@ class Masters:
 
 
 def _widen(value: object) -> object:
-    """A momentum in half precision, in fp32."""
+    """Convert a momentum in half precision to fp32; return other values unchanged."""
     if isinstance(value, Tensor) and value.dtype == torch.float16:
         return value.float()
     return value

@@ -1,4 +1,4 @@
-"""Weights in fp32, and autocast: bf16, fp16, O1."""
+"""Precisions with weights in fp32 and autocast: bf16, fp16, O1."""
 
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -14,25 +14,25 @@ __all__ = ["ApexO1", "BFloat16", "Half"]
 
 
 class Autocast(Precision):
-    """torch chooses the type of each operation."""
+    """Base class of precisions in which torch chooses the type of each operation."""
 
     reduced = True
     half: ClassVar[torch.dtype]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """torch.autocast."""
+        """Return torch.autocast."""
         return torch.autocast(self.device.type, self.half)
 
 
 class BFloat16(Autocast):
-    """bf16: no loss scale, as its exponent is that of fp32."""
+    """bf16: without a loss scale, because its exponent has the range of fp32."""
 
     name = "bf16"
     half = torch.bfloat16
 
     @classmethod
     def check(cls, device: torch.device, settings: Settings) -> None:
-        """Older GPUs only pretend to have it."""
+        """Warn about older GPUs, on which torch emulates bf16."""
         super().check(device, settings)
         if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             logger.warning(
@@ -43,7 +43,7 @@ class BFloat16(Autocast):
 
 
 class Half(Autocast):
-    """fp16: a loss scale, as gradients below 6e-8 vanish in it."""
+    """fp16: with a loss scale, because gradients below 6e-8 vanish in it."""
 
     name = "fp16"
     half = torch.float16
@@ -51,10 +51,10 @@ class Half(Autocast):
     default_loss_scale = "dynamic"
 
     def convert(self, model: nn.Module) -> None:
-        """Nothing; weights are in fp32.
+        """Check that the model has no weights in half precision.
 
         Raises:
-            UsageError: they are not, and small updates would be lost in them.
+            UsageError: weights are in half precision, where small updates would be lost.
         """
         for name, parameter in model.named_parameters():
             if parameter.dtype == torch.float16:
@@ -68,6 +68,6 @@ class Half(Autocast):
 
 
 class ApexO1(Half):
-    """O1 of Apex: what fp16 is."""
+    """O1 of Apex: the same as fp16."""
 
     name = "O1"

@@ -1,4 +1,4 @@
-"""Steps without finite numbers, counted without waiting for the device."""
+"""Counter of steps without finite numbers, which does not wait for the device."""
 
 import math
 from collections.abc import Sequence
@@ -11,24 +11,25 @@ __all__ = ["NonFinite"]
 
 
 class NonFinite:
-    """Counts steps whose loss is infinite or no number, or whose gradients overflowed.
+    """Counter of steps whose loss is infinite or NaN, or whose gradients overflowed.
 
     Args:
-        device: of this rank; on a GPU the counts stay there.
+        device: device used by this rank; on a GPU the counts stay there.
 
     Attributes:
-        skipped: steps that were left out after an overflow, the same on all ranks.
-        streak: steps in a row without finite numbers, up to the last one, on this rank.
+        skipped: number of steps skipped after an overflow, equal on all ranks.
+        streak: number of consecutive steps without finite numbers, up to the last step, on this
+            rank.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_host = device.type == "cpu"
-        self._loss: Any = False  # whether that of a micro-batch of this step was not finite
+        self._loss: Any = False  # whether a micro-batch of this step had a non-finite loss
         self.skipped: Any = 0
         self.streak: Any = 0
 
     def see(self, loss: Tensor) -> None:
-        """The loss of a micro-batch."""
+        """Check the loss of a micro-batch."""
         if self._on_host:
             if not math.isfinite(loss.item()):
                 self._loss = True
@@ -36,10 +37,10 @@ class NonFinite:
             self._loss = self._loss | ~torch.isfinite(loss.detach())
 
     def end(self, overflows: Sequence[Tensor]) -> None:
-        """The end of a step.
+        """Update the counts at the end of a step.
 
         Args:
-            overflows: of each optimizer, above 0 after an overflow; shape (1,) or ().
+            overflows: tensor of each optimizer, above 0 after an overflow; shape (1,) or ().
         """
         if self._on_host and not (overflows or self._loss or self.streak):
             return  # nearly every step

@@ -1,4 +1,4 @@
-"""The scale of a loss, dynamic or fixed."""
+"""Loss scale, dynamic or fixed."""
 
 import math
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ _LEAST_START = 2.0**10
 
 
 class LossScaler(torch.amp.GradScaler):
-    """GradScaler, with a fixed scale as well, for gradients in half precision as well.
+    """GradScaler that also supports a fixed scale, and gradients in half precision.
 
     Source: torch.amp's documentation, "Gradient Scaling". A dynamic scale is halved at each
-    overflow and doubled after 2,000 steps without one. A fixed one stays; steps that overflow are
-    left out all the same.
+    overflow and doubled after 2,000 steps without one. A fixed scale does not change; steps with
+    an overflow are skipped all the same.
 
     Args:
-        device: of this rank.
-        scale: a number, or "dynamic". That begins at 65,536 over the ranks, a power of two: then a
-            micro-batch goes backward with the same factor, and overflows in the same steps, whether
-            ranks share a step or one process accumulates it, which divides the loss as well. But
-            not below 1,024.
-        world_size: ranks that share a step.
+        device: device used by this rank.
+        scale: a number, or "dynamic". A dynamic scale starts at 65,536 / world_size, rounded down
+            to a power of two, and at least 1,024. So a micro-batch has the same factor, and the
+            same steps overflow, whether ranks share a step or one process accumulates it, which
+            divides the loss as well.
+        world_size: number of ranks that share a step.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class LossScaler(torch.amp.GradScaler):
         super().__init__(device.type, init_scale=self._fixed or start)
 
     def overflows(self) -> Sequence[Tensor]:
-        """Of each optimizer stepped since the last `follow`: above 0 after an overflow."""
+        """Return a tensor of each optimizer since the last `follow`, above 0 after an overflow."""
         return [
             found
             for state in self._per_optimizer_states.values()
@@ -45,22 +45,22 @@ class LossScaler(torch.amp.GradScaler):
         ]
 
     def follow(self) -> None:
-        """Let the scale follow the overflows."""
-        if self.overflows():  # none where no optimizer had gradients
+        """Update the scale after a step."""
+        if self.overflows():  # empty if no optimizer had gradients
             self.update(self._fixed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a dynamic scale; a fixed one is that of this start."""
+        """Load a dynamic scale; a fixed one keeps the value of this start."""
         if self._fixed is None:
             super().load_state_dict(state_dict)
 
     def value(self) -> float | Tensor:
-        """The scale; on a GPU a tensor of one element there."""
+        """Return the scale; on a GPU as a tensor with one element there."""
         if self._scale is None:
             return self._init_scale
         return self._scale.item() if self._scale.device.type == "cpu" else self._scale
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        """GradScaler refuses gradients in half precision, which O3 has."""
+        """Allow gradients in half precision, which O3 has and GradScaler refuses."""
         optimizer, inverse, found = args[:3]
         return super()._unscale_grads_(optimizer, inverse, found, True, **kwargs)

@@ -1,1 +1,1 @@
-"""What concerns this one process: its device, threads, random states, logging and signals."""
+"""Functions for this process alone: device, threads, random states, logging and signals."""

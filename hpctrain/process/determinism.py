@@ -1,4 +1,4 @@
-"""torch's switches for bit-equal repeats, and for speed where they are not asked for.
+"""torch's settings for bit-identical repeats, and for speed if these are not requested.
 
 Source: "Reproducibility" in torch's notes.
 """
@@ -13,11 +13,11 @@ __all__ = ["Determinism"]
 
 
 class Determinism:
-    """Switches them when asked to, and knows what they were before.
+    """Settings of torch for deterministic algorithms, applied at once and restored by `put_back`.
 
     Args:
-        wanted: whether repeats have to be bit-equal.
-        device: of this rank.
+        wanted: whether repeats have to be bit-identical.
+        device: device used by this rank.
     """
 
     _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -29,9 +29,9 @@ class Determinism:
             torch.backends.cudnn.benchmark,
             os.environ.get(self._WORKSPACE),
         )
-        # Of images of one size cuDNN finds its fastest algorithms once; which, depends on the day.
+        # For inputs of one size cuDNN measures once which algorithm is fastest; this can vary.
         torch.backends.cudnn.benchmark = device.type == "cuda" and not wanted
-        # Not touched where not asked for: torch imports its compiler to switch this one.
+        # Called only if requested, because this call makes torch import its compiler.
         if wanted:
             logger.info(
                 "deterministic: torch uses only algorithms that repeat bit for bit; on GPUs some "
@@ -39,11 +39,11 @@ class Determinism:
             )
             torch.use_deterministic_algorithms(True)
             if device.type == "cuda":
-                # cuBLAS reads it from nowhere else.
+                # The environment is the only place where cuBLAS reads this setting.
                 os.environ.setdefault(self._WORKSPACE, ":4096:8")
 
     def put_back(self) -> None:
-        """Leave torch as it was found."""
+        """Restore torch's previous settings."""
         algorithms, benchmark, workspace = self._before
         torch.backends.cudnn.benchmark = benchmark
         if not self._wanted:

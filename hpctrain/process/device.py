@@ -1,4 +1,4 @@
-"""Which device belongs to a rank?"""
+"""The choice of the device for a rank."""
 
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -14,20 +14,22 @@ from hpctrain.process.logging import logger
 
 __all__ = ["choose", "index_of", "take_slice", "why_not"]
 
-# Not as an export before srun, which sets the variable anew in each task.
+# Not as an export before srun, because srun sets the variable again in each task.
 _HIDE = f"to train on the CPU: env {visible_gpus.CUDA}= python SCRIPT"
 
 
 def take_slice(world: World, env: MutableMapping[str, str], undo: ExitStack) -> None:
-    """Leave this rank its own MIG slice of several, before CUDA starts and sees the first alone.
+    """Make only this rank's own MIG slice visible, if the process has several slices.
+
+    CUDA reads the variable once, at its start, and uses only the first slice.
 
     Args:
-        world: the rank.
-        env: CUDA reads it once, when it starts.
-        undo: gets what puts the variable back.
+        world: place of this rank.
+        env: environment to change.
+        undo: stack that receives the callback which restores the variable.
 
     Raises:
-        UsageError: more ranks than slices, or CUDA has started.
+        UsageError: there are more ranks than slices, or CUDA has already started.
     """
     own = visible_gpus.own_slice(env, world.local_rank)
     if own is None:
@@ -43,15 +45,15 @@ def take_slice(world: World, env: MutableMapping[str, str], undo: ExitStack) -> 
 
 
 def choose(world: World, job: Allocation | None, env: Mapping[str, str]) -> torch.device:
-    """This rank's GPU, or the CPU where there is none. Makes the GPU the current one.
+    """Return this rank's GPU and make it the current device; return the CPU if there is no GPU.
 
     Args:
-        world: the rank.
-        job: the scheduler's job; GPUs in it that torch cannot use are refused.
-        env: the environment; it says which GPUs this process is meant to see.
+        world: place of this rank.
+        job: job of the scheduler; an error is raised if torch cannot use its GPUs.
+        env: environment with the variables that select the visible GPUs.
 
     Raises:
-        UsageError: more ranks on this host than GPUs, or GPUs that torch cannot use.
+        UsageError: this host has more ranks than GPUs, or torch cannot use the job's GPUs.
     """
     if torch.version.hip:
         visible_gpus.check_rocm(env)
@@ -67,10 +69,10 @@ def choose(world: World, job: Allocation | None, env: Mapping[str, str]) -> torc
 
 
 def _refuse_waste(job: Allocation | None, env: Mapping[str, str], said: Sequence[str]) -> None:
-    """GPUs that are paid for and that torch cannot use; on one's own machine a warning is enough.
+    """Refuse to leave the job's GPUs idle; outside of such a job, only warn about idle GPUs.
 
     Raises:
-        UsageError: the job has GPUs.
+        UsageError: the job has GPUs that torch cannot use.
     """
     meant = visible_gpus.visible(env)
     if meant is not None and not meant.names:
@@ -94,7 +96,7 @@ def _refuse_waste(job: Allocation | None, env: Mapping[str, str], said: Sequence
 
 
 def why_not(said: Sequence[str]) -> tuple[str, str]:
-    """Why torch has no GPU, and what to type."""
+    """Return the reason why torch has no GPU, and what to type."""
     if not torch.version.cuda and not torch.version.hip:
         return (
             "it is a CPU build",
@@ -112,18 +114,18 @@ def why_not(said: Sequence[str]) -> tuple[str, str]:
 
 
 def index_of(world: World, visible: int) -> int:
-    """The index of a rank's GPU among those that its process sees.
+    """Return the index of a rank's GPU among the GPUs visible to its process.
 
-    With one GPU visible to each task (Slurm's --gpus-per-task, or --gpu-bind) that is 0, otherwise
-    the local rank. Two ranks on one GPU are found when the ranks meet, as no process can see it
-    alone.
+    If each task sees one GPU (Slurm's --gpus-per-task, or --gpu-bind), the index is 0, otherwise
+    the local rank. Two ranks on one GPU are detected at the rendezvous, as one process alone
+    cannot detect them.
 
     Args:
-        world: the rank.
-        visible: the number of GPUs that this process sees, at least 1.
+        world: place of the rank.
+        visible: number of GPUs visible to this process, at least 1.
 
     Raises:
-        UsageError: the local rank is beyond the visible GPUs.
+        UsageError: the local rank is not below the number of visible GPUs.
     """
     if visible == 1:
         return 0

@@ -1,10 +1,10 @@
-"""What ranks leave for whoever started them: that they have a session; when and how they failed.
+"""Files that ranks write for their launcher: whether a session opened, when and how it failed.
 
     FOLDER/session-RANK     the rank has opened a session
-    FOLDER/failure-RANK     JSON: when, whether it only repeats what befell another rank, and what
-    FOLDER/shown            made by the rank whose traceback is on standard error
+    FOLDER/failure-RANK     JSON with the fields of `Failure`
+    FOLDER/shown            process id of the rank whose traceback is on standard error
 
-Standard library alone: `hpctrain run` reads it.
+Only the standard library is imported, because `hpctrain run` reads these files.
 """
 
 import contextlib
@@ -24,14 +24,15 @@ __all__ = ["Failure", "failures", "note_failure", "note_session", "sessions", "s
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a rank failed.
+    """The failure of a rank.
 
     Attributes:
-        time: when, in seconds of the monotonic clock, which all processes of a host share.
-        follows: whether it comes of the failure of another rank.
-        words: one line for people.
-        pid: of the process.
-        traceback: of an error that is none of hpctrain's; else empty.
+        time: time of the failure, in seconds of the monotonic clock, the same for all processes
+            of a host.
+        follows: whether the failure of another rank caused it.
+        words: description for the user.
+        pid: process id of the rank.
+        traceback: traceback of the error; empty for an error of hpctrain and for SystemExit.
     """
 
     time: float
@@ -42,12 +43,12 @@ class Failure:
 
 
 def note_session(rank: int, env: Mapping[str, str]) -> None:
-    """This rank has a session."""
+    """Record that this rank has opened a session."""
     _write(env, f"session-{rank}", "")
 
 
 def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> None:
-    """This rank fails; only the first failure counts."""
+    """Record the failure of this rank; later failures of the rank are ignored."""
     follows = isinstance(error, RankLostError) or (
         isinstance(error, HpctrainError) and error.told_by_rank_0
     )
@@ -61,12 +62,16 @@ def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> Non
 
 
 def shows(env: Mapping[str, str]) -> bool:
-    """Whether this rank shows its traceback: the first one does, and one that is on its own."""
-    return env_vars.EVIDENCE not in env or _write(env, "shown", str(os.getpid()))
+    """Check whether this rank shows its traceback: the first rank that fails, or a single rank."""
+    # Where nothing can be written, better each rank shows its traceback than none.
+    folder = env.get(env_vars.EVIDENCE)
+    return (
+        not folder or _write(env, "shown", str(os.getpid())) or not Path(folder, "shown").exists()
+    )
 
 
 def shown(folder: Path) -> int | None:
-    """The process whose traceback is on standard error."""
+    """Return the id of the process whose traceback is on standard error, or None."""
     try:
         return int((folder / "shown").read_text())
     except (OSError, ValueError):
@@ -74,21 +79,21 @@ def shown(folder: Path) -> int | None:
 
 
 def sessions(folder: Path) -> bool:
-    """Whether any rank had a session."""
+    """Check whether any rank has opened a session."""
     return any(folder.glob("session-*"))
 
 
 def failures(folder: Path) -> dict[int, Failure]:
-    """By rank, what it left."""
+    """Return the recorded failure of each rank that has one."""
     found = {}
     for path in folder.glob("failure-*"):
-        with contextlib.suppress(OSError, ValueError, TypeError):  # cut off as it was killed
+        with contextlib.suppress(OSError, ValueError, TypeError):  # incomplete after a kill
             found[int(path.name.rpartition("-")[2])] = Failure(**json.loads(path.read_text()))
     return found
 
 
 def _write(env: Mapping[str, str], name: str, text: str) -> bool:
-    """Make a file that is not there yet; whether this process has made it."""
+    """Create a file that does not exist yet; return whether this process has created it."""
     folder = env.get(env_vars.EVIDENCE)
     if not folder:
         return False

@@ -1,4 +1,4 @@
-"""How many files and connections may this process have open?"""
+"""The limit on open files and connections of this process."""
 
 import resource
 from collections.abc import Callable
@@ -7,17 +7,17 @@ from hpctrain.errors import UsageError
 
 __all__ = ["make_room"]
 
-# A connection to each other rank (gloo's pairs, rank 0's callers and its store's clients), and
-# what a process has open besides: libraries, loader workers, files.
+# Open files for each rank (connections of gloo; on rank 0 clients of the rendezvous and of the
+# store), and for everything else: libraries, loader workers, files.
 _BESIDES = 512
 _CONNECTIONS = 2
 
 
 def make_room(world_size: int) -> Callable[[], None]:
-    """Raise the limit on open files where the ranks need more; what puts it back.
+    """Raise the limit on open files if the ranks need more; return a function that restores it.
 
     Raises:
-        UsageError: the system's own limit is lower.
+        UsageError: the system's hard limit is too low for one connection to each rank.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _CONNECTIONS * world_size + _BESIDES

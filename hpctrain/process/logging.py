@@ -1,4 +1,4 @@
-"""Who speaks: rank 0 to people, every rank to a log file of its own."""
+"""Logging: rank 0 logs to standard error, and every rank to its own log file."""
 
 import contextlib
 import logging
@@ -13,9 +13,10 @@ logger = logging.getLogger("hpctrain")
 
 
 class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what `sys.stderr` is at the time: tests, notebooks and progress bars replace it.
+    """A handler that writes to the current `sys.stderr`.
 
-    A record with `extra={"screen": False}` is for log files alone.
+    Tests, notebooks and progress bars replace `sys.stderr`. A record with
+    `extra={"screen": False}` is written only to log files.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def setup_logging(rank: int) -> None:
-    """Rank 0 says everything on standard error; the others say only what is wrong."""
+    """Log to standard error: all messages on rank 0, only warnings and errors on other ranks."""
     logger.setLevel(logging.INFO)
     logger.propagate = False
     for handler in [h for h in logger.handlers if isinstance(h, _StandardError)]:
@@ -41,12 +42,12 @@ def setup_logging(rank: int) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that may come to a full disk: said once, and no reason to end anything."""
+    """A log file on a disk that may be full: the error is reported once and ends nothing."""
 
     _said = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, its name in logging
-        """Instead of a traceback for each line."""
+        """Report the first error in one line, instead of a traceback for each record."""
         del record
         if not self._said:
             self._said = True
@@ -55,15 +56,15 @@ class _LogFile(logging.FileHandler):
             )
 
     def close(self) -> None:
-        """What is not written by now is lost."""
+        """Close the file; ignore an error, as text that is not written yet is lost anyway."""
         with contextlib.suppress(OSError):
             super().close()
 
 
 def add_log_file(path: Path) -> logging.Handler:
-    """Write all that this rank says to a file as well, until `drop`."""
+    """Write this rank's log also to a file, until `remove_log_file`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name that is no UTF-8 is shown as well as it can be.
+    # A file name that is not valid UTF-8 is written with backslash escapes.
     handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
@@ -71,15 +72,15 @@ def add_log_file(path: Path) -> logging.Handler:
 
 
 def remove_log_file(handler: logging.Handler) -> None:
-    """Write no more to the file of `keep`."""
+    """Close the log file of `add_log_file` and stop writing to it."""
     logger.removeHandler(handler)
     handler.close()
 
 
 def abandon(stream: TextIO) -> None:
-    """Let what is written to a stream go nowhere: its reader has left, as `head` does.
+    """Discard further output to a stream whose reader has closed it, as `head` does.
 
-    Otherwise Python would try to write the rest at its end, and fail.
+    Otherwise Python would try to write the remaining output at exit, and fail.
     Source: the note on SIGPIPE in the documentation of Python's signal module.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""Tensors in tuples, lists and dicts: what a loader gives and a model takes."""
+"""Nested tuples, lists, dicts and dataclasses of tensors, as batches and model inputs."""
 
 import copy
 import dataclasses
@@ -11,16 +11,18 @@ __all__ = ["map_tensors"]
 
 
 def map_tensors(function: Callable[[Tensor], Any], things: Any) -> Any:
-    """The same tuples (named ones too), lists, dicts and dataclasses with each tensor replaced.
+    """Return a copy of a nested structure with each tensor replaced.
+
+    The structure may contain tuples (also named tuples), lists, dicts and dataclasses.
 
     Args:
-        function: gives what a tensor is replaced by.
-        things: what is no tensor stays as it is.
+        function: returns the replacement of a tensor.
+        things: structure; other values in it do not change.
     """
     if isinstance(things, Tensor):
         return function(things)
     if isinstance(things, dict):
-        new = copy.copy(things)  # of the same class, which may be made in its own way
+        new = copy.copy(things)  # keeps the class, whose constructor may be special
         for key, value in things.items():
             new[key] = map_tensors(function, value)
         return new

@@ -1,4 +1,4 @@
-"""The random states of a rank: Python's, NumPy's and torch's, as plain values and tensors."""
+"""The random states of a rank in Python, NumPy and torch, as plain values and tensors."""
 
 import random
 from typing import Any
@@ -10,27 +10,28 @@ __all__ = ["capture", "put_back", "seed"]
 
 
 def seed(number: int, device: torch.device, everything: bool) -> None:
-    """Begin a stream of random numbers.
+    """Seed the random number generators.
 
     Args:
-        number: from 0 on, below 2**63.
-        device: whose generator besides that of the CPU. `torch.manual_seed` asks for all kinds of
-            devices, which takes 0.5 ms where torch was built for GPUs and there is none.
-        everything: whether those of Python and NumPy begin anew too, or torch's alone.
+        number: seed from 0 to 2**63 - 1.
+        device: device whose generator is seeded in addition to that of the CPU.
+            (`torch.manual_seed` checks all kinds of devices, which takes 0.5 ms if torch was
+            built for GPUs and there is none.)
+        everything: whether Python and NumPy are seeded too, or torch alone.
     """
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)
     if everything:
         random.seed(number)
-        numpy.random.seed(number % 2**32)  # which takes no more
+        numpy.random.seed(number % 2**32)  # NumPy's largest seed is 2**32 - 1
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The state of each generator, in types that `torch.load(weights_only=True)` takes.
+    """Return the state of each generator, in types that `torch.load(weights_only=True)` accepts.
 
     Args:
-        device: whose generator besides that of the CPU.
+        device: device whose generator is included in addition to that of the CPU.
     """
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if device.type == "cuda":
@@ -41,11 +42,12 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def put_back(states: dict[str, Any], device: torch.device) -> None:
-    """Set the generators to what `capture` has seen.
+    """Restore the generators to the states that `capture` returned.
 
     Args:
-        states: of `capture`.
-        device: whose generator besides that of the CPU; it may be of another kind than before.
+        states: result of `capture`.
+        device: device whose generator is restored in addition to that of the CPU; its type may
+            differ from the type at `capture`.
     """
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])

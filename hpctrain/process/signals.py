@@ -1,4 +1,4 @@
-"""The signals that ask a run to stop, and processes that must not hear them."""
+"""The signals that stop a run, and helper processes that must not react to them."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 __all__ = ["STOP", "blocked", "obey_parent"]
 
-# What schedulers send before they kill: Slurm's --signal and preemption, and people's own choice.
+# Signals that come before a kill: from Slurm's --signal, from preemption, or from the user.
 STOP = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 _SECONDS_BETWEEN_LOOKS = 5.0
@@ -17,11 +17,12 @@ _ALL = {*STOP, signal.SIGINT}
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Within it, processes are started that do not hear them.
+    """Block the stop signals and SIGINT for processes that are started in this context.
 
-    A scheduler sends its signals to every process of a step, and a terminal to all of a group. A
-    process that serves a rank, such as a loader worker, has to live until the rank has saved. The
-    mask is what is inherited by fork and exec alike; this process hears afterwards what came.
+    A scheduler sends its signals to every process of a step, and a terminal to every process of a
+    group. A helper process of a rank, such as a loader worker, has to run until the rank has
+    saved. Processes inherit the signal mask through fork and exec. This process receives pending
+    signals at the end of the context.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ALL)
     try:
@@ -31,15 +32,15 @@ def blocked() -> Iterator[None]:
 
 
 def obey_parent(master: int) -> None:
-    """In a process that was started `unheard`: end by a SIGTERM of its master, and of no other.
+    """Exit on a SIGTERM from the master process alone, in a process started within `blocked`.
 
-    So `multiprocessing` can still end a worker that hangs. It also ends when its master is gone:
-    one that a fork server has started would not notice. The exit code is 0 where the master has
-    asked, so that torch does not call a worker failed that it has ended itself, and 143 where the
-    master is gone.
+    So `multiprocessing` can still end a worker that hangs. The process also exits when its master
+    is gone, which a process of a fork server would not notice. The exit code is 0 after the
+    master's SIGTERM, so that torch does not report a worker as failed that torch itself has ended.
+    It is 143 if the master is gone.
 
     Args:
-        master: the id of the process that it works for.
+        master: id of the master process.
     """
 
     def listen() -> None:

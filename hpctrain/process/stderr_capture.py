@@ -1,4 +1,4 @@
-"""What libraries written in C++ print on standard error, in a file as well."""
+"""A copy of standard error in a file, for the output of C++ libraries."""
 
 import contextlib
 import os
@@ -10,18 +10,18 @@ from typing import TextIO
 __all__ = ["StderrCapture"]
 
 _END_SECONDS = 2.0
-# Signals to all processes of a job are for the rank; what it then prints is wanted.
+# tee ignores signals to all processes of a job, to record what the rank prints after them.
 _COMMAND = 'trap "" HUP INT QUIT TERM USR1 USR2; exec tee -a -- "$0"'
 
 
 class StderrCapture:
-    """A process between file descriptor 2 and what it was, until `close`.
+    """A process that copies file descriptor 2 to a file and to the original stream until `close`.
 
-    A process, and no thread, so that the last words of a rank that crashes are not lost. What
-    Python writes to `sys.stderr` goes its own way: the rank's log has it already.
+    It is a process and not a thread, so that the last output of a crashing rank is not lost.
+    Python's output to `sys.stderr` is not copied, because the rank's log already has it.
 
     Args:
-        path: the file, to which it is appended.
+        path: file to which the output is appended.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,25 +37,25 @@ class StderrCapture:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        except OSError:  # no shell: the screen alone has it
+        except OSError:  # without a shell, the output is only on the screen
             return
         if _writes_to_2(self._python):
             self._python.flush()
-            # Stays open: a logging handler that is made meanwhile keeps it.
+            # Not closed in `close`: a logging handler created in between may still use it.
             self._own = sys.stderr = os.fdopen(self._before, "w", 1, errors="backslashreplace")
         assert self._process.stdin is not None
         os.dup2(self._process.stdin.fileno(), 2)
         self._process.stdin.close()
 
     def close(self) -> None:
-        """Leave file descriptor 2 and `sys.stderr` as they were."""
+        """Restore file descriptor 2 and `sys.stderr`."""
         if sys.stderr is self._own:
             sys.stderr = self._python
         os.dup2(self._before, 2)
         if self._own is None:
             os.close(self._before)
         if self._process is not None:
-            # It ends with the last process that has its pipe, such as a loader worker.
+            # It ends after the last process with its pipe, which may be a loader worker.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_SECONDS)
 
@@ -63,5 +63,5 @@ class StderrCapture:
 def _writes_to_2(stream: object) -> bool:
     try:
         return stream.fileno() == 2  # type: ignore[attr-defined, no-any-return]
-    except (AttributeError, OSError, ValueError):  # a notebook's, or one that is closed
+    except (AttributeError, OSError, ValueError):  # in a notebook, or a closed stream
         return False

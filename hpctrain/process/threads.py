@@ -1,4 +1,4 @@
-"""How many threads does a rank compute with, and has it the cores for them?"""
+"""The number of threads of a rank, and the check that it has enough cores."""
 
 import os
 from collections import Counter, defaultdict
@@ -12,22 +12,22 @@ from hpctrain.process.logging import logger
 
 __all__ = ["Threads"]
 
-# Whoever sets one of these has decided.
+# Variables with which the user or the launcher sets the number of threads.
 _DECIDED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
-# Each keeps batches in memory, and more of them feed no GPU of today any faster.
+# Each worker keeps batches in memory, and more workers do not make current GPUs faster.
 _MOST_WORKERS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """The cores of a rank and what somebody decided; it travels with the rendezvous.
+    """The cores and threads of a rank; the ranks exchange them at the rendezvous.
 
     Attributes:
-        cores: a bit for each core that the process may run on: its affinity, which a scheduler or
-            taskset sets.
-        decided: the number of threads, where the environment has one.
-        before: the number of threads that torch began with.
+        cores: bit mask of the cores that the process may use: its affinity, set by a scheduler or
+            taskset.
+        decided: number of threads if the environment sets it, else None.
+        before: initial number of threads in torch.
     """
 
     cores: int
@@ -36,13 +36,13 @@ class Threads:
 
     @classmethod
     def here(cls, env: Mapping[str, str]) -> Self:
-        """Of this process."""
+        """Read the cores and threads of this process."""
         before = torch.get_num_threads()
         decided = before if any(env.get(name) for name in _DECIDED) else None
         return cls(sum(1 << core for core in os.sched_getaffinity(0)), decided, before)
 
     def entry(self) -> dict[str, Any]:
-        """What the other ranks are told."""
+        """Return the values for the other ranks."""
         return {"cores": f"{self.cores:x}", "threads": self.decided}
 
     def fit(
@@ -52,19 +52,19 @@ class Threads:
         rank: int,
         workers: int | str,
     ) -> int:
-        """Divide cores among the ranks that share them, where nobody has decided; warn of too few.
+        """Divide shared cores among the ranks, and warn if there are too few cores.
 
-        By default torch takes a thread for each core that it may use, and so would every rank on
-        the same cores.
+        A number of threads set in the environment is kept. By default torch uses one thread for
+        each available core, so ranks on the same cores would start too many threads.
 
         Args:
-            entries: by rank, what `entry` said.
-            host_of_rank: by rank, the index of its host.
-            rank: this one; rank 0 speaks for all.
-            workers: loader processes of each rank; "auto" leaves one core for the rank itself.
+            entries: values of `entry`, by rank.
+            host_of_rank: index of the host, by rank.
+            rank: this rank; rank 0 logs for all ranks.
+            workers: number of loader processes of each rank; "auto" leaves one core for the rank.
 
         Returns:
-            The loader processes of this rank.
+            The number of loader processes of this rank.
         """
         shares = _shares(entries, host_of_rank)
         share = shares[rank]
@@ -76,12 +76,12 @@ class Threads:
         return min(max(share - 1, 1), _MOST_WORKERS) if isinstance(workers, str) else workers
 
     def put_back(self) -> None:
-        """As before the session."""
+        """Restore torch's number of threads."""
         torch.set_num_threads(self.before)
 
 
 def _shares(entries: Sequence[Mapping[str, Any]], host_of_rank: Sequence[int]) -> list[int]:
-    """By rank, the cores that it has when all who may run on the same ones divide them."""
+    """Return each rank's number of cores, divided among the ranks that share them."""
     on_host: dict[int, Counter[int]] = defaultdict(Counter)
     cores = [int(entry["cores"], 16) for entry in entries]
     for host, mask in zip(host_of_rank, cores, strict=True):
@@ -93,7 +93,7 @@ def _shares(entries: Sequence[Mapping[str, Any]], host_of_rank: Sequence[int]) -
 
 
 def _tell(entries: Sequence[Mapping[str, Any]], shares: Sequence[int]) -> None:
-    """Which ranks got fewer threads than torch would have taken."""
+    """Log how many ranks have fewer threads than torch's default."""
     divided = {
         rank: share
         for rank, (entry, share) in enumerate(zip(entries, shares, strict=True))
@@ -112,7 +112,7 @@ def _tell(entries: Sequence[Mapping[str, Any]], shares: Sequence[int]) -> None:
 
 
 def _warn(entries: Sequence[Mapping[str, Any]], shares: Sequence[int], workers: int) -> None:
-    """Threads or loader workers that are more than the cores take turns."""
+    """Warn about ranks with more threads or loader workers than cores."""
     short: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank, (entry, share) in enumerate(zip(entries, shares, strict=True)):
         threads = entry["threads"] or share

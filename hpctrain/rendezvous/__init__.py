@@ -1,22 +1,23 @@
-"""Where do the ranks meet, and who is there? Plain sockets, no torch.
+"""The rendezvous: the ranks of a start connect and receive the roster. Plain sockets, no torch.
 
-Rank 0 listens on the first free of a few ports that follow from the start's key. The others ask
-those ports, at rank 0's host or at all hosts where it may be, until one answers with the proof
-that it belongs to this start, and say who they are. Where no host is known, rank 0 leaves word on
-a board. When all are there, rank 0 sends everyone the roster, with the address and port of a second
-socket that it has bound for the backend's store, and when all have heard it they begin.
+Rank 0 listens on the first free of a few ports that are derived from the start's key. The other
+ranks try these ports, on rank 0's host or on all hosts where rank 0 may run, until one answers with
+the proof that it belongs to this start. Then they send their entries. If no host is known, rank 0
+publishes its addresses in a key-value store. When all ranks are connected, rank 0 sends the roster
+to each, with the address and port of a second socket that it has bound for the backend's store.
+The ranks begin when all of them have confirmed the roster.
 
 The messages are lines of JSON:
 
     rank → rank 0   {"start": …, "challenge": …}
-    rank 0 → rank   {"start": …, "proof": …, "challenge": …}      at once: this is the right place
+    rank 0 → rank   {"start": …, "proof": …, "challenge": …}      at once: the right server
     rank → rank 0   {"proof": …, "hello": "[rank, world size, entry]"}
     rank 0 → rank   {"proof": …} {"roster": …, "addresses": […], "port": …, "nonce": …}
     rank → rank 0   {"heard": …}
     rank 0 → rank   {"proof": …} {"begin": true}         or, in place of roster or begin,
                     {"proof": …} {"error": [found, expected, fix], "code": …}
 
-`messages.Credentials` says what the proofs prove.
+`messages.Credentials` describes the proofs.
 """
 
 import os
@@ -44,15 +45,15 @@ __all__ = ["KeyValueStore", "Rendezvous", "Roster", "meet", "ports"]
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The outcome: a complete World, and what a backend needs to open.
+    """The result of a rendezvous: a complete World, and what a backend needs to open.
 
     Attributes:
-        world: this rank, with nothing left open.
-        roster: the ranks, their hosts and addresses.
-        nonce: a prefix for everything that these ranks exchange; no other start has it.
-        listener: on rank 0 of several ranks the bound, listening socket whose port is
-            `roster.port`; it belongs to the backend now. None elsewhere.
-        store: the launcher's own store, as it was given to `meet`.
+        world: place of this rank, with all fields set.
+        roster: all ranks, with their hosts and addresses.
+        nonce: prefix for the keys that these ranks exchange; no other start has the same one.
+        listener: bound, listening socket with port `roster.port`, owned by the backend; set on
+            rank 0 of several ranks, None elsewhere.
+        store: the launcher's own store, as given to `meet`.
     """
 
     world: World
@@ -75,35 +76,36 @@ def meet(
     folder: Path | None = None,
     clock: Clock = time.monotonic,
 ) -> Rendezvous:
-    """Wait for all ranks of the world, and learn who they are.
+    """Wait for all ranks of the world, and return the roster and the complete World.
 
     Args:
-        world: this rank, as its launcher has it.
-        point: where the launcher lets the ranks meet.
-        entry: what to tell the others; JSON values.
-        timeout: seconds until those who have not come are named and the start is given up; at
-            most `launchers.LONGEST_TIMEOUT`. The others give rank 0 some seconds more to say so.
-        announce: called with a line for people when waiting takes long.
-        error: what this rank found wrong before it came. It is told to all ranks, and all of
-            them raise it, so nobody waits for a rank that cannot train.
-        check: what rank 0 does with the roster before anybody else gets it. What it raises is
-            raised by all ranks.
-        store: the launcher's own store, as a place to leave word.
-        folder: on a file system that all hosts share: a word of rank 0 is left there for as long
-            as the rendezvous takes, where nothing else leads to it.
-        clock: seconds, for every time-out; a test moves one of its own.
+        world: place of this rank, from its launcher.
+        point: rendezvous point, from the launcher.
+        entry: data about this rank for all other ranks; JSON values.
+        timeout: seconds to wait for all ranks, at most `launchers.LONGEST_TIMEOUT`. After that
+            the start fails with an error that names the missing ranks. The other ranks wait some
+            seconds longer, so that rank 0 can send them this error.
+        announce: function called with a status line for the user when waiting takes long.
+        error: error that this rank found before the rendezvous. It is sent to all ranks, and all
+            of them raise it, so that no rank waits for one that cannot train.
+        check: function that rank 0 calls with the roster before it sends the roster. If it raises
+            an error, all ranks raise it.
+        store: the launcher's own store, in which rank 0 can publish its addresses.
+        folder: folder on a file system that all hosts share. If nothing else leads to rank 0, it
+            publishes its addresses in a file there during the rendezvous.
+        clock: clock in seconds, for every time-out; tests pass their own.
 
     Raises:
-        StartError: a rank did not come, was lost, or rank 0 cannot be found.
-        ContradictionError: two processes say that they are the same rank, or sizes differ.
-        HpctrainError: the error that a rank brought, or that of `check`.
+        StartError: a rank is missing or was lost, or rank 0 cannot be found.
+        ContradictionError: two processes have the same rank, or the world sizes differ.
+        HpctrainError: the error of a rank, or that of `check`.
     """
     try:
         address = address_on(point.interface) if point.interface else None
     except UsageError as mistake:
         address, error = None, error or mistake
     entry = {**entry, "host": point.host, "pid": os.getpid(), "world": _places(world)}
-    # Host and pid do not tell containers apart.
+    # Two containers may have the same host name and pid.
     entry["process"] = Credentials.challenge()
     entry["address"] = None if world.on_one_host else address
     if error is not None:
@@ -137,7 +139,7 @@ def _places(world: World) -> dict[str, Any]:
     return {
         "local_rank": world.local_rank,
         "node_rank": world.node_rank,
-        # As JSON has it, so that all rolls are equal; one rank says it for all.
+        # A list, as in JSON, so that all rosters are equal. Only rank 0 sends it.
         "hosts": list(world.hosts) if world.hosts and world.rank == 0 else None,
         "launcher": world.launcher,
     }

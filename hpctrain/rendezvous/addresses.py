@@ -1,4 +1,4 @@
-"""Where rank 0 may be: addresses, and a few ports that follow from the start's key."""
+"""Addresses where rank 0 may listen, and a few ports that are derived from the start's key."""
 
 import hashlib
 import socket
@@ -16,7 +16,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def ports(point: RendezvousPoint) -> list[int]:
-    """The ports to try, in order: the one that was given, then those that follow from the key."""
+    """Return the ports to try, in order: the given one, then those derived from the key."""
     if point.only_port and point.port:
         return [point.port]
     digest = hashlib.sha256(f"port/{point.key}".encode(errors="surrogateescape")).digest()
@@ -28,19 +28,19 @@ def ports(point: RendezvousPoint) -> list[int]:
 
 
 def hosts_to_ask(world: World, point: RendezvousPoint) -> tuple[str, ...]:
-    """The names or addresses of the hosts where rank 0 may be, the likeliest first."""
+    """Return the names or addresses of the hosts where rank 0 may run, the likeliest first."""
     if world.on_one_host:
-        return (LOOPBACK,)  # nobody else needs to reach it
+        return (LOOPBACK,)  # no other host has to reach rank 0
     likely = (point.address,) if point.address else ()
     return tuple(dict.fromkeys((*likely, *point.others)))
 
 
 class Names:
-    """Names of hosts as addresses, and what is wrong with those that have none.
+    """Resolver of host names, with the reason for each name that has no usable address.
 
     Args:
-        own: the name of this host.
-        pretended: several hosts are pretended on this one, so loopback leads to all of them.
+        own: name of this host.
+        simulated: whether this host simulates several hosts, so that loopback reaches all of them.
     """
 
     def __init__(self, own: str, simulated: bool) -> None:
@@ -50,7 +50,7 @@ class Names:
         self.wrong: dict[str, str] = {}
 
     def resolve(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Each name with each of its addresses. A name that failed is asked for again."""
+        """Yield each name with each of its addresses. A name that failed is resolved again."""
         for name in names:
             if name not in self._known:
                 found = self._ask(name)
@@ -62,7 +62,7 @@ class Names:
     def _ask(self, name: str) -> Sequence[str]:
         try:
             answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # of names that cannot be
+        except (OSError, UnicodeError) as error:  # UnicodeError: invalid name
             why = getattr(error, "strerror", None) or error
             self.wrong[name] = f"{name} does not resolve: {why}"
             return ()
@@ -74,7 +74,7 @@ class Names:
         if beyond or self._simulated or is_loopback(name) or _short(name) == self._own:
             self.wrong.pop(name, None)
             return beyond or found
-        # Its own host may call it so; from here it leads to this host.
+        # Another host may resolve its own name to loopback; here that address is this host.
         self.wrong[name] = f"{name} resolves to {', '.join(found)}, which is this host"
         return ()
 

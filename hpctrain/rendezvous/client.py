@@ -1,4 +1,4 @@
-"""The side of a rank above 0: it finds rank 0, says who it is, and waits for the roster."""
+"""The client side of the rendezvous, on ranks above 0: find rank 0 and wait for the roster."""
 
 import hashlib
 import ipaddress
@@ -32,34 +32,33 @@ from hpctrain.rendezvous.roster import Roster, make_roster
 
 __all__ = ["RendezvousClient"]
 
-# Connections under way at once: a stranger that accepts and says nothing holds one of them, and
-# delays nobody. A rank 0 with thousands of callers may well take some seconds.
+# Connections under way at once. An unknown peer that accepts and sends nothing holds one of them,
+# without a delay for the others. A rank 0 with thousands of clients may take some seconds.
 _ATTEMPTS = 16
 _ATTEMPT_SECONDS = 20.0
-_CROWDED_SECONDS = 1.0  # that is left to the oldest of them where another place waits its turn
-# From one connection to the next, where hosts refuse them: many ranks may ask many hosts.
+_CROWDED_SECONDS = 1.0  # minimum time for the oldest of them when all are in use
+# Pause after a refused connection, as many ranks may try many hosts.
 _BRAKE_SECONDS = 0.002
 _FEW_ADDRESSES = 8
-# Given to a connection before the next one is tried beside it ("Happy Eyeballs", RFC 8305).
+# Time for a connection before the next one is tried in parallel ("Happy Eyeballs", RFC 8305).
 _HEAD_START_SECONDS = 0.05
-_PAUSES = (0.005, 0.5)  # from one round of all places to the next, growing
-# What cannot get better by waiting is waited for this long all the same: name servers fail under
-# the questions of a large start.
+_PAUSES = (0.005, 0.5)  # between two rounds of all places: first and longest pause
+# Minimum wait even if no name resolves: name servers fail under the queries of a large start.
 _HOPELESS_SECONDS = 10.0
-_BOARD_SECONDS = (0.1, 2.0)  # from one look at the board to the next: before a word, and after
+_BOARD_SECONDS = (0.1, 2.0)  # between two reads of the store: before a value is there, and after
 
 
 class RendezvousClient:
-    """A rank above 0 on its way to the rendezvous.
+    """The client of the rendezvous on a rank above 0.
 
     Args:
-        world, point: as its launcher has it.
-        credentials: of this start.
-        entry: what to tell the others.
-        board: where rank 0 leaves word, or None.
-        timeout: seconds until it gives up.
-        announce: called with a line for people when waiting takes long.
-        clock: for every time-out.
+        world, point: place of this rank and rendezvous point, from its launcher.
+        credentials: credentials of this start.
+        entry: data about this rank for all other ranks.
+        store: key-value store in which rank 0 publishes its addresses, or None.
+        timeout: seconds until the client gives up.
+        announce: function called with a status line for the user when waiting takes long.
+        clock: clock in seconds, for every time-out.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class RendezvousClient:
         self.attempts: dict[tuple[str, int], Probe] = {}
         self.answers: dict[tuple[str, int], str] = {}
         self.round = 0
-        self.gone = ""  # what became of a rank 0 that was there
+        self.gone = ""  # how the last connection to rank 0 was lost
         self.word: list[tuple[str, int]] = []
         self.next_look = self.next_try = 0.0
         self.began = self.clock()
@@ -95,11 +94,11 @@ class RendezvousClient:
         self.hopeful = self.began + _HOPELESS_SECONDS
 
     def join(self) -> tuple[Roster, str]:
-        """The roster, and the nonce of this start.
+        """Find rank 0, and return the roster and the nonce of this start.
 
         Raises:
-            StartError: rank 0 cannot be found, or went away.
-            HpctrainError: what rank 0 found wrong.
+            StartError: rank 0 cannot be found, or was lost.
+            HpctrainError: the error that rank 0 sent.
         """
         with self.selector:
             while True:
@@ -108,11 +107,11 @@ class RendezvousClient:
                     outcome = self._talk(probe, challenge)
                 if outcome is not None:
                     return outcome
-                # It may have been the last moment of an earlier start, but that does not last.
+                # An earlier start may have answered just before its end. That is over soon.
                 self.deadline = min(self.deadline, self.clock() + _HOPELESS_SECONDS)
 
     def _find(self) -> tuple[Probe, str]:
-        """A connection to rank 0, which has proved that it is, and its challenge."""
+        """Return a connection to rank 0, which has proved its identity, and its challenge."""
         news = self.clock() + NEWS_SECONDS
         pause, rest = _PAUSES[0], 0.0
         places: deque[tuple[str, int]] = deque()
@@ -120,7 +119,7 @@ class RendezvousClient:
             while (now := self.clock()) < self.deadline:
                 if not places and now >= rest:
                     places.extend(self._places())
-                    # Many ranks may ask many hosts.
+                    # Many ranks may try many hosts.
                     rest = now + pause * max(1.0, len(places) / 128)
                     pause = min(2 * pause, _PAUSES[1])
                 room = self._has_room(now)
@@ -146,7 +145,7 @@ class RendezvousClient:
         raise self._lost()
 
     def _places(self) -> list[tuple[str, int]]:
-        """Where to knock in the next round: where the board says, then port by port all hosts."""
+        """Return the places to try next: those in the store, then all hosts port by port."""
         if self.store is not None and self.clock() >= self.next_look:
             self._look()
         found = [address for _, address in self.names.resolve(self.hosts)]
@@ -154,24 +153,24 @@ class RendezvousClient:
             self.hopeful = self.clock() + _HOPELESS_SECONDS
         ports = self.ports
         if len(found) > _FEW_ADDRESSES and len(ports) > 1:
-            # The first port is free nearly always: it is asked in each round, the others in turn.
+            # Rank 0 nearly always gets the first port: try it in each round, the others in turn.
             self.round += 1
             ports = [ports[0], ports[1 + self.round % (len(ports) - 1)]]
         every = [*self.word, *((address, port) for port in ports for address in found)]
         return [place for place in dict.fromkeys(every) if place not in self.attempts]
 
     def _look(self) -> None:
-        """Read the board."""
+        """Read rank 0's addresses from the key-value store."""
         assert self.store is not None
         said = decode(self.store.read(self.credentials.start) or b"")
         try:
             self.word = _read_word(said) if said else []
         except (KeyError, TypeError, ValueError):
-            self.word = []  # somebody else's, or half of one
+            self.word = []  # a value of another program, or an incomplete one
         self.next_look = self.clock() + _BOARD_SECONDS[bool(self.word)]
 
     def _try(self, place: tuple[str, int]) -> None:
-        """Begin to connect."""
+        """Begin to connect to a place."""
         try:
             attempt = Probe(place, self.credentials, self.clock)
         except OSError as error:
@@ -183,7 +182,7 @@ class RendezvousClient:
         self.next_try = self.clock() + _HEAD_START_SECONDS
 
     def _hear(self, attempt: Probe) -> tuple[Probe, str] | None:
-        """Go on with an attempt; the connection and the challenge if it leads to rank 0."""
+        """Continue an attempt; return it with the challenge if it leads to rank 0."""
         try:
             challenge = attempt.go_on()
         except OSError as error:
@@ -197,9 +196,9 @@ class RendezvousClient:
         return attempt, challenge
 
     def _has_room(self, now: float) -> bool:
-        """Whether one more connection may begin; where an address swallows all calls, it makes way.
+        """Check whether one more connection may begin; drop an old one that gets no answer.
 
-        It is asked again in the next round.
+        The dropped place is tried again in the next round.
         """
         if len(self.attempts) >= _ATTEMPTS:
             oldest = next(iter(self.attempts.values()))
@@ -220,7 +219,7 @@ class RendezvousClient:
         self.next_try = self.clock() + _BRAKE_SECONDS
 
     def _talk(self, probe: Probe, challenge: str) -> tuple[Roster, str] | None:
-        """Say who this is, and wait for the roster; None where the connection was lost."""
+        """Send this rank's entry and wait for the roster; return None if the connection is lost."""
         connection, peer = probe.connection, probe.place[0]
         hello = json.dumps([self.world.rank, self.world.world_size, self.entry])
         proof = self.credentials.proof("client", challenge, hello)
@@ -228,7 +227,7 @@ class RendezvousClient:
             keep_alive(connection)
             connection.settimeout(GRACE_SECONDS)
             connection.sendall(encode({"proof": proof, "hello": hello}))
-            # As long as rank 0 waits for others; if it is lost, the connection ends by itself.
+            # Rank 0 may wait this long for others. If it is lost, keep-alive ends the connection.
             connection.settimeout(self.timeout + 2 * GRACE_SECONDS)
             with connection.makefile("rb") as reader:
                 roster = last = self._read(reader, probe.challenge + challenge)
@@ -250,7 +249,7 @@ class RendezvousClient:
         return make_roster(entries, tuple(roster["addresses"]), roster["port"]), roster["nonce"]
 
     def _read(self, reader: BinaryIO, challenges: str) -> dict[str, Any] | None:
-        """A message of rank 0; None where there is none, or it is not rank 0's own."""
+        """Return a message of rank 0; None if there is none, or its proof is wrong."""
         proof = (decode(reader.readline(LONGEST_GREETING)) or {}).get("proof")
         line = reader.readline(LONGEST_LINE)
         digest = hashlib.sha256(line).hexdigest()
@@ -259,7 +258,7 @@ class RendezvousClient:
         )
 
     def _seen(self) -> str:
-        """What became of the last attempt at each address."""
+        """Describe the result of the last attempt at each address."""
         seen: dict[str, list[str]] = {}
         answers = dict.fromkeys(self.attempts, "no answer yet") | self.answers
         for (address, port), why in answers.items():
@@ -290,10 +289,10 @@ class RendezvousClient:
 
 
 def _read_word(said: dict[str, Any]) -> list[tuple[str, int]]:
-    """The places in a word of rank 0.
+    """Return the addresses and ports that rank 0 has published.
 
     Raises:
-        KeyError, TypeError, ValueError: it is something else.
+        KeyError, TypeError, ValueError: the value has another format.
     """
     port = said["port"]
     if type(port) is not int or not 0 < port < 1 << 16:

@@ -1,4 +1,4 @@
-"""The start-up proof: what each rank says of itself, and what must not differ between ranks."""
+"""The consistency check at start: the entry of each rank, and the values that must be equal."""
 
 import hashlib
 import os
@@ -20,17 +20,17 @@ from hpctrain.process.logging import logger
 
 __all__ = ["Difference", "check", "differences", "entry"]
 
-# Each of them is said to the other ranks, and where it is one rank's alone, to people: so no name
-# that may hold a password.
+# Their values are sent to the other ranks and may be shown to the user, so no variable that may
+# hold a password.
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-# What a launcher gives each rank in its own way.
+# Arguments that a launcher sets differently for each rank.
 _OWN_ARGUMENTS = ("--local_rank", "--local-rank")
 _MOST_ARGUMENTS = 200
 _MOST_FILES = 200
-# An option and perhaps its value (`--name`, `--name=value`, `-n`, `-nvalue`); the name is missing
-# from anything else, such as a negative number.
+# An option and perhaps its value (`--name`, `--name=value`, `-n`, `-nvalue`). Other arguments,
+# such as a negative number, match without a name.
 _OPTION = re.compile(r"(?:(--[A-Za-z][\w-]*|-[A-Za-z])=?((?<=.)(?s:.+))?\Z)?")
-# With it NCCL takes several ranks on one GPU; from 2.30 on. Source: its own message without it.
+# With it NCCL accepts several ranks on one GPU, from 2.30 on. Source: NCCL's message without it.
 _MAY_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _SHOWN_RANKS = 8
 _SHOWN_VALUES = 4
@@ -38,13 +38,14 @@ _SHOWN_VALUES = 4
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something in which ranks differ.
+    """A difference between ranks.
 
     Attributes:
-        subject: what it is about, such as "torch".
-        found: who has what.
-        expected, fix: as in an error.
-        wrong: the ranks cannot train together, or would train something else than was meant.
+        subject: name of what differs, such as "torch".
+        found: text that lists which ranks have which value.
+        expected, fix: texts as in an error.
+        wrong: whether it is an error: the ranks cannot train together, or would train something
+            other than intended.
     """
 
     subject: str
@@ -55,17 +56,17 @@ class Difference:
 
 
 def entry(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank says of itself at the rendezvous; JSON values.
+    """Return the data about this rank for the rendezvous, as JSON values.
 
     Args:
-        device: of this rank.
-        settings: the options that decide the numbers, by flag.
+        device: device used by this rank.
+        settings: options that decide the results of the training, by flag.
 
     Returns:
         `gpu` (its UUID, else PCI address; None for a CPU), `gpu_name`, `visible` (devices, by
-        variable), `versions`, `settings`, `command` (see below), `code` (by file, a hash: the
-        script and the modules in its folder that were imported by now), `network` (the settings
-        of NCCL, gloo and the like). Of the command, values are hashed: they may be passwords.
+        variable), `versions`, `settings`, `command` (its values are hashed, as they may be
+        passwords), `code` (a hash by file: the script and the modules in its folder that are
+        imported so far), `network` (settings of NCCL, gloo and similar).
     """
     cuda = device.type == "cuda"
     return {
@@ -88,14 +89,14 @@ def entry(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
-    """Refuse what is wrong, and warn of what may be. Called by rank 0 for all.
+    """Raise an error for a wrong difference, and log warnings for the others. Called on rank 0.
 
     Args:
-        entries: by rank, what `entry` said.
-        hosts: by rank, the name of its host.
+        entries: result of `entry` on each rank, by rank.
+        hosts: host name of each rank, by rank.
 
     Raises:
-        ContradictionError: naming the ranks.
+        ContradictionError: the first wrong difference, with its ranks.
     """
     found = differences(entries, hosts)
     for one in found:
@@ -106,11 +107,11 @@ def check(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
 
 
 def differences(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Sequence[Difference]:
-    """In what the ranks differ, what is wrong first.
+    """Return the differences between the ranks, the wrong ones first.
 
     Args:
-        entries: by rank, what `entry` said.
-        hosts: by rank, the name of its host.
+        entries: result of `entry` on each rank, by rank.
+        hosts: host name of each rank, by rank.
     """
     ranks = _Ranks(entries, hosts)
     found = [
@@ -124,26 +125,26 @@ def differences(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> S
 
 
 class _Ranks:
-    """Entries, and what there is to say about who differs."""
+    """The entries of all ranks, with methods to group and format ranks."""
 
     def __init__(self, entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
         self.entries = entries
         self.hosts = hosts
 
     def by_value(self, value: Callable[[Mapping[str, Any]], Any]) -> dict[Any, list[int]]:
-        """The ranks that have each value, those of rank 0 first."""
+        """Return the ranks that have each value, the value of rank 0 first."""
         groups: dict[Any, list[int]] = {}
         for rank, one in enumerate(self.entries):
             groups.setdefault(value(one), []).append(rank)
         return groups
 
     def say(self, groups: Mapping[Any, Sequence[int]], name: str) -> str:
-        """`torch 2.15.0 on ranks 0, 1 (node1), 2.14.0 on rank 2 (node2)`."""
+        """Format groups: `torch 2.15.0 on ranks 0, 1 (node1), 2.14.0 on rank 2 (node2)`."""
         parts = [f"{_plain(v)} on {self.who(r)}" for v, r in list(groups.items())[:_SHOWN_VALUES]]
         return f"{name} {', '.join(parts)}" + (", …" if len(groups) > _SHOWN_VALUES else "")
 
     def who(self, ranks: Sequence[int]) -> str:
-        """Ranks and their hosts."""
+        """Format ranks and their hosts."""
         shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
         if len(ranks) > _SHOWN_RANKS:
             shown += f", … ({len(ranks)} ranks)"
@@ -153,9 +154,9 @@ class _Ranks:
 
 
 def _shared_gpus(ranks: _Ranks) -> Iterable[Difference]:
-    """What no process can see alone: one GPU for two ranks, or one for only some.
+    """Find what no process can detect alone: two ranks on one GPU, or a GPU on some ranks only.
 
-    Two on one GPU are slow, and NCCL refuses them unless all ranks say that it is meant.
+    Two ranks on one GPU are slow, and NCCL refuses them unless all ranks allow it.
     """
     groups = ranks.by_value(lambda one: one["gpu"])
     without = groups.pop(None, [])
@@ -181,7 +182,7 @@ def _shared_gpus(ranks: _Ranks) -> Iterable[Difference]:
             )
 
 
-# What ranks that differ in it do: fail in each other's messages, or only perhaps.
+# Whether different versions are an error, as messages between ranks fail; otherwise a warning.
 _VERSIONS = {"hpctrain": True, "torch": True, "cuda": True, "nccl": True, "python": False}
 
 
@@ -215,9 +216,10 @@ def _settings(ranks: _Ranks) -> Iterable[Difference]:
 
 
 def _program(ranks: _Ranks) -> Iterable[Difference]:
-    """Of commands and code only the user knows whether they may differ; scripts may not.
+    """Find differences in script, command, GPU model and network settings.
 
-    Two programs in one step, each with a rank 0 of its own, would share one key.
+    Different scripts are an error: two programs in one step, each with its own rank 0, would share
+    one key. For the rest, only the user can decide whether a difference is allowed.
     """
     groups = ranks.by_value(lambda one: one["command"][0])
     if len(groups) > 1:
@@ -249,11 +251,11 @@ def _program(ranks: _Ranks) -> Iterable[Difference]:
 
 
 def _code_differs(ranks: _Ranks) -> Iterable[Difference]:
-    """Files that several ranks have and that are not the same; a stale copy on one host."""
+    """Find files whose content differs between ranks, such as a stale copy on one host."""
     names = dict.fromkeys(name for one in ranks.entries for name in one["code"])
     for name in names:
         groups = ranks.by_value(lambda one, name=name: one["code"].get(name))  # type: ignore[misc]
-        groups.pop(None, None)  # not imported there, which a script may decide by rank
+        groups.pop(None, None)  # not imported there: a script may import by rank
         if len(groups) > 1:
             yield Difference(
                 "code",
@@ -265,14 +267,14 @@ def _code_differs(ranks: _Ranks) -> Iterable[Difference]:
 
 
 def _text(value: object) -> str:
-    """To be compared and shown; each host may have interfaces of its own."""
+    """Return a text to compare and show, without interface names, which may differ by host."""
     if isinstance(value, Mapping):
         value = {name: v for name, v in value.items() if not name.endswith("_IFNAME")}
     return str(value)
 
 
 def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """The first argument in which two commands differ; of its value, nothing."""
+    """Describe the first argument in which two commands differ, without its value."""
     for number, (own, other) in enumerate(zip(ours, theirs, strict=False)):
         if own != other:
             a, b = (text.partition("=")[0] for text in (own, other))
@@ -282,9 +284,9 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with what may be secret hashed: `["train.py", "--lr", "--lr=6f4b1c2d"]`."""
+    """Return the arguments with hashed values: `["train.py", "--lr", "--lr=6f4b1c2d"]`."""
     said = [Path(arguments[0]).name if arguments and arguments[0] else ""]
-    before = ""  # the option whose value may come next
+    before = ""  # the option whose value may follow
     for number, argument in enumerate(arguments[1:_MOST_ARGUMENTS], 1):
         name, value = _OPTION.match(argument).groups()  # type: ignore[union-attr]
         if (name or before) in _OWN_ARGUMENTS:
@@ -301,7 +303,7 @@ def _command(arguments: Sequence[str]) -> list[str]:
 
 
 def _code() -> dict[str, str]:
-    """By file, a hash: the script, and the modules in its folder that were imported by now."""
+    """Return a hash by file: the script, and the modules in its folder that are imported so far."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None:
         return {}
@@ -314,13 +316,13 @@ def _code() -> dict[str, str]:
         try:
             content = Path(path).read_bytes()
         except OSError:
-            continue  # it was there when it was imported
+            continue  # deleted since it was imported
         hashes[os.path.relpath(path, folder)] = _short_hash(content)
     return hashes
 
 
 def _gpu(device: torch.device) -> str:
-    """What tells one GPU from any other anywhere."""
+    """Return an identifier that is unique among the GPUs of all hosts."""
     properties = torch.cuda.get_device_properties(device)
     uuid = getattr(properties, "uuid", None)
     if uuid:

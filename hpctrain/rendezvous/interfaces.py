@@ -12,14 +12,14 @@ __all__ = ["address_on", "addresses", "interface_of", "reachable"]
 
 _SIOCGIFADDR = 0x8915  # the request for an interface's IPv4 address, linux/sockios.h
 _IPV6_TABLE = Path("/proc/net/if_inet6")
-_LINK_LOCAL = "20"  # the scope in that table: an address that only has a meaning with a cable
-# Bridges and the like inside of a host, by the names that their makers give them: often with the
-# same address on every host.
+_LINK_LOCAL = "20"  # the scope in that table: an address that is valid on one link only
+# Default name prefixes of bridges and other interfaces inside a host: often with the same address
+# on every host.
 _INSIDE = ("docker", "virbr", "br-", "veth", "cni", "flannel", "podman", "lxc", "lxd", "vmnet")
 
 
 def addresses() -> dict[str, list[str]]:
-    """The addresses of each interface that has one, IPv4 before IPv6, without link-local ones."""
+    """Return the addresses by interface, IPv4 before IPv6, without link-local ones."""
     found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -42,13 +42,13 @@ def addresses() -> dict[str, list[str]]:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address; None where none has it."""
+    """Return the name of the interface that has an address, or None."""
     plain = address.partition("%")[0]
     return next((name for name, own in addresses().items() if plain in own), None)
 
 
 def address_on(name: str) -> str:
-    """The address of the interface of that name.
+    """Return the first address of an interface.
 
     Raises:
         UsageError: there is no such interface, or it has no address.
@@ -66,7 +66,7 @@ def address_on(name: str) -> str:
 
 
 def reachable() -> list[str]:
-    """This host's addresses, those by which other hosts most likely reach it first."""
+    """Return this host's addresses; those that other hosts can most likely reach are first."""
     found = addresses()
     own = [
         (name.startswith(_INSIDE), address)

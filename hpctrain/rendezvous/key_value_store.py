@@ -1,4 +1,4 @@
-"""Boards: where rank 0 leaves word of its addresses, if nothing else leads to it."""
+"""Key-value stores in which rank 0 publishes its addresses, if nothing else leads to it."""
 
 import contextlib
 import http.client
@@ -17,35 +17,35 @@ _ANSWER_SECONDS = 5.0
 
 
 class KeyValueStore(Protocol):
-    """A place that all ranks of a start can read.
+    """A key-value store that all ranks of a start can read.
 
     Attributes:
-        where: for people.
+        where: description of the store for error messages.
     """
 
     where: str
 
     def write(self, name: str, word: bytes) -> None:
-        """Leave a word under a name, in place of any earlier one.
+        """Publish a value under a name, in place of any earlier one.
 
         Raises:
-            OSError: it cannot be left.
+            OSError: the value cannot be written.
         """
 
     def read(self, name: str) -> bytes | None:
-        """The word, or None while there is none or the board cannot be reached."""
+        """Return the value, or None if there is none or the store cannot be reached."""
 
     def clear(self, name: str) -> None:
-        """Take the word away, where that is needed."""
+        """Remove the value, if that is needed."""
 
 
 class HorovodStore:
-    """horovodrun's own rendezvous server: values under /scope/key by HTTP.
+    """The rendezvous server of horovodrun: values under /scope/key over HTTP.
 
     Source: horovod/runner/http/http_server.py, Horovod 0.28.1.
 
     Args:
-        address, port: of the server, as horovodrun tells its processes.
+        address, port: address and port of the server, as horovodrun gives them to its processes.
     """
 
     def __init__(self, address: str, port: int) -> None:
@@ -53,16 +53,16 @@ class HorovodStore:
         self._place = (address, port)
 
     def write(self, name: str, word: bytes) -> None:
-        """A PUT."""
+        """Send the value with PUT."""
         if self._ask("PUT", name, word) is None:
             raise OSError(f"{self.where} does not answer")
 
     def read(self, name: str) -> bytes | None:
-        """A GET."""
+        """Fetch the value with GET."""
         return self._ask("GET", name, None)
 
     def clear(self, name: str) -> None:
-        """Nothing: the server ends with its start."""
+        """Do nothing: the server ends with its start."""
 
     def _ask(self, method: str, name: str, body: bytes | None) -> bytes | None:
         try:
@@ -81,10 +81,10 @@ class HorovodStore:
 
 
 class FileStore:
-    """A file in a folder that all hosts see.
+    """A file in a folder that all hosts can read.
 
     Args:
-        folder: made where it is missing, for as long as the word is there.
+        folder: folder of the file; if missing, it is created, and removed with the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,7 +93,7 @@ class FileStore:
         self.where = f"a file in {self._folder}"
 
     def write(self, name: str, word: bytes) -> None:
-        """By a temporary name, so that nobody reads a half."""
+        """Write a temporary file and rename it, so that no rank reads an incomplete value."""
         self._made = not self._folder.exists()
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(name)
@@ -102,16 +102,16 @@ class FileStore:
         temporary.replace(path)
 
     def read(self, name: str) -> bytes | None:
-        """The file's content."""
+        """Return the content of the file, or None if it cannot be read."""
         try:
-            # NFS remembers that a file is not there until its folder is looked at again.
+            # NFS caches that a file is missing until its folder is read again.
             os.scandir(self._folder).close()
             return self._path(name).read_bytes()
         except OSError:
             return None
 
     def clear(self, name: str) -> None:
-        """Remove the file, and its folder if that was not there before and is empty."""
+        """Remove the file, and its folder if `write` created it and it is empty."""
         with contextlib.suppress(OSError):
             self._path(name).unlink()
             if self._made:
@@ -124,15 +124,15 @@ class FileStore:
 def choose(
     world: World, point: RendezvousPoint, store: KeyValueStore | None, folder: Path | None
 ) -> KeyValueStore | None:
-    """The board of a start; None where its ranks find rank 0 without.
+    """Return the key-value store of a start, or None if its ranks find rank 0 without one.
 
     Args:
-        world, point: what the launcher says.
-        store: the launcher's own, where it takes torch to talk to it.
-        folder: for a file, where nothing better is there.
+        world, point: place of this rank and rendezvous point, from its launcher.
+        store: the launcher's own store, if access to it needs torch.
+        folder: folder for a file, used if there is no better way.
 
     Raises:
-        StartError: nothing says where rank 0 is.
+        StartError: there is no way to find rank 0.
     """
     if store is not None:
         return store

@@ -1,4 +1,4 @@
-"""What ranks say to each other before they can talk: lines of JSON, and the proof of a start."""
+"""Messages of the rendezvous: lines of JSON, and the proof that a peer belongs to the start."""
 
 import base64
 import hashlib
@@ -31,9 +31,9 @@ __all__ = [
 LONGEST_LINE = 1 << 26
 LONGEST_HELLO = 1 << 17
 LONGEST_GREETING = 1 << 10
-# The others wait a little longer than rank 0, which knows who is missing and tells them.
+# The other ranks wait this much longer than rank 0, which sends them the list of missing ranks.
 GRACE_SECONDS = 5.0
-# From one word to people to the next, while waiting takes long.
+# Time between two status lines for the user while waiting takes long.
 NEWS_SECONDS = 10.0
 
 Entry = dict[str, Any]
@@ -42,58 +42,58 @@ Clock = Callable[[], float]
 
 
 class Credentials:
-    """What the ranks of one start know, and how they prove it without saying it.
+    """The shared secret of the ranks of one start, and its proof, which does not reveal it.
 
     Each side sends a random challenge and answers the other's with an HMAC (RFC 2104) under a key
-    that both derive from the start's key and the secret. So who only listens on the port, or
-    knocks at it, learns nothing that opens the rendezvous.
+    that both derive from the start's key and the secret. A process that only listens on the port,
+    or connects to it, learns nothing that gives access to the rendezvous.
 
     Args:
-        key: of the start: the same on all of its ranks.
-        secret: what only the ranks of the start know; may be empty, and then whoever knows or
-            guesses the key passes.
+        key: key of the start, the same on all of its ranks.
+        secret: secret that only the ranks of the start have; may be empty. Then any process that
+            has or guesses the key is accepted.
     """
 
     def __init__(self, key: str, secret: str) -> None:
-        #: What the start is called in the open.
+        #: Public name of the start.
         self.start = hashlib.sha256(_bytes(f"start/{key}")).hexdigest()[:32]
         self._shared = hmac.new(_bytes(f"shared/{secret}"), _bytes(key), "sha256").digest()
 
     @staticmethod
     def challenge() -> str:
-        """Something new to be answered."""
+        """Return a new random challenge."""
         return secrets.token_hex(16)
 
     def proof(self, side: str, challenge: str, text: str = "") -> str:
-        """The answer to a challenge.
+        """Return the answer to a challenge.
 
         Args:
-            side: "host", "client" or "message" (of the host, later): an answer is good for one
-                thing alone, and cannot be sent back to where it came from.
-            challenge: the other side's; of a message both, the client's first.
-            text: what the answer vouches for.
+            side: "host", "client" or "message" (a later message of the host). An answer is valid
+                for one of them only, so it cannot be sent back to its sender.
+            challenge: challenge of the other side; for a message both, the client's first.
+            text: text that the answer proves.
         """
         said = json.dumps([side, challenge, text]).encode()
         return hmac.new(self._shared, said, "sha256").hexdigest()
 
     def proves(self, given: object, side: str, challenge: str, text: str = "") -> bool:
-        """Whether `given` is that answer."""
+        """Check whether `given` is the answer that `proof` returns."""
         expected = self.proof(side, challenge, text).encode()
         return hmac.compare_digest(str(given).encode(errors="replace"), expected)
 
 
 def _bytes(text: str) -> bytes:
-    """As it was in the environment, which may hold any bytes."""
+    """Return the original bytes of a text from the environment, which may hold any bytes."""
     return text.encode(errors="surrogateescape")
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """A message as it travels."""
+    """Encode a message as one line of JSON."""
     return json.dumps(message).encode() + b"\n"
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """A message, or None for anything that is none."""
+    """Decode a message; return None if the line is not a message."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -102,21 +102,21 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let a connection to a host that was lost end by itself, within twenty seconds."""
+    """Let a connection to a lost host end by itself, within twenty seconds."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    # Keep-alive rests while something unacknowledged is under way.
+    # Keep-alive pauses while sent data is not acknowledged.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
 
 
 def pack(entries: Sequence[Entry]) -> str:
-    """All entries, short: what they have in common once. They go to each rank.
+    """Compress all entries, as each rank gets them; common values are stored once.
 
     Returns:
-        text: zlib (RFC 1950) in base64 over JSON, `{name: [value]}` where all have the same, else
-        `{name: [value of rank 0, value of rank 1, …]}`.
+        text: zlib (RFC 1950) in base64 over JSON, `{name: [value]}` if all ranks have the same
+        value, else `{name: [value of rank 0, value of rank 1, …]}`.
     """
     names = dict.fromkeys(name for entry in entries for name in entry)
     columns = {name: [entry.get(name) for entry in entries] for name in names}
@@ -125,7 +125,7 @@ def pack(entries: Sequence[Entry]) -> str:
 
 
 def unpack(text: str, count: int) -> tuple[Entry, ...]:
-    """The inverse of `pack`, for `count` entries."""
+    """Return the `count` entries from a text of `pack`."""
     columns = json.loads(zlib.decompress(base64.b64decode(text)))
     return tuple(
         {name: v[0] if len(v) == 1 else v[rank] for name, v in columns.items()}

@@ -1,4 +1,4 @@
-"""Who calls rank 0: it listens, lets ranks in and sends strangers away. It knows of no roster."""
+"""The connections to rank 0: accept ranks, and dismiss unknown peers. No roster here."""
 
 import errno
 import hashlib
@@ -23,26 +23,28 @@ from hpctrain.rendezvous.messages import (
 
 __all__ = ["Peer", "Peers", "listen"]
 
-# Strangers who say nothing are sent away after this, and the oldest of them when there are more
-# than there can be ranks.
+# Unknown peers are dismissed after this time, and the oldest of them earlier if their number
+# exceeds the number of ranks by more than `_STRANGERS`.
 _STRANGER_SECONDS = 10.0
 _STRANGERS = 256
-# Nobody is let in for this long where the process may open no more files.
+# Pause without new connections when the process may open no more files.
 _FULL_SECONDS = 0.1
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A connection to rank 0: a rank, or a stranger until it has proved that it is one.
+    """A connection to rank 0: an unknown peer until it has proved that it is a rank.
 
     Attributes:
-        connection: to it.
-        came: when, by the clock.
-        address, own: its address, and the one that it called.
-        challenges: its own and rank 0's, from the moment that it greeted.
-        proved: that it belongs to this start.
-        has_heard: it said that it has the last message.
+        connection: socket connected to the peer.
+        came: time of the connection, by the clock.
+        address, own: address of the peer, and address of rank 0 that it connected to.
+        challenges: the peer's challenge and rank 0's, once the peer has sent its greeting.
+        proved: whether the peer has proved that it belongs to this start.
+        has_heard: whether the peer has confirmed the last message.
+        heard: received bytes that are not yet handled.
+        unsent: data that is still to be sent.
     """
 
     connection: socket.socket
@@ -60,15 +62,15 @@ class Peers:
     """All connections to rank 0.
 
     Args:
-        listener: non-blocking; None where nobody can call.
-        credentials: of the start.
-        ranks: how many may come.
-        arrived: called with a caller that has proved itself and its word.
-        left: called with a caller of those that is gone.
-        clock: for every time-out.
+        listener: non-blocking listening socket; None if no port is free.
+        credentials: credentials of this start.
+        ranks: number of ranks that may connect.
+        arrived: function called with a peer that has given its proof, and with its hello.
+        left: function called with a peer that had given its proof and is gone.
+        clock: clock in seconds, for every time-out.
 
     Attributes:
-        trouble: why somebody could not be let in, or "".
+        trouble: why a connection could not be accepted, or "".
     """
 
     def __init__(
@@ -83,12 +85,12 @@ class Peers:
         self.trouble = ""
         self._listener = listener
         self._credentials = credentials
-        # Ranks are strangers too, until they have said who they are; all of them may call at once.
+        # Ranks are unknown peers too until they give their proof; all may connect at once.
         self._most_strangers = _STRANGERS + ranks
         self._arrived = arrived
         self._left = left
         self._clock = clock
-        self._unknown: dict[Peer, None] = {}  # a dict keeps the order in which they came
+        self._unknown: dict[Peer, None] = {}  # a dict keeps the order of arrival
         self._ranks: dict[Peer, None] = {}
         self._selector = selectors.DefaultSelector()
         self._full_until: float | None = None
@@ -97,7 +99,7 @@ class Peers:
     def watch(
         self, connection: socket.socket, events: int, action: Callable[[int], None] | None
     ) -> None:
-        """Call an action with the events when one of them comes; None to forget a connection."""
+        """Call an action with the events when one occurs; None removes the connection."""
         if action is None:
             self._selector.unregister(connection)
         elif connection in self._selector.get_map():
@@ -107,15 +109,15 @@ class Peers:
 
     @property
     def watches(self) -> bool:
-        """Whether there is anybody left to hear."""
+        """Whether any socket is left to wait for."""
         return bool(self._selector.get_map())
 
     def attend(self, seconds: float) -> None:
-        """Go on with whoever has something to say or to hear, within some seconds."""
+        """Handle the connections that are ready; wait for the first at most some seconds."""
         if self._full_until is not None:
             seconds = min(seconds, _FULL_SECONDS)
         for key, events in self._selector.select(max(0.0, seconds)):
-            # An action before may have closed it.
+            # An earlier action may have closed it.
             if not isinstance(key.fileobj, int) and key.fileobj.fileno() >= 0:
                 key.data(events)
         now = self._clock()
@@ -135,13 +137,13 @@ class Peers:
         heard: bool = False,
         to: Sequence[Peer] | None = None,
     ) -> None:
-        """Send a message to all that have proved themselves, and vouch for it to each.
+        """Send a message to all peers that have given their proof, with a proof for each.
 
         Args:
-            message: to send.
-            patience: seconds until it is given up for those who do not take it.
-            heard: wait until they say that they have it.
-            to: these alone.
+            message: message to send.
+            patience: seconds to wait for peers that do not receive it.
+            heard: whether to wait until the peers confirm it.
+            to: only these peers, if given.
         """
         line = encode(message)
         digest = hashlib.sha256(line).hexdigest()
@@ -157,10 +159,10 @@ class Peers:
             if owes and last.connection.fileno() >= 0:
                 self.attend(min(limit - self._clock(), _FULL_SECONDS))
             else:
-                peers.pop()  # who is done stays done: nobody is looked at again
+                peers.pop()  # a finished peer stays finished: no second check
 
     def dismiss(self, peer: Peer) -> None:
-        """Close a connection."""
+        """Close the connection to a peer."""
         if peer.connection.fileno() < 0:
             return
         self.watch(peer.connection, 0, None)
@@ -171,7 +173,7 @@ class Peers:
             self._left(peer)
 
     def close(self) -> None:
-        """Close everything, the listener too."""
+        """Close all connections and the listener."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
@@ -192,14 +194,14 @@ class Peers:
             if error.errno in _FULL:
                 self.trouble = f"{error.strerror} (ulimit -n)"
                 self._make_room(listener)
-            return  # or it left before it was let in
+            return  # or the peer left before it was accepted
         connection.setblocking(False)
         peer = Peer(connection, self._clock(), _plain(address[0]), _plain(own[0]))
         self._unknown[peer] = None
         self.watch(connection, selectors.EVENT_READ, partial(self._serve, peer))
 
     def _make_room(self, listener: socket.socket) -> None:
-        """For a rank, at a stranger's cost; else nobody is let in for a moment."""
+        """Dismiss the oldest unknown peer; if there is none, pause new connections."""
         for stranger in list(self._unknown)[:1]:
             self.dismiss(stranger)
             return
@@ -229,7 +231,7 @@ class Peers:
             self.dismiss(peer)
 
     def _understand(self, peer: Peer, said: dict[str, Any]) -> None:
-        """A greeting, a hello, or that a message was heard."""
+        """Handle a greeting, a hello, or the confirmation of a message."""
         if peer.proved:
             peer.has_heard = "heard" in said
         elif peer.challenges:
@@ -258,8 +260,8 @@ class Peers:
         self._arrived(peer, hello)
 
     def _queue(self, peer: Peer, *lines: bytes) -> None:
-        """Send as much as the connection takes, and the rest when it takes more."""
-        # Not joined: a roster goes to thousands.
+        """Send as much as the connection accepts, and the rest when it accepts more."""
+        # Not joined, to avoid copies: a roster goes to thousands of ranks.
         peer.unsent += map(memoryview, lines)
         self._send(peer)
 
@@ -284,15 +286,15 @@ class Peers:
 def listen(
     hosts: Sequence[str], candidates: Sequence[int]
 ) -> tuple[socket.socket | None, list[tuple[str, int]], str]:
-    """A socket on the first free port, for this host alone where that is enough.
+    """Open a socket on the first free port, for this host alone if that is enough.
 
     Args:
-        hosts: where the others look for rank 0.
-        candidates: ports.
+        hosts: hosts on which the other ranks look for rank 0.
+        candidates: ports to try, in order.
 
     Returns:
-        the socket, or None where no port is free; the places that are taken; and why the last one
-        is.
+        the socket, or None if no port is free; the places that are in use; and the error of the
+        last one.
     """
     why = ""
     alone = len(hosts) == 1 and is_loopback(hosts[0])
@@ -318,5 +320,5 @@ def listen(
 
 
 def _plain(address: str) -> str:
-    """An IPv4 address that came over an IPv6 socket, as IPv4."""
+    """Return the IPv4 form of an IPv4 address from an IPv6 socket."""
     return address.removeprefix("::ffff:")

@@ -1,4 +1,4 @@
-"""A knock at a place where rank 0 may listen: does it belong to this start?"""
+"""A probe that checks whether a listening socket belongs to rank 0 of this start."""
 
 import errno
 import os
@@ -11,22 +11,22 @@ __all__ = ["Probe"]
 
 
 class Probe:
-    """A connection that may be to rank 0, and never blocks.
+    """A non-blocking connection to a place where rank 0 may listen.
 
     Args:
         place: address and port.
-        credentials: of the start.
-        clock: tells when it began.
+        credentials: credentials of this start.
+        clock: clock in seconds, for `began`.
 
     Attributes:
-        connection: to whoever is there.
-        place: as given.
-        challenge: what whoever is there has to answer.
-        began: when, by the clock.
-        awaits: the event of `selectors` after which `go_on` has something to do.
+        connection: socket of the connection.
+        place: address and port, as given.
+        challenge: challenge that the other side has to answer.
+        began: time at which the connection began, by the clock.
+        awaits: event of `selectors` after which to call `go_on`.
 
     Raises:
-        OSError: there is no way to that address.
+        OSError: the address cannot be reached.
     """
 
     def __init__(self, place: tuple[str, int], credentials: Credentials, clock: Clock) -> None:
@@ -46,10 +46,10 @@ class Probe:
             raise
 
     def go_on(self) -> str | None:
-        """Rank 0's challenge, once it has proved that it belongs to this start; None before.
+        """Continue the probe; return rank 0's challenge after its proof, and None before.
 
         Raises:
-            OSError: it is somebody else, or nobody.
+            OSError: another program listens there, or none.
         """
         if self.awaits == selectors.EVENT_WRITE:
             _raise(self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
@@ -57,7 +57,7 @@ class Probe:
                 # On a free local port TCP can connect a socket to itself.
                 _raise(errno.ECONNREFUSED)
             greeting = {"start": self._credentials.start, "challenge": self.challenge}
-            self.connection.sendall(encode(greeting))  # within the socket's buffer
+            self.connection.sendall(encode(greeting))  # fits into the socket's buffer
             self.awaits = selectors.EVENT_READ
             return None
         try:
@@ -76,10 +76,10 @@ class Probe:
 
 
 def _raise(code: int, *expected: int) -> None:
-    """The error behind a number of errno, unless it is 0 or expected.
+    """Raise the error of an errno number, unless the number is 0 or expected.
 
     Raises:
-        OSError: it is.
+        OSError: the error of that number.
     """
     if code and code not in expected:
         raise OSError(code, os.strerror(code))

@@ -1,4 +1,4 @@
-"""The roster: who is there, and whether that makes a world."""
+"""The roster: the list of all ranks, and the check that they form a valid world."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ __all__ = ["Roster", "make_roster"]
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """What all ranks know after the rendezvous, the same on each of them.
+    """The list of all ranks after the rendezvous, the same on each rank.
 
     Attributes:
-        entries: by rank, what each one said of itself ("host", "pid", and the caller's keys).
-        addresses: by rank, the address by which its host is reached.
-        hosts: the names of the hosts, by node rank.
-        host_of_rank: by rank, the index of its host in `hosts`.
-        port: of rank 0's socket for the backend's store.
+        entries: entry of each rank, by rank ("host", "pid", and the caller's keys).
+        addresses: address at which each rank's host is reached, by rank.
+        hosts: names of the hosts, by node rank.
+        host_of_rank: index of each rank's host in `hosts`, by rank.
+        port: port of rank 0's socket for the backend's store.
     """
 
     entries: tuple[Entry, ...]
@@ -31,11 +31,11 @@ class Roster:
 def make_roster(
     entries: tuple[Entry, ...], addresses: tuple[str, ...] = (), port: int = 0
 ) -> Roster:
-    """The roster from what each rank said; every rank comes to the same one.
+    """Build the roster from the entries of all ranks; the result is the same on every rank.
 
     Raises:
-        ContradictionError: two ranks of one host have the same local rank.
-        HpctrainError: the error that a rank brought, the lowest rank's first.
+        ContradictionError: two ranks of one host have the same local rank, or one is too large.
+        HpctrainError: the error in an entry, that of the lowest rank first.
     """
     for rank, entry in enumerate(entries):
         if "error" in entry:
@@ -44,7 +44,7 @@ def make_roster(
             where = f"rank {rank} on {entry['host']}: " if len(entries) > 1 else ""
             raise kind(where + found, expected, fix)
     places = [entry["world"] for entry in entries]
-    # The names and numbers of the launcher count where every rank has them.
+    # Use the launcher's host names and node ranks if every rank has a node rank.
     if all(p["node_rank"] is not None for p in places):
         host_of_rank = tuple(p["node_rank"] for p in places)
         first = {node: rank for rank, node in reversed(list(enumerate(host_of_rank)))}

@@ -1,4 +1,4 @@
-"""Rank 0's side: it counts who came, and tells everyone."""
+"""The server side of the rendezvous: rank 0 waits for all ranks and sends them the roster."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ from hpctrain.rendezvous.roster import Roster, make_roster
 
 __all__ = ["RendezvousServer"]
 
-# After an error that some ranks have not heard, as they were on their way.
+# Seconds in which rank 0 still sends an error to ranks that were not yet connected.
 _LINGER_SECONDS = 1.0
 _OWN_PORT = (
     "start each rank once, and give every start a port of its own (MASTER_PORT or "
@@ -40,18 +40,18 @@ _OWN_PORT = (
 
 
 class RendezvousServer:
-    """Rank 0: counts and tells.
+    """The server of the rendezvous on rank 0.
 
     Args:
-        world, point: as its launcher has it.
-        credentials: of this start.
-        entry: what to tell the others.
-        board: where to leave word, or None.
-        timeout: seconds until those who have not come are named.
-        announce: called with a line for people when waiting takes long.
-        check: what is done with the roster before anybody else gets it; what it raises is told to
-            all.
-        clock: for every time-out.
+        world, point: place of this rank and rendezvous point, from its launcher.
+        credentials: credentials of this start.
+        entry: data about this rank for all other ranks.
+        store: key-value store in which to publish the addresses, or None.
+        timeout: seconds to wait for all ranks.
+        announce: function called with a status line for the user when waiting takes long.
+        check: function called with the roster before it is sent; an error that it raises is sent
+            to all ranks.
+        clock: clock in seconds, for every time-out.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class RendezvousServer:
         self.clock = clock
         self.nonce = Credentials.challenge()
         self.entries: dict[int, Entry] = {0: entry}
-        self.lost: dict[int, str] = {}  # ranks that came and went, and their hosts
+        self.lost: dict[int, str] = {}  # hosts of ranks whose connection was lost
         self.by_rank: dict[int, Peer] = {}
-        self.refusal: dict[str, Any] = {}  # what is told to whoever comes after an error
+        self.refusal: dict[str, Any] = {}  # the answer to peers that connect after an error
         self.listener, taken, self.why = listen(hosts_to_ask(world, point), ports(point))
         self.ports = [port for _, port in taken]
         if self.listener is not None:
@@ -89,10 +89,10 @@ class RendezvousServer:
         self._look_for_twins(taken)
 
     def gather(self) -> tuple[Roster, str, socket.socket]:
-        """The roster, the nonce, and the socket for the backend's store.
+        """Wait for all ranks; return the roster, the nonce, and the socket for the backend's store.
 
         Raises:
-            HpctrainError: what is wrong; all ranks that can be reached raise it too.
+            HpctrainError: the start failed; all ranks that can be reached raise the same error.
         """
         listener = None
         try:
@@ -121,11 +121,11 @@ class RendezvousServer:
         return roster, self.nonce, listener
 
     def _refuse_ports(self) -> NoReturn:
-        """No port is free; perhaps because of a twin, which is told.
+        """Raise an error because no port is free; a second rank 0 of this start gets it too.
 
         Raises:
-            ContradictionError: it is a twin.
-            StartError: it is anybody else.
+            ContradictionError: a second rank 0 of this start holds a port.
+            StartError: other programs hold the ports.
         """
         limit = self.clock() + _LINGER_SECONDS
         while (left := limit - self.clock()) > 0 and self.peers.watches:
@@ -142,7 +142,7 @@ class RendezvousServer:
         )
 
     def _give_up(self, error: HpctrainError) -> None:
-        """Tell all ranks what is wrong, and after a contradiction also those that come just now."""
+        """Send the error to all ranks; after a contradiction also to those that connect late."""
         said = [error.found, error.expected, error.fix]
         self.refusal = {"error": said, "code": error.exit_code}
         self.peers.deliver(self.refusal, GRACE_SECONDS)
@@ -153,9 +153,9 @@ class RendezvousServer:
             self.peers.attend(left)
 
     def _look_for_twins(self, places: Sequence[tuple[str, int]]) -> None:
-        """See whether an earlier port is held by another rank 0 of this very start.
+        """Check whether a second rank 0 of the same start holds an earlier port.
 
-        Two starts by hand under one name would otherwise share their ranks.
+        Otherwise two manual starts with one key would share their ranks.
         """
         for place in places:
             with contextlib.suppress(OSError):
@@ -163,10 +163,10 @@ class RendezvousServer:
                 self.peers.watch(probe.connection, probe.awaits, partial(self._twin, probe))
 
     def _twin(self, probe: Probe, _events: int) -> None:
-        """Go on with a knock.
+        """Continue the probe of an earlier port.
 
         Raises:
-            ContradictionError: it is one; and it is told the same.
+            ContradictionError: a second rank 0 answers; it raises the same error.
         """
         try:
             challenge = probe.go_on()
@@ -190,7 +190,7 @@ class RendezvousServer:
         )
 
     def _leave_word(self) -> None:
-        """Tell the board where this is."""
+        """Publish the addresses and the port in the key-value store."""
         if self.store is None:
             return
         own = [LOOPBACK] if self.world.on_one_host else [*reachable(), LOOPBACK]
@@ -220,10 +220,10 @@ class RendezvousServer:
             self.peers.attend(min(news, started + self.timeout) - now)
 
     def _arrived(self, peer: Peer, hello: str) -> None:
-        """Count a caller that belongs to this start.
+        """Register a peer that has proved that it belongs to this start.
 
         Raises:
-            ContradictionError: it cannot be one of these ranks.
+            ContradictionError: its rank is already in use, or its world size differs.
         """
         try:
             rank, size, entry = _read(hello)
@@ -252,7 +252,7 @@ class RendezvousServer:
         before = self.by_rank.get(rank)
         self.by_rank[rank] = peer
         self.entries[rank] = entry
-        if before is not None:  # the same process came again
+        if before is not None:  # the same process has connected again
             self.peers.dismiss(before)
         self.lost.pop(rank, None)
 
@@ -262,10 +262,10 @@ class RendezvousServer:
             self.lost[rank] = self.entries.pop(rank)["host"]
 
     def _tell(self, roster: Roster) -> None:
-        """Give all ranks the roster; go on when all have heard it, so that nobody was lost since.
+        """Send the roster to all ranks, and wait until all confirm it, so that no rank is lost.
 
         Raises:
-            StartError: naming the ranks that did not hear it.
+            StartError: names the ranks that did not confirm it.
         """
         patience = GRACE_SECONDS + self.world.world_size / 500
         message = {
@@ -311,10 +311,10 @@ class RendezvousServer:
         )
 
     def _addresses(self, roster: Roster) -> tuple[str, ...]:
-        """By rank: of the interface that was asked for, else by which the ranks reached rank 0.
+        """Return addresses by rank: of the requested interface, else of the connections to rank 0.
 
         Raises:
-            ContradictionError: the interface is that of loopback, and there are several hosts.
+            ContradictionError: the interface is loopback, and there are several hosts.
         """
         host_of_rank, home = roster.host_of_rank, roster.host_of_rank[0]
         for rank, entry in enumerate(roster.entries):
@@ -337,10 +337,10 @@ class RendezvousServer:
 
 
 def _read(hello: str) -> tuple[int, int, Entry]:
-    """Rank, world size and entry.
+    """Return the rank, world size and entry from a hello.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text has another format.
     """
     said = json.loads(hello)
     if not isinstance(said, list) or [type(part) for part in said] != [int, int, dict]:
@@ -354,12 +354,12 @@ def _read(hello: str) -> tuple[int, int, Entry]:
 
 
 def _for_all(entry: Entry) -> Entry:
-    """Without what only rank 0 has to know."""
+    """Return an entry without the value that only rank 0 needs."""
     return {name: value for name, value in entry.items() if name != "process"}
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 1, 2, 5`."""
+    """Format ranks as `rank 3` or `ranks 1, 2, 5`."""
     shown = ", ".join(map(str, ranks[:32])) + (", …" if len(ranks) > 32 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 

@@ -1,15 +1,15 @@
-"""The names and formats of a run directory and of the verdict, and their readers.
+"""Names and formats of the files in a run directory and of the exit status file, and their readers.
 
-run.json                    what run this is: name, data, model, and the world it started in
+run.json                    identity of the run: name, data, model, and the world of its first start
 starts.jsonl                a line for each start: command, options, versions, commit, world
 metrics.jsonl               a line for each logged step: step, epoch, time, then values
-timings.jsonl               a line for each half minute: where the time of a step goes, by rank
+timings.jsonl               a line for each half minute: parts of the step time, by rank
 checkpoints/step-00000042/  .pt files and a manifest
-logs/rank-0.log             what each rank had to say
-profile/rank-0.json.gz      what --profile has traced
-track.json                  the names of this run in the trackers of --track
-summary.json                how the run ended
-stop                        made by a person: save, and leave
+logs/rank-0.log             log of each rank
+profile/rank-0.json.gz      trace of --profile
+track.json                  names of this run in the trackers of --track
+summary.json                result of the run
+stop                        created by the user: save a checkpoint and exit
 """
 
 import errno
@@ -43,13 +43,13 @@ __all__ = [
     "write_verdict",
 ]
 
-# The exit codes of the outermost hpctrain process, and the code of a verdict.
+# The exit codes of the outermost hpctrain process, and the codes in the exit status file.
 DONE = 0
 FAILED = 1
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: stopped at a safe point, run me again
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: stopped at a safe point, can be resumed
 GIVEN_UP = 76  # restarted too often without progress
 
-# Starts in a row that may end without a checkpoint that is newer than the one before.
+# Consecutive starts that may end without a new checkpoint.
 MOST_FRUITLESS = 3
 
 STATUS = {DONE: "done", FAILED: "failed", STOPPED: "stopped", GIVEN_UP: "given-up"}
@@ -58,10 +58,10 @@ _STEP = re.compile(r"step-(\d{8,})\Z", re.ASCII)
 
 
 class RunDirectory:
-    """The places inside of a run directory.
+    """Paths inside a run directory, with readers for its files.
 
     Args:
-        path: the directory; it need not exist.
+        path: run directory; it need not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -78,25 +78,25 @@ class RunDirectory:
         self.stop = self.path / "stop"
 
     def log(self, rank: int) -> Path:
-        """The log file of a rank."""
+        """Return the path of the log file of a rank."""
         return self.logs / f"rank-{rank}.log"
 
     def checkpoint(self, step: int) -> Path:
-        """The directory of the checkpoint of a step."""
+        """Return the path of the checkpoint of a step."""
         return self.checkpoints / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """The steps that have a committed checkpoint, rising."""
+        """Return the steps that have a committed checkpoint, in ascending order."""
         if not self.checkpoints.is_dir():
             return []
         matches = (_STEP.match(entry.name) for entry in self.checkpoints.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
     def read(self, path: Path) -> Any:
-        """The content of one of the JSON files; None where it is not there.
+        """Return the content of a JSON file; None if the file does not exist.
 
         Raises:
-            UsageError: it cannot be read, or is not JSON.
+            UsageError: the file cannot be read, or contains no JSON object.
         """
         try:
             with open(path, opener=_open) as file:
@@ -114,25 +114,25 @@ class RunDirectory:
             ) from None
 
     def give_up(self, reason: str) -> None:
-        """Say in summary.json that a run is not started any more, beside what is known of it.
+        """Record in summary.json that the run is not started again; keep its other entries.
 
         Args:
-            reason: a line for people.
+            reason: one line for the user.
         """
         known = self.read(self.summary) or {"step": max(self.steps(), default=0)}
         summary = {**known, "status": STATUS[GIVEN_UP], "reason": reason}
         replace(self.summary, json.dumps(summary, indent=1) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl."""
+        """Return the rows of metrics.jsonl."""
         return self.lines(self.metrics)
 
     def lines(self, path: Path) -> list[dict[str, Any]]:
-        """The lines of one of the .jsonl files; those that were cut off are left out."""
+        """Return the lines of a .jsonl file, without incomplete lines."""
         return list(self.each(path))
 
     def each(self, path: Path) -> Iterator[dict[str, Any]]:
-        """The same one by one, as some files are long."""
+        """Yield the lines of a .jsonl file one by one, because some files are long."""
         try:
             with open(path, errors="replace", opener=_open) as file:
                 for line in file:
@@ -147,7 +147,7 @@ class RunDirectory:
 
 
 def _open(name: str, flags: int) -> int:
-    """Open a regular file alone: a pipe would be waited for, and a device may have no end."""
+    """Open regular files only, because a read of a pipe or a device may never end."""
     descriptor = os.open(name, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -156,15 +156,15 @@ def _open(name: str, flags: int) -> int:
 
 
 def slow_ranks(seconds: Sequence[float], a_step: float) -> list[int]:
-    """The ranks that are so much slower than the others that a person would want to know.
+    """Return the ranks that are much slower than the others.
 
-    More than half as slow again as the median (of two ranks, the quicker), by at least 2 ms and a
-    twentieth of a step.
+    A slow rank takes more than 1.5 times the median (of two ranks, the time of the faster one), and
+    exceeds the median by more than 2 ms and more than 5 % of a step.
 
     Args:
-        seconds: that each rank takes in a step for something the ranks do not wait for each other
-            in, such as `data` and `forward` of timings.jsonl.
-        a_step: seconds of all of it.
+        seconds: time of each rank in a step for work in which ranks do not wait for each other,
+            such as `data` and `forward` of timings.jsonl.
+        a_step: seconds of the whole step.
     """
     usual = statistics.median_low(seconds)
     least = max(1.5 * usual, usual + 0.002, usual + 0.05 * a_step)
@@ -172,11 +172,11 @@ def slow_ranks(seconds: Sequence[float], a_step: float) -> list[int]:
 
 
 def default(name: str, label: str | None) -> str:
-    """The run directory where nobody named one: runs/NAME-LABEL, else runs/NAME-DATE-TIME.
+    """Return the default run directory: runs/NAME-LABEL, or runs/NAME-DATE-TIME without a label.
 
     Args:
-        name: of the run.
-        label: of the scheduler's job; None without one.
+        name: name of the run.
+        label: label of the scheduler's job; None without a job.
     """
     path = first = os.path.join("runs", f"{name}-{label or time.strftime('%Y%m%d-%H%M%S')}")
     count = 1
@@ -187,20 +187,20 @@ def default(name: str, label: str | None) -> str:
 
 
 def create(path: Path, text: str) -> None:
-    """Write a file whole, only where there is none: of two writers at once one fails.
+    """Write a new file completely or not at all; of two simultaneous writers one fails.
 
     Raises:
-        FileExistsError: there is one.
-        OSError: it could not be written.
+        FileExistsError: the file exists.
+        OSError: the file could not be written.
     """
     _write(path, text, os.link)
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all: under a temporary name, then renamed.
+    """Write a file completely or not at all: under a temporary name, then renamed.
 
     Raises:
-        OSError: it could not be written; what was there before is still there.
+        OSError: the file could not be written; the old file is unchanged.
     """
     _write(path, content, os.replace)
 
@@ -210,7 +210,7 @@ def _write(path: Path, content: str | bytes, commit: Callable[[str, Path], None]
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            # mkstemp makes private files; a run directory is as open as its owner's umask says.
+            # mkstemp creates private files; files in a run directory follow the user's umask.
             os.fchmod(file.fileno(), 0o666 & ~_umask())
             file.write(content if isinstance(content, bytes) else content.encode())
             file.flush()
@@ -227,10 +227,10 @@ def _umask() -> int:
 
 
 def append(path: Path, line: str) -> None:
-    """Add a line to a file, whole or not at all; also after one that was cut off.
+    """Append a line to a file completely or not at all, also after an incomplete line.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the line could not be written.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
@@ -245,18 +245,18 @@ def append(path: Path, line: str) -> None:
 
 
 def write_verdict(path: str, code: int, reason: str) -> None:
-    """Tell whoever started the ranks how the run ended.
+    """Write the exit status file for the process that started the ranks.
 
     Args:
-        path: the value of $HPCTRAIN_VERDICT.
+        path: value of $HPCTRAIN_VERDICT.
         code: one of the exit codes above.
-        reason: one line for people.
+        reason: one line for the user.
     """
     replace(Path(path), json.dumps({"code": code, "reason": reason}) + "\n")
 
 
 def read_verdict(path: str | os.PathLike[str]) -> tuple[int, str] | None:
-    """The code and the reason; None where there is no verdict or it is not whole."""
+    """Return code and reason of an exit status file; None if it is missing or incomplete."""
     try:
         verdict = json.loads(Path(path).read_text())
         return int(verdict["code"]), str(verdict["reason"])

@@ -1,1 +1,1 @@
-"""Programs beside the training: doctor, bench, and the build of Horovod."""
+"""Commands apart from training: doctor, bench and the Horovod build."""

@@ -1,1 +1,1 @@
-"""The loop: sessions and runs, and what they do at each step, save and stop."""
+"""Training loop: sessions and runs, with their steps, checkpoints and stop requests."""

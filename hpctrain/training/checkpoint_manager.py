@@ -1,4 +1,4 @@
-"""When a run saves, who writes, and what follows when that fails."""
+"""Checkpoints of a run: when to save, which rank writes, and what a failed write means."""
 
 import time
 from collections.abc import Mapping
@@ -16,24 +16,24 @@ from hpctrain.training.state import Parts, Position, gather, refuse_nonfinite
 
 __all__ = ["CheckpointManager"]
 
-# Before the first save its duration is a guess.
+# Assumed duration of the first save.
 _SECONDS_OF_A_SAVE = 10.0
 _MARGIN_SECONDS = 5.0
 
 
 class CheckpointManager:
-    """The checkpoints of a run: states come together at a step's end, rank 0 writes them later.
+    """Manager of a run's checkpoints: all ranks collect their states, rank 0 writes them later.
 
     Args:
-        parts: the session.
-        others: what the user added to its state.
-        directory: of the run.
-        lock: on it; at rank 0.
-        facts: for the manifests; JSON values.
-        saved: the position that the run was resumed at; None at its beginning.
+        parts: parts of the session.
+        others: objects that the user added to the state, by name.
+        directory: run directory.
+        lock: lock on the run directory at rank 0; None on the other ranks.
+        facts: JSON values for the manifests.
+        saved: position at which the run was resumed; None for a new run.
 
     Attributes:
-        saved: the newest position whose state is kept or being written.
+        saved: newest position whose state is saved or being written.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class CheckpointManager:
         self._parts, self._others, self._facts = parts, others, facts
         self.saved = saved
         self._first = saved
-        self._taken: list[Position] = []  # since then, the newest last
+        self._taken: list[Position] = []  # positions saved since then, the newest last
         self._replaced: ReplacedError | None = None
         self._writer: Writer | None = None
         if lock is not None:
@@ -62,29 +62,29 @@ class CheckpointManager:
         self._since = time.monotonic()
 
     def due(self, step: int) -> bool:
-        """Whether --checkpoint-every asks for one at this step; the same on all ranks."""
+        """Check whether --checkpoint-every requires a save at this step; the same on all ranks."""
         every = self._parts.options.checkpoint_every
         return every is not None and step % every == 0
 
     def overdue(self) -> bool:
-        """Whether --checkpoint-minutes have gone by, at rank 0; the others have to be told."""
+        """Check whether --checkpoint-minutes have passed; only rank 0 can return True."""
         minutes = self._parts.options.checkpoint_minutes
         if self._writer is None or minutes is None:
             return False
         return time.monotonic() - self._since >= 60 * minutes
 
     def failed(self) -> bool:
-        """Whether a write has failed, at rank 0; said once, and the others have to be told."""
+        """Check whether a write has failed; only rank 0 can return True, once for each failure."""
         failure = self._writer.failure() if self._writer is not None else None
         if isinstance(failure, ReplacedError):
             self._replaced = failure
         return failure is not None
 
     def lost(self) -> None:
-        """All ranks know of a failed write. Training goes on: the checkpoints before are safe.
+        """Handle a failed write on all ranks; training continues, as earlier checkpoints are safe.
 
         Raises:
-            ReplacedError: another start has the directory, so it goes on there.
+            ReplacedError: another start has taken over the directory, and the run continues there.
         """
 
         def look() -> int | None:
@@ -99,26 +99,26 @@ class CheckpointManager:
         self.saved = written[-1] if written else self._first
 
     def save_margin(self) -> float:
-        """Seconds that a save may take, with some to spare; at rank 0."""
+        """Return how many seconds a save may take at rank 0, with a margin."""
         seconds = self._writer.seconds if self._writer is not None else None
         return _MARGIN_SECONDS + 2 * (seconds if seconds is not None else _SECONDS_OF_A_SAVE)
 
     def save(
         self, position: Position, metrics: Mapping[str, float], log: Mapping[str, Any]
     ) -> None:
-        """Take all that makes the next step; rank 0 writes it while training goes on.
+        """Collect everything that determines the next step; rank 0 writes it during training.
 
         Called by all ranks, between two steps.
 
         Args:
-            position: of the run.
-            metrics: known at this step.
-            log: what this rank has of the next row of metrics.
+            position: position of the run.
+            metrics: metrics of this step.
+            log: values that this rank has logged for the next row of metrics.
 
         Raises:
-            NonFiniteError: the weights are not finite any more.
-            UsageError: the ranks do not have the same weights, or a state holds what cannot be
-                loaded again.
+            NonFiniteError: the weights are no longer finite.
+            UsageError: the ranks do not have the same weights, or a state holds a value that cannot
+                be loaded again.
         """
         parts = self._parts
         refuse_nonfinite(parts, position.step)
@@ -140,11 +140,11 @@ class CheckpointManager:
         """Wait until the newest checkpoint is written; called by all ranks.
 
         Raises:
-            CheckpointError: it could not be.
+            CheckpointError: the write failed.
         """
         on_rank_zero(self._parts.backend, self._writer.wait if self._writer else lambda: None)
 
     def close(self) -> None:
-        """End the writer; what it is at gets written."""
+        """Complete the write that is under way, and end the writer."""
         if self._writer is not None:
             self._writer.close()

@@ -1,4 +1,4 @@
-"""What the ranks have to know of each other, without stopping for it."""
+"""Consensus of the ranks: small exchanges of values, most of them without a wait."""
 
 import hashlib
 import os
@@ -15,27 +15,28 @@ __all__ = ["Consensus", "meet", "on_rank_zero"]
 T = TypeVar("T")
 
 _SECONDS_BETWEEN_SUMS = 1.0
-_MOST_STEPS = 256  # so that steps which become slow do not make the next sum late
-_SHOWN = 8  # ranks that do the same
+_MOST_STEPS = 256  # limit, so that the next sum is not late if steps become slow
+_SHOWN = 8  # ranks that an error message lists
 
 
 class Consensus:
-    """Sums of a few numbers over the ranks, about once a second.
+    """Consensus of the ranks on a few numbers: their sums, about once a second.
 
-    A sum is begun at the same step on all ranks and read where the next one begins, again at the
-    same step: no step waits for it, and what follows from it, every rank does at one place.
+    A sum begins at the same step on all ranks, and is read where the next one begins, again at the
+    same step. So no step waits for it, and all ranks act on it at the same step.
 
-    With each goes a number that stands for what the rank is doing. By Cauchy and Schwarz N numbers
-    are equal where N times the sum of their squares is the square of their sum.
+    Each sum includes a number that stands for what the rank is doing. By Cauchy and Schwarz, N
+    numbers are equal if N times the sum of their squares is the square of their sum.
 
     Args:
-        backend: over whose ranks to sum.
-        say: what this rank has to say, by name; the same names in the same order on all ranks.
-            Called where a sum begins, so what it says once is heard once.
-        doing: what this rank does, for people; the same on all ranks, unless they differ.
+        backend: backend of the ranks that take part.
+        say: returns the values of this rank by name; the same names in the same order on all ranks.
+            Called once for each sum, so a value that it returns once is summed once.
+        doing: describes what this rank does, for error messages; the text is the same on all ranks,
+            unless they do different things.
 
     Attributes:
-        heard: how many sums the last call of `step` or `now` has read.
+        heard: number of sums that the last call of `step` or `now` has read.
     """
 
     def __init__(
@@ -45,31 +46,31 @@ class Consensus:
         doing: Callable[[], str],
     ) -> None:
         self._backend, self._say, self._doing = backend, say, doing
-        self._steps = 1  # from one sum to the next
-        self._left = 1  # steps until then
-        self._sum: tuple[list[str], str, Work] | None = None  # under way
+        self._steps = 1  # steps from one sum to the next
+        self._left = 1  # steps until the next sum
+        self._sum: tuple[list[str], str, Work] | None = None  # the sum under way
         self._begun = time.monotonic()
         self.heard = 0
 
     def step(self) -> Mapping[str, float] | None:
-        """Called by all ranks after each step: what was said, where a sum is due."""
+        """Return the sum that is due at this step, or None; called by all ranks after each step."""
         self._left -= 1
         if self._left:
             return None
         self.heard = 0
         heard = self._read()
         self._begin()
-        # Who is alone need not hear it where others do; a GPU may still have to sum it.
+        # A single rank reads its sum at once, unless a GPU still has to compute it.
         if heard is None and self._backend.world_size == 1 and self._sum and self._sum[2].ready():
             heard = self._read()
         self._left = self._steps
         return heard
 
     def now(self, what: str) -> Mapping[str, float]:
-        """What is said at this moment, with what was not heard yet; waits for all ranks.
+        """Wait for all ranks; return the current sums plus those that were not read yet.
 
         Args:
-            what: this is for, such as "a checkpoint".
+            what: purpose of the sum, such as "a checkpoint".
         """
         meet(self._backend, f"{what}, {self._doing()}")
         self.heard = 0
@@ -102,11 +103,11 @@ class Consensus:
 
 
 def meet(backend: Backend, doing: str) -> None:
-    """Wait for all ranks where they exchange something, and hold what they do to each other.
+    """Wait for all ranks before an exchange, and check that all of them do the same.
 
     Args:
-        backend: over which they are about to.
-        doing: what this rank does, for people.
+        backend: backend of the exchange.
+        doing: what this rank does, for the error message.
 
     Raises:
         UsageError: the ranks do not do the same.
@@ -118,13 +119,13 @@ def meet(backend: Backend, doing: str) -> None:
 
 
 def compare(backend: Backend, doing: str) -> None:
-    """The same where it is known already that they differ, and all ranks are at one place."""
+    """Raise the error of `meet`, if the ranks are known to differ; called by all of them."""
     seen = backend.gather_object(doing)
     on_rank_zero(backend, lambda: _refuse_unlike(seen))
 
 
 def _refuse_unlike(seen: Sequence[str]) -> None:
-    """Raise where the ranks do not do the same.
+    """Raise an error if the ranks do not do the same.
 
     Args:
         seen: what each rank does.
@@ -143,7 +144,7 @@ def _refuse_unlike(seen: Sequence[str]) -> None:
 
 
 def _place() -> str:
-    """The line of the script that has led here."""
+    """Return the line of the script from which this code was called."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
@@ -159,14 +160,14 @@ def _ranks(those: Sequence[int]) -> str:
 
 
 def on_rank_zero(backend: Backend, act: Callable[[], T]) -> T:
-    """What rank 0 does for all: its result, or its error, on every rank.
+    """Call a function on rank 0, and return its result, or raise its error, on every rank.
 
     Args:
-        backend: to share it.
-        act: called at rank 0; what it returns is picklable.
+        backend: backend that sends the result to all ranks.
+        act: function called on rank 0; its result is picklable.
 
     Raises:
-        HpctrainError: rank 0's; there in full, at the others as its repetition.
+        HpctrainError: error of rank 0; complete on rank 0, a short repetition on the others.
     """
     result: Any = None
     mistake: HpctrainError | None = None

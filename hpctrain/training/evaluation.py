@@ -1,4 +1,4 @@
-"""Exact numbers over uneven shards."""
+"""Exact evaluation results over shards of different sizes."""
 
 import operator
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from hpctrain.errors import UsageError
 
 __all__ = ["Classification", "Scores", "total"]
 
-# The published figure beside top-1 (ILSVRC).
+# Top-5, which is published beside top-1 (ILSVRC).
 _NEAR = 5
 
 
 def total(backend: Backend, *values: Any) -> tuple[float, ...]:
-    """Each value summed over all ranks.
+    """Sum each value over all ranks.
 
-    Whole numbers are summed as int64 and stay whole, others as float64; the ranks may have seen
-    different numbers of samples, and each calls this once, with as many values.
+    Whole numbers are summed as int64 and stay whole, others are summed as float64. The ranks may
+    have different numbers of samples; each rank calls this once, with the same number of values.
 
     Args:
-        backend: of the session.
+        backend: backend of the session.
         values: numbers of Python or NumPy, or tensors of one element on any device.
 
     Returns:
@@ -46,7 +46,7 @@ def total(backend: Backend, *values: Any) -> tuple[float, ...]:
                 "numbers, or tensors of one element",
                 "a value for each: session.sum(correct, count)",
             ) from None
-    # Always two sums of the same lengths: a rank without samples brings 0 for another's 0.5.
+    # Always two sums of the same lengths: a rank without samples has 0 where another has 0.5.
     sums, fractional = backend.sum(whole.to(backend.device)).tolist()
     rest = backend.sum(parts.to(backend.device)).tolist()
     return tuple(n + r if f else n for n, f, r in zip(sums, fractional, rest, strict=True))
@@ -54,19 +54,18 @@ def total(backend: Backend, *values: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What a classifier makes of a data set, the same on all ranks; tensors are on the CPU.
+    """Results of a classifier on a data set, the same on all ranks; tensors are on the CPU.
 
     Attributes:
-        top1: the part of the samples whose own class has the highest output, 0 to 1.
-        top5: the part of those whose own class is among the five highest; among all of them where
-            there are fewer than five classes.
-        loss: the mean cross entropy of a sample, in nats; NaN where that of a sample is.
-        count: samples that count.
-        ignored: samples with a target below 0, which count nowhere else.
-        per_class: float64 (C,), for each class the part of its samples that top-1 has right; NaN
-            for a class without samples.
-        confusion: int64 (C, C), samples by their class (row) and the class of the highest output
-            (column). A sample whose loss is no number is in none of its columns.
+        top1: fraction of the samples whose own class has the highest output, 0 to 1.
+        top5: fraction of the samples whose own class is among the five highest outputs; among all
+            outputs if there are fewer than five classes.
+        loss: mean cross entropy per sample, in nats; NaN if the loss of a sample is NaN.
+        count: number of scored samples.
+        ignored: number of samples with a target below 0; no other attribute includes them.
+        per_class: float64 (C,), top-1 accuracy for each class; NaN for a class without samples.
+        confusion: int64 (C, C), number of samples by their class (row) and the class of the highest
+            output (column). A sample whose loss is NaN is in no column.
     """
 
     top1: float
@@ -78,25 +77,25 @@ class Scores:
     confusion: Tensor
 
     def metrics(self) -> dict[str, float]:
-        """For `run.log`, by the names that rows of evaluation have."""
+        """Return the values for `run.log`, by the names used in evaluation rows."""
         return {"top1": self.top1, "top5": self.top5, "eval_loss": self.loss}
 
 
 class Classification:
-    """Counts what a classifier gets right; no batch makes the host wait for the device.
+    """Counter of a classifier's correct results; no batch makes the host wait for the device.
 
-    Of equal outputs the one of the lower class is the higher one, on every device and for top-5
-    as for top-1. A sample whose loss is no number, as an output is NaN or +∞, is never right. All
-    counts are whole numbers, so they do not depend on the batches or on the number of ranks; the
-    loss of a sample is computed in at least float32, and summed in float64.
+    Of equal outputs, that of the lower class ranks higher, on every device, for top-1 and top-5. A
+    sample whose loss is NaN, because an output is NaN or +∞, is never correct. All counts are whole
+    numbers, so they do not depend on the batches or on the number of ranks. The loss of a sample is
+    computed in float32 or float64, and summed in float64.
 
-    On the device this takes 9 · C² bytes, and 16 · C² more in `compute`: 9 and 16 MB for 1000
-    classes, 8 MB of them summed over the ranks once an evaluation.
+    Device memory: 9 · C² bytes, and 16 · C² more in `compute`. For 1000 classes these are 9 and
+    16 MB, of which 8 MB are summed over the ranks once per evaluation.
 
     Args:
-        backend: of the session.
-        classes: how many there are, C.
-        before, after: called around the exchange between the ranks.
+        backend: backend of the session.
+        classes: number of classes, C.
+        before, after: called before and after the exchange between the ranks.
 
     Raises:
         UsageError: fewer than two classes.
@@ -119,16 +118,16 @@ class Classification:
         self._classes = classes
         self._before, self._after = before, after
         device = backend.device
-        # Made inside of inference_mode they could not be changed outside of it.
+        # Tensors created in inference_mode could not be changed outside of it.
         with torch.inference_mode(False):
-            # By row of the table below: the class, or -1 where there is none.
+            # By row of the table below: the class, or -1 for a row without a class.
             self._class = torch.arange(-1, classes + 1, device=device)
             self._class[-1] = -1
             numbers = torch.arange(classes, device=device)
-            self._lower = numbers < self._class[:, None]  # the classes before it
+            self._lower = numbers < self._class[:, None]  # classes with a lower number
             self._one = torch.ones(1, dtype=torch.int64, device=device)
-            # By target and guess. The first row is for ignored targets, the last one for those
-            # that are no class; the last column for samples whose loss is no number.
+            # Indexed by target and guess. First row: ignored targets. Last row: targets that are no
+            # class. Last column: samples whose loss is NaN.
             cells = (classes + 2) * (classes + 1)
             self._guesses = torch.zeros(cells, dtype=torch.int64, device=device)
             self._near = torch.zeros(classes + 2, dtype=torch.int64, device=device)
@@ -140,31 +139,31 @@ class Classification:
 
         Args:
             outputs: logits of any floating-point type, of shape (N, C), on the device.
-            targets: classes as whole numbers from 0, of shape (N,), on the device; those below 0
-                are ignored. One that is C or more is an error that `compute` raises.
+            targets: classes as whole numbers from 0, of shape (N,), on the device. Targets below 0
+                are ignored. For a target of C or more, `compute` raises an error.
 
         Raises:
-            UsageError: shapes, types or devices that do not fit.
+            UsageError: shapes, types or devices do not fit.
         """
         self._check(outputs, targets)
-        # Exact, so the order of the outputs stays.
+        # The conversion is exact, so the order of the outputs stays the same.
         outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
         rows = (targets.long() + 1).clamp(0, self._classes + 1)
         classes = self._class.index_select(0, rows)
         losses = cross_entropy(outputs, classes, reduction="none", ignore_index=-1)
         self._loss += losses.sum(dtype=torch.float64)
         undecided = losses.isnan()
-        guesses = outputs.argmax(dim=1).masked_fill(undecided, self._classes)  # the first of ties
+        guesses = outputs.argmax(dim=1).masked_fill(undecided, self._classes)  # first one if equal
         places = guesses.add(rows, alpha=self._classes + 1)
         self._guesses.index_add_(0, places, self._one.expand_as(rows))
-        # torch.topk does not say which of equal outputs it takes.
+        # torch.topk does not define which of equal outputs it returns.
         own = outputs.gather(1, classes.clamp(min=0)[:, None])
         ahead = (outputs > own) | ((outputs == own) & self._lower.index_select(0, rows))
         near = (ahead.sum(dim=1) < _NEAR) & ~undecided
         self._near.index_add_(0, rows, near.long())
 
     def _check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Hold a batch to what can be seen without its numbers."""
+        """Check the properties of a batch that do not depend on its numbers."""
         device = self._loss.device
         found = ""
         if outputs.dim() != 2 or outputs.shape[1] != self._classes:
@@ -186,15 +185,15 @@ class Classification:
             )
 
     def compute(self) -> Scores:
-        """The scores over all batches of all ranks so far, in one exchange; called by all ranks.
+        """Compute the scores over all batches of all ranks so far; called by all ranks.
 
-        A rank without a batch takes part.
+        This takes one exchange. A rank without a batch takes part.
 
         Raises:
-            UsageError: a target that is no class, or no sample that counts; on all ranks alike.
+            UsageError: a target is no class, or there is no sample to score; the same on all ranks.
         """
         self._before()
-        # As float64, which is exact below 2⁵³, all of it is one exchange.
+        # One exchange for everything, as float64, which is exact below 2⁵³.
         sums = self._backend.sum(
             torch.cat([self._guesses.double(), self._near.double(), self._loss[None]])
         ).cpu()
@@ -218,7 +217,7 @@ class Classification:
         )
 
     def _refusal(self, outside: int, ignored: int) -> UsageError:
-        """Why there are no scores."""
+        """Return the error that explains why there are no scores."""
         if outside:
             error = UsageError(
                 f"classification({self._classes}): {outside} targets are {self._classes} or more",

@@ -1,4 +1,4 @@
-"""Leftovers of a loop by hand that make another gradient: backward(), zero_grad(), clipping."""
+"""Checks for calls that falsify gradients: backward(), zero_grad(), clipping in the script."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,29 +14,29 @@ from hpctrain.precision import Precision
 
 __all__ = ["GradientGuard", "watch_clipping"]
 
-_STEPS = 3  # a loop that does it at all does it at its beginning
+_STEPS = 3  # a script with such a call makes it in its first steps
 
 
 class GradientGuard:
-    """Looks at gradients between backward passes, where `session.step` has left them.
+    """Check of the gradients between the backward passes of `session.step`.
 
-    At each step it looks at one parameter, and at the first steps at all of them.
+    It checks one parameter at each step, and all parameters at the first steps.
     """
 
     def __init__(self) -> None:
         self._named: list[tuple[str, nn.Parameter]] = []
         self._sentinel: nn.Parameter | None = None
-        self._left = 0  # steps at which all are looked at
+        self._left = 0  # steps left at which all parameters are checked
         self._seen: tuple[int, int] | None = None  # the sentinel's gradient, and its version
 
     def watch(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], precision: Precision
     ) -> None:
-        """Begin anew with what is prepared.
+        """Start again with the prepared models and optimizers.
 
         Args:
-            models, optimizers: the prepared ones.
-            precision: knows which weights an optimizer has in the place of a model's.
+            models, optimizers: prepared models and optimizers.
+            precision: maps a model's parameter to the weights that its optimizer updates.
         """
         stepped = {
             id(p) for one in optimizers for group in one.param_groups for p in group["params"]
@@ -51,13 +51,13 @@ class GradientGuard:
         self._left = _STEPS
 
     def before(self, first: bool) -> None:
-        """Before the backward pass of a micro-batch.
+        """Check the gradients before the backward pass of a micro-batch.
 
         Args:
-            first: whether it is the first one of its step.
+            first: whether it is the first micro-batch of its step.
 
         Raises:
-            UsageError: a gradient is there that `session.step` has not made, or is gone.
+            UsageError: a gradient is not from `session.step`, or was changed or cleared.
         """
         sentinel = self._sentinel
         if sentinel is None:
@@ -75,7 +75,7 @@ class GradientGuard:
             self._refuse_present()
 
     def between(self) -> None:
-        """After a backward pass to which others of the same step will add."""
+        """Record a gradient after a backward pass that is not the last one of its step."""
         if self._sentinel is not None:
             self._seen = _look(self._sentinel)
 
@@ -91,14 +91,14 @@ class GradientGuard:
 
 
 def watch_clipping(late: Callable[[], bool], undo: ExitStack) -> None:
-    """Refuse torch's clipping where `session.step` has cleared the gradients: it does nothing then.
+    """Refuse torch's clipping after `session.step`, where it has no effect.
 
-    Both of its functions are watched by what they call, as scripts import them by name. Source:
-    torch/nn/utils/clip_grad.py, torch 2.15.
+    `session.step` has cleared the gradients then. Scripts import the two clipping functions by
+    name, so this wraps functions that these call. Source: torch/nn/utils/clip_grad.py, torch 2.15.
 
     Args:
-        late: whether a step was taken for the batch at hand.
-        undo: is told how to put back what is changed.
+        late: returns whether the current batch has already ended a step.
+        undo: receives the callbacks that restore the wrapped functions.
     """
     for name in ("_get_total_norm", "_group_tensors_by_device_and_dtype"):
         if hasattr(clip_grad, name):

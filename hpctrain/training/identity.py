@@ -1,4 +1,4 @@
-"""Which directory does a run have, and is what lies in it this run?"""
+"""Identity of a run: which directory it has, and whether a directory belongs to it."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ from hpctrain.rundir.lock import Lock
 __all__ = ["claim", "facts", "note_start", "refuse_fruitless"]
 
 FORMAT = 1
-# What makes two runs the same run; anything else may change from one start to the next.
+# Values that identify a run; all others may change from one start to the next.
 _IDENTITY = ("name", "data", "model")
 _GIT_SECONDS = 5.0
 
@@ -40,22 +40,24 @@ def claim(
     job: Allocation | None,
     env: Mapping[str, str],
 ) -> tuple[RunDirectory, Lock | None]:
-    """Find or make the run directory, and lock it. Called by rank 0 alone.
+    """Find or create the run directory, and lock it; called by rank 0 only.
 
     Args:
-        name: of the run.
-        models: whose weights it has.
-        options: of the session; `run`, `resume`, `elastic`, `data` and the end matter.
-        world: of the session, for run.json.
-        job: the scheduler's, for the default name and the restart count.
-        env: for $HPCTRAIN_RUN.
+        name: name of the run.
+        models: prepared models, whose weights identify the run.
+        options: options of the session; `run`, `resume`, `elastic`, `data`, `epochs` and
+            `max_steps` are used.
+        world: world of the session, for run.json.
+        job: job of the scheduler, for the default name and the restart count.
+        env: environment variables, for $HPCTRAIN_RUN and the lock.
 
     Returns:
-        The directory and its lock; None where the run in it is finished, and no more is asked for.
+        The directory and its lock; the lock is None if the run is finished and the options ask for
+        no later end.
 
     Raises:
-        UsageError: the directory has a run in it and `--resume` was not given, or another run,
-            or files of somebody else, or cannot be written; or another start is at work in it.
+        UsageError: the directory has a run and `--resume` was not given; it has another run or
+            foreign files; it cannot be written; or another start uses it.
     """
     said = {"name": name, "data": options.data, "model": _signature(models)}
     resume = options.resume
@@ -78,7 +80,7 @@ def claim(
         create(directory.identity, json.dumps(about, indent=1) + "\n")
     except OSError as error:
         lock.release()
-        if isinstance(error, FileExistsError):  # another start was faster, and is over
+        if isinstance(error, FileExistsError):  # another start was faster and has ended
             _refuse_other_runs(directory, directory.read(directory.identity), said, False)
         raise UsageError(
             f"the run directory {directory.path} cannot be made: {error}",
@@ -91,7 +93,7 @@ def claim(
 def _refuse_other_runs(
     directory: RunDirectory, before: Mapping[str, Any], said: Mapping[str, Any], resume: bool
 ) -> None:
-    """Hold run.json to what this start says of itself."""
+    """Compare run.json with the identity of this start."""
     if not resume:
         saved = max(directory.steps(), default=None)
         where = "begin it again" if saved is None else f"go on from step {saved}"
@@ -111,10 +113,10 @@ def _refuse_other_runs(
 
 
 def _finished(directory: RunDirectory, options: Options) -> bool:
-    """Whether the run is done, and this start asks for no later end than it has come to.
+    """Check whether the run is done and this start asks for no later end.
 
-    Who asks for the same end as the last start gets nothing more: a script may have left its loop
-    before, for reasons of its own.
+    If the last start asked for the same end, nothing more is done: its script may have left the
+    loop early on purpose.
     """
     summary = directory.read(directory.summary) or {}
     if summary.get("status") != STATUS[DONE]:
@@ -130,7 +132,7 @@ def _finished(directory: RunDirectory, options: Options) -> bool:
 
 
 def facts(directory: RunDirectory, world: World) -> dict[str, Any]:
-    """What the manifest of every checkpoint says of the run."""
+    """Return the facts about a run for the manifest of each checkpoint."""
     said = directory.read(directory.identity) or {}
     return {
         "run": {name: said.get(name) for name in _IDENTITY},
@@ -140,15 +142,15 @@ def facts(directory: RunDirectory, world: World) -> dict[str, Any]:
 
 
 def refuse_fruitless(directory: RunDirectory, job: Allocation | None, step: int) -> None:
-    """Give up what a scheduler starts again and again at the same step.
+    """Raise an error if a scheduler restarts a job again and again at the same step.
 
     Args:
-        directory: of the run.
-        job: the scheduler's; only a requeued one is held to its earlier starts.
-        step: at which this start would go on.
+        directory: run directory.
+        job: job of the scheduler; only a requeued job is compared with its earlier starts.
+        step: step at which this start would continue.
 
     Raises:
-        GivenUpError: as many starts of the job before it went on there, too.
+        GivenUpError: the last `MOST_FRUITLESS` starts of the job continued at this step, too.
     """
     if job is None or not job.restart_count:
         return
@@ -168,7 +170,7 @@ def refuse_fruitless(directory: RunDirectory, job: Allocation | None, step: int)
 
 
 def _refuse_strangers(directory: RunDirectory) -> None:
-    """A directory with files but without run.json is somebody else's."""
+    """Refuse a directory with files but without run.json: it belongs to something else."""
     try:
         names = sorted(os.listdir(directory.path))
     except FileNotFoundError:
@@ -199,15 +201,15 @@ def note_start(
     job: Allocation | None,
     step: int,
 ) -> None:
-    """Append to starts.jsonl how the run was started this time, and at which step it goes on.
+    """Append the command, options, versions and step of this start to starts.jsonl.
 
     Args:
-        directory: of the run.
-        options: those that all scripts share.
-        own: the script's own, by name.
-        device: of rank 0.
-        world, job: of this start.
-        step: at which it goes on.
+        directory: run directory.
+        options: options that all scripts share.
+        own: options of the script itself, by name.
+        device: device of rank 0.
+        world, job: world and job of this start.
+        step: step at which this start continues.
     """
     cuda = device.type == "cuda"
     line = {
@@ -234,7 +236,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The git commit of the script's folder, where there is one."""
+    """Return the git commit of the script's folder, or None."""
     try:
         answer = subprocess.run(
             ["git", "rev-parse", "HEAD"],
@@ -250,7 +252,7 @@ def _commit() -> str | None:
 
 
 def _signature(models: Sequence[nn.Module]) -> str:
-    """Names and shapes of all weights, short: what has to agree before a state is loaded."""
+    """Hash the names and shapes of all weights, which have to match before a state is loaded."""
     shapes = [
         (name, list(tensor.shape))
         for model in models

@@ -1,4 +1,4 @@
-"""What a run keeps in its directory besides checkpoints: lock, logs, rows of metrics, summary."""
+"""Run journal: lock, logs, rows of metrics and summary in the run directory."""
 
 import json
 import logging
@@ -24,21 +24,21 @@ __all__ = ["RunJournal", "code_of"]
 
 
 class RunJournal:
-    """The directory of a run, from the moment in which rank 0 has chosen and locked it.
+    """Journal of a run, from the moment at which rank 0 has chosen and locked the directory.
 
     Args:
-        parts: the session.
-        name: of the run.
+        parts: parts of the session.
+        name: name of the run.
 
     Attributes:
-        directory: the same on all ranks.
-        finished: whether the run in it is; then it is not locked.
-        key: names this start, unlike any other; the same on all ranks.
-        lock: at rank 0.
-        metrics: from `begin` on.
+        directory: run directory, the same on all ranks.
+        finished: whether the run was already finished; then the directory is not locked.
+        key: unique key of this start, the same on all ranks.
+        lock: lock on the directory at rank 0; None on the other ranks.
+        metrics: rows of metrics; None before `begin`.
 
     Raises:
-        UsageError: rank 0 cannot use the directory, or somebody else does.
+        UsageError: rank 0 cannot use the directory, or another start uses it.
     """
 
     def __init__(self, parts: Parts, name: str) -> None:
@@ -59,15 +59,15 @@ class RunJournal:
         return str(directory.path.absolute()), self.lock is None, secrets.token_hex(8)
 
     def begin(self, step: int, rows: int, heard: Callable[[Mapping[str, Any], bool], None]) -> None:
-        """Write down this start; called by all ranks.
+        """Record this start; called by all ranks.
 
         Args:
-            step: at which it goes on.
-            rows: of metrics to keep.
-            heard: called at rank 0 with each row, and whether it is one of training.
+            step: step at which this start continues.
+            rows: number of rows of metrics to keep.
+            heard: called at rank 0 with each row, and with whether it is a training row.
 
         Raises:
-            GivenUpError: it is one too many.
+            GivenUpError: the job was restarted too often at this step.
             CheckpointError: the directory cannot be written.
         """
         parts = self._parts
@@ -97,11 +97,11 @@ class RunJournal:
         self.metrics = Metrics(parts.backend, self.directory, rows, heard)
 
     def close(self, error: BaseException | None, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Let go of all but the logs. Rank 0 sums up, where the directory is still this start's.
+        """Release all but the logs; rank 0 writes the summary if it still has the directory.
 
         Args:
-            error: that ended the run, if any.
-            facts: those for summary.json.
+            error: error that ended the run, if any.
+            facts: returns more values for summary.json.
         """
         if self.metrics is not None:
             self.metrics.close()
@@ -118,21 +118,20 @@ class RunJournal:
             self.lock.release()
 
     def drop_logs(self) -> None:
-        """Nothing more is said of this run."""
+        """End the logs of this run."""
         if self._stderr is not None:
             self._stderr.close()
-            self._stderr = (
-                None  # it has what standard error was, for as long as somebody needs that
-            )
+            # Release this reference to the original standard error; a handler may keep its own.
+            self._stderr = None
         remove_log_file(self._log)
 
     def _sum_up(self, error: BaseException | None, facts: Mapping[str, Any]) -> None:
-        """Write summary.json, and say in a few lines how it went."""
+        """Write summary.json, and print a short table if the run is done."""
         parts, code = self._parts, code_of(error)
         if isinstance(error, GivenUpError):
             self.directory.give_up(error.found)
         if self.metrics is None:
-            return  # it did not come to train
+            return  # it ended before training
         summary = {
             "status": rundir.STATUS[code],
             "metrics": self.metrics.last,
@@ -148,7 +147,7 @@ class RunJournal:
 
 
 def code_of(error: BaseException | None) -> int:
-    """How a run ended that was left by this error; a code of `rundir`."""
+    """Return the exit code of `rundir` for the error that ended a run, or for no error."""
     if isinstance(error, Stopped):
         return rundir.STOPPED
     if isinstance(error, GivenUpError):

@@ -1,4 +1,4 @@
-"""Numbers of a run: averaged over the ranks without stopping them, written as lines of JSON."""
+"""Metrics of a run: averaged over the ranks without stopping them, written as lines of JSON."""
 
 import contextlib
 import errno
@@ -23,14 +23,14 @@ from hpctrain.rundir import RunDirectory
 __all__ = ["Metrics", "no_number", "table", "trim"]
 
 
-# What a name was given in the steps of a row, on this rank: a sum, which is a tensor on a GPU, and
-# of how many micro-batches.
+# Values of one name in the steps of a row, on this rank: their sum, which is a tensor on a GPU, and
+# the number of micro-batches.
 _Sum = list[Any]
 
 
 @dataclass(slots=True)
 class _Row:
-    """A row that is not written yet: its sums are those of this rank until it is `done`."""
+    """A row that is not written yet; until it is `done`, its sums are those of this rank."""
 
     head: dict[str, Any]
     sums: dict[str, _Sum]
@@ -45,22 +45,22 @@ class _Row:
 
 
 class Metrics:
-    """The rows of `metrics.jsonl`; rank 0 writes them.
+    """Rows of `metrics.jsonl`; rank 0 writes them.
 
-    What is logged in every step makes a row each `--log-every` steps, with the means over these
-    steps, their micro-batches and all ranks. A name that is logged now and then has a row of its
-    own, that of the step. The means of all ranks take one sum, begun where the ranks know of each
-    other that they have the same rows, and read when it has arrived: no step waits for it.
+    Values that are logged in every step make one row each `--log-every` steps: the means over these
+    steps, their micro-batches and all ranks. A name that is logged in some steps only has a
+    separate row with the number of that step. The means over all ranks take one sum. It begins when
+    all ranks are known to have the same rows, and is read when complete: no step waits for it.
 
     Args:
-        backend: over whose ranks to average.
-        directory: of the run.
-        keep: rows that are there of an earlier start; see `trim`.
-        heard: called at rank 0 with each row that is written, and whether it is one of training.
+        backend: backend of the ranks to average over.
+        directory: run directory.
+        keep: number of rows that remain from earlier starts; see `trim`.
+        heard: called at rank 0 with each written row, and with whether it is a training row.
 
     Attributes:
-        rows: that are written.
-        last: the newest value of each name.
+        rows: number of rows written.
+        last: newest value of each name.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Metrics:
     ) -> None:
         self._backend, self._heard = backend, heard
         self._on_host = backend.device.type == "cpu"
-        self._now: dict[str, _Sum] = {}  # of the step under way
-        self._window: dict[str, _Sum] | None = None  # of the steps since the last row
-        self._last = (0, 0)  # the last of them, and its epoch
+        self._now: dict[str, _Sum] = {}  # values of the current step
+        self._window: dict[str, _Sum] | None = None  # values of the steps since the last row
+        self._last = (0, 0)  # the last of these steps, and its epoch
         self._unwritten: deque[_Row] = deque()
-        self._gathered: list[_Row] = []  # rows that the other ranks do not know of
-        self._offered: deque[int] = deque()  # how many of them each sum of `Agreement` speaks of
-        self._sum: tuple[list[_Row], Work] | None = None  # under way
+        self._gathered: list[_Row] = []  # rows that are not confirmed on all ranks
+        self._offered: deque[int] = deque()  # how many of them each sum of `Consensus` covers
+        self._sum: tuple[list[_Row], Work] | None = None  # the sum under way, and its rows
         self._lines: _Lines | None = None
         self.rows = keep
         self.last: dict[str, float] = {}
@@ -89,19 +89,19 @@ class Metrics:
             self._lines = _Lines(directory.metrics)
 
     def add(self, values: Mapping[str, Any], weight: float = 1.0) -> None:
-        """The values of one micro-batch; of a tensor only a copy on its device is taken.
+        """Add the values of one micro-batch; a tensor is only copied on its device.
 
         Args:
-            values: by name.
-            weight: of the micro-batch in its step.
+            values: values by name.
+            weight: weight of the micro-batch in its step.
 
         Raises:
-            UsageError: a value that is no number.
+            UsageError: a value is no number.
         """
         now, on_host = self._now, self._on_host
         for name, value in values.items():
             try:
-                # No device to wait for, and far cheaper than arithmetic on tensors.
+                # There is no device to wait for, and this is far cheaper than tensor arithmetic.
                 number = (
                     value.item() if on_host and isinstance(value, Tensor) else self._number(value)
                 )
@@ -123,10 +123,10 @@ class Metrics:
         return number.to(self._backend.device, torch.float64, non_blocking=True, copy=True)
 
     def end_step(self, step: int, epoch: int) -> None:
-        """A step is done; what was logged in it belongs to it.
+        """End a step; the values that were logged in it belong to it.
 
         Args:
-            step, epoch: its number, from 1, and that of its epoch.
+            step, epoch: number of the step, from 1, and index of its epoch.
         """
         now, window = self._now, self._window
         self._now, self._last = {}, (step, epoch)
@@ -146,10 +146,10 @@ class Metrics:
     def end_row(
         self, same: Mapping[str, Any] | None = None, tail: dict[str, float] | None = None
     ) -> None:
-        """The last step of a row is done, or of the training.
+        """End a row after its last step, or after the training.
 
         Args:
-            same: values that are the same on all ranks, and may be on the device.
+            same: values that are the same on all ranks; they may be on the device.
             tail: values that need no average.
         """
         window, self._window = self._window, None
@@ -172,15 +172,15 @@ class Metrics:
             self._gathered.append(row)
 
     def waiting(self) -> str:
-        """The rows that the other ranks do not know of, for people; the same on all ranks."""
+        """Describe the rows that are not confirmed on all ranks; the same text on all ranks."""
         return "; ".join(map(str, self._gathered)) or "nothing"
 
     def offer(self) -> None:
-        """A sum of `Agreement` begins, which speaks of the rows that are waiting."""
+        """Count the waiting rows that a new sum of `Consensus` covers."""
         self._offered.append(len(self._gathered) - sum(self._offered))
 
     def accept(self) -> None:
-        """It has arrived: all ranks have these rows."""
+        """Begin to average the rows that a complete sum of `Consensus` has confirmed."""
         count = self._offered.popleft()
         if not count:
             return
@@ -190,33 +190,33 @@ class Metrics:
         self._sum = rows, self._backend.sum_async(numbers)
 
     def poll(self) -> None:
-        """Write the rows whose sum has arrived."""
+        """Write the rows whose sum is complete."""
         if self._sum is not None and self._sum[1].ready():
             self._finish()
 
     def flush(self) -> None:
-        """Write all rows that are known to all ranks; called by all of them."""
+        """Write all rows that are confirmed on all ranks; called by all of them."""
         self._finish()
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """What this rank has of the next row."""
+        """Return the values of this rank for the next row."""
         if self._window is None:
             return {}
         return {name: [float(total), count] for name, (total, count) in self._window.items()}
 
     def load_state_dict(self, state: Mapping[str, list[Any]]) -> None:
-        """The inverse."""
+        """Load the values that `state_dict` returned."""
         self._window = {name: list(kept) for name, kept in state.items()} or None
 
     def write(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
-        """A row of values that are the same on all ranks, such as those of an evaluation.
+        """Write a row of values that are the same on all ranks, such as those of an evaluation.
 
         Args:
-            step, epoch: of the run.
-            values: by name.
+            step, epoch: position of the run.
+            values: values by name.
 
         Raises:
-            UsageError: a value that is no number.
+            UsageError: a value is no number.
         """
         numbers = {}
         for name, value in values.items():
@@ -230,7 +230,7 @@ class Metrics:
         self._write()
 
     def at(self, step: int) -> dict[str, float]:
-        """What is known of a step besides the rows of training."""
+        """Return the values of a step that are not in a training row."""
         return self._noted[1] if self._noted[0] == step else {}
 
     def _note(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -278,7 +278,7 @@ def _head(step: int, epoch: int) -> dict[str, Any]:
 
 
 def no_number(name: str, value: Any) -> UsageError:
-    """The error for a value that cannot be logged or summed."""
+    """Return the error for a value that cannot be logged or summed."""
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
     return UsageError(
         f"{name} is a {type(value).__name__}{shape}",
@@ -288,11 +288,11 @@ def no_number(name: str, value: Any) -> UsageError:
 
 
 def trim(directory: RunDirectory, keep: int) -> None:
-    """Remove the rows that an earlier start wrote after the checkpoint from which it goes on.
+    """Remove the rows that an earlier start wrote after the checkpoint to resume from.
 
     Args:
-        directory: of the run.
-        keep: rows.
+        directory: run directory.
+        keep: number of rows to keep.
 
     Raises:
         OSError: the file cannot be written.
@@ -302,28 +302,28 @@ def trim(directory: RunDirectory, keep: int) -> None:
 
 
 class _Lines:
-    """A file to which whole lines are added; training does not end with a full disk.
+    """File to which whole lines are appended; a full disk does not end the training.
 
-    What could not be written waits, and goes out with a later line.
+    Lines that cannot be written wait, and are written with a later line.
 
     Args:
-        path: of the file, which is there and ends in a whole line.
+        path: path of the file, which exists and ends in a whole line.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
-        self._good = os.fstat(self._file).st_size  # bytes that are whole lines
+        self._good = os.fstat(self._file).st_size  # bytes of whole lines
         self._waiting = b""
 
     def write(self, line: str) -> None:
-        """Add a line."""
+        """Append a line."""
         full = bool(self._waiting)
         self._waiting += line.encode()
         try:
             written = os.write(self._file, self._waiting)
             if written < len(self._waiting):
-                # Half a line is worse than none, and truncating needs no room.
+                # Remove the incomplete line; truncating needs no free space.
                 os.ftruncate(self._file, self._good)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._good += written
@@ -337,7 +337,7 @@ class _Lines:
                 )
 
     def close(self) -> None:
-        """Try once more, and close."""
+        """Try once more to write the waiting lines, and close the file."""
         if self._waiting:
             self.write("")
         with contextlib.suppress(OSError):
@@ -345,12 +345,12 @@ class _Lines:
 
 
 def table(summary: Mapping[str, Any], transport: str, path: Path) -> str:
-    """A run in a few lines for people.
+    """Format the results of a run as a short table.
 
     Args:
-        summary: the content of summary.json.
-        transport: what carried the numbers, such as "gloo".
-        path: of the run directory.
+        summary: content of summary.json.
+        transport: transport of the backend, such as "gloo".
+        path: path of the run directory.
     """
     metrics = summary["metrics"]
     name, score = (

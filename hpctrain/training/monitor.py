@@ -1,4 +1,4 @@
-"""What people see of a run while it goes on: progress, timings, slow ranks, trackers, a trace."""
+"""Monitor of a run: progress, timings, slow ranks, trackers and a profile."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,19 +29,19 @@ from hpctrain.training.state import Parts
 __all__ = ["Monitor", "check"]
 
 _PHASES = Phases(LOADING, COMPUTING, (ACCUMULATING, BACKWARD), slice(LOADING, AGREEING + 1))
-# Asking the allocator costs more than all else in a row.
+# A query of the allocator costs more than the rest of a row.
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def check(options: Options, rank: int) -> None:
-    """Look at `--track` and `--profile`, before the ranks meet.
+    """Check `--track` and `--profile`, before the rendezvous.
 
     Args:
-        options: of the session.
-        rank: of this process: the first one alone uses trackers.
+        options: options of the session.
+        rank: rank of this process; only rank 0 uses trackers.
 
     Raises:
-        UsageError: a tracker that is unknown or not installed, or steps that are none.
+        UsageError: a tracker is unknown or not installed, or `--profile` is no range of steps.
     """
     trackers.parse(options.track, here=rank == 0)
     if options.profile is not None:
@@ -49,13 +49,14 @@ def check(options: Options, rank: int) -> None:
 
 
 class Monitor:
-    """Made by every rank; rank 0 shows what is seen. No step waits for any of it.
+    """Monitor of a run on one rank; rank 0 shows the results. No step waits for it.
 
     Args:
-        parts: the session.
-        directory: of the run.
-        name: of the run.
-        seconds: that this rank has been in each phase of the loop; the watchdog counts them.
+        parts: parts of the session.
+        directory: run directory.
+        name: name of the run.
+        seconds: seconds that this rank has spent in each phase of the loop; the watchdog counts
+            them.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class Monitor:
             self._profile = Profile(profiler.steps(options.profile), parts.device, path)
         self._seconds = self._lap = self._waited = 0.0
         self._trained = self._lap_step = self._first = 0
-        self._samples = parts.batches.global_batch  # of a step
-        self._memory: tuple[float, int] | None = None  # when it was asked for, and the answer
+        self._samples = parts.batches.global_batch  # samples per step
+        self._memory: tuple[float, int] | None = None  # time and result of the last query
 
     def begin(self, step: int) -> None:
-        """Training begins.
+        """Begin training: start the trackers and the progress display at rank 0.
 
         Args:
-            step: at which this start goes on.
+            step: step at which this start continues.
         """
         parts = self._parts
         if parts.world.rank:
@@ -99,10 +100,10 @@ class Monitor:
         self._draws = type(self._progress) is not Lines
 
     def beside(self, heartbeat: Callable[[int], None]) -> Callable[[int], None]:
-        """What is called as a phase begins: `beat`, and what is seen of the phase here.
+        """Return the function to call as a phase begins: heartbeat, clock and display.
 
         Args:
-            beat: of the watchdog.
+            heartbeat: heartbeat function of the watchdog.
         """
         enter = self._clock.enter if isinstance(self._clock, DeviceClock) else None
         if enter is None and not self._draws:
@@ -120,14 +121,14 @@ class Monitor:
     def begin_batches(
         self, step: int, epoch: int, epoch_step: int, epochs: int | None, length: int | None
     ) -> None:
-        """The batches of an epoch begin.
+        """Begin the batches of an epoch.
 
         Args:
-            step: steps done.
-            epoch: from 0.
-            epoch_step: steps of it that are done.
-            epochs: of the run; None where only a number of steps ends it.
-            length: steps of an epoch; None where nobody knows.
+            step: number of steps done.
+            epoch: index of the epoch, from 0.
+            epoch_step: number of steps done in this epoch.
+            epochs: number of epochs of the run; None if only a number of steps ends it.
+            length: number of steps in an epoch; None if unknown.
         """
         self._progress.course.begin(step, epoch, epoch_step, epochs, length)
         if self._profile is not None:
@@ -137,16 +138,16 @@ class Monitor:
         self._waited = self._clock.seconds[LOADING]
 
     def end_batches(self, step: int) -> None:
-        """They are at their end, at this step."""
+        """End the batches of an epoch, at this step."""
         self._seconds += time.perf_counter() - self._begun
         self._trained += (step - self._first) * self._samples
         self._progress.end_epoch(step)
 
     def see_samples(self, count: int) -> None:
-        """A loader of the script's own begins an epoch.
+        """Take the number of samples in a step from a loader created by the script.
 
         Args:
-            count: samples of its first micro-batch on this rank; speeds follow from it.
+            count: samples of the first micro-batch on this rank; speeds are computed from it.
         """
         batches, size = self._parts.batches, self._parts.world.world_size
         samples = count * batches.accumulate * size
@@ -162,7 +163,7 @@ class Monitor:
             )
 
     def step(self, step: int) -> None:
-        """A step is done, which makes so many."""
+        """Record the end of a step, with the number of steps done."""
         self._timings.step()
         if self._draws:
             self._progress.step(step)
@@ -170,10 +171,10 @@ class Monitor:
             self._profile.at(step)
 
     def lap(self, step: int) -> dict[str, float]:
-        """What a row of metrics says of the time since the one before.
+        """Return speed, data wait and GPU memory for a row of metrics.
 
         Args:
-            step: of the row.
+            step: step of the row; speed and data wait are those since the row before.
         """
         now, waited = time.perf_counter(), self._clock.seconds[LOADING]
         seconds = now - self._lap
@@ -188,53 +189,53 @@ class Monitor:
         return tail
 
     def _peak(self, now: float) -> int:
-        """Bytes of GPU memory that tensors have had at most."""
+        """Return the peak of the GPU memory used by tensors, in bytes."""
         if self._memory is None or now > self._memory[0] + _SECONDS_BETWEEN_LOOKS:
             self._memory = now, torch.cuda.max_memory_allocated(self._parts.device)
         return self._memory[1]
 
     def row(self, row: Mapping[str, Any], training: bool) -> None:
-        """A row of metrics is written, at rank 0.
+        """Show a row of metrics, and pass it to the trackers; called at rank 0.
 
         Args:
-            row: as in metrics.jsonl.
-            training: whether it is one of training.
+            row: row as in metrics.jsonl.
+            training: whether it is a training row.
         """
         self._progress.row(row, training)
         if self._tracking is not None:
             self._tracking.row(row)
 
     def due(self) -> bool:
-        """Whether rank 0 wants to know where the ranks' time goes; the others have to be told."""
+        """Check whether the timings of all ranks are due; only rank 0 can return True."""
         return self._timings.due()
 
     def hear(self, due: bool, step: int, epoch: int) -> None:
-        """Called by all ranks about once a second, at the same step.
+        """Exchange timings if they are due; called by all ranks at one step, once a second.
 
         Args:
-            due: whether rank 0 wanted to know.
-            step, epoch: of the run.
+            due: whether the timings are due at rank 0.
+            step, epoch: position of the run.
         """
         self._timings.poll()
         if due:
             self._timings.begin(step, epoch)
 
     def finish(self, step: int, epoch: int) -> None:
-        """Training is over; called by all ranks, which may wait for each other."""
+        """Complete the timings after training; called by all ranks, which may wait."""
         self._timings.finish(step, epoch)
 
     def facts(self) -> dict[str, float]:
-        """How long it took, and how fast it was."""
+        """Return the training time in seconds, and the samples per second."""
         speed = self._trained / self._seconds if self._seconds else 0.0
         return {"seconds": self._seconds, "samples_per_second": speed}
 
     def close(self, step: int) -> None:
-        """Let go of everything but the trackers.
+        """Close everything except the trackers.
 
         Args:
-            step: steps done.
+            step: number of steps done.
         """
-        # The batches of a loop that an error has left are closed later than the run.
+        # After an error, the batches of the loop are closed later than the run.
         progress, self._progress = self._progress, Lines(self._progress.course)
         try:
             progress.close()
@@ -243,10 +244,10 @@ class Monitor:
                 self._profile.close(step)
 
     def close_trackers(self, code: int) -> None:
-        """Let the trackers finish. The other ranks wait meanwhile, so it takes no long time.
+        """Close the trackers within a limited time, as the other ranks wait meanwhile.
 
         Args:
-            code: how the run ended; of `rundir`.
+            code: exit code of `rundir` that the run ended with.
         """
         if self._tracking is not None:
             self._tracking.close(rundir.STATUS[code], self._parts.options.timeout)

@@ -1,4 +1,4 @@
-"""What follows the last backward pass of a step: average, unscale, clip, update, clear."""
+"""Optimizer step after the last backward pass: average, unscale, clip, update, clear."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,12 @@ __all__ = ["Update"]
 
 
 class Update:
-    """Takes the step of optimizers whose gradients are complete on this rank.
+    """Optimizer step for gradients that are complete on this rank.
 
     Args:
-        backend: averages them over the ranks.
-        precision: scales and unscales them.
-        options: `clip_value` and `clip_norm`.
+        backend: averages the gradients over the ranks.
+        precision: scales and unscales the gradients.
+        options: options of the session; `clip_value` and `clip_norm` are used.
     """
 
     def __init__(self, backend: Backend, precision: Precision, options: Options) -> None:
@@ -31,13 +31,13 @@ class Update:
     def __call__(
         self, chosen: Sequence[Optimizer], prepared: Sequence[Optimizer], ema: EMA | None
     ) -> None:
-        """The step.
+        """Take the step.
 
         Args:
-            chosen: the optimizers that take it.
-            prepared: those whose gradients are cleared: the loss of one model leaves some in the
-                others that it went through.
-            ema: of the weights, which follow.
+            chosen: optimizers that take the step.
+            prepared: optimizers whose gradients are cleared. The loss of one model also leaves
+                gradients in other models that it used.
+            ema: moving average of the weights, updated after the step.
         """
         self._backend.sync_gradients()
         for optimizer in chosen:
@@ -51,7 +51,7 @@ class Update:
             ema.update()
 
     def _clip(self, optimizer: Optimizer) -> None:
-        """First each element, then the norm of what an optimizer has."""
+        """Clip each element first, then the norm of all parameters of an optimizer."""
         self._precision.unscale(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._value is not None:

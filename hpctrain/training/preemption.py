@@ -1,8 +1,8 @@
-"""What asks a run to stop: signals, a stop file, the end of the job's time.
+"""Stop requests: signals, a stop file, the end of the job's time.
 
-A handler only sets a flag: Python runs none while a collective waits, and ranks that save at
-different steps save nothing. The run asks for the flag, agrees with the other ranks, saves, and
-leaves by `Stopped`.
+A signal handler only sets a flag: Python runs no handler while a collective waits, and ranks that
+save at different steps make no usable checkpoint. The run reads the flag, reaches consensus with
+the other ranks, saves, and raises `Stopped`.
 """
 
 import builtins
@@ -27,26 +27,27 @@ __all__ = ["REASONS", "Preemption", "Stopped"]
 
 _TIME_LIMIT, _STOP_FILE = "the end of the job's time", "a stop file"
 _SUBMITIT = "SUBMITIT_EXECUTOR"
-# SIGNALING is what Slurm shows for a moment after it has sent a signal.
+# SIGNALING is the state that Slurm shows for a moment after it has sent a signal.
 _GOES_ON = ("RUNNING", "SIGNALING")
 _TAKEN = (*signals.STOP, signal.SIGINT)
 
-#: Why a run stops; ranks tell each other by the place in this list.
+#: Reasons why a run stops; the ranks exchange one number for each of them.
 REASONS = (_TIME_LIMIT, _STOP_FILE, *(signal.Signals(number).name for number in _TAKEN))
 
 
 class Stopped(SystemExit):
-    """Leaves the script at a safe point: run it again, and it goes on.
+    """Exit from the script at a safe point, from which a later start continues.
 
-    The exit code is 75. Where $HPCTRAIN_VERDICT is set, whoever started the ranks decides: then it
-    is 0, as the verdict says more; or that of a process which the signal ended, as this rank cannot
-    know whether all of them were to stop. (srun and mpirun send SIGTERM to the others when one rank
-    fails. A job that was then taken for stopped would be requeued, and fail again, without end.)
+    The exit code is 75. If $HPCTRAIN_VERDICT is set, the program that started the ranks decides.
+    Then the exit code is 0, as the exit status file has the result; or 128 plus the signal, if this
+    rank cannot determine whether all ranks were to stop. (srun and mpirun send SIGTERM to the other
+    ranks when one rank fails. If such a job counted as stopped, it would be requeued and fail
+    again, without end.)
 
     Args:
-        reason: a line for people.
-        env: the environment.
-        alone: the signal that came to this rank before training began; None: all ranks leave now.
+        reason: one line of text for the exit status file.
+        env: environment variables, for $HPCTRAIN_VERDICT.
+        alone: signal that this rank received outside a run; None if all ranks leave now.
     """
 
     def __init__(self, reason: str, env: Mapping[str, str], alone: int | None = None) -> None:
@@ -57,20 +58,20 @@ class Stopped(SystemExit):
 
 
 class Preemption:
-    """Whether, and by what, this rank was asked to stop.
+    """Stop requests that this rank has received.
 
-    While the session opens, a signal ends the process with `Stopped`: nothing is lost there. From
-    then on the others would miss this rank, so the run that follows is stopped, at its beginning or
-    at a step; outside of one a second signal ends the process. SIGINT stops a run as the others do,
-    and ends it at once when it comes for the second time. It is left alone where a person types the
-    lines, in a notebook or an interactive Python.
+    While the session opens, a signal raises `Stopped`, as nothing can be lost yet. After that the
+    other ranks would wait for this rank, so a signal stops the next run, at its beginning or at a
+    step; outside a run, a second signal raises `Stopped`. SIGINT stops a run like the other
+    signals, and a second SIGINT ends it at once. In a notebook or an interactive Python, SIGINT is
+    not handled here.
 
     Args:
-        rank: only rank 0 looks at stop files and the clock.
-        env: for $HPCTRAIN_STOP and $HPCTRAIN_VERDICT.
-        job: the scheduler's, for the end of its time.
-        undo: takes what puts the handlers back.
-        clock: seconds since the epoch; a test moves one of its own.
+        rank: rank of this process; only rank 0 checks stop files and the clock.
+        env: environment variables, for $HPCTRAIN_STOP and $HPCTRAIN_VERDICT.
+        job: job of the scheduler, for its end time.
+        undo: receives the callback that restores the signal handlers.
+        clock: returns seconds since the epoch; tests replace it.
     """
 
     def __init__(
@@ -91,49 +92,51 @@ class Preemption:
         self._found: dict[int, Any] = {}
         self._save_margin: Callable[[], float] = lambda: 0.0
         if threading.current_thread() is not threading.main_thread():
-            return  # handlers belong to the main thread
+            return  # only the main thread may set handlers
         interactive = hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
         for number in signals.STOP if interactive else _TAKEN:
             if signal.getsignal(number) == signal.SIG_IGN:
-                continue  # as in the background of a shell's script, which is not to hear Ctrl-C
+                continue  # as in a background job of a shell script, which must not react to Ctrl-C
             self._found[number] = signal.signal(number, self._handle)
         undo.callback(self._put_back)
 
     def opened(self) -> None:
-        """The ranks are connected."""
+        """Record that the ranks are connected."""
         self._opened = True
 
     def begin(self, directory: rundir.RunDirectory, save_margin: Callable[[], float]) -> None:
-        """From now on a signal is a request, until `end`.
+        """Treat a signal as a stop request from now on, until `end`.
 
         Args:
-            directory: of the run; a file `stop` in it is a request too.
-            lead: seconds before the end of the job's time that saving needs.
+            directory: run directory; a file `stop` in it is a stop request, too.
+            save_margin: returns how many seconds before the end of the job's time the run has to
+                stop.
         """
         self._of_the_run = directory.stop
         self._save_margin = save_margin
         self._running = True
         if self._rank == 0 and self._end is None and self._job and self._job.scheduler == "slurm":
-            # Older ones, such as 22.05, do not tell their jobs; a busy one is not waited for.
+            # Older Slurm, such as 22.05, does not give its jobs the end time. A thread asks for it,
+            # because a busy Slurm answers slowly.
             threading.Thread(target=self._ask, name="end of the job", daemon=True).start()
 
     def end(self) -> None:
-        """The run is over, and no file asks for anything."""
+        """Record the end of the run; its stop file is no longer checked."""
         self._running = False
         self._of_the_run = None
 
     def close(self) -> None:
-        """The session ends, and what comes now comes too late."""
+        """Record the end of the session; a signal is then too late to stop a run."""
         self._running = True
 
     def asked(self) -> str | None:
-        """One of `REASONS`, or None; looks at files, so not to be called at every step."""
+        """Return one of `REASONS`, or None; checks files, so do not call it at every step."""
         if self._caught is not None:
             self._look_at_the_clock(signal.Signals(self._caught).name)
             return signal.Signals(self._caught).name
         if self._rank > 0:
             return None
-        # os.path.exists takes what a file system says in a bad moment for a no.
+        # os.path.exists returns False if the file system has a temporary error.
         if any(file and os.path.exists(file) for file in (self._of_the_start, self._of_the_run)):
             self._look_at_the_clock(_STOP_FILE)
             return _STOP_FILE
@@ -142,7 +145,7 @@ class Preemption:
         return None
 
     def obeyed(self, directory: rundir.RunDirectory) -> None:
-        """The run has saved; a person's stop file would stop the next start as well."""
+        """Remove the stop file after the save, as it would also stop the next start."""
         if self._rank == 0:
             try:
                 directory.stop.unlink(missing_ok=True)
@@ -150,11 +153,11 @@ class Preemption:
                 logger.warning("the next start will stop as well: %s", error)
 
     def hand_on(self) -> None:
-        """Let a handler that was there before do its part, such as submitit's, which requeues.
+        """Call an earlier signal handler, such as that of submitit, which requeues the job.
 
-        Called on rank 0 when the session is closed, and not from within a handler. Of submitit's
-        handlers that which requeues is called, whatever came, and not for a job that is cancelled:
-        it would come back to life.
+        Called when the session is closed, not from a signal handler; only rank 0 does it. Of the
+        handlers of submitit, it calls the one that requeues, for any stop request; but not for a
+        cancelled job, which would start again.
 
         Source: submitit/core/job_environment.py, submitit 1.5.4.
         """
@@ -179,7 +182,7 @@ class Preemption:
             self._end = slurm.end_time(self._job.label, self._env)
 
     def _look_at_the_clock(self, what: str) -> None:
-        """Once, say so where a request comes late."""
+        """Warn once if a stop request leaves too little time to save."""
         if self._rank > 0 or self._end is None or self._looked:
             return
         self._looked = True
@@ -191,7 +194,7 @@ class Preemption:
                 what,
                 left,
                 needed,
-                int(needed) + 60,  # Slurm may be that late
+                int(needed) + 60,  # Slurm may send the signal that late
             )
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -208,7 +211,7 @@ class Preemption:
 
     @staticmethod
     def _handle_in_a_fork(number: int) -> None:
-        """A process that a rank has forked outlives what goes to the whole step, and not TERM."""
+        """In a forked process, act on SIGINT and SIGTERM; ignore signals to the whole job step."""
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         if number == signal.SIGTERM:
@@ -217,5 +220,5 @@ class Preemption:
 
     def _put_back(self) -> None:
         for number, handler in self._found.items():
-            # None stands for a handler that was not set from Python, and cannot be put back.
+            # None means that the handler was not set from Python, and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,4 +1,4 @@
-"""How a model and an optimizer become those of a session."""
+"""Preparation of models and optimizers for a session."""
 
 import hashlib
 import inspect
@@ -40,9 +40,10 @@ __all__ = [
 
 
 def place_batches(options: Options, precision: Precision) -> Placement:
-    """Where batches go. Channels are last where convolutions in half precision want them so.
+    """Return the placement of batches, with channels last if this makes convolutions faster.
 
-    With fp32 that is slower. Source: "Channels Last Memory Format in PyTorch", torch's tutorials.
+    That is so in half precision on GPUs; with fp32 it would be slower. Source: "Channels Last
+    Memory Format in PyTorch", torch's tutorials.
     """
     channels_last = options.channels_last
     if channels_last is None:
@@ -51,7 +52,7 @@ def place_batches(options: Options, precision: Precision) -> Placement:
 
 
 def check_compiler(options: Options, device: torch.device) -> None:
-    """Look for what torch.compile needs, long before its first use.
+    """Check for the compiler that torch.compile needs, long before its first use.
 
     Raises:
         UsageError: there is no compiler.
@@ -66,10 +67,10 @@ def check_compiler(options: Options, device: torch.device) -> None:
 
 
 def check_weights(options: Options, rank: int) -> None:
-    """Look at `--init-from`, before the ranks meet: the first one reads for all.
+    """Check `--init-from` before the rendezvous; rank 0 checks and reads it for all ranks.
 
     Raises:
-        UsageError: there is no such file, or nothing that reads it.
+        UsageError: the file cannot be opened, or the package that reads it is missing.
     """
     if options.init_from is not None and rank == 0:
         checkpoint.check_weights(Path(options.init_from))
@@ -83,15 +84,15 @@ def prepare_model(
     placement: Placement,
     options: Options,
 ) -> nn.Module:
-    """A model as it trains with the others, with rank 0's weights.
+    """Prepare a model for training with the other ranks, with the weights of rank 0.
 
     Args:
-        model: changed in place.
-        number: of the model among the prepared ones, from 0.
-        backend, precision, placement, options: of the session.
+        model: model, changed in place.
+        number: index of the model among the prepared ones, from 0.
+        backend, precision, placement, options: parts of the session.
 
     Raises:
-        UsageError: `--init-from` does not fit it.
+        UsageError: the model does not fit the file of `--init-from`.
     """
     if options.init_from is not None:
         path = Path(options.init_from)
@@ -99,9 +100,9 @@ def prepare_model(
     model.to(placement.device)
     if placement.channels_last:
         for parameter in model.parameters():
-            if parameter.dim() == 4:  # those of 2-D convolutions; torch refuses others
+            if parameter.dim() == 4:  # weights of 2-D convolutions; torch refuses others
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-    # torch's own layers sum over torch.distributed on GPUs, or not at all.
+    # torch's own layers sum only over torch.distributed on GPUs.
     theirs = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     if options.sync_batchnorm or theirs:
         sync_batchnorm.convert(model, backend)
@@ -114,17 +115,17 @@ def prepare_model(
 def prepare_optimizer(
     optimizer: Optimizer, models: Sequence[nn.Module], options: Options, batches: Batches
 ) -> None:
-    """Give an optimizer the decay and the learning rate that the options ask for.
+    """Apply the options for weight decay and learning rate to an optimizer.
 
     Args:
-        optimizer: changed in place.
-        models: the prepared ones.
-        options: of the session.
-        batches: of the session, for the global batch.
+        optimizer: optimizer, changed in place.
+        models: prepared models.
+        options: options of the session.
+        batches: batches of the session, for the global batch.
 
     Raises:
-        UsageError: it has parameters of no prepared model, needs a closure, or has a scheduler that
-            would not learn of what is changed here.
+        UsageError: the optimizer has parameters of no prepared model, needs a closure, or has a
+            scheduler that has already read values which an option changes.
     """
     known = {parameter for model in models for parameter in model.parameters()}
     strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
@@ -167,12 +168,12 @@ def prepare_optimizer(
 
 
 def inner(model: nn.Module) -> nn.Module:
-    """A prepared model as it was given to `prepare`."""
+    """Return a prepared model as it was passed to `prepare`."""
     return model.module if isinstance(model, Transparent) else model
 
 
 def replaced(optimizer: Optimizer, others: Sequence[Optimizer]) -> list[Optimizer]:
-    """Optimizers that would step on the same parameters."""
+    """Return the other optimizers that step on the same parameters, with a warning for each."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = [
         other
@@ -189,33 +190,33 @@ def replaced(optimizer: Optimizer, others: Sequence[Optimizer]) -> list[Optimize
 
 
 def share_state(optimizer: Optimizer, backend: Backend) -> None:
-    """Rank 0's state on every rank, next to the weights; mostly there is none yet.
+    """Load the optimizer state of rank 0 on every rank; usually there is none yet.
 
     Args:
-        optimizer: changed in place.
-        backend: of the session.
+        optimizer: optimizer, changed in place.
+        backend: backend of the session.
     """
     box = io.BytesIO()
     if backend.rank == 0 and optimizer.state:
         torch.save(optimizer.state_dict(), box)
     state = backend.broadcast_object(box.getvalue())
     if state:
-        # Loading also moves it to the device of the weights.
+        # Loading also moves the state to the device of the weights.
         optimizer.load_state_dict(torch.load(io.BytesIO(state), "cpu", weights_only=True))
 
 
 def plan_schedule(
     options: Options, steps_per_epoch: int | None, epochs: int | None
 ) -> optim.Schedule | None:
-    """The course of the learning rate that the options ask for; None where it is constant.
+    """Return the learning-rate schedule that the options ask for; None if the rate is constant.
 
     Args:
-        options: `--lr-warmup-epochs`, `--lr-schedule` and what belongs to it.
-        steps_per_epoch: None where the loader has no length.
-        epochs: of the run; None where only `--max-steps` ends it.
+        options: options of the session; `--lr-*`, `--max-steps` are used.
+        steps_per_epoch: number of steps in an epoch; None if the loader has no length.
+        epochs: number of epochs of the run; None if only `--max-steps` ends it.
 
     Raises:
-        UsageError: it needs the length of an epoch, or of the run, and there is none.
+        UsageError: the schedule needs the length of an epoch, or of the run, and there is none.
     """
     if options.lr_schedule == "constant" and not options.lr_warmup_epochs:
         return None
@@ -243,7 +244,7 @@ def plan_schedule(
 
 
 def refuse_second_schedule(optimizers: Sequence[Optimizer]) -> None:
-    """Where the options set the learning rate, nobody else does.
+    """Refuse a scheduler of the script if the options set the learning rate.
 
     Raises:
         UsageError: one of the optimizers has a scheduler.
@@ -257,19 +258,19 @@ def refuse_second_schedule(optimizers: Sequence[Optimizer]) -> None:
 
 
 def refuse_other_data(backend: Backend, hosts: Sequence[str], datasets: Sequence[Any]) -> None:
-    """Hold the data sets of all ranks to those of rank 0; called by all ranks.
+    """Compare the data sets of all ranks with those of rank 0; called by all ranks.
 
-    Each rank takes its part of an order that follows from the length. A host whose own copy lacks
-    some samples would go through others than its share, and nobody would see it. Where some ranks
-    alone made a loader nothing can be held to anything.
+    Each rank takes its part of an order that is computed from the length. If the copy on one host
+    lacks some samples, its ranks would read other samples than their share, without an error. If
+    ranks have different numbers of data sets, there is no comparison.
 
     Args:
-        backend: of the session.
-        hosts: that of each rank.
-        datasets: of the session's loaders, in the order in which they were made.
+        backend: backend of the session.
+        hosts: host of each rank.
+        datasets: data sets of the session's loaders, in the order in which they were created.
 
     Raises:
-        UsageError: a rank has other ones.
+        UsageError: a rank has different data sets.
     """
     seen = backend.gather_object([(len(dataset), _classes(dataset)) for dataset in datasets])
 
@@ -293,7 +294,7 @@ def refuse_other_data(backend: Backend, hosts: Sequence[str], datasets: Sequence
 
 
 def _classes(dataset: Any) -> str:
-    """What tells sets of equal length apart, short: the names of the classes, where it has any."""
+    """Hash the names of the classes, if any, which distinguish data sets of equal length."""
     classes = getattr(dataset, "classes", ())
     named = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
     return hashlib.sha256(repr(named).encode(errors="surrogateescape")).hexdigest()

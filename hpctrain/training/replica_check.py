@@ -1,4 +1,4 @@
-"""Whether all ranks have the same weights, which is what averaging gradients is for."""
+"""Replica check: averaged gradients have to give all ranks the same weights."""
 
 from collections.abc import Iterator
 
@@ -15,22 +15,22 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def refuse_unlike_weights(parts: Parts, step: int) -> None:
-    """Compare weights and the optimizers' state over the ranks; called by all of them.
+    """Compare weights and optimizer states between the ranks; called by all of them.
 
-    Of each tensor the sum of its bits, read as whole numbers, is compared, so this reads all of
-    them once and exchanges 8 bytes a tensor.
+    For each tensor, the ranks compare the sum of its bits, read as whole numbers. This reads all
+    tensors once, and exchanges 8 bytes per tensor.
 
     Args:
-        parts: the session.
-        step: of the run, for people.
+        parts: parts of the session.
+        step: step of the run, for the error message.
 
     Raises:
-        UsageError: they are not the same; nothing that comes of them can be trusted.
+        UsageError: they differ, so no result of the training can be trusted.
     """
     if parts.backend.world_size == 1:
         return
     named = list(_tensors(parts))
-    # On the device of each, so that a GPU is waited for once.
+    # One tensor of sums per device, so that the host waits for a GPU only once.
     by_device: dict[torch.device, list[Tensor]] = {}
     for _, tensor in named:
         by_device.setdefault(tensor.device, []).append(_bits(tensor))
@@ -62,7 +62,7 @@ def refuse_unlike_weights(parts: Parts, step: int) -> None:
 
 
 def _tensors(parts: Parts) -> Iterator[tuple[str, Tensor]]:
-    """Weights and states that are the same on all ranks, with names for people."""
+    """Yield weights and states that have to be the same on all ranks, with names for messages."""
     names: dict[int, str] = {}
     for number, model in enumerate(parts.models):
         model_name = f"model {number}, " if len(parts.models) > 1 else ""
@@ -79,7 +79,7 @@ def _tensors(parts: Parts) -> Iterator[tuple[str, Tensor]]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits as whole numbers, shape ()."""
+    """Return the sum of a tensor's bits, read as whole numbers, of shape ()."""
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():

@@ -1,4 +1,4 @@
-"""A run: its directory, its position in the loop, its metrics and checkpoints."""
+"""Training run: run directory, position in the loop, metrics and checkpoints."""
 
 import os
 import sys
@@ -47,15 +47,17 @@ __all__ = ["Run"]
 
 
 class Run:
-    """What `session.run()` gives: a context manager that resumes by itself when told to.
+    """A training run: context manager around the loop, made by `session.run()`.
 
-    It leaves by `preemption.Stopped`, an exit, when somebody asks it to stop: after a checkpoint,
-    at the same step on all ranks.
+    It resumes from the newest checkpoint of its directory if `--resume` is given, and by default
+    with `--elastic` or in a requeued job. After a stop request it takes a checkpoint and raises
+    `preemption.Stopped`, a `SystemExit`, at the same step on all ranks.
 
     Attributes:
-        directory: of the run, the same on all ranks.
-        step: optimizer steps done; right as soon as `session.step` or `optimizer.step` returns.
-        epoch: the epoch under way, from 0.
+        directory: run directory, the same on all ranks.
+        step: number of optimizer steps done; current when `session.step` or `optimizer.step`
+            returns.
+        epoch: index of the current epoch, from 0.
     """
 
     directory: RunDirectory
@@ -65,32 +67,32 @@ class Run:
         self._session = session
         self._state = dict(state)
         self._later: list[LaterGroups] = []
-        self._left: dict[str, Any] = {}  # states that a checkpoint has, of what is not there yet
+        self._left: dict[str, Any] = {}  # saved states of objects that do not exist yet
         self._name = name or _UNNAMED.get(Path(sys.argv[0]).stem) or Path(sys.argv[0]).stem
         self.step = 0
         self.epoch = 0
-        self._epoch_step = 0  # steps of this epoch that are done
-        self._batches = 0  # micro-batches of this epoch that are done
-        self._random: dict[str, Any] | None = None  # of the checkpoint, until training goes on
+        self._epoch_step = 0  # steps done in this epoch
+        self._batches = 0  # micro-batches done in this epoch
+        self._random: dict[str, Any] | None = None  # saved state, until training continues
         self._epochs: int | None = None
         self._schedule: optim.Schedule | None = None
         self._index = 0  # micro-batches since the last step
-        self._in_hand = False  # whether a micro-batch was handed out and not yet counted
-        self._stepped = False  # whether it has ended a step
-        self._compared = False  # whether the ranks' data sets were
-        self._compares = _FIRST_STEPS  # steps after which the ranks compare their weights
-        self._looked = False  # whether the first batches of a loader of the script's own were
-        self._begun = False  # whether the batches of this epoch were asked for
-        self._cut_short = False  # whether --max-steps ended the epoch under way
-        self._in_body = False  # whether the loop over the batches is at one of them
-        self._stop: str | None = None  # why all ranks stop, once they have agreed
-        self._paused, self._pause = time.monotonic(), 0.0  # the longest time between two epochs
-        self._undo = ExitStack()  # what a run changes in its process, and puts back
+        self._in_hand = False  # whether the loop has a micro-batch that is not counted yet
+        self._stepped = False  # whether this micro-batch has ended a step
+        self._compared = False  # whether the ranks have compared their data sets
+        self._compares = _FIRST_STEPS  # steps left in which the ranks compare their weights
+        self._looked = False  # whether the first batch of a script's own loader was checked
+        self._begun = False  # whether the loop has requested the batches of this epoch
+        self._cut_short = False  # whether --max-steps ended the current epoch early
+        self._in_body = False  # whether the loop is processing a batch
+        self._stop: str | None = None  # why all ranks stop, after their consensus
+        self._paused, self._pause = time.monotonic(), 0.0  # end of last batches; longest time after
+        self._undo = ExitStack()  # restores what a run changes in its process
         self._journal: RunJournal | None = None
         self._checkpoints: CheckpointManager | None = None
         self._watchdog: Watchdog | None = None
         self._monitor: Monitor | None = None
-        self._heartbeat: Callable[[int], None] = ignore  # shows that this rank lives
+        self._heartbeat: Callable[[int], None] = ignore  # shows that this rank is alive
 
     def __enter__(self) -> Self:
         try:
@@ -145,9 +147,9 @@ class Run:
         watch_clipping(lambda: self._in_body and self._stepped, self._undo)
 
     def _find_schedulers(self) -> None:
-        """Let schedulers of the prepared optimizers go into the checkpoints.
+        """Add the schedulers of the prepared optimizers to the checkpoints.
 
-        One that was made after the run was opened has not been restored yet.
+        Also restore schedulers that the script created after the run was opened.
         """
         kept = list(self._state.values())
         for name, scheduler in optim.attached(self._session.optimizers, but=kept).items():
@@ -157,7 +159,7 @@ class Run:
                 optim.put_back_rates(scheduler)
 
     def _go_on(self, resumed: Restored) -> None:
-        """Take up a position."""
+        """Continue from a restored position."""
         position, self._left = resumed.position, resumed.left
         self.step, self.epoch = position.step, position.epoch
         self._epoch_step = position.epoch_step
@@ -174,14 +176,15 @@ class Run:
         logger.info("resumed at step %d, in epoch %d", self.step, self.epoch + 1)
 
     def epochs(self, default: int | None = None) -> Iterator[int]:
-        """The epochs that are left, each with a checkpoint at its end.
+        """Iterate over the remaining epochs, with a checkpoint at the end of each.
 
         Args:
-            default: how many there are when neither `--epochs` nor `--max-steps` was given.
+            default: number of epochs if neither `--epochs` nor `--max-steps` is given.
 
         Raises:
-            UsageError: nothing says how long to train.
-            Stopped: the run was asked to stop.
+            UsageError: no option or argument limits the training, or `--max-steps` is the only
+                limit and an epoch has no batch.
+            Stopped: the run received a stop request.
         """
         options = self._session.options
         self._epochs = options.epochs or (None if options.max_steps else default)
@@ -209,16 +212,16 @@ class Run:
             self._stop_here()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The micro-batches that are left of this epoch, up to `--max-steps`.
+        """Iterate over the remaining micro-batches of this epoch, up to `--max-steps`.
 
         Args:
-            loader: of `session.loader()`; or any iterable of batches, which are moved to the
-                device. The latter cannot skip, so a run that resumes inside of an epoch fetches
-                what it has seen once more and drops it.
+            loader: loader of `session.loader()`, or any other iterable of batches, which are then
+                moved to the device. Another iterable cannot skip batches: a run that resumes inside
+                an epoch fetches the earlier batches again and drops them.
 
         Raises:
-            UsageError: it is the second time in this epoch, or another rank has other data.
-            Stopped: the run was asked to stop.
+            UsageError: second call in this epoch, or another rank has different data.
+            Stopped: the run received a stop request.
         """
         self._settle()
         if self._begun:
@@ -267,7 +270,7 @@ class Run:
             self._watch.end_batches(self.step)
 
     def _begin(self, loader: Iterable[Any]) -> tuple[Iterator[Any], int | None]:
-        """The batches that are left of this epoch, and how many steps a whole one has."""
+        """Return the remaining batches of this epoch, and the number of steps in a full epoch."""
         session = self._session
         options, batches = session.options, session.batches
         own = not isinstance(loader, data.Loader)
@@ -286,10 +289,10 @@ class Run:
         return (self._looked_at(iterator) if own else iterator), length
 
     def _look_around(self) -> None:
-        """Before the first batches of a start: what the script has made, and on all ranks alike.
+        """Check what the script has created, before the first batches of a start.
 
         Raises:
-            UsageError: another rank has other data.
+            UsageError: another rank has different data.
         """
         session = self._session
         self._find_schedulers()
@@ -304,10 +307,10 @@ class Run:
         prepare.refuse_other_data(session.backend, hosts, session.datasets)
 
     def _looked_at(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a loader of the script's own; the first one says what they are.
+        """Yield the batches of a loader created by the script; check and measure the first one.
 
         Raises:
-            UsageError: two ranks begin with the same one.
+            UsageError: two ranks begin with the same batch.
         """
         session, first = self._session, next(batches, _END)
         if not self._looked and session.world.world_size > 1 and not session.options.same_data:
@@ -323,10 +326,10 @@ class Run:
         yield from batches
 
     def stepping(self) -> None:
-        """Called before the backward pass of a micro-batch.
+        """Prepare for the backward pass of a micro-batch; called before it.
 
         Raises:
-            UsageError: it is none of `batches`.
+            UsageError: the micro-batch does not come from `batches`.
         """
         if not self._in_body:
             raise UsageError(
@@ -339,9 +342,9 @@ class Run:
             self._later.pop().take_up()
 
     def stepped(self) -> None:
-        """Called when an optimizer has stepped, or left out a step that overflowed.
+        """Count a step; called when an optimizer has stepped, or skipped a step that overflowed.
 
-        With several optimizers the first one of a micro-batch counts.
+        With several optimizers, only the first call for a micro-batch counts.
         """
         if self._stepped or not self._in_hand:
             return
@@ -351,10 +354,10 @@ class Run:
         self._epoch_step += 1
 
     def _settle(self) -> None:
-        """Count the micro-batch that was handed out last, and see to the step that it has ended.
+        """Count the last micro-batch of the loop, and complete the step that it has ended.
 
-        A loop that is left by a break never asks for the next batch: then the next call of this
-        run does it. (Closing a generator is no place for it: that also happens after an error.)
+        A loop that is left by a break never requests the next batch; then the next call of this run
+        counts. (The end of the generator is not the right place: it also ends after an error.)
         """
         if not self._in_hand:
             return
@@ -363,12 +366,12 @@ class Run:
         session = self._session
         last = self._index == session.batches.accumulate
         if last and not self._stepped and not session.optimizers:
-            self.stepped()  # without a prepared optimizer nobody else says so
+            self.stepped()  # without a prepared optimizer, no hook has called this
         self._in_hand = False
         if not self._stepped:
             return
         self._stepped, self._index = False, 0
-        # Not by the properties below, each of which is one more call in every step.
+        # Not through the properties below: each of them would add a call to every step.
         journal, monitor, saving = self._journal, self._monitor, self._checkpoints
         assert journal is not None
         assert journal.metrics is not None
@@ -385,13 +388,13 @@ class Run:
             self.save()
         if self._compares:
             self._compares -= 1
-            self._heartbeat(UPDATING)  # the ranks wait for each other, which AGREEING does not say
+            self._heartbeat(UPDATING)  # here the ranks wait for each other
             refuse_unlike_weights(session, self.step)
         if self._stop is not None:
             self._stop_here()
 
     def _drop_rest(self) -> None:
-        """Leave out micro-batches that make no step: no checkpoint could have their gradients."""
+        """Drop micro-batches that complete no step: a checkpoint cannot hold their gradients."""
         self._index = 0
         dropped = self._session.forget_step()
         if dropped:
@@ -404,7 +407,7 @@ class Run:
             )
 
     def _say(self) -> dict[str, float]:
-        """What the other ranks have to know: why this one wants to stop, and what went wrong."""
+        """Return this rank's values for the consensus: stop requests, failures, what is due."""
         session = self._session
         asked = session.preemption.asked()
         self._metrics.offer()
@@ -418,14 +421,14 @@ class Run:
         }
 
     def _doing(self) -> str:
-        """What this rank does, for people; all ranks do the same."""
+        """Describe what this rank does, for error messages; the same on all ranks."""
         return f"step {self.step} of epoch {self.epoch}, logged {self._metrics.waiting()}"
 
     def _hear(self, heard: Mapping[str, float]) -> bool:
-        """What follows from it, alike on all ranks; whether it is time for a checkpoint.
+        """Act on the consensus, in the same way on all ranks; return whether a checkpoint is due.
 
         Raises:
-            NonFiniteError: the run goes nowhere.
+            NonFiniteError: too many steps in a row had no finite numbers.
         """
         for _ in range(self._consensus.heard):
             self._metrics.accept()
@@ -440,7 +443,7 @@ class Run:
         return heard[_OVERDUE] > 0
 
     def _stop_here(self) -> None:
-        """Save and leave, where the ranks have agreed to."""
+        """Save and leave the run if the consensus is to stop."""
         if self._stop is None:
             return
         reason, where = self._stop, "from here"
@@ -453,7 +456,7 @@ class Run:
         except ReplacedError:
             raise
         except CheckpointError as error:
-            # Whoever runs it again loses some steps, and whoever does not loses more.
+            # Still stop: a later start repeats some steps, but a failure would end the training.
             self._saves.lost()
             saved = self._saves.saved
             where = f"from step {saved.step if saved else 0}"
@@ -463,26 +466,26 @@ class Run:
         raise Stopped(f"{reason}, after step {self.step}", os.environ)
 
     def _save_margin(self) -> float:
-        """Seconds before the end of the job's time at which to stop."""
+        """Return how many seconds before the end of the job's time the run has to stop."""
         return self._pause + (
             self._checkpoints.save_margin() if self._checkpoints is not None else 0.0
         )
 
     def log(self, **values: Any) -> None:
-        """Note numbers under names.
+        """Log numbers under names.
 
-        Inside of `batches` they belong to the step of the batch. What is logged in every step makes
-        a row each `--log-every` steps: its mean over these steps, their micro-batches and all
-        ranks. What is logged now and then, as an evaluation every so many steps, is a row of its
-        own with the number of that step, the mean over the ranks. Tensors stay on their device
-        until they are needed. Outside of `batches` the values are a row of their own and have to be
-        the same on all ranks, as an evaluation's totals are.
+        Inside `batches`, values belong to the step of the batch. Values that are logged in every
+        step make one row each `--log-every` steps: the mean over these steps, their micro-batches
+        and all ranks. Values that are logged in some steps only, such as an evaluation every 100
+        steps, make a separate row with the number of that step: the mean over the ranks. Tensors
+        stay on their device until they are needed. Outside `batches`, the values make a separate
+        row and have to be the same on all ranks, like the totals of an evaluation.
 
         Args:
             values: numbers, or tensors of one element; the same names on all ranks.
 
         Raises:
-            UsageError: a value that is neither.
+            UsageError: a value is neither.
         """
         if not self._in_body:
             self._settle()
@@ -491,14 +494,14 @@ class Run:
             self._metrics.add(values, self._session.weight)
 
     def save(self) -> None:
-        """Take a checkpoint of all that makes the next step; called by all ranks.
+        """Take a checkpoint of everything that determines the next step; called by all ranks.
 
-        Rank 0 writes it while training goes on. When that fails, its log says so, and the
-        checkpoints before are kept.
+        Rank 0 writes it while training continues. If the write fails, rank 0 logs the error, and
+        the earlier checkpoints are kept.
 
         Raises:
-            UsageError: a step is under way, so weights and position would not belong together.
-            NonFiniteError: the weights are not finite any more; the checkpoints before are kept.
+            UsageError: a step is under way, so weights and position would not match.
+            NonFiniteError: the weights are no longer finite; the earlier checkpoints are kept.
         """
         if self._in_body and self._in_hand and not self._stepped:
             raise UsageError(
@@ -506,7 +509,7 @@ class Run:
                 "a place between two steps",
                 "if session.step(loss): run.save()    or --checkpoint-every STEPS",
             )
-        self._settle()  # a loop that was left by a break
+        self._settle()  # for a loop that was left by a break
         if not self._in_body:
             self._drop_rest()
         self._heartbeat(WAITING)
@@ -521,7 +524,7 @@ class Run:
         return Position(self.step, self.epoch, self._epoch_step, self._metrics.rows, skipped)
 
     def _put_back_random(self) -> None:
-        """Let the random numbers of this rank go on where the checkpoint was taken."""
+        """Restore the random state of this rank from the checkpoint."""
         if self._random is not None:
             random_states.put_back(self._random, self._session.device)
             self._random = None
@@ -547,7 +550,7 @@ class Run:
         return limit is not None and self.step >= limit
 
     def _plan(self, length: int | None) -> None:
-        """The course of the rate, which may need the number of steps in an epoch."""
+        """Plan the learning-rate schedule, which may need the number of steps in an epoch."""
         schedule = prepare.plan_schedule(self._session.options, length, self._epochs)
         if schedule is not None and schedule != self._schedule:
             prepare.refuse_second_schedule(self._session.optimizers)
@@ -575,7 +578,7 @@ class Run:
         self._close(error)
 
     def _finish(self) -> None:
-        """The end of training: nothing of it is lost."""
+        """End the training: save the last step, and write all rows of metrics."""
         self._settle()
         self._drop_rest()
         saved = self._saves.saved
@@ -590,13 +593,13 @@ class Run:
         self._saves.finish()
 
     def _close(self, error: BaseException | None) -> None:
-        """Let go of everything; what is being written gets written.
+        """Release everything; writes that are under way are completed.
 
-        Each part has its turn whatever becomes of those before it. The directory is summed up and
-        unlocked before anybody waits for a tracker; a signal then ends that wait.
+        Each part is closed even if the one before fails. The summary is written and the directory
+        unlocked before this rank waits for a tracker, so a signal can end that wait.
         """
         self._session.heartbeat, self._session.loop = ignore, None
-        with ExitStack() as turns:  # the last one comes first
+        with ExitStack() as turns:  # runs in reverse order
             turns.callback(self._undo.close)
             if self._journal is not None:
                 turns.callback(self._journal.drop_logs)
@@ -613,7 +616,7 @@ class Run:
                 turns.callback(self._checkpoints.close)
 
     def _facts(self) -> dict[str, Any]:
-        """How far it came, and how fast."""
+        """Return the position and the speed of the run, for summary.json."""
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -622,13 +625,13 @@ class Run:
         }
 
 
-# Where the script has no name of its own: in an interpreter, by -c, from a pipe, in a notebook.
+# Names of runs without a script file: in an interpreter, with -c, from a pipe, in a notebook.
 _UNNAMED = {"": "run", "-c": "run", "-": "run", "ipykernel_launcher": "notebook"}
 
-# A mistake in a loop shows at once; later the checkpoints are looked at.
+# A mistake in the loop shows in the first steps; later, only checkpoints compare the weights.
 _FIRST_STEPS = 2
 
-# What the ranks tell each other besides the reasons to stop.
+# Names of the values that the ranks exchange besides the reasons to stop.
 _NOT_FINITE, _NOT_WRITTEN = "not finite", "not written"
 _OVERDUE, _MEASURED = "overdue", "measured"
 
@@ -636,4 +639,4 @@ _END = object()
 
 
 def ignore(phase: int) -> None:
-    """Nobody watches."""
+    """Ignore a heartbeat: no run is open."""

@@ -1,4 +1,4 @@
-"""Session: the only place where World, Backend and Precision meet."""
+"""Training session of one rank: connects World, Backend and Precision."""
 
 import argparse
 import dataclasses
@@ -36,37 +36,40 @@ __all__ = ["Session"]
 
 
 class Session:
-    """One rank among those that train together, from the start to the end of the process group.
+    """One rank of a distributed training, from start-up to the end of the process group.
 
-    Opening it finds out who this process is, meets the other ranks, and opens the backend. An
-    `HpctrainError` that nobody catches then ends the process with one message and its exit code.
+    A session reads rank and world size from the launcher's variables, runs the rendezvous with the
+    other ranks, and opens the backend. An uncaught `HpctrainError` ends the process with one
+    message and its exit code.
 
     Args:
-        namespace: a command line parsed by `hpctrain.options()`. Its `batch_size` is set to that of
-            a micro-batch where the command line left it open.
-        keywords: the same options by name (`backend="ddp"`, `precision="bf16"`, …); they win.
+        namespace: command line parsed by `hpctrain.options()`. If its `batch_size` is None, the
+            session sets it to the micro-batch size.
+        keywords: the same options by name (`backend="ddp"`, `precision="bf16"`, …); they override
+            the namespace.
 
     Attributes:
-        world: this rank, complete: nothing in it is None.
-        allocation: the scheduler's job, or None.
-        device: of this rank.
-        backend: how the ranks talk.
-        precision: how numbers are kept.
-        options: as given.
-        own_options: by name, those that the script added to them.
-        batches: global batch, micro-batch and accumulation.
-        placement: where batches go.
-        workers: loader processes of this rank.
-        weight: of the micro-batch at hand in its step; 1 where all have as many samples.
-        roster: the ranks, their hosts and what they told.
-        preemption: whether this rank was asked to stop.
-        verdict: the file for how it ended, at rank 0 of a start that wants to know.
-        beat: called with a phase of `watchdog`; tells that this rank lives.
-        loop: the run that is open; it counts the steps.
+        world: rank, world size and hosts of this process; no field is None.
+        allocation: job of the scheduler, or None.
+        device: device used by this rank.
+        backend: backend for the communication between ranks.
+        precision: number format of weights, activations and gradients.
+        options: options of this session.
+        own_options: options that the script added to the common ones, by name.
+        batches: global batch size, micro-batch size and accumulation.
+        placement: device, data type and memory layout of batches.
+        workers: number of loader processes of this rank.
+        weight: weight of the current micro-batch in its step; 1 if all have the same number of
+            samples.
+        roster: list of all ranks, with their hosts and settings.
+        preemption: stop requests that this rank has received.
+        verdict: path of the exit status file; None except on rank 0 with $HPCTRAIN_VERDICT set.
+        heartbeat: function called with a phase of `watchdog`; shows that this rank is alive.
+        loop: the open run, which counts the steps; None if no run is open.
 
     Raises:
         UsageError: wrong options, or an environment that contradicts itself (exit code 2).
-        StartError: the ranks did not come together within `start_timeout` seconds.
+        StartError: not all ranks connected within `start_timeout` seconds.
     """
 
     def __init__(self, namespace: argparse.Namespace | None = None, **keywords: Any) -> None:
@@ -80,7 +83,7 @@ class Session:
         )
         start = launchers.survey()
         logging.setup_logging(start.world.rank)
-        # The verdict is that of the start; a process that is none of its ranks leaves it alone.
+        # The exit status file belongs to the start: only rank 0 of that start may write it.
         belongs = start.world.rank == 0 and not start.stray and not start.overruled
         self.verdict = os.environ.get(env_vars.VERDICT) if belongs else None
         self.heartbeat: Callable[[int], None] = ignore
@@ -94,15 +97,15 @@ class Session:
         self._datasets: list[Dataset[Any]] = []
         self.weight = 1.0
         self._closed = False
-        self._undo = ExitStack()  # what a session changes in its process, and puts back
+        self._undo = ExitStack()  # restores what a session changes in its process
         self.preemption = Preemption(start.world.rank, os.environ, start.allocation, self._undo)
         if self.verdict:
-            # That of an earlier session of this process says nothing about this one.
+            # An earlier session of this process may have left a file; it is out of date now.
             Path(self.verdict).unlink(missing_ok=True)
         try:
             self._open(start)
             if namespace is not None and getattr(namespace, "batch_size", 0) is None:
-                # Or DataLoader(dataset, args.batch_size) would give single samples.
+                # With None, DataLoader(dataset, args.batch_size) would return single samples.
                 namespace.batch_size = self.batches.batch_size
         except BaseException as error:
             self._undo.close()
@@ -120,11 +123,11 @@ class Session:
         self.world, self.roster, self.batches = opened.world, opened.roster, opened.batches
         self.device, self.precision = opened.device, opened.precision
         self.backend, self.workers = opened.backend, opened.workers
-        # A call that does nothing is one too many where a step takes microseconds.
+        # A step can take microseconds, so avoid a call of attach() that does nothing.
         self._attaches = type(self.backend).attach is not Backend.attach
         self.placement = prepare.place_batches(opts, self.precision)
         self._update = Update(self.backend, self.precision, opts)
-        # The same on all ranks, so that they make the same weights and split the data alike.
+        # Same seed on all ranks, so that they create the same weights and split the data alike.
         torch.manual_seed(opts.seed)
         random_states.seed(opts.seed, self.device, opts.seed_everything)
         world = self.world
@@ -145,36 +148,36 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that prints and saves."""
+        """Whether this is rank 0, which prints and saves."""
         return self.world.rank == 0
 
     @property
     def models(self) -> Sequence[nn.Module]:
-        """The prepared models, in their order."""
+        """Prepared models, in the order of preparation."""
         return self._models
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """The prepared optimizers, in their order."""
+        """Prepared optimizers, in the order of preparation."""
         return self._optimizers
 
     def prepare(self, *things: nn.Module | Optimizer) -> Any:
-        """Bring models and optimizers to the device and precision, and let the ranks share them.
+        """Move models and optimizers to the device and precision, and connect them to all ranks.
 
-        Called once more it takes up what is new: an optimizer in the place of one with the same
-        parameters, another model. All ranks begin with rank 0's weights, and with the state of its
-        optimizers. A model's
-        attributes, `state_dict()` and parameter names stay as they were. An optimizer keeps working
-        on its parameters, so it can be made before or after. Options change both: see
-        `--sync-batchnorm`, `--channels-last`, `--compile`, `--decay` and `--lr-scaling`.
+        A later call adds further objects: another model, or an optimizer that replaces one with the
+        same parameters. All ranks start with the weights of rank 0 and the state of its optimizers.
+        A model keeps its attributes, `state_dict()` and parameter names. An optimizer keeps working
+        on its parameters, so it can be created before or after its model is prepared. Options that
+        change models: `--sync-batchnorm`, `--channels-last`, `--compile`. Options that change
+        optimizers: `--decay`, `--lr-scaling`.
 
         Returns:
-            The things, in their order; a single one alone.
+            The prepared objects in the given order; for one argument, the object itself.
 
         Raises:
-            UsageError: something that is neither a model nor an optimizer; a model that the file
-                of `--init-from` does not fit; or an optimizer with parameters of no prepared model,
-                that needs a closure, or with a scheduler that an option would mislead.
+            UsageError: an object is neither a model nor an optimizer; a model does not fit the file
+                of `--init-from`; or an optimizer has parameters of no prepared model, needs a
+                closure, or has a scheduler that has already read values which an option changes.
         """
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer)):
@@ -226,22 +229,25 @@ class Session:
         on_device: Callable[[Any], Any] | None = None,
         **arguments: Any,
     ) -> data.Loader:
-        """The batches of this rank, on its device.
+        """Return a loader for the batches of this rank, on its device.
 
         Args:
-            dataset: with a length.
-            train: a new order in each epoch, in steps of `global_batch` samples (see
-                `TrainingSampler`); otherwise every sample once, in order, over all ranks.
-            batch_size: of an evaluation (default: that of the session, as for a training).
-            drop_last: of a training, whether it leaves out the samples at the end of an epoch that
-                do not fill a global batch (the default); else they are a step of their own, in
-                which each micro-batch counts by its samples.
-            on_device: called with each batch there, gives the one that the loop gets: normalises
-                images that were sent as bytes, for one (`hpctrain.data.Normalize`).
-            arguments: more for `torch.utils.data.DataLoader`, such as `collate_fn`.
+            dataset: data set with a length.
+            train: if True, use a new random order in each epoch, in steps of `global_batch` samples
+                (see `TrainingSampler`); if False, use each sample once, in order, divided among all
+                ranks.
+            batch_size: batch size for evaluation (default: micro-batch size of the session, which
+                training always uses).
+            drop_last: for training. True (the default) drops the last samples of an epoch if they
+                do not fill a global batch. False makes a smaller step of them, in which each
+                micro-batch is weighted by its number of samples.
+            on_device: function applied to each batch on the device; the loop receives its result.
+                Example: `hpctrain.data.Normalize` for images that are transferred as bytes.
+            arguments: more arguments for `torch.utils.data.DataLoader`, such as `collate_fn`.
 
         Raises:
-            UsageError: fewer samples than a step takes, or an argument that the session sets.
+            UsageError: the data set is smaller than one step, or the session sets an argument
+                itself.
         """
         data.check_arguments(dataset, train, batch_size, drop_last, arguments)
         length = len(dataset)  # type: ignore[arg-type]
@@ -271,24 +277,25 @@ class Session:
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Around the forward pass and the loss: the precision that was asked for."""
+        """Return the context manager for forward pass and loss in the chosen precision."""
         return self.precision.autocast()
 
     def step(self, loss: Tensor, *optimizers: Optimizer) -> bool:
-        """What follows a loss: backward pass, and after the last micro-batch of a step the update.
+        """Run the backward pass, and update the weights after the last micro-batch of a step.
 
-        Gradients are averaged over the micro-batches of all ranks, unscaled, clipped, applied and
-        cleared.
+        The update averages the gradients over the micro-batches of all ranks, unscales and clips
+        them, applies them, and clears them.
 
         Args:
-            loss: the mean over a micro-batch, of shape ().
-            optimizers: those to step; all prepared ones when none is named.
+            loss: mean loss of a micro-batch, of shape ().
+            optimizers: optimizers that take the step (default: all prepared ones).
 
         Returns:
-            Whether it was the last micro-batch of its step.
+            True if this was the last micro-batch of its step.
 
         Raises:
-            UsageError: optimizers are named while micro-batches accumulate, or were not prepared.
+            UsageError: an optimizer was not prepared, optimizers are named although micro-batches
+                accumulate, or the loss is no single number with a gradient.
         """
         accumulate = self.batches.accumulate
         if not self._optimizers or (
@@ -333,13 +340,13 @@ class Session:
         self.heartbeat(UPDATING)
         self._update(optimizers or self._optimizers, self._optimizers, self._ema)
         if loop is not None:
-            loop.stepped()  # the optimizer has said so itself, but for a step that overflowed
+            loop.stepped()  # the optimizer's hook has called this already, except after an overflow
         if accumulate > 1:
             self._arm()
         return True
 
     def forget_step(self) -> int:
-        """Drop the micro-batches of a step that does not come to its end; return how many."""
+        """Drop the micro-batches of an incomplete step, and return their number."""
         dropped, self._micro_batch = self._micro_batch, 0
         if dropped:
             self.backend.forget()
@@ -356,10 +363,10 @@ class Session:
                 self.backend.synchronize(model, last)
 
     def sum(self, *values: Any) -> Any:
-        """Each value summed over all ranks, exactly; see `evaluation.total`.
+        """Sum each value over all ranks, exactly; see `evaluation.total`.
 
         Returns:
-            As many Python numbers; a single one alone.
+            One Python number for each value; for one value, the number itself.
         """
         self._meet(f"session.sum() of {len(values)}")
         sums = evaluation.total(self.backend, *values)
@@ -367,10 +374,10 @@ class Session:
         return sums[0] if len(sums) == 1 else sums
 
     def classification(self, classes: int) -> evaluation.Classification:
-        """Exact scores of a classifier over all ranks, counted on the device.
+        """Return a counter for exact scores of a classifier over all ranks, kept on the device.
 
         Args:
-            classes: how many there are.
+            classes: number of classes.
         """
         return evaluation.Classification(
             self.backend,
@@ -380,39 +387,39 @@ class Session:
         )
 
     def run(self, state: dict[str, Any] | None = None, name: str | None = None) -> Run:
-        """A run: its directory, its position in the loop, its metrics and checkpoints.
+        """Create a run, which has a directory, a position in the loop, metrics and checkpoints.
 
         Args:
-            state: by name, what besides the prepared models and optimizers belongs into a
-                checkpoint: things with `state_dict()` and `load_state_dict()`.
-            name: of the run (default: that of the script).
+            state: objects to save in checkpoints besides the prepared models and optimizers, by
+                name. They need `state_dict()` and `load_state_dict()`.
+            name: name of the run (default: name of the script).
         """
         return Run(self, state or {}, name)
 
     def averaged_weights(self) -> AbstractContextManager[Any]:
-        """Within it the prepared models have the averages that `--ema` keeps of their weights.
+        """Return a context manager in which the prepared models have the weights of `--ema`.
 
-        For an evaluation. Without `--ema` they keep their weights.
+        Use it for evaluation. Without `--ema` the models keep their weights.
         """
         return nullcontext() if self._ema is None else self._ema.swapped()
 
     @property
     def ema(self) -> EMA | None:
-        """The average of the prepared models' weights, where `--ema` asks for one."""
+        """Moving average of the prepared models' weights, or None without `--ema`."""
         return self._ema
 
     @property
     def samplers(self) -> Sequence[data.TrainingSampler]:
-        """Those of the loaders of training sets."""
+        """Samplers of the loaders of training sets."""
         return self._samplers
 
     @property
     def datasets(self) -> Sequence[Dataset[Any]]:
-        """Those of the loaders, in the order in which they were made."""
+        """Data sets of the loaders, in the order in which the loaders were created."""
         return self._datasets
 
     def _stepped(self, *_: Any) -> None:
-        """An optimizer has stepped, by `step` or by the script itself."""
+        """Tell the open run that an optimizer has stepped, by `step` or by the script itself."""
         if self.loop is not None:
             self.loop.stepped()
 
@@ -420,7 +427,7 @@ class Session:
         self.weight = weight
 
     def _meet(self, doing: str) -> None:
-        """Before an exchange that belongs to an evaluation."""
+        """Wait for all ranks before an exchange that belongs to an evaluation."""
         self.heartbeat(WAITING)
         meet(self.backend, doing)
         self.heartbeat(EVALUATING)
@@ -433,12 +440,15 @@ class Session:
     def close(
         self, code: int = rundir.DONE, reason: str = "done", together: bool | None = None
     ) -> None:
-        """Leave together: the verdict is written before any rank is gone.
+        """Close the session, and write the exit status file.
+
+        Ranks that leave together wait until the file is written.
 
         Args:
-            code: an exit code of `rundir`.
-            reason: a line for people.
-            together: whether all ranks leave now and wait for each other (default: when done).
+            code: exit code of `rundir`.
+            reason: one line of text for the exit status file.
+            together: whether all ranks leave now and wait for each other (default: only if `code`
+                is `rundir.DONE`).
         """
         if self._closed:
             return
@@ -500,7 +510,7 @@ class Session:
 
 
 def _described(loss: Any) -> str:
-    """What was given in the place of a loss."""
+    """Describe an object that was passed in place of a loss."""
     if not isinstance(loss, Tensor):
         return f"a {type(loss).__name__}"
     if loss.numel() != 1:

@@ -1,4 +1,4 @@
-"""From options and what the launcher said to ranks that talk: all that comes before training."""
+"""Setup before training: from the options and the launcher's variables to connected ranks."""
 
 from collections.abc import MutableMapping
 from contextlib import ExitStack
@@ -24,23 +24,24 @@ from hpctrain.training import monitor, prepare
 
 __all__ = ["Opened", "open_ranks"]
 
-# Of a hang the watchdog can say who is to blame; a collective that gives up can not. So that comes
-# later, also where the watchdog is late: time in which it could not run does not count for it.
+# After a hang, the watchdog can name the rank to blame, but a collective that times out cannot. So
+# the collective times out later, with time to spare: the watchdog may be late, as it does not count
+# time in which it could not run.
 _SECONDS_TO_BLAME = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """One rank, once all have met.
+    """One rank, connected to all others.
 
     Attributes:
-        world: this rank, complete: nothing in it is None.
-        roster: the ranks, their hosts and what they told.
-        batches: global batch, micro-batch and accumulation.
-        device: of this rank.
-        precision: how numbers are kept.
-        backend: how the ranks talk.
-        workers: loader processes of this rank.
+        world: rank, world size and hosts of this process; no field is None.
+        roster: list of all ranks, with their hosts and settings.
+        batches: global batch size, micro-batch size and accumulation.
+        device: device used by this rank.
+        precision: number format of weights, activations and gradients.
+        backend: backend for the communication between ranks.
+        workers: number of loader processes of this rank.
     """
 
     world: World
@@ -54,7 +55,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class _Equipment:
-    """What a rank has before it knows the others."""
+    """Device, precision and settings of a rank before the rendezvous."""
 
     device: torch.device
     precision: Precision
@@ -65,17 +66,18 @@ class _Equipment:
 def open_ranks(
     start: launchers.Start, options: Options, env: MutableMapping[str, str], undo: ExitStack
 ) -> Opened:
-    """Bring this rank together with the others.
+    """Connect this rank to the others.
 
     Args:
-        start: what the launcher said.
-        options: as given.
-        env: variables of this process; a slice of a GPU is chosen by one, until `undo`.
-        undo: is told how to put back what is changed in the process.
+        start: start of this process, read from the launcher's variables.
+        options: options of the session.
+        env: environment variables of this process; one of them selects a slice of a GPU, until
+            `undo` restores it.
+        undo: receives the callbacks that restore the process.
 
     Raises:
         UsageError: wrong options, or an environment that contradicts itself.
-        StartError: the ranks did not come together.
+        StartError: not all ranks connected.
     """
     if start.stray:
         raise start.stray
@@ -85,7 +87,7 @@ def open_ranks(
     own = options.of_backend(name)
     threads = Threads.here(env)
     undo.callback(threads.put_back)
-    # A mistake is told to all ranks, so that none of them waits for this one.
+    # An error is sent to all ranks, so that none of them waits for this one.
     mistake: HpctrainError | None = None
     equipment = None
     try:
@@ -103,7 +105,7 @@ def open_ranks(
         store=backends.agent_store(start.rendezvous_point, options.start_timeout),
         folder=Path(options.run or env.get(env_vars.RUN) or "runs"),
     )
-    assert equipment is not None  # or the rendezvous has raised the mistake
+    assert equipment is not None  # otherwise the rendezvous has raised the error
     workers = threads.fit(met.roster.entries, met.roster.host_of_rank, world.rank, options.workers)
     undo.callback(Determinism(options.deterministic, equipment.device).put_back)
     equipment.precision.switch(undo)
@@ -122,14 +124,15 @@ def _equip(
     env: MutableMapping[str, str],
     undo: ExitStack,
 ) -> _Equipment:
-    """Find this rank's device, and look for what cannot work there.
+    """Choose the device of this rank, and check what it has to work with.
 
     Args:
-        start, options, batches, env, undo: as above.
-        backend, own: its name and its own options.
+        start, options, env, undo: as for `open_ranks`.
+        batches: global batch size, micro-batch size and accumulation.
+        backend, own: name and own options of the backend.
 
     Raises:
-        UsageError: something is missing here, or does not go together.
+        UsageError: something is missing on this host, or the settings contradict each other.
         StartError: the GPU does not work.
     """
     world = start.world
@@ -154,10 +157,10 @@ def _equip(
             own,
         )
         backends.check(backend, world, chosen, settings)
-        # Unlike GPUs make something else of --precision auto.
+        # With --precision auto, different GPUs may give different precisions.
         deciding = {**options.deciding(), "--precision": numbers.name}
         return _Equipment(chosen, numbers, settings, consistency.entry(chosen, deciding))
-    except RuntimeError as failure:  # of CUDA
+    except RuntimeError as failure:  # from CUDA
         reason = (str(failure).strip().splitlines() or ["no reason given"])[0]
         raise StartError(
             f"its GPU cannot be used: {reason}",
@@ -167,5 +170,5 @@ def _equip(
 
 
 def _prove(roster: rendezvous.Roster) -> None:
-    """The start-up proof, by rank 0 for all."""
+    """Run the consistency check of all ranks; called by rank 0."""
     consistency.check(roster.entries, [roster.hosts[host] for host in roster.host_of_rank])

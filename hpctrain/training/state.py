@@ -1,4 +1,4 @@
-"""What a checkpoint holds: all that makes the next step."""
+"""State in a checkpoint: everything that determines the next step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -40,17 +40,17 @@ __all__ = [
 
 
 class Loop(Protocol):
-    """What a session tells the run that is open."""
+    """Methods of the open run that a session calls."""
 
     def stepping(self) -> None:
-        """A backward pass begins."""
+        """Prepare for a backward pass."""
 
     def stepped(self) -> None:
-        """An optimizer has stepped."""
+        """Count an optimizer step."""
 
 
 class Parts(Protocol):
-    """What a run needs of its session."""
+    """Parts of a session that a run uses."""
 
     world: World
     allocation: Allocation | None
@@ -70,39 +70,39 @@ class Parts(Protocol):
     loop: "Loop | None"
 
     def forget_step(self) -> int:
-        """Drop the micro-batches of a step that does not come to its end; return how many."""
+        """Drop the micro-batches of an incomplete step, and return their number."""
 
     @property
     def models(self) -> Sequence[nn.Module]:
-        """The prepared models."""
+        """Prepared models, in the order of preparation."""
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """The prepared optimizers."""
+        """Prepared optimizers, in the order of preparation."""
 
     @property
     def samplers(self) -> Sequence[TrainingSampler]:
-        """Those of the loaders of training sets."""
+        """Samplers of the loaders of training sets."""
 
     @property
     def datasets(self) -> Sequence[Dataset[Any]]:
-        """Those of the loaders, in the order in which they were made."""
+        """Data sets of the loaders, in the order in which the loaders were created."""
 
     @property
     def ema(self) -> EMA | None:
-        """The average of their weights."""
+        """Moving average of the prepared models' weights, or None without `--ema`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where in its loop a run is.
+    """Position of a run in its loop.
 
     Attributes:
-        step: optimizer steps done.
-        epoch: the epoch under way, from 0.
-        epoch_step: steps of it that are done.
-        rows: of metrics that are written.
-        skipped: micro-batches of the epoch on each rank that no step was made of.
+        step: number of optimizer steps done.
+        epoch: index of the current epoch, from 0.
+        epoch_step: number of steps done in this epoch.
+        rows: number of rows of metrics written.
+        skipped: micro-batches of this epoch on each rank that belong to no step.
     """
 
     step: int = 0
@@ -112,7 +112,7 @@ class Position:
     skipped: int = 0
 
     def batches(self, accumulate: int) -> int:
-        """Micro-batches of the epoch that are done on each rank.
+        """Return the number of micro-batches of the epoch that are done on each rank.
 
         Args:
             accumulate: micro-batches of a step on one rank.
@@ -122,13 +122,13 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a checkpoint has besides the states that were loaded.
+    """Contents of a checkpoint that remain after the states are loaded.
 
     Attributes:
-        position: where the run goes on.
-        random: the random states of this rank; None with another number of ranks.
-        log: what this rank has of the next row of metrics; likewise.
-        left: states of things that the script has not made yet, by name.
+        position: position at which the run continues.
+        random: random states of this rank; None if the number of ranks has changed.
+        log: values of this rank for the next row of metrics; None as for `random`.
+        left: states of objects that the script has not created yet, by name.
         later: groups of parameters that the script has not added to its optimizers yet.
     """
 
@@ -140,10 +140,10 @@ class Restored:
 
 
 def refuse_stateless(others: Mapping[str, Any]) -> None:
-    """Hold what the user adds to a checkpoint to what one can keep.
+    """Refuse objects that a checkpoint cannot hold.
 
     Raises:
-        UsageError: something has no state to save and to load.
+        UsageError: an object has no `state_dict()` or no `load_state_dict()`.
     """
     for name, thing in others.items():
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
@@ -155,10 +155,10 @@ def refuse_stateless(others: Mapping[str, Any]) -> None:
 
 
 def refuse_nonfinite(parts: Parts, step: int) -> None:
-    """Look whether the weights are worth to be kept; the answer is the same on all ranks.
+    """Refuse weights that are not worth saving; the result is the same on all ranks.
 
     Raises:
-        NonFiniteError: they are not finite any more.
+        NonFiniteError: the weights are no longer finite.
     """
     weights = [p for model in parts.models for p in model.parameters() if p.requires_grad]
     if weights and not torch.stack([p.detach().isfinite().all() for p in weights]).all():
@@ -173,13 +173,13 @@ def refuse_nonfinite(parts: Parts, step: int) -> None:
 
 
 def refuse_streak(parts: Parts, ranks: float, step: int, saved: Position | None) -> None:
-    """End a run that goes nowhere; called by all ranks at the same step.
+    """End a run with too many steps in a row without finite numbers; called by all ranks.
 
     Args:
-        parts: the session.
-        ranks: how many had as many steps in a row without finite numbers as are allowed.
-        step: of the run.
-        saved: where it would go on.
+        parts: parts of the session.
+        ranks: number of ranks that have reached `--max-nonfinite`.
+        step: step of the run.
+        saved: position from which a later start would continue.
 
     Raises:
         NonFiniteError: always.
@@ -199,13 +199,16 @@ def refuse_streak(parts: Parts, ranks: float, step: int, saved: Position | None)
 def gather(
     parts: Parts, others: Mapping[str, Any], position: Position, log: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The state of a session, part by part, at rank 0; None elsewhere. Called by all ranks.
+    """Collect the state of a session, part by part; called by all ranks.
 
     Args:
-        parts: the session.
-        others: what the user added.
-        position: of the run.
-        log: what this rank has of the next row of metrics.
+        parts: parts of the session.
+        others: objects that the user added to the state, by name.
+        position: position of the run.
+        log: values of this rank for the next row of metrics.
+
+    Returns:
+        The state at rank 0; None on the other ranks.
     """
     ranks = parts.backend.gather_object({**_of_this_rank(parts), "log": dict(log)})
     if parts.world.rank > 0:
@@ -230,7 +233,7 @@ def gather(
     first = ranks[0]["buffers"]
     for one in ranks[1:]:
         if _equal(one["buffers"], first):
-            one["buffers"] = None  # as the model's state has them
+            one["buffers"] = None  # the model's state has the same
     first.clear()
     state["ranks"] = ranks
     if parts.ema is not None:
@@ -239,7 +242,7 @@ def gather(
 
 
 def _of_this_rank(parts: Parts) -> dict[str, Any]:
-    """What differs from rank to rank: random states, and statistics of its own micro-batches."""
+    """Return what differs between ranks: random states, and statistics of their micro-batches."""
     buffers: list[dict[str, Tensor]] = []
     if parts.world.world_size > 1:
         for model in parts.models:
@@ -261,16 +264,16 @@ def restore(parts: Parts, directory: RunDirectory, others: Mapping[str, Any]) ->
     """Load the newest checkpoint; called by all ranks.
 
     Args:
-        parts: the session.
-        directory: of the run.
-        others: what the user added.
+        parts: parts of the session.
+        directory: run directory.
+        others: objects that the user added to the state, by name.
 
     Returns:
-        What is left to do; None where there is no checkpoint.
+        The contents that remain to be used; None if there is no checkpoint.
 
     Raises:
-        UsageError: it is that of another script, global batch or number of ranks.
-        CheckpointError: it cannot be read, or ranks find another than rank 0.
+        UsageError: it is from another script, global batch or number of ranks.
+        CheckpointError: it cannot be read, or a rank finds another one than rank 0.
     """
     state = _load(parts, directory)
     if state is None:
@@ -325,19 +328,19 @@ def restore(parts: Parts, directory: RunDirectory, others: Mapping[str, Any]) ->
 
 
 class LaterGroups:
-    """Groups that `add_param_group` gave an optimizer while it trained, as when layers unfreeze.
+    """Groups that `add_param_group` added to an optimizer during training, as for unfrozen layers.
 
-    A script that resumes may add them again, or be past the place at which it did.
+    A script that resumes may add them again, or may already be past the place where it did.
 
     Args:
-        parts: the session.
-        optimizer: has the first groups alone.
-        saved: its whole state.
-        names: by group, those of its parameters.
+        parts: parts of the session.
+        optimizer: optimizer that has only the first groups.
+        saved: complete saved state of the optimizer.
+        names: for each group, the model index and name of its parameters.
 
     Attributes:
-        optimizer: as given.
-        first: the state of the groups that it has.
+        optimizer: optimizer as given.
+        first: saved state of the groups that the optimizer has.
     """
 
     def __init__(
@@ -354,7 +357,7 @@ class LaterGroups:
         self.first = {**saved, "state": state, "param_groups": groups}
 
     def take_up(self) -> None:
-        """Before the first step: add the groups that are missing still, and load all of them."""
+        """Add the groups that are still missing, and load all; called before the first step."""
         there = len(self.optimizer.param_groups)
         for group, names in zip(
             self._saved["param_groups"][there:], self._names[there:], strict=True
@@ -369,7 +372,7 @@ class LaterGroups:
 def _later_groups(
     parts: Parts, position: Mapping[str, Any], states: Sequence[dict[str, Any]]
 ) -> dict[int, LaterGroups]:
-    """By number, the optimizers that have fewer groups than in the checkpoint."""
+    """Return the groups that optimizers have only in the checkpoint, by index of the optimizer."""
     names = position.get("groups", [])
     return {
         number: LaterGroups(parts, optimizer, saved, names[number])
@@ -379,7 +382,7 @@ def _later_groups(
 
 
 def _names_of_groups(parts: Parts, optimizer: Optimizer) -> list[list[tuple[int, str]]]:
-    """By group of an optimizer, the model and the name of each of its parameters."""
+    """Return the model index and name of each parameter, by group of an optimizer."""
     names = {
         id(parts.precision.master(parameter)): (number, name)
         for number, model in enumerate(parts.models)
@@ -392,7 +395,7 @@ def _names_of_groups(parts: Parts, optimizer: Optimizer) -> list[list[tuple[int,
 
 
 def _train_again(parts: Parts, position: Mapping[str, Any]) -> None:
-    """Freeze and unfreeze what was when the checkpoint was taken."""
+    """Freeze and unfreeze parameters as they were in the checkpoint."""
     for model, names in zip(parts.models, position.get("trained", ()), strict=False):
         trained, changed = set(names), []
         for name, parameter in model.named_parameters():
@@ -409,7 +412,7 @@ def _train_again(parts: Parts, position: Mapping[str, Any]) -> None:
 
 
 def _fill_buffers(models: Sequence[nn.Module], own: Sequence[Mapping[str, Tensor]] | None) -> None:
-    """Give models what this rank's were; None, and rank 0's, are in the models' own state."""
+    """Load this rank's buffers; None means that the models' state already has them."""
     for model, buffers in zip(models, own or (), strict=False):
         there = dict(model.named_buffers())
         with torch.no_grad():
@@ -418,7 +421,7 @@ def _fill_buffers(models: Sequence[nn.Module], own: Sequence[Mapping[str, Tensor
 
 
 def _compare(parts: Parts, directory: RunDirectory, position: Mapping[str, Any]) -> None:
-    """Hold this start to the one that wrote the checkpoint."""
+    """Compare this start with the one that wrote the checkpoint."""
     if position["global_batch"] != parts.batches.global_batch:
         raise UsageError(
             f"the run in {directory.path} has a global batch of "
@@ -436,13 +439,13 @@ def _compare(parts: Parts, directory: RunDirectory, position: Mapping[str, Any])
 
 
 def _rates(parts: Parts) -> str:
-    """The learning rates of all groups, for people."""
+    """Format the learning rates of all groups, for comparison and messages."""
     groups = [group for optimizer in parts.optimizers for group in optimizer.param_groups]
     return ", ".join(f"{float(group['lr']):.6g}" for group in groups)
 
 
 def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
-    """Load each thing's state."""
+    """Load the state of each object."""
     if len(states) != len(things):
         raise UsageError(
             f"the checkpoint has {len(states)} {kind}s, the script prepared {len(things)}",
@@ -452,7 +455,7 @@ def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
     for thing, state in zip(things, states, strict=True):
         try:
             thing.load_state_dict(state)
-        except ValueError as error:  # of an optimizer with other parameter groups
+        except ValueError as error:  # from an optimizer with other parameter groups
             raise UsageError(
                 f"the checkpoint's {kind} does not fit that of the script: {error}",
                 "the same script, and the same --decay",
@@ -461,7 +464,7 @@ def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
 
 
 def _load(parts: Parts, directory: RunDirectory) -> dict[str, Any] | None:
-    """The newest checkpoint, the same on all ranks."""
+    """Load the newest checkpoint, and check that all ranks find the same one."""
     loaded, mistake = None, None
     try:
         of = identity.facts(directory, parts.world)["run"]

@@ -14,10 +14,10 @@ HPCTRAIN = (launches.PYTHON, "-m", "hpctrain")
 FORGETS = 150
 WAIT = """
 import os, sys
-from hpctrain.jobs import following
-outcomes = following.wait(sys.argv[1], os.environ, print)
+from hpctrain.jobs import waiting
+outcomes = waiting.wait(sys.argv[1], os.environ, print)
 print(outcomes)
-sys.exit(following.worst(outcomes))
+sys.exit(waiting.worst(outcomes))
 """
 
 

@@ -1,6 +1,7 @@
 """`hpctrain horovod build`: what it decides, changes, keeps and refuses, and (--all) the build."""
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -194,6 +195,27 @@ def test_patches_refuse_another_source_than_the_release(extracted, name):
     with pytest.raises(HpctrainError, match="has no") as caught:
         source.apply(source.patches(20, cuda=False), extracted)
     assert name in caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [
+        (
+            "file:///home/ada/cache/horovod/0.28.1-3-torch2.15.0-cpu/horovod-0.28.1.whl",
+            "0.28.1-3-torch2.15.0-cpu",
+        ),
+        ("file:///scratch/wheels/horovod-0.28.1-cp311-cp311-linux_x86_64.whl", ""),
+        ("file:///horovod-0.28.1.whl", ""),
+        ("https://git.example/horovod/horovod.git", ""),
+    ],
+)
+def test_only_a_wheel_of_the_cache_has_a_key(monkeypatch, url, key):
+    class Distribution:
+        def read_text(self, name):
+            return json.dumps({"url": url})
+
+    monkeypatch.setattr(installed.importlib.metadata, "distribution", lambda name: Distribution())
+    assert installed.key() == key
 
 
 def test_wheel_cache_key_differs_by_torch_cuda_and_mpi():

@@ -1,6 +1,6 @@
 """torch.distributed: DistributedDataParallel over NCCL on GPUs and gloo on CPUs.
 
-The only folder that names torch.distributed.
+The only folder that uses torch.distributed.
 """
 
 from hpctrain.backends.ddp.group import DDP, TransparentDDP

@@ -1,4 +1,4 @@
-"""torch.distributed by hand."""
+"""The baseline for torch.distributed."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ __all__ = ["DDPBaseline"]
 
 
 class DDPBaseline(Baseline):
-    """DistributedDataParallel and the default process group, which is open.
+    """The baseline with DistributedDataParallel and the default process group, which is open.
 
     Args:
-        device: of this rank.
-        arguments: more for DistributedDataParallel.
+        device: device used by this rank.
+        arguments: further arguments of DistributedDataParallel.
     """
 
     def __init__(self, device: torch.device, arguments: dict[str, Any]) -> None:
@@ -26,11 +26,11 @@ class DDPBaseline(Baseline):
         self._arguments = arguments
 
     def sum(self, tensor: Tensor) -> None:
-        """The all-reduce of torch."""
+        """Sum the tensor with torch's all-reduce."""
         dist.all_reduce(tensor)
 
     def share(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """The optimizer stays what it is."""
+        """Wrap the model in DistributedDataParallel; the optimizer stays the same."""
         shared = DistributedDataParallel(
             model, device_ids=self._devices, gradient_as_bucket_view=True, **self._arguments
         )

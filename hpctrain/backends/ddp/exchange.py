@@ -1,7 +1,7 @@
-"""A few words of every rank for every rank, apart from the collectives.
+"""An exchange of short texts between all ranks, separate from the collectives.
 
-Collectives have no names: where one rank sums gradients and another one a loss, gloo takes the one
-for the other, and ends the process. So ranks first say here what they are about to do.
+Collectives have no names: if one rank sums gradients and another one a loss, gloo confuses the two
+and ends the process. So the ranks first exchange here which operation they are about to do.
 """
 
 import json
@@ -13,33 +13,33 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = ["by_messages", "by_store"]
 
-_TAG = 0x6870  # gloo keeps messages with tags apart from collectives; "hp"
+_TAG = 0x6870  # "hp"; gloo separates messages with tags from collectives
 
 
 def by_messages(rank: int, size: int, words: str) -> list[str]:
-    """Over gloo, which notices at once when a rank is gone; waits for all.
+    """Return the words of all ranks, sent over gloo, which notices at once when a rank is gone.
 
     Args:
-        rank, size: of this process in the default group.
-        words: of this rank.
+        rank, size: rank of this process, and number of ranks in the default group.
+        words: words of this rank.
 
     Raises:
-        RuntimeError: a rank is gone, or has not come within the group's time-out.
+        RuntimeError: a rank is gone, or did not call this within the group's time-out.
     """
     return _through_rank_0(rank, size, words, _send, _receive)
 
 
 def by_store(store: Store, number: int, rank: int, size: int, words: str) -> list[str]:
-    """Over a store, for NCCL, whose messages have no tags; waits for all.
+    """Return the words of all ranks, sent over a store; for NCCL, whose messages have no tags.
 
     Args:
-        store: with no other keys.
-        number: of this exchange, which all ranks count.
-        rank, size: of this process.
-        words: of this rank.
+        store: store without other keys.
+        number: number of this exchange, which all ranks count alike.
+        rank, size: rank of this process, and number of ranks.
+        words: words of this rank.
 
     Raises:
-        RuntimeError: a rank has not come within the store's time-out, or rank 0 is gone.
+        RuntimeError: a rank did not call this within the store's time-out, or rank 0 is gone.
     """
     said = _through_rank_0(
         rank,
@@ -48,7 +48,7 @@ def by_store(store: Store, number: int, rank: int, size: int, words: str) -> lis
         lambda text, to: store.set(f"{number}/{rank}-{to}", text),
         lambda other: store.get(f"{number}/{other}-{rank}").decode(),
     )
-    if rank == 0:  # all ranks have come here, so nobody reads what is older
+    if rank == 0:  # all ranks have called this, so older values are not read again
         for other in range(1, size):
             store.delete_key(f"{number}/{other}-0")
             store.delete_key(f"{number - 1}/0-{other}")

@@ -1,4 +1,4 @@
-"""The process group, and models inside of DistributedDataParallel."""
+"""The default process group of torch.distributed, and models in DistributedDataParallel."""
 
 import datetime
 import inspect
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class DDP(Backend):
-    """torch.distributed's default process group, made from the rendezvous's address and nonce."""
+    """The backend over torch.distributed's default process group, connected by the rendezvous."""
 
     name = "ddp"
 
@@ -58,8 +58,8 @@ class DDP(Backend):
             datetime.timedelta(seconds=seconds) for seconds in (start_timeout, settings.timeout)
         ]
         if self.transport == "gloo":
-            # gloo takes the interface from the environment alone, and by default the one that
-            # the host's own name resolves to: on many clusters 127.0.1.1.
+            # gloo reads the interface from the environment only. Its default is the address of the
+            # host's own name: on many clusters 127.0.1.1.
             self._environment.default(GLOO_INTERFACE, interface_of(own))
         try:
             store = open_store(rendezvous, limits[0])
@@ -97,15 +97,15 @@ class DDP(Backend):
 
     @classmethod
     def check(cls, world: World, device: torch.device, settings: Settings) -> None:
-        """Hold the options to what this torch can do."""
+        """Check whether this torch supports the options."""
         del world
         options.refuse_options(settings, _transport(device))
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model inside of DistributedDataParallel; as it is when it has nothing to train.
+        """Return the model in DistributedDataParallel, or itself if no parameter is trained.
 
         Raises:
-            UsageError: gradients that the compression cannot take.
+            UsageError: the compression does not support the gradients.
         """
         self._trained.append(Trained(model))
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -131,7 +131,7 @@ class DDP(Backend):
         }
 
     def attach(self, loss: Tensor, first: bool) -> Tensor:
-        """Prepare the models whose forward pass has not done it, and those that have changed."""
+        """Prepare the models that no forward pass has prepared, and those that have changed."""
         del first
         idle = []
         for model in self._wrapped:
@@ -154,7 +154,7 @@ class DDP(Backend):
         return loss
 
     def _take_up(self, trained: Trained, idle: list["TransparentDDP"]) -> list["TransparentDDP"]:
-        """Let a model exchange the gradients of what is trained now; return who is to be prepared.
+        """Exchange the gradients of the parameters trained now; return the models to prepare.
 
         Called by all ranks alike.
         """
@@ -166,7 +166,8 @@ class DDP(Backend):
             for one in wrapped:
                 self._wrapped.remove(one)
         elif wrapped:
-            # The weights are the same, and a backward pass is due that takes none which moved.
+            # The weights are equal on all ranks, and a write to them would break the next
+            # backward pass.
             wrapped[0].renew({**self._arguments(trained.model), "init_sync": False})
             wrapped[0].rehearses = self._deterministic
             options.compress(wrapped[0], self._own)
@@ -175,66 +176,66 @@ class DDP(Backend):
         return [*(one for one in idle if one not in wrapped), *wrapped]
 
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
-        """What DistributedDataParallel.no_sync() switches, without its context manager."""
+        """Switch the flag of DistributedDataParallel.no_sync() without its context manager."""
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = wanted
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """An all-reduce."""
+        """Sum the tensor with an all-reduce."""
         dist.all_reduce(tensor)
         return tensor
 
     def sum_async(self, numbers: Sequence[Any]) -> Work:
-        """An all-reduce that is not waited for."""
+        """Begin an all-reduce, without waiting for it."""
         tensor = vector(numbers, self.device)
         return Work(tensor, dist.all_reduce(tensor, async_op=True))
 
     def broadcast_object(self, thing: T) -> T:
-        """A broadcast of rank 0's object."""
+        """Broadcast rank 0's object."""
         box = [thing]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
     def gather_object(self, thing: T) -> list[T]:
-        """Pickled, over the same group."""
+        """Gather the pickled objects over the same group."""
         box: list[Any] = [None] * self.world_size
         dist.gather_object(thing, box if self.rank == 0 else None, dst=0)
         return box if self.rank == 0 else []
 
     def meet(self, words: str) -> list[str]:
-        """By messages with a tag of their own, or by the store where there are none."""
+        """Exchange the words by messages with their own tag, or by the store with NCCL."""
         if self.transport == "gloo":
             return exchange.by_messages(self.rank, self.world_size, words)
         self._met += 1
         return exchange.by_store(self._store, self._met, self.rank, self.world_size, words)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """A broadcast of each, all under way at once."""
+        """Broadcast all tensors at the same time."""
         works = [dist.broadcast(t.detach(), src=0, async_op=True) for t in tensors if t.numel()]
         for work in works:
             if work is not None:
                 work.wait()
 
     def send_recv(self, tensor: Tensor, source: int, target: int) -> None:
-        """Point to point."""
+        """Send the tensor point to point."""
         if self.rank == source:
             dist.send(tensor, target)
         else:
             dist.recv(tensor, source)
 
     def barrier(self) -> None:
-        """torch.distributed's barrier."""
+        """Wait at torch.distributed's barrier."""
         if self.device.type == "cuda":
             dist.barrier(device_ids=[self.device.index])
         else:
             dist.barrier()
 
     def baseline(self) -> DDPBaseline:
-        """With the settings of `wrap`."""
+        """Return the baseline; as in `wrap`, forward passes do not exchange buffers."""
         return DDPBaseline(self.device, _NO_BUFFERS_IN_FORWARD)
 
     def explain(self, error: BaseException) -> HpctrainError | None:
-        """Of gloo's and NCCL's errors those that come of a rank which is gone, or silent."""
+        """Return an error for a lost or silent rank, or for missing gradients; else None."""
         if not isinstance(error, RuntimeError):
             return None
         if "Expected to have finished reduction" in str(error):
@@ -249,9 +250,9 @@ class DDP(Backend):
         )
 
     def _unused(self, text: str) -> HpctrainError:
-        """The error for parameters of which the last step had no gradient.
+        """Return the error for parameters that had no gradient in the last step.
 
-        torch names them by their numbers, in the order of those that are trained.
+        torch gives their indices, in the order of the trained parameters.
         """
         listed = _NUMBERS.search(text)
         numbers = [int(number) for number in listed[1].split()] if listed else []
@@ -272,16 +273,16 @@ class DDP(Backend):
         )
 
     def close(self, failure: str | None = None) -> None:
-        """Destroy the process group and put the environment back."""
+        """Destroy the process group and restore the environment."""
         if dist.is_initialized() and not (failure is not None and self.transport == "nccl"):
-            # NCCL's communicators wait for the others, who may be gone: then the end of the
-            # process frees them.
+            # NCCL's communicators wait for the other ranks, which may be gone after a failure:
+            # then the end of the process frees them.
             dist.destroy_process_group()
         self._environment.put_back()
 
 
-# Buffers are aligned before an evaluation, not at every step: a step then has no collective but
-# that of its gradients. torch 2.15 renamed the argument.
+# Buffers are synchronized before an evaluation, not in every step: so the only collective of a
+# step is that of its gradients. torch 2.15 renamed the argument.
 _PARAMETERS = inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_BUFFERS_IN_FORWARD: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers": False
@@ -289,15 +290,15 @@ _NO_BUFFERS_IN_FORWARD: dict[str, Any] = {
 
 
 class TransparentDDP(Transparent, DistributedDataParallel):
-    """DistributedDataParallel that shows the model inside: its attributes, names and state.
+    """DistributedDataParallel that exposes the attributes, names and state of the model inside.
 
     Args:
-        module: the model.
-        arguments: more for DistributedDataParallel.
+        module: model to wrap.
+        arguments: further arguments of DistributedDataParallel.
 
     Attributes:
-        rehearses: whether its first pass with gradients is rehearsed.
-        passed: whether its forward pass has prepared the backward pass that comes next.
+        rehearses: whether its next pass with gradients is rehearsed first.
+        passed: whether a forward pass has prepared the next backward pass.
     """
 
     rehearses = False
@@ -307,29 +308,29 @@ class TransparentDDP(Transparent, DistributedDataParallel):
         super().__init__(module, **arguments)
 
     def renew(self, arguments: dict[str, Any]) -> None:
-        """Begin anew with the parameters that are trained now; called by all ranks.
+        """Initialize again with the parameters that are trained now; called by all ranks.
 
-        The reducer of before takes its hooks along (`Reducer::~Reducer`, torch/csrc/distributed/
-        c10d/reducer.cpp, torch 2.15).
+        The old reducer removes its hooks (`Reducer::~Reducer`, torch/csrc/distributed/c10d/
+        reducer.cpp, torch 2.15).
         """
         training = self.training
         DistributedDataParallel.__init__(self, self.module, **arguments)
         self.training = training
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """That of DistributedDataParallel."""
+        """Run DistributedDataParallel's forward pass, after a rehearsal if one is due."""
         if torch.is_grad_enabled():
             if self.rehearses:
                 self.rehearses = False
                 rehearse(self, inputs, keywords)
-            object.__setattr__(self, "passed", True)  # past nn.Module's, which looks for more
+            object.__setattr__(self, "passed", True)  # avoids the checks of nn.Module
         return super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
 
     def attach(self, loss: Tensor) -> Tensor:
-        """Prepare the backward pass of a loss that did not come by way of `forward`.
+        """Prepare the backward pass of a loss that `forward` did not compute.
 
-        DistributedDataParallel gets a model that returns what it is given: it looks at nothing but
-        what goes in and comes out.
+        DistributedDataParallel runs a model that returns its input: it needs only the inputs and
+        outputs of a model.
         """
         module = self._modules["module"]
         self._modules["module"] = _AS_IT_IS
@@ -343,7 +344,7 @@ class TransparentDDP(Transparent, DistributedDataParallel):
 _AS_IT_IS = nn.Identity()
 
 
-# Of gloo's pair.cc and unbound_buffer.cc, and of ProcessGroupNCCL.cpp, torch 2.15.
+# Messages in gloo's pair.cc and unbound_buffer.cc, and in ProcessGroupNCCL.cpp, torch 2.15.
 _LOST = re.compile(
     r"Connection (closed|reset) by|Broken pipe|Timed out waiting|Application timeout"
     r"|NCCL (error|communicator)|remote process (exited|has terminated)",
@@ -360,13 +361,13 @@ def _transport(device: torch.device) -> str:
 
 
 def _set_timeout(timeout: datetime.timedelta) -> None:
-    """From now on, of each collective. torch 2.15 renamed the function."""
+    """Set the time-out of each collective from now on. torch 2.15 renamed the function."""
     change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     change(timeout)
 
 
 def _named(error: Exception, rendezvous: Rendezvous) -> str:
-    """The message of torch, with the ranks and hosts behind the addresses in it."""
+    """Return torch's message, with the ranks and hosts of the addresses in it."""
     roster, text = rendezvous.roster, first_line(error)
     if len(set(roster.addresses)) == 1:
         return text

@@ -1,4 +1,4 @@
-"""The options of DistributedDataParallel: gradients in messages, whole or compressed."""
+"""The options of DistributedDataParallel: buckets and compression of the gradients."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,19 +16,19 @@ __all__ = ["arguments", "check_model", "compress", "refuse_options"]
 
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _POWERSGD_DEFAULTS = {"powersgd_rank": 1, "powersgd_start": 1000}
-_BUCKET_MB = 25.0  # torch's own; of its first message 1
-_FIRST_START = 2  # before that DistributedDataParallel rearranges its buckets
+_BUCKET_MB = 25.0  # torch's default; its first bucket has 1 MB
+_FIRST_START = 2  # before this step DistributedDataParallel rearranges its buckets
 
 
 def refuse_options(settings: Settings, transport: str) -> None:
-    """Hold the options to what this torch does with them.
+    """Raise an error for options that this torch does not support.
 
     Args:
-        settings: of the backend.
+        settings: settings of the backend.
         transport: "nccl" or "gloo".
 
     Raises:
-        UsageError: it cannot do that, or would leave an option out of account in silence.
+        UsageError: torch does not support an option, or would silently ignore it.
     """
     own = settings.own
     name = own["compression"]
@@ -84,15 +84,15 @@ def _refuse_powersgd(settings: Settings, transport: str) -> None:
 
 
 def check_model(model: nn.Module, name: str, transport: str) -> None:
-    """Hold a model to what a compression does with its gradients.
+    """Check whether a compression supports the gradients of a model.
 
     Args:
-        model: with something to train.
-        name: of the compression.
+        model: model with trained parameters.
+        name: name of the compression.
         transport: "nccl" or "gloo".
 
     Raises:
-        UsageError: it fails on them, or makes them coarser and no smaller.
+        UsageError: the compression fails on the gradients, or loses precision for no gain.
     """
     if name == "none":
         return
@@ -125,11 +125,11 @@ def _names(kinds: set[torch.dtype]) -> str:
 
 
 def arguments(model: nn.Module, own: Mapping[str, Any], transport: str) -> dict[str, Any]:
-    """What DistributedDataParallel is told.
+    """Return the arguments for DistributedDataParallel.
 
     Args:
-        model: to be wrapped.
-        own: the options of the backend.
+        model: model to wrap.
+        own: options of the backend.
         transport: "nccl" or "gloo".
     """
     size: float | None = own["bucket_mb"] if own["bucket_mb"] != _BUCKET_MB else None
@@ -143,11 +143,11 @@ def arguments(model: nn.Module, own: Mapping[str, Any], transport: str) -> dict[
 
 
 def compress(wrapped: DistributedDataParallel, own: Mapping[str, Any]) -> None:
-    """Let a wrapped model send its gradients compressed.
+    """Let a wrapped model compress the gradients that it sends.
 
     Args:
-        wrapped: before its first backward pass.
-        own: the options of the backend.
+        wrapped: wrapped model, before its first backward pass.
+        own: options of the backend.
     """
     name = own["compression"]
     if name == "fp16":
@@ -167,10 +167,10 @@ def _power_sgd(
     state: powerSGD_hook.PowerSGDState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
-    """PowerSGD, with the random numbers of the training left alone.
+    """Run torch's PowerSGD hook without changing the random numbers of the training.
 
     torch's hook draws the first matrices after `torch.manual_seed` with one seed for all ranks, and
-    restores the state of the CPU alone: on GPUs all ranks would drop the same units from then on.
+    restores the state of the CPU only: on GPUs all ranks would drop the same units from then on.
     Source: Vogels et al., "PowerSGD", 2019 (arXiv 1905.13727), and powerSGD_hook.py of torch 2.15.
     """
     device = bucket.buffer().device

@@ -1,11 +1,11 @@
-"""Bit-equal resumes: let DistributedDataParallel arrange its messages before the first step.
+"""A rehearsal before the first step of a process, so that resumed runs are bit-equal.
 
 After the first backward pass of a process torch rearranges the messages that carry the gradients,
-by the order in which the gradients came (`Reducer::rebuild_buckets`, torch/csrc/distributed/c10d/
-reducer.cpp, torch 2.15). At three ranks and more another arrangement is another order of sums. So
-the first step of a process that resumes would differ in its last bits from the same step of a
-process that has been at it for long. A rehearsed backward pass puts the first step of every
-process behind the rearrangement.
+by the order in which the gradients were ready (`Reducer::rebuild_buckets`, torch/csrc/distributed/
+c10d/reducer.cpp, torch 2.15). With three or more ranks, another arrangement means another order of
+sums. So the first step of a resumed process would differ in its last bits from the same step of a
+process that was not interrupted. With a rehearsed backward pass, the rearrangement comes before the
+first step of every process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,13 @@ __all__ = ["reaches", "rehearse", "rehearse_loss"]
 def rehearse(
     wrapped: DistributedDataParallel, inputs: Sequence[Any], keywords: Mapping[str, Any]
 ) -> None:
-    """A forward and a backward pass whose gradients and traces are wiped away.
+    """Run a forward and a backward pass, and discard their gradients and side effects.
 
-    What a model keeps besides its buffers, such as a count of its calls, sees one call more.
+    State of a model other than its buffers, such as a count of its calls, includes this extra call.
 
     Args:
-        wrapped: before its first forward pass with gradients.
-        inputs, keywords: of that pass.
+        wrapped: wrapped model, before its first forward pass with gradients.
+        inputs, keywords: arguments of that pass.
     """
     device = next(wrapped.module.parameters()).device
     buffers = [_Buffers(module) for module in wrapped.module.modules()]
@@ -46,7 +46,7 @@ def rehearse(
         torch.autograd.backward(parts)
     wrapped.require_backward_grad_sync = synchronizes
     random_states.put_back(random, device)
-    # The copies of the weights that autocast keeps belong to the pass that is over.
+    # The weight copies in autocast's cache belong to the pass that is over.
     torch.clear_autocast_cache()
     for parameter in wrapped.module.parameters():
         parameter.grad = None
@@ -55,11 +55,11 @@ def rehearse(
 
 
 def rehearse_loss(models: Sequence[DistributedDataParallel], loss: Tensor) -> None:
-    """A backward pass whose gradients are wiped away, for a loss that no forward pass prepared.
+    """Run a backward pass and discard its gradients, for a loss that no forward pass prepared.
 
     Args:
-        models: all wrapped ones; those that the loss reaches take part.
-        loss: of the first step; its graph is kept for the real backward pass.
+        models: all wrapped models; those that the loss reaches take part.
+        loss: loss of the first step; its graph is kept for the real backward pass.
     """
     modules = [module for model in models for module in model.module.modules()]
     buffers = [_Buffers(module) for module in modules]  # a recomputed forward pass changes them
@@ -78,7 +78,7 @@ def rehearse_loss(models: Sequence[DistributedDataParallel], loss: Tensor) -> No
 
 
 def reaches(loss: Tensor, module: nn.Module) -> bool:
-    """Whether a loss depends on parameters of a model."""
+    """Check whether a loss depends on parameters of a model."""
     wanted = {id(parameter) for parameter in module.parameters()}
     nodes, seen = [loss.grad_fn], set()
     while nodes:
@@ -93,9 +93,9 @@ def reaches(loss: Tensor, module: nn.Module) -> bool:
 
 
 class _Buffers:
-    """The buffers of one module: which tensors they are, and what is in them.
+    """A copy of the buffers of one module: the tensor objects and their values.
 
-    A forward pass may change them, or put others in their place.
+    A forward pass may change the tensors or replace them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -114,5 +114,5 @@ class _Buffers:
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """The values alone, as the model may change them; what made them is left for the real pass."""
+    """Return a copy that the model may change, without the graph, which the real pass needs."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)

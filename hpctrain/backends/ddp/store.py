@@ -1,4 +1,4 @@
-"""The store over which torch's ranks exchange addresses: torchrun's, or one on rank 0's socket."""
+"""The store in which torch's ranks exchange addresses: torchrun's, or one on rank 0's socket."""
 
 import contextlib
 import datetime
@@ -14,16 +14,16 @@ __all__ = ["AgentStore", "first_line", "open_store"]
 
 
 class AgentStore:
-    """The TCPStore that torchrun's first agent serves: a board, and the process group's store.
+    """The TCPStore of torchrun's first agent, for the rendezvous and the process group.
 
     Source: `_create_c10d_store` in torch/distributed/rendezvous.py, torch 2.15.
 
     Args:
-        place: where the agent serves it.
-        timeout: seconds to find it.
+        place: address and port of the store.
+        timeout: seconds to connect to it.
 
     Raises:
-        StartError: it does not answer.
+        StartError: the store does not answer.
     """
 
     def __init__(self, place: launching.Store, timeout: float) -> None:
@@ -44,30 +44,30 @@ class AgentStore:
             ) from None
 
     def write(self, name: str, word: bytes) -> None:
-        """Leave a word."""
+        """Publish a value under a name."""
         try:
             self.store.set(f"hpctrain/{name}", word.decode())
         except RuntimeError as error:
             raise OSError(f"{self.where} is gone: {first_line(error)}") from None
 
     def read(self, name: str) -> bytes | None:
-        """The word, or None."""
+        """Return the value, or None."""
         try:
             key = f"hpctrain/{name}"
             return bytes(self.store.get(key)) if self.store.check([key]) else None
         except RuntimeError:
-            return None  # the agent is gone; who waits for the word says so in the end
+            return None  # the agent is gone; the caller reports it at its time-out
 
     def clear(self, name: str) -> None:
-        """Take the word away: an agent may start its ranks again."""
+        """Remove the value, as an agent may start its ranks again."""
         with contextlib.suppress(RuntimeError):  # the agent is gone
             self.store.delete_key(f"hpctrain/{name}")
 
 
 def open_store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
-    """The launcher's own store, else one on the socket that the rendezvous bound.
+    """Return the launcher's own store, else one on the socket that the rendezvous bound.
 
-    That is at an address which all ranks have reached.
+    That socket is at an address that all ranks have reached.
     """
     world, roster, listener = rendezvous.world, rendezvous.roster, rendezvous.listener
     if isinstance(rendezvous.store, AgentStore):
@@ -83,9 +83,9 @@ def open_store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
             timeout=timeout,
             wait_for_workers=False,
             master_listen_fd=listener.detach() if listener is not None else None,
-            use_libuv=False,  # which takes a bound socket only from torch 2.8 on
+            use_libuv=False,  # libuv takes a bound socket only from torch 2.8 on
         )
-    except (RuntimeError, ValueError):  # whose message has an address that nobody asked for
+    except (RuntimeError, ValueError):  # torch's message has an address that does not help
         raise StartError(
             f"rank {world.rank} on {host_of(rendezvous, world.rank)} cannot open the store of "
             f"rank 0 at {roster.addresses[0]} port {roster.port}, on {host_of(rendezvous, 0)}, "
@@ -96,5 +96,5 @@ def open_store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in short."""
+    """Return the first line of an error's message, or the name of its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

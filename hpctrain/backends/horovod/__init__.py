@@ -1,8 +1,8 @@
 """Horovod: gradients averaged by its DistributedOptimizer, over gloo, MPI or NCCL.
 
-The only folder that names Horovod's Python package. `installed` finds it, `placement` tells it who
-this process is, `rendezvous` serves what its ranks need to find each other, `gradients` averages,
-`group` puts these together.
+The only folder that names Horovod's Python package. `installed` imports it, `placement` sets the
+variables for this process, `rendezvous` serves the values that its ranks need to find each other,
+`gradients` averages, `group` combines these.
 """
 
 from hpctrain.backends.horovod.group import Horovod

@@ -1,4 +1,4 @@
-"""Horovod by hand."""
+"""The baseline for Horovod."""
 
 from types import ModuleType
 
@@ -12,7 +12,7 @@ __all__ = ["HorovodBaseline"]
 
 
 class HorovodBaseline(Baseline):
-    """DistributedOptimizer, as Horovod's examples use it.
+    """The baseline with DistributedOptimizer, as in Horovod's examples.
 
     Args:
         hvd: `horovod.torch`, initialized.
@@ -22,11 +22,11 @@ class HorovodBaseline(Baseline):
         self._hvd = hvd
 
     def sum(self, tensor: Tensor) -> None:
-        """Horovod's all-reduce."""
+        """Sum the tensor with Horovod's all-reduce."""
         self._hvd.allreduce_(tensor, name="by hand", op=self._hvd.Sum)
 
     def share(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """The model stays what it is."""
+        """Return the same model, and the optimizer in a DistributedOptimizer."""
         hvd = self._hvd
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -34,7 +34,7 @@ class HorovodBaseline(Baseline):
         return model, shared
 
     def step(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
-        """Gradients are averaged before the scaler looks at them."""
+        """Take the optimizer step; gradients are averaged before the scaler checks them."""
         if not scaler.is_enabled():
             optimizer.step()
             return

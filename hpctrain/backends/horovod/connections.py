@@ -1,7 +1,7 @@
-"""The connections that Horovod opened, so that a failure can end what waits on them.
+"""The connections that Horovod opened, so that after a failure the waits on them can be ended.
 
-Horovod's thread waits in gloo for a peer that is gone, for as long as gloo's time-out: nothing but
-the end of the connection wakes it. Linux: the open files of a process are listed in /proc/self/fd.
+Horovod's thread waits in gloo for a peer that is gone, until gloo's time-out. Only the end of the
+connection wakes it earlier. Linux lists the open files of a process in /proc/self/fd.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ class Connections:
     """The TCP connections that a process opens between `__enter__` and `__exit__`.
 
     Args:
-        but: a port; connections from or to it belong to others.
+        but: port to exclude; connections from or to it do not belong to Horovod's ranks.
     """
 
     def __init__(self, but: int) -> None:
@@ -34,21 +34,21 @@ class Connections:
                 self._found[number] = ends
 
     def cut(self) -> None:
-        """End them: whoever waits for something to come gets an error."""
+        """Shut down the connections: every wait for data on them ends with an error."""
         for number, ends in self._found.items():
-            if _ends(number) == ends:  # and not another one by now
+            if _ends(number) == ends:  # the number is not reused
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
                     one.shutdown(socket.SHUT_RDWR)
 
 
 def _open_files() -> set[int]:
     listed = os.listdir("/proc/self/fd")
-    # Without the one of the listing itself.
+    # Without the file of the listing itself, which is closed.
     return {int(name) for name in listed if os.path.lexists(f"/proc/self/fd/{name}")}
 
 
 def _ends(number: int) -> tuple[tuple[object, ...], tuple[object, ...]] | None:
-    """Both ends of a TCP connection; None for any other file."""
+    """Return both ends of a TCP connection, or None for any other file."""
     try:
         if not stat.S_ISSOCK(os.fstat(number).st_mode):
             return None

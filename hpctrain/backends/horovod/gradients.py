@@ -1,4 +1,4 @@
-"""The gradients of a model, averaged by Horovod's DistributedOptimizer."""
+"""The averaging of a model's gradients by Horovod's DistributedOptimizer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -16,20 +16,20 @@ _AVERAGED = (torch.float16, torch.float32, torch.float64)
 
 
 class Gradients:
-    """Averages the gradients of a model while the backward pass still computes others.
+    """The averaging of a model's gradients, while the backward pass still computes others.
 
-    DistributedOptimizer would be the user's optimizer, of another class, made anew: schedules,
-    subclasses and whoever holds the old one would lose it. What averages is all in its hooks and in
-    `synchronize()`, so one of its own is given the parameters here, and never takes a step. The
-    user's optimizer stays as it is, and what it does is never synchronised twice, which
-    `skip_synchronize()` is for.
+    DistributedOptimizer would replace the user's optimizer with a new object of another class:
+    schedules, subclasses and other references to the old one would not work. All of the averaging
+    is in its hooks and in `synchronize()`. So a separate DistributedOptimizer gets the parameters
+    here, and never takes a step. The user's optimizer stays as it is, and gradients are never
+    synchronized twice, which `skip_synchronize()` is for.
 
     Args:
         hvd: `horovod.torch`.
-        parameters: of a model, with their names; on their device.
-        name: what tells their tensors from those of another model.
-        accumulate: backward passes of a step.
-        options: of the backend, by the names of DistributedOptimizer.
+        parameters: parameters of a model with their names, on their device.
+        name: prefix that separates their tensors from those of another model.
+        accumulate: backward passes per step.
+        options: options of the backend, by the names of DistributedOptimizer.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Gradients:
         )
 
     def average(self) -> None:
-        """Wait until every gradient is that of all ranks.
+        """Wait until every gradient is averaged over all ranks.
 
-        A model that had no part in the loss has no gradients, on all ranks alike; Horovod would
-        average zeros for it, and for what was frozen since.
+        A model that had no part in the loss has no gradients on any rank. Horovod would average
+        zeros for it, and for parameters that were frozen since.
         """
         if any(parameter.grad is not None for parameter in self._parameters):
             self._synchronizer.synchronize()
@@ -75,32 +75,32 @@ class Gradients:
                     parameter.grad = None
 
     def forget(self) -> None:
-        """The micro-batches that came since the last average do not count."""
+        """Discard the micro-batches since the last average."""
         self._synchronizer.set_backward_passes_per_step(self._accumulate)
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether this one averages the gradient of a parameter."""
+        """Check whether this object averages the gradient of a parameter."""
         return id(parameter) in self._own
 
 
 def compression(hvd: ModuleType, name: str) -> Any:
-    """One of Horovod's, for tensors of any layout: it takes only contiguous ones.
+    """Return one of Horovod's compressors, changed to accept tensors that are not contiguous.
 
     Args:
         hvd: `horovod.torch`.
-        name: "none" or "fp16".
+        name: name of the compression, "none" or "fp16".
     """
     return _Contiguous(getattr(hvd.Compression, name))
 
 
 class _Contiguous:
-    """One of Horovod's compressors, given contiguous tensors."""
+    """A wrapper that gives contiguous tensors to one of Horovod's compressors."""
 
     def __init__(self, compressor: Any) -> None:
         self._compressor = compressor
 
     def compress(self, tensor: Tensor) -> Any:
-        """The compressed tensor, and what it takes to decompress it."""
+        """Return the compressed tensor, and the context to decompress it."""
         if tensor.is_sparse:
             raise UsageError(
                 "sparse gradients with --horovod-groups",
@@ -110,7 +110,7 @@ class _Contiguous:
         return self._compressor.compress(tensor.contiguous())
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        """The inverse; sparse gradients come without a context, as they were not compressed."""
+        """Return the original tensor; sparse gradients have no context, as not compressed."""
         if context is None:
             return tensor
         plain: Tensor = self._compressor.decompress(tensor, context)
@@ -125,15 +125,15 @@ def combine_updates(
 ) -> None:
     """Take a step on this rank's gradients, and combine the ranks' updates by Adasum.
 
-    As Horovod's own optimizer for Adasum does, but with the optimizer as it is. Source: Maleki et
-    al., "Scaling Distributed Training with Adaptive Summation", 2021 (arXiv 2006.02924), and
-    _DistributedAdasumOptimizer in horovod/torch/optimizer.py, Horovod 0.28.1.
+    Horovod's own optimizer for Adasum does the same, but here the optimizer stays as it is. Source:
+    Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2021 (arXiv 2006.02924),
+    and _DistributedAdasumOptimizer in horovod/torch/optimizer.py, Horovod 0.28.1.
 
     Args:
         hvd: `horovod.torch`.
-        optimizer: whose parameters change.
-        step: takes its step.
-        compressor: of Horovod, for the updates on their way.
+        optimizer: optimizer whose parameters change.
+        step: function that takes the optimizer step.
+        compressor: compressor from `compression`, for the updates that are sent.
     """
     parameters = [
         p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
@@ -157,12 +157,12 @@ def combine_updates(
 
 
 def broadcast(hvd: ModuleType, tensors: Sequence[Tensor]) -> None:
-    """Give every rank the tensors of rank 0, in place, whatever their layout and type."""
+    """Copy the tensors of rank 0 to every rank, in place, whatever their layout and type."""
     sent = []
     for number, tensor in enumerate(tensors):
         if tensor.numel():
             own = tensor.detach().contiguous()
-            # As bytes: Horovod knows neither bool nor bfloat16 nor complex numbers.
+            # As bytes: Horovod supports neither bool nor bfloat16 nor complex numbers.
             data = own.reshape(-1).view(torch.uint8)
             sent.append((tensor.detach(), own, hvd.broadcast_async_(data, 0, f"tensor.{number}")))
     for tensor, own, handle in sent:

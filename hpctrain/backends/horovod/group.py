@@ -1,4 +1,4 @@
-"""The ranks under Horovod: who they are, what they sum, and who of them is lost."""
+"""The backend over Horovod: its start, its collectives, and the report of lost ranks."""
 
 import atexit
 import logging
@@ -37,19 +37,20 @@ __all__ = ["Horovod"]
 T = TypeVar("T")
 _MOST_LATER = 64
 _SHUTDOWN_SECONDS = 5.0
-_LOOK_SECONDS = 0.1  # while Horovod connects the ranks: for one that is lost
+_LOOK_SECONDS = 0.1  # interval of the check for lost ranks while Horovod connects
 
 
 class Horovod(Backend):
-    """Horovod's global process set, whoever started the ranks.
+    """The backend over Horovod's global process set, under any launcher.
 
-    Over gloo rank 0 serves the rendezvous and every rank is told its place by the rendezvous, so
-    srun, torchrun and `hpctrain run` do as well as horovodrun. Over MPI the ranks are MPI's.
+    Over gloo, rank 0 serves Horovod's rendezvous, and every rank gets its place from hpctrain's
+    rendezvous. So srun, torchrun and `hpctrain run` work as well as horovodrun. Over MPI, the ranks
+    are those of MPI.
     """
 
     name = "horovod"
     captures_stderr = True
-    _mpi_was_used = False  # which starts once in a process
+    _mpi_was_used = False  # MPI can start only once in a process
     _abandoned: ClassVar[list[Server]] = []
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device, settings: Settings) -> None:
@@ -72,7 +73,7 @@ class Horovod(Backend):
         self._gradients: list[gradients.Gradients] = []
         self._compressor = gradients.compression(hvd, settings.own["compression"])
         self._later = 0
-        self._told = False  # whether the others know what went wrong
+        self._told = False  # whether the other ranks have the reason of the failure
         self._survivors: Survivors | None = None
         self._connections = Connections(but=rendezvous.roster.port)
         self._watch = Watch(settings.timeout, self._complain)
@@ -84,7 +85,7 @@ class Horovod(Backend):
                     rendezvous, self._server, self._watch.waiting, self._connections.cut
                 )
             placement.tell(self._environment, over, rendezvous, settings)
-            # MPI looks after its own, and ends all ranks with one.
+            # MPI handles its own connections, and ends all ranks when one fails.
             with self._connections if over == "gloo" else nullcontext():
                 self._start(over)
         except BaseException as error:
@@ -100,7 +101,7 @@ class Horovod(Backend):
 
     @classmethod
     def check(cls, world: World, device: torch.device, settings: Settings) -> None:
-        """Look for Horovod, and hold the options to what it can do."""
+        """Check whether Horovod is installed and supports the options."""
         hvd = load()
         if hvd.is_initialized():
             raise UsageError(
@@ -150,17 +151,18 @@ class Horovod(Backend):
             )
 
     def _start(self, over: str) -> None:
-        """hvd.init() in a thread, as it waits without end for what does not come.
+        """Run hvd.init() in a thread, as it waits without end for missing ranks.
 
         Raises:
-            StartError: it is not through in time.
+            StartError: it does not finish in time.
+            RankLostError: another rank was lost or failed before the end.
         """
         limit, failed = self._settings.start_timeout, []
 
         def start() -> None:
             try:
                 self._hvd.init()
-            except Exception as error:  # told by the thread that waits
+            except Exception as error:  # reported by the waiting thread
                 failed.append(error)
 
         thread = threading.Thread(target=start, name="hvd.init", daemon=True)
@@ -175,7 +177,7 @@ class Horovod(Backend):
             lost = others.ask() if others is not None and others.known else None
             if lost is not None:
                 raise lost
-            # At the end of the process it would wait for its own start.
+            # At the end of the process, Horovod's shutdown would wait for hvd.init().
             atexit.unregister(self._hvd.mpi_ops._basics.shutdown)
             world = self._rendezvous.world
             raise StartError(
@@ -188,10 +190,10 @@ class Horovod(Backend):
             )
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model itself, with rank 0's weights; hooks on its parameters average gradients.
+        """Return the model itself, with rank 0's weights and hooks that average gradients.
 
         Raises:
-            UsageError: weights of a type that Horovod cannot average, or of two models.
+            UsageError: Horovod cannot average the type of a weight, or two models share weights.
         """
         if any(one.has(p) for p in model.parameters() for one in self._gradients):
             raise UsageError(
@@ -205,7 +207,7 @@ class Horovod(Backend):
         return model
 
     def _hook(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Let Horovod average the gradients of parameters, given with their names."""
+        """Let Horovod average the gradients of parameters, which are given with their names."""
         own = self._settings.own
         if own["op"] != "adasum" and parameters:
             name = f"model{len(self._gradients)}"
@@ -214,10 +216,10 @@ class Horovod(Backend):
             )
 
     def attach(self, loss: Tensor, first: bool) -> Tensor:
-        """Hooks for what was unfrozen.
+        """Add hooks to parameters that were unfrozen.
 
         Raises:
-            UsageError: something was frozen or unfrozen inside of a step.
+            UsageError: parameters were frozen or unfrozen within a step.
         """
         for trained in self._trained:
             if trained.changed():
@@ -228,7 +230,7 @@ class Horovod(Backend):
                         "the same parameters to train in all micro-batches of a step",
                         "set requires_grad where a step begins",
                     )
-                # What was frozen for a while has its hooks still.
+                # Parameters that were frozen for a while still have their hooks.
                 self._hook(
                     [
                         (name, parameter)
@@ -239,10 +241,10 @@ class Horovod(Backend):
         return loss
 
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
-        """Nothing: Horovod's hooks count the micro-batches (backward_passes_per_step)."""
+        """Do nothing: Horovod's hooks count the micro-batches (backward_passes_per_step)."""
 
     def forget(self) -> None:
-        """Let the hooks count anew."""
+        """Reset the count of the hooks."""
         for one in self._gradients:
             one.forget()
 
@@ -253,7 +255,7 @@ class Horovod(Backend):
                 one.average()
 
     def update(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> None:
-        """The step as it is; with Adasum the ranks' own steps, combined."""
+        """Take the optimizer step; with Adasum, combine the steps of all ranks."""
         if self._settings.own["op"] == "adasum" and self.world_size > 1:
             with self._watch("updates"):
                 gradients.combine_updates(self._hvd, optimizer, step, self._compressor)
@@ -261,56 +263,57 @@ class Horovod(Backend):
             step(optimizer)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """An all-reduce."""
+        """Sum the tensor with an all-reduce."""
         with self._watch("a sum"):
             self._hvd.allreduce_(tensor, name="sum", op=self._hvd.Sum)
         return tensor
 
     def sum_async(self, numbers: Sequence[Any]) -> Work:
-        """An all-reduce that is not waited for. On a GPU Horovod's end of it is waited for."""
+        """Begin an all-reduce without waiting for it; on a GPU, wait until Horovod is done."""
         tensor = vector(numbers, self.device)
-        # Horovod remembers what it knows of a name, and takes none that is still under way.
+        # Horovod caches data by name, and rejects a name that is still in use.
         self._later = (self._later + 1) % _MOST_LATER
         name = f"sum_async.{self._later}"
         handle = self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum)
         return Work(tensor, _Work(self._hvd, handle, self._watch))
 
     def broadcast_object(self, thing: T) -> T:
-        """A broadcast of rank 0's object."""
-        # Without a name Horovod takes that of the object's class, which may differ by rank.
+        """Broadcast rank 0's object."""
+        # Without a name Horovod uses that of the object's class, which may differ by rank.
         with self._watch("something of rank 0's"):
             shared: T = self._hvd.broadcast_object(thing, 0, name="share")
         return shared
 
     def gather_object(self, thing: T) -> list[T]:
-        """An all-gather of pickles, as Horovod has no other."""
+        """Gather with an all-gather of pickles, as Horovod has no gather."""
         with self._watch("the states of all ranks"):
             things: list[T] = self._hvd.allgather_object(thing, name="gather")
         return things if self.rank == 0 else []
 
     def meet(self, words: str) -> list[str]:
-        """An all-gather under a name of its own, which Horovod takes for no other exchange."""
+        """Exchange the words with an all-gather, which its name separates from others."""
         with self._watch("the other ranks"):
             return list(self._hvd.allgather_object(words, name="meet"))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """A broadcast of each, as bytes, all under way at once."""
+        """Broadcast all tensors at the same time, as bytes."""
         with self._watch("weights or buffers of rank 0"):
             gradients.broadcast(self._hvd, tensors)
 
     def barrier(self) -> None:
-        """Horovod's barrier."""
+        """Wait at Horovod's barrier."""
         with self._watch("a barrier"):
             self._hvd.barrier()
 
     def baseline(self) -> HorovodBaseline:
-        """Over the same Horovod."""
+        """Return the baseline over the same Horovod."""
         return HorovodBaseline(self._hvd)
 
     def explain(self, error: BaseException) -> HpctrainError | None:
-        """After a failure that Horovod noticed: which ranks are lost, or have failed, and why.
+        """Return an error that names lost or failed ranks, after an error of Horovod.
 
-        None where all are there: then it is a mistake of all of them, and Horovod says which.
+        Return None if no rank is lost or has failed. Then the error is the same on all ranks, and
+        Horovod's message describes it.
         """
         internal = self._hvd.mpi_ops.HorovodInternalError
         if self._survivors is None or not isinstance(error, internal):
@@ -320,7 +323,7 @@ class Horovod(Backend):
         return found
 
     def close(self, failure: str | None = None) -> None:
-        """Shut Horovod down and put the environment back."""
+        """Shut Horovod down and restore the environment."""
         others = None if self._told else self._survivors
         if others is not None and failure is not None and not others.tell(failure):
             # Rank 0 is gone or silent, so shutting down together would wait for it.
@@ -332,10 +335,11 @@ class Horovod(Backend):
         self._let_go(failure)
 
     def _shut_down_alone(self) -> None:
-        """After a failure: a sum of Horovod's own that begins when the others are gone never ends.
+        """Shut Horovod down after a failure, with a time limit.
 
-        Its shutdown waits for that sum until gloo's time-out, half an hour; so, then, does its
-        destructor at the end of the process, which is left without.
+        A sum of Horovod's own that begins when the other ranks are gone never ends. Its shutdown
+        waits for that sum until gloo's time-out, half an hour. Its destructor at the end of the
+        process would wait too, so the process then ends without it.
         """
         shutdown = self._hvd.mpi_ops._basics.shutdown
         thread = threading.Thread(target=shutdown, name="hvd.shutdown", daemon=True)
@@ -347,19 +351,20 @@ class Horovod(Backend):
             atexit.register(_leave)
 
     def _complain(self) -> None:
-        """This rank waits in vain: rank 0 looks for whom."""
+        """Report that a wait of this rank is too long; rank 0 finds the missing ranks."""
         if self._survivors is not None:
             self._survivors.complain()
 
     def _give_up(self, failure: str) -> None:
-        """Horovod did not come up here: let the others know."""
+        """Report to the other ranks that Horovod did not start on this one."""
         self._environment.put_back()
         self._watch.close()
         if self._survivors is not None:
             self._survivors.tell(failure)
             self._survivors.leave(in_peace=False)
         if self._server is not None:
-            # Whatever of Horovod still looks for others ends its process when nobody answers.
+            # A thread of Horovod that still looks for other ranks ends the process when the
+            # server does not answer, so the server stays open.
             Horovod._abandoned.append(self._server)
 
     def _let_go(self, failure: str | None) -> None:
@@ -373,7 +378,7 @@ class Horovod(Backend):
 
 
 def _leave() -> None:
-    """End a process that has failed, without the destructors of its libraries."""
+    """End a failed process without the destructors of its libraries."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -381,17 +386,17 @@ def _leave() -> None:
 
 
 class _Work:
-    """A handle of Horovod, as torch.distributed's works are."""
+    """A handle of Horovod with the methods of torch.distributed's works."""
 
     def __init__(self, hvd: ModuleType, handle: int, watch: Watch) -> None:
         self._hvd, self._handle, self._watch = hvd, handle, watch
 
     def is_completed(self) -> bool:
-        """Whether `wait` returns at once."""
+        """Check whether `wait` returns at once."""
         return bool(self._hvd.poll(self._handle))
 
     def wait(self) -> None:
-        """Until the sum is there."""
+        """Wait until the sum is done."""
         with self._watch("sums of metrics"):
             self._hvd.synchronize(self._handle)
 

@@ -1,4 +1,4 @@
-"""Is there a Horovod that works with this torch, and can it do what is asked of it?"""
+"""The import of Horovod, and checks of the installed version and the options."""
 
 import importlib
 import importlib.util
@@ -21,10 +21,11 @@ BUILD = "hpctrain horovod build"
 
 
 def load() -> ModuleType:
-    """`horovod.torch`.
+    """Return the module `horovod.torch`.
 
     Raises:
-        UsageError: it is not installed, or was built for another torch.
+        UsageError: Horovod is not installed, or was built for another torch, or without gloo and
+            MPI.
     """
     if importlib.util.find_spec("horovod") is None:
         raise UsageError(
@@ -34,7 +35,7 @@ def load() -> ModuleType:
         )
     try:
         module = importlib.import_module("horovod.torch")
-    except Exception as error:  # whatever a library for another torch raises
+    except Exception as error:  # a library for another torch may raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
             f"--backend horovod, and the installed Horovod cannot be imported: {reason}",
@@ -51,13 +52,13 @@ def load() -> ModuleType:
 
 
 def refuse_own_name(world: World, env: Mapping[str, str]) -> None:
-    """Look whether gloo inside of Horovod would listen where no other host reaches it.
+    """Raise an error if gloo in Horovod would listen at an address that no other host reaches.
 
-    Horovod 0.28.1 forgets its interface (GlooContext::InitializeForProcessSet), and gloo then takes
-    that of the host's own name. `hpctrain horovod build` mends it.
+    Horovod 0.28.1 loses its interface setting (GlooContext::InitializeForProcessSet), and gloo then
+    uses the address of the host's own name. `hpctrain horovod build` fixes that.
 
     Raises:
-        UsageError: that is a loopback address, and there are several hosts.
+        UsageError: that address is loopback or unknown, and there are several hosts.
     """
     if world.on_one_host is not False or env.get(HOSTNAME):
         return
@@ -76,7 +77,7 @@ def refuse_own_name(world: World, env: Mapping[str, str]) -> None:
         )
 
 
-# What Horovod's DistributedOptimizer calls the options whose names are others here.
+# Defaults of the options, by the names of DistributedOptimizer.
 _DEFAULTS: Mapping[str, Any] = {
     "op": "average",
     "compression": "none",
@@ -87,15 +88,15 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def refuse_options(hvd: ModuleType, options: Mapping[str, Any], world_size: int) -> None:
-    """Hold the options to what this version of Horovod does with them.
+    """Raise an error for options that this version of Horovod does not support.
 
     Args:
         hvd: `horovod.torch`.
-        options: of the backend, by the names of DistributedOptimizer.
-        world_size: the number of ranks.
+        options: options of the backend, by the names of DistributedOptimizer.
+        world_size: number of ranks.
 
     Raises:
-        UsageError: it does not know one, or would leave it out of account in silence.
+        UsageError: Horovod does not support an option, or would silently ignore it.
     """
     known = inspect.signature(hvd.DistributedOptimizer).parameters
     changed = [name for name, default in _DEFAULTS.items() if options[name] != default]

@@ -1,4 +1,4 @@
-"""Who this process is, in the variables that hvd.init() reads.
+"""The rank and place of this process, in the variables that hvd.init() reads.
 
 Source: horovod/common/gloo/gloo_context.cc and horovod/common/utils/env_parser.cc, Horovod 0.28.1.
 """
@@ -14,17 +14,18 @@ from hpctrain.rendezvous.interfaces import interface_of
 
 __all__ = ["controller", "slot", "tell"]
 
-# Horovod warns of ranks that wait for others after this part of the time-out, at most this late.
+# Horovod warns about ranks that wait after this part of the time-out, at most after these seconds.
 _WARN_PART, _WARN_SECONDS = 0.1, 60
 _FUSION, _FUSION_DEFAULT = "HOROVOD_FUSION_THRESHOLD", str(128 * 1024 * 1024)
-_fixed: set[str] = set()  # what this process has set once
+_fixed: set[str] = set()  # variables that this process has set once
 
 
 def controller(env: Mapping[str, str], launcher: str, mpi_built: bool) -> str:
-    """Over what Horovod's ranks agree: "gloo" or "mpi".
+    """Return the library over which Horovod's ranks coordinate: "gloo" or "mpi".
 
-    What HOROVOD_CONTROLLER says, as horovodrun sets it; MPI where MPI's launcher started the ranks
-    and Horovod was built with it; otherwise gloo, for which rank 0 is all that is needed.
+    This is the value of HOROVOD_CONTROLLER, if set, as horovodrun does. Otherwise it is MPI if an
+    MPI launcher started the ranks and Horovod was built with MPI. Otherwise it is gloo, which needs
+    only rank 0.
     """
     said = env.get("HOROVOD_CONTROLLER", "").lower()
     if said in ("gloo", "mpi"):
@@ -33,7 +34,7 @@ def controller(env: Mapping[str, str], launcher: str, mpi_built: bool) -> str:
 
 
 def slot(rank: int, host_of_rank: Sequence[int]) -> dict[str, str]:
-    """The place of a rank, as horovodrun's SlotInfo has it.
+    """Return the place of a rank in Horovod's variables, as in horovodrun's SlotInfo.
 
     The cross rank is the index of the host among those that have this local rank.
     """
@@ -50,19 +51,19 @@ def slot(rank: int, host_of_rank: Sequence[int]) -> dict[str, str]:
         "HOROVOD_LOCAL_SIZE": str(len(on_host[host])),
         "HOROVOD_CROSS_RANK": str(peers.index(host)),
         "HOROVOD_CROSS_SIZE": str(len(peers)),
-        # A part of the path of its requests, so not the name, which may be anything.
+        # A part of the path of HTTP requests, so not the host name, which may hold any character.
         "HOROVOD_HOSTNAME": f"host-{host}",
     }
 
 
 def tell(environment: Environment, over: str, rendezvous: Rendezvous, settings: Settings) -> None:
-    """Set what Horovod reads; what a person set of its time-outs stays.
+    """Set the variables that Horovod reads; time-outs that the user has set stay.
 
     Args:
-        environment: to be put back when the session closes.
-        over: "gloo" or "mpi".
-        rendezvous: the ranks, their hosts and addresses.
-        settings: time-outs, and whether repeats have to be bit-equal.
+        environment: environment to change; restored when the session closes.
+        over: library from `controller`, "gloo" or "mpi".
+        rendezvous: all ranks, with their hosts and addresses.
+        settings: time-outs, and whether repeated runs have to be bit-equal.
     """
     world, roster = rendezvous.world, rendezvous.roster
     environment.set("HOROVOD_CONTROLLER", over)
@@ -71,7 +72,7 @@ def tell(environment: Environment, over: str, rendezvous: Rendezvous, settings: 
         alone = world.world_size == 1
         for name, value in slot(world.rank, roster.host_of_rank).items():
             environment.set(name, value)
-        # Without an address Horovod takes the process for the only one.
+        # Without an address Horovod assumes that this is the only process.
         environment.set("HOROVOD_GLOO_RENDEZVOUS_ADDR", None if alone else roster.addresses[0])
         environment.set("HOROVOD_GLOO_RENDEZVOUS_PORT", None if alone else str(roster.port))
         environment.set("HOROVOD_GLOO_IFACE", interface_of(roster.addresses[world.rank]))
@@ -80,12 +81,12 @@ def tell(environment: Environment, over: str, rendezvous: Rendezvous, settings: 
     environment.default("HOROVOD_STALL_CHECK_TIME_SECONDS", str(warn))
     environment.default("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(max(limit, warn)))
     environment.default("HOROVOD_GLOO_TIMEOUT_SECONDS", str(limit))
-    # Which gradients share a message follows from timing, and the order of the sums from that.
+    # Timing decides which gradients share a message, and so the order of the sums.
     if settings.deterministic and settings.own["groups"] is not None:
         environment.set("HOROVOD_DISABLE_GROUP_FUSION", "1")
     elif settings.deterministic:
         environment.set(_FUSION, "0")
         _fixed.add(_FUSION)
     elif _FUSION in _fixed:
-        # Horovod keeps a threshold that was set until another one is, also in its next init.
+        # Horovod keeps a threshold, even in its next init, until another one is set.
         environment.default(_FUSION, _FUSION_DEFAULT)

@@ -1,12 +1,12 @@
-"""What Horovod's ranks need to find each other: values under /scope/key by HTTP.
+"""The server through which Horovod's ranks find each other: values under /scope/key over HTTP.
 
-Rank 0 serves them on the socket that the rendezvous bound, so under any launcher, without ssh and
-without MPI. Our own ranks leave word there as well, and each keeps a connection open, by whose end
-rank 0 knows that the rank is gone.
+Rank 0 serves them on the socket that the rendezvous bound. So it works under any launcher, without
+ssh and without MPI. hpctrain stores its own values there as well. Each rank keeps a connection
+open; when it ends, rank 0 records that the rank is gone.
 
 The protocol is that of HTTPStore in horovod/common/gloo/http_store.cc, Horovod 0.28.1: PUT, GET
-(404 while there is no value) and DELETE. Our own ranks wait for a value with `Prefer: wait=SECONDS`
-(RFC 7240) in place of asking again and again.
+(404 while there is no value) and DELETE. hpctrain's own requests wait for a value with `Prefer:
+wait=SECONDS` (RFC 7240) in place of polling.
 """
 
 import contextlib
@@ -28,21 +28,21 @@ from hpctrain.rendezvous.messages import keep_alive
 
 __all__ = ["Client", "NoAnswerError", "Server", "be_present"]
 
-_LONGEST_VALUE = 1 << 20  # bytes; what gloo leaves is some hundred
-_REQUEST_SECONDS = 10.0  # for a caller to say what it wants
+_LONGEST_VALUE = 1 << 20  # bytes; gloo's values have some hundred
+_REQUEST_SECONDS = 10.0  # for a client to send its request
 _PRESENCE = "/hpctrain/presence/"
-_WAIT_SECONDS = 30  # at most, of one request for a value that is not there yet
+_WAIT_SECONDS = 30  # longest wait of one request for a value that does not exist yet
 
 
 class NoAnswerError(RuntimeError):
-    """Rank 0 is there, and says nothing."""
+    """Rank 0 is running, but does not answer."""
 
 
 class Server:
-    """The values, and who is present, served by threads of rank 0 until `close`.
+    """The server of the values and of rank presence, in threads of rank 0, until `close`.
 
     Args:
-        listener: the listening socket; closed with this.
+        listener: listening socket; `close` closes it.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -57,32 +57,32 @@ class Server:
 
     @property
     def closed(self) -> bool:
-        """Whether it serves no more."""
+        """Whether the server is closed."""
         return self._http.closed
 
     def gone(self) -> set[int]:
-        """The ranks that were present, and whose connection has ended."""
+        """Return the ranks that were present and whose connection has ended without notice."""
         with self._http.changed:
             return set(self._presences.gone)
 
     def left(self) -> set[int]:
-        """The ranks that have said that they leave."""
+        """Return the ranks that have sent notice that they leave."""
         with self._http.changed:
             return set(self._presences.left)
 
     def say(self, line: str) -> None:
-        """A line for all ranks that are present."""
+        """Send a line to all ranks that are present."""
         self._presences.say(line.encode() + b"\n")
 
     def read(self, scope: str) -> dict[str, bytes]:
-        """The values that our own ranks have left in a scope, by key."""
+        """Return the values that hpctrain has stored in a scope, by key."""
         start = f"/hpctrain/{scope}/"
         with self._http.changed:
             values = self._http.values.items()
             return {k.removeprefix(start): v for k, v in values if k.startswith(start)}
 
     def wait(self, until: Callable[[], bool], timeout: float) -> bool:
-        """Wait for something that follows from values or presence; whether it came in time."""
+        """Wait for a condition on values or presence; return whether it was met in time."""
         end = time.monotonic() + timeout
         with self._http.changed:
             while not until():
@@ -92,7 +92,7 @@ class Server:
         return True
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop the server."""
         with self._http.changed:
             self._http.closed = True
             self._http.changed.notify_all()
@@ -106,7 +106,7 @@ class Server:
 
 
 class _Presences:
-    """The connections of the ranks: one thread looks after all of them."""
+    """The connections of the ranks, all handled by one thread."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
@@ -128,7 +128,7 @@ class _Presences:
             return number in self._open
 
     def attend(self) -> None:
-        """Note who ends; until `close`."""
+        """Record the connections that end, until `close`."""
         while True:
             for number, _ in self._poll.poll():
                 if number == self._end:
@@ -149,7 +149,7 @@ class _Presences:
     def say(self, line: bytes) -> None:
         with self._changed:
             for _, connection in self._open.values():
-                with contextlib.suppress(OSError):  # it is gone, as will be noted
+                with contextlib.suppress(OSError):  # it is gone, which `attend` records
                     connection.sendall(line)
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class _Presences:
 
 class _Http(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # a caller may wait for a value that never comes
+    block_on_close = False  # a client may wait for a value that is never set
 
     def __init__(self, listener: socket.socket) -> None:
         super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
@@ -175,12 +175,12 @@ class _Http(ThreadingHTTPServer):
         self.presences = _Presences(self.changed)
 
     def shutdown_request(self, request: Any) -> None:
-        """The end of a request, but not of a presence."""
+        """End a request, but keep the connection of a present rank."""
         if request.fileno() not in self.presences:
             super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Nothing: a caller that left in the middle, or a stranger."""
+        """Do nothing: the client left early, or is an unknown peer."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -188,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _REQUEST_SECONDS
 
     def do_PUT(self) -> None:
-        """A value under a path, in place of any earlier one."""
+        """Store a value under a path, in place of any earlier one."""
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > _LONGEST_VALUE:
             self._answer(HTTPStatus.BAD_REQUEST)
@@ -203,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK)
 
     def do_GET(self) -> None:
-        """The value under a path; or the presence of a rank, whose connection stays open."""
+        """Return the value under a path; or register a present rank and keep its connection."""
         server, path = self.server, self.path
         rank = path.removeprefix(_PRESENCE)
         if path.startswith(_PRESENCE) and rank.isdecimal():
@@ -225,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, value)
 
     def do_DELETE(self) -> None:
-        """Forget a value: all ranks have found each other."""
+        """Delete a value, as all ranks have found each other."""
         with self.server.changed:
             self.server.values.pop(self.path, None)
         self._answer(HTTPStatus.OK)
@@ -237,13 +237,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(value)
 
     def log_message(self, *args: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def be_present(address: str, port: int, rank: int) -> socket.socket:
-    """A connection that tells rank 0 of a rank's end, however it comes; a byte says: in peace.
+    """Open a connection whose end tells rank 0 that this rank is gone, whatever the cause.
 
-    What rank 0 has to say comes by it, in lines.
+    One byte before the end means that the rank leaves normally. Rank 0 sends lines over it.
 
     Raises:
         OSError: there is no server.
@@ -256,29 +256,29 @@ def be_present(address: str, port: int, rank: int) -> socket.socket:
 
 
 class Client:
-    """The same values as a store for `assembly`.
+    """The client of the server, usable as a store for `barrier`.
 
     Args:
-        address, port: of the server.
-        scope: what these keys belong to.
+        address, port: address and port of the server.
+        scope: scope of the keys.
     """
 
     def __init__(self, address: str, port: int, scope: str) -> None:
         self._place, self._scope = (address, port), scope
 
     def set(self, key: str, value: str) -> None:
-        """Leave a value under a key."""
+        """Store a value under a key."""
         self._ask("PUT", key, value.encode())
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """Return the value of a key; raise RuntimeError if there is none."""
         value = self._ask("GET", key)
         if value is None:
             raise RuntimeError(f"no value under {key}")
         return value
 
     def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
-        """Until all keys are there; RuntimeError when they are not in time."""
+        """Wait until all keys exist; raise RuntimeError if they do not exist in time."""
         end = time.monotonic() + timeout.total_seconds()
         for key in keys:
             while self._ask("GET", key, wait=(left := end - time.monotonic())) is None:
@@ -286,7 +286,7 @@ class Client:
                     raise RuntimeError(f"no value under {key} in time")
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Check whether all keys exist."""
         return all(self._ask("GET", key) is not None for key in keys)
 
     def _ask(

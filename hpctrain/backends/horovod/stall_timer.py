@@ -1,8 +1,8 @@
-"""Whether this rank waits for the others, and for how long.
+"""A timer for the waits of this rank for the others.
 
-Horovod's own stall inspector looks at that over MPI. Over gloo it never finds anybody missing, as
-its list of ranks stays empty: horovod/common/gloo/gloo_controller.cc, Horovod 0.28.1, reserves room
-for `global_ranks_` and never gives it a size.
+Horovod's own stall inspector checks them over MPI. Over gloo it never finds a missing rank, as its
+list of ranks stays empty: horovod/common/gloo/gloo_controller.cc, Horovod 0.28.1, reserves room for
+`global_ranks_` and never gives it a size.
 """
 
 import threading
@@ -11,15 +11,15 @@ from collections.abc import Callable
 
 __all__ = ["Watch"]
 
-_LOOK_PART, _LOOK_SECONDS = 0.1, 5.0  # how often it looks: a part of the limit, at most
+_LOOK_PART, _LOOK_SECONDS = 0.1, 5.0  # interval of the checks: a part of the limit, at most 5 s
 
 
 class Watch:
-    """Around every wait of the main thread: `with watch("gradients"): …`.
+    """A timer around every wait of the main thread: `with watch("gradients"): …`.
 
     Args:
         limit: seconds that a wait may take.
-        expire: called once, in a thread of its own, when one takes longer.
+        expire: function called once, in the timer's thread, when a wait takes longer.
     """
 
     def __init__(self, limit: float, expire: Callable[[], None]) -> None:
@@ -30,11 +30,11 @@ class Watch:
         threading.Thread(target=self._look, name="horovod watch", daemon=True).start()
 
     def waiting(self) -> str:
-        """What the main thread waits for now; empty where it does not."""
+        """Return what the main thread waits for now; empty if it does not wait."""
         return self._what if self._since is not None else ""
 
     def __call__(self, what: str) -> "Watch":
-        """Say what the wait is for."""
+        """Set what the next wait is for."""
         self._what = what
         return self
 
@@ -45,7 +45,7 @@ class Watch:
         self._since = None
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop the timer."""
         self._closed.set()
 
     def _look(self) -> None:

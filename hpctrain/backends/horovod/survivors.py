@@ -1,14 +1,14 @@
-"""After a failure: which ranks are lost, asked by those that are left.
+"""The search for lost ranks after a failure, among the ranks that are left.
 
-Horovod tells the ranks that something is wrong, some of them late, and none of them what. So rank
-0, which serves the rendezvous, finds out, in a thread of its own: the connection of a rank that was
-killed is closed; a rank that failed by itself has left its reason; and where neither is the case,
-those that do not wait for the others keep them waiting. Then every rank cuts Horovod's connections,
-so that nobody waits any longer.
+Horovod reports to the ranks that something failed, to some of them late, and without the cause. So
+a thread of rank 0, which serves the rendezvous, finds the cause. The connection of a killed rank is
+closed. A rank that failed by itself has stored its reason. If there is neither, the ranks that do
+not wait for the others are the ones that keep them waiting. Then every rank cuts Horovod's
+connections, so that no rank waits any longer.
 
-    rank → rank 0   a connection that stays open; one byte says that the rank leaves in peace
-    rank → rank 0   end/RANK: what went wrong there, and what the rank waits for
-    rank 0 → rank   by that connection, a line: "asked"; who waits for others now, say so
+    rank → rank 0   a connection that stays open; one byte means that the rank leaves normally
+    rank → rank 0   end/RANK: what failed there, and what the rank waits for
+    rank 0 → rank   over that connection, a line: "asked"; ranks that wait for others now answer
     rank 0 → rank   a line: the findings as JSON
     rank → rank 0   end/RANK-knows
 """
@@ -27,23 +27,23 @@ from hpctrain.rendezvous import Rendezvous
 __all__ = ["Survivors"]
 
 _SCOPE = "end"
-_SHOWN = 8  # ranks that failed, or wait, by name
-_SETTLE_SECONDS = 0.5  # from the first rank that is known to be lost to what is said of them
-_SILENT_SECONDS = 3.0  # for a rank to say that it waits, where none is known to be lost
-_PATIENCE_SECONDS = 8.0  # for rank 0 to find out
-_SHUTDOWN_SECONDS = 1.0  # for Horovod's ranks to end together, where all of them can
-_GRACE_SECONDS = 5.0  # for the others to hear it, before rank 0 may leave
+_SHOWN = 8  # maximum number of failed or waiting ranks in a message
+_SETTLE_SECONDS = 0.5  # from the first known failure to the findings
+_SILENT_SECONDS = 3.0  # for ranks to report that they wait, if no failure is known
+_PATIENCE_SECONDS = 8.0  # for rank 0 to find the cause
+_SHUTDOWN_SECONDS = 1.0  # for Horovod's ranks to end together, if all of them can
+_GRACE_SECONDS = 5.0  # for the other ranks to receive the findings, before rank 0 may leave
 
 
 @dataclass(frozen=True, slots=True)
 class _Findings:
-    """What rank 0 found, for all.
+    """The findings of rank 0, for all ranks.
 
     Attributes:
         lost: ranks whose process is gone.
         silent: ranks that keep the others waiting.
-        failed: pairs of a rank and what went wrong there.
-        waits: pairs of a rank and what it waits for, where that alone is known.
+        failed: pairs of a rank and what failed there.
+        waits: pairs of a rank and what it waits for, if nothing else is known.
     """
 
     lost: list[int] = field(default_factory=list)
@@ -53,13 +53,14 @@ class _Findings:
 
 
 class Survivors:
-    """The ranks of a start, as far as they are left.
+    """The ranks of a start that are left after a failure.
 
     Args:
-        rendezvous: the ranks, their hosts and addresses.
-        server: at rank 0, its rendezvous.
-        waiting: what this rank's main thread waits for; empty where it does not.
-        cut: ends every such wait with an error.
+        rendezvous: all ranks, with their hosts and addresses.
+        server: server on rank 0, None on the other ranks.
+        waiting: function that returns what the main thread of this rank waits for; empty if it
+            does not wait.
+        cut: function that ends every such wait with an error.
     """
 
     def __init__(
@@ -76,26 +77,26 @@ class Survivors:
         self._store = Client(*place, _SCOPE)
         self._leaving = threading.Event()
         self._findings: _Findings | None = None
-        self._known = threading.Event()  # the findings are there, or rank 0 is not
+        self._known = threading.Event()  # set when the findings are there, or rank 0 is gone
         self._presence = None if server is not None else be_present(*place, self._rank)
         work = self._listen if server is None else self._find_out
         threading.Thread(target=work, name="horovod survivors", daemon=True).start()
 
     @property
     def known(self) -> bool:
-        """Whether rank 0 has found out what is wrong, or is gone."""
+        """Whether rank 0 has found the cause of a failure, or is gone."""
         return self._known.is_set()
 
     def complain(self) -> None:
-        """This rank waits for others in vain."""
+        """Report that a wait of this rank for others is too long."""
         self._say()
 
     def tell(self, reason: str) -> bool:
-        """Say what went wrong on this rank; whether rank 0 has heard it."""
+        """Report what failed on this rank; return whether rank 0 has received it."""
         return self._say(reason[:1000])
 
     def ask(self) -> HpctrainError | None:
-        """What became of the others; None where all of them are there."""
+        """Return an error about lost or failed ranks, or None if all of them are there."""
         known, found = self._known.is_set(), _Findings(lost=[0])
         if not known:
             try:
@@ -103,15 +104,15 @@ class Survivors:
                 known = self._known.wait(_PATIENCE_SECONDS)
             except NoAnswerError:
                 found = _Findings(silent=[0])
-            except RuntimeError:  # rank 0 is gone; it may have spoken before
+            except RuntimeError:  # rank 0 is gone; it may have sent its findings before
                 known = self._known.wait(_SETTLE_SECONDS)
         return self._error(self._findings if known and self._findings else found)
 
     def leave(self, in_peace: bool) -> None:
-        """Be present no more. Rank 0, which serves the others, goes last.
+        """End the presence of this rank. Rank 0, which serves the others, leaves last.
 
         Args:
-            in_peace: all ranks leave, and nobody is to blame.
+            in_peace: whether all ranks leave normally, without a failure.
         """
         self._leaving.set()
         if self._presence is not None:
@@ -140,7 +141,7 @@ class Survivors:
         return True
 
     def _listen(self) -> None:
-        """At the other ranks: answer when rank 0 asks, and end all waiting when it knows."""
+        """Answer requests of rank 0, and end all waits at its findings; for ranks above 0."""
         assert self._presence is not None
         with contextlib.suppress(OSError, ValueError), self._presence.makefile("r") as lines:
             for line in lines:
@@ -156,9 +157,9 @@ class Survivors:
         self._end_waiting()
 
     def _end_waiting(self) -> None:
-        """Cut the connections; after a failure with a reason Horovod may first shut down by itself.
+        """Cut the connections; after a failure with a reason, first let Horovod shut down.
 
-        A rank that is cut off while Horovod shuts down waits for gloo's time-out there.
+        A rank that is cut off while Horovod shuts down waits until gloo's time-out.
         """
         told = self._findings is not None and self._findings.failed
         if not self._leaving.wait(_SHUTDOWN_SECONDS if told else 0.0):
@@ -170,7 +171,7 @@ class Survivors:
                 self._say()
 
     def _find_out(self) -> None:
-        """At rank 0: wait for the first sign of a failure, look who is to blame, and tell."""
+        """Wait for the first sign of a failure, find the cause, and send it; for rank 0."""
         server, everyone = self._server, set(range(self._size))
         assert server is not None
 
@@ -225,18 +226,18 @@ class Survivors:
 
 
 def _reasons(server: Server, told: bool = False) -> dict[int, str]:
-    """By rank, what went wrong there; empty where another rank is to blame.
+    """Return the reason of each rank's failure; empty if another rank is the cause.
 
     Args:
-        server: at rank 0.
-        told: leave out the empty ones.
+        server: server on rank 0.
+        told: whether to leave out the empty reasons.
     """
     reasons = {rank: reason for rank, (reason, _) in _said(server).items()}
     return {rank: reason for rank, reason in reasons.items() if reason or not told}
 
 
 def _waits(server: Server) -> dict[int, str]:
-    """By rank, what it waits for."""
+    """Return what each rank waits for."""
     return {rank: what for rank, (_, what) in _said(server).items() if what}
 
 

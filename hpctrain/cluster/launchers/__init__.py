@@ -1,4 +1,4 @@
-"""Who started me? One file for each launcher, and the table that orders them."""
+"""Detection of the launcher that started this process: one file per launcher, and their order."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,8 +45,8 @@ __all__ = [
     "survey",
 ]
 
-# The nearest first: the first one that recognises the environment has the word. Each `reason` says
-# why it stands where it does.
+# The launcher closest to the ranks comes first. The first one that recognises the environment is
+# used. `reason` explains the place of each launcher in this table.
 LAUNCHERS: tuple[Launcher, ...] = (
     HpctrainRun(),
     Torchrun(),
@@ -68,13 +68,13 @@ LAUNCHERS: tuple[Launcher, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A variable that holds a value of the world.
+    """A variable that holds the value of a field of `World`.
 
     Attributes:
-        variable, value: as found.
-        field: of World.
-        launcher: whose variable it is.
-        lost: why it did not count; "" for one that did.
+        variable, value: name and value of the variable.
+        field: field of World.
+        launcher: launcher that the variable belongs to.
+        lost: reason why the variable was ignored; "" if it was used.
     """
 
     variable: str
@@ -86,17 +86,19 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """All that is known about the start of this process.
+    """All facts about the start of this process.
 
     Attributes:
-        world: who it is, as the launcher has it.
-        launcher: whose word counts.
-        claims: the variable that each value came from.
-        rendezvous_point: where the ranks find each other.
-        allocation: the scheduler's job, or None.
-        stray: why this process is no rank of its own, so that it may not train; or None.
-        overruled: a person took this process out of the start that its environment speaks of.
-        waste: what would lie idle if it trained, and how to say that this is meant; or None.
+        world: rank, world size and host of this process, from the launcher's variables.
+        launcher: launcher whose variables are used.
+        claims: value of each field, with the variable that it came from.
+        rendezvous_point: address, port and key with which the ranks find each other.
+        allocation: job of the scheduler, or None.
+        stray: error if this process is not a separate rank and must not train; else None.
+        overruled: whether the user set $HPCTRAIN_LAUNCHER=none although another launcher was
+            found.
+        waste: error if training would leave tasks idle or repeat the same training, with the
+            command that allows it; else None.
     """
 
     world: World
@@ -110,24 +112,25 @@ class Start:
 
 
 def detect(env: Mapping[str, str] | None = None) -> World:
-    """Who this process is, from `os.environ` or the environment given.
+    """Return the place of this process among the ranks, from `os.environ` or from `env`.
 
     Raises:
-        ContradictionError: the environment is partial or contradicts itself.
-        UsageError: $HPCTRAIN_LAUNCHER names no launcher.
+        ContradictionError: the environment is incomplete or contradicts itself.
+        UsageError: $HPCTRAIN_LAUNCHER is not the name of a launcher.
     """
     return survey(env).world
 
 
 def survey(env: Mapping[str, str] | None = None, process: Process | None = None) -> Start:
-    """Everything that is known about the start of a process.
+    """Return all facts about the start of a process.
 
     Args:
-        env: its environment (default: this process's own).
-        process: its other facts (default: this process's own, or none with an `env`).
+        env: environment of the process (default: that of this process).
+        process: other facts about the process (default: those of this process; none if `env` is
+            given).
 
     Raises:
-        ContradictionError, UsageError: as in `detect`.
+        ContradictionError, UsageError: see `detect`.
     """
     if process is None:
         process = Process.current() if env is None else Process()
@@ -159,7 +162,7 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
 
 
 def _choose(env: Environ) -> Launcher:
-    """The launcher that a person named, else the first of the table that matches."""
+    """Return the launcher that the user named, else the first in the table that matches."""
     wanted = env.get(env_vars.LAUNCHER)
     if wanted:
         for launcher in LAUNCHERS:
@@ -173,7 +176,7 @@ def _choose(env: Environ) -> Launcher:
 
 
 def _others(launcher: Launcher, env: Environ) -> list[Launcher]:
-    """The launchers whose variables are there as well."""
+    """Return the other launchers whose variables are set."""
     return [
         other
         for other in LAUNCHERS
@@ -182,7 +185,7 @@ def _others(launcher: Launcher, env: Environ) -> list[Launcher]:
 
 
 def _compare(launcher: Launcher, other: Launcher, env: Environ) -> None:
-    """Refuse two launchers that neither started the other and disagree on who this is."""
+    """Refuse two launchers of which neither started the other, and whose values differ."""
     if env.get(env_vars.LAUNCHER):
         return
     ours, theirs = launcher.claims(env), other.claims(env)
@@ -201,12 +204,12 @@ def _compare(launcher: Launcher, other: Launcher, env: Environ) -> None:
 
 
 def _in_step(others: Sequence[Launcher], env: Environ) -> bool:
-    """Whether each task of a step does the same; `srun --pty` gives a person a shell of one."""
+    """Check whether this is a task of a step, and not an interactive shell of `srun --pty`."""
     return any(one.name == "slurm" for one in others) and not env.get("SLURM_PTY_PORT")
 
 
 def _speaks(launcher: Launcher, env: Environ) -> bool:
-    """Whether it could have the word."""
+    """Check whether a launcher's variables are complete and valid."""
     try:
         launcher.rendezvous_point(env, launcher.world(env))
     except UsageError:
@@ -215,14 +218,14 @@ def _speaks(launcher: Launcher, env: Environ) -> bool:
 
 
 def readings(env: Environ) -> Iterator[Reading]:
-    """All variables that hold a value of the world, and which of them count; raises nothing."""
+    """Yield all variables that hold a field of `World`, used or not; raise no errors."""
     try:
         chosen = _choose(env)
     except UsageError:
         chosen = LAUNCHERS[-1]
-    counted: dict[str, str] = {}  # by field, the variable that counts
+    counted: dict[str, str] = {}  # by field, the variable that is used
     taken: set[str] = set()
-    # Several launchers set PMI's: what is there belongs to one that is recognised.
+    # Several launchers set PMI variables: they are assigned to a launcher that is recognised.
     others = sorted(LAUNCHERS, key=lambda one: (one is not chosen, not one.matches(env)))
     for launcher, field, name in ((one, *pair) for one in others for pair in one.readable()):
         if not env.get(name) or name in taken:

@@ -1,7 +1,7 @@
-"""What a process shows of its start besides its environment.
+"""Facts about the start of a process that are not in its environment.
 
-That is its arguments, its ancestors, and whether multiprocessing made it. Linux's /proc tells;
-where there is none, nothing is known, and nothing is refused.
+These are its arguments, its ancestors, and whether multiprocessing started it. They come from
+Linux's /proc. Without /proc there are no facts, and no process is refused because of them.
 """
 
 import itertools
@@ -14,19 +14,19 @@ from pathlib import Path
 
 __all__ = ["CONTROL_PORT", "LOCAL_RANK_ARGUMENT", "PARENT", "SLURM_STEP", "Ancestor", "Process"]
 
-# Facts that a launcher reads beside the variables, under names that no variable can have.
-LOCAL_RANK_ARGUMENT = "--local-rank"  # of the old torch.distributed.launch
-PARENT = "--launching-process"  # `name/pid` of the nearest ancestor that launches
+# Facts that a launcher reads with the variables, under names that no variable can have.
+LOCAL_RANK_ARGUMENT = "--local-rank"  # argument from the old torch.distributed.launch
+PARENT = "--launching-process"  # `name/pid` of the nearest ancestor that launches ranks
 SLURM_STEP = "--slurm-step"  # `job.step` of slurmstepd; the step is a number, batch, extern, …
-CONTROL_PORT = "--control-port"  # of the mpiexec that started this host's hydra_pmi_proxy
+CONTROL_PORT = "--control-port"  # port of the mpiexec that started hydra_pmi_proxy here
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank(?:=(.*))?\Z", re.DOTALL)
-# The options of Python that take a value, alone or after others: `-X dev`, `-um MODULE`.
+# Python options with a value, separate or combined with others: `-X dev`, `-um MODULE`.
 _VALUED = re.compile(r"-[^-cmWX]*([cmWX])(.*)\Z", re.DOTALL)
-# slurmstepd writes job and step into its title; with het jobs also the component.
+# slurmstepd writes job and step into its title; for heterogeneous jobs also the component.
 _TITLE = re.compile(r"slurmstepd: \[([0-9]+)(?:\+[0-9]+)?\.([a-z0-9]+)(?:\+[0-9]+)?\]")
 
-# The programs that launch ranks, and the launchers (by `Launcher.name`) whose variables they set.
+# Programs that launch ranks, and the `Launcher.name` of the launcher whose variables they set.
 LAUNCHING = {
     "slurmstepd": "slurm",
     "mpirun": "openmpi",
@@ -49,15 +49,15 @@ LAUNCHING = {
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A process from which this one descends, and that launches ranks.
+    """An ancestor of this process that launches ranks.
 
     Attributes:
-        pid: its id.
-        program: as `LAUNCHING` has it.
-        launcher: whose variables it sets.
-        title: its command line, as far as the first argument.
-        control: of hydra_pmi_proxy, `host:port` of the mpiexec that all of a start report to.
-        started: the environment that it gave the child from which this process descends.
+        pid: process id.
+        program: name of the program, a key of `LAUNCHING`.
+        launcher: name of the launcher whose variables the program sets.
+        title: first word of the command line, without the arguments.
+        control: for hydra_pmi_proxy, `host:port` of the mpiexec of this start; else "".
+        started: environment with which it started the child that this process descends from.
     """
 
     pid: int
@@ -70,13 +70,13 @@ class Ancestor:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The facts; the default is a process of which nothing is known.
+    """Facts about a process; by default there are none.
 
     Attributes:
-        arguments: its command line, with the interpreter.
-        launched_by: the nearest ancestor that launches ranks.
-        inherited: the environment that multiprocessing started it with; None where it was not
-            started so.
+        arguments: command line, with the interpreter.
+        launched_by: nearest ancestor that launches ranks, or None.
+        inherited: environment of the parent that started the process with multiprocessing; None
+            if it was started in another way.
     """
 
     arguments: tuple[str, ...] = ()
@@ -85,11 +85,11 @@ class Process:
 
     @classmethod
     def current(cls) -> "Process":
-        """Of this process."""
+        """Collect the facts about this process."""
         return cls(tuple(sys.orig_argv), _launched_by(os.getpid()), _inherited())
 
     def facts(self) -> dict[str, str]:
-        """What launchers read beside the variables."""
+        """Return the facts that launchers read with the variables."""
         facts = {}
         local_rank = _local_rank(self.arguments)
         if local_rank is not None:
@@ -113,11 +113,11 @@ def _local_rank(arguments: tuple[str, ...]) -> str | None:
 
 
 def _ancestors(pid: int) -> Iterator[int]:
-    """The parent, its parent, and so on, as far as this process may see."""
+    """Yield the parent, its parent, and so on, as far as /proc is readable."""
     while pid > 1:
         try:
-            # The program's name, in brackets, may hold anything, brackets too; it is cut at 15
-            # bytes, which may be within a letter: proc(5).
+            # The program's name is in brackets and may contain brackets itself. It is cut at 15
+            # bytes, possibly inside a character. Source: proc(5).
             stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except OSError:
             return
@@ -140,7 +140,7 @@ def _launches(pid: int) -> Ancestor | None:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return None
-    # The colon is that of slurmstepd's title.
+    # The title of slurmstepd has a colon after the name.
     names = [name, command[0].rpartition("/")[2].partition(":")[0]]
     if names[1].startswith("python"):
         names.append(_script(command[1:]))
@@ -153,7 +153,7 @@ def _launches(pid: int) -> Ancestor | None:
 
 
 def _script(arguments: Sequence[str]) -> str:
-    """The script or the module that a Python with these arguments runs; "" for neither."""
+    """Return the script or module that Python runs with these arguments; "" for neither."""
     rest = iter(arguments)
     for argument in rest:
         valued = _VALUED.match(argument)
@@ -167,15 +167,15 @@ def _script(arguments: Sequence[str]) -> str:
 
 
 def _inherited() -> dict[str, str] | None:
-    # Where it is not imported, it did not start this process.
+    # If the module is not imported, multiprocessing did not start this process.
     process = sys.modules.get("multiprocessing.process")
     parent = process.parent_process() if process else None
-    # The parent's first environment: what it set since then, it set for its children.
+    # The initial environment of the parent: later changes are values it set for its children.
     return None if parent is None else _environ(parent.pid)
 
 
 def _environ(pid: int) -> dict[str, str] | None:
-    """The environment that a process was started with; None where this one may not see it."""
+    """Return the environment with which a process was started; None if it is not readable."""
     try:
         block = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

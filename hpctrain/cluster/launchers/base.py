@@ -1,4 +1,4 @@
-"""What a launcher is: a way to recognise who started this process, and to read what it said."""
+"""The base class of all launchers: it recognises a launcher and reads its variables."""
 
 import dataclasses
 import re
@@ -30,26 +30,26 @@ __all__ = [
 ]
 
 Environ = Mapping[str, str]
-# Seconds that a rendezvous may take: about four months. The system's timers do not take any number.
+# Longest timeout of a rendezvous in seconds, about four months. The system's timers have a limit.
 LONGEST_TIMEOUT = 1e7
 _REQUIRED = ("rank", "world_size", "local_rank")
-# What leads to the host that asks, whichever that is. (127.0.1.1 is a host's own name for itself;
-# who calls 0.0.0.0 calls itself.)
+# Names and addresses that lead each host to itself. (On some systems a host's own name resolves
+# to 127.0.1.1; a connection to 0.0.0.0 goes to the same host.)
 _LOOPBACK = re.compile(
     r"(?:localhost(?:[46]?\..*)?|ip6-(?:localhost|loopback)|(?:::ffff:)?127\..*|::1|0\.0\.0\.0|::)\Z",
     re.IGNORECASE,
 )
-# Agents that found each other at that address before they started the ranks.
+# Launchers whose agents have already connected at this address, so it is reachable.
 _MEETS_ITSELF = frozenset({"torchrun"})
 
-# For `Launcher.inside`: who starts tasks in a job, and who starts the ranks of an MPI program.
+# For `Launcher.inside`: launchers of tasks in a job, and launchers of MPI programs.
 SCHEDULERS = frozenset({"slurm", "flux", "pals", "jsrun", "submitit", "prterun", "pmi"})
 MPI = frozenset({"openmpi", "mvapich2", "hydra"})
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One value and the variable that it came from."""
+    """A value and the variable that it came from."""
 
     value: Any
     source: str
@@ -60,11 +60,11 @@ Claims = dict[str, Claim]
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The launcher's own store, which it serves for its ranks.
+    """Key-value store that the launcher serves for its ranks.
 
     Attributes:
-        kind: "torchrun" (a TCPStore of torch) or "horovodrun" (values by HTTP).
-        address, port: where it listens.
+        kind: "torchrun" (a TCPStore of torch) or "horovodrun" (values over HTTP).
+        address, port: address and port on which the store listens.
     """
 
     kind: str
@@ -74,20 +74,20 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousPoint:
-    """Where a launcher lets the ranks of one start find each other.
+    """Address, port and key with which the ranks of one start find each other.
 
     Attributes:
-        key: the same for all ranks of one start, and different for any other start.
-        host: the name of this host at the rendezvous.
-        address: the name or address of rank 0's host; None where the launcher does not know it.
-        port: the first port to try there; None for ports that follow from the key.
-        sure: rank 0 is at `address`, and not only likely to be.
-        others: the hosts where rank 0 may be as well.
-        only_port: nothing but the port tells this start from another one, so no other is tried.
-        store: the launcher's own, or None.
-        interface: the network interface that the ranks are to use, or None.
-        pretended: this machine stands for several hosts, which loopback connects.
-        secret: what only the ranks of this start know; may be empty.
+        key: text that is the same for all ranks of one start and different for other starts.
+        host: name of this host at the rendezvous.
+        address: name or address of rank 0's host; None if the launcher does not provide it.
+        port: first port to try at `address`; None to derive the ports from the key.
+        sure: whether rank 0 is certainly at `address`, and not only probably.
+        others: other hosts where rank 0 may be.
+        only_port: whether only the port identifies this start, so that no other port is tried.
+        store: key-value store of the launcher, or None.
+        interface: network interface for the ranks, or None.
+        simulated: whether this machine simulates several hosts, connected by loopback.
+        secret: secret shared by the ranks of this start only; may be empty.
     """
 
     key: str
@@ -104,10 +104,10 @@ class RendezvousPoint:
 
 
 def host_list(env: Environ, name: str) -> tuple[str, ...]:
-    """The hosts in a variable that holds a Slurm host list; none where it is unset or empty.
+    """Return the hosts in a variable with a Slurm host list; () if it is unset or empty.
 
     Raises:
-        ContradictionError: it is malformed.
+        ContradictionError: the host list is malformed.
     """
     try:
         return tuple(expand(env.get(name, "")))
@@ -116,37 +116,37 @@ def host_list(env: Environ, name: str) -> tuple[str, ...]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address, or a name for it, leads to the host that asks, whichever that is."""
+    """Check whether an address or a name leads each host to itself."""
     return _LOOPBACK.match(address) is not None
 
 
 def hosts_of_job(env: Environ) -> tuple[str, ...]:
-    """The hosts of the scheduler's job, in its order: MPI's launchers put rank 0 on the first one.
+    """Return the hosts of the scheduler's job, in its order.
 
-    Unless they are told otherwise. Source: they take a job's hosts in the scheduler's order;
-    "Running jobs under Slurm" in Open MPI's FAQ, "Hydra with resource managers" in MPICH's
-    documentation.
+    MPI's launchers use a job's hosts in the scheduler's order, so by default rank 0 is on the
+    first host. Source: "Running jobs under Slurm" in Open MPI's FAQ, "Hydra with resource
+    managers" in MPICH's documentation.
 
     Raises:
-        ContradictionError: SLURM_JOB_NODELIST is no host list.
+        ContradictionError: SLURM_JOB_NODELIST is not a host list.
     """
     listed = env.get("LSB_MCPU_HOSTS", "").split()[::2]
     return host_list(env, "SLURM_JOB_NODELIST") or tuple(dict.fromkeys(listed))
 
 
 class Launcher(ABC):
-    """One launcher. A subclass is one file, and one line in the table of `launchers`.
+    """One launcher. Each subclass has its own file and one line in the table of `launchers`.
 
     Attributes:
-        name: what `World.launcher` and `$HPCTRAIN_LAUNCHER` call it.
-        reason: why it stands at its place in the table.
-        marks: the variables that only it sets: one of them, and it is recognised.
-        inside: the launchers that may have started this one. Their variables are inherited and
-            speak of other processes. Any other launcher whose variables are there has to agree.
-        variables: for each field of World the variables that may hold it, the best one first.
-        composed: for a field of World the variable that holds more than a number.
-        starts: the variables that tell one start of ranks from any other.
-        knows_rank_0: the address of `main` is where rank 0 is, and not only likely to be.
+        name: name in `World.launcher` and `$HPCTRAIN_LAUNCHER`.
+        reason: reason for the place of the launcher in the table.
+        marks: variables that identify the launcher; one of them is enough.
+        inside: launchers that may have started this one. Their variables are inherited and
+            describe other processes. The values of any other launcher have to be the same.
+        variables: for each field of World, the variables that may hold it, the best one first.
+        composed: for a field of World, the variable with a value that is not a plain number.
+        starts: variables that distinguish one start of ranks from any other.
+        knows_rank_0: whether rank 0 is certainly at the address of `main`, and not only probably.
     """
 
     name: ClassVar[str]
@@ -160,42 +160,42 @@ class Launcher(ABC):
 
     @abstractmethod
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """The inverse of `world`: what this launcher would put into the process of one rank.
+        """Return the variables that this launcher would set for one rank: the inverse of `world`.
 
         Args:
-            world: the rank, complete.
-            tasks_per_node: the number of ranks on each host.
-            start: a number that no other start has.
+            world: complete place of the rank.
+            tasks_per_node: number of ranks on each host.
+            start: number that is unique to this start.
         """
 
     def matches(self, env: Environ) -> bool:
-        """Whether this launcher's variables are there.
+        """Check whether variables of this launcher are set.
 
-        A single mark is enough, so that an environment of which a part was lost is refused when
-        it is read, and never taken for a process that is alone.
+        One of `marks` is enough. So an environment that lost some of its variables is refused
+        later, when it is read, and the process does not train alone.
         """
         return any(env.get(name) for name in self.marks)
 
     @property
     def recognised_by(self) -> str:
-        """What has to be there, in words."""
+        """The variables that identify this launcher, as text for messages."""
         return " or ".join(self.marks)
 
     def readable(self) -> Iterator[tuple[str, str]]:
-        """Each field of World with a variable that may hold it, the best one of a field first."""
+        """Yield each field of World with a variable that may hold it, the best variable first."""
         for field, names in self.variables.items():
             yield from ((field, name) for name in names)
         yield from self.composed.items()
 
     def key(self, env: Environ) -> str:
-        """What tells this start from any other; the same for all of its ranks."""
+        """Return a text that is the same for all ranks of this start and different for others."""
         return "/".join([self.name, *(env.get(name, "") for name in self.starts)])
 
     def claims(self, env: Environ) -> Claims:
-        """What the variables say, field by field; a field that nothing names is left out.
+        """Return the value of each field of World; omit the fields that no variable holds.
 
         Raises:
-            ContradictionError: a variable cannot be read.
+            ContradictionError: the value of a variable is invalid.
         """
         claims: Claims = {}
         for field, names in self.variables.items():
@@ -207,10 +207,11 @@ class Launcher(ABC):
         return claims
 
     def world(self, env: Environ) -> World:
-        """Who this process is.
+        """Return the place of this process among the ranks.
 
         Raises:
-            ContradictionError: rank, size or local rank is missing, or values contradict.
+            ContradictionError: rank, world size or local rank is missing, or values contradict
+                each other.
         """
         claims = self.claims(env)
         missing = [field for field in _REQUIRED if field not in claims]
@@ -234,11 +235,11 @@ class Launcher(ABC):
             ) from None
 
     def rendezvous_point(self, env: Environ, world: World) -> RendezvousPoint:
-        """Where the ranks meet: the address that a person gave, else what the launcher knows.
+        """Return the rendezvous point: the address set by the user, else that of the launcher.
 
         Raises:
-            ContradictionError: a port that is no number, an address that several hosts cannot
-                share, two interfaces.
+            ContradictionError: a port is invalid, ranks on several hosts have a loopback address,
+                or two interfaces are set.
         """
         address, port = self.main(env, world)
         given = env.get(env_vars.MAIN_ADDRESS)
@@ -260,22 +261,22 @@ class Launcher(ABC):
         )
 
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
-        """The address of rank 0's host and the first port to try, as far as this launcher knows."""
+        """Return the address of rank 0's host and the first port to try; None for each unknown."""
         del world
         return env.get("MASTER_ADDR") or None, port_in(env, "MASTER_PORT")
 
     def others(self, env: Environ, world: World) -> tuple[str, ...]:
-        """The hosts where rank 0 may be, if it is not at the address of `main`."""
+        """Return the hosts where rank 0 may be if it is not at the address of `main`."""
         del world
         return () if env.get("MASTER_ADDR") or self.knows_rank_0 else hosts_of_job(env)
 
     def store(self, env: Environ) -> Store | None:
-        """The store that the launcher serves."""
+        """Return the key-value store that the launcher serves, or None."""
         del env
         return None
 
     def only_port(self, env: Environ) -> bool:
-        """Whether only the port tells this start from another."""
+        """Check whether only the port distinguishes this start from another."""
         del env
         return False
 
@@ -295,10 +296,10 @@ class Launcher(ABC):
 
 
 def port_in(env: Environ, name: str) -> int | None:
-    """The port in a variable; None where it is unset, empty or 0.
+    """Return the port in a variable; None if it is unset, empty or 0.
 
     Raises:
-        ContradictionError: it holds no port.
+        ContradictionError: the value is not a port.
     """
     port = env_vars.number(env, name)
     if port is not None and not 0 <= port < 1 << 16:
@@ -307,10 +308,10 @@ def port_in(env: Environ, name: str) -> int | None:
 
 
 def _interface(env: Environ) -> str | None:
-    """The interface that a person chose: for all of this, or for gloo alone.
+    """Return the network interface set by the user, for hpctrain or for gloo alone.
 
     Raises:
-        ContradictionError: two different ones.
+        ContradictionError: the two variables name different interfaces.
     """
     ours, gloo = env.get(env_vars.INTERFACE), env.get(env_vars.GLOO_INTERFACE)
     first = (gloo or "").split(",")[0]

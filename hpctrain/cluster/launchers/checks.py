@@ -1,8 +1,8 @@
-"""What is refused although the launcher's word is plain: waste, and processes that are no rank.
+"""Checks of a start whose launcher is clear: for idle tasks and for processes that are no rank.
 
-Each check gives the error that opening a session raises, and of which `hpctrain explain` warns.
-`$HPCTRAIN_LAUNCHER` says that it is meant: right before the command, as an export would hold for a
-later srun too, and each of its tasks would train alone.
+Each check returns an error or None. A session raises the error when it opens, and `hpctrain
+explain` shows it as a warning. The user allows such a start with `$HPCTRAIN_LAUNCHER`, set only
+for the command: an export would also apply to a later srun, whose tasks would each train alone.
 """
 
 import shlex
@@ -18,7 +18,7 @@ from hpctrain.errors import UsageError
 
 __all__ = ["child", "dropped", "idle", "nameless", "reset", "stale"]
 
-# The launchers of which a step's tasks start one each, and how they come to know each other.
+# Launchers that each task of a step starts, and the command with which they form one start.
 _AGENTS = {
     "torchrun": "srun torchrun --nnodes=$SLURM_NNODES --rdzv-backend=c10d "
     "--rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=HOST:PORT …",
@@ -29,13 +29,13 @@ _AGENTS = {
 def idle(
     world: World, job: Allocation | None, in_step: bool, process: Process
 ) -> UsageError | None:
-    """Tasks that were asked for and have nothing to do, or that all train the same.
+    """Return an error if tasks of the job are idle, or if several tasks train separately.
 
     Args:
-        world: of this process.
-        job: the scheduler's.
+        world: place of this process among the ranks.
+        job: job of the scheduler.
         in_step: whether a task of a Slurm step started the launcher.
-        process: of which the command line is.
+        process: facts about this process, with its command line.
     """
     if world.launcher == "slurm" or job is None or not job.tasks:
         return None
@@ -64,7 +64,7 @@ def idle(
 
 
 def nameless(world: World, point: RendezvousPoint) -> UsageError | None:
-    """A start by hand that nothing tells from another one: their ranks would meet each other's."""
+    """Return an error for a manual start without a port, which could mix with another start."""
     if world.launcher != "env" or world.world_size == 1 or point.port:
         return None
     return UsageError(
@@ -75,11 +75,11 @@ def nameless(world: World, point: RendezvousPoint) -> UsageError | None:
 
 
 def reset(world: World, env: Environ, process: Process) -> UsageError | None:
-    """A worker of Horovod's elastic mode, which gives living processes new ranks.
+    """Return an error for a worker of Horovod's elastic mode, which changes ranks at run time.
 
-    Nothing that hpctrain has decided by rank would hold after that, and a worker that leaves with 0
-    ends the job. Source: create_run_env_vars in horovod/runner/gloo_run.py and
-    horovod/common/elastic.py, Horovod 0.28.1.
+    hpctrain's decisions by rank would then be wrong, and a worker that exits with 0 ends the job.
+    Source: create_run_env_vars in horovod/runner/gloo_run.py and horovod/common/elastic.py,
+    Horovod 0.28.1.
     """
     value = env.get("HOROVOD_ELASTIC", "")
     if world.launcher != "horovodrun" or value in ("", "0"):
@@ -94,7 +94,7 @@ def reset(world: World, env: Environ, process: Process) -> UsageError | None:
 
 
 def _corrected(process: Process) -> str:
-    """What to type instead of the command line."""
+    """Return what to type instead of the command line."""
     if any("ipykernel" in argument for argument in process.arguments):
         return "in a notebook: hpctrain.spawn(FUNCTION, N)"
     command = shlex.join(process.arguments) or "COMMAND"
@@ -102,12 +102,12 @@ def _corrected(process: Process) -> str:
 
 
 def dropped(world: World, job: Allocation | None, process: Process) -> UsageError | None:
-    """A launcher's process, whose environment did not come through."""
+    """Return an error if a launcher started this process, but its variables were lost."""
     found = process.launched_by
     if world.launcher != "none" or found is None or (found.launcher == "slurm" and job):
         return None
     if process.facts().get(SLURM_STEP, "").endswith(".batch"):
-        # The batch script is one process: what it was started with says whether more were meant.
+        # The batch script is one process: its first environment has the number of tasks.
         meant = detect_job(found.started)
         if meant is None or not meant.tasks or meant.tasks == 1:
             return None
@@ -121,15 +121,15 @@ def dropped(world: World, job: Allocation | None, process: Process) -> UsageErro
 
 
 def stale(name: str, others: Sequence[str], process: Process) -> UsageError | None:
-    """Variables that are older than the launcher that is nearest among the ancestors.
+    """Return an error if the variables are older than the nearest launcher among the ancestors.
 
     Args:
-        name: the launcher whose variables would count.
-        others: the launchers whose variables are there as well.
-        process: whose ancestors are known.
+        name: launcher whose variables would be used.
+        others: other launchers whose variables are set.
+        process: facts about this process, with its ancestors.
     """
     found = process.launched_by
-    # A launcher that is never seen among ancestors may well stand inside of the one that is.
+    # A launcher that is never visible among the ancestors may run inside the one that is.
     if found is None or found.launcher not in others or name not in LAUNCHING.values():
         return None
     return UsageError(
@@ -141,7 +141,7 @@ def stale(name: str, others: Sequence[str], process: Process) -> UsageError | No
 
 
 def child(claims: Claims, env: Environ, process: Process) -> UsageError | None:
-    """A child of multiprocessing that has its parent's place, or none, as all its siblings."""
+    """Return an error for a multiprocessing child with its parent's rank, or with no rank."""
     before = process.inherited
     rank, size = claims["rank"], claims["world_size"]
     if before is None or any(env.get(c.source) != before.get(c.source) for c in (rank, size)):

@@ -1,7 +1,7 @@
-"""The env:// variables of torch.distributed, set by hand or by an older launcher.
+"""The env:// variables of torch.distributed, set manually or by an older launcher.
 
-The older launchers are torch.distributed.launch and its copies: before torch 1.9 they said the
-local rank to the script alone, as `--local_rank=N`, and later ones say it there too.
+The older launchers are torch.distributed.launch and its copies. Before torch 1.9 they passed the
+local rank only as an argument of the script, `--local_rank=N`; later versions still pass it.
 
 Source: the section "Environment variable initialization" of torch.distributed's documentation, and
 torch/distributed/launch.py.
@@ -20,7 +20,7 @@ _JOBS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "LSB_JOBID", "PBS_JOBID", "FLUX_
 
 
 class EnvLauncher(Launcher):
-    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
+    """The variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
 
     name = "env"
     reason = "after the launchers that say more: scripts export these on top of them"
@@ -31,23 +31,23 @@ class EnvLauncher(Launcher):
         "local_rank": ("LOCAL_RANK", LOCAL_RANK_ARGUMENT),
         "local_world_size": ("LOCAL_WORLD_SIZE",),
     }
-    # Outside of a job there is nothing else that all ranks share, so there only the port is tried.
+    # Outside of a job the ranks share no other value, so only MASTER_PORT is tried.
     starts = ("MASTER_ADDR", "MASTER_PORT", *_JOBS)
 
     def only_port(self, env: Environ) -> bool:
-        """Without a job."""
+        """Check whether there is no job, so that only the port identifies this start."""
         return not any(env.get(name) for name in _JOBS)
 
     def others(self, env: Environ, world: World) -> tuple[str, ...]:
-        """None: a person says where rank 0 is."""
+        """Return no hosts: the user sets the address of rank 0."""
         del env, world
         return ()
 
     def claims(self, env: Environ) -> Claims:
-        """The numbers.
+        """Return the values of the variables.
 
         Raises:
-            ContradictionError: the argument and the variable name different local ranks.
+            ContradictionError: the argument and the variable have different local ranks.
         """
         claims = super().claims(env)
         names = self.variables["local_rank"]
@@ -62,7 +62,7 @@ class EnvLauncher(Launcher):
         return claims
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """The five variables; the port follows from `start`."""
+        """Return the env:// variables and LOCAL_WORLD_SIZE; derive the port from `start`."""
         return {
             "RANK": str(world.rank),
             "WORLD_SIZE": str(world.world_size),

@@ -1,4 +1,4 @@
-"""flux run.
+"""The launcher `flux run`.
 
 Source: flux-environment(7), "Variables set in the job environment", flux-core.
 """
@@ -12,7 +12,7 @@ __all__ = ["Flux"]
 
 
 class Flux(Launcher):
-    """FLUX_TASK_* and FLUX_JOB_*: each `flux run` is a job of its own."""
+    """The variables FLUX_TASK_* and FLUX_JOB_*. Each `flux run` is a separate job."""
 
     name = "flux"
     reason = "before Slurm, in whose jobs a Flux instance is often started"
@@ -27,7 +27,7 @@ class Flux(Launcher):
     starts = ("FLUX_JOB_ID", "FLUX_URI")
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """What flux sets; the job's id follows from `start`."""
+        """Return the variables that flux sets; derive the job id from `start`."""
         return {
             "FLUX_JOB_ID": str(start),
             "FLUX_JOB_SIZE": str(world.world_size),

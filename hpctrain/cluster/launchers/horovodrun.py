@@ -1,4 +1,4 @@
-"""horovodrun over gloo. (`horovodrun --mpi` is mpirun's start, and is read as such.)
+"""The launcher horovodrun over gloo; `horovodrun --mpi` uses mpirun and is read as Open MPI.
 
 Source: horovod/runner/gloo_run.py, Horovod 0.28.1.
 """
@@ -14,8 +14,8 @@ __all__ = ["Horovodrun"]
 class Horovodrun(Launcher):
     """The variables that horovodrun gives to each process over ssh.
 
-    HOROVOD_CROSS_RANK and _SIZE speak of the hosts that have a process of this local rank, which
-    is not all of them where hosts have different numbers.
+    HOROVOD_CROSS_RANK and _SIZE count only the hosts that have a process with this local rank.
+    These are not all hosts if the hosts have different numbers of ranks.
     """
 
     name = "horovodrun"
@@ -31,13 +31,16 @@ class Horovodrun(Launcher):
     starts = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
     def store(self, env: Environ) -> Store | None:
-        """Its rendezvous server."""
+        """Return horovodrun's rendezvous server, or None."""
         address = env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
         port = port_in(env, "HOROVOD_GLOO_RENDEZVOUS_PORT")
         return Store(self.name, address, port) if address and port else None
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """What horovodrun sets; the rendezvous, which nobody serves, follows from `start`."""
+        """Return the variables that horovodrun sets; derive the port from `start`.
+
+        No server listens on this port.
+        """
         peers = [n for n, tasks in enumerate(tasks_per_node) if tasks > world.local_rank]
         node = world.node_rank or 0
         return {

@@ -1,4 +1,4 @@
-"""`hpctrain run` and `hpctrain.spawn`: ranks started on this machine by this project."""
+"""The launchers of hpctrain itself: `hpctrain run` and `hpctrain.spawn`."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ class HpctrainRun(Launcher):
     name = "hpctrain"
     reason = "first: it scrubs what others set before it starts a rank, so it is the nearest"
     marks = ("HPCTRAIN_RANK", "HPCTRAIN_WORLD_SIZE")
-    # The variables of the job stay, and its step's number.
+    # The variables of the Slurm job and its step id stay in the environment.
     inside = frozenset({"slurm"})
     starts = (START,)
     variables = {
@@ -30,11 +30,11 @@ class HpctrainRun(Launcher):
     composed = {"hosts": "HPCTRAIN_HOSTS"}
 
     def only_port(self, env: Environ) -> bool:
-        """Of hosts by hand, which share nothing but rank 0's address and port."""
+        """Check whether the ranks share only rank 0's address and port, as with manual hosts."""
         return ":" in env.get(START, "")
 
     def claims(self, env: Environ) -> Claims:
-        """The numbers, and the hosts where they are named."""
+        """Return the values of the variables, and the hosts if they are set."""
         claims = super().claims(env)
         hosts = env.get("HPCTRAIN_HOSTS")
         if hosts:
@@ -42,7 +42,7 @@ class HpctrainRun(Launcher):
         return claims
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """All of World; the hosts only where they are known."""
+        """Return variables for all fields of World; the hosts only if they are known."""
         return {
             START: str(start),
             "HPCTRAIN_RANK": str(world.rank),

@@ -1,4 +1,4 @@
-"""jsrun of IBM Spectrum LSF's Job Step Manager.
+"""The launcher jsrun of IBM Spectrum LSF's Job Step Manager.
 
 Source: IBM Job Step Manager's reference, "Environment variables"; LSF's reference for LSB_*.
 """
@@ -12,7 +12,7 @@ __all__ = ["Jsrun"]
 
 
 class Jsrun(Launcher):
-    """JSM_NAMESPACE_*. (Open MPI's variables are there too, and have to agree.)"""
+    """The variables JSM_NAMESPACE_*. Open MPI's are also set and must have the same values."""
 
     name = "jsrun"
     reason = "before Open MPI, whose variables it sets as well"
@@ -26,14 +26,14 @@ class Jsrun(Launcher):
     starts = ("LSB_JOBID", "LSB_JOBINDEX", "PMIX_NAMESPACE")
 
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
-        """The first host of LSF's list that is not the batch host, which runs no tasks."""
+        """Return MASTER_ADDR, else LSF's first host after the batch host, which runs no tasks."""
         address, port = super().main(env, world)
         hosts = env.get("LSB_MCPU_HOSTS", "").split()[::2]
         computing = hosts[1:] or hosts
         return address or (computing[0] if computing else None), port
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """What jsrun sets; LSF's job follows from `start`."""
+        """Return the variables that jsrun sets; derive LSF's job id from `start`."""
         hosts = ("batch", *(world.hosts or ("localhost",)))
         cores = (1, *tasks_per_node)
         pairs = " ".join(f"{host} {n}" for host, n in zip(hosts, cores, strict=True))

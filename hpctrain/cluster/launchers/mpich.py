@@ -1,4 +1,4 @@
-"""mpirun of MPICH and of Intel MPI: hydra.
+"""The launcher mpirun of MPICH and of Intel MPI, called Hydra.
 
 Source: the environment that Hydra's proxy sets (src/pm/hydra/proxy in MPICH 4.0), and Intel MPI's
 Developer Reference, "Hydra Environment Variables".
@@ -14,7 +14,7 @@ __all__ = ["Hydra"]
 
 
 class Hydra(Launcher):
-    """PMI's rank and size, with the place on the host that only hydra adds."""
+    """The rank and size of PMI, with the local rank and size that only hydra sets."""
 
     name = "hydra"
     reason = "before Slurm and Flux, which set PMI_RANK too, but no MPI_LOCALRANKID"
@@ -28,11 +28,11 @@ class Hydra(Launcher):
     }
 
     def key(self, env: Environ) -> str:
-        """Intel MPI's id of the start.
+        """Return Intel MPI's id of the start, or a replacement for MPICH.
 
-        MPICH sets nothing that tells one start from the next: the port of its mpiexec does, which
-        the proxies were started with. Where /proc does not show them, the job has to, and the
-        address that a person gave, and on a single host the proxy's process.
+        MPICH sets no variable that identifies a start. The port of its mpiexec identifies it: the
+        proxies have it in their arguments. If /proc does not show them, the key is made of the
+        job, the address and port set by the user, and on a single host the proxy's process id.
         """
         if env.get("I_MPI_HYDRA_UUID"):
             return f"{self.name}/{env['I_MPI_HYDRA_UUID']}"
@@ -45,13 +45,13 @@ class Hydra(Launcher):
         return "/".join([self.name, *(env.get(name, "") for name in names)])
 
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
-        """The first host of the job."""
+        """Return MASTER_ADDR, else the first host of the job."""
         address, port = super().main(env, world)
         hosts = hosts_of_job(env)
         return address or (hosts[0] if hosts else None), port
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """What hydra sets; the port where the ranks meet follows from `start`."""
+        """Return the variables that hydra sets; derive the rendezvous port from `start`."""
         return {
             "PMI_RANK": str(world.rank),
             "PMI_SIZE": str(world.world_size),

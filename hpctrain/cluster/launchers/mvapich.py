@@ -1,4 +1,4 @@
-"""mpirun_rsh of MVAPICH2.
+"""The launcher mpirun_rsh of MVAPICH2.
 
 Source: MVAPICH2 2.3 User Guide, and src/pm/mpirun/mpispawn.c of its source package.
 """
@@ -12,7 +12,7 @@ __all__ = ["MVAPICH2"]
 
 
 class MVAPICH2(Launcher):
-    """MV2_COMM_WORLD_*: who this is. (Other MV2_* variables are settings of the library.)"""
+    """The variables MV2_COMM_WORLD_*; other MV2_* variables are settings of the library."""
 
     name = "mvapich2"
     reason = "before hydra: with its mpiexec both are set, and this one says the same"
@@ -26,17 +26,17 @@ class MVAPICH2(Launcher):
         "node_rank": ("MV2_NODE_ID",),
         "num_nodes": ("MV2_NUM_NODES_IN_JOB",),
     }
-    # PMI_PORT is the port of each host's own mpispawn.
+    # Without PMI_PORT: it is the port of each host's mpispawn and so differs between hosts.
     starts = ("MPISPAWN_MPIRUN_HOST", "MPISPAWN_MPIRUN_PORT", "MPISPAWN_MPIRUN_ID")
 
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
-        """The first host of the job."""
+        """Return MASTER_ADDR, else the first host of the job."""
         address, port = super().main(env, world)
         hosts = hosts_of_job(env)
         return address or (hosts[0] if hosts else None), port
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """What mpirun_rsh sets; its own id follows from `start`."""
+        """Return the variables that mpirun_rsh sets; derive its id from `start`."""
         return {
             "MV2_COMM_WORLD_RANK": str(world.rank),
             "MV2_COMM_WORLD_SIZE": str(world.world_size),

@@ -1,4 +1,4 @@
-"""Nobody started this process with others: a laptop, a notebook, one GPU."""
+"""A process that no launcher started: on a laptop, in a notebook, or with one GPU."""
 
 from collections.abc import Sequence
 
@@ -9,24 +9,24 @@ __all__ = ["NoLauncher"]
 
 
 class NoLauncher(Launcher):
-    """One process that trains alone."""
+    """A single process that trains alone."""
 
     name = "none"
     reason = "last: it recognises everything"
     variables = {}
 
     def matches(self, env: Environ) -> bool:
-        """Always."""
+        """Return True for every environment."""
         del env
         return True
 
     @property
     def recognised_by(self) -> str:
-        """Nothing."""
+        """The text for messages: no variable identifies this case."""
         return "nothing of the others"
 
     def claims(self, env: Environ) -> Claims:
-        """Rank 0 of 1, as nothing says otherwise."""
+        """Return the values of rank 0 in a world of size 1."""
         del env
         alone = {
             "rank": 0,
@@ -39,10 +39,10 @@ class NoLauncher(Launcher):
         return {field: Claim(value, "no launcher") for field, value in alone.items()}
 
     def world(self, env: Environ) -> World:
-        """Rank 0 of 1."""
+        """Return rank 0 in a world of size 1."""
         return World(**{field: claim.value for field, claim in self.claims(env).items()})
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """Nothing."""
+        """Return no variables."""
         del world, tasks_per_node, start
         return {}

@@ -1,4 +1,4 @@
-"""mpirun of Open MPI, and of what is built on it; also `horovodrun --mpi`.
+"""The launcher mpirun of Open MPI and its derivatives, also used by `horovodrun --mpi`.
 
 Source: "Environment variables that Open MPI sets at run time" in Open MPI's FAQ and mpirun(1),
 Open MPI 4.1.
@@ -19,7 +19,7 @@ _URI = re.compile(r";tcp://([^,:;]+)")
 class OpenMPI(Launcher):
     """The variables that mpirun's daemons set.
 
-    `OMPI_COMM_WORLD_NODE_RANK` is no index of a node: it counts the processes of this one.
+    `OMPI_COMM_WORLD_NODE_RANK` is not the index of a node: it counts the processes on this node.
     """
 
     name = "openmpi"
@@ -36,10 +36,10 @@ class OpenMPI(Launcher):
     starts = ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri")
 
     def claims(self, env: Environ) -> Claims:
-        """The numbers; of the hosts' only one that can be.
+        """Return the values of the variables; omit an impossible number of hosts.
 
-        Open MPI 4.1.4 counts hosts twice on some of them, with `--map-by seq` and a hostfile in a
-        Slurm job. The rendezvous counts them anyway.
+        With `--map-by seq` and a hostfile in a Slurm job, Open MPI 4.1.4 counts hosts twice on
+        some hosts. The rendezvous then provides the correct number.
         """
         claims = super().claims(env)
         if {"world_size", "local_world_size", "num_nodes"} <= claims.keys():
@@ -49,14 +49,14 @@ class OpenMPI(Launcher):
         return claims
 
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
-        """The first host of the job, else mpirun's own."""
+        """Return MASTER_ADDR, else the first host of the job, else the host of mpirun."""
         address, port = super().main(env, world)
         uri = _URI.search(env.get("OMPI_MCA_orte_hnp_uri", ""))
         hosts = hosts_of_job(env)
         return address or (hosts[0] if hosts else None) or (uri[1] if uri else None), port
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """What mpirun sets; the names of its job follow from `start`."""
+        """Return the variables that mpirun sets; derive the name of its job from `start`."""
         job = str(start << 16 | 1)
         return {
             "OMPI_COMM_WORLD_RANK": str(world.rank),

@@ -1,4 +1,4 @@
-"""mpiexec and aprun of Cray PALS, on HPE Cray EX.
+"""The launchers mpiexec and aprun of Cray PALS, on HPE Cray EX.
 
 Source: pals(7) and mpiexec(1), "Environment variables", HPE Parallel Application Launch Service.
 """
@@ -12,7 +12,7 @@ __all__ = ["PALS"]
 
 
 class PALS(Launcher):
-    """PALS_*, and PMI's size, which PALS sets as well."""
+    """The variables PALS_*, and PMI_SIZE, which PALS also sets."""
 
     name = "pals"
     reason = "after Slurm and Flux, whose plugins for Cray's MPI set its variables too"
@@ -27,7 +27,7 @@ class PALS(Launcher):
     starts = ("PALS_APID", "PBS_JOBID")
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """What PALS sets; the application's id follows from `start`."""
+        """Return the variables that PALS sets; derive the application id from `start`."""
         return {
             "PALS_APID": str(start),
             "PALS_RANKID": str(world.rank),

@@ -1,7 +1,7 @@
-"""PMI's or PMIx's variables alone: of prterun, or of a launcher that is not known here.
+"""Variables of PMI or PMIx alone, from prterun or from an unsupported launcher.
 
-PMI has no local rank, and PMIx no size either: a person has to add LOCAL_RANK and WORLD_SIZE, and
-is told so.
+PMI has no local rank, and PMIx has no world size either. So the user has to set LOCAL_RANK and
+WORLD_SIZE; otherwise an error asks for them.
 
 Source: the PMI-1 protocol's PMI_RANK and PMI_SIZE; PMIx Standard 4.1, "Environmental variables".
 """
@@ -16,7 +16,7 @@ __all__ = ["Prterun", "UnknownPMI"]
 
 
 class UnknownPMI(Launcher):
-    """One of several for certain."""
+    """An unsupported launcher that sets variables of PMI or PMIx."""
 
     name = "pmi"
     reason = "after all that set these variables too: refused for what is missing, never guessed"
@@ -29,7 +29,7 @@ class UnknownPMI(Launcher):
     starts = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "PBS_JOBID", "MASTER_PORT")
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """What a PMI launcher sets, and what a person has to add."""
+        """Return the variables of a PMI launcher, and LOCAL_RANK, which the user has to set."""
         del tasks_per_node
         return {
             "PMI_RANK": str(world.rank),
@@ -40,7 +40,7 @@ class UnknownPMI(Launcher):
 
 
 class Prterun(Launcher):
-    """prterun of PRRTE, on which Open MPI 5 is built: it starts anything, and says a rank only."""
+    """The launcher prterun of PRRTE, the base of Open MPI 5. It sets only a rank."""
 
     name = "prterun"
     reason = "before Slurm: in a job, its daemons on other hosts are tasks of a Slurm step"
@@ -54,7 +54,7 @@ class Prterun(Launcher):
     starts = ("PMIX_NAMESPACE",)
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """What prterun sets, and what a person has to add."""
+        """Return the variables of prterun, and those that the user has to set."""
         del tasks_per_node
         return {
             "PRTE_LAUNCHED": "1",

@@ -1,7 +1,7 @@
-"""srun: a task of a Slurm step.
+"""The launcher srun, which starts the tasks of a Slurm step.
 
-The batch shell and salloc's shell are no tasks: they carry the job's variables, SLURM_PROCID=0
-among them, but no step that a person started.
+The shells of sbatch and salloc are not tasks. They have the job's variables, also SLURM_PROCID=0,
+but not the id of a step that srun started.
 
 Source: OUTPUT ENVIRONMENT VARIABLES in srun(1) and sbatch(1), Slurm 22.05.
 """
@@ -17,19 +17,19 @@ from hpctrain.errors import ContradictionError
 
 __all__ = ["SlurmStep", "expand_counts"]
 
-# Step ids from here on are Slurm's own: batch script, external, interactive (slurm.h, 22.05).
+# Slurm reserves step ids from here on: batch script, external, interactive (slurm.h, 22.05).
 _FIRST_OWN_STEP = 0xFFFFFFF0
 _STEP = re.compile(r"[0-9]{1,10}\Z")
-# Slurm itself has at most 65,536 nodes in a list; the digits are bounded for the same reason.
+# Slurm allows at most 65,536 nodes in a list, so the number of digits is limited.
 _COUNT = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,5})\))?\Z")
-# The distributions that put rank 0 on the first host of the list; "arbitrary" follows a file.
+# Distributions that put rank 0 on the first host of the list; "arbitrary" uses a file.
 _FIRST_HOST_FIRST = ("block", "cyclic", "plane", "unknown", "")
 
 _FIX = "start the ranks with srun, and do not export SLURM_* by hand"
 
 
 class SlurmStep(Launcher):
-    """The variables of a step, which can be smaller than its job; the job's only as a stand-in."""
+    """The variables of a step. A step can be smaller than its job, whose variables come second."""
 
     name = "slurm"
     marks = ("SLURM_STEP_ID",)
@@ -49,25 +49,25 @@ class SlurmStep(Launcher):
     starts = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 
     def matches(self, env: Environ) -> bool:
-        """A step with a number of its own.
+        """Check whether this is a task of a step with a numeric id.
 
-        A job that is submitted from inside of a step inherits that step's variables, so its batch
-        shell would pass for a task; slurmstepd's title, where it can be seen, tells them apart.
+        A job submitted from inside a step inherits the variables of that step, so its batch shell
+        looks like a task. The title of slurmstepd, if visible, shows the difference.
         """
         step = env.get("SLURM_STEP_ID", "")
         if not _STEP.match(step) or int(step) >= _FIRST_OWN_STEP:
             return False
         job, _, title = env.get(SLURM_STEP, "").partition(".")
-        # Another job's slurmstepd says nothing about this one, as under `hpctrain run --as slurm`.
+        # The slurmstepd of another job is ignored, as under `hpctrain run --as slurm`.
         return not title or job != env.get("SLURM_JOB_ID") or bool(_STEP.match(title))
 
     @property
     def recognised_by(self) -> str:
-        """The number."""
+        """The text for messages: a numeric step id."""
         return "SLURM_STEP_ID of a step that srun started"
 
     def claims(self, env: Environ) -> Claims:
-        """The numbers, the hosts, and the tasks on this host."""
+        """Return the values of the variables, the hosts, and the number of tasks on this host."""
         claims = super().claims(env)
         hosts = host_list(env, "SLURM_STEP_NODELIST")
         if hosts:
@@ -80,18 +80,18 @@ class SlurmStep(Launcher):
         return claims
 
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
-        """An address that the batch script exported, else the first host of the step."""
+        """Return the address that the batch script exported, else the first host of the step."""
         address, port = super().main(env, world)
         if address is None and world.hosts and _first_host_first(env, world):
             address = world.hosts[0]
         return address, port
 
     def others(self, env: Environ, world: World) -> tuple[str, ...]:
-        """All hosts of the step, where a file says which task goes to which."""
+        """Return all hosts of the step if rank 0 may be on any of them; else none."""
         return () if _first_host_first(env, world) else world.hosts or ()
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """What srun sets for a job of that layout; the job id follows from `start`."""
+        """Return the variables that srun sets in such a job; derive the job id from `start`."""
         hosts = compress(world.hosts or ())
         counts = _compress_counts(tasks_per_node)
         size, nodes, job = str(world.world_size), str(world.num_nodes), str(start % 10**8)
@@ -126,15 +126,15 @@ class SlurmStep(Launcher):
 
 
 def _first_host_first(env: Environ, world: World) -> bool:
-    """Whether rank 0 is on the first host of the step."""
+    """Check whether rank 0 is on the first host of the step."""
     distribution = env.get("SLURM_DISTRIBUTION", "").split(":")[0].split(",")[0]
     return len(world.hosts or ()) == 1 or distribution in _FIRST_HOST_FIRST
 
 
 def _check_hosts(env: Environ, hosts: Sequence[str]) -> None:
-    """Refuse the step of another job: see `SlurmStep.matches`."""
+    """Refuse the variables of another job's step: see `SlurmStep.matches`."""
     job = host_list(env, "SLURM_JOB_NODELIST")
-    # A component of a heterogeneous job may name its own hosts alone.
+    # A component of a heterogeneous job may list only its own hosts.
     if not job or "SLURM_HET_SIZE" in env or set(hosts) <= set(job):
         return
     raise ContradictionError(
@@ -147,10 +147,10 @@ def _check_hosts(env: Environ, hosts: Sequence[str]) -> None:
 
 
 def expand_counts(text: str) -> list[int]:
-    """`2(x3),1` is 2, 2, 2, 1.
+    """Expand Slurm's tasks per node: `2(x3),1` becomes 2, 2, 2, 1.
 
     Raises:
-        ContradictionError: the text has another form.
+        ContradictionError: the text has another format.
     """
     counts: list[int] = []
     for piece in text.split(","):
@@ -175,7 +175,7 @@ def _compress_counts(counts: Sequence[int]) -> str:
 
 
 def _tasks_here(text: str, claims: Claims) -> int:
-    """The number of tasks on this host, checked against what else the step says."""
+    """Return the number of tasks on this host; check it against the other variables."""
     counts = expand_counts(text)
     node: int = claims["node_rank"].value
     if not 0 <= node < len(counts):

@@ -1,4 +1,4 @@
-"""submitit's local executor. (In a job that submitit gave to Slurm, the ranks are Slurm's.)
+"""The local executor of submitit; in a job that submitit submits to Slurm, srun starts the ranks.
 
 Source: submitit/local/local.py, submitit 1.5.4.
 """
@@ -12,7 +12,7 @@ __all__ = ["SubmititLocal"]
 
 
 class SubmititLocal(Launcher):
-    """SUBMITIT_LOCAL_*, where SUBMITIT_EXECUTOR says that they are meant."""
+    """The variables SUBMITIT_LOCAL_*, used if SUBMITIT_EXECUTOR is "local"."""
 
     name = "submitit"
     reason = "before Slurm: its tasks inherit the variables of the step that it was called in"
@@ -28,16 +28,19 @@ class SubmititLocal(Launcher):
     starts = ("SUBMITIT_LOCAL_JOB_ID",)
 
     def matches(self, env: Environ) -> bool:
-        """The executor is local: in a Slurm job these variables can be those of an outer one."""
+        """Check whether the executor is local.
+
+        In a Slurm job the SUBMITIT_LOCAL_* variables can come from an outer start.
+        """
         return env.get("SUBMITIT_EXECUTOR") == "local"
 
     @property
     def recognised_by(self) -> str:
-        """The executor's name."""
+        """The text for messages: the name of the executor."""
         return "SUBMITIT_EXECUTOR=local"
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """What the local executor sets; the job's id follows from `start`."""
+        """Return the variables that the local executor sets; derive the job id from `start`."""
         return {
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_JOB_ID": str(start),

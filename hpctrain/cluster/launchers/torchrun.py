@@ -1,4 +1,4 @@
-"""torchrun: an agent on each host that starts the ranks there.
+"""The launcher torchrun: an agent on each host starts the ranks there.
 
 Source: the section "Environment Variables" of torch.distributed.run's documentation.
 """
@@ -27,7 +27,7 @@ class Torchrun(Launcher):
         "node_rank": ("GROUP_RANK",),
         "num_nodes": ("GROUP_WORLD_SIZE",),
     }
-    # The id alone is "none" for every static rendezvous.
+    # The run id alone is not enough: it is "none" for every static rendezvous.
     starts = (
         "TORCHELASTIC_RUN_ID",
         "TORCHELASTIC_RESTART_COUNT",
@@ -37,24 +37,24 @@ class Torchrun(Launcher):
     knows_rank_0 = True
 
     def main(self, env: Environ, world: World) -> tuple[str | None, int | None]:
-        """MASTER_ADDR is where the first agent and so rank 0 is; its port is the agent's own."""
+        """Return MASTER_ADDR, the host of rank 0, without MASTER_PORT, which the agent uses."""
         del world
         return env.get("MASTER_ADDR") or None, None
 
     def store(self, env: Environ) -> Store | None:
-        """The first agent's, where it says that its ranks may use it."""
+        """Return the store of the first agent if the ranks may use it, else None."""
         port = port_in(env, "MASTER_PORT")
         if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not env.get("MASTER_ADDR"):
             return None
         return Store(self.name, env["MASTER_ADDR"], port) if port else None
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
-        """What an agent sets; the run id follows from `start`."""
+        """Return the variables that an agent sets; derive the run id from `start`."""
         return {
             "TORCHELASTIC_RUN_ID": f"hpctrain-{start}",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
-            # There is no agent whose store could be used: rank 0 has to serve one.
+            # There is no agent with a store, so rank 0 has to serve one.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "RANK": str(world.rank),
             "WORLD_SIZE": str(world.world_size),

@@ -1,9 +1,9 @@
-"""What Slurm says of jobs. The only caller of its commands.
+"""The interface to Slurm: no other package runs Slurm's commands.
 
-A cluster may have no Slurm, a container may lack its commands, and a busy controller answers late:
-these are ordinary answers here, `None` or `NoAnswerError`, and never errors of a run.
+A cluster may have no Slurm, a container may lack its commands, and a busy controller may answer
+late. These cases are normal: the result is `None` or `NoAnswerError`, and a run never fails.
 
-What this package offers is imported when it is first used: submitting a job is a matter of 0.1 s.
+Each public name is imported at its first use, so that submitting a job takes only 0.1 s.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What Slurm's accounting knows, where a site has one: jobs of old, and who may use what."""
+"""Queries of Slurm's accounting, if the site has one: ended jobs, and the accounts of a user."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ __all__ = ["Ended", "accounts", "ended"]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A job as the accounting keeps it.
+    """The record of a job in Slurm's accounting.
 
     Attributes:
-        label: 70, or 70_3.
-        word: its state; one of those in which it has ended, unless accounting is late.
-        code: exit code, and 128 and the signal that ended it.
+        label: label of the job, such as 70 or 70_3.
+        word: state of the job; one of the end states, unless the accounting is late.
+        code: exit code, or 128 plus the signal that ended the job.
     """
 
     label: str
@@ -24,11 +24,11 @@ class Ended:
 
 
 def ended(label: str, env: Mapping[str, str]) -> list[Ended]:
-    """What became of a job, or of all tasks of an array; its last start counts.
+    """Return the records of a job, or of all tasks of an array, from their last start.
 
     Args:
         label: `JOBID`, or `ARRAYJOBID_TASK`.
-        env: for the command.
+        env: environment of the command.
 
     Raises:
         NoAnswerError: there is no accounting, or it did not answer.
@@ -50,7 +50,7 @@ def ended(label: str, env: Mapping[str, str]) -> list[Ended]:
 
 
 def accounts(user: str, env: Mapping[str, str]) -> list[str]:
-    """The accounts that a user may name, sorted; the default one first.
+    """Return the accounts that a user may use: the default one first, the others sorted.
 
     Raises:
         NoAnswerError: there is no accounting, or it did not answer.

@@ -1,4 +1,4 @@
-"""Submitting a script, cancelling and requeueing a job."""
+"""Commands that submit a script, and cancel or requeue a job."""
 
 import re
 import subprocess
@@ -9,18 +9,18 @@ from hpctrain.cluster.slurm.command import NoAnswerError, ask
 
 __all__ = ["Answer", "batch_script", "cancel", "requeue", "sbatch"]
 
-# sbatch itself tries again where the controller is busy, and for a minute without a slurm.conf.
+# sbatch tries again while the controller is busy, and for one minute if there is no slurm.conf.
 _SECONDS_TO_SUBMIT = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What sbatch said.
+    """The answer of sbatch.
 
     Attributes:
-        code: its exit code; 0 where the job was accepted.
-        job: its number, where one was given.
-        said: its standard error, for people.
+        code: exit code of sbatch; 0 if the job was accepted.
+        job: id of the job; empty if there is none.
+        said: standard error of sbatch, to show to the user.
     """
 
     code: int
@@ -29,12 +29,12 @@ class Answer:
 
 
 def sbatch(script: bytes, env: Mapping[str, str], options: Sequence[str] = ()) -> Answer:
-    """Submit a script, through standard input.
+    """Submit a script through standard input.
 
     Args:
-        script: the batch script.
-        env: of sbatch, which Slurm hands on to the job.
-        options: of sbatch, before the script's own.
+        script: content of the batch script.
+        env: environment of sbatch, which Slurm passes to the job.
+        options: options of sbatch, which override those in the script.
 
     Raises:
         NoAnswerError: there is no sbatch, or it did not answer within two minutes.
@@ -53,33 +53,33 @@ def sbatch(script: bytes, env: Mapping[str, str], options: Sequence[str] = ()) -
     except (OSError, subprocess.SubprocessError) as error:
         raise NoAnswerError(f"sbatch: {error}") from None
     said = done.stderr.decode(errors="replace").strip()
-    # JOBID, or JOBID;CLUSTER; a site's wrapper may say more before it.
+    # JOBID or JOBID;CLUSTER; a site's wrapper may print more text before it.
     job = re.search(rb"^([0-9]+)(?:;\S*)?\s*\Z", done.stdout, re.MULTILINE)
     return Answer(done.returncode, job[1].decode() if job else "", said)
 
 
 def batch_script(number: str, env: Mapping[str, str]) -> str:
-    """The script of a job of one's own.
+    """Return the batch script of one of the user's own jobs.
 
     Raises:
-        NoAnswerError: it has none, or Slurm did not answer.
+        NoAnswerError: the job has no batch script, or Slurm did not answer.
     """
     return ask(["scontrol", "write", "batch_script", number, "-"], env)
 
 
 def cancel(labels: Sequence[str], env: Mapping[str, str]) -> None:
-    """Cancel jobs; those that have ended are left as they are.
+    """Cancel jobs; jobs that have ended do not change.
 
     Raises:
-        NoAnswerError: with Slurm's reason.
+        NoAnswerError: the command failed; the text has Slurm's reason.
     """
     ask(["scancel", *labels], env)
 
 
 def requeue(label: str, env: Mapping[str, str]) -> None:
-    """End a job and let it wait again, with its number.
+    """End a job and put it back into the queue with the same id.
 
     Raises:
-        NoAnswerError: with Slurm's reason.
+        NoAnswerError: the command failed; the text has Slurm's reason.
     """
     ask(["scontrol", "requeue", label], env)

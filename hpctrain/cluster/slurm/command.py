@@ -1,4 +1,4 @@
-"""One command of Slurm's: its answer, or why there is none."""
+"""The call of one Slurm command, with its output or the reason for its failure."""
 
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -9,21 +9,22 @@ SECONDS_TO_ANSWER = 10.0
 
 
 class NoAnswerError(Exception):
-    """A command of Slurm's is not here, failed, or took too long; the text says which."""
+    """A Slurm command that is missing, failed, or took too long; the text has the reason."""
 
 
 def ask(argv: Sequence[str], env: Mapping[str, str], seconds: float | None = None) -> str:
-    """The answer of a command.
+    """Run a command and return its standard output.
 
     Args:
-        argv: the command.
-        env: for it.
-        seconds: to wait for it (default: 10).
+        argv: command and its arguments.
+        env: environment of the command.
+        seconds: timeout in seconds (default: 10).
 
     Raises:
-        NoAnswerError: with what it said where it failed.
+        NoAnswerError: the command is missing, took too long, or failed; the text has its standard
+            error.
     """
-    # SQUEUE_STATES and its like would filter the answer as the user likes to see lists.
+    # SQUEUE_STATES and similar variables, set by the user for lists, would filter the output.
     clean = {name: value for name, value in env.items() if not name.startswith("SQUEUE_")}
     try:
         done = subprocess.run(
@@ -41,5 +42,5 @@ def ask(argv: Sequence[str], env: Mapping[str, str], seconds: float | None = Non
             " ".join(done.stderr.decode(errors="replace").split()) or f"left with {done.returncode}"
         )
         raise NoAnswerError(f"{argv[0]}: {said}")
-    # Not as text: a line end in a job's name stays what it is.
+    # Not in text mode, which would change a line end in a job's name.
     return done.stdout.decode(errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""The jobs that the controller remembers: those that wait or run, and those that just ended."""
+"""The jobs in the controller's list: waiting, running and recently ended jobs."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from hpctrain.cluster.slurm.states import ENDED
 
 __all__ = ["Job", "jobs"]
 
-# By the names of --Format of squeue(1), in the order of the fields of Job.
+# Names for --Format of squeue(1), in the order of the fields of Job.
 _COLUMNS = (
     *("JobArrayID", "JobID", "ArrayJobID", "ArrayTaskID", "UserName", "UserID", "Name", "State"),
     *("Reason", "RestartCnt", "exit_code", "TimeUsed", "TimeLeft", "StartTime", "NumNodes"),
@@ -19,26 +19,26 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job, a task of an array, or the tasks of an array that still wait.
+    """A job, a task of an array, or the waiting tasks of an array.
 
     Attributes:
-        label: as Slurm's tools show it: 70, 70_3, or 70_[4-9%2] for tasks that wait.
-        number: its own number, which for a task is not that of the array.
-        array: the number that sbatch gave; the own one where there is no array.
-        task: index in the array, or those that wait; "N/A" without an array.
-        user, uid: whose it is.
-        name: any text at all, line ends and control characters included.
-        word: its state, such as RUNNING.
-        reason: why it waits or how it ended, in Slurm's words; "None" where there is none.
-        restarts: how often it was requeued.
-        code: exit code, and 128 and the signal that ended it; 0 while it has none, and of a job
-            that never started.
-        used, left: times as Slurm writes them.
-        start: when it began or is expected to, YYYY-MM-DDTHH:MM:SS; "N/A" where unknown.
-        nodes: how many.
-        hosts: as a Slurm host list; empty while it waits.
-        folder: where it was submitted.
-        partition: where it runs.
+        label: label in the format of Slurm's tools: 70, 70_3, or 70_[4-9%2] for waiting tasks.
+        number: id of the job; for a task of an array it differs from the id of the array.
+        array: id that sbatch printed; the same as `number` without an array.
+        task: index in the array, or indices of the waiting tasks; "N/A" without an array.
+        user, uid: name and id of the user.
+        name: name of the job; any text, possibly with line ends and control characters.
+        word: state of the job, such as RUNNING.
+        reason: Slurm's reason for the waiting or the end of the job; "None" if there is none.
+        restarts: number of times that the job was requeued.
+        code: exit code, or 128 plus the signal that ended the job; 0 before the end, and for a
+            job that never started.
+        used, left: elapsed and remaining time in Slurm's format.
+        start: actual or expected start, YYYY-MM-DDTHH:MM:SS; "N/A" if unknown.
+        nodes: number of hosts.
+        hosts: Slurm host list; empty while the job waits.
+        folder: working directory of the job.
+        partition: partition of the job.
     """
 
     label: str
@@ -62,27 +62,27 @@ class Job:
 
     @property
     def lives(self) -> bool:
-        """Whether it has processes, or waits to have some."""
+        """Whether the job has processes or waits to start."""
         return self.word not in ENDED
 
     @property
     def refused(self) -> bool:
-        """Whether it failed before it had any host, as a job that sbatch gave no number for."""
+        """Whether the job failed before it had a host, like a job that sbatch gave no id for."""
         return self.word == "FAILED" and not self.hosts
 
 
 def jobs(env: Mapping[str, str], labels: Sequence[str] = (), uid: int | None = None) -> list[Job]:
-    """The jobs with some numbers, or of one user, in one question; the oldest first.
+    """Return the jobs with given labels, or of one user, with one command; the oldest first.
 
     Args:
-        env: for the command.
-        labels: `JOBID`, or `ARRAYJOBID_TASK`; jobs that Slurm has forgotten are left out.
-        uid: of the user.
+        env: environment of the command.
+        labels: `JOBID`, or `ARRAYJOBID_TASK`; jobs that are no longer in Slurm's list are omitted.
+        uid: id of the user (default: all users).
 
     Raises:
-        NoAnswerError: Slurm is absent, or did not answer.
+        NoAnswerError: Slurm is absent or did not answer.
     """
-    # Names may hold anything but what was made up after they were given.
+    # A job's name may contain any text, so the separators are random.
     cut, end = (f"<{os.urandom(8).hex()}>" for _ in range(2))
     wanted = ",".join(f"{column}:0{cut}" for column in _COLUMNS[:-1]) + f",{_COLUMNS[-1]}:0{end}"
     argv = ["squeue", "--noheader", "--states=all", f"--Format={wanted}"]
@@ -109,10 +109,10 @@ def _job(row: Sequence[str]) -> Job:
     texts = [*row[:9], *row[11:]]
     names = [one.name for one in fields(Job) if one.name not in ("restarts", "code")]
     job = Job(restarts=restarts, code=code, **dict(zip(names, texts, strict=True)))
-    # Slurm gives it 1, which would be a signal.
+    # Slurm sets the status to 1 for such a job, which would be read as a signal.
     return replace(job, code=0) if job.refused else job
 
 
 def _order(job: Job) -> tuple[int, bool, int]:
-    """By number; of an array the tasks by index, those that wait last."""
+    """Return the sort key: by job id, then by array index, with waiting tasks last."""
     return int(job.array), not job.task.isdigit(), int(job.task) if job.task.isdigit() else 0

@@ -10,15 +10,15 @@ __all__ = ["Partition", "partitions"]
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A partition.
+    """A partition of the cluster.
 
     Attributes:
-        name: without the star of the default one.
-        default: whether jobs go there that name none.
-        limit: longest time, as Slurm writes it, or "infinite".
-        nodes: how many.
-        gpus: what each node has, such as gpu:a100:4; empty for none.
-        up: whether jobs may run there.
+        name: name of the partition, without the star of the default partition.
+        default: whether jobs without a partition run here.
+        limit: longest run time in Slurm's format, or "infinite".
+        nodes: number of nodes.
+        gpus: GPUs of each node, such as gpu:a100:4; empty for none.
+        up: whether jobs may run here.
     """
 
     name: str
@@ -30,10 +30,10 @@ class Partition:
 
 
 def partitions(env: Mapping[str, str]) -> list[Partition]:
-    """All partitions that the user may see; one for each kind of node in it.
+    """Return all partitions visible to the user; one entry for each kind of node in a partition.
 
     Raises:
-        NoAnswerError: Slurm is absent, or did not answer.
+        NoAnswerError: Slurm is absent or did not answer.
     """
     said = ask(["sinfo", "--noheader", "--format=%P|%l|%D|%a|%G"], env)
     found = []

@@ -1,4 +1,4 @@
-"""Whether a job or a step lives, when a job ends, and which hosts it has left."""
+"""The state of a job or a step, the end of a job's time limit, and a job's remaining hosts."""
 
 import re
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ __all__ = [
     "step_lives",
 ]
 
-# squeue of a host list, where a wrong guess would cost hosts.
+# Longer timeout for the host list, because a wrong guess without it would lose hosts.
 _SECONDS_FOR_HOSTS = 60.0
 
-# In these no process of a job runs, and none will. Source: "JOB STATE CODES" of squeue(1).
+# States in which no process of a job runs or will run. Source: "JOB STATE CODES" of squeue(1).
 ENDED = frozenset(
     {
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED"),
@@ -33,18 +33,19 @@ _NOT_THERE = re.compile(r"Invalid job id|not found|Invalid job array", re.IGNORE
 
 _LABEL = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?\Z", re.ASCII)
 _STEP = re.compile(r"[0-9]{1,12}\Z", re.ASCII)
-# The keys beside are Slurm's own, so that a job's name is not taken for its state.
+# The patterns include Slurm's adjacent keys, so that a job's name is not read as its state.
 _END = re.compile(r" EndTime=([0-9]{1,12}) Deadline=")
 _SHOWN = re.compile(r" JobState=([A-Z_]+) Reason=.* Restarts=([0-9]+) BatchFlag=")
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """What Slurm says of one job.
+    """The state of one job in Slurm.
 
     Attributes:
-        word: in Slurm's words, such as RUNNING; "unknown to Slurm" where it knows no such job.
-        restarts: how often it was requeued.
+        word: Slurm's name of the state, such as RUNNING; "unknown to Slurm" if there is no such
+            job.
+        restarts: number of times that the job was requeued.
     """
 
     word: str
@@ -52,30 +53,32 @@ class JobState:
 
     @property
     def known(self) -> bool:
-        """Whether Slurm knows the job; one that ended long ago it does not."""
+        """Whether the job is in Slurm's list; Slurm removes a job some time after its end."""
         return self.word != FORGOTTEN
 
     @property
     def lives(self) -> bool:
-        """Whether it has processes, or waits to have some."""
+        """Whether the job has processes or waits to start."""
         return self.known and self.word not in ENDED
 
 
 def is_label(word: str) -> bool:
-    """Whether a word is `JOBID` or `JOBID_TASK`."""
+    """Check whether a word is `JOBID` or `JOBID_TASK`."""
     return bool(_LABEL.match(word))
 
 
 def job_state(label: str, env: Mapping[str, str]) -> JobState | None:
-    """The state of a job; None where Slurm is absent or does not answer within 10 seconds.
+    """Return the state of a job, or None if Slurm is absent or does not answer.
+
+    Each of the two commands, scontrol and squeue, has a timeout of 10 seconds.
 
     Args:
         label: `JOBID`, or `ARRAYJOBID_TASK` of an array's task.
-        env: for the command, as the user's PATH and SLURM_CONF.
+        env: environment of the command, with the user's PATH and SLURM_CONF.
     """
     if not is_label(label):
         return None
-    # squeue where scontrol, an administrator's tool to some sites, is not given to users.
+    # squeue as a second attempt: some sites reserve scontrol for administrators.
     squeue = ["squeue", "--noheader", "--states=all", f"--job={label}"]
     for argv, pattern in (
         (["scontrol", "show", "job", "--oneliner", label], _SHOWN),
@@ -93,12 +96,12 @@ def job_state(label: str, env: Mapping[str, str]) -> JobState | None:
 
 
 def step_lives(job_id: str, step: str, env: Mapping[str, str]) -> bool | None:
-    """Whether a step of a job has not ended; None where Slurm is absent or does not answer.
+    """Check whether a step has not ended; return None if Slurm is absent or does not answer.
 
     Args:
-        job_id: the job's own number, not that of its array.
-        step: the value of its $SLURM_STEP_ID.
-        env: for the command.
+        job_id: id of the job, not of its array.
+        step: value of $SLURM_STEP_ID in the step.
+        env: environment of the command.
     """
     if not (_STEP.match(job_id) and _STEP.match(step)):
         return None
@@ -110,18 +113,18 @@ def step_lives(job_id: str, step: str, env: Mapping[str, str]) -> bool | None:
 
 
 def end_time(label: str, env: Mapping[str, str]) -> int | None:
-    """When a job's time limit strikes, in seconds since the epoch.
+    """Return the end of a job's time limit, in seconds since the epoch.
 
-    None where it has no limit, and where Slurm is absent or does not answer.
+    The result is None if the job has no limit, or if Slurm is absent or does not answer.
 
     Args:
         label: `JOBID`, or `ARRAYJOBID_TASK` of an array's task.
-        env: for the command.
+        env: environment of the command.
     """
     if not is_label(label):
         return None
     try:
-        # The format is one of strftime(3): "ENVIRONMENT VARIABLES" of scontrol(1).
+        # The format is that of strftime(3). Source: "ENVIRONMENT VARIABLES" of scontrol(1).
         shown = ask(
             ["scontrol", "show", "job", "--oneliner", label], {**env, "SLURM_TIME_FORMAT": "%s"}
         )
@@ -132,7 +135,7 @@ def end_time(label: str, env: Mapping[str, str]) -> int | None:
 
 
 def hosts_left(job_id: str, env: Mapping[str, str]) -> str:
-    """The hosts that a job has now, as a Slurm host list: without those that it has lost.
+    """Return the current hosts of a job as a Slurm host list, without the hosts that it lost.
 
     Raises:
         NoAnswerError: squeue is absent, failed, or did not answer within a minute.

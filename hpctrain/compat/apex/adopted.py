@@ -1,4 +1,4 @@
-"""What `amp.initialize` does to an optimizer."""
+"""Changes that `amp.initialize` makes to an optimizer."""
 
 import functools
 from types import MethodType
@@ -16,18 +16,18 @@ __all__ = ["Adopted"]
 
 
 class Adopted:
-    """An optimizer between backward passes and its step.
+    """State of an optimizer under amp, from its backward passes to its step.
 
-    `step`, `zero_grad` and `add_param_group` of the optimizer itself are replaced, so a script and
-    its schedule call them as before.
+    It replaces `step`, `zero_grad` and `add_param_group` of the optimizer, so a script and its
+    learning rate schedule call them as before.
 
     Args:
-        optimizer: changed in place.
-        precision: of its models.
+        optimizer: optimizer, which is changed in place.
+        precision: precision of the optimizer's models.
 
     Attributes:
-        scaled: whether its gradients wait to be unscaled, after `delay_unscale`.
-        skip: whether its next step is left out.
+        scaled: whether the gradients are still scaled, after `delay_unscale`.
+        skip: whether the next step is skipped.
     """
 
     def __init__(self, optimizer: Optimizer, precision: Precision) -> None:
@@ -46,10 +46,10 @@ class Adopted:
 
     @staticmethod
     def check(optimizer: Optimizer) -> None:
-        """Hold an optimizer to what can be adopted.
+        """Check that an optimizer can be adopted.
 
         Raises:
-            UsageError: it was adopted before.
+            UsageError: the optimizer was adopted before.
         """
         if hasattr(optimizer, "_amp"):
             raise UsageError(
@@ -60,10 +60,10 @@ class Adopted:
 
     @classmethod
     def of(cls, optimizer: Any) -> "Adopted":
-        """What became of an optimizer.
+        """Return the state of an adopted optimizer.
 
         Raises:
-            UsageError: nothing; amp does not know it.
+            UsageError: `amp.initialize` did not adopt the optimizer.
         """
         known = getattr(optimizer, "_amp", None)
         if not isinstance(known, cls):
@@ -75,7 +75,7 @@ class Adopted:
         return known
 
     def prepare(self) -> None:
-        """Before a backward pass: keep what is unscaled apart from what will be scaled."""
+        """Set unscaled gradients aside before a backward pass, which will make scaled ones."""
         if isinstance(self.precision, Mastered):
             self.precision.begin()
         if self.scaled:
@@ -86,11 +86,12 @@ class Adopted:
         self._clear_copies()
 
     def unscale(self, scale: Scale) -> None:
-        """After a backward pass: true gradients where the optimizer looks for them."""
+        """Unscale the gradients after a backward pass, and add those that were set aside."""
         if self.pairs is not None:
             self.pairs.collect(self.optimizer)
         if any(parameter.grad is not None for parameter in self._parameters()):
-            # GradScaler would wait for a step of an optimizer that the loss had no part in.
+            # Without gradients there is no overflow check, so `follow` would not update the scale,
+            # and GradScaler refuses a second unscale_() before an update.
             scale.unscale_(self.optimizer)
         for parameter, gradient in self._before.items():
             if parameter.grad is not None:
@@ -100,10 +101,10 @@ class Adopted:
         self.scaled = False
 
     def step(self, closure: Any = None) -> Any:
-        """The optimizer's step, unless there was an overflow.
+        """Take a step of the optimizer, unless there was an overflow.
 
         Raises:
-            UsageError: a closure, or gradients that are not unscaled.
+            UsageError: a closure is given, or the gradients are still scaled.
         """
         if closure is not None:
             raise UsageError(
@@ -117,7 +118,7 @@ class Adopted:
                 "delay_unscale=False in the last backward pass before a step",
                 "delay_unscale=(i + 1) % accumulate != 0",
             )
-        # Schedules warn when they find no step; one that was left out counts.
+        # Learning rate schedules warn if there was no step. A skipped step counts for them.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         result = None
         if self.skip:
@@ -127,18 +128,18 @@ class Adopted:
             if self.pairs is not None:
                 self.pairs.copy_back(self.optimizer)
         if self.pairs is not None:
-            self.pairs.clear_masters(self.optimizer)  # model.zero_grad() does not reach them
+            self.pairs.clear_masters(self.optimizer)  # model.zero_grad() does not clear them
         return result
 
     def zero_grad(self, *arguments: Any, **keywords: Any) -> None:
-        """Of masters and copies."""
+        """Clear the gradients of masters and copies."""
         self._plain["zero_grad"](*arguments, **keywords)
         self._clear_copies()
         self._before = {}
         self.scaled = False
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """Parameters of the models, or others."""
+        """Add parameters, of the models or others, and use their masters if they have any."""
         self._plain["add_param_group"](group)
         self.precision.adopt(self.optimizer)
 
@@ -151,7 +152,7 @@ class Adopted:
 
 
 def _replaced(plain: Any, own: Any, optimizer: Optimizer) -> MethodType:
-    """A method of an optimizer; learning rate schedules look for the marks on the plain one."""
+    """Return a method of an optimizer with the attributes that learning rate schedules read."""
 
     @functools.wraps(plain)
     def method(_: Optimizer, *arguments: Any, **keywords: Any) -> Any:

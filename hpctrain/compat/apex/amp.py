@@ -1,13 +1,13 @@
 """apex.amp: models in mixed precision, and losses with a scale.
 
-Source: https://nvidia.github.io/apex/amp.html and advanced.html. What is not as it was:
+Source: https://nvidia.github.io/apex/amp.html and advanced.html. Differences from Apex:
 
-- O1 runs the forward pass of a model under `torch.autocast`, and nothing else: Apex patched torch
-  for the whole process. Half-precision outputs come out in fp32, so a loss is computed in fp32.
-- Under O2 a model's `state_dict()` has the fp32 master weights themselves, and loads them.
-- A step that overflows is left out under a fixed loss scale as well, unless that is 1 and there are
-  no master weights.
-- CPUs are welcome.
+- O1 runs only the forward pass of a model under `torch.autocast`; Apex patched torch for the whole
+  process. Outputs in half precision are cast to fp32, so a loss is computed in fp32.
+- Under O2 a model's `state_dict()` contains the fp32 master weights themselves, and loads them.
+- A step that overflows is skipped under a fixed loss scale as well, unless the scale is 1 and there
+  are no master weights.
+- CPUs are supported.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,11 +29,11 @@ __all__ = ["initialize", "load_state_dict", "master_params", "scale_loss", "stat
 
 
 class _State:
-    """What `initialize` leaves for the other calls.
+    """State that `initialize` keeps for the other functions.
 
     Attributes:
-        scales: of each loss; none where amp is not enabled.
-        verbose: whether overflows are told.
+        scales: scale of each loss; empty if amp is not enabled.
+        verbose: whether overflows are logged.
     """
 
     def __init__(self, scales: Sequence[Scale], verbose: bool) -> None:
@@ -41,7 +41,7 @@ class _State:
         self.verbose = verbose
 
     def scale(self, loss_id: int) -> Scale:
-        """That of a loss.
+        """Return the scale of a loss.
 
         Raises:
             UsageError: there is no such loss.
@@ -74,30 +74,30 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> Any:
-    """Bring models and optimizers to a precision, before the models are wrapped.
+    """Convert models and optimizers to a precision, before the models are wrapped.
 
     Args:
-        models: on their device, in fp32; changed in place, as the optimizers are.
-        optimizers: of their parameters; none for inference.
-        enabled: whether anything is done, here and by the other calls.
-        opt_level: O0 to O3.
-        cast_model_type: that of the level, or None.
-        patch_torch_functions: False keeps O1 from using half precision.
-        keep_batchnorm_fp32: of O2 and O3; also "True" and "False".
-        master_weights: whether O2 and O3 have fp32 weights behind those in half precision.
-        loss_scale: a number, also as text, or "dynamic"; None for that of the level.
-        cast_model_outputs: a type for all that comes out of the models; None for fp32.
-        num_losses: that have a scale each.
-        verbosity: 0 to say nothing of overflows.
+        models: models on their device, in fp32; models and optimizers are changed in place.
+        optimizers: optimizers of the models' parameters; None for inference.
+        enabled: False to change nothing, here and in the other functions.
+        opt_level: level from O0 to O3.
+        cast_model_type: type of the weights; None or the type of the level.
+        patch_torch_functions: False to run O1 without half precision.
+        keep_batchnorm_fp32: whether O2 and O3 keep batch norm in fp32; also "True" or "False".
+        master_weights: whether O2 and O3 keep fp32 master weights.
+        loss_scale: a number, also as text, or "dynamic"; None for the default of the level.
+        cast_model_outputs: type of all outputs of the models; None for fp32.
+        num_losses: number of losses, each with its own scale.
+        verbosity: 0 to log no overflows.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale.
 
     Returns:
-        models, or (models, optimizers); each a list where it was given as one.
+        models, or (models, optimizers); each is a list if it was given as one.
 
     Raises:
-        UsageError: something else, or what cannot be done.
+        UsageError: an argument has a wrong type or value, or a setting is not supported.
     """
-    global _state  # noqa: PLW0603, as Apex's calls find each other in no other way
+    global _state  # noqa: PLW0603, as the functions of Apex share state without an argument
     model_list = _listed("models", models, nn.Module)
     optimizer_list = [] if optimizers is None else _listed("optimizers", optimizers, Optimizer)
     if not enabled:
@@ -159,20 +159,20 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """A loss with its scale; at the end gradients are at their true size.
+    """Yield a loss times its scale, and unscale the gradients at the end of the context.
 
-    After an overflow the next step of the optimizers is left out and the scale is lower.
+    After an overflow the next step of the optimizers is skipped, and a dynamic scale is halved.
 
     Args:
-        loss: of any shape.
-        optimizers: those whose gradients the backward pass makes.
-        loss_id: which of the `num_losses` it is.
-        model: not looked at, as in Apex.
-        delay_unscale: leave gradients as they are, to go on with another backward pass.
-        delay_overflow_check: not to be had.
+        loss: loss, of any shape.
+        optimizers: optimizers whose gradients the backward pass computes.
+        loss_id: number of the loss, from 0 to `num_losses` - 1.
+        model: ignored, as in Apex.
+        delay_unscale: whether gradients stay scaled, for another backward pass before the step.
+        delay_overflow_check: not supported.
 
     Raises:
-        UsageError: amp or an optimizer is not initialized, or an argument cannot be heeded.
+        UsageError: amp or an optimizer is not initialized, or an argument is not supported.
     """
     del model
     state = _started("amp.scale_loss()")
@@ -212,13 +212,13 @@ def scale_loss(
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters that an optimizer works on: to clip their gradients, for instance."""
+    """Iterate over the parameters that an optimizer updates, for instance to clip gradients."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def state_dict() -> dict[str, Any]:
-    """For each loss `loss_scalerN`: its `loss_scale`, and the steps `unskipped` since it changed.
+    """Return `loss_scalerN` for each loss: its `loss_scale`, and `unskipped` steps since a change.
 
     Raises:
         UsageError: amp is not initialized.
@@ -228,10 +228,10 @@ def state_dict() -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Take up a state, of this module or of Apex.
+    """Load a state from this module or from Apex.
 
     Raises:
-        UsageError: amp is not initialized, or it is the state of something else.
+        UsageError: amp is not initialized, or the state is not one of amp.
     """
     scales = _started("amp.load_state_dict()").scales
     strange = [name for name in state_dict if not name.startswith("loss_scaler")]

@@ -1,4 +1,4 @@
-"""What `amp.initialize` does to a model."""
+"""Changes that `amp.initialize` makes to a model."""
 
 import threading
 from functools import partial
@@ -21,11 +21,11 @@ __all__ = ["Mastered", "check", "convert", "open_level", "take_from_copies"]
 
 
 class Mastered(ApexO2):
-    """O2 whose models save their masters and load them, under the names of their copies.
+    """O2 whose models save and load their master weights, under the names of the copies.
 
-    Before the first backward pass masters are taken from their copies, as in Apex, since
-    DistributedDataParallel has given these, and no others, the weights of rank 0. Masters that were
-    loaded stay as they are, so a resumed script goes on with the same bits.
+    Before the first backward pass the masters are set from their copies, as in Apex, because
+    DistributedDataParallel broadcasts the weights of rank 0 to the copies only. Masters that were
+    loaded stay unchanged, so a resumed script continues with the same bits.
     """
 
     def __init__(self, device: torch.device, settings: Settings) -> None:
@@ -35,27 +35,27 @@ class Mastered(ApexO2):
 
     @property
     def pairs(self) -> Masters:
-        """Masters and copies."""
+        """Master weights and their copies."""
         return self._masters
 
     def begin(self) -> None:
-        """Before a backward pass."""
+        """Set stale masters from their copies before a backward pass."""
         if self.stale:
             self._masters.take_copies()
             self.stale = False
 
     def convert(self, model: nn.Module) -> None:
-        """As Level2, and with hooks on the model's state."""
+        """Convert a model as `ApexO2` does, and add hooks to save and load its masters."""
         super().convert(model)
-        # torch marks the hook, which a method does not allow.
+        # torch sets an attribute on the hook, which a method does not allow.
         model.register_state_dict_post_hook(partial(self._save))  # type: ignore[no-untyped-call]
         model.register_load_state_dict_pre_hook(self._meet)  # type: ignore[no-untyped-call]
-        # After that of Level2, which takes the masters from their copies.
+        # It runs after the hook of ApexO2, which sets the masters from their copies.
         model.register_load_state_dict_post_hook(self._load)  # type: ignore[no-untyped-call]
         _LEVELS[model] = self
 
     def _save(self, model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Masters in the place of their copies, and fp32 for what else is in half precision."""
+        """Replace copies with their masters, and cast other tensors in half precision to fp32."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if prefix + name in state:
                 state[prefix + name] = self.master(parameter).detach()
@@ -81,24 +81,24 @@ _LEVELS: WeakKeyDictionary[nn.Module, Mastered] = WeakKeyDictionary()
 
 
 def take_from_copies(model: nn.Module) -> None:
-    """Let masters of a model, or of models in it, be taken from their copies once more."""
+    """Mark the masters of a model and of its submodules, to set them from their copies again."""
     for module in model.modules():
         if module in _LEVELS:
             _LEVELS[module].stale = True
 
 
 def open_level(properties: Properties, device: torch.device) -> Precision:
-    """The precision of a level; scales are kept beside it, as each loss has its own."""
+    """Return the precision of a level, without loss scales, as each loss has its own scale."""
     kinds: dict[str, type[Precision]] = {"O0": ApexO0, "O1": ApexO1}
     kind = kinds.get(properties.level, Mastered if properties.masters else ApexO3)
     return kind(device, Settings(1.0, properties.keep_batchnorm_fp32))
 
 
 def check(model: nn.Module) -> None:
-    """Hold a model to what can be initialized.
+    """Check that a model can be initialized.
 
     Raises:
-        UsageError: it is wrapped already, or in half precision.
+        UsageError: the model is already wrapped, or has tensors in half precision.
     """
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise UsageError(
@@ -118,14 +118,14 @@ def check(model: nn.Module) -> None:
 def convert(
     model: nn.Module, properties: Properties, precision: Precision, outputs: torch.dtype | None
 ) -> None:
-    """Change a model's weights as its level asks for, and what goes in and comes out.
+    """Convert a model's weights, inputs and outputs to the types of its level.
 
     Args:
-        model: changed in place.
-        properties: for the level.
-        precision: from `open_level`.
-        outputs: type of what comes out; None for fp32 in the place of half precision, as losses
-            are computed outside of the model.
+        model: model, which is changed in place.
+        properties: settings of the level.
+        precision: precision from `open_level`.
+        outputs: type of the outputs; None for fp32 instead of half precision, as losses are
+            computed outside of the model.
     """
     precision.convert(model)
     if properties.level == "O0":
@@ -140,8 +140,8 @@ def convert(
         model.register_forward_hook(partial(_cast_outputs, outputs))
 
 
-# What is entered in a forward pass; a thread for each GPU of DataParallel. Not in the hooks
-# themselves, so that a model can be copied and pickled.
+# The autocast contexts of the running forward passes. DataParallel has a thread for each GPU. They
+# are not in the hooks themselves, so that a model can be copied and pickled.
 _entered = threading.local()
 
 
@@ -154,7 +154,7 @@ def _enter(kind: str, half: torch.dtype, module: nn.Module, args: Any) -> None:
 
 def _leave(module: nn.Module, args: Any, outputs: Any) -> Any:
     del args
-    # After an error this is also called where another hook failed before `_enter`.
+    # After an error torch also calls this if another hook failed before `_enter`.
     if _stack() and _stack()[-1][0] is module:
         _stack().pop()[1].__exit__(None, None, None)
     return map_tensors(_widen, outputs)

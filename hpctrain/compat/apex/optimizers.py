@@ -1,7 +1,7 @@
-"""apex.optimizers, on torch's fused optimizers and on LAMB.
+"""apex.optimizers, built on torch's fused optimizers and on hpctrain's LAMB.
 
-Each is a function that gives torch's own optimizer, with Apex's arguments and defaults, which also
-loads the state of Apex's.
+Each function has the arguments and defaults of Apex's class. The optimizer that it returns can also
+load a state that Apex saved.
 """
 
 from typing import Any
@@ -27,10 +27,10 @@ def FusedAdam(  # noqa: N802, as Apex's class
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> Optimizer:
-    """torch.optim.AdamW, or Adam without `adam_w_mode`, fused.
+    """Return a fused torch.optim.AdamW, or a fused Adam if `adam_w_mode` is False.
 
     Raises:
-        UsageError: what neither has.
+        UsageError: `amsgrad` is not False, or `bias_correction` or `set_grad_none` is not True.
     """
     _refuse("FusedAdam", "amsgrad", amsgrad, False, "torch.optim.AdamW(…, amsgrad=True)")
     _refuse("FusedAdam", "bias_correction", bias_correction, True, "leave bias_correction out")
@@ -51,12 +51,12 @@ def FusedSGD(  # noqa: N802
     wd_after_momentum: bool = False,
     materialize_master_grads: bool = True,
 ) -> Optimizer:
-    """torch.optim.SGD, fused; master gradients are always there.
+    """Return a fused torch.optim.SGD; `materialize_master_grads` is ignored.
 
     Raises:
-        UsageError: weight decay after the momentum.
+        UsageError: `wd_after_momentum` is not False.
     """
-    del materialize_master_grads  # without them Apex saved memory; numbers are the same
+    del materialize_master_grads  # False saved memory in Apex; the numbers are the same
     _refuse(
         "FusedSGD", "wd_after_momentum", wd_after_momentum, False, "leave wd_after_momentum out"
     )
@@ -86,10 +86,10 @@ def FusedLAMB(  # noqa: N802
     max_grad_norm: float = 1.0,
     use_nvlamb: bool = False,
 ) -> Optimizer:
-    """hpctrain.optim.LAMB; gradients are clipped to a norm of 1 unless `max_grad_norm` is another.
+    """Return an hpctrain.optim.LAMB, which clips gradients to the norm `max_grad_norm`.
 
     Raises:
-        UsageError: what it does not have.
+        UsageError: `amsgrad` is not False, or `set_grad_none` is not True.
     """
     _refuse("FusedLAMB", "amsgrad", amsgrad, False, "leave amsgrad out")
     _refuse("FusedLAMB", "set_grad_none", set_grad_none, True, _ZERO)
@@ -122,17 +122,17 @@ def _loads_apex(optimizer: Optimizer) -> Optimizer:
 
 
 def _translate(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """Apex counted the steps of a group, and had fewer settings; torch counts each parameter's."""
+    """Convert a state of Apex, which counts steps by group and has fewer settings than torch."""
     mine, saved = optimizer.param_groups, state_dict["param_groups"]
     if len(mine) != len(saved):
-        return None  # torch says so
+        return None  # torch raises an error for it
     state = {number: dict(entry) for number, entry in state_dict["state"].items()}
     groups = []
     for own, group in zip(mine, saved, strict=True):
         step = group.get("step")
         groups.append({**own, **{name: group[name] for name in group if name != "step"}})
         for number in state.keys() & set(group["params"]) if step is not None else ():
-            # LAMB keeps a number, which it can read without waiting for the device.
+            # LAMB keeps a plain number, which it can read without waiting for the device.
             whole = isinstance(optimizer, LAMB)
             state[number]["step"] = int(step) if whole else torch.tensor(float(step))
     return {"state": state, "param_groups": groups}

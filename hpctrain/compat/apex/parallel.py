@@ -1,4 +1,4 @@
-"""apex.parallel, on torch's DistributedDataParallel and SyncBatchNorm."""
+"""apex.parallel, built on torch's DistributedDataParallel and SyncBatchNorm."""
 
 from typing import Any
 
@@ -13,25 +13,26 @@ __all__ = ["DistributedDataParallel", "convert_syncbn_model"]
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's own, called as Apex's was; names in its `state_dict()` begin with `module.`, too.
+    """torch's DistributedDataParallel with the arguments of Apex's.
 
-    As Apex's, it leaves each rank the running statistics of its own batch norm.
+    As with Apex's, names in its `state_dict()` begin with `module.`, and each rank keeps its own
+    running statistics of batch norm.
 
     Args:
-        module: on its device, after `amp.initialize`.
-        message_size: no matter; torch has its own sizes.
-        delay_allreduce: also for models of which a step does not use all parameters.
-        shared_param: no matter; torch knows shared parameters.
-        allreduce_trigger_params: no matter.
-        retain_allreduce_buffers: not to be had.
-        allreduce_always_fp32: not to be had; warned about where it would change numbers.
-        num_allreduce_streams, allreduce_communicators: no matter.
-        gradient_average: True.
-        gradient_predivide_factor: not to be had; warned about.
-        prof: no matter.
+        module: model on its device, after `amp.initialize`.
+        message_size: ignored; torch has its own bucket sizes.
+        delay_allreduce: True also supports models of which a step does not use all parameters.
+        shared_param: ignored; torch supports shared parameters.
+        allreduce_trigger_params: ignored.
+        retain_allreduce_buffers: not supported.
+        allreduce_always_fp32: not supported; logs a warning if it would change numbers.
+        num_allreduce_streams, allreduce_communicators: ignored.
+        gradient_average: only True is supported.
+        gradient_predivide_factor: not supported; logs a warning if it is not 1.
+        prof: ignored.
 
     Raises:
-        UsageError: other gradients than those of torch are asked for.
+        UsageError: `gradient_average` is False, or `retain_allreduce_buffers` is True.
 
     Source: apex/parallel/distributed.py.
     """
@@ -74,7 +75,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 "gradients are divided by the number of ranks alone",
             )
         super().__init__(module, find_unused_parameters=delay_allreduce)
-        # An attribute, as the argument has another name from torch 2.15 on.
+        # Set as an attribute, as the argument has another name from torch 2.15 on.
         self.broadcast_buffers = False
         take_from_copies(module)
 
@@ -86,15 +87,15 @@ def _warn(argument: str, what: str) -> None:
 def convert_syncbn_model(
     module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> nn.Module:
-    """A model whose batch norm sees the batches of all ranks.
+    """Return the model with batch norm over the batches of all ranks.
 
     Args:
-        module: before it is wrapped.
-        process_group: whose ranks; None for all.
-        channel_last: no matter; torch looks at the tensors.
+        module: model, before it is wrapped.
+        process_group: process group of the ranks; None for all ranks.
+        channel_last: ignored; torch reads the memory format from the tensors.
 
     Raises:
-        UsageError: there is no GPU, and torch's SyncBatchNorm takes no tensors of CPUs.
+        UsageError: there is no GPU, and torch's SyncBatchNorm does not support tensors on CPUs.
     """
     del channel_last
     if not torch.cuda.is_available():

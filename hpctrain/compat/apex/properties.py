@@ -1,4 +1,4 @@
-"""What `amp.initialize` was told, held to what can be done.
+"""Settings of `amp.initialize`, checked against those that are supported.
 
 Source: "opt_levels and Properties" in the documentation of apex.amp.
 """
@@ -18,13 +18,13 @@ _OWN_TYPE = {"O0": torch.float32, "O1": None, "O2": torch.float16, "O3": torch.f
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """How a script wants its numbers.
+    """Precision settings of a script.
 
     Attributes:
-        level: O0 to O3.
+        level: level from O0 to O3.
         autocast: whether the models' forward passes run under autocast.
-        masters: whether fp32 weights are behind those in half precision.
-        keep_batchnorm_fp32: whether batch norm stays in fp32; None for what the level does.
+        masters: whether there are fp32 master weights for those in half precision.
+        keep_batchnorm_fp32: whether batch norm stays in fp32; None for the default of the level.
         loss_scale: a number, or "dynamic".
     """
 
@@ -43,12 +43,12 @@ def settle(
     master_weights: bool | None,
     loss_scale: float | str | None,
 ) -> Properties:
-    """The properties of a level, with what was given besides.
+    """Return the properties of a level, combined with the other arguments.
 
-    Args: as those of `amp.initialize`.
+    Args: as for `amp.initialize`.
 
     Raises:
-        UsageError: no level, or a property that the level does not have.
+        UsageError: the level is unknown, or does not support one of the other arguments.
     """
     if opt_level not in _OWN_TYPE:
         raise UsageError(
@@ -84,10 +84,10 @@ def _refuse(level: str, name: str, value: Any, expected: str) -> None:
 
 
 def _batchnorm(level: str, value: bool | str | None) -> bool | None:
-    """The strings are those that scripts pass on from their command lines."""
+    """Return the setting as a bool; scripts pass the texts from their command lines."""
     answers: dict[Any, bool | None] = {"True": True, "False": False, True: True, False: False}
     if value is None:
-        # Without it, O2's default holds also where its masters are left out.
+        # The default of O2 is the same without its masters.
         return {"O2": True, "O3": False}.get(level)
     if value not in answers:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The scale of a loss, with the bounds and the state that Apex has."""
+"""Loss scale with the bounds and the state of Apex's."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ __all__ = ["Scale"]
 class Scale(LossScaler):
     """The scale of one loss.
 
-    A dynamic one begins with 2**16, is halved at an overflow and doubled after 2,000 steps without
-    one. Steps that overflow are left out under a fixed scale as well; Apex took them.
+    A dynamic scale begins at 2**16, is halved at an overflow, and doubled after 2,000 steps without
+    one. Steps that overflow are skipped under a fixed scale as well; Apex took them.
 
     Args:
-        device: of the models.
+        device: device of the models.
         scale: a number, or "dynamic".
-        least: bound of a dynamic scale; None for none.
-        most: bound of a dynamic scale.
+        least: lower bound of a dynamic scale; None for no bound.
+        most: upper bound of a dynamic scale.
     """
 
     def __init__(
@@ -33,26 +33,26 @@ class Scale(LossScaler):
 
     @property
     def idle(self) -> bool:
-        """Whether it changes nothing, and so need not look for overflows."""
+        """Whether the scale is fixed at 1, so that it changes nothing."""
         return self._fixed == 1.0
 
     def overflowed(self) -> bool:
-        """Whether an optimizer has gradients that are not finite; waits for the device."""
+        """Check whether an optimizer has gradients that are not finite; waits for the device."""
         return any(found.item() > 0 for found in self.overflows())
 
     def follow(self) -> None:
-        """Let the scale follow the overflows, within its bounds."""
+        """Update the scale from the overflows, within its bounds."""
         super().follow()
         if self._fixed is None and self._scale is not None:
             self._scale.clamp_(self._least, self._most)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in Apex's checkpoints: the scale, and the steps since it last changed."""
+        """Return the state as in Apex's checkpoints: the scale, and the steps since it changed."""
         state = super().state_dict()
         return {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a state; a fixed scale stays as the script wants it."""
+        """Load a state; a fixed scale stays as the script sets it."""
         scale = float(state_dict["loss_scale"])
         if self._fixed is None:
             state = {"scale": scale, "_growth_tracker": int(state_dict["unskipped"])}

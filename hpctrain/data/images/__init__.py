@@ -1,4 +1,4 @@
-"""Images as they lie on disk, decoded, cut and brought to the device."""
+"""Images on disk: decoding, cropping, and normalization on the device."""
 
 from hpctrain.data.images.cropping import CenterCrop, RandomResizedCrop
 from hpctrain.data.images.imageset import IGNORED, ImageSet

@@ -1,4 +1,4 @@
-"""Which part of an image a model sees, at which size. All in bytes: uint8 in, uint8 out."""
+"""Crops of images, resized for a model; input and output are uint8."""
 
 import math
 from collections.abc import Callable
@@ -17,25 +17,25 @@ _ATTEMPTS = 10
 
 
 class RandomResizedCrop:
-    """A part of random area, shape and place, at one size, and whether it is to be mirrored.
+    """Crop of random area, shape and position, resized to one size, with a random flip.
 
-    The part is drawn first. A JPEG is then decoded at the smallest of its scales at which the part
-    still has as many pixels as are wanted, and resized by bilinear interpolation with antialiasing.
-    Random numbers are torch's.
+    The crop is drawn first. A JPEG is then decoded at the smallest of its scales at which the crop
+    still has enough pixels, and resized by bilinear interpolation with antialiasing. The random
+    numbers come from torch.
 
     Source: the training of GoogLeNet in Szegedy et al., "Going Deeper with Convolutions" (arXiv
-    1409.4842); ranges, attempts and what is taken after them as in torchvision's transform.
+    1409.4842); ranges, attempts and the fallback after them as in torchvision's transform.
 
     Args:
-        size: height and width in pixels.
-        scale: least and greatest area of the part, over that of the image.
-        ratio: least and greatest width of the part over its height.
-        augment: called with the uint8 tensor (3, size, size); gives another one, as torchvision's
-            v2 transforms do (default: none).
-        flip: the probability of mirroring.
+        size: height and width of the output, in pixels.
+        scale: smallest and largest area of the crop, relative to the area of the image.
+        ratio: smallest and largest ratio of the crop's width to its height.
+        augment: function from a uint8 tensor (3, size, size) to another one, such as torchvision's
+            v2 transforms (default: none).
+        flip: probability of a flip.
 
     Raises:
-        UsageError: a range is empty, or the size is none.
+        UsageError: a range is empty, or the size is below 1.
     """
 
     random = True
@@ -60,14 +60,14 @@ class RandomResizedCrop:
         self.flip = flip
 
     def __call__(self, data: bytes, decoder: Decoder) -> tuple[Tensor, bool]:
-        """The part, uint8 (3, size, size), and whether it is to be mirrored.
+        """Return the crop, uint8 (3, size, size), and whether to flip it.
 
         Args:
-            data: an image file's bytes.
-            decoder: for it.
+            data: bytes of an image file.
+            decoder: decoder for the bytes.
         """
         whole = decoder.size(data)
-        # All at once: each call costs microseconds.
+        # One call for all numbers, because each call costs microseconds.
         drawn = torch.rand(2 * _ATTEMPTS + 3, dtype=torch.float64).tolist()
         top, left, height, width = self.part(*whole, drawn)
         least = (
@@ -87,11 +87,11 @@ class RandomResizedCrop:
         return image, drawn[-1] < self.flip
 
     def part(self, height: int, width: int, drawn: list[float]) -> tuple[int, int, int, int]:
-        """Top, left, height and width of the part.
+        """Return top, left, height and width of the crop.
 
         Args:
-            height, width: of the image.
-            drawn: numbers from 0 to 1: an area and a shape for each attempt, then the place.
+            height, width: size of the image.
+            drawn: numbers from 0 to 1: an area and a shape for each attempt, then the position.
         """
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         for attempt in range(_ATTEMPTS):
@@ -106,7 +106,7 @@ class RandomResizedCrop:
                     down,
                     across,
                 )
-        # As much of the middle as the range of shapes allows.
+        # Fallback: the largest central crop that the range of shapes allows.
         down, across = height, width
         if width / height < self.ratio[0]:
             down = min(max(round(width / self.ratio[0]), 1), height)
@@ -116,17 +116,17 @@ class RandomResizedCrop:
 
 
 class CenterCrop:
-    """The middle of an image whose shorter side was brought to a size.
+    """Central crop of an image, after its shorter side is resized.
 
-    Images are decoded whole, so that an evaluation is that of torchvision's references:
+    Images are decoded at full size, so an evaluation equals that of torchvision's references:
     `v2.Resize(resize)` and `v2.CenterCrop(size)` of the decoded bytes.
 
     Args:
-        size: height and width in pixels.
-        resize: the shorter side before, at least `size`.
+        size: height and width of the output, in pixels.
+        resize: length of the shorter side before the crop, in pixels, at least `size`.
 
     Raises:
-        UsageError: the middle would be larger than the image.
+        UsageError: the crop would be larger than the image, or empty.
     """
 
     random = False
@@ -142,15 +142,15 @@ class CenterCrop:
         self.resize = resize
 
     def __call__(self, data: bytes, decoder: Decoder) -> tuple[Tensor, bool]:
-        """The middle, uint8 (3, size, size), never to be mirrored.
+        """Return the central crop, uint8 (3, size, size), and False for no flip.
 
         Args:
-            data: an image file's bytes.
-            decoder: for it.
+            data: bytes of an image file.
+            decoder: decoder for the bytes.
 
         Raises:
-            CorruptError: it is damaged; or it is so thin that it would have more pixels at the new
-                size than the decoder takes.
+            CorruptError: the image is damaged, or so thin that it would have more pixels after
+                resizing than the decoder accepts.
         """
         pixels = decoder.decode(data)
         height, width = pixels.shape[1:]
@@ -162,7 +162,7 @@ class CenterCrop:
                 f"{height} × {width} pixels"
             )
         image = _resized(pixels, height, width)
-        # Half to even, as torchvision has it.
+        # Round half to even, as torchvision does.
         top, left = round((height - self.size) / 2), round((width - self.size) / 2)
         return image[:, top : top + self.size, left : left + self.size].contiguous(), False
 
@@ -172,10 +172,10 @@ def _between(low: float, high: float, share: float) -> float:
 
 
 def _resized(image: Tensor, height: int, width: int) -> Tensor:
-    """An image at another size, as contiguous bytes.
+    """Resize an image; return contiguous bytes.
 
-    On photographs torch takes a third of the time that Pillow does, on one core, and least where
-    the part lies in one piece of memory with the channels last.
+    On photographs torch needs a third of Pillow's time, on one core. It is fastest if the crop is
+    contiguous in memory with the channels last.
     """
     if image.shape[1:] == (height, width):
         return image.contiguous()

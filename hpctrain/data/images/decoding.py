@@ -1,9 +1,9 @@
-"""From an image file's bytes to pixels: the one place that knows decoders.
+"""Decoders from the bytes of an image file to pixels.
 
 Measured on photographs of 500 × 375 (benchmarks/input.py): simplejpeg, torchvision.io and
-torchcodec take the same time for whole images, and Pillow half as much again. Only simplejpeg and
-Pillow can decode at a half, a quarter or an eighth of the size, and say when a file is damaged.
-All four use libjpeg-turbo, and give the same pixels (of CMYK up to 1 of 255 apart).
+torchcodec need the same time for whole images, and Pillow 1.5 times as much. Only simplejpeg and
+Pillow can decode at a half, a quarter or an eighth of the size, and report a damaged file.
+All four use libjpeg-turbo, and give the same pixels (up to 1 of 255 apart for CMYK).
 """
 
 import contextlib
@@ -23,44 +23,44 @@ __all__ = ["CorruptError", "Decoder", "find"]
 
 
 class CorruptError(Exception):
-    """The bytes are those of no image that can be decoded."""
+    """Error for bytes that cannot be decoded as an image."""
 
 
 class Decoder(Protocol):
-    """What decodes images of all kinds."""
+    """Interface of a decoder for images of all formats."""
 
     def refuses(self, pixels: int) -> bool:
-        """Whether an image of so many pixels is taken for an attack."""
+        """Return whether an image of so many pixels is refused as a possible attack."""
         ...
 
     def size(self, data: bytes) -> tuple[int, int]:
-        """Height and width, from the head of the file.
+        """Return height and width, from the header of the file.
 
         Raises:
-            CorruptError: it has none.
+            CorruptError: the bytes have no valid header.
         """
         ...
 
     def decode(self, data: bytes, least: tuple[int, int] | None = None) -> Tensor:
-        """The pixels, uint8 of shape (3, height, width), with the channels last in memory.
+        """Return the pixels, uint8 of shape (3, height, width), with the channels last in memory.
 
         Args:
-            data: of the file.
-            least: height and width that are enough: a JPEG is decoded at a half, a quarter or an
-                eighth of its size where that is at least as much (default: at its own size).
+            data: bytes of the file.
+            least: smallest sufficient height and width: a JPEG is decoded at a half, a quarter or
+                an eighth of its size if that is at least as large (default: at full size).
 
         Raises:
-            CorruptError: it is damaged.
+            CorruptError: the image is damaged.
         """
         ...
 
 
 class Pillow:
-    """Decodes all kinds of files. What it refuses is corrupt, as in torchvision's ImageFolder.
+    """Decoder for all formats. Files that it refuses are corrupt, as in torchvision's ImageFolder.
 
-    Of an animation the first image; grey, CMYK and palettes become RGB, and transparency is left
-    out; the orientation in EXIF is not heeded. Grey of 16 bits is scaled to 8, where ImageFolder
-    has white for all from 255 on.
+    It reads the first image of an animation, converts grey, CMYK and palettes to RGB, and drops
+    transparency. It ignores the orientation in EXIF. It scales 16-bit grey to 8 bits, where
+    ImageFolder makes all values from 255 on white.
 
     Raises:
         UsageError: Pillow is not installed.
@@ -70,20 +70,20 @@ class Pillow:
         self._image: Any = _module("PIL.Image")
 
     def __reduce__(self) -> tuple[type["Pillow"], tuple[()]]:
-        return type(self), ()  # a module cannot be sent to a process
+        return type(self), ()  # a module cannot be pickled
 
     def refuses(self, pixels: int) -> bool:
-        """Whether it takes an image of so many for an attack, by its MAX_IMAGE_PIXELS."""
+        """Return whether Pillow's MAX_IMAGE_PIXELS refuses so many pixels as a possible attack."""
         most = self._image.MAX_IMAGE_PIXELS
         return most is not None and pixels > 2 * most
 
     def size(self, data: bytes) -> tuple[int, int]:
-        """Height and width."""
+        """Return height and width."""
         with self._opened(data) as image:
             return image.height, image.width
 
     def decode(self, data: bytes, least: tuple[int, int] | None = None) -> Tensor:
-        """The pixels."""
+        """Return the pixels."""
         with self._opened(data) as image:
             if least is not None:
                 part = _part(image.height, image.width, least)
@@ -96,32 +96,32 @@ class Pillow:
     def _opened(self, data: bytes) -> Any:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of palettes, metadata, sizes
+                warnings.simplefilter("ignore")  # warnings about palettes, metadata, sizes
                 with self._image.open(io.BytesIO(data)) as image:
                     yield image
         except MemoryError:
             raise
         except self._image.UnidentifiedImageError:
             raise CorruptError("no kind of image" if data else "it is empty") from None
-        except Exception as error:  # its plugins raise all kinds
+        except Exception as error:  # Pillow's plugins raise exceptions of all types
             raise CorruptError(str(error) or type(error).__name__) from None
 
 
 def _is_deep(image: Any) -> bool:
-    """Whether it is grey of 16 bits, which Pillow's "I", of 32 bits, is in PNG and PGM."""
+    """Return whether an image is 16-bit grey; for PNG and PGM, Pillow's 32-bit "I" means that."""
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
 
 
 def _of_8_bits(image: Any) -> Any:
-    # To the nearest: what is behind the point is cut off.
+    # Rounds to the nearest, because the fraction is cut off.
     return image.convert("I").point(lambda value: value / 257 + 0.5)
 
 
 class SimpleJpeg:
-    """Decodes JPEG files, and leaves others, and those that it cannot, to Pillow.
+    """Decoder for JPEG files; it passes other files, and those that it cannot decode, to Pillow.
 
-    Those with so many pixels that Pillow refuses them are among these: a few bytes can claim more
-    than fits into memory.
+    It also passes JPEG files whose number of pixels Pillow refuses: a few bytes can declare an
+    image that does not fit into memory.
 
     Raises:
         UsageError: simplejpeg or Pillow is not installed.
@@ -135,21 +135,21 @@ class SimpleJpeg:
         return type(self), ()
 
     def refuses(self, pixels: int) -> bool:
-        """As Pillow."""
+        """Return whether Pillow refuses so many pixels."""
         return self._other.refuses(pixels)
 
     def size(self, data: bytes) -> tuple[int, int]:
-        """Height and width."""
+        """Return height and width."""
         try:
             height, width, *_ = self._jpeg.decode_jpeg_header(data)
         except ValueError:
             return self._other.size(data)
         if self.refuses(height * width):
-            return self._other.size(data)  # says so
+            return self._other.size(data)  # raises the error
         return height, width
 
     def decode(self, data: bytes, least: tuple[int, int] | None = None) -> Tensor:
-        """The pixels."""
+        """Return the pixels."""
         height, width = self.size(data)
         try:
             if least is not None:
@@ -162,7 +162,7 @@ class SimpleJpeg:
 
 
 def _part(height: int, width: int, least: tuple[int, int]) -> int:
-    """By what a side may be divided; other parts than these take longer than the whole.
+    """Return the divisor of the sides for decoding; other divisors take longer than full size.
 
     Source: simplejpeg's documentation of `min_factor`; only these have fast code in libjpeg-turbo.
     """
@@ -172,15 +172,15 @@ def _part(height: int, width: int, least: tuple[int, int]) -> int:
     return 1
 
 
-# In the order in which they are tried, the fastest first.
+# Decoders by name, the fastest first.
 _DECODERS: dict[str, Callable[[], Decoder]] = {"simplejpeg": SimpleJpeg, "pillow": Pillow}
 
 
 def find(name: str) -> Decoder:
-    """A decoder by its name: `simplejpeg`, `pillow`, or `auto` for the first that is installed.
+    """Return a decoder: `simplejpeg`, `pillow`, or `auto` for the first that is installed.
 
     Raises:
-        UsageError: there is none of that name, or it is not installed.
+        UsageError: the name is unknown, or the decoder is not installed.
     """
     if name != "auto":
         if name not in _DECODERS:

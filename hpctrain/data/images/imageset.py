@@ -1,4 +1,4 @@
-"""Images of a source as samples of a data set."""
+"""Data set of the images of a source."""
 
 import torch
 from torch import Tensor
@@ -12,45 +12,45 @@ from hpctrain.process.logging import logger
 
 __all__ = ["IGNORED", "ImageSet"]
 
-#: The target of an image that could not be decoded: `ignore_index` of torch's cross entropy.
+#: Target of an image that cannot be decoded: the `ignore_index` of torch's cross entropy.
 IGNORED = -100
 _GREY = 128
 
 
 class ImageSet(Dataset[tuple[Tensor, bool, int]]):
-    """Images, each decoded and cut to one size when it is asked for.
+    """Data set that decodes and crops each image to one size when it is read.
 
-    A sample is `(image uint8 (3, size, size), flip, target)`. A batch of the loader's is
-    `(uint8 (N, 3, size, size), bool (N,), int64 (N,))`; `Normalize` makes numbers of it, on the
-    device. The pixels follow from the file, the transform, the random numbers and the installed
+    A sample is `(image uint8 (3, size, size), flip, target)`. A batch of the loader is
+    `(uint8 (N, 3, size, size), bool (N,), int64 (N,))`; `Normalize` converts it to numbers on the
+    device. The pixels depend on the file, the transform, the random numbers and the installed
     decoder.
 
-    Images that cannot be decoded are an error unless `max_corrupt` allows some: then each is said
-    by name, once by each process, is grey, and has the target -100, so it counts neither in torch's
-    cross entropy nor in `session.classification`, whose `ignored` tells how many there were. The
-    mean loss of a micro-batch of none but such images is NaN (0/0); a sum of losses over
-    `max(1, images that count)`, or targets as probabilities that are all 0, give 0.
+    An image that cannot be decoded raises an error, unless `max_corrupt` allows some. Then each
+    process logs the name of the image once. The image is grey and has the target -100, so torch's
+    cross entropy and `session.classification` do not count it; the latter's `ignored` is the
+    number of such images. The mean loss of a micro-batch with only such images is NaN (0/0). A sum
+    of losses divided by `max(1, images that count)`, or targets as probabilities that are all 0,
+    gives 0.
 
-    What is counted are the images of the data set, each once however often it is met. Where it has
-    no more corrupt ones than `max_corrupt`, there is no error, in no epoch. A process of a
-    rank's loader knows of those that it has met itself, and more with each epoch: of a data set
-    that has more, an epoch can pass, and one later can be the first in which a process has met too
-    many. To find that out after one epoch, sum the targets below 0 over all ranks, as
-    examples/imagenet.py does.
+    Each corrupt image of the data set counts once, however often it is read. With at most
+    `max_corrupt` corrupt images in the data set, no epoch raises an error. With more, an epoch may
+    pass and a later one may raise: each loader process counts only the images that it has read
+    itself, which become more with each epoch. To detect this after one epoch, sum the targets
+    below 0 over all ranks, as examples/imagenet.py does.
 
     Args:
-        source: of `image_source`.
-        transform: `RandomResizedCrop` or `CenterCrop`, or any callable of a file's bytes and a
-            decoder that gives the uint8 image and whether it is to be mirrored. With `max_corrupt`
-            it has a `size`, the pixels of a side.
-        max_corrupt: how many images of the data set may be corrupt.
+        source: source from `image_source`.
+        transform: `RandomResizedCrop` or `CenterCrop`, or any callable from a file's bytes and a
+            decoder to the uint8 image and whether to flip it. With `max_corrupt` it needs a
+            `size`, the pixels of a side.
+        max_corrupt: number of images of the data set that may be corrupt.
         decoder: `auto`, `simplejpeg` or `pillow`.
 
     Attributes:
-        classes: the names of the classes.
+        classes: names of the classes.
 
     Raises:
-        UsageError: the decoder is not there; or the transform has no `size`, and images may be
+        UsageError: the decoder is not installed; or the transform has no `size`, and images may be
             corrupt.
     """
 
@@ -79,11 +79,11 @@ class ImageSet(Dataset[tuple[Tensor, bool, int]]):
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[Tensor, bool, int]:
-        """A sample.
+        """Return a sample.
 
         Raises:
-            DataError: the file cannot be read; or it is corrupt, and so are as many others that
-                this process has met as may be.
+            DataError: the file cannot be read; or it is corrupt, and this process has already read
+                `max_corrupt` other corrupt images.
         """
         data = self.source.read(index)
         try:
@@ -93,7 +93,7 @@ class ImageSet(Dataset[tuple[Tensor, bool, int]]):
         return image, flip, self.source.target(index)
 
     def _replaced(self, index: int, why: str) -> tuple[Tensor, bool, int]:
-        """What stands for a corrupt image."""
+        """Return the replacement of a corrupt image."""
         name = self.source.name(index)
         if index not in self._corrupt:
             if len(self._corrupt) >= self.max_corrupt:

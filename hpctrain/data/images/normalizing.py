@@ -1,4 +1,4 @@
-"""From bytes to numbers, on the device."""
+"""Conversion of images from bytes to normalized numbers, on the device."""
 
 from collections.abc import Sequence
 
@@ -11,18 +11,19 @@ __all__ = ["Normalize"]
 
 
 class Normalize:
-    """Batches of bytes as numbers of mean 0 and standard deviation 1, mirrored where it was drawn.
+    """Transform of batches from bytes to mean 0 and standard deviation 1, with the drawn flips.
 
-    Called with `(images uint8 (N, C, H, W), flips bool (N,), targets)`, or without the flips; gives
-    `(images (N, C, H, W), targets)`. The host waits for nothing, but for the first batch on a
-    device; images with the channels last stay so.
+    It takes `(images uint8 (N, C, H, W), flips bool (N,), targets)`, or the same without flips, and
+    returns `(images (N, C, H, W), targets)`. The host waits only for the first batch on a device.
+    Images with the channels last keep that format.
 
     Args:
-        mean, std: of each channel, of pixels from 0 to 1.
-        dtype: of the images.
+        mean, std: mean and standard deviation of each channel, of pixels from 0 to 1.
+        dtype: type of the images.
 
     Raises:
-        UsageError: there are not as many standard deviations above 0 as means.
+        UsageError: the numbers of means and standard deviations differ, or a standard deviation is
+            not above 0.
     """
 
     def __init__(
@@ -41,10 +42,10 @@ class Normalize:
     def __call__(
         self, batch: tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The images and the targets.
+        """Return the images and the targets.
 
         Args:
-            batch: of an `ImageSet`, on any device.
+            batch: batch of an `ImageSet`, on any device.
         """
         images, *flips, targets = batch
         if flips:
@@ -53,7 +54,7 @@ class Normalize:
         return images.to(self.dtype).mul_(scale).add_(shift), targets
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What a byte is multiplied with, and what is then added, for each channel."""
+        """Return the factor and the summand for the bytes of each channel."""
         if device not in self._factors:
             mean = torch.tensor(self.mean, dtype=torch.float64)
             std = torch.tensor(self.std, dtype=torch.float64)

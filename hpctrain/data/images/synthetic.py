@@ -1,4 +1,4 @@
-"""Images that cost nothing: what a step takes where the input is free."""
+"""Synthetic images without input cost, to time the steps alone."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ __all__ = ["SyntheticImages"]
 
 
 class _Whole(NamedTuple):
-    """A batch that was never in pieces."""
+    """Batch that is made as a whole, without collating."""
 
     images: Tensor
     flips: Tensor
@@ -26,21 +26,21 @@ def _unwrapped(batch: list[_Whole], **_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return images, flips, targets
 
 
-# The documented way to tell default_collate of a type: its docstring, option 2.
+# The documented way to register a type with default_collate: its docstring, option 2.
 default_collate_fn_map[_Whole] = _unwrapped
 
 
 class SyntheticImages(Dataset[tuple[Tensor, bool, int]]):
     """Noise with classes, in the layout of an `ImageSet`'s batches.
 
-    A batch is the beginning of a pool of noise that is made with the first batch, pinned where
-    there are GPUs: nothing is read or decoded, and all batches are alike. Without loader processes
-    nothing is copied on the host either; from those torch copies each batch to pinned memory.
+    A batch is the beginning of a pool of noise. The pool is made with the first batch, and pinned
+    if there are GPUs. Nothing is read or decoded, and all batches are equal. Without loader
+    processes nothing is copied on the host; with them torch copies each batch to pinned memory.
 
     Args:
-        samples: the length of the data set.
+        samples: length of the data set.
         size: height and width in pixels.
-        classes: their number.
+        classes: number of classes.
     """
 
     random = False
@@ -55,14 +55,14 @@ class SyntheticImages(Dataset[tuple[Tensor, bool, int]]):
         return self.samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, bool, int]:
-        """A sample: the first one of the pool."""
+        """Return a sample: the first one of the pool."""
         if not 0 <= index < self.samples:
             raise IndexError(index)
         images, flips, targets = self._first(1)
         return images[0], bool(flips[0]), int(targets[0])
 
     def __getitems__(self, indices: Sequence[int]) -> list[_Whole]:
-        """A whole batch, which torch's loaders hand out as it is."""
+        """Return a whole batch, which torch's loaders do not collate."""
         return [self._first(len(indices))]
 
     def _first(self, count: int) -> _Whole:
@@ -78,7 +78,7 @@ class SyntheticImages(Dataset[tuple[Tensor, bool, int]]):
             torch.rand(count, generator=generator) < 0.5,
             torch.randint(0, len(self.classes), (count,), generator=generator),
         )
-        # A worker's memory is handed over as it is, and CUDA may not be used there.
+        # A worker must not use CUDA, and its memory is shared with the rank as it is.
         if get_worker_info() is None and torch.cuda.is_available():
             pool = _Whole(*(part.pin_memory() for part in pool))
         return pool

@@ -1,4 +1,4 @@
-"""Sets of images on disk, in folders or in tar files: found, read, written. Never imports torch."""
+"""Image sets on disk, in folders or tar files: find, read, write. It never imports torch."""
 
 from hpctrain.data.shards.folders import FolderSource
 from hpctrain.data.shards.indexing import build_index

@@ -1,4 +1,4 @@
-"""Files that are read again and again: a limited number of them is open at a time."""
+"""Cache of open files that are read repeatedly, with a limit on their number."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ _MOST = 128
 
 
 class _File:
-    """A descriptor, which is closed when nobody has it any more."""
+    """File descriptor that is closed when no reference is left."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -29,26 +29,27 @@ class _File:
 
 
 class Descriptors:
-    """Up to 128 open files, those that were read last; in each process those that it has opened.
+    """Cache of up to 128 open files, the most recently read ones, in each process.
 
-    Threads may read at once, and processes after a fork as well, as no position is used.
+    Threads, and processes after a fork, may read at the same time, because reads use no file
+    position.
     """
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, _File] = OrderedDict()
 
     def read(self, path: Path, size: int, start: int) -> bytes:
-        """A part of a file, less where it ends before.
+        """Return a part of a file; fewer bytes if the file ends before.
 
         Raises:
-            DataError: it cannot be read, or too many files are open.
+            DataError: the file cannot be read, or too many files are open.
         """
         try:
-            # The name keeps it open while another thread may drop it here.
+            # The local reference keeps it open if another thread drops it from the cache.
             file = self._files.pop(path, None) or _File(path)
             self._files[path] = file
             if len(self._files) > _MOST:
-                self._files.popitem(last=False)  # in one step, for the threads' sake
+                self._files.popitem(last=False)  # atomic, for other threads
             return os.pread(file.number, size, start)
         except OSError as error:
             raise _unreadable(path, error) from None
@@ -58,9 +59,9 @@ class Descriptors:
 
 
 def make_room(files: int) -> None:
-    """Raise the limit on open files for so many of them, as far as the system's own allows.
+    """Raise the limit on open files by this number, up to the system's hard limit.
 
-    Processes that are started later have it as well.
+    Processes that are started later inherit the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:

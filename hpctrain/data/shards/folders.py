@@ -1,4 +1,4 @@
-"""Images in a folder for each class: SPLIT/CLASS/FILE, as torchvision's ImageFolder has them."""
+"""Images in one folder per class: SPLIT/CLASS/FILE, as in torchvision's ImageFolder."""
 
 import bisect
 import os
@@ -16,25 +16,25 @@ _SUFFIXES = frozenset(
 
 
 def is_image(name: str) -> bool:
-    """Whether a file's name is that of an image; hidden files, as macOS leaves, are none."""
+    """Return whether a file name is an image; hidden files, as macOS makes, are not images."""
     return os.path.splitext(name)[1].lower() in _SUFFIXES and not name.startswith(".")
 
 
 class FolderSource:
-    """The images of SPLIT/CLASS/FILE: classes by name, and in each its files by name.
+    """Images of SPLIT/CLASS/FILE, ordered by class name and then by file name.
 
-    Folders in that of a class belong to the class, after its files; links are followed. Names are
-    kept in one piece of memory, which processes share after a fork.
+    Folders inside of a class folder belong to the class, after its files. Links are followed. Names
+    are stored in one block of memory, which processes share after a fork.
 
     Args:
-        folder: that of the split.
+        folder: folder of the split.
 
     Attributes:
-        classes: the names of the class folders, in order; a target is a place in them.
-        place: the folder.
+        classes: names of the class folders, in order; a target is an index in this list.
+        place: path of the folder.
 
     Raises:
-        UsageError: it is not such a folder.
+        UsageError: the folder does not have this layout.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -48,7 +48,7 @@ class FolderSource:
             ) from None
 
     def _list(self) -> None:
-        """All that there is."""
+        """List the classes and their images."""
         self.classes = _classes(Path(self.place))
         starts, ends, names = [0], array("Q"), bytearray()
         for name in self.classes:
@@ -68,25 +68,25 @@ class FolderSource:
         return len(self._ends)
 
     def member(self, index: int) -> str:
-        """An image's path in the folder, which begins with its class."""
+        """Return an image's path in the folder, which begins with its class."""
         self._check(index)
         start = self._ends[index - 1] if index else 0
         return os.fsdecode(self._names[start : self._ends[index]])
 
     def name(self, index: int) -> str:
-        """An image's path."""
+        """Return an image's path."""
         return os.path.join(self.place, self.member(index))
 
     def target(self, index: int) -> int:
-        """The number of an image's class."""
+        """Return the number of an image's class."""
         self._check(index)
         return bisect.bisect_right(self._starts, index) - 1
 
     def read(self, index: int) -> bytes:
-        """An image's file.
+        """Return the bytes of an image's file.
 
         Raises:
-            DataError: it cannot be read.
+            DataError: the file cannot be read.
         """
         try:
             with open(self.name(index), "rb", buffering=0) as file:
@@ -103,7 +103,7 @@ class FolderSource:
 
 
 def _classes(folder: Path) -> list[str]:
-    """The folders in that of a split."""
+    """Return the names of the class folders of a split."""
     with os.scandir(folder) as entries:
         shown = [entry for entry in entries if not entry.name.startswith(".")]
     classes = sorted(entry.name for entry in shown if entry.is_dir())
@@ -122,7 +122,7 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _refuse_lost(entries: Sequence["os.DirEntry[str]"]) -> None:
-    """A link to nothing may have been a folder of images."""
+    """Raise an error for a broken link, which may have been a folder of images."""
     for entry in entries:
         if entry.is_symlink() and not os.path.exists(entry.path):
             raise UsageError(
@@ -133,7 +133,7 @@ def _refuse_lost(entries: Sequence["os.DirEntry[str]"]) -> None:
 
 
 def _files(folder: str, below: str) -> Iterator[str]:
-    """The images in a folder and then in those in it, as paths from the split's folder on."""
+    """Yield the images in a folder, then in its subfolders, as paths in the split's folder."""
     with os.scandir(os.path.join(folder, below)) as entries:
         rising = sorted(entries, key=lambda entry: entry.name)
     deeper = []
@@ -144,7 +144,7 @@ def _files(folder: str, below: str) -> Iterator[str]:
         if entry.is_dir():
             deeper.append(entry.name)
         elif is_image(entry.name):
-            # A link to nothing stays, not to be lost without a word: reading it is an error.
+            # A broken link stays in the list, so that reading it raises an error.
             if not entry.is_file() and os.path.exists(entry.path):
                 raise UsageError(
                     f"{entry.path} is no file",

@@ -1,11 +1,12 @@
-"""The index of a split in tar files: where each image lies, and which tar files are meant.
+"""Index of a split in tar files: the position of each image, and the tar files it belongs to.
 
-Format of SPLIT.index: a line `hpctrain shards 1`; a line with the digest of all that follows; a
-line of JSON with `classes` (names), `samples` (their number) and `shards` (for each, in order,
-`name`, `bytes` and `samples`); then for each sample the offset of its bytes in its tar file
-(uint64), for each their number (uint32), for each its target (uint32), for each how many blocks of
-512 bytes lie from the image's first to that of its .cls (int32), and for each the CRC-32 of the tar
-header of its image, that of its .cls, and the first block of the .cls (uint32), all little-endian.
+Format of SPLIT.index: a line `hpctrain shards 1`; a line with the digest of the rest; a line of
+JSON with `classes` (names), `samples` (their number) and `shards` (for each, in order, `name`,
+`bytes` and `samples`); then five arrays with a value for each sample: the offset of its bytes in
+its tar file (uint64); the number of these bytes (uint32); its target (uint32); the number of blocks
+of 512 bytes from the image's first block to the first block of its .cls (int32); and the CRC-32 of
+the image's tar header, the .cls's tar header and the .cls's first block (uint32). All numbers are
+little-endian.
 """
 
 import hashlib
@@ -23,18 +24,18 @@ from hpctrain.errors import UsageError
 
 __all__ = ["BLOCK", "Index", "Shard", "path_of", "shard_paths"]
 
-BLOCK = 512  # of a tar file
+BLOCK = 512  # bytes of a block of a tar file
 _MAGIC = b"hpctrain shards 1\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A tar file.
+    """Tar file of an index.
 
     Attributes:
-        name: of the file.
-        bytes: its size.
-        samples: how many it holds.
+        name: name of the file.
+        bytes: size of the file, in bytes.
+        samples: number of samples in the file.
     """
 
     name: str
@@ -44,14 +45,14 @@ class Shard:
 
 @dataclass(slots=True)
 class Index:
-    """Where the images of a split are.
+    """Positions of the images of a split.
 
     Attributes:
-        classes: their names.
-        shards: in the order of the samples.
-        offsets, sizes, targets: of each sample: its place in its tar file, its bytes, its class.
-        labels: blocks from the begin of an image to that of its .cls.
-        signs: of the headers of both, and the .cls.
+        classes: names of the classes.
+        shards: tar files, in the order of the samples.
+        offsets, sizes, targets: offset in the tar file, number of bytes, and class of each sample.
+        labels: blocks from the begin of each image to the begin of its .cls.
+        signs: checksum of the headers of each image and its .cls, and of the .cls.
     """
 
     classes: list[str] = field(default_factory=list)
@@ -64,14 +65,14 @@ class Index:
     signs: "array[int]" = field(default_factory=lambda: array("I"))
 
     def add(self, offset: int, size: int, target: int, label: int) -> None:
-        """One more sample of the shard that comes next; `label` is the offset of its .cls."""
+        """Add a sample of the next shard; `label` is the offset of its .cls."""
         self.offsets.append(offset)
         self.sizes.append(size)
         self.targets.append(target)
         self.labels.append((label - offset) // BLOCK)
 
     def end_shard(self, path: Path) -> None:
-        """All samples of a tar file have been added, and it is written."""
+        """Add a tar file that is written and whose samples have been added."""
         first = len(self.signs)
         with open(path, "rb") as file:
             for number in range(first, len(self.offsets)):
@@ -87,9 +88,9 @@ class Index:
         self.shards.append(Shard(path.name, size, len(self.offsets) - first))
 
     def span(self, number: int) -> tuple[int, int]:
-        """What is read of a tar file for a sample: the first byte, and how many.
+        """Return the range to read from the tar file for a sample: first byte, number of bytes.
 
-        It holds the image and its .cls with their headers, and what lies between them.
+        It contains the image and its .cls with their headers, and everything between them.
         """
         image = self.offsets[number]
         label = image + self.labels[number] * BLOCK
@@ -97,18 +98,18 @@ class Index:
         return start, max(image + self.sizes[number], label + BLOCK) - start
 
     def image(self, number: int, data: bytes) -> bytes:
-        """The image in the bytes of a sample's span."""
+        """Return the image from the bytes of a sample's span."""
         start = BLOCK - min(0, self.labels[number]) * BLOCK
         return data[start : start + self.sizes[number]]
 
     def sign(self, number: int, data: bytes) -> int:
-        """The sign of a sample with these bytes of its span."""
+        """Compute the checksum of a sample from the bytes of its span."""
         image = BLOCK - min(0, self.labels[number]) * BLOCK
         label = BLOCK + max(0, self.labels[number]) * BLOCK
         return _sign(data[image - BLOCK : image], data[label - BLOCK : label + BLOCK])
 
     def write(self, path: Path) -> None:
-        """Write the file, by another name first."""
+        """Write the file under a temporary name, then rename it."""
         body = b"".join(_little(part).tobytes() for part in self._parts())
         head = {
             "classes": self.classes,
@@ -116,7 +117,7 @@ class Index:
             "shards": [asdict(shard) for shard in self.shards],
         }
         rest = json.dumps(head).encode() + b"\n" + body
-        # Of its own, as another may write the same index now.
+        # A unique name, because another process may write the same index now.
         part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         try:
             with open(part, "wb") as file:
@@ -129,10 +130,10 @@ class Index:
 
     @classmethod
     def read(cls, path: Path) -> "Index":
-        """The index in a file.
+        """Read the index of a file.
 
         Raises:
-            UsageError: it is damaged, or in another format.
+            UsageError: the file is damaged, or in another format.
         """
         magic, _, rest = path.read_bytes().partition(b"\n")
         digest, _, rest = rest.partition(b"\n")
@@ -162,18 +163,18 @@ class Index:
 
 
 def path_of(folder: Path, split: str) -> Path:
-    """The file of a split's index."""
+    """Return the path of a split's index."""
     return folder / f"{split}.index"
 
 
 def shard_paths(folder: Path, split: str) -> list[Path]:
-    """The tar files of a split, in order."""
+    """Return the tar files of a split, in order."""
     pattern = re.compile(re.escape(split) + r"-\d+\.tar")
     return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
 
 
 def _sign(image: bytes, label: bytes) -> int:
-    """What tells the headers and the class of a sample from others."""
+    """Return the checksum of a sample's headers and class."""
     return zlib.crc32(label, zlib.crc32(image))
 
 
@@ -182,7 +183,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def _little(part: "array[int]", inplace: bool = False) -> "array[int]":
-    """The numbers as they are in the file, or back."""
+    """Convert numbers between the machine's byte order and little-endian."""
     if sys.byteorder == "little":
         return part
     swapped = part if inplace else part[:]

@@ -1,7 +1,7 @@
-"""The index of tar files of KEY.jpg and KEY.cls, as WebDataset has them, from their headers.
+"""Index of WebDataset's tar files of KEY.jpg and KEY.cls, made from their headers.
 
-Source of the convention: "The WebDataset Format" in the documentation of WebDataset: files of one
-sample follow each other and have the same name up to the first dot of its last part; `.cls` is the
+Source: "The WebDataset Format" in the documentation of WebDataset. The files of one sample follow
+each other, and their paths are equal up to the first dot of the file name; `.cls` contains the
 number of the class as text.
 """
 
@@ -18,17 +18,17 @@ from hpctrain.errors import UsageError
 
 __all__ = ["DAMAGE", "build_index"]
 
-# What tarfile raises where a header is damaged, beside its own errors: numbers that are none, or
-# that fit nowhere, and names that are no UTF-8.
+# Errors of tarfile for a damaged header: its own, and those for invalid or too large numbers and
+# for names that are not UTF-8.
 DAMAGE = (tarfile.TarError, ValueError, OverflowError, EOFError, MemoryError)
 
-# A class is a place in a list of names; what is larger is no number of a class.
+# A class is an index in a list of names, so a number with more digits is invalid.
 _DIGITS = 7
 
 
 @dataclass(slots=True)
 class _Sample:
-    """The files of a sample, as far as they matter here."""
+    """Image and class file of a sample."""
 
     key: str
     image: tarfile.TarInfo | None = None
@@ -36,16 +36,16 @@ class _Sample:
     text: bytes = b""
 
     def target(self) -> int | None:
-        """The number of its class, if it has one."""
+        """Return the number of the sample's class; None if there is no valid number."""
         number = self.text.strip()
         return int(number) if number.isdigit() and len(number.lstrip(b"0")) <= _DIGITS else None
 
 
 def build_index(folder: Path, split: str) -> Index:
-    """The index of tar files, from their headers.
+    """Make the index of tar files from their headers.
 
-    The name of a class is that of the outermost folder of its images in the tar files, or, where
-    classes share that one, of the innermost; else its number.
+    Classes are named after the outermost folder of their images in the tar files; if that is not
+    unique, after the innermost folder; else by their numbers.
 
     Raises:
         UsageError: a tar file is missing, damaged, or compressed, or has no images with classes.
@@ -74,7 +74,7 @@ def build_index(folder: Path, split: str) -> Index:
 
 
 def _refuse_gaps(paths: list[Path]) -> None:
-    """Without an index, only their numbers tell whether all tar files are there."""
+    """Raise an error for a missing number; without an index, only the numbers can show a gap."""
     numbers = [int(path.stem.rpartition("-")[2]) for path in paths]
     missing = sorted({*range(len(paths))} - {*numbers})
     if missing:
@@ -88,13 +88,13 @@ def _refuse_gaps(paths: list[Path]) -> None:
 
 
 def _note(names: dict[int, str], target: int, name: str) -> None:
-    """Keep the name of a class, as long as its images agree on one."""
+    """Keep the name of a class while all its images have the same; else set it to empty."""
     if names.setdefault(target, name) != name:
         names[target] = ""
 
 
 def _names(count: int, *proposals: dict[int, str]) -> list[str]:
-    """The first of the proposals that has a name of its own for each class, else numbers."""
+    """Return the first proposal with a unique name for each class, else numbers."""
     for proposal in proposals:
         names = [proposal.get(number, str(number)) for number in range(count)]
         if all(names) and len(set(names)) == count:
@@ -103,7 +103,7 @@ def _names(count: int, *proposals: dict[int, str]) -> list[str]:
 
 
 def _samples(path: Path) -> Iterator[_Sample]:
-    """The samples of a tar file."""
+    """Yield the samples of a tar file."""
     sample = None
     for member, text in _members(path):
         folder, name = os.path.split(member.name)
@@ -133,7 +133,7 @@ def _refuse_two(path: Path, one: tarfile.TarInfo | None, other: tarfile.TarInfo)
 
 
 def _whole(path: Path, sample: _Sample) -> tuple[tarfile.TarInfo, tarfile.TarInfo, int]:
-    """Image, .cls and class of a sample that has all that it needs."""
+    """Return image, .cls and class of a sample, or raise an error if one is missing."""
     target = sample.target()
     if sample.image is None or sample.label is None or target is None:
         lacks = "no image" if sample.image is None else "no number of a class in a .cls"
@@ -146,7 +146,7 @@ def _whole(path: Path, sample: _Sample) -> tuple[tarfile.TarInfo, tarfile.TarInf
 
 
 def _members(path: Path) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """The files in a tar file, those that are called .cls with how they begin."""
+    """Yield the files in a tar file, with the first bytes of each .cls."""
     end = 0
     with tarfile.open(path, "r:") as tar:
         for member in tar:
@@ -161,7 +161,7 @@ def _members(path: Path) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
 
 
 def _refuse_links(path: Path, member: tarfile.TarInfo) -> None:
-    """Also of a file that is there twice, the second is a link, so a sample would be missing."""
+    """Refuse links and devices; tar stores a repeated file as a link, so a sample would be lost."""
     if member.issym() or member.islnk() or member.isdev():
         kind = "device or pipe" if member.isdev() else f"link to {member.linkname}"
         raise UsageError(
@@ -172,9 +172,9 @@ def _refuse_links(path: Path, member: tarfile.TarInfo) -> None:
 
 
 def _refuse_other_end(path: Path, end: int) -> None:
-    """Else the writer, or a copy, did not come to its end, or there is more that tar does not see.
+    """Refuse an incomplete tar file, and data after its end that tar does not read.
 
-    Two blocks of zeros end a tar file, and fill a record of 20 blocks.
+    A tar file ends with two blocks of zeros, and zeros up to a full record of 20 blocks.
     """
     most = (20 + 1) * BLOCK
     with open(path, "rb") as file:

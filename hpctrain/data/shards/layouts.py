@@ -1,4 +1,4 @@
-"""Which images are meant by a path, and in which layout they are there."""
+"""Image sources by path, in either of the two layouts on disk."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ _SPLITS = ("train", "val")
 
 
 class Source(Protocol):
-    """Encoded images and their classes.
+    """Interface of a source of encoded images and their classes.
 
     Attributes:
-        classes: their names; a target is a place in them.
-        place: what holds the images, for messages.
+        classes: names of the classes; a target is an index in this list.
+        place: path of the images, for messages.
     """
 
     classes: list[str]
@@ -31,33 +31,33 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> bytes:
-        """An image's file."""
+        """Return the bytes of an image's file."""
         ...
 
     def target(self, index: int) -> int:
-        """The number of an image's class."""
+        """Return the number of an image's class."""
         ...
 
     def name(self, index: int) -> str:
-        """Where an image lies, for messages."""
+        """Return an image's path, for messages."""
         ...
 
 
 def image_source(
     path: str | os.PathLike[str], split: str, env: Mapping[str, str] = os.environ
 ) -> FolderSource | ShardSource:
-    """The images of PATH/SPLIT/CLASS/FILE or, where there is no such folder, of PATH/SPLIT-*.tar.
+    """Return the images of PATH/SPLIT/CLASS/FILE or, without such a folder, of PATH/SPLIT-*.tar.
 
-    Either has the same samples in the same order, so the same numbers.
+    Both layouts have the same samples in the same order, so they give the same numbers.
 
     Args:
-        path: a folder, or the name of one: in $HPCTRAIN_DATA, where a job has its own copy, here,
-            or in /usr/share/datasets.
+        path: folder, or the name of a folder in $HPCTRAIN_DATA (for a job's own copy), in the
+            current folder, or in /usr/share/datasets.
         split: `train`, `val`, or any other name.
-        env: for $HPCTRAIN_DATA.
+        env: environment with $HPCTRAIN_DATA.
 
     Raises:
-        UsageError: there are none, or not in one of the two layouts.
+        UsageError: there are no images in one of the two layouts.
     """
     try:
         folder = _find(os.fspath(path), env)
@@ -74,10 +74,10 @@ def image_source(
 
 
 def same_classes(one: Source, other: Source) -> list[str]:
-    """The classes of two splits.
+    """Return the classes that two splits share.
 
     Raises:
-        UsageError: they differ, so that a target would mean another thing in each.
+        UsageError: the classes differ, so a target would have another meaning in each split.
     """
     if one.classes == other.classes:
         return one.classes
@@ -99,7 +99,7 @@ def same_classes(one: Source, other: Source) -> list[str]:
 
 
 def _find(path: str, env: Mapping[str, str]) -> Path:
-    """The folder that a path or a name means."""
+    """Find the folder of a path or name."""
     places = [Path(path).expanduser()]
     if os.sep not in path and path not in (".", ".."):
         own = [Path(env[env_vars.DATA], path)] if env.get(env_vars.DATA) else []
@@ -118,12 +118,12 @@ def _find(path: str, env: Mapping[str, str]) -> Path:
 
 
 def _layouts(folder: Path, split: str) -> str:
-    """What is expected."""
+    """Return the expected layouts, for messages."""
     return f"{folder / split}/CLASS/*.jpg, or {folder / split}-*.tar of `hpctrain shards make`"
 
 
 def _missing(folder: Path, split: str) -> UsageError:
-    """The error of a folder without a split: it tells what is there."""
+    """Return the error for a folder without the split; it lists the folder's content."""
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     near = [folder / name for name in names if _has(folder / name, split)]
     others = [name for name in _SPLITS if name != split and _has(folder, name)]

@@ -1,4 +1,4 @@
-"""Images in tar files: SPLIT-000000.tar and so on, of KEY.jpg and KEY.cls, read by their index."""
+"""Reader of images in tar files: SPLIT-000000.tar, … with KEY.jpg and KEY.cls, and an index."""
 
 import bisect
 import itertools
@@ -16,22 +16,22 @@ __all__ = ["ShardSource"]
 
 
 class ShardSource:
-    """The images of FOLDER/SPLIT-*.tar, each read from its place in its file.
+    """Images of FOLDER/SPLIT-*.tar, each read from its offset in its file.
 
-    Where there is no index it is made in memory, from the headers of the tar files, and rank 0 says
-    how to write it. Tar files are opened when needed; each process has 128 of them open at most,
-    and the limit on open files is raised for that where the system allows it.
+    Without an index file, the index is made in memory from the headers of the tar files, and rank 0
+    logs the command that writes it. Tar files are opened when needed. Each process keeps at most
+    128 of them open, and the limit on open files is raised for that if the system allows it.
 
     Args:
-        folder: that of the tar files.
+        folder: folder of the tar files.
         split: `train`, `val`, …
 
     Attributes:
-        classes: the names of the classes; a target is a place in them.
+        classes: names of the classes; a target is an index in this list.
         place: FOLDER/SPLIT.
 
     Raises:
-        UsageError: tar files are missing, damaged, or others than those of the index.
+        UsageError: tar files are missing, damaged, or different from those of the index.
     """
 
     def __init__(self, folder: str | os.PathLike[str], split: str) -> None:
@@ -59,15 +59,15 @@ class ShardSource:
         return len(self._index.offsets)
 
     def target(self, index: int) -> int:
-        """The number of an image's class."""
+        """Return the number of an image's class."""
         return self._index.targets[index]
 
     def name(self, index: int) -> str:
-        """The tar file of an image, and its name in there."""
+        """Return the tar file of an image, and the image's name in that file."""
         number = self._shard(index)
         path = self._paths[number]
         first, offset = self._firsts[number], self._index.offsets[index]
-        # A long name lies before the header, so what follows the last sample is searched.
+        # A long name is stored before the header, so search from the end of the previous sample.
         before, size = self._index.span(index - 1) if index > first else (0, 0)
         member = f"sample {index - first}"
         try:
@@ -76,11 +76,11 @@ class ShardSource:
                 with tarfile.open(fileobj=file, mode="r:") as tar:
                     member = next((one.name for one in tar if one.offset_data == offset), member)
         except (OSError, *DAMAGE):
-            pass  # it is for a message alone
+            pass  # the name is only for a message
         return f"{path}: {member}"
 
     def read(self, index: int) -> bytes:
-        """An image's bytes.
+        """Return the bytes of an image.
 
         Raises:
             DataError: the tar file cannot be read.
@@ -104,7 +104,7 @@ class ShardSource:
         return bisect.bisect_right(self._firsts, index) - 1
 
     def _compare(self, there: list[Path]) -> None:
-        """Hold the tar files that are there to those of the index."""
+        """Compare the existing tar files with those of the index."""
         names, shards = {path.name for path in there}, self._index.shards
         known = {shard.name for shard in shards}
         for number, shard in enumerate(shards):

@@ -1,4 +1,4 @@
-"""From folders of images to tar files, all of them or none."""
+"""Writer from folders of images to tar files; a failed call leaves no files."""
 
 import io
 import os
@@ -25,23 +25,23 @@ def make(
 ) -> None:
     """Write SOURCE/SPLIT/CLASS/FILE as TARGET/SPLIT-000000.tar, … and TARGET/SPLIT.index.
 
-    The samples keep their order and their bytes. Everything is written to another folder, which
-    gets its name when all is there.
+    The samples keep their order and their bytes. Everything is written to a temporary folder, which
+    is renamed when it is complete.
 
     Args:
         source: folder of the splits.
-        target: folder that is not there yet, or is empty.
-        splits: such as `train` and `val`.
-        shard_size: bytes after which a tar file is full.
-        progress: called after each image, with the split, its images so far and altogether, and the
-            bytes written of it.
+        target: new or empty folder.
+        splits: names of the splits, such as `train` and `val`.
+        shard_size: size at which a tar file is full, in bytes.
+        progress: function called after each image, with the split, its images so far, all its
+            images, and its bytes written so far.
 
     Raises:
-        UsageError: the source is not of that layout, the target is there, or another is writing it.
+        UsageError: the source has another layout, the target exists, or another process writes it.
         DataError: an image cannot be read.
         HpctrainError: the disk is full, or cannot be written.
     """
-    target = target.resolve()  # what a link means, and `.`
+    target = target.resolve()  # resolves links, and `.`
     try:
         _refuse_target(target)
         _refuse_splits(source, splits)
@@ -63,7 +63,7 @@ def make(
 
 
 def _refuse_target(target: Path) -> None:
-    """It is made by another name beside it, so it cannot be what something is mounted on."""
+    """Refuse an existing target, and a mount point, to which a folder cannot be renamed."""
     if target.is_mount():
         raise UsageError(
             f"{target} is where a file system is mounted", "a new folder", f"{target / 'shards'}"
@@ -73,7 +73,7 @@ def _refuse_target(target: Path) -> None:
 
 
 def _refuse_splits(source: Path, splits: Sequence[str]) -> None:
-    """There are some, and each is the name of a folder."""
+    """Refuse an empty list of splits, and splits that are not folders of the source."""
     if not splits:
         raise UsageError("no splits", "names of folders in SOURCE", "--splits train,val")
     there = [split for split in splits if os.sep not in split and (source / split).is_dir()]
@@ -87,7 +87,7 @@ def _refuse_splits(source: Path, splits: Sequence[str]) -> None:
 
 
 def _make_part(part: Path, target: Path) -> None:
-    """The folder that is written."""
+    """Make the temporary folder."""
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
         part.mkdir()
@@ -112,7 +112,7 @@ def _unwritable(target: Path, error: OSError) -> HpctrainError:
 def _write(
     images: FolderSource, folder: Path, split: str, shard_size: int, progress: Progress
 ) -> None:
-    """One split."""
+    """Write one split."""
     index = Index(classes=images.classes)
     written, keys = 0, _Keys(images)
     while len(index.offsets) < len(images):
@@ -130,14 +130,14 @@ def _write(
 
 
 class _Keys:
-    """The names of samples, each of its own: that of the image up to the first dot."""
+    """Unique names of samples: the name of the image, without suffix and dots."""
 
     def __init__(self, images: FolderSource) -> None:
         self._images = images
-        self._target, self._given = -1, set[str]()  # of a class, which every name begins with
+        self._target, self._given = -1, set[str]()  # names begin with the class, so one class only
 
     def next(self, number: int) -> str:
-        """The name of the sample that comes next, without a suffix."""
+        """Return the name of the next sample, without a suffix."""
         target = self._images.target(number)
         if target != self._target:
             self._target, self._given = target, set()
@@ -152,7 +152,7 @@ class _Keys:
 
 
 def _add(tar: tarfile.TarFile, images: FolderSource, index: Index, keys: _Keys) -> None:
-    """The next sample: its image, and its class."""
+    """Add the next sample: its image and its class."""
     number = len(index.offsets)
     data, target = images.read(number), images.target(number)
     key, suffix = keys.next(number), os.path.splitext(images.member(number))[1]
@@ -161,7 +161,7 @@ def _add(tar: tarfile.TarFile, images: FolderSource, index: Index, keys: _Keys) 
 
 
 def _put(tar: tarfile.TarFile, name: str, data: bytes) -> int:
-    """Add a file; where its bytes begin. The same files give the same tar file."""
+    """Add a file, and return the offset of its bytes. The same files give the same tar file."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     tar.addfile(info, io.BytesIO(data))

@@ -1,7 +1,7 @@
-"""What will go wrong with a batch script, found before Slurm sees it.
+"""Check of a batch script for errors, before it is submitted to Slurm.
 
-`lint` takes any sbatch script. A rule speaks up only where it is sure: what it cannot know (another
-script's commands, options on the command line, the site's configuration) it leaves alone.
+`lint` accepts any sbatch script. A rule reports only what is certain. It ignores what depends on
+other scripts, on options on the command line, or on the configuration of the site.
 """
 
 from pathlib import Path
@@ -29,11 +29,11 @@ RULES = (
 
 
 def lint(text: str, folder: Path) -> list[Finding]:
-    """The findings of a script, by line.
+    """Return the findings of a script, sorted by line.
 
     Args:
-        text: of the script.
-        folder: from which it will be submitted; relative log files lie there.
+        text: text of the script.
+        folder: folder from which the script will be submitted, for relative paths of log files.
     """
     carriage = text.find("\r\n")
     findings = []

@@ -1,4 +1,4 @@
-"""Rules on the #SBATCH lines: those that Slurm overlooks, refuses, or takes for something else."""
+"""Rules on the #SBATCH lines that Slurm ignores, refuses or reads in another way."""
 
 import difflib
 import re
@@ -24,12 +24,12 @@ _LEAST_MEGABYTES = 129
 
 
 def refused(job: Job) -> Iterator[Finding]:
-    """sbatch(1): what the parser of #SBATCH lines refuses."""
+    """Report the lines that the parser of #SBATCH lines refuses (sbatch(1))."""
     yield from job.refused
 
 
 def shebang(job: Job) -> Iterator[Finding]:
-    """sbatch(1), DESCRIPTION; asked of 22.05: it refuses scripts without #! and with DOS lines."""
+    """Find a script without #!, which sbatch refuses (DESCRIPTION; tested with 22.05)."""
     if not job.text.startswith("#!"):
         yield Finding(
             1,
@@ -40,9 +40,9 @@ def shebang(job: Job) -> Iterator[Finding]:
 
 
 def ignored(job: Job) -> Iterator[Finding]:
-    """sbatch(1), DESCRIPTION: none after the first command, and only #SBATCH at the line's start.
+    """Find directives after the first command, or without #SBATCH at the start of the line.
 
-    ##SBATCH is how people switch one off.
+    ##SBATCH is accepted, as it is used to disable a directive. Source: sbatch(1), DESCRIPTION.
     """
     lines = job.text.split("\n")
     for comment in job.comments:
@@ -69,7 +69,7 @@ def ignored(job: Job) -> Iterator[Finding]:
 
 
 def _meant(text: str, indented: bool) -> bool:
-    """Whether a comment was meant as a directive."""
+    """Check whether a comment is probably a misspelt directive."""
     if re.match(r"#SBATCH[\s-]", text):
         return indented
     match = _ALMOST.match(text)
@@ -81,7 +81,10 @@ def _meant(text: str, indented: bool) -> bool:
 
 
 def twice(job: Job) -> Iterator[Finding]:
-    """sbatch(1): the last of several values counts; asked of 22.05, which says nothing."""
+    """Find options with several values: sbatch takes the last one without a warning.
+
+    Source: sbatch(1); tested with 22.05.
+    """
     for component in job.components:
         first: dict[str, Directive] = {}
         for one in component.directives:
@@ -97,7 +100,7 @@ def twice(job: Job) -> Iterator[Finding]:
 
 
 def variable(job: Job) -> Iterator[Finding]:
-    """sbatch(1), DESCRIPTION: shell syntax, variables among it, is taken as it stands."""
+    """Find variables and other shell syntax, which sbatch does not expand (DESCRIPTION)."""
     for component in job.components:
         for one in component.directives:
             if one.name != "wrap" and _VARIABLE.search(one.value):
@@ -118,7 +121,7 @@ def variable(job: Job) -> Iterator[Finding]:
 
 
 def value(job: Job) -> Iterator[Finding]:
-    """sbatch(1), --time and --signal: values that it refuses."""
+    """Find values that sbatch refuses (sbatch(1), --time and --signal)."""
     for component in job.components:
         time, asked = component.get("time"), component.get("signal")
         if time and seconds(time.value) is None:
@@ -139,7 +142,10 @@ def value(job: Job) -> Iterator[Finding]:
 
 
 def pattern(job: Job) -> Iterator[Finding]:
-    """sbatch(1), FILENAME PATTERN; asked of 22.05: others stay in the name as they are."""
+    """Find unknown patterns, which stay unchanged in the name of the file.
+
+    Source: sbatch(1), FILENAME PATTERN; tested with 22.05.
+    """
     for component in job.components:
         for one in component.directives:
             if one.name not in _FILES or "\\" in one.value:
@@ -156,10 +162,10 @@ def pattern(job: Job) -> Iterator[Finding]:
 
 
 def log_folder(job: Job) -> Iterator[Finding]:
-    """sbatch(1), --output: Slurm makes no folder; without it the job fails before its first line.
+    """Find missing log folders: Slurm creates none, and the job fails before its first line.
 
-    Asked of 22.05: the job is FAILED with 0:53 after no time, and writes nothing anywhere. Only
-    relative paths are looked at: others may lie on another machine.
+    Source: sbatch(1), --output. Tested with 22.05: the job is FAILED with 0:53 at once, and writes
+    nothing. Only relative paths are checked, as others may be on another machine.
     """
     for component in job.components:
         if component.get("chdir"):
@@ -190,7 +196,10 @@ def log_folder(job: Job) -> Iterator[Finding]:
 
 
 def memory(job: Job) -> Iterator[Finding]:
-    """sbatch(1), --mem: of a node, in megabytes, and not together with the other two."""
+    """Find wrong memory options: a --mem in megabytes that is too small, or several options.
+
+    Source: sbatch(1), --mem.
+    """
     names = ("mem", "mem-per-cpu", "mem-per-gpu")
     for component in job.components:
         given = [one for name in names if (one := component.get(name))]
@@ -215,7 +224,7 @@ def memory(job: Job) -> Iterator[Finding]:
 
 
 def export(job: Job) -> Iterator[Finding]:
-    """sbatch(1), --export: the list is cut at every comma."""
+    """Find a value in --export that is cut at a comma (sbatch(1), --export)."""
     for component in job.components:
         one = component.get("export")
         for item in one.value.split(",") if one else ():

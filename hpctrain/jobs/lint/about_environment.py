@@ -1,4 +1,4 @@
-"""Rules on variables and paths: what tasks inherit, and where the script is when it runs."""
+"""Rules on variables and paths: the environment of tasks, and the path of the running script."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _SPEAK = frozenset(
 
 
 def not_exported(job: Job) -> Iterator[Finding]:
-    """sbatch(1), --export=NONE: steps inherit it, unless SLURM_EXPORT_ENV is ALL in the script."""
+    """Find steps that inherit --export=NONE, as SLURM_EXPORT_ENV is not set (sbatch(1))."""
     one = job.options.get("export")
     if not one or one.value.upper() not in ("NONE", "NIL") or job.heterogeneous:
         return
@@ -42,7 +42,10 @@ def not_exported(job: Job) -> Iterator[Finding]:
 
 
 def nested_sbatch(job: Job) -> Iterator[Finding]:
-    """sbatch(1), INPUT ENVIRONMENT VARIABLES: those of this job go into the next one."""
+    """Find an sbatch that gives this job's variables to the next job.
+
+    Source: sbatch(1), INPUT ENVIRONMENT VARIABLES.
+    """
     scrubs = re.search(r"unset\b.*SLURM|env\s+(-i|-u\s*S(LURM|BATCH)_)|\$\{!SLURM_?[@*]", job.text)
     for one in job.commands:
         cleared = any(word.startswith(("--export=NONE", "--export=NIL")) for word in one.argv)
@@ -59,7 +62,10 @@ def nested_sbatch(job: Job) -> Iterator[Finding]:
 
 
 def rank_by_hand(job: Job) -> Iterator[Finding]:
-    """srun(1), OUTPUT ENVIRONMENT VARIABLES: in the batch shell a rank is always 0."""
+    """Find rank variables that the batch shell sets to one value for all tasks.
+
+    Source: srun(1), OUTPUT ENVIRONMENT VARIABLES.
+    """
     steps = [one for one in job.steps if one.trains and (job.step_tasks(one)[0] or 0) > 1]
     # torchrun gives its ranks variables of their own.
     alone = any(one.kind == "python" for one in steps)
@@ -87,7 +93,7 @@ def rank_by_hand(job: Job) -> Iterator[Finding]:
 
 
 def rank_of_batch_shell(job: Job) -> Iterator[Finding]:
-    """bash(1), EXPANSION: a variable in srun's line is replaced before the tasks are there."""
+    """Find rank variables in srun's line, replaced before tasks start (bash(1), EXPANSION)."""
     alone = {
         name
         for name in job.variables.assigned
@@ -107,9 +113,10 @@ def rank_of_batch_shell(job: Job) -> Iterator[Finding]:
 
 
 def gpus_by_hand(job: Job) -> Iterator[Finding]:
-    """gres.conf(5) and the guide to GRES: Slurm sets CUDA_VISIBLE_DEVICES to what it gave.
+    """Find a CUDA_VISIBLE_DEVICES that the script sets, although Slurm sets it for the job's GPUs.
 
-    Where cgroups hide the other GPUs, the job's are 0 to N-1: that much is left alone.
+    If cgroups hide the other GPUs, the job's GPUs are 0 to N-1, so these numbers are accepted.
+    Source: gres.conf(5) and the guide to GRES.
     """
     value, gpus = job.variables.get("CUDA_VISIBLE_DEVICES"), job.gpus_per_node
     listed = bool(value and re.fullmatch(r"\d{1,4}(,\d{1,4})*", value.text, re.ASCII))
@@ -127,7 +134,7 @@ def gpus_by_hand(job: Job) -> Iterator[Finding]:
 
 
 def fixed_port(job: Job) -> Iterator[Finding]:
-    """Two jobs on one host cannot both listen there; on a node of one's own there is no other."""
+    """Find a fixed port, on which two jobs on one host conflict, unless nodes are exclusive."""
     value = job.variables.get("MASTER_PORT")
     exported = "MASTER_PORT" in job.variables.exported
     if not value or not exported or not value.text.isdigit() or job.options.get("exclusive"):
@@ -149,7 +156,7 @@ def fixed_port(job: Job) -> Iterator[Finding]:
 
 
 def secret(job: Job) -> Iterator[Finding]:
-    """sbatch(1): Slurm keeps a copy of the script, and may show it (AccountingStoreFlags)."""
+    """Find secrets in the script, of which Slurm keeps a copy (sbatch(1), AccountingStoreFlags)."""
     for name, value, _ in job.variables.written:
         text = value.text if value.literal and _SECRET.match(name) else ""
         ours = name == "HPCTRAIN_SECRET"
@@ -165,7 +172,10 @@ def secret(job: Job) -> Iterator[Finding]:
 
 
 def script_path(job: Job) -> Iterator[Finding]:
-    """sbatch(1), DESCRIPTION: the script is copied; what runs is the copy, in a spool folder."""
+    """Find uses of the script's own path, as Slurm runs a copy in a spool folder.
+
+    Source: sbatch(1), DESCRIPTION.
+    """
     # Who asks Slurm for the script's path knows.
     if re.search(r"Command=", job.text):
         return

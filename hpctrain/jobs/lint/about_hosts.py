@@ -1,4 +1,4 @@
-"""Rules on the hosts of a step: whether the ranks on them meet, and the line with which they do."""
+"""Rules on the hosts of a step: whether their ranks find each other, and the line that fixes it."""
 
 import itertools
 import os
@@ -40,8 +40,8 @@ class _Torchrun:
     """A call of torchrun.
 
     Attributes:
-        name: the words up to its name.
-        options: that say how its agents meet, by name with hyphens.
+        name: words up to its name.
+        options: options of the rendezvous of its agents, by name with hyphens.
         others: all other words.
     """
 
@@ -51,23 +51,23 @@ class _Torchrun:
 
     @property
     def alone(self) -> bool:
-        """Whether its agent waits for no other."""
+        """Whether its agent does not wait for other agents."""
         return self.options.get("nnodes", "1") in ("1", "1:1") or "standalone" in self.options
 
     @property
     def meets_itself(self) -> bool:
-        """Whether each agent looks for the others on its own host, as torchrun does unasked."""
+        """Whether each agent searches for the others on its own host, torchrun's default."""
         where = self.options.get("rdzv-endpoint") or self.options.get("master-addr")
         return not where or bool(_LOOPBACK.match(where))
 
     @property
     def mended(self) -> str:
-        """The line with which the agents of all hosts meet."""
+        """Command line with which the agents of all hosts find each other."""
         return f"{shown(' '.join(self.name))} {_MEET} {shown(' '.join(self.others))}"
 
 
 def _torchrun(argv: Sequence[str]) -> _Torchrun | None:
-    """The torchrun in a command; None where there is none, or its options are not all known."""
+    """Return the torchrun in a command; None if there is none, or not all its options are known."""
     for index, word in enumerate(argv):
         module = word in _MODULES and argv[max(index - 1, 0)] == "-m"
         if module or os.path.basename(word) == "torchrun":
@@ -104,10 +104,11 @@ def _parsed(name: list[str], rest: list[str]) -> _Torchrun | None:
 
 
 def srun_of_agents(job: Job, one: Launch) -> str:
-    """The line that starts torchrun or its like, which had no srun, on all hosts of a job.
+    """Return the line that starts torchrun or a similar launcher with srun on all hosts of a job.
 
     Args:
-        one: of kind "agent".
+        job: facts of the script.
+        one: launch of kind "agent", without srun.
     """
     srun = 'srun --kill-on-bad-exit=1 --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'
     cpus = job.options.number("cpus-per-task")
@@ -130,10 +131,12 @@ def srun_of_agents(job: Job, one: Launch) -> str:
 
 
 def hosts_apart(job: Job) -> Iterator[Finding]:
-    """torch.distributed.run, Usage, and torch.distributed, Environment variable initialization.
+    """Find steps whose ranks on several hosts do not find each other.
 
-    Without --nnodes an agent waits for no other, and 127.0.0.1, where torchrun meets unasked, is
-    another host on each.
+    Without --nnodes an agent does not wait for others. torchrun's default address is 127.0.0.1,
+    which is a different host on each host.
+    Source: torch.distributed.run, Usage, and torch.distributed, Environment variable
+    initialization.
     """
     for one in job.steps:
         total, each = job.step_tasks(one)
@@ -164,7 +167,7 @@ def _agents(one: Launch, found: _Torchrun) -> Iterator[Finding]:
 
 
 def _address(job: Job, one: Launch) -> Iterator[Finding]:
-    """A MASTER_ADDR that is another host on each."""
+    """Find a MASTER_ADDR that is a different host on each host."""
     value = job.variables.get("MASTER_ADDR")
     line, text = one.command.line, ""
     if value and "MASTER_ADDR" in job.variables.exported:

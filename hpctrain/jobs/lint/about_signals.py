@@ -1,4 +1,4 @@
-"""Rules on the end of a job's time: its signal, the shell's trap, the requeue."""
+"""Rules on the end of a job: its signal, the shell's trap, the requeue."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _HARMLESS = frozenset(("CHLD", "CONT", "URG", "WINCH"))
 
 
 def signal(job: Job) -> Iterator[Finding]:
-    """sbatch(1), --signal; bash(1), SIGNALS: who gets it, and when bash runs its trap."""
+    """Find signals that do not reach a trap in time (sbatch(1), --signal; bash(1), SIGNALS)."""
     asked = job.options.get("signal")
     request = signal_request(asked.value) if asked else None
     # A script that is sourced may set traps, and a program in another language handlers.
@@ -59,7 +59,7 @@ def signal(job: Job) -> Iterator[Finding]:
 
 
 def _sources(job: Job) -> bool:
-    """Whether the script sources another that may set traps: one with arguments, or a .sh."""
+    """Check whether the script sources one that may set traps: with arguments, or a .sh."""
     return any(
         one.argv[0] in (".", "source") and (len(one.argv) > 2 or one.argv[-1].endswith(".sh"))
         for one in job.commands
@@ -71,7 +71,7 @@ def _main(one: Launch) -> bool:
 
 
 def _waits(job: Job, name: str) -> Iterator[Finding]:
-    """The one program that is started, where bash waits for it in the foreground."""
+    """Find a program for which bash waits in the foreground, so that its trap runs too late."""
     starts = [one for one in job.commands if (one.by or one.trains) and one.kind != "small"]
     if job.opaque or any(one.command.background or one.command.function for one in starts):
         return
@@ -90,9 +90,9 @@ def _waits(job: Job, name: str) -> Iterator[Finding]:
 
 
 def no_wait(job: Job) -> Iterator[Finding]:
-    """sbatch(1): the job ends with its script, whatever still runs in the background.
+    """Find a script that ends while its step runs in the background, which ends the job.
 
-    Asked of 22.05: the step is not even started, and the job is COMPLETED.
+    Source: sbatch(1). Tested with 22.05: the step does not start, and the job is COMPLETED.
     """
     if not job.commands:
         return
@@ -109,7 +109,10 @@ def no_wait(job: Job) -> Iterator[Finding]:
 
 
 def lead(job: Job) -> Iterator[Finding]:
-    """sbatch(1), --signal: SECONDS before the end of the time, and up to 60 s earlier."""
+    """Find a signal that is sent too early or too late to save.
+
+    sbatch(1), --signal: SECONDS before the end of the time, and up to 60 s earlier.
+    """
     asked, time = job.options.get("signal"), job.options.get("time")
     request = signal_request(asked.value) if asked else None
     if not asked or not request:
@@ -132,7 +135,7 @@ def lead(job: Job) -> Iterator[Finding]:
 
 
 def truncated_log(job: Job) -> Iterator[Finding]:
-    """sbatch(1), --open-mode: by default a job that is started again empties its log."""
+    """Find a log that a requeued job truncates, which is the default (sbatch(1), --open-mode)."""
     asked = job.options.get("requeue")
     calls = [one for one in job.commands if one.argv[:2] == ["scontrol", "requeue"]]
     # Without any #SBATCH line the options are elsewhere.
@@ -149,7 +152,7 @@ def truncated_log(job: Job) -> Iterator[Finding]:
 
 
 def revived(job: Job) -> Iterator[Finding]:
-    """scontrol(1), requeue: of a job that is being cancelled as well, which then runs again."""
+    """Find a requeue that also restarts a cancelled job (scontrol(1), requeue)."""
     asks = any(
         one.argv[0] in ("squeue", "sacct") or one.argv[:2] == ["scontrol", "show"]
         for one in job.commands
@@ -167,7 +170,7 @@ def revived(job: Job) -> Iterator[Finding]:
 
 
 def _only_at_a_signal(job: Job) -> set[str]:
-    """The functions that are only the trap of a signal that no cancelled job gets."""
+    """Return the functions that only run as the trap of a signal that no cancelled job gets."""
     signals: dict[str, set[str]] = {}
     for trap in job.traps:
         shell = read(trap.body)

@@ -1,4 +1,4 @@
-"""Rules on what is started on which hosts, with which CPUs and GPUs."""
+"""Rules on the programs of a job: their hosts, tasks, CPUs and GPUs."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _NPROC = re.compile(r"--nproc[-_]per[-_]node(?:=(.*))?\Z", re.DOTALL)
 
 
 def missing_srun(job: Job) -> Iterator[Finding]:
-    """sbatch(1), DESCRIPTION: a single copy of the script is run, on the first of the nodes."""
+    """Find a training without srun, which runs once, on the first node (sbatch(1), DESCRIPTION)."""
     elsewhere = any(one.by for one in job.commands) or job.opaque or job.heterogeneous
     nodes, each, gpus = job.nodes or 1, job.tasks_per_node or 1, job.gpus_per_node or 0
     if elsewhere:
@@ -42,7 +42,10 @@ def _with_srun(job: Job, one: Launch) -> str:
 
 
 def tasks_and_gpus(job: Job) -> Iterator[Finding]:
-    """srun(1), --ntasks-per-node and --gpus-per-node: one rank for each GPU, or torchrun's."""
+    """Find a number of ranks on a node that differs from its number of GPUs.
+
+    Source: srun(1), --ntasks-per-node and --gpus-per-node.
+    """
     for one in job.commands:
         each = job.step_tasks(one)[1] if one.by == "srun" else None
         gpus = job.gpus_per_node
@@ -81,7 +84,7 @@ def _agents(one: Launch, each: int | None) -> Iterator[Finding]:
 
 
 def _hides_gpus(job: Job, step: Launch) -> bool:
-    """Whether each task was given GPUs, or the step others than the job."""
+    """Check whether GPUs are set by task, or the step has its own GPU options."""
     names = {"gpus-per-task", "gpu-bind", "gpus", "gres", "gpus-per-node", "ntasks-per-gpu"}
     own = {"gpus-per-task", "gpu-bind", "ntasks-per-gpu"}
     asked = any(job.options.get(name) for name in own)
@@ -98,7 +101,10 @@ def _nproc(program: list[str]) -> int | None:
 
 
 def cpus_dropped(job: Job) -> Iterator[Finding]:
-    """srun(1), --cpus-per-task: from 22.05 on it is not taken over from sbatch."""
+    """Find steps without --cpus-per-task, which srun does not inherit from sbatch from 22.05 on.
+
+    Source: srun(1), --cpus-per-task.
+    """
     asked = job.options.number("cpus-per-task")
     if not asked or asked < 2 or job.heterogeneous or job.exports("SRUN_CPUS_PER_TASK"):
         return
@@ -117,7 +123,7 @@ def cpus_dropped(job: Job) -> Iterator[Finding]:
 
 
 def kill_on_bad_exit(job: Job) -> Iterator[Finding]:
-    """srun(1), --kill-on-bad-exit: by default the other tasks go on, and wait for the dead one."""
+    """Find steps in which tasks wait for a dead task, the default (srun(1), --kill-on-bad-exit)."""
     if job.exports("SLURM_KILL_BAD_EXIT") or job.exports("SLURM_WAIT"):
         return
     for one in job.steps:
@@ -137,10 +143,11 @@ def kill_on_bad_exit(job: Job) -> Iterator[Finding]:
 
 
 def gpu_isolation(job: Job) -> Iterator[Finding]:
-    """srun(1), --gpus-per-task and --gpu-bind: a task that sees one GPU alone.
+    """Find steps in which each task sees only its own GPU.
 
-    NCCL's tasks then cannot reach each other's GPUs directly, and `cuda:LOCAL_RANK` is not there.
-    `--gpu-bind=none` lets each task see all of them.
+    NCCL then cannot reach the GPUs of other tasks directly, and `cuda:LOCAL_RANK` does not exist.
+    With `--gpu-bind=none` each task sees all GPUs.
+    Source: srun(1), --gpus-per-task and --gpu-bind.
     """
     for one in job.steps:
         each = job.step_tasks(one)[1]

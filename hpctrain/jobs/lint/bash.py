@@ -1,7 +1,7 @@
-"""Reads bash well enough to tell its commands: no grammar, and no text that it cannot read.
+"""Reader of bash scripts, which finds their commands without a full grammar.
 
-Words, quotes, continuations, comments, here-documents, substitutions, groups, functions, what runs
-in the background. What is wrong in a script is bash's to say.
+It reads any text: words, quotes, continuations, comments, here-documents, substitutions, groups,
+functions and background commands. It does not report syntax errors.
 """
 
 import re
@@ -33,7 +33,7 @@ _MOST_GROUPS = 100
 
 @dataclass(frozen=True)
 class Comment:
-    """A comment, with its #, and whether only white space stands before it in its line."""
+    """A comment, with its #, and whether only white space is before it in its line."""
 
     line: int
     text: str
@@ -45,13 +45,13 @@ class Command:
     """A simple command.
 
     Attributes:
-        line: where it begins, from 1.
-        words: its name and arguments.
-        assignments: those before its name, in whole (`NAME=value`).
-        function: the function in whose body it stands; empty outside.
-        background: whether the shell goes on while it runs.
-        substituted: whether it stands in $(…) or the like.
-        conditional: whether it stands in an if, a loop, a case, or after && or ||.
+        line: line number of its beginning, from 1.
+        words: name and arguments.
+        assignments: complete assignments before the name (`NAME=value`).
+        function: function that contains the command; empty outside of functions.
+        background: whether the command runs in the background.
+        substituted: whether the command is in $(…) or a similar substitution.
+        conditional: whether the command is in an if, a loop, a case, or after && or ||.
     """
 
     line: int
@@ -65,7 +65,7 @@ class Command:
 
 @dataclass
 class Shell:
-    """What was read: the commands in the order of the text, and the comments."""
+    """Commands of a script in the order of its text, and its comments."""
 
     commands: list[Command] = field(default_factory=list)
     comments: list[Comment] = field(default_factory=list)
@@ -79,11 +79,11 @@ class _Group:
 
 
 def read(text: str, line: int = 1) -> Shell:
-    """The commands and comments of a script.
+    """Return the commands and comments of a script.
 
     Args:
-        text: any text; it takes time in proportion to its length.
-        line: the number of its first line.
+        text: any text; the time is proportional to its length.
+        line: number of its first line.
     """
     shell = Shell()
     _Reader(text, line_starts(text), line, shell).read()
@@ -92,7 +92,7 @@ def read(text: str, line: int = 1) -> Shell:
 
 
 class _Reader(WordReader):
-    """Reads from a place in the text to its end, or to the bracket that closes a substitution."""
+    """Reader from a position in the text to its end, or to the end of a substitution."""
 
     def __init__(
         self, text: str, starts: list[int], line: int, shell: Shell, at: int = 0, depth: int = 0
@@ -109,7 +109,7 @@ class _Reader(WordReader):
         self.pattern = self.inside = False
 
     def read(self, closed_by: str = "") -> int:
-        """Reads; the place after the end."""
+        """Read the commands, and return the position after the end."""
         while self.at < len(self.text):
             char = self.text[self.at]
             if char in " \t":
@@ -135,7 +135,7 @@ class _Reader(WordReader):
         return self.at
 
     def nested(self, text: str, starts: list[int], first_line: int, at: int) -> int:
-        """Read the commands of $(…) from a place on; the place after it."""
+        """Read the commands of $(…) from a position, and return the position after it."""
         if self.depth == _DEEPEST:
             return len(text)
         reader = _Reader(text, starts, first_line, self.shell, at, self.depth + 1)
@@ -144,7 +144,7 @@ class _Reader(WordReader):
         return reader.read(")")
 
     def in_branch(self) -> bool:
-        """Whether an if, a loop or a case is around."""
+        """Check whether the position is in an if, a loop or a case."""
         return self.inside or any(one.closed_by in ("fi", "done", "esac") for one in self.groups)
 
     def in_brackets(self) -> bool:
@@ -175,7 +175,7 @@ class _Reader(WordReader):
             self.end(operator)
 
     def redirection(self, operator: str, start: int) -> None:
-        """Drops it with its target, and the number before it."""
+        """Drop a redirection with its target and the number before it."""
         words = self.current.words
         if words and words[-1].bare.isdigit() and self.text[start - 1].isdigit():
             words.pop()
@@ -226,13 +226,13 @@ class _Reader(WordReader):
         self.list_first = len(self.mine)
 
     def close(self, closed_by: str) -> None:
-        """Ends a group: what follows it, such as &, is for all of its commands."""
+        """End a group: an operator after it, such as &, applies to all of its commands."""
         if self.groups and self.groups[-1].closed_by == closed_by:
             group = self.groups.pop()
             self.list_first, self.function = group.list_first, group.function
 
     def end(self, operator: str) -> None:
-        """Ends a simple command, and with most operators the list that it is in."""
+        """End a simple command and, with most operators, its list."""
         if self.current.words or self.current.assignments:
             self.mine.append(self.current)
         self.current = Command(0)
@@ -246,7 +246,7 @@ class _Reader(WordReader):
             self.pattern = True
 
     def take(self, word: Word) -> None:
-        """A word: a keyword, or the next one of a command."""
+        """Take a word: a keyword, or the next word of a command."""
         current, bare = self.current, word.bare
         if self.pattern and bare != "esac":
             return
@@ -270,7 +270,7 @@ class _Reader(WordReader):
             self.pattern = True
 
     def keyword(self, bare: str) -> bool:
-        """Whether a word at the place of a command's name is a keyword that is none."""
+        """Check whether a word in the place of a command's name is a keyword, and apply it."""
         if self.current.assignments or not bare:
             return False
         if bare == "coproc":

@@ -1,7 +1,7 @@
-"""The #SBATCH lines of a script, read as sbatch reads them, and what it would refuse of them.
+"""Reader of a script's #SBATCH lines, which also finds what sbatch would refuse.
 
-sbatch(1), DESCRIPTION: they end at the first line that is neither comment nor white space. How
-quotes, backslashes and # are taken was asked of sbatch 22.05.
+sbatch(1), DESCRIPTION: they end at the first line that is neither a comment nor white space. The
+treatment of quotes, backslashes and # was tested with sbatch 22.05.
 """
 
 import re
@@ -28,9 +28,9 @@ class Directive:
     """An option in a #SBATCH line.
 
     Attributes:
-        line: of the script, from 1.
-        name: the long name, without hyphens.
-        value: as sbatch takes it, without quotes; empty where there is none.
+        line: line number in the script, from 1.
+        name: long name, without hyphens.
+        value: value as sbatch reads it, without quotes; empty if there is none.
     """
 
     line: int
@@ -40,40 +40,40 @@ class Directive:
 
 @dataclass
 class Component:
-    """The options of a job, or of one part of a heterogeneous job."""
+    """Options of a job, or of one part of a heterogeneous job."""
 
     directives: list[Directive] = field(default_factory=list)
     last: dict[str, Directive] = field(default_factory=dict)
 
     def add(self, directive: Directive) -> None:
-        """Take one more option."""
+        """Add an option."""
         self.directives.append(directive)
         self.last[directive.name] = directive
 
     def get(self, name: str) -> Directive | None:
-        """The last one of a name: the one that counts."""
+        """Return the last option of a name, which is the valid one."""
         return self.last.get(name)
 
     def value(self, name: str) -> str:
-        """Its value; empty where it is not there."""
+        """Return the value of an option; empty if it is not given."""
         found = self.get(name)
         return found.value if found else ""
 
     def number(self, name: str) -> int | None:
-        """Its value as a number; None where it is not there, or is none."""
+        """Return the value as a number; None if it is not given, or is no number."""
         value = self.value(name)
         return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else None
 
 
 def read_directives(lines: list[str]) -> tuple[list[Component], list[Finding], int]:
-    """The job's parts (one, but for heterogeneous jobs), findings, and where #SBATCH lines end.
+    """Return the parts of the job, findings, and the end of the #SBATCH lines.
 
     Args:
-        lines: of the script.
+        lines: lines of the script.
 
     Returns:
-        The last value is the number of the first line with a command; one past the last line
-        where there is none.
+        Several parts only for a heterogeneous job. The last value is the number of the first line
+        with a command, or of the line after the last one.
     """
     components, findings = [Component()], []
     end = len(lines) + 1
@@ -102,7 +102,7 @@ def read_directives(lines: list[str]) -> tuple[list[Component], list[Finding], i
 
 
 def _continues(before: str, line: str) -> bool:
-    """Whether a line with options seems to go on with a #SBATCH line."""
+    """Check whether a line with options seems to continue a #SBATCH line."""
     return before.startswith(_MARK) and before.endswith("\\") and line.lstrip().startswith("-")
 
 
@@ -116,7 +116,7 @@ def _not_continued(line: int) -> Finding:
 
 
 def _words(text: str, line: int) -> tuple[list[str], Finding | None]:
-    """Split as sbatch does, and what is wrong: an open quote, or a word that a # cuts."""
+    """Split as sbatch does, and return a finding for an open quote or a word that # cuts."""
     words: list[str] = []
     at = 0
     while match := _WORD.match(text, at):
@@ -190,7 +190,10 @@ def _long(text: str, rest: deque[str], line: int, found: list[Directive]) -> Fin
 
 
 def _unknown(given: str, line: int, rest: deque[str]) -> Finding | None:
-    """What is near no option may be a plugin's, and so may the word after it."""
+    """Return a finding for an unknown option, unless it may be one of a plugin.
+
+    The word after such an option may be its value, and is skipped.
+    """
     if given in SRUN_ONLY:
         return Finding(
             line,
@@ -208,7 +211,7 @@ def _unknown(given: str, line: int, rest: deque[str]) -> Finding | None:
 
 
 def _short(word: str, rest: deque[str], line: int, found: list[Directive]) -> Finding | None:
-    """One or several short options, as in -Hv or -N2."""
+    """Read one or several short options, as in -Hv or -N2."""
     for index, letter in enumerate(word[1:], 1):
         name = SHORT.get(letter)
         if name is None:

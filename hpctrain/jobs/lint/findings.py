@@ -1,4 +1,4 @@
-"""What a rule says of a script."""
+"""Finding of a rule in a script."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ _LONGEST = 60
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One thing that is wrong.
+    """One error in a script.
 
     Attributes:
-        line: in the script, from 1.
-        rule: its short name, which stays the same from version to version.
-        reason: what happens on the cluster.
-        fix: what to type.
+        line: line number in the script, from 1.
+        rule: short name of the rule, which is the same in all versions.
+        reason: effect of the error on the cluster.
+        fix: text to type instead.
     """
 
     line: int
@@ -25,6 +25,6 @@ class Finding:
 
 
 def shown(text: str) -> str:
-    """A part of the script that is fit to be printed: one short line without control characters."""
+    """Return a part of the script for messages: one short line without control characters."""
     clean = "".join(c if c.isprintable() else "?" for c in text)
     return clean if len(clean) <= _LONGEST else clean[: _LONGEST - 1] + "…"

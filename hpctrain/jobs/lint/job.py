@@ -1,4 +1,4 @@
-"""What a script asks of Slurm and starts: the facts that the rules look at."""
+"""Facts of a script that the rules check: its Slurm options and the commands that it starts."""
 
 import re
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class Trap:
     """A `trap` of the batch shell.
 
     Attributes:
-        command: in the script.
-        signals: names without SIG, and EXIT.
-        body: its text.
+        command: command in the script.
+        signals: names of the signals without SIG, and EXIT.
+        body: text of the trap.
         ignores: whether it is `trap '' …` or `trap - …`.
     """
 
@@ -36,18 +36,18 @@ class Trap:
 
 @dataclass(frozen=True)
 class Job:
-    """A script and what is known of its job.
+    """A script and the facts of its job.
 
     Attributes:
-        text: of the script.
-        folder: from which it will be submitted.
-        components: its #SBATCH options; several for a heterogeneous job.
-        refused: what is wrong with the #SBATCH lines themselves.
-        end: the first line after the #SBATCH lines.
-        comments: of the whole script.
-        commands: with their names, in order; empty where it is no shell script.
-        variables: of the script.
-        traps: in order.
+        text: text of the script.
+        folder: folder from which the script will be submitted.
+        components: #SBATCH options; several components for a heterogeneous job.
+        refused: findings in the #SBATCH lines themselves.
+        end: number of the first line after the #SBATCH lines.
+        comments: comments of the whole script.
+        commands: commands that have a name, in order; empty if it is no shell script.
+        variables: variables of the script.
+        traps: traps in order.
     """
 
     text: str
@@ -62,28 +62,28 @@ class Job:
 
     @property
     def options(self) -> Component:
-        """The options of the job; of a heterogeneous one, those of its first part."""
+        """Options of the job; for a heterogeneous job, those of its first part."""
         return self.components[0]
 
     @property
     def heterogeneous(self) -> bool:
-        """Whether it has several parts, whose steps are hard to tell apart."""
+        """Whether the job has several parts, as their steps are hard to distinguish."""
         return len(self.components) > 1
 
     @property
     def steps(self) -> list[Launch]:
-        """The calls of srun."""
+        """Calls of srun."""
         return [one for one in self.commands if one.by == "srun"]
 
     @property
     def nodes(self) -> int | None:
-        """The smallest number of nodes; None where #SBATCH does not say."""
+        """Smallest number of nodes; None if no #SBATCH line sets it."""
         match = re.match(r"(\d{1,6})(-\d{1,6})?\Z", self.options.value("nodes"), re.ASCII)
         return int(match[1]) if match and int(match[1]) else None
 
     @property
     def tasks(self) -> int | None:
-        """The number of tasks; None where #SBATCH does not say."""
+        """Number of tasks; None if no #SBATCH line sets it."""
         total, each = self.options.number("ntasks"), self.options.number("ntasks-per-node")
         if total is not None:
             return total
@@ -93,7 +93,7 @@ class Job:
 
     @property
     def tasks_per_node(self) -> int | None:
-        """The tasks of each node; None where that is not known for sure."""
+        """Number of tasks on each node; None if it is not certain."""
         each, total = self.options.number("ntasks-per-node"), self.options.number("ntasks")
         if total is not None:
             nodes = self.nodes
@@ -104,7 +104,7 @@ class Job:
 
     @property
     def gpus_per_node(self) -> int | None:
-        """The GPUs of each node; None where that is not known for sure."""
+        """Number of GPUs on each node; None if it is not certain."""
         each = _count(self.options.value("gpus-per-node"))
         if each is None and self.options.get("gres"):
             found = [_GPUS.match(one) for one in self.options.value("gres").split(",")]
@@ -117,7 +117,7 @@ class Job:
         return each
 
     def step_tasks(self, step: Launch) -> tuple[int | None, int | None]:
-        """The tasks of an srun, in all and on each node; None where that is not known for sure."""
+        """Return the number of tasks of an srun, total and on each node; None if not certain."""
         own = {"ntasks", "ntasks-per-node", "nodes", "n"} & step.options.keys()
         if self.heterogeneous or "het-group" in step.options or "multi-prog" in step.options:
             return None, None
@@ -134,12 +134,12 @@ class Job:
         return total, each
 
     def exports(self, name: str) -> bool:
-        """Whether a variable reaches the steps from this script."""
+        """Check whether this script exports a variable to the steps."""
         return name in self.variables.exported
 
     @property
     def opaque(self) -> bool:
-        """Whether commands are hidden: in variables, in other scripts, in functions of theirs."""
+        """Whether commands are hidden in variables, in other scripts or in their functions."""
         return any(
             one.kind == "unknown"
             or one.argv[0].endswith(".sh")
@@ -153,7 +153,7 @@ def _int(text: str | None) -> int | None:
 
 
 def _count(text: str) -> int | None:
-    """The number in `4`, `a100:4` or `a100=4`."""
+    """Return the number in `4`, `a100:4` or `a100=4`; None if there is none."""
     match = _COUNT.match(text)
     return int(match[1]) if match else None
 
@@ -162,8 +162,8 @@ def load(text: str, folder: Path) -> Job:
     """Read a script.
 
     Args:
-        text: of the script, with line feeds at the ends of lines.
-        folder: from which it will be submitted.
+        text: text of the script, with line feeds at the ends of lines.
+        folder: folder from which the script will be submitted.
     """
     lines = text.split("\n")
     components, refused, end = read_directives(lines)

@@ -1,4 +1,4 @@
-"""The commands of a script with their variables filled in: what starts which program, and how."""
+"""Commands of a script with the values of their variables: which program starts, and how."""
 
 import itertools
 import os
@@ -81,12 +81,12 @@ class Launch:
     """A command that starts a program.
 
     Attributes:
-        command: in the script.
-        argv: with its variables filled in, without `exec`, `time` and the like.
-        by: the launcher's name, such as srun; empty where the shell itself starts the program.
-        options: of srun, by long name.
-        program: what is started, with its arguments.
-        kind: of the program, as `kind_of_program` says.
+        command: command in the script.
+        argv: words with the values of their variables, without `exec`, `time` and similar words.
+        by: name of the launcher, such as srun; empty if the shell itself starts the program.
+        options: options of srun, by long name.
+        program: program with its arguments.
+        kind: kind of the program, from `kind_of_program`.
         replaces_shell: whether `exec` starts it.
     """
 
@@ -100,12 +100,12 @@ class Launch:
 
     @property
     def trains(self) -> bool:
-        """Whether it starts a Python program, alone or by torchrun and the like."""
+        """Whether it starts a Python program, directly or with a launcher such as torchrun."""
         return self.kind in ("python", "agent")
 
 
 def launches(shell: Shell, variables: Variables) -> list[Launch]:
-    """The commands with a name, in their order."""
+    """Return the commands that have a name, in their order."""
     return [_launch(one, variables) for one in shell.commands if one.words]
 
 
@@ -123,7 +123,7 @@ def _launch(command: Command, variables: Variables) -> Launch:
 
 
 def _unwrapped(argv: list[str]) -> list[str]:
-    """Without what stands before a command's name."""
+    """Remove the words before a command's name, such as `exec` and `timeout`."""
     rest = list(argv)
     wrapped = False
     while len(rest) > 1:
@@ -142,7 +142,7 @@ def _unwrapped(argv: list[str]) -> list[str]:
 
 
 def _srun(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The options of srun by long name, and what it starts."""
+    """Return the options of srun by long name, and the program that it starts."""
     options: dict[str, str] = {}
     rest = list(arguments)
     while rest:
@@ -170,11 +170,11 @@ def _srun(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def kind_of_program(argv: Sequence[str]) -> str:
-    """What is started.
+    """Return the kind of a program.
 
     Returns:
-        "agent" for torchrun and the like, "python" for a Python program, "small" for what needs
-        no CPUs to speak of, "unknown" where a variable hides it, and "other".
+        "agent" for launchers such as torchrun, "python" for a Python program, "small" for a program
+        that needs little CPU time, "unknown" if the program is in a variable, or "other".
     """
     argv = _unwrapped(list(argv)) if argv else [""]
     name = os.path.basename(argv[0])
@@ -207,7 +207,7 @@ def _kind_of_python(arguments: Sequence[str]) -> str:
 
 
 def _kind_of_shell(arguments: Sequence[str]) -> str:
-    """Of `bash -c '…'`, what its commands start; another script's are not known."""
+    """Return the kind of the programs in `bash -c '…'`; "unknown" for another script."""
     for option, text in itertools.pairwise(arguments):
         if re.match(r"-[a-z]*c\Z", option):
             shell = read(text)

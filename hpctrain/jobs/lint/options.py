@@ -1,4 +1,4 @@
-"""The options of sbatch, as data, and how getopt_long(3) reads their names."""
+"""Options of sbatch as data, and lookup of their names as in getopt_long(3)."""
 
 import difflib
 
@@ -105,10 +105,10 @@ SRUN_ONLY = {
 
 
 def long_name(given: str) -> str | None:
-    """The option that getopt takes a long name for: itself, or an unambiguous beginning of it.
+    """Return the option for a long name or an unambiguous beginning of it, as getopt does.
 
     Args:
-        given: without the hyphens.
+        given: name without the hyphens.
     """
     if given in _ALIASES or given in _KINDS:
         return _ALIASES.get(given, given)
@@ -117,15 +117,14 @@ def long_name(given: str) -> str | None:
 
 
 def argument(name: str) -> str:
-    """Whether a long option has an argument: "required", "optional" (only after =) or "none"."""
+    """Return the kind of a long option's argument: "required", "optional" (after =) or "none"."""
     return _KINDS[name]
 
 
 def nearest(given: str) -> list[str]:
-    """The names that a misspelt one may stand for, the nearest first; none where it is too far.
+    """Return the names that a misspelt name may mean, the nearest first.
 
-    A plugin of the site (spank(7)) may add options of its own, so what resembles nothing is left
-    alone.
+    The list is empty if no name is near: the option may be one of a plugin of the site (spank(7)).
     """
     ahead = [name for name in _NAMES if given and name.startswith(given)]
     return ahead or difflib.get_close_matches(given.replace("_", "-"), _NAMES, 3, cutoff=0.8)

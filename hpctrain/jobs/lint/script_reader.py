@@ -1,4 +1,4 @@
-"""Reads words of bash, character by character: quotes, escapes, expansions."""
+"""Reader of bash words, character by character: quotes, escapes, expansions."""
 
 import bisect
 import re
@@ -21,25 +21,25 @@ _SIMPLE_VARIABLE = re.compile(r"\w+|[@*#?$!-]")
 
 
 def line_starts(text: str) -> list[int]:
-    """Where the lines of a text begin."""
+    """Return the positions at which the lines of a text begin."""
     return [0, *(match.end() for match in re.finditer("\n", text))]
 
 
 class WordReader:
-    """A place in a text, and the words from there on.
+    """Reader of the words of a text, from a position on.
 
     Args:
-        text: of a script, or a part of it.
-        starts: of its lines.
-        first_line: the number of its first line.
-        at: the place.
+        text: text of a script, or a part of it.
+        starts: positions at which its lines begin.
+        first_line: number of its first line.
+        at: position at which the reader starts.
     """
 
     def __init__(self, text: str, starts: list[int], first_line: int, at: int) -> None:
         self.text, self.starts, self.first_line, self.at = text, starts, first_line, at
 
     def nested(self, text: str, starts: list[int], first_line: int, at: int) -> int:
-        """Read the commands of $(…) from a place on; the place after it."""
+        """Read the commands of $(…) from a position, and return the position after it."""
         raise NotImplementedError
 
     def comment(self) -> None:
@@ -47,15 +47,15 @@ class WordReader:
         raise NotImplementedError
 
     def line(self, at: int) -> int:
-        """The number of the line of a place."""
+        """Return the line number of a position."""
         return bisect.bisect_right(self.starts, at) - 1 + self.first_line
 
     def peek(self, length: int = 1) -> str:
-        """The next characters."""
+        """Return the next characters."""
         return self.text[self.at : self.at + length]
 
     def word(self, may_be_array: bool = True) -> Word:
-        """The word that begins here; at least one character is read."""
+        """Read and return the word that begins here, with at least one character."""
         start = self.at
         pieces: list[Piece] = []
         elements: tuple[Word, ...] | None = None
@@ -75,7 +75,7 @@ class WordReader:
         return Word(self.line(start), _joined(pieces), elements)
 
     def _elements(self) -> tuple[Word, ...]:
-        """The words of an array, to the bracket that closes it."""
+        """Read the words of an array, up to its closing bracket."""
         self.at += 1
         words = []
         while self.at < len(self.text):
@@ -94,7 +94,7 @@ class WordReader:
         return tuple(words)
 
     def _pieces(self, char: str) -> list[Piece]:
-        """The next part of a word."""
+        """Read the next part of a word."""
         if char == "'":
             return [Piece(self._until("'", 1), quoted=True)]
         if char == '"':
@@ -108,14 +108,14 @@ class WordReader:
         return [Piece(self._match(_ORDINARY)[0])]
 
     def _match(self, pattern: re.Pattern[str]) -> re.Match[str]:
-        """What a pattern matches here, where it always does; the place is after it."""
+        """Match a pattern that always matches here, and move the position after the match."""
         match = pattern.match(self.text, self.at)
         assert match
         self.at = match.end()
         return match
 
     def _until(self, closed_by: str, skipped: int) -> str:
-        """What stands before a character; the place is after it, or at the end of the text."""
+        """Read the text before a character, and move after it or to the end of the text."""
         start = self.at + skipped
         end = self.text.find(closed_by, start)
         end = len(self.text) if end < 0 else end
@@ -140,7 +140,7 @@ class WordReader:
         return pieces
 
     def _expansion(self, quoted: bool) -> list[Piece]:
-        """What begins with $, a backtick, <( or >(."""
+        """Read an expansion, which begins with $, a backtick, <( or >(."""
         start, two = self.at, self.peek(2)
         if two in ("$'", '$"') and not quoted:
             self.at += 1
@@ -172,7 +172,7 @@ class WordReader:
         self.nested(inner, line_starts(inner), line, 0)
 
     def _braces(self) -> None:
-        """${…}, with others in it."""
+        """Skip ${…}, with others in it."""
         depth = 0
         for match in _BRACES.finditer(self.text, self.at):
             if match[0] == "${":
@@ -185,7 +185,7 @@ class WordReader:
         self.at = len(self.text)
 
     def arithmetic(self) -> None:
-        """((…)), of which nothing is kept."""
+        """Skip ((…))."""
         depth = 0
         for match in _BRACKETS.finditer(self.text, self.at):
             depth += 1 if match[0] == "(" else -1
@@ -196,5 +196,5 @@ class WordReader:
 
 
 def _joined(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Without the empty ones, of which one is kept for an empty word."""
+    """Remove empty pieces, but keep one for an empty word."""
     return tuple(piece for piece in pieces if piece.text) or tuple(pieces[:1])

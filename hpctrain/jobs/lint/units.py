@@ -1,4 +1,4 @@
-"""Times and memory as sbatch(1) writes them, for options --time, --mem and --signal."""
+"""Parsers of the options --time, --mem and --signal, in the notation of sbatch(1)."""
 
 import re
 import signal
@@ -12,24 +12,24 @@ _SIGNAL = re.compile(r"(?:([RB]+):)?(\w+)(?:@(\d{1,9}))?\Z", re.ASCII)
 
 
 def seconds(text: str) -> float | None:
-    """A limit of time; None where it is none, infinity where there is no limit."""
+    """Return a time limit in seconds; infinity if there is no limit, None if it is invalid."""
     if text.lower() in ("infinite", "unlimited", "-1", "0"):
         return float("inf")
     return slurm_seconds(text)
 
 
 def megabytes(text: str) -> tuple[int, bool] | None:
-    """The number of an amount of memory and whether it has a unit; None where it is none."""
+    """Return the number in an amount of memory, and whether it has a unit; None if invalid."""
     match = _MEMORY.match(text)
     return (int(match[1]), bool(match[2])) if match else None
 
 
 def signal_request(text: str) -> tuple[bool, str, int] | None:
-    """What --signal=[{R|B}:]SIGNAL[@SECONDS] asks for; None where sbatch would refuse it.
+    """Parse --signal=[{R|B}:]SIGNAL[@SECONDS]; return None if sbatch would refuse it.
 
     Returns:
-        Whether the batch shell alone gets it, its name without SIG, and the seconds (60 by
-        default) before the end of the time.
+        Whether only the batch shell gets the signal, its name without SIG, and the seconds (60 by
+        default) before the end of the time limit.
     """
     match = _SIGNAL.match(text)
     if not match:

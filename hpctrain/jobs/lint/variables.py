@@ -1,4 +1,4 @@
-"""The variables of a script, and the words of its commands with them filled in."""
+"""Variables of a script, and the words of its commands with their values."""
 
 from collections.abc import Sequence
 
@@ -16,13 +16,13 @@ _DECLARES = frozenset(("export", "declare", "local", "readonly", "typeset"))
 
 
 class Variables:
-    """What the variables of a script hold where one value is assigned, and only once.
+    """Values of a script's variables; a value is known if it is assigned only once.
 
     Attributes:
-        assigned: the values by name; None for one that nobody can know.
-        appended: what `NAME+=(…)` adds to an array.
-        written: all assignments as they stand there, and whether they surely happen, for all.
-        exported: the line of the export by name.
+        assigned: values by name; None for a value that is unknown.
+        appended: elements that `NAME+=(…)` adds to an array.
+        written: all assignments in the script, each with whether it is always executed.
+        exported: line number of the export, by name.
     """
 
     def __init__(self, shell: Shell) -> None:
@@ -69,12 +69,12 @@ class Variables:
                 self.exported.setdefault(name, word.line)
 
     def get(self, name: str) -> Word | None:
-        """The one value of a variable; None where it has several, or none that can be known."""
+        """Return the value of a variable; None if it has several values or an unknown one."""
         values = self.assigned.get(name, [])
         return values[0] if len(values) == 1 and name not in self.appended else None
 
     def array(self, name: str) -> tuple[Word, ...] | None:
-        """The elements of an array with all that may be appended; None where it is none."""
+        """Return the elements of an array, with all appended ones; None if it is no array."""
         values = self.assigned.get(name, [])
         first = values[0].elements if len(values) == 1 and values[0] else None
         if first is None:
@@ -84,7 +84,7 @@ class Variables:
         )
 
     def expand(self, words: Sequence[Word], depth: int = 0) -> list[str]:
-        """The words of a command; an expansion that is not known stays as it was written."""
+        """Return words with the values of their variables; unknown expansions stay unchanged."""
         expanded: list[str] = []
         for word in words:
             expanded += self._word(word, depth)
@@ -105,7 +105,7 @@ class Variables:
         return text.split() if known else [text]
 
     def text(self, word: Word, depth: int = 0) -> str:
-        """A word as one text."""
+        """Return a word as one text."""
         text = ""
         for piece in word.pieces:
             text += self._piece(piece, depth)

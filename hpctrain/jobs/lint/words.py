@@ -1,4 +1,4 @@
-"""Words of bash: what stands in them, and what of it the shell would replace."""
+"""Words of bash: their text, and the parts that the shell would replace."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Piece:
     """A part of a word.
 
     Attributes:
-        text: without quotes; an expansion as it was written.
+        text: text without quotes; an expansion as in the script.
         expands: whether the shell replaces it: $NAME, ${…}, $(…), `…`.
-        quoted: whether it stood in quotes, so that it stays one word.
+        quoted: whether it is in quotes, so that it stays one word.
     """
 
     text: str
@@ -28,19 +28,19 @@ class Piece:
 
     @property
     def variable(self) -> str:
-        """The variable that it is, where it is nothing but that; else empty."""
+        """Name of the variable if the piece is a plain variable; else empty."""
         match = _PLAIN_VARIABLE.match(self.text) if self.expands else None
         return (match[1] or match[2]) if match else ""
 
     @property
     def array(self) -> str:
-        """The array whose elements it is: ${NAME[@]}; else empty."""
+        """Name of the array if the piece is all its elements, ${NAME[@]}; else empty."""
         match = _ARRAY.match(self.text) if self.expands else None
         return match[1] if match else ""
 
     @property
     def mentions(self) -> str:
-        """The variable of an expansion of any kind, such as ${NAME%/*}; else empty."""
+        """Name of the variable in an expansion of any kind, such as ${NAME%/*}; else empty."""
         match = _NAME.match(self.text) if self.expands else None
         return match[1] if match else ""
 
@@ -50,9 +50,9 @@ class Word:
     """A word of a command.
 
     Attributes:
-        line: where it begins, from 1.
-        pieces: in their order.
-        elements: of an array, where it is the assignment `name=(…)`.
+        line: line number of its beginning, from 1.
+        pieces: pieces in their order.
+        elements: elements of the array in an assignment `name=(…)`; else None.
     """
 
     line: int
@@ -61,22 +61,22 @@ class Word:
 
     @property
     def text(self) -> str:
-        """Without quotes; expansions as they were written."""
+        """Text without quotes; expansions as in the script."""
         return "".join(piece.text for piece in self.pieces)
 
     @property
     def literal(self) -> bool:
-        """Whether the shell replaces nothing in it."""
+        """Whether the word contains nothing that the shell replaces."""
         return not any(piece.expands for piece in self.pieces) and self.elements is None
 
     @property
     def bare(self) -> str:
-        """The text where nothing is quoted or replaced, as keywords have to be; else empty."""
+        """Text if nothing is quoted or replaced, as in keywords; else empty."""
         plain = not any(piece.quoted or piece.expands for piece in self.pieces)
         return self.text if plain else ""
 
     def after(self, length: int) -> Word:
-        """What is left without so many characters, which are in the first piece."""
+        """Return the word without its first `length` characters, which are in the first piece."""
         first, *others = self.pieces
         rest = Piece(first.text[length:], first.expands, first.quoted)
         return Word(self.line, (rest, *others) if rest.text else tuple(others), self.elements)

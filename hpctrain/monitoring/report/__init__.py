@@ -1,6 +1,6 @@
-"""One page that shows how runs went: curves, times, ranks, starts and options.
+"""HTML report of runs on one page: curves, times, ranks, starts and options.
 
-It needs no script, no network and no torch: it is read where the run directory is, or sent by mail.
+The page needs no script, network or torch, so it can be read in the run directory or sent by mail.
 """
 
 import os
@@ -14,23 +14,23 @@ from hpctrain.monitoring import drawing
 
 __all__ = ["write"]
 
-# A page of one's own says so within its first bytes, and a PNG too.
+# A report and its PNGs have their mark within these first bytes.
 _HEAD = 2048
 
 
 def write(paths: Sequence[str], output: str | None = None) -> tuple[Path, list[Path]]:
-    """Write the page, and its figures as PNGs into a folder of its name beside it.
+    """Write the page, and its figures as PNGs into a folder of the same name beside it.
 
     Args:
-        paths: run directories; several are compared.
-        output: the file (default: report.html, in the run directory where there is one).
+        paths: run directories; several runs are compared.
+        output: file to write (default: report.html, in the run directory if there is only one).
 
     Returns:
-        The page and the figures.
+        Paths of the page and of the figures.
 
     Raises:
-        UsageError: there is no run, or what draws is not installed, or the place cannot be
-            written, or a file that is no report has it.
+        UsageError: there is no run, a package for drawing is missing, the files cannot be written,
+            or a file that is no report has the name.
     """
     drawing.need("report", "jinja2", "matplotlib.figure")
     from hpctrain.monitoring.report import page, run_reader
@@ -72,7 +72,7 @@ def _stranger(path: Path) -> UsageError:
 
 
 def _own(path: Path) -> bool:
-    """Whether a file was written here; a link may point to anybody's, and a pipe has no head."""
+    """Return whether a file is part of a report; links, pipes and the like never are."""
     from hpctrain.monitoring.report.figures import MARK
 
     try:
@@ -85,10 +85,10 @@ def _own(path: Path) -> bool:
 
 
 def _images(folder: Path, images: dict[str, bytes]) -> list[Path]:
-    """Write the figures, and remove those of an earlier report.
+    """Write the figures and remove other figures of an earlier report.
 
     Raises:
-        UsageError: a file of somebody else has one of the names.
+        UsageError: a file that is no report has one of the names.
     """
     if folder.is_symlink():
         raise _stranger(folder)

@@ -1,4 +1,4 @@
-"""Curves of any length as a few hundred points: a middle, and how far values go from it."""
+"""Reduction of curves to a few hundred points, each with median and range."""
 
 import itertools
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ __all__ = ["Band", "band"]
 
 _MOST_POINTS = 800
 _BINS = 400
-# No axis holds more: its margins would be infinite.
+# Larger values have no place on an axis: its margins would be infinite.
 _LARGEST = 1e100
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """What is drawn of a curve.
+    """Points of a curve for drawing.
 
     Attributes:
-        steps: at which the points are.
-        middle, low, high: median, lowest and highest of the values of a point; (points,) each.
-        per_point: values of a point; 1 where every value is drawn.
-        missing: the steps of values that cannot be drawn: nan, inf and what no axis holds.
+        steps: steps of the points, shape (points,).
+        middle, low, high: median, lowest and highest value of each point, shape (points,) each.
+        per_point: number of values per point; 1 if every value is drawn.
+        missing: steps of values that cannot be drawn: nan, inf and values too large for an axis.
     """
 
     steps: Floats
@@ -36,9 +36,9 @@ class Band:
 
 
 def band(series: Series) -> Band:
-    """Thin a curve, where that is needed."""
+    """Reduce a curve to a band; a short curve keeps all its values."""
     steps, values = np.asarray(series.steps), np.asarray(series.values)
-    fine = np.abs(values) <= _LARGEST  # false for nan as well
+    fine = np.abs(values) <= _LARGEST  # also false for nan
     missing = np.unique(steps[~fine])[:_BINS]
     steps, values = steps[fine], values[fine]
     order = np.argsort(steps, kind="stable")

@@ -1,4 +1,4 @@
-"""Several runs side by side: a column for each, and a mark where they differ."""
+"""Tables that compare runs: a column per run, and a mark where the runs differ."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,12 +9,12 @@ from hpctrain.monitoring.report.tables import Table
 __all__ = ["compare", "results"]
 
 _NOTHING = "–"
-# Their lowest and highest say nothing of how well a model learned.
+# The lowest and highest values of these metrics do not describe how well a model learned.
 _OF_THE_MACHINE = ("lr", "samples_per_second", "data_wait", "gpu_memory")
 
 
 def compare(runs: Sequence[Run]) -> list[Table]:
-    """Options and systems of runs, what differs first."""
+    """Compare options and systems of runs; rows that differ come first."""
     return [
         _side_by_side("Options", runs, tables.options, sort=True),
         _side_by_side("System", runs, tables.system, sort=True),
@@ -22,7 +22,7 @@ def compare(runs: Sequence[Run]) -> list[Table]:
 
 
 def results(runs: Sequence[Run]) -> Table:
-    """How runs went, side by side."""
+    """Compare the results of runs."""
     return _side_by_side("Results", runs, _results, sort=False)
 
 

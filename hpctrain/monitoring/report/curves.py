@@ -1,4 +1,4 @@
-"""Which curves a report draws, and with which others."""
+"""Figures of metrics over steps, and grouping of curves in figures."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from hpctrain.monitoring.report.run_reader import Run
 __all__ = ["MOST_PANELS", "draw_all"]
 
 MOST_PANELS = 24
-# Above this many times its median a loss hides the rest of its curve, but on a logarithmic axis.
+# A loss above this multiple of its median would hide the rest of its curve on a linear axis.
 _SPREAD = 1000.0
 _FIRST = ("loss", "eval_loss", "accuracy", "top1", "top5")
 _LAST = ("lr", "samples_per_second", "data_wait", "gpu_memory")
@@ -32,9 +32,9 @@ _FORMATS: dict[str, Callable[[], Any]] = {
     "gpu_memory": lambda: EngFormatter("B"),
     "samples_per_second": lambda: EngFormatter(sep=""),
 }
-# Of a run; more would hide its curves.
+# Per run; more lines would hide the curves.
 _MOST_RESTARTS = 50
-# Files of the figures that are no metrics.
+# File names of the figures that show no metrics.
 _OF_STEPS = re.compile(r"step-times|ranks(-\d+)?")
 _FROM_ZERO = ("lr", "samples_per_second", "data_wait", "gpu_memory")
 
@@ -47,9 +47,10 @@ class _Curve:
 
 
 def draw_all(runs: Sequence[Run]) -> tuple[list[Drawn], int]:
-    """Figures of all metrics, over steps, and how many more there would be.
+    """Draw the metrics over steps; return the figures and the number of omitted ones.
 
-    Of one run, losses share a figure and so do accuracies; of several, a figure has one metric.
+    For one run, all losses share a figure and so do all accuracies. For several runs, each figure
+    shows one metric.
     """
     members: dict[str, list[tuple[Run, int, str]]] = {}
     for number, run in enumerate(runs):
@@ -76,7 +77,7 @@ def draw_all(runs: Sequence[Run]) -> tuple[list[Drawn], int]:
 
 
 def _stems(titles: Sequence[str]) -> list[str]:
-    """Names of files, each once, and unlike those of `steps`."""
+    """Return unique file names for the titles, distinct from those of `steps`."""
     stems: list[str] = []
     for title in titles:
         first = re.sub(r"[^A-Za-z0-9]+", "-", title)[:40].strip("-").lower() or "metric"
@@ -101,7 +102,7 @@ def _draw(stem: str, name: str, curves: Sequence[_Curve], runs: Sequence[Run]) -
         lines += axes.plot(drawn.steps, drawn.middle, **style)
         if drawn.per_point > 1:
             axes.fill_between(drawn.steps, drawn.low, drawn.high, color=style["color"], alpha=0.2)
-        if len(drawn.missing):  # at the upper edge, as they have no place on the axis
+        if len(drawn.missing):  # at the upper edge, because the values have no place on the axis
             axes.plot(
                 *(drawn.missing, np.ones_like(drawn.missing)),
                 color=style["color"],
@@ -122,7 +123,7 @@ def _draw(stem: str, name: str, curves: Sequence[_Curve], runs: Sequence[Run]) -
 
 
 def _mark_restarts(axes: Any, curves: Sequence[_Curve], runs: Sequence[Run]) -> None:
-    """A dotted line at each restart; of several runs in the run's colour."""
+    """Draw a dotted line at each restart; for several runs in the colour of the run."""
     for run, number in _shown(curves, runs):
         ink = figures.color(number) if len(runs) > 1 else figures.color(4)
         for step in run.restarts[-_MOST_RESTARTS:]:
@@ -130,7 +131,7 @@ def _mark_restarts(axes: Any, curves: Sequence[_Curve], runs: Sequence[Run]) -> 
 
 
 def _shown(curves: Sequence[_Curve], runs: Sequence[Run]) -> list[tuple[Run, int]]:
-    """The runs that a figure has curves of, with their numbers."""
+    """Return the runs in a figure, with their numbers."""
     if len(runs) == 1:
         return [(runs[0], 0)]
     return [(runs[curve.number], curve.number) for curve in curves]
@@ -153,7 +154,7 @@ def _scale(axes: Any, name: str, curves: Sequence[_Curve]) -> None:
 
 
 def _told(curve: _Curve) -> str:
-    """A curve in words."""
+    """Describe a curve in words."""
     drawn = curve.band
     if not len(drawn.steps):
         return f"{curve.label}: no finite value."
@@ -163,7 +164,7 @@ def _told(curve: _Curve) -> str:
 
 
 def _caption(curves: Sequence[_Curve], runs: Sequence[Run]) -> str:
-    """What a person has to know to read a figure."""
+    """Return the explanation of the marks in a figure."""
     said = []
     thick = [curve.band.per_point for curve in curves if curve.band.per_point > 1]
     if thick:

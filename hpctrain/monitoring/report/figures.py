@@ -1,4 +1,4 @@
-"""One figure for a page in light and dark, and as a PNG for papers and slides."""
+"""Figures in a light and a dark version for the page, and as PNG for papers and slides."""
 
 import contextlib
 import io
@@ -17,26 +17,26 @@ from hpctrain.monitoring import drawing
 
 __all__ = ["DASHES", "MARK", "PALETTE", "Drawn", "Sheet", "color", "sheet", "sketching", "style"]
 
-# In the PNGs, which tells them from other people's.
+# Mark in pages and PNGs that distinguishes them from other files.
 MARK = "written by hpctrain report"
-# Told apart with every kind of colour vision and on both backgrounds (after Okabe and Ito), and
-# beside colour there are markers or dashes. Of each pair the first is for a light ground.
+# Colours for all kinds of colour vision and both backgrounds (after Okabe and Ito); curves also
+# differ in markers or dashes. The first colour of each pair is for a light background.
 PALETTE = (
     *(("#0072b2", "#56b4e9"), ("#d55e00", "#ff8c42"), ("#009e73", "#34d1a5")),
     *(("#b0508a", "#f0a6d0"), ("#5a5a5a", "#c8c8c8"), ("#997700", "#e6c229")),
 )
 _INK, _GRID = ("#22262b", "#e4e7eb"), ("#d4d8dd", "#3b4148")
 DASHES = ("solid", "dashed", "dashdot", "dotted")
-# Not as many as colours, so that pairs of both come again late.
+# Not as many as colours, so that a pair of colour and marker repeats late.
 _MARKERS = "os^DvPX"
-_MARKED = 8  # points of a long curve
+_MARKED = 8  # number of markers on a long curve
 _INCHES = (4.2, 2.6)
-_FEW = 40  # points, each with its marker
-# Inches around the axes, of a label at the y axis, and of a line of the legend.
+_FEW = 40  # maximum number of points that each have a marker
+# Inches: margins around the axes, a label at the y axis, and a line of the legend.
 _LEFT, _RIGHT, _BOTTOM, _NO_TITLE, _TITLE = 0.58, 0.12, 0.45, 0.14, 0.32
 _LABEL = 0.18
 _LEGEND_LINE = 0.18
-_DPI = 200  # of a PNG
+_DPI = 200  # resolution of a PNG
 _RC: Any = {
     "axes.edgecolor": _GRID[0],
     "axes.grid": True,
@@ -65,13 +65,13 @@ _RC: Any = {
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A figure as it is shown.
+    """A finished figure.
 
     Attributes:
-        name: of its file, without an ending.
-        title, alt, caption: for people; `alt` for those who cannot see it.
-        light, dark: SVG without a background, for either one.
-        png: on white, with the title.
+        name: name of its file, without suffix.
+        title, alt, caption: texts for readers; `alt` is for screen readers.
+        light, dark: SVG without background, for a light and a dark page.
+        png: PNG on white, with the title.
     """
 
     name: str
@@ -85,9 +85,9 @@ class Drawn:
 
 @contextlib.contextmanager
 def sketching() -> Iterator[None]:
-    """Draw in the report's own way, whatever a person's matplotlibrc says."""
+    """Use the report's own style, independent of the user's matplotlibrc."""
     with warnings.catch_warnings(), mpl.rc_context():
-        # Of glyphs that no font here has; a browser's fonts may.
+        # Matplotlib warns of glyphs that its fonts lack; a browser's fonts may have them.
         warnings.simplefilter("ignore", UserWarning)
         mpl.rcdefaults()
         mpl.rcParams.update(_RC)
@@ -95,17 +95,17 @@ def sketching() -> Iterator[None]:
 
 
 def color(number: int) -> str:
-    """The colour of a run or a metric on a light ground; after six they begin anew."""
+    """Return the colour of a run or metric on a light background; six colours repeat."""
     return PALETTE[number % len(PALETTE)][0]
 
 
 def style(number: int, points: int, alone: bool) -> dict[str, Any]:
-    """Colour and markers of a curve: of a long one here and there, and none where it is alone.
+    """Return colour and markers of a curve; a long curve has few markers, or none if it is alone.
 
     Args:
-        number: of the run, or of the metric in its panel.
-        points: of the curve.
-        alone: whether no other one is in its figure.
+        number: number of the run, or of the metric in its panel.
+        points: number of points of the curve.
+        alone: whether the figure has no other curve.
     """
     few = points <= _FEW
     return {
@@ -116,13 +116,13 @@ def style(number: int, points: int, alone: bool) -> dict[str, Any]:
 
 
 class Sheet:
-    """A figure under way: draw on `axes`, then `done`.
+    """An unfinished figure: draw on `axes`, then call `done`.
 
     Args:
-        rows: of axes, one above the other; they share their x axis.
+        rows: number of axes, one above the other, with a common x axis.
 
     Attributes:
-        axes: of matplotlib, from top to bottom.
+        axes: axes of matplotlib, from top to bottom.
     """
 
     def __init__(self, rows: int = 1) -> None:
@@ -131,7 +131,7 @@ class Sheet:
         self.axes: list[Any] = list(self._figure.subplots(rows, sharex=True, squeeze=False)[:, 0])
 
     def legend(self, lines: list[Any], names: list[str]) -> None:
-        """Name several curves, below the axes; the figure grows by that."""
+        """Add a legend below the axes; the figure grows by its height."""
         shorter = [_shortened(name, 34) for name in names]
         columns = 2 if max(map(len, shorter)) <= 24 else 1
         high = _LEGEND_LINE * -(-len(names) // columns)
@@ -140,17 +140,17 @@ class Sheet:
         drawing.legend(self._figure, lines, shorter, loc="lower center", ncols=columns)
 
     def done(self, name: str, title: str, alt: str, caption: str) -> Drawn:
-        """The figure in all its forms.
+        """Return the figure in all its formats.
 
         Args:
-            name: of its file, without an ending.
+            name: name of its file, without suffix.
             title, alt, caption: as in `Drawn`.
         """
         self._place(_NO_TITLE)
         for patch in (self._figure.patch, *(axes.patch for axes in self.axes)):
             patch.set_visible(False)
         vector = io.StringIO()
-        # By the canvas: savefig draws everything twice.
+        # Use the canvas, because savefig draws everything twice.
         canvas: Any = FigureCanvasSVG(self._figure)
         canvas.print_svg(vector, metadata={"Date": None, "Creator": None})
         light = dark = vector.getvalue()
@@ -166,10 +166,10 @@ class Sheet:
         return Drawn(name, title, alt, caption, light, dark, pixels.getvalue())
 
     def _place(self, top: float) -> None:
-        """Give the axes all but the margins. Layout engines of matplotlib take as long as a draw.
+        """Set the margins, because layout engines of matplotlib take as long as a draw.
 
         Args:
-            top: inches above them.
+            top: margin above the axes, in inches.
         """
         wide, high = self._figure.get_size_inches()
         left = _LEFT + (_LABEL if self.axes[0].get_ylabel() else 0.0)
@@ -179,7 +179,7 @@ class Sheet:
 
 
 def sheet(xlabel: str, ylabel: str = "") -> Sheet:
-    """A sheet with one pair of axes, whose numbers are short: 10k for 10,000."""
+    """Return a sheet with one pair of axes; the x axis has short numbers: 10k for 10,000."""
     made = Sheet()
     axes = made.axes[0]
     axes.set_xlabel(xlabel)
@@ -189,6 +189,6 @@ def sheet(xlabel: str, ylabel: str = "") -> Sheet:
 
 
 def _shortened(text: str, most: int) -> str:
-    """A text with its middle left out where it is long."""
+    """Return a text of limited length, without the middle of a longer text."""
     half = most // 2 - 1
     return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"

@@ -1,4 +1,4 @@
-"""The page: everything that is shown, handed to a template that escapes it."""
+"""HTML page of a report: collects its content and renders it with an escaping template."""
 
 import base64
 import time
@@ -17,19 +17,19 @@ from hpctrain.monitoring.report.tables import Table
 
 __all__ = ["Section", "render", "sections"]
 
-_BEST = ("top1", "top5")  # the higher the better
-_MOST_OF_RANKS = 8  # figures, one a run
+_BEST = ("top1", "top5")  # higher is better
+_MOST_OF_RANKS = 8  # figures, one per run
 
 
 @dataclass(slots=True)
 class Section:
-    """Figures with a heading.
+    """Section of the page: figures and tables under a heading.
 
     Attributes:
-        id: of the heading.
-        title: in words.
-        text: below the heading, or empty.
-        figures, tables: in their order.
+        id: HTML id of the heading.
+        title: text of the heading.
+        text: text below the heading, or empty.
+        figures, tables: figures and tables, in this order.
     """
 
     id: str
@@ -40,7 +40,7 @@ class Section:
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """All figures of a report."""
+    """Draw all figures of a report and return the sections with them."""
     with figures.sketching():
         drawn, more = curves.draw_all(runs)
         text = "" if drawn else "No row of metrics has been written so far."
@@ -59,11 +59,11 @@ def sections(runs: Sequence[Run]) -> list[Section]:
 
 
 def render(runs: Sequence[Run], shown: Sequence[Section]) -> str:
-    """The page, in ASCII: whatever a run is called, and wherever it is written.
+    """Return the page in ASCII, so that names of runs cause no encoding errors.
 
     Args:
-        runs: of the report.
-        shown: their figures.
+        runs: runs of the report.
+        shown: sections with the figures.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -109,7 +109,7 @@ def render(runs: Sequence[Run], shown: Sequence[Section]) -> str:
 
 
 def _data(image: str) -> str:
-    """An SVG as an address: in an image no script of it runs."""
+    """Return an SVG as a data address; a browser runs no scripts of an SVG in an image."""
     return "data:image/svg+xml;base64," + base64.b64encode(image.encode(errors="replace")).decode()
 
 
@@ -121,7 +121,7 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _tiles(run: Run) -> dict[str, str]:
-    """The summary, led by the best accuracy where one was measured."""
+    """Return the summary: status, best accuracy if it was measured, then the rest."""
     finite = {name: run.series[name].finite()[1] for name in _BEST if name in run.series}
     best = {f"best {k}": wording.number(float(v.max())) for k, v in finite.items() if len(v)}
     found = tables.summary(run)
@@ -129,7 +129,7 @@ def _tiles(run: Run) -> dict[str, str]:
 
 
 def _notes(run: Run, now: float) -> list[str]:
-    """What a person should know before reading on."""
+    """Return notes for the top of the page, about unreadable files or an unfinished run."""
     notes = [f"{run.label}: {wording.text(error.found)}" for error in run.unread.values()]
     if not run.summary and not run.end_unread:
         last = wording.moment(run.last.get("time"))

@@ -1,4 +1,4 @@
-"""What a run directory holds, as curves and facts; also that of a run that goes on or is broken."""
+"""Reader of run directories, as curves and facts; also for runs that continue or are damaged."""
 
 import os
 from array import array
@@ -19,23 +19,23 @@ __all__ = ["Floats", "Run", "Series", "mapping", "read"]
 
 Floats = NDArray[np.float64]
 
-# Of JSON; looked up for every value of a file that may have millions.
+# Number types of JSON; a set for fast checks, because a file may have millions of values.
 _NUMBERS = frozenset((int, float))
 
 
 @dataclass(slots=True)
 class Series:
-    """The values of one metric, in the order in which they were written.
+    """Values of one metric, in the order of the file.
 
     Attributes:
-        steps, values: of equal length; a value may be no finite number.
+        steps, values: steps and values, of equal length; a value may be nan or infinite.
     """
 
     steps: "array[float]" = field(default_factory=lambda: array("d"))
     values: "array[float]" = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """Add a value; a whole number that no float can hold is infinite."""
+        """Add a value; an integer too large for a float becomes infinite."""
         self.steps.append(step)
         try:
             self.values.append(value)
@@ -43,7 +43,7 @@ class Series:
             self.values.append(float("inf"))
 
     def finite(self) -> tuple[Floats, Floats]:
-        """Steps and values of what is a finite number."""
+        """Return steps and values of the finite values."""
         steps, values = np.asarray(self.steps), np.asarray(self.values)
         fine = np.isfinite(values)
         return steps[fine], values[fine]
@@ -51,19 +51,20 @@ class Series:
 
 @dataclass(slots=True)
 class Run:
-    """A run directory, read once.
+    """Content of a run directory, read once.
 
     Attributes:
-        path: the directory.
-        label: a short name, unlike that of any other run of the report.
-        identity: run.json.
-        starts: the lines of starts.jsonl.
-        summary: summary.json; empty where the run has not ended.
-        series: the curves by name of metric, as first met.
-        timings: what timings.jsonl says of steps and ranks.
-        rows: lines of metrics.jsonl that have a step.
-        last: `step`, `epoch` and `time` of the last of them.
-        unread: why run.json or summary.json, by name, cannot be read; it is empty above then.
+        path: run directory.
+        label: short name, unique among the runs of the report.
+        identity: content of run.json.
+        starts: lines of starts.jsonl.
+        summary: content of summary.json; empty if the run has not ended.
+        series: curves by name of metric, in order of first appearance.
+        timings: times of steps and ranks from timings.jsonl.
+        rows: number of lines of metrics.jsonl that have a step.
+        last: `step`, `epoch` and `time` of the last of these lines.
+        unread: errors of run.json and summary.json by file name; the content of such a file is
+            empty above.
     """
 
     path: Path
@@ -79,12 +80,12 @@ class Run:
 
     @property
     def end_unread(self) -> bool:
-        """Whether a summary.json is there that cannot be read."""
+        """Whether summary.json exists but cannot be read."""
         return RunDirectory(self.path).summary.name in self.unread
 
     @property
     def start(self) -> dict[str, Any]:
-        """The last start; empty where there is none."""
+        """The last start; empty if there is none."""
         return self.starts[-1] if self.starts else {}
 
     @property
@@ -94,30 +95,30 @@ class Run:
 
     @property
     def world(self) -> dict[str, Any]:
-        """Who trained at the last start, else at the first."""
+        """World of the last start; without one, that in run.json."""
         return mapping(self.start.get("world")) or mapping(self.identity.get("world"))
 
     @property
     def restarts(self) -> list[int]:
-        """The steps at which starts but the first went on, rising, each once."""
+        """Steps at which later starts continued, in ascending order, each once."""
         steps = (start.get("step") for start in self.starts[1:])
         return sorted({step for step in steps if is_step(step)})
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """A value of a file that should be an object; an empty one where it is none."""
+    """Return a value if it is a dict, otherwise an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
 def read(paths: Sequence[str]) -> list[Run]:
-    """Read run directories; one that is named twice is read once.
+    """Read run directories; a directory that is named twice is read once.
 
     Args:
-        paths: as a person has typed them.
+        paths: paths as the user typed them.
 
     Raises:
-        UsageError: one is no directory of a run, or its rows cannot be read, or of none anything
-            can be read.
+        UsageError: a path is no run directory, its rows cannot be read, or no run has readable
+            content.
     """
     given = list({os.path.realpath(path): Path(path) for path in paths}.values())
     for path in given:
@@ -142,7 +143,7 @@ def _refuse(path: Path) -> None:
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart."""
+    """Return the shortest ends of the paths that differ from each other."""
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     longest = max(map(len, parts))
     for length in range(1, longest + 1):
@@ -184,7 +185,7 @@ def _run(path: Path, label: str) -> Run:
 
 
 def _curves(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Series], int, dict[str, Any]]:
-    """The curves of metrics.jsonl, the number of rows, and where the last one stands."""
+    """Return the curves of metrics.jsonl, the number of rows, and the last row's position."""
     series: dict[str, Series] = {}
     rows = 0
     last: Mapping[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What timings.jsonl says: how long steps took, and which ranks the others wait for."""
+"""Summary of timings.jsonl: times of steps, and ranks that the others wait for."""
 
 import math
 from collections import Counter
@@ -11,23 +11,23 @@ from hpctrain.monitoring import drawing
 
 __all__ = ["Rank", "Timings", "edge", "gather", "is_step", "quantile"]
 
-# Bucket k is from 10^(k/20) microseconds on; the last one is of steps of a quarter of an hour.
+# Bucket k begins at 10^(k/20) microseconds; the last one has steps of about a quarter of an hour.
 _PER_DECADE = 20
 _BUCKETS = range(180)
-# Steps beyond have no float of their own.
+# Above this number, floats cannot represent every step.
 _MOST_STEPS = 2**53
-_LONGEST = 1e10  # seconds; no step takes three centuries
+_LONGEST = 1e10  # seconds, more than three centuries
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The mean step of one rank.
+    """Mean times of one rank per step.
 
     Attributes:
-        host: its name.
-        data: seconds in which it waited for data.
-        forward: seconds from the batch in hand to the backward pass.
-        slow_data, slow_forward: whether the others wait for it because of that.
+        host: name of the host.
+        data: seconds of waiting for data.
+        forward: seconds from the batch to the backward pass.
+        slow_data, slow_forward: whether the other ranks wait for this rank for this reason.
     """
 
     host: str
@@ -39,12 +39,12 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """All intervals of a run together.
+    """Sum of all intervals of a run.
 
     Attributes:
-        buckets: steps of rank 0 by bucket, of all starts.
-        ranks: those of the last start, by rank, over all intervals with the same ranks.
-        steps: that the means of the ranks are over.
+        buckets: number of rank 0's steps by bucket, over all starts.
+        ranks: mean times by rank, over the last intervals with the same hosts.
+        steps: number of steps in these means.
     """
 
     buckets: Counter[int] = field(default_factory=Counter)
@@ -53,12 +53,12 @@ class Timings:
 
 
 def edge(bucket: int) -> float:
-    """The seconds at which a bucket begins."""
+    """Return the seconds at which a bucket begins."""
     return float(10 ** (bucket / _PER_DECADE)) * 1e-6
 
 
 def quantile(buckets: Mapping[int, int], share: float) -> float:
-    """The seconds that a share of the steps does not exceed: the end of their bucket."""
+    """Return the seconds that a share of the steps does not exceed: the end of their bucket."""
     wanted = share * sum(buckets.values())
     seen = 0
     for bucket in sorted(buckets):
@@ -69,15 +69,15 @@ def quantile(buckets: Mapping[int, int], share: float) -> float:
 
 
 def is_step(value: Any) -> TypeGuard[int]:
-    """Whether a value of a file is a step, or a number of steps."""
+    """Return whether a value of a file is a step or a number of steps."""
     return type(value) is int and 0 <= value <= _MOST_STEPS
 
 
 def gather(lines: Iterable[Mapping[str, Any]]) -> Timings:
-    """Add up the intervals; a line that does not fit the format is left out.
+    """Add up the intervals; invalid entries of a line are left out.
 
     Args:
-        lines: of timings.jsonl.
+        lines: lines of timings.jsonl.
     """
     buckets: Counter[int] = Counter()
     hosts: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ def gather(lines: Iterable[Mapping[str, Any]]) -> Timings:
         names, one, other, count = found
         if not is_step(count) or not count or not _fit(names, one, other):
             continue
-        if tuple(names) != hosts:  # other ranks than before: their means begin anew
+        if tuple(names) != hosts:  # other ranks than before: restart the means
             hosts, steps = tuple(names), 0
             data, forward = [0.0] * len(names), [0.0] * len(names)
         data = [known + count * new for known, new in zip(data, one, strict=True)]
@@ -121,7 +121,7 @@ def _buckets(found: Any) -> dict[int, int]:
 
 
 def _fit(hosts: Any, *means: Any) -> bool:
-    """Whether there is a host and a number of seconds in each of the lists for each rank."""
+    """Return whether the lists are valid: a host and valid seconds for each rank."""
     lists = (hosts, *means)
     return (
         all(isinstance(one, list) for one in lists)

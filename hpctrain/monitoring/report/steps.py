@@ -1,4 +1,4 @@
-"""Figures of where the time of a step goes: how long steps took, and which ranks are slow."""
+"""Figures of step times: a histogram, and bars that show slow ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +13,12 @@ from hpctrain.monitoring.report.step_times import edge, quantile
 
 __all__ = ["draw_ranks", "draw_times"]
 
-_FEW = 16  # ranks, each with its number
+_FEW = 16  # maximum number of ranks that each have a number
 _MOST_NAMED = 8  # slow ranks that are named in a figure
 
 
 def draw_times(runs: Sequence[Run]) -> Drawn | None:
-    """How long the steps of rank 0 took; None where no run says so."""
+    """Draw a histogram of rank 0's step times; return None if no run has them."""
     shown = [(number, run) for number, run in enumerate(runs) if run.timings.buckets]
     if not shown:
         return None
@@ -46,19 +46,19 @@ def draw_times(runs: Sequence[Run]) -> Drawn | None:
     axes.xaxis.set_major_formatter(EngFormatter("s"))
     axes.xaxis.set_minor_formatter("")
     if len(runs) > 1:
-        # Filled and outline of each; the outline has the dashes.
+        # Each run has a filled patch and an outline; the outline has the dashes.
         sheet.legend(axes.patches[1::2], [run.label for _, run in shown])
     told = " ".join(said)
     return sheet.done("step-times", "time of a step, rank 0", f"Histogram. {told}", told)
 
 
 def draw_ranks(run: Run, number: int, alone: bool) -> Drawn | None:
-    """What each rank does before the others wait for it; None where the run names no two.
+    """Draw data wait and forward time of each rank; return None with fewer than two ranks.
 
     Args:
-        run: whose ranks.
-        number: of the run among those of the report.
-        alone: whether it is the only one.
+        run: run with the ranks.
+        number: number of the run in the report.
+        alone: whether it is the only run.
     """
     ranks = run.timings.ranks
     if len(ranks) < 2:
@@ -86,10 +86,10 @@ def draw_ranks(run: Run, number: int, alone: bool) -> Drawn | None:
 
 
 def _bars(axes: Any, label: str, seconds: list[float], slow: list[int]) -> None:
-    """Bars of all ranks; slow ones in another colour, with a mark above."""
+    """Draw bars of all ranks; slow ranks have another colour and a mark."""
     axes.set_ylabel(label)
     axes.yaxis.set_major_formatter(EngFormatter("s"))
-    # One outline of bars and gaps: thousands of patches would take long.
+    # One outline of bars and gaps, because thousands of patches would be slow.
     edges = np.sort(np.concatenate([np.arange(len(seconds)) - 0.4, np.arange(len(seconds)) + 0.4]))
     for ink, ranks in ((0, set(range(len(seconds))) - set(slow)), (1, set(slow))):
         heights = np.zeros(2 * len(seconds) - 1)

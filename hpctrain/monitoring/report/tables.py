@@ -1,4 +1,4 @@
-"""What a run says of itself, in tables."""
+"""Tables of a run: results, system, options, starts and ranks."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -17,19 +17,19 @@ _MOST_STARTS = 100
 _MOST_RANKS = 16
 _MOST_METRICS = 200
 _MOST_HOSTS = 8
-_COMMIT = 10  # characters that people read of one
+_COMMIT = 10  # characters of a commit that are shown
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table as it is shown; the first cell of a row is its head.
+    """Content of a table; the first cell of a row is its head.
 
     Attributes:
-        caption: above it.
-        heads: of the columns.
-        rows: cells, as many as heads.
-        marked: the rows in which the runs differ.
-        note: below it, or empty.
+        caption: text above the table.
+        heads: heads of the columns.
+        rows: rows of cells, with one cell per head.
+        marked: numbers of the rows in which the runs differ, from 0.
+        note: text below the table, or empty.
     """
 
     caption: str
@@ -40,7 +40,7 @@ class Table:
 
 
 def summary(run: Run) -> dict[str, str]:
-    """How a run went, in a few words each."""
+    """Return the main results of a run as short texts by name."""
     said = run.summary
     elapsed = _between(run.start.get("time"), run.last.get("time"))
     whole = _between(run.starts[0].get("time") if run.starts else None, run.last.get("time"))
@@ -64,7 +64,7 @@ def _count(value: Any) -> str:
 
 
 def status(run: Run) -> str:
-    """How a run ended; one without a summary goes on, or was killed."""
+    """Return how a run ended; a run without summary continues or was killed."""
     if run.end_unread:
         return "not known"
     found = run.summary.get("status")
@@ -89,7 +89,7 @@ def _speed(run: Run) -> str:
 
 
 def metrics(run: Run) -> Table:
-    """Last, lowest and highest value of each metric."""
+    """Return a table with the last, lowest and highest value of each metric."""
     rows = []
     for name, series in list(run.series.items())[:_MOST_METRICS]:
         low, high, fine = _extremes(series)
@@ -109,7 +109,7 @@ def metrics(run: Run) -> Table:
 
 
 def _extremes(series: Series) -> tuple[str, str, int]:
-    """Lowest and highest finite value with their steps, and how many are finite."""
+    """Return the lowest and highest finite value with steps, and the number of finite values."""
     steps, values = series.finite()
     if not len(values):
         return "–", "–", 0
@@ -121,7 +121,7 @@ def _extremes(series: Series) -> tuple[str, str, int]:
 
 
 def system(run: Run) -> dict[str, str]:
-    """What a run trained on, at its last start."""
+    """Return facts about the system of a run, at its last start."""
     world, start, said = run.world, run.start, run.summary
     facts = {
         "ranks": wording.text(world.get("world_size")),
@@ -139,13 +139,13 @@ def system(run: Run) -> dict[str, str]:
 
 
 def options(run: Run) -> dict[str, str]:
-    """The options of the last start by name, and the script's own."""
+    """Return the options of the last start by name, including the script's own options."""
     own = mapping(run.start.get("own_options"))
     return {wording.text(name): wording.text(one) for name, one in (run.options | own).items()}
 
 
 def starts(run: Run) -> Table:
-    """Each start: when, where, with what, and what had changed since the one before."""
+    """Return a table of the starts: time, place, settings, and changes since the start before."""
     rows = []
     before: Mapping[str, Any] | None = None
     for count, start in enumerate(run.starts, 1):
@@ -177,7 +177,7 @@ def starts(run: Run) -> Table:
 
 
 def _hosts(world: Mapping[str, Any]) -> str:
-    """The names of the hosts, the first of many."""
+    """Return the names of the hosts; of many hosts, only the first names."""
     hosts = world.get("hosts")
     named = [wording.text(host) for host in hosts] if isinstance(hosts, list) else []
     more = f" and {len(named) - _MOST_HOSTS} more" if len(named) > _MOST_HOSTS else ""
@@ -195,12 +195,12 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _command(words: Any) -> str:
-    """What a person can type again."""
+    """Return a command that the user can run again."""
     return wording.text(shlex.join(map(str, words)) if isinstance(words, list) else words)
 
 
 def ranks(run: Run) -> Table | None:
-    """Ranks with their hosts: all where they are few, else those that are slow."""
+    """Return a table of ranks: all if they are few, otherwise the slow ones; None if unknown."""
     known = run.timings.ranks
     if not known:
         return None

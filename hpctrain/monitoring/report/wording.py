@@ -1,4 +1,4 @@
-"""Numbers, times and texts of a run, for people."""
+"""Numbers, times and other values of a run as readable texts."""
 
 import json
 import math
@@ -13,7 +13,7 @@ _MOST_CHARACTERS = 400
 
 
 def number(value: float) -> str:
-    """A number: whole ones in full with commas, others to four or five digits."""
+    """Return a number as text: integers in full with commas, others with four or five digits."""
     if isinstance(value, int) and abs(value) < 10**15:
         return f"{value:,}"
     try:
@@ -26,7 +26,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: Any) -> str:
-    """Seconds as a person says them: 12.3 ms, 5.4 s, 1:02:03; a dash where they are none."""
+    """Return seconds as text: 12.3 ms, 5.4 s, 1:02:03; a dash for an invalid value."""
     if not drawing.is_number(seconds) or not 0 <= seconds < 1e10:
         return "–"
     if seconds < 1:
@@ -40,19 +40,19 @@ def duration(seconds: Any) -> str:
 
 
 def moment(seconds: Any) -> str:
-    """Unix seconds as a date and time, UTC; a dash where they are none."""
+    """Return Unix seconds as date and time in UTC; a dash for an invalid value."""
     if not drawing.is_number(seconds) or not 0 <= seconds < 2**35:
         return "–"
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def _whole(value: int) -> str:
-    """As it was typed; Python writes out no number of more than 4300 digits."""
+    """Return an integer as text; Python converts no integer of more than 4300 digits."""
     return str(value) if abs(value) < 10**15 else number(value)
 
 
 def text(value: Any) -> str:
-    """Any value of a file as a line; a dash for nothing, and long ones shortened."""
+    """Return any value of a file as one line, shortened if long; a dash for an empty value."""
     if value is None or value == "":
         return "–"
     if drawing.is_number(value):

@@ -1,6 +1,6 @@
-"""Where rows of metrics go besides metrics.jsonl: a file for each tracker, and a table.
+"""Trackers, which receive rows of metrics besides metrics.jsonl; each has its own module.
 
-A new one is a file with a subclass of `Tracker`, and a line in `TRACKERS`.
+To add one, write a module with a subclass of `Tracker`, and add a line to `TRACKERS`.
 """
 
 import contextlib
@@ -27,25 +27,25 @@ TRACKERS: dict[str, type[Tracker]] = {
     "mlflow": MLflow,
 }
 
-# For networks at the end of a run. A run that stops may be killed at any moment, and has its
-# verdict still to write.
+# Time for networks at the end of a run. A run that is asked to stop may be killed at any moment,
+# and still has to write its exit status file.
 _SECONDS_AT_THE_END = 30.0
 _SECONDS_TO_STOP = 3.0
-# Of the time in which the other ranks, which wait for this one, take it for lost.
+# Share of the time-out after which the waiting other ranks consider this rank lost.
 _PART_OF_THE_TIMEOUT = 0.25
-# What takes no longer needs no word.
+# Shorter waits are not logged.
 _SECONDS_UNSAID = 1.0
 
 
 def parse(text: str | None, here: bool) -> list[str]:
-    """The names in `--track`, each once.
+    """Return the names in `--track`, each once.
 
     Args:
-        text: as given.
-        here: whether this process would use them, so that their packages have to be there.
+        text: value of the option; None without it.
+        here: whether this process uses the trackers, so that their packages must be installed.
 
     Raises:
-        UsageError: an unknown one, or one whose package is missing.
+        UsageError: a tracker is unknown, or its package is missing.
     """
     names = list(dict.fromkeys(name.strip() for name in text.split(","))) if text else []
     for name in names:
@@ -66,19 +66,19 @@ def parse(text: str | None, here: bool) -> list[str]:
 
 
 def _installed(name: str) -> bool:
-    # A folder of that name, such as the one that W&B makes, would count as a package without one.
+    # A folder with the package's name, such as W&B's own, would count as a package without origin.
     spec = importlib.util.find_spec(TRACKERS[name].package)
     return spec is not None and spec.origin is not None
 
 
 class Tracking:
-    """All trackers of a run; used by rank 0 alone. Each works in a thread of its own.
+    """All trackers of a run, each in its own thread; used on rank 0 only.
 
-    One that fails says so once, and neither ends nor slows the training.
+    A tracker that fails is logged once, and neither ends nor slows the training.
 
     Args:
         names: keys of `TRACKERS`.
-        about: the run.
+        about: description of the run.
     """
 
     def __init__(self, names: Sequence[str], about: About) -> None:
@@ -90,11 +90,11 @@ class Tracking:
             outlet.put(row)
 
     def close(self, status: str, timeout: float) -> None:
-        """Let them finish, for a while that is that of all together; a signal ends it.
+        """End all trackers and wait for them, with one time limit for all; a signal ends the wait.
 
         Args:
-            status: of the run, as in summary.json.
-            timeout: seconds after which other ranks take this one for lost.
+            status: status of the run, as in summary.json.
+            timeout: seconds after which other ranks consider this rank lost.
         """
         for outlet in self._outlets:
             outlet.end(status)
@@ -102,7 +102,7 @@ class Tracking:
         usual = _SECONDS_AT_THE_END if done else _SECONDS_TO_STOP
         seconds = min(usual, timeout * _PART_OF_THE_TIMEOUT)
         begun = time.monotonic()
-        with contextlib.suppress(KeyboardInterrupt, SystemExit):  # what handlers of signals raise
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):  # raised by signal handlers
             late = self._late(begun + min(seconds, _SECONDS_UNSAID))
             if late and seconds > _SECONDS_UNSAID:
                 logger.info("waiting up to %.0f s for --track %s; Ctrl-C ends it", seconds, late)
@@ -117,7 +117,7 @@ class Tracking:
             outlet.abandon()
 
     def _late(self, end: float) -> str:
-        """The names of those that have not finished until then, a time of `time.monotonic`."""
+        """Return the names of trackers that do not finish until a time of `time.monotonic`."""
         finished = [outlet.wait(max(0.0, end - time.monotonic())) for outlet in self._outlets]
         return ",".join(
             outlet.name for outlet, over in zip(self._outlets, finished, strict=True) if not over

@@ -1,4 +1,4 @@
-"""What a tracker is: it shows the rows of a run somewhere else."""
+"""Interface of a tracker, which shows the rows of a run in another program."""
 
 import json
 import threading
@@ -15,13 +15,13 @@ __all__ = ["About", "Tracker"]
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What trackers are told of a run.
+    """Description of a run for trackers.
 
     Attributes:
-        name: of the run: that of its script.
-        directory: of the run.
-        options: by name.
-        step: at which this start goes on.
+        name: name of the run, that is of its script.
+        directory: run directory.
+        options: options of the run by name.
+        step: step at which this start continues.
     """
 
     name: str
@@ -31,15 +31,15 @@ class About:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def known_as(self, tracker: str) -> str | None:
-        """The name that an earlier start of this run has in a tracker."""
+        """Return the name of this run in a tracker from an earlier start; None without one."""
         known = (self.directory.read(self.directory.tracked) or {}).get(tracker)
         return known if isinstance(known, str) else None
 
     def remember(self, tracker: str, name: str) -> None:
-        """Keep the name of this run in a tracker for its next start.
+        """Store the name of this run in a tracker for the next start.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         with self._lock:
             known = self.directory.read(self.directory.tracked) or {}
@@ -48,17 +48,17 @@ class About:
 
 
 class Tracker(ABC):
-    """One tracker. What it raises is said once, and then it gets no more rows.
+    """Base class of trackers. An error is logged once, and then the tracker gets no more rows.
 
-    It is made in the main thread, where it imports its package: a process that is forked while
-    another thread imports could wait for ever. All else it does in a thread of its own, so it may
-    wait for a network.
+    The constructor runs in the main thread and imports the package: a process that is forked while
+    another thread imports could wait forever. `open`, `log` and `close` run in a separate thread,
+    so they may wait for a network. `abandon` runs in the main thread.
 
     Args:
-        about: the run.
+        about: description of the run.
 
     Attributes:
-        package: to be imported.
+        package: package that the tracker needs.
     """
 
     package: ClassVar[str]
@@ -68,25 +68,25 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Begin, or go on with what an earlier start has begun; note the options."""
+        """Begin a run in the tracker, or continue that of an earlier start; record the options."""
 
     @abstractmethod
     def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
-        """A row of metrics.
+        """Record a row of metrics.
 
         Args:
             step: steps done.
             seconds: Unix time.
-            values: by name, the epoch among them.
+            values: values by name, including the epoch.
         """
 
     @abstractmethod
     def close(self, status: str) -> None:
-        """End, when all rows are there.
+        """End the run in the tracker, after all rows.
 
         Args:
-            status: of the run, as in summary.json.
+            status: status of the run, as in summary.json.
         """
 
-    def abandon(self) -> None:  # noqa: B027, as most leave nothing behind
-        """Nobody waits for it any more: end what would keep this process from its own end."""
+    def abandon(self) -> None:  # noqa: B027, as most trackers need no cleanup
+        """Release what would block the exit of this process; the wait for the tracker is over."""

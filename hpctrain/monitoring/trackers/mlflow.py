@@ -1,4 +1,4 @@
-"""MLflow."""
+"""Tracker for MLflow."""
 
 import os
 from collections.abc import Mapping
@@ -12,17 +12,17 @@ _STATUS = {
     rundir.STATUS[rundir.DONE]: "FINISHED",
     rundir.STATUS[rundir.STOPPED]: "KILLED",
 }
-# Of a parameter's value. Source: mlflow.utils.validation.
+# Maximum length of a parameter's value. Source: mlflow.utils.validation.
 _LONGEST = 500
 
 
 class MLflow(Tracker):
-    """A run of MLflow, in the experiment that `$MLFLOW_EXPERIMENT_NAME` or else the script names.
+    """A run of MLflow, in the experiment of `$MLFLOW_EXPERIMENT_NAME` (default: script name).
 
-    Where its server is, `$MLFLOW_TRACKING_URI` says.
+    `$MLFLOW_TRACKING_URI` is the address of the server.
 
     Args:
-        about: the run.
+        about: description of the run.
     """
 
     package = "mlflow"
@@ -35,7 +35,7 @@ class MLflow(Tracker):
         self._about = about
 
     def open(self) -> None:
-        """Begin the run, or go on with it."""
+        """Begin the run, or continue it."""
         about, self._client = self._about, self._client_of()
         known = about.known_as("mlflow")
         if known is not None:
@@ -52,11 +52,11 @@ class MLflow(Tracker):
         self._client.log_batch(self._run, params=params)
 
     def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
-        """A row."""
+        """Record a row of metrics."""
         moment = int(seconds * 1000)
         metrics = [self._metric(name, value, moment, step) for name, value in values.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self, status: str) -> None:
-        """Say how the run ended."""
+        """Record the final status of the run."""
         self._client.set_terminated(self._run, _STATUS.get(status, "FAILED"))

@@ -1,4 +1,4 @@
-"""The thread of a tracker: rows go in at once, and out as fast as the tracker takes them."""
+"""Thread and queue of a tracker: the queue accepts rows immediately, the thread sends them."""
 
 import queue
 import threading
@@ -10,27 +10,27 @@ from hpctrain.process.logging import logger
 
 __all__ = ["Outlet"]
 
-# What waits for a tracker that hangs; some hundred bytes each.
+# Maximum number of rows that wait for a hanging tracker; each has some hundred bytes.
 _MOST_ROWS = 100_000
 
 
 class Outlet:
-    """A tracker at work.
+    """A tracker with its thread and its queue of rows.
 
     Args:
-        name: in `--track`.
-        kind: of the tracker.
-        about: the run.
+        name: name of the tracker in `--track`.
+        kind: class of the tracker.
+        about: description of the run.
 
     Attributes:
-        name: as given.
+        name: name of the tracker in `--track`.
     """
 
     def __init__(self, name: str, kind: type[Tracker], about: About) -> None:
         self.name = name
         self._rows: queue.SimpleQueue[Mapping[str, Any] | str] = queue.SimpleQueue()
-        self._full = False  # whether it was said
-        # To be waited for: the join of a thread does not survive a signal that raises.
+        self._full = False  # whether the full queue was logged
+        # `wait` uses an event, because a signal handler that raises breaks the join of a thread.
         # Source: github.com/python/cpython, issue 90882, of Python 3.11 among others.
         self._over = threading.Event()
         self._tracker: Tracker | None = None
@@ -40,13 +40,13 @@ class Outlet:
             self._fail(error)
             self._over.set()
             return
-        # A daemon: a network that hangs keeps no process from its end.
+        # Daemon thread: a hanging network does not block the exit of the process.
         threading.Thread(
             target=self._work, args=(tracker,), name=f"--track {name}", daemon=True
         ).start()
 
     def put(self, row: Mapping[str, Any]) -> None:
-        """Pass on a row of metrics; never waits, so one that is too many is left out."""
+        """Pass on a row of metrics without waiting; drop it if the queue is full."""
         if self._over.is_set():
             return
         if self._rows.qsize() < _MOST_ROWS:
@@ -60,19 +60,19 @@ class Outlet:
             )
 
     def end(self, status: str) -> None:
-        """No more rows come.
+        """Pass on the end of the rows.
 
         Args:
-            status: of the run, as in summary.json.
+            status: status of the run, as in summary.json.
         """
-        self._rows.put(status)  # however many rows wait
+        self._rows.put(status)  # even if the queue is full
 
     def wait(self, seconds: float) -> bool:
-        """Until all rows have arrived, at most so long; whether they have, or it has failed."""
+        """Wait at most some seconds; return whether the tracker has finished or failed."""
         return self._over.wait(seconds)
 
     def abandon(self) -> None:
-        """Wait no more for what has not arrived."""
+        """Give up rows that were not sent, so that the process can exit."""
         if self._tracker is None or self._over.is_set():
             return
         try:
@@ -90,7 +90,7 @@ class Outlet:
                 step, seconds = row.pop("step"), row.pop("time")
                 tracker.log(step, seconds, row)
             tracker.close(item)
-        except Exception as error:  # of any kind: the packages are not ours
+        except Exception as error:  # third-party packages raise any type
             self._fail(error)
         finally:
             self._over.set()

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run directory."""
+"""Tracker for TensorBoard: event files in the run directory."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,10 @@ _SECONDS_TO_DISK = 10
 
 
 class TensorBoard(Tracker):
-    """Writes RUN_DIR/tensorboard; `tensorboard --logdir runs` shows all runs of a folder.
+    """Event files in RUN_DIR/tensorboard; `tensorboard --logdir runs` shows all runs of a folder.
 
     Args:
-        about: the run.
+        about: description of the run.
     """
 
     package = "tensorboard"
@@ -24,7 +24,7 @@ class TensorBoard(Tracker):
         self._kind, self._about = SummaryWriter, about
 
     def open(self) -> None:
-        """Begin a file; of earlier ones, TensorBoard leaves out what comes after this step."""
+        """Begin a file; TensorBoard hides later steps of earlier files."""
         folder = self._about.directory.path / "tensorboard"
         later = self._about.step + 1 if folder.exists() else None
         self._writer = self._kind(str(folder), purge_step=later, flush_secs=_SECONDS_TO_DISK)
@@ -33,11 +33,11 @@ class TensorBoard(Tracker):
         self._writer.add_text("options", text, self._about.step)
 
     def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
-        """A row, each value as a scalar of its name."""
+        """Record a row of metrics, each value as a scalar."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step, walltime=seconds)
 
     def close(self, status: str) -> None:
-        """Write what is left."""
+        """Write the remaining data and close the file."""
         del status
         self._writer.close()

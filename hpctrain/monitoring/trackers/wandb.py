@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Tracker for Weights & Biases."""
 
 import os
 import secrets
@@ -20,12 +20,12 @@ _SERVICE = "wandb-core"
 
 
 class WandB(Tracker):
-    """A run of W&B, in the project that `$WANDB_PROJECT` or else the script names.
+    """A run of W&B, in the project of `$WANDB_PROJECT` (default: script name).
 
-    Its other variables are W&B's own: `WANDB_API_KEY`, `WANDB_MODE=offline`, `WANDB_ENTITY`, …
+    W&B itself reads its other variables: `WANDB_API_KEY`, `WANDB_MODE=offline`, `WANDB_ENTITY`, …
 
     Args:
-        about: the run.
+        about: description of the run.
     """
 
     package = "wandb"
@@ -36,13 +36,13 @@ class WandB(Tracker):
         self._wandb, self._about = wandb, about
 
     def open(self) -> None:
-        """Begin the run, or go on with it."""
+        """Begin the run, or continue it."""
         about = self._about
         known = about.known_as("wandb")
         name = known or secrets.token_hex(4)
         if known is None:
             about.remember("wandb", name)
-        with signals.blocked():  # its service is a process
+        with signals.blocked():  # W&B starts its service as a process
             self._run = self._wandb.init(
                 id=name,
                 resume="allow",
@@ -50,32 +50,32 @@ class WandB(Tracker):
                 project=os.environ.get("WANDB_PROJECT") or about.name,
                 dir=str(about.directory.path),
                 config={name: _plain(value) for name, value in about.options.items()},
-                # What ranks print is in their logs already; and standard error stays what it is.
+                # The logs already contain the ranks' output; standard error stays unchanged.
                 settings=self._wandb.Settings(console="off"),
             )
-        # W&B's own step only grows, and drops what a resumed run takes again.
+        # W&B's own step only increases, so it would drop the steps that a resumed run repeats.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
-        """A row, over its step."""
+        """Record a row of metrics at its step."""
         self._run.log({"step": step, "time": seconds, **values})
 
     def close(self, status: str) -> None:
-        """Send what is left."""
+        """Send the remaining data and end the run."""
         self._run.finish(exit_code=int(status == rundir.STATUS[rundir.FAILED]))
 
     def abandon(self) -> None:
-        """Its service tries for as long as there is no answer, and W&B waits for it at the end."""
+        """Kill W&B's service: it retries without end, and W&B waits for it at the exit."""
         for task in Path("/proc/self/task").glob("*"):
             for process in _children(task):
-                with suppress(OSError):  # over by now
+                with suppress(OSError):  # already ended
                     if Path("/proc", process, "comm").read_text().strip() == _SERVICE:
                         os.kill(int(process), signal.SIGKILL)
         sys.unraisablehook = partial(_unless_of_wandb, sys.unraisablehook)
 
 
 def _children(task: Path) -> list[str]:
-    """The processes that a thread has begun; none where it is over by now."""
+    """Return the child processes of a thread; none if the thread has ended."""
     try:
         return (task / "children").read_text().split()
     except OSError:
@@ -83,11 +83,11 @@ def _children(task: Path) -> list[str]:
 
 
 def _unless_of_wandb(otherwise: Callable[[Any], Any], error: Any) -> None:
-    """Say nothing of W&B's own end, which misses its service."""
+    """Hide errors of W&B's own exit, which fails without its service."""
     if not getattr(error.object, "__module__", "").startswith("wandb."):
         otherwise(error)
 
 
 def _plain(value: Any) -> Any:
-    """An option as JSON has it; a script's own may be a path."""
+    """Return an option as a JSON value; a script's own option may be a path."""
     return value if isinstance(value, (str, int, float, type(None))) else str(value)

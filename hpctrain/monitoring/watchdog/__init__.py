@@ -1,9 +1,9 @@
-"""No silent hang: a helper process on each host ends ranks that give no sign of life.
+"""Watchdog against silent hangs: a helper process on each host ends ranks without heartbeat.
 
-Each rank writes into shared memory how far it is (`rank`, `slots`). The helper of its host
-(`helper`) reads that, and the state of the processes (`processes`). When a rank is silent for too
-long, the helpers of all hosts tell each other what they see (`board`), say which rank is to blame
-(`blame`), show the stack of every rank (`stacks`), and kill.
+Each rank writes its progress into shared memory (`rank`, `slots`). The helper of its host
+(`helper`, `loop`) reads it, and the state of the processes (`processes`). When a rank is silent for
+too long, the helpers of all hosts exchange their observations (`exchange`), decide which rank is to
+blame (`blame`), show the stack of every rank (`stacks`), and kill the ranks.
 """
 
 from hpctrain.monitoring.watchdog.phases import (

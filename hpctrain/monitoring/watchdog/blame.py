@@ -1,4 +1,4 @@
-"""Which rank is to blame, from what the helpers of all hosts see. Pure."""
+"""Decision which rank is to blame, from the observations of all helpers; pure functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A rank, as the helper of its host sees it.
+    """Observation of a rank by the helper of its host.
 
     Attributes:
-        rank: its number.
-        host: its host.
-        step: optimizer steps that it has done.
-        phase: one of `PHASES`.
-        silence: seconds since its last beat.
-        pid: of its process.
-        state: the letter of its process in proc(5); empty where that has ended.
-        waits_in: the kernel's function in which it waits, if it does.
+        rank: number of the rank.
+        host: host of the rank.
+        step: optimizer steps done by the rank.
+        phase: current phase, one of `PHASES`.
+        silence: seconds since the last heartbeat.
+        pid: process id of the rank.
+        state: state letter of the process in proc(5); empty if the process has ended.
+        waits_in: kernel function in which the process waits; empty if it does not wait there.
     """
 
     rank: int
@@ -38,12 +38,12 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """What to tell people.
+    """Judgement on a hang, for the error message.
 
     Attributes:
-        ranks: those to blame; empty where all wait for each other.
-        found: one line.
-        fix: what to do, one line.
+        ranks: ranks to blame; empty if all ranks wait for each other.
+        found: what was found, one line.
+        fix: what the user can do, one line.
     """
 
     ranks: tuple[int, ...]
@@ -52,20 +52,21 @@ class Blame:
 
 
 def suspended(sightings: Sequence[Sighting], world_size: int) -> bool:
-    """Whether every rank is stopped: somebody has suspended the run, and nothing hangs."""
+    """Return whether every rank is stopped: then the run was suspended and nothing hangs."""
     return len(sightings) == world_size and all(one.state in ("T", "t") for one in sightings)
 
 
 def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) -> Blame:
-    """Say who is to blame.
+    """Decide which ranks are to blame.
 
-    In this order: ranks that are gone; that are stopped; that are behind the others; that wait in
-    the kernel; of which nothing is heard, or that have left, while the others wait.
+    In this order: ranks that are gone; ranks that are stopped; ranks that are behind the others;
+    ranks that wait in the kernel; ranks without observation, or that have left, while the others
+    wait.
 
     Args:
-        sightings: at least one, of a rank that is silent.
-        world_size: the number of ranks.
-        hosts: the names of all hosts.
+        sightings: observations of ranks; at least one rank is silent.
+        world_size: number of ranks.
+        hosts: names of all hosts.
     """
     seen = sorted(sightings, key=lambda one: one.rank)
     inside = [one for one in seen if one.phase != CLOSED]
@@ -111,15 +112,16 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
 
 
 def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
-    """Whether ranks wait for each other at two places, so that none of them ever goes on.
+    """Return the blame if ranks wait for each other at two places; None otherwise.
 
-    A rank in the backward pass of a step needs the gradients of all others. Those that wait for
-    it before another exchange, after as many steps or fewer, will not bring any before it has come
-    there itself. (One that evaluates or saves may come yet.)
+    A rank in the backward pass needs the gradients of all other ranks. A rank that waits before
+    another collective, after the same number of steps or fewer, sends no gradients until the first
+    rank reaches that collective. So neither can continue. (A rank that evaluates or saves may still
+    reach the backward pass.)
 
     Args:
-        sightings: of all ranks.
-        world_size: the number of ranks.
+        sightings: observations of all ranks.
+        world_size: number of ranks.
     """
     inside = [one for one in sightings if one.state and one.phase != CLOSED]
     if len(inside) < world_size:
@@ -147,7 +149,7 @@ _NETWORK = "the stacks say where; look at the network between the hosts (hpctrai
 
 
 def place(one: Sighting) -> str:
-    """How far a rank is, for people."""
+    """Return step and phase of a rank, for messages."""
     return f"step {one.step}, {PHASES[one.phase].words}"
 
 
@@ -156,7 +158,7 @@ def _ranks(those: Sequence[Sighting]) -> tuple[int, ...]:
 
 
 def _names(those: Sequence[Sighting]) -> str:
-    """Subject and verb: "rank 2 on node3 is", "ranks 2 and 3 on node3 are"."""
+    """Return subject and verb: "rank 2 on node3 is", "ranks 2 and 3 on node3 are"."""
     hosts = list(dict.fromkeys(one.host for one in those))
     verb = "is" if len(those) == 1 else "are"
     return f"{_numbers(_ranks(those))} on {_list(hosts)} {verb}"
@@ -181,7 +183,7 @@ def _list(words: Sequence[str]) -> str:
 
 
 def _kernel(those: Sequence[Sighting]) -> str:
-    """Of the first that waits in the kernel: a file system or a device does not answer."""
+    """Describe the first process in state D: its file system or device does not respond."""
     for one in those:
         if one.state == "D":
             where = f" in {one.waits_in}" if one.waits_in else ""

@@ -1,10 +1,10 @@
-"""Where the helpers of several hosts tell each other what they see: files in the run directory.
+"""Exchange of observations between the helpers of several hosts, as files in the run directory.
 
-    .hang-START/node1.0      what the helper that rank 0 started sees, once that is silence
-    .hang-START/judged       what the first helper to judge has said
+    .hang-START/node1.0      observations of the helper that rank 0 started, written after silence
+    .hang-START/judged       judgement of the first helper that judged
 
-A file system that does not answer may be what the ranks hang in, so whoever uses this must be able
-to do without an answer: see `Aside`.
+The ranks may hang because the file system does not respond, so a caller must not depend on a
+response: see `Aside`.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ T = TypeVar("T")
 
 
 class HelperExchange:
-    """The files of one start.
+    """The files that the helpers of one start exchange.
 
     Args:
-        directory: of the run.
-        key: names the start.
-        host: of this helper.
-        rank: the one that started it.
+        directory: run directory.
+        key: unique name of the start.
+        host: host of this helper.
+        rank: rank that started this helper.
     """
 
     def __init__(self, directory: Path, key: str, host: str, rank: int) -> None:
@@ -45,17 +45,17 @@ class HelperExchange:
         self._own = self._folder / f"{host}.{rank}"
 
     def post(self, sightings: Sequence[Sighting]) -> None:
-        """Tell the others what is seen here."""
+        """Publish the observations of this helper."""
         replace(self._own, json.dumps([asdict(one) for one in sightings]))
 
     def withdraw(self) -> None:
-        """There is nothing to tell any more."""
+        """Remove the published observations of this helper."""
         self._own.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # the others still have something to tell
+        with contextlib.suppress(OSError):  # other helpers still publish observations
             self._folder.rmdir()
 
     def others(self) -> list[Sighting]:
-        """What the other helpers have told."""
+        """Return the observations that the other helpers have published."""
         told: list[Sighting] = []
         for path in self._folder.iterdir():
             if path != self._own and not path.name.startswith(".") and path.name != _JUDGED:
@@ -64,11 +64,11 @@ class HelperExchange:
         return told
 
     def judged(self) -> bool:
-        """Whether somebody has found who is to blame."""
+        """Return whether a helper has published a judgement."""
         return (self._folder / _JUDGED).exists()
 
     def settle(self, judgement: str) -> str:
-        """Agree on one judgement: this one, unless another helper was faster."""
+        """Publish a judgement; return it, or the earlier one of another helper."""
         try:
             create(self._folder / _JUDGED, judgement)
         except FileExistsError:
@@ -76,24 +76,24 @@ class HelperExchange:
         return judgement
 
     def clear(self) -> None:
-        """Remove what other starts have left."""
+        """Remove the files of other starts."""
         for folder in self._directory.glob(f"{_PREFIX}*"):
             if folder != self._folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 class Aside:
-    """Calls that may never return, each in a thread that is not waited for for long."""
+    """Runner for functions that may hang: each runs in a thread, with a time limit."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
 
     def __call__(self, function: Callable[[], T], seconds: float) -> T | None:
-        """What a function returns; None where it fails, takes longer, or one before still hangs.
+        """Return a function's result; None if it fails, is too slow, or an earlier one still hangs.
 
         Args:
-            function: that touches what may hang.
-            seconds: to wait for it.
+            function: function that may hang, for example in a file system.
+            seconds: seconds to wait for the result.
         """
         if self._thread is not None and self._thread.is_alive():
             return None
@@ -110,7 +110,7 @@ class Aside:
 
 
 def append(path: Path, text: str) -> None:
-    """Write to the end of a file, whole, as others may do the same."""
+    """Append a text to a file in one write, because other processes may append too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:

@@ -1,6 +1,6 @@
-"""The helper of a host, a program of its own: `python -S -P helper.py FOLDER`; see `slots`.
+"""Helper of a host, a separate program: `python -S -P helper.py FOLDER`; see `slots`.
 
-It needs nothing but the standard library and this package, and ends with the ranks that it watches.
+It needs only the standard library and this package, and ends with the ranks that it watches.
 """
 
 import os
@@ -10,11 +10,11 @@ from pathlib import Path
 
 def main() -> None:
     """Watch until the last rank has left or is dead."""
-    sys.path.append(str(Path(__file__).absolute().parents[3]))  # where this package is
+    sys.path.append(str(Path(__file__).absolute().parents[3]))  # folder of this package
     from hpctrain.monitoring.watchdog.loop import Watch
 
     Watch(Path(sys.argv[1])).run()
-    os._exit(0)  # a thread may hang in a file system
+    os._exit(0)  # a thread may hang on a file system
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a helper does: look, judge, show, end."""
+"""Main loop of a helper: observe the ranks, judge, show their stacks, kill them."""
 
 import os
 import select
@@ -20,13 +20,13 @@ from hpctrain.monitoring.watchdog.processes import STATES, Process
 
 __all__ = ["Watch"]
 
-_LOOKS = 20  # within the time-out
+_LOOKS = 20  # looks per time-out
 _MOST_SECONDS_BETWEEN_LOOKS = 1.0
-_SECONDS_FOR_FILES = 5.0  # a file system that takes longer is done without
-# The helpers of other hosts notice that one has judged, and end their ranks at the same time.
+_SECONDS_FOR_FILES = 5.0  # the helper continues without a slower file system
+# Time for the helpers of other hosts to find the judgement and end their ranks at the same time.
 _SECONDS_TO_AGREE = 3.0
 _SECONDS_TO_DIE = 10.0
-# Ranks that wait for each other at two places are told so after this, and once more as long.
+# Silence after which ranks that wait at two places are noticed; they end after as long again.
 _SECONDS_APART = 5.0
 
 
@@ -45,13 +45,13 @@ class _Watched:
     silence: float = 0.0
 
     def look(self, now: float, elapsed: float) -> None:
-        """See how it is now, `elapsed` seconds after the look before."""
+        """Update the observation, `elapsed` seconds after the previous one."""
         before, last = self.state, self.heartbeat
         self.step, self.phase, self.heartbeat = slots.PLACE.unpack(
             os.pread(self.slot, slots.PLACE.size, 0)
         )
         self.state = self.process.state()
-        # Only time in which this process was awake counts: a job may be suspended as a whole.
+        # Count only time in which this process was running: the whole job may be suspended.
         if self.heartbeat != last:
             self.silence = min(elapsed, max(0.0, now - self.heartbeat / 1e9))
         else:
@@ -61,21 +61,21 @@ class _Watched:
 
     @property
     def inside(self) -> bool:
-        """Whether it lives and has not left the run."""
+        """Whether the rank is alive and has not left the run."""
         return bool(self.state) and self.phase != CLOSED
 
     @property
     def counts(self) -> bool:
-        """Whether its silence does."""
+        """Whether the silence of the rank counts."""
         return self.inside and self.phase != IDLE
 
 
 class Watch:
-    """The helper of a host.
+    """The helper of a host, which watches its ranks.
 
     Args:
-        folder: with the slots of its ranks.
-        clock: seconds, as `time.monotonic` has them; a test moves one of its own.
+        folder: folder with the slots of the ranks.
+        clock: function that returns seconds, like `time.monotonic`; tests replace it.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,13 +90,13 @@ class Watch:
             self._directory.path, settings["key"], self._host, settings["rank"]
         )
         self._first = settings["node_rank"] == 0
-        self._apart: tuple[float, list[Sighting]] | None = None  # when they were first seen so
+        self._apart: tuple[float, list[Sighting]] | None = None  # when and how first observed
         self._interval = min(_MOST_SECONDS_BETWEEN_LOOKS, self._timeout / _LOOKS)
         self._bell = os.open(folder / "bell", os.O_RDWR | os.O_NONBLOCK)
         self._expected: int | None = settings["local_world_size"]
         self._ranks: dict[str, _Watched] = {}
-        self._posted: float | None = None  # when the others were told of silence
-        self._last = clock()  # when it looked at the ranks
+        self._posted: float | None = None  # when silence was last published
+        self._last = clock()  # time of the last look at the ranks
         self._suspended = False  # whether all ranks of the run were stopped
         self._files, self._voice = Aside(), Aside()
 
@@ -110,7 +110,7 @@ class Watch:
             self._sleep()
 
     def turn(self) -> bool:
-        """Look at the ranks once, and act on it; whether no rank is left to watch."""
+        """Observe the ranks once and act on it; return whether no rank is left."""
         self._find()
         now = self._clock()
         self._look(now, min(now - self._last, 2 * self._interval))
@@ -121,7 +121,7 @@ class Watch:
         return False
 
     def _sleep(self) -> None:
-        """Until the next look; less where a rank ends or leaves."""
+        """Wait until the next look, or until a rank ends or leaves."""
         ends = [one.process.handle for one in self._ranks.values() if one.inside]
         ready, _, _ = select.select(
             [self._bell, *(handle for handle in ends if handle is not None)],
@@ -133,7 +133,7 @@ class Watch:
             os.read(self._bell, 1 << 16)
 
     def _find(self) -> None:
-        """Know the ranks that have come since; with the last one the folder has served."""
+        """Add the ranks that have new slots; remove the folder after the last one."""
         if len(self._ranks) == self._expected:
             return
         for path in slots.paths(self._folder):
@@ -156,7 +156,7 @@ class Watch:
                 )
 
     def _leave(self) -> bool:
-        """Remove what is left; not where another rank has come."""
+        """Remove the remaining files; return False if another rank has a new slot."""
         if len(self._ranks) != self._expected:
             for name in self._ranks:
                 for path in (self._folder / name, self._folder / f"{name}.stack"):
@@ -170,7 +170,7 @@ class Watch:
         return True
 
     def _consider(self) -> None:
-        """Tell the others of silence, and judge where it is too long."""
+        """Publish silence to the other helpers, and judge if it is too long."""
         silence = max((one.silence for one in self._ranks.values() if one.counts), default=0.0)
         if silence >= _SECONDS_APART:
             self._look_apart()
@@ -192,13 +192,13 @@ class Watch:
             self._judge()
 
     def _seconds_between_posts(self, silence: float) -> float:
-        """Steps may well take some seconds, so a large job's hosts are slow to tell of that."""
+        """Return the seconds between posts; a short silence is normal, so large jobs post less."""
         if silence >= self._timeout / 2:
             return self._timeout / _LOOKS
         return min(self._timeout / _LOOKS, max(1.0, len(self._hosts) / 16))
 
     def _look_apart(self) -> None:
-        """End ranks that wait for each other at two places; the first helper looks for all."""
+        """End ranks that wait for each other at two places; the first helper checks all ranks."""
         if not (self._first or self._alone()):
             return
         seen = self._sightings()
@@ -213,7 +213,7 @@ class Watch:
             self._end(blame, seen)
 
     def _alone(self) -> bool:
-        """Whether all ranks are watched here."""
+        """Return whether this helper watches all ranks."""
         return len(self._ranks) >= self._world_size
 
     def _post(self) -> None:
@@ -225,7 +225,7 @@ class Watch:
         if not self._alone():
             self._post()
             seen += self._files(self._exchange.others, _SECONDS_FOR_FILES) or []
-        # Not all hosts of a job go on at the same moment, so the end of it is looked at twice.
+        # The hosts of a suspended job do not continue at the same time, so wait one more look.
         before, self._suspended = self._suspended, suspended(seen, self._world_size)
         if before or self._suspended:
             for one in self._ranks.values():
@@ -234,7 +234,7 @@ class Watch:
         self._end(judge(seen, self._world_size, self._hosts), seen)
 
     def _end(self, blame: Blame, seen: Sequence[Sighting]) -> None:
-        """Say who is to blame, and kill."""
+        """Publish and report the judgement, then kill the ranks."""
         expected = f"a sign of life from every rank; {self._limit()}"
         judgement = str(HpctrainError(blame.found, expected, blame.fix))
         if not self._alone():
@@ -250,10 +250,10 @@ class Watch:
             self._kill()
 
     def _tell(self, judgement: str, seen: Sequence[Sighting]) -> None:
-        """Say it in the log, on standard error and in the verdict."""
+        """Write the judgement to the log, standard error and the exit status file."""
         error = f"hpctrain: error: {judgement}\n"
         shown = self._show()
-        # From here on they say nothing of their own, as that a rank of another host is gone.
+        # Stop the ranks, so that they print no follow-up errors, for example about lost ranks.
         self._send(signal.SIGSTOP)
         elsewhere = [one for one in seen if one.host != self._host]
         lines = [f"{one.host}: {_describe(one)}\n" for one in elsewhere]
@@ -270,7 +270,7 @@ class Watch:
         )
 
     def _show(self) -> list[str]:
-        """The ranks of this host with their stacks."""
+        """Return lines with the ranks of this host and their stacks."""
         seen = [one for one in self._ranks.values() if one.inside]
         found = stacks.collect({one.stack: one.process for one in seen})
         lines = []
@@ -289,10 +289,10 @@ class Watch:
             if one.process.state():
                 self._note(f"rank {one.facts.rank}, process {one.facts.pid}, cannot be killed")
             one.state = ""
-        self._posted = None  # what was found stays for the helpers of other hosts
+        self._posted = None  # keep the posts for the helpers of other hosts
 
     def _send(self, number: int) -> list[_Watched]:
-        """Send a signal to all ranks of this host that are in the run."""
+        """Send a signal to all ranks of this host that are in the run; return these ranks."""
         inside = [one for one in self._ranks.values() if one.inside]
         for one in inside:
             one.process.send(number)
@@ -325,7 +325,7 @@ class Watch:
 
 
 def _longer(before: Sequence[Sighting], now: Sequence[Sighting]) -> bool:
-    """Whether all ranks are silent at the same places still; what a host tells may be old."""
+    """Return whether all ranks are still silent at the same places; observations may be old."""
     were = {one.rank: one for one in before}
     return all(
         (were[one.rank].step, were[one.rank].phase) == (one.step, one.phase)

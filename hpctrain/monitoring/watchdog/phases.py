@@ -1,4 +1,4 @@
-"""Where in a step a rank can be. Plain numbers, as they are written on the hot path."""
+"""Phases of a step, as plain numbers, because ranks write them on the hot path."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ __all__ = ["PHASES", "Phase"]
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a phase is.
+    """Description of a phase.
 
     Attributes:
-        words: what a rank does in it, for people.
-        waits: whether ranks wait for each other in it.
+        words: what a rank does in the phase, for messages.
+        waits: whether ranks wait for each other in the phase.
     """
 
     words: str

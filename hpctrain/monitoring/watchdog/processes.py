@@ -1,4 +1,4 @@
-"""What the system says of a process: proc(5) and pidfd_open(2)."""
+"""State of a process, from proc(5) and pidfd_open(2)."""
 
 import os
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ STATES = {
 
 
 def namespace() -> int:
-    """The number of the pid namespace of this process; 0 where the system has none."""
+    """Return the number of this process's pid namespace; 0 if the system has none."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -24,7 +24,7 @@ def namespace() -> int:
 
 
 def start_time(pid: int) -> int:
-    """When a process began, in the system's clock ticks; with its id it names it for all time.
+    """Return the start time of a process in clock ticks; with its id, it identifies the process.
 
     Raises:
         OSError: there is no such process.
@@ -33,19 +33,20 @@ def start_time(pid: int) -> int:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """The letter of its state, and when it began."""
-    # The name in parentheses may hold anything.
+    """Return the state letter and the start time of a process."""
+    # The name in parentheses may contain any characters.
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
 
 @dataclass(slots=True)
 class Process:
-    """A process that is watched, and cannot be mistaken for a later one with the same id.
+    """A watched process, distinct from a later process with the same id.
 
     Args:
-        pid: its id.
-        started: its `start_time`.
+        pid: process id.
+        started: `start_time` of the process.
+        handle: file descriptor that becomes readable when the process ends; set automatically.
     """
 
     pid: int
@@ -54,13 +55,13 @@ class Process:
 
     def __post_init__(self) -> None:
         try:
-            # Readable when the process ends. Linux before 5.3 has none: then it is only looked at.
+            # Linux before 5.3 has no pidfd; then the helper only polls the state.
             self.handle = os.pidfd_open(self.pid)
         except OSError:
             self.handle = None
 
     def state(self) -> str:
-        """The letter that proc(5) has for it; empty where it has ended."""
+        """Return the state letter of proc(5); empty if the process has ended."""
         try:
             state, started = _stat(self.pid)
         except OSError:
@@ -68,7 +69,7 @@ class Process:
         return state if started == self.started and state not in "ZX" else ""
 
     def waits_in(self) -> str:
-        """The kernel's function in which it waits; empty where that is unknown."""
+        """Return the kernel function in which the process waits; empty if unknown."""
         try:
             name = Path(f"/proc/{self.pid}/wchan").read_text().strip()
         except OSError:
@@ -76,9 +77,9 @@ class Process:
         return name if name != "0" else ""
 
     def send(self, number: int) -> None:
-        """Send it a signal; where it has ended nothing happens."""
+        """Send a signal to the process; do nothing if it has ended."""
         if self.state():
             try:
                 os.kill(self.pid, number)
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 return

@@ -1,4 +1,4 @@
-"""The side of a rank: it says how far it is."""
+"""The watchdog in a rank: it writes heartbeats and starts the helper of its host."""
 
 import contextlib
 import faulthandler
@@ -24,8 +24,8 @@ from hpctrain.rundir import RunDirectory
 
 __all__ = ["Watchdog"]
 
-# Signals that go to the whole step, or to all that a terminal has started: not for the helper.
-# With SIGTTOU blocked it may write to a terminal that stops background jobs for that.
+# Signals to the whole job step or to all processes of a terminal; the helper blocks them. With
+# SIGTTOU blocked it can write to a terminal that would otherwise stop background processes.
 _NOT_FOR_THE_HELPER = {
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTTOU),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
@@ -36,23 +36,23 @@ _pack, _now = slots.PLACE.pack_into, time.monotonic_ns
 
 
 class Watchdog:
-    """Ends this run when a rank is silent for too long. Made by every rank.
+    """Watchdog that ends the run when a rank is silent for too long; every rank creates one.
 
-    The first rank of each host starts its helper and does not wait for it. Where that is not
-    possible the run goes on without, and says so.
+    The first rank of each host starts the helper and does not wait for it. If that is not possible,
+    the run continues without a helper and logs a warning.
 
     Args:
-        world: complete, as after the rendezvous.
+        world: complete world, as after the rendezvous.
         timeout: seconds that a rank may be silent.
-        directory: of the run.
-        key: names this start: unlike that of any other, the same on all ranks.
-        verdict: the file in which rank 0 would say how the run ended; None on the other ranks.
+        directory: run directory.
+        key: unique name of this start, the same on all ranks.
+        verdict: path of rank 0's exit status file; None on other ranks.
 
     Attributes:
-        step: optimizer steps done; told with the next beat.
-        seconds: by phase, how long this rank has been in it; the one under way is not counted yet.
-        beat: called with each phase of `PHASES` as it begins, several times in each step: says that
-            this rank lives. In `IDLE` silence is allowed.
+        step: optimizer steps done; written with the next heartbeat.
+        seconds: total seconds of this rank in each phase, without the current phase.
+        heartbeat: function to call with each phase of `PHASES` when it begins, several times per
+            step. It shows that this rank is alive. In `IDLE` silence is allowed.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Watchdog:
         self._slot: slots.Slot | None = None
         self._helper: subprocess.Popen[bytes] | None = None
         self._alone = False  # whether the helper ends with this rank
-        # Beats go there, and to nobody, where there is no slot.
+        # Target of heartbeats; without a slot no process reads it.
         self._memory: bytearray | mmap.mmap = bytearray(slots.PLACE.size)
         self.step = 0
         self.seconds = [0.0] * len(PHASES)
@@ -99,10 +99,10 @@ class Watchdog:
             logger.warning("no watch for hangs on %s: %s", host, error)
 
     def _pulse(self) -> Callable[[int], None]:
-        """One function and one look at the clock for all that has to know of a phase.
+        """Return the heartbeat function, which reads the clock once for all uses of a phase.
 
-        Between the kernels of a model the processor has forgotten all of this each time, so every
-        further call would cost microseconds.
+        Between the kernels of a model this code is never in the processor's cache, so each
+        additional call would cost microseconds.
         """
         seconds, last, since = self.seconds, IDLE, _now()
 
@@ -116,15 +116,15 @@ class Watchdog:
         return heartbeat
 
     def close(self) -> None:
-        """Watch this rank no more. With the last one of the host the helper ends."""
+        """End the watch of this rank. The helper ends with the last rank of the host."""
         slot, helper = self._slot, self._helper
         self._slot = self._helper = None
         if slot is None:
             return
         self._memory = bytearray(slots.PLACE.size)
-        with contextlib.suppress(Exception):  # nothing that fails here is worth a run
+        with contextlib.suppress(Exception):  # no error here may end the run
             slot.leave()
-            # From here on that signal would end this process; the helper sends it no more.
+            # From here on SIGNAL would end this process; the helper no longer sends it.
             faulthandler.unregister(SIGNAL)
             slot.close()
             if helper is not None:
@@ -132,9 +132,9 @@ class Watchdog:
 
 
 def _start(folder: Path) -> "subprocess.Popen[bytes]":
-    # What is blocked stays so in a new process: no moment in which a signal would end the helper.
-    # It stays in the session of the ranks: Linux shares processors out by session where autogroup
-    # is on, and beside ranks that poll, a helper in one of its own was seen to wait for seconds.
+    # A new process inherits blocked signals, so that no signal can end the helper at its start.
+    # The helper stays in the session of the ranks: with autogroup, Linux schedules processors by
+    # session, and a helper in its own session waited for seconds beside ranks that poll.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_THE_HELPER)
     try:
         return subprocess.Popen(
@@ -155,7 +155,7 @@ def _start(folder: Path) -> "subprocess.Popen[bytes]":
 
 
 def _part(helper: "subprocess.Popen[bytes]", alone: bool) -> None:
-    """Wait for the helper's end where no other rank is at work; else a thread does."""
+    """Wait for the helper's end if this rank is alone on the host; otherwise use a thread."""
     if alone:
         with contextlib.suppress(subprocess.TimeoutExpired):
             helper.wait(_SECONDS_TO_LEAVE)

@@ -1,14 +1,14 @@
-"""The shared memory of a host's ranks: a folder, and in it a slot for each of them.
+"""Shared memory of a host's ranks: a folder with a slot for each rank.
 
-    /dev/shm/hpctrain-watch-UID-START-NODE-NAMESPACE/    for this user alone
-        settings        what the helper has to know
+    /dev/shm/hpctrain-watch-UID-START-NODE-NAMESPACE/    accessible to this user only
+        settings        settings of the helper
         bell            a FIFO; a byte in it wakes the helper
-        rank-3          step, phase and time of the last beat; from byte 64 on who the rank is
-        rank-3.stack    where its stacks come when the helper asks for them
+        rank-3          step, phase and time of the last heartbeat; from byte 64 on facts of rank 3
+        rank-3.stack    stacks of rank 3, written on a signal of the helper
 
-When all ranks of the host have come, the helper removes the folder: what is open stays open, and
-nothing is left whoever is killed. Ranks in containers that share no /dev/shm or no pid namespace
-get a folder each. Whoever makes a folder starts its helper.
+When all ranks of the host have a slot, the helper removes the folder. Open files stay usable, and
+no file is left if a process is killed. Ranks in containers that do not share /dev/shm or the pid
+namespace have separate folders. The rank that creates a folder starts its helper.
 """
 
 import contextlib
@@ -31,23 +31,23 @@ from hpctrain.monitoring.watchdog.processes import namespace
 
 __all__ = ["PLACE", "Facts", "Slot", "name", "paths", "read", "read_settings", "take"]
 
-PLACE = struct.Struct("@qqq")  # step, phase, time.monotonic_ns() of the last beat
-_TEXT = 64  # where the facts begin; the part before is mapped
+PLACE = struct.Struct("@qqq")  # step, phase, time.monotonic_ns() of the last heartbeat
+_TEXT = 64  # offset of the facts; the part before it is mapped
 _PREFIX = "hpctrain-watch"
 _TRIES = 10
-# A folder is made a moment before its first slot.
+# A folder is created shortly before its first slot.
 _SECONDS_TO_FILL = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Who a rank is.
+    """Identity of a rank and its process.
 
     Attributes:
-        rank: its number.
-        pid: of its process.
-        started: the `processes.start_time` of its process.
-        verdict: the file in which it would say how the run ended, absolute; rank 0 alone has one.
+        rank: number of the rank.
+        pid: process id of the rank.
+        started: `processes.start_time` of the process.
+        verdict: absolute path of the exit status file, on rank 0 only; None elsewhere.
     """
 
     rank: int
@@ -57,11 +57,11 @@ class Facts:
 
 
 def name(key: str, node_rank: int) -> str:
-    """The name of the folder for the ranks of one host.
+    """Return the name of the folder for the ranks of one host.
 
     Args:
-        key: names the start.
-        node_rank: of the host; several pretended ones share a machine.
+        key: unique name of the start.
+        node_rank: number of the host; several simulated hosts may share a machine.
     """
     start = hashlib.sha256(key.encode()).hexdigest()[:16]
     return f"{_PREFIX}-{os.getuid()}-{start}-{node_rank}-{namespace()}"
@@ -72,18 +72,18 @@ def _bases() -> list[Path]:
 
 
 def take(folder_name: str, facts: Facts, settings: dict[str, Any]) -> tuple["Slot", bool]:
-    """Make a slot for this rank.
+    """Create a slot for this rank.
 
     Args:
-        folder_name: of `name`.
-        facts: who it is.
-        settings: what the helper has to know, left in a new folder.
+        folder_name: folder name from `name`.
+        facts: identity of this rank.
+        settings: settings of the helper, written into a new folder.
 
     Returns:
-        The slot, and whether its folder is new.
+        Slot, and whether its folder is new.
 
     Raises:
-        OSError: there is room for it nowhere.
+        OSError: no folder for shared memory can be used.
     """
     problem = OSError("no place for shared memory")
     for base in _bases():
@@ -91,7 +91,7 @@ def take(folder_name: str, facts: Facts, settings: dict[str, Any]) -> tuple["Slo
             try:
                 new = _make(base / folder_name, settings)
                 return Slot(base / folder_name, facts), new
-            except FileNotFoundError as error:  # ranks that have left took the folder with them
+            except FileNotFoundError as error:  # the folder was removed as its ranks have left
                 problem = error
             except OSError as error:
                 problem = error
@@ -100,7 +100,7 @@ def take(folder_name: str, facts: Facts, settings: dict[str, Any]) -> tuple["Slo
 
 
 def _make(folder: Path, settings: dict[str, Any]) -> bool:
-    """Whether the folder is new; it appears with all that belongs into it."""
+    """Create the folder with its files atomically; return whether it is new."""
     if folder.exists():
         _check(folder)
         return False
@@ -124,14 +124,14 @@ def _check(folder: Path) -> None:
 
 
 class Slot:
-    """What one rank writes.
+    """Slot of one rank, in which it writes its heartbeats and stacks.
 
     Args:
-        folder: of its host.
-        facts: who it is.
+        folder: shared folder of the host.
+        facts: identity of the rank.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the slot cannot be written.
     """
 
     def __init__(self, folder: Path, facts: Facts) -> None:
@@ -140,10 +140,10 @@ class Slot:
         self._bell = os.open(folder / "bell", os.O_RDWR | os.O_NONBLOCK)
         now = time.monotonic_ns()
         text = json.dumps(asdict(facts)).encode()
-        # For as long as the process lives the file is locked, so that nobody takes it for stale.
+        # The file is locked while the process lives, so that `remove_stale` does not remove it.
         self._file = open(folder / f".rank-{facts.rank}", "w+b", buffering=0)  # noqa: SIM115
         try:
-            # Written and not only mapped: a full /dev/shm has to be an error and not a SIGBUS.
+            # Write before mapping: a full /dev/shm must cause an error and no SIGBUS.
             self._file.write(PLACE.pack(0, IDLE, now).ljust(_TEXT, b"\0") + text)
             fcntl.flock(self._file, fcntl.LOCK_SH)
             self.memory = mmap.mmap(self._file.fileno(), _TEXT)
@@ -154,14 +154,14 @@ class Slot:
             raise
 
     def leave(self) -> None:
-        """Tell the helper that this rank has left."""
+        """Write that this rank has left, and wake the helper."""
         step = PLACE.unpack_from(self.memory)[0]
         PLACE.pack_into(self.memory, 0, step, CLOSED, time.monotonic_ns())
-        with contextlib.suppress(BlockingIOError):  # nobody listens
+        with contextlib.suppress(BlockingIOError):  # the FIFO is full
             os.write(self._bell, b"!")
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close the memory and the files."""
         self.stack.close()
         self.memory.close()
         self._file.close()
@@ -169,10 +169,10 @@ class Slot:
 
 
 def read(path: Path) -> tuple[Facts, int, int]:
-    """Who a slot belongs to, and descriptors to read its `PLACE` and its stacks from.
+    """Return the facts of a slot, and descriptors to read its `PLACE` and its stacks.
 
     Raises:
-        OSError: it is not there.
+        OSError: the slot does not exist.
     """
     slot = os.open(path, os.O_RDONLY)
     stack = os.open(path.with_suffix(".stack"), os.O_RDONLY)
@@ -180,7 +180,7 @@ def read(path: Path) -> tuple[Facts, int, int]:
 
 
 def paths(folder: Path) -> list[Path]:
-    """The slots in a folder, by rank."""
+    """Return the paths of the slots in a folder, in order of rank."""
     return sorted(
         (path for path in folder.glob("rank-*") if not path.suffix),
         key=lambda path: int(path.name.partition("-")[2]),
@@ -188,13 +188,13 @@ def paths(folder: Path) -> list[Path]:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What `take` left."""
+    """Return the settings that `take` wrote."""
     settings: dict[str, Any] = json.loads((folder / "settings").read_text())
     return settings
 
 
 def remove_stale() -> None:
-    """Remove the folders of this user whose ranks died before they were complete."""
+    """Remove this user's folders whose ranks died before all slots existed."""
     for base in _bases():
         for folder in base.glob(f"{_PREFIX}-{os.getuid()}-*"):
             # Another helper may do the same.

@@ -1,7 +1,7 @@
-"""The stack of every thread of a rank, which its own faulthandler writes when it is asked to.
+"""Stacks of all threads of a rank, written by its faulthandler after a signal.
 
-That is C code in a signal handler, so it works while C code holds the GIL. Not under a debugger,
-and not while the kernel lets no signal through (state D).
+The faulthandler is C code in a signal handler, so it works while C code holds the GIL. It does not
+work under a debugger, or while the kernel blocks signals (state D).
 """
 
 import os
@@ -13,7 +13,7 @@ from hpctrain.monitoring.watchdog.processes import Process
 
 __all__ = ["SIGNAL", "collect"]
 
-# Python and the C library (32, 33 and what SIGRTMIN leaves out) do not use it, nor torch (USR2).
+# Not used by Python, the C library (32, 33 and below SIGRTMIN) or torch (USR2).
 SIGNAL = signal.SIGRTMIN + 10
 
 _SECONDS = 2.0
@@ -22,17 +22,17 @@ _MOST_BYTES = 1 << 20
 
 
 def collect(processes: Mapping[int, Process]) -> dict[int, str]:
-    """What the ranks have to show; empty for one that cannot.
+    """Return the stacks of the ranks; empty for a rank that does not respond.
 
     Args:
-        processes: by the descriptor of the file into which the rank writes.
+        processes: processes by the descriptor of the file into which the rank writes.
     """
     stopped = {file: one for file, one in processes.items() if one.state() == "T"}
     running = {file: one for file, one in processes.items() if file not in stopped}
     for process in running.values():
         process.send(SIGNAL)
     _wait(running)
-    # A stopped process shows nothing, so it goes on for the milliseconds that this takes.
+    # A stopped process writes no stack, so it continues for the few milliseconds of the write.
     for process in stopped.values():
         process.send(SIGNAL)
         process.send(signal.SIGCONT)
@@ -43,7 +43,7 @@ def collect(processes: Mapping[int, Process]) -> dict[int, str]:
 
 
 def _wait(processes: Mapping[int, Process]) -> None:
-    """Until all of them have written, and write no more; two seconds at the most."""
+    """Wait until all processes have finished writing, at most two seconds."""
     end = time.monotonic() + _SECONDS
     before: dict[int, str] = {}
     while time.monotonic() < end:

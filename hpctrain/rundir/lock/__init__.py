@@ -1,19 +1,18 @@
-"""One run, one directory: who has it, whether they live, and that only they commit.
+"""Lock of a run directory: one start owns it, and only the owner commits checkpoints.
 
-`.lock` in the run directory is a JSON file that says which start has it (`record`). Rank 0 of that
-start renews its time every 20 seconds. A start that finds another one's decides by what it can
-know, best first (`living`):
+`.lock` in the run directory is a JSON file that names the owner (`record`). Rank 0 of the owner
+updates the file's time every 20 seconds (heartbeat). Another start that finds the file checks
+whether the owner is alive, with the most reliable source first (`liveness`):
 
-1. the same job, requeued since: its own, taken over; the start of before the requeue is refused;
-2. another job: Slurm says whether it lives;
-3. a process of this host: it lives, or it does not;
-4. a step of the same job on another host: Slurm says whether it has ended;
-5. where nobody can be asked: who has been silent for five minutes is dead.
+1. the same job, requeued: the newer start takes the directory over, the older start is refused;
+2. another job: Slurm reports whether it is alive;
+3. a process of this host: the kernel reports whether it is alive;
+4. a step of the same job on another host: Slurm reports whether it has ended;
+5. without these sources: the owner is dead after five minutes without heartbeat.
 
-Around each commit of a checkpoint the start looks whether the directory is still its own. A start
-that Slurm has given up and replaced may still run, on a host that was cut off: it is fenced off,
-and may not commit any more. The file says which start by a random token, so no clock and no number
-that is given twice decides that.
+At each commit of a checkpoint the start checks that it still owns the directory. A start that Slurm
+has replaced may still run on a disconnected host. It is fenced off and cannot commit. A random
+token identifies the owner, so that clocks and reused numbers do not matter.
 """
 
 import contextlib
@@ -36,19 +35,19 @@ from hpctrain.rundir.lock.record import CAREFULLY, Owner, look, myself, put
 __all__ = ["Lock"]
 
 _HEARTBEAT = 20.0
-# Times that another start may be faster at taking a directory that was free.
+# Attempts to take a free directory while other starts are faster.
 _ATTEMPTS = 10
 
 
 class Lock:
-    """The claim of one start to a run directory; made by `take`."""
+    """Ownership of a run directory by one start; created by `take`."""
 
     def __init__(self, directory: RunDirectory, owner: Owner, clock: Callable[[], float]) -> None:
         self._path = _path(directory)
         self._clock = clock
         self._owner = owner
         self._end = threading.Event()
-        # The file that is open here, and no other that may follow it under this name.
+        # The heartbeat updates this open file, and not a later file with the same name.
         self._file = os.open(self._path, os.O_RDONLY | CAREFULLY)
         self._thread = threading.Thread(target=self._heartbeat, name="hpctrain lock", daemon=True)
         self._thread.start()
@@ -61,16 +60,17 @@ class Lock:
         env: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> Self:
-        """Claim a directory, which is made where it is missing. By rank 0, before it is changed.
+        """Lock a directory on rank 0, before any change in it; create it if it is missing.
 
         Args:
-            directory: of the run.
-            job: the scheduler's.
-            env: for the commands that ask Slurm.
-            clock: seconds, for time-outs; a test moves one of its own.
+            directory: run directory.
+            job: allocation of the scheduler; None without one.
+            env: environment for the commands that query Slurm.
+            clock: function that returns seconds, for time-outs; tests replace it.
 
         Raises:
-            UsageError: another start has it and lives, or may live; or it cannot be written.
+            UsageError: another start owns the directory and is, or may be, alive; several starts
+                compete for it; or it cannot be written.
         """
         path = _path(directory)
         mine = myself(job, env)
@@ -99,22 +99,22 @@ class Lock:
 
     @contextlib.contextmanager
     def commit(self) -> Iterator[None]:
-        """Hold the directory for the moment of a commit: nobody takes it over meanwhile.
+        """Hold the directory during a commit, so that no other start takes it over meanwhile.
 
         Raises:
-            ReplacedError: it belongs to another start by now; nothing may be committed.
-            CheckpointError: nobody can say whose it is.
+            ReplacedError: the directory belongs to another start; nothing may be committed.
+            CheckpointError: the lock file cannot be read.
         """
         with turn(self._path, self._clock):
             self._refuse_fenced()
             yield
 
     def release(self) -> None:
-        """Give the directory back, where it is still this start's. Never raises."""
+        """Remove the lock file if this start still owns the directory. Never raises."""
         if self._end.is_set():
             return
         self._end.set()
-        self._thread.join(timeout=1.0)  # renewing may hang with a file system
+        self._thread.join(timeout=1.0)  # the heartbeat may hang with the file system
         with contextlib.suppress(OSError), turn(self._path, self._clock):
             os.close(self._file)
             seen = look(self._path)
@@ -144,7 +144,7 @@ class Lock:
 
     def _heartbeat(self) -> None:
         while not self._end.wait(_HEARTBEAT):
-            with contextlib.suppress(OSError):  # a file system that is away for a while
+            with contextlib.suppress(OSError):  # the file system may be unavailable for a while
                 os.utime(self._file)
 
 

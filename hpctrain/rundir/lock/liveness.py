@@ -1,4 +1,4 @@
-"""Does the start that has a run directory live?"""
+"""Check whether the start that owns a run directory is alive."""
 
 import os
 import tempfile
@@ -16,12 +16,18 @@ _SILENCE = 300.0
 
 
 def refuse_living(seen: Seen, mine: Owner, path: Path, env: Mapping[str, str]) -> None:
-    """Say that the directory is taken over, or refuse.
+    """Raise an error if the owner of the directory may be alive; otherwise log the takeover.
+
+    Args:
+        seen: lock file as found.
+        mine: this start.
+        path: path of the lock file.
+        env: environment for the commands that query Slurm.
 
     Raises:
-        UsageError: its owner lives, or may live.
+        UsageError: the owner is alive, or may be alive.
     """
-    age = abs(_now(path.parent) - seen.renewed)  # a time to come is no sign of life either
+    age = abs(_now(path.parent) - seen.renewed)  # a time in the future is no heartbeat either
     owner = seen.owner
     lives, why = _standing(owner, mine, age, env) if owner else (None, "")
     if lives is None:
@@ -49,13 +55,13 @@ def refuse_living(seen: Seen, mine: Owner, path: Path, env: Mapping[str, str]) -
 def _standing(
     owner: Owner, mine: Owner, age: float, env: Mapping[str, str]
 ) -> tuple[bool | None, str]:
-    """Whether a start lives, and why; None where only its age can tell.
+    """Return whether a start is alive, and why; None if only the age of its heartbeat can decide.
 
     Args:
-        owner: the start that has the directory.
-        mine: this one.
-        age: seconds since it was last heard of.
-        env: for the commands that ask Slurm.
+        owner: start that owns the directory.
+        mine: this start.
+        age: seconds since the owner's last heartbeat.
+        env: environment for the commands that query Slurm.
     """
     if owner.launch and owner.launch == mine.launch:
         return False, "an earlier start of the same hpctrain run --elastic"
@@ -76,22 +82,22 @@ def _standing(
 
 
 def _job_lives(owner: Owner, mine: Owner, env: Mapping[str, str]) -> tuple[bool | None, str]:
-    """What Slurm says of another job."""
+    """Return whether another job is alive according to Slurm, and why; None if unknown."""
     if mine.cluster and owner.cluster != mine.cluster:
-        return None, ""  # another Slurm has other jobs under these numbers
+        return None, ""  # another Slurm cluster uses the same numbers for other jobs
     state = slurm.job_state(owner.job, env)
-    # Where jobs are private, those of others are unknown.
+    # If jobs are private, Slurm does not show those of other users.
     if state is None or not (state.known or owner.user == mine.user):
         return None, ""
     return state.lives, f"Slurm says that job {owner.job} is {state.word}"
 
 
 def _process_lives(owner: Owner, mine: Owner, age: float) -> tuple[bool | None, str]:
-    """What this host's kernel says; nothing of processes of other hosts and containers."""
+    """Return whether a process of this host is alive; None for other hosts and containers."""
     if owner.host != mine.host or not (owner.boot and mine.boot):
         return None, ""
     if owner.boot != mine.boot:
-        # Renewed since this host booted: then it is another host of the same name.
+        # A heartbeat since this host's boot came from another host of the same name.
         gone = age > _uptime()
         return (False, f"{owner.host} has been rebooted since") if gone else (None, "")
     if (owner.namespace, owner.pid, owner.started) == (mine.namespace, mine.pid, mine.started):
@@ -101,26 +107,26 @@ def _process_lives(owner: Owner, mine: Owner, age: float) -> tuple[bool | None, 
 
 
 def _alive(pid: int, since: int) -> bool | None:
-    """Whether the process that began at a moment runs; None where the kernel does not tell."""
+    """Return whether the process with this id and start time runs; None if it is unknown."""
     if pid <= 0:
-        return None  # kill(2) takes these for groups of processes
+        return None  # for kill(2) these are process groups
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # somebody else's, which lives
+        pass  # a process of another user, which is alive
     now = started(pid)
-    return None if now is None else now == since  # /proc may hide the processes of others
+    return None if now is None else now == since  # /proc may hide processes of other users
 
 
 def _uptime() -> float:
-    """Seconds since this host booted."""
+    """Return the seconds since this host booted."""
     return float(text_of("/proc/uptime").split()[0])
 
 
 def _now(folder: Path) -> float:
-    """The time by the clock of a directory's file system."""
+    """Return the time by the clock of a folder's file system."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".lock.") as file:
         file.write(b"\n")
         file.flush()

@@ -1,4 +1,4 @@
-"""Let one process at a time look at a lock file and act upon it."""
+"""Mutual exclusion of processes that read and change the lock file."""
 
 import contextlib
 import fcntl
@@ -12,27 +12,28 @@ from hpctrain.rundir.lock.record import CAREFULLY
 
 __all__ = ["turn"]
 
-# Seconds for others to end what they do with the lock; they need moments.
+# Seconds to wait for other processes; normally they need far less than a second.
 _TURN = 60.0
 _POLL = 0.05
 
 
 @contextlib.contextmanager
 def turn(path: Path, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Let one process at a time look at the lock file and act upon it.
+    """Let only one process at a time read and change the lock file.
 
-    By flock(2) of a file beside it. File systems without it (some of NFS, Lustre by default) leave
-    a moment in which two starts may act at once; the token then decides who may commit.
+    This uses flock(2) on a file beside the lock file. On file systems without flock (some NFS,
+    Lustre by default) two starts may act at the same time; the token then decides which of them may
+    commit.
 
     Args:
-        path: of the lock file.
-        clock: for the time-out; a test moves one of its own.
+        path: path of the lock file.
+        clock: function that returns seconds, for the time-out; tests replace it.
 
     Raises:
-        OSError: from what is done meanwhile.
+        OSError: raised by the body of the `with` statement.
     """
     try:
-        # Never removed: those who wait would hold another file than those who come.
+        # Never removed: otherwise waiting and new processes could lock different files.
         file = os.open(path.with_name(".lock.turn"), os.O_RDWR | os.O_CREAT | CAREFULLY, 0o666)
     except OSError:
         yield
@@ -41,7 +42,7 @@ def turn(path: Path, clock: Callable[[], float] = time.monotonic) -> Iterator[No
         _wait(file, path, clock)
         yield
     finally:
-        # Closing is not enough: a child that was forked meanwhile has the file open as well.
+        # Closing is not enough: a child that was forked meanwhile also has the file open.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)
         os.close(file)
@@ -56,6 +57,6 @@ def _wait(file: int, path: Path, clock: Callable[[], float]) -> None:
         except BlockingIOError:
             time.sleep(_POLL)
         except OSError:
-            return  # ENOLCK, ENOTSUP, ENOSYS: no such thing here
-    # A host that died in its turn: some file systems keep its flock.
+            return  # ENOLCK, ENOTSUP, ENOSYS: no flock on this file system
+    # Some file systems keep the flock of a host that died.
     logger.warning("%s: another process has had its turn for %.0f s; not waiting", path, _TURN)

@@ -1,4 +1,4 @@
-"""The lock file: what it says, and of which start."""
+"""Content of the lock file, its reader and its writer."""
 
 import getpass
 import json
@@ -20,21 +20,22 @@ __all__ = ["CAREFULLY", "Owner", "Seen", "look", "myself", "put", "started", "te
 
 _MOST_BYTES = 1 << 16
 _LONGEST = 200
-# Opened without waiting for a pipe's other end, and not by way of somebody's link.
+# Open without waiting on a pipe and without following a link.
 CAREFULLY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What the lock file says; empty strings where something is not known.
+    """Owner of a run directory, as in the lock file; an unknown text is an empty string.
 
     Attributes:
-        token: random; tells this start from every other.
-        cluster, job, job_id, restart, step: the scheduler's; `job` is the label for people.
-        launch: of `hpctrain run --elastic`, the same for all its starts.
-        host, boot, namespace, pid, started: rank 0's process. `boot` is a random number that the
-            kernel draws when it boots; `started` is in clock ticks since then.
-        user, since: for people.
+        token: random text that identifies this start.
+        cluster, job, job_id, restart, step: values from the scheduler; `job` is the label for
+            messages.
+        launch: id of one `hpctrain run --elastic`, the same for all its starts.
+        host, boot, namespace, pid, started: process of rank 0. `boot` is the random boot id of the
+            kernel; `started` is in clock ticks since the boot.
+        user, since: user name and start time, for messages.
     """
 
     token: str
@@ -59,12 +60,13 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A lock file that is there.
+    """An existing lock file, as found.
 
     Attributes:
-        owner: what it says; None where it is nothing that hpctrain wrote, as `foreign` says.
-        mark: changes when it is replaced.
-        renewed: its time of modification, by the file system's clock.
+        owner: content of the file; None if it is no lock file of hpctrain.
+        foreign: reason why `owner` is None, for messages.
+        mark: value that changes when the file is replaced.
+        renewed: modification time, by the file system's clock.
     """
 
     owner: Owner | None
@@ -74,7 +76,7 @@ class Seen:
 
 
 def look(path: Path) -> Seen | None:
-    """The lock file; None where there is none. Whatever else has its name is no error.
+    """Read the lock file; return None if there is none. Another file of this name is no error.
 
     Raises:
         OSError: the directory cannot be read.
@@ -98,7 +100,7 @@ def look(path: Path) -> Seen | None:
 
 
 def _parse(content: bytes) -> Owner | None:
-    """What a lock file says; None where it is not one."""
+    """Parse the content of a lock file; return None if it is not valid."""
     try:
         said = json.loads(content)
         values: dict[str, Any] = {field.name: said[field.name] for field in fields(Owner)}
@@ -108,14 +110,21 @@ def _parse(content: bytes) -> Owner | None:
         value = values[field.name]
         if type(value) is not field.type:
             return None
-        # It is shown to people, on terminals.
+        # Messages show these texts on terminals.
         if isinstance(value, str) and not (value.isprintable() and len(value) <= _LONGEST):
             return None
     return Owner(**values)
 
 
 def put(path: Path, seen: Seen | None, text: str, mine: Owner) -> bool:
-    """Write the lock file where it is still as seen; whether it is this start's then."""
+    """Write the lock file over the one that was seen, and return whether this start owns it.
+
+    Args:
+        path: path of the lock file.
+        seen: lock file as found; None if there was none.
+        text: content to write.
+        mine: this start.
+    """
     if seen is None:
         try:
             create(path, text)
@@ -125,17 +134,17 @@ def put(path: Path, seen: Seen | None, text: str, mine: Owner) -> bool:
         if path.is_dir() and not path.is_symlink():
             path.rename(path.with_name(f".lock.{mine.token}"))
         replace(path, text)
-    # Where the file system gives no turns, another start may have been there at the same moment.
+    # Without flock on the file system, another start may have written at the same time.
     now = look(path)
     return bool(now and now.owner and now.owner.token == mine.token)
 
 
 def myself(job: Allocation | None, env: Mapping[str, str]) -> Owner:
-    """This start, with a token of its own.
+    """Return the record of this start, with a new token.
 
     Args:
-        job: the scheduler's.
-        env: for the names that it has from Slurm and from `hpctrain run --elastic`.
+        job: allocation of the scheduler; None without one.
+        env: environment with the variables of Slurm and `hpctrain run --elastic`.
     """
     launch = env.get(env_vars.START, "")
     return Owner(
@@ -145,7 +154,7 @@ def myself(job: Allocation | None, env: Mapping[str, str]) -> Owner:
         job_id=job.job_id if job else "",
         restart=job.restart_count if job else 0,
         step=env.get("SLURM_STEP_ID", ""),
-        # Without --elastic it is an address, which another start may have later.
+        # Without --elastic it is an address, which a later start may reuse.
         launch="" if ":" in launch else launch,
         host=socket.gethostname(),
         boot=text_of("/proc/sys/kernel/random/boot_id"),
@@ -158,7 +167,7 @@ def myself(job: Allocation | None, env: Mapping[str, str]) -> Owner:
 
 
 def text_of(path: str) -> str:
-    """The content of a file of /proc; empty where it cannot be read."""
+    """Return the content of a file in /proc; empty if it cannot be read."""
     try:
         return Path(path).read_text().strip()
     except OSError:
@@ -166,7 +175,7 @@ def text_of(path: str) -> str:
 
 
 def _namespace() -> str:
-    """In which processes are counted: a container may have numbers of its own."""
+    """Return the pid namespace, because a container may have its own process ids."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -177,15 +186,15 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        return str(os.getuid())  # a container without this user's name
+        return str(os.getuid())  # the container has no name for this user
 
 
 def started(pid: int) -> int | None:
-    """When a process started, in clock ticks since the boot; 0 for one that is dead already.
+    """Return the start time of a process in clock ticks since the boot; 0 if it is already dead.
 
-    None where /proc does not tell. Source: /proc/PID/stat of proc(5), fields 3 and 22.
+    None if /proc does not show it. Source: /proc/PID/stat of proc(5), fields 3 and 22.
     """
-    # The name, in parentheses, may hold spaces and parentheses.
+    # The name, in parentheses, may contain spaces and parentheses.
     words = text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if len(words) < 20:
         return None

@@ -1,5 +1,6 @@
-"""How fast is this cluster, and what does hpctrain cost on it? Each figure beside its yardstick.
+"""`hpctrain bench`: speed of a cluster and cost of hpctrain, each compared with a reference.
 
-`measure` has what all measurements share and imports no torch; `turns` lets arms take turns in one
-start; `step`, `allreduce`, `input` and `checkpoint` each measure one thing; `command` runs them.
+The compared variants of a benchmark are its arms. `turns` runs them in turn within one start.
+`step`, `allreduce`, `input` and `checkpoint` each measure one thing, and `command` runs them.
+`measure` has the functions that they share, and imports no torch.
 """

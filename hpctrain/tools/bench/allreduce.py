@@ -1,4 +1,4 @@
-"""A sum over the ranks: by the raw call and through hpctrain, with a copy of as many bytes."""
+"""Benchmark of a sum over the ranks: raw call, hpctrain, and a copy of the same size."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -19,18 +19,18 @@ RAW, OURS, COPY = "raw call", "hpctrain", "copy"
 _SIZES = (4, 4_000, 64_000, 1_000_000, 4_000_000, 16_000_000)
 _SIZES_OF_GPUS = (*_SIZES, 64_000_000, 256_000_000)
 _BLOCK_SECONDS, _MOST_CALLS = 0.02, 100
-_NUMBER = 4  # bytes of one in float32
+_NUMBER = 4  # bytes of a number in float32
 
 
 def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Latencies and bandwidths by size; called by all ranks alike.
+    """Measure latency and bandwidth for each size; all ranks must call this together.
 
     Args:
-        session: open.
-        arguments: `sizes` (bytes; None for the default ones) and `seconds`.
+        session: open session.
+        arguments: arguments `sizes` (bytes; None for the default sizes) and `seconds`.
 
     Raises:
-        UsageError: there is one rank, or a size that holds no whole number.
+        UsageError: there is only one rank, or a size is no multiple of 4 bytes.
     """
     world = session.world.world_size
     sizes = arguments.sizes or (_SIZES_OF_GPUS if session.device.type == "cuda" else _SIZES)
@@ -60,7 +60,7 @@ def _refuse(sizes: Sequence[int], world: int) -> None:
 
 
 def _of_size(session: Session, size: int, seconds: float) -> Times:
-    """By arm the seconds of a call, a time for each round."""
+    """Return the seconds of a call for each arm, one value per round."""
     backend, raw = session.backend, session.backend.baseline()
     tensor = torch.zeros(size // _NUMBER, device=session.device)
     other = torch.empty_like(tensor)
@@ -79,12 +79,12 @@ def _of_size(session: Session, size: int, seconds: float) -> Times:
 
 
 def evaluate(size: int, times: Mapping[str, list[float]], ranks: int) -> dict[str, Any]:
-    """What one size came to.
+    """Summarise the results for one size.
 
     Args:
-        size: bytes.
-        times: by arm, seconds of a call at the slowest rank.
-        ranks: of the world.
+        size: message size in bytes.
+        times: seconds of a call at the slowest rank for each arm, one value per round.
+        ranks: world size.
     """
     arms: dict[str, dict[str, Any]] = compare(times, RAW, "us", 1e6)
     for arm in (RAW, OURS):
@@ -95,7 +95,7 @@ def evaluate(size: int, times: Mapping[str, list[float]], ranks: int) -> dict[st
 
 
 def show(found: dict[str, Any]) -> str:
-    """A line for each size."""
+    """Format the results as a table with a row for each size."""
     head = (
         "size",
         "raw call, µs",

@@ -1,6 +1,6 @@
-"""A checkpoint: how long training waits, and until it is on the disk, beside torch.save.
+"""Benchmark of a checkpoint: wait of the training and time until it is on disk, with torch.save.
 
-Rank 0 alone writes, as in a run; the others wait, so that nothing else uses their host.
+Only rank 0 writes, as in a run. The other ranks wait, so that nothing else uses their hosts.
 """
 
 import argparse
@@ -31,29 +31,29 @@ __all__ = ["evaluate", "measure", "refuse_size", "show", "write"]
 T = TypeVar("T")
 
 BASE, OURS, WRITE, COPY = "torch.save, fsync", "hpctrain", "raw write, fsync", "memory copy"
-_TENSORS = 160  # as many as ResNet-50 has weights
+_TENSORS = 160  # about the number of weight tensors of ResNet-50
 _USUAL, _TRIAL, _SECONDS_OF_A_WRITE = 10**9, 64 * 10**6, 2.0
-# The checkpoint before stays until the new one is whole.
+# The previous checkpoint stays until the new one is complete.
 _ROOM = 2.2
-# The state, its copy in the writer, and the bytes of the raw write.
+# The state, its copy in the writer, the bytes of the raw write, and their copy.
 _COPIES = 4
 _PIECE = 1 << 22
 _LEAST = 10**4
-# How much slower than the trial any of the ways may be: others use the disk, caches fill up.
+# Largest slowdown of an arm against the trial: other jobs use the disk, caches fill up.
 _SLOWER = 3
 
 
 class _Arms:
-    """The ways to save a state; each returns the seconds until it is on the disk.
+    """Arms that save a state; each returns the seconds until it is on the disk.
 
     Args:
-        folder: of its own, on the file system to measure.
+        folder: separate folder on the file system to measure.
         size: bytes of the state.
-        device: that the state is on.
+        device: device of the state.
 
     Attributes:
-        all: by name.
-        pauses: the seconds that training waited for hpctrain, a figure for each call.
+        all: arms by name.
+        pauses: seconds that training waited for hpctrain, one value per call.
     """
 
     def __init__(self, folder: Path, size: int, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class _Arms:
         self.pauses: list[float] = []
 
     def by_torch(self) -> float:
-        """As it is written by hand; training waits for all of it."""
+        """Save with torch.save, as the baseline; training waits for all of it."""
         path = self._folder / "state.pt"
         begin = time.perf_counter()
         with open(path, "wb") as file:
@@ -84,7 +84,7 @@ class _Arms:
         return seconds
 
     def ours(self) -> float:
-        """In the background: training waits for a copy alone."""
+        """Save in the background with hpctrain; training waits only for a copy."""
         self._step += 1
         begin = time.perf_counter()
         self._writer.save(self._step, self._state, {})
@@ -95,20 +95,20 @@ class _Arms:
         return seconds
 
     def raw(self) -> float:
-        """What the file system takes."""
+        """Write the same number of bytes, to measure the file system alone."""
         return write(self._folder / "raw", self._bytes)
 
     def copy(self) -> float:
-        """What the memory of the host takes."""
+        """Copy the same number of bytes, to measure the memory of the host."""
         return timed(torch.device("cpu"), lambda: self._copy.copy_(self._bytes))
 
     def close(self) -> None:
-        """What is being written gets written."""
+        """Wait until everything is written."""
         self._writer.close()
 
 
 def _new_state(size: int, device: torch.device) -> dict[str, Any]:
-    """Weights and momenta, half of the bytes each."""
+    """Return a state of weights and momenta, each with half of the bytes."""
     count = max(size // 4 // 2 // _TENSORS, 1)
     tensors = [torch.full((count,), 0.1, device=device) for _ in range(2 * _TENSORS)]
     weights = {f"layer{n}.weight": tensor for n, tensor in enumerate(tensors[:_TENSORS])}
@@ -117,11 +117,11 @@ def _new_state(size: int, device: torch.device) -> dict[str, Any]:
 
 
 def write(path: Path, content: torch.Tensor) -> float:
-    """Seconds until some bytes are on the disk; the file is removed again.
+    """Write bytes to a file and remove it; return the seconds until they were on the disk.
 
     Args:
-        path: of the file.
-        content: uint8 on the host.
+        path: path of the file.
+        content: uint8 tensor on the host.
     """
     view = memoryview(content.numpy())  # type: ignore[arg-type]
     begin = time.perf_counter()
@@ -137,16 +137,16 @@ def write(path: Path, content: torch.Tensor) -> float:
 
 
 def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Pauses and times until all is on the disk; called by all ranks alike.
+    """Measure pauses and the times until all is on the disk; all ranks must call this together.
 
     Args:
-        session: open.
-        arguments: `run`, `size` (bytes, or None) and `seconds`.
+        session: open session.
+        arguments: arguments `run`, `size` (bytes; None for a size that fits) and `seconds`.
 
     Raises:
-        UsageError: no room, no memory, or nothing can be written there.
+        UsageError: disk space, memory or time does not suffice, or the directory is not writable.
     """
-    opened: list[_Arms] = []  # at rank 0
+    opened: list[_Arms] = []  # empty at all ranks but rank 0
 
     def open_arms() -> tuple[str, int]:
         path, folder = _make_folder(arguments.run, undo)
@@ -165,7 +165,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as undo:
         path, size = on_rank_zero(session.backend, lambda: _told(open_arms))
         arms = {name: partial(turn, name) for name in (BASE, OURS, WRITE, COPY)}
-        in_turns(session, arms, 0.0, 1)  # memory is taken, and directories are made
+        in_turns(session, arms, 0.0, 1)  # warm-up: memory is allocated, and directories are created
         times = in_turns(session, arms, arguments.seconds)
         if not session.is_main:
             return {}
@@ -173,15 +173,15 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _told(act: Callable[[], T]) -> T:
-    """What an act returns; what a file system says against it, in words.
+    """Return the result of a function; turn an error of the file system into a UsageError.
 
     Raises:
-        UsageError: it said something.
+        UsageError: the function raised an error.
     """
     try:
         return act()
     except (OSError, RuntimeError, CheckpointError) as error:
-        # Where a disk is full torch.save raises a RuntimeError.
+        # torch.save raises a RuntimeError on a full disk.
         raise UsageError(
             f"the checkpoint cannot be measured: {str(error).splitlines()[0]}",
             "a file system with room, which this user may write to",
@@ -190,7 +190,7 @@ def _told(act: Callable[[], T]) -> T:
 
 
 def _make_folder(run: str | None, undo: ExitStack) -> tuple[Path, Path]:
-    """The directory that was meant, and a new folder on its file system, removed at the end."""
+    """Return the run directory, and a new folder on its file system, removed at the end."""
     path = storage.run(run, os.environ)
     folder = Path(tempfile.mkdtemp(dir=storage.nearest(path), prefix=".hpctrain-bench-"))
     undo.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -198,7 +198,7 @@ def _make_folder(run: str | None, undo: ExitStack) -> tuple[Path, Path]:
 
 
 def _fitting(folder: Path) -> int:
-    """A size that is written in about two seconds, and has room; of one digit, and at most 1 GB."""
+    """Return a size that fits and takes about two seconds; one digit and zeros, at most 1 GB."""
     free = shutil.disk_usage(folder).free
     most = min(_USUAL, free / _ROOM / 2, _speed(folder, _TRIAL) * _SECONDS_OF_A_WRITE)
     memory = available()
@@ -208,30 +208,30 @@ def _fitting(folder: Path) -> int:
 
 
 def _speed(folder: Path, size: int) -> float:
-    """Bytes that are on the disk a second, of such a file, or a smaller one where room is short."""
+    """Return the bytes per second to disk of a trial file; it is smaller if space is short."""
     free = shutil.disk_usage(folder).free
     trial = torch.zeros(max(min(size, free // 4), 1), dtype=torch.uint8)
-    write(folder / "trial", trial)  # the first one may find a disk asleep
+    write(folder / "trial", trial)  # the first write may have to wake the disk
     return len(trial) / write(folder / "trial", trial)
 
 
 def _rounded(number: float) -> int:
-    """The largest number of one digit and zeros that is not more."""
+    """Round a number down to one digit and zeros."""
     digits = str(int(number))
     return int(digits[0] + "0" * (len(digits) - 1))
 
 
 def refuse_size(size: int, path: Path, free: int, memory: int | None) -> None:
-    """Hold a size to the room that there is.
+    """Raise an error if a size does not fit the free disk space and memory.
 
     Args:
         size: bytes of the state.
-        path: the directory that is measured.
-        free: bytes on its file system.
-        memory: bytes that this process may take; None where nobody knows.
+        path: directory that is measured.
+        free: free bytes on its file system.
+        memory: bytes of memory that this process may use; None where unknown.
 
     Raises:
-        UsageError: it does not fit, or is less than a state has tensors.
+        UsageError: the size does not fit, or is too small for the tensors of the state.
     """
     if size < _LEAST:
         raise UsageError(f"--size {size}B", f"{spell(_LEAST)} or more", "--size 100MB")
@@ -252,15 +252,15 @@ def refuse_size(size: int, path: Path, free: int, memory: int | None) -> None:
 
 
 def refuse_slow(size: int, speed: float, timeout: float) -> None:
-    """Hold a size to the time for which the other ranks wait for rank 0.
+    """Raise an error if a write may take longer than the other ranks wait for rank 0.
 
     Args:
         size: bytes of the state.
-        speed: bytes that a trial wrote a second.
-        timeout: seconds after which a rank that waits takes another for lost.
+        speed: bytes per second of a trial write.
+        timeout: seconds after which a waiting rank considers another rank lost.
 
     Raises:
-        UsageError: a state may take longer.
+        UsageError: the write may take longer.
     """
     most = speed * timeout / _SLOWER
     if size > most:
@@ -276,12 +276,12 @@ def refuse_slow(size: int, speed: float, timeout: float) -> None:
 def evaluate(
     size: int, times: Mapping[str, list[float]], pauses: Sequence[float]
 ) -> dict[str, Any]:
-    """What the arms came to.
+    """Summarise the results of the arms.
 
     Args:
         size: bytes of the state.
-        times: by arm, seconds until all is on the disk.
-        pauses: of hpctrain, the seconds that training waited; for torch.save that is all of them.
+        times: seconds until all is on the disk for each arm, one value per round.
+        pauses: seconds that training waited for hpctrain; for torch.save it waits the whole time.
     """
     arms: dict[str, dict[str, Any]] = compare(times, BASE, "seconds")
     for arm in arms.values():
@@ -291,7 +291,7 @@ def evaluate(
 
 
 def show(found: dict[str, Any]) -> str:
-    """A line for each way."""
+    """Format the results as a table with a row for each arm."""
     rows = [("", "training waits, s", "on the disk, s", "ratio", "GB/s")]
     for name, arm in found["arms"].items():
         pause = {BASE: arm["seconds"], OURS: found["pause"]["seconds"]}.get(name)

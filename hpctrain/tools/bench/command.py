@@ -1,4 +1,4 @@
-"""`hpctrain bench WHAT`: open a session, measure, and let rank 0 show and save what was found."""
+"""`hpctrain bench WHAT`: opens a session and measures; rank 0 prints and saves the results."""
 
 import argparse
 import contextlib
@@ -22,18 +22,18 @@ from hpctrain.training.session import Session
 
 __all__ = ["execute", "title"]
 
-# No collective of a measurement is silent for longer.
+# Timeout of the session in seconds; no collective of a measurement waits longer.
 _TIMEOUT = 300.0
 
 
 class _Measurement(Protocol):
-    """What each of the modules offers."""
+    """Interface of the benchmark modules."""
 
     def measure(self, session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
-        """What was found, at rank 0; called by all ranks alike."""
+        """Measure, and return the results at rank 0; all ranks must call this together."""
 
     def show(self, found: dict[str, Any]) -> str:
-        """The same for people."""
+        """Format the results as text."""
 
 
 _MEASUREMENTS: dict[str, _Measurement] = {
@@ -45,14 +45,14 @@ _MEASUREMENTS: dict[str, _Measurement] = {
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Measure; an exit code.
+    """Run a benchmark and return an exit code.
 
     Args:
-        arguments: of the command line.
+        arguments: arguments of the command line.
 
     Raises:
-        HpctrainError: at rank 0, or at a rank of which rank 0 does not know.
-        Stopped: a rank was asked to stop.
+        HpctrainError: an error at rank 0, or an error at another rank that rank 0 did not report.
+        Stopped: a rank received a stop request.
     """
     kind = _MEASUREMENTS[arguments.what]
     try:
@@ -74,14 +74,14 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _open(arguments: argparse.Namespace) -> Session:
-    """A session with what of its options the command has."""
+    """Open a session with the session options that the command has."""
     given = vars(arguments)
     names = ("backend", "precision", "compile", "batch_size", "start_timeout")
     options = {name: given[name] for name in names if given.get(name) is not None}
     size, workers = 1, "auto" if arguments.what == "input" else 0
     if arguments.what == "step":
-        # With ResNet-50 in half precision 128 samples fill a GPU of 16 GB, and keep larger ones
-        # busy. Torch is not asked yet: it would look for GPUs before the Session chooses one.
+        # In half precision, ResNet-50 with 128 samples fills a GPU of 16 GB and keeps larger GPUs
+        # busy. Do not use torch here: it would look for GPUs before the Session chooses one.
         meant = visible_gpus.visible(os.environ)
         size = 128 if visible_gpus.here() and (meant is None or meant.names) else 32
     usual = {"precision": "fp32", "batch_size": size, "workers": workers, "timeout": _TIMEOUT}
@@ -89,7 +89,7 @@ def _open(arguments: argparse.Namespace) -> Session:
 
 
 def _about(session: Session) -> dict[str, Any]:
-    """What the figures mean nothing without."""
+    """Return the facts that the figures depend on."""
     on_gpu = session.device.type == "cuda"
     return {
         **facts(["hpctrain", "torch", "torchvision", "horovod", "simplejpeg"]),
@@ -102,7 +102,7 @@ def _about(session: Session) -> dict[str, Any]:
 
 
 def title(record: dict[str, Any]) -> str:
-    """What was measured where, in two lines."""
+    """Return two lines that describe the benchmark, the ranks, the machine, and the versions."""
     world, machine = record["world"], record["machine"]
     ranks, hosts = world["world_size"], world["num_nodes"]
     device = record["device"] if record["device"] != "cpu" else machine["cpu"]
@@ -115,16 +115,18 @@ def title(record: dict[str, Any]) -> str:
 
 
 def _target(path: str | None) -> str | None:
-    """Before anything is measured: the file to write, behind links, as it is replaced by a new one.
+    """Return the path of the file to write, checked before the measurement.
+
+    Links are resolved, because a new file replaces the file.
 
     Raises:
-        UsageError: it cannot be written, or is no file, such as a device or a pipe, or is what this
-            process prints to.
+        UsageError: the file cannot be written, or is no regular file (for example a device or a
+            pipe), or is the output of this process.
     """
     if path is None:
         return None
     target = os.path.realpath(path)
-    # Of a pipe behind /dev/fd there is no path: the name alone leads to it.
+    # The resolved path of a pipe behind /dev/fd does not exist, but the given path does.
     there = os.path.exists(path) or os.path.lexists(target)
     if there and (not os.path.isfile(target) or _printed_to(target)):
         raise UsageError(
@@ -142,9 +144,9 @@ def _target(path: str | None) -> str | None:
 
 
 def _printed_to(target: str) -> bool:
-    """Whether what this process prints goes to a file, as with /dev/stdout after > FILE."""
+    """Return whether this process prints to a file, as with /dev/stdout after > FILE."""
     for descriptor in (1, 2):
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # the descriptor is closed
             if os.path.samestat(os.stat(target), os.fstat(descriptor)):
                 return True
     return False

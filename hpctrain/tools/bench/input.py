@@ -1,4 +1,4 @@
-"""Input: how many images a second come to the device, by the number of loader workers?"""
+"""Benchmark of the input: images per second to the device, by the number of loader workers."""
 
 import argparse
 import itertools
@@ -28,13 +28,13 @@ _SIDE = 224
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 _PICTURES = 100_000
 _BLOCK_SECONDS = 1.0
-# A round is a batch of each worker. Tasks for two wait at each as a loader begins.
+# A round is one batch of each worker. Each worker starts with tasks for two batches.
 _ROUNDS_BEFORE = 2
 _LEAST_ROUNDS = 3
 
 
 class _Endless(data.TrainingSampler):
-    """Epoch after epoch: at the end of one the workers would run dry, and begin anew."""
+    """Sampler that never ends: between two epochs, the workers would run dry and start again."""
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
@@ -43,11 +43,11 @@ class _Endless(data.TrainingSampler):
 
 
 class _Arms:
-    """Ways to get images, each anew in every block; they return the seconds of an image.
+    """Arms that load images, started again in every block; each returns the seconds per image.
 
     Args:
-        session: open.
-        source: of the images.
+        session: open session.
+        source: source of the images.
     """
 
     def __init__(self, session: Session, source: Source) -> None:
@@ -60,7 +60,7 @@ class _Arms:
         """Read and decode whole images in one thread of one process.
 
         Raises:
-            DataError: one cannot be read or decoded.
+            DataError: an image cannot be read or decoded.
         """
         begin, count, seconds = time.perf_counter(), 0, 0.0
         for index in itertools.chain.from_iterable(self._anew()):
@@ -79,13 +79,13 @@ class _Arms:
         return seconds / count
 
     def load(self, workers: int) -> float:
-        """Read, decode, cut, collate, and normalise on the device, as a training has it.
+        """Read, decode, crop, collate, and normalise on the device, as a training does.
 
-        Workers that began together go on in step, and their batches come in bursts. So what is
-        timed is whole rounds, which take as long wherever in a burst they begin.
+        Workers that start together stay in step, and their batches arrive in bursts. So the timing
+        covers whole rounds, which take the same time wherever in a burst they begin.
 
         Args:
-            workers: processes that load.
+            workers: number of loader processes.
         """
         session = self._session
         loader = data.Loader(
@@ -110,7 +110,7 @@ class _Arms:
         return (time.perf_counter() - begin) / samples
 
     def _anew(self) -> data.TrainingSampler:
-        """Samples of this rank, in another order each time, so that others come first."""
+        """Return the samples of this rank in a new order, so that each block starts with others."""
         self._sampler.epoch += 1
         return self._sampler
 
@@ -125,14 +125,15 @@ def _take(batches: Iterator[Any], count: int) -> None:
 
 
 def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Images a second by number of workers; called by all ranks alike.
+    """Measure images per second by number of workers; all ranks must call this together.
 
     Args:
-        session: open.
-        arguments: `data`, `workers` (numbers, or None), `need` and `seconds`.
+        session: open session.
+        arguments: arguments `data`, `workers` (numbers; None for the default), `need` and
+            `seconds`.
 
     Raises:
-        UsageError: no images there, or fewer than a step takes, or nothing to decode them with.
+        UsageError: there are no images, fewer than one step takes, or no decoder.
     """
     source = _source(arguments.data)
     _refuse_few(source, session)
@@ -141,7 +142,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     numbers = on_rank_zero(session.backend, lambda: arguments.workers or numbers_of_workers(cores))
     turns = {DECODE: arms.decode}
     turns |= {_name(number): partial(arms.load, number) for number in numbers}
-    in_turns(session, turns, 0.0, 1)  # files are found, and processes are started once
+    in_turns(session, turns, 0.0, 1)  # warm-up: files are found, and processes started once
     ranks = session.backend.gather_object(in_turns(session, turns, arguments.seconds))
     if not session.is_main:
         return {}
@@ -161,7 +162,7 @@ def _source(path: str) -> Source:
 
 
 def _refuse_few(source: Source, session: Session) -> None:
-    """Hold the images to what one batch of each rank takes."""
+    """Raise an error if there are fewer images than one batch of each rank takes."""
     ranks, size = session.world.world_size, session.batches.batch_size
     if len(source) < ranks * size:
         raise UsageError(
@@ -175,10 +176,10 @@ def _refuse_few(source: Source, session: Session) -> None:
 
 
 def numbers_of_workers(cores: int) -> list[int]:
-    """None, one, two, four and so on, up to a worker for each core.
+    """Return the numbers of workers to try: 0, 1, 2, 4 and so on, up to one for each core.
 
     Args:
-        cores: of a rank.
+        cores: number of cores of a rank.
     """
     powers = [2**n for n in range(cores.bit_length())]
     return sorted({0, *powers, cores})
@@ -191,13 +192,13 @@ def _name(workers: int) -> str:
 def evaluate(
     ranks: Sequence[Times], batch_size: int, numbers: Sequence[int], need: int | None
 ) -> dict[str, Any]:
-    """What the arms came to.
+    """Summarise the results of the arms.
 
     Args:
-        ranks: of each, by arm the seconds of an image in each round.
-        batch_size: of a rank.
-        numbers: of workers.
-        need: images a second that the steps of a rank take.
+        ranks: for each rank, the seconds per image of each arm, one value per round.
+        batch_size: batch size of a rank.
+        numbers: numbers of workers that were tried.
+        need: images per second that the steps of a rank need; None where not given.
     """
     arms: dict[str, dict[str, Any]] = compare(
         slowest(ranks), DECODE, "ms_per_batch", 1e3 * batch_size
@@ -215,7 +216,7 @@ def evaluate(
 
 
 def show(found: Mapping[str, Any]) -> str:
-    """A line for each number of workers."""
+    """Format the results as a table with a row for each number of workers."""
     rows = [("", "images/s, all ranks", "slowest rank", "ms per batch")]
     for name, arm in found["arms"].items():
         rows.append(

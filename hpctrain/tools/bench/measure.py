@@ -1,4 +1,4 @@
-"""What measurements share: spread, pairs, sizes, tables, and what machine it was. No torch."""
+"""Shared functions of the benchmarks: statistics, sizes, tables, machine facts. No torch."""
 
 import datetime
 import os
@@ -31,10 +31,10 @@ _SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([kKMGT]?)B?\Z", re.ASCII)
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median, quartiles, and an interval that holds the true median in at least 95 of 100 cases.
+    """Return the median, the quartiles, and a 95 % confidence interval of the median.
 
-    A mean would be that of the other jobs on the machine; the interval is that of the sign test
-    and assumes no shape. Of fewer than six values it is their range, which holds it less often.
+    Other jobs on the machine would distort a mean. The interval is that of the sign test, which
+    assumes no distribution. With fewer than six values it is their range, at a lower confidence.
     """
     rising = sorted(values)
     count = len(rising)
@@ -51,10 +51,10 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def _left_out(count: int) -> int:
-    """How many values the interval leaves out at either end.
+    """Return how many values the interval leaves out at each end.
 
-    Of n values k or fewer are below the true median in sum(comb(n, i) for i <= k) of 2^n cases, and
-    above it in as many; all of them together may be a twentieth.
+    Of n values, k or fewer are below the true median in sum(comb(n, i) for i <= k) of 2^n cases,
+    and above it in as many cases. Both together may be at most a twentieth of all cases.
     """
     number, ways, cases = 0, 1, 1
     while 40 * cases <= 2**count:
@@ -67,13 +67,13 @@ def _left_out(count: int) -> int:
 def compare(
     times: Mapping[str, Sequence[float]], base: str, unit: str, factor: float = 1.0
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Per arm a summary of its times, and of what each is to the base of the same round.
+    """Summarise the times of each arm, and their ratios to the base arm's times in the same round.
 
     Args:
-        times: by arm, one for each round.
-        base: the arm that the others are held to.
-        unit: what the times are called in the result.
-        factor: that the times are multiplied by, to be in that unit.
+        times: times of each arm, one for each round.
+        base: arm that the others are compared with.
+        unit: name of the times in the result.
+        factor: factor that converts the times to that unit.
     """
     return {
         name: {
@@ -85,9 +85,10 @@ def compare(
 
 
 def order(names: Sequence[str], number: int) -> list[str]:
-    """The order of the arms in a round: each comes as often before another as after it.
+    """Return the order of the arms in a round.
 
-    Drift of the machine within a round then falls on all arms alike.
+    Over the rounds, each arm runs as often before another arm as after it. So drift of the machine
+    within a round affects all arms equally.
     """
     start = number // 2 % len(names)
     turned = [*names[start:], *names[:start]]
@@ -95,22 +96,24 @@ def order(names: Sequence[str], number: int) -> list[str]:
 
 
 def busbw(bytes_per_second: float, ranks: int) -> float:
-    """The bus bandwidth of an all-reduce: what the slowest link has to carry, whatever the ranks.
+    """Compute the bus bandwidth of an all-reduce.
+
+    It is the load of the slowest link, and can be compared across numbers of ranks.
 
     Args:
-        bytes_per_second: the algorithm bandwidth, size over time.
-        ranks: that take part.
+        bytes_per_second: algorithm bandwidth, which is size divided by time.
+        ranks: number of ranks that take part.
 
-    Source: PERFORMANCE.md of NVIDIA's nccl-tests: times 2(n-1)/n.
+    Source: PERFORMANCE.md of NVIDIA's nccl-tests: factor 2(n-1)/n.
     """
     return bytes_per_second * 2 * (ranks - 1) / ranks
 
 
 def size(text: str) -> int:
-    """The bytes of a size such as 4B, 64kB, 1.5MB or 1GB; units are powers of ten.
+    """Return the bytes of a size such as 4B, 64kB, 1.5MB or 1GB; units are powers of ten.
 
     Raises:
-        ValueError: it is none, or less than one byte.
+        ValueError: the text is no size, or not a whole number of bytes from one on.
     """
     match = _SIZE.match(text.strip())
     value = Decimal(match[1]) * _UNITS[match[2].replace("K", "k")] if match else Decimal(0)
@@ -120,23 +123,23 @@ def size(text: str) -> int:
 
 
 def spell(count: float) -> str:
-    """A number of bytes for people, as `size` reads it where it is round."""
+    """Format a number of bytes for people; `size` reads a round number back unchanged."""
     for unit, factor in reversed(_UNITS.items()):
-        if count >= 0.9995 * factor:  # 999.7 kB, of which three digits are 1 MB
+        if count >= 0.9995 * factor:  # 999.7 kB is 1 MB when rounded to three digits
             return f"{count / factor:.3g} {unit}B"
     return f"{count:.3g} B"
 
 
 def describe(figures: Mapping[str, float], form: str = ".1f") -> str:
-    """A median with its interval."""
+    """Format a median with its interval."""
     return f"{figures['median']:{form}} [{figures['low']:{form}}, {figures['high']:{form}}]"
 
 
 def facts(packages: Sequence[str]) -> dict[str, Any]:
-    """What a figure means nothing without.
+    """Return the facts that a figure depends on: date, command, machine, versions and commit.
 
     Args:
-        packages: whose versions matter.
+        packages: names of the packages whose versions matter.
     """
     program = Path(sys.argv[0])
     ours = program.name == "hpctrain" or program.parts[-2:] == ("hpctrain", "__main__.py")
@@ -159,7 +162,7 @@ def facts(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows under a head, the first column to the left and the others to the right."""
+    """Format rows under a header; the first column is left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -185,9 +188,10 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this file, with a + where something around it has changed.
+    """Return the commit of this file, with a + if its repository has changes.
 
-    None where it is in no repository, as in an installed package, even one inside of another's.
+    None where no repository tracks the file, as in an installed package, even if that is inside of
+    another repository.
     """
     commands = (
         ["git", "ls-files", "--error-unmatch", Path(__file__).name],

@@ -1,4 +1,4 @@
-"""The models whose steps are measured, and random batches for them."""
+"""Models of the step benchmark, and random batches for them."""
 
 import difflib
 from collections.abc import Callable
@@ -14,15 +14,17 @@ __all__ = ["batch_of", "choose", "maker"]
 
 SMALL = "small"
 _LARGE = "resnet50"
-# By whether it is the small one: pixels of a side, and classes.
+# Pixels per side and number of classes: True for the small model, False for the others.
 _SHAPES = {True: (32, 10), False: (224, 1000)}
 
 
 def choose(given: str | None, device: torch.device) -> str:
-    """The model's name: the one given, else ResNet-50 on a GPU where there is torchvision.
+    """Return the model's name: the given one, or the default.
+
+    The default is ResNet-50 on a GPU if torchvision is installed, else the small model.
 
     Raises:
-        UsageError: there is none of that name, or no torchvision, which has it.
+        UsageError: no model has that name, or torchvision, which provides it, is missing.
     """
     if given is None:
         return _LARGE if device.type == "cuda" and _zoo() is not None else SMALL
@@ -47,28 +49,31 @@ def choose(given: str | None, device: torch.device) -> str:
 
 
 def maker(name: str) -> Callable[[], nn.Module]:
-    """What makes the model anew, the same on all ranks.
+    """Return a function that creates a new model, the same on all ranks.
 
     Args:
-        name: that `choose` gave.
+        name: name that `choose` returned.
+
+    Raises:
+        UsageError: torchvision is missing on this rank, but not at rank 0.
     """
     if name == SMALL:
         return _small
     zoo = _zoo()
-    if zoo is None:  # on this rank, and not on rank 0
+    if zoo is None:  # missing on this rank, but not at rank 0
         raise UsageError(
             "torchvision cannot be imported here, and can be at rank 0",
             "the same packages on all hosts",
             "pip install 'hpctrain[vision]'    or: --model small",
         )
-    # Their second output, for training alone, is left out: the loss of a step has no use for it.
+    # Leave out their second output, which serves training only: the step's loss does not use it.
     two = name in ("googlenet", "inception_v3")
     more = {"aux_logits": False, "init_weights": True} if two else {}
     return lambda: zoo.get_model(name, weights=None, **more)  # type: ignore[no-any-return]
 
 
 def batch_of(name: str, session: Session) -> tuple[Tensor, Tensor]:
-    """Random images and targets on the device, of shapes (samples, 3, side, side) and (samples)."""
+    """Return random images (samples, 3, side, side) and targets (samples) on the device."""
     side, classes = _SHAPES[name == SMALL]
     samples = session.batches.batch_size
     images, targets = torch.randn(samples, 3, side, side), torch.randint(classes, (samples,))
@@ -77,7 +82,7 @@ def batch_of(name: str, session: Session) -> tuple[Tensor, Tensor]:
 
 
 def _small() -> nn.Module:
-    """A convolutional net whose step takes a few milliseconds of a core."""
+    """Return a convolutional network whose step takes a few milliseconds on one core."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(),
         nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU(),
@@ -88,7 +93,7 @@ def _small() -> nn.Module:
 def _zoo() -> ModuleType | None:
     try:
         from torchvision import models
-    except (ImportError, RuntimeError, OSError):  # of a torchvision for another torch
+    except (ImportError, RuntimeError, OSError):  # from a torchvision built for another torch
         return None
     found: ModuleType = models
     return found

@@ -1,4 +1,4 @@
-"""JPEG files in memory, about as many pixels and bytes as those of ImageNet have."""
+"""JPEG files in memory, with about as many pixels and bytes as those of ImageNet."""
 
 import importlib
 import io
@@ -12,22 +12,22 @@ __all__ = ["Pictures"]
 
 _HEIGHT, _WIDTH, _QUALITY = 375, 500, 95
 _FILES = 8
-# Amplitudes of the noise by the size of its grains in pixels: together files of about 110 kB.
+# Amplitude of the noise by grain size in pixels; the result is files of about 110 kB.
 _GRAINS = {125: 0.2, 25: 0.25, 5: 0.15, 2: 0.4}
 
 
 class Pictures:
-    """A source of images that lie in no file.
+    """Source of synthetic images in memory.
 
     Args:
-        length: how many there are to be; the same few come again and again.
+        length: number of images; the same few files repeat.
 
     Attributes:
-        classes: their names.
-        place: for messages.
+        classes: names of the classes.
+        place: place of the images, for messages.
 
     Raises:
-        UsageError: Pillow, which makes them, is not installed.
+        UsageError: Pillow, which creates the images, is not installed.
     """
 
     place = "memory"
@@ -41,20 +41,20 @@ class Pictures:
         return self._length
 
     def read(self, index: int) -> bytes:
-        """A JPEG file."""
+        """Return the JPEG file of an image."""
         return self._files[index % _FILES]
 
     def target(self, index: int) -> int:
-        """The number of its class."""
+        """Return the class number of an image."""
         return index % len(self.classes)
 
     def name(self, index: int) -> str:
-        """For messages."""
+        """Return the name of an image for messages."""
         return f"picture {index}"
 
     @property
     def mean_bytes(self) -> float:
-        """Of a file."""
+        """Mean size of a file in bytes."""
         return sum(map(len, self._files)) / _FILES
 
 

@@ -1,4 +1,4 @@
-"""A step: hpctrain's loop against one that an expert writes, on the same data and ranks."""
+"""Benchmark of a training step: hpctrain's loop and a baseline, on the same data and ranks."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -28,20 +28,20 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 class _Loop(Protocol):
     def step(self) -> None:
-        """One step; the device may be still at it."""
+        """Run one step; the device may still be busy afterwards."""
 
     def read(self) -> None:
-        """Look at the loss, as a log does now and then."""
+        """Read the loss, as a log does from time to time."""
 
 
 class _Baseline:
-    """What an expert writes.
+    """Baseline: the loop that an expert writes without hpctrain.
 
     Args:
-        session: for the device, the precision and the layout alone.
-        make: the model.
+        session: open session, only for its device, precision, layout and compile option.
+        make: function that creates the model.
         batch: images and targets on the device.
-        by_hand: how the ranks share the model.
+        baseline: calls that share the model among the ranks.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class _Baseline:
         self._device, self._half = device, _AUTOCAST.get(precision)
 
     def step(self) -> None:
-        """Forward, backward, update."""
+        """Run forward, backward and update."""
         images, targets = self._batch
         with self._autocast():
             loss = cross_entropy(self._model(images), targets)
@@ -78,16 +78,16 @@ class _Baseline:
         )
 
     def read(self) -> None:
-        """This rank's own."""
+        """Read the loss of this rank."""
         self._loss.item()
 
 
 class _Ours:
-    """The loop of the examples.
+    """Loop with hpctrain, as in the examples.
 
     Args:
-        session: open.
-        make: the model.
+        session: open session.
+        make: function that creates the model.
         batch: images and targets on the device.
     """
 
@@ -100,7 +100,7 @@ class _Ours:
         self._sum: Work | None = None
 
     def step(self) -> None:
-        """Forward, and `session.step`."""
+        """Run forward and `session.step`."""
         images, targets = self._batch
         with self._session.autocast():
             loss = cross_entropy(self._model(images), targets)
@@ -108,7 +108,7 @@ class _Ours:
         self._loss = loss.detach()
 
     def read(self) -> None:
-        """That of all ranks, one look later: it is not waited for, as for a row of metrics."""
+        """Read the loss of all ranks, one call late to avoid a wait, as a row of metrics does."""
         if self._sum is not None:
             self._sum.values()
         self._sum = self._session.backend.sum_async([self._loss])
@@ -119,12 +119,12 @@ def _optimizer(model: nn.Module) -> Optimizer:
 
 
 class _Arm:
-    """Blocks of steps of a loop, and the memory that it has of the GPU for itself.
+    """Blocks of steps of a loop, and the GPU memory that this loop uses.
 
     Args:
-        session: open.
-        make: the loop.
-        steps: of a block; None for as many as take a quarter of a second.
+        session: open session.
+        make: function that creates the loop.
+        steps: number of steps in a block; None for as many as take a quarter of a second.
     """
 
     def __init__(self, session: Session, make: Callable[[], _Loop], steps: int | None) -> None:
@@ -138,7 +138,7 @@ class _Arm:
         self.peak = 0
 
     def block(self) -> float:
-        """Seconds of a step, over a block that ends with a look at the loss."""
+        """Run a block that ends with a read of the loss, and return the seconds of a step."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         others = self._allocated() - self._own
@@ -157,14 +157,14 @@ class _Arm:
 
 
 def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Times of a step, throughput and memory; called by all ranks alike.
+    """Measure step time, throughput and memory; all ranks must call this together.
 
     Args:
-        session: open.
-        arguments: `model` and `seconds`.
+        session: open session.
+        arguments: arguments `model` and `seconds`.
 
     Raises:
-        UsageError: no such model, or no room for it.
+        UsageError: the model is not available, or does not fit in memory.
     """
     name = on_rank_zero(session.backend, lambda: models.choose(arguments.model, session.device))
     try:
@@ -191,7 +191,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(session: Session, name: str, seconds: float) -> tuple[Times, dict[str, int]]:
-    """Seconds of a step, and the most memory, by arm; of this rank."""
+    """Return the seconds of a step and the peak memory of each arm on this rank."""
     make, batch = models.maker(name), models.batch_of(name, session)
     baseline = session.backend.baseline()
     loops: dict[str, Callable[[], _Loop]] = {
@@ -210,12 +210,12 @@ def _measure(session: Session, name: str, seconds: float) -> tuple[Times, dict[s
 def evaluate(
     times: Mapping[str, list[float]], peaks: Sequence[Mapping[str, int]], samples: int
 ) -> dict[str, Any]:
-    """What the arms came to.
+    """Summarise the results of the arms.
 
     Args:
-        times: by arm, seconds of a step at the slowest rank.
-        peaks: of each rank, by arm, the most bytes on the device; 0 where that is not known.
-        samples: of a rank.
+        times: seconds of a step at the slowest rank for each arm, one value per round.
+        peaks: for each rank, the peak bytes on the device of each arm; 0 where unknown.
+        samples: number of samples of a rank in a step.
     """
     arms: dict[str, dict[str, Any]] = compare(times, BY_HAND, "ms", 1e3)
     for name, arm in arms.items():
@@ -230,7 +230,7 @@ def evaluate(
 
 
 def show(found: dict[str, Any]) -> str:
-    """A line for each loop."""
+    """Format the results as a table with a row for each loop."""
     head = ["loop", "ms per step", "ratio", "images/s", "of a rank"]
     on_gpu = found["arms"][OURS]["peak_memory"] is not None
     rows = [head + ["peak memory"] * on_gpu]

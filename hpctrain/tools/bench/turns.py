@@ -1,4 +1,4 @@
-"""Arms that take turns in one start, on all ranks alike, until time is up."""
+"""Arms that run in turn within one start, in the same order on all ranks, until time is up."""
 
 import os
 import time
@@ -18,16 +18,19 @@ Arm = Callable[[], float]
 
 
 def in_turns(session: Session, arms: Mapping[str, Arm], seconds: float, least: int = 3) -> Times:
-    """What each arm returned in each round, at this rank; called by all ranks alike.
+    """Run the arms in turn and return this rank's results; all ranks must call this together.
 
     Args:
-        session: open, and outside of a run.
-        arms: by name; all ranks are together where one begins.
-        seconds: no round begins after them.
-        least: but for as many.
+        session: open session, outside of a run.
+        arms: arms by name; each starts when all ranks are ready.
+        seconds: seconds after which no new round begins.
+        least: number of rounds to run even after that.
+
+    Returns:
+        Results of each arm, one value per round.
 
     Raises:
-        Stopped: a rank was asked to stop; all of them leave.
+        Stopped: a rank received a stop request; all ranks stop.
     """
     found: Times = {name: [] for name in arms}
     end, number = time.monotonic() + seconds, 0
@@ -40,10 +43,10 @@ def in_turns(session: Session, arms: Mapping[str, Arm], seconds: float, least: i
 
 
 def _together(session: Session, enough: bool) -> bool:
-    """Wait for all ranks; whether rank 0 has enough.
+    """Wait for all ranks, and return whether rank 0 has enough rounds.
 
     Raises:
-        Stopped: a rank was asked to stop.
+        Stopped: a rank received a stop request.
     """
     asked = session.preemption.asked()
     said = [float(enough and session.is_main), *(float(reason == asked) for reason in REASONS)]
@@ -55,12 +58,12 @@ def _together(session: Session, enough: bool) -> bool:
 
 
 def timed(device: torch.device, action: Callable[[], Any], calls: int = 1) -> float:
-    """Seconds of a call, over some of them; the device has done them by then.
+    """Return the mean seconds of a call, until the device has finished it.
 
     Args:
-        device: that the action keeps busy.
-        action: what is timed.
-        calls: how many, one after the other.
+        device: device that the action uses.
+        action: function to time.
+        calls: number of calls, one after the other.
     """
     _finish(device)
     begin = time.perf_counter()
@@ -76,13 +79,15 @@ def _finish(device: torch.device) -> None:
 
 
 def calls_for(session: Session, action: Callable[[], Any], seconds: float, most: int) -> int:
-    """How many calls take that long, after some to warm up; the same on all ranks.
+    """Return how many calls take the given time, the same number on all ranks.
+
+    It calls the action twice to warm up, and twice to time it. All ranks must call this together.
 
     Args:
-        session: open.
-        action: called by all ranks alike.
-        seconds: that they should take together.
-        most: calls.
+        session: open session.
+        action: function to call.
+        seconds: time that the calls should take together.
+        most: largest number of calls.
     """
     timed(session.device, action, 2)
     one = timed(session.device, action, 2)
@@ -91,10 +96,10 @@ def calls_for(session: Session, action: Callable[[], Any], seconds: float, most:
 
 
 def slowest(ranks: Sequence[Times]) -> Times:
-    """Of each round the longest time among the ranks: what the world took.
+    """Return the longest time among the ranks for each arm and round, as all ranks wait for it.
 
     Args:
-        ranks: what `in_turns` gave each of them.
+        ranks: result of `in_turns` at each rank.
     """
     return {
         name: [max(times) for times in zip(*(one[name] for one in ranks), strict=True)]

@@ -1,7 +1,8 @@
-"""What is wrong with this machine, or with the ranks of a start? Torch may be missing or broken.
+"""`hpctrain doctor`: checks of this machine and of the ranks of a start.
 
-Each rank looks at its own machine, tells the others at the rendezvous what is not well, and sees
-whether all of them can compute a sum. Rank 0 speaks for all.
+The checks also work where torch is missing or broken. Each rank checks its own machine, sends its
+warnings and problems to the others at the rendezvous, and computes test sums with them. Rank 0
+prints the report.
 """
 
 import os
@@ -17,16 +18,19 @@ __all__ = ["examine"]
 
 
 def examine(run: str | None, start_timeout: float, as_json: bool) -> int:
-    """Look, and say what was found; an exit code: 1 where rank 0 tells of a problem.
+    """Run all checks, print the report at rank 0, and return an exit code.
 
     Args:
-        run: the run directory, as given.
+        run: run directory from the command line; None for the default.
         start_timeout: seconds to wait for all ranks.
-        as_json: one JSON object in place of text.
+        as_json: whether to print one JSON object in place of text.
+
+    Returns:
+        1 where rank 0 reports a problem; the error's code where the rendezvous fails; else 0.
 
     Raises:
-        UsageError: the environment contradicts itself, or this process is no rank of its own.
-        StartError: this is not rank 0, and the ranks did not come together.
+        UsageError: the environment contradicts itself, or this process is not a separate rank.
+        StartError: the rendezvous failed, and this is not rank 0.
     """
     start = launchers.survey()
     logging.setup_logging(start.world.rank)

@@ -1,4 +1,4 @@
-"""The ranks of a start: do they meet, are they alike, and can they compute a sum?"""
+"""Checks across the ranks of a start: rendezvous, differences between ranks, and collectives."""
 
 import os
 import platform
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["examine"]
 
-# No collective of the doctor takes longer, even over a slow network.
+# Timeout of a collective: the checks take less, even over a slow network.
 _COLLECTIVE_SECONDS = 120.0
 _NOT_TRIED = Finding(
     "all-reduce",
@@ -53,18 +53,18 @@ def examine(
     timeout: float,
     env: Mapping[str, str],
 ) -> int:
-    """Look at all ranks; an exit code.
+    """Check all ranks, complete the report, and return an exit code.
 
     Args:
-        report: rank 0's is shown.
-        own: what this rank knows alone.
-        start: of this process.
-        run: the run directory.
+        report: report of this rank; only that of rank 0 is printed.
+        own: findings and facts of this rank about its own machine.
+        start: start of this process.
+        run: run directory.
         timeout: seconds to wait for all ranks.
-        env: the environment.
+        env: environment variables.
 
     Raises:
-        HpctrainError: this is not rank 0, and the ranks did not come together.
+        HpctrainError: the rendezvous failed, this is not rank 0, and rank 0 did not report it.
     """
     rank = start.world.rank
     with ranks.token(rank, run) as left:
@@ -94,7 +94,7 @@ def examine(
 def _meet(
     start: Start, own: Machine, entry: dict[str, Any], run: Path, timeout: float
 ) -> Rendezvous:
-    """As the Session does, but that no rank is refused for what it found."""
+    """Meet the other ranks as the Session does, but refuse no rank for its findings."""
     point = start.rendezvous_point
     return rendezvous.meet(
         start.world,
@@ -108,7 +108,7 @@ def _meet(
 
 
 def _entry(own: Machine, left: Mapping[str, str], env: Mapping[str, str]) -> dict[str, Any]:
-    """What this rank tells the others."""
+    """Return the entry that this rank sends to the others at the rendezvous."""
     said: dict[str, Any] = {}
     if own.device is not None:
         from hpctrain.rendezvous import consistency
@@ -135,16 +135,16 @@ def _entry(own: Machine, left: Mapping[str, str], env: Mapping[str, str]) -> dic
 
 
 def _can_talk(met: Rendezvous) -> bool:
-    """Whether all ranks have a device, of one kind."""
+    """Return whether all ranks have a device, and all devices are of one kind."""
     kinds = {entry["doctor"]["kind"] for entry in met.roster.entries}
     return None not in kinds and len(kinds) == 1
 
 
 def _differences(met: Rendezvous, table: Sequence[ranks.Row]) -> list[Finding]:
-    """In what the ranks differ; what is wrong last."""
+    """Return the differences between the ranks, problems last."""
     entries = met.roster.entries
     found = []
-    # Not there at a rank that has no torch.
+    # A rank without torch sends no versions.
     if all(entry.get("versions") for entry in entries):
         from hpctrain.rendezvous import consistency
 
@@ -167,7 +167,7 @@ def _talk(
     unlike: Sequence[Finding],
     timeout: float,
 ) -> int:
-    """Clocks, directory, sums and ways between hosts; an exit code."""
+    """Check clocks, run directory, sums and transfers between hosts; return an exit code."""
     backend = None
     told = False
     try:
@@ -179,7 +179,7 @@ def _talk(
         report.table(table, [*unlike, *found])
         told = True
         _add_up(report, backend, met)
-        # Nobody leaves while another one still needs it.
+        # No rank closes the backend while another rank still uses it.
         backend.barrier()
         backend.close()
     except (HpctrainError, RuntimeError) as error:
@@ -205,7 +205,7 @@ def _talk(
 def _look_around(
     backend: "Backend", met: Rendezvous, run: Path, table: Sequence[ranks.Row]
 ) -> list[Finding]:
-    """Every rank's clock, and whether it sees what rank 0 left in the run directory."""
+    """Compare the clocks, and check whether all ranks find rank 0's file in the run directory."""
     from hpctrain.tools.doctor import exchange
 
     said = met.roster.entries[0]["doctor"]
@@ -219,7 +219,7 @@ def _look_around(
 
 
 def _add_up(report: Report, backend: "Backend", met: Rendezvous) -> None:
-    """Sums, and ways between hosts."""
+    """Check and time the sums, and time the transfers between hosts."""
     from hpctrain.tools.doctor import exchange
 
     sums = exchange.run_sums(backend)

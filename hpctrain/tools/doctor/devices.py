@@ -1,4 +1,4 @@
-"""The GPUs: does torch see them, has it code for them, and does the driver carry it?"""
+"""Checks of the GPUs: torch sees them and has code for them, and the driver is new enough."""
 
 import re
 import warnings
@@ -26,7 +26,7 @@ _DRIVER = re.compile(r"(?:KMD|Driver) Version:\s*([\d.]+)")
 def choose(
     start: Start, env: MutableMapping[str, str], undo: ExitStack
 ) -> "tuple[torch.device | None, Finding | None]":
-    """The device of this rank, as a Session has it, or what forbids one."""
+    """Return the device of this rank as a Session chooses it, or a finding with the error."""
     from hpctrain.process import device
 
     try:
@@ -34,7 +34,7 @@ def choose(
         return device.choose(start.world, start.allocation, env), None
     except UsageError as error:
         return None, Finding("GPUs", PROBLEM, error.found, error.fix)
-    except RuntimeError as error:  # CUDA's
+    except RuntimeError as error:  # from CUDA
         fix = "look at nvidia-smi: the GPU may be in use by another process, or broken"
         return None, Finding("GPUs", PROBLEM, plain(error).split("  ")[0], fix)
 
@@ -45,13 +45,13 @@ def examine(
     of_job: int | None,
     refused: Finding | None,
 ) -> list[Finding]:
-    """What torch makes of this machine's GPUs.
+    """Check this machine's GPUs, and whether torch can use them.
 
     Args:
-        torch: None where it cannot be imported.
-        shown: what the environment lets this process see.
-        of_job: GPUs of the scheduler's job on this host, where it says so.
-        refused: what `choose` gave.
+        torch: torch module; None where it cannot be imported.
+        shown: GPUs that the environment shows to this process; None without such a variable.
+        of_job: number of GPUs of the scheduler's job on this host; None where unknown.
+        refused: finding that `choose` returned, or None.
     """
     here = visible_gpus.here()
     driver = nvidia_driver() if here else None
@@ -81,14 +81,14 @@ def judge_gpus(
     of_job: int | None = None,
     why: tuple[str, str] = ("", ""),
 ) -> Finding:
-    """Does torch see the GPUs that it is meant to see?
+    """Return a finding on whether torch sees the GPUs that it should see.
 
     Args:
-        here: GPUs of this machine.
-        shown: what the environment lets this process see.
-        seen: GPUs that torch sees.
-        of_job: GPUs of the scheduler's job on this host.
-        why: why torch sees none, and what to type.
+        here: number of GPUs of this machine.
+        shown: GPUs that the environment shows to this process; None without such a variable.
+        seen: number of GPUs that torch sees.
+        of_job: number of GPUs of the scheduler's job on this host; None where unknown.
+        why: reason why torch sees none, and the fix.
     """
     hidden = f", {shown.source} shows {len(shown.names)}" if shown else ""
     found = f"{here} here{hidden}, torch sees {seen}"
@@ -102,7 +102,7 @@ def judge_gpus(
     if not seen:
         return Finding("GPUs", PROBLEM, f"{found}: {plain(why[0])}", why[1])
     expected = min(here, len(shown.names)) if shown else of_job or here
-    # Slices of one GPU, and devices that a container passes in, are not counted by device files.
+    # Device files do not count slices of one GPU, or devices that a container passes in.
     if seen < expected:
         fix = "nvidia-smi    (rocm-smi for AMD's) shows whether one of them has failed"
         return Finding("GPUs", WARNING, f"{found}, {expected} expected", fix)
@@ -120,15 +120,16 @@ def _architecture(torch: ModuleType, index: int, built: Sequence[str]) -> Findin
 
 
 def judge_architecture(own: str, built: Sequence[str]) -> Finding:
-    """Has a build of torch code that a GPU can run?
+    """Return a finding on whether a build of torch has code that a GPU can run.
 
-    A binary runs on GPUs of its own major version and the same or a later minor one; PTX is
-    compiled for any later GPU. Those with an a (and f) run on their own GPU (and family) alone.
-    Source: "GPU Compilation" in the documentation of nvcc.
+    A binary runs on GPUs of its own major version with the same or a later minor version. The
+    driver compiles PTX for any later GPU. Code with the suffix a runs on its own GPU alone, and
+    code with the suffix f on its own family alone. Source: "GPU Compilation" in the documentation
+    of nvcc.
 
     Args:
-        own: of the GPU, such as "sm_90" or "gfx90a".
-        built: as `torch.cuda.get_arch_list()` gives it.
+        own: architecture of the GPU, such as "sm_90" or "gfx90a".
+        built: architectures that `torch.cuda.get_arch_list()` returns.
     """
     if own in built:
         return Finding("GPU", OK, f"{own}, and torch has code for it")
@@ -161,7 +162,7 @@ def _numbers(own: str) -> tuple[int, int]:
 
 
 def nvidia_driver() -> tuple[str, tuple[int, int] | None] | None:
-    """The version of NVIDIA's driver, and the newest CUDA that it carries; None without."""
+    """Return NVIDIA's driver version and the newest CUDA that it supports; None without one."""
     answer = ask(["nvidia-smi"])
     if answer is None or answer[0] != 0:
         return None
@@ -169,7 +170,7 @@ def nvidia_driver() -> tuple[str, tuple[int, int] | None] | None:
 
 
 def read_driver(said: str) -> tuple[str, tuple[int, int] | None] | None:
-    """The two versions in the head of nvidia-smi's table; None where it is no such table."""
+    """Read both versions from the head of nvidia-smi's table; None where it is no such table."""
     driver, cuda = _DRIVER.search(said), _MAX_CUDA.search(said)
     if driver is None:
         return None
@@ -177,15 +178,15 @@ def read_driver(said: str) -> tuple[str, tuple[int, int] | None] | None:
 
 
 def judge_driver(driver: str, newest: tuple[int, int] | None, built: str) -> Finding:
-    """Is the driver new enough for the CUDA that torch was built with?
+    """Return a finding on whether the driver supports the CUDA that torch was built with.
 
-    Within one major version an older driver carries a newer CUDA. Source: "Minor Version
+    Within one major version an older driver supports a newer CUDA. Source: "Minor Version
     Compatibility" in NVIDIA's CUDA Compatibility guide.
 
     Args:
-        driver: its version.
-        newest: the newest CUDA that it knows, where it says so.
-        built: torch's CUDA, such as "12.8".
+        driver: version of the driver.
+        newest: newest CUDA version that the driver reports; None where unknown.
+        built: CUDA version of torch, such as "12.8".
     """
     if newest is None:
         return Finding("driver", OK, f"NVIDIA {driver}")

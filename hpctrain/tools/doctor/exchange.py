@@ -1,4 +1,4 @@
-"""The ranks compute sums together: are they right, and how fast do bytes travel?"""
+"""Communication between the ranks: correctness of the sums, and transfer speeds."""
 
 import statistics
 import time
@@ -16,14 +16,14 @@ from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding, plain,
 __all__ = ["Pair", "Sums", "judge_pairs", "judge_sums", "rounds", "run_pairs", "run_sums", "tell"]
 
 _MB = 10**6
-_CHECKED = (1, 1000, 100_003)  # elements; the last one fits no power of two
+_CHECKED = (1, 1000, 100_003)  # elements; 2, 4, 8 … ranks cannot share the last evenly
 _REPEATS = 5
 _PAIR_REPEATS = 3
 _MOST_ROUNDS = 63
 
 
 def tell(backend: Backend, numbers: Sequence[float]) -> list[list[float]]:
-    """By rank, the numbers that each one gave, on all ranks."""
+    """Return the numbers of all ranks, a list for each rank; all ranks must call this together."""
     table = torch.zeros(
         backend.world_size, len(numbers), dtype=torch.float64, device=backend.device
     )
@@ -33,7 +33,7 @@ def tell(backend: Backend, numbers: Sequence[float]) -> list[list[float]]:
 
 
 def checked(backend: Backend, count: int) -> bool:
-    """Whether a sum of whole numbers, other ones at each rank, is exact here."""
+    """Check whether a sum of whole numbers that differ between ranks is exact on this rank."""
     pattern = torch.arange(count, dtype=torch.float64, device=backend.device) % 1009 + 1
     total = backend.world_size * (backend.world_size + 1) // 2
     return bool(torch.equal(backend.sum(pattern * (backend.rank + 1)), pattern * total))
@@ -41,13 +41,13 @@ def checked(backend: Backend, count: int) -> bool:
 
 @dataclass(slots=True)
 class Sums:
-    """What the all-reduce did.
+    """Results of the all-reduce.
 
     Attributes:
-        transport: what carried it.
-        wrong: the ranks where a sum was not exact.
-        speeds: by bytes, the median bus bandwidth in GB/s at the slowest rank.
-        copy: GB/s of a copy within rank 0's own device.
+        transport: transport that carried the data.
+        wrong: ranks where a sum was not exact.
+        speeds: median bus bandwidth in GB/s at the slowest rank, by message size in bytes.
+        copy: speed in GB/s of a copy within rank 0's own device.
     """
 
     transport: str
@@ -56,7 +56,7 @@ class Sums:
     copy: float
 
     def as_json(self) -> dict[str, Any]:
-        """As `--json` shows it."""
+        """Return the values as `--json` prints them."""
         return {
             "transport": self.transport,
             "correct": not self.wrong,
@@ -70,14 +70,14 @@ class Sums:
 
 
 def run_sums(backend: Backend) -> Sums:
-    """Check and time; called by all ranks alike."""
-    # All of them, even after a wrong one: every rank takes part in every sum.
+    """Check and time the all-reduce; all ranks must call this together."""
+    # Run every check, even after a wrong sum: each sum needs all ranks.
     exact = sum(checked(backend, count) for count in _CHECKED) == len(_CHECKED)
     sizes = (_MB, 64 * _MB if backend.device.type == "cuda" else 16 * _MB)
     n = backend.world_size
-    # Bytes that pass each rank's link, as nccl-tests' PERFORMANCE.md defines the bus bandwidth.
+    # Bytes over each rank's link per second. Source: bus bandwidth in nccl-tests' PERFORMANCE.md.
     carried = [2 * (n - 1) / n * size / _time_sum(backend, size) / 1e9 for size in sizes]
-    # The others wait meanwhile, so that nothing else uses the memory.
+    # The other ranks wait in the meantime, so that nothing else uses the memory.
     copy = _time_copy(backend.device, sizes[-1]) if backend.rank == 0 else 0.0
     told = tell(backend, [float(exact), *carried, copy])
     return Sums(
@@ -90,7 +90,7 @@ def run_sums(backend: Backend) -> Sums:
 
 def _time_sum(backend: Backend, size: int) -> float:
     tensor = torch.zeros(size // 4, device=backend.device)
-    backend.sum(tensor)  # the first one opens connections
+    backend.sum(tensor)  # the first call opens connections
     return _median(backend.device, lambda: backend.sum(tensor), _REPEATS, backend.barrier)
 
 
@@ -107,7 +107,7 @@ def _median(
     repeats: int,
     before: Callable[[], None],
 ) -> float:
-    """Seconds that an action takes; the device has done it by then."""
+    """Return the median time of an action in seconds, until the device has finished it."""
     seconds = []
     for _ in range(repeats):
         before()
@@ -126,11 +126,11 @@ def _finish(device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One way from one host to another.
+    """Speed of the transfer from one host to another.
 
     Attributes:
-        source, target: hosts.
-        speed: GB/s.
+        source, target: names of the hosts.
+        speed: speed in GB/s.
     """
 
     source: str
@@ -138,7 +138,7 @@ class Pair:
     speed: float
 
     def as_json(self) -> dict[str, Any]:
-        """As `--json` shows it."""
+        """Return the values as `--json` prints them."""
         return {
             "source": self.source,
             "target": self.target,
@@ -147,12 +147,15 @@ class Pair:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Who plays whom in a tournament of all against all, in which nobody plays twice at once.
+    """Return the pairs of each round of a tournament, so that transfers of a round are independent.
 
-    The circle method: one stays, the others move on by a place. At most 63 rounds, so with more
-    than 64 players everybody meets 62 or 63 others.
+    A player has at most one partner in a round. Circle method: one player stays, the others move on
+    by one place. There are at most 63 rounds: of more than 64 players, each meets 62 or 63 others.
+
+    Args:
+        count: number of players.
     """
-    circle = list(range(count)) + ([-1] if count % 2 else [])  # -1: sits out
+    circle = list(range(count)) + ([-1] if count % 2 else [])  # the partner of -1 pauses
     games = []
     for _ in range(min(len(circle) - 1, _MOST_ROUNDS)):
         half = len(circle) // 2
@@ -163,11 +166,11 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def run_pairs(backend: Backend, roster: Roster) -> list[Pair]:
-    """Time the ways between the first ranks of the hosts; called by all ranks alike."""
+    """Time transfers between the first ranks of the hosts; all ranks must call this together."""
     first = [roster.host_of_rank.index(host) for host in range(len(roster.hosts))]
     size = 64 * _MB if backend.device.type == "cuda" else 16 * _MB
     games = rounds(len(first))
-    received = [0.0] * 2 * len(games)  # there and back
+    received = [0.0] * 2 * len(games)  # both directions
     for number, game in enumerate(games):
         backend.barrier()
         for pair in game:
@@ -186,21 +189,21 @@ def run_pairs(backend: Backend, roster: Roster) -> list[Pair]:
 
 
 def _time_way(backend: Backend, source: int, target: int, size: int) -> float:
-    """GB/s from one rank to another, as the target sees it; both call it."""
+    """Return the transfer speed in GB/s, valid at the target; both ranks must call this."""
     load = torch.zeros(size // 4, device=backend.device)
     word = torch.zeros(1, device=backend.device)
 
     def send() -> Tensor:
-        backend.send_recv(word, target, source)  # the target is waiting from here on
+        backend.send_recv(word, target, source)  # from here on, the target waits
         backend.send_recv(load, source, target)
         return load
 
-    send()  # the first one opens the connection
+    send()  # the first call opens the connection
     return size / _median(backend.device, send, _PAIR_REPEATS, lambda: None) / 1e9
 
 
 def judge_sums(sums: Sums) -> Finding:
-    """Were the sums right?"""
+    """Return a finding on whether the sums were exact."""
     if sums.wrong:
         return Finding(
             "all-reduce",
@@ -214,10 +217,13 @@ def judge_sums(sums: Sums) -> Finding:
 
 
 def judge_pairs(pairs: Sequence[Pair]) -> list[Finding]:
-    """Hosts, and ways between two hosts, that are clearly slower than the others.
+    """Return a warning for each host, or pair of hosts, at less than half of the median speed.
 
-    A host is slow where even its fastest way is, compared with those of the other hosts: then it
-    is named, and not all the ways from or to it. It takes three hosts to tell.
+    A host is slow if even its fastest transfer is slow compared with those of the other hosts. The
+    warning then names the host, not each of its pairs. The comparison needs three hosts.
+
+    Args:
+        pairs: results of `run_pairs`.
     """
     if len({pair.source for pair in pairs}) < 3:
         return []

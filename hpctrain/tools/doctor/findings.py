@@ -1,4 +1,4 @@
-"""What the doctor found: a subject, how bad it is, and what to type."""
+"""Findings of the checks: a subject, a level, a text, and a fix."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,21 +19,22 @@ __all__ = [
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 _ORDER = (OK, WARNING, PROBLEM)
-# What travels in the rendezvous has to stay short: with thousands of ranks it is one message.
+# Limits for one rank: the rendezvous sends the findings of all ranks, up to thousands, in one
+# message.
 _LONGEST = 400
 _MOST = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        subject: what was looked at, such as "torch".
+        subject: subject of the check, such as "torch".
         level: "ok", "warning" or "problem".
-        found: a line for people.
-        fix: what to type; empty where all is well.
-        ranks: whose machine or process it was found at.
+        found: one line of text for people.
+        fix: command or advice that helps; empty where all is well.
+        ranks: ranks whose machine or process has this finding.
     """
 
     subject: str
@@ -43,12 +44,12 @@ class Finding:
     ranks: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """As `--json` shows it."""
+        """Return the finding as `--json` prints it."""
         return {**asdict(self), "ranks": list(self.ranks)}
 
 
 def to_tell(findings: Iterable[Finding]) -> list[list[str]]:
-    """What one rank tells the others: all but what is well, as JSON."""
+    """Return the warnings and problems that one rank sends to the others, as JSON values."""
     wrong = [one for one in findings if one.level != OK]
     return [[one.subject, one.level, one.found[:_LONGEST], one.fix[:_LONGEST]] for one in wrong][
         :_MOST
@@ -56,10 +57,10 @@ def to_tell(findings: Iterable[Finding]) -> list[list[str]]:
 
 
 def merged(told: Sequence[Sequence[Sequence[str]]]) -> list[Finding]:
-    """One finding for all ranks that say the same; warnings first, problems last.
+    """Combine equal findings of several ranks into one; warnings first, problems last.
 
     Args:
-        told: by rank, what `to_tell` made.
+        told: for each rank in order, the result of `to_tell`.
     """
     seen: dict[tuple[str, str, str, str], list[int]] = {}
     for rank, findings in enumerate(told):
@@ -72,17 +73,17 @@ def merged(told: Sequence[Sequence[Sequence[str]]]) -> list[Finding]:
 
 
 def worst_last(findings: Iterable[Finding]) -> list[Finding]:
-    """In their order, but problems at the end."""
+    """Sort findings by level, problems last; keep the order within a level."""
     return sorted(findings, key=lambda one: _ORDER.index(one.level))
 
 
 def of_rank(findings: Iterable[Finding], rank: int) -> list[Finding]:
-    """The findings as those of one rank."""
+    """Return copies of the findings that belong to one rank."""
     return [replace(one, ranks=(rank,)) for one in findings]
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0-2, 5`."""
+    """Format rank numbers as `rank 3` or `ranks 0-2, 5`."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][1] + 1:
@@ -94,5 +95,5 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 def plain(value: object) -> str:
-    """On one line, and without what would move a terminal's cursor."""
+    """Return a value as one line of text without control characters, for a terminal."""
     return "".join(c if c.isprintable() else " " for c in str(value)).strip()

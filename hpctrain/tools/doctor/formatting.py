@@ -1,4 +1,4 @@
-"""What people read: aligned, and in a hundred columns."""
+"""Text of the report: aligned, for a terminal with a hundred columns."""
 
 import statistics
 import textwrap
@@ -13,7 +13,7 @@ __all__ = ["closing", "exchanged", "machine", "remarks", "table", "well"]
 _COLUMNS = 100
 _SUBJECT = 18
 _FIX = "    fix:      "
-# Beyond these, only ranks that differ have a line of their own.
+# From this rank on, only ranks that differ have a row.
 _MOST_ROWS = 64
 
 
@@ -29,12 +29,12 @@ def _line(subject: str, text: str) -> str:
 
 
 def well(findings: Iterable[Finding]) -> list[str]:
-    """A line for each thing that is well."""
+    """Return one line for each finding of level ok."""
     return [_line(one.subject, one.found) for one in findings if one.level == OK]
 
 
 def machine(host: str, findings: Iterable[Finding], environment: Mapping[str, str]) -> str:
-    """What is well on this machine, and the variables."""
+    """Return the findings of level ok on this machine, and the environment variables."""
     lines = [f"this machine: {host}", *well(findings)]
     if environment:
         values = " ".join(f"{name}={value}" for name, value in environment.items())
@@ -43,11 +43,11 @@ def machine(host: str, findings: Iterable[Finding], environment: Mapping[str, st
 
 
 def remarks(findings: Iterable[Finding], hosts: Sequence[str]) -> str:
-    """What is not well, each with what to type; empty where all is.
+    """Return the warnings and problems with their fixes; empty where there are none.
 
     Args:
-        findings: those that are well are left out.
-        hosts: by rank, the name of its host.
+        findings: findings of all levels; those of level ok are left out.
+        hosts: host name of each rank, in the order of ranks.
     """
     lines = []
     for one in findings:
@@ -57,7 +57,7 @@ def remarks(findings: Iterable[Finding], hosts: Sequence[str]) -> str:
         label = "PROBLEM" if one.level == PROBLEM else one.level
         lines.append(_line(label, f"{one.subject}{where}: {one.found}"))
         if one.fix:
-            # Not folded, as it is to be copied; but what follows four spaces is a remark.
+            # Do not wrap a command that the user copies. A remark follows after four spaces.
             fits = len(_FIX) + len(one.fix) <= _COLUMNS
             first, *more = [one.fix] if fits else one.fix.split("    ")
             lines.append(f"{_FIX}{first}")
@@ -66,10 +66,10 @@ def remarks(findings: Iterable[Finding], hosts: Sequence[str]) -> str:
 
 
 def _where(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Whose finding it is; empty for one of all ranks."""
+    """Return the ranks and hosts of a finding; empty where it concerns all ranks."""
     if len(ranks) in (0, len(hosts)):
         return ""
-    # What the ranks of a host share is found by the first one there.
+    # Only the first rank of a host checks what its ranks share.
     if list(ranks) == [hosts.index(host) for host in dict.fromkeys(hosts)]:
         return " (every host)" if len(ranks) > 1 else ""
     there = list(dict.fromkeys(hosts[rank] for rank in ranks))
@@ -78,7 +78,7 @@ def _where(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each rank; what all have alike stands in one line above."""
+    """Return a table with a row for each rank; equal values of all ranks are in one line above."""
     alike = [name for name in COMPARED if len({row.values[name] for row in rows}) == 1]
     varying = [name for name in COMPARED if name not in alike]
     head = ["rank", "host", "local", "pid", "address", "clock"]
@@ -110,10 +110,10 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def exchanged(sums: Mapping[str, Any], pairs: Sequence[Mapping[str, Any]]) -> str:
-    """What the sums and the ways between hosts gave.
+    """Return the results of the sums and of the transfers between hosts.
 
     Args:
-        sums, pairs: as `--json` shows them.
+        sums, pairs: results as `--json` prints them.
     """
     right = "exact at all ranks" if sums["correct"] else "WRONG"
     lines = [_line("all-reduce", f"{right}, over {sums['transport']}")]
@@ -137,7 +137,7 @@ def exchanged(sums: Mapping[str, Any], pairs: Sequence[Mapping[str, Any]]) -> st
 
 
 def closing(findings: Sequence[Finding]) -> str:
-    """How many problems and warnings."""
+    """Return the last line: the numbers of problems and warnings."""
     parts = []
     for level in (PROBLEM, WARNING):
         subjects = list(dict.fromkeys(one.subject for one in findings if one.level == level))

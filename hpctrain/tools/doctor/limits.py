@@ -1,4 +1,4 @@
-"""What the system allows this process: files, memory, cores, shared memory, and its clock."""
+"""Checks of system limits for this process: files, memory, cores and shared memory; the clock."""
 
 import ctypes
 import os
@@ -18,16 +18,16 @@ __all__ = [
     "judge_shared_memory",
 ]
 
-_SHARED = "/dev/shm"  # noqa: S108 — a place to look at, not to write to
+_SHARED = "/dev/shm"  # noqa: S108 — this path is only read
 _INFINIBAND = Path("/sys/class/infiniband")
 _MIB, _GIB = 2**20, 2**30
-# Sockets of rank 0 and of rings, beside what Python, torch and a data set hold open.
+# Other sockets of rank 0 and of rings, and open files of Python, torch and a data set.
 _OTHER_FILES = 64
 _FEW_PROCESSES = 1024
-# What verbs register at least; NCCL's documentation asks for no limit.
+# Least memory that InfiniBand verbs register; NCCL's documentation asks for no limit.
 _LITTLE_LOCKED = 64 * _MIB
 _DOCKER_SHARED = 64 * _MIB
-# From linux/timex.h: what adjtimex(2) returns, and a bit of its status.
+# From linux/timex.h: a return value of adjtimex(2), and a bit of its status.
 _TIME_ERROR, _UNSYNCHRONISED = 5, 0x40
 _STATUS_OFFSET, _TIMEX_BYTES = 40, 256
 
@@ -35,12 +35,12 @@ Limit = int | None  # None: no limit
 
 
 def examine(env: Mapping[str, str], world_size: int, of_host: bool) -> list[Finding]:
-    """The limits of this process.
+    """Check the limits of this process.
 
     Args:
-        env: the environment.
-        world_size: ranks that may connect to this one.
-        of_host: also what all processes of the host share.
+        env: environment variables.
+        world_size: number of ranks that may connect to this one.
+        of_host: whether to also check what all processes of the host share.
     """
     found = [
         judge_open_files(*_limit(resource.RLIMIT_NOFILE), world_size),
@@ -64,7 +64,7 @@ def _text(limit: Limit) -> str:
 
 
 def judge_open_files(soft: Limit, hard: Limit, world_size: int) -> Finding:
-    """Enough files for a connection to every rank?"""
+    """Return a finding on whether this process may open a connection to every rank."""
     need = world_size + _OTHER_FILES
     found = f"{_text(soft)} (ulimit -n; hard limit {_text(hard)})"
     if soft is None or soft >= need:
@@ -80,11 +80,11 @@ def judge_open_files(soft: Limit, hard: Limit, world_size: int) -> Finding:
 
 
 def judge_locked_memory(soft: Limit, infiniband: bool) -> Finding:
-    """Enough memory that may be locked, which InfiniBand needs?
+    """Return a finding on whether InfiniBand may lock enough memory.
 
     Args:
-        soft: bytes.
-        infiniband: whether the host has such devices.
+        soft: soft limit in bytes; None for no limit.
+        infiniband: whether the host has InfiniBand devices.
     """
     found = "unlimited" if soft is None else f"{soft // 1024} KiB"
     if not infiniband:
@@ -108,7 +108,7 @@ def _has_infiniband() -> bool:
 
 
 def judge_processes(soft: Limit, hard: Limit) -> Finding:
-    """Enough processes and threads for this user?"""
+    """Return a finding on whether this user may start enough processes and threads."""
     found = f"{_text(soft)} (ulimit -u; hard limit {_text(hard)})"
     if soft is None or soft >= _FEW_PROCESSES:
         return Finding("processes", OK, found)
@@ -120,18 +120,18 @@ def judge_processes(soft: Limit, hard: Limit) -> Finding:
 
 
 def judge_cores(cores: int, on_host: int, env: Mapping[str, str], alone: bool) -> Finding:
-    """Do the threads that were asked for fit the cores that this process may run on?
+    """Return a finding on whether the requested threads fit the cores of this process.
 
     Args:
-        cores: that the process may run on.
-        on_host: of the host.
-        env: for OMP_NUM_THREADS and MKL_NUM_THREADS.
-        alone: no other rank may share them.
+        cores: number of cores that the process may run on.
+        on_host: number of cores of the host.
+        env: environment variables, for OMP_NUM_THREADS and MKL_NUM_THREADS.
+        alone: whether no other rank shares the cores.
     """
     found = f"{cores} of {on_host} may be used"
     asked = {name: env[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if env.get(name)}
     for name, value in asked.items():
-        # OpenMP takes a list too, a number for each level.
+        # OpenMP also accepts a list with a number for each nesting level.
         first = value.partition(",")[0].strip()
         found += f", {name}={value[:40]}"
         if not (first.isascii() and first.isdecimal() and 1 <= len(first) < 8 and int(first)):
@@ -161,10 +161,10 @@ def _shared_memory() -> tuple[int, int] | tuple[None, None]:
 
 
 def judge_shared_memory(size: int | None, free: int | None) -> Finding:
-    """Room for the batches that loader workers hand over?
+    """Return a finding on whether /dev/shm has room for the batches of loader workers.
 
     Args:
-        size, free: bytes of /dev/shm; None where it is not there.
+        size, free: size and free space of /dev/shm in bytes; None where it does not exist.
     """
     docker = "docker run --shm-size=8g …    or: docker run --ipc=host …"
     if size is None or free is None:
@@ -180,9 +180,9 @@ def judge_shared_memory(size: int | None, free: int | None) -> Finding:
 
 
 def _clock() -> tuple[int, int] | None:
-    """What the kernel says of its clock: state and status of adjtimex(2); None without an answer.
+    """Return state and status of the kernel's clock from adjtimex(2); None where the call fails.
 
-    Asking changes nothing and needs no permission, but a container may forbid the call.
+    The call changes nothing and needs no permission, but a container may forbid it.
     """
     try:
         library = ctypes.CDLL(None)
@@ -196,10 +196,10 @@ def _clock() -> tuple[int, int] | None:
 
 
 def judge_clock(answer: tuple[int, int] | None) -> list[Finding]:
-    """Is the clock kept by a time server?
+    """Return a finding on whether a time server keeps the clock synchronised.
 
     Args:
-        answer: state and status of adjtimex(2); None where it may not be asked: no finding.
+        answer: state and status of adjtimex(2); None where the call failed: then no finding.
     """
     if answer is None:
         return []

@@ -1,4 +1,4 @@
-"""Everything about this machine and this process, before any other rank is heard."""
+"""Checks of this machine and this process, made before the rendezvous."""
 
 import os
 import platform
@@ -23,14 +23,14 @@ __all__ = ["Machine", "examine"]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a rank knows alone.
+    """Findings and facts of a rank about its own machine.
 
     Attributes:
-        findings: in the order in which they are shown.
-        torch_version: None where torch cannot be imported.
-        device: of this rank, or None where it can have none.
-        cores: that this process may run on.
-        facts: the system, and the variables that may be shown; JSON values.
+        findings: findings in the order in which they are shown.
+        torch_version: version of torch; None where torch cannot be imported.
+        device: device of this rank; None where it can have none.
+        cores: number of cores that this process may run on.
+        facts: host, system, launcher, and the variables that may be shown; JSON values.
     """
 
     findings: list[Finding]
@@ -41,21 +41,21 @@ class Machine:
 
 
 def examine(start: Start, run: Path, env: MutableMapping[str, str], undo: ExitStack) -> Machine:
-    """Look at this machine.
+    """Check this machine and this process.
 
-    The first rank of each host looks at what all ranks of the host share.
+    Only the first rank of each host checks what all ranks of the host share.
 
     Args:
-        start: of this process.
-        run: the run directory.
-        env: the environment.
-        undo: gets what puts it, and the limits of this process, back.
+        start: start of this process.
+        run: run directory.
+        env: environment variables; may be changed.
+        undo: stack that receives callbacks to restore `env` and the limits of this process.
     """
     world, job = start.world, start.allocation
     of_host = world.local_rank == 0
     module, about_torch = software.import_torch()
     found = [software.python(), about_torch]
-    # Before anything else starts CUDA.
+    # Choose the device before other code starts CUDA.
     device, refused = devices.choose(start, env, undo) if module else (None, None)
     found += devices.examine(module, visible_gpus.visible(env), job.gpus if job else None, refused)
     if of_host:
@@ -67,7 +67,7 @@ def examine(start: Start, run: Path, env: MutableMapping[str, str], undo: ExitSt
         found += storage.examine("cache", storage.cache(env))
         found += storage.quotas([run, storage.cache(env)])
         found += network.examine()
-    with suppress(UsageError):  # which the finding about open files tells
+    with suppress(UsageError):  # the finding about open files reports it
         undo.callback(file_limit.make_room(world.world_size))
     if start.waste is not None:
         found.append(Finding("start", WARNING, start.waste.found, start.waste.fix))

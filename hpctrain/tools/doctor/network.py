@@ -1,4 +1,4 @@
-"""The interfaces of this host, and what its own name resolves to."""
+"""Checks of this host's network interfaces and of the addresses of its name."""
 
 import socket
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ __all__ = ["examine", "judge_interfaces", "judge_name"]
 
 
 def examine() -> list[Finding]:
-    """Of this host."""
+    """Check the interfaces and the name of this host."""
     name = socket.gethostname()
     answer = within(SECONDS, lambda: _resolve(name))
     found = interfaces.addresses()
@@ -30,10 +30,10 @@ def _resolve(name: str) -> list[str] | str:
 
 
 def judge_interfaces(found: Mapping[str, Sequence[str]]) -> Finding:
-    """Is there a way to other hosts?
+    """Return a finding on whether an interface leads to other hosts.
 
     Args:
-        found: by interface, its addresses.
+        found: addresses of each interface, by its name.
     """
     text = "; ".join(f"{name} {' '.join(own)}" for name, own in found.items())
     if not any(not is_loopback(a) for own in found.values() for a in own):
@@ -43,12 +43,12 @@ def judge_interfaces(found: Mapping[str, Sequence[str]]) -> Finding:
 
 
 def judge_name(name: str, answer: Sequence[str] | str | None, reachable: Sequence[str]) -> Finding:
-    """Does the host's own name lead to this host?
+    """Return a finding on whether the host's own name resolves, and to which addresses.
 
     Args:
-        name: of the host.
-        answer: the addresses that it resolves to, or why it does not; None for no answer in time.
-        reachable: this host's own addresses but loopback.
+        name: name of the host.
+        answer: addresses of the name, or the error; None without an answer in time.
+        reachable: addresses of this host without loopback.
     """
     name = plain(name)
     own = reachable[0] if reachable else "127.0.0.1"

@@ -1,4 +1,4 @@
-"""What is told: text in parts as they come, or one JSON object at the end."""
+"""Output of the report: text in parts during the checks, or one JSON object at the end."""
 
 import json
 import sys
@@ -15,12 +15,12 @@ __all__ = ["Report"]
 
 
 class Report:
-    """Rank 0's; that of another rank keeps silent.
+    """Report of the checks; rank 0 prints it, the other ranks print nothing.
 
     Args:
-        own: this machine.
-        world: this rank.
-        as_json: for programs.
+        own: findings and facts about this machine.
+        world: world, with the rank of this process.
+        as_json: whether to print one JSON object in place of text.
     """
 
     def __init__(self, own: Machine, world: World, as_json: bool) -> None:
@@ -34,11 +34,11 @@ class Report:
         self._pairs: list[dict[str, Any]] = []
 
     def tell(self, findings: Sequence[Finding], hosts: Sequence[str] = ()) -> None:
-        """This machine, and what is not well with it and others; once, and before the rest.
+        """Add and print the findings of the machines; must be called once, before the rest.
 
         Args:
-            findings: all of this machine, and of others those that are not well.
-            hosts: by rank, the name of its host, where that is known.
+            findings: all findings of this machine; the warnings and problems of the others.
+            hosts: host name of each rank; empty where unknown.
         """
         self._findings += findings
         self._hosts = hosts or self._hosts
@@ -48,7 +48,7 @@ class Report:
         )
 
     def table(self, rows: Sequence[Row], findings: Sequence[Finding]) -> None:
-        """All ranks, and in what they differ."""
+        """Add and print the table of all ranks and the findings on their differences."""
         self._rows = rows
         self._findings += findings
         lines = formatting.well(findings)
@@ -57,18 +57,18 @@ class Report:
     def exchanged(
         self, sums: dict[str, Any], pairs: list[dict[str, Any]], findings: Sequence[Finding]
     ) -> None:
-        """Sums, and ways between hosts."""
+        """Add and print the results of the sums and of the transfers between hosts."""
         self._sums, self._pairs = sums, pairs
         self._say("", formatting.exchanged(sums, pairs))
         self.add(findings)
 
     def add(self, findings: Sequence[Finding]) -> None:
-        """More findings."""
+        """Add and print more findings."""
         self._findings += findings
         self._say(formatting.remarks(findings, self._hosts))
 
     def end(self) -> int:
-        """The last word; an exit code."""
+        """Print the end of the report; return 1 where rank 0 has a problem, else 0."""
         self._say("", formatting.closing(self._findings))
         if self._as_json and not self._silent:
             told = {
@@ -82,7 +82,7 @@ class Report:
         return int(not self._silent and any(one.level == PROBLEM for one in self._findings))
 
     def _say(self, *parts: str) -> None:
-        """To people, at once: what follows may end this process."""
+        """Print text at once, because a later check may end this process."""
         if not self._silent and not self._as_json and any(parts):
             sys.stdout.write("\n".join(parts).rstrip("\n") + "\n")
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""All ranks side by side: what each said at the rendezvous, and where one is unlike the others."""
+"""Comparison of all ranks by their rendezvous entries: table, and findings on differences."""
 
 import os
 import secrets
@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 _CLOCK_SECONDS = 1.0
-NONE = "none"  # no torch, no device
+NONE = "none"  # value of a rank without torch or a device
 _SAME_PYTHON = "start all ranks with one virtual environment, its python by the full path"
-# What should be the same at all ranks, and what to type where it is not.
+# Values that should be the same at all ranks, each with the fix where they differ.
 COMPARED = {
     "device": "ask for one kind of GPU: sbatch --gpus=TYPE:N or --constraint=FEATURE",
     "visible": "let the launcher set CUDA_VISIBLE_DEVICES and its like, and no shell start-up file",
@@ -44,14 +44,14 @@ COMPARED = {
 
 @dataclass(slots=True)
 class Row:
-    """A line of the table.
+    """One rank as a row of the table.
 
     Attributes:
-        rank, host, local_rank, pid, address: of the rendezvous.
-        gpu: what tells one GPU from any other; None on a CPU.
-        values: those that are compared, for people.
+        rank, host, local_rank, pid, address: values from the rendezvous.
+        gpu: unique identifier of the rank's GPU; None on a CPU.
+        values: values that are compared between ranks, as text for people.
         clock: seconds by which its clock is ahead of rank 0's; None where it was not measured.
-        differs: which of the values are unlike those of most ranks.
+        differs: names of the values that differ from the expected ones.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class Row:
     differs: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """As `--json` shows it."""
+        """Return the row as `--json` prints it."""
         return {
             "rank": self.rank,
             "host": self.host,
@@ -80,7 +80,7 @@ class Row:
 
 
 def rows(roster: Roster) -> list[Row]:
-    """The table, with what differs."""
+    """Return the rows of the table, with the differing values marked."""
     table = [
         Row(
             rank,
@@ -101,22 +101,22 @@ def rows(roster: Roster) -> list[Row]:
 
 
 def _norms(table: Sequence[Row], name: str) -> list[str]:
-    """By rank, the value that it should have: that of most ranks, or of rank 0 where many tie.
+    """Return the expected value of each rank: the most frequent one among the ranks.
 
-    Where a launcher gives each rank of a host GPUs of its own, only ranks with the same local
-    rank are alike.
+    Among equally frequent values it is the one that the lowest rank has. Where a launcher gives
+    each rank of a host its own GPUs, only ranks with the same local rank are compared.
     """
     bound = name == "visible" and _bound(table)
     groups: dict[int, Counter[str]] = {}
     for row in table:
         groups.setdefault(row.local_rank if bound else 0, Counter())[row.values[name]] += 1
-    # Of equal counts the first counted one comes first, and that is the lowest rank's.
+    # Among equal counts, most_common puts the first counted value first: the lowest rank's.
     norms = {key: counts.most_common(1)[0][0] for key, counts in groups.items()}
     return [norms[row.local_rank if bound else 0] for row in table]
 
 
 def _bound(table: Sequence[Row]) -> bool:
-    """Whether the ranks of each host see something else each."""
+    """Return whether on every host each rank sees different GPUs."""
     on_host: dict[str, list[str]] = {}
     for row in table:
         on_host.setdefault(row.host, []).append(row.values["visible"])
@@ -125,10 +125,10 @@ def _bound(table: Sequence[Row]) -> bool:
 
 
 def differences(table: Sequence[Row]) -> list[Finding]:
-    """A finding for each value that is not the same at all ranks."""
+    """Return a finding for each value that is not the same at all ranks."""
     found = []
     for name, fix in COMPARED.items():
-        # A rank that has none has a problem of its own, which says so.
+        # A rank without a value has a separate problem finding.
         unlike = [row for row in table if name in row.differs and row.values[name] != NONE]
         if not unlike:
             continue
@@ -148,18 +148,20 @@ def differences(table: Sequence[Row]) -> list[Finding]:
 
 
 def _places(several: Sequence[Row], named: bool) -> str:
-    """Ranks, and for those that stand out their hosts."""
+    """Return the numbers of some ranks as text, with their hosts if `named`."""
     hosts = list(dict.fromkeys(row.host for row in several))
     of = f" of {', '.join(hosts[:4])}{', …' if len(hosts) > 4 else ''}" if named else ""
     return spans([row.rank for row in several]) + of
 
 
 def judge_cores(entries: Sequence[Mapping[str, Any]], table: Sequence[Row]) -> list[Finding]:
-    """Have ranks that may run on the same cores more threads together than there are cores?
+    """Return a warning where ranks share cores and have more threads than there are cores.
+
+    A rank without a thread setting counts as one thread, because the Session divides the cores.
 
     Args:
-        entries: by rank, the cores as a mask of bits, under "doctor".
-        table: by rank, host and threads; where nobody set those, the Session divides the cores.
+        entries: entry of each rank, with the bit mask of its cores under "doctor".
+        table: row of each rank, with its host and threads.
     """
     sharing: dict[tuple[str, str], list[Row]] = {}
     for entry, row in zip(entries, table, strict=True):
@@ -185,7 +187,10 @@ def judge_cores(entries: Sequence[Mapping[str, Any]], table: Sequence[Row]) -> l
 
 
 def judge_clocks(table: Sequence[Row]) -> list[Finding]:
-    """Do the hosts agree on the time? Logs and time limits are read together."""
+    """Return a warning for each host whose clock differs from rank 0's by more than a second.
+
+    Logs and time limits of different hosts are compared with each other.
+    """
     wrong: dict[str, list[Row]] = {}
     for row in table:
         if row.clock is not None and abs(row.clock) > _CLOCK_SECONDS:
@@ -206,11 +211,14 @@ def judge_clocks(table: Sequence[Row]) -> list[Finding]:
 
 @contextmanager
 def token(rank: int, run: Path) -> Iterator[dict[str, str]]:
-    """Rank 0 leaves an empty file in the run directory; all others are told where.
+    """Create an empty file in the run directory at rank 0, and remove it at the end.
+
+    The other ranks receive its path at the rendezvous, and check whether they find it.
 
     Yields:
-        "run", and at rank 0 "token", the path of the file; "" where it could not be left. A run
-        directory that does not exist yet is not made: the file lies in the nearest one above.
+        "run", the run directory, and "token", the path of the file; "" at the other ranks, and
+        where it could not be created. A run directory that does not exist is not created: the file
+        is then in the nearest existing directory above it.
     """
     if rank != 0:
         yield {"run": str(run), "token": ""}
@@ -224,7 +232,7 @@ def token(rank: int, run: Path) -> Iterator[dict[str, str]]:
 
 
 def _leave(run: Path) -> Path | None:
-    """A new file; None where it cannot be left, as the finding about the run directory tells."""
+    """Create a file; None on an error, which the finding about the run directory reports."""
     path = nearest(run) / f".hpctrain-doctor-{secrets.token_hex(8)}"
     try:
         path.touch(exist_ok=False)
@@ -234,11 +242,11 @@ def _leave(run: Path) -> Path | None:
 
 
 def sees(run: Path, said: Mapping[str, str]) -> bool:
-    """Whether rank 0's file is in this rank's own run directory, which may go by another path.
+    """Return whether rank 0's file is in this rank's run directory, which may have another path.
 
     Args:
-        run: of this rank.
-        said: what `token` yielded at rank 0.
+        run: run directory of this rank.
+        said: values that `token` yielded at rank 0.
     """
     left = Path(said["token"])
     same = str(run) == said["run"]
@@ -249,12 +257,15 @@ def sees(run: Path, said: Mapping[str, str]) -> bool:
 def judge_shared(
     entries: Sequence[Mapping[str, Any]], table: Sequence[Row], seen: Sequence[bool]
 ) -> list[Finding]:
-    """Is the run directory one and the same at all ranks?
+    """Return a finding on whether all ranks have the same run directory.
 
     Args:
-        entries: by rank, what `token` made, under "doctor".
-        table: by rank, host and rank.
-        seen: by rank, whether rank 0's file is there.
+        entries: entry of each rank, with the values that `token` yielded under "doctor".
+        table: row of each rank, with its host.
+        seen: for each rank, whether it found rank 0's file.
+
+    Returns:
+        No finding where rank 0 could not create the file.
     """
     if not entries[0]["doctor"]["token"]:
         return []

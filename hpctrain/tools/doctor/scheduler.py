@@ -1,4 +1,4 @@
-"""Slurm, and the job that this process runs in."""
+"""Checks of Slurm and of the job that this process runs in."""
 
 import shutil
 import time
@@ -13,13 +13,13 @@ __all__ = ["examine", "judge_job", "judge_slurm"]
 
 
 def examine(job: Allocation | None, env: Mapping[str, str], world: World) -> list[Finding]:
-    """The findings of this process.
+    """Return the findings about Slurm and the job.
 
     Args:
-        job: of the scheduler.
-        env: for the memory of the job.
-        world: its first rank asks for the time that is left, and no other: the controller
-            answers all of them alike.
+        job: allocation of the scheduler; None outside of a job.
+        env: environment variables, for the memory of the job.
+        world: world of this process. Only rank 0 asks the controller for the time left, because
+            the answer is the same for all ranks.
     """
     found = []
     if world.local_rank == 0:
@@ -32,11 +32,11 @@ def examine(job: Allocation | None, env: Mapping[str, str], world: World) -> lis
 
 
 def judge_slurm(there: bool, answer: tuple[int, str] | None) -> Finding:
-    """Slurm's version.
+    """Return a finding with Slurm's version.
 
     Args:
-        there: whether there is an srun.
-        answer: what `srun --version` said; None for nothing in time.
+        there: whether srun is installed.
+        answer: exit code and output of `srun --version`; None without an answer in time.
     """
     if not there:
         return Finding("Slurm", OK, "not installed")
@@ -60,13 +60,13 @@ def judge_job(
     now: float,
     left: tuple[int, str] | None = None,
 ) -> Finding:
-    """What the scheduler gave.
+    """Return a finding with the resources of the job.
 
     Args:
-        job: None outside of one.
-        env: for the memory.
-        now: seconds since the epoch.
-        left: what squeue said, for a job whose variables do not have its end.
+        job: allocation of the scheduler; None outside of a job.
+        env: environment variables, for the memory of the job.
+        now: current time in seconds since the epoch.
+        left: exit code and output of squeue, for a job whose variables lack its end time.
     """
     if job is None:
         return Finding("job", OK, "none")

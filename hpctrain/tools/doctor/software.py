@@ -1,4 +1,4 @@
-"""Python, torch and what else is installed: is it there, and does it fit together?"""
+"""Checks of Python, torch and other packages: installed, and compatible with each other."""
 
 import importlib
 import importlib.metadata
@@ -17,7 +17,7 @@ from hpctrain.tools.doctor.subprocesses import ask
 
 __all__ = ["horovod", "import_torch", "python", "submitit", "torch"]
 
-_IMPORT_SECONDS = 90.0  # on a file system with many small files and a cold cache
+_IMPORT_SECONDS = 90.0  # for a cold cache: a package has many small files
 _ASK_HOROVOD = (
     "import json, horovod, horovod.torch as hvd; print(json.dumps({'version': horovod.__version__, "
     "'gloo': bool(hvd.gloo_built()), 'mpi': bool(hvd.mpi_built()), "
@@ -26,14 +26,14 @@ _ASK_HOROVOD = (
 
 
 def python() -> Finding:
-    """This interpreter and this package."""
+    """Return a finding with the versions of Python and hpctrain."""
     kind = "virtual environment" if sys.prefix != sys.base_prefix else "no virtual environment"
     found = f"{platform.python_version()}, {sys.executable} ({kind}), hpctrain {__version__}"
     return Finding("python", OK, found)
 
 
 def import_torch() -> tuple[ModuleType | None, Finding]:
-    """Torch, or None with what is wrong with it."""
+    """Import torch; return the module, or None where that fails, with a finding."""
     try:
         module = importlib.import_module("torch")
         facts = {
@@ -42,14 +42,14 @@ def import_torch() -> tuple[ModuleType | None, Finding]:
             "hip": module.version.hip,
             "nccl": _nccl(module),
         }
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # a broken installation may raise any error
         missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         return None, torch({}, "" if missing else f"{type(error).__name__}: {error}")
     return module, torch(facts)
 
 
 def _nccl(module: ModuleType) -> str | None:
-    """The version of NCCL in this build of torch; None in one that has none."""
+    """Return the version of NCCL in this build of torch; None in a build without NCCL."""
     try:
         version = module.cuda.nccl.version()
     except (AttributeError, RuntimeError):
@@ -58,11 +58,11 @@ def _nccl(module: ModuleType) -> str | None:
 
 
 def torch(facts: Mapping[str, Any], error: str = "") -> Finding:
-    """Is torch there?
+    """Return a finding about torch.
 
     Args:
-        facts: "version", "cuda", "hip", "nccl"; empty where it cannot be imported.
-        error: why not; empty where it is not installed.
+        facts: "version", "cuda", "hip" and "nccl"; empty where torch cannot be imported.
+        error: error of the import; empty where there is none or torch is not installed.
     """
     if not facts and not error:
         fix = f"{sys.executable} -m pip install torch"
@@ -84,18 +84,18 @@ def torch(facts: Mapping[str, Any], error: str = "") -> Finding:
 
 
 def horovod() -> Finding:
-    """Whether an installed Horovod works with this torch: tried in a process of its own."""
+    """Check in a separate process whether an installed Horovod works with this torch."""
     if importlib.util.find_spec("horovod") is None:
         return judge_horovod(False, None)
     return judge_horovod(True, ask([sys.executable, "-c", _ASK_HOROVOD], _IMPORT_SECONDS))
 
 
 def judge_horovod(installed: bool, answer: tuple[int, str] | None) -> Finding:
-    """What a process that imported Horovod said.
+    """Return a finding from the output of a process that imported Horovod.
 
     Args:
-        installed: whether there is one.
-        answer: exit code and output; None where it took too long.
+        installed: whether Horovod is installed.
+        answer: exit code and output of the process; None where it took too long.
     """
     fix = "hpctrain horovod build"
     if not installed:
@@ -129,7 +129,7 @@ def _signal(number: int) -> str:
 
 
 def submitit() -> Finding:
-    """Its version, where it is installed."""
+    """Return a finding with the version of submitit, if it is installed."""
     try:
         return Finding("submitit", OK, importlib.metadata.version("submitit"))
     except importlib.metadata.PackageNotFoundError:

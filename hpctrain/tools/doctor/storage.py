@@ -1,4 +1,4 @@
-"""Places that a training writes to: room, inodes, kind of file system, quota, and a real write."""
+"""Checks of directories for writing: space, inodes, file system type, quota, and a test write."""
 
 import getpass
 import os
@@ -32,34 +32,34 @@ _FEW_INODES = 10_000
 _TRIAL_BYTES = 1 << 16
 _HANGS_SECONDS = 10.0
 _NEARLY = 0.95
-_ESCAPE = re.compile(r"\\([0-7]{3})")  # of mountinfo: proc(5)
+_ESCAPE = re.compile(r"\\([0-7]{3})")  # escape in mountinfo; source: proc(5)
 
 
 def run(given: str | None, env: Mapping[str, str]) -> Path:
-    """The run directory: the one given, else $HPCTRAIN_RUN, else where runs go by default."""
+    """Return the run directory: the given one, else $HPCTRAIN_RUN, else the default `runs`."""
     return Path(given or env.get(env_vars.RUN) or "runs").absolute()
 
 
 def cache(env: Mapping[str, str]) -> Path:
-    """The folder for everything that can be made again."""
+    """Return the cache folder; its contents can be created again at any time."""
     return Path(env.get(env_vars.CACHE) or os.path.expanduser("~/.cache/hpctrain")).absolute()
 
 
 def nearest(path: Path) -> Path:
-    """The directory itself, or the nearest one above it that exists."""
+    """Return the directory itself, or the nearest existing directory above it."""
     return next((one for one in (path, *path.parents) if os.path.isdir(one)), Path("/"))
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What is known of a directory.
+    """State of a directory.
 
     Attributes:
-        path: as it was asked for.
-        kind: of the file system, such as "ext4", "nfs4", "lustre"; "" where it is not known.
+        path: path of the directory, which may not exist yet.
+        kind: type of the file system, such as "ext4", "nfs4", "lustre"; "" where unknown.
         free: bytes that this user may still write.
-        inodes: files that may still be made; None where the file system does not count them.
-        error: why a small file could not be written, synced and removed; "" where it could.
+        inodes: number of files that may still be created; None where the file system has no count.
+        error: error of the test write, which writes, syncs and removes a small file; "" if none.
     """
 
     path: Path
@@ -70,7 +70,7 @@ class Place:
 
 
 def examine(subject: str, path: Path) -> list[Finding]:
-    """The findings of one place; a file system that does not answer is a finding as well."""
+    """Check one directory; a file system that does not answer is a finding as well."""
     place = within(_HANGS_SECONDS, lambda: _read(path))
     if place is None:
         found = f"{plain(path)}: no answer within {_HANGS_SECONDS:.0f} s"
@@ -95,7 +95,7 @@ def _read(path: Path) -> Place:
 
 
 def _try(path: Path, folder: Path) -> str:
-    """Write a small file to the disk and remove it; the error, or ""."""
+    """Write a small file to the disk and remove it; return the error, or "" if there is none."""
     if os.path.exists(path) and not os.path.isdir(path):
         return "it is no directory"
     try:
@@ -116,11 +116,11 @@ def _mounts() -> str:
 
 
 def kind_of(folder: Path, mounts: str) -> str:
-    """The type of the file system that a directory lies on; "" where it is not listed.
+    """Return the file system type of a directory; "" where it is not listed.
 
     Args:
-        folder: without symbolic links.
-        mounts: the content of /proc/self/mountinfo, whose format is in proc(5).
+        folder: path of the directory, without symbolic links.
+        mounts: content of /proc/self/mountinfo, whose format is in proc(5).
     """
     best, kind = -1, ""
     for line in mounts.splitlines():
@@ -129,14 +129,14 @@ def kind_of(folder: Path, mounts: str) -> str:
         if len(fields) < 5 or not back:
             continue
         point = Path(_ESCAPE.sub(lambda match: chr(int(match[1], 8)), fields[4]))
-        # Of several on one point the last one lies on top.
+        # Of several mounts on one mount point, the last is the visible one.
         if folder.is_relative_to(point) and len(point.parts) >= best:
             best, kind = len(point.parts), back.split()[0]
     return kind
 
 
 def judge(subject: str, place: Place) -> Finding:
-    """Can a training write there, and for how long?"""
+    """Return a finding on whether a training can write to a directory and has enough space."""
     where = f"{plain(place.path)} ({place.kind or 'file system not known'})"
     run_directory = subject == "run directory"
     fix = "--run DIR" if run_directory else f"export {env_vars.CACHE}=DIR"
@@ -158,7 +158,7 @@ def judge(subject: str, place: Place) -> Finding:
 
 
 def quotas(places: Sequence[Path]) -> list[Finding]:
-    """What the tools of the file systems say of this user's limits; nothing where none is there."""
+    """Return the findings on this user's quotas, from the tools of the file systems."""
     answers = [ask(["quota", "-w", "-p"])]
     if shutil.which("lfs") is not None:
         folders = within(SECONDS, lambda: {str(nearest(place)) for place in places})
@@ -176,14 +176,17 @@ def _user() -> str:
 
 
 def read_quota(lines: Sequence[str]) -> list[tuple[str, str, int, int]]:
-    """File system, kind, used and limit of what has a limit, as `quota -w -p` or `lfs quota -q`.
+    """Read the limits in the output of `quota -w -p` or `lfs quota -q`.
 
     Both print nine columns: the file system, then used, quota, limit and grace of KiB, and the
-    same of files. Sources: quota(1), lfs-quota(1).
+    same four of files. Sources: quota(1), lfs-quota(1).
+
+    Returns:
+        File system, kind ("KiB" or "files"), used and limit, for each limit that is set.
     """
     words = " ".join(line for line in lines if not line.startswith("Disk quotas for")).split()
     if "Filesystem" in words:
-        words = words[words.index("Filesystem") + 9 :]  # nine titles
+        words = words[words.index("Filesystem") + 9 :]  # skip the nine titles
     found = []
     for start in range(0, len(words) - 8, 9):
         row = words[start : start + 9]
@@ -198,10 +201,10 @@ def read_quota(lines: Sequence[str]) -> list[tuple[str, str, int, int]]:
 
 
 def judge_quota(said: Sequence[Sequence[str]]) -> list[Finding]:
-    """A finding for each limit that is near, and one for all that are not; none without limits.
+    """Return a finding for each limit that is near, else one for the limit that is nearest.
 
     Args:
-        said: the lines that each tool printed.
+        said: lines that each tool printed; without limits in them there is no finding.
     """
     rows = list(dict.fromkeys(row for lines in said for row in read_quota(lines)))
     near = [

@@ -1,4 +1,4 @@
-"""Questions that may get no answer: other programs, and file systems that hang."""
+"""Calls with a time limit, for other programs and for file systems that hang."""
 
 import os
 import subprocess
@@ -16,16 +16,17 @@ _KILLED_SECONDS = 1.0
 
 
 def ask(command: Sequence[str], seconds: float = SECONDS) -> tuple[int, str] | None:
-    """Exit code and standard output of a program, or what it said on standard error instead.
+    """Run a program and return its exit code and output.
 
     Args:
-        command: the program and its arguments.
-        seconds: after which it is killed.
+        command: program and its arguments.
+        seconds: time limit in seconds, after which the program is killed.
 
     Returns:
-        None where it is not there, or does not answer in time. A negative code is a signal.
+        Exit code and standard output, or standard error where standard output is empty. A negative
+        code is a signal. None where the program does not start, or does not end in time.
     """
-    # A program that waits for a dead file server cannot be killed, and its end not be waited for.
+    # A program that waits for a dead file server cannot be killed, so limit the wait as well.
     return within(seconds + _KILLED_SECONDS, lambda: _run(command, seconds))
 
 
@@ -33,7 +34,7 @@ def _run(command: Sequence[str], seconds: float) -> tuple[int, str] | None:
     try:
         done = subprocess.run(
             command,
-            # A program that looks for a launcher shall not take itself for one of its ranks.
+            # With a launcher's variables, the program could take itself for one of the ranks.
             env={**env_vars.scrubbed(os.environ), "LC_ALL": "C"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -48,9 +49,10 @@ def _run(command: Sequence[str], seconds: float) -> tuple[int, str] | None:
 
 
 def within(seconds: float, function: Callable[[], T]) -> T | None:
-    """What a function returns, or None where it takes longer: a server that is gone.
+    """Call a function; return its result, or None where it takes longer or raises an error.
 
-    The function goes on in a thread of its own, which does not keep the process.
+    A function that takes longer, such as one that waits for a dead file server, continues in a
+    daemon thread, which does not keep the process alive.
     """
     answers: list[T] = []
     thread = threading.Thread(target=lambda: answers.append(function()), daemon=True)

@@ -1,6 +1,7 @@
-"""Which variables of the environment may be shown: those of a list, and no other.
+"""Environment variables that the report may show.
 
-A variable that nobody thought of may hold a password, so a name has to be known to be shown.
+An unknown variable may hold a password. So the report shows only the names of a fixed list, and the
+settings of the network libraries whose names do not suggest a secret.
 """
 
 from collections.abc import Mapping
@@ -55,6 +56,6 @@ _NAMES = frozenset(
 
 
 def shown(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that may be shown, by name."""
+    """Return the environment variables that may be shown, by name."""
     found = {name: env[name] for name in _NAMES if name in env} | env_vars.of_the_network(env)
     return {name: plain(value) for name, value in sorted(found.items())}

@@ -1,8 +1,8 @@
-"""Builds, keeps and installs a Horovod that fits the installed torch.
+"""Build, cache and installation of a Horovod that fits the installed torch.
 
-Horovod's last release, 0.28.1, does not compile against a torch from 2.1 on: it asks for C++14.
-Here its source package is fetched by pip, changed in a few lines, compiled once for each
-combination of versions, and kept as a wheel in the cache.
+Horovod's last release, 0.28.1, does not compile against torch 2.1 or later, as it asks for C++14.
+pip fetches its source package. hpctrain changes a few lines, compiles it once for each combination
+of versions, and keeps the wheel in the cache.
 """
 
 import contextlib
@@ -26,33 +26,33 @@ from hpctrain.tools.horovod_build.torch_facts import Torch, ask_torch
 
 __all__ = ["build", "decide", "key"]
 
-# Counted up when the wheels of an earlier hpctrain must not be taken any more.
+# Version of the recipe: increase it when wheels of an earlier hpctrain must not be used any more.
 _RECIPE = 3
 
 
 def build(
     cuda: bool | None, mpi: bool, wheel_only: bool, env: Mapping[str, str], say: Say
 ) -> Path | None:
-    """Make or find the wheel, install it, and let two ranks compute a sum.
+    """Build the wheel or find it in the cache, install it, and test it with two ranks.
 
     Args:
-        cuda: for GPUs over NCCL, or not; None where the machine decides.
-        mpi: whether it shall also talk over MPI.
-        wheel_only: neither install nor try it.
-        env: the environment of this process.
-        say: told each step, a line each.
+        cuda: whether to build for GPUs with NCCL; None to choose by torch and the machine.
+        mpi: whether to build with MPI as well.
+        wheel_only: whether to skip the installation and the test.
+        env: environment of this process.
+        say: function that prints one line for each step.
 
     Returns:
-        The wheel; None where the installed Horovod is as good, and from somewhere else.
+        Path of the wheel; None if the installed Horovod fits and the cache has no wheel of it.
 
     Raises:
-        UsageError: the machine or its torch cannot have such a build.
-        HpctrainError: what is missing or failed.
+        UsageError: the machine or its torch does not support such a build.
+        HpctrainError: a requirement is missing, or a step failed.
     """
     if importlib.util.find_spec("pip") is None:
         fix = f"{sys.executable} -m ensurepip, or: uv pip install pip"
         raise HpctrainError(f"{sys.executable} has no pip", "pip, to fetch and to install", fix)
-    # Horovod's own variables are read by its build, too: of those a person's NCCL counts.
+    # Horovod's build reads Horovod's variables too. Only the NCCL that the user set is kept.
     nccl = {name: env[name] for name in env if name.startswith("HOROVOD_NCCL_")}
     env = {**env_vars.scrubbed(env), **nccl}
     torch = ask_torch(env)
@@ -64,7 +64,7 @@ def build(
         wheel = cache.find(place)
         if wheel is None:
             stack.enter_context(cache.locked(place, say))
-            # Another process may have made it while this one waited.
+            # Another process may have built it while this one waited.
             wheel = cache.find(place) or _make(plan, place, env, say)
         else:
             say(f"found {wheel}")
@@ -74,11 +74,11 @@ def build(
 
 
 def decide(torch: Torch, cuda: bool | None, mpi: bool, env: Mapping[str, str], say: Say) -> Plan:
-    """What to build; where nobody chose, for GPUs if torch and this machine can.
+    """Decide what to build: by default for GPUs if torch and this machine support them.
 
     Raises:
-        UsageError: --cuda, where torch has no CUDA, or there is no toolkit of its kind.
-        HpctrainError: --mpi, where there is none.
+        UsageError: --cuda is given, but torch has no CUDA, or no toolkit of the same major version.
+        HpctrainError: --mpi is given, and no MPI with a compiler exists.
     """
     toolkit = None if cuda is False else toolchain.find_cuda(env)
     built = f"is built with CUDA {torch.cuda}" if torch.cuda else "is no CUDA build"
@@ -97,7 +97,7 @@ def decide(torch: Torch, cuda: bool | None, mpi: bool, env: Mapping[str, str], s
 
 
 def key(plan: Plan) -> str:
-    """The name of all that a wheel depends on, as a folder's name."""
+    """Return a folder name made of all versions and options that a wheel depends on."""
     parts = (
         f"{source.VERSION}-{_RECIPE}",
         f"torch{plan.torch.version}",
@@ -112,7 +112,7 @@ def key(plan: Plan) -> str:
 
 
 def _fits(plan: Plan, wanted: str, env: Mapping[str, str], say: Say) -> bool:
-    """Whether the installed Horovod is this build, or one from elsewhere that can do the same."""
+    """Check whether the installed Horovod is this build, or another with its features."""
     there = installed.version()
     if not there or installed.key() not in (wanted, ""):
         return False
@@ -127,7 +127,7 @@ def _fits(plan: Plan, wanted: str, env: Mapping[str, str], say: Say) -> bool:
 
 
 def _lacking(facts: Mapping[str, object], plan: Plan) -> list[str]:
-    """What was wanted and is not built in."""
+    """Return the features that the plan needs and Horovod lacks."""
     wanted = {"gloo": True, "mpi": plan.mpi is not None, "nccl": plan.cuda is not None}
     return [name for name, needed in wanted.items() if needed and not facts.get(name)]
 
@@ -138,7 +138,7 @@ def _described(facts: Mapping[str, object]) -> str:
 
 
 def _make(plan: Plan, place: Path, env: Mapping[str, str], say: Say) -> Path:
-    """Build in a temporary folder, which stays where the build failed."""
+    """Build in a temporary folder, and keep the folder with its log if the build fails."""
     work = Path(tempfile.mkdtemp(prefix="hpctrain-horovod-"))
     try:
         wheel = cache.store(make(plan, env, work, say), place)
@@ -172,13 +172,13 @@ def _install(wheel: Path, plan: Plan, env: Mapping[str, str], say: Say) -> None:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end this process as Ctrl-C does: the compilers go, and the folder."""
+    """Make SIGTERM and SIGHUP raise SystemExit, so that compilers end and the folder is removed."""
 
     def leave(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     numbers = (signal.SIGTERM, signal.SIGHUP)
-    # What nohup has switched off stays so.
+    # Signals that nohup ignores stay ignored.
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, leave) for number in heard}
     try:

@@ -1,4 +1,4 @@
-"""Wheels that were built before: one folder for each combination of versions."""
+"""Cache of the wheels: one folder for each combination of versions."""
 
 import contextlib
 import fcntl
@@ -23,13 +23,13 @@ _SECONDS_BETWEEN_TRIES = 0.5
 
 
 def folder(key: str, env: Mapping[str, str]) -> Path:
-    """Where the wheel of a key is kept, below $HPCTRAIN_CACHE, else ~/.cache/hpctrain."""
+    """Return the folder for the wheel of a key, below $HPCTRAIN_CACHE or ~/.cache/hpctrain."""
     cache = env.get(env_vars.CACHE) or os.path.expanduser("~/.cache/hpctrain")
     return Path(cache).absolute() / "horovod" / key
 
 
 def find(place: Path) -> Path | None:
-    """The wheel in a folder, if it is whole: all of it is read and checked."""
+    """Return the wheel in a folder if a test of all its content succeeds; else None."""
     for wheel in sorted(place.glob(_WHEELS)):
         broken = (OSError, zipfile.BadZipFile, zlib.error, EOFError)
         with contextlib.suppress(*broken), zipfile.ZipFile(wheel) as archive:
@@ -40,10 +40,10 @@ def find(place: Path) -> Path | None:
 
 @contextlib.contextmanager
 def locked(place: Path, say: Say) -> Iterator[None]:
-    """Only one process at a time makes the wheel of a folder; the others wait for it.
+    """Hold the lock of a folder, so that only one process at a time builds its wheel.
 
-    The kernel opens the lock of a process that was killed. Where the file system has no locks two
-    builds do the same work, and the later one replaces the wheel.
+    The kernel releases the lock of a killed process. On a file system without locks, two builds may
+    do the same work, and the later one replaces the wheel.
 
     Raises:
         HpctrainError: the folder cannot be written.
@@ -62,7 +62,7 @@ def locked(place: Path, say: Say) -> Iterator[None]:
 
 
 def _wait(lock: int, place: Path, say: Say) -> bool:
-    """Wait for the lock; False where the file system has none."""
+    """Wait for the lock; return False if the file system has no locks."""
     told = False
     while True:
         try:
@@ -79,7 +79,7 @@ def _wait(lock: int, place: Path, say: Say) -> bool:
 
 
 def store(wheel: Path, place: Path) -> Path:
-    """Put a wheel into its folder, whole or not at all; its path there.
+    """Copy a wheel into its folder, completely or not at all, and return its path there.
 
     Raises:
         HpctrainError: the folder cannot be written, or its file system is full.

@@ -1,10 +1,10 @@
-"""Whether a Horovod works: two ranks of this machine import it and compute a sum.
+"""Test of the installed Horovod: two ranks on this machine import it and compute a sum.
 
     python -P check.py
 
-A program of its own, so that nothing of Horovod's is loaded into the process that asks. It starts
-the ranks itself, over gloo and loopback, with a rendezvous server on a port of its own. With -P no
-module is taken from this folder or the current one.
+This is a separate program, so that its caller does not load Horovod. It starts the ranks itself,
+with gloo on the loopback interface, and a rendezvous server on a free port. With -P, Python imports
+no module from this folder or the current one.
 Source: horovod/runner/gloo_run.py and http/http_server.py, Horovod 0.28.1.
 """
 
@@ -30,7 +30,7 @@ hvd.shutdown()
 
 
 def main() -> int:
-    """Start the ranks and wait for them; 0 where all did well."""
+    """Start the ranks and wait for them; return 0 if all succeed, else 1."""
     server, port = _serve()
     ranks = [
         subprocess.Popen(
@@ -38,7 +38,7 @@ def main() -> int:
         )
         for rank in range(_RANKS)
     ]
-    # The other one would wait for a rank that has failed.
+    # Stop at the first failure, as the other rank would wait for the failed one.
     while not any(rank.poll() for rank in ranks) and None in (rank.returncode for rank in ranks):
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     codes = [rank.returncode for rank in ranks if rank.returncode]
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _serve() -> tuple[Any, int]:
-    """Where the ranks find each other, on loopback alone."""
+    """Start the rendezvous server of the ranks, on loopback only, and return it and its port."""
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
@@ -61,7 +61,7 @@ def _serve() -> tuple[Any, int]:
 
 
 def _variables(rank: int, port: int) -> dict[str, str]:
-    """What horovodrun gives to a rank."""
+    """Return the variables that horovodrun sets for a rank."""
     return {
         "HOROVOD_HOSTNAME": "localhost",
         "HOROVOD_RANK": str(rank),

@@ -1,4 +1,4 @@
-"""Other programs: asked for a line, or run for minutes with a log and a sign of life."""
+"""Functions that run other programs: for a short answer, or for minutes with log and progress."""
 
 import os
 import re
@@ -11,18 +11,18 @@ from typing import Any
 
 __all__ = ["Say", "ask", "run"]
 
-#: Tells a person one line.
+#: Function that prints one line for the user.
 Say = Callable[[str], None]
 
 _SECONDS_BETWEEN_LINES = 30.0
-_PERCENT = re.compile(rb"\[ *(\d+)%\]")  # of make, as CMake lets it count
-_TAIL_BYTES = 1 << 18  # a compilation tells one line of it, among warnings
+_PERCENT = re.compile(rb"\[ *(\d+)%\]")  # progress that CMake's makefiles print
+_TAIL_BYTES = 1 << 18  # enough for one progress line among many warnings
 
 
 def ask(command: Sequence[str], env: Mapping[str, str], seconds: float) -> tuple[int, str] | None:
-    """Exit code and output, standard error included; None where there is none in that time.
+    """Return exit code and output with standard error; None on a failed start or a timeout.
 
-    What it started in its process group ends with it.
+    A command that still runs at the end of this function is killed with its process group.
     """
     try:
         process = subprocess.Popen(
@@ -50,14 +50,16 @@ def ask(command: Sequence[str], env: Mapping[str, str], seconds: float) -> tuple
 def run(
     command: Sequence[str], env: Mapping[str, str], log: Path, say: Say, seconds: float = 7200.0
 ) -> int:
-    """Run a program to its end; its exit code. It is not left behind, however this one ends.
+    """Run a program to its end and return its exit code.
+
+    A program that still runs when an exception ends this function is killed with its process group.
 
     Args:
-        command: the program and its arguments.
-        env: its environment.
-        log: what it says is added to this file.
-        say: told every half minute how long it has been, and the compiler's per cent.
-        seconds: after which it is killed; its exit code is -9 then.
+        command: program and its arguments.
+        env: environment of the program.
+        log: file to which the output of the program is appended.
+        say: function that prints, every 30 s, the elapsed time and the compiled percentage.
+        seconds: time limit in seconds; then the program is killed, and its exit code is -9.
     """
     begun = told = time.monotonic()
     with log.open("ab") as output:
@@ -85,14 +87,14 @@ def run(
 
 
 def _kill(process: "subprocess.Popen[Any]") -> None:
-    """End a program that still runs, with all of its group, such as make and the compilers."""
+    """Kill a program that still runs, with its process group, such as make and the compilers."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def _progress(log: Path) -> str:
-    """The last per cent that make told."""
+    """Return the last percentage in the log as text; "" if there is none."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         found = _PERCENT.findall(file.read())

@@ -1,4 +1,4 @@
-"""The Horovod that is installed for this Python: which build it is, whether it works, a new one."""
+"""Horovod of this Python: version and origin, test, and installation of a wheel."""
 
 import importlib.metadata
 import json
@@ -12,16 +12,17 @@ from hpctrain.errors import HpctrainError
 from hpctrain.tools.horovod_build import check
 from hpctrain.tools.horovod_build.commands import Say, ask, run
 from hpctrain.tools.horovod_build.recipe import pip
+from hpctrain.tools.horovod_build.source import VERSION
 
 __all__ = ["install", "key", "try_out", "version"]
 
-_CHECK_SECONDS = 240.0  # two imports of torch, from a file system with a cold cache
+_CHECK_SECONDS = 240.0  # for two imports of torch, from a file system with a cold cache
 _INSTALL_SECONDS = 900.0
 _SHOWN_LINES = 12
 
 
 def version() -> str:
-    """The installed release; "" where there is none."""
+    """Return the installed release; "" if Horovod is not installed."""
     try:
         return importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:
@@ -29,24 +30,26 @@ def version() -> str:
 
 
 def key() -> str:
-    """The key of the wheel it came from, "" where it did not come from this cache.
+    """Return the key of the installed wheel, which is the name of its folder in the cache.
 
-    pip writes down which file it installed (direct_url.json, PEP 610); the cache's folder is
-    named after the key.
+    pip records the path of a file that it installs (direct_url.json, PEP 610). The result is "" for
+    a Horovod from elsewhere: a package index, a repository, or a wheel outside of a cache.
     """
     try:
         said = importlib.metadata.distribution("horovod").read_text("direct_url.json")
-        return Path(unquote(urlsplit(json.loads(said or "{}").get("url", "")).path)).parent.name
+        path = Path(unquote(urlsplit(json.loads(said or "{}").get("url", "")).path))
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return ""
+    cached = path.parent.name.startswith(f"{VERSION}-") and path.parents[1].name == "horovod"
+    return path.parent.name if cached else ""
 
 
 def try_out(env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """Import it in two ranks and let them compute a sum over gloo.
+    """Import Horovod in two ranks, and let them compute a sum over gloo.
 
     Returns:
-        "version", and whether "gloo", "mpi" and "nccl" are built in; or nothing, and what was
-        said instead.
+        Facts and "": "version", and whether "gloo", "mpi" and "nccl" are built in. After a failure,
+        no facts and the last lines of the output.
     """
     answer = ask([sys.executable, "-P", check.__file__], env, _CHECK_SECONDS)
     code, said = answer or (1, f"two ranks were not ready after {_CHECK_SECONDS:.0f} s")
@@ -59,13 +62,13 @@ def try_out(env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
 
 
 def install(wheel: Path, env: Mapping[str, str], log: Path, say: Say) -> None:
-    """Put a wheel into this Python's environment, and what it needs where that is missing.
+    """Install a wheel for this Python, and its requirements that are missing.
 
     Raises:
-        HpctrainError: pip refuses.
+        HpctrainError: pip fails.
     """
-    # A wheel of the same release replaces the one that is there only if it is forced to, and
-    # forced with what it needs it would replace that as well.
+    # pip replaces an installation of the same release only with --force-reinstall. Without
+    # --no-deps that would reinstall the requirements too, so a second call adds the missing ones.
     for options in (("--force-reinstall", "--no-deps"), ()):
         code = run(pip("install", "-q", *options, str(wheel)), env, log, say, _INSTALL_SECONDS)
         if code != 0:

@@ -1,4 +1,4 @@
-"""Makes the wheel: build tools, source package, changes, compilation."""
+"""Build of the wheel: build tools, source package, changes, compilation."""
 
 import os
 import re
@@ -15,8 +15,8 @@ from hpctrain.tools.horovod_build.torch_facts import Torch, cxx_standard
 
 __all__ = ["Plan", "make", "pip"]
 
-# Horovod's setup.py imports Horovod, which needs what it needs when it runs. Its CMake files are
-# from before CMake 4.
+# Horovod's setup.py imports Horovod, so the build needs its run-time requirements as well. Its
+# CMake files are older than CMake 4.
 _TOOLS = (
     *("setuptools>=70.1,<81", "wheel", "packaging", "cmake>=3.24,<4"),
     *("cloudpickle", "psutil", "pyyaml", "cffi>=1.4"),
@@ -27,12 +27,12 @@ _ERROR_LINES = 8
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be built.
+    """Versions and options of one build.
 
     Attributes:
-        torch: the torch that it has to fit.
-        cuda: the toolkit for NCCL on GPUs; None for a CPU build.
-        mpi: what Horovod shall be able to talk over besides gloo; None for gloo alone.
+        torch: torch that the build has to fit.
+        cuda: CUDA toolkit for NCCL on GPUs; None for a CPU build.
+        mpi: MPI that Horovod supports in addition to gloo; None for gloo alone.
     """
 
     torch: Torch
@@ -41,7 +41,7 @@ class Plan:
 
 
 def pip(*arguments: str) -> list[str]:
-    """The command line of this Python's pip."""
+    """Return a command line that runs the pip of this Python."""
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
 
 
@@ -49,16 +49,16 @@ def make(plan: Plan, env: Mapping[str, str], work: Path, say: Say) -> Path:
     """Build the wheel.
 
     Args:
-        plan: what to build.
-        env: with a person's settings of pip and of the compiler.
-        work: an empty folder for all that comes up; `log` in it has what the programs said.
-        say: told each step.
+        plan: versions and options of the build.
+        env: environment with the user's settings for pip and the compiler.
+        work: empty folder for all files of the build; the programs' output goes to `log` in it.
+        say: function that prints one line for each step.
 
     Returns:
-        The wheel, in `work`.
+        Path of the wheel, in `work`.
 
     Raises:
-        HpctrainError: what is missing or failed.
+        HpctrainError: a requirement is missing, or a step failed.
     """
     standard = cxx_standard(plan.torch.include)
     env = {name: value for name, value in env.items() if name not in ("PIP_USER", "PIP_TARGET")}
@@ -70,7 +70,7 @@ def make(plan: Plan, env: Mapping[str, str], work: Path, say: Say) -> Path:
     folder = _source(plan, standard, env, work, say)
     say(f"compiling for C++{standard} with {env['MAKEFLAGS']}: some minutes")
     wheels = work / "wheels"
-    # -v, or pip keeps to itself how far the compilers are.
+    # Without -v, pip hides the progress of the compilers.
     options = ["-v", "--no-deps", "--no-build-isolation", "-w", str(wheels)]
     code = run(pip("wheel", *options, str(folder)), env, log, say)
     wheel = next(wheels.glob("*.whl"), None)
@@ -80,9 +80,9 @@ def make(plan: Plan, env: Mapping[str, str], work: Path, say: Say) -> Path:
 
 
 def _source(plan: Plan, standard: int, env: Mapping[str, str], work: Path, say: Say) -> Path:
-    """The folder with Horovod's source, changed as this build needs it."""
+    """Fetch Horovod's source, apply the changes of this build, and return the folder."""
     say(f"fetching the source package of Horovod {source.VERSION}")
-    # pip calls the package's setup.py for its metadata, with the tools that are there.
+    # pip runs the package's setup.py for its metadata, with the build tools in `env`.
     options = ["--no-deps", "--no-build-isolation", "--no-binary", "horovod"]
     wanted = f"horovod=={source.VERSION}"
     _fetch(pip("download", "-q", *options, "-d", str(work), wanted), env, work / "log", say)
@@ -92,14 +92,14 @@ def _source(plan: Plan, standard: int, env: Mapping[str, str], work: Path, say: 
     shutil.unpack_archive(archive, work)
     folder = work / f"horovod-{source.VERSION}"
     compilers = plan.mpi.compilers if plan.mpi else ()
-    # Torch's, unless a person named one as Horovod's documentation says.
+    # Use torch's NCCL, unless the user set one of Horovod's documented HOROVOD_NCCL_* variables.
     nccl = None if any(name.startswith("HOROVOD_NCCL_") for name in env) else plan.torch.nccl
     source.apply(source.patches(standard, plan.cuda is not None, compilers, nccl), folder)
     return folder
 
 
 def _fetch(command: list[str], env: Mapping[str, str], log: Path, say: Say) -> None:
-    """Let pip download something."""
+    """Run a pip command that downloads packages."""
     code = run(command, env, log, say)
     if code != 0:
         raise _failed(
@@ -112,15 +112,18 @@ def _fetch(command: list[str], env: Mapping[str, str], log: Path, say: Say) -> N
 
 
 def _environment(plan: Plan, env: Mapping[str, str], tools: Path) -> dict[str, str]:
-    """What the build reads; source: docs/install.rst of Horovod."""
+    """Return the environment of the build.
+
+    Source: docs/install.rst of Horovod.
+    """
     changed = {name: value for name, value in env.items() if not name.startswith("CMAKE_")}
     changed |= {
         "PYTHONPATH": ":".join(filter(None, (str(tools), env.get("PYTHONPATH")))),
         "PATH": f"{tools / 'bin'}:{env.get('PATH', os.defpath)}",
-        # GCC 13 no longer brings <cstdint> with other headers, and Horovod's gloo relies on it.
+        # Horovod's gloo needs <cstdint>, which other headers no longer include since GCC 13.
         "CXXFLAGS": f"-include cstdint {env.get('CXXFLAGS', '')}".strip(),
         "CMAKE_GENERATOR": "Unix Makefiles",
-        # As later releases of pip always build; a variable, for those have no such option.
+        # Later releases of pip always build in this way. A variable, as they have no such option.
         "PIP_USE_PEP517": "1",
         "MAKEFLAGS": f"-j{toolchain.jobs()}",
         "HOROVOD_WITH_PYTORCH": "1",
@@ -137,7 +140,7 @@ def _environment(plan: Plan, env: Mapping[str, str], tools: Path) -> dict[str, s
 
 
 def _failed(found: str, log: Path, expected: str = "", fix: str = "") -> HpctrainError:
-    """With the first lines of the log that name an error, else with its last ones."""
+    """Make an error that shows the log from its first error line on, or else its last lines."""
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     first = next((i for i, line in enumerate(lines) if _ERROR.search(line)), len(lines))
     shown = lines[first:][:_ERROR_LINES] or lines[-_ERROR_LINES:]

@@ -1,4 +1,4 @@
-"""Horovod's source package: fetched by pip, and changed where it does not fit a newer torch."""
+"""Changes to Horovod's source package, so that it compiles with a newer torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from hpctrain.errors import HpctrainError
 
 __all__ = ["VERSION", "Patch", "apply", "patches"]
 
-#: The release that is built, the last one there is.
+#: Release of Horovod to build, which is the last one.
 VERSION = "0.28.1"
 
 _TOP = "CMakeLists.txt"
@@ -22,12 +22,12 @@ _YIELD = "std::this_thread::yield();"
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A text to be replaced wherever it stands in a file; it has to be there.
+    """A text to replace at all its places in a file, where it must exist.
 
     Attributes:
-        file: its path in the source package.
-        old: what stands there.
-        new: what shall stand there.
+        file: path of the file in the source package.
+        old: text in the released file.
+        new: text that replaces it.
     """
 
     file: str
@@ -38,18 +38,18 @@ class Patch:
 def patches(
     standard: int, cuda: bool, mpi: Sequence[Path] = (), nccl: Path | None = None
 ) -> list[Patch]:
-    """What to change for a build.
+    """Return the changes for a build.
 
     Args:
-        standard: the C++ standard that torch's headers demand.
+        standard: C++ standard that torch's headers require.
         cuda: whether Horovod is built for GPUs.
-        mpi: MPI's compilers, for C++ and for C; the one for C may be missing.
-        nccl: the folder with include/nccl.h and lib/libnccl.so.2; None to have CMake find NCCL.
+        mpi: compilers of MPI, for C++ and for C; the one for C may be missing.
+        nccl: folder with include/nccl.h and lib/libnccl.so.2; None to let CMake find NCCL.
     """
     changes = [
         Patch(_TOP, "set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {standard})"),
         Patch(_TORCH, "set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {standard})"),
-        # Its own flags hold debugging symbols as well: three times the size, and more minutes.
+        # The default flags add debug symbols: three times the size, and minutes more to compile.
         Patch(
             _TOP,
             'string(REPLACE "-O2" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO '
@@ -71,7 +71,7 @@ def patches(
         *_sleep_while_waiting(),
     ]
     if cuda:
-        # CUDA 13's headers need C++17, which nvcc knows since CUDA 11.
+        # CUDA 13's headers need C++17, which nvcc supports since CUDA 11.
         old = "set(CMAKE_CUDA_STANDARD 11)"
         changes.append(Patch(_CUDA_KERNELS, old, "set(CMAKE_CUDA_STANDARD 17)"))
         if nccl:
@@ -83,7 +83,7 @@ def patches(
     else:
         changes += _without_gpu()
     if mpi:
-        # Else CMake takes the first wrapper that it finds, which may be another MPI's.
+        # Otherwise CMake uses the first wrapper that it finds, perhaps of another MPI.
         names = zip(("CXX", "C"), mpi, strict=False)
         lines = "".join(f'set(MPI_{name}_COMPILER "{path}")\n    ' for name, path in names)
         search = "find_package(MPI ${MPI_REQUIRED})"
@@ -92,17 +92,20 @@ def patches(
 
 
 def _mistakes() -> list[Patch]:
-    """What is wrong in this release over gloo; `hpctrain.backends.horovod` asks for the mark."""
+    """Return fixes for errors of this release with gloo, and a mark.
+
+    `hpctrain.backends.horovod` reads the mark.
+    """
     return [
-        # Of the process set of all ranks, it loses the interface: gloo then takes the one of the
-        # host's own name, which on many hosts is 127.0.1.1.
+        # The process set of all ranks loses its network interface. gloo then uses the address of
+        # the host name, which is 127.0.1.1 on many hosts.
         Patch(
             "horovod/common/gloo/gloo_context.cc",
             "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
             "  device_attr.iface = gloo_iface_ = global_context.gloo_iface_;\n"
             "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
         ),
-        # A list that never gets a size: the stall inspector finds no rank in it.
+        # reserve() leaves the list empty, so the stall inspector finds no rank in it.
         Patch(
             "horovod/common/gloo/gloo_controller.cc",
             "global_ranks_.reserve(size_);",
@@ -117,10 +120,10 @@ def _mistakes() -> list[Patch]:
 
 
 def _sleep_while_waiting() -> list[Patch]:
-    """Let a rank that waits for an exchange sleep after the first moments.
+    """Return changes that let a rank sleep if it has waited for an exchange for some time.
 
-    Horovod yields until the end, and takes and gives back Python's lock each time: where ranks have
-    less than a core each, that is most of the machine's time.
+    Horovod calls yield until the end of the exchange, and takes and releases Python's lock each
+    time. If ranks have less than one core each, this uses most of the CPU time.
     """
     wait = "void WaitAndClear(int handle) {\n"
     sleep = "std::this_thread::sleep_for(std::chrono::microseconds(50));"
@@ -131,7 +134,10 @@ def _sleep_while_waiting() -> list[Patch]:
 
 
 def _without_gpu() -> list[Patch]:
-    """Horovod has no switch for a CPU build beside a CUDA or ROCm torch with its compiler."""
+    """Return the changes for a CPU build.
+
+    Horovod has no option for it if a CUDA or ROCm torch and its compiler are installed.
+    """
     return [
         *(
             Patch(
@@ -147,10 +153,10 @@ def _without_gpu() -> list[Patch]:
 
 
 def apply(changes: Sequence[Patch], folder: Path) -> None:
-    """Change the extracted source package.
+    """Apply the changes to the extracted source package.
 
     Raises:
-        HpctrainError: the text to be replaced is not there: not the release that this knows.
+        HpctrainError: a file does not contain the text to replace, so it is another release.
     """
     for change in changes:
         file = folder / change.file

@@ -1,4 +1,4 @@
-"""What has to be there to compile: a C++ compiler, CUDA's and MPI's where they are wanted."""
+"""Search for what a build needs: a C++ compiler, and optionally a CUDA toolkit and an MPI."""
 
 import os
 import re
@@ -17,21 +17,21 @@ __all__ = ["Cuda", "Mpi", "check_compiler", "find_cuda", "find_mpi", "jobs"]
 
 _SECONDS = 60.0
 _BYTES_PER_COMPILER = 2 << 30
-# What CMake tries, the first ones first (CMakeDetermineCXXCompiler.cmake).
+# Names that CMake tries, in its order (CMakeDetermineCXXCompiler.cmake).
 _COMPILERS = ("c++", "CC", "g++", "clang++")
-_MACROS = {14: 201402, 17: 201703, 20: 202002, 23: 202302}  # __cplusplus of a standard
-_FIRST_GCC = {17: 8, 20: 11, 23: 14}  # the first GCC with that __cplusplus
+_MACROS = {14: 201402, 17: 201703, 20: 202002, 23: 202302}  # value of __cplusplus by standard
+_FIRST_GCC = {17: 8, 20: 11, 23: 14}  # first GCC with that __cplusplus
 
 
 def check_compiler(standard: int, env: Mapping[str, str]) -> None:
-    """See that there is a compiler that knows the standard, make, and Python's headers.
+    """Check that make, Python's headers and a compiler for the C++ standard are installed.
 
     Args:
-        standard: of C++, such as 20.
-        env: with PATH, and CXX where a person chose a compiler.
+        standard: C++ standard, such as 20.
+        env: environment with PATH, and CXX if the user chose a compiler.
 
     Raises:
-        HpctrainError: something is missing; it says what to install.
+        HpctrainError: one of them is missing; the error includes how to install it.
     """
     path = env.get("PATH")
     given = shlex.split(env.get("CXX", ""))
@@ -65,8 +65,8 @@ class Cuda:
     """A CUDA toolkit.
 
     Attributes:
-        home: its folder, with bin/nvcc and include/cuda_runtime.h.
-        version: nvcc's, such as "13.0".
+        home: folder with bin/nvcc and include/cuda_runtime.h.
+        version: version of nvcc, such as "13.0".
     """
 
     home: Path
@@ -74,9 +74,9 @@ class Cuda:
 
 
 def find_cuda(env: Mapping[str, str]) -> Cuda | None:
-    """The toolkit of $CUDA_HOME, of $CUDA_PATH, of nvcc on the PATH, or /usr/local/cuda."""
+    """Find a toolkit: in $CUDA_HOME, in $CUDA_PATH, around nvcc on the PATH, in /usr/local/cuda."""
     nvcc = shutil.which("nvcc", path=env.get("PATH"))
-    # nvcc may be a link or a script that calls the one of the toolkit.
+    # nvcc may be a link to the nvcc of the toolkit, or a script that calls it.
     beside = [Path(nvcc).parent.parent, Path(os.path.realpath(nvcc)).parent.parent] if nvcc else []
     given = [Path(env[name]) for name in ("CUDA_HOME", "CUDA_PATH") if env.get(name)]
     for home in (*given, *beside, Path("/usr/local/cuda")):
@@ -90,12 +90,12 @@ def find_cuda(env: Mapping[str, str]) -> Cuda | None:
 
 @dataclass(frozen=True, slots=True)
 class Mpi:
-    """An MPI with its compilers.
+    """An MPI installation with its compilers.
 
     Attributes:
-        kind: "openmpi", "mpich", "intelmpi", "mvapich", or "mpi" where it does not say.
-        version: such as "4.1.4"; "" where it does not say.
-        compilers: for C++, and for C where that is there.
+        kind: "openmpi", "mpich", "intelmpi", "mvapich", or "mpi" if it is unknown.
+        version: version, such as "4.1.4"; "" if it is unknown.
+        compilers: compiler for C++, and compiler for C if that exists.
     """
 
     kind: str
@@ -115,10 +115,10 @@ _KINDS = (
 
 
 def find_mpi(env: Mapping[str, str]) -> Mpi:
-    """The MPI of $MPI_HOME, else the one whose mpirun is first on the PATH.
+    """Find the MPI of $MPI_HOME, or else the MPI of the first mpirun on the PATH.
 
     Raises:
-        HpctrainError: there is none, or its compiler is missing.
+        HpctrainError: there is no MPI, or its compiler is missing.
     """
     path = env.get("PATH")
     home = env.get("MPI_HOME")
@@ -129,7 +129,7 @@ def find_mpi(env: Mapping[str, str]) -> Mpi:
     if mpirun:
         folders.insert(0, Path(mpirun).parent)
     for folder in folders:
-        # Debian has several MPIs side by side, and names their compilers so.
+        # Debian can install several MPIs, and adds the kind to the names of their compilers.
         for ending in ("", f".{kind}"):
             compiler = folder / f"mpicxx{ending}"
             if os.access(compiler, os.X_OK) and compiler.is_file():
@@ -146,12 +146,12 @@ def find_mpi(env: Mapping[str, str]) -> Mpi:
 
 
 def _kind(text: str) -> str:
-    """Which MPI calls itself so; "" where none is known."""
+    """Return the kind of MPI that a text names; "" if it names no known MPI."""
     return next((kind for kind, words in _KINDS if re.search(words, text.lower())), "")
 
 
 def _identify(compiler: Path, ending: str, env: Mapping[str, str]) -> Mpi:
-    """What MPI a compiler belongs to: Open MPI's knows --showme, the others' know -v."""
+    """Find out to which MPI a compiler belongs: Open MPI's accepts --showme, the others' -v."""
     beside = compiler.with_name(f"mpicc{ending}")
     compilers = (compiler, beside) if beside.is_file() else (compiler,)
     for option in ("--showme:version", "-v"):
@@ -163,12 +163,12 @@ def _identify(compiler: Path, ending: str, env: Mapping[str, str]) -> Mpi:
 
 
 def jobs() -> int:
-    """How many compilers at once: one a core that may be used, and two gigabytes for each."""
+    """Return how many compilers may run at once: one for each usable core and 2 GiB of memory."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     try:
         with open("/proc/meminfo") as file:
             found = re.search(r"MemAvailable: +(\d+) kB", file.read())
         free = int(found[1]) * 1024 if found else free
     except OSError:
-        pass  # then what is free at once has to do
+        pass  # use the number of free pages instead
     return max(1, min(len(os.sched_getaffinity(0)), free // _BYTES_PER_COMPILER))

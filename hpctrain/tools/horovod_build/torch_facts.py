@@ -1,4 +1,4 @@
-"""The torch that Horovod has to fit, asked in a process of its own."""
+"""Facts of the torch that Horovod has to fit, read in a separate process."""
 
 import json
 import re
@@ -31,14 +31,14 @@ _NEWEST_DEMANDED = 20
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """What of torch decides a build.
+    """Facts of torch on which a build depends.
 
     Attributes:
-        version: the whole of it, as in "2.15.0+cu132".
-        cuda: the version of CUDA that torch was built with; None in other builds.
-        cxx11_abi: whether std::string and std::list are those of C++11 (GCC's two ABIs).
-        include: the folder with torch's headers.
-        nccl: the folder of the package with the NCCL that torch loads; None where it has none.
+        version: full version, such as "2.15.0+cu132".
+        cuda: version of CUDA with which torch was built; None in other builds.
+        cxx11_abi: whether std::string and std::list are those of C++11 (GCC has two ABIs).
+        include: folder with torch's headers.
+        nccl: folder of the Python package with torch's NCCL; None if it is not installed.
     """
 
     version: str
@@ -49,7 +49,7 @@ class Torch:
 
 
 def ask_torch(env: Mapping[str, str]) -> Torch:
-    """What is installed for this Python.
+    """Return the facts of the torch that is installed for this Python.
 
     Raises:
         HpctrainError: torch is missing, or its import fails.
@@ -72,10 +72,10 @@ def ask_torch(env: Mapping[str, str]) -> Torch:
 
 
 def cxx_standard(include: Path) -> int:
-    """The C++ standard that torch's headers demand, such as 17.
+    """Return the C++ standard that torch's headers require, such as 17.
 
-    They refuse older ones with `#error`. The newest that any torch demands stands for headers
-    that say nothing.
+    The headers refuse older standards with `#error`. If they name none, the newest standard that
+    any torch requires is returned.
     """
     try:
         header = (include / "ATen" / "ATen.h").read_text(errors="replace")

@@ -1,0 +1,19 @@
+"""Failure records: which rank shows its traceback."""
+
+import os
+
+import pytest
+
+from hpctrain.cluster.env_vars import EVIDENCE
+from hpctrain.process import failure_record
+
+
+def test_first_rank_alone_shows_its_traceback(tmp_path):
+    env = {EVIDENCE: str(tmp_path)}
+    assert [failure_record.shows(env) for _ in range(3)] == [True, False, False]
+    assert failure_record.shown(tmp_path) == os.getpid()
+
+
+@pytest.mark.parametrize("env", [{}, {EVIDENCE: ""}, {EVIDENCE: "/nowhere"}])
+def test_each_rank_shows_its_traceback_where_nothing_can_be_written(env):
+    assert all(failure_record.shows(env) for _ in range(2))
