@@ -1,11 +1,12 @@
-"""All benchmarks, one after the other, each in a process of its own, and one table at the end.
+"""Run all benchmarks in turn, each in its own process, and print one table at the end.
 
     python benchmarks [--only NAME …] [--quick | --gpu] [--save DIR]
 
-What cannot run on this machine is said, with the reason. With `--quick` each takes the fewest
-rounds that show a spread: to see that all of them work, not for figures. `--save DIR` keeps what
-each has measured in DIR/NAME.json, with machine, date, versions and commit; the figures of
-README.md come from benchmarks/results by `python benchmarks/pages`.
+A benchmark that cannot run on this machine is left out, and the reason is printed. `--quick` takes
+the fewest rounds that give a spread: it checks that all benchmarks work, and its figures are of no
+use. `--save DIR` writes the results of each benchmark to DIR/NAME.json, with machine, date,
+versions and commit. `python benchmarks/pages` makes the figures of README.md from
+benchmarks/results.
 """
 
 import argparse
@@ -30,32 +31,32 @@ HERE = Path(__file__).resolve().parent
 
 @functools.cache
 def no_gpu() -> str:
-    """Why there is none, or nothing."""
+    """Return why no GPU can be used, or an empty string."""
     asking = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     found = subprocess.run([sys.executable, "-c", asking], check=False, capture_output=True)
     return "torch sees no GPU" if found.returncode else ""
 
 
 def no_slurm() -> str:
-    """Why the test cluster cannot be started, or nothing."""
+    """Return why the test cluster cannot be started, or an empty string."""
     if os.geteuid():
         return "the Slurm of tests/support/cluster.py is started by root"
     return "" if shutil.which("slurmctld") else "no Slurm: apt-get install slurm-wlm"
 
 
 def nothing() -> str:
-    """Nothing is missing."""
+    """Return an empty string: nothing is missing."""
     return ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A file beside this one.
+    """A benchmark program in this folder.
 
     Attributes:
-        quick: the options with which it ends soon.
-        lacks: says why it cannot run here, or nothing.
-        gpu: the options with which it takes a minute or two on a GPU; None where it needs none.
+        quick: options for a short run, used with --quick.
+        lacks: returns why the benchmark cannot run here, or an empty string.
+        gpu: options for a run of a minute or two, used with --gpu; None if it needs no GPU.
     """
 
     quick: str
@@ -63,7 +64,7 @@ class Benchmark:
     gpu: str | None = None
 
 
-# A new benchmark is a file that takes --save FILE, and a line here.
+# To add a benchmark, write a file that takes --save FILE, and add a line here.
 BENCHMARKS = {
     "startup": Benchmark("--rounds 2"),
     "hostlist": Benchmark("--rounds 6"),
@@ -83,12 +84,12 @@ BENCHMARKS = {
 
 
 def run(name: str, options: list[str], folder: Path) -> list[tuple[str, ...]]:
-    """Run one, which prints as it goes; the rows of the table that it gives.
+    """Run one benchmark, which prints its own output, and return its rows of the table.
 
     Args:
-        name: of BENCHMARKS.
-        options: of the benchmark.
-        folder: for its record.
+        name: key of BENCHMARKS.
+        options: command line options of the benchmark.
+        folder: folder for its record.
     """
     if reason := BENCHMARKS[name].lacks():
         print(f"== {name}: left out: {reason}\n", flush=True)
@@ -106,18 +107,18 @@ def run(name: str, options: list[str], folder: Path) -> list[tuple[str, ...]]:
 
 
 def main() -> int:
-    """Run what was asked for; 1 if any of it failed."""
+    """Run the chosen benchmarks; return 1 if any of them failed."""
     parser = argparse.ArgumentParser(
-        prog="python benchmarks", description="All benchmarks, one after the other."
+        prog="python benchmarks", description="Run all benchmarks in turn."
     )
     parser.add_argument(
         "--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS)
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="few rounds: not for figures")
-    size.add_argument("--gpu", action="store_true", help="those that need a GPU, some minutes")
+    size.add_argument("--quick", action="store_true", help="few rounds, no usable figures")
+    size.add_argument("--gpu", action="store_true", help="only benchmarks for GPUs, some minutes")
     parser.add_argument(
-        "--save", metavar="DIR", type=place, help="keep each record as DIR/NAME.json"
+        "--save", metavar="DIR", type=place, help="write each record to DIR/NAME.json"
     )
     arguments = parser.parse_args()
     rows: list[tuple[str, ...]] = []

@@ -1,11 +1,12 @@
-"""What does a sum over the ranks cost through hpctrain? Two ranks on CPUs, over gloo.
+"""Cost of a sum over the ranks through hpctrain, with two ranks on CPUs, over gloo.
 
     python benchmarks/allreduce.py [--rounds 100] [--save FILE]
 
-For each backend: tensors of several sizes, and the gradients of a model with as many tensors as
-ResNet-50, each by hand and through hpctrain. The two take turns in the same processes, a block of
-calls each, and are compared round by round. Besides, what Horovod's settings for bit-equal repeats
-cost those gradients: a start for each block, as Horovod keeps a setting for as long as its process.
+Each backend sums tensors of several sizes, and the gradients of a model with as many tensors as
+ResNet-50. The baseline calls torch or Horovod directly; the other arm calls hpctrain. The two arms
+take turns in the same processes, a block of calls each, and are compared round by round. A second
+part measures Horovod's settings for bit-equal repeats on the same gradients. It starts the ranks
+for each block, because Horovod keeps a setting as long as its process runs.
 """
 
 import argparse
@@ -30,13 +31,13 @@ from torch.nn.parallel import DistributedDataParallel
 import hpctrain
 
 BACKENDS = ("ddp", "horovod")
-# What it is called, float32 numbers, and calls of a block.
+# Name: count of float32 numbers, calls per block.
 SIZES = {"1 number": (1, 20), "1 MB": (250_000, 4), "25 MB": (6_250_000, 1)}
 GRADIENTS, BACKWARD_PASSES = "161 gradients, 2 MB", 2
 BY_HAND, HPCTRAIN = "by hand", "hpctrain"
 TARGET_RATIO = 1.02
 DEFAULT = "default"
-# What it is called, options of the session, and variables.
+# Name: options of the session, environment variables.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     DEFAULT: ({}, {}),
     "--deterministic": ({"deterministic": True}, {}),
@@ -50,7 +51,7 @@ Times = dict[str, dict[str, list[float]]]
 
 
 class ManyTensors(nn.Module):
-    """161 parameters, 53 of them with 9,216 numbers, whose backward pass costs next to nothing."""
+    """Model of 161 parameters, 53 of them with 9,216 numbers; its backward pass is almost free."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,12 +59,12 @@ class ManyTensors(nn.Module):
         self.tensors = nn.ParameterList(torch.ones(shape) for shape in shapes)
 
     def forward(self) -> Tensor:
-        """A scalar of which each number of each parameter is a part."""
+        """Return a scalar that depends on each number of each parameter."""
         return torch.stack([tensor.sum() for tensor in self.tensors]).sum()
 
 
 def sum_by_hand(session: hpctrain.Session) -> Callable[[Tensor], Any]:
-    """The call that an expert writes."""
+    """Return the baseline: a direct call of torch or Horovod."""
     if session.backend.name == "ddp":
         return dist.all_reduce
     import horovod.torch as hvd
@@ -72,7 +73,7 @@ def sum_by_hand(session: hpctrain.Session) -> Callable[[Tensor], Any]:
 
 
 def gradients_by_hand() -> Callable[[], Any]:
-    """A backward pass whose gradients are averaged as an expert has it done."""
+    """Return a backward pass whose gradients are averaged by DDP or Horovod directly."""
     model = ManyTensors()
     if dist.is_initialized():
         shared = DistributedDataParallel(
@@ -87,13 +88,13 @@ def gradients_by_hand() -> Callable[[], Any]:
 
 
 def gradients_with_hpctrain(session: hpctrain.Session) -> Callable[[], Any]:
-    """The same through the backend."""
+    """Return a backward pass whose gradients are averaged by hpctrain's backend."""
     model = session.prepare(ManyTensors())
     return lambda: (model().backward(), session.backend.sync_gradients(), model.zero_grad())
 
 
 def block(session: hpctrain.Session, call: Callable[[], Any], calls: int) -> float:
-    """The microseconds of a call, over a block of them that all ranks begin together."""
+    """Return the microseconds per call, over a block that all ranks begin together."""
     session.backend.barrier()
     start = time.perf_counter()
     for _ in range(calls):
@@ -102,7 +103,7 @@ def block(session: hpctrain.Session, call: Callable[[], Any], calls: int) -> flo
 
 
 def take_turns(session: hpctrain.Session, rounds: int) -> Times:
-    """By subject and arm, a time for each round."""
+    """Return the times by subject and arm, one per round."""
     subjects: dict[str, tuple[dict[str, Callable[[], Any]], int]] = {}
     baseline = sum_by_hand(session)
     for name, (numbers, calls) in SIZES.items():
@@ -126,7 +127,7 @@ def take_turns(session: hpctrain.Session, rounds: int) -> Times:
 
 
 def with_setting(name: str) -> float:
-    """The median over a session of its own."""
+    """Return the median time with one setting, measured in a new session."""
     with hpctrain.Session(backend="horovod", batch_size=1, **SETTINGS[name][0]) as session:
         call = gradients_with_hpctrain(session)
         block(session, call, 10)  # to warm up
@@ -134,7 +135,7 @@ def with_setting(name: str) -> float:
 
 
 def settings_in_turns(rounds: int) -> dict[str, list[float]]:
-    """By setting, a time for each round."""
+    """Return the times by setting, one per round."""
     times: dict[str, list[float]] = {name: [] for name in SETTINGS}
     for number in range(rounds):
         for name in order(list(SETTINGS), number):
@@ -143,7 +144,7 @@ def settings_in_turns(rounds: int) -> dict[str, list[float]]:
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """One rank; rank 0 writes the times."""
+    """Run one rank; rank 0 writes the times."""
     torch.set_num_threads(1)
     result: Times | float
     if arguments.setting:
@@ -156,7 +157,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
 
 def start(*options: str, **variables: str) -> Any:
-    """Start two ranks with more options and variables, and read what rank 0 wrote."""
+    """Start two ranks with more options and variables, and return what rank 0 wrote."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "times.json"
         command = [
@@ -177,7 +178,7 @@ def start(*options: str, **variables: str) -> Any:
 
 
 def compare(times: dict[str, list[float]], base: str) -> dict[str, dict[str, Any]]:
-    """Per arm its time, and what it is to the base of the same round."""
+    """Return for each arm its time, and its ratio to the base of the same round."""
     results = {}
     for name, own in times.items():
         ratios = [a / b for a, b in zip(own, times[base], strict=True)]
@@ -189,7 +190,7 @@ def compare(times: dict[str, list[float]], base: str) -> dict[str, dict[str, Any
 
 
 def show(title: str, results: dict[str, dict[str, Any]]) -> str:
-    """One comparison, for people."""
+    """Return one comparison as a text table."""
     rows = [(title, "µs", "×", "target", "")]
     for name, result in results.items():
         target = f"≤ {result['target']:g}" if "target" in result else ""
@@ -200,7 +201,7 @@ def show(title: str, results: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure, print, save."""
-    parser = argparse.ArgumentParser(description="A sum over the ranks, against the raw call.")
+    parser = argparse.ArgumentParser(description="Sums over the ranks, against direct calls.")
     parser.add_argument("--rounds", type=int, default=100, metavar="N", help="default: 100")
     add_save(parser)
     parser.add_argument("--rank-of", metavar="FILE", help=argparse.SUPPRESS)

@@ -1,14 +1,15 @@
-"""How long does a save stop the training, and what does it cost while it goes on?
+"""Cost of a checkpoint: how long a save stops the training, and how much its write slows work.
 
     python benchmarks/checkpoint.py [--rounds 8] [--megabytes 100 1000] [--folder DIR] [--save FILE]
 
-A state of that size, half weights and half momenta, is saved by hpctrain, by `torch.save`, and by
-torch's distributed checkpoint at once and asynchronously (one process with a gloo group, staging
-memory kept). All of them wait for the disk (fsync) before they are done. The arms take turns; none
-leaves the disk something to write. The stall is the time that the call takes, and is
-compared with that of `torch.save` in the same round; each arm's first save is apart, as memory is
-taken there. The tax is what a loop of matrix products loses while a save is written: it is timed
-against as many products just after it, once on one core and once on all, in half as many rounds.
+A state of the given size, half weights and half momenta, is saved by hpctrain, by `torch.save`, and
+by torch's distributed checkpoint, synchronously and asynchronously (one process with a gloo group,
+staging memory kept). A save ends only when the data is on the disk (fsync), so no arm leaves the
+disk something to write for the next one. The arms take turns. The stall is the duration of the
+call; it is compared with the stall of `torch.save` in the same round. The first save of each arm is
+reported separately, because it allocates memory. The tax is the slowdown of a loop of matrix
+products while a save is written, relative to as many products just after it. It is measured on one
+core and on all cores, in half as many rounds.
 """
 
 import argparse
@@ -43,13 +44,13 @@ Wait = Callable[[], None]
 
 
 class Arms:
-    """The ways to save a state; each returns what waits until it is on the disk."""
+    """The ways to save a state; each returns a function that waits until it is on the disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.step = 0
         self.writer = Writer(RunDirectory(folder / "run"), keep=1)
-        # Memory that is kept, as ours; what the other options do needs a GPU or processes.
+        # Staging memory is kept, as in hpctrain; the other options need a GPU or more processes.
         self.stager = DefaultStager(StagingOptions(False, False, False, False))
         self.all: dict[str, Callable[[State], Wait]] = {
             BASE: self.torch_save,
@@ -59,7 +60,7 @@ class Arms:
         }
 
     def torch_save(self, state: State) -> Wait:
-        """By hand."""
+        """Save with `torch.save` and fsync."""
         with open(self.folder / "state.pt", "wb") as file:
             torch.save(state, file)
             file.flush()
@@ -67,31 +68,31 @@ class Arms:
         return lambda: None
 
     def ours(self, state: State) -> Wait:
-        """In the background."""
+        """Save with hpctrain, in the background."""
         self.step += 1
         self.writer.save(self.step, state, {})
         return self.writer.wait
 
     def distributed_checkpoint(self, state: State) -> Wait:
-        """Torch's own, which syncs its files by default."""
+        """Save with torch's distributed checkpoint, which syncs its files by default."""
         dcp.save(state, checkpoint_id=self.folder / "dcp")
         return lambda: None
 
     def distributed_checkpoint_async(self, state: State) -> Wait:
-        """The same in the background, over memory that is kept."""
+        """Save with torch's distributed checkpoint in the background; staging memory is kept."""
         place = self.folder / "async"
         future = dcp.async_save(state, checkpoint_id=place, async_stager=self.stager)
         return lambda: future.result() and None
 
     def clear(self) -> None:
-        """Remove what was written."""
+        """Remove the files of all arms except hpctrain's."""
         for name in ("dcp", "async"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         (self.folder / "state.pt").unlink(missing_ok=True)
 
 
 def new_state(megabytes: int) -> State:
-    """Weights and momenta of fp32, of this many megabytes together."""
+    """Return fp32 weights and momenta, together of this many megabytes."""
     size = megabytes * 1_000_000 // 4 // 2 // TENSORS
     weights = {f"layer{n}.weight": torch.randn(size) for n in range(TENSORS)}
     momenta = {n: {"momentum_buffer": torch.randn(size)} for n in range(TENSORS)}
@@ -100,7 +101,7 @@ def new_state(megabytes: int) -> State:
 
 
 def resident(field: str) -> int:
-    """Bytes of memory of this process: `VmRSS` now, `VmHWM` at its peak."""
+    """Return the memory of this process in bytes: `VmRSS` is now, `VmHWM` is its peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -108,9 +109,9 @@ def resident(field: str) -> int:
 
 
 def timed(arm: Callable[[State], Wait], state: State) -> dict[str, float]:
-    """One save: the call, until all is on the disk, and the memory more at the peak."""
+    """Save once; return the seconds of the call and of the whole save, and the extra memory."""
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     begin = time.perf_counter()
     wait = arm(state)
     stall = time.perf_counter() - begin
@@ -120,7 +121,7 @@ def timed(arm: Callable[[State], Wait], state: State) -> dict[str, float]:
 
 
 def tax(arm: Callable[[State], Wait], state: State, threads: int) -> float:
-    """The time of a product while a save is written over that of one just after it."""
+    """Return the time of a product during a save, relative to one just after it."""
     torch.set_num_threads(threads)
     one, other = torch.randn(400, 400), torch.randn(400, 400)
     out = torch.empty(400, 400)
@@ -139,7 +140,7 @@ def tax(arm: Callable[[State], Wait], state: State, threads: int) -> float:
 
 
 class _Done:
-    """Whether a wait has come to its end, in a thread that only waits."""
+    """A wait in a thread of its own; `is_set` returns whether it has ended."""
 
     def __init__(self, wait: Wait) -> None:
         self._event = threading.Event()
@@ -153,7 +154,7 @@ class _Done:
 
 
 def take_turns(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """All rounds of one size, in this process."""
+    """Run all rounds of one size in this process, and return the measured values."""
     state = new_state(megabytes)
     arms = Arms(folder)
     cores = len(os.sched_getaffinity(0))
@@ -179,7 +180,7 @@ def take_turns(megabytes: int, rounds: int, folder: Path) -> dict[str, Any]:
 
 
 def start(megabytes: int, rounds: int, folder: str | None) -> dict[str, Any]:
-    """One size in a process of its own, so that no memory of another is there."""
+    """Measure one size in a new process, so that no memory of another size remains."""
     with tempfile.TemporaryDirectory(dir=folder) as path:
         result = Path(path) / "result.json"
         command = [sys.executable, __file__, "--rounds", str(rounds), "--folder", path]
@@ -189,7 +190,7 @@ def start(megabytes: int, rounds: int, folder: str | None) -> dict[str, Any]:
 
 
 def child(megabytes: int, rounds: int, folder: Path, result: Path) -> None:
-    """Measure one size and write what was found."""
+    """Measure one size and write the measured values."""
     warnings.simplefilter("ignore")
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     with contextlib.redirect_stdout(sys.stderr):
@@ -199,7 +200,7 @@ def child(megabytes: int, rounds: int, folder: Path, result: Path) -> None:
 
 
 def evaluate(found: dict[str, Any]) -> dict[str, Any]:
-    """Medians, and round by round what each stall is to that of torch.save."""
+    """Return medians, and the ratio of each stall to that of torch.save in the same round."""
     base = [one["stall"] for one in found["later"][BASE]]
     results: dict[str, Any] = {"arms": {}, "tax": {}}
     for name, later in found["later"].items():
@@ -219,7 +220,7 @@ def evaluate(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(megabytes: int, results: dict[str, Any]) -> str:
-    """The results of one size, for people."""
+    """Return the results of one size as text tables."""
     head = ("stall, s", "× torch.save", "until on the disk, s", "first stall, s", "MB more, first")
     rows = [(f"{megabytes} MB", *head, "MB more")]
     for name, result in results["arms"].items():
@@ -243,12 +244,12 @@ def show(megabytes: int, results: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure every size, print, save."""
-    parser = argparse.ArgumentParser(description="The stall of a save, and its tax.")
+    parser = argparse.ArgumentParser(description="The cost of a save: its stall and its tax.")
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="default: 8")
     parser.add_argument(
         "--megabytes", type=int, nargs="+", default=[100, 1000], help="default: 100 1000"
     )
-    parser.add_argument("--folder", metavar="DIR", help="on the disk to measure (default: /tmp)")
+    parser.add_argument("--folder", metavar="DIR", help="folder on the disk to measure (/tmp)")
     add_save(parser)
     parser.add_argument("--result", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

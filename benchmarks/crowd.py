@@ -1,4 +1,4 @@
-"""Thousands of ranks in one process: what each says on the way to rank 0, and nothing besides."""
+"""Thousands of simulated ranks in one process, with the client side of the rendezvous only."""
 
 import random
 import selectors
@@ -15,14 +15,14 @@ from hpctrain.rendezvous.messages import Credentials, Entry, decode, encode
 __all__ = ["PER_HOST", "Conversation", "Crowd", "client", "entry", "one_line"]
 
 PER_HOST = 8
-# About what a RendezvousClient does: it calls again after this.
+# Pause before a client connects again, about as in RendezvousClient.
 _PAUSE_SECONDS = 0.1
-# What a rank says, a line at a time, and what it hears.
+# Yields the bytes that a rank sends, and receives the bytes of the answer.
 Conversation = Generator[bytes, bytes, None]
 
 
 def entry(rank: int, size: int, common: Entry) -> Entry:
-    """What a rank of a GPU cluster would say: of its own are host, place, process and GPU."""
+    """Return the entry of a rank of a GPU cluster, with its own host, process and GPU."""
     dice = random.Random(rank)
     hosts = [f"node{number:04d}" for number in range(size // PER_HOST)]
     node, local = divmod(rank, PER_HOST)
@@ -48,7 +48,7 @@ def entry(rank: int, size: int, common: Entry) -> Entry:
 
 
 def client(credentials: Credentials, rank: int, hello: str, rosters: list[bytes]) -> Conversation:
-    """What a rank above 0 says, as `RendezvousClient` says it."""
+    """Yield the messages of a rank above 0, as `RendezvousClient` sends them."""
     challenge = Credentials.challenge()
     answer = decode((yield encode({"start": credentials.start, "challenge": challenge}))) or {}
     if not credentials.proves(answer.get("proof"), "host", challenge):
@@ -65,7 +65,7 @@ def client(credentials: Credentials, rank: int, hello: str, rosters: list[bytes]
 
 
 def _message(word: bytes) -> Generator[bytes, bytes, bytes]:
-    """Say a word, and hear the line of rank 0 that follows its proof."""
+    """Yield a message; return the line of rank 0 that follows its proof."""
     said = yield word
     while said.count(b"\n") < 2:
         said += yield b""
@@ -73,13 +73,13 @@ def _message(word: bytes) -> Generator[bytes, bytes, bytes]:
 
 
 def one_line() -> Conversation:
-    """The yardstick: as long as a greeting."""
+    """Yield one line that is as long as the first message of a client: the baseline."""
     yield encode({"start": "0" * 32, "challenge": Credentials.challenge()})
 
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """A connection of the crowd, and what was heard since the last line."""
+    """Connection of a simulated rank, with the bytes received since its last message."""
 
     connection: socket.socket
     rank: int
@@ -88,16 +88,16 @@ class Caller:
 
 
 class Crowd:
-    """Many callers in one process, who hold their connections until each is through.
+    """Many clients in one process; each keeps its connection until its conversation ends.
 
     Args:
-        size: callers.
-        says: what each one says, by rank from 1.
-        port: to call.
-        window: callers at once who have no answer yet.
+        size: number of clients.
+        says: returns the conversation of a client, by rank from 1.
+        port: port of the server on the loopback address.
+        window: most clients that wait for their first answer at the same time.
 
     Attributes:
-        lost: how often a caller was sent away, and called again.
+        lost: number of connections that closed too early; the client then connects again.
     """
 
     def __init__(
@@ -107,16 +107,16 @@ class Crowd:
         self.says = says
         self.port = port
         self.window = window
-        self.to_come = deque((0.0, rank) for rank in range(1, size + 1))  # from when on, who
+        self.to_come = deque((0.0, rank) for rank in range(1, size + 1))  # earliest time, rank
         self.entering: set[Caller] = set()
         self.through = self.lost = 0
         self.selector = selectors.DefaultSelector()
 
     def call(self, timeout: float) -> None:
-        """Until all are through.
+        """Run the conversations of all clients.
 
         Raises:
-            TimeoutError: they are not, after so many seconds.
+            TimeoutError: a conversation has not ended after `timeout` seconds.
         """
         limit = time.monotonic() + timeout
         while self.through < self.size:
@@ -162,7 +162,7 @@ class Crowd:
         except StopIteration:
             self._leave(caller)
             self.through += 1
-        self.entering.discard(caller)  # the first answer lets it in
+        self.entering.discard(caller)  # the first answer makes room in the window
 
     def _leave(self, caller: Caller) -> None:
         self.selector.unregister(caller.connection)

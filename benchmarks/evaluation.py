@@ -1,19 +1,20 @@
-"""What does an exact evaluation cost over one that pads, and by how much is the padded one wrong?
+"""Cost of an exact evaluation over one that pads, and the error of the padded one.
 
     python benchmarks/evaluation.py [--rounds 40] [--save FILE]
 
-Two ranks over gloo, on CPUs, and a model so small that what is counted weighs: three
-convolutions over images of 32 × 32. In the arms:
+Two ranks run over gloo, on CPUs. The model is small, three convolutions over images of 32 × 32, so
+that the cost of counting is visible. The arms:
 
-- padded: torch's DistributedSampler, which repeats samples until all ranks have as many; top-1,
-  top-5 and the loss are summed on each rank and once over both, as in PyTorch's ImageNet example
-- exact: `session.loader(train=False)` and `session.classification`, with the classes and the
-  confusion matrix beside
-- accelerate: `gather_for_metrics`, which gathers all outputs of each batch, and drops what is
-  repeated
+- padded: torch's DistributedSampler, which repeats samples until all ranks have equally many;
+  top-1, top-5 and the loss are summed on each rank and once over both, as in PyTorch's ImageNet
+  example
+- exact: `session.loader(train=False)` and `session.classification`, which also counts per class and
+  fills the confusion matrix
+- accelerate: `gather_for_metrics`, which gathers all outputs of each batch, and drops repeated
+  samples
 
-The arms take turns in the same processes, a whole evaluation each, and each is compared with the
-padded one of its round. The samples do not divide by the ranks, as those of real sets do not.
+The arms take turns in the same processes, a whole evaluation each. Each is compared with the padded
+arm of its round. As in most real data sets, the samples cannot be divided evenly over the ranks.
 """
 
 import argparse
@@ -46,7 +47,7 @@ Evaluation = Callable[[], Figures]
 
 
 def samples() -> tuple[TensorDataset, nn.Module]:
-    """A set, and a model that is right at times; the same on all ranks."""
+    """Return a data set and a model that is sometimes right, the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(SAMPLES, 3, SIZE, SIZE, generator=generator)
     torch.manual_seed(0)
@@ -61,20 +62,20 @@ def samples() -> tuple[TensorDataset, nn.Module]:
 
 
 def counted(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Right by top-1 and top-5, the loss, and the samples; as sums, in float64."""
+    """Return sums in float64: top-1 hits, top-5 hits, loss and samples."""
     near = outputs.topk(5).indices == targets[:, None]
     loss = cross_entropy(outputs, targets, reduction="sum")
     return torch.stack([near[:, 0].sum(), near.sum(), loss, loss.new_tensor(len(targets))]).double()
 
 
 def figures(sums: Tensor) -> Figures:
-    """What `counted` has summed, over its samples."""
+    """Return the means per sample from the sums of `counted`, and the number of samples."""
     top1, top5, loss, count = sums.tolist()
     return {"top1": top1 / count, "top5": top5 / count, "loss": loss / count, "samples": count}
 
 
 def padded(session: hpctrain.Session, dataset: TensorDataset, model: nn.Module) -> Evaluation:
-    """The usual way: with samples repeated until all ranks have as many."""
+    """Return the usual evaluation: samples repeat until all ranks have equally many."""
     world = session.world
     sampler: Any = DistributedSampler(dataset, world.world_size, world.rank, shuffle=False)
     loader = DataLoader(dataset, BATCH, sampler=sampler)
@@ -90,7 +91,7 @@ def padded(session: hpctrain.Session, dataset: TensorDataset, model: nn.Module) 
 
 
 def exact(session: hpctrain.Session, dataset: TensorDataset, model: nn.Module) -> Evaluation:
-    """Every sample once, by hpctrain."""
+    """Return hpctrain's evaluation, which counts each sample once."""
     loader = session.loader(dataset, train=False, batch_size=BATCH)
 
     def evaluation() -> Figures:
@@ -108,7 +109,7 @@ def exact(session: hpctrain.Session, dataset: TensorDataset, model: nn.Module) -
 def with_accelerate(
     session: hpctrain.Session, dataset: TensorDataset, model: nn.Module
 ) -> Evaluation:
-    """Accelerate's, as its guide to metrics has it."""
+    """Return Accelerate's evaluation, as in its guide to metrics."""
     from accelerate import Accelerator
 
     with launched(session):
@@ -128,14 +129,14 @@ ARMS = {BASE: padded, EXACT: exact, ACCELERATE: with_accelerate}
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """One rank; rank 0 writes the times of each arm, and what it reports."""
+    """Run one rank; rank 0 writes the times of each arm, and the metrics that it reports."""
     torch.set_num_threads(1)
     with hpctrain.Session(backend="ddp", batch_size=BATCH) as session:
         dataset, model = samples()
         names = [name for name in ARMS if name != ACCELERATE or _has_accelerate()]
         with torch.no_grad():
             arms = {name: ARMS[name](session, dataset, model) for name in names}
-            reported = {name: arm() for name, arm in arms.items()}  # and to warm up
+            reported = {name: arm() for name, arm in arms.items()}  # also warms up
             times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
             for number in range(arguments.rounds):
                 for name in order(names, number):
@@ -156,7 +157,7 @@ def _has_accelerate() -> bool:
 
 
 def measure(rounds: int) -> dict[str, dict[str, Any]]:
-    """Start the ranks; per arm its time, what that is to the padded one, and what it reports."""
+    """Start the ranks; return each arm's time, ratio to the padded arm, and reported metrics."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "times.json")
         command = [
@@ -186,7 +187,7 @@ def measure(rounds: int) -> dict[str, dict[str, Any]]:
 
 
 def show(results: dict[str, dict[str, Any]]) -> str:
-    """For people: times, then what each arm reports and how far that is from one process."""
+    """Return two text tables: times, and each arm's metrics with their error."""
     times = [("two ranks over gloo", "ms", "× padded", "× padded, processor", "target")]
     numbers = [("", "top-1", "off by, points", "top-5", "off by, points", "loss", "samples")]
     truth = results["one process"]["reported"]

@@ -1,10 +1,11 @@
-"""How long from the command to the first all-reduce? Two ranks over gloo, against torchrun.
+"""Time from the command to the first all-reduce, with two ranks over gloo, against torchrun.
 
     python benchmarks/first_allreduce.py [--rounds 8] [--save FILE]
 
-The clock starts before the command and stops when both ranks have printed the sum; how the command
-ends is not counted. The arms take turns, and each is compared with torchrun and the script by hand
-of its own round. Nearly all of it is imports: where the machine does something else, all arms wait.
+The clock starts before the command and stops when both ranks have printed the sum. The end of the
+command is not counted. The arms take turns. Each is compared with the baseline of its own round:
+torchrun with a script that does not use hpctrain. Most of the time is spent on imports, so other
+load on the machine slows all arms.
 """
 
 import argparse
@@ -46,21 +47,21 @@ TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node",
 RUN = (sys.executable, "-m", "hpctrain", "run", "--nproc-per-node", str(RANKS))
 BASE = "torchrun, by hand"
 TARGET_ARM, TARGET_RATIO = "hpctrain run, Session", 1.0
-# A new arm is a line here: what it is called, and the command.
+# To add an arm, add a line: its name and its command.
 ARMS = {
     BASE: (*TORCHRUN, "by_hand.py"),
     "torchrun, Session": (*TORCHRUN, "with_session.py"),
     TARGET_ARM: (*RUN, "with_session.py"),
-    # It gives the ranks the variables of torchrun, which env:// reads.
+    # --as torchrun gives the ranks the variables of torchrun, which env:// reads.
     "hpctrain run --as torchrun, by hand": (*RUN, "--as", "torchrun", "by_hand.py"),
 }
 
 
 def seconds(command: tuple[str, ...], environment: dict[str, str], folder: str) -> float:
-    """From before the start until each rank has printed its sum.
+    """Return the seconds from before the start until each rank has printed its sum.
 
     Raises:
-        SystemExit: they did not within the time, or the command failed.
+        SystemExit: a rank did not print its sum within the timeout, or the command failed.
     """
     start = time.perf_counter()
     process = subprocess.Popen(
@@ -97,7 +98,7 @@ def _watch(process: subprocess.Popen[bytes], start: float) -> float:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Leave nothing behind of a start that hangs or failed."""
+    """End all processes of a start that hangs or failed."""
     if process.poll() is None:
         process.terminate()  # launchers end their ranks, which have process groups of their own
         try:
@@ -110,14 +111,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
-    """The times of each arm, one for each round."""
-    # Without bytecode caches it would be the compiler that is measured.
+    """Return the times of each arm, one per round."""
+    # Without bytecode caches, the time would include the compiler.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     times: dict[str, list[float]] = {name: [] for name in ARMS}
     with tempfile.TemporaryDirectory() as folder:
         for name, text in SCRIPTS.items():
             (Path(folder) / name).write_text(text)
-        for command in ARMS.values():  # writes the caches, and brings the files into memory
+        for command in ARMS.values():  # warms up: writes the caches, loads the files into memory
             seconds(command, environment, folder)
         for number in range(rounds):
             for name in order(list(ARMS), number):
@@ -126,7 +127,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
 
 
 def evaluate(times: dict[str, list[float]]) -> dict[str, dict]:
-    """Per arm the time, and what it is to the base of the same round."""
+    """Return for each arm its time, and its ratio to the base of the same round."""
     results: dict[str, dict] = {}
     for name, own in times.items():
         results[name] = {"s": summary(own), "all_s": own}
@@ -140,7 +141,7 @@ def evaluate(times: dict[str, list[float]]) -> dict[str, dict]:
 
 
 def show(results: dict[str, dict]) -> str:
-    """The results for people."""
+    """Return the results as a text table."""
     rows = [("", "s", f"× {BASE}", "target", "")]
     for name, result in results.items():
         ratio, target = result.get("ratio"), result.get("target")

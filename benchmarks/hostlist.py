@@ -1,9 +1,9 @@
-"""What does a host list cost? Three of 10,000 hosts, against the plainest loop for the same names.
+"""Cost of host lists: three lists of 10,000 hosts, against the simplest loop for the same names.
 
     python benchmarks/hostlist.py [--rounds 60] [--save FILE]
 
-The arms take turns, and each is compared with the comprehension of its own round, so whatever else
-the machine does falls on all of them.
+The arms take turns, and each is compared with the comprehension of its own round, so other load on
+the machine affects all of them.
 """
 
 import argparse
@@ -19,7 +19,7 @@ HOSTS = 10_000
 
 
 def comprehension() -> list[str]:
-    """The names of the first list, by hand."""
+    """Return the names of the first list: the baseline."""
     return [f"n{i:05d}" for i in range(HOSTS)]
 
 
@@ -30,7 +30,7 @@ LISTS = {
     "n00000,n00001,…": ",".join(NAMES),
 }
 BASE = 'f"n{i:05d}"'
-# A new arm is a line here. Where there is a target, it is a multiple of the base, or microseconds.
+# To add an arm, add a line. A target, if any, is a multiple of the base, or microseconds.
 ARMS: dict[str, Callable[[], object]] = {
     BASE: comprehension,
     **{f"expand {name}": lambda text=text: expand(text) for name, text in LISTS.items()},
@@ -39,12 +39,12 @@ ARMS: dict[str, Callable[[], object]] = {
 }
 MOST_TIMES = {f"expand {name}": 0.7 for name in LISTS}
 MOST_MICROSECONDS = {f"first {name}": 50.0 for name in LISTS}
-# Alike in time, so that no arm is measured within the noise of the clock.
+# Every block takes long enough that the noise of the clock does not matter.
 CALLS = {name: 500 if name.startswith("first") else 5 for name in ARMS}
 
 
 def microseconds(arm: Callable[[], object], calls: int) -> float:
-    """One call, on average over some in a row."""
+    """Return the microseconds of one call, averaged over several calls in a row."""
     start = time.perf_counter()
     for _ in range(calls):
         arm()
@@ -52,7 +52,7 @@ def microseconds(arm: Callable[[], object], calls: int) -> float:
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
-    """The times of each arm, one for each round."""
+    """Return the times of each arm, one per round."""
     for name, text in LISTS.items():
         hosts = expand(text)
         if len(hosts) != HOSTS or first(text) != hosts[0]:
@@ -69,7 +69,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
 
 
 def evaluate(times: dict[str, list[float]]) -> dict[str, dict]:
-    """Per arm the time, and what multiple it is of the base in the same round."""
+    """Return for each arm its time, and its ratio to the base of the same round."""
     results: dict[str, dict] = {}
     for name, own in times.items():
         us = summary(own)
@@ -85,7 +85,7 @@ def evaluate(times: dict[str, list[float]]) -> dict[str, dict]:
 
 
 def show(results: dict[str, dict]) -> str:
-    """The results for people."""
+    """Return the results as a text table."""
     rows = [("", "µs", f"× {BASE}", "target", "", "rounds")]
     for name, result in results.items():
         rows.append(

@@ -1,21 +1,22 @@
-"""Images per second of ResNet-50's training: hpctrain, the best loop by hand, and others' loops.
+"""Images per second when training ResNet-50: hpctrain, the baseline, and others' loops.
 
     python benchmarks/imagenet.py [--data PATH] [--rounds 20] [--steps 20] [--save FILE]
 
-On one GPU, all arms in one process and in turns, a block of steps each:
+All arms run in one process on one GPU. They take turns, a block of steps each:
 
-- by hand: channels last, bf16 autocast, a fused optimizer, nothing read from the device;
+- by hand (the baseline): channels last, bf16 autocast, a fused optimizer, nothing read from the
+  device;
 - by hand, compiled, and hpctrain, compiled: the same with torch.compile;
-- hpctrain: `session.autocast()`, `session.step()`, `run.log` as in examples/imagenet.py;
-- like torchvision's script, like timm's: what a step of references/classification/train.py (of
-  torchvision 0.29) and of timm's train.py (of 1.0) does with `--amp` and otherwise their defaults,
-  written here anew: no channels last, an optimizer that is not fused, fp16 with a GradScaler, and
-  in torchvision's the loss and two accuracies read from the device at each step.
+- hpctrain: `session.autocast()` and `session.step()`, as in examples/imagenet.py;
+- like torchvision's script, like timm's script: the step of references/classification/train.py
+  (torchvision 0.29) and of timm's train.py (1.0) with `--amp` and otherwise their defaults, written
+  again here: no channels last, an optimizer that is not fused, and fp16 with a GradScaler; the step
+  of torchvision also reads the loss and two accuracies from the device.
 
-Their batches lie on the GPU. With `--data`, the folder or the shards of real images, there are two
-arms more: hpctrain's whole way from files, and torchvision's usual one (Pillow, floats from the
-workers) into the loop by hand, with as many workers. The targets: 0.99 of the loop by hand, and
-faster than the other two. Without a GPU it shows that the program works; that is no result.
+The batches of these arms are on the GPU. `--data FOLDER`, a folder of real images, adds two arms
+with equally many workers: hpctrain's whole input from files, and torchvision's usual input (Pillow,
+floats from the workers) for the baseline. The targets: 0.99 of the baseline, and faster than the
+steps of torchvision and timm. Without a GPU, a run only checks that the program works.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def baseline(
     compiled: bool = False,
     read: Callable[[Tensor, Tensor, Tensor], Any] = lambda loss, outputs, targets: None,
 ) -> Step:
-    """A step without hpctrain."""
+    """Return a training step without hpctrain."""
     torch.manual_seed(0)
     model = torchvision.models.get_model(name, num_classes=CLASSES).to(device)
     if channels_last:
@@ -82,7 +83,7 @@ def baseline(
 
 
 def with_hpctrain(session: hpctrain.Session, batches: Batches, name: str) -> Step:
-    """The step of examples/imagenet.py."""
+    """Return the training step of examples/imagenet.py."""
     torch.manual_seed(0)
     model = torchvision.models.get_model(name, num_classes=CLASSES)
     optimizer = torch.optim.SGD(
@@ -100,13 +101,13 @@ def with_hpctrain(session: hpctrain.Session, batches: Batches, name: str) -> Ste
 
 
 def accuracies(loss: Tensor, outputs: Tensor, targets: Tensor) -> tuple[float, ...]:
-    """What torchvision's script reads from the device at each step."""
+    """Read loss, top-1 and top-5 from the device, as torchvision's script does at each step."""
     hits = outputs.topk(min(5, outputs.shape[1])).indices == targets[:, None]
     return loss.item(), hits[:, 0].float().mean().item(), hits.any(1).float().mean().item()
 
 
 def resident(session: hpctrain.Session, count: int, size: int) -> Batches:
-    """Batches that lie on the device already."""
+    """Return batches that are already on the device."""
     made = [
         session.placement((torch.randn(count, 3, size, size), torch.randint(CLASSES, (count,))))
         for _ in range(4)
@@ -115,20 +116,20 @@ def resident(session: hpctrain.Session, count: int, size: int) -> Batches:
 
 
 def forever(loader: Any) -> Batches:
-    """Epoch after epoch."""
+    """Yield batches epoch after epoch, without end."""
     while True:
         yield from loader
 
 
 def files_hpctrain(session: hpctrain.Session, path: str, size: int) -> Batches:
-    """Batches from files, as examples/imagenet.py has them."""
+    """Return batches from files, loaded as in examples/imagenet.py."""
     crop = data.RandomResizedCrop(size)
     train_set = data.ImageSet(data.image_source(path, "train"), crop)
     return forever(session.loader(train_set, on_device=data.Normalize(MEAN, STD)))
 
 
 def files_torchvision(session: hpctrain.Session, path: str, size: int, count: int) -> Batches:
-    """Batches from files by torchvision's usual transforms."""
+    """Return batches from files, made by torchvision's usual transforms."""
     steps = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
     steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     folder = torchvision.datasets.ImageFolder(os.path.join(path, "train"), v2.Compose(steps))
@@ -141,11 +142,11 @@ def files_torchvision(session: hpctrain.Session, path: str, size: int, count: in
 
 
 def arms(opened: dict[bool, hpctrain.Session], arguments: argparse.Namespace) -> dict[str, Step]:
-    """The arms by name.
+    """Return the arms by name.
 
     Args:
-        opened: a session that does not compile, and on GPUs one that does.
-        arguments: of the command line.
+        opened: session by whether it compiles; the one that compiles exists only on GPUs.
+        arguments: parsed command line.
     """
     session, name = opened[False], arguments.model
     fused = session.device.type == "cuda"
@@ -171,10 +172,10 @@ def arms(opened: dict[bool, hpctrain.Session], arguments: argparse.Namespace) ->
 
 
 def measure(steps: dict[str, Step], arguments: argparse.Namespace, device: torch.device) -> Any:
-    """Per arm the images per second, and round by round what they are to the arm of `BASE`."""
+    """Return each arm's images per second, and their ratio to the arm of `BASE` per round."""
     speeds: dict[str, list[float]] = {arm: [] for arm in steps}
     for step in steps.values():
-        block(step, arguments.steps, device)  # to warm up
+        block(step, arguments.steps, device)  # warms up
     for number in range(arguments.rounds):
         for arm in order(list(steps), number):
             seconds = block(steps[arm], arguments.steps, device)
@@ -189,7 +190,7 @@ def measure(steps: dict[str, Step], arguments: argparse.Namespace, device: torch
 
 
 def show(model: str, results: dict[str, Any]) -> str:
-    """The results, for people."""
+    """Return the results as a text table."""
     rows = [(model, "images/s", "×", "of", f"at least {TARGET}")]
     for arm, result in results.items():
         speed, base = describe(result["images_per_second"]), result.get("base", "")
@@ -203,12 +204,12 @@ def main() -> None:
     """Measure, print, save."""
     has_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description="ResNet-50's training, against other loops.")
-    parser.add_argument("--model", default="resnet50", help="of torchvision (resnet50)")
+    parser.add_argument("--model", default="resnet50", help="torchvision model (resnet50)")
     parser.add_argument("--data", metavar="PATH", help="folder of train/CLASS/*.jpg")
-    parser.add_argument("--size", type=int, default=224, metavar="PIXELS", help="of images (224)")
+    parser.add_argument("--size", type=int, default=224, metavar="PIXELS", help="image size (224)")
     parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="default: 256")
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="default: 20")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of a block (20)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps per block (20)")
     add_save(parser)
     arguments = parser.parse_args()
     if arguments.rounds < 2:

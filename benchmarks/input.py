@@ -1,13 +1,13 @@
-"""How many images a second does one core prepare, and a loader with two processes?
+"""Images per second that one core prepares, and a loader with two processes.
 
     python benchmarks/input.py [--rounds 10] [--images 120] [--save FILE]
 
-Photographs of 500 × 375 (examples/photographs.py; about 60 kB each) lie in memory as JPEG. One
-thread makes 3 × 224 × 224 random crops of them: by torchvision's usual pipeline over Pillow, to
-floats and to bytes, and by hpctrain. The decoders alone are beside them. Then a DataLoader with two
-processes reads the same files, by torchvision's ImageFolder and by hpctrain, from a folder and from
-tar files. The arms take turns; each is compared with the first of its table in the same round. The
-target is 1.5 times the images a second of the pipeline over Pillow.
+Photographs of 500 × 375 (examples/photographs.py; about 60 kB each) are in memory as JPEG. One
+thread makes random crops of 3 × 224 × 224: with torchvision's usual pipeline over Pillow, to floats
+and to bytes, and with hpctrain. The decoders are also measured alone. Then a DataLoader with two
+processes reads the same files: with torchvision's ImageFolder, and with hpctrain from a folder and
+from tar files. The arms take turns; each is compared with the first arm of its table in the same
+round. The target is 1.5 times the images per second of the pipeline over Pillow to floats.
 """
 
 import argparse
@@ -45,7 +45,7 @@ Arms = dict[str, Callable[[], object]]
 
 
 def on_one_core(files: list[bytes]) -> tuple[Arms, Arms]:
-    """What makes crops of all files, and what only decodes them."""
+    """Return the arms that make crops of all files, and those that only decode them."""
     floats, pixels = v2.Compose([*CROP, *TO_FLOATS]), v2.Compose([*CROP, v2.PILToTensor()])
     crop, fast, pillow = data.RandomResizedCrop(224), decoding.find("auto"), decoding.Pillow()
 
@@ -82,7 +82,7 @@ def on_one_core(files: list[bytes]) -> tuple[Arms, Arms]:
 
 
 def by_loaders(folder: Path, tar: Path) -> Arms:
-    """What reads a whole data set by two processes, which stay."""
+    """Return arms that read a whole data set with two processes, which stay alive."""
     usual = torchvision.datasets.ImageFolder(folder / "train", v2.Compose([*CROP, *TO_FLOATS]))
     sets: dict[str, Any] = {BASE: usual}
     for name, place in (("folder", folder), ("tar files", tar)):
@@ -94,12 +94,12 @@ def by_loaders(folder: Path, tar: Path) -> Arms:
 
 
 def drained(batches: Iterable[Any]) -> int:
-    """The number of batches."""
+    """Read all batches and return their number."""
     return sum(1 for _ in batches)
 
 
 def take_turns(arms: Arms, images: int, rounds: int) -> dict[str, list[float]]:
-    """Images a second of each arm in each round, after one that does not count."""
+    """Return each arm's images per second in each round, after one round to warm up."""
     rates: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds + 1):
         for name in order(list(arms), number):
@@ -111,7 +111,7 @@ def take_turns(arms: Arms, images: int, rounds: int) -> dict[str, list[float]]:
 
 
 def evaluate(rates: dict[str, list[float]]) -> dict[str, Any]:
-    """Images a second, and how many times those of the first arm in the same round."""
+    """Return images per second, and their ratio to the first arm of the same round."""
     base = next(iter(rates.values()))
     return {
         name: {
@@ -123,7 +123,7 @@ def evaluate(rates: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def show(title: str, results: dict[str, Any]) -> str:
-    """One table."""
+    """Return the results as a text table."""
     base = next(iter(results))
     rows = [(title, "images/s", f"× {base}")]
     for name, result in results.items():
@@ -133,7 +133,7 @@ def show(title: str, results: dict[str, Any]) -> str:
 
 
 def judged(results: dict[str, Any], name: str) -> str:
-    """Whether an arm is fast enough; the verdict is of the time, where less is better."""
+    """Return the verdict on an arm's ratio, inverted because less is better in `verdict`."""
     ratio = results[name]["ratio"]
     inverse = {"median": 1 / ratio["median"], "low": 1 / ratio["high"], "high": 1 / ratio["low"]}
     return verdict(inverse, 1 / TARGET)
@@ -141,7 +141,7 @@ def judged(results: dict[str, Any], name: str) -> str:
 
 def main() -> None:
     """Measure, print, save."""
-    parser = argparse.ArgumentParser(description="Images a second, before they reach a GPU.")
+    parser = argparse.ArgumentParser(description="Images per second, before they reach a GPU.")
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="default: 10")
     parser.add_argument("--images", type=int, default=120, metavar="N", help="default: 120")
     add_save(parser)

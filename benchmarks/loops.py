@@ -1,12 +1,12 @@
-"""The loops that `step_overhead.py` compares: the same work by hand, with hpctrain, with others.
+"""The loops that `step_overhead.py` compares: the baseline, hpctrain, and other libraries.
 
-Each is a function that gets a `Setup` and yields after each step. What is logged every 10 steps:
+Each loop is a function that takes a `Setup` and yields after each step. Logged every 10 steps:
 
-- by hand: the mean loss of these steps and of all ranks, the rate and images per second, as a line
-  of JSON
+- by hand (the baseline): the mean loss of these steps over all ranks, the learning rate and the
+  samples per second, as a line of JSON
 - bare: nothing
-- hpctrain: the same, and the wait for data
-- accelerate, Lightning Fabric, ignite: what is logged by hand
+- hpctrain: the same as by hand, and the time spent waiting for data
+- accelerate, Lightning Fabric, ignite: the same as by hand
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ BATCH, FEATURES, WIDTH, CLASSES = 32, 32, 128, 10
 
 
 def data(samples: int) -> TensorDataset:
-    """So many samples, the same in every arm."""
+    """Return this many samples, the same in every arm."""
     generator = torch.Generator().manual_seed(0)
     return TensorDataset(
         torch.randn(samples, FEATURES, generator=generator),
@@ -51,13 +51,13 @@ def data(samples: int) -> TensorDataset:
 
 @dataclasses.dataclass
 class Setup:
-    """What every arm begins with: the same work.
+    """Settings and parts of the work, which are the same for every arm.
 
     Attributes:
-        session: whose ranks and process group all arms use.
-        dataset: to train on.
-        folder: for logs.
-        steps: that are taken in a row.
+        session: session whose ranks and process group all arms use.
+        dataset: data set to train on.
+        folder: folder for logs.
+        steps: steps per block.
     """
 
     session: hpctrain.Session
@@ -66,7 +66,7 @@ class Setup:
     steps: int
 
     def parts(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """A new model and its optimizer; the same weights in every arm."""
+        """Return a new model and its optimizer, with the same weights in every arm."""
         torch.manual_seed(0)
         model = nn.Sequential(
             nn.Linear(FEATURES, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(),
@@ -77,7 +77,7 @@ class Setup:
     def shared(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Both as an expert lets the ranks share them, with the settings of hpctrain."""
+        """Return both for data-parallel training by DDP or Horovod, set as in hpctrain."""
         if self.backend == "ddp":
             model = DistributedDataParallel(
                 model, gradient_as_bucket_view=True, broadcast_buffers=False
@@ -91,7 +91,7 @@ class Setup:
         return model, optimizer
 
     def baseline(self) -> DataLoader[Any]:
-        """The loader that an expert writes."""
+        """Return the loader of the baseline, from torch's own classes."""
         world = self.session.world
         sampler: Any = RandomSampler(self.dataset)
         if world.world_size > 1:
@@ -99,16 +99,16 @@ class Setup:
         return DataLoader(self.dataset, batch_sampler=BatchSampler(sampler, BATCH, drop_last=True))
 
     def plain(self) -> DataLoader[Any]:
-        """The loader of one process, as others ask for it."""
+        """Return a loader for one process, which other libraries split over the ranks."""
         return DataLoader(self.dataset, BATCH, shuffle=True, drop_last=True)
 
     @property
     def backend(self) -> str:
-        """How the ranks talk."""
+        """Name of the communication backend."""
         return self.session.backend.name
 
     def mean(self, loss: float) -> float:
-        """The mean over the ranks, as an expert writes it."""
+        """Return the mean over the ranks, by a direct call of torch or Horovod."""
         world_size = self.session.world.world_size
         if self.backend == "horovod":
             import horovod.torch as hvd
@@ -122,7 +122,7 @@ class Setup:
 
     @contextmanager
     def log(self, name: str, optimizer: Any) -> Iterator[Callable[[float], None]]:
-        """What takes the loss of each step, and writes a line of JSON every 10 of them."""
+        """Yield a function that takes each step's loss and logs a line of JSON every 10 steps."""
         world, step, total, since = self.session.world, 0, 0.0, time.perf_counter()
 
         def add(loss: float) -> None:
@@ -147,7 +147,7 @@ class Setup:
 
 
 def baseline(setup: Setup) -> Iterator[None]:
-    """The loop that an expert writes, with the log that an expert has."""
+    """Run the baseline: a loop that uses torch or Horovod directly, with a log."""
     model, optimizer = setup.shared(*setup.parts())
     with setup.log("by-hand", optimizer) as log:
         for inputs, targets in setup.baseline():
@@ -160,7 +160,7 @@ def baseline(setup: Setup) -> Iterator[None]:
 
 
 def bare(setup: Setup) -> Iterator[None]:
-    """By hand over hpctrain's loader, without a log: only the work that no loop can leave out."""
+    """Run the baseline's steps over hpctrain's loader, without a log: the least possible work."""
     model, optimizer = setup.shared(*setup.parts())
     for inputs, targets in setup.session.loader(setup.dataset):
         loss = cross_entropy(model(inputs), targets)
@@ -171,7 +171,7 @@ def bare(setup: Setup) -> Iterator[None]:
 
 
 def with_hpctrain(setup: Setup) -> Iterator[None]:
-    """The loop of hpctrain's examples, with everything on that is on by default."""
+    """Run the loop of hpctrain's examples, with all features that are on by default."""
     session = setup.session
     model, _ = session.prepare(*setup.parts())
     loader = session.loader(setup.dataset)
@@ -187,9 +187,9 @@ def with_hpctrain(setup: Setup) -> Iterator[None]:
 
 @contextmanager
 def launched(session: hpctrain.Session) -> Iterator[None]:
-    """The variables by which others learn of the ranks, for as long as they ask.
+    """Set the variables from which other libraries read the ranks, within the `with` block.
 
-    The process group is there by then, and they take it as it is.
+    The process group exists already, and the libraries use it.
     """
     world = session.world
     environ = {
@@ -204,7 +204,7 @@ def launched(session: hpctrain.Session) -> Iterator[None]:
 
 
 def with_accelerate(setup: Setup) -> Iterator[None]:
-    """The loop of Accelerate's quick tour."""
+    """Run the loop of Accelerate's quick tour."""
     from accelerate import Accelerator
 
     with launched(setup.session):
@@ -222,7 +222,7 @@ def with_accelerate(setup: Setup) -> Iterator[None]:
 
 
 def with_fabric(setup: Setup) -> Iterator[None]:
-    """The loop of Fabric's introduction."""
+    """Run the loop of Fabric's introduction."""
     from lightning_fabric import Fabric
 
     size = setup.session.world.world_size
@@ -243,7 +243,7 @@ def with_fabric(setup: Setup) -> Iterator[None]:
 
 
 def with_ignite(setup: Setup) -> Iterator[None]:
-    """An ignite Engine around the step by hand, which logs in a handler."""
+    """Run the baseline's step in an ignite Engine, which logs in a handler."""
     from ignite.engine import Engine, Events
 
     model, optimizer = setup.shared(*setup.parts())
@@ -261,7 +261,7 @@ def with_ignite(setup: Setup) -> Iterator[None]:
         engine.add_event_handler(
             Events.ITERATION_COMPLETED, lambda engine: log(engine.state.output)
         )
-        # Its loop cannot yield: it takes all steps of a block, then the others cost nothing.
+        # Its loop cannot yield. It takes all steps of a block at once; the yields cost nothing.
         engine.add_event_handler(Events.ITERATION_COMPLETED(every=setup.steps), engine.interrupt)
         loader = setup.baseline()
         while True:
@@ -272,12 +272,12 @@ def with_ignite(setup: Setup) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A loop that takes part.
+    """A loop to measure.
 
     Attributes:
-        loop: yields after each step.
-        has_target: whether the targets are its own.
-        package: that it needs, as it is imported; of a peer.
+        loop: function that runs the loop and yields after each step.
+        has_target: whether the targets apply to this arm.
+        package: import name of the other library that the loop uses; None if it uses none.
     """
 
     loop: Callable[[Setup], Iterator[None]]
@@ -286,7 +286,7 @@ class Arm:
 
 
 BASE = "by hand"
-# A new arm is a function that yields after each step, and a line here.
+# To add an arm, write a function that yields after each step, and add a line here.
 ARMS = {
     BASE: Arm(baseline),
     "bare, no log": Arm(bare),
@@ -298,7 +298,7 @@ ARMS = {
 
 
 def missing(backend: str) -> dict[str, str]:
-    """The arms that cannot take part over a backend, each with the reason."""
+    """Return the arms that cannot run over a backend, each with the reason."""
     reasons = {}
     for name, arm in ARMS.items():
         if arm.package and backend == "horovod":

@@ -1,6 +1,6 @@
-"""What the benchmarks share: spread, pairs, verdicts, what machine it was, and results. No torch.
+"""Functions shared by the benchmarks: statistics, verdicts, machine, result files; no torch.
 
-All but the verdicts and the results is what `hpctrain bench` measures with.
+All except verdicts, commit and result files are functions of `hpctrain bench`.
 """
 
 import argparse
@@ -27,32 +27,32 @@ __all__ = [
 ]
 
 _TOP = Path(__file__).resolve().parent.parent
-# Folders of the results that pages are made of.
+# Folders of the results from which the pages are made.
 _RESULTS = ("benchmarks/results", "docs/results")
-# No figure depends on these: results of one run may lie there, uncommitted, while the next begins.
+# No figure depends on these files. Results of one run may be uncommitted when the next begins.
 _WITHOUT_EFFECT = (*_RESULTS, "*.md")
 
 
 def verdict(figures: Mapping[str, float], limit: float) -> str:
-    """Whether the median keeps to a limit, and whether the spread lets one say so."""
+    """Return whether the median meets a limit, and whether the spread makes this uncertain."""
     said = "met" if figures["median"] <= limit else "missed"
     sure = figures["high"] <= limit or figures["low"] > limit
     return said if sure else f"{said}, within the noise"
 
 
 def facts(packages: Sequence[str]) -> dict[str, Any]:
-    """What a figure means nothing without: date, command, machine, versions, commit.
+    """Return what every result needs: date, command, machine, versions, commit.
 
     Args:
-        packages: whose versions matter.
+        packages: packages whose versions are recorded.
     """
     return {**measure.facts(packages), "commit": commit()}
 
 
 def commit() -> str | None:
-    """The commit of this tree, with a + where it has changes that are not committed.
+    """Return the commit of this tree, with a + if it has uncommitted changes.
 
-    None where this is no git repository.
+    None if this is not a git repository.
     """
     left_out = [f":!{path}" for path in _WITHOUT_EFFECT]
     try:
@@ -66,14 +66,14 @@ def commit() -> str | None:
 
 
 def place(name: str) -> Path:
-    """Where a record may be written; the type of an option.
+    """Return a path where a record may be written; for argparse's `type`.
 
     Args:
-        name: of a file or folder.
+        name: name of a file or folder.
 
     Raises:
-        argparse.ArgumentTypeError: it is among the results of this tree, and the tree has changes
-            that are not committed, so that nobody could measure the same again.
+        argparse.ArgumentTypeError: the path is among the results of this tree, and the tree has
+            uncommitted changes or no git repository, so that the measurement could not be repeated.
     """
     path = Path(name).resolve()
     among_results = any(path.is_relative_to(_TOP / folder) for folder in _RESULTS)
@@ -88,15 +88,15 @@ def place(name: str) -> Path:
 
 
 def add_save(parser: argparse.ArgumentParser) -> None:
-    """Give a benchmark's command its option `--save`."""
-    parser.add_argument("--save", metavar="FILE", type=place, help="the results as JSON")
+    """Add the option `--save` to the parser of a benchmark."""
+    parser.add_argument("--save", metavar="FILE", type=place, help="write the results as JSON")
 
 
 def save(path: Path | None, record: Mapping[str, Any]) -> None:
-    """Write a record as JSON, where a file was named.
+    """Write a record as JSON, if a path is given.
 
     Raises:
-        SystemExit: the tree was changed since `--save` was read.
+        SystemExit: the path is among the results, and the tree has changed since `--save` was read.
     """
     if not path:
         return

@@ -1,13 +1,14 @@
-"""Does hpctrain train ResNet-50 as fast as a loop written by hand, in every precision?
+"""Training speed of ResNet-50 in every precision: hpctrain against the baseline.
 
     python benchmarks/precision.py [--rounds 30] [--steps 20] [--only NAME …] [--save FILE]
 
-Batches of ImageNet's shape that lie on the GPU, so that nothing but the step is measured. For each
-precision there is a session, and in it two models that take turns, a block of steps each: one by
-`session.autocast()` and `session.step()`, the other by torch.autocast, GradScaler and the memory
-format that the session has. Each block is compared with the other one of its round. The target is
-0.99 of the images per second by hand. O2 has no loop of torch's own: it is shown beside autocast
-in fp16. Where there is no GPU, a small model shows that this program works; that is no result.
+The batches have ImageNet's shape and are on the GPU, so that only the step is measured. Each
+precision has its own session, in which two models take turns, a block of steps each. One uses
+`session.autocast()` and `session.step()`. The other is the baseline: it uses torch.autocast,
+GradScaler and the memory format of the session. Each block is compared with the other block of its
+round. The target is 0.99 of the images per second of the baseline. torch has no loop for O2, which
+is compared with autocast in fp16 and has no target. Without a GPU, a run with a small `--model`
+only checks that the program works.
 """
 
 import argparse
@@ -28,8 +29,8 @@ import hpctrain
 CLASSES, BATCHES = 1000, 4
 TARGET = 0.99
 BY_HAND, HPCTRAIN = "by hand", "hpctrain"
-# What it is called, the precision, whether it is compiled, the type of autocast by hand, and
-# whether the target is its own.
+# Precision, whether the model is compiled, dtype of the baseline's autocast, and whether the target
+# applies.
 Case = tuple[str, bool, torch.dtype | None, bool]
 CASES: dict[str, Case] = {
     "fp32": ("fp32", False, None, True),
@@ -45,14 +46,14 @@ Step = Callable[[], Any]
 
 
 def parts(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A new model and its optimizer; the same weights each time."""
+    """Return a new model and its optimizer, with the same weights each time."""
     torch.manual_seed(0)
     model = torchvision.models.get_model(name, num_classes=CLASSES)
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 def baseline(session: hpctrain.Session, case: Case, name: str, batches: Batches) -> Step:
-    """The step that an expert writes, with the settings of the session."""
+    """Return the baseline: a step that uses torch directly, with the settings of the session."""
     _, compile_it, half, _ = case
     device = session.device.type
     model, optimizer = parts(name)
@@ -77,7 +78,7 @@ def baseline(session: hpctrain.Session, case: Case, name: str, batches: Batches)
 
 
 def with_hpctrain(session: hpctrain.Session, name: str, batches: Batches) -> Step:
-    """The step of the examples."""
+    """Return the training step of the examples."""
     model, _ = session.prepare(*parts(name))
     turns = itertools.cycle(batches)
 
@@ -91,7 +92,7 @@ def with_hpctrain(session: hpctrain.Session, name: str, batches: Batches) -> Ste
 
 
 def block(step: Step, steps: int, device: torch.device) -> float:
-    """The seconds of a step over a block of them, up to the end of the last one on the device."""
+    """Return the seconds per step over a block, which ends when the device has finished."""
     wait(device)
     start = time.perf_counter()
     for _ in range(steps):
@@ -101,13 +102,13 @@ def block(step: Step, steps: int, device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has nothing left to do."""
+    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measure(case: Case, arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Images per second of both arms in one precision, and round by round their ratio."""
+    """Return images per second of both arms in one precision, and their ratio per round."""
     precision, compile_it, _, has_target = case
     size, count = arguments.size, arguments.batch_size
     with hpctrain.Session(
@@ -122,7 +123,7 @@ def measure(case: Case, arguments: argparse.Namespace, folder: str) -> dict[str,
             HPCTRAIN: with_hpctrain(session, arguments.model, batches),
         }
         for step in arms.values():
-            block(step, max(arguments.steps, BATCHES), session.device)  # to warm up
+            block(step, max(arguments.steps, BATCHES), session.device)  # warms up
         speeds: dict[str, list[float]] = {arm: [] for arm in arms}
         for number in range(arguments.rounds):
             for arm in order(list(arms), number):
@@ -137,13 +138,13 @@ def measure(case: Case, arguments: argparse.Namespace, folder: str) -> dict[str,
 
 
 def reached(ratio: dict[str, float]) -> str:
-    """Whether a ratio is as large as the target."""
+    """Return the verdict whether a ratio is at least the target."""
     mirrored = {"median": -ratio["median"], "low": -ratio["high"], "high": -ratio["low"]}
     return verdict(mirrored, -TARGET)
 
 
 def show(model: str, results: dict[str, dict[str, Any]]) -> str:
-    """The results, for people."""
+    """Return the results as a text table."""
     rows = [(f"{model}, images/s", BY_HAND, HPCTRAIN, "× by hand", f"at least {TARGET}")]
     for name, result in results.items():
         speeds = (describe(result[BY_HAND]), describe(result[HPCTRAIN]))
@@ -153,13 +154,13 @@ def show(model: str, results: dict[str, dict[str, Any]]) -> str:
 
 
 def parse(has_gpu: bool) -> argparse.Namespace:
-    """The command line; without a GPU it takes no file for results."""
-    parser = argparse.ArgumentParser(description="ResNet-50 by precision, against a loop by hand.")
-    parser.add_argument("--model", default="resnet50", help="of torchvision (resnet50)")
-    parser.add_argument("--size", type=int, default=224, metavar="PIXELS", help="of images (224)")
+    """Parse the command line; without a GPU, `--save` is an error."""
+    parser = argparse.ArgumentParser(description="ResNet-50 by precision, against the baseline.")
+    parser.add_argument("--model", default="resnet50", help="torchvision model (resnet50)")
+    parser.add_argument("--size", type=int, default=224, metavar="PIXELS", help="image size (224)")
     parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="default: 256")
     parser.add_argument("--rounds", type=int, default=30, metavar="N", help="default: 30")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of a block (20)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps per block (20)")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help="default: all")
     add_save(parser)
     arguments = parser.parse_args()
@@ -178,7 +179,7 @@ def main() -> None:
     if has_gpu:
         record["gpu"] = torch.cuda.get_device_name()
         record["versions"] |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    # Both arms have the fastest convolutions, as an expert who has images of one size would.
+    # Both arms use the fastest convolutions, as is usual with images of one size.
     torch.backends.cudnn.benchmark = True
     results = {}
     for name, case in CASES.items():

@@ -1,13 +1,13 @@
-"""What does it cost to meet? The rendezvous with the start-up proof, against connections alone.
+"""Cost of the rendezvous with the consistency check, against connections alone.
 
     python benchmarks/rendezvous.py [--rounds 20] [--save FILE]
 
-Two real ranks, torch imported before the clock starts, against torch's own rendezvous of the same
-round: a TCPStore and a barrier in it. And 512 and 4,096 ranks, against as many callers of a server
-that reads a line and answers one: rank 0 is the real one, in this process; the others are
-simulated by one other process, which speaks their protocol with proofs and entries such as theirs
-(eight to a pretended host). It makes no roster of what it receives, except for one rank: a real
-process unpacks one, not thousands, on the same core. Everything goes over loopback.
+Two real ranks, which import torch before the clock starts, are compared with torch's own rendezvous
+in the same round: a TCPStore and a barrier in it. 512 and 4,096 ranks are compared with as many
+clients of a server that reads one line and answers one line. There, rank 0 is real and runs in this
+process. One other process simulates all other ranks: it uses their protocol, with proofs and
+entries such as theirs (eight to a simulated host). It builds the roster for one rank only, because
+a real process unpacks one roster, not thousands on the same core. All traffic uses loopback.
 """
 
 import argparse
@@ -42,23 +42,23 @@ from hpctrain.rendezvous.roster import make_roster
 MEET, STORE = "meet", "TCPStore and a barrier"
 AT_ONCE, BARE = "meet, all call at once", "a line each way"
 CROWDS = (512, 4096)
-CROWD_ROUNDS = 5  # they take seconds: only in the first rounds
+CROWD_ROUNDS = 5  # each takes seconds, so only in the first rounds
 TIMEOUT = 120.0
-# Callers at once who have no answer yet. Each real rank answers for itself; one process for all of
-# them that greets everybody first is slow to answer as no real rank is.
+# Most clients that wait for their first answer at the same time. Real ranks run in parallel; one
+# process that first connects all clients would answer more slowly than any real rank.
 WINDOW = 64
 CONTEXT = multiprocessing.get_context("forkserver")
 Figures = dict[str, float]
 
 
 def introduce() -> Entry:
-    """What a rank of a Session says of itself."""
+    """Return the entry of a rank, as a Session makes it."""
     settings = Options.of(None, {}).deciding()
     return {**consistency.entry(torch.device("cpu"), settings), **Threads.here(os.environ).entry()}
 
 
 def prove(spent: Figures, roster: Roster) -> None:
-    """The start-up proof as a Session has it, timed."""
+    """Run the consistency check as a Session does, and record its time."""
     start = time.perf_counter()
     consistency.check(roster.entries, [roster.hosts[host] for host in roster.host_of_rank])
     spent["check_s"] = time.perf_counter() - start
@@ -68,7 +68,7 @@ def prove(spent: Figures, roster: Roster) -> None:
 
 
 def meet(rank: int, key: str) -> Figures:
-    """A rank of two on one host, all that it does before its backend."""
+    """Run one of two ranks on one host up to its backend, and return the times."""
     start = time.perf_counter()
     entry = introduce()
     spent = {"entry_s": time.perf_counter() - start}
@@ -84,10 +84,10 @@ def meet(rank: int, key: str) -> Figures:
 
 
 def rendezvous(rank: int, port: int, kept: list[TCPStore]) -> Figures:
-    """What torch's init_process_group needs at least, and all ranks at its end."""
+    """Run the minimum of torch's init_process_group: a store, and a barrier at the end."""
     limit = datetime.timedelta(seconds=TIMEOUT)
     store = TCPStore(LOOPBACK, port, 2, is_master=rank == 0, timeout=limit)
-    kept.append(store)  # rank 0's serves the other one
+    kept.append(store)  # rank 0's store is the server of both
     if store.add("came", 1) == 2:
         store.set("all", "yes")
     store.wait(["all"])
@@ -95,7 +95,7 @@ def rendezvous(rank: int, port: int, kept: list[TCPStore]) -> Figures:
 
 
 def real_rank(pipe: Any, gate: Any, arm: str, rank: int, where: tuple[str, int]) -> None:
-    """One rank: both pass the gate, and the clock runs from there."""
+    """Run one rank and send its times; the clock starts when both have passed the gate."""
     torch.set_num_threads(1)
     key, port = where
     kept: list[TCPStore] = []
@@ -107,7 +107,7 @@ def real_rank(pipe: Any, gate: Any, arm: str, rank: int, where: tuple[str, int])
 
 
 def pair(arm: str) -> Figures:
-    """Two fresh processes; seconds from both ready to both through."""
+    """Run two new processes; return the seconds from both ready until both have finished."""
     with socket.create_server((LOOPBACK, 0)) as free:
         where = (secrets.token_hex(8), free.getsockname()[1])
     gate = CONTEXT.Barrier(2)
@@ -123,7 +123,7 @@ def started(
     arguments: Sequence[tuple[Any, ...]],
     meanwhile: Callable[[], Figures] = dict,
 ) -> tuple[list[Figures], Figures]:
-    """What each process that runs a function sent, and what was done here meanwhile."""
+    """Start a process for each of `arguments`; return their results and that of `meanwhile`."""
     pipes, processes = [], []
     for own in arguments:
         ours, theirs = CONTEXT.Pipe(duplex=False)
@@ -146,11 +146,11 @@ def started(
             pipe.close()
 
 
-# A crowd.
+# Many simulated ranks.
 
 
 def await_listener(port: int) -> None:
-    """Until somebody listens there."""
+    """Wait until a server listens at the port."""
     limit = time.monotonic() + TIMEOUT
     while time.monotonic() < limit:
         with socket.socket() as probe:
@@ -161,7 +161,7 @@ def await_listener(port: int) -> None:
 
 
 def simulated(pipe: Any, arm: str, size: int, key: str, port: int, common: Entry) -> None:
-    """All ranks above 0, in a process of their own."""
+    """Simulate all ranks above 0 in this process, and send the figures."""
     file_limit.make_room(size)
     rosters: list[bytes] = []
     window = size if arm == AT_ONCE else WINDOW
@@ -187,7 +187,7 @@ def simulated(pipe: Any, arm: str, size: int, key: str, port: int, common: Entry
 
 
 def serve(size: int, port: int) -> None:
-    """The yardstick: to each caller a line for a line."""
+    """Run the baseline server, which answers one line of each client with one line."""
     answer = encode({"start": "0" * 32, "challenge": Credentials.challenge()})
     selector, answered = selectors.DefaultSelector(), 0
     with socket.create_server((LOOPBACK, port), backlog=4096) as listener:
@@ -210,7 +210,7 @@ def serve(size: int, port: int) -> None:
 
 
 def gathered(arm: str, size: int) -> Figures:
-    """Rank 0 here and a crowd; seconds from the first call until the last may begin."""
+    """Run rank 0 and simulated ranks; return the seconds until the last one has finished."""
     key, common = secrets.token_hex(8), introduce()
     own = crowd.entry(0, size, common)
     hosts = tuple(own["world"]["hosts"])
@@ -234,11 +234,11 @@ def gathered(arm: str, size: int) -> Figures:
     return others | ours
 
 
-# All of them.
+# All measurements.
 
 
 def measure(rounds: int) -> dict[str, dict[str, list[Figures]]]:
-    """By ranks and arm the figures, one for each round that the arm took part in."""
+    """Return the figures by number of ranks and arm, one for each round of the arm."""
     arms: dict[tuple[int, str], Callable[[], Figures]] = {
         (2, arm): functools.partial(pair, arm) for arm in (STORE, MEET)
     }
@@ -249,7 +249,7 @@ def measure(rounds: int) -> dict[str, dict[str, list[Figures]]]:
     }
     figures: dict[str, dict[str, list[Figures]]] = {str(size): {} for size in (2, *CROWDS)}
     for arm in arms.values():
-        arm()  # the first start of the server brings torch
+        arm()  # the first start of the fork server imports torch
     for number in range(rounds):
         taking_part = arms | crowds if number < CROWD_ROUNDS else arms
         names = list(taking_part)
@@ -260,7 +260,7 @@ def measure(rounds: int) -> dict[str, dict[str, list[Figures]]]:
 
 
 def evaluate(base: str, arms: dict[str, list[Figures]]) -> dict[str, dict[str, Any]]:
-    """Per arm each of its figures, and its time to the yardstick's of the same round."""
+    """Return the figures of each arm, and its time against the base of the same round."""
     results: dict[str, dict[str, Any]] = {}
     for name, own in arms.items():
         results[name] = {what: summary([one[what] for one in own]) for what in own[0]}
@@ -272,7 +272,7 @@ def evaluate(base: str, arms: dict[str, list[Figures]]) -> dict[str, dict[str, A
     return results
 
 
-# What is shown of an arm: its figure, what one of its unit is in those kept, and how it is said.
+# Columns of the table: the figure, the value of one displayed unit, and the number format.
 COLUMNS = {
     "ms": ("wall_s", 1e-3, ".1f"),
     "× yardstick": ("ratio", 1, ".2f"),
@@ -287,7 +287,7 @@ COLUMNS = {
 
 
 def show(size: str, results: dict[str, dict[str, Any]]) -> str:
-    """The results of one number of ranks, for people."""
+    """Return the results of one number of ranks as a text table."""
     columns = {
         title: column
         for title, column in COLUMNS.items()

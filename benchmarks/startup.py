@@ -1,9 +1,9 @@
-"""What does it cost to start? Fresh processes against a bare Python, in turns.
+"""Cost of a start: new processes against a bare Python, in turns.
 
     python benchmarks/startup.py [--rounds 20] [--save FILE]
 
-The arms take turns, so whatever else the machine does falls on all of them; each is compared with
-the bare Python of its own round.
+The arms take turns, so other load on the machine affects all of them. Each is compared with the
+bare Python of its own round.
 """
 
 import argparse
@@ -15,20 +15,20 @@ import time
 from measure import add_save, describe, facts, order, save, summary, table, verdict
 
 BARE = "python -c pass"
-# A new arm is a line here: what it is called, and what follows the interpreter.
+# To add an arm, add a line: its name and the arguments of the interpreter.
 ARMS = {
     BARE: ("-c", "pass"),
     "import hpctrain": ("-c", "import hpctrain"),
     "python -m hpctrain --help": ("-m", "hpctrain", "--help"),
 }
-# A yardstick, slow: it runs only in the first rounds, and has no target.
+# A slow process for comparison: it runs only in the first rounds, and has no target.
 YARDSTICKS = {"import torch": ("-c", "import torch")}
 YARDSTICK_ROUNDS = 5
 TARGET_MS = 150.0
 
 
 def milliseconds(arguments: tuple[str, ...], environment: dict[str, str]) -> float:
-    """One fresh process, from before its start until it is gone."""
+    """Return the milliseconds of one new process, from before its start until its end."""
     start = time.perf_counter()
     subprocess.run(
         [sys.executable, *arguments], env=environment, stdout=subprocess.DEVNULL, check=True
@@ -37,11 +37,11 @@ def milliseconds(arguments: tuple[str, ...], environment: dict[str, str]) -> flo
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
-    """The times of each arm, one for each round that it took part in."""
-    # Without bytecode caches it would be the compiler that is measured.
+    """Return the times of each arm, one for each round in which it ran."""
+    # Without bytecode caches, the time would include the compiler.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     arms = ARMS | YARDSTICKS
-    for arguments in arms.values():  # writes the caches, and brings the files into memory
+    for arguments in arms.values():  # warms up: writes the caches, loads the files into memory
         milliseconds(arguments, environment)
     times: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds):
@@ -52,7 +52,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
 
 
 def evaluate(times: dict[str, list[float]]) -> dict[str, dict]:
-    """Per arm the time, and what it is more than the bare Python of the same round."""
+    """Return for each arm its time, and how much longer it is than bare Python per round."""
     results = {}
     for name, own in times.items():
         results[name] = {"ms": summary(own), "all_ms": own}
@@ -66,7 +66,7 @@ def evaluate(times: dict[str, list[float]]) -> dict[str, dict]:
 
 
 def show(results: dict[str, dict]) -> str:
-    """The results for people."""
+    """Return the results as a text table."""
     rows = [("", "ms", "more than bare Python", "target", "", "processes")]
     for name, result in results.items():
         more, target = result.get("more_ms"), result.get("target_ms")

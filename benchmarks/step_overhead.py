@@ -1,13 +1,12 @@
-"""What does hpctrain's loop cost over a loop written by hand, and what do its peers'?
+"""Cost of a training step over the baseline, for hpctrain and for other libraries.
 
     python benchmarks/step_overhead.py [--rounds 300] [--steps 20] [--backend NAME] [--save FILE]
 
-A model so small that a step takes about a millisecond, on CPUs, in one process, in two over gloo,
-and in two over Horovod, where one is installed. The arms (see loops.py, also for what each logs)
-take turns in the same processes, a short block of steps each, and each block is compared with the
-block by hand of the same round: what else the machine does falls on all of them. Besides the time
-on the clock, for which the targets are, there is the time on the processor, which hardly knows of
-other jobs.
+The model is so small that a step takes about a millisecond. It runs on CPUs in one process, in two
+over gloo, and in two over Horovod, if Horovod is installed. The arms (see loops.py, also for what
+each logs) take turns in the same processes, a short block of steps each. Each block is compared
+with the baseline's block of the same round, so other load on the machine affects both. The targets
+are for elapsed time. CPU time is also shown, because other jobs hardly change it.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from measure import add_save, describe, facts, order, save, summary, table, verd
 import hpctrain
 
 TARGET_RATIO, TARGET_US = 1.02, 15.0
-# What it is called, the ranks, and how they talk.
+# Name: number of ranks, backend.
 WORLDS = {
     "one process": (1, "single"),
     "two processes, gloo": (2, "ddp"),
@@ -38,7 +37,7 @@ Times = dict[str, list[tuple[float, float]]]
 
 
 def block(loop: Iterator[None], steps: int) -> tuple[float, float]:
-    """The microseconds of a step over a block of them: on the clock, and of all processors."""
+    """Return microseconds per step over a block: elapsed time, and CPU time of all threads."""
     cpu, clock = time.process_time(), time.perf_counter()
     for _ in range(steps):
         next(loop)
@@ -47,15 +46,15 @@ def block(loop: Iterator[None], steps: int) -> tuple[float, float]:
 
 
 def take_turns(session: hpctrain.Session, rounds: int, steps: int, folder: Path) -> Times:
-    """What each arm took, a pair for each round."""
-    # One epoch holds all blocks and the one to warm up, so no block has the end of an epoch in it.
+    """Return each arm's elapsed time and CPU time per step, one pair per round."""
+    # One epoch holds all blocks and the warm-up, so no block contains the end of an epoch.
     dataset = data((rounds + 2) * steps * session.batches.global_batch)
     absent = missing(session.backend.name)
     setup = Setup(session, dataset, folder, steps)
     loops = {name: arm.loop(setup) for name, arm in ARMS.items() if name not in absent}
     times: Times = {name: [] for name in loops}
     for loop in loops.values():
-        block(loop, steps)  # to warm up
+        block(loop, steps)  # warms up
     for number in range(rounds):
         for name in order(list(loops), number):
             session.backend.barrier()
@@ -66,7 +65,7 @@ def take_turns(session: hpctrain.Session, rounds: int, steps: int, folder: Path)
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """One rank; rank 0 writes the times."""
+    """Run one rank; rank 0 writes the times."""
     torch.set_num_threads(1)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -84,7 +83,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
 
 def start(size: int, backend: str, arguments: argparse.Namespace, folder: str) -> Times:
-    """Start the ranks of one world, and read what rank 0 wrote."""
+    """Start the ranks of one world, and return the times that rank 0 wrote."""
     result = Path(folder) / f"{backend}.json"
     launcher = ["-m", "hpctrain", "run", "--nproc-per-node", str(size)] if size > 1 else []
     command = [
@@ -100,7 +99,7 @@ def start(size: int, backend: str, arguments: argparse.Namespace, folder: str) -
 
 
 def evaluate(times: Times) -> dict[str, dict[str, Any]]:
-    """Per arm the time of a step, and block by block what it is to the loop by hand."""
+    """Return each arm's time per step, and block by block its ratio to the baseline."""
     results = {}
     base_clock, base_cpu = zip(*times[BASE], strict=True)
     for name, blocks in times.items():
@@ -122,7 +121,7 @@ def evaluate(times: Times) -> dict[str, dict[str, Any]]:
 
 
 def show(world: str, results: dict[str, dict[str, Any]]) -> str:
-    """The results of one world, for people."""
+    """Return the results of one world as a text table."""
     rows = [(world, "µs per step", "× by hand", "µs more", "µs more, processor")]
     said = []
     for name, result in results.items():
@@ -141,13 +140,15 @@ def show(world: str, results: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure every world, print, save."""
-    parser = argparse.ArgumentParser(description="The cost of a step over a loop by hand.")
+    parser = argparse.ArgumentParser(description="The cost of a step over the baseline.")
     parser.add_argument("--rounds", type=int, default=300, metavar="N", help="default: 300")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of a block (20)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps per block (20)")
     add_save(parser)
     parser.add_argument("--rank-of", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--backend", choices=[backend for _, backend in WORLDS.values()], help="only this one"
+        "--backend",
+        choices=[backend for _, backend in WORLDS.values()],
+        help="measure only this backend",
     )
     arguments = parser.parse_args()
     if arguments.rank_of:

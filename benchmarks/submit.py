@@ -1,11 +1,11 @@
-"""What does `hpctrain submit` cost over plain sbatch? Fresh processes, in turns.
+"""Cost of `hpctrain submit` over plain sbatch: new processes, in turns.
 
     python benchmarks/submit.py [--rounds 30] [--here] [--save FILE]
 
-On the test cluster of tests/support, which it starts and stops (as root), or with --here on the one
-that this machine belongs to. All jobs are held and cancelled at the end. The arms take turns, and
-each is compared with the sbatch of its own round; the bare Python is there to see what of it is
-Python's own start.
+It runs on the test cluster of tests/support, which it starts and stops (as root), or with --here on
+the cluster of this machine. All jobs are submitted on hold, and cancelled at the end. The arms take
+turns, and each is compared with the sbatch of its own round. A bare Python shows how much of the
+time is Python's own start.
 """
 
 import argparse
@@ -46,8 +46,8 @@ Command = Callable[[Sequence[str]], list[str]]
 
 @contextlib.contextmanager
 def slurm(here: bool) -> Iterator[tuple[Command, dict[str, str]]]:
-    """How a command is run where Slurm is, and its environment."""
-    # Without bytecode caches it would be the compiler that is measured.
+    """Yield a function that makes the command line on the cluster, and its environment."""
+    # Without bytecode caches, the time would include the compiler.
     names = ("PYTHONDONTWRITEBYTECODE",)
     if here:
         yield list, {name: value for name, value in os.environ.items() if name not in names}
@@ -65,14 +65,14 @@ def slurm(here: bool) -> Iterator[tuple[Command, dict[str, str]]]:
 
 
 def measure(rounds: int, command: Command, environ: dict[str, str]) -> dict[str, list[float]]:
-    """The milliseconds of each arm in each round."""
+    """Return the milliseconds of each arm, one per round."""
     times: dict[str, list[float]] = {name: [] for name in ARMS}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "job.sh").write_text(SCRIPT)
         Path(folder, "train.py").touch()
 
         def run(name: str) -> tuple[float, str]:
-            # As a shell in that folder would: the command line of a host begins with its own.
+            # `env` changes the folder inside the command: on a host, the line begins with a prefix.
             argv = command(["env", "--chdir", folder, *ARMS[name]])
             start = time.perf_counter()
             done = subprocess.run(
@@ -80,7 +80,7 @@ def measure(rounds: int, command: Command, environ: dict[str, str]) -> dict[str,
             )
             return (time.perf_counter() - start) * 1e3, done.stdout.strip()
 
-        for name in ARMS:  # writes the caches, and brings the files into memory
+        for name in ARMS:  # warms up: writes the caches, loads the files into memory
             run(name)
         jobs = []
         try:
@@ -96,7 +96,7 @@ def measure(rounds: int, command: Command, environ: dict[str, str]) -> dict[str,
 
 
 def evaluate(times: dict[str, list[float]]) -> dict[str, dict]:
-    """Per arm the time, and what it is more than the sbatch of the same round."""
+    """Return for each arm its time, and how much longer it is than sbatch in the same round."""
     results = {}
     for name, own in times.items():
         results[name] = {"ms": summary(own), "all_ms": own}
@@ -109,7 +109,7 @@ def evaluate(times: dict[str, list[float]]) -> dict[str, dict]:
 
 
 def show(results: dict[str, dict]) -> str:
-    """The results for people."""
+    """Return the results as a text table."""
     rows = [("", "ms", "more than sbatch", "target", "")]
     for name, result in results.items():
         more, target = result.get("more_ms"), result.get("target_ms")
@@ -125,7 +125,7 @@ def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description="The cost of submitting.")
     parser.add_argument("--rounds", type=int, default=30, metavar="N", help="default: 30")
-    parser.add_argument("--here", action="store_true", help="the Slurm of this machine")
+    parser.add_argument("--here", action="store_true", help="use the Slurm of this machine")
     add_save(parser)
     arguments = parser.parse_args()
     if arguments.rounds < 2:

@@ -1,4 +1,4 @@
-"""What the records of benchmarks say of their targets. No torch."""
+"""Verdicts on targets, read from the records of benchmarks; no torch."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,18 +7,18 @@ from measure import describe
 
 __all__ = ["verdicts"]
 
-# The figures that targets are for, the first one that is there.
+# Figures to which targets apply; the first one present is used.
 _JUDGED = ("ratio", "times_base", "more_ms", "more_us")
-# How a target is named, and which side of it is good.
+# Keys of a target, and on which side of the limit it is met.
 _LIMITS = {"limit": "≤ ", "at_least": "≥ ", "target_ms": "≤ ", "target": "≤ "}
 _NOT_NAMES = {"results", "sizes", "targets", "target"}
 
 
 def verdicts(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """Each verdict of a record: of what, the figure with its interval, the target, the verdict.
+    """Yield each verdict of a record: its subject, the figure with interval, target, verdict.
 
     Args:
-        record: as a benchmark saves it; whatever in it has a `verdict` has its target beside.
+        record: record as a benchmark saves it; a part with a `verdict` also holds its target.
     """
     yield from _within(record, [])
 
@@ -26,11 +26,11 @@ def verdicts(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 def _within(
     node: Any, path: list[tuple[str, Mapping[str, Any]]]
 ) -> Iterator[tuple[str, str, str, str]]:
-    """The verdicts of a part of a record.
+    """Yield the verdicts of a part of a record.
 
     Args:
-        node: the part.
-        path: the keys that lead to it, each with the part that it is a key of.
+        node: part of the record.
+        path: keys that lead to the part, each with the parent that holds the key.
     """
     if not isinstance(node, Mapping):
         return
@@ -46,7 +46,7 @@ def _within(
 
 
 def _figure(node: Mapping[str, Any], path: list[tuple[str, Mapping[str, Any]]], target: str) -> str:
-    """What a verdict is of: beside it, or above it, where the verdict is a part of its own."""
+    """Return the figure of a verdict, which is beside the verdict or in a parent."""
     around = [node, *(parent for _, parent in reversed(path[-2:]))]
     around += [
         arms["hpctrain"] for place in around if "hpctrain" in (arms := place.get("arms", {}))

@@ -13,7 +13,7 @@ import hpctrain
 from hpctrain import data
 from hpctrain.errors import UsageError
 
-# Of the training set's pixels, by channel.
+# Mean and standard deviation of the training set's pixels, by channel.
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 TRAIN, TEST = [f"data_batch_{number}" for number in range(1, 6)], ["test_batch"]
 
@@ -27,28 +27,28 @@ def options():
     group.add_argument(
         "--weight-decay", type=float, default=5e-4, metavar="X", help="(%(default)s)"
     )
-    group.add_argument("--nesterov", action="store_true", help="momentum of that kind")
+    group.add_argument("--nesterov", action="store_true", help="use Nesterov momentum")
     return parser
 
 
 class Plain(pickle.Unpickler):
-    """Reads arrays and what they are made of. Any other pickle could run a program of its own."""
+    """Unpickler that reads only arrays and their parts; other pickles could run any code."""
 
     def find_class(self, module, name):
         known = {
-            "_reconstruct": numpy.empty(0).__reduce__()[0],  # its module has another name today
+            "_reconstruct": numpy.empty(0).__reduce__()[0],  # its module differs by NumPy version
             "ndarray": numpy.ndarray,
             "dtype": numpy.dtype,
         }
         if module.split(".")[0] == "numpy" and name in known:
             return known[name]
-        if (module, name) == ("_codecs", "encode"):  # bytes, as later Pythons wrote them
+        if (module, name) == ("_codecs", "encode"):  # bytes, as Python 3 writes them
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no array")
 
 
 def read(path):
-    """A batch of the original files: 3072 bytes an image, by channel and row, and labels."""
+    """Return images and labels of an original file: 3072 bytes per image, by channel and row."""
     try:
         with open(path, "rb") as file:
             batch = Plain(file, encoding="bytes").load()
@@ -56,7 +56,7 @@ def read(path):
         labels = torch.tensor(batch[b"labels"])
         if images.dtype != torch.uint8 or labels.shape != (len(images),):
             raise ValueError(f"{len(images)} images of {images.dtype}, and {labels.shape} labels")
-    except Exception as error:  # a damaged pickle can raise any
+    except Exception as error:  # a damaged pickle can raise any exception
         raise UsageError(
             f"{path}: {error or type(error).__name__}",
             f"CIFAR-10's Python version: cifar-10-batches-py with {', '.join(TRAIN + TEST)} in it",
@@ -66,7 +66,7 @@ def read(path):
 
 
 class Images(torch.utils.data.Dataset):
-    """uint8 images (3, 32, 32) in memory; with `augment` shifted by up to 4 pixels, and flipped."""
+    """uint8 images (3, 32, 32) in memory; `augment` shifts by up to 4 pixels and draws a flip."""
 
     def __init__(self, folder, names, augment):
         parts = [read(Path(folder, "cifar-10-batches-py", name)) for name in names]
@@ -88,17 +88,20 @@ class Images(torch.utils.data.Dataset):
 
 
 def load(session):
-    """Training set and test set."""
+    """Return training set and test set."""
     folder = session.options.data
     if session.options.download:
         if session.is_main:
             datasets.CIFAR10(folder, download=True)
-        session.sum(0)  # the others wait for it
+        session.sum(0)  # the other ranks wait for the download
     return Images(folder, TRAIN, augment=True), Images(folder, TEST, augment=False)
 
 
 def resnet(name):
-    """For 32×32 pixels: a first layer that keeps the size. Source: arXiv 1512.03385, section 4.2"""
+    """Return a ResNet for 32×32 pixels, whose first layer keeps the size.
+
+    Source: arXiv 1512.03385, section 4.2.
+    """
     model = models.get_model(name, num_classes=10)
     model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     model.maxpool = nn.Identity()

@@ -1,4 +1,4 @@
-"""A model of torchvision's on ImageNet, from folders of images or from shards."""
+"""A torchvision model trained on ImageNet, from folders of images or from shards."""
 
 import argparse
 import difflib
@@ -13,12 +13,12 @@ import hpctrain
 from hpctrain import data
 from hpctrain.errors import DataError, UsageError
 
-# Of the training set's pixels, by channel.
+# Mean and standard deviation of the training set's pixels, by channel.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def number(kind, least, most):
-    """A type of argparse's: such a number, from the least to the most."""
+    """Return a type for argparse: a number from `least` to `most`."""
 
     def read(text):
         value = kind(text)
@@ -37,12 +37,12 @@ def options():
     add = group.add_argument
     add("--model", default="resnet50", help="name of a torchvision model (%(default)s)")
     for name, default, least, most, text in (
-        ("train-crop", 224, 1, 10_000, "pixels of a side"),
-        ("val-crop", 224, 1, 10_000, "pixels of a side"),
-        ("val-resize", 256, 1, 10_000, "pixels of the shorter side before that"),
-        ("max-corrupt", 0, 0, 10**9, "unreadable images that each of the two sets may have"),
-        ("weight-decay", 1e-4, 0.0, 1.0, "of the optimizer"),
-        ("label-smoothing", 0.0, 0.0, 1.0, "of the targets"),
+        ("train-crop", 224, 1, 10_000, "side of the crop in pixels"),
+        ("val-crop", 224, 1, 10_000, "side of the crop in pixels"),
+        ("val-resize", 256, 1, 10_000, "shorter side before the crop, in pixels"),
+        ("max-corrupt", 0, 0, 10**9, "most unreadable images in each of the two sets"),
+        ("weight-decay", 1e-4, 0.0, 1.0, "weight decay of the optimizer"),
+        ("label-smoothing", 0.0, 0.0, 1.0, "label smoothing of the targets"),
         ("mixup", 0.0, 0.0, 100.0, "alpha of arXiv 1710.09412"),
         ("cutmix", 0.0, 0.0, 100.0, "alpha of arXiv 1905.04899"),
         ("random-erase", 0.0, 0.0, 1.0, "probability of arXiv 1708.04896"),
@@ -50,12 +50,12 @@ def options():
         kind, text = number(type(default), least, most), f"{text} (%(default)s)"
         add(f"--{name}", type=kind, default=default, metavar="N", help=text)
     add("--trivial-augment", action="store_true", help="arXiv 2103.10158")
-    add("--nesterov", action="store_true", help="momentum of that kind")
+    add("--nesterov", action="store_true", help="use Nesterov momentum")
     return parser
 
 
 def load(args):
-    """Training set, validation set, and the names of the classes."""
+    """Return training set, validation set, and the names of the classes."""
     if args.data == "synthetic":
         train_set = data.SyntheticImages(131_072, args.train_crop, 1000)
         val_set = data.SyntheticImages(2_048, args.val_crop, 1000)
@@ -95,20 +95,20 @@ def build(name, classes):
         raise UsageError(
             f"--model {name}", f"one of torchvision's: {', '.join(names)}", f"--model {near[0]}"
         )
-    # Their second output, for training alone, is left out: the loss below has no use for it.
+    # Their second output, for training only, is off: the loss below does not use it.
     two = name in ("googlenet", "inception_v3")
     more = {"aux_logits": False, "init_weights": True} if two else {}
     return models.get_model(name, num_classes=classes, **more)
 
 
 def blend(args):
-    """Mixup or cutmix, one of them for each micro-batch."""
+    """Return mixup, cutmix, or a random choice of both for each micro-batch."""
     chosen = [kind(alpha=a) for kind, a in ((v2.MixUp, args.mixup), (v2.CutMix, args.cutmix)) if a]
     return v2.RandomChoice(chosen) if chosen else v2.Identity()
 
 
 def soften(targets, classes, smoothing):
-    """Classes as probabilities, (N, classes). An unreadable image has none, and so no loss."""
+    """Return probabilities (N, classes); those of an unreadable image are 0, so it has no loss."""
     hot = targets[:, None] == torch.arange(classes, device=targets.device)
     soft = torch.where(hot, 1 - smoothing + smoothing / classes, smoothing / classes)
     return soft * (targets >= 0)[:, None]
@@ -125,7 +125,7 @@ def evaluate(session, model, loader, classes):
 
 
 def check(args, split, unreadable):
-    """After an epoch, as a process knows only of the unreadable images that it has met itself."""
+    """Check the sum over all ranks after an epoch: a rank counts only its own images."""
     if unreadable > args.max_corrupt:
         raise DataError(
             f"{unreadable} images of {args.data}/{split} cannot be decoded; each has a warning",
@@ -135,8 +135,8 @@ def check(args, split, unreadable):
 
 
 def keep(folder, result, names):
-    """What an accuracy does not tell: the confusion matrix, its rows the true classes."""
-    part = folder / ".part"  # renamed, so that a reader never sees half a file
+    """Write the confusion matrix, with true classes as rows, and the accuracy of each class."""
+    part = folder / ".part"  # renamed, so that a reader never sees a partial file
     with part.open("wb") as file:
         numpy.save(file, result.confusion.numpy())
     part.replace(folder / "confusion.npy")
@@ -144,7 +144,7 @@ def keep(folder, result, names):
     names = [name.translate({9: r"\t", 10: r"\n", 13: r"\r"}) for name in names]
     lines = zip(names, counts, result.per_class.tolist(), strict=True)
     text = "".join(f"{name}\t{count}\t{top1:.6f}\n" for name, count, top1 in lines)
-    # Names of folders need not be UTF-8: these bytes are theirs.
+    # Folder names need not be UTF-8: surrogateescape keeps their bytes.
     part.write_text("class\timages\ttop1\n" + text, encoding="utf-8", errors="surrogateescape")
     part.replace(folder / "classes.tsv")
 
@@ -152,7 +152,7 @@ def keep(folder, result, names):
 def main():
     args = options().parse_args()
     if args.data == "synthetic":
-        args.workers = 0  # they would only copy it
+        args.workers = 0  # workers would only copy the images
     with hpctrain.Session(args) as session:
         train_set, val_set, names = load(args)
         normalize = data.Normalize(MEAN, STD)

@@ -1,10 +1,10 @@
-"""The ladder of the tutorials on this machine: one process, DataParallel, ddp, mixed precision.
+"""Compare one process, DataParallel, ddp and mixed precision on this machine.
 
     python examples/ladder.py
     python examples/ladder.py --ranks 4 --steps 2000 --json ladder.json
 
-Each rung is examples/mnist.py in processes of its own, with the same global batch and number of
-steps, and evaluated on the whole test set.
+Each rung runs examples/mnist.py in its own processes, with the same global batch and number of
+steps (a tenth of the steps in bf16 on CPUs), and evaluates on the whole test set.
 """
 
 import argparse
@@ -22,28 +22,30 @@ import torch
 from hpctrain.data import load
 
 SCRIPT = Path(__file__).with_name("mnist.py")
-# A CPU without units for bf16 is several times slower with it.
+# Divides the steps in bf16 on CPUs: a CPU without bf16 units is several times slower with it.
 SHORTER = 10
 
 
 def options(gpus):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--ranks", type=int, default=gpus or 2, help="of ddp (default: GPUs, else 2)"
+        "--ranks", type=int, default=gpus or 2, help="ranks of ddp (default: GPUs, else 2)"
     )
-    parser.add_argument("--data", default="fashion-mnist", help="as of mnist.py (%(default)s)")
+    parser.add_argument(
+        "--data", default="fashion-mnist", help="data set, as in mnist.py (%(default)s)"
+    )
     parser.add_argument("--global-batch", type=int, default=128, help="(%(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="of a rung (%(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="the table as JSON too")
+    parser.add_argument("--steps", type=int, default=200, help="steps per rung (%(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="also write the table as JSON")
     return parser.parse_args()
 
 
 def rungs(ranks, gpus):
-    """By name, how many processes, and with which options of the training."""
+    """Return by name the number of processes and the options of the training."""
     half, full = ["--precision", "bf16"], ["--precision", "fp32"]
     ddp = ["--backend", "ddp"] if ranks > 1 else []
     made = {"one process": (1, full)}
-    if gpus:  # there is nothing else that DataParallel could split over
+    if gpus:  # DataParallel needs GPUs
         made[f"DataParallel, {gpus} GPUs"] = (1, ["--backend", "dataparallel", *full])
     made[f"ddp, {ranks} ranks"] = (ranks, [*ddp, *full])
     made[f"ddp, {ranks} ranks, bf16"] = (ranks, [*ddp, *half])
@@ -51,7 +53,7 @@ def rungs(ranks, gpus):
 
 
 def climb(name, processes, more, steps, args, folder):
-    """Train on one rung; what its summary says of it."""
+    """Train on one rung; return figures of its summary."""
     run = folder / "".join(letter if letter.isalnum() else "-" for letter in name)
     command = [sys.executable, "-m", "hpctrain", "run", "--nproc-per-node", str(processes), SCRIPT]
     command += ["--data", args.data, "--global-batch", str(args.global_batch), "--run", run, *more]
@@ -82,7 +84,7 @@ def machine(gpus):
 
 
 def table(rows, images):
-    """Markdown. The time of an epoch follows from the speed."""
+    """Return a Markdown table; the time of an epoch is computed from the speed."""
     first = rows[0]["images_per_second"]
     lines = [
         "| | an epoch | images/s | × | top-1 of the whole test set |",

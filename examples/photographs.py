@@ -1,4 +1,4 @@
-"""A small data set of real photographs, in ImageNet's layout, where ImageNet itself is not at hand.
+"""A small data set of real photographs in ImageNet's layout, for use without ImageNet.
 
     apt-get install mate-backgrounds
     python examples/photographs.py FOLDER [--classes 10] [--train 100] [--val 20]
@@ -20,17 +20,17 @@ __all__ = ["make"]
 PHOTOGRAPHS = Path("/usr/share/backgrounds/mate/nature")
 SIZE = 500, 375
 QUALITY = 97
-# More classes than photographs: the same ones with their colours exchanged.
+# Photographs with exchanged colours are further classes.
 COLOURS = list(itertools.permutations(range(3)))
 
 
 def make(folder, train, val, classes, size=SIZE):
-    """Cut photographs: always the same for the same arguments.
+    """Cut photographs; the same arguments always give the same cuts.
 
     Args:
-        folder: to write to; made where it is missing.
-        train, val: cuts of each class.
-        classes: at most 72.
+        folder: folder to write to; created if it is missing.
+        train, val: number of cuts per class.
+        classes: number of classes, at most 72.
         size: width and height of a cut in pixels.
 
     Raises:
@@ -57,7 +57,7 @@ def make(folder, train, val, classes, size=SIZE):
 
 
 def _cut(photograph, size, chance):
-    """A part of a photograph, made smaller to the size of the cut."""
+    """Return a random part of a photograph, scaled to the size of a cut."""
     most = min(photograph.width / size[0], photograph.height / size[1])
     scale = chance.uniform(most / 2, most)
     width, height = int(size[0] * scale), int(size[1] * scale)
@@ -69,10 +69,10 @@ def _cut(photograph, size, chance):
 
 def main():
     parser = argparse.ArgumentParser(description="Cut photographs into a small data set.")
-    parser.add_argument("folder", help="to write train/ and val/ to")
-    parser.add_argument("--classes", type=int, default=10, metavar="N", help="default: 10")
-    parser.add_argument("--train", type=int, default=100, metavar="N", help="of each class (100)")
-    parser.add_argument("--val", type=int, default=20, metavar="N", help="of each class (20)")
+    parser.add_argument("folder", help="folder for train/ and val/")
+    parser.add_argument("--classes", type=int, default=10, metavar="N", help="classes (10)")
+    parser.add_argument("--train", type=int, default=100, metavar="N", help="cuts per class (100)")
+    parser.add_argument("--val", type=int, default=20, metavar="N", help="cuts per class (20)")
     arguments = parser.parse_args()
     make(os.fspath(arguments.folder), arguments.train, arguments.val, arguments.classes)
 

@@ -1,7 +1,7 @@
 """Run tests and keep what came out as results of docs/reliability.md and docs/status.md.
 
     python tests/results.py                               # the tests of survival
-    python tests/results.py tests/watchdog -k SIGSTOP     # some of them
+    python tests/results.py tests/monitoring -k SIGSTOP   # some of them
     python tests/results.py tests -n 4                    # all tests: dates what was run where
 
 Each test is a row of the first page, with the first line of its docstring: passed, failed and left

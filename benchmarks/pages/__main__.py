@@ -1,9 +1,9 @@
-"""Write the tables of the pages from result files, or say which page differs from them.
+"""Write the tables of the pages from result files, or report which pages differ from them.
 
     python benchmarks/pages [--check]
 
-A table lies in a page between `<!-- results: NAME -->` and `<!-- end of results -->`; NAME is one
-of `tables.TABLES`. All else in a page is written by hand and holds no measured figure.
+A table is in a page between `<!-- results: NAME -->` and `<!-- end of results -->`; NAME is a key
+of `tables.TABLES`. The rest of a page is written by hand and contains no measured figure.
 """
 
 import argparse
@@ -18,7 +18,7 @@ TOP = Path(__file__).resolve().parent.parent.parent
 
 
 def main() -> int:
-    """Write or compare; 1 if a page differs with --check."""
+    """Write or compare the pages; return 1 if a page differs with --check."""
     parser = argparse.ArgumentParser(
         prog=blocks.COMMAND, description="Write the tables of the pages from result files."
     )

@@ -1,4 +1,4 @@
-"""Find the tables of a page and replace them. No torch."""
+"""Find and replace the tables of a page; no torch."""
 
 import re
 from collections.abc import Mapping
@@ -16,15 +16,15 @@ _MARK = re.compile(r"<!-- (?:results:.*?|end of results) -->")
 
 
 def renew(page: str, top: Path, tables: Mapping[str, Table] = TABLES) -> str:
-    """Return a page with its tables made anew.
+    """Return a page with new tables.
 
     Args:
-        page: the text.
-        top: folder of the repository, in which the results lie.
-        tables: by name.
+        page: text of the page.
+        top: folder of the repository, which contains the results.
+        tables: functions that make the tables, by name.
 
     Raises:
-        ValueError: a mark has no partner, or names no table.
+        ValueError: a mark has no matching mark, or names an unknown table.
     """
     if unknown := names(page) - set(tables):
         raise ValueError(f"no table is called {', '.join(sorted(unknown))}")
@@ -39,12 +39,12 @@ def renew(page: str, top: Path, tables: Mapping[str, Table] = TABLES) -> str:
 
 
 def names(page: str) -> set[str]:
-    """The names of a page's tables."""
+    """Return the names of a page's tables."""
     return {found[1] for found in _BLOCK.finditer(page)}
 
 
 def differing(top: Path) -> dict[Path, str]:
-    """Return the pages that differ from their results, with the text that they should have."""
+    """Return the pages that differ from their results, each with its correct text."""
     found = {}
     for path in (top / name for name in PAGES):
         page = path.read_text()

@@ -1,4 +1,4 @@
-"""Make the tables of the pages: Markdown, from result files alone. No torch."""
+"""Make the tables of the pages in Markdown, from result files only; no torch."""
 
 import functools
 import json
@@ -14,13 +14,13 @@ from hpctrain.tools.bench.measure import describe
 __all__ = ["TABLES", "Table"]
 
 Record = Mapping[str, Any]
-# Makes a table of the results in a repository's folder.
+# Makes a table from the results in the folder of a repository.
 Table = Callable[[Path], str]
 
 BENCHMARKS = "benchmarks/results"
 OTHERS = "docs/results"
 
-# What the figures of benchmarks are called in tables; those that are not here are not shown.
+# Column heads by figure of a benchmark; figures that are not listed are not shown.
 HEADS = {
     "ms": "ms",
     "us": "µs",
@@ -45,10 +45,10 @@ HEADS = {
     "memory": "memory of it, bytes",
     "": "times as long",
 }
-# Numbers without a spread, and parts of records that are no level of a table.
+# Keys of numbers without a spread, and keys of a record that do not name a row.
 _PLAIN = ("reported", "first")
 _NO_LEVELS = {"results", "sizes", "arms", "targets", *_PLAIN}
-# What a level of a benchmark's record is called, where its key alone does not say.
+# Names of groups in a benchmark's record, where the key alone is unclear.
 _LEVELS = {"checkpoint": "{} MB", "rendezvous": "{} ranks"}
 _TAX = "other work meanwhile"
 NOT_MEASURED = "Not measured yet."
@@ -89,7 +89,7 @@ def _measured(record: Record) -> str:
 
 
 def source(record: Record) -> str:
-    """Return where and when a record was made, as a line of a page."""
+    """Return where and when a record was measured, as a line of a page."""
     versions = ", ".join(
         f"{name} {version}"
         for name, version in record.get("versions", {}).items()
@@ -105,11 +105,11 @@ def source(record: Record) -> str:
 
 
 def newest(folder: Path, name: str) -> list[Record]:
-    """Return the newest figures of a benchmark: of each group of arms, those of the last run.
+    """Return the newest figures of a benchmark: for each group of arms, those of the last run.
 
     Args:
-        folder: of the records; a file is called NAME.json or NAME_MORE.json.
-        name: of the benchmark.
+        folder: folder of the records; a file is named NAME.json or NAME_MORE.json.
+        name: name of the benchmark.
     """
     paths = [path for path in folder.glob("*.json") if _benchmark(path) == name]
     records = sorted(map(_read, paths), key=lambda record: record["date"])
@@ -136,7 +136,7 @@ def _is_figures(part: Any) -> bool:
 
 
 def _arms(part: Record, path: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the rows of a part of a record: a name, and its cells by head."""
+    """Yield the rows of a part of a record: a name, and its cells by column head."""
     figures = {key: value for key, value in part.items() if _is_figures(value)}
     shown = {HEADS[key]: _cell(key, value) for key, value in figures.items() if key in HEADS}
     for plain in _PLAIN:
@@ -145,7 +145,7 @@ def _arms(part: Record, path: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[
                 shown[HEADS[key]] = f"{value:,.0f}" if value >= 1000 else f"{value:.3f}"
     if shown:
         yield ", ".join(path), shown
-    elif figures:  # without an arm of their own
+    elif figures:  # figures that belong to no arm
         for key, value in figures.items():
             yield ", ".join((*path, key)), {HEADS[""]: _cell("", value)}
     for key, value in part.items():
@@ -164,7 +164,7 @@ def _cell(key: str, figures: Mapping[str, float]) -> str:
 
 
 def benchmark(name: str, top: Path) -> str:
-    """Return the figures of a benchmark, with what they were measured on below each table."""
+    """Return the tables of a benchmark, each with its machine, date and commit below."""
     tables = []
     for record in newest(top / BENCHMARKS, name):
         level = _LEVELS.get(name, "{}")
@@ -183,7 +183,7 @@ def benchmark(name: str, top: Path) -> str:
 
 
 def targets(top: Path) -> str:
-    """Return what benchmarks promise, and whether their newest figures keep to it."""
+    """Return the targets of all benchmarks, and whether their newest figures meet them."""
     folder = top / BENCHMARKS
     rows = []
     for name in sorted({_benchmark(path) for path in folder.glob("*.json")}):
@@ -197,10 +197,10 @@ def targets(top: Path) -> str:
 
 
 def reliability(section: str, top: Path) -> str:
-    """Return what runs survived.
+    """Return the faults that were tested, with the result of the runs.
 
     Args:
-        section: of the page.
+        section: section of the page.
         top: folder of the repository.
     """
     rows = [
@@ -220,7 +220,7 @@ def reliability(section: str, top: Path) -> str:
 
 
 def parity(top: Path) -> str:
-    """Return how far the losses, weights and accuracies of each arm are apart."""
+    """Return each arm's largest relative differences, and its top-1 at the end."""
     record = _read(top / OTHERS / "parity.json")
     tables = []
     for part, title, form in (
@@ -241,7 +241,7 @@ def parity(top: Path) -> str:
 
 
 def status(top: Path) -> str:
-    """Return what has been run where."""
+    """Return which components have been run, and where."""
     rows = [
         (
             row["component"],
@@ -255,8 +255,8 @@ def status(top: Path) -> str:
     return _markdown(("component", "where", "what was run", "never run", "recorded"), rows)
 
 
-def baseline(name: str, top: Path) -> str:
-    """Return a table whose rows were written down by hand: `head` and `rows` of a file."""
+def recorded_by_hand(name: str, top: Path) -> str:
+    """Return a table that a result file contains as `head` and `rows`."""
     record = _read(top / OTHERS / f"{name}.json")
     return f"{_markdown(record['head'], record['rows'])}\n\n{source(record)}"
 
@@ -276,13 +276,13 @@ _BENCHMARKS = (
     "submit",
 )
 _SECTIONS = ("kill", "launchers", "slurm", "hangs", "checkpoints")
-# A table that pages may name: a line here.
+# To add a table that pages may name, add a line here.
 TABLES: dict[str, Table] = {
     "targets": targets,
     **{name: functools.partial(benchmark, name) for name in _BENCHMARKS},
     **{f"reliability, {name}": functools.partial(reliability, name) for name in _SECTIONS},
     "parity": parity,
-    "repeats": functools.partial(baseline, "repeats"),
-    "by launcher": functools.partial(baseline, "by_launcher"),
+    "repeats": functools.partial(recorded_by_hand, "repeats"),
+    "by launcher": functools.partial(recorded_by_hand, "by_launcher"),
     "status": status,
 }

@@ -156,13 +156,13 @@ def _real_host(arguments: argparse.Namespace) -> launch.RealHost | None:
         there = " and ".join(name for name, value in given.items() if value is not None)
         raise UsageError(
             f"{there} without {' and '.join(missing)}",
-            "all of them for one of several real hosts, or --nodes alone to pretend hosts here",
+            "all of them for one of several real hosts, or --nodes alone to simulate hosts here",
             _BY_HAND,
         )
     if arguments.style is not None:
         raise UsageError(
             f"--as {arguments.style} together with --node-rank",
-            "one of them: --as pretends all of the hosts on this machine",
+            "one of them: --as simulates all hosts on this machine",
             _BY_HAND,
         )
     if not 0 <= arguments.node_rank < arguments.nodes:

@@ -6,7 +6,7 @@ import pytest
 from hpctrain.launch import rank_environment
 
 # What is of the machine on which the true launcher ran, or has a process behind it that nobody
-# pretends: a daemon's address, its folders, its protocol.
+# simulates: a daemon's address, its folders, its protocol.
 OF_THE_MACHINE = {
     "slurm": {
         *("SLURM_CLUSTER_NAME", "SLURM_CONF", "SLURM_WORKING_CLUSTER", "SLURM_UMASK"),
@@ -26,7 +26,7 @@ PREFIXES = {
     "slurm": ("SLURM_JOB_CPUS_PER_NODE_PACK_GROUP",),  # salloc's, in an ordinary job too
 }
 NAMED = {"mpi": {"OMPI_MCA_orte_num_nodes", "PMIX_RANK", "PMIX_NAMESPACE", "PMIX_HOSTNAME"}}
-# What differs by its nature, and the one thing that is pretended otherwise: no agent has a store.
+# What differs by its nature, and the one thing that is simulated otherwise: no agent has a store.
 OTHERWISE = {
     *("SLURM_JOB_ID", "SLURM_JOBID", "PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", "MASTER_PORT"),
     *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "HOROVOD_GLOO_IFACE"),

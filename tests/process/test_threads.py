@@ -1,6 +1,6 @@
 """Ranks that share cores divide them; what somebody decided stays; and rank 0 says so once.
 
-The ranks here share one machine, and those with `layout` pretend to be on several: pretended hosts
+The ranks here share one machine, and those with `layout` act as if on several: simulated hosts
 share nothing. A stand-in for the affinity gives them more cores than the machine has; where two
 are enough the affinity is real.
 """

@@ -1,6 +1,6 @@
 """One run, one directory: who is refused, who takes over, and who may not commit any more.
 
-Other hosts, boots and jobs are pretended by what the lock file says; scontrol is a fake, a script
+Other hosts, boots and jobs are simulated by what the lock file says; scontrol is a fake, a script
 on the PATH that says what the real one said. Processes and their ends are real.
 """
 

@@ -56,7 +56,7 @@ def run(
         function: called on each rank in the current folder, with the variables of
             `hpctrain run`; what it returns is pickled.
         arguments: of the function.
-        layout: ranks on each pretended host (default: all on one).
+        layout: ranks on each simulated host (default: all on one).
         timeout: seconds; ranks that are left then are killed and the test fails.
         absent: ranks that are never started.
         env: more variables for all ranks.

@@ -242,7 +242,7 @@ def test_wheel_cache_key_is_one_folder_name():
 
 @pytest.fixture
 def toolkit(programs, tmp_path):
-    """A pretended CUDA 13.0 in $CUDA_HOME."""
+    """A simulated CUDA 13.0 in $CUDA_HOME."""
     home = tmp_path / "cuda"
     (home / "include").mkdir(parents=True)
     (home / "include" / "cuda_runtime.h").touch()

@@ -39,7 +39,7 @@ class Start:
         through_ssh: it enters another host with the script that stands in ssh's place.
         told: the fields of World that the variables tell, where not all that is in TOLD.
         local_ranks: by rank, where a launcher does not number the ranks of a host by rank.
-        pretended: all ranks are on one host, and the launcher says otherwise.
+        simulated: all ranks are on one host, and the launcher says otherwise.
     """
 
     name: str
