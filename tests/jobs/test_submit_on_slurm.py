@@ -172,8 +172,9 @@ def test_status_requeue_and_cancel_of_a_job(cluster, hpctrain):
     until(lambda: began.read_text() == "x")
 
     said = hpctrain("status").stdout
-    assert "held by you: scontrol release" in next(x for x in said.splitlines() if held in x)
-    row = next(line.split() for line in said.splitlines() if line.startswith(f"{number} "))
+    lines = {line.split()[0]: line for line in said.splitlines() if line.strip()}
+    assert "held by you: scontrol release" in lines[held]
+    row = lines[number].split()
     assert row[1:4] == ["trains", "running", "1"], said
     assert row[-5:] == ["40", "3", "0.25", "512", f"runs/trains-{number}"], said
 
