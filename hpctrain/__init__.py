@@ -6,6 +6,7 @@ Each public name is imported at its first use, so `import hpctrain` is fast and 
 
 from typing import TYPE_CHECKING
 
+from hpctrain._lazy import lazy
 from hpctrain._version import __version__
 
 if TYPE_CHECKING:
@@ -33,31 +34,20 @@ __all__ = [
     "submit",
 ]
 
-_HOME = {
-    "Allocation": "cluster.job",
-    "HpctrainError": "errors",
-    "JobSpec": "jobs",
-    "Run": "training.run",
-    "Session": "training.session",
-    "World": "cluster.world",
-    "detect": "cluster.launchers",
-    "options": "arguments",
-    "spawn": "launch",
-    "submit": "jobs",
-}
-
-
-def __getattr__(name):  # type: ignore[no-untyped-def]
-    from importlib import import_module
-
-    if name == "jobs":  # for a notebook that looks up a job: hpctrain.jobs.find(ID)
-        return import_module("hpctrain.jobs")
-    if name not in _HOME:
-        raise AttributeError("module 'hpctrain' has no attribute {!r}".format(name))
-    value = getattr(import_module("hpctrain." + _HOME[name]), name)
-    # Stored here, so that `__getattr__` is called only once for each name.
-    globals()[name] = value
-    return value
+__getattr__ = lazy(
+    __name__,
+    {
+        "arguments": ("options",),
+        "cluster.job": ("Allocation",),
+        "cluster.launchers": ("detect",),
+        "cluster.world": ("World",),
+        "errors": ("HpctrainError",),
+        "jobs": ("JobSpec", "submit"),
+        "launch": ("spawn",),
+        "training.run": ("Run",),
+        "training.session": ("Session",),
+    },
+)
 
 
 def __dir__():  # type: ignore[no-untyped-def]

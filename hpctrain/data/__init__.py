@@ -3,7 +3,9 @@
 Names of this package are imported at first use, so `hpctrain shards` runs without torch.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hpctrain._lazy import lazy
 
 if TYPE_CHECKING:
     from hpctrain.data.datasets import Images, load
@@ -50,31 +52,23 @@ __all__ = [
     "steps_of_epoch",
 ]
 
-_HOME = {
-    "datasets": ("Images", "load"),
-    "epochs": ("begin_epoch", "steps_of_epoch"),
-    "feed": ("Placement",),
-    "images": (
-        "IGNORED",
-        "CenterCrop",
-        "ImageSet",
-        "Normalize",
-        "RandomResizedCrop",
-        "SyntheticImages",
-    ),
-    "loader": ("Loader", "check_arguments"),
-    "own_loaders": ("begin_own", "check_own", "fingerprint", "refuse_same", "samples"),
-    "sampler": ("EvaluationSampler", "TrainingSampler"),
-    "shards": ("FolderSource", "ShardSource", "Source", "image_source", "same_classes"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    for module, names in _HOME.items():
-        if name in names:
-            value = getattr(import_module(f"hpctrain.data.{module}"), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module 'hpctrain.data' has no attribute {name!r}")
+__getattr__ = lazy(
+    __name__,
+    {
+        "datasets": ("Images", "load"),
+        "epochs": ("begin_epoch", "steps_of_epoch"),
+        "feed": ("Placement",),
+        "images": (
+            "IGNORED",
+            "CenterCrop",
+            "ImageSet",
+            "Normalize",
+            "RandomResizedCrop",
+            "SyntheticImages",
+        ),
+        "loader": ("Loader", "check_arguments"),
+        "own_loaders": ("begin_own", "check_own", "fingerprint", "refuse_same", "samples"),
+        "sampler": ("EvaluationSampler", "TrainingSampler"),
+        "shards": ("FolderSource", "ShardSource", "Source", "image_source", "same_classes"),
+    },
+)

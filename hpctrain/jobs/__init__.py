@@ -7,13 +7,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from hpctrain._lazy import lazy
+
 if TYPE_CHECKING:
     from hpctrain.jobs.handle import Job
     from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["Job", "JobSpec", "find", "submit"]
 
-_HOME = {"Job": "handle", "JobSpec": "spec"}
+__getattr__ = lazy(__name__, {"handle": ("Job",), "spec": ("JobSpec",)})
 
 
 def submit(
@@ -68,11 +70,3 @@ def find(job: str | int | os.PathLike[str]) -> "Job":
     from hpctrain.jobs.handle import Job
 
     return Job(job_store.read(job_store.find(job)), os.environ)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

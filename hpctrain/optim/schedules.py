@@ -5,7 +5,7 @@ The rate is the base rate times a factor that depends only on the number of the 
 
 import gc
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -173,13 +173,14 @@ def attached(optimizers: Sequence[Optimizer], but: Iterable[object] = ()) -> dic
     Raises:
         UsageError: an optimizer has two schedulers of one kind, so their names would be equal.
     """
-    others = {id(one) for one in but}
-    found = _unnamed(optimizers, others)
+    found = _outermost(optimizers)
     if len({one.optimizer for one in found}) < len(found):
         # An old one may remain in a reference cycle, as after a notebook cell was run twice.
         found.clear()
         gc.collect()
-        found = _unnamed(optimizers, others)
+        found = _outermost(optimizers)
+    elsewhere = {id(one) for one in but}
+    found = [one for one in found if id(one) not in elsewhere]
     named: dict[str, LRScheduler] = {}
     for number, optimizer in enumerate(optimizers):
         for one in found:
@@ -195,11 +196,11 @@ def attached(optimizers: Sequence[Optimizer], but: Iterable[object] = ()) -> dic
     return named
 
 
-def _unnamed(optimizers: Sequence[Optimizer], others: Container[int]) -> list[LRScheduler]:
-    """Return the schedulers that are neither part of another one nor in `others`, by id."""
+def _outermost(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
+    """Return the schedulers of the optimizers that are not part of another one."""
     found = _schedulers_of(optimizers)
     inside = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
-    return [one for one in found if id(one) not in inside and id(one) not in others]
+    return [one for one in found if id(one) not in inside]
 
 
 def _schedulers_of(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:

@@ -154,7 +154,7 @@ def test_run_passes_arguments_and_exit_code(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("name", ["__init__.py", "__main__.py", "_version.py"])
+@pytest.mark.parametrize("name", ["__init__.py", "__main__.py", "_lazy.py", "_version.py"])
 def test_old_python_parses_the_module_that_refuses_it(name):
     ast.parse((PACKAGE / name).read_text(), feature_version=(3, 6))
 

@@ -82,15 +82,25 @@ def test_two_schedulers_of_a_kind_for_one_optimizer_have_to_be_named():
         train(two, "run", max_steps=2)
 
 
-def made_twice(optimizer):
-    """As in a notebook whose cell runs again: nobody has the first one any more."""
-    first = lr_scheduler.StepLR(optimizer, 2)
-    first.itself = first
+def made_once(optimizer):
     return lr_scheduler.StepLR(optimizer, 3)
 
 
-def test_scheduler_that_nobody_has_any_more_is_not_counted():
+def made_twice(optimizer):
+    """Leave an unused scheduler in a reference cycle, as a notebook cell that runs again does."""
+    first = lr_scheduler.StepLR(optimizer, 2)
+    first.itself = first
+    return made_once(optimizer)
+
+
+def test_unused_scheduler_is_not_counted():
     assert len(set(train(made_twice, "run", max_steps=8))) == 3
+
+
+def test_unused_scheduler_beside_a_named_one_is_not_saved(caplog):
+    train(made_twice, "run", named=True, max_steps=3)
+    train(made_once, "run", named=True, max_steps=4, resume=True)
+    assert "the checkpoint has" not in caplog.text
 
 
 def test_checkpoint_with_a_scheduler_that_the_script_no_longer_has_is_said(caplog):

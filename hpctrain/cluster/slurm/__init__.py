@@ -6,7 +6,9 @@ late. These cases are normal: the result is `None` or `NoAnswerError`, and a run
 Each public name is imported at its first use, so that submitting a job takes only 0.1 s.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hpctrain._lazy import lazy
 
 if TYPE_CHECKING:
     from hpctrain.cluster.slurm.accounting import Ended, accounts, ended
@@ -49,25 +51,17 @@ __all__ = [
     "step_lives",
 ]
 
-_HOME = {
-    "accounting": ("Ended", "accounts", "ended"),
-    "batch": ("Answer", "batch_script", "cancel", "requeue", "sbatch"),
-    "command": ("NoAnswerError",),
-    "sinfo": ("Partition", "partitions"),
-    "queue": ("Job", "jobs"),
-    "states": (
-        *("ENDED", "FORGOTTEN", "JobState", "end_time", "hosts_left", "is_label", "job_state"),
-        "step_lives",
-    ),
-}
-
-
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    for module, names in _HOME.items():
-        if name in names:
-            value = getattr(import_module(f"hpctrain.cluster.slurm.{module}"), name)
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module 'hpctrain.cluster.slurm' has no attribute {name!r}")
+__getattr__ = lazy(
+    __name__,
+    {
+        "accounting": ("Ended", "accounts", "ended"),
+        "batch": ("Answer", "batch_script", "cancel", "requeue", "sbatch"),
+        "command": ("NoAnswerError",),
+        "sinfo": ("Partition", "partitions"),
+        "queue": ("Job", "jobs"),
+        "states": (
+            *("ENDED", "FORGOTTEN", "JobState", "end_time", "hosts_left", "is_label", "job_state"),
+            "step_lives",
+        ),
+    },
+)
