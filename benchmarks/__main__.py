@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from measure import place, table
-from verdicts import verdicts
+from outcomes import outcomes
 
 HERE = Path(__file__).resolve().parent
 
@@ -102,7 +102,7 @@ def run(name: str, options: list[str], folder: Path) -> list[tuple[str, ...]]:
     print(f"== {time.monotonic() - begun:.0f} s\n", flush=True)
     if done.returncode or not path.exists():
         return [(name, "", "", "", f"failed, exit code {done.returncode}")]
-    rows = list(verdicts(json.loads(path.read_text())))
+    rows = list(outcomes(json.loads(path.read_text())))
     return [(name, *row) for row in rows] or [(name, "", "", "", "no target")]
 
 
@@ -132,7 +132,7 @@ def main() -> int:
                     continue
                 options = benchmark.gpu
             rows += run(name, shlex.split(options), folder)
-    head = ("benchmark", "of what", "median [95 % interval]", "target", "verdict")
+    head = ("benchmark", "of what", "median [95 % interval]", "target", "outcome")
     print(table([head, *rows]))
     return any(row[-1].startswith("failed") for row in rows)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import add_save, describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, outcome, save, summary, table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -185,7 +185,7 @@ def compare(times: dict[str, list[float]], base: str) -> dict[str, dict[str, Any
         results[name] = {"us": summary(own), "ratio": summary(ratios)}
         if name == HPCTRAIN:
             ratio = results[name]["ratio"]
-            results[name] |= {"target": TARGET_RATIO, "verdict": verdict(ratio, TARGET_RATIO)}
+            results[name] |= {"target": TARGET_RATIO, "outcome": outcome(ratio, TARGET_RATIO)}
     return results
 
 
@@ -195,7 +195,7 @@ def show(title: str, results: dict[str, dict[str, Any]]) -> str:
     for name, result in results.items():
         target = f"≤ {result['target']:g}" if "target" in result else ""
         ratio = describe(result["ratio"], ".3f") if name not in (BY_HAND, DEFAULT) else ""
-        rows.append((name, describe(result["us"]), ratio, target, result.get("verdict", "")))
+        rows.append((name, describe(result["us"]), ratio, target, result.get("outcome", "")))
     return table(rows) + "\n"
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import add_save, describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, outcome, save, summary, table
 from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -215,7 +215,7 @@ def evaluate(found: dict[str, Any]) -> dict[str, Any]:
         }
     results["tax"] = {name: summary(values) for name, values in found["tax"].items()}
     ratio = results["arms"][OURS]["ratio"]
-    results["target"] = {"limit": TARGET, "verdict": verdict(ratio, TARGET)}
+    results["target"] = {"limit": TARGET, "outcome": outcome(ratio, TARGET)}
     return results
 
 
@@ -238,7 +238,7 @@ def show(megabytes: int, results: dict[str, Any]) -> str:
         )
     taxes = [("products while a save is written", "× the time of one")]
     taxes += [(name, describe(values, ".3f")) for name, values in results["tax"].items()]
-    said = f"hpctrain: at most × {TARGET:g}: {results['target']['verdict']}"
+    said = f"hpctrain: at most × {TARGET:g}: {results['target']['outcome']}"
     return "\n".join([table(rows), said, "", table(taxes), ""])
 
 

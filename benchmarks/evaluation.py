@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loops import launched
-from measure import add_save, describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, outcome, save, summary, table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -181,7 +181,7 @@ def measure(rounds: int) -> dict[str, dict[str, Any]]:
             "cpu_ratio": summary([a / b for a, b in zip(cpu, base_cpu, strict=True)]),
             "reported": reported[name],
         }
-    results[EXACT] |= {"target": TARGET, "verdict": verdict(results[EXACT]["ratio"], TARGET)}
+    results[EXACT] |= {"target": TARGET, "outcome": outcome(results[EXACT]["ratio"], TARGET)}
     results["one process"] = {"reported": reported["one process"]}
     return results
 
@@ -194,7 +194,7 @@ def show(results: dict[str, dict[str, Any]]) -> str:
     for name, result in results.items():
         if "ms" in result:
             ratios = [describe(result[key], ".3f") for key in ("ratio", "cpu_ratio")]
-            target = f"{result['target']:g}: {result['verdict']}" if "target" in result else ""
+            target = f"{result['target']:g}: {result['outcome']}" if "target" in result else ""
             own = ratios if name != BASE else ["", ""]
             times.append((name, describe(result["ms"]), *own, target))
         said = result["reported"]

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measure import add_save, describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, outcome, save, summary, table
 
 RANKS = 2
 TIMEOUT = 120.0
@@ -136,7 +136,7 @@ def evaluate(times: dict[str, list[float]]) -> dict[str, dict]:
         ratio = summary([a / b for a, b in zip(own, times[BASE], strict=True)])
         results[name]["ratio"] = ratio
         if name == TARGET_ARM:
-            results[name] |= {"target": TARGET_RATIO, "verdict": verdict(ratio, TARGET_RATIO)}
+            results[name] |= {"target": TARGET_RATIO, "outcome": outcome(ratio, TARGET_RATIO)}
     return results
 
 
@@ -151,7 +151,7 @@ def show(results: dict[str, dict]) -> str:
                 describe(result["s"], ".2f"),
                 describe(ratio, ".3f") if ratio else "",
                 f"≤ {target:g}" if target else "",
-                result.get("verdict", ""),
+                result.get("outcome", ""),
             )
         )
     return table(rows) + "\nMedians, with their 95 % intervals; ratios round by round."

@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable
 
-from measure import add_save, describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, outcome, save, summary, table
 
 from hpctrain.cluster.hostlist import compress, expand, first
 
@@ -77,10 +77,10 @@ def evaluate(times: dict[str, list[float]]) -> dict[str, dict]:
         results[name] = {"us": us, "times_base": ratio, "all_us": own}
         if name in MOST_TIMES:
             limit = MOST_TIMES[name]
-            results[name] |= {"target": f"≤ {limit:g} ×", "verdict": verdict(ratio, limit)}
+            results[name] |= {"target": f"≤ {limit:g} ×", "outcome": outcome(ratio, limit)}
         elif name in MOST_MICROSECONDS:
             limit = MOST_MICROSECONDS[name]
-            results[name] |= {"target": f"≤ {limit:g} µs", "verdict": verdict(us, limit)}
+            results[name] |= {"target": f"≤ {limit:g} µs", "outcome": outcome(us, limit)}
     return results
 
 
@@ -94,7 +94,7 @@ def show(results: dict[str, dict]) -> str:
                 describe(result["us"]),
                 describe(result["times_base"], ".3f"),
                 result.get("target", ""),
-                result.get("verdict", ""),
+                result.get("outcome", ""),
                 str(result["us"]["count"]),
             )
         )

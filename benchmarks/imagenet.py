@@ -222,10 +222,10 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     with tempfile.TemporaryDirectory() as folder:
         kept = {"precision": "bf16", "batch_size": arguments.batch_size, "workers": "auto"}
-        with hpctrain.Session(**kept, run=folder) as session:
+        with hpctrain.Session(**kept, run_dir=folder) as session:
             opened = {False: session}
             if has_gpu:
-                opened[True] = hpctrain.Session(**kept, run=folder, compile=True)
+                opened[True] = hpctrain.Session(**kept, run_dir=folder, compile=True)
             results = measure(arms(opened, arguments), arguments, session.device)
             for other in list(opened.values())[1:]:
                 other.close()

@@ -24,7 +24,7 @@ from typing import Any
 import simplejpeg
 import torch
 import torchvision
-from measure import add_save, describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, outcome, save, summary, table
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
@@ -133,10 +133,10 @@ def show(title: str, results: dict[str, Any]) -> str:
 
 
 def judged(results: dict[str, Any], name: str) -> str:
-    """Return the verdict on an arm's ratio, inverted because less is better in `verdict`."""
+    """Return the outcome on an arm's ratio, inverted because less is better in `outcome`."""
     ratio = results[name]["ratio"]
     inverse = {"median": 1 / ratio["median"], "low": 1 / ratio["high"], "high": 1 / ratio["low"]}
-    return verdict(inverse, 1 / TARGET)
+    return outcome(inverse, 1 / TARGET)
 
 
 def main() -> None:
@@ -170,7 +170,7 @@ def main() -> None:
     said = judged(results["crops"], OURS)
     print(f"hpctrain: at least × {TARGET:g} of {BASE}: {said}")
     packages = ("torch", "torchvision", "pillow", "simplejpeg", "torchcodec")
-    held = {"ratio": results["crops"][OURS]["ratio"], "at_least": TARGET, "verdict": said}
+    held = {"ratio": results["crops"][OURS]["ratio"], "at_least": TARGET, "outcome": said}
     record = {"bytes": size, "results": results, "targets": {f"{OURS}, crops": held}}
     save(arguments.save, {**facts(packages), **record})
 

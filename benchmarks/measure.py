@@ -1,6 +1,6 @@
-"""Functions shared by the benchmarks: statistics, verdicts, machine, result files; no torch.
+"""Functions shared by the benchmarks: statistics, outcomes, machine, result files; no torch.
 
-All except verdicts, commit and result files are functions of `hpctrain bench`.
+All except outcomes, commit and result files are functions of `hpctrain bench`.
 """
 
 import argparse
@@ -19,11 +19,11 @@ __all__ = [
     "describe",
     "facts",
     "order",
+    "outcome",
     "place",
     "save",
     "summary",
     "table",
-    "verdict",
 ]
 
 _TOP = Path(__file__).resolve().parent.parent
@@ -33,7 +33,7 @@ _RESULTS = ("benchmarks/results", "docs/results")
 _WITHOUT_EFFECT = (*_RESULTS, "*.md")
 
 
-def verdict(figures: Mapping[str, float], limit: float) -> str:
+def outcome(figures: Mapping[str, float], limit: float) -> str:
     """Return whether the median meets a limit, and whether the spread makes this uncertain."""
     said = "met" if figures["median"] <= limit else "missed"
     sure = figures["high"] <= limit or figures["low"] > limit

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torchvision
-from measure import add_save, describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, outcome, save, summary, table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -112,7 +112,7 @@ def measure(case: Case, arguments: argparse.Namespace, folder: str) -> dict[str,
     precision, compile_it, _, has_target = case
     size, count = arguments.size, arguments.batch_size
     with hpctrain.Session(
-        precision=precision, compile=compile_it, batch_size=count, run=folder
+        precision=precision, compile=compile_it, batch_size=count, run_dir=folder
     ) as session:
         batches = [
             session.placement((torch.randn(count, 3, size, size), torch.randint(CLASSES, (count,))))
@@ -133,14 +133,14 @@ def measure(case: Case, arguments: argparse.Namespace, folder: str) -> dict[str,
     ratio = summary([own / other for own, other in pairs])
     result = {**{arm: summary(speed) for arm, speed in speeds.items()}, "ratio": ratio}
     if has_target and session.device.type == "cuda":
-        result["target"] = {"at_least": TARGET, "verdict": reached(ratio)}
+        result["target"] = {"at_least": TARGET, "outcome": reached(ratio)}
     return result
 
 
 def reached(ratio: dict[str, float]) -> str:
-    """Return the verdict whether a ratio is at least the target."""
+    """Return the outcome whether a ratio is at least the target."""
     mirrored = {"median": -ratio["median"], "low": -ratio["high"], "high": -ratio["low"]}
-    return verdict(mirrored, -TARGET)
+    return outcome(mirrored, -TARGET)
 
 
 def show(model: str, results: dict[str, dict[str, Any]]) -> str:
@@ -148,7 +148,7 @@ def show(model: str, results: dict[str, dict[str, Any]]) -> str:
     rows = [(f"{model}, images/s", BY_HAND, HPCTRAIN, "× by hand", f"at least {TARGET}")]
     for name, result in results.items():
         speeds = (describe(result[BY_HAND]), describe(result[HPCTRAIN]))
-        said = result["target"]["verdict"] if "target" in result else ""
+        said = result["target"]["outcome"] if "target" in result else ""
         rows.append((name, *speeds, describe(result["ratio"], ".3f"), said))
     return table(rows)
 

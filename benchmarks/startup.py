@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-from measure import add_save, describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, outcome, save, summary, table
 
 BARE = "python -c pass"
 # To add an arm, add a line: its name and the arguments of the interpreter.
@@ -61,7 +61,7 @@ def evaluate(times: dict[str, list[float]]) -> dict[str, dict]:
         more = summary([a - b for a, b in zip(own, times[BARE], strict=False)])
         results[name]["more_ms"] = more
         if name in ARMS:
-            results[name] |= {"target_ms": TARGET_MS, "verdict": verdict(more, TARGET_MS)}
+            results[name] |= {"target_ms": TARGET_MS, "outcome": outcome(more, TARGET_MS)}
     return results
 
 
@@ -76,7 +76,7 @@ def show(results: dict[str, dict]) -> str:
                 describe(result["ms"]),
                 describe(more) if more else "",
                 f"≤ {target:g}" if target else "",
-                result.get("verdict", ""),
+                result.get("outcome", ""),
                 str(result["ms"]["count"]),
             )
         )

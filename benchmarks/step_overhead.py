@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from loops import ARMS, BASE, BATCH, LOG_EVERY, Setup, data, missing
-from measure import add_save, describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, outcome, save, summary, table
 
 import hpctrain
 
@@ -70,7 +70,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         hpctrain.Session(
-            run=f"{arguments.rank_of}.run",
+            run_dir=f"{arguments.rank_of}.run",
             backend=arguments.backend,
             batch_size=BATCH,
             log_every=LOG_EVERY,
@@ -113,7 +113,7 @@ def evaluate(times: Times) -> dict[str, dict[str, Any]]:
         }
         if ARMS[name].has_target:
             result["targets"] = {
-                key: {"limit": limit, "verdict": verdict(result[key], limit)}
+                key: {"limit": limit, "outcome": outcome(result[key], limit)}
                 for key, limit in (("ratio", TARGET_RATIO), ("more_us", TARGET_US))
             }
         results[name] = result
@@ -133,8 +133,8 @@ def show(world: str, results: dict[str, dict[str, Any]]) -> str:
         rows.append((name, describe(result["us"]), *(cells if name != BASE else ("", "", ""))))
         if "targets" in result:
             ratio, more = result["targets"]["ratio"], result["targets"]["more_us"]
-            said.append(f"{name}: at most × {ratio['limit']:g}: {ratio['verdict']}")
-            said.append(f"{name}: at most {more['limit']:g} µs more: {more['verdict']}")
+            said.append(f"{name}: at most × {ratio['limit']:g}: {ratio['outcome']}")
+            said.append(f"{name}: at most {more['limit']:g} µs more: {more['outcome']}")
     return "\n".join([table(rows), *said, ""])
 
 

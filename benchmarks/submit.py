@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from measure import add_save, describe, facts, order, save, summary, table, verdict
+from measure import add_save, describe, facts, order, outcome, save, summary, table
 
 SBATCH, SUBMIT, SUBMITIT = "sbatch job.sh", "hpctrain submit", "submitit"
 BARE = "python -c pass"
@@ -104,7 +104,7 @@ def evaluate(times: dict[str, list[float]]) -> dict[str, dict]:
             more = [a - b for a, b in zip(own, times[SBATCH], strict=True)]
             results[name]["more_ms"] = summary(more)
     submit = results[SUBMIT]
-    submit |= {"target_ms": TARGET_MS, "verdict": verdict(submit["more_ms"], TARGET_MS)}
+    submit |= {"target_ms": TARGET_MS, "outcome": outcome(submit["more_ms"], TARGET_MS)}
     return results
 
 
@@ -116,7 +116,7 @@ def show(results: dict[str, dict]) -> str:
         limit = f"≤ {target:g}" if target else ""
         rows.append(
             (name, describe(result["ms"]), describe(more) if more else "", limit,
-             result.get("verdict", ""))
+             result.get("outcome", ""))
         )  # fmt: skip
     return table(rows) + "\nMedians, with their 95 % intervals."
 

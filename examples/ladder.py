@@ -56,7 +56,15 @@ def climb(name, processes, more, steps, args, folder):
     """Train on one rung; return figures of its summary."""
     run = folder / "".join(letter if letter.isalnum() else "-" for letter in name)
     command = [sys.executable, "-m", "hpctrain", "run", "--nproc-per-node", str(processes), SCRIPT]
-    command += ["--data", args.data, "--global-batch", str(args.global_batch), "--run", run, *more]
+    command += [
+        "--data",
+        args.data,
+        "--global-batch",
+        str(args.global_batch),
+        "--run-dir",
+        run,
+        *more,
+    ]
     command += ["--max-steps", str(steps)]
     print(f"{name} …", file=sys.stderr)
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)

@@ -68,9 +68,9 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}${SLURM_RESTART_COUNT:-}" ] &&
     count=$(sed -n 's/.* Restarts=\([0-9]*\) BatchFlag=.*/\1/p' <<<"$shown")
     SLURM_RESTART_COUNT=${count:-${SLURM_RESTART_COUNT:-0}}
 fi
-if [ -n "${HPCTRAIN_STOP:-}" ] && [ -n "${HPCTRAIN_RUN:-}" ]; then
-    echo "HPCTRAIN_RUN=$HPCTRAIN_RUN is the run of the job in which sbatch was called: not heeded"
-    unset HPCTRAIN_RUN
+if [ -n "${HPCTRAIN_STOP_FILE:-}" ] && [ -n "${HPCTRAIN_RUN_DIR:-}" ]; then
+    echo "not used: HPCTRAIN_RUN_DIR=$HPCTRAIN_RUN_DIR, of the job in which sbatch was called"
+    unset HPCTRAIN_RUN_DIR
 fi
 
 # As Slurm's own tools call it; a requeue changes neither this nor the run directory.
@@ -92,32 +92,32 @@ command=(
     "${hpctrain_arguments[@]}"
 )
 
-# One that was given goes on: HPCTRAIN_RUN=runs/NAME-JOB sbatch …
-if [ -n "${HPCTRAIN_RUN:-}" ] && [ "${SLURM_ARRAY_TASK_COUNT:-1}" -gt 1 ]; then
-    echo "HPCTRAIN_RUN=$HPCTRAIN_RUN is one run directory, for $SLURM_ARRAY_TASK_COUNT tasks" >&2
+# One that was given goes on: HPCTRAIN_RUN_DIR=runs/NAME-JOB sbatch …
+if [ -n "${HPCTRAIN_RUN_DIR:-}" ] && [ "${SLURM_ARRAY_TASK_COUNT:-1}" -gt 1 ]; then
+    echo "HPCTRAIN_RUN_DIR=$HPCTRAIN_RUN_DIR: one directory, $SLURM_ARRAY_TASK_COUNT tasks" >&2
     exit 2
 fi
 run=$SLURM_SUBMIT_DIR/runs/${SLURM_JOB_NAME//\//_}-$job
-HPCTRAIN_RUN=${HPCTRAIN_RUN:-$run}
-case $HPCTRAIN_RUN in /*) ;; *) HPCTRAIN_RUN=$SLURM_SUBMIT_DIR/$HPCTRAIN_RUN ;; esac
-export HPCTRAIN_RUN
-mkdir -p -- "$HPCTRAIN_RUN"
+HPCTRAIN_RUN_DIR=${HPCTRAIN_RUN_DIR:-$run}
+case $HPCTRAIN_RUN_DIR in /*) ;; *) HPCTRAIN_RUN_DIR=$SLURM_SUBMIT_DIR/$HPCTRAIN_RUN_DIR ;; esac
+export HPCTRAIN_RUN_DIR
+mkdir -p -- "$HPCTRAIN_RUN_DIR"
 
 # Two files on the file system that all hosts share, new for each start. This script makes the stop
-# file, which asks the ranks to save and to leave. Rank 0 writes the verdict before they do, as the
-# exit code of a launcher depends on which rank left first.
+# file, which asks the ranks to save and to leave. Rank 0 writes the exit status before they do, as
+# the exit code of a launcher depends on which rank left first.
 runs=$SLURM_SUBMIT_DIR/runs
 mkdir -p "$runs"
-export HPCTRAIN_STOP=$runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
-export HPCTRAIN_VERDICT=$runs/.verdict-$job-${SLURM_RESTART_COUNT:-0}
-rm -f "$runs"/.stop-"$job"-* "$runs"/.verdict-"$job"-*
+export HPCTRAIN_STOP_FILE=$runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
+export HPCTRAIN_EXIT_STATUS_FILE=$runs/.exit-status-$job-${SLURM_RESTART_COUNT:-0}
+rm -f "$runs"/.stop-"$job"-* "$runs"/.exit-status-"$job"-*
 
 # Without it another user of the hosts who guesses the job's number could join the ranks.
 HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 export HPCTRAIN_SECRET
 
-trap 'touch "$HPCTRAIN_STOP"' USR2 TERM
-if [ -n "$hpctrain_asked" ]; then touch "$HPCTRAIN_STOP"; fi
+trap 'touch "$HPCTRAIN_STOP_FILE"' USR2 TERM
+if [ -n "$hpctrain_asked" ]; then touch "$HPCTRAIN_STOP_FILE"; fi
 
 # srun does not take over --cpus-per-task from sbatch in every version of Slurm, and without
 # --kill-on-bad-exit the ranks that are left wait for a dead one.
@@ -133,18 +133,18 @@ while kill -0 "$ranks" 2>/dev/null; do wait "$ranks" || true; done
 code=0
 wait "$ranks" || code=$?
 
-if [ -s "$HPCTRAIN_VERDICT" ]; then
-    said=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$HPCTRAIN_VERDICT")
-    # A verdict of 0 does not cover what a rank did after its session; one cut off says nothing.
+if [ -s "$HPCTRAIN_EXIT_STATUS_FILE" ]; then
+    said=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$HPCTRAIN_EXIT_STATUS_FILE")
+    # 0 does not cover what a rank did after its session; a file that is cut off is not used.
     if [ "${said:-0}" != 0 ]; then code=$said; fi
-elif [ "$code" != 0 ] && [ -e "$HPCTRAIN_STOP" ]; then
+elif [ "$code" != 0 ] && [ -e "$HPCTRAIN_STOP_FILE" ]; then
     code=75 # stopped before the first step
 elif [ "$code" = $((128 + $(kill -l USR1))) ] || [ "$code" = $((128 + $(kill -l USR2))) ]; then
     code=75 # the same, by a signal to the ranks while they still imported
 fi
 trap '' USR2
 trap - TERM
-rm -f "$HPCTRAIN_STOP" "$HPCTRAIN_VERDICT"
+rm -f "$HPCTRAIN_STOP_FILE" "$HPCTRAIN_EXIT_STATUS_FILE"
 # Done, failed, or given up (76): the end.
 if [ "$code" != 75 ]; then exit "$code"; fi
 
@@ -154,7 +154,7 @@ if shown=$(scontrol show job --oneliner "$job" 2>&1); then
     state=$(sed -n "s/^JobId=$SLURM_JOB_ID .* JobState=\([A-Z_]*\) Reason=.*/\1/p" <<<"$shown")
     if [ "$state" != RUNNING ] && [ "$state" != SIGNALING ]; then
         echo "job $job is ${state:-not this one}: not requeued from here"
-        echo "its checkpoints are in $HPCTRAIN_RUN"
+        echo "its checkpoints are in $HPCTRAIN_RUN_DIR"
         exit 75
     fi
     # Last of all, as it ends this script. One that was cancelled just now is complete.
@@ -164,12 +164,12 @@ if shown=$(scontrol show job --oneliner "$job" 2>&1); then
     fi
 fi
 echo "job $job was stopped and could not be requeued: $shown"
-echo "its checkpoints are in $HPCTRAIN_RUN; to go on, with the options of sbatch that it had:"
+echo "its checkpoints are in $HPCTRAIN_RUN_DIR; to go on, with the options of sbatch that it had:"
 # Slurm forgets it some minutes after the end.
 script=$runs/job-$job.sh
 if ! scontrol write batch_script "$SLURM_JOB_ID" "$script" >/dev/null 2>&1; then
     script=THE_SCRIPT
 fi
 words=$(printf ' %q' "--array=$SLURM_ARRAY_TASK_ID" "$script" "${hpctrain_arguments[@]}")
-echo "    HPCTRAIN_RUN=${HPCTRAIN_RUN@Q} sbatch$words --resume"
+echo "    HPCTRAIN_RUN_DIR=${HPCTRAIN_RUN_DIR@Q} sbatch$words --resume"
 exit "$code"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verdicts import verdicts
+from outcomes import outcomes
 
 from hpctrain.tools.bench.measure import describe
 
@@ -188,8 +188,8 @@ def targets(top: Path) -> str:
     rows = []
     for name in sorted({_benchmark(path) for path in folder.glob("*.json")}):
         for record in newest(folder, name):
-            rows += [(name, *row, _measured(record)) for row in verdicts(record)]
-    head = ("benchmark", "of what", "median [95 % interval]", "target", "verdict", "measured")
+            rows += [(name, *row, _measured(record)) for row in outcomes(record)]
+    head = ("benchmark", "of what", "median [95 % interval]", "target", "outcome", "measured")
     return _markdown(head, rows)
 
 

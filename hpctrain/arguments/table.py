@@ -29,7 +29,7 @@ DEFAULT_BATCH_SIZE = 32
 
 # Options that may differ between hosts, or that rank 0 decides for all ranks.
 _MAY_DIFFER = {
-    *("data", "download", "run", "resume", "workers", "start_timeout", "timeout"),
+    *("data", "download", "run_dir", "resume", "workers", "start_timeout", "timeout"),
     *("profile", "track"),
 }
 
@@ -49,10 +49,11 @@ class Options:
     download: bool = option(
         "--download", False, "download the data set if it is missing", action="store_true"
     )
-    run: str | None = option(
-        "--run",
+    run_dir: str | None = option(
+        "--run-dir",
         None,
-        "run directory (default: $HPCTRAIN_RUN, else runs/NAME-JOBID, else runs/NAME-DATE-TIME)",
+        "run directory (default: $HPCTRAIN_RUN_DIR, else runs/NAME-JOBID, "
+        "else runs/NAME-DATE-TIME)",
         metavar="DIR",
     )
     resume: bool | None = option(

@@ -84,7 +84,7 @@ def load_newest(
         raise CheckpointError(
             f"none of the {len(found)} checkpoints in {directory.checkpoints} is whole",
             "at least one",
-            "start over in another directory with --run DIR",
+            "start over in another directory with --run-dir DIR",
         )
     return None
 

@@ -89,10 +89,10 @@ def _add_input(kinds: Any) -> None:
 def _add_checkpoint(kinds: Any) -> None:
     parser = _kind(kinds, "checkpoint", "time that training waits for a save, and the disk", 40.0)
     parser.add_argument(
-        "--run",
+        "--run-dir",
         metavar="DIR",
-        help="folder on the file system to measure (default: $HPCTRAIN_RUN, else runs); all files "
-        "are removed at the end",
+        help="folder on the file system to measure (default: $HPCTRAIN_RUN_DIR, else runs); all "
+        "files are removed at the end",
     )
     parser.add_argument(
         "--size",

@@ -56,7 +56,7 @@ def _cancel(one: lookup.Named) -> None:
             newest = f"the newest of step {steps[-1]} or later"
             path = plain(str(run))
             _say(f"{path} keeps its checkpoints, {newest}")
-            _say(f"to go on: hpctrain submit … --run {shlex.quote(path)} -- … --resume")
+            _say(f"to go on: hpctrain submit … --run-dir {shlex.quote(path)} -- … --resume")
         else:
             _say(f"{plain(str(run))} has no checkpoint yet")
 

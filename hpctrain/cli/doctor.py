@@ -21,9 +21,9 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.add_argument(
-        "--run",
+        "--run-dir",
         metavar="DIR",
-        help="run directory to check (default: $HPCTRAIN_RUN, else runs)",
+        help="run directory to check (default: $HPCTRAIN_RUN_DIR, else runs)",
     )
     parser.add_argument(
         "--start-timeout",
@@ -38,4 +38,4 @@ def add(subparsers: Any) -> None:
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: the doctor imports torch, which the other commands do not need.
     doctor = importlib.import_module("hpctrain.tools.doctor")
-    return int(doctor.examine(arguments.run, arguments.start_timeout, arguments.json))
+    return int(doctor.examine(arguments.run_dir, arguments.start_timeout, arguments.json))

@@ -71,6 +71,6 @@ def _requeue(job: slurm.Job) -> None:
         raise StartError(
             f"job {job.label} ({word}) is not requeued: {error}",
             "a job that was submitted with --requeue, and a Slurm that answers",
-            "the same hpctrain submit, with --run and its run directory, and --resume last",
+            "the same hpctrain submit, with --run-dir and its run directory, and --resume last",
         ) from None
     put(f"job {job.label}, which was {word}, waits for its next start\n")

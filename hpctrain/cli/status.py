@@ -55,12 +55,12 @@ def _rows(word: str, mine: list[slurm.Job]) -> list[tuple[str, ...]]:
         if ended := _accounted(word):
             return [tables.row_of_ended(job, None) for job in ended]
         raise
-    if one.jobs or one.run is None:
+    if one.jobs or one.run_dir is None:
         return [tables.row_of_job(job, os.environ) for job in one.jobs]
     ended = _accounted(one.label)
     if len(ended) == 1:
-        return [tables.row_of_ended(ended[0], one.run)]
-    return [tables.row_of_run(one.run, one.label)]
+        return [tables.row_of_ended(ended[0], one.run_dir)]
+    return [tables.row_of_run(one.run_dir, one.label)]
 
 
 def _accounted(label: str) -> list[slurm.Ended]:
@@ -74,7 +74,7 @@ def _accounted(label: str) -> list[slurm.Ended]:
 def _without_slurm(words: list[str]) -> int:
     """Show the runs from their run directories only."""
     if words:
-        runs = [lookup.named(word, (), os.environ).run for word in words]
+        runs = [lookup.named(word, (), os.environ).run_dir for word in words]
         paths = [run for run in runs if run is not None]
     else:
         paths = [path for path in lookup.runs() if not path.name.startswith(".")]

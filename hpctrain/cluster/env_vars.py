@@ -23,12 +23,12 @@ INTERFACE = "HPCTRAIN_INTERFACE"  # network interface for the ranks
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # network interface for gloo alone
 SECRET = "HPCTRAIN_SECRET"  # noqa: S105  secret shared by the ranks of one start
 START = "HPCTRAIN_START"  # id of one start of ranks by `hpctrain run`
-RUN = "HPCTRAIN_RUN"  # run directory
+RUN_DIR = "HPCTRAIN_RUN_DIR"  # run directory
 DATA = "HPCTRAIN_DATA"  # folder with data sets
 CACHE = "HPCTRAIN_CACHE"  # folder for files that can be created again
-VERDICT = "HPCTRAIN_VERDICT"  # exit status file, written by rank 0
+EXIT_STATUS_FILE = "HPCTRAIN_EXIT_STATUS_FILE"  # exit status file, written by rank 0
 EVIDENCE = "HPCTRAIN_EVIDENCE"  # folder for the ranks' failure records
-STOP = "HPCTRAIN_STOP"  # file that makes the run save and exit
+STOP_FILE = "HPCTRAIN_STOP_FILE"  # file that makes the run save and exit
 SCRATCH = "HPCTRAIN_SCRATCH"  # local copies of code and environment
 
 # Variables that a start sets for its ranks. The user sets the other HPCTRAIN_* variables.
@@ -45,9 +45,9 @@ _OF_ONE_RANK = (
     START,
     MAIN_ADDRESS,
     MAIN_PORT,
-    VERDICT,
+    EXIT_STATUS_FILE,
     EVIDENCE,
-    STOP,
+    STOP_FILE,
     SCRATCH,
 )
 

@@ -31,8 +31,8 @@ def submit(
     Each rank calls the function in its own process, where `hpctrain.Session()` detects the rank.
     cloudpickle serializes the function and its arguments, so a notebook may define them. The job
     runs the script that `hpctrain render` would write: it saves and is requeued when it is
-    preempted or its time ends, each rank can see all GPUs of its host, and `HPCTRAIN_RUN` is the
-    same in all starts.
+    preempted or its time ends, each rank can see all GPUs of its host, and `HPCTRAIN_RUN_DIR` is
+    the same in all starts.
 
     Args:
         train: function to run; or path of a script, which each rank runs as `__main__`.

@@ -186,7 +186,7 @@ def _to_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[str, s
     seconds = units.seconds(spec.time) if spec.time else _MOST_SECONDS
     with new_folder() as folder:
         run = _run(spec, env, _default(spec, folder))
-        told = {env_vars.RUN: os.fspath(run), env_vars.SECRET: secrets.token_hex(16)}
+        told = {env_vars.RUN_DIR: os.fspath(run), env_vars.SECRET: secrets.token_hex(16)}
         with _environ({**clean, **spec.environment, **told}):
             executor = submitit.LocalExecutor(folder, python=python if spec.venv else None)
             executor.update_parameters(
@@ -202,7 +202,7 @@ def _to_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[str, s
 def _to_this_process(work: Function | Script, spec: JobSpec, env: Mapping[str, str]) -> Job:
     with new_folder() as folder:
         run = _run(spec, env, _default(spec, folder))
-        with _environ({**env, **spec.environment, env_vars.RUN: os.fspath(run)}):
+        with _environ({**env, **spec.environment, env_vars.RUN_DIR: os.fspath(run)}):
             live = submitit.DebugExecutor(folder).submit(function.run, work)
     return Job(Kept(folder, live.job_id, "debug", 1, run, spec.title), env, live)
 
@@ -238,7 +238,7 @@ def _default(spec: JobSpec, folder: Path) -> str:
 def _run(spec: JobSpec, env: Mapping[str, str], default: str) -> Path:
     """Return the run directory: exported by the user, else set in the job, else the default."""
     clean, _ = submission.environ(spec, env)
-    return Path(clean.get(env_vars.RUN) or spec.run or default).absolute()
+    return Path(clean.get(env_vars.RUN_DIR) or spec.run_dir or default).absolute()
 
 
 @contextlib.contextmanager

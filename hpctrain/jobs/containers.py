@@ -12,20 +12,20 @@ _APPTAINER = """\
 # In the container: the submit directory and that of the run, all variables, and the GPUs where the
 # job has some.
 launch+=(apptainer exec ${{SLURM_GPUS_ON_NODE:+--nv}} --pwd "$PWD" --bind "$SLURM_SUBMIT_DIR"
-    --bind "$HPCTRAIN_RUN"{scratch} {image})"""
+    --bind "$HPCTRAIN_RUN_DIR"{scratch} {image})"""
 
 _PYXIS = """\
 # In the container: the submit directory and that of the run, and all variables.
-mounts=$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR,$HPCTRAIN_RUN:$HPCTRAIN_RUN{scratch}
+mounts=$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR,$HPCTRAIN_RUN_DIR:$HPCTRAIN_RUN_DIR{scratch}
 launch+=(--container-image={image}
     --container-mounts="$mounts" --container-workdir="$PWD"
     --container-env="{variables}") # before those that the image brings"""
 
 
 _PATHS = """\
-case $SLURM_SUBMIT_DIR$HPCTRAIN_RUN in
+case $SLURM_SUBMIT_DIR$HPCTRAIN_RUN_DIR in
 *[,:]*)
-    echo "no container takes folders with , or : $SLURM_SUBMIT_DIR $HPCTRAIN_RUN" >&2
+    echo "no container takes folders with , or : $SLURM_SUBMIT_DIR $HPCTRAIN_RUN_DIR" >&2
     exit 2
     ;;
 esac

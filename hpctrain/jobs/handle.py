@@ -32,13 +32,13 @@ _UNKNOWN = "unknown"
 _WHY = {
     "CANCELLED": (
         "it was cancelled",
-        "submit it again with JobSpec(run={run!r}) and Session(resume=True)",
+        "submit it again with JobSpec(run_dir={run!r}) and Session(resume=True)",
     ),
     "TIMEOUT": ("its time ended before it had stopped", "a longer time, or a longer signal_lead"),
     "OUT_OF_MEMORY": ("it took more memory than it had", "JobSpec(memory=…)"),
     "NODE_FAIL": (
         "a host was lost",
-        "submit it again with JobSpec(run={run!r}) and Session(resume=True)",
+        "submit it again with JobSpec(run_dir={run!r}) and Session(resume=True)",
     ),
 }
 
@@ -55,7 +55,7 @@ class Job:
         id: Slurm's number; process id of a local job; name of a job in this process.
         via: "slurm", "local" or "debug".
         ranks: number of ranks.
-        run: run directory.
+        run_dir: run directory.
         folder: folder with the record, the logs and the results of the job.
     """
 
@@ -63,7 +63,7 @@ class Job:
         """Set up the handle; Slurm is not asked yet."""
         self._kept, self._env, self._live = kept, env, live
         self.id, self.via, self.ranks = kept.id, kept.via, kept.ranks
-        self.run, self.folder = kept.run, kept.folder
+        self.run_dir, self.folder = kept.run_dir, kept.folder
         self._came, self._last = False, (_UNKNOWN, False)
         self._ask_afresh()
 
@@ -150,7 +150,7 @@ class Job:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows that the run has logged so far: `step`, `epoch`, `time`, then values."""
-        return RunDirectory(self.run).rows()
+        return RunDirectory(self.run_dir).rows()
 
     def curves(self) -> Path | None:
         """Plot the metrics of the run until the job has ended.
@@ -236,22 +236,27 @@ class Job:
             return HpctrainError(f"rank {first} {of} failed:\n{str(trace).rstrip()}")
         why, fix = _WHY.get(state, ("", ""))
         if not why:
-            summary = RunDirectory(self.run).read(RunDirectory(self.run).summary) or {}
+            summary = RunDirectory(self.run_dir).read(RunDirectory(self.run_dir).summary) or {}
             missing = [rank for rank, one in enumerate(outcomes) if one is None]
             why = str(summary.get("reason") or "") or f"rank {missing[0]} {of} left no result"
             tail = "\n".join(self.logs(missing[0]).splitlines()[-_LAST_LINES:])
             why += f"; the last that it printed:\n{tail}" if tail else ""
         ended = f"job {self.id} ended as {state}: {why}"
-        return HpctrainError(ended, fix=fix.format(run=os.fspath(self.run)))
+        return HpctrainError(ended, fix=fix.format(run=os.fspath(self.run_dir)))
 
     def __repr__(self) -> str:
         """Return id, current state and run directory."""
-        return f"Job(id={self.id!r}, state={self.state!r}, run={os.fspath(self.run)!r})"
+        return f"Job(id={self.id!r}, state={self.state!r}, run_dir={os.fspath(self.run_dir)!r})"
 
     def _repr_html_(self) -> str:
         """Return a table for a notebook."""
         last = ", ".join(job_curves.last_values(self.metrics()))
-        shown = {"job": self.id, "state": self.state, "run": os.fspath(self.run), "last": last}
+        shown = {
+            "job": self.id,
+            "state": self.state,
+            "run_dir": os.fspath(self.run_dir),
+            "last": last,
+        }
         cells = "".join(
             f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>"
             for name, value in shown.items()

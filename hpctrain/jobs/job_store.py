@@ -46,7 +46,7 @@ class Kept:
         id: Slurm's number; process id of a local job; name of a job in this process.
         via: "slurm", "local" or "debug".
         ranks: number of ranks.
-        run: run directory.
+        run_dir: run directory.
         title: name of the job.
         process: start time of a local job's process, as the kernel counts it.
     """
@@ -55,7 +55,7 @@ class Kept:
     id: str
     via: str
     ranks: int
-    run: Path
+    run_dir: Path
     title: str
     process: int | None = None
 
@@ -168,7 +168,7 @@ def read(folder: Path) -> Kept:
         UsageError: the folder has no job, or other users own it or can write in it.
     """
     folder = folder.absolute()
-    _refuse_strangers(folder)
+    _refuse_other_users(folder)
     record = rundir.RunDirectory(folder).read(folder / _RECORD) or {}
     try:
         return Kept(
@@ -176,7 +176,7 @@ def read(folder: Path) -> Kept:
             id=str(record["id"]),
             via=str(record["via"]),
             ranks=int(record["ranks"]),
-            run=Path(record["run"]),
+            run_dir=Path(record["run_dir"]),
             title=str(record["title"]),
             process=record["process"],
         )
@@ -186,7 +186,7 @@ def read(folder: Path) -> Kept:
         ) from None
 
 
-def _refuse_strangers(folder: Path) -> None:
+def _refuse_other_users(folder: Path) -> None:
     """Raise UsageError if others can write in a folder, as reading a pickle can run code."""
     try:
         facts = folder.stat()

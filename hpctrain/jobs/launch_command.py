@@ -24,7 +24,7 @@ launch=(srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}")""
 
 _TORCHRUN = """\
 # One agent on each host, with all CPUs of the host's ranks; they meet on the first host, at a port
-# of this start's own. -- as torchrun would take the script's --run for its own --run-path.
+# of this start's own. -- as torchrun would take the script's --run-dir for its own --run-path.
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${{hosts%%$'\\n'*}}
 ranks_of_host=${{SLURM_NTASKS_PER_NODE:-${{SLURM_GPUS_ON_NODE:-1}}}}
@@ -55,11 +55,11 @@ launch=(horovodrun --gloo -np "$SLURM_NTASKS" -H "$slots")"""
 
 _ELASTIC = """\
 # Each start of the ranks is an `srun --kill-on-bad-exit=1 --cpus-per-task=…` on the hosts that are
-# left, with a secret that no other user of the hosts knows. Rank 0's verdict decides how it ended,
-# and after three starts in a row without a new checkpoint the run is given up (exit code 76)."""
+# left, with a secret that no other user of the hosts knows. Rank 0's exit status decides how it
+# ended, and after three starts in a row without a new checkpoint the run is given up (code 76)."""
 
 _ELASTIC_SSH = """\
-# Each start of the ranks is a horovodrun over ssh, on the hosts that answer. Rank 0's verdict
+# Each start of the ranks is a horovodrun over ssh, on the hosts that answer. Rank 0's exit status
 # decides how it ended, and after three starts in a row without a new checkpoint the run is given
 # up (exit code 76)."""
 

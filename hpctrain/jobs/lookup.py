@@ -22,13 +22,13 @@ class Named:
         word: word as the user typed it.
         label: label of the job, or of the whole array if the word names that; may be empty.
         jobs: Slurm's records of the job; several are tasks of one array.
-        run: run directory, if the word names one.
+        run_dir: run directory, if the word names one.
     """
 
     word: str
     label: str
     jobs: tuple[slurm.Job, ...]
-    run: Path | None = None
+    run_dir: Path | None = None
 
 
 def named(
@@ -131,7 +131,8 @@ def _own(one: Named, mine: Sequence[slurm.Job]) -> Named:
         raise UsageError(
             f"{plain(one.word)} is the run of {what}, which Slurm does not know (any more)",
             "a job that waits, runs, or has ended lately",
-            f"hpctrain submit … --run {plain(str(one.run))} -- … --resume    goes on with the run",
+            f"hpctrain submit … --run-dir {plain(str(one.run_dir))} -- … --resume    "
+            "goes on with the run",
         )
     if others := [job for job in one.jobs if job.uid != str(os.getuid())]:
         raise UsageError(f"job {one.label} is {plain(others[0].user)}'s", "a job of your own")

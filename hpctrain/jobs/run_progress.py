@@ -25,7 +25,7 @@ _MOST = 2**63
 _MOST_RUNS = 300
 # Run directory in scripts of `hpctrain render` and in the hand-written sbatch/preemptible.sh.
 _SAID = re.compile(
-    r"""^(?:run|(?:export\ )?HPCTRAIN_RUN)=
+    r"""^(?:run|(?:export\ )?HPCTRAIN_RUN_DIR)=
     (?:\$PWD/|"\$PWD"/|\$SLURM_SUBMIT_DIR/|"\$SLURM_SUBMIT_DIR"/)?
     (?P<path>.+?)
     (?P<task>/\$SLURM_ARRAY_TASK_ID|\$\{SLURM_ARRAY_TASK_ID:\+/\$SLURM_ARRAY_TASK_ID\})?$""",
@@ -157,7 +157,7 @@ def run_of(job: slurm.Job, env: Mapping[str, str], named: bool = True) -> Path |
         said = _said(slurm.batch_script(job.number, env), job)
     except slurm.NoAnswerError:
         said = None
-    # The job may continue the run of an earlier job: HPCTRAIN_RUN=… at its submission.
+    # The job may continue the run of an earlier job: HPCTRAIN_RUN_DIR=… at its submission.
     return said if said and os.path.isdir(said) else _by_starts(Path(job.folder, "runs"), job.label)
 
 

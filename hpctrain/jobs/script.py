@@ -52,9 +52,9 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}${SLURM_RESTART_COUNT:-}" ] &&
     count=$(sed -n 's/.* Restarts=\\([0-9]*\\) BatchFlag=.*/\\1/p' <<<"$shown")
     SLURM_RESTART_COUNT=${count:-${SLURM_RESTART_COUNT:-0}}
 fi
-if [ -n "${HPCTRAIN_STOP:-}" ] && [ -n "${HPCTRAIN_RUN:-}" ]; then
-    echo "HPCTRAIN_RUN=$HPCTRAIN_RUN is the run of the job in which sbatch was called: not heeded"
-    unset HPCTRAIN_RUN
+if [ -n "${HPCTRAIN_STOP_FILE:-}" ] && [ -n "${HPCTRAIN_RUN_DIR:-}" ]; then
+    echo "not used: HPCTRAIN_RUN_DIR=$HPCTRAIN_RUN_DIR, of the job in which sbatch was called"
+    unset HPCTRAIN_RUN_DIR
 fi
 
 # As Slurm's own tools call it; a requeue changes neither this nor the run directory.
@@ -62,21 +62,21 @@ job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TAS
 
 _FILES = """\
 # Two files on the file system that all hosts share, new for each start. This script makes the stop
-# file, which asks the ranks to save and to leave. Rank 0 writes the verdict before they do, as the
-# exit code of a launcher depends on which rank left first.
+# file, which asks the ranks to save and to leave. Rank 0 writes the exit status before they do, as
+# the exit code of a launcher depends on which rank left first.
 runs=$SLURM_SUBMIT_DIR/runs
 mkdir -p "$runs"
-export HPCTRAIN_STOP=$runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
-export HPCTRAIN_VERDICT=$runs/.verdict-$job-${SLURM_RESTART_COUNT:-0}
-rm -f "$runs"/.stop-"$job"-* "$runs"/.verdict-"$job"-*
+export HPCTRAIN_STOP_FILE=$runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
+export HPCTRAIN_EXIT_STATUS_FILE=$runs/.exit-status-$job-${SLURM_RESTART_COUNT:-0}
+rm -f "$runs"/.stop-"$job"-* "$runs"/.exit-status-"$job"-*
 
 # Without it another user of the hosts who guesses the job's number could join the ranks.
 HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
 export HPCTRAIN_SECRET"""
 
 _TRAP = """\
-trap 'touch "$HPCTRAIN_STOP"' {signals}
-if [ -n "$hpctrain_asked" ]; then touch "$HPCTRAIN_STOP"; fi"""
+trap 'touch "$HPCTRAIN_STOP_FILE"' {signals}
+if [ -n "$hpctrain_asked" ]; then touch "$HPCTRAIN_STOP_FILE"; fi"""
 
 _RANKS = """\
 printf 'job %s, start %s, on %s:%s\\n' "$job" "${SLURM_RESTART_COUNT:-0}" "$SLURM_JOB_NODELIST" \\
@@ -121,8 +121,8 @@ def render_local(spec: JobSpec) -> str:
     start = [python, "-m", "hpctrain", "run", *nodes, "--nproc-per-node", str(spec.tasks), *script]
     words = array("command", [*(word(one) for one in start), '"$@"'])
     run = (
-        f"run={_run(spec.run, '$PWD')}\nexport HPCTRAIN_RUN=${{HPCTRAIN_RUN:-$run}}"
-        if spec.run
+        f"run={_run(spec.run_dir, '$PWD')}\nexport HPCTRAIN_RUN_DIR=${{HPCTRAIN_RUN_DIR:-$run}}"
+        if spec.run_dir
         else ""
     )
     shell = "#!/bin/bash\nset -euo pipefail"
@@ -173,9 +173,10 @@ export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}"""
 
 
 def _run_directory(spec: JobSpec) -> str:
-    if spec.run:
+    if spec.run_dir:
         default = (
-            _run(spec.run, "$SLURM_SUBMIT_DIR") + "${SLURM_ARRAY_TASK_ID:+/$SLURM_ARRAY_TASK_ID}"
+            _run(spec.run_dir, "$SLURM_SUBMIT_DIR")
+            + "${SLURM_ARRAY_TASK_ID:+/$SLURM_ARRAY_TASK_ID}"
         )
     else:
         default = "$SLURM_SUBMIT_DIR/runs/${SLURM_JOB_NAME//\\//_}-$job"
@@ -183,16 +184,16 @@ def _run_directory(spec: JobSpec) -> str:
     below = _run(folder, '"$SLURM_SUBMIT_DIR"')
     log = f"mkdir -p -- {below}\n" if folder and "%" not in folder else ""
     return f"""\
-# One that was given goes on: HPCTRAIN_RUN=runs/NAME-JOB sbatch …
-if [ -n "${{HPCTRAIN_RUN:-}}" ] && [ "${{SLURM_ARRAY_TASK_COUNT:-1}}" -gt 1 ]; then
-    echo "HPCTRAIN_RUN=$HPCTRAIN_RUN is one run directory, for $SLURM_ARRAY_TASK_COUNT tasks" >&2
+# One that was given goes on: HPCTRAIN_RUN_DIR=runs/NAME-JOB sbatch …
+if [ -n "${{HPCTRAIN_RUN_DIR:-}}" ] && [ "${{SLURM_ARRAY_TASK_COUNT:-1}}" -gt 1 ]; then
+    echo "HPCTRAIN_RUN_DIR=$HPCTRAIN_RUN_DIR: one directory, $SLURM_ARRAY_TASK_COUNT tasks" >&2
     exit 2
 fi
 run={default}
-HPCTRAIN_RUN=${{HPCTRAIN_RUN:-$run}}
-case $HPCTRAIN_RUN in /*) ;; *) HPCTRAIN_RUN=$SLURM_SUBMIT_DIR/$HPCTRAIN_RUN ;; esac
-export HPCTRAIN_RUN
-mkdir -p -- "$HPCTRAIN_RUN"
+HPCTRAIN_RUN_DIR=${{HPCTRAIN_RUN_DIR:-$run}}
+case $HPCTRAIN_RUN_DIR in /*) ;; *) HPCTRAIN_RUN_DIR=$SLURM_SUBMIT_DIR/$HPCTRAIN_RUN_DIR ;; esac
+export HPCTRAIN_RUN_DIR
+mkdir -p -- "$HPCTRAIN_RUN_DIR"
 {log}""".rstrip()
 
 

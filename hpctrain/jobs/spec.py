@@ -63,7 +63,7 @@ class JobSpec:
         values.matching(_FUNCTION, "MODULE:FUNCTION"),
         "", "Python function to run instead of a command", "MODULE:FUNCTION",
     )  # fmt: skip
-    run: str = _field(values.string, "", "run directory (default: runs/NAME-JOBID)", "DIR")
+    run_dir: str = _field(values.string, "", "run directory (default: runs/NAME-JOBID)", "DIR")
     launcher: str = _field(
         values.one_of(LAUNCHERS), "srun", f"launcher of the ranks: {', '.join(LAUNCHERS)}", "NAME"
     )
@@ -283,8 +283,8 @@ class JobSpec:
                 "srun or torchrun",
             ),
             (
-                self.container and set(",:") & set(self.run),
-                f"run = {_shown(self.run)} in a container",
+                self.container and set(",:") & set(self.run_dir),
+                f"run_dir = {_shown(self.run_dir)} in a container",
                 "a path without , and :",
             ),
             (

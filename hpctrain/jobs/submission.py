@@ -35,7 +35,7 @@ __all__ = [
 _JOBS = ("SLURM_JOB_ID", "SLURM_JOBID", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
 # Variables from the scheduler and the script of that job, besides those of launchers.
 _OF_THAT_JOB = (
-    *(env_vars.RUN, env_vars.SECRET),
+    *(env_vars.RUN_DIR, env_vars.SECRET),
     *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     *("GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"),
 )
@@ -138,9 +138,9 @@ def environ(spec: JobSpec, env: Mapping[str, str]) -> tuple[dict[str, str], list
             for name, value in clean.items()
             if name not in _OF_THAT_JOB
         }
-    if clean.get(env_vars.RUN) and (spec.run or spec.indices):
-        why = "the job names its own" if spec.run else "each task has its own"
-        notes.append(f"{env_vars.RUN}={clean.pop(env_vars.RUN)}: not heeded, {why}")
+    if clean.get(env_vars.RUN_DIR) and (spec.run_dir or spec.indices):
+        why = "the job names its own" if spec.run_dir else "each task has its own"
+        notes.append(f"{env_vars.RUN_DIR}={clean.pop(env_vars.RUN_DIR)}: not heeded, {why}")
     return clean, notes
 
 
@@ -176,8 +176,8 @@ def log_size(spec: JobSpec, env: Mapping[str, str]) -> int:
 
 def run_directory(spec: JobSpec, job: str, index: int) -> Path:
     """Return the run directory of an array task, relative to the current folder."""
-    if spec.run:
-        return Path(spec.run, str(index))
+    if spec.run_dir:
+        return Path(spec.run_dir, str(index))
     return Path("runs", f"{spec.title.replace('/', '_')}-{job}_{index}")
 
 
@@ -225,8 +225,8 @@ def check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
             f"you may not write in the folder {Path('runs').absolute()}, where each job has files",
             "a folder of your own, or runs in it, to submit from",
         )
-    if spec.run and os.path.exists(spec.run) and not os.path.isdir(spec.run):
-        raise UsageError(f"run = {spec.run} is a file", "a folder, there or new")
+    if spec.run_dir and os.path.exists(spec.run_dir) and not os.path.isdir(spec.run_dir):
+        raise UsageError(f"run_dir = {spec.run_dir} is a file", "a folder, there or new")
 
 
 def _is_writable(folder: Path) -> bool:

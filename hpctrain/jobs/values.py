@@ -40,7 +40,13 @@ _OF_BASH = (
 )
 # Variables of the script itself.
 OF_THE_SCRIPT = (
-    *("HPCTRAIN_RUN", "HPCTRAIN_SCRATCH", "HPCTRAIN_SECRET", "HPCTRAIN_STOP", "HPCTRAIN_VERDICT"),
+    *(
+        "HPCTRAIN_RUN_DIR",
+        "HPCTRAIN_SCRATCH",
+        "HPCTRAIN_SECRET",
+        "HPCTRAIN_STOP_FILE",
+        "HPCTRAIN_EXIT_STATUS_FILE",
+    ),
     *("code", "command", "conda", "count", "counts", "each_host", "first", "host_functions"),
     *("hosts", "hpctrain_arguments", "hpctrain_asked", "job", "launch", "modules", "mounts"),
     *("one", "port", "ranks", "ranks_of_host", "run", "runs", "said", "scratch", "script"),

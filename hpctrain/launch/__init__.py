@@ -72,15 +72,17 @@ def start(
     environs = rank_environment.environs(tasks_per_node, env, style, gpus, host)
     rank_environment.tell_threads(env, environs)
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
-        verdict = Path(folder) / "verdict"
-        outcome = supervisor.run(command, environs, verdict, labelled=sum(tasks_per_node) > 1)
-        said = rundir.read_verdict(verdict)
+        exit_status_file = Path(folder) / "exit-status"
+        outcome = supervisor.run(
+            command, environs, exit_status_file, labelled=sum(tasks_per_node) > 1
+        )
+        said = rundir.read_exit_status(exit_status_file)
         if said is None and outcome.unheard and outcome.signal is not None:
             name = signal.Signals(outcome.signal).name
             said = rundir.STOPPED, f"{name} came before the session was open"
     if not (said and said[0] == rundir.STOPPED):
         _tell(outcome)
-    _pass_on(said, env.get(env_vars.VERDICT))
+    _pass_on(said, env.get(env_vars.EXIT_STATUS_FILE))
     # An exit status of 0 does not cover errors of a rank after its session.
     return said[0] if said and (said[0] or not outcome.code) else outcome.code
 
@@ -108,9 +110,9 @@ def start_elastic(
         StartError: a host does not answer before the first start.
         UsageError: the run directory cannot be made.
     """
-    verdict = elastic.run(hosts, command, rundir.RunDirectory(directory), env, least)
-    _pass_on(verdict, env.get(env_vars.VERDICT))
-    return verdict[0]
+    exit_status = elastic.run(hosts, command, rundir.RunDirectory(directory), env, least)
+    _pass_on(exit_status, env.get(env_vars.EXIT_STATUS_FILE))
+    return exit_status[0]
 
 
 def _tell(outcome: supervisor.Outcome) -> None:
@@ -136,6 +138,6 @@ def _pass_on(said: tuple[int, str] | None, path: str | None) -> None:
     """Write the exit status file of the process that started this one, if it waits for one."""
     if said and path:
         try:
-            rundir.write_verdict(path, *said)
+            rundir.write_exit_status(path, *said)
         except OSError as error:
-            sys.stderr.write(f"hpctrain: the verdict could not be written to {path}: {error}\n")
+            sys.stderr.write(f"hpctrain: the exit status could not be written to {path}: {error}\n")

@@ -31,10 +31,10 @@ def settled(code: int, said: tuple[int, str] | None, stopped: bool) -> tuple[int
         said: content of rank 0's exit status file; None without one.
         stopped: whether this process got a signal.
     """
-    verdict, reason = said or (code, "")
-    if code == 0 or stopped or verdict in (rundir.DONE, UsageError.exit_code, rundir.STOPPED):
+    exit_status, reason = said or (code, "")
+    if code == 0 or stopped or exit_status in (rundir.DONE, UsageError.exit_code, rundir.STOPPED):
         # An exit status of 0 does not cover errors of a rank after its session.
-        return verdict or code, reason
+        return exit_status or code, reason
     return None
 
 
@@ -62,16 +62,16 @@ def hopeless(
 
 
 def run_directory(arguments: Sequence[str], script: str, env: Mapping[str, str]) -> Path:
-    """Return the run directory of all starts: the script's `--run`, $HPCTRAIN_RUN or default."""
+    """Return the run directory of all starts: `--run-dir`, $HPCTRAIN_RUN_DIR or default."""
     given = [
-        following if argument == "--run" else argument.removeprefix("--run=")
+        following if argument == "--run-dir" else argument.removeprefix("--run-dir=")
         for argument, following in itertools.pairwise([*arguments, ""])
-        if argument == "--run" or argument.startswith("--run=")
+        if argument == "--run-dir" or argument.startswith("--run-dir=")
     ]
     if given and given[-1]:
         return Path(given[-1])
-    if env.get(env_vars.RUN):
-        return Path(env[env_vars.RUN])
+    if env.get(env_vars.RUN_DIR):
+        return Path(env[env_vars.RUN_DIR])
     job = detect_job(env)
     return Path(rundir.default(Path(script).stem, job.label if job else None))
 
@@ -89,7 +89,7 @@ def run(
         hosts: hosts, with the number of ranks on each.
         command: program and arguments, the same for all ranks and starts. The program has to
             resume.
-        directory: run directory; the command gets it as $HPCTRAIN_RUN.
+        directory: run directory; the command gets it as $HPCTRAIN_RUN_DIR.
         env: environment of the ranks.
         least: smallest number of ranks; with fewer the run is given up.
 
@@ -107,7 +107,7 @@ def run(
         env_vars.SECRET: secrets.token_hex(16),
         **env,
         env_vars.START: token,
-        env_vars.RUN: str(directory.path.absolute()),
+        env_vars.RUN_DIR: str(directory.path.absolute()),
     }
     try:
         there = hosts.present(marker)
@@ -118,7 +118,7 @@ def run(
                 "that all hosts answer when the run begins",
                 f"ssh {missing[0]} true    says why; or leave it out of --hosts",
             )
-        common = Start(command, environ, folder, verdict=folder / "verdict")
+        common = Start(command, environ, folder, exit_status_file=folder / "exit-status")
         return _starts(hosts, common, directory, marker, least)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -131,9 +131,9 @@ def _starts(
     there, fruitless = list(hosts.slots), 0
     for number in itertools.count():
         before = _newest(directory)
-        start = replace(common, verdict=common.folder / f"verdict-{number}")
+        start = replace(common, exit_status_file=common.folder / f"exit-status-{number}")
         code, stopped = hosts.run(there, start)
-        said = rundir.read_verdict(start.verdict)
+        said = rundir.read_exit_status(start.exit_status_file)
         end = settled(code, said, stopped)
         if end is not None:
             return end
@@ -186,5 +186,5 @@ def _folder(directory: rundir.RunDirectory) -> Path:
         raise UsageError(
             f"the run directory {directory.path} cannot be made: {error}",
             "a place that can be written, on a file system that all hosts share",
-            "--run DIR",
+            "--run-dir DIR",
         ) from None

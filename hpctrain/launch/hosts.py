@@ -28,13 +28,13 @@ class Start:
         environ: environment of the ranks.
         folder: folder of the starts, on a file system that all hosts share; only this user can
             read it.
-        verdict: exit status file of rank 0, in that folder.
+        exit_status_file: exit status file of rank 0, in that folder.
     """
 
     command: Sequence[str]
     environ: Mapping[str, str]
     folder: Path
-    verdict: Path
+    exit_status_file: Path
 
 
 class Hosts(Protocol):

@@ -54,7 +54,7 @@ class InSlurm:
         if len(set(counts)) == 1:
             layout = [f"--ntasks-per-node={counts[0]}"]
         else:
-            file = start.folder / f"{start.verdict.name}.hosts"
+            file = start.folder / f"{start.exit_status_file.name}.hosts"
             file.write_text("".join(f"{host}\n" * self.slots[host] for host in hosts))
             environ["SLURM_HOSTFILE"] = str(file)
             layout = ["--distribution=arbitrary"]
@@ -65,5 +65,5 @@ class InSlurm:
             *(f"--nodes={len(hosts)}", f"--ntasks={sum(counts)}", f"--nodelist={compress(hosts)}"),
             *(*layout, *start.command),
         ]
-        outcome = supervisor.run(command, {0: environ}, start.verdict, labelled=False)
+        outcome = supervisor.run(command, {0: environ}, start.exit_status_file, labelled=False)
         return outcome.code, outcome.signal is not None

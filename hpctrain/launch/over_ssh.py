@@ -86,9 +86,9 @@ class OverSsh:
         environ = dict(start.environ)
         if "SLURM_JOB_ID" in environ:
             environ["SLURM_NTASKS"] = str(ranks)  # as srun sets it in a step
-        file = start.folder / f"{start.verdict.name}.start"
+        file = start.folder / f"{start.exit_status_file.name}.start"
         with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as stream:
-            own = {**environ, env_vars.VERDICT: str(start.verdict)}
+            own = {**environ, env_vars.EXIT_STATUS_FILE: str(start.exit_status_file)}
             json.dump({"environ": own, "command": list(start.command)}, stream)
         kept = {name: environ[name] for name in _OF_HOROVODRUN if name in environ}
         remote = [host for host in hosts if host in self._remote]
@@ -100,9 +100,16 @@ class OverSsh:
             *(sys.executable, "-S", "-P", horovodrun_rank.__file__, str(file)),
         ]
         orders: supervisor.Events = queue.SimpleQueue()
-        with _guarded(remote, f"{env_vars.VERDICT}={start.verdict}", orders) as lost:
+        with _guarded(
+            remote, f"{env_vars.EXIT_STATUS_FILE}={start.exit_status_file}", orders
+        ) as lost:
             outcome = supervisor.run(
-                command, {0: kept}, start.verdict, labelled=False, bind=False, orders=orders
+                command,
+                {0: kept},
+                start.exit_status_file,
+                labelled=False,
+                bind=False,
+                orders=orders,
             )
             return outcome.code, outcome.signal is not None and not lost
 

@@ -129,8 +129,10 @@ def _common(env: Environ, style: str, threads: int) -> dict[str, str]:
     environ = env_vars.scrubbed(env)
     if style == "hpctrain":
         environ |= env_vars.of_the_job(env)  # a simulated launcher defines its own job
-    if env_vars.STOP in env:
-        environ[env_vars.STOP] = env[env_vars.STOP]  # a stop file for the start is for its ranks
+    if env_vars.STOP_FILE in env:
+        environ[env_vars.STOP_FILE] = env[
+            env_vars.STOP_FILE
+        ]  # a stop file for the start is for its ranks
     if env.get(env_vars.LAUNCHER) == AS[style]:
         environ[env_vars.LAUNCHER] = AS[style]  # a choice of the user, as an error suggested
     environ.setdefault("OMP_NUM_THREADS", str(threads))

@@ -142,15 +142,19 @@ class Guard:
     """Process that ends the ranks when this process has ended; see `guard`.
 
     Args:
-        verdict: exit status file in $HPCTRAIN_VERDICT, which only the processes of this start have
-            in their environment. Its folder belongs to this start only.
+        exit_status_file: path in $HPCTRAIN_EXIT_STATUS_FILE, which only the processes of
+            this start have in their environment. Its folder belongs to this start only.
     """
 
-    def __init__(self, verdict: Path) -> None:
+    def __init__(self, exit_status_file: Path) -> None:
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-S", "-P", guard.__file__),
-                *(str(os.getpid()), f"{env_vars.VERDICT}={verdict}", str(verdict.parent)),
+                *(
+                    str(os.getpid()),
+                    f"{env_vars.EXIT_STATUS_FILE}={exit_status_file}",
+                    str(exit_status_file.parent),
+                ),
             ],
             # With the marker of an outer start, that start's guard would end this guard.
             env=env_vars.scrubbed(os.environ),

@@ -70,11 +70,16 @@ def spawn(
         _pack(folder, function, args, kwargs or {})
         package = str(Path(launchers.__file__).parents[3])
         command = [sys.executable, "-c", _RANK, package, name]
-        verdict = folder / "verdict"
+        exit_status_file = folder / "exit-status"
         # bind=False because this process may have other threads; the ranks bind themselves.
-        outcome = supervisor.run(command, environs, verdict, labelled=count > 1, bind=False)
+        outcome = supervisor.run(
+            command, environs, exit_status_file, labelled=count > 1, bind=False
+        )
         try:
-            results, failure = _results(folder, outcome, rundir.read_verdict(verdict)), None
+            results, failure = (
+                _results(folder, outcome, rundir.read_exit_status(exit_status_file)),
+                None,
+            )
         except HpctrainError as error:
             results, failure = [], error
     _interrupt(outcome)  # after the folder is removed, because it may end this process

@@ -73,7 +73,7 @@ class Outcome:
 def run(
     command: Sequence[str],
     environs: Mapping[int, Mapping[str, str]],
-    verdict: Path,
+    exit_status_file: Path,
     labelled: bool,
     bind: bool = True,
     orders: Events | None = None,
@@ -88,7 +88,8 @@ def run(
     Args:
         command: program and arguments.
         environs: environment of each rank, by rank.
-        verdict: exit status file for $HPCTRAIN_VERDICT, in a folder of this start only.
+        exit_status_file: path for $HPCTRAIN_EXIT_STATUS_FILE, in a folder of this start
+            only.
         labelled: whether each line of output begins with the rank.
         bind: whether the system ends a rank with this thread; False if other threads run.
         orders: queue of events; the number of a signal in it counts as a signal to this process.
@@ -100,14 +101,14 @@ def run(
     ranks: list[Rank] = []
     output: Output | None = None
     with _signals(events):
-        guard = Guard(verdict)
+        guard = Guard(exit_status_file)
         watch = _Watch(ranks, events)
         try:
             for number, environ in environs.items():
                 own = {
                     **environ,
-                    env_vars.VERDICT: str(verdict),
-                    env_vars.EVIDENCE: str(verdict.parent),
+                    env_vars.EXIT_STATUS_FILE: str(exit_status_file),
+                    env_vars.EVIDENCE: str(exit_status_file.parent),
                 }
                 ranks.append(Rank.start(number, command, own, bind))
                 guard.know(ranks[-1])
@@ -123,7 +124,7 @@ def run(
             if output is not None:
                 output.stop()
         watch.listen()
-    return watch.outcome(verdict.parent)
+    return watch.outcome(exit_status_file.parent)
 
 
 @contextlib.contextmanager

@@ -103,7 +103,7 @@ class Masters:
                 f"the checkpoint has {len(masters)} master weights of other shapes than the "
                 f"{len(own)} of the prepared models",
                 "the same models and --keep-batchnorm-fp32",
-                "--run DIR for another directory",
+                "--run-dir DIR for another directory",
             )
         with torch.no_grad():
             for (copy, master), saved in zip(self._master.items(), masters, strict=True):

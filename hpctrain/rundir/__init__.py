@@ -37,10 +37,10 @@ __all__ = [
     "append",
     "create",
     "default",
-    "read_verdict",
+    "read_exit_status",
     "replace",
     "slow_ranks",
-    "write_verdict",
+    "write_exit_status",
 ]
 
 # The exit codes of the outermost hpctrain process, and the codes in the exit status file.
@@ -110,7 +110,7 @@ class RunDirectory:
             raise UsageError(
                 f"{path} cannot be read: {error}",
                 "a file that hpctrain wrote",
-                "mend or remove it, or choose another directory with --run DIR",
+                "mend or remove it, or choose another directory with --run-dir DIR",
             ) from None
 
     def give_up(self, reason: str) -> None:
@@ -244,21 +244,21 @@ def append(path: Path, line: str) -> None:
         os.close(descriptor)
 
 
-def write_verdict(path: str, code: int, reason: str) -> None:
+def write_exit_status(path: str, code: int, reason: str) -> None:
     """Write the exit status file for the process that started the ranks.
 
     Args:
-        path: value of $HPCTRAIN_VERDICT.
+        path: value of $HPCTRAIN_EXIT_STATUS_FILE.
         code: one of the exit codes above.
         reason: one line for the user.
     """
     replace(Path(path), json.dumps({"code": code, "reason": reason}) + "\n")
 
 
-def read_verdict(path: str | os.PathLike[str]) -> tuple[int, str] | None:
+def read_exit_status(path: str | os.PathLike[str]) -> tuple[int, str] | None:
     """Return code and reason of an exit status file; None if it is missing or incomplete."""
     try:
-        verdict = json.loads(Path(path).read_text())
-        return int(verdict["code"]), str(verdict["reason"])
+        exit_status = json.loads(Path(path).read_text())
+        return int(exit_status["code"]), str(exit_status["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -49,7 +49,7 @@ def claim(
             `max_steps` are used.
         world: world of the session, for run.json.
         job: job of the scheduler, for the default name and the restart count.
-        env: environment variables, for $HPCTRAIN_RUN and the lock.
+        env: environment variables, for $HPCTRAIN_RUN_DIR and the lock.
 
     Returns:
         The directory and its lock; the lock is None if the run is finished and the options ask for
@@ -63,7 +63,7 @@ def claim(
     resume = options.resume
     if resume is None:
         resume = options.elastic or (job is not None and job.restart_count > 0)
-    path = options.run or env.get(env_vars.RUN) or default(name, job.label if job else None)
+    path = options.run_dir or env.get(env_vars.RUN_DIR) or default(name, job.label if job else None)
     directory = RunDirectory(path)
     before = directory.read(directory.identity)
     if before is None:
@@ -85,7 +85,7 @@ def claim(
         raise UsageError(
             f"the run directory {directory.path} cannot be made: {error}",
             "a place that can be written",
-            "--run DIR",
+            "--run-dir DIR",
         ) from None
     return directory, lock
 
@@ -100,7 +100,7 @@ def _refuse_other_runs(
         raise UsageError(
             f"{directory.path} has a run in it",
             "an empty or new run directory",
-            f"--resume to {where}, or --run DIR for another",
+            f"--resume to {where}, or --run-dir DIR for another",
         )
     for key in _IDENTITY:
         if before.get(key) != said[key]:
@@ -108,7 +108,7 @@ def _refuse_other_runs(
                 f"{directory.path} belongs to another run: its {key} is {before.get(key)!r}, "
                 f"this one's is {said[key]!r}",
                 "the run that began there",
-                "--run DIR for another directory",
+                "--run-dir DIR for another directory",
             )
 
 
@@ -179,7 +179,7 @@ def _refuse_strangers(directory: RunDirectory) -> None:
         raise UsageError(
             f"the run directory {directory.path} cannot be read: {error}",
             "a directory",
-            "--run DIR",
+            "--run-dir DIR",
         ) from None
     # Log files may be there first: a batch script opens them before any rank starts.
     logs = directory.logs.name if directory.logs.is_dir() else None
@@ -188,7 +188,7 @@ def _refuse_strangers(directory: RunDirectory) -> None:
         raise UsageError(
             f"{directory.path} is not empty ({', '.join(strangers[:5])}), and no run is in it",
             "an empty or new run directory",
-            "--run DIR for another",
+            "--run-dir DIR for another",
         )
 
 

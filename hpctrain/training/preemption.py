@@ -38,21 +38,21 @@ REASONS = (_TIME_LIMIT, _STOP_FILE, *(signal.Signals(number).name for number in 
 class Stopped(SystemExit):
     """Exit from the script at a safe point, from which a later start continues.
 
-    The exit code is 75. If $HPCTRAIN_VERDICT is set, the program that started the ranks decides.
-    Then the exit code is 0, as the exit status file has the result; or 128 plus the signal, if this
-    rank cannot determine whether all ranks were to stop. (srun and mpirun send SIGTERM to the other
-    ranks when one rank fails. If such a job counted as stopped, it would be requeued and fail
-    again, without end.)
+    The exit code is 75. If $HPCTRAIN_EXIT_STATUS_FILE is set, the program that started the ranks
+    decides. Then the exit code is 0, as the exit status file has the result; or 128 plus the
+    signal, if this rank cannot determine whether all ranks were to stop. (srun and mpirun send
+    SIGTERM to the other ranks when one rank fails. If such a job counted as stopped, it would be
+    requeued and fail again, without end.)
 
     Args:
         reason: one line of text for the exit status file.
-        env: environment variables, for $HPCTRAIN_VERDICT.
+        env: environment variables, for $HPCTRAIN_EXIT_STATUS_FILE.
         alone: signal that this rank received outside a run; None if all ranks leave now.
     """
 
     def __init__(self, reason: str, env: Mapping[str, str], alone: int | None = None) -> None:
         told = 0 if alone is None else 128 + alone
-        super().__init__(told if env.get(env_vars.VERDICT) else rundir.STOPPED)
+        super().__init__(told if env.get(env_vars.EXIT_STATUS_FILE) else rundir.STOPPED)
         self.reason = reason
         self.together = alone is None
 
@@ -68,7 +68,7 @@ class Preemption:
 
     Args:
         rank: rank of this process; only rank 0 checks stop files and the clock.
-        env: environment variables, for $HPCTRAIN_STOP and $HPCTRAIN_VERDICT.
+        env: environment variables, for $HPCTRAIN_STOP_FILE and $HPCTRAIN_EXIT_STATUS_FILE.
         job: job of the scheduler, for its end time.
         undo: receives the callback that restores the signal handlers.
         clock: returns seconds since the epoch; tests replace it.
@@ -85,7 +85,7 @@ class Preemption:
         self._rank, self._env, self._process = rank, env, os.getpid()
         self._job, self._clock = job, clock
         self._end = job.end_time if job is not None else None
-        self._of_the_start = Path(env[env_vars.STOP]) if env.get(env_vars.STOP) else None
+        self._of_the_start = Path(env[env_vars.STOP_FILE]) if env.get(env_vars.STOP_FILE) else None
         self._of_the_run: Path | None = None
         self._caught: int | None = None
         self._opened = self._running = self._looked = False

@@ -109,7 +109,7 @@ class Run:
         if journal.finished:
             logger.info(
                 "%s is finished, so this start ends here, before what the script does next; a "
-                "larger --epochs or --max-steps goes on with it, and --run DIR begins another",
+                "larger --epochs or --max-steps goes on with it, and --run-dir DIR begins another",
                 self.directory.path,
             )
             raise SystemExit(rundir.DONE)
@@ -119,7 +119,7 @@ class Run:
             session.options.timeout,
             self.directory,
             journal.key,
-            session.verdict,
+            session.exit_status_file,
         )
         self._monitor = monitor = Monitor(session, self.directory, self._name, watchdog.seconds)
         self._find_schedulers()

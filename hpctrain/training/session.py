@@ -63,7 +63,8 @@ class Session:
             samples.
         roster: list of all ranks, with their hosts and settings.
         preemption: stop requests that this rank has received.
-        verdict: path of the exit status file; None except on rank 0 with $HPCTRAIN_VERDICT set.
+        exit_status_file: path of the exit status file on rank 0, if
+            $HPCTRAIN_EXIT_STATUS_FILE is set; else None.
         heartbeat: function called with a phase of `watchdog`; shows that this rank is alive.
         loop: the open run, which counts the steps; None if no run is open.
 
@@ -85,7 +86,7 @@ class Session:
         logging.setup_logging(start.world.rank)
         # The exit status file belongs to the start: only rank 0 of that start may write it.
         belongs = start.world.rank == 0 and not start.stray and not start.overruled
-        self.verdict = os.environ.get(env_vars.VERDICT) if belongs else None
+        self.exit_status_file = os.environ.get(env_vars.EXIT_STATUS_FILE) if belongs else None
         self.heartbeat: Callable[[int], None] = ignore
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
@@ -99,9 +100,9 @@ class Session:
         self._closed = False
         self._undo = ExitStack()  # restores what a session changes in its process
         self.preemption = Preemption(start.world.rank, os.environ, start.allocation, self._undo)
-        if self.verdict:
+        if self.exit_status_file:
             # An earlier session of this process may have left a file; it is out of date now.
-            Path(self.verdict).unlink(missing_ok=True)
+            Path(self.exit_status_file).unlink(missing_ok=True)
         try:
             self._open(start)
             if namespace is not None and getattr(namespace, "batch_size", 0) is None:
@@ -111,7 +112,7 @@ class Session:
             self._undo.close()
             if isinstance(error, HpctrainError):
                 failure_record.note_failure(start.world.rank or 0, error, os.environ)
-                self._write_verdict(error.exit_code, error.found)
+                self._write_exit_status(error.exit_code, error.found)
             raise
         failure_record.note_session(self.world.rank, os.environ)
 
@@ -458,7 +459,7 @@ class Session:
         try:
             if together:
                 self.backend.barrier()
-            self._write_verdict(code, reason)
+            self._write_exit_status(code, reason)
             if together:
                 self.backend.barrier()
         except Exception as error:
@@ -471,12 +472,14 @@ class Session:
             self.backend.close(None if together else reason)
             self._undo.close()
 
-    def _write_verdict(self, code: int, reason: str) -> None:
-        if self.verdict:
+    def _write_exit_status(self, code: int, reason: str) -> None:
+        if self.exit_status_file:
             try:
-                rundir.write_verdict(self.verdict, code, reason)
+                rundir.write_exit_status(self.exit_status_file, code, reason)
             except OSError as error:
-                logger.error("the verdict could not be written to %s: %s", self.verdict, error)
+                logger.error(
+                    "the exit status could not be written to %s: %s", self.exit_status_file, error
+                )
 
     def __enter__(self) -> Self:
         return self

@@ -103,7 +103,7 @@ def open_ranks(
         start.waste or mistake,
         check=_prove,
         store=backends.agent_store(start.rendezvous_point, options.start_timeout),
-        folder=Path(options.run or env.get(env_vars.RUN) or "runs"),
+        folder=Path(options.run_dir or env.get(env_vars.RUN_DIR) or "runs"),
     )
     assert equipment is not None  # otherwise the rendezvous has raised the error
     workers = threads.fit(met.roster.entries, met.roster.host_of_rank, world.rank, options.workers)

@@ -64,7 +64,7 @@ class Parts(Protocol):
     batches: Batches
     weight: float
     preemption: Preemption
-    verdict: str | None
+    exit_status_file: str | None
     heartbeat: Callable[[int], None]
 
     loop: "Loop | None"
@@ -450,7 +450,7 @@ def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
         raise UsageError(
             f"the checkpoint has {len(states)} {kind}s, the script prepared {len(things)}",
             "the same script",
-            "--run DIR for another directory",
+            "--run-dir DIR for another directory",
         )
     for thing, state in zip(things, states, strict=True):
         try:
@@ -459,7 +459,7 @@ def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
             raise UsageError(
                 f"the checkpoint's {kind} does not fit that of the script: {error}",
                 "the same script, and the same --decay",
-                "--run DIR for another directory",
+                "--run-dir DIR for another directory",
             ) from None
 
 
@@ -483,6 +483,6 @@ def _load(parts: Parts, directory: RunDirectory) -> dict[str, Any] | None:
             f"{directory.path} the checkpoint that rank 0 finds"
             + (f" (step {first})" if first >= 0 else " (none)"),
             "a run directory on a file system that all hosts share",
-            "--run DIR",
+            "--run-dir DIR",
         )
     return None if loaded is None else loaded[1]

@@ -59,13 +59,13 @@ EOF
 
 # Says in one line how it stands; leaves with 0 only where all checks passed.
 closing() {
-    local name verdict ended=0 passed=0 now total=${#checks[@]}
+    local name outcome ended=0 passed=0 now total=${#checks[@]}
     now=$(date '+%Y-%m-%d %H:%M:%S %z')
     for name in "${checks[@]}"; do
         if [ -f "$folder/results/$name" ]; then
-            read -r verdict _ <"$folder/results/$name"
+            read -r outcome _ <"$folder/results/$name"
             ended=$((ended + 1))
-            if [ "$verdict" = pass ]; then passed=$((passed + 1)); fi
+            if [ "$outcome" = pass ]; then passed=$((passed + 1)); fi
         fi
     done
     if [ "$passed" = "$total" ]; then
@@ -80,18 +80,18 @@ closing() {
 }
 
 write_page() {
-    local number=0 name verdict seconds
+    local number=0 name outcome seconds
     {
         cat "$folder/header"
         for name in "${checks[@]}"; do
             number=$((number + 1))
-            verdict='not reached' seconds=''
+            outcome='not reached' seconds=''
             if [ -f "$folder/results/$name" ]; then
-                read -r verdict seconds <"$folder/results/$name"
+                read -r outcome seconds <"$folder/results/$name"
             elif [ -f "$folder/$name.begun" ]; then
-                verdict='begun, not ended'
+                outcome='begun, not ended'
             fi
-            printf '%d  %-10s  %s%s\n' "$number" "$name" "$verdict" "${seconds:+, $seconds s}"
+            printf '%d  %-10s  %s%s\n' "$number" "$name" "$outcome" "${seconds:+, $seconds s}"
             if [ -f "$folder/results/$name" ]; then
                 sed '1d; s/^/     /' "$folder/results/$name"
             elif [ -f "$folder/$name.waiting" ]; then
@@ -106,7 +106,7 @@ write_page() {
 
 # Runs one check, whatever comes of it. Its output is its part of the page.
 check() {
-    local name=$1 code=0 verdict=pass state
+    local name=$1 code=0 outcome=pass state
     if [ -f "$folder/results/$name" ]; then return; fi # by the start before the requeue
     echo "check: $name"
     if [ ! -f "$folder/$name.begun" ]; then date +%s >"$folder/$name.begun"; fi
@@ -121,15 +121,15 @@ check() {
     code=$?
     set -e
     if [ "$code" != 0 ]; then
-        verdict=FAIL
+        outcome=FAIL
         # What a cancelled job did not do is no failure of the cluster.
         state=$(job_state)
         if [ "${state:-RUNNING}" != RUNNING ]; then exit 1; fi
     fi
     {
-        echo "$verdict $(($(date +%s) - $(<"$folder/$name.begun")))"
+        echo "$outcome $(($(date +%s) - $(<"$folder/$name.begun")))"
         cat "$folder/$name.out"
-        if [ "$verdict" = FAIL ]; then tail -n 5 "$folder/$name.err"; fi
+        if [ "$outcome" = FAIL ]; then tail -n 5 "$folder/$name.err"; fi
     } >"$folder/.result"
     mv "$folder/.result" "$folder/results/$name"
     write_page
@@ -163,7 +163,7 @@ EOF
 # The doctor over all ranks, for two checks; fails where it did not come to a table.
 examine() {
     if [ ! -f "$folder/doctor.json" ]; then
-        "${step[@]}" python -m hpctrain doctor --json --start-timeout "$meet" --run "$folder" \
+        "${step[@]}" python -m hpctrain doctor --json --start-timeout "$meet" --run-dir "$folder" \
             >"$folder/.doctor" 2>"$folder/doctor.log" || true
         mv "$folder/.doctor" "$folder/doctor.json"
     fi
@@ -230,19 +230,19 @@ EOF
 
 # train RUN LOG [options]: the digits, in the run directory RUN; leaves with how it ended.
 train() {
-    # HPCTRAIN_RUN also tells its processes from all others on the hosts.
-    local -x HPCTRAIN_RUN=$folder/$1 HPCTRAIN_VERDICT=$folder/.verdict-$2
+    # HPCTRAIN_RUN_DIR also tells its processes from all others on the hosts.
+    local -x HPCTRAIN_RUN_DIR=$folder/$1 HPCTRAIN_EXIT_STATUS_FILE=$folder/.exit-status-$2
     local log=$folder/$2.log code=0 said
     shift 2
-    rm -f "$HPCTRAIN_VERDICT"
+    rm -f "$HPCTRAIN_EXIT_STATUS_FILE"
     # In fp64 a wrong order of samples shows, and rounding does not.
     timeout --kill-after=30 "$limit" "${step[@]}" python examples/mnist.py --data digits \
         --batch-size "$batch" --precision fp64 --deterministic --max-steps "$steps" \
         --log-every "$every" --checkpoint-every "$every" --start-timeout "$meet" "$@" \
         >"$log" 2>&1 || code=$?
     # Rank 0 wrote here how the run ended; the code of srun depends on which rank left first.
-    if [ "$code" = 0 ] && [ -s "$HPCTRAIN_VERDICT" ]; then
-        said=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$HPCTRAIN_VERDICT")
+    if [ "$code" = 0 ] && [ -s "$HPCTRAIN_EXIT_STATUS_FILE" ]; then
+        said=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$HPCTRAIN_EXIT_STATUS_FILE")
         code=${said:-1}
     fi
     return "$code"
@@ -304,7 +304,7 @@ arm() {
         exec "${beside[@]}" --nodes=1 --ntasks=1 --nodelist="$last_host" bash -c '
             read -r line || exit 0
             for process in /proc/[0-9]*; do
-                if grep -qzxF "HPCTRAIN_RUN=$1" "$process/environ" &&
+                if grep -qzxF "HPCTRAIN_RUN_DIR=$1" "$process/environ" &&
                     grep -qzxF "SLURM_PROCID=$3" "$process/environ"; then
                     kill -s "$2" "${process#/proc/}"
                 fi
@@ -348,7 +348,7 @@ left_over() {
     # shellcheck disable=SC2016 # for the other hosts' shells
     "${beside[@]}" --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" bash -c '
         for process in /proc/[0-9]*; do
-            if grep -qzxF "HPCTRAIN_RUN=$1" "$process/environ"; then
+            if grep -qzxF "HPCTRAIN_RUN_DIR=$1" "$process/environ"; then
                 echo "left on $(hostname): process ${process#/proc/}"
             fi
         done 2>/dev/null
@@ -448,7 +448,7 @@ requeue() {
     echo "scontrol requeue: $said"
     echo "fix: sbatch --requeue sbatch/acceptance.sh"
     echo "where that does not help, the site forbids it, and a preempted job has to be submitted"
-    echo "again by hand, its command with --resume --run DIR"
+    echo "again by hand, its command with --resume --run-dir DIR"
     exit 1
 }
 

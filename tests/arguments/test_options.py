@@ -22,8 +22,8 @@ def test_command_line_and_keywords_have_the_same_defaults():
 
 def test_every_option_reaches_its_field():
     line = (
-        "--data mnist --download --run there --no-resume --init-from w.pt --elastic --backend ddp "
-        "--precision O2 --loss-scale 128 --no-keep-batchnorm-fp32 --max-nonfinite 9 "
+        "--data mnist --download --run-dir there --no-resume --init-from w.pt --elastic "
+        "--backend ddp --precision O2 --loss-scale 128 --no-keep-batchnorm-fp32 --max-nonfinite 9 "
         "--global-batch 96 --batch-size 8 --accumulate 3 --epochs 2 --max-steps 7 --seed 5 "
         "--no-seed-everything --deterministic --same-data --workers 4 --lr 0.5 "
         "--lr-scaling linear --lr-reference-batch 32 "
@@ -39,7 +39,7 @@ def test_every_option_reaches_its_field():
     )
     read = Options.of(options().parse_args(line.split()), {})
     assert read == Options(
-        data="mnist", download=True, run="there", resume=False, init_from="w.pt", elastic=True,
+        data="mnist", download=True, run_dir="there", resume=False, init_from="w.pt", elastic=True,
         backend="ddp", precision="O2", loss_scale=128.0, keep_batchnorm_fp32=False,
         max_nonfinite=9, global_batch=96, batch_size=8, accumulate=3, epochs=2, max_steps=7, seed=5,
         seed_everything=False, deterministic=True, same_data=True, workers=4, lr=0.5,
@@ -142,7 +142,7 @@ def test_wrong_keywords_are_refused_as_on_the_command_line(keywords, found, fix)
     "keywords",
     [
         {"lr": 1},
-        {"clip_norm": None, "epochs": None, "resume": None, "run": None},
+        {"clip_norm": None, "epochs": None, "resume": None, "run_dir": None},
         {"workers": 0, "seed": 0, "batch_size": 1},
     ],
 )
@@ -152,8 +152,8 @@ def test_option_values_at_the_edge_are_accepted(keywords):
 
 
 def test_option_paths_may_be_path_objects():
-    read = Options.of(None, {"run": Path("runs/a"), "data": Path("sets/b")})
-    assert (read.run, read.data) == ("runs/a", "sets/b")
+    read = Options.of(None, {"run_dir": Path("runs/a"), "data": Path("sets/b")})
+    assert (read.run_dir, read.data) == ("runs/a", "sets/b")
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_sums_are_exact_and_equal_on_all_ranks(run, size):
 
 def same_steps():
     with session(
-        global_batch=12, batch_size=1, precision="fp64", max_steps=12, log_every=1, run="run"
+        global_batch=12, batch_size=1, precision="fp64", max_steps=12, log_every=1, run_dir="run"
     ) as opened:
         losses, model = train(opened, 12)
         return losses, opened.batches, {k: v.clone() for k, v in model.state_dict().items()}
@@ -135,7 +135,7 @@ def test_evaluation_counts_each_sample_once_for_every_world_size(run, sizes):
 
 def precisions(precision, clip):
     with session(
-        batch_size=8, max_steps=12, precision=precision, clip_norm=clip, log_every=1, run="run"
+        batch_size=8, max_steps=12, precision=precision, clip_norm=clip, log_every=1, run_dir="run"
     ) as opened:
         losses, model = train(opened, 12)
         dtypes = {p.dtype for p in model.parameters()}
@@ -204,7 +204,7 @@ def repeat_with_dropout():
         precision="fp64",
         deterministic=True,
         log_every=1,
-        run="run",
+        run_dir="run",
     ) as opened:
         model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
         return train(opened, 6, model)[0]
@@ -261,7 +261,7 @@ def test_loader_arguments_that_the_session_sets_are_refused():
 
 
 def counts_reductions():
-    with hpctrain.Session(global_batch=24, batch_size=2, max_steps=3, run="run") as session:
+    with hpctrain.Session(global_batch=24, batch_size=2, max_steps=3, run_dir="run") as session:
         model = small_model()
         model, _optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         seen = []

@@ -215,7 +215,7 @@ def test_parameters_without_a_gradient_are_named_by_ddp():
 
 def unfreezes_in_epoch_1(path, **options):
     """The encoder joins model and optimizer in the second of three epochs, of four steps each."""
-    with session(batch_size=1, run=path, deterministic=True, seed=3, **options) as opened:
+    with session(batch_size=1, run_dir=path, deterministic=True, seed=3, **options) as opened:
         raw = Coder()
         raw.encoder.requires_grad_(False)
         model, optimizer = opened.prepare(

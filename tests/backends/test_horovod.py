@@ -132,7 +132,7 @@ def test_horovod_rank_that_was_busy_names_the_rank_that_failed():
 
 
 def die_in_a_run():
-    with session(max_steps=50, run="run") as opened, opened.run() as run:
+    with session(max_steps=50, run_dir="run") as opened, opened.run() as run:
         model = opened.prepare(nn.Linear(64, 10))
         for _ in run.epochs():
             for number, _ in enumerate(run.batches(range(100))):
@@ -344,7 +344,7 @@ def left_open():
 def sessions_in_a_row():
     kept = os.fstat(2).st_ino, sys.stderr
     for number in range(3):
-        with session(run=f"run{number}", max_steps=1) as opened, opened.run():
+        with session(run_dir=f"run{number}", max_steps=1) as opened, opened.run():
             assert opened.sum(1) == 3
             handler = logging.StreamHandler()
         handler.emit(logging.makeLogRecord({"msg": "still heard"}))

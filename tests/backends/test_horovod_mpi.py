@@ -44,7 +44,7 @@ def test_horovod_over_another_mpi_than_the_launchers_is_refused(mpirun):
 
 def test_horovod_over_gloo_under_mpich(mpirun):
     command = [*mpirun["mpich"], "-np", "2", launches.PYTHON, str(launches.EXAMPLE)]
-    arguments = ["--backend", "horovod", "--max-steps", "2", "--run", "run"]
+    arguments = ["--backend", "horovod", "--max-steps", "2", "--run-dir", "run"]
     done = launches.start([*command, *arguments], ".", HOROVOD_CONTROLLER="gloo")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks" in done.stderr

@@ -53,7 +53,7 @@ def ssh(cluster, lacking):
 def reference(tmp_path_factory):
     """The losses of one process, which accumulates."""
     folder = tmp_path_factory.mktemp("one-process")
-    command = [launches.PYTHON, launches.EXAMPLE, *TRAIN, "--run", "run"]
+    command = [launches.PYTHON, launches.EXAMPLE, *TRAIN, "--run-dir", "run"]
     done = launches.start(command, folder)
     assert done.returncode == 0, done.stderr
     return launches.losses(folder / "run")
@@ -72,7 +72,15 @@ def worlds(run):
 
 
 def srun(cluster, folder, *options, env=None):
-    command = [launches.PYTHON, launches.EXAMPLE, *HOROVOD, "--max-steps", str(FEW), "--run", "run"]
+    command = [
+        launches.PYTHON,
+        launches.EXAMPLE,
+        *HOROVOD,
+        "--max-steps",
+        str(FEW),
+        "--run-dir",
+        "run",
+    ]
     done = cluster.run(
         ["srun", "--kill-on-bad-exit=1", *options, *command],
         cwd=folder,
@@ -189,7 +197,7 @@ def ranks_of(folder):
         with contextlib.suppress(OSError):
             entries = (process / "environ").read_bytes().decode(errors="replace").split("\0")
             env = dict(entry.split("=", 1) for entry in entries if "=" in entry)
-            if env.get("HPCTRAIN_RUN", "").startswith(str(folder)):
+            if env.get("HPCTRAIN_RUN_DIR", "").startswith(str(folder)):
                 found[int(process.name)] = env
     return found
 
@@ -221,7 +229,7 @@ def test_elastic_horovodrun_continues_without_a_lost_host(
     horovod, cluster, ssh, reference, tmp_path, silently
 ):
     (tmp_path / "slow.py").write_text(SLOW)
-    script = ("slow.py", str(launches.EXAMPLE), *HOROVOD, "--elastic", "--run", "run")
+    script = ("slow.py", str(launches.EXAMPLE), *HOROVOD, "--elastic", "--run-dir", "run")
     run = tmp_path / "run"
     with elastic(cluster, tmp_path, ssh, "--hosts", "node[1-3]:1", *script) as process:
         wait((run / "checkpoints" / "step-00000005").exists)
@@ -270,7 +278,7 @@ def test_elastic_horovod_batch_script_continues_without_a_lost_host(
     """Starts by srun again, as soon as Slurm knows of the loss."""
     (checkout / "slow.py").write_text(SLOW)
     command = ("python", "slow.py", *horovod_spec()["command"][1:])
-    job = submit(cluster, written(checkout, command=command), ssh, *TRAIN, "--run", "run")
+    job = submit(cluster, written(checkout, command=command), ssh, *TRAIN, "--run-dir", "run")
     run = checkout / "run"
     wait((run / "checkpoints" / "step-00000005").exists)
     with lost(cluster, "node3"):

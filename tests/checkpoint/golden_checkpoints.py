@@ -55,7 +55,7 @@ def train(backend, precision, resume):
     and its samples, so a loss shows whether all of them were restored.
     """
     with hpctrain.Session(
-        backend=backend, precision=precision, resume=resume, run="run", global_batch=12,
+        backend=backend, precision=precision, resume=resume, run_dir="run", global_batch=12,
         max_steps=END, checkpoint_every=SAVED, ema=0.9, log_every=1, seed=7,
     ) as session:  # fmt: skip
         torch.manual_seed(3)

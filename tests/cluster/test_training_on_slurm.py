@@ -54,7 +54,7 @@ def test_sbatch_mnist_trains_fashion_mnist_on_four_hosts(cluster, fashion_mnist,
     assert summary["status"] == "done"
     assert summary["world_size"] == 4
     assert summary["metrics"]["top1"] >= 0.88
-    assert not list((checkout / "runs").glob(".verdict*"))
+    assert not list((checkout / "runs").glob(".exit-status*"))
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ LOADERS = {
 
 def train(name, path="run", epochs=2, stop=None, **options):
     """The samples of each step on this rank, and rank 0's rows of metrics."""
-    options = {"batch_size": 4, "log_every": 1, "run": path, "seed": 5, **options}
+    options = {"batch_size": 4, "log_every": 1, "run_dir": path, "seed": 5, **options}
     with session(**options) as opened:
         model = nn.Linear(1, 1)
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.0))
@@ -180,7 +180,7 @@ def test_loader_without_batches_is_refused():
 
 
 def draws():
-    with session(batch_size=4, seed=11, run="run") as opened:
+    with session(batch_size=4, seed=11, run_dir="run") as opened:
         opened_with = (random.random(), numpy.random.rand(), torch.rand(()).item())
         split = numpy.random.permutation(20).tolist()
         model = nn.Linear(1, 1)

@@ -57,7 +57,7 @@ def write_cifar10(folder):
 
 
 def start(example, run, *options, ranks=SIZE):
-    command = ["run", "--nproc-per-node", str(ranks), EXAMPLES / f"{example}.py", "--run", run]
+    command = ["run", "--nproc-per-node", str(ranks), EXAMPLES / f"{example}.py", "--run-dir", run]
     return launches.start([launches.BIN / "hpctrain", *command, *options], Path.cwd())
 
 
@@ -75,7 +75,7 @@ def test_cifar10_takes_two_steps_with_recipe_on_made_up_images(tmp_path, cifar10
     """Check that the recipe's options arrive, and one evaluation: no accuracy."""
     write_cifar10(tmp_path / "data")
     more = ["--recipe", RECIPES / "cifar10.toml", "--global-batch", "12", "--max-steps", "2"]
-    line = ["cifar10.py", "--data", tmp_path / "data", "--run", tmp_path / "run", *more]
+    line = ["cifar10.py", "--data", tmp_path / "data", "--run-dir", tmp_path / "run", *more]
     monkeypatch.setattr("sys.argv", list(map(str, line)))
     cifar10.main()
     row = launches.rows(tmp_path / "run")[-1]

@@ -88,7 +88,7 @@ def test_quickstart_reaches_98_percent_with_any_seed(options, tmp_path):
     if not (launches.TOP / ".venv").is_dir():
         pytest.fail("tests/run.sh makes the .venv that the quickstart uses")
     command = ["bash", launches.TOP / "examples" / "quickstart.sh", *options]
-    done = launches.start([*command, "--run", tmp_path / "run"], tmp_path)
+    done = launches.start([*command, "--run-dir", tmp_path / "run"], tmp_path)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["metrics"]["top1"] >= 0.98

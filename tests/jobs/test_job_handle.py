@@ -34,7 +34,12 @@ def folder_of(outcomes, number="7", name="20260101-000000-a", **more):
     """Make the folder of a job of which some ranks have left a result; return its path."""
     folder = job_store.FOLDERS / name
     folder.mkdir(parents=True, mode=0o700)
-    record = {"id": number, "via": "slurm", "ranks": len(outcomes), "run": os.path.abspath("run")}
+    record = {
+        "id": number,
+        "via": "slurm",
+        "ranks": len(outcomes),
+        "run_dir": os.path.abspath("run"),
+    }
     record |= {"title": "train", "process": None, **more}
     (folder / "job.json").write_text(json.dumps(record))
     for rank, outcome in enumerate(outcomes):
@@ -207,17 +212,17 @@ def test_job_logs_of_batch_script_and_rank(slurm):
 def test_job_html_for_notebook_is_escaped(slurm):
     says(slurm, "RUNNING")
     run = os.path.abspath("<script>alert(1)</script>\x1b[2J")
-    job = job_in(folder_of([None], run=run), slurm.env)
+    job = job_in(folder_of([None], run_dir=run), slurm.env)
     os.makedirs(run)
     row = {"step": 3, "<img src=x>": "<b>"}
-    (job.run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (job.run_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     assert job.metrics() == [row]
     shown = job._repr_html_()
     assert "<script>" not in shown
     assert "<img" not in shown
     assert "&lt;script&gt;" in shown
     assert "\x1b" not in repr(job)
-    assert repr(job).startswith("Job(id='7', state='RUNNING', run='")
+    assert repr(job).startswith("Job(id='7', state='RUNNING', run_dir='")
 
 
 def test_jobs_find_by_number_or_folder(slurm):

@@ -58,7 +58,9 @@ def one_process(tmp_path):
     Path("train.py").write_text(TRAIN)
     run = str(tmp_path / "alone")
     ranks.values(
-        ranks.run(1, as_script, ["train.py", *OPTIONS, "--run", run], env=dict(SPEC.environment))
+        ranks.run(
+            1, as_script, ["train.py", *OPTIONS, "--run-dir", run], env=dict(SPEC.environment)
+        )
     )
     losses = launches.losses(run)
     assert len(losses) == 16
@@ -81,7 +83,7 @@ def expect(losses, run, launcher, size=SIZE):
 
 @pytest.mark.slow
 def test_one_job_spec_on_this_machine_has_losses_of_one_process(one_process):
-    Path("job.toml").write_text(job_files.text(replace(SPEC, run="run")))
+    Path("job.toml").write_text(job_files.text(replace(SPEC, run_dir="run")))
     command = [launches.BIN / "hpctrain", "submit", "--via", "local", "job.toml"]
     done = launches.start(command, ".", PATH=PATH)
     assert done.returncode == 0, done.stderr
@@ -95,7 +97,7 @@ def environ(cluster):
 
 def by_sbatch(cluster, **more):
     """Submit the rendered script; return its run directory."""
-    script = render(replace(SPEC, run="run", **more))
+    script = render(replace(SPEC, run_dir="run", **more))
     if more.get("launcher") == "horovodrun":
         script = script.replace("set -euo pipefail", f"PATH={cluster.ssh_folder}:$PATH", 1)
     done = cluster.run(["sbatch", "--parsable"], input=script, env=environ(cluster))
@@ -106,7 +108,7 @@ def by_sbatch(cluster, **more):
 
 def by_submitit(cluster):
     """Submit the same JOB.toml by submitit; return its run directory."""
-    Path("job.toml").write_text(job_files.text(replace(SPEC, run="run")))
+    Path("job.toml").write_text(job_files.text(replace(SPEC, run_dir="run")))
     command = [launches.BIN / "hpctrain", "submit", "--via", "submitit", "--wait", "job.toml"]
     done = cluster.run(command, env=environ(cluster), timeout=600)
     assert done.returncode == 0, done.stderr
@@ -130,7 +132,7 @@ def by_notebook(cluster):
     fields = {
         name: getattr(SPEC, name)
         for name in ("name", "tasks_per_node", "cpus_per_task", "time", "environment")
-    } | {"run": "run"}
+    } | {"run_dir": "run"}
     done = cluster.run(
         [launches.PYTHON, "-c", NOTEBOOK.format(fields=fields, options=OPTIONS)],
         env={**environ(cluster), "IPYTHONDIR": os.getcwd()},

@@ -26,7 +26,7 @@ write) echo '#!/bin/bash' >"$4";;
 requeue) {requeue};;
 esac
 """
-VERDICT = 'echo "{\\"code\\": %d, \\"reason\\": \\"so\\"}" > "$HPCTRAIN_VERDICT"; '
+EXIT_STATUS = 'echo "{\\"code\\": %d, \\"reason\\": \\"so\\"}" > "$HPCTRAIN_EXIT_STATUS_FILE"; '
 # Slurm ends the script and all that it started, before scontrol comes back.
 ACCEPTED = "kill -TERM 0"
 
@@ -81,13 +81,13 @@ def calls():
     ("ranks", "code"),
     [
         ("true", 0),
-        (VERDICT % 0, 0),
-        (VERDICT % 0 + "exit 3", 3),  # after the session
-        ("exit 1", 1),  # no verdict: the launcher's code
-        ('echo "{\\"co" >"$HPCTRAIN_VERDICT"; exit 3', 3),  # a truncated one
-        (VERDICT % 1, 1),
-        (VERDICT % 2 + "exit 143", 2),
-        (VERDICT % 76 + "exit 143", 76),
+        (EXIT_STATUS % 0, 0),
+        (EXIT_STATUS % 0 + "exit 3", 3),  # after the session
+        ("exit 1", 1),  # no exit status: the launcher's code
+        ('echo "{\\"co" >"$HPCTRAIN_EXIT_STATUS_FILE"; exit 3', 3),  # a truncated one
+        (EXIT_STATUS % 1, 1),
+        (EXIT_STATUS % 2 + "exit 143", 2),
+        (EXIT_STATUS % 76 + "exit 143", 76),
         ("kill -KILL $$", 137),
         ("kill -TERM $$", 143),  # srun has ended them, as one failed
     ],
@@ -101,11 +101,11 @@ def test_preemptible_does_not_requeue_ended_ranks(run, ranks, code):
 @pytest.mark.parametrize(
     "ranks",
     [
-        VERDICT % 75,
-        VERDICT % 75 + "exit 1",  # torchrun's
-        VERDICT % 75 + "exit 143",  # srun's
+        EXIT_STATUS % 75,
+        EXIT_STATUS % 75 + "exit 1",  # torchrun's
+        EXIT_STATUS % 75 + "exit 143",  # srun's
         "exit 75",  # hpctrain run's
-        'touch "$HPCTRAIN_STOP"; kill -TERM $$',  # before the first step
+        'touch "$HPCTRAIN_STOP_FILE"; kill -TERM $$',  # before the first step
         "kill -USR1 $$",
         "kill -USR2 $$",
     ],
@@ -119,7 +119,9 @@ def test_preemptible_requeues_stopped_ranks_last(run, ranks):
 
 def test_preemptible_requeues_array_task_by_its_own_name(run):
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
-    _, said = run('echo "$HPCTRAIN_RUN $HPCTRAIN_STOP"; exit 75', **array, SLURM_JOB_ID="9")
+    _, said = run(
+        'echo "$HPCTRAIN_RUN_DIR $HPCTRAIN_STOP_FILE"; exit 75', **array, SLURM_JOB_ID="9"
+    )
     assert calls() == ["show job --oneliner 9", "show job --oneliner 7_3", "requeue incomplete 7_3"]
     here = os.getcwd()
     assert f"{here}/runs/a_name-7_3 {here}/runs/.stop-7_3-2\n" in said
@@ -127,7 +129,7 @@ def test_preemptible_requeues_array_task_by_its_own_name(run):
 
 @pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED"])
 def test_preemptible_does_not_requeue_cancelled_job(run, state):
-    code, said = run(VERDICT % 75, state=state)
+    code, said = run(EXIT_STATUS % 75, state=state)
     assert code == 75
     assert calls() == ["show job --oneliner 7"]
     assert f"job 7 is {state}: not requeued" in said
@@ -147,11 +149,11 @@ def test_preemptible_prints_sbatch_command_when_requeue_fails(run, tmp_path, mor
         for tool in ("bash", "sh", "env", "mkdir", "rm", "od", "tr", "sed", "touch"):
             (tools / tool).symlink_to(f"/usr/bin/{tool}")
         more["PATH"] = str(tools)
-    code, said = run(VERDICT % 75, **more)
+    code, said = run(EXIT_STATUS % 75, **more)
     assert code == 75
     assert why in said
     script = "THE_SCRIPT" if "PATH" in more else f"{tmp_path}/runs/job-7.sh"
-    assert f"    HPCTRAIN_RUN='{tmp_path}/runs/a_name-7' sbatch {script} sh -c " in said
+    assert f"    HPCTRAIN_RUN_DIR='{tmp_path}/runs/a_name-7' sbatch {script} sh -c " in said
     assert said.endswith(" --resume\n")
 
 
@@ -164,8 +166,8 @@ def test_preemptible_turns_signal_into_stop_file(run, number):
         process.send_signal(number)
         process.send_signal(number)
 
-    wait = 'echo ready; until [ -e "$HPCTRAIN_STOP" ]; do sleep 0.02; done; sleep 0.3; echo saved; '
-    code, said = run(wait + VERDICT % 75, meanwhile=warn)
+    wait = 'echo ready; until [ -e "$HPCTRAIN_STOP_FILE" ]; do sleep 0.02; done; sleep 0.3; '
+    code, said = run(f"{wait}echo saved; {EXIT_STATUS}" % 75, meanwhile=warn)
     assert code == -signal.SIGTERM
     assert said == "saved\n"
     assert calls()[-1] == "requeue incomplete 7"
@@ -173,8 +175,8 @@ def test_preemptible_turns_signal_into_stop_file(run, number):
 
 def test_preemptible_ignores_stop_file_of_killed_start(run):
     Path("runs").mkdir()
-    for name in (".stop-7-0", ".verdict-7-0", ".stop-70-0"):
+    for name in (".stop-7-0", ".exit-status-7-0", ".stop-70-0"):
         Path("runs", name).write_text('{"code": 75}')
-    code, _ = run('[ ! -e "$HPCTRAIN_STOP" ] && [ ! -e "$HPCTRAIN_VERDICT" ]')
+    code, _ = run('[ ! -e "$HPCTRAIN_STOP_FILE" ] && [ ! -e "$HPCTRAIN_EXIT_STATUS_FILE" ]')
     assert code == 0
     assert left() == [".stop-70-0"]

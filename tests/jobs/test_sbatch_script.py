@@ -165,7 +165,7 @@ class Hostile:
             more["container"] = self.path() or "x"
             more["container_runtime"] = self.chance.choice(("apptainer", "pyxis"))
         if some() < 0.5:
-            more["run"] = self.path(",:" if contained else "")
+            more["run_dir"] = self.path(",:" if contained else "")
         if some() < 0.3:
             more["sweep"] = [{"a": self.text(), "b-c": self.text()} for _ in range(3)]
         if some() < 0.3:
@@ -225,13 +225,13 @@ def test_hostile_texts_reach_ranks_and_run_no_code(tmp_path, seed):
         array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"} if spec.sweep else {}
         code, said = machine.run(spec, *more, **array)
         label = "7_1" if spec.sweep else "7"
-        run = f"{machine.folder}/{spec.run or 'runs/name-' + label}"
-        run += f"/{index}" if spec.run and spec.sweep else ""
+        run = f"{machine.folder}/{spec.run_dir or 'runs/name-' + label}"
+        run += f"/{index}" if spec.run_dir and spec.sweep else ""
         ranks = [call for call in machine.calls() if more == call[-2:]]
         assert (code, len(ranks)) == (0, 1), (spec, said)
         assert in_order(ranks[0], expected_words(spec, machine, run, index, more)), (spec, ranks)
         found = machine.variables(machine.calls().index(ranks[0]))
-        assert {**spec.environment, "HPCTRAIN_RUN": run}.items() <= found.items(), (spec, found)
+        assert {**spec.environment, "HPCTRAIN_RUN_DIR": run}.items() <= found.items(), (spec, found)
         assert ("ACTIVE" in found) == bool(spec.venv)
         assert Path(run).is_dir()
         assert not canary.exists(), spec
@@ -248,13 +248,13 @@ def test_hostile_texts_reach_local_ranks_and_run_no_code(tmp_path):
         environment = {"A": hostile.text(), "PYTHONPATH": hostile.text()}
         run, venv, more = hostile.path(), hostile.path(), hostile.text()
         spec = JobSpec(
-            command=["python", "x.py", *words], environment=environment, run=run, venv=venv
+            command=["python", "x.py", *words], environment=environment, run_dir=run, venv=venv
         )
         make_files(spec, machine.folder)
         code, said = machine.bash(render_local(spec), more, cwd=machine.folder)
         assert code == 0, (spec, said)
         start = ["python", "-m", "hpctrain", "run", "--nproc-per-node", "1", "x.py"]
         assert machine.calls() == [[*start, *words, more]]
-        expected = {**environment, "HPCTRAIN_RUN": f"{machine.folder}/{run}", "ACTIVE": "yes"}
+        expected = {**environment, "HPCTRAIN_RUN_DIR": f"{machine.folder}/{run}", "ACTIVE": "yes"}
         assert expected.items() <= machine.variables().items()
         assert not canary.exists(), spec

@@ -40,9 +40,9 @@ def test_job_submitted_inside_a_job_has_its_own_id_and_run(cluster, tmp_path, mo
     """Submit with the variables of a requeued array task, which sbatch hands on."""
     monkeypatch.chdir(tmp_path)
     theirs = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
-    spec = JobSpec(name="inner", command=["sh", "-c", 'echo "$HPCTRAIN_RUN"'], max_restarts=1)
+    spec = JobSpec(name="inner", command=["sh", "-c", 'echo "$HPCTRAIN_RUN_DIR"'], max_restarts=1)
     script = render(spec)
-    env = launches.on_cluster(cluster, HPCTRAIN_STOP="/x", HPCTRAIN_RUN="/x", **theirs)
+    env = launches.on_cluster(cluster, HPCTRAIN_STOP_FILE="/x", HPCTRAIN_RUN_DIR="/x", **theirs)
     done = cluster.run(["sbatch", "--parsable"], input=script, env=env)
     job, code = cluster.ended(done.stdout.strip())
     log = Path(f"inner-{job}.log").read_text()
@@ -154,7 +154,7 @@ def test_staging_copies_code_and_environment_to_each_host(cluster, tmp_path):
     code, tools = tmp_path / "code", tmp_path / "tools" / "bin"
     for folder in (code / "runs", tools):
         folder.mkdir(parents=True)
-    (code / "train.sh").write_text("pwd; hostname; ls; echo $HPCTRAIN_RUN; exec answer\n")
+    (code / "train.sh").write_text("pwd; hostname; ls; echo $HPCTRAIN_RUN_DIR; exec answer\n")
     (tools / "answer").write_text("#!/bin/sh\necho $0\n")
     (tools / "answer").chmod(0o755)
     with tarfile.open(tmp_path / "tools.tar.gz", "w:gz") as archive:
@@ -186,7 +186,7 @@ def test_staging_copies_code_and_environment_to_each_host(cluster, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("sweep", [(), ({"lr": 1}, {"lr": 2})], ids=["job", "array task"])
 def test_stopped_job_resumes_by_the_printed_sbatch_line(cluster, sweep):
-    stops_first = 'echo "run $HPCTRAIN_RUN $*"; [ "${*: -1}" = --resume ] || exit 75'
+    stops_first = 'echo "run $HPCTRAIN_RUN_DIR $*"; [ "${*: -1}" = --resume ] || exit 75'
     command = ["bash", "-c", stops_first, "x"]
     spec = JobSpec(name="on", command=command, requeue=False, sweep=sweep)
     task, setting = ("_1", " --lr 2") if sweep else ("", "")

@@ -27,7 +27,7 @@ def machine(tmp_path):
 
 
 SAYS = """#!/bin/sh
-echo "ranks: A=$A PATH=$PATH threads=$OMP_NUM_THREADS run=$HPCTRAIN_RUN here=$(pwd)"
+echo "ranks: A=$A PATH=$PATH threads=$OMP_NUM_THREADS run=$HPCTRAIN_RUN_DIR here=$(pwd)"
 """
 
 
@@ -116,11 +116,11 @@ def test_missing_venv_ends_job(says):
 
 
 def test_run_directory_from_environment_wins(says):
-    spec = JobSpec(command="a", run="mine")
+    spec = JobSpec(command="a", run_dir="mine")
     here = says.folder
     assert f"run={here}/mine " in says.run(spec)[1]
-    assert f"run={here}/runs/other " in says.run(spec, HPCTRAIN_RUN="runs/other")[1]
-    assert f"run={here.parent}/x " in says.run(spec, HPCTRAIN_RUN=f"{here.parent}/x")[1]
+    assert f"run={here}/runs/other " in says.run(spec, HPCTRAIN_RUN_DIR="runs/other")[1]
+    assert f"run={here.parent}/x " in says.run(spec, HPCTRAIN_RUN_DIR=f"{here.parent}/x")[1]
     assert (here / "runs" / "other").is_dir()
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
     assert f"run={here}/runs/name-5_3 " in says.run(JobSpec(command="a", array="3"), **array)[1]
@@ -173,7 +173,7 @@ def test_no_requeue_prints_sbatch_command_to_resume(machine):
     run = f"{machine.folder}/runs/name-7"
     script = f"{machine.folder}/runs/job-7.sh"
     go_on = said.splitlines()[-1]
-    assert go_on == f"    HPCTRAIN_RUN='{run}' sbatch {script} it\\'s --lr '' --resume"
+    assert go_on == f"    HPCTRAIN_RUN_DIR='{run}' sbatch {script} it\\'s --lr '' --resume"
     assert Path(script).read_text() == "#!/bin/bash\n"
 
 
@@ -191,13 +191,15 @@ def test_resume_command_of_array_task(machine):
     array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
     said = stopped(machine, sweep, **array)[1]
     run, script = (f"{machine.folder}/runs/{name}" for name in ("name-7_0", "job-7_0.sh"))
-    assert said.splitlines()[-1] == f"    HPCTRAIN_RUN='{run}' sbatch --array=0 {script} --resume"
+    assert (
+        said.splitlines()[-1] == f"    HPCTRAIN_RUN_DIR='{run}' sbatch --array=0 {script} --resume"
+    )
 
 
 def test_variables_of_outer_job_are_ignored(says):
     """Run with what sbatch hands on from a task of an array that was requeued."""
     outer = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
-    theirs = {"HPCTRAIN_STOP": "/outer/stop", "HPCTRAIN_RUN": "/outer/run", "OUTER": "yes"}
+    theirs = {"HPCTRAIN_STOP_FILE": "/outer/stop", "HPCTRAIN_RUN_DIR": "/outer/run", "OUTER": "yes"}
     code, said = says.run(JobSpec(command="a", max_restarts=1), **outer, **theirs)
     assert code == 0
     assert "job 7, start 0, on" in said
@@ -224,7 +226,7 @@ echo "JobId=5 ArrayJobId=5 ArrayTaskId=3 JobName=a JobState=RUNNING Reason=None"
 
 def test_cd_in_setup_moves_ranks_not_run_directory(says):
     (says.folder / "src").mkdir()
-    spec = JobSpec(command="a", run="mine", setup=("cd src",))
+    spec = JobSpec(command="a", run_dir="mine", setup=("cd src",))
     said = says.run(spec)[1]
     assert f"run={says.folder}/mine here={says.folder}/src\n" in said
 
@@ -232,9 +234,9 @@ def test_cd_in_setup_moves_ranks_not_run_directory(says):
 def test_run_directory_shared_by_array_tasks_is_refused(says):
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "2"}
     spec = JobSpec(command="a", array="0-1")
-    code, said = says.run(spec, HPCTRAIN_RUN="x", **array)
-    assert (code, said) == (2, "HPCTRAIN_RUN=x is one run directory, for 2 tasks\n")
-    assert says.run(spec, HPCTRAIN_RUN="x", **{**array, "SLURM_ARRAY_TASK_COUNT": "1"})[0] == 0
+    code, said = says.run(spec, HPCTRAIN_RUN_DIR="x", **array)
+    assert (code, said) == (2, "HPCTRAIN_RUN_DIR=x: one directory, 2 tasks\n")
+    assert says.run(spec, HPCTRAIN_RUN_DIR="x", **{**array, "SLURM_ARRAY_TASK_COUNT": "1"})[0] == 0
 
 
 def test_site_sh_cannot_change_script_variables(says):
@@ -261,7 +263,7 @@ def test_site_sh_exit_ends_job_with_message(says):
 
 def test_signal_during_setup_stops_ranks(machine):
     site_file(machine, "kill -USR2 $$")
-    machine.program("srun", '#!/bin/sh\n[ -e "$HPCTRAIN_STOP" ] && echo asked; exit 75\n')
+    machine.program("srun", '#!/bin/sh\n[ -e "$HPCTRAIN_STOP_FILE" ] && echo asked; exit 75\n')
     code, said = machine.run(JobSpec(command="a", requeue=False))
     assert code == 75
     assert "\nasked\n" in said

@@ -63,7 +63,7 @@ def test_submit_options_around_job_toml_and_extra_arguments(fake, capsys):
         (["--follow", "--via", "submitit", "--", "python3", "t.py"], "--wait in place"),
         (["--via", "local", "--", "python3", "none.py"], "none.py is no file here"),
         (["--output", "logs/%j/x.log", "--", "python3", "t.py"], "output = logs/x.log"),
-        (["--run", "t.py", "--", "python3", "t.py"], "run = t.py is a file"),
+        (["--run-dir", "t.py", "--", "python3", "t.py"], "run_dir = t.py is a file"),
     ],
 )
 def test_submit_refuses_wrong_command_lines(fake, capsys, words, says):
@@ -107,7 +107,7 @@ def handed_on():
 
 
 def test_submit_outside_a_job_drops_only_sbatch_variables(fake, monkeypatch, capsys):
-    mine = {"MASTER_PORT": "7", "HPCTRAIN_RUN": "r", "CUDA_VISIBLE_DEVICES": "1", "SRUN_X": "1"}
+    mine = {"MASTER_PORT": "7", "HPCTRAIN_RUN_DIR": "r", "CUDA_VISIBLE_DEVICES": "1", "SRUN_X": "1"}
     for name, value in {**mine, "SBATCH_QOS": "q", "SBATCH_RESERVATION": "r"}.items():
         monkeypatch.setenv(name, value)
     assert submit("--", "python3", "t.py") == 0
@@ -119,8 +119,13 @@ def test_submit_outside_a_job_drops_only_sbatch_variables(fake, monkeypatch, cap
 
 
 def test_submit_inside_a_job_drops_its_variables(fake, monkeypatch):
-    outer = ("SLURM_JOB_ID", "SLURM_NTASKS", "PMIX_RANK", "RANK", "MASTER_ADDR", "HPCTRAIN_RUN")
-    outer += ("HPCTRAIN_SECRET", "HPCTRAIN_STOP", "HPCTRAIN_VERDICT", "CUDA_VISIBLE_DEVICES")
+    outer = ("SLURM_JOB_ID", "SLURM_NTASKS", "PMIX_RANK", "RANK", "MASTER_ADDR", "HPCTRAIN_RUN_DIR")
+    outer += (
+        "HPCTRAIN_SECRET",
+        "HPCTRAIN_STOP_FILE",
+        "HPCTRAIN_EXIT_STATUS_FILE",
+        "CUDA_VISIBLE_DEVICES",
+    )
     mine = {"SLURM_CONF": "c", "NCCL_DEBUG": "INFO", "HPCTRAIN_DATA": "d", "WANDB_MODE": "offline"}
     for name, value in {**dict.fromkeys(outer, "5"), **mine}.items():
         monkeypatch.setenv(name, value)
@@ -153,11 +158,11 @@ def test_submit_dry_run_refuses_fields_submitit_lacks(fake, capsys):
 
 
 def test_submit_ignores_run_directory_of_the_shell(fake, monkeypatch, capsys):
-    monkeypatch.setenv("HPCTRAIN_RUN", "shells")
-    for words in (["--run", "own"], ["--array", "0-3"]):
+    monkeypatch.setenv("HPCTRAIN_RUN_DIR", "shells")
+    for words in (["--run-dir", "own"], ["--array", "0-3"]):
         assert submit(*words, "--", "python3", "t.py") == 0
-        assert "HPCTRAIN_RUN" not in handed_on()
-        assert "HPCTRAIN_RUN=shells: not heeded" in capsys.readouterr().err
+        assert "HPCTRAIN_RUN_DIR" not in handed_on()
+        assert "HPCTRAIN_RUN_DIR=shells: not heeded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -87,10 +87,10 @@ def test_submit_function_checks_arguments(no_job):
 
 def test_submit_function_gives_each_job_a_run_directory():
     jobs = [hpctrain.submit(train, JobSpec(name="a"), via="debug") for _ in range(3)]
-    assert len({job.run for job in jobs}) == 3
-    assert all(job.run.name == f"a-{job.folder.name}" for job in jobs)
+    assert len({job.run_dir for job in jobs}) == 3
+    assert all(job.run_dir.name == f"a-{job.folder.name}" for job in jobs)
     first, second = (hpctrain.submit(os.getpid, JobSpec(), via="local") for _ in range(2))
-    assert first.run != second.run
+    assert first.run_dir != second.run_dir
     assert first.result() != second.result()
 
 

@@ -34,7 +34,7 @@ def place(what, *, more):
     print("printed by", world["rank"], more)
     return {
         "world": world, "total": total, "hostile": os.environ["HOSTILE"], "told": told,
-        "secret": hashlib.sha256(secret).hexdigest(), "run": os.environ["HPCTRAIN_RUN"],
+        "secret": hashlib.sha256(secret).hexdigest(), "run": os.environ["HPCTRAIN_RUN_DIR"],
         "leak": os.environ.get("SBATCH_QOS"), "outer": os.environ["SLURM_JOB_ID"],
     }
 
@@ -48,7 +48,7 @@ if __name__ == "__main__":
     job = hpctrain.submit(place, spec, args=(2,), kwargs={"more": "now"})
     results = job.results()
     print(json.dumps({
-        "id": job.id, "state": job.state, "results": results, "run": str(job.run),
+        "id": job.id, "state": job.state, "results": results, "run": str(job.run_dir),
         "again": str(hpctrain.jobs.find(job.id)), "job": str(job), "log": job.logs(3),
         "put back": dict(os.environ) == before, "inside": os.environ["SLURM_JOB_ID"],
     }))
@@ -189,7 +189,7 @@ def train(arguments):
 
 if __name__ == "__main__":
     spec = hpctrain.JobSpec(
-        nodes=3, tasks_per_node=1, time="10m", run="run", partition=sys.argv[1],
+        nodes=3, tasks_per_node=1, time="10m", run_dir="run", partition=sys.argv[1],
         extra={"exclusive": True},
     )
     print(json.dumps(hpctrain.submit(train, spec, args=(sys.argv[2:],)).id))
@@ -252,7 +252,7 @@ def test_submit_function_stopped_job_resumes_bit_for_bit(cluster, drive, tmp_pat
     run = rundir.RunDirectory("run")
     assert [line["step"] > 3 for line in run.lines(run.starts)] == [False, True]
     faults.same(run.path, undisturbed)
-    assert not list(Path("runs").glob(f".*-{number}-*")), "stop file or verdict left"
+    assert not list(Path("runs").glob(f".*-{number}-*")), "stop file or exit_status_file left"
 
 
 LIMITED = """

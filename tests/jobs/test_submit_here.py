@@ -22,7 +22,7 @@ def test_submit_function_local_gives_ranks_their_world_arguments_and_environment
 
         world = hpctrain.detect()
         print("printed by", world.rank, more)
-        return world, what, os.environ["HOSTILE"], os.environ["HPCTRAIN_RUN"]
+        return world, what, os.environ["HOSTILE"], os.environ["HPCTRAIN_RUN_DIR"]
 
     monkeypatch.setenv("RANK", "5")  # of a rank in which a notebook might run
     job = hpctrain.submit(
@@ -37,7 +37,7 @@ def test_submit_function_local_gives_ranks_their_world_arguments_and_environment
     for rank, (world, *rest) in enumerate(results):
         assert (world.rank, world.world_size, world.local_rank) == (rank, 3, rank)
         assert (world.launcher, world.num_nodes) == ("submitit", 1)
-        assert rest == [{2}, HOSTILE, str(job.run)]
+        assert rest == [{2}, HOSTILE, str(job.run_dir)]
     assert job.state == "COMPLETED"
     assert "printed by 1 now\n" in job.logs(1)
     assert find(job.id).results() == results

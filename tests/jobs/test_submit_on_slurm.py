@@ -95,7 +95,7 @@ def test_submit_follow_continues_through_requeue(followed):
 def test_submit_wait_of_array_prints_table(hpctrain):
     text = """
 code = int(sys.argv[sys.argv.index("--code") + 1])
-run = os.environ["HPCTRAIN_RUN"]
+run = os.environ["HPCTRAIN_RUN_DIR"]
 with open(run + "/run.json", "w") as file:
     file.write("{}")
 with open(run + "/summary.json", "w") as file:
@@ -158,7 +158,7 @@ def test_status_requeue_and_cancel_of_a_job(cluster, hpctrain):
     rows = '{"step": 40, "epoch": 2, "time": 1, "loss": 0.25, "samples_per_second": 512.0}\\n'
     command = script(
         "trains.py",
-        "import signal\nrun = os.environ['HPCTRAIN_RUN']\n"
+        "import signal\nrun = os.environ['HPCTRAIN_RUN_DIR']\n"
         # As a Session that has saved leaves: a script that heeds this alone would requeue the job.
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
         f"open(run + '/metrics.jsonl', 'w').write('{rows}')\n"

@@ -67,19 +67,19 @@ def test_elastic_run_directory_is_the_scripts_or_the_usual_one(monkeypatch, tmp_
     def of(*arguments, **env):
         return str(elastic.run_directory(arguments, "folder/train.py", env))
 
-    assert of("--run", "a", "--lr", "1") == "a"
-    assert of("--run", "a", "--run=b", HPCTRAIN_RUN="c") == "b"
-    assert of("--lr", "1", HPCTRAIN_RUN="c") == "c"
+    assert of("--run-dir", "a", "--lr", "1") == "a"
+    assert of("--run-dir", "a", "--run-dir=b", HPCTRAIN_RUN_DIR="c") == "b"
+    assert of("--lr", "1", HPCTRAIN_RUN_DIR="c") == "c"
     assert of(SLURM_JOB_ID="815") == "runs/train-815"
-    first = of("--run")
+    first = of("--run-dir")
     assert first.startswith("runs/train-2")
     os.makedirs(first)
     assert of() != first
 
 
 class Hosts:
-    """Starts that end as they are told: what is written to the verdict, who answers then, and the
-    step of the newest checkpoint."""
+    """Starts that end as they are told: what is written as exit status, who answers then, and
+    the step of the newest checkpoint."""
 
     def __init__(self, directory, *ends, slots=None):
         self.slots = slots or {"node1": 2, "node2": 2, "node3": 2}
@@ -98,7 +98,7 @@ class Hosts:
         if step is not None:
             self.directory.checkpoint(step).mkdir(parents=True, exist_ok=True)
         if said is not None:
-            rundir.write_verdict(str(start.verdict), said, "why")
+            rundir.write_exit_status(str(start.exit_status_file), said, "why")
         return (1 if said is None else said), False
 
 
@@ -108,20 +108,20 @@ ALL, TWO = ["node1", "node2", "node3"], ["node1", "node3"]
 def starts(tmp_path, *ends, least=1, env=None):
     directory = rundir.RunDirectory(tmp_path / "run")
     hosts = Hosts(directory, *ends)
-    verdict = elastic.run(hosts, ["python", "train.py"], directory, env or {}, least)
+    exit_status = elastic.run(hosts, ["python", "train.py"], directory, env or {}, least)
     assert not hosts.ends
     assert not list(directory.path.glob(".*"))
-    return verdict, hosts
+    return exit_status, hosts
 
 
 def test_elastic_leaves_out_a_lost_host_and_uses_it_again(tmp_path, capsys):
-    verdict, hosts = starts(tmp_path, (None, TWO, 10), (1, ALL, 20), (0, ALL, 30))
-    assert verdict == (0, "why")
+    exit_status, hosts = starts(tmp_path, (None, TWO, 10), (1, ALL, 20), (0, ALL, 30))
+    assert exit_status == (0, "why")
     assert [used for used, _ in hosts.starts] == [ALL, TWO, ALL]
     environs = [start.environ for _, start in hosts.starts]
-    assert {environ["HPCTRAIN_RUN"] for environ in environs} == {str(tmp_path / "run")}
+    assert {environ["HPCTRAIN_RUN_DIR"] for environ in environs} == {str(tmp_path / "run")}
     assert len({environ["HPCTRAIN_SECRET"] for environ in environs}) == 1
-    assert len({start.verdict for _, start in hosts.starts}) == 3
+    assert len({start.exit_status_file for _, start in hosts.starts}) == 3
     said = capsys.readouterr().err
     assert "start 2: 4 ranks on 2 of 3 hosts, without node2; from step 10 on" in said
     assert "start 3: 6 ranks on 3 of 3 hosts; from step 20 on" in said
@@ -132,8 +132,8 @@ def test_elastic_gives_up_after_starts_without_a_new_checkpoint(tmp_path, capsys
     ends = [(1, ALL, 10)] + [(1, ALL, None)] * MOST_FRUITLESS
     rundir.replace(directory.identity, "{}")
     rundir.replace(directory.summary, json.dumps({"status": "failed", "step": 13}))
-    verdict, hosts = starts(tmp_path, *ends)
-    assert verdict == (76, "3 starts in a row without a new checkpoint: why")
+    exit_status, hosts = starts(tmp_path, *ends)
+    assert exit_status == (76, "3 starts in a row without a new checkpoint: why")
     assert len(hosts.starts) == 1 + MOST_FRUITLESS
     summary = json.loads(directory.summary.read_text())
     assert (summary["status"], summary["step"]) == ("given-up", 13)
@@ -141,10 +141,10 @@ def test_elastic_gives_up_after_starts_without_a_new_checkpoint(tmp_path, capsys
 
 
 def test_elastic_gives_up_with_fewer_ranks_than_min_nproc(tmp_path):
-    verdict, _ = starts(tmp_path, (1, TWO, 10), least=5)
-    assert verdict == (76, "4 ranks are left of at least 5")
-    verdict, _ = starts(tmp_path, (1, [], 20))
-    assert verdict == (76, "0 ranks are left of at least 1")
+    exit_status, _ = starts(tmp_path, (1, TWO, 10), least=5)
+    assert exit_status == (76, "4 ranks are left of at least 5")
+    exit_status, _ = starts(tmp_path, (1, [], 20))
+    assert exit_status == (76, "0 ranks are left of at least 1")
 
 
 def test_elastic_keeps_a_given_secret(tmp_path):
@@ -204,7 +204,7 @@ def test_elastic_srun_gets_the_tasks_of_each_host(slurm, tmp_path, used, words):
     folder = tmp_path / "folder"
     folder.mkdir()
     environ = {**JOB, **slurm.env}
-    start = elastic.Start(["python", "train.py"], environ, folder, folder / "verdict")
+    start = elastic.Start(["python", "train.py"], environ, folder, folder / "exit-status")
     assert InSlurm(JOB).run(used, start) == (0, False)
     called, *tasks = slurm.calls.read_text().splitlines()
     assert called.startswith("srun --overlap --kill-on-bad-exit=1 --cpus-per-task=3 ")

@@ -29,7 +29,7 @@ INHERITED = {
     "MASTER_ADDR": "elsewhere",
     "MASTER_PORT": "1",
     "HPCTRAIN_RANK": "7",
-    "HPCTRAIN_VERDICT": "/elsewhere",
+    "HPCTRAIN_EXIT_STATUS_FILE": "/elsewhere",
     "HPCTRAIN_LAUNCHER": "env",
 }
 
@@ -123,14 +123,14 @@ def test_ranks_have_their_rank_and_no_variables_of_other_launchers(ranks, tmp_pa
         job = env_vars.of_the_job(INHERITED) if style == "hpctrain" else {}
         assert job.items() <= env.items()
         assert style != "hpctrain" or env["SLURM_JOB_ID"] == "1"
-        for name in INHERITED.keys() - own.keys() - job.keys() - {"HPCTRAIN_VERDICT"}:
+        for name in INHERITED.keys() - own.keys() - job.keys() - {"HPCTRAIN_EXIT_STATUS_FILE"}:
             assert name not in env
         assert env["HPCTRAIN_HOSTNAME"] == f"node{node + 1}"
         assert env["HPCTRAIN_MAIN_ADDRESS"] == "127.0.0.1"
         assert int(env["OMP_NUM_THREADS"]) >= 1
         assert env["PATH"] == os.environ["PATH"]
-    assert len({one["env"]["HPCTRAIN_VERDICT"] for one in said}) == 1
-    assert not Path(said[0]["env"]["HPCTRAIN_VERDICT"]).parent.exists()
+    assert len({one["env"]["HPCTRAIN_EXIT_STATUS_FILE"] for one in said}) == 1
+    assert not Path(said[0]["env"]["HPCTRAIN_EXIT_STATUS_FILE"]).parent.exists()
 
 
 @pytest.mark.parametrize("tasks", [(1,), (3,)])
@@ -230,11 +230,11 @@ def test_exit_codes_are_known_where_sigchld_is_ignored(ranks):
 
 def test_exit_status_file_is_repeated_to_the_outer_one(ranks, tmp_path):
     lines = (
-        "from hpctrain.rundir import write_verdict\n"
-        "write_verdict(os.environ['HPCTRAIN_VERDICT'], 75, 'stopped')\n"
+        "from hpctrain.rundir import write_exit_status\n"
+        "write_exit_status(os.environ['HPCTRAIN_EXIT_STATUS_FILE'], 75, 'stopped')\n"
     )
     outer = tmp_path / "outer"
-    assert ranks(lines, (1,), {"HPCTRAIN_VERDICT": str(outer)}) == 75
+    assert ranks(lines, (1,), {"HPCTRAIN_EXIT_STATUS_FILE": str(outer)}) == 75
     assert json.loads(outer.read_text()) == {"code": 75, "reason": "stopped"}
 
 
@@ -261,8 +261,9 @@ def test_hanging_ranks_are_ended_after_another_failed(ranks, capfd, deaf):
 
 def test_exit_status_file_of_rank_0_gives_the_exit_code(ranks, capfd):
     lines = (
-        "from hpctrain.rundir import write_verdict\n"
-        "if world.rank == 0: write_verdict(os.environ['HPCTRAIN_VERDICT'], {code}, 'why')\n"
+        "from hpctrain.rundir import write_exit_status\n"
+        "path = os.environ['HPCTRAIN_EXIT_STATUS_FILE']\n"
+        "if world.rank == 0: write_exit_status(path, {code}, 'why')\n"
         "sys.exit({leave})\n"
     )
     assert ranks(lines.format(code=75, leave=0)) == 75
@@ -280,15 +281,15 @@ def test_stop_signal_before_a_session_exits_with_75(ranks, tmp_path, number):
         f"if world.rank == 0: os.kill(os.getppid(), {int(number)})\n"
         "until('never')\n"  # a long sleep would not notice a signal that came just before it
     )
-    verdict = tmp_path / "verdict"
-    assert ranks(lines, env={"HPCTRAIN_VERDICT": str(verdict)}) == 75
-    said = json.loads(verdict.read_text())
+    exit_status_file = tmp_path / "exit-status"
+    assert ranks(lines, env={"HPCTRAIN_EXIT_STATUS_FILE": str(exit_status_file)}) == 75
+    said = json.loads(exit_status_file.read_text())
     assert (said["code"], number.name in said["reason"]) == (75, True)
 
 
 def test_stop_file_variable_reaches_the_ranks(ranks):
-    lines = "sys.exit(os.environ['HPCTRAIN_STOP'] != '/a/file')\n"
-    assert ranks(lines, env={"HPCTRAIN_STOP": "/a/file"}) == 0
+    lines = "sys.exit(os.environ['HPCTRAIN_STOP_FILE'] != '/a/file')\n"
+    assert ranks(lines, env={"HPCTRAIN_STOP_FILE": "/a/file"}) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM])

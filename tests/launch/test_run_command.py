@@ -22,7 +22,8 @@ from hpctrain.cluster.launchers import survey
 start = survey()
 met = rendezvous.meet(start.world, start.rendezvous_point, {}, 120)
 if met.world.rank == 0 and "CODE" in os.environ:
-    rundir.write_verdict(os.environ["HPCTRAIN_VERDICT"], int(os.environ["CODE"]), "why")
+    path = os.environ["HPCTRAIN_EXIT_STATUS_FILE"]
+    rundir.write_exit_status(path, int(os.environ["CODE"]), "why")
 print(json.dumps({**dataclasses.asdict(met.world), "key": start.rendezvous_point.key}))
 """
 
@@ -163,7 +164,7 @@ sleep = "import time; time.sleep(600)"
 subprocess.Popen(["sh", "-c", "sleep 600 & wait"])
 subprocess.Popen(["setsid", "sleep", "600"])
 subprocess.Popen(["sh", "-c", "sleep 600 & wait"], env={"LEFT": os.environ["MARK"]})
-print("ready", os.path.dirname(os.environ["HPCTRAIN_VERDICT"]), flush=True)
+print("ready", os.path.dirname(os.environ["HPCTRAIN_EXIT_STATUS_FILE"]), flush=True)
 time.sleep(600)
 """
 

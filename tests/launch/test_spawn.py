@@ -72,7 +72,7 @@ def test_spawn_works_in_another_thread():
 
 def test_spawn_files_are_private_and_removed():
     def look():
-        folder = os.path.dirname(os.environ["HPCTRAIN_VERDICT"])
+        folder = os.path.dirname(os.environ["HPCTRAIN_EXIT_STATUS_FILE"])
         return folder, os.stat(folder).st_mode & 0o777
 
     ((folder, mode),) = spawn(look, 1)
@@ -105,10 +105,10 @@ def test_spawn_raises_usage_error_of_a_rank():
 
 def test_spawn_exit_status_file_of_rank_0_gives_the_exit_code():
     def stops():
-        from hpctrain.rundir import write_verdict
+        from hpctrain.rundir import write_exit_status
 
         if os.environ["HPCTRAIN_RANK"] == "0":
-            write_verdict(os.environ["HPCTRAIN_VERDICT"], 75, "stopped at step 7")
+            write_exit_status(os.environ["HPCTRAIN_EXIT_STATUS_FILE"], 75, "stopped at step 7")
         raise SystemExit(0)
 
     with pytest.raises(HpctrainError, match="stopped at step 7") as caught:

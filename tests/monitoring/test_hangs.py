@@ -70,7 +70,7 @@ class Waiting(nn.Module):
 
 def train(how, victim):
     """Train until one rank hangs: in a function of the script, or where its data come from."""
-    with session(batch_size=4, epochs=20, timeout=TIMEOUT, run="run") as opened:
+    with session(batch_size=4, epochs=20, timeout=TIMEOUT, run_dir="run") as opened:
         hangs = opened.world.rank == victim
         model = nn.Sequential(small_model(), Waiting(hangs and how == "backward"))
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
@@ -124,13 +124,13 @@ def test_hanging_rank_is_named_and_its_stack_shown(run, how, victim, layout, wor
 
 
 def hang(run, how, victim, layout):
-    """The reason that the verdict has, and the log of each helper."""
+    """The reason that the exit status has, and the log of each helper."""
     mark = secrets.token_hex(8)
-    env = {"HPCTRAIN_VERDICT": str(Path("verdict").absolute()), "TEST_MARK": mark}
+    env = {"HPCTRAIN_EXIT_STATUS_FILE": str(Path("exit-status").absolute()), "TEST_MARK": mark}
     env |= run.keywords["env"]
     results = run(3, train, how, victim, layout=layout, timeout=SECONDS, env=env)
     assert all(isinstance(result, Exception) for result in results), results
-    code, reason = rundir.read_verdict("verdict")
+    code, reason = rundir.read_exit_status("exit-status")
     assert code == rundir.FAILED
     processes.until(lambda: not left(mark))
     files = {path.stem.partition("-")[2]: path for path in Path("run/logs").glob("watch-*.log")}

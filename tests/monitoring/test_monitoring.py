@@ -51,7 +51,7 @@ class Slow(Dataset):
 def train(slow_data=None, slow_forward=None, each=None, **options):
     """A training in which a rank waits for its data, or computes, longer than the others."""
     timings._SECONDS_BETWEEN_LINES, timings._LEAST_SECONDS = 0.5, 0.1
-    with session(**{"global_batch": 6, "log_every": 2, "run": "run", **options}) as opened:
+    with session(**{"global_batch": 6, "log_every": 2, "run_dir": "run", **options}) as opened:
         rank = opened.world.rank
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))

@@ -20,7 +20,7 @@ def loop(profile=None):
     """A loop whose forward pass is long on the GPU alone, with a line of timings every second."""
     timings._SECONDS_BETWEEN_LINES = 0.1
     with session(
-        batch_size=4, max_steps=STEPS + 10, log_every=1, run="run", profile=profile
+        batch_size=4, max_steps=STEPS + 10, log_every=1, run_dir="run", profile=profile
     ) as opened:
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))

@@ -56,8 +56,8 @@ place, how, present, timeout, key, driven = json.loads(sys.argv[1])
 if driven:
     rank._start = lambda folder: None
 world = World(**place)
-verdict = "verdict" if world.rank == 0 else None
-watchdog = Watchdog(world, timeout, RunDirectory("run"), key, verdict)
+exit_status_file = "exit-status" if world.rank == 0 else None
+watchdog = Watchdog(world, timeout, RunDirectory("run"), key, exit_status_file)
 watchdog.step = 3
 
 def there():
@@ -199,7 +199,7 @@ class Start:
         return (self.directory.logs / f"watch-{host}.log").read_text()
 
     def reason(self):
-        code, reason = rundir.read_verdict(self.folder / "verdict")
+        code, reason = rundir.read_exit_status(self.folder / "exit-status")
         assert code == rundir.FAILED
         return reason
 
@@ -401,7 +401,7 @@ def test_ranks_outside_of_the_loop_may_be_silent(watched, capsys):
         job.turn()
     assert job.go_on() == [0, 0, 0]
     assert capsys.readouterr().err == job.ranks.said.read_text() == ""
-    assert not (job.ranks.folder / "verdict").exists()
+    assert not (job.ranks.folder / "exit-status").exists()
 
 
 def test_silence_counts_from_the_last_heartbeat(watched):
@@ -416,7 +416,7 @@ def test_silence_counts_from_the_last_heartbeat(watched):
         job.hear()
         job.turn()
     assert job.go_on() == [0, 0, 0]
-    assert not (job.ranks.folder / "verdict").exists()
+    assert not (job.ranks.folder / "exit-status").exists()
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_killed_ranks_leave_no_helper_and_no_shared_memory(start, helper_too):
     for process in ranks.ranks.values():
         process.kill()
     assert ranks.end() == [-signal.SIGKILL] * 2
-    assert not (ranks.folder / "verdict").exists()
+    assert not (ranks.folder / "exit-status").exists()
 
 
 def test_helper_ignores_signals_to_the_job_and_shares_the_session_of_the_ranks(start):

@@ -131,7 +131,12 @@ def network():
 
 def trains():
     with session(
-        global_batch=24, max_steps=20, precision="fp64", sync_batchnorm=True, log_every=1, run="run"
+        global_batch=24,
+        max_steps=20,
+        precision="fp64",
+        sync_batchnorm=True,
+        log_every=1,
+        run_dir="run",
     ) as opened:
         losses, model = train(opened, 20, network())
         return losses, dict(model.state_dict()), type(model.get_submodule("1")).__name__

@@ -69,7 +69,7 @@ def test_auto_precision_on_gpu_is_bf16(gpu):
 
 def digits(name):
     """Two epochs of the digits: top-1 of the test set, and the type of the first weights."""
-    with session(batch_size=16, epochs=2, precision=name, run="run") as opened:
+    with session(batch_size=16, epochs=2, precision=name, run_dir="run") as opened:
         train_set, test_set = load("digits")
         model = nn.Sequential(
             nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(),
@@ -119,7 +119,9 @@ def test_channels_last_on_gpu_with_half_precision(gpu, name, given, last):
 
 
 def in_fp64():
-    with session(batch_size=12, max_steps=12, precision="fp64", log_every=1, run="run") as opened:
+    with session(
+        batch_size=12, max_steps=12, precision="fp64", log_every=1, run_dir="run"
+    ) as opened:
         return train(opened, 12)[0], opened.device.type
 
 

@@ -27,7 +27,7 @@ def losses_of(model, batch, targets, step):
 def by_session(name, clip=None, **options):
     """Losses, weights, and the last row of metrics."""
     with session(
-        batch_size=4, max_steps=STEPS, precision=name, clip_norm=clip, log_every=1, run=name,
+        batch_size=4, max_steps=STEPS, precision=name, clip_norm=clip, log_every=1, run_dir=name,
         **options,
     ) as opened:  # fmt: skip
         model = small_model()
@@ -190,7 +190,7 @@ def overflow_of_one(name):
         max_steps=5,
         precision=name,
         log_every=1,
-        run="run",
+        run_dir="run",
         timeout=120,
         loss_scale=1024.0,
     ) as opened:
@@ -219,7 +219,7 @@ def test_overflow_on_one_rank_is_skipped_by_all(run, name):
 
 def end_in_overflows(name, resume):
     with session(
-        batch_size=4, max_steps=400, precision=name, log_every=1, run="run", checkpoint_every=2,
+        batch_size=4, max_steps=400, precision=name, log_every=1, run_dir="run", checkpoint_every=2,
         max_nonfinite=5, resume=resume, timeout=120,
     ) as opened:  # fmt: skip
         model = small_model()
@@ -258,7 +258,9 @@ def test_nan_losses_end_a_run_before_its_checkpoint():
 
 
 def _nothing_but_nan():
-    with session(batch_size=4, max_steps=4000, log_every=1, run="run", max_nonfinite=7) as opened:
+    with session(
+        batch_size=4, max_steps=4000, log_every=1, run_dir="run", max_nonfinite=7
+    ) as opened:
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
         fit(opened, lambda batch: model(batch) * float("nan"), opened.loader(images(24000)))
@@ -271,7 +273,7 @@ class Interrupted(Exception):
 def interrupted(name, end, resume):
     """Six steps, the first of which overflows, with a checkpoint after each, up to an end."""
     with session(
-        batch_size=4, max_steps=6, precision=name, run="run", resume=resume, ema=0.9,
+        batch_size=4, max_steps=6, precision=name, run_dir="run", resume=resume, ema=0.9,
         deterministic=True, loss_scale="dynamic", checkpoint_every=1,
     ) as opened:  # fmt: skip
         model = small_model()
@@ -448,7 +450,7 @@ def test_o2_masters_follow_load_state_dict_of_a_submodule():
 
 def one_bad_rank():
     with session(
-        batch_size=4, max_steps=4000, log_every=1, run="run", max_nonfinite=5, timeout=120
+        batch_size=4, max_steps=4000, log_every=1, run_dir="run", max_nonfinite=5, timeout=120
     ) as opened:
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
@@ -471,7 +473,7 @@ def test_nan_losses_on_one_rank_end_all_at_one_step(run):
 
 
 def nan_at_the_end():
-    with session(batch_size=4, epochs=1, log_every=1, run="run") as opened:
+    with session(batch_size=4, epochs=1, log_every=1, run_dir="run") as opened:
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
         with opened.run() as run:
@@ -497,7 +499,7 @@ def repeated(name):
     found = []
     for number in range(2):
         with session(
-            batch_size=4, max_steps=6, precision=name, deterministic=True, run=f"run-{number}"
+            batch_size=4, max_steps=6, precision=name, deterministic=True, run_dir=f"run-{number}"
         ) as opened:
             model = nn.Sequential(*small_model()[:4], nn.Dropout(0.3), nn.Linear(4 * 36, 10))
             model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))

@@ -112,7 +112,7 @@ def train(name, precision, steps=STEPS):
     """Train an arm in a folder of its own, and read what is left there."""
     arm = ARMS[name]
     run = RunDirectory(re.sub(r"\W+", "-", f"{name}-{precision}"))
-    options = (*COMMON, *arm.options, "--precision", precision, "--run", str(run.path))
+    options = (*COMMON, *arm.options, "--precision", precision, "--run-dir", str(run.path))
     options += ("--max-steps", str(steps))
     ranks.values(ranks.run(arm.size, example, options, arm.backwards, timeout=300))
     rows = run.rows()

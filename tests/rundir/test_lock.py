@@ -148,7 +148,7 @@ def test_lock_file_mode_follows_the_umask(directory, env):
 
 def test_unwritable_run_directory_is_refused(tmp_path, env):
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"cannot be locked(.|\n)*--run DIR"):
+    with pytest.raises(UsageError, match=r"cannot be locked(.|\n)*--run-dir DIR"):
         Lock.take(RunDirectory(tmp_path / "file" / "run"), None, env)
 
 
@@ -208,7 +208,7 @@ def test_second_start_is_refused_with_the_owner_and_the_fix(directory, holder, e
     assert os.uname().nodename in said
     assert "since 20" in said
     assert "its process runs" in said
-    assert "--run DIR" in said
+    assert "--run-dir DIR" in said
     assert f"kill {holder.pid}" in said
     assert f"rm {path(directory)}" in said
 

@@ -11,30 +11,30 @@ from hpctrain.rundir import (
     RunDirectory,
     append,
     create,
-    read_verdict,
+    read_exit_status,
     replace,
-    write_verdict,
+    write_exit_status,
 )
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 75, 76])
 def test_exit_status_file_round_trip(tmp_path, code):
-    path = tmp_path / "not-there-yet" / "verdict"
-    assert read_verdict(path) is None
-    write_verdict(str(path), code, 'stopped: "USR2", 10 s left\n')
-    assert read_verdict(path) == (code, 'stopped: "USR2", 10 s left\n')
-    write_verdict(str(path), 1, "later")
-    assert read_verdict(path) == (1, "later")
-    assert [entry.name for entry in path.parent.iterdir()] == ["verdict"]
+    path = tmp_path / "not-there-yet" / "exit-status"
+    assert read_exit_status(path) is None
+    write_exit_status(str(path), code, 'stopped: "USR2", 10 s left\n')
+    assert read_exit_status(path) == (code, 'stopped: "USR2", 10 s left\n')
+    write_exit_status(str(path), 1, "later")
+    assert read_exit_status(path) == (1, "later")
+    assert [entry.name for entry in path.parent.iterdir()] == ["exit-status"]
 
 
 def test_exit_status_file_that_is_incomplete_is_none(tmp_path):
-    path = tmp_path / "verdict"
-    write_verdict(str(path), 75, "stopped")
+    path = tmp_path / "exit-status"
+    write_exit_status(str(path), 75, "stopped")
     whole = path.read_bytes()
     for length in range(len(whole) - 1):  # the last byte ends the line
         path.write_bytes(whole[:length])
-        assert read_verdict(path) is None
+        assert read_exit_status(path) is None
     for strange in (
         b"75",
         b"[]",
@@ -44,8 +44,8 @@ def test_exit_status_file_that_is_incomplete_is_none(tmp_path):
         b'{"code": 1}',
     ):
         path.write_bytes(strange)
-        assert read_verdict(path) is None
-    assert read_verdict(tmp_path) is None
+        assert read_exit_status(path) is None
+    assert read_exit_status(tmp_path) is None
 
 
 @pytest.mark.parametrize("fails", ["fsync", "replace", "fdopen"])

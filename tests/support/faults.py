@@ -30,16 +30,16 @@ class Start:
 
     Attributes:
         results: of each rank: None, ("exit", code), or the exception.
-        verdict: code and reason, or None where there is none.
+        exit_status: code and reason, or None where there is none.
     """
 
     results: list[Any]
-    verdict: tuple[int, str] | None
+    exit_status: tuple[int, str] | None
 
     @property
     def code(self) -> int | None:
-        """Of the verdict."""
-        return self.verdict[0] if self.verdict else None
+        """Of the exit status."""
+        return self.exit_status[0] if self.exit_status else None
 
 
 def start(size, *options, hurt=(), run="run", label=None, env=None, timeout=180.0):
@@ -50,18 +50,22 @@ def start(size, *options, hurt=(), run="run", label=None, env=None, timeout=180.
         options: of the script, besides OPTIONS.
         hurt: its faults.
         run: directory of the run.
-        label: in whose name the start has its stop file and its verdict (default: the run).
+        label: in whose name the start has its stop file and its exit status (default: the run).
         env: more variables for all ranks.
         timeout: seconds; a protection.
     """
     label = label or run
-    verdict, stop = Path(f"{label}.verdict").absolute(), Path(f"{label}.stop").absolute()
-    verdict.unlink(missing_ok=True)
+    exit_status_file = Path(f"{label}.exit-status").absolute()
+    stop = Path(f"{label}.stop").absolute()
+    exit_status_file.unlink(missing_ok=True)
     stop.unlink(missing_ok=True)
-    told = {"HPCTRAIN_VERDICT": str(verdict), "HPCTRAIN_STOP": str(stop), **(env or {})}
-    argv = [*OPTIONS, *options, "--run", run, *(f"--fault={fault}" for fault in hurt)]
-    results = ranks.run(size, survivor.main, argv, env=told, timeout=timeout)
-    return Start(results, rundir.read_verdict(verdict))
+    files = {
+        "HPCTRAIN_EXIT_STATUS_FILE": str(exit_status_file),
+        "HPCTRAIN_STOP_FILE": str(stop),
+    }
+    argv = [*OPTIONS, *options, "--run-dir", run, *(f"--fault={fault}" for fault in hurt)]
+    results = ranks.run(size, survivor.main, argv, env={**files, **(env or {})}, timeout=timeout)
+    return Start(results, rundir.read_exit_status(exit_status_file))
 
 
 def resume(size, *options, run="run", **more):

@@ -9,5 +9,5 @@ OPTIONS = ["--log-every", "1", *sys.argv[1:]]
 
 for precision, steps in (("fp64", "50"), ("fp32", "10")):
     sys.argv = [EXAMPLE, *OPTIONS, "--precision", precision, "--max-steps", steps]
-    sys.argv += ["--run", precision]
+    sys.argv += ["--run-dir", precision]
     runpy.run_path(EXAMPLE, run_name="__main__")

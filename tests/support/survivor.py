@@ -17,7 +17,7 @@ as often as wanted:
 KIND   kill, stop, term, usr1, usr2, int: a signal to this rank, SECONDS later by a thread
        usr2-all, term-all: to all that it has started as well, as Slurm's to a step; kill-parent: to
        the process that started it
-       file: the stop file $HPCTRAIN_STOP; request: the file `stop` of the run directory
+       file: the stop file $HPCTRAIN_STOP_FILE; request: the file `stop` of the run directory
        crash: an exception; sleep, gil: for SECONDS, without and with Python's lock held; hold:
        until somebody makes the file RUN.release
        nan, overflow: a loss of NaN or infinity
@@ -98,7 +98,7 @@ class Fault:
             else:
                 self._signal(name, all_of_them)
         elif name == "file":
-            Path(os.environ["HPCTRAIN_STOP"]).touch()
+            Path(os.environ["HPCTRAIN_STOP_FILE"]).touch()
         elif name == "request":
             (self.run / "stop").touch()
         elif name == "crash":
@@ -287,7 +287,7 @@ def options(argv):
     own.add_argument("--pace", type=float, default=0.0, help="seconds that a step waits")
     own.add_argument("--context", help="how loader workers start: fork, spawn, forkserver")
     own.add_argument("--fault", action="append", default=[], help="see the text above the code")
-    own.set_defaults(global_batch=12, epochs=3, log_every=1, run="run", lr=0.05)
+    own.set_defaults(global_batch=12, epochs=3, log_every=1, run_dir="run", lr=0.05)
     return parser.parse_args(argv)
 
 

@@ -12,7 +12,7 @@ CHECKS = ["identity", "gpus", "all-reduce", "train", "kill", "resume", "preempt"
 # A python that leaves one host's run directory elsewhere when the doctor asks.
 ELSEWHERE = """#!/bin/sh
 case "$(hostname) $*" in
-    "node2 -m hpctrain doctor"*) set -- "$@" --run {elsewhere};;
+    "node2 -m hpctrain doctor"*) set -- "$@" --run-dir {elsewhere};;
 {more}
 esac
 exec {python} "$@"
@@ -59,7 +59,7 @@ def accept(cluster, folder, tools, *arguments):
     return job, code, page, (folder / f"acceptance-{job}.log").read_text()
 
 
-def verdicts(page):
+def outcomes(page):
     """Return pass, FAIL, begun (and not ended) or not reached by check."""
     return dict(re.findall(r"^\d  ([a-z-]+) +(pass|FAIL|begun|not reached)", page, re.MULTILINE))
 
@@ -71,7 +71,7 @@ def details(page, name):
 
 def test_acceptance_job_passes_all_checks_on_two_hosts(cluster, checkout):
     job, code, page, log = accept(cluster, checkout, launches.BIN)
-    assert verdicts(page) == dict.fromkeys(CHECKS, "pass"), page + log
+    assert outcomes(page) == dict.fromkeys(CHECKS, "pass"), page + log
     assert code == 0
     assert "PASSED: all 7 checks" in page
     assert "node[1-2], 2 ranks" in page
@@ -96,11 +96,11 @@ def test_acceptance_job_passes_all_checks_on_two_hosts(cluster, checkout):
 def test_acceptance_job_fails_where_a_check_fails(cluster, checkout, tmp_path):
     job, code, page, log = accept(cluster, checkout, broken(tmp_path), "--no-requeue")
     failed = {"all-reduce": "FAIL", "preempt": "FAIL"}
-    assert verdicts(page) == {**dict.fromkeys(CHECKS, "pass"), **failed}, page + log
+    assert outcomes(page) == {**dict.fromkeys(CHECKS, "pass"), **failed}, page + log
     assert code == 1
     assert "FAILED: 2 of 7 checks" in page
     assert "problem: shared directory (ranks 1)" in details(page, "all-reduce")
-    assert "fix: --run DIR" in details(page, "all-reduce")
+    assert "fix: --run-dir DIR" in details(page, "all-reduce")
     assert "fix: sbatch --requeue" in details(page, "preempt")
     assert cluster.job(job)["Restarts"] == "0"
 
@@ -108,7 +108,7 @@ def test_acceptance_job_fails_where_a_check_fails(cluster, checkout, tmp_path):
 def test_acceptance_job_cancelled_lists_checks_not_reached(cluster, checkout, tmp_path):
     job, code, page, log = accept(cluster, checkout, broken(tmp_path, CANCELS))
     first = {"identity": "pass", "gpus": "pass", "all-reduce": "FAIL", "train": "begun"}
-    assert verdicts(page) == {**dict.fromkeys(CHECKS, "not reached"), **first}, page + log
+    assert outcomes(page) == {**dict.fromkeys(CHECKS, "not reached"), **first}, page + log
     assert code != 0
     assert "NOT COMPLETE: 3 of 7 checks ended, 1 failed" in page
     known = cluster.job(job)

@@ -77,7 +77,7 @@ def test_bench_step_of_three_ranks(run, tmp_path):
 
 
 def test_bench_checkpoint_written_by_rank_0_alone(tmp_path):
-    words = ("checkpoint", "--size", "1MB", "--seconds", "0.1", "--run", "shared")
+    words = ("checkpoint", "--size", "1MB", "--seconds", "0.1", "--run-dir", "shared")
     said = told(ranks.run(3, benches, *words))
     assert f"1 MB, half weights and half momenta, in {tmp_path}/shared" in said
     assert not list(tmp_path.iterdir())

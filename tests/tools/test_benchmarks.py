@@ -41,8 +41,8 @@ def test_every_benchmark_imports_without_its_peers(modules, monkeypatch):
 @pytest.mark.parametrize(
     "path", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda p: p.stem
 )
-def test_benchmark_record_has_its_origin_and_verdicts_with_figure_and_target(modules, path):
-    from verdicts import verdicts
+def test_benchmark_record_has_its_origin_and_outcomes_with_figure_and_target(modules, path):
+    from outcomes import outcomes
 
     record = json.loads(path.read_text())
     assert datetime.datetime.fromisoformat(record["date"]).tzinfo is not None
@@ -50,18 +50,18 @@ def test_benchmark_record_has_its_origin_and_verdicts_with_figure_and_target(mod
     assert re.match(r"python \S+\.py", record["command"])
     assert record["machine"]["cores"] > 0
     assert record["versions"]["python"]
-    for what, figure, target, verdict in verdicts(record):
+    for what, figure, target, outcome in outcomes(record):
         assert what
         assert FIGURE.fullmatch(figure), what
         assert target.startswith(("≤ ", "≥ ")), what
-        assert verdict.partition(",")[0] in ("met", "missed"), what
+        assert outcome.partition(",")[0] in ("met", "missed"), what
 
 
-def test_some_benchmark_records_have_verdicts(modules):
-    from verdicts import verdicts
+def test_some_benchmark_records_have_outcomes(modules):
+    from outcomes import outcomes
 
     results = (json.loads(path.read_text()) for path in (BENCHMARKS / "results").glob("*.json"))
-    assert sum(len(list(verdicts(record))) for record in results) >= 10
+    assert sum(len(list(outcomes(record))) for record in results) >= 10
 
 
 def test_every_benchmark_is_in_the_command_and_in_the_readme(modules):
@@ -78,7 +78,7 @@ def test_every_benchmark_is_in_the_command_and_in_the_readme(modules):
 
 
 @pytest.mark.e2e
-def test_benchmarks_command_runs_one_and_prints_its_verdicts(tmp_path):
+def test_benchmarks_command_runs_one_and_prints_its_outcomes(tmp_path):
     done = subprocess.run(
         [sys.executable, BENCHMARKS, "--quick", "--only", "hostlist", "--save", tmp_path],
         capture_output=True, text=True, check=False,
@@ -86,5 +86,5 @@ def test_benchmarks_command_runs_one_and_prints_its_verdicts(tmp_path):
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "hostlist.json").read_text())
     assert record["machine"]["cores"] > 0
-    table = done.stdout.split("verdict\n")[-1]
+    table = done.stdout.split("outcome\n")[-1]
     assert [line.split()[0] for line in table.splitlines()[1:]] == ["hostlist"] * 6

@@ -625,7 +625,7 @@ SECRETS = {
 
 @given(st.dictionaries(st.text(max_size=20), st.text(max_size=20)))
 def test_doctor_shows_listed_environment_variables_only(env):
-    known = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "HPCTRAIN_RUN": "/r"}
+    known = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "HPCTRAIN_RUN_DIR": "/r"}
     shown = variables.shown({**env, **SECRETS, **known})
     allowed = {"NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_NCCL_"}
     assert known.items() <= shown.items()
@@ -655,14 +655,14 @@ def examined(monkeypatch, capsys):
 def test_doctor_output_has_no_secret(examined, monkeypatch, tmp_path, options):
     for name, value in {**SECRETS, "NCCL_DEBUG": "WARN"}.items():
         monkeypatch.setenv(name, value)
-    _, out, err = examined("--run", str(tmp_path), *options)
+    _, out, err = examined("--run-dir", str(tmp_path), *options)
     assert "NCCL_DEBUG" in out
     for value in SECRETS.values():
         assert value not in out + err
 
 
 def test_doctor_of_this_machine_in_json_and_text(examined, tmp_path):
-    code, out, _ = examined("--json", "--run", str(tmp_path / "runs"))
+    code, out, _ = examined("--json", "--run-dir", str(tmp_path / "runs"))
     told = json.loads(out)
     assert told.keys() == {"machine", "findings", "ranks", "all_reduce", "pairs"}
     assert (told["ranks"], told["all_reduce"], told["pairs"]) == ([], None, [])
@@ -682,7 +682,7 @@ def test_doctor_of_this_machine_in_json_and_text(examined, tmp_path):
     assert code == int(wrong)
     assert list(tmp_path.iterdir()) == []
 
-    code, out, _ = examined("--run", str(tmp_path / "runs"))
+    code, out, _ = examined("--run-dir", str(tmp_path / "runs"))
     assert code == int(wrong)
     for subject in by_subject:
         assert subject in out

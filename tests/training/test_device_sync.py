@@ -143,7 +143,7 @@ def loop(optimizer, options):
         mock.patch.object(Work, "values", values),
         mock.patch.object(Work, "ready", lambda later: run.step > later.begun),
         hpctrain.Session(
-            batch_size=8, precision="fp32", log_every=LOG_EVERY, run="run", epochs=2,
+            batch_size=8, precision="fp32", log_every=LOG_EVERY, run_dir="run", epochs=2,
             **OPTIONS[options],
         ) as session,
     ):  # fmt: skip

@@ -26,7 +26,7 @@ def whole_loader(opened):
 
 
 def loop(body, make_loader=whole_loader, **options):
-    options = {"batch_size": 4, "max_steps": 12, "run": "run", "timeout": 60, **options}
+    options = {"batch_size": 4, "max_steps": 12, "run_dir": "run", "timeout": 60, **options}
     with session(**options) as opened:
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))

@@ -118,7 +118,7 @@ def test_evaluation_errors_are_raised_on_all_ranks(run):
 
 def running_means():
     """Of the batch norm after a few steps, before an evaluation and in it."""
-    with session(global_batch=6, max_steps=3, log_every=1, run="run") as opened:
+    with session(global_batch=6, max_steps=3, log_every=1, run_dir="run") as opened:
         _, model = train(opened, 3)
         norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
         before = norm.running_mean.tolist()

@@ -71,7 +71,7 @@ def test_second_ctrl_c_leaves_at_once(watching):
 
 # With an exit status file the job's script decides: after a failure elsewhere it is no stop.
 @pytest.mark.parametrize(
-    ("env", "code"), [({}, 75), ({"HPCTRAIN_VERDICT": "file"}, 128 + signal.SIGUSR2)]
+    ("env", "code"), [({}, 75), ({"HPCTRAIN_EXIT_STATUS_FILE": "file"}, 128 + signal.SIGUSR2)]
 )
 def test_exit_code_of_a_signal_before_the_session_is_open(watching, env, code):
     watching(env=env, begun=False)
@@ -100,12 +100,12 @@ def test_signal_before_the_run_stops_the_run(watching, run):
 
 
 def test_exit_code_is_0_where_an_exit_status_file_says_more():
-    assert Stopped("", {"HPCTRAIN_VERDICT": "file"}).code == 0
+    assert Stopped("", {"HPCTRAIN_EXIT_STATUS_FILE": "file"}).code == 0
     assert Stopped("", {}).code == 75
 
 
 def test_unreadable_stop_file_ends_nothing(watching, run, caplog):
-    preemption = watching(env={"HPCTRAIN_STOP": "x" * 5000})
+    preemption = watching(env={"HPCTRAIN_STOP_FILE": "x" * 5000})
     assert preemption.asked() is None
     run.stop.mkdir()
     assert preemption.asked() == "a stop file"
@@ -114,7 +114,7 @@ def test_unreadable_stop_file_ends_nothing(watching, run, caplog):
 
 
 def test_stop_files_are_read_by_rank_0_alone(watching, run, tmp_path):
-    env = {"HPCTRAIN_STOP": str(tmp_path / "of-the-script")}
+    env = {"HPCTRAIN_STOP_FILE": str(tmp_path / "of-the-script")}
     first, other = watching(env=env), watching(rank=1, env=env)
     assert first.asked() is None
     run.stop.touch()

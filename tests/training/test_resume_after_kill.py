@@ -47,7 +47,7 @@ def over(request, lacking):
 def _stopped(start, run="run"):
     """Return the step of an orderly stop: all ranks left together, after a checkpoint of it."""
     assert start.results == LEFT, start
-    assert start.code == rundir.STOPPED, start.verdict
+    assert start.code == rundir.STOPPED, start.exit_status
     directory = rundir.RunDirectory(run)
     summary = json.loads(directory.summary.read_text())
     assert summary["status"] == "stopped"
@@ -155,7 +155,7 @@ def test_stop_signal_during(over, references, hurt):
 
 def test_signal_before_session_ends_a_start_that_leaves_nothing(references):
     killed = faults.start(SIZE, hurt=("usr2@imports",))
-    assert killed.verdict is None
+    assert killed.exit_status is None
     assert not Path("run").exists()
     faults.resume(SIZE)
     faults.same("run", references(SIZE), twice=0)

@@ -99,7 +99,7 @@ def finished(job, references, options=(), twice=None):
     assert len(job.begins()) == 1 or job.begins()[-1] > 0
     faults.same(job.run.path, references(SIZE, *options), twice)
     assert json.loads(job.run.summary.read_text())["status"] == "done"
-    assert not list(Path("runs").glob(f".*-{job.number}-*")), "stop file or verdict left"
+    assert not list(Path("runs").glob(f".*-{job.number}-*")), "stop file or exit_status_file left"
 
 
 def test_job_stopped_by_usr2_is_requeued_and_resumes(submit, references):
@@ -191,8 +191,8 @@ def test_time_limit_that_is_hit_three_times_requeues(submit, references):
 
 @pytest.mark.slow
 def test_array_task_requeues_itself_and_no_other(cluster, submit, references):
-    # The script has to choose the directory, as it says --run.
-    launch = ("srun", "bash", "-c", 'exec "$@" --run "run-$SLURM_ARRAY_TASK_ID"', "task")
+    # The script has to choose the directory, as it says --run-dir.
+    launch = ("srun", "bash", "-c", 'exec "$@" --run-dir "run-$SLURM_ARRAY_TASK_ID"', "task")
     array = submit("--array=3,5", "--output=%A_%a.log", launch=launch)
     three, five = (Job(cluster, f"{array.number}_{task}", f"run-{task}") for task in (3, 5))
     three.until(lambda: three.steps() > 3)
@@ -209,7 +209,7 @@ def test_no_requeue_prints_the_command_that_resumes(cluster, submit, references)
     assert job.ended() == ("FAILED", 75, 0), job.log
     assert job.run.steps()[-1] == json.loads(job.run.summary.read_text())["step"]
     assert "could not be requeued: " in job.log
-    line = re.search(r"^    (HPCTRAIN_RUN=\S+) sbatch (.*)$", job.log, re.MULTILINE)
+    line = re.search(r"^    (HPCTRAIN_RUN_DIR=\S+) sbatch (.*)$", job.log, re.MULTILINE)
     variable, script = shlex.split(line[1]), shlex.split(line[2])
     again = ["env", *variable, "sbatch", "--parsable", *ON_THREE_HOSTS, *script]
     done = cluster.run(again, env={**cluster.environ(), "OMP_NUM_THREADS": "1"})

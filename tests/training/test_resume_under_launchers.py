@@ -45,13 +45,15 @@ def _over(name):
 
 
 def _start(command, *options, act=lambda process: None):
-    """Start survivor.py; what the launcher left with, and the verdict's code."""
-    verdict, stop = Path("run.verdict").absolute(), Path("run.stop").absolute()
-    verdict.unlink(missing_ok=True)
+    """Start survivor.py; what the launcher left with, and the exit status's code."""
+    exit_status_file, stop = Path("run.exit-status").absolute(), Path("run.stop").absolute()
+    exit_status_file.unlink(missing_ok=True)
     stop.unlink(missing_ok=True)
     process = subprocess.Popen(
-        [*command, survivor.__file__, *faults.OPTIONS, *options, "--resume", "--run", "run"],
-        env=launches.environ(HPCTRAIN_VERDICT=str(verdict), HPCTRAIN_STOP=str(stop)),
+        [*command, survivor.__file__, *faults.OPTIONS, *options, "--resume", "--run-dir", "run"],
+        env=launches.environ(
+            HPCTRAIN_EXIT_STATUS_FILE=str(exit_status_file), HPCTRAIN_STOP_FILE=str(stop)
+        ),
         start_new_session=True,
     )
     try:
@@ -61,7 +63,7 @@ def _start(command, *options, act=lambda process: None):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    said = rundir.read_verdict(verdict)
+    said = rundir.read_exit_status(exit_status_file)
     return code, said[0] if said else None
 
 
@@ -99,11 +101,12 @@ def _ranks(process):
 def test_stop_and_resume_under_a_launcher(references, launcher, how):
     name, command = launcher
     over = _over(name)
-    _, verdict = _start(command, *over, "--pace", "0.2", act=lambda process: _stop(process, how))
+    paced = (*over, "--pace", "0.2")
+    _, exit_status = _start(command, *paced, act=lambda process: _stop(process, how))
     # Open MPI's mpirun kills its ranks a second after a TERM, whether they have saved or not.
-    saved = (name, how, verdict) != ("openmpi", "the launcher", None)
+    saved = (name, how, exit_status) != ("openmpi", "the launcher", None)
     if saved:
-        assert verdict == rundir.STOPPED
+        assert exit_status == rundir.STOPPED
         assert set(faults.last_steps("run").values()) == {rundir.RunDirectory("run").steps()[-1]}
     assert _start(command, *over) == (0, rundir.DONE)
     faults.same("run", references(SIZE, *over), twice=0 if saved else None)

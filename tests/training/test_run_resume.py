@@ -30,7 +30,14 @@ def dies_at(step):
 def train(die_at=None, seed=0, width=None, name="example", **options):
     """Four epochs of four steps, with a schedule; the weights at the end."""
     with session(
-        **{"global_batch": 12, "epochs": 4, "log_every": 2, "run": "run", "seed": seed, **options}
+        **{
+            "global_batch": 12,
+            "epochs": 4,
+            "log_every": 2,
+            "run_dir": "run",
+            "seed": seed,
+            **options,
+        }
     ) as opened:
         model = small_model() if width is None else nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
         model, optimizer = opened.prepare(
@@ -82,7 +89,7 @@ def test_run_directory_contents():
 
 def mean_loss(global_batch):
     with session(
-        global_batch=global_batch, batch_size=2, max_steps=1, log_every=1, run="run"
+        global_batch=global_batch, batch_size=2, max_steps=1, log_every=1, run_dir="run"
     ) as opened:
         model = opened.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
         opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
@@ -142,7 +149,7 @@ def in_order(wide, x):
 
 def trains_wide(die_at=None, **options):
     with session(
-        global_batch=12, epochs=2, run="run", deterministic=True, precision="fp32", **options
+        global_batch=12, epochs=2, run_dir="run", deterministic=True, precision="fp32", **options
     ) as opened:
         wide = nn.ModuleDict(
             {"first": nn.Linear(99, 77), "last": nn.Linear(77, 10), "middle": nn.Linear(64, 99)}
@@ -193,7 +200,7 @@ def test_resumed_run_is_bit_equal(run, size, options, tmp_path, monkeypatch):
 def does_not_fill_its_steps(die_at=None, **options):
     """Seven batches an epoch, and two make a step."""
     with session(
-        batch_size=4, accumulate=2, epochs=3, run="run", precision="fp64", same_data=True,
+        batch_size=4, accumulate=2, epochs=3, run_dir="run", precision="fp64", same_data=True,
         **options,
     ) as opened:  # fmt: skip
         model = opened.prepare(nn.Linear(3, 1))
@@ -236,7 +243,7 @@ def test_checkpoint_of_another_run_is_not_resumed():
 
 def is_replaced():
     """After its second step another start takes the directory over, as one on a new host would."""
-    with session(global_batch=12, max_steps=4000, run="run", checkpoint_every=2) as opened:
+    with session(global_batch=12, max_steps=4000, run_dir="run", checkpoint_every=2) as opened:
         model = opened.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
         opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
 
@@ -263,7 +270,7 @@ def fails(run):
 
 
 def crashes_with_workers():
-    with session(batch_size=4, epochs=1, run="run", workers=2) as opened:
+    with session(batch_size=4, epochs=1, run_dir="run", workers=2) as opened:
         model = opened.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
         opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
         loader = opened.loader(images(50), multiprocessing_context="forkserver")
@@ -282,7 +289,7 @@ def losses_in_micro_batches(die_at=None, **options):
         batch_size=3,
         epochs=2,
         log_every=1,
-        run="run",
+        run_dir="run",
         **{"precision": "fp64", "checkpoint_every": 3, **options},
     ) as opened:
         model = small_model()
@@ -344,7 +351,7 @@ def test_finished_run_resumes_to_a_later_end(first, then, tmp_path, monkeypatch)
 
 def stop_early(**options):
     """A script that leaves its loop before the end that was asked for."""
-    with session(global_batch=12, run="run", **options) as opened:
+    with session(global_batch=12, run_dir="run", **options) as opened:
         model, _ = opened.prepare(model := small_model(), torch.optim.SGD(model.parameters(), 0.05))
         loader, here = opened.loader(images(50)), 0
         with opened.run() as run:
@@ -403,7 +410,7 @@ def test_run_directory_with_other_files_is_refused():
 
 
 def without_end():
-    with hpctrain.Session(global_batch=12, run="run") as session, session.run() as run:
+    with hpctrain.Session(global_batch=12, run_dir="run") as session, session.run() as run:
         next(run.epochs())
 
 
@@ -415,7 +422,7 @@ def test_run_without_epochs_or_max_steps_is_refused():
 
 def own_loader():
     with hpctrain.Session(
-        batch_size=4, max_steps=7, precision="fp64", log_every=1, run="run"
+        batch_size=4, max_steps=7, precision="fp64", log_every=1, run_dir="run"
     ) as session:
         model = session.prepare(nn.Linear(3, 1))
         optimizer = session.prepare(torch.optim.SGD(model.parameters(), 0.1))
@@ -438,9 +445,9 @@ def test_own_iterable_loader_and_break_in_an_epoch():
 
 def test_default_run_directory_has_job_id_or_date(monkeypatch):
     job = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
-    ranks.values(ranks.run(2, partial(train, run=None), env=job))
-    ranks.values(ranks.run(2, partial(train, run=None)))
-    ranks.values(ranks.run(2, partial(train, run=None), env={"HPCTRAIN_RUN": "named"}))
+    ranks.values(ranks.run(2, partial(train, run_dir=None), env=job))
+    ranks.values(ranks.run(2, partial(train, run_dir=None)))
+    ranks.values(ranks.run(2, partial(train, run_dir=None), env={"HPCTRAIN_RUN_DIR": "named"}))
     names = sorted(path.name for path in Path("runs").iterdir())
     assert names[1] == "example-70_3" or names[0] == "example-70_3"
     assert sum(name.startswith("example-20") for name in names) == 1
@@ -451,39 +458,43 @@ def test_requeued_job_resumes_without_option():
     job = {"SLURM_JOB_ID": "78"}
     assert all(
         isinstance(result, BaseException)
-        for result in ranks.run(2, partial(train, run=None, checkpoint_every=2, die_at=7), env=job)
+        for result in ranks.run(
+            2, partial(train, run_dir=None, checkpoint_every=2, die_at=7), env=job
+        )
     )
     job["SLURM_RESTART_COUNT"] = "1"
-    options = {"run": None, "checkpoint_every": 2}
+    options = {"run_dir": None, "checkpoint_every": 2}
     assert ranks.values(ranks.run(2, partial(train, **options), env=job))[0][0][0] in (4, 6)
 
 
 def leave_after_a_slow_write():
     """Whether the exit status file is there when this rank has left."""
-    write = rundir.write_verdict
-    with mock.patch.object(rundir, "write_verdict", lambda *told: time.sleep(0.5) or write(*told)):
+    write = rundir.write_exit_status
+    with mock.patch.object(
+        rundir, "write_exit_status", lambda *told: time.sleep(0.5) or write(*told)
+    ):
         hpctrain.Session(global_batch=3).close()
-    return os.path.exists(os.environ["HPCTRAIN_VERDICT"])
+    return os.path.exists(os.environ["HPCTRAIN_EXIT_STATUS_FILE"])
 
 
 def test_exit_status_file_is_written_before_any_rank_leaves(tmp_path):
-    env = {"HPCTRAIN_VERDICT": str(tmp_path / "verdict")}
+    env = {"HPCTRAIN_EXIT_STATUS_FILE": str(tmp_path / "exit-status")}
     assert ranks.values(ranks.run(3, leave_after_a_slow_write, env=env)) == [True] * 3
 
 
 def test_exit_status_file_has_code_and_reason(tmp_path):
-    env = {"HPCTRAIN_VERDICT": str(tmp_path / "verdict")}
+    env = {"HPCTRAIN_EXIT_STATUS_FILE": str(tmp_path / "exit-status")}
     ranks.values(ranks.run(3, train, env=env))
-    assert json.loads((tmp_path / "verdict").read_text())["code"] == 0
-    (tmp_path / "verdict").unlink()
+    assert json.loads((tmp_path / "exit-status").read_text())["code"] == 0
+    (tmp_path / "exit-status").unlink()
     ranks.run(3, train, env=env)
-    verdict = json.loads((tmp_path / "verdict").read_text())
-    assert verdict["code"] == 2
-    assert "has a run in it" in verdict["reason"]
+    exit_status = json.loads((tmp_path / "exit-status").read_text())
+    assert exit_status["code"] == 2
+    assert "has a run in it" in exit_status["reason"]
 
 
 def leaves_early():
-    with hpctrain.Session(global_batch=12, epochs=3, log_every=1, run="run") as session:
+    with hpctrain.Session(global_batch=12, epochs=3, log_every=1, run_dir="run") as session:
         model = session.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
         optimizer = session.prepare(torch.optim.SGD(model.parameters(), 0.1))
         loader = session.loader(images(50))
@@ -506,7 +517,10 @@ def test_break_out_of_training_keeps_the_last_step():
 
 
 def twice_in_an_epoch():
-    with hpctrain.Session(global_batch=12, epochs=1, run="run") as session, session.run() as run:
+    with (
+        hpctrain.Session(global_batch=12, epochs=1, run_dir="run") as session,
+        session.run() as run,
+    ):
         loader = session.loader(images(50))
         for _ in run.epochs():
             for _ in range(2):
@@ -529,7 +543,7 @@ class Stubborn:
 
 def unloadable():
     with (
-        hpctrain.Session(global_batch=12, epochs=1, run="run") as session,
+        hpctrain.Session(global_batch=12, epochs=1, run_dir="run") as session,
         session.run(state={"mine": Stubborn()}) as run,
     ):
         run.save()
@@ -558,7 +572,10 @@ def test_ranks_that_find_different_checkpoints_are_refused():
 
 
 def saves_within_a_step():
-    with hpctrain.Session(global_batch=12, epochs=1, run="run") as session, session.run() as run:
+    with (
+        hpctrain.Session(global_batch=12, epochs=1, run_dir="run") as session,
+        session.run() as run,
+    ):
         for _ in run.epochs():
             for _ in run.batches(session.loader(images(50))):
                 run.save()

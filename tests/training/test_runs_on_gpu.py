@@ -14,7 +14,7 @@ from torch import nn
 def trained(precision):
     """Losses; without batch norm, which would see the part of each GPU alone."""
     with session(
-        batch_size=24, max_steps=10, precision=precision, log_every=1, run="run"
+        batch_size=24, max_steps=10, precision=precision, log_every=1, run_dir="run"
     ) as opened:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
@@ -51,7 +51,7 @@ def test_dataparallel_equals_one_gpu(gpu, lacking, tmp_path, monkeypatch, precis
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("options", [[], ["--precision", "fp16"]])
 def test_example_trains_the_digits_on_gpu(tmp_path, options):
-    command = [launches.PYTHON, str(launches.EXAMPLE), "--run", "run", *options]
+    command = [launches.PYTHON, str(launches.EXAMPLE), "--run-dir", "run", *options]
     done = launches.start(command, tmp_path, CUDA_VISIBLE_DEVICES=visible()[0])
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -45,7 +45,7 @@ def train(save_seconds, pause_seconds):
             "Preemption",
             partial(Preemption, clock=lambda: NOW),
         ),
-        session(batch_size=4, epochs=6, checkpoint_every=10, run="run") as opened,
+        session(batch_size=4, epochs=6, checkpoint_every=10, run_dir="run") as opened,
     ):
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
@@ -73,14 +73,14 @@ def test_run_stops_before_the_time_limit_by_what_a_save_takes(
     env = {
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_END_TIME": str(NOW + margin + spare),
-        "HPCTRAIN_VERDICT": str(Path("verdict").absolute()),
+        "HPCTRAIN_EXIT_STATUS_FILE": str(Path("exit-status").absolute()),
     }
     results = ranks.run(3, train, save_seconds, pause_seconds, env=env)
     if spare:
         assert results == [STEPS] * 3
         return
-    assert results == [("exit", 0)] * 3  # the verdict says more
-    code, reason = rundir.read_verdict("verdict")
+    assert results == [("exit", 0)] * 3  # the exit status says more
+    code, reason = rundir.read_exit_status("exit-status")
     assert code == rundir.STOPPED
     assert reason.startswith("the end of the job's time, ")
     steps = RunDirectory("run").steps()

@@ -43,7 +43,7 @@ class Plateau:
 
 def train(make, path, late=False, named=False, **options):
     """The rate of each step."""
-    with session(batch_size=4, run=path, **options) as opened:
+    with session(batch_size=4, run_dir=path, **options) as opened:
         model = nn.Linear(1, 1)
         model, optimizer = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1, 0.9))
         schedule = None if late else make(optimizer)
@@ -105,7 +105,7 @@ def test_unused_scheduler_beside_a_named_one_is_not_saved(caplog):
 
 def test_checkpoint_with_a_scheduler_that_the_script_no_longer_has_is_said(caplog):
     train(warm_up, "run", max_steps=3)
-    with session(batch_size=4, run="run", resume=True, max_steps=4) as opened:
+    with session(batch_size=4, run_dir="run", resume=True, max_steps=4) as opened:
         model = nn.Linear(1, 1)
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1, 0.9))
         with opened.run() as run:

@@ -23,7 +23,7 @@ def compiler(monkeypatch, tmp_path):
 
 def loop(body, count=96, **options):
     """Train on a few images with a body of the loop; rank 0's steps, rows, and checkpoints."""
-    options = {"global_batch": 12, "max_steps": 8, "run": "run", "seed": 2, **options}
+    options = {"global_batch": 12, "max_steps": 8, "run_dir": "run", "seed": 2, **options}
     with session(**options) as opened:
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
@@ -68,9 +68,9 @@ def test_skipped_micro_batch_does_not_shift_the_next_step():
 
 def interrupted(body, at, **options):
     """The rows of a whole run, and those of one that began again at a checkpoint."""
-    whole = loop(body, run="whole", **options)
-    loop(body, run="cut", **{**options, "max_steps": at})
-    rest = loop(body, run="cut", resume=True, **options)
+    whole = loop(body, run_dir="whole", **options)
+    loop(body, run_dir="cut", **{**options, "max_steps": at})
+    rest = loop(body, run_dir="cut", resume=True, **options)
     return whole, rest
 
 
@@ -194,8 +194,8 @@ def test_run_saved_inside_of_an_epoch_resumes_at_the_next_batch():
             run.save()
         return value.item()
 
-    whole = loop(body, run="whole", deterministic=True, log_every=1)
-    loop(body, run="cut", deterministic=True, log_every=1, max_steps=5)
-    rest = loop(body, run="cut", deterministic=True, log_every=1, resume=True)
+    whole = loop(body, run_dir="whole", deterministic=True, log_every=1)
+    loop(body, run_dir="cut", deterministic=True, log_every=1, max_steps=5)
+    rest = loop(body, run_dir="cut", deterministic=True, log_every=1, resume=True)
     assert rest[0] == whole[0][5:]
     assert rows(rest[1]) == rows(whole[1])

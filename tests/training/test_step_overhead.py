@@ -43,7 +43,7 @@ BLOCKS = 2.9
 def steps(options, warm_up=WARM_UP):
     """Train, and yield once in each step after the warm-up."""
     with hpctrain.Session(
-        batch_size=4, max_steps=WARM_UP + STEPS, log_every=1000, run="run", **OPTIONS[options]
+        batch_size=4, max_steps=WARM_UP + STEPS, log_every=1000, run_dir="run", **OPTIONS[options]
     ) as session:
         model = small_model()
         model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), 0.01, 0.9))

@@ -69,7 +69,7 @@ def test_training_step_does_not_sync_the_gpu(gpu, precision, optimizer, options)
 
 def compiled(precision, compile):
     with session(
-        batch_size=12, max_steps=8, precision=precision, log_every=1, run=str(compile),
+        batch_size=12, max_steps=8, precision=precision, log_every=1, run_dir=str(compile),
         compile=compile,
     ) as opened:  # fmt: skip
         losses, model = train(opened, 8)

@@ -23,7 +23,7 @@ def plain_model():
 
 def trained(options, data=None, before=lambda model: None, **loading):
     """Rows of metrics, and the weights at the end."""
-    with session(**{"log_every": 1, "run": "run", "precision": "fp64", **options}) as opened:
+    with session(**{"log_every": 1, "run_dir": "run", "precision": "fp64", **options}) as opened:
         model = plain_model()
         before(model)
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
@@ -332,7 +332,7 @@ def test_channels_last_only_where_asked_for_on_cpu(run):
 
 
 def compiled(compile):
-    options = {"batch_size": 8, "max_steps": 4, "compile": compile, "run": str(compile)}
+    options = {"batch_size": 8, "max_steps": 4, "compile": compile, "run_dir": str(compile)}
     with session(precision="fp32", log_every=1, **options) as opened:
         losses, model = train(opened, 4, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
         compiling = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -380,7 +380,7 @@ class Wrapped:
 
 
 def orders(wrap):
-    with session(batch_size=4, epochs=3, run=f"run-{wrap}") as opened:
+    with session(batch_size=4, epochs=3, run_dir=f"run-{wrap}") as opened:
         opened.prepare(plain_model())
         loader = opened.loader(images(24))
         seen = []
@@ -400,7 +400,7 @@ def test_wrapped_loader_shuffles_each_epoch():
 
 def saved_in_odd_places():
     """By a break, and while the averages are in the place of the weights."""
-    with session(batch_size=4, ema=0.5, run="run", epochs=2) as opened:
+    with session(batch_size=4, ema=0.5, run_dir="run", epochs=2) as opened:
         model = plain_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.5))
         with opened.run(name="odd") as run:

@@ -20,7 +20,7 @@ def compiler(monkeypatch, tmp_path):
 
 
 def loop(body, **options):
-    options = {"global_batch": 12, "max_steps": 4, "run": "run", **options}
+    options = {"global_batch": 12, "max_steps": 4, "run_dir": "run", **options}
     with session(**options) as opened:
         model = small_model()
         model, optimizer = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
@@ -127,7 +127,7 @@ def test_step_outside_of_the_batches_of_a_run_is_refused():
 
 
 def without_run_batches():
-    with session(batch_size=4, run="run") as opened:
+    with session(batch_size=4, run_dir="run") as opened:
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
         with opened.run() as run:

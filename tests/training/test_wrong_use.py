@@ -33,7 +33,7 @@ WRONG = [
     (["--global-batch", "9999"], {}, ["1437 samples", "--global-batch 1437"]),
     ([], {"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, ["RANK=4", "WORLD_SIZE=4"]),
     (["--backend", "single"], TWO_RANKS, ["--backend single in a world of 2 ranks"]),
-    (["--run", "/proc/nowhere"], {}, ["/proc/nowhere", "--run DIR"]),
+    (["--run-dir", "/proc/nowhere"], {}, ["/proc/nowhere", "--run-dir DIR"]),
 ]
 
 
@@ -177,10 +177,10 @@ def test_error_after_torch_distributed_started_is_printed_once(tmp_path):
     command = [launches.BIN / "hpctrain", "run", "--nproc-per-node", "3", launches.EXAMPLE]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years")
-    done = launches.start([*command, "--run", "run"], tmp_path)
+    done = launches.start([*command, "--run-dir", "run"], tmp_path)
     assert done.returncode == 2
     assert "0: hpctrain: error: run is not empty (thesis.tex)" in done.stderr
-    assert done.stderr.count("0:   fix:      --run DIR for another") == 1
+    assert done.stderr.count("0:   fix:      --run-dir DIR for another") == 1
     assert "2:   fix:" not in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -199,7 +199,7 @@ class Flowers(torch.utils.data.Dataset):
 def with_own_data(lengths, classes, folder):
     """A rank with a copy of the data of its own."""
     rank = hpctrain.detect().rank
-    with hpctrain.Session(batch_size=2, max_steps=2, start_timeout=30, run=folder) as session:
+    with hpctrain.Session(batch_size=2, max_steps=2, start_timeout=30, run_dir=folder) as session:
         model = torch.nn.Linear(2, 2)
         model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         loader = session.loader(Flowers(lengths[rank], classes[rank]))

@@ -52,7 +52,7 @@ def signal(job: Job) -> Iterator[Finding]:
             asked.line,
             "signal-without-trap",
             f"no trap for {name}{there}: it ends the batch shell, and with it the job",
-            f"type trap 'touch \"$HPCTRAIN_STOP\"' {name} before the start, or leave out B:",
+            f"type trap 'touch \"$HPCTRAIN_STOP_FILE\"' {name} before the start, or leave out B:",
         )
     elif traps:
         yield from _waits(job, name)

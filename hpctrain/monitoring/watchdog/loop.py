@@ -258,11 +258,13 @@ class Watch:
         elsewhere = [one for one in seen if one.host != self._host]
         lines = [f"{one.host}: {_describe(one)}\n" for one in elsewhere]
         self._note("".join([error, *shown, *lines]).rstrip())
-        told = [one.facts.verdict for one in self._ranks.values() if one.facts.verdict]
+        told = [
+            one.facts.exit_status_file for one in self._ranks.values() if one.facts.exit_status_file
+        ]
         if told:
             reason = judgement.partition("\n")[0]
             self._files(
-                lambda: rundir.write_verdict(told[0], rundir.FAILED, reason), _SECONDS_FOR_FILES
+                lambda: rundir.write_exit_status(told[0], rundir.FAILED, reason), _SECONDS_FOR_FILES
             )
         self._voice(
             lambda: _say("".join([error, *shown, f"This is kept in {self._log}\n"])),

@@ -46,7 +46,7 @@ class Watchdog:
         timeout: seconds that a rank may be silent.
         directory: run directory.
         key: unique name of this start, the same on all ranks.
-        verdict: path of rank 0's exit status file; None on other ranks.
+        exit_status_file: path of rank 0's exit status file; None on other ranks.
 
     Attributes:
         step: optimizer steps done; written with the next heartbeat.
@@ -61,7 +61,7 @@ class Watchdog:
         timeout: float,
         directory: RunDirectory,
         key: str,
-        verdict: str | None,
+        exit_status_file: str | None,
     ) -> None:
         node_rank = world.node_rank or 0
         host = world.hosts[node_rank] if world.hosts else socket.gethostname()
@@ -86,7 +86,7 @@ class Watchdog:
         }
         try:
             pid = os.getpid()
-            told = os.path.abspath(verdict) if verdict else None
+            told = os.path.abspath(exit_status_file) if exit_status_file else None
             facts = slots.Facts(world.rank, pid, start_time(pid), told)
             folder = slots.name(key, node_rank)
             self._slot, new = slots.take(folder, facts, settings)

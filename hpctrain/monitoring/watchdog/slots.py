@@ -47,13 +47,13 @@ class Facts:
         rank: number of the rank.
         pid: process id of the rank.
         started: `processes.start_time` of the process.
-        verdict: absolute path of the exit status file, on rank 0 only; None elsewhere.
+        exit_status_file: absolute path of the exit status file, on rank 0 only; None elsewhere.
     """
 
     rank: int
     pid: int
     started: int
-    verdict: str | None
+    exit_status_file: str | None
 
 
 def name(key: str, node_rank: int) -> str:

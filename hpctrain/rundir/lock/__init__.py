@@ -89,12 +89,12 @@ class Lock:
             raise UsageError(
                 f"the run directory {directory.path} cannot be locked: {error}",
                 "a place that can be written",
-                "--run DIR",
+                "--run-dir DIR",
             ) from None
         raise UsageError(
             f"several starts want {directory.path} at once, and this one was not the first",
             "one start at a time in a run directory",
-            "--run DIR for another directory",
+            "--run-dir DIR for another directory",
         )
 
     @contextlib.contextmanager

@@ -38,7 +38,7 @@ def refuse_living(seen: Seen, mine: Owner, path: Path, env: Mapping[str, str]) -
             raise UsageError(
                 f"{path} is {seen.foreign}, {age:.0f} s old",
                 "a lock file that hpctrain wrote, or none",
-                f"rm -r {path}    where no other start has the directory; or --run DIR",
+                f"rm -r {path}    where no other start has the directory; or --run-dir DIR",
             )
         logger.warning("%s is %s, %.0f s old, and is replaced", path, seen.foreign, age)
     elif lives:
@@ -46,7 +46,8 @@ def refuse_living(seen: Seen, mine: Owner, path: Path, env: Mapping[str, str]) -
         raise UsageError(
             f"{path.parent} is taken: {owner} ({why})",
             "a run directory that no other start has",
-            f"--run DIR for another; to end that start: {end}; where it is surely dead: rm {path}",
+            f"--run-dir DIR for another; to end that start: {end}; where it is surely dead: "
+            f"rm {path}",
         )
     else:
         logger.info("takes over %s from %s: %s", path.parent, owner, why)

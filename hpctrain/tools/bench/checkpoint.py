@@ -149,7 +149,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     opened: list[_Arms] = []  # empty at all ranks but rank 0
 
     def open_arms() -> tuple[str, int]:
-        path, folder = _make_folder(arguments.run, undo)
+        path, folder = _make_folder(arguments.run_dir, undo)
         size = arguments.size or _fitting(folder)
         refuse_size(size, path, shutil.disk_usage(folder).free, available())
         if arguments.size and session.world.world_size > 1:
@@ -185,7 +185,7 @@ def _told(act: Callable[[], T]) -> T:
         raise UsageError(
             f"the checkpoint cannot be measured: {str(error).splitlines()[0]}",
             "a file system with room, which this user may write to",
-            "--size 100MB    or: --run DIR on another file system",
+            "--size 100MB    or: --run-dir DIR on another file system",
         ) from None
 
 
@@ -247,7 +247,7 @@ def refuse_size(size: int, path: Path, free: int, memory: int | None) -> None:
                 if where != "of memory"
                 else "room for the state, its copy, and what the yardsticks write",
                 f"--size {spell(_rounded(there / needed * size)).replace(' ', '')}"
-                + ("" if where == "of memory" else "    or: --run DIR on another file system"),
+                + ("" if where == "of memory" else "    or: --run-dir DIR on another file system"),
             )
 
 

@@ -282,8 +282,8 @@ def judge_shared(
             subject,
             PROBLEM,
             f"{own}: {_places(without, True)} cannot see {what}",
-            "--run DIR or export HPCTRAIN_RUN=DIR, an absolute path on a file system that all "
-            "hosts share",
+            "--run-dir DIR or export HPCTRAIN_RUN_DIR=DIR, an absolute path on a file system that "
+            "all hosts share",
             tuple(row.rank for row in without),
         )
     ]

@@ -36,8 +36,8 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")  # escape in mountinfo; source: proc(5)
 
 
 def run(given: str | None, env: Mapping[str, str]) -> Path:
-    """Return the run directory: the given one, else $HPCTRAIN_RUN, else the default `runs`."""
-    return Path(given or env.get(env_vars.RUN) or "runs").absolute()
+    """Return the run directory: the given one, else $HPCTRAIN_RUN_DIR, else the default `runs`."""
+    return Path(given or env.get(env_vars.RUN_DIR) or "runs").absolute()
 
 
 def cache(env: Mapping[str, str]) -> Path:
@@ -139,7 +139,7 @@ def judge(subject: str, place: Place) -> Finding:
     """Return a finding on whether a training can write to a directory and has enough space."""
     where = f"{plain(place.path)} ({place.kind or 'file system not known'})"
     run_directory = subject == "run directory"
-    fix = "--run DIR" if run_directory else f"export {env_vars.CACHE}=DIR"
+    fix = "--run-dir DIR" if run_directory else f"export {env_vars.CACHE}=DIR"
     if place.error:
         level = PROBLEM if run_directory else WARNING
         found = f"{where}: cannot be written: {place.error}"
@@ -212,7 +212,7 @@ def judge_quota(said: Sequence[Sequence[str]]) -> list[Finding]:
             "quota",
             PROBLEM if used >= limit else WARNING,
             f"{plain(system)}: {used} of {limit} {kind} used",
-            "remove what is not needed, or take another file system: --run DIR, "
+            "remove what is not needed, or take another file system: --run-dir DIR, "
             f"export {env_vars.CACHE}=DIR",
         )
         for system, kind, used, limit in rows

@@ -48,7 +48,7 @@ _NAMES = frozenset(
         env_vars.MAIN_ADDRESS,
         env_vars.MAIN_PORT,
         env_vars.HOSTNAME,
-        env_vars.RUN,
+        env_vars.RUN_DIR,
         env_vars.DATA,
         env_vars.CACHE,
     }

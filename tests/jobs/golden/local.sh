@@ -28,6 +28,6 @@ fi
 . "$venv/bin/activate"
 
 run=$PWD/runs/one
-export HPCTRAIN_RUN=${HPCTRAIN_RUN:-$run}
+export HPCTRAIN_RUN_DIR=${HPCTRAIN_RUN_DIR:-$run}
 
 exec "${command[@]}"

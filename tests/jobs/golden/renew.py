@@ -17,7 +17,7 @@ COMMAND = "python train.py --data 'my data' --lr 0.1"
 SPECS: Mapping[str, JobSpec] = {
     "everything": JobSpec(
         about="Everything at once.\n\nTwo paragraphs.", name="every thing", comment='a "comment"',
-        command=COMMAND, run="my runs/one", backend="ddp", nodes=2, gpus_per_node="a100:4",
+        command=COMMAND, run_dir="my runs/one", backend="ddp", nodes=2, gpus_per_node="a100:4",
         cpus_per_task=8, memory="64G", time="1d12h", partition="gpu", account="abc", qos="normal",
         constraint="a100&nvlink", exclude="node[7-8]", dependency="afterok:123", array="1,3,7",
         throttle=2, mail="ada@example.org", mail_events="END,FAIL,REQUEUE",
@@ -39,7 +39,7 @@ SPECS: Mapping[str, JobSpec] = {
 MORE: Mapping[str, JobSpec] = {
     "pyxis": JobSpec(
         command=COMMAND, nodes=2, gpus_per_node=4, container="nvcr.io#nvidia/pytorch:25.10-py3",
-        container_runtime="pyxis", environment={"NCCL_DEBUG": "INFO"}, run="/scratch/run",
+        container_runtime="pyxis", environment={"NCCL_DEBUG": "INFO"}, run_dir="/scratch/run",
     ),
     "staging": JobSpec(
         command=COMMAND, nodes=4, stage_environment="envs/torch.tar.gz", stage_data="/shared/it's"
@@ -48,12 +48,13 @@ MORE: Mapping[str, JobSpec] = {
     "no-requeue": JobSpec(command=COMMAND, requeue=False, signal="TERM"),
     "horovodrun": JobSpec(command=COMMAND, launcher="horovodrun", backend="horovod", nodes=2),
     "sweep-of-texts": JobSpec(
-        command=COMMAND, run="runs/sweep", sweep=[{"name": "it's"}, {"name": "a b", "lr": 1e-3}, {}]
+        command=COMMAND, run_dir="runs/sweep",
+        sweep=[{"name": "it's"}, {"name": "a b", "lr": 1e-3}, {}],
     ),
     "function": JobSpec(function="my.module:main", nodes=2),
 }  # fmt: skip
 LOCAL: Mapping[str, JobSpec] = {
-    "local": JobSpec(command=COMMAND, nodes=2, tasks_per_node=2, run="runs/one", venv=".venv"),
+    "local": JobSpec(command=COMMAND, nodes=2, tasks_per_node=2, run_dir="runs/one", venv=".venv"),
 }
 
 

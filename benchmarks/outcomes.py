@@ -1,11 +1,11 @@
-"""Verdicts on targets, read from the records of benchmarks; no torch."""
+"""Outcomes on targets, read from the records of benchmarks; no torch."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from measure import describe
 
-__all__ = ["verdicts"]
+__all__ = ["outcomes"]
 
 # Figures to which targets apply; the first one present is used.
 _JUDGED = ("ratio", "times_base", "more_ms", "more_us")
@@ -14,11 +14,11 @@ _LIMITS = {"limit": "≤ ", "at_least": "≥ ", "target_ms": "≤ ", "target": "
 _NOT_NAMES = {"results", "sizes", "targets", "target"}
 
 
-def verdicts(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield each verdict of a record: its subject, the figure with interval, target, verdict.
+def outcomes(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each outcome of a record: its subject, the figure with interval, target, outcome.
 
     Args:
-        record: record as a benchmark saves it; a part with a `verdict` also holds its target.
+        record: record as a benchmark saves it; a part with a `outcome` also holds its target.
     """
     yield from _within(record, [])
 
@@ -26,7 +26,7 @@ def verdicts(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 def _within(
     node: Any, path: list[tuple[str, Mapping[str, Any]]]
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the verdicts of a part of a record.
+    """Yield the outcomes of a part of a record.
 
     Args:
         node: part of the record.
@@ -34,19 +34,19 @@ def _within(
     """
     if not isinstance(node, Mapping):
         return
-    if "verdict" in node:
+    if "outcome" in node:
         key = next((key for key in _LIMITS if key in node), "")
         limit = node.get(key, "")
         unit = " ms" if key == "target_ms" else ""
         target = limit if isinstance(limit, str) else f"{_LIMITS[key]}{limit:g}{unit}"
         names = [name for name, _ in path if name not in _NOT_NAMES]
-        yield ", ".join(names), _figure(node, path, target), target, node["verdict"]
+        yield ", ".join(names), _figure(node, path, target), target, node["outcome"]
     for key, value in node.items():
         yield from _within(value, [*path, (key, node)])
 
 
 def _figure(node: Mapping[str, Any], path: list[tuple[str, Mapping[str, Any]]], target: str) -> str:
-    """Return the figure of a verdict, which is beside the verdict or in a parent."""
+    """Return the figure of a outcome, which is beside the outcome or in a parent."""
     around = [node, *(parent for _, parent in reversed(path[-2:]))]
     around += [
         arms["hpctrain"] for place in around if "hpctrain" in (arms := place.get("arms", {}))
