@@ -69,6 +69,7 @@ def load(args):
     crop = data.RandomResizedCrop(args.train_crop, augment=v2.Compose(augment) if augment else None)
     if args.val_crop > args.val_resize:
         raise UsageError(
+            "HT000",
             f"--val-crop {args.val_crop} of --val-resize {args.val_resize}",
             "a crop no larger than that",
             f"--val-resize {args.val_crop * 8 // 7}",
@@ -77,6 +78,7 @@ def load(args):
     train, val = (data.image_source(args.data, split) for split in ("train", "val"))
     if len(data.same_classes(train, val)) < 2:
         raise UsageError(
+            "HT000",
             f"{train.place} has one class, {train.classes[0]}",
             "two classes or more",
             "a folder for each class, with its images",
@@ -93,7 +95,10 @@ def build(name, classes):
     if name not in names:
         near = difflib.get_close_matches(name, names, 1) or ["resnet50"]
         raise UsageError(
-            f"--model {name}", f"one of torchvision's: {', '.join(names)}", f"--model {near[0]}"
+            "HT000",
+            f"--model {name}",
+            f"one of torchvision's: {', '.join(names)}",
+            f"--model {near[0]}",
         )
     # Their second output, for training only, is off: the loss below does not use it.
     two = name in ("googlenet", "inception_v3")
@@ -128,6 +133,7 @@ def check(args, split, unreadable):
     """Check the sum over all ranks after an epoch: a rank counts only its own images."""
     if unreadable > args.max_corrupt:
         raise DataError(
+            "HT000",
             f"{unreadable} images of {args.data}/{split} cannot be decoded; each has a warning",
             f"at most {args.max_corrupt} such files",
             f"fetch them again, or --max-corrupt {2 * unreadable} to go on without them",

@@ -54,7 +54,7 @@ OPTIONAL_PARTS = {
     "two-gpus": "two GPUs",
 }
 # Session fixtures that are costly: tests that share one run in one worker.
-GROUPS = {"cluster": "slurm", "references": "references", "sameness_reference": "references"}
+GROUPS = {"cluster": "slurm", "references": "references", "reproducibility_reference": "references"}
 
 
 def pytest_addoption(parser):
@@ -313,7 +313,7 @@ def _leaves_nothing(request, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def sameness_reference(tmp_path_factory):
+def reproducibility_reference(tmp_path_factory):
     """One process, which accumulates: the losses that every other start has to show."""
     import launches
 

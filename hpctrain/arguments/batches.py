@@ -27,6 +27,7 @@ def plan_batches(opts: Options, world_size: int) -> Batches:
     total, size, times = opts.global_batch, opts.batch_size, opts.accumulate
     if total is None and opts.elastic:
         raise UsageError(
+            "HT000",
             "--elastic without --global-batch",
             "a global batch that does not follow the number of ranks",
             "--global-batch N    (one that all numbers of ranks that may be left divide)",
@@ -45,6 +46,7 @@ def plan_batches(opts: Options, world_size: int) -> Batches:
         unit = world_size * size * times
         if unit != total:
             raise UsageError(
+                "HT000",
                 f"--global-batch {total}, but {world_size} ranks × --batch-size {size} × "
                 f"--accumulate {times} = {unit}",
                 "global batch = batch size × accumulate × ranks",
@@ -55,6 +57,7 @@ def plan_batches(opts: Options, world_size: int) -> Batches:
         below, above = total // unit * unit, -(-total // unit) * unit
         nearest = f"{below} or {above}" if below else f"{above}"
         raise UsageError(
+            "HT000",
             f"--global-batch {total} cannot be cut into equal parts for {unit_name}",
             f"a multiple of {unit}",
             f"--global-batch {nearest}",

@@ -35,6 +35,7 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError:
             taken = next(flag for flag in flags if flag in self._option_string_actions)
             error = UsageError(
+                "HT000",
                 f"parser.add_argument({taken!r}), which hpctrain.options() has already",
                 "each option once",
                 "leave yours out; parser.set_defaults("

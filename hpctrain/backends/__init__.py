@@ -35,6 +35,7 @@ def choose(name: str, world_size: int) -> str:
         return "single" if world_size == 1 else "ddp"
     if name == "single" and world_size > 1:
         raise ContradictionError(
+            "HT000",
             f"--backend single in a world of {world_size} ranks",
             "a backend that lets them talk",
             "--backend ddp, or start one process",
@@ -91,6 +92,7 @@ def open_backend(
         )
         backend.close(found)
         raise ContradictionError(
+            "HT000",
             found,
             f"the same in both: either {world.launcher} was misread, or {name} was started by "
             "something else",

@@ -185,7 +185,9 @@ class Backend(ABC):
         Raises:
             UsageError: this backend has only collectives.
         """
-        raise UsageError(f"{self.name} has no messages between two ranks", "", "--backend ddp")
+        raise UsageError(
+            "HT000", f"{self.name} has no messages between two ranks", "", "--backend ddp"
+        )
 
     @abstractmethod
     def barrier(self) -> None:

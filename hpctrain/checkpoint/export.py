@@ -54,6 +54,7 @@ def export(
         writer = importlib.import_module("safetensors.torch")
     except ImportError as error:
         raise UsageError(
+            "HT000",
             f"safetensors cannot be imported ({error})",
             "the package safetensors",
             "python -m pip install safetensors",
@@ -74,6 +75,7 @@ def export(
         sync(target.parent)
     except Exception as error:  # safetensors has its own error type
         raise UsageError(
+            "HT000",
             f"{target} could not be written: {error}",
             "a file in a folder with room, and dense tensors",
             f"df -h {target.parent}",
@@ -93,6 +95,7 @@ def _find(
         step = best_of(directory, best)
         if step is None:
             raise CheckpointError(
+                "HT000",
                 f"no checkpoint in {directory.checkpoints} has a number for {best!r}",
                 "the name of a metric that was logged and kept",
                 "--step N, or a run with --keep-best NAME",
@@ -100,6 +103,7 @@ def _find(
     if step is not None:
         if step not in found:
             raise CheckpointError(
+                "HT000",
                 f"no checkpoint of step {step} in {directory.checkpoints}",
                 "one of " + (", ".join(map(str, found)) or "none"),
                 "--step N",
@@ -111,6 +115,7 @@ def _find(
         except CheckpointError as error:
             logger.error("%s; trying the one before", error.found)
     raise CheckpointError(
+        "HT000",
         f"no whole checkpoint in {directory.checkpoints}",
         "the directory of a run that has saved",
         f"ls {directory.path}",
@@ -124,6 +129,7 @@ def _named(
     models: Sequence[Mapping[str, Any]] = state["model"]
     if ema and "ema" not in state:
         raise UsageError(
+            "HT000",
             f"the checkpoints of {directory.path} have no averages of the weights",
             "a run with --ema",
             "leave out --ema",

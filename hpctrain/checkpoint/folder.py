@@ -196,6 +196,7 @@ class Folder:
         number = error.errno if isinstance(error, OSError) and error.errno is not None else 0
         expected, fix = _FIXING.get(number, ("a file system that takes it", "df -h {0}"))
         return CheckpointError(
+            "HT000",
             f"the checkpoint of step {step} could not be written to {parent}: {error}",
             expected,
             fix.format(parent),

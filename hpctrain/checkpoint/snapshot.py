@@ -137,7 +137,7 @@ class _Loop:
 def _refused(part: str, error: Exception) -> UsageError:
     said = (str(error).splitlines() or [type(error).__name__])[0]
     found = f"the state of {part!r} holds what no checkpoint can give back: {said}"
-    return UsageError(found, _EXPECTED, _FIX)
+    return UsageError("HT000", found, _EXPECTED, _FIX)
 
 
 def _plain(tensor: Any) -> bool:

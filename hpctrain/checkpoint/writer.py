@@ -182,8 +182,9 @@ class Writer:
             error = failed
         except Exception as unknown:  # nothing may end the thread: save() waits for it
             error = CheckpointError(
+                "HT000",
                 f"the checkpoint of step {job.step} could not be written: "
-                f"{type(unknown).__name__}: {unknown}"
+                f"{type(unknown).__name__}: {unknown}",
             )
         if error is not None:
             logger.error("%s", error)

@@ -35,7 +35,9 @@ def _main(arguments: argparse.Namespace) -> int:
         try:
             _cancel(one)
         except slurm.NoAnswerError as error:
-            raise StartError(f"job {one.label} is not cancelled: {error}", "an answer") from None
+            raise StartError(
+                "HT000", f"job {one.label} is not cancelled: {error}", "an answer"
+            ) from None
     return rundir.DONE
 
 

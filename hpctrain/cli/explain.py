@@ -1,7 +1,8 @@
-"""`hpctrain explain`: show the launcher's values, and the variable behind each value."""
+"""`hpctrain explain`: show the launcher's values, or the meaning of an error's code."""
 
 import argparse
 import dataclasses
+import difflib
 import json
 import os
 import sys
@@ -29,11 +30,12 @@ def add(subparsers: Any) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "explain",
-        help="show the rank of this process, and the variables that define it",
+        help="show the rank of this process and its variables, or explain an error",
         description="Shows what the launcher of this process has set, each value with its "
         "variable, and the variables that are not used. Put it in place of your script: "
-        "srun hpctrain explain",
+        "srun hpctrain explain. With the code of an error, it shows meaning, causes and fix.",
     )
+    parser.add_argument("code", nargs="?", metavar="CODE", help="code of an error, such as HT101")
     parser.add_argument("--json", action="store_true", help="write JSON")
     parser.add_argument(
         "--strict", action="store_true", help="treat a warning as an error, with exit code 2"
@@ -42,6 +44,8 @@ def add(subparsers: Any) -> None:
 
 
 def _main(arguments: argparse.Namespace) -> int:
+    if arguments.code is not None:
+        return _explain_code(arguments.code, arguments.json)
     process = Process.current()
     found = list(readings({**os.environ, **process.facts()}))
     try:
@@ -55,6 +59,33 @@ def _main(arguments: argparse.Namespace) -> int:
         json.dumps(as_json(start, found)) + "\n" if arguments.json else _text(start, found)
     )
     return 2 if arguments.strict and _refusals(start) else 0
+
+
+def _explain_code(word: str, as_json: bool) -> int:
+    """Print the entry of an error's code.
+
+    Raises:
+        UsageError: there is no such code.
+    """
+    from hpctrain.errors.codes import CODES
+
+    name = word.upper()
+    if name not in CODES:
+        near = difflib.get_close_matches(name, CODES, 3)
+        raise UsageError(
+            "HT601",
+            f"hpctrain explain {word}: no such code",
+            f"a code from {min(CODES)} to {max(CODES)}",
+            *(f"hpctrain explain {one}" for one in near),
+        )
+    code = CODES[name]
+    if as_json:
+        text = json.dumps({"code": name, **dataclasses.asdict(code)})
+    else:
+        causes = "".join(f"\n  cause:    {one}" for one in code.causes)
+        text = f"{name}: {code.meaning}{causes}\n  fix:      {code.fix}"
+    sys.stdout.write(text + "\n")
+    return 0
 
 
 def as_json(start: Start | None, found: Sequence[Reading]) -> dict[str, Any]:
@@ -74,7 +105,10 @@ def as_json(start: Start | None, found: Sequence[Reading]) -> dict[str, Any]:
         "restart_count": job.restart_count if job else None,
         "sources": {f: c.source for f, c in start.claims.items()} if start else {},
         "ignored": [dataclasses.asdict(one) for one in found if one.lost or not start],
-        "warnings": [f"{one.found}; fix: {one.fix}" for one in _refusals(start)] if start else [],
+        "warnings": [
+            {"code": one.code, "found": one.found, "fixes": list(one.fixes)}
+            for one in (_refusals(start) if start else [])
+        ],
     }
 
 
@@ -100,7 +134,7 @@ def _text(start: Start, found: Sequence[Reading]) -> str:
         label = _plain(job.label)
         lines.append(f"job               {job.scheduler} {label}, restart {job.restart_count}")
     for error in _refusals(start):
-        lines += [f"warning: {error.found}", f"  fix:      {error.fix}"]
+        lines += [f"warning: {error}"]
     ignored = [one for one in found if one.lost]
     return "\n".join(lines) + "\n" + _table("not counted", ignored)
 

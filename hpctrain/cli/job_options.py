@@ -85,7 +85,7 @@ class _OfSbatch(argparse.Action):
         """Raise the error."""
         del parser, namespace, values
         raise UsageError(
-            f"{option_string} is an option of sbatch's", "", f"{self.const} in its place"
+            "HT000", f"{option_string} is an option of sbatch's", "", f"{self.const} in its place"
         )
 
 
@@ -184,7 +184,9 @@ def gather(arguments: argparse.Namespace, env: Mapping[str, str]) -> Described:
 
 
 def _no_command() -> UsageError:
-    return UsageError("no command to run", "a JOB.toml that has one, or -- COMMAND", _EXAMPLE)
+    return UsageError(
+        "HT000", "no command to run", "a JOB.toml that has one, or -- COMMAND", _EXAMPLE
+    )
 
 
 def _described(arguments: argparse.Namespace, env: Mapping[str, str]) -> Described:
@@ -198,6 +200,7 @@ def _described(arguments: argparse.Namespace, env: Mapping[str, str]) -> Describ
     if words:
         if file.get("function") and "function" not in given:
             raise UsageError(
+                "HT000",
                 f"{' '.join(words)[:200]} after --, and {arguments.job} has a function",
                 "a command in its place",
             )
@@ -216,7 +219,9 @@ def _described(arguments: argparse.Namespace, env: Mapping[str, str]) -> Describ
 def _job(path: str) -> dict[str, Any]:
     """Return the checked values of a JOB.toml."""
     if not path.endswith(".toml"):
-        raise UsageError(f"{path} is no .toml", "a JOB.toml, or -- before the command", _EXAMPLE)
+        raise UsageError(
+            "HT000", f"{path} is no .toml", "a JOB.toml, or -- before the command", _EXAMPLE
+        )
     from hpctrain.jobs import job_files  # imports the TOML parser, which few commands need
 
     return site.checked(job_files.read(Path(path)), path)
@@ -243,5 +248,5 @@ def _pair(name: str, text: str) -> tuple[str, str]:
     head, equals, tail = text.partition("=")
     if not equals:
         flag, metavar = _REPEATED[name]
-        raise UsageError(f"{flag} {text[:200]!r}", f"{flag} {metavar}")
+        raise UsageError("HT000", f"{flag} {text[:200]!r}", f"{flag} {metavar}")
     return head, tail

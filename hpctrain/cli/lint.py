@@ -48,7 +48,7 @@ def _main(arguments: argparse.Namespace) -> int:
             )
     if errors:
         sys.stdout.flush()
-        several = UsageError("\n".join(map(str, errors)))
+        several = UsageError("HT000", "\n".join(map(str, errors)))
         raise errors[0] if len(errors) == 1 else several
     return code
 
@@ -67,20 +67,23 @@ def _text(name: str) -> str:
                 read = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"{name} cannot be read: {reason}", "a batch script") from error
+        raise UsageError("HT000", f"{name} cannot be read: {reason}", "a batch script") from error
     if len(read) > _MOST_BYTES:
-        raise UsageError(f"{name} has more than {_MOST_BYTES} bytes", "a batch script")
+        raise UsageError("HT000", f"{name} has more than {_MOST_BYTES} bytes", "a batch script")
     if not read.strip():
-        raise UsageError(f"{name} is empty", "a batch script")
+        raise UsageError("HT000", f"{name} is empty", "a batch script")
     if b"\0" in read:
-        raise UsageError(f"{name} is no text", "a batch script, which has no NUL byte")
+        raise UsageError("HT000", f"{name} is no text", "a batch script, which has no NUL byte")
     text = read.decode(errors="backslashreplace")
     directives = re.search(r"^#SBATCH", text, re.MULTILINE)
     if name.endswith(".toml") or (name.endswith(".py") and not directives):
         raise _of_another_command(name)
     if not text.startswith("#!") and "#SBATCH" not in text:
         raise UsageError(
-            f"{name} has neither #! nor #SBATCH", "a batch script", "put #!/bin/bash on top of it"
+            "HT000",
+            f"{name} has neither #! nor #SBATCH",
+            "a batch script",
+            "put #!/bin/bash on top of it",
         )
     return text
 
@@ -91,11 +94,13 @@ def _of_another_command(name: str) -> UsageError:
     script = "a batch script, for sbatch"
     if name.endswith(".toml"):
         return UsageError(
+            "HT000",
             f"{name} is no batch script",
             script,
             f"hpctrain render {quoted} | hpctrain lint -, or hpctrain submit {quoted}",
         )
     return UsageError(
+        "HT000",
         f"{name} is a Python script without #SBATCH lines, and no batch script",
         script,
         f"hpctrain submit -- python {quoted}",

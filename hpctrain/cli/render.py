@@ -39,10 +39,15 @@ def _main(arguments: argparse.Namespace) -> int:
             file.write(script)
     except FileExistsError:
         raise UsageError(
-            f"-o {arguments.to}: it is there", "the name of a new file", f"rm {arguments.to}"
+            "HT000",
+            f"-o {arguments.to}: it is there",
+            "the name of a new file",
+            f"rm {arguments.to}",
         ) from None
     except OSError as error:
         raise UsageError(
-            f"-o {arguments.to} cannot be written: {error}", "a file in a folder that is there"
+            "HT000",
+            f"-o {arguments.to} cannot be written: {error}",
+            "a file in a folder that is there",
         ) from None
     return 0

@@ -50,7 +50,9 @@ def _main(arguments: argparse.Namespace) -> int:
         partitions = slurm.partitions(os.environ)
     except slurm.NoAnswerError as error:
         raise StartError(
-            f"Slurm does not say what is here: {error}", "a login node of a cluster with Slurm"
+            "HT000",
+            f"Slurm does not say what is here: {error}",
+            "a login node of a cluster with Slurm",
         ) from None
     text = _HEAD + _accounts() + _partitions(partitions) + _TAIL
     if not arguments.write:
@@ -62,10 +64,15 @@ def _main(arguments: argparse.Namespace) -> int:
     except FileExistsError:
         _show(text)
         raise UsageError(
-            f"{path} is there and stays as it is", "no file of that name", "take over what you need"
+            "HT000",
+            f"{path} is there and stays as it is",
+            "no file of that name",
+            "take over what you need",
         ) from None
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error}", "a folder of your own") from None
+        raise UsageError(
+            "HT000", f"{path} cannot be written: {error}", "a folder of your own"
+        ) from None
     put(f"{path}\n")
     return rundir.DONE
 

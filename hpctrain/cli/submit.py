@@ -58,7 +58,7 @@ def _main(arguments: argparse.Namespace) -> int:
     described = gather(arguments, os.environ)
     spec = described.spec
     if arguments.follow and arguments.via == "submitit":
-        raise UsageError("--follow with --via submitit", "its log is read by Python: job.logs()",
+        raise UsageError("HT000", "--follow with --via submitit", "its log is read by Python: job.logs()",
                          "--wait in place of --follow")  # fmt: skip
     if arguments.save is not None:
         _save(arguments.save, described)
@@ -96,9 +96,11 @@ def _save(path: str, described: Described) -> None:
     try:
         rundir.create(Path(path), job_files.text(described.own, described.said))
     except FileExistsError:
-        raise UsageError(f"--save {path}: it is there", "the name of a new file") from None
+        raise UsageError("HT000", f"--save {path}: it is there", "the name of a new file") from None
     except OSError as error:
-        raise UsageError(f"--save {path}: {error}", "a file in a folder that is there") from None
+        raise UsageError(
+            "HT000", f"--save {path}: {error}", "a file in a folder that is there"
+        ) from None
 
 
 def _dry_run(described: Described, via: str) -> int:

@@ -152,5 +152,7 @@ def number(env: Mapping[str, str], name: str) -> int | None:
         return None
     if not _NUMBER.match(text):
         fix = f"unset {name}" if name.isidentifier() else f"take {name} out of the command"
-        raise ContradictionError(f"{name}={text[:200]!r}", f"{name} is a whole number", fix)
+        raise ContradictionError(
+            "HT000", f"{name}={text[:200]!r}", f"{name} is a whole number", fix
+        )
     return int(text)

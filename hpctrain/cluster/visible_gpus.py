@@ -84,12 +84,14 @@ def own_slice(env: Mapping[str, str], local_rank: int) -> str | None:
         return None
     if len(slices) < len(names):
         raise ContradictionError(
+            "HT000",
             f"{CUDA}={env[CUDA]}: MIG slices beside whole GPUs",
             "only one kind",
             f"env {CUDA}={','.join(slices)} python SCRIPT    (srun sets it anew in each task)",
         )
     if local_rank >= len(slices):
         raise UsageError(
+            "HT000",
             f"local rank {local_rank} and {len(slices)} MIG slices in {CUDA}",
             "a slice for each rank of this host",
             f"start {len(slices)} ranks on each host",
@@ -107,6 +109,7 @@ def check_rocm(env: Mapping[str, str]) -> None:
     first, second = (visible(env, name) for name in _HIP)
     if first and second and first.names != second.names:
         raise ContradictionError(
+            "HT000",
             f"{_HIP[0]}={env[_HIP[0]]} and {_HIP[1]}={env[_HIP[1]]}",
             "one of them: HIP takes the second for the first",
             f"env -u {_HIP[1]} python SCRIPT    (srun sets it anew in each task)",
@@ -118,6 +121,7 @@ def check_rocm(env: Mapping[str, str]) -> None:
     beyond = [name for name in hip.names if name.isdecimal() and float(name) >= len(rocr.names)]
     if beyond:
         raise ContradictionError(
+            "HT000",
             f"{_ROCR}={env[_ROCR]} leaves {len(rocr.names)} "
             f"GPU{'s' if len(rocr.names) != 1 else ''}, and {hip.source}="
             f"{env[hip.source]} asks for number {beyond[0]} of them",

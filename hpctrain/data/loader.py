@@ -114,6 +114,7 @@ def check_arguments(
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise UsageError(
+            "HT000",
             f"loader() of a {type(dataset).__name__}, which has no length or no order of its own",
             "a data set with __len__ and __getitem__",
             "for batch in run.batches(loader) over a DataLoader of your own, which gives each rank "
@@ -122,6 +123,7 @@ def check_arguments(
     own = sorted(_OWN_ARGUMENTS & more.keys())
     if own:
         raise UsageError(
+            "HT000",
             f"loader(…, {', '.join(own)})",
             "arguments that the session does not set itself",
             "--workers N; loader(dataset, train=False) for a fixed order; and any loader of "
@@ -129,13 +131,17 @@ def check_arguments(
         )
     if train and batch_size is not None:
         raise UsageError(
+            "HT000",
             f"loader(…, batch_size={batch_size}) for a training",
             "the micro-batch of the session",
             f"--batch-size {batch_size}    or: Session(batch_size={batch_size})",
         )
     if not train and drop_last is not None:
         raise UsageError(
-            "loader(…, drop_last=…) for an evaluation", "every sample once", "leave drop_last out"
+            "HT000",
+            "loader(…, drop_last=…) for an evaluation",
+            "every sample once",
+            "leave drop_last out",
         )
 
 

@@ -22,16 +22,18 @@ __all__ = [
 ]
 
 
-_EXPECTED, _FIX = "  expected: ", "  fix:      "
+_EXPECTED, _FIX, _OR, _MORE = "  expected: ", "  fix:      ", "  or:       ", "  more:     "
+_EXPLAIN = "hpctrain explain "
 
 
 class HpctrainError(Exception):
     """An error that the user can fix.
 
     Args:
+        code: code of the error: an entry of `hpctrain.errors.codes`.
         found: what was found, with the name of the variable, option or file it came from.
         expected: what was expected; may be empty where `found` is enough.
-        fix: what to type; may be empty where no command helps.
+        fixes: what to type, each one on its own enough; none where no command helps.
     """
 
     exit_code = 1
@@ -39,44 +41,45 @@ class HpctrainError(Exception):
     #: Whether rank 0 prints the full message, so that this rank prints only its first line.
     told_by_rank_0 = False
 
-    def __init__(self, found: str, expected: str = "", fix: str = "") -> None:
-        if found.startswith("Caught ") and not expected:
-            found, expected, fix = self._in_worker(found)
-        super().__init__(found, expected, fix)
+    def __init__(self, code: str, found: str = "", expected: str = "", *fixes: str) -> None:
+        if code.startswith("Caught ") and not found:
+            code, found, expected, *fixes = self._in_worker(code)  # type: ignore[assignment]
+        super().__init__(code, found, expected, *fixes)
+        self.code = code
         self.found = found
         self.expected = expected
-        self.fix = fix
+        self.fixes = tuple(fix for fix in fixes if fix)
 
     def __str__(self) -> str:
         lines = [self.found]
         if self.expected:
             lines.append(f"{_EXPECTED}{self.expected}")
-        if self.fix:
-            lines.append(f"{_FIX}{self.fix}")
-        return "\n".join(lines)
+        lines += [f"{_OR if number else _FIX}{fix}" for number, fix in enumerate(self.fixes)]
+        return "\n".join([*lines, f"{_MORE}{_EXPLAIN}{self.code}"])
 
-    def _in_worker(self, text: str) -> tuple[str, str, str]:
-        """Return found, expected and fix of an error that a DataLoader worker raised.
+    def _in_worker(self, text: str) -> list[str]:
+        """Return code, found, expected and fixes of an error that a DataLoader worker raised.
 
         torch raises a new error of the same class in the main process, with the text of the
         traceback as its only argument. Source: ExceptionWrapper.reraise of torch._utils.
         """
         kind = type(self)
         said = text.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")[2].rstrip("\n")
-        said, _, fix = said.partition(f"\n{_FIX}")
+        said, _, code = said.rpartition(f"\n{_MORE}{_EXPLAIN}")
+        said, _, fixes = said.partition(f"\n{_FIX}")
         found, _, expected = said.partition(f"\n{_EXPECTED}")
-        return found, expected, fix
+        return [code, found, expected, *fixes.split(f"\n{_OR}")]
 
 
-def repeated(kind: str, found: str, expected: str, fix: str) -> HpctrainError:
+def repeated(kind: str, code: str, found: str, expected: str, *fixes: str) -> HpctrainError:
     """Return rank 0's error for another rank to raise, which prints only its first line.
 
     Args:
         kind: class name of the error.
-        found, expected, fix: arguments of the error.
+        code, found, expected, fixes: arguments of the error.
     """
     kinds = {one.__name__: one for one in _kinds(HpctrainError)}
-    error = kinds.get(kind, HpctrainError)(found, expected, fix)
+    error = kinds.get(kind, HpctrainError)(code, found, expected, *fixes)
     error.told_by_rank_0 = True
     return error
 

@@ -31,6 +31,7 @@ try:
     import submitit
 except ImportError as error:
     raise UsageError(
+        "HT000",
         f"submitit cannot be imported: {error}",
         "submitit, which carries functions to the ranks of a job",
         "pip install 'hpctrain[submit]'",
@@ -106,7 +107,7 @@ def _check(train: object, spec: object, via: object, args: object, kwargs: objec
         (not (script and kwargs), "submit(SCRIPT, kwargs=…)", "args=('--lr', 0.1) for a script"),
     ):
         if not right:
-            raise UsageError(found, expected, usage)
+            raise UsageError("HT000", found, expected, usage)
 
 
 class _OnSlurm(submitit.SlurmExecutor):
@@ -155,7 +156,7 @@ def _to_slurm(
     copies = env.get(env_vars.SCRATCH, "")
     if copies and submission.is_below(copies, python):
         raise UsageError(
-            f"{python} is this job's own copy", "a Python that is there when the next job runs",
+            "HT000", f"{python} is this job's own copy", "a Python that is there when the next job runs",
             "JobSpec(venv=…) or JobSpec(conda=…)",
         )  # fmt: skip
     with new_folder() as folder:
@@ -163,7 +164,10 @@ def _to_slurm(
             executor = _OnSlurm(folder, spec, env, python)
         except RuntimeError as error:
             raise StartError(
-                f"no Slurm here: {error}", "a host of the cluster", "via='local' runs it here"
+                "HT000",
+                f"no Slurm here: {error}",
+                "a host of the cluster",
+                "via='local' runs it here",
             ) from None
         number = executor.submit(Rank(work, {})).job_id
         run = _run(spec, env, f"runs/{spec.title}-{number}")
@@ -177,7 +181,10 @@ def _to_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[str, s
     refuse(spec, _NOT_HERE)
     if spec.nodes > 1:
         raise UsageError(
-            f"nodes = {spec.nodes} via 'local'", "nodes = 1", "dataclasses.replace(spec, nodes=1)"
+            "HT000",
+            f"nodes = {spec.nodes} via 'local'",
+            "nodes = 1",
+            "dataclasses.replace(spec, nodes=1)",
         )
     # Set in each rank, as submitit sets this variable itself, and counts from 0.
     devices = {visible_gpus.CUDA: _gpus(spec, env)}
@@ -220,6 +227,7 @@ def _gpus(spec: JobSpec, env: Mapping[str, str]) -> str:
     there = list(seen.names) if seen else visible_gpus.here()
     if spec.gpus > len(there):
         raise UsageError(
+            "HT000",
             f"gpus_per_node = {spec.gpus_per_node}, and this machine shows {len(there)}",
             f"at most {len(there)}" if there else "0: ranks on CPUs",
             f"dataclasses.replace(spec, gpus_per_node={len(there)}, tasks_per_node=…)",

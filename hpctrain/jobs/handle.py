@@ -145,7 +145,7 @@ class Job:
             rank: number of the rank.
         """
         if not 0 <= rank < self.ranks:
-            raise UsageError(f"logs({rank})", f"a rank from 0 to {self.ranks - 1}")
+            raise UsageError("HT000", f"logs({rank})", f"a rank from 0 to {self.ranks - 1}")
         return self._kept.log(rank)
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -178,7 +178,7 @@ class Job:
             try:
                 slurm.cancel([self.id], self._env)
             except slurm.NoAnswerError as error:
-                raise HpctrainError(f"job {self.id} was not cancelled: {error}") from None
+                raise HpctrainError("HT000", f"job {self.id} was not cancelled: {error}") from None
         elif self.via == "local" and self._runs():
             (self.folder / _CANCELLED).touch()
             # SIGINT as submitit does. If a shell started this process in the background, its
@@ -233,7 +233,7 @@ class Job:
         if failed and state not in _WHY:
             first = min(failed, key=lambda rank: self._kept.result(rank).stat().st_mtime_ns)
             _, trace = outcomes[first] or ("", "")
-            return HpctrainError(f"rank {first} {of} failed:\n{str(trace).rstrip()}")
+            return HpctrainError("HT000", f"rank {first} {of} failed:\n{str(trace).rstrip()}")
         why, fix = _WHY.get(state, ("", ""))
         if not why:
             summary = RunDirectory(self.run_dir).read(RunDirectory(self.run_dir).summary) or {}
@@ -242,7 +242,7 @@ class Job:
             tail = "\n".join(self.logs(missing[0]).splitlines()[-_LAST_LINES:])
             why += f"; the last that it printed:\n{tail}" if tail else ""
         ended = f"job {self.id} ended as {state}: {why}"
-        return HpctrainError(ended, fix=fix.format(run=os.fspath(self.run_dir)))
+        return HpctrainError("HT000", ended, "", fix.format(run=os.fspath(self.run_dir)))
 
     def __repr__(self) -> str:
         """Return id, current state and run directory."""

@@ -93,6 +93,7 @@ def python_script(argv: Sequence[str], user: str) -> tuple[str, Sequence[str]]:
     """
     if not _starts_python(argv):
         raise UsageError(
+            "HT000",
             f"{user} with the command {' '.join(argv[:3])!r}",
             "python SCRIPT … or python -m MODULE …",
             "a script of Python, or another way to start it",

@@ -65,6 +65,7 @@ def _check_arguments(
     except TypeError as error:
         name = getattr(train, "__name__", type(train).__name__)
         raise UsageError(
+            "HT000",
             f"{name}{signature} with args={args!r:.200} and kwargs={kwargs!r:.200}: {error}",
             "the arguments that it takes",
         ) from None
@@ -85,6 +86,7 @@ def of_command(spec: JobSpec) -> tuple[Script, str]:
     name = words[1 + module : 2 + module]
     if not name or not is_python(words[0]) or name[0].startswith("-"):
         raise UsageError(
+            "HT000",
             f"submitit with the command {shlex.join(spec.command)!r}",
             "python X.py …, or python -m M …",
             _AS_SCRIPT,
@@ -99,7 +101,10 @@ def check_launcher(spec: JobSpec) -> None:
     """Raise UsageError if submitit cannot start ranks with this launcher."""
     if spec.launcher not in ("srun", "none"):
         raise UsageError(
-            f"launcher = {spec.launcher!r} in a job of submitit", "srun, or none", _AS_SCRIPT
+            "HT000",
+            f"launcher = {spec.launcher!r} in a job of submitit",
+            "srun, or none",
+            _AS_SCRIPT,
         )
 
 
@@ -110,12 +115,14 @@ def refuse(spec: JobSpec, fields: Mapping[str, str]) -> None:
     """
     for name, instead in fields.items():
         if getattr(spec, name):
-            raise UsageError(f"{name} = {getattr(spec, name)!r} in a job of submitit", "", instead)
+            raise UsageError(
+                "HT000", f"{name} = {getattr(spec, name)!r} in a job of submitit", "", instead
+            )
 
 
 def _script(path: str, arguments: Sequence[str], spec: JobSpec) -> Script:
     if not os.path.isfile(path):
-        raise UsageError(f"there is no file {path!r}", "the path of a script of Python")
+        raise UsageError("HT000", f"there is no file {path!r}", "the path of a script of Python")
     return Script(os.path.abspath(path), False, (*arguments, *_backend(spec)))
 
 

@@ -62,11 +62,14 @@ def absent(reason: str) -> StartError:
     """
     if "no sbatch" in reason:
         return StartError(
+            "HT000",
             reason,
             "a login node of the cluster, or its Slurm module",
             "module load slurm, or --via local to run the job on this machine",
         )
-    return StartError(reason, "an answer", "look with hpctrain status before you try it again")
+    return StartError(
+        "HT000", reason, "an answer", "look with hpctrain status before you try it again"
+    )
 
 
 def refused(
@@ -84,19 +87,20 @@ def refused(
     reason = "; ".join(line for line in lines if line)
     found = f"sbatch refused the job: {reason}"
     if not said.strip():
-        return StartError("sbatch refused the job and said nothing", "its reason")
+        return StartError("HT000", "sbatch refused the job and said nothing", "its reason")
     if _LATER.search(said):
         return StartError(
+            "HT000",
             f"sbatch could not submit the job: {reason}",
             "a Slurm that answers: nothing that the job says is to blame",
             "the same command again in a while; scontrol ping says whether it is up",
         )
     names, expected = _meaning(said, spec)
     if not names:
-        return StartError(found)
+        return StartError("HT000", found)
     if valid := _valid(names[0], env):
         expected += f": {valid}"
-    return UsageError(found, expected, _fix(names, spec, spelt))
+    return UsageError("HT000", found, expected, _fix(names, spec, spelt))
 
 
 def _meaning(said: str, spec: JobSpec) -> tuple[list[str], str]:

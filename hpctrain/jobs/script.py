@@ -114,7 +114,10 @@ def render_local(spec: JobSpec) -> str:
     ):
         if getattr(spec, name):
             raise UsageError(
-                f"{name} on this machine", "a job without it", "hpctrain submit --via sbatch"
+                "HT000",
+                f"{name} on this machine",
+                "a job without it",
+                "hpctrain submit --via sbatch",
             )
     python, script = python_script(spec.argv, "this machine")
     nodes = ["--nodes", str(spec.nodes)] if spec.nodes > 1 else []
@@ -146,6 +149,7 @@ def _command(spec: JobSpec) -> str:
     words = command(spec)
     if not words and (spec.sweep or spec.backend):
         raise UsageError(
+            "HT000",
             f"{'sweep' if spec.sweep else 'backend'} without a command",
             "the command that gets these options",
         )

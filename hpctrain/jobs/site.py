@@ -154,11 +154,14 @@ def _profile(path: Path, name: str) -> Layer:
     try:
         content = tomllib.loads(_text(path))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no TOML: {error}", "[cluster.NAME] and values") from None
+        raise UsageError(
+            "HT000", f"{path} is no TOML: {error}", "[cluster.NAME] and values"
+        ) from None
     profiles = content.get("cluster", {})
     if not isinstance(profiles, dict) or not isinstance(profiles.get(name), dict):
         there = ", ".join(map(str, profiles)) if isinstance(profiles, dict) else ""
         raise UsageError(
+            "HT000",
             f"cluster = {name!r}: {path} has no [cluster.{name}]",
             f"one of {there}" if there else "a table of that name, with the names of JOB.toml",
         )
@@ -181,4 +184,6 @@ def _text(path: Path) -> str:
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}", "a text file of your own") from None
+        raise UsageError(
+            "HT000", f"{path} cannot be read: {error}", "a text file of your own"
+        ) from None

@@ -332,7 +332,9 @@ def complaint(problems: Sequence[tuple[str, str]], source: str = "") -> UsageErr
     """Return an error with all problems: what was found and what was expected for each."""
     lines = "".join(f"\n  {found}\n    expected: {expected}" for found, expected in problems)
     count = "a value" if len(problems) == 1 else f"{len(problems)} values"
-    return UsageError(f"{source + ': ' if source else ''}{count} of the job cannot be:{lines}")
+    return UsageError(
+        "HT000", f"{source + ': ' if source else ''}{count} of the job cannot be:{lines}"
+    )
 
 
 def _shown(value: Any) -> str:

@@ -54,7 +54,9 @@ class OverSsh:
         self._horovodrun = _horovodrun()
         self._remote = [host for host in slots if not _is_here(host)]
         if self._remote and shutil.which("ssh") is None:
-            raise UsageError("no ssh here", "ssh, over which horovodrun starts ranks", "PATH=…")
+            raise UsageError(
+                "HT000", "no ssh here", "ssh, over which horovodrun starts ranks", "PATH=…"
+            )
 
     def present(self, marker: str) -> list[str]:
         """Return the hosts that answer over ssh; the guard ends processes of earlier starts."""
@@ -172,6 +174,7 @@ def _horovodrun() -> list[str]:
     found = str(beside) if beside.exists() else shutil.which("horovodrun")
     if found is None:
         raise UsageError(
+            "HT000",
             f"no horovodrun beside {sys.executable} or on PATH",
             "Horovod's launcher, which starts the ranks over ssh",
             "hpctrain horovod build    or, in a Slurm job: leave --hosts out, and srun starts them",
@@ -203,6 +206,7 @@ def _interface(host: str, env: Mapping[str, str]) -> str:
             probe.connect((_address(host), 9))  # UDP, so nothing is sent
         except OSError as error:
             raise UsageError(
+                "HT000",
                 f"no way from here to {host}: {error}",
                 "an address that this host reaches",
                 f"export {env_vars.INTERFACE}=NAME",

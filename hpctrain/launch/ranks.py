@@ -79,6 +79,7 @@ class Rank:
             )
         except OSError as error:
             raise StartError(
+                "HT000",
                 f"rank {number} cannot be started on this machine: {error}",
                 "room for each rank: processes, open files, memory",
                 "fewer ranks, or ulimit -u and ulimit -n with larger numbers",

@@ -47,7 +47,10 @@ class EMA:
     ) -> None:
         if not 0 <= decay < 1:
             raise UsageError(
-                f"an average of the weights with decay {decay}", "from 0 to below 1", "--ema 0.999"
+                "HT000",
+                f"an average of the weights with decay {decay}",
+                "from 0 to below 1",
+                "--ema 0.999",
             )
         self.decay = decay
         self._source = source
@@ -71,6 +74,7 @@ class EMA:
         """
         if self._kept:
             raise UsageError(
+                "HT000",
                 "EMA.update() inside of swapped()",
                 "an update after an optimizer's step",
                 "leave swapped() first",
@@ -100,7 +104,10 @@ class EMA:
         """
         if self._kept:
             raise UsageError(
-                "EMA.swapped() inside of swapped()", "one at a time", "leave the outer one first"
+                "HT000",
+                "EMA.swapped() inside of swapped()",
+                "one at a time",
+                "leave the outer one first",
             )
         for tensor in (*self._averages, *(b for model in self._models for b in model.buffers())):
             self._kept[tensor] = tensor.detach().clone()
@@ -156,6 +163,7 @@ class EMA:
         found, expected = ([_shapes(model) for model in each] for each in (theirs, mine))
         if found != expected:
             raise CheckpointError(
+                "HT000",
                 f"averages of other weights: {_difference(found, expected)}",
                 "averages of the same models, in the same order",
                 "resume with the script and options that wrote the checkpoint, or leave out --ema",

@@ -64,7 +64,10 @@ class LARS(Layerwise):
         not_negative("LARS", **settings)
         if nesterov and not momentum:
             raise UsageError(
-                "LARS(…, momentum=0, nesterov=True)", "a momentum to look ahead by", "momentum=0.9"
+                "HT000",
+                "LARS(…, momentum=0, nesterov=True)",
+                "a momentum to look ahead by",
+                "momentum=0.9",
             )
         super().__init__(params, {**settings, "nesterov": nesterov})
 

@@ -61,6 +61,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise UsageError(
+                "HT000",
                 f"a learning-rate schedule named {self.kind}",
                 f"one of {', '.join(_KINDS)}",
                 f"--lr-schedule {_KINDS[0]}",
@@ -74,16 +75,21 @@ class Schedule:
         ):
             if not good:
                 raise UsageError(
-                    f"Schedule({name}={getattr(self, name)})", expected, f"{name}=N, {expected}"
+                    "HT000",
+                    f"Schedule({name}={getattr(self, name)})",
+                    expected,
+                    f"{name}=N, {expected}",
                 )
         if self.total_steps is None and self.kind in _ENDING:
             raise UsageError(
+                "HT000",
                 f"--lr-schedule {self.kind}, and the training has no end",
                 "a number of epochs or steps",
                 "--epochs N or --max-steps N",
             )
         if self.total_steps is not None and self.warmup_steps >= self.total_steps:
             raise UsageError(
+                "HT000",
                 f"a warm-up of {self.warmup_steps:,} of {self.total_steps:,} steps",
                 "a warm-up that is shorter than the training",
                 "a smaller --lr-warmup-epochs, or more with --epochs N or --max-steps N",
@@ -137,6 +143,7 @@ def scale(rule: str, global_batch: int, reference_batch: int) -> float:
     """
     if global_batch < 1 or reference_batch < 1:
         raise UsageError(
+            "HT000",
             f"a global batch of {global_batch} and a reference of {reference_batch}",
             "1 or more samples",
             "--lr-reference-batch N",
@@ -145,6 +152,7 @@ def scale(rule: str, global_batch: int, reference_batch: int) -> float:
     factors = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}
     if rule not in factors:
         raise UsageError(
+            "HT000",
             f"a scaling of the learning rate named {rule}",
             f"one of {', '.join(factors)}",
             "--lr-scaling none",
@@ -188,6 +196,7 @@ def attached(optimizers: Sequence[Optimizer], but: Iterable[object] = ()) -> dic
                 name = f"{type(one).__name__} of optimizer {number}"
                 if name in named:
                     raise UsageError(
+                        "HT000",
                         f"two schedulers of the kind {type(one).__name__} for one optimizer",
                         "that a checkpoint can tell them apart",
                         'session.run(state={"warm-up": first, "decay": second})',

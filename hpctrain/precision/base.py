@@ -84,7 +84,10 @@ class Precision:
         for name, flag, where in _SETTINGS:
             if getattr(settings, name) is not None and name not in cls.takes:
                 raise UsageError(
-                    f"{flag} with --precision {cls.name}", where, f"leave {flag} out, or {where}"
+                    "HT000",
+                    f"{flag} with --precision {cls.name}",
+                    where,
+                    f"leave {flag} out, or {where}",
                 )
 
     def switch(self, undo: ExitStack) -> None:

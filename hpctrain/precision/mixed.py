@@ -59,6 +59,7 @@ class Half(Autocast):
         for name, parameter in model.named_parameters():
             if parameter.dtype == torch.float16:
                 raise UsageError(
+                    "HT000",
                     f"{name} of the {type(model).__name__} is in half precision under --precision "
                     f"{self.name}",
                     "weights in fp32, which autocast casts where that is safe",

@@ -36,6 +36,7 @@ def take_slice(world: World, env: MutableMapping[str, str], undo: ExitStack) -> 
         return
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UsageError(
+            "HT000",
             f"CUDA has started before the Session, and {visible_gpus.CUDA} has several MIG slices",
             "the Session first: it leaves each rank its own slice",
             "move hpctrain.Session(…) before the first use of cuda in the script",
@@ -80,6 +81,7 @@ def _refuse_waste(job: Allocation | None, env: Mapping[str, str], said: Sequence
     why, fix = why_not(said)
     if job and job.gpus:
         raise UsageError(
+            "HT000",
             f"job {job.label} has {job.gpus} GPU{'s' if job.gpus > 1 else ''} on this host, and "
             f"torch {torch.__version__} can use none: {why}",
             "GPUs that torch can use, or none",
@@ -132,6 +134,7 @@ def index_of(world: World, visible: int) -> int:
     if world.local_rank >= visible:
         ranks = f"{world.local_world_size or world.local_rank + 1} ranks"
         raise UsageError(
+            "HT000",
             f"local rank {world.local_rank} and {visible} visible GPUs: {ranks} on this host",
             "at most one rank for each GPU",
             f"start {visible} ranks on each host, or, {_HIDE}",

@@ -15,7 +15,7 @@ The messages are lines of JSON:
     rank 0 → rank   {"proof": …} {"roster": …, "addresses": […], "port": …, "nonce": …}
     rank → rank 0   {"heard": …}
     rank 0 → rank   {"proof": …} {"begin": true}         or, in place of roster or begin,
-                    {"proof": …} {"error": [found, expected, fix], "code": …}
+                    {"proof": …} {"error": [code, found, expected, fix…], "exit_code": …}
 
 `messages.Credentials` describes the proofs.
 """
@@ -109,8 +109,8 @@ def meet(
     entry["process"] = Credentials.challenge()
     entry["address"] = None if world.on_one_host else address
     if error is not None:
-        entry["error"] = [error.found, error.expected, error.fix]
-        entry["code"] = error.exit_code
+        entry["error"] = list(error.args)
+        entry["exit_code"] = error.exit_code
     credentials = Credentials(point.key, point.secret)
     listener = None
     if world.world_size == 1:

@@ -241,10 +241,9 @@ class RendezvousClient:
             self.gone = f"{peer} answered, then closed the connection"
             return None
         if "error" in last:
-            found, expected, fix = last["error"]
-            wrong_use = last["code"] == UsageError.exit_code
+            wrong_use = last["exit_code"] == UsageError.exit_code
             kind = UsageError if wrong_use else StartError
-            raise repeated(kind.__name__, found, expected, fix)
+            raise repeated(kind.__name__, *last["error"])
         entries = unpack(roster["roster"], self.world.world_size)
         return make_roster(entries, tuple(roster["addresses"]), roster["port"]), roster["nonce"]
 
@@ -279,6 +278,7 @@ class RendezvousClient:
         waited = self.clock() - self.began
         where = ", ".join(self.hosts[:8]) + (", …" if len(self.hosts) > 8 else "")
         return StartError(
+            "HT000",
             f"rank {self.world.rank} on {self.entry['host']} did not find rank 0"
             + (f" at {where}" if where else "")
             + f" within {waited:.0f} s ({self._seen()})",

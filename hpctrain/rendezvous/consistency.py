@@ -101,7 +101,7 @@ def check(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
     found = differences(entries, hosts)
     for one in found:
         if one.wrong:
-            raise ContradictionError(one.found, one.expected, one.fix)
+            raise ContradictionError("HT000", one.found, one.expected, one.fix)
     for one in found:
         logger.warning("%s; fix: %s", one.found, one.fix)
 

@@ -57,6 +57,7 @@ def address_on(name: str) -> str:
     if name not in found:
         there = ", ".join(f"{n} ({', '.join(a)})" for n, a in found.items())
         raise UsageError(
+            "HT000",
             f"the network interface {name!r} "
             + ("has no address" if _exists(name) else "is not there"),
             f"one of {there}",

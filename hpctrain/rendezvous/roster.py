@@ -39,10 +39,10 @@ def make_roster(
     """
     for rank, entry in enumerate(entries):
         if "error" in entry:
-            found, expected, fix = entry["error"]
-            kind = UsageError if entry["code"] == UsageError.exit_code else StartError
+            code, found, *rest = entry["error"]
+            kind = UsageError if entry["exit_code"] == UsageError.exit_code else StartError
             where = f"rank {rank} on {entry['host']}: " if len(entries) > 1 else ""
-            raise kind(where + found, expected, fix)
+            raise kind(code, where + found, *rest)
     places = [entry["world"] for entry in entries]
     # Use the launcher's host names and node ranks if every rank has a node rank.
     if all(p["node_rank"] is not None for p in places):
@@ -61,6 +61,7 @@ def make_roster(
         other = seen.setdefault((host, place["local_rank"]), rank)
         if other != rank:
             raise ContradictionError(
+                "HT000",
                 f"ranks {other} and {rank} both have local rank {place['local_rank']} on "
                 f"{hosts[host]}",
                 "a local rank of its own for each rank of a host",
@@ -69,6 +70,7 @@ def make_roster(
             )
         if place["local_rank"] >= on_host[host]:
             raise ContradictionError(
+                "HT000",
                 f"rank {rank} has local rank {place['local_rank']}, and there are only "
                 f"{on_host[host]} ranks on {hosts[host]}",
                 "local ranks that count the ranks of one host",

@@ -132,6 +132,7 @@ class RendezvousServer:
             self.peers.attend(left)
         only = len(self.ports) == 1
         raise StartError(
+            "HT000",
             f"rank 0 can listen on none of the ports {', '.join(map(str, self.ports))} of "
             f"{self.entries[0]['host']} ({self.why})",
             "a free port: another start may have taken this one" if only else "one free port",
@@ -143,8 +144,7 @@ class RendezvousServer:
 
     def _give_up(self, error: HpctrainError) -> None:
         """Send the error to all ranks; after a contradiction also to those that connect late."""
-        said = [error.found, error.expected, error.fix]
-        self.refusal = {"error": said, "code": error.exit_code}
+        self.refusal = {"error": list(error.args), "exit_code": error.exit_code}
         self.peers.deliver(self.refusal, GRACE_SECONDS)
         if not isinstance(error, ContradictionError):
             return
@@ -183,6 +183,7 @@ class RendezvousServer:
         with contextlib.suppress(OSError):
             probe.connection.sendall(encode({"proof": proof, "hello": hello}))
         raise ContradictionError(
+            "HT000",
             f"two processes say that they are rank 0: {entry['host']} pid {entry['pid']} and the "
             f"one that listens at port {probe.place[1]} there",
             "each rank once",
@@ -199,6 +200,7 @@ class RendezvousServer:
             self.store.write(self.credentials.start, word.encode())
         except OSError as error:
             raise StartError(
+                "HT000",
                 f"rank 0 cannot leave word of its address in {self.store.where}: {error}",
                 "a place that all ranks see, or rank 0's host by name",
                 f"export {env_vars.MAIN_ADDRESS}=HOST    (the host of rank 0, on all ranks)",
@@ -237,6 +239,7 @@ class RendezvousServer:
             return
         if size != self.world.world_size:
             raise ContradictionError(
+                "HT000",
                 f"rank {rank} on {entry['host']} says {size} ranks, rank 0 on "
                 f"{self.entries[0]['host']} says {self.world.world_size}",
                 "one world size",
@@ -244,6 +247,7 @@ class RendezvousServer:
             )
         if known and known["process"] != entry["process"]:
             raise ContradictionError(
+                "HT000",
                 f"two processes say that they are rank {rank}: {known['host']} pid "
                 f"{known['pid']} and {entry['host']} pid {entry['pid']}",
                 "each rank once",
@@ -281,6 +285,7 @@ class RendezvousServer:
             names = [roster.hosts[roster.host_of_rank[rank]] for rank in deaf]
             hosts = list(dict.fromkeys(names))
             raise StartError(
+                "HT000",
                 f"{_ranks(deaf)} of {self.world.world_size} came and {_were(deaf)} lost: the "
                 f"roster was not heard on {', '.join(hosts[:8])}",
                 "all ranks, to the end of the start",
@@ -302,6 +307,7 @@ class RendezvousServer:
         if self.peers.trouble:
             gone += f"; callers were not let in: {self.peers.trouble}"
         return StartError(
+            "HT000",
             f"{_ranks(missing)} of {self.world.world_size} did not come within "
             f"{self.timeout:.0f} s (came: {came}{gone}). Rank 0 listened at port "
             f"{self.ports[-1]} of {self.entries[0]['host']}",
@@ -321,6 +327,7 @@ class RendezvousServer:
             wrong = entry["address"] and is_loopback(entry["address"]) and not self.simulated
             if len(roster.hosts) > 1 and wrong:
                 raise ContradictionError(
+                    "HT000",
                     f"the interface of rank {rank} on {entry['host']} has the address "
                     f"{entry['address']}, and the ranks are on {len(roster.hosts)} hosts",
                     "an interface that the other hosts reach",

@@ -108,6 +108,7 @@ class RunDirectory:
             return None
         except (OSError, ValueError, RecursionError) as error:
             raise UsageError(
+                "HT000",
                 f"{path} cannot be read: {error}",
                 "a file that hpctrain wrote",
                 "mend or remove it, or choose another directory with --run-dir DIR",

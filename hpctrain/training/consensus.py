@@ -135,6 +135,7 @@ def _refuse_unlike(seen: Sequence[str]) -> None:
         ranks.setdefault(one, []).append(rank)
     if len(ranks) > 1:
         raise UsageError(
+            "HT000",
             "the ranks do not do the same: "
             + "; ".join(f"{_ranks(those)}: {doing}" for doing, those in ranks.items()),
             "the same calls in the same order on every rank",
@@ -176,9 +177,9 @@ def on_rank_zero(backend: Backend, act: Callable[[], T]) -> T:
             result = act()
         except HpctrainError as error:
             mistake = error
-    told: tuple[str, str, str, str] | None = None
+    told: tuple[str, ...] | None = None
     if mistake is not None:
-        told = (type(mistake).__name__, mistake.found, mistake.expected, mistake.fix)
+        told = (type(mistake).__name__, *mistake.args)
     told, result = backend.broadcast_object((told, result))
     if mistake is not None:
         raise mistake

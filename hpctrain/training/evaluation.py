@@ -42,6 +42,7 @@ def total(backend: Backend, *values: Any) -> tuple[float, ...]:
                 whole[1, place], parts[place] = 1, float(number)
         except (TypeError, ValueError, RuntimeError):
             raise UsageError(
+                "HT000",
                 f"session.sum() of a {type(value).__name__} that is not one number",
                 "numbers, or tensors of one element",
                 "a value for each: session.sum(correct, count)",
@@ -110,6 +111,7 @@ class Classification:
     ) -> None:
         if classes < 2:
             raise UsageError(
+                "HT000",
                 f"classification({classes})",
                 "two classes or more, each with an output of its own",
                 "session.sum(correct, count) for a model with a single output",
@@ -178,6 +180,7 @@ class Classification:
             found = f"outputs on {outputs.device} and targets on {targets.device}"
         if found:
             raise UsageError(
+                "HT000",
                 f"classification({self._classes}): {found}",
                 f"logits of shape (N, {self._classes}) and classes as int64 of shape (N,), "
                 f"both on {device}",
@@ -220,12 +223,14 @@ class Classification:
         """Return the error that explains why there are no scores."""
         if outside:
             error = UsageError(
+                "HT000",
                 f"classification({self._classes}): {outside} targets are {self._classes} or more",
                 f"classes from 0 to {self._classes - 1}, and targets below 0 to be ignored",
                 "session.classification(len(dataset.classes)), of the set that is evaluated",
             )
         else:
             error = UsageError(
+                "HT000",
                 f"classification({self._classes}): no sample to score, {ignored} ignored",
                 "samples with targets from 0, on one rank at least",
                 "for images, targets in session.loader(val_set, train=False): "

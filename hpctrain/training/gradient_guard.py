@@ -65,6 +65,7 @@ class GradientGuard:
         if not first:
             if self._seen is not None and self._seen != _look(sentinel):
                 raise UsageError(
+                    "HT000",
                     "the gradients were changed or cleared between the micro-batches of a step",
                     "that they add up, which is what --accumulate is for",
                     "remove optimizer.zero_grad() and the like: session.step() clears the "
@@ -83,6 +84,7 @@ class GradientGuard:
         for name, parameter in self._named:
             if parameter.grad is not None and float(parameter.grad.detach().abs().sum()):
                 raise UsageError(
+                    "HT000",
                     f"{name} has a gradient before session.step()",
                     "that session.step() alone goes backward: it scales the loss, lets the ranks "
                     "average, and clears",
@@ -117,6 +119,7 @@ def _refuse_none(
     none = isinstance(tensors, list) and not any(len(one) for one in tensors[:1])
     if none and late():
         raise UsageError(
+            "HT000",
             "gradients are clipped after session.step(), which has applied and cleared them",
             "that they are clipped before the update",
             "remove clip_grad_norm_() or clip_grad_value_(); --clip-norm X or --clip-value X",

@@ -83,6 +83,7 @@ def claim(
         if isinstance(error, FileExistsError):  # another start was faster and has ended
             _refuse_other_runs(directory, directory.read(directory.identity), said, False)
         raise UsageError(
+            "HT000",
             f"the run directory {directory.path} cannot be made: {error}",
             "a place that can be written",
             "--run-dir DIR",
@@ -98,6 +99,7 @@ def _refuse_other_runs(
         saved = max(directory.steps(), default=None)
         where = "begin it again" if saved is None else f"go on from step {saved}"
         raise UsageError(
+            "HT000",
             f"{directory.path} has a run in it",
             "an empty or new run directory",
             f"--resume to {where}, or --run-dir DIR for another",
@@ -105,6 +107,7 @@ def _refuse_other_runs(
     for key in _IDENTITY:
         if before.get(key) != said[key]:
             raise UsageError(
+                "HT000",
                 f"{directory.path} belongs to another run: its {key} is {before.get(key)!r}, "
                 f"this one's is {said[key]!r}",
                 "the run that began there",
@@ -161,6 +164,7 @@ def refuse_fruitless(directory: RunDirectory, job: Allocation | None, step: int)
         fruitless += 1
     if fruitless >= MOST_FRUITLESS:
         raise GivenUpError(
+            "HT000",
             f"{fruitless} starts of job {job.label} in a row went on from step {step} and left no "
             "newer checkpoint",
             "progress from one start to the next",
@@ -177,6 +181,7 @@ def _refuse_strangers(directory: RunDirectory) -> None:
         return
     except OSError as error:
         raise UsageError(
+            "HT000",
             f"the run directory {directory.path} cannot be read: {error}",
             "a directory",
             "--run-dir DIR",
@@ -186,6 +191,7 @@ def _refuse_strangers(directory: RunDirectory) -> None:
     strangers = [name for name in names if not name.startswith(".") and name != logs]
     if strangers:
         raise UsageError(
+            "HT000",
             f"{directory.path} is not empty ({', '.join(strangers[:5])}), and no run is in it",
             "an empty or new run directory",
             "--run-dir DIR for another",

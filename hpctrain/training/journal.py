@@ -88,6 +88,7 @@ class RunJournal:
                 trim(self.directory, rows)
             except OSError as error:
                 raise CheckpointError(
+                    "HT000",
                     f"the run directory cannot be written: {error}",
                     "a file system with room, which this user may write to",
                     f"df -h {self.directory.path}; ls -ld {self.directory.path}",

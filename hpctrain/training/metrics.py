@@ -281,6 +281,7 @@ def no_number(name: str, value: Any) -> UsageError:
     """Return the error for a value that cannot be logged or summed."""
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
     return UsageError(
+        "HT000",
         f"{name} is a {type(value).__name__}{shape}",
         "a number, or a tensor of one element",
         "its mean, or each element under a name of its own",

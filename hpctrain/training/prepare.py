@@ -60,6 +60,7 @@ def check_compiler(options: Options, device: torch.device) -> None:
     compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
     if options.compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
         raise UsageError(
+            "HT000",
             f"--compile on a CPU, and there is no {' and no '.join(compilers)}",
             "a C++ compiler, which torch.compile calls",
             "apt-get install g++, or module load gcc; or leave --compile out",
@@ -131,6 +132,7 @@ def prepare_optimizer(
     strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
     if strangers:
         raise UsageError(
+            "HT000",
             f"{len(strangers)} parameters of the {type(optimizer).__name__} are in no prepared "
             "model, so each rank would keep its own gradients of them",
             "parameters of prepared models",
@@ -139,12 +141,14 @@ def prepare_optimizer(
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
+            "HT000",
             f"a {type(optimizer).__name__}, whose step calls a closure for the loss, several times",
             "an optimizer that needs the gradients of one backward pass, as session.step() gives",
             "torch.optim.AdamW(model.parameters()), for one; or train without session.step()",
         )
     if optim.scheduled(optimizer) and (options.decay != "all" or options.lr_scaling != "none"):
         raise UsageError(
+            "HT000",
             "a scheduler was made before session.prepare(), which changes the rates or groups "
             "that it has read (--decay, --lr-scaling)",
             "the scheduler after it",
@@ -224,6 +228,7 @@ def plan_schedule(
         options.lr_warmup_epochs or options.lr_schedule == "step" or not options.max_steps
     ):
         raise UsageError(
+            "HT000",
             "--lr-warmup-epochs or --lr-schedule over a loader without a length",
             "one that says how many steps an epoch has",
             "session.loader(dataset), or a loader with __len__; or --max-steps N for cosine and "
@@ -251,6 +256,7 @@ def refuse_second_schedule(optimizers: Sequence[Optimizer]) -> None:
     """
     if any(map(optim.scheduled, optimizers)):
         raise UsageError(
+            "HT000",
             "a scheduler of the script's own, and --lr-schedule or --lr-warmup-epochs",
             "one course of the learning rate",
             "leave the options out, or remove the scheduler from the script",
@@ -284,6 +290,7 @@ def refuse_other_data(backend: Backend, hosts: Sequence[str], datasets: Sequence
                 if (length, classes) != (expected, expected_classes):
                     other = " of other classes" if classes != expected_classes else ""
                     raise UsageError(
+                        "HT000",
                         f"a data set of {length:,} samples{other} at rank {rank} on {hosts[rank]}, "
                         f"and of {expected:,} at rank 0 on {hosts[0]}",
                         "the same samples on all ranks",

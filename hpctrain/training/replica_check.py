@@ -50,6 +50,7 @@ def refuse_unlike_weights(parts: Parts, step: int) -> None:
             what = f"{len(other)} tensors there, {len(seen[0])} at rank 0"
         shown = ", ".join(map(str, unlike[:8])) + (", …" if len(unlike) > 8 else "")
         raise UsageError(
+            "HT000",
             f"after step {step} rank{'s' if len(unlike) > 1 else ''} {shown} and rank 0 do not "
             f"have the same weights: {what}",
             "that every gradient is averaged over the ranks, and that nothing else moves the "

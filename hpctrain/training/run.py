@@ -169,6 +169,7 @@ class Run:
         limit = self._session.options.max_steps
         if limit is not None and self.step > limit:
             raise UsageError(
+                "HT000",
                 f"--max-steps {limit}, and the run is at step {self.step} already",
                 f"an end at step {self.step} or later",
                 f"--max-steps {2 * self.step}, or leave it out",
@@ -190,7 +191,7 @@ class Run:
         self._epochs = options.epochs or (None if options.max_steps else default)
         if self._epochs is None and options.max_steps is None:
             raise UsageError(
-                "nothing says how long to train", "an end", "--epochs N or --max-steps N"
+                "HT000", "nothing says how long to train", "an end", "--epochs N or --max-steps N"
             )
         if not self._batches:
             self._put_back_random()
@@ -200,6 +201,7 @@ class Run:
             self._settle()
             if self.step == before and self._epochs is None and not self._batches:
                 raise UsageError(
+                    "HT000",
                     f"epoch {self.epoch} had no batch, so --max-steps {options.max_steps} is "
                     "never reached",
                     "run.batches(loader) over a loader with samples",
@@ -226,6 +228,7 @@ class Run:
         self._settle()
         if self._begun:
             raise UsageError(
+                "HT000",
                 f"run.batches() for the second time in epoch {self.epoch}",
                 "once in each epoch, as the position in the epoch is that of one loader",
                 "for epoch in run.epochs(): for batch in run.batches(loader): …",
@@ -333,6 +336,7 @@ class Run:
         """
         if not self._in_body:
             raise UsageError(
+                "HT000",
                 "session.step() outside of run.batches(): the run would count no step, and neither "
                 "stop nor go on at the right sample",
                 "the batches of a training by way of the run",
@@ -505,6 +509,7 @@ class Run:
         """
         if self._in_body and self._in_hand and not self._stepped:
             raise UsageError(
+                "HT000",
                 "run.save() inside of run.batches(), where a step is under way",
                 "a place between two steps",
                 "if session.step(loss): run.save()    or --checkpoint-every STEPS",

@@ -183,6 +183,7 @@ class Session:
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer)):
                 raise UsageError(
+                    "HT000",
                     f"prepare() got a {type(thing).__name__}",
                     "models (torch.nn.Module) and optimizers (torch.optim.Optimizer)",
                     "session.loader(dataset) is for data",
@@ -303,6 +304,7 @@ class Session:
             optimizers and any(one not in self._optimizers for one in optimizers)
         ):
             raise UsageError(
+                "HT000",
                 "session.step() with an optimizer that was not prepared"
                 if optimizers
                 else "session.step(), and no optimizer was prepared",
@@ -311,12 +313,14 @@ class Session:
             )
         if optimizers and accumulate > 1:
             raise UsageError(
+                "HT000",
                 f"session.step(loss, optimizer), and {accumulate} micro-batches accumulate",
                 "session.step(loss), one loss for all optimizers",
                 "--accumulate 1",
             )
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(
+                "HT000",
                 f"session.step() with {_described(loss)}",
                 "the mean loss of a micro-batch: a tensor of one number that has a gradient",
                 "session.step(loss.mean())",

@@ -163,6 +163,7 @@ def _equip(
     except RuntimeError as failure:  # from CUDA
         reason = (str(failure).strip().splitlines() or ["no reason given"])[0]
         raise StartError(
+            "HT000",
             f"its GPU cannot be used: {reason}",
             "a GPU that works and is free",
             "nvidia-smi    on that host; then hpctrain doctor",

@@ -148,6 +148,7 @@ def refuse_stateless(others: Mapping[str, Any]) -> None:
     for name, thing in others.items():
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise UsageError(
+                "HT000",
                 f'session.run(state={{"{name}": …}}) with a {type(thing).__name__}',
                 "something with state_dict() and load_state_dict(), which a resume fills",
                 "a class of your own with both, that keeps the value; metrics go to run.log()",
@@ -163,6 +164,7 @@ def refuse_nonfinite(parts: Parts, step: int) -> None:
     weights = [p for model in parts.models for p in model.parameters() if p.requires_grad]
     if weights and not torch.stack([p.detach().isfinite().all() for p in weights]).all():
         error = NonFiniteError(
+            "HT000",
             f"the weights are not finite any more at step {step}, so they are not kept",
             "finite losses and gradients",
             "--resume goes on from the checkpoint before; a lower --lr, --lr-warmup-epochs, "
@@ -186,6 +188,7 @@ def refuse_streak(parts: Parts, ranks: float, step: int, saved: Position | None)
     """
     most = parts.options.max_nonfinite
     error = NonFiniteError(
+        "HT000",
         f"{most} steps in a row overflowed or had no finite loss, "
         f"on {ranks:.0f} of {parts.world.world_size} ranks, before step {step}",
         f"fewer in a row (--max-nonfinite {most})",
@@ -424,6 +427,7 @@ def _compare(parts: Parts, directory: RunDirectory, position: Mapping[str, Any])
     """Compare this start with the one that wrote the checkpoint."""
     if position["global_batch"] != parts.batches.global_batch:
         raise UsageError(
+            "HT000",
             f"the run in {directory.path} has a global batch of "
             f"{position['global_batch']}, this start one of {parts.batches.global_batch}",
             "the same global batch, so that its samples go on where they stopped",
@@ -432,6 +436,7 @@ def _compare(parts: Parts, directory: RunDirectory, position: Mapping[str, Any])
     before, now = position["world_size"], parts.world.world_size
     if before != now and not parts.options.elastic:
         raise UsageError(
+            "HT000",
             f"the run in {directory.path} has {before} ranks, this start {now}",
             "as many ranks again, so that its sums have the same order",
             f"{before} ranks; or --elastic, to go on with {now}",
@@ -448,6 +453,7 @@ def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
     """Load the state of each object."""
     if len(states) != len(things):
         raise UsageError(
+            "HT000",
             f"the checkpoint has {len(states)} {kind}s, the script prepared {len(things)}",
             "the same script",
             "--run-dir DIR for another directory",
@@ -457,6 +463,7 @@ def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
             thing.load_state_dict(state)
         except ValueError as error:  # from an optimizer with other parameter groups
             raise UsageError(
+                "HT000",
                 f"the checkpoint's {kind} does not fit that of the script: {error}",
                 "the same script, and the same --decay",
                 "--run-dir DIR for another directory",
@@ -479,6 +486,7 @@ def _load(parts: Parts, directory: RunDirectory) -> dict[str, Any] | None:
         raise mistake
     if ranks:
         raise CheckpointError(
+            "HT000",
             f"{ranks} of {parts.world.world_size} ranks do not find in "
             f"{directory.path} the checkpoint that rank 0 finds"
             + (f" (step {first})" if first >= 0 else " (none)"),

@@ -506,7 +506,7 @@ def test_leftover_checkpoint_folders_are_removed_when_safe(run):
 
     @contextmanager
     def refused():
-        raise CheckpointError("another start has the run")
+        raise CheckpointError("HT000", "another start has the run")
         yield
 
     writer = Writer(run, commit=refused)

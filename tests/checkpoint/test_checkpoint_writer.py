@@ -441,7 +441,7 @@ def test_replaced_start_commits_and_removes_nothing(run):
         first = Writer(run, keep=3)
         first.save(number, {"model": torch.full((3,), float(number))}, {})
         first.close()
-    error = CheckpointError("another start", "this one to have the run", "nothing")
+    error = CheckpointError("HT000", "another start", "this one to have the run", "nothing")
     entered = []
 
     @contextmanager

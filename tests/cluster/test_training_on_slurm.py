@@ -13,7 +13,9 @@ pytestmark = pytest.mark.slurm
 SRUN = ["srun", "--kill-on-bad-exit=1"]
 
 
-def test_srun_on_two_hosts_has_the_losses_of_one_process(cluster, sameness_reference, tmp_path):
+def test_srun_on_two_hosts_has_the_losses_of_one_process(
+    cluster, reproducibility_reference, tmp_path
+):
     done = cluster.run(
         [*SRUN, "-N2", "-n3", launches.PYTHON, launches.TWICE, *launches.SAMENESS],
         cwd=tmp_path,
@@ -21,7 +23,7 @@ def test_srun_on_two_hosts_has_the_losses_of_one_process(cluster, sameness_refer
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    launches.same_losses(tmp_path, sameness_reference)
+    launches.same_losses(tmp_path, reproducibility_reference)
     world = json.loads((tmp_path / "fp64" / "run.json").read_text())["world"]
     assert (world["launcher"], world["world_size"]) == ("slurm", 3)
     assert world["hosts"] == list(cluster.hosts[:2])

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def test_hpctrain_run_by_hand_on_three_hosts_has_the_losses_of_one_process(
-    cluster, sameness_reference, tmp_path
+    cluster, reproducibility_reference, tmp_path
 ):
     running = []
     try:
@@ -36,7 +36,7 @@ def test_hpctrain_run_by_hand_on_three_hosts_has_the_losses_of_one_process(
             process.kill()
             process.communicate()
     assert [process.returncode for process in running] == [0, 0, 0], outputs
-    launches.same_losses(tmp_path, sameness_reference)
+    launches.same_losses(tmp_path, reproducibility_reference)
     world = json.loads((tmp_path / "fp64" / "run.json").read_text())["world"]
     assert world["hosts"] == list(cluster.hosts[:3])
     assert world["world_size"] == 3

@@ -97,7 +97,7 @@ def test_spawn_raises_usage_error_of_a_rank():
     def refuses():
         from hpctrain.errors import UsageError
 
-        raise UsageError("this", "that", "type this")
+        raise UsageError("HT000", "this", "that", "type this")
 
     with pytest.raises(UsageError, match="fix:      type this"):
         spawn(refuses, 2)

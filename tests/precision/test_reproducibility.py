@@ -1,13 +1,13 @@
 """The same training everywhere: examples/mnist.py on the digits, by every way to share a step.
 
-With SAMENESS_RESULTS=FILE.json in the environment all arms are trained, and FILE.json gets what
-docs/sameness.md shows: date, machine, versions and commit, and in `rows` for each arm
+With PARITY_RESULTS=FILE.json in the environment all arms are trained, and FILE.json gets what
+docs/reproducibility.md shows: date, machine, versions and commit, and in `rows` for each arm
 
     arm    its name
     apart  by figure ("fp64, losses of steps 1–200", …), how far it is from one process
     top1   by precision, the accuracy at the end
 
-    SAMENESS_RESULTS=$PWD/docs/results/parity.json \\
+    PARITY_RESULTS=$PWD/docs/results/parity.json \\
         python -m pytest --all tests/precision/test_reproducibility.py
 """
 
@@ -29,7 +29,7 @@ from hpctrain.data import TrainingSampler
 from hpctrain.rundir import RunDirectory
 
 # Read here: a test sees no variables of ours.
-RESULTS = os.environ.get("SAMENESS_RESULTS")
+RESULTS = os.environ.get("PARITY_RESULTS")
 PAGE_RESULTS = launches.TOP / "docs" / "results" / "parity.json"
 STEPS, FIRST, FEW = 200, 10, 50
 # The same micro-batches in one process, two ranks and four; only how they are shared differs.

@@ -420,7 +420,12 @@ def test_world_of_one_opens_no_socket(monkeypatch):
     assert met.listener is None
     assert met.roster.entries[0]["said"] == 1
     with pytest.raises(UsageError, match=r"^torch is too old"):
-        meet(World(0, 1, 0), RendezvousPoint("k", "a"), {}, error=UsageError("torch is too old"))
+        meet(
+            World(0, 1, 0),
+            RendezvousPoint("k", "a"),
+            {},
+            error=UsageError("HT000", "torch is too old"),
+        )
 
 
 @given(st.text(), st.none() | st.integers(1, 65535))
@@ -647,7 +652,7 @@ def test_two_jobs_with_one_fixed_main_port_are_both_refused(start, key):
 
 def test_failed_roster_check_is_raised_on_every_rank(start, key):
     def check(roster):
-        raise UsageError(f"{len(roster.entries)} ranks", "other ones", "try again")
+        raise UsageError("HT000", f"{len(roster.entries)} ranks", "other ones", "try again")
 
     for rank in range(3):
         start(World(rank, 3, rank), rendezvous_point(key=key), check=check)

@@ -603,7 +603,7 @@ def test_installed_wheel_that_does_not_import_is_an_error(simulated, monkeypatch
 
 @pytest.mark.parametrize(
     ("error", "kept"),
-    [(HpctrainError("failed"), 1), (KeyboardInterrupt(), 0), (SystemExit(143), 0)],
+    [(HpctrainError("HT000", "failed"), 1), (KeyboardInterrupt(), 0), (SystemExit(143), 0)],
 )
 def test_build_folder_is_kept_after_failure_only(simulated, tmp_path, monkeypatch, error, kept):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

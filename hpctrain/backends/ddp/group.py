@@ -42,6 +42,7 @@ class DDP(Backend):
     def __init__(self, rendezvous: Rendezvous, device: torch.device, settings: Settings) -> None:
         if dist.is_initialized():
             raise UsageError(
+                "HT000",
                 "torch.distributed is initialized already",
                 "that the Session does it",
                 "remove the script's own init_process_group(), or close the Session before",
@@ -87,6 +88,7 @@ class DDP(Backend):
         except (RuntimeError, ValueError) as error:
             self._environment.put_back()
             raise StartError(
+                "HT000",
                 f"torch.distributed did not connect rank {world.rank} over {self.transport} from "
                 f"{own} within {start_timeout:.0f} s: {_named(error, rendezvous)}",
                 "a connection between all ranks",
@@ -243,6 +245,7 @@ class DDP(Backend):
         if not _LOST.search(str(error)):
             return None
         return RankLostError(
+            "HT000",
             f"rank {self.rank} lost another rank: {_named(error, self._rendezvous)}",
             "all ranks, to the end",
             "look for the first error in the logs of the others, and whether their hosts are up; "
@@ -264,6 +267,7 @@ class DDP(Backend):
         else:
             shown = "parameters that the model no longer has"
         return UsageError(
+            "HT000",
             f"no gradient came for {shown}{', …' if len(numbers) > _SHOWN else ''}: the loss does "
             "not depend on them, so the ranks wait for each other's",
             "a loss that every trained parameter of the model has a part in; the same layers as in "

@@ -44,6 +44,7 @@ class Gradients:
         for full, parameter in trained:
             if parameter.dtype not in _AVERAGED:
                 raise UsageError(
+                    "HT000",
                     f"parameter {full} is {parameter.dtype}, which Horovod cannot average",
                     "float16, float32 or float64",
                     "weights in fp32 and --precision bf16; or --backend ddp",
@@ -103,6 +104,7 @@ class _Contiguous:
         """Return the compressed tensor, and the context to decompress it."""
         if tensor.is_sparse:
             raise UsageError(
+                "HT000",
                 "sparse gradients with --horovod-groups",
                 "one of the two: Horovod groups dense tensors only",
                 "leave --horovod-groups out",

@@ -63,6 +63,7 @@ class Horovod(Backend):
         self.mismatch_hint = _HINTS[over]
         if world.world_size > 1 and ":" in rendezvous.roster.addresses[0]:
             raise StartError(
+                "HT000",
                 f"rank 0 is at {rendezvous.roster.addresses[0]}: Horovod takes IPv4 alone",
                 "an interface with an IPv4 address",
                 "export HPCTRAIN_INTERFACE=NAME    or --backend ddp",
@@ -105,6 +106,7 @@ class Horovod(Backend):
         hvd = load()
         if hvd.is_initialized():
             raise UsageError(
+                "HT000",
                 "Horovod is initialized already",
                 "that the Session does it",
                 "remove the script's own hvd.init(), or close the Session before",
@@ -114,18 +116,21 @@ class Horovod(Backend):
         if over == "mpi":
             if not hvd.mpi_built():
                 raise UsageError(
+                    "HT000",
                     "HOROVOD_CONTROLLER=mpi, and the installed Horovod was built without MPI",
                     "gloo, which needs nothing, or a Horovod with MPI",
                     "unset HOROVOD_CONTROLLER    or: hpctrain horovod build --mpi",
                 )
             if cls._mpi_was_used:
                 raise UsageError(
+                    "HT000",
                     "a second Session over Horovod and MPI in one process",
                     "one, as MPI starts once in a process",
                     "export HOROVOD_CONTROLLER=gloo",
                 )
         elif not hvd.gloo_built():
             raise UsageError(
+                "HT000",
                 f"--backend horovod under {world.launcher}, and the installed Horovod was built "
                 "without gloo",
                 "gloo, or a start by mpirun",
@@ -137,6 +142,7 @@ class Horovod(Backend):
             return
         if settings.loss_scaled:
             raise UsageError(
+                "HT000",
                 "--horovod-op adasum with --precision fp16",
                 "a precision without a loss scale: each rank takes its step before the updates are "
                 "combined, and those of an overflow must not be",
@@ -144,6 +150,7 @@ class Horovod(Backend):
             )
         if over != "mpi" and world.world_size > 1:
             raise UsageError(
+                "HT000",
                 f"--horovod-op adasum over gloo, under {world.launcher}",
                 "MPI, without which Horovod has no Adasum",
                 "mpirun -np N python SCRIPT, with hpctrain horovod build --mpi; or --horovod-op "
@@ -181,6 +188,7 @@ class Horovod(Backend):
             atexit.unregister(self._hvd.mpi_ops._basics.shutdown)
             world = self._rendezvous.world
             raise StartError(
+                "HT000",
                 f"Horovod did not connect rank {world.rank} over {over} within {limit:.0f} s"
                 + (f": {failed[0]}" if failed else ""),
                 "a connection between all ranks",
@@ -197,6 +205,7 @@ class Horovod(Backend):
         """
         if any(one.has(p) for p in model.parameters() for one in self._gradients):
             raise UsageError(
+                "HT000",
                 "two prepared models share parameters, whose gradients would be averaged twice",
                 "each parameter in one model",
                 "session.prepare() for one module that has both",
@@ -225,6 +234,7 @@ class Horovod(Backend):
             if trained.changed():
                 if not first:
                     raise UsageError(
+                        "HT000",
                         "parameters were frozen or unfrozen between the micro-batches of a step, "
                         "which Horovod's hooks count",
                         "the same parameters to train in all micro-batches of a step",

@@ -170,7 +170,10 @@ def _choose(env: Environ) -> Launcher:
                 return launcher
         names = ", ".join(launcher.name for launcher in LAUNCHERS)
         raise UsageError(
-            f"{env_vars.LAUNCHER}={wanted!r}", f"one of {names}", f"unset {env_vars.LAUNCHER}"
+            "HT000",
+            f"{env_vars.LAUNCHER}={wanted!r}",
+            f"one of {names}",
+            f"unset {env_vars.LAUNCHER}",
         )
     return next(launcher for launcher in LAUNCHERS if launcher.matches(env))
 
@@ -195,6 +198,7 @@ def _compare(launcher: Launcher, other: Launcher, env: Environ) -> None:
                 {c.source for c in theirs.values()} - {c.source for c in ours.values()}
             )
             raise ContradictionError(
+                "HT000",
                 f"{ours[field].source}={ours[field].value} ({launcher.name}) and "
                 f"{theirs[field].source}={theirs[field].value} ({other.name})",
                 f"one {field.replace('_', ' ')}",

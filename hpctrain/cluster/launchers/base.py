@@ -112,7 +112,9 @@ def host_list(env: Environ, name: str) -> tuple[str, ...]:
     try:
         return tuple(expand(env.get(name, "")))
     except UsageError as error:
-        raise ContradictionError(f"{name}: {error.found}", error.expected, error.fix) from None
+        raise ContradictionError(
+            error.code, f"{name}: {error.found}", error.expected, *error.fixes
+        ) from None
 
 
 def is_loopback(address: str) -> bool:
@@ -220,6 +222,7 @@ class Launcher(ABC):
             seen = dict.fromkeys((*self.marks, *(claim.source for claim in claims.values())))
             present = ", ".join(f"{name}={env[name]}" for name in seen if env.get(name))
             raise ContradictionError(
+                "HT000",
                 f"{present or 'no value'}, but no {' and no '.join(map(' or '.join, names))}: "
                 f"{self.name} left no {' and no '.join(missing)}",
                 "all of rank, world size and local rank",
@@ -231,7 +234,7 @@ class Launcher(ABC):
         except ContradictionError as error:
             sources = ", ".join(f"{c.source}={env[c.source]}" for c in claims.values())
             raise ContradictionError(
-                f"{error.found}: {sources}", error.expected, error.fix
+                error.code, f"{error.found}: {sources}", error.expected, *error.fixes
             ) from None
 
     def rendezvous_point(self, env: Environ, world: World) -> RendezvousPoint:
@@ -286,6 +289,7 @@ class Launcher(ABC):
         if is_loopback(address):
             name = env_vars.MAIN_ADDRESS if env.get(env_vars.MAIN_ADDRESS) else "MASTER_ADDR"
             raise ContradictionError(
+                "HT000",
                 f"{name}={address}, and the ranks of {self.name} are on "
                 f"{world.num_nodes or 'several'} hosts: from each of them it leads to itself",
                 "an address of rank 0's host that the others reach",
@@ -303,7 +307,9 @@ def port_in(env: Environ, name: str) -> int | None:
     """
     port = env_vars.number(env, name)
     if port is not None and not 0 <= port < 1 << 16:
-        raise ContradictionError(f"{name}={port}", "a port from 1 to 65535", f"unset {name}")
+        raise ContradictionError(
+            "HT000", f"{name}={port}", "a port from 1 to 65535", f"unset {name}"
+        )
     return port or None
 
 
@@ -317,6 +323,7 @@ def _interface(env: Environ) -> str | None:
     first = (gloo or "").split(",")[0]
     if ours and gloo and ours != first:
         raise ContradictionError(
+            "HT000",
             f"{env_vars.INTERFACE}={ours} and {env_vars.GLOO_INTERFACE}={gloo}",
             "one network interface",
             f"unset {env_vars.GLOO_INTERFACE}",

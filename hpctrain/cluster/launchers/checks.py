@@ -42,6 +42,7 @@ def idle(
     meant = f"or, if it is meant: env {env_vars.LAUNCHER}={world.launcher} COMMAND"
     if in_step and world.launcher in _AGENTS and (world.num_nodes or 1) < job.tasks:
         return UsageError(
+            "HT000",
             f"{job.tasks} tasks of a step of job {job.label} each started {world.launcher}, and "
             f"the one of this process knows {world.num_nodes or 1}: several trainings at once",
             "agents that know each other, one on each host",
@@ -56,6 +57,7 @@ def idle(
         who = f"{world.launcher} started {ranks}"
         fix = f"start {job.tasks} ranks, or ask for as many tasks as ranks: {world.world_size}"
     return UsageError(
+        "HT000",
         f"{who}, and {job.tasks - world.world_size} of the {job.tasks} tasks of job {job.label} "
         "are idle",
         "a rank for each task",
@@ -68,6 +70,7 @@ def nameless(world: World, point: RendezvousPoint) -> UsageError | None:
     if world.launcher != "env" or world.world_size == 1 or point.port:
         return None
     return UsageError(
+        "HT000",
         f"RANK={world.rank} and WORLD_SIZE={world.world_size}, but no MASTER_PORT",
         "a port of its own for each start, the same on all of its ranks",
         "export MASTER_ADDR=… MASTER_PORT=…",
@@ -86,6 +89,7 @@ def reset(world: World, env: Environ, process: Process) -> UsageError | None:
         return None
     script = shlex.join(process.arguments[1:]) or "SCRIPT --elastic --global-batch N"
     return UsageError(
+        "HT000",
         f"HOROVOD_ELASTIC={value}: horovodrun was given --min-np, --max-np or "
         "--host-discovery-script, and would change the ranks of processes that go on living",
         "ranks that stay what they are; where hosts are lost, new ones that resume",
@@ -112,6 +116,7 @@ def dropped(world: World, job: Allocation | None, process: Process) -> UsageErro
         if meant is None or not meant.tasks or meant.tasks == 1:
             return None
     return UsageError(
+        "HT000",
         f"no launcher's variable is set, but this process descends from {found.program} (pid "
         f"{found.pid}): a container, sudo or env -i dropped the environment",
         f"the variables of {found.launcher}, or every rank would train alone",
@@ -133,6 +138,7 @@ def stale(name: str, others: Sequence[str], process: Process) -> UsageError | No
     if found is None or found.launcher not in others or name not in LAUNCHING.values():
         return None
     return UsageError(
+        "HT000",
         f"the variables of {name} are there, but this process was started by {found.program} (pid "
         f"{found.pid}), and has those of {found.launcher} too: {name}'s are of an outer process",
         f"the variables of {found.launcher} alone",
@@ -147,6 +153,7 @@ def child(claims: Claims, env: Environ, process: Process) -> UsageError | None:
     if before is None or any(env.get(c.source) != before.get(c.source) for c in (rank, size)):
         return None
     return UsageError(
+        "HT000",
         "this process was started by multiprocessing (mp.spawn, Process, Pool), and its place is "
         f"that of its parent: rank {rank.value} ({rank.source})",
         "ranks that a launcher starts, each with a place of its own",

@@ -54,6 +54,7 @@ class EnvLauncher(Launcher):
         said = {name: env[name] for name in names if env.get(name)}
         if len(set(said.values())) > 1:
             raise ContradictionError(
+                "HT000",
                 " and ".join(f"{name}={value}" for name, value in said.items()),
                 "one local rank",
                 f"take {LOCAL_RANK_ARGUMENT} out of the command    or, where the old "

@@ -56,12 +56,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         del allreduce_communicators, prof
         if not gradient_average:
             raise UsageError(
+                "HT000",
                 "DistributedDataParallel(…, gradient_average=False)",
                 "gradients that are averaged over the ranks",
                 "leave gradient_average out, and multiply the loss by the number of ranks",
             )
         if retain_allreduce_buffers:
             raise UsageError(
+                "HT000",
                 "DistributedDataParallel(…, retain_allreduce_buffers=True)",
                 "gradients that are read from the parameters",
                 "leave retain_allreduce_buffers out",
@@ -100,6 +102,7 @@ def convert_syncbn_model(
     del channel_last
     if not torch.cuda.is_available():
         raise UsageError(
+            "HT000",
             "convert_syncbn_model() on a machine where torch sees no GPU",
             "a GPU for each rank, as torch's SyncBatchNorm has",
             "a Session, whose --sync-batchnorm works on CPUs; or leave convert_syncbn_model() out",

@@ -63,6 +63,7 @@ class ImageSet(Dataset[tuple[Tensor, bool, int]]):
     ) -> None:
         if max_corrupt and not isinstance(getattr(transform, "size", None), int):
             raise UsageError(
+                "HT000",
                 f"ImageSet(max_corrupt={max_corrupt}), and a transform without a size",
                 "its attribute `size`, the pixels of a side of what stands for a corrupt image",
                 "transform.size = 224, or no max_corrupt",
@@ -98,6 +99,7 @@ class ImageSet(Dataset[tuple[Tensor, bool, int]]):
         if index not in self._corrupt:
             if len(self._corrupt) >= self.max_corrupt:
                 raise DataError(
+                    "HT000",
                     f"{name} is no image that can be decoded: {why}"
                     + (f"; {self.max_corrupt} others before it" if self.max_corrupt else ""),
                     f"at most {self.max_corrupt} such files in the whole data set"

@@ -76,6 +76,7 @@ def _unreadable(path: Path, error: OSError) -> DataError:
     if error.errno == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         return DataError(
+            "HT000",
             f"{path} cannot be read: this process has {soft} files open, and may not open more",
             f"room for {_MOST} tar files beside what else is open",
             f"ulimit -n {hard}    before the ranks start"
@@ -83,6 +84,7 @@ def _unreadable(path: Path, error: OSError) -> DataError:
             else "ask for a higher limit (LimitNOFILE of slurmd, /etc/security/limits.conf)",
         )
     return DataError(
+        "HT000",
         f"{path} cannot be read: {error.strerror}",
         "the tar files that were there when the run began",
     )

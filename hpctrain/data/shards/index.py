@@ -152,6 +152,7 @@ class Index:
                 body = body[length:]
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
+                "HT000",
                 f"{path} is damaged: {error}",
                 "an index of `hpctrain shards`",
                 f"rm {path}    and then: hpctrain shards index {path.parent}",

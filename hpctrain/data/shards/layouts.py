@@ -69,7 +69,7 @@ def image_source(
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise UsageError(
-            f"--data {path}: {where}{error.strerror}", "folders and files that can be read"
+            "HT000", f"--data {path}: {where}{error.strerror}", "folders and files that can be read"
         ) from None
 
 
@@ -91,6 +91,7 @@ def same_classes(one: Source, other: Source) -> list[str]:
         if names
     ]
     raise UsageError(
+        "HT000",
         f"{one.place} has {len(one.classes)} classes and {other.place} {len(other.classes)}: "
         + ("; ".join(found) or "in another order"),
         "the same classes in both",
@@ -109,6 +110,7 @@ def _find(path: str, env: Mapping[str, str]) -> Path:
             return place
     files = [str(place) for place in places if place.exists()]
     raise UsageError(
+        "HT000",
         f"--data {path}: {files[0]} is a file"
         if files
         else f"--data {path}: no folder {', '.join(map(str, places))}",
@@ -133,7 +135,10 @@ def _missing(folder: Path, split: str) -> UsageError:
     elif others:
         fix = f"put the images of {split} beside those of {others[0]}"
     return UsageError(
-        f"{folder} has no {split}: there is {_listing(names)}", _layouts(folder, split), fix
+        "HT000",
+        f"{folder} has no {split}: there is {_listing(names)}",
+        _layouts(folder, split),
+        fix,
     )
 
 

@@ -115,6 +115,7 @@ class ShardSource:
                 raise self._misfit(number, f"it has {size:,} bytes and not {shard.bytes:,}")
         if names - known:
             raise UsageError(
+                "HT000",
                 f"{self._path} does not know {min(names - known)}",
                 "an index of all tar files",
                 self._renew(),
@@ -123,6 +124,7 @@ class ShardSource:
     def _misfit(self, number: int, why: str) -> UsageError:
         path = self._folder / self._index.shards[number].name
         return UsageError(
+            "HT000",
             f"{self._path} does not fit {path}: {why}",
             "the tar files that the index was made of",
             f"copy the tar files again, or: {self._renew()}",

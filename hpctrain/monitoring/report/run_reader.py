@@ -135,11 +135,13 @@ def _refuse(path: Path) -> None:
     try:
         names = os.listdir(path)
     except FileNotFoundError:
-        raise UsageError(f"there is no {path}", "a run directory", fix) from None
+        raise UsageError("HT000", f"there is no {path}", "a run directory", fix) from None
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error}", "a run directory", fix) from None
+        raise UsageError(
+            "HT000", f"{path} cannot be read: {error}", "a run directory", fix
+        ) from None
     if RunDirectory(path).identity.name not in names:
-        raise UsageError(f"no run is in {path}", "a folder with a run.json in it", fix)
+        raise UsageError("HT000", f"no run is in {path}", "a folder with a run.json in it", fix)
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
@@ -161,7 +163,10 @@ def _run(path: Path, label: str) -> Run:
         timings = gather(directory.each(directory.timings))
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be read: {error}", "a run that this user may read", f"ls -l {path}"
+            "HT000",
+            f"{path} cannot be read: {error}",
+            "a run that this user may read",
+            f"ls -l {path}",
         ) from None
     known: dict[Path, dict[str, Any]] = {}
     unread: dict[str, UsageError] = {}

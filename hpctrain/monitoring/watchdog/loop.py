@@ -236,7 +236,7 @@ class Watch:
     def _end(self, blame: Blame, seen: Sequence[Sighting]) -> None:
         """Publish and report the judgement, then kill the ranks."""
         expected = f"a sign of life from every rank; {self._limit()}"
-        judgement = str(HpctrainError(blame.found, expected, blame.fix))
+        judgement = str(HpctrainError("HT000", blame.found, expected, blame.fix))
         if not self._alone():
             mine = judgement
             judgement = (

@@ -36,6 +36,7 @@ def refuse_living(seen: Seen, mine: Owner, path: Path, env: Mapping[str, str]) -
     if owner is None:
         if lives:
             raise UsageError(
+                "HT000",
                 f"{path} is {seen.foreign}, {age:.0f} s old",
                 "a lock file that hpctrain wrote, or none",
                 f"rm -r {path}    where no other start has the directory; or --run-dir DIR",
@@ -44,6 +45,7 @@ def refuse_living(seen: Seen, mine: Owner, path: Path, env: Mapping[str, str]) -
     elif lives:
         end = f"scancel {owner.job}" if owner.job else f"kill {owner.pid} on {owner.host}"
         raise UsageError(
+            "HT000",
             f"{path.parent} is taken: {owner} ({why})",
             "a run directory that no other start has",
             f"--run-dir DIR for another; to end that start: {end}; where it is surely dead: "

@@ -183,6 +183,7 @@ def _told(act: Callable[[], T]) -> T:
     except (OSError, RuntimeError, CheckpointError) as error:
         # torch.save raises a RuntimeError on a full disk.
         raise UsageError(
+            "HT000",
             f"the checkpoint cannot be measured: {str(error).splitlines()[0]}",
             "a file system with room, which this user may write to",
             "--size 100MB    or: --run-dir DIR on another file system",
@@ -234,13 +235,14 @@ def refuse_size(size: int, path: Path, free: int, memory: int | None) -> None:
         UsageError: the size does not fit, or is too small for the tensors of the state.
     """
     if size < _LEAST:
-        raise UsageError(f"--size {size}B", f"{spell(_LEAST)} or more", "--size 100MB")
+        raise UsageError("HT000", f"--size {size}B", f"{spell(_LEAST)} or more", "--size 100MB")
     for there, needed, where in (
         (free, size * _ROOM, f"on the file system of {path}"),
         (memory, size * _COPIES, "of memory"),
     ):
         if there is not None and there < needed:
             raise UsageError(
+                "HT000",
                 f"{spell(there)} are free {where}, and a state of {spell(size)} needs "
                 f"{spell(needed)}",
                 "room for the checkpoint that is written and the one before"
@@ -265,6 +267,7 @@ def refuse_slow(size: int, speed: float, timeout: float) -> None:
     most = speed * timeout / _SLOWER
     if size > most:
         raise UsageError(
+            "HT000",
             f"to write {spell(size)} takes about {size / speed:.0f} s here, and the other ranks "
             f"wait for {timeout:.0f} s",
             f"{timeout / _SLOWER:.0f} s or less, as torch.save may take several times as long",

@@ -68,6 +68,7 @@ class _Arms:
                 self._decoder.decode(self._source.read(index))
             except CorruptError as error:
                 raise DataError(
+                    "HT000",
                     f"{self._source.name(index)} is no image that can be decoded: {error}",
                     "images",
                     "fetch it again, or --data PATH of others",
@@ -166,6 +167,7 @@ def _refuse_few(source: Source, session: Session) -> None:
     ranks, size = session.world.world_size, session.batches.batch_size
     if len(source) < ranks * size:
         raise UsageError(
+            "HT000",
             f"{source.place} has {len(source)} images, and a batch of each rank takes "
             f"{ranks * size}",
             "at least as many images",

@@ -33,6 +33,7 @@ def choose(given: str | None, device: torch.device) -> str:
     zoo = _zoo()
     if zoo is None:
         raise UsageError(
+            "HT000",
             f"--model {given}, and torchvision cannot be imported",
             "torchvision, which has the model",
             "pip install 'hpctrain[vision]'    or: --model small",
@@ -41,6 +42,7 @@ def choose(given: str | None, device: torch.device) -> str:
     if given not in names:
         near = difflib.get_close_matches(given, names, 1)
         raise UsageError(
+            "HT000",
             f"--model {given}",
             "a model of torchvision.models, or small",
             f"--model {near[0] if near else _LARGE}",
@@ -62,6 +64,7 @@ def maker(name: str) -> Callable[[], nn.Module]:
     zoo = _zoo()
     if zoo is None:  # missing on this rank, but not at rank 0
         raise UsageError(
+            "HT000",
             "torchvision cannot be imported here, and can be at rank 0",
             "the same packages on all hosts",
             "pip install 'hpctrain[vision]'    or: --model small",

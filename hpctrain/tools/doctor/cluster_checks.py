@@ -73,7 +73,7 @@ def examine(
         except HpctrainError as error:
             if rank != 0 and not error.told_by_rank_0:
                 raise
-            found = Finding("start", PROBLEM, error.found, error.fix, (rank,))
+            found = Finding("start", PROBLEM, error.found, "; or: ".join(error.fixes), (rank,))
             report.tell([*worst_last(own.findings), found])
             report.end()
             return error.exit_code
@@ -186,7 +186,7 @@ def _talk(
         if not told:
             report.table(table, unlike)
         found_text, fix = (
-            (error.found, error.fix)
+            (error.found, "; or: ".join(error.fixes))
             if isinstance(error, HpctrainError)
             else (
                 f"the ranks cannot compute a sum: {plain(error)}",

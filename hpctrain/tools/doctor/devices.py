@@ -33,7 +33,7 @@ def choose(
         device.take_slice(start.world, env, undo)
         return device.choose(start.world, start.allocation, env), None
     except UsageError as error:
-        return None, Finding("GPUs", PROBLEM, error.found, error.fix)
+        return None, Finding("GPUs", PROBLEM, error.found, "; or: ".join(error.fixes))
     except RuntimeError as error:  # from CUDA
         fix = "look at nvidia-smi: the GPU may be in use by another process, or broken"
         return None, Finding("GPUs", PROBLEM, plain(error).split("  ")[0], fix)

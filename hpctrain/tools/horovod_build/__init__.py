@@ -51,7 +51,9 @@ def build(
     """
     if importlib.util.find_spec("pip") is None:
         fix = f"{sys.executable} -m ensurepip, or: uv pip install pip"
-        raise HpctrainError(f"{sys.executable} has no pip", "pip, to fetch and to install", fix)
+        raise HpctrainError(
+            "HT000", f"{sys.executable} has no pip", "pip, to fetch and to install", fix
+        )
     # Horovod's build reads Horovod's variables too. Only the NCCL that the user set is kept.
     nccl = {name: env[name] for name in env if name.startswith("HOROVOD_NCCL_")}
     env = {**env_vars.scrubbed(env), **nccl}
@@ -86,7 +88,9 @@ def decide(torch: Torch, cuda: bool | None, mpi: bool, env: Mapping[str, str], s
     if not torch.cuda or not toolkit or toolkit.version.split(".")[0] != torch.cuda.split(".")[0]:
         if cuda:
             fix = "module load cuda, export CUDA_HOME=FOLDER, or hpctrain horovod build --cpu"
-            raise UsageError(found, "for --cuda: a CUDA toolkit with the CUDA of torch", fix)
+            raise UsageError(
+                "HT000", found, "for --cuda: a CUDA toolkit with the CUDA of torch", fix
+            )
         toolkit = None
     plan = Plan(torch, toolkit, toolchain.find_mpi(env) if mpi else None)
     chosen = f" ({found})" if cuda is None else ""
@@ -163,6 +167,7 @@ def _install(wheel: Path, plan: Plan, env: Mapping[str, str], say: Say) -> None:
     if not facts or lacking:
         found = f"has no {', '.join(lacking)}" if facts else f"does not work:{why}"
         raise HpctrainError(
+            "HT000",
             f"the Horovod of {wheel} {found}",
             "two ranks of this machine that compute a sum",
             f"rm -r {wheel.parent}, and build it again",

@@ -102,6 +102,7 @@ def store(wheel: Path, place: Path) -> Path:
 
 def _unwritable(place: Path, error: OSError, fix: str = "") -> HpctrainError:
     return HpctrainError(
+        "HT000",
         f"cannot write {place}: {error.strerror or error}",
         "room in the cache, $HPCTRAIN_CACHE or ~/.cache/hpctrain, for a wheel of Horovod",
         f"export HPCTRAIN_CACHE=FOLDER{fix}",

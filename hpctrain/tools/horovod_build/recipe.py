@@ -145,4 +145,4 @@ def _failed(found: str, log: Path, expected: str = "", fix: str = "") -> Hpctrai
     first = next((i for i, line in enumerate(lines) if _ERROR.search(line)), len(lines))
     shown = lines[first:][:_ERROR_LINES] or lines[-_ERROR_LINES:]
     said = "".join(f"\n    {line[:300]}" for line in shown)
-    return HpctrainError(f"{found}{said}", expected, f"{fix}the whole log is {log}")
+    return HpctrainError("HT000", f"{found}{said}", expected, f"{fix}the whole log is {log}")

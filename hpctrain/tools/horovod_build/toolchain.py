@@ -40,9 +40,9 @@ def check_compiler(standard: int, env: Mapping[str, str]) -> None:
     expected = f"a C++ compiler and make, to build Horovod for C++{standard}"
     fix = "on Debian or Ubuntu: sudo apt-get install g++ make; on a cluster: module load gcc"
     if not compiler:
-        raise HpctrainError(f"found no C++ compiler: {', '.join(names)}", expected, fix)
+        raise HpctrainError("HT000", f"found no C++ compiler: {', '.join(names)}", expected, fix)
     if not shutil.which("make", path=path):
-        raise HpctrainError("found no make", expected, fix)
+        raise HpctrainError("HT000", "found no make", expected, fix)
     macro = _MACROS[standard]
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
         probe = Path(folder) / "probe.cc"
@@ -53,11 +53,13 @@ def check_compiler(standard: int, env: Mapping[str, str]) -> None:
         version = (ask([compiler, "--version"], env, _SECONDS) or (0, "?"))[1].partition("\n")[0]
         gcc = f"GCC {_FIRST_GCC.get(standard, 0)} or newer"
         fix = f"module load gcc, or CXX=PATH CC=PATH of {gcc}"
-        raise HpctrainError(f"{compiler} ({version}) knows no C++{standard}", gcc, fix)
+        raise HpctrainError("HT000", f"{compiler} ({version}) knows no C++{standard}", gcc, fix)
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         fix = "on Debian or Ubuntu: sudo apt-get install python3-dev"
-        raise HpctrainError(f"found no {headers / 'Python.h'}", "the headers of this Python", fix)
+        raise HpctrainError(
+            "HT000", f"found no {headers / 'Python.h'}", "the headers of this Python", fix
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ def find_mpi(env: Mapping[str, str]) -> Mpi:
                     return found
     what = f"MPI_HOME={home}" if home else f"{mpirun or 'no mpirun on the PATH'}"
     raise HpctrainError(
+        "HT000",
         f"found no mpicxx{f' of {kind}' if kind else ''} ({what})",
         "for --mpi: an MPI with its compiler",
         "on Debian or Ubuntu: sudo apt-get install libopenmpi-dev openmpi-bin; "
