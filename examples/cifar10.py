@@ -58,7 +58,7 @@ def read(path):
             raise ValueError(f"{len(images)} images of {images.dtype}, and {labels.shape} labels")
     except Exception as error:  # a damaged pickle can raise any exception
         raise UsageError(
-            "HT000",
+            "HT001",
             f"{path}: {error or type(error).__name__}",
             f"CIFAR-10's Python version: cifar-10-batches-py with {', '.join(TRAIN + TEST)} in it",
             "--data FOLDER of cifar-10-batches-py, or --download",

@@ -69,7 +69,7 @@ def load(args):
     crop = data.RandomResizedCrop(args.train_crop, augment=v2.Compose(augment) if augment else None)
     if args.val_crop > args.val_resize:
         raise UsageError(
-            "HT000",
+            "HT001",
             f"--val-crop {args.val_crop} of --val-resize {args.val_resize}",
             "a crop no larger than that",
             f"--val-resize {args.val_crop * 8 // 7}",
@@ -78,7 +78,7 @@ def load(args):
     train, val = (data.image_source(args.data, split) for split in ("train", "val"))
     if len(data.same_classes(train, val)) < 2:
         raise UsageError(
-            "HT000",
+            "HT001",
             f"{train.place} has one class, {train.classes[0]}",
             "two classes or more",
             "a folder for each class, with its images",
@@ -95,7 +95,7 @@ def build(name, classes):
     if name not in names:
         near = difflib.get_close_matches(name, names, 1) or ["resnet50"]
         raise UsageError(
-            "HT000",
+            "HT001",
             f"--model {name}",
             f"one of torchvision's: {', '.join(names)}",
             f"--model {near[0]}",
@@ -133,7 +133,7 @@ def check(args, split, unreadable):
     """Check the sum over all ranks after an epoch: a rank counts only its own images."""
     if unreadable > args.max_corrupt:
         raise DataError(
-            "HT000",
+            "HT001",
             f"{unreadable} images of {args.data}/{split} cannot be decoded; each has a warning",
             f"at most {args.max_corrupt} such files",
             f"fetch them again, or --max-corrupt {2 * unreadable} to go on without them",

@@ -9,7 +9,13 @@ from tables import TABLES, Table
 __all__ = ["COMMAND", "PAGES", "differing", "names", "renew"]
 
 COMMAND = "python benchmarks/pages"
-PAGES = ("benchmarks/README.md", "docs/reliability.md", "docs/reproducibility.md", "docs/status.md")
+PAGES = (
+    "benchmarks/README.md",
+    "docs/errors.md",
+    "docs/reliability.md",
+    "docs/reproducibility.md",
+    "docs/status.md",
+)
 
 _BLOCK = re.compile(r"<!-- results: (.+?) -->\n.*?<!-- end of results -->", re.DOTALL)
 _MARK = re.compile(r"<!-- (?:results:.*?|end of results) -->")

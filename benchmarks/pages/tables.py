@@ -9,6 +9,7 @@ from typing import Any
 
 from outcomes import outcomes
 
+from hpctrain.errors.codes import CODES
 from hpctrain.tools.bench.measure import describe
 
 __all__ = ["TABLES", "Table"]
@@ -261,6 +262,15 @@ def recorded_by_hand(name: str, top: Path) -> str:
     return f"{_markdown(record['head'], record['rows'])}\n\n{source(record)}"
 
 
+def errors(top: Path) -> str:
+    """Make the table of the codes of errors, from `hpctrain.errors.codes`."""
+    del top
+    rows = ((code, one.meaning, "<br>".join(one.causes), one.fix) for code, one in CODES.items())
+    lines = ["| code | meaning | usual causes | fix |", "| --- | --- | --- | --- |"]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
 _BENCHMARKS = (
     "startup",
     "step_overhead",
@@ -285,4 +295,5 @@ TABLES: dict[str, Table] = {
     "repeats": functools.partial(recorded_by_hand, "repeats"),
     "by launcher": functools.partial(recorded_by_hand, "by_launcher"),
     "status": status,
+    "errors": errors,
 }

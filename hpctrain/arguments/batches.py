@@ -27,10 +27,10 @@ def plan_batches(opts: Options, world_size: int) -> Batches:
     total, size, times = opts.global_batch, opts.batch_size, opts.accumulate
     if total is None and opts.elastic:
         raise UsageError(
-            "HT000",
+            "HT504",
             "--elastic without --global-batch",
             "a global batch that does not follow the number of ranks",
-            "--global-batch N    (one that all numbers of ranks that may be left divide)",
+            "--global-batch N (one that all numbers of ranks that may be left divide)",
         )
     if total is None:
         size = size or DEFAULT_BATCH_SIZE
@@ -46,21 +46,22 @@ def plan_batches(opts: Options, world_size: int) -> Batches:
         unit = world_size * size * times
         if unit != total:
             raise UsageError(
-                "HT000",
+                "HT505",
                 f"--global-batch {total}, but {world_size} ranks × --batch-size {size} × "
                 f"--accumulate {times} = {unit}",
                 "global batch = batch size × accumulate × ranks",
-                f"--global-batch {unit}, or leave one of the three out",
+                f"--global-batch {unit}",
+                "leave one of the three out",
             )
         return Batches(total, size, times)
     if total % unit:
         below, above = total // unit * unit, -(-total // unit) * unit
-        nearest = f"{below} or {above}" if below else f"{above}"
         raise UsageError(
-            "HT000",
+            "HT505",
             f"--global-batch {total} cannot be cut into equal parts for {unit_name}",
             f"a multiple of {unit}",
-            f"--global-batch {nearest}",
+            f"--global-batch {below}" if below else "",
+            f"--global-batch {above}",
         )
     parts = total // unit
     return Batches(total, parts, times or 1) if size is None else Batches(total, size, parts)

@@ -102,7 +102,7 @@ def check(field: Any, value: Any) -> None:
     if choices and value not in choices:
         near = difflib.get_close_matches(str(value), choices, 1)
         raise UsageError(
-            "HT000",
+            "HT501",
             f"{spec['flag']} {value}",
             f"one of {', '.join(choices)}",
             f"{spec['flag']} {near[0] if near else choices[0]}",
@@ -111,8 +111,8 @@ def check(field: Any, value: Any) -> None:
         return
     kind = spec.get("type")
     if isinstance(kind, Number) and not kind.takes(value):
-        raise UsageError("HT000", f"{spec['flag']} {value!r}", kind.wanted)
+        raise UsageError("HT501", f"{spec['flag']} {value!r}", kind.wanted)
     if "action" in spec and not isinstance(value, bool):
-        raise UsageError("HT000", f"{spec['flag']} {value!r}", "True or False")
+        raise UsageError("HT501", f"{spec['flag']} {value!r}", "True or False")
     if kind is str and not isinstance(value, str):
-        raise UsageError("HT000", f"{spec['flag']} {value!r}", "text")
+        raise UsageError("HT501", f"{spec['flag']} {value!r}", "text")

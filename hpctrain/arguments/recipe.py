@@ -35,11 +35,12 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError:
             taken = next(flag for flag in flags if flag in self._option_string_actions)
             error = UsageError(
-                "HT000",
+                "HT502",
                 f"parser.add_argument({taken!r}), which hpctrain.options() has already",
                 "each option once",
-                "leave yours out; parser.set_defaults("
-                f"{self._option_string_actions[taken].dest}=…) gives the option another default",
+                "leave yours out",
+                f"parser.set_defaults({self._option_string_actions[taken].dest}=…) "
+                "for another default",
             )
             self.exit(error.exit_code, f"hpctrain: error: {error}\n")
 

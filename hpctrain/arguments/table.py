@@ -360,7 +360,7 @@ class Options:
             if name not in fields:
                 near = difflib.get_close_matches(name, fields, 1)
                 raise UsageError(
-                    "HT000",
+                    "HT501",
                     f"{name}= is no option of a Session",
                     f"one of {', '.join(fields)}",
                     f"{near[0]}=…" if near else "",
@@ -388,11 +388,12 @@ class Options:
                 own[rest] = value
             elif backend in BACKENDS and rest and value != field.default:
                 raise UsageError(
-                    "HT000",
+                    "HT503",
                     f"{field.metadata['flag']} with --backend {self.backend}"
                     + (f", which is {name} here" if self.backend == "auto" else ""),
                     f"--backend {backend}",
-                    f"--backend {backend}, or leave {field.metadata['flag']} out",
+                    f"--backend {backend}",
+                    f"leave {field.metadata['flag']} out",
                 )
         return own
 

@@ -35,10 +35,11 @@ def choose(name: str, world_size: int) -> str:
         return "single" if world_size == 1 else "ddp"
     if name == "single" and world_size > 1:
         raise ContradictionError(
-            "HT000",
+            "HT301",
             f"--backend single in a world of {world_size} ranks",
             "a backend that lets them talk",
-            "--backend ddp, or start one process",
+            "--backend ddp",
+            "start one process",
         )
     return name
 
@@ -92,12 +93,12 @@ def open_backend(
         )
         backend.close(found)
         raise ContradictionError(
-            "HT000",
+            "HT303",
             found,
             f"the same in both: either {world.launcher} was misread, or {name} was started by "
             "something else",
-            "hpctrain explain    shows where the launcher's numbers came from"
-            + (f"; {backend.mismatch_hint}" if backend.mismatch_hint else ""),
+            "hpctrain explain (it shows where the launcher's numbers came from)",
+            *backend.mismatch_fixes,
         )
     return backend
 

@@ -45,7 +45,7 @@ def assemble(store: Store, rendezvous: Rendezvous, timeout: float) -> None:
     missing = call(store, rendezvous.world.rank, rendezvous.world.world_size, timeout)
     if missing:
         raise StartError(
-            "HT000",
+            "HT305",
             f"{named(rendezvous, missing)} came to the rendezvous and {_was(missing)} lost before "
             f"the ranks were connected, within {timeout:.0f} s",
             "all ranks, to the end of the start",

@@ -83,13 +83,13 @@ class Backend(ABC):
         rank, world_size: rank of this process and number of ranks, as the backend counts them.
         device: device used by this rank.
         captures_stderr: whether to capture standard error, as the backend's library writes to it.
-        mismatch_hint: fix to show when the backend's ranks differ from the launcher's.
+        mismatch_fixes: fixes to show when the backend's ranks differ from the launcher's.
     """
 
     name: str
     transport: str
     captures_stderr: bool = False
-    mismatch_hint: str = ""
+    mismatch_fixes: tuple[str, ...] = ()
     rank: int
     world_size: int
     device: torch.device
@@ -186,7 +186,7 @@ class Backend(ABC):
             UsageError: this backend has only collectives.
         """
         raise UsageError(
-            "HT000", f"{self.name} has no messages between two ranks", "", "--backend ddp"
+            "HT302", f"{self.name} has no messages between two ranks", "", "--backend ddp"
         )
 
     @abstractmethod

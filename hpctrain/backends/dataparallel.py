@@ -41,14 +41,15 @@ class DataParallel(Single):
         del settings
         if world.world_size > 1:
             raise UsageError(
-                "HT000",
+                "HT301",
                 f"--backend dataparallel in a world of {world.world_size} ranks",
                 "one process: dataparallel is one process for all GPUs",
-                "--backend ddp, or start one process",
+                "--backend ddp",
+                "start one process",
             )
         if device.type != "cuda":
             raise UsageError(
-                "HT000",
+                "HT301",
                 "--backend dataparallel, and torch sees no GPU",
                 "a GPU, or better several",
                 "--backend single",

@@ -54,7 +54,7 @@ def export(
         writer = importlib.import_module("safetensors.torch")
     except ImportError as error:
         raise UsageError(
-            "HT000",
+            "HT711",
             f"safetensors cannot be imported ({error})",
             "the package safetensors",
             "python -m pip install safetensors",
@@ -75,7 +75,7 @@ def export(
         sync(target.parent)
     except Exception as error:  # safetensors has its own error type
         raise UsageError(
-            "HT000",
+            "HT712",
             f"{target} could not be written: {error}",
             "a file in a folder with room, and dense tensors",
             f"df -h {target.parent}",
@@ -95,15 +95,16 @@ def _find(
         step = best_of(directory, best)
         if step is None:
             raise CheckpointError(
-                "HT000",
+                "HT709",
                 f"no checkpoint in {directory.checkpoints} has a number for {best!r}",
                 "the name of a metric that was logged and kept",
-                "--step N, or a run with --keep-best NAME",
+                "--step N",
+                "a run with --keep-best NAME",
             )
     if step is not None:
         if step not in found:
             raise CheckpointError(
-                "HT000",
+                "HT709",
                 f"no checkpoint of step {step} in {directory.checkpoints}",
                 "one of " + (", ".join(map(str, found)) or "none"),
                 "--step N",
@@ -115,7 +116,7 @@ def _find(
         except CheckpointError as error:
             logger.error("%s; trying the one before", error.found)
     raise CheckpointError(
-        "HT000",
+        "HT709",
         f"no whole checkpoint in {directory.checkpoints}",
         "the directory of a run that has saved",
         f"ls {directory.path}",
@@ -129,7 +130,7 @@ def _named(
     models: Sequence[Mapping[str, Any]] = state["model"]
     if ema and "ema" not in state:
         raise UsageError(
-            "HT000",
+            "HT710",
             f"the checkpoints of {directory.path} have no averages of the weights",
             "a run with --ema",
             "leave out --ema",

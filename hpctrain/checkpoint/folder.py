@@ -40,10 +40,10 @@ __all__ = ["Folder"]
 _AT_FDCWD = -100  # from fcntl.h
 _RENAME_EXCHANGE = 2  # from linux/fs.h
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>[\w.-]*)\.(?P<pid>\d+)\.[0-9a-f]{16}\Z", re.ASCII)
-# By error number: what is missing, and commands for the user.
+# By error number: what is missing, then commands for the user.
 _FIXING = {
     errno.ENOSPC: ("a file system with room", "df -h {0}; df -i {0}"),
-    errno.EDQUOT: ("room in the quota", "quota -s; on Lustre: lfs quota -h {0}"),
+    errno.EDQUOT: ("room in the quota", "quota -s", "lfs quota -h {0} (on Lustre)"),
     errno.EFBIG: ("no limit on the size of a file", "ulimit -f unlimited"),
 }
 
@@ -194,12 +194,12 @@ class Folder:
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         parent = self._directory.checkpoints
         number = error.errno if isinstance(error, OSError) and error.errno is not None else 0
-        expected, fix = _FIXING.get(number, ("a file system that takes it", "df -h {0}"))
+        expected, *fixes = _FIXING.get(number, ("a file system that takes it", "df -h {0}"))
         return CheckpointError(
-            "HT000",
+            "HT705",
             f"the checkpoint of step {step} could not be written to {parent}: {error}",
             expected,
-            fix.format(parent),
+            *(fix.format(parent) for fix in fixes),
         )
 
 

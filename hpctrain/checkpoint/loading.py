@@ -82,7 +82,7 @@ def load_newest(
             logger.error("%s; trying the one before", error.found)
     if found:
         raise CheckpointError(
-            "HT000",
+            "HT707",
             f"none of the {len(found)} checkpoints in {directory.checkpoints} is whole",
             "at least one",
             "start over in another directory with --run-dir DIR",
@@ -111,7 +111,7 @@ def load(
     manifest = read_manifest(folder, step)
     if run is not None and manifest.get("run") != run:
         raise CheckpointError(
-            "HT000", f"{folder} is of another run, {manifest.get('run')}, not {run}"
+            "HT708", f"{folder} is of another run, {manifest.get('run')}, not {run}"
         )
     for name, said in manifest["files"].items():
         part = name.removesuffix(".pt")
@@ -121,13 +121,13 @@ def load(
         try:
             with _open(path) as file:
                 if os.fstat(file.fileno()).st_size != said["size"] or _hash(file) != said["sha256"]:
-                    raise CheckpointError("HT000", f"{path} is not what was written")
+                    raise CheckpointError("HT707", f"{path} is not what was written")
                 file.seek(0)
                 state[part] = torch.load(file, map_location="cpu", weights_only=True)
         except CheckpointError:
             raise
         except Exception as error:  # torch.load raises errors of many types
-            raise CheckpointError("HT000", f"{path} cannot be read ({error})") from None
+            raise CheckpointError("HT707", f"{path} cannot be read ({error})") from None
     return state
 
 
@@ -147,7 +147,7 @@ def read_manifest(folder: Path, step: int) -> dict[str, Any]:
         manifest = json.loads(content)
         _check(manifest, step)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError("HT000", f"{folder} has no readable manifest ({error})") from None
+        raise CheckpointError("HT707", f"{folder} has no readable manifest ({error})") from None
     assert isinstance(manifest, dict)
     return manifest
 

@@ -17,9 +17,9 @@ __all__ = ["Buffers", "Part", "Snapshot", "freeze"]
 
 # Share of the available memory that a copy may use: training continues to allocate memory.
 _SHARE = 0.9
-# Expected state and fix in a UsageError.
+# Expected state and fixes in a UsageError.
 _EXPECTED = "tensors and plain values in every state_dict()"
-_FIX = "float(x) for a number of NumPy's; strings and lists for objects"
+_FIXES = "float(x) for a number of NumPy's", "strings and lists for objects"
 
 
 @dataclass
@@ -137,7 +137,7 @@ class _Loop:
 def _refused(part: str, error: Exception) -> UsageError:
     said = (str(error).splitlines() or [type(error).__name__])[0]
     found = f"the state of {part!r} holds what no checkpoint can give back: {said}"
-    return UsageError("HT000", found, _EXPECTED, _FIX)
+    return UsageError("HT706", found, _EXPECTED, *_FIXES)
 
 
 def _plain(tensor: Any) -> bool:

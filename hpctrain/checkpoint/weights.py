@@ -38,24 +38,25 @@ def check_weights(path: Path) -> None:
             pass
     except IsADirectoryError:
         raise UsageError(
-            "HT000",
+            "HT713",
             f"--init-from {path} is a folder",
             _FORMS,
             f"hpctrain export {path} FILE{_SAFETENSORS}",
         ) from None
     except OSError as error:
         raise UsageError(
-            "HT000",
+            "HT713",
             f"--init-from {path}: {error.strerror}",
             _FORMS,
-            "--init-from FILE; leave it out where a run goes on from a checkpoint of its own",
+            "--init-from FILE",
+            "leave it out, where a run goes on from a checkpoint of its own",
         ) from None
     if path.suffix == _SAFETENSORS:
         try:
             importlib.import_module("safetensors")
         except ImportError as error:
             raise UsageError(
-                "HT000",
+                "HT711",
                 f"--init-from {path}, and safetensors cannot be imported ({error})",
                 "the package safetensors",
                 "python -m pip install safetensors",
@@ -89,11 +90,11 @@ def fill_weights(path: Path, model: nn.Module, number: int) -> None:
     if wrong:
         more = len(wrong) - _MOST_NAMED
         raise UsageError(
-            "HT000",
+            "HT714",
             f"{path} {'; '.join(wrong[:_MOST_NAMED])}" + (f"; and {more} more" if more > 0 else ""),
             "the names and shapes of model.state_dict()",
-            "the file of such a model; or, for a part of one, model.load_state_dict(…, "
-            "strict=False) before session.prepare()",
+            "the file of such a model",
+            "model.load_state_dict(…, strict=False) before session.prepare(), for a part of one",
         )
     model.load_state_dict(found, strict=False)
     logger.info("model %d begins with the weights of %s", number, path)
@@ -112,7 +113,7 @@ def _read(path: Path) -> Any:
         return held | {name: held[known] for name, known in others if known in held}
     except Exception as error:  # both raise errors of many types
         raise UsageError(
-            "HT000",
+            "HT713",
             f"{path} cannot be read as weights: {_why(path, error)}",
             _FORMS,
             "--init-from FILE",

@@ -182,7 +182,7 @@ class Writer:
             error = failed
         except Exception as unknown:  # nothing may end the thread: save() waits for it
             error = CheckpointError(
-                "HT000",
+                "HT705",
                 f"the checkpoint of step {job.step} could not be written: "
                 f"{type(unknown).__name__}: {unknown}",
             )

@@ -36,7 +36,7 @@ def _main(arguments: argparse.Namespace) -> int:
             _cancel(one)
         except slurm.NoAnswerError as error:
             raise StartError(
-                "HT000", f"job {one.label} is not cancelled: {error}", "an answer"
+                "HT816", f"job {one.label} is not cancelled: {error}", "an answer"
             ) from None
     return rundir.DONE
 

@@ -73,7 +73,7 @@ def _explain_code(word: str, as_json: bool) -> int:
     if name not in CODES:
         near = difflib.get_close_matches(name, CODES, 3)
         raise UsageError(
-            "HT601",
+            "HT804",
             f"hpctrain explain {word}: no such code",
             f"a code from {min(CODES)} to {max(CODES)}",
             *(f"hpctrain explain {one}" for one in near),

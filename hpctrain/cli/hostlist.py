@@ -49,5 +49,5 @@ def _words(given: str) -> list[str]:
     # As bytes: bytes that are not text are refused later, as part of a name.
     read = sys.stdin.buffer.read(_MOST_BYTES + 1)
     if len(read) > _MOST_BYTES:
-        raise UsageError("HT000", f"more than {_MOST_BYTES} bytes on standard input", "host names")
+        raise UsageError("HT824", f"more than {_MOST_BYTES} bytes on standard input", "host names")
     return read.decode(errors="surrogateescape").split()

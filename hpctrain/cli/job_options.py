@@ -85,7 +85,7 @@ class _OfSbatch(argparse.Action):
         """Raise the error."""
         del parser, namespace, values
         raise UsageError(
-            "HT000", f"{option_string} is an option of sbatch's", "", f"{self.const} in its place"
+            "HT804", f"{option_string} is an option of sbatch's", "", f"{self.const} in its place"
         )
 
 
@@ -185,7 +185,7 @@ def gather(arguments: argparse.Namespace, env: Mapping[str, str]) -> Described:
 
 def _no_command() -> UsageError:
     return UsageError(
-        "HT000", "no command to run", "a JOB.toml that has one, or -- COMMAND", _EXAMPLE
+        "HT803", "no command to run", "a JOB.toml that has one, or -- COMMAND", _EXAMPLE
     )
 
 
@@ -200,7 +200,7 @@ def _described(arguments: argparse.Namespace, env: Mapping[str, str]) -> Describ
     if words:
         if file.get("function") and "function" not in given:
             raise UsageError(
-                "HT000",
+                "HT801",
                 f"{' '.join(words)[:200]} after --, and {arguments.job} has a function",
                 "a command in its place",
             )
@@ -220,7 +220,7 @@ def _job(path: str) -> dict[str, Any]:
     """Return the checked values of a JOB.toml."""
     if not path.endswith(".toml"):
         raise UsageError(
-            "HT000", f"{path} is no .toml", "a JOB.toml, or -- before the command", _EXAMPLE
+            "HT803", f"{path} is no .toml", "a JOB.toml, or -- before the command", _EXAMPLE
         )
     from hpctrain.jobs import job_files  # imports the TOML parser, which few commands need
 
@@ -248,5 +248,5 @@ def _pair(name: str, text: str) -> tuple[str, str]:
     head, equals, tail = text.partition("=")
     if not equals:
         flag, metavar = _REPEATED[name]
-        raise UsageError("HT000", f"{flag} {text[:200]!r}", f"{flag} {metavar}")
+        raise UsageError("HT801", f"{flag} {text[:200]!r}", f"{flag} {metavar}")
     return head, tail

@@ -43,13 +43,13 @@ def _main(arguments: argparse.Namespace) -> int:
         for finding in lint(text, Path.cwd()):
             code = 1
             place = f"{'standard input' if name == '-' else name}:{finding.line}"
-            sys.stdout.write(
-                f"{place}: {finding.rule}: {finding.reason}\n  fix:      {finding.fix}\n"
-            )
+            fixes = "\n  or:       ".join(finding.fixes)
+            sys.stdout.write(f"{place}: {finding.rule}: {finding.reason}\n  fix:      {fixes}\n")
     if errors:
         sys.stdout.flush()
-        several = UsageError("HT000", "\n".join(map(str, errors)))
-        raise errors[0] if len(errors) == 1 else several
+        *others, last = errors
+        found = "\n".join([*map(str, others), last.found])
+        raise UsageError(last.code, found, last.expected, *last.fixes)
     return code
 
 
@@ -67,20 +67,20 @@ def _text(name: str) -> str:
                 read = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError("HT000", f"{name} cannot be read: {reason}", "a batch script") from error
+        raise UsageError("HT824", f"{name} cannot be read: {reason}", "a batch script") from error
     if len(read) > _MOST_BYTES:
-        raise UsageError("HT000", f"{name} has more than {_MOST_BYTES} bytes", "a batch script")
+        raise UsageError("HT824", f"{name} has more than {_MOST_BYTES} bytes", "a batch script")
     if not read.strip():
-        raise UsageError("HT000", f"{name} is empty", "a batch script")
+        raise UsageError("HT824", f"{name} is empty", "a batch script")
     if b"\0" in read:
-        raise UsageError("HT000", f"{name} is no text", "a batch script, which has no NUL byte")
+        raise UsageError("HT824", f"{name} is no text", "a batch script, which has no NUL byte")
     text = read.decode(errors="backslashreplace")
     directives = re.search(r"^#SBATCH", text, re.MULTILINE)
     if name.endswith(".toml") or (name.endswith(".py") and not directives):
         raise _of_another_command(name)
     if not text.startswith("#!") and "#SBATCH" not in text:
         raise UsageError(
-            "HT000",
+            "HT824",
             f"{name} has neither #! nor #SBATCH",
             "a batch script",
             "put #!/bin/bash on top of it",
@@ -94,13 +94,14 @@ def _of_another_command(name: str) -> UsageError:
     script = "a batch script, for sbatch"
     if name.endswith(".toml"):
         return UsageError(
-            "HT000",
+            "HT824",
             f"{name} is no batch script",
             script,
-            f"hpctrain render {quoted} | hpctrain lint -, or hpctrain submit {quoted}",
+            f"hpctrain render {quoted} | hpctrain lint -",
+            f"hpctrain submit {quoted}",
         )
     return UsageError(
-        "HT000",
+        "HT824",
         f"{name} is a Python script without #SBATCH lines, and no batch script",
         script,
         f"hpctrain submit -- python {quoted}",

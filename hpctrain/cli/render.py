@@ -39,14 +39,14 @@ def _main(arguments: argparse.Namespace) -> int:
             file.write(script)
     except FileExistsError:
         raise UsageError(
-            "HT000",
+            "HT808",
             f"-o {arguments.to}: it is there",
             "the name of a new file",
             f"rm {arguments.to}",
         ) from None
     except OSError as error:
         raise UsageError(
-            "HT000",
+            "HT809",
             f"-o {arguments.to} cannot be written: {error}",
             "a file in a folder that is there",
         ) from None

@@ -46,7 +46,7 @@ def _chosen(one: lookup.Named) -> list[slurm.Job]:
     chosen = chosen or [job for job in one.jobs if job.word not in _LEFT_ALONE]
     if refused := [job for job in chosen if job.refused]:
         raise UsageError(
-            "HT000",
+            "HT821",
             f"job {refused[0].label} never started: {explained(refused[0])}",
             "a job that runs, or has ended lately",
             "hpctrain submit, with what Slurm can give",
@@ -55,13 +55,15 @@ def _chosen(one: lookup.Named) -> list[slurm.Job]:
         return chosen
     if any(job.word == "PENDING" for job in one.jobs):
         raise UsageError(
-            "HT000", f"job {one.label} waits already", "a job that runs, or has ended lately",
-            f"hpctrain status {one.label}    says what it waits for",
+            "HT821", f"job {one.label} waits already", "a job that runs, or has ended lately",
+            f"hpctrain status {one.label} (says what it waits for)",
         )  # fmt: skip
     raise UsageError(
-        "HT000", f"the tasks of job {one.label} are done or cancelled", "a task that runs or has failed",
-        f"hpctrain requeue {one.jobs[0].label}    does one again all the same",
-    )  # fmt: skip
+        "HT821",
+        f"the tasks of job {one.label} are done or cancelled",
+        "a task that runs or has failed",
+        f"hpctrain requeue {one.jobs[0].label} (does one again all the same)",
+    )
 
 
 def _requeue(job: slurm.Job) -> None:
@@ -70,7 +72,7 @@ def _requeue(job: slurm.Job) -> None:
         slurm.requeue(job.label, os.environ)
     except slurm.NoAnswerError as error:
         raise StartError(
-            "HT000",
+            "HT821",
             f"job {job.label} ({word}) is not requeued: {error}",
             "a job that was submitted with --requeue, and a Slurm that answers",
             "the same hpctrain submit, with --run-dir and its run directory, and --resume last",

@@ -79,10 +79,10 @@ def _main(arguments: argparse.Namespace) -> int:
     for name in ("hosts", "min_nproc"):
         if getattr(arguments, name) is not None:
             flag = "--" + name.replace("_", "-")
-            raise UsageError("HT000", f"{flag} without --elastic", "both", _ELASTIC)
+            raise UsageError("HT804", f"{flag} without --elastic", "both", _ELASTIC)
     nodes = 1 if arguments.nodes is None else arguments.nodes
     if nodes < 1:
-        raise UsageError("HT000", f"--nodes {nodes}", "a number from 1 on", "--nodes 1")
+        raise UsageError("HT804", f"--nodes {nodes}", "a number from 1 on", "--nodes 1")
     host = _real_host(arguments)
     if not arguments.module:
         _check_script(arguments.script)
@@ -103,7 +103,7 @@ def _elastic(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is not None:
             flag = "--as" if name == "style" else "--" + name.replace("_", "-")
             raise UsageError(
-                "HT000", f"--elastic with {flag}", "--hosts, or a Slurm job's own", _ELASTIC
+                "HT804", f"--elastic with {flag}", "--hosts, or a Slurm job's own", _ELASTIC
             )
     if not arguments.module:
         _check_script(arguments.script)
@@ -116,13 +116,13 @@ def _elastic(arguments: argparse.Namespace) -> int:
         hosts = launch.InSlurm(os.environ)
     else:
         raise UsageError(
-            "HT000", "--elastic without --hosts, outside of a Slurm job", "hosts", _ELASTIC
+            "HT804", "--elastic without --hosts, outside of a Slurm job", "hosts", _ELASTIC
         )
     name = arguments.script.rpartition(".")[2] if arguments.module else arguments.script
     directory = launch.run_directory(arguments.arguments, name, os.environ)
     least = 1 if arguments.min_nproc is None else arguments.min_nproc
     if least < 1:
-        raise UsageError("HT000", f"--min-nproc {least}", "a number from 1 on", "--min-nproc 1")
+        raise UsageError("HT804", f"--min-nproc {least}", "a number from 1 on", "--min-nproc 1")
     return launch.start_elastic(hosts, _command(arguments), directory, os.environ, least)
 
 
@@ -138,7 +138,7 @@ def _check_script(script: str) -> None:
         return
     form = "-m hpctrain" if path.name == "hpctrain" else "SCRIPT"
     raise UsageError(
-        "HT000", found, "a Python script", f"hpctrain run [options] {form} [its arguments]"
+        "HT805", found, "a Python script", f"hpctrain run [options] {form} [its arguments]"
     )
 
 
@@ -161,29 +161,29 @@ def _real_host(arguments: argparse.Namespace) -> launch.RealHost | None:
     if missing:
         there = " and ".join(name for name, value in given.items() if value is not None)
         raise UsageError(
-            "HT000",
+            "HT804",
             f"{there} without {' and '.join(missing)}",
             "all of them for one of several real hosts, or --nodes alone to simulate hosts here",
             _BY_HAND,
         )
     if arguments.style is not None:
         raise UsageError(
-            "HT000",
+            "HT804",
             f"--as {arguments.style} together with --node-rank",
             "one of them: --as simulates all hosts on this machine",
             _BY_HAND,
         )
     if not 0 <= arguments.node_rank < arguments.nodes:
         raise UsageError(
-            "HT000",
+            "HT804",
             f"--node-rank {arguments.node_rank} of --nodes {arguments.nodes}",
             f"a node rank from 0 to {arguments.nodes - 1}, another one on each host",
             _BY_HAND,
         )
     if not arguments.main_address.strip():
-        raise UsageError("HT000", "an empty --main-address", "name or address of host 0", _BY_HAND)
+        raise UsageError("HT804", "an empty --main-address", "name or address of host 0", _BY_HAND)
     if not 1 <= arguments.main_port < 1 << 16:
         raise UsageError(
-            "HT000", f"--main-port {arguments.main_port}", "a port from 1 to 65535", _BY_HAND
+            "HT804", f"--main-port {arguments.main_port}", "a port from 1 to 65535", _BY_HAND
         )
     return launch.RealHost(arguments.node_rank, arguments.main_address, arguments.main_port)

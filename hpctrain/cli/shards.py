@@ -80,11 +80,11 @@ def _index(arguments: argparse.Namespace) -> int:
         splits = [split for split in splits if shard_paths(folder, split)]
     except OSError as error:
         raise UsageError(
-            "HT000", f"{error.filename}: {error.strerror}", "a folder that can be read"
+            "HT825", f"{error.filename}: {error.strerror}", "a folder that can be read"
         ) from None
     if not splits:
         raise UsageError(
-            "HT000", f"{folder} has no tar files", f"{folder}/SPLIT-000000.tar, …", "another PATH"
+            "HT825", f"{folder} has no tar files", f"{folder}/SPLIT-000000.tar, …", "another PATH"
         )
     for split in splits:
         path = path_of(folder, split)
@@ -96,7 +96,7 @@ def _index(arguments: argparse.Namespace) -> int:
             index.write(path)
         except OSError as error:
             raise HpctrainError(
-                "HT000",
+                "HT825",
                 f"{error.filename or path}: {error.strerror}",
                 "tar files that can be read, and a folder that can be written",
             ) from None

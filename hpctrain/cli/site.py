@@ -50,7 +50,7 @@ def _main(arguments: argparse.Namespace) -> int:
         partitions = slurm.partitions(os.environ)
     except slurm.NoAnswerError as error:
         raise StartError(
-            "HT000",
+            "HT816",
             f"Slurm does not say what is here: {error}",
             "a login node of a cluster with Slurm",
         ) from None
@@ -64,14 +64,14 @@ def _main(arguments: argparse.Namespace) -> int:
     except FileExistsError:
         _show(text)
         raise UsageError(
-            "HT000",
+            "HT808",
             f"{path} is there and stays as it is",
             "no file of that name",
             "take over what you need",
         ) from None
     except OSError as error:
         raise UsageError(
-            "HT000", f"{path} cannot be written: {error}", "a folder of your own"
+            "HT809", f"{path} cannot be written: {error}", "a folder of your own"
         ) from None
     put(f"{path}\n")
     return rundir.DONE

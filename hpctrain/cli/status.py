@@ -42,7 +42,7 @@ def _main(arguments: argparse.Namespace) -> int:
     try:
         rows = [row for word in arguments.words for row in _rows(word, mine)]
     except slurm.NoAnswerError as error:
-        raise StartError("HT000", f"Slurm does not answer: {error}", "an answer") from None
+        raise StartError("HT816", f"Slurm does not answer: {error}", "an answer") from None
     _show(rows, "")
     return rundir.DONE
 

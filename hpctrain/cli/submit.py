@@ -58,8 +58,12 @@ def _main(arguments: argparse.Namespace) -> int:
     described = gather(arguments, os.environ)
     spec = described.spec
     if arguments.follow and arguments.via == "submitit":
-        raise UsageError("HT000", "--follow with --via submitit", "its log is read by Python: job.logs()",
-                         "--wait in place of --follow")  # fmt: skip
+        raise UsageError(
+            "HT804",
+            "--follow with --via submitit",
+            "its log is read by Python: job.logs()",
+            "--wait in place of --follow",
+        )
     if arguments.save is not None:
         _save(arguments.save, described)
     if arguments.dry_run:
@@ -96,10 +100,10 @@ def _save(path: str, described: Described) -> None:
     try:
         rundir.create(Path(path), job_files.text(described.own, described.said))
     except FileExistsError:
-        raise UsageError("HT000", f"--save {path}: it is there", "the name of a new file") from None
+        raise UsageError("HT808", f"--save {path}: it is there", "the name of a new file") from None
     except OSError as error:
         raise UsageError(
-            "HT000", f"--save {path}: {error}", "a file in a folder that is there"
+            "HT809", f"--save {path}: {error}", "a file in a folder that is there"
         ) from None
 
 

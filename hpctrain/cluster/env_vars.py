@@ -153,6 +153,6 @@ def number(env: Mapping[str, str], name: str) -> int | None:
     if not _NUMBER.match(text):
         fix = f"unset {name}" if name.isidentifier() else f"take {name} out of the command"
         raise ContradictionError(
-            "HT000", f"{name}={text[:200]!r}", f"{name} is a whole number", fix
+            "HT103", f"{name}={text[:200]!r}", f"{name} is a whole number", fix
         )
     return int(text)

@@ -77,7 +77,7 @@ def first(expression: str) -> str:
             (found,) = _plain(expression, name, position + plain.index(name))
     if not found:
         raise UsageError(
-            "HT000",
+            "HT105",
             f"the host list {_shown(expression)} is empty",
             "at least one host name, such as node[01-03,7],login",
         )
@@ -96,7 +96,7 @@ def compress(hosts: Iterable[str]) -> str:
     """
     names = [hosts] if isinstance(hosts, str) else list(hosts)
     if len(names) > _MOST_HOSTS or sum(map(len, names)) > _MOST_CHARACTERS:
-        raise UsageError("HT000", _TOO_MANY, "a list that can be expanded again")
+        raise UsageError("HT105", _TOO_MANY, "a list that can be expanded again")
     split = []
     for name in names:
         _check_name(name)
@@ -259,7 +259,7 @@ def _compressed(text: str, numbers: list[str]) -> str:
 def _check_name(name: str) -> None:
     if _NAME.fullmatch(name) is None or not name.isprintable():
         raise UsageError(
-            "HT000",
+            "HT105",
             f"{_shown(name)} cannot stand in a host list",
             "a name without commas, brackets, spaces and control characters",
         )
@@ -301,10 +301,10 @@ def _too_many(expression: str, position: int) -> UsageError:
 
 def _malformed(expression: str, position: int, why: str) -> UsageError:
     return UsageError(
-        "HT000",
+        "HT105",
         f"host list {_shown(expression, position)}, position {position}: {why}",
         "names such as node[01-03,7],login",
-        "scontrol show hostnames EXPRESSION    shows what Slurm makes of it",
+        "scontrol show hostnames EXPRESSION (shows what Slurm makes of it)",
     )
 
 

@@ -84,14 +84,14 @@ def own_slice(env: Mapping[str, str], local_rank: int) -> str | None:
         return None
     if len(slices) < len(names):
         raise ContradictionError(
-            "HT000",
+            "HT114",
             f"{CUDA}={env[CUDA]}: MIG slices beside whole GPUs",
             "only one kind",
-            f"env {CUDA}={','.join(slices)} python SCRIPT    (srun sets it anew in each task)",
+            f"env {CUDA}={','.join(slices)} python SCRIPT (srun sets it anew in each task)",
         )
     if local_rank >= len(slices):
         raise UsageError(
-            "HT000",
+            "HT113",
             f"local rank {local_rank} and {len(slices)} MIG slices in {CUDA}",
             "a slice for each rank of this host",
             f"start {len(slices)} ranks on each host",
@@ -109,10 +109,10 @@ def check_rocm(env: Mapping[str, str]) -> None:
     first, second = (visible(env, name) for name in _HIP)
     if first and second and first.names != second.names:
         raise ContradictionError(
-            "HT000",
+            "HT114",
             f"{_HIP[0]}={env[_HIP[0]]} and {_HIP[1]}={env[_HIP[1]]}",
             "one of them: HIP takes the second for the first",
-            f"env -u {_HIP[1]} python SCRIPT    (srun sets it anew in each task)",
+            f"env -u {_HIP[1]} python SCRIPT (srun sets it anew in each task)",
         )
     rocr, hip = visible(env, _ROCR), visible(env, *_HIP)
     if rocr is None or hip is None:
@@ -121,10 +121,10 @@ def check_rocm(env: Mapping[str, str]) -> None:
     beyond = [name for name in hip.names if name.isdecimal() and float(name) >= len(rocr.names)]
     if beyond:
         raise ContradictionError(
-            "HT000",
+            "HT114",
             f"{_ROCR}={env[_ROCR]} leaves {len(rocr.names)} "
             f"GPU{'s' if len(rocr.names) != 1 else ''}, and {hip.source}="
             f"{env[hip.source]} asks for number {beyond[0]} of them",
             f"numbers below {len(rocr.names)}: {hip.source} counts what {_ROCR} leaves",
-            f"env -u {hip.source} python SCRIPT    (srun sets it anew in each task)",
+            f"env -u {hip.source} python SCRIPT (srun sets it anew in each task)",
         )

@@ -44,10 +44,10 @@ class World:
     def __post_init__(self) -> None:
         if self.world_size > _MOST_RANKS:
             raise ContradictionError(
-                "HT000",
+                "HT101",
                 f"world_size {self.world_size}, as {self.launcher} has it",
                 f"at most {_MOST_RANKS}",
-                "hpctrain explain    shows the variable that each value came from",
+                "hpctrain explain (shows the variable that each value came from)",
             )
         below = (
             ("rank", self.rank, "world_size", self.world_size),
@@ -58,10 +58,10 @@ class World:
         for name, value, limit_name, limit in below:
             if value is not None and limit is not None and not 0 <= value < limit:
                 raise ContradictionError(
-                    "HT000",
+                    "HT101",
                     f"{name} {value} and {limit_name} {limit}, as {self.launcher} has it",
                     f"{name} from 0 to {limit_name} - 1",
-                    "hpctrain explain    shows the variable that each value came from",
+                    "hpctrain explain (shows the variable that each value came from)",
                 )
         at_most = (
             ("local_world_size", self.local_world_size, "world_size", self.world_size),
@@ -70,10 +70,10 @@ class World:
         for name, value, limit_name, limit in at_most:
             if value is not None and value > limit:
                 raise ContradictionError(
-                    "HT000",
+                    "HT101",
                     f"{name} {value} and {limit_name} {limit}, as {self.launcher} has it",
                     f"at most as many as {limit_name}",
-                    "hpctrain explain    shows the variable that each value came from",
+                    "hpctrain explain (shows the variable that each value came from)",
                 )
         local, nodes = self.local_world_size, self.num_nodes
         if nodes is not None and (
@@ -86,19 +86,19 @@ class World:
             )
         ):
             raise ContradictionError(
-                "HT000",
+                "HT101",
                 f"local_world_size {local}, num_nodes {nodes} and world_size {self.world_size}, as "
                 f"{self.launcher} has it",
                 "all ranks on one host, or at least one rank on each",
-                "hpctrain explain    shows the variable that each value came from",
+                "hpctrain explain (shows the variable that each value came from)",
             )
         if self.hosts and self.num_nodes and len(self.hosts) != self.num_nodes:
             raise ContradictionError(
-                "HT000",
+                "HT101",
                 f"{len(self.hosts)} hosts ({', '.join(self.hosts)}) and num_nodes "
                 f"{self.num_nodes}, as {self.launcher} has it",
                 "one host for each node",
-                "hpctrain explain    shows the variable that each value came from",
+                "hpctrain explain (shows the variable that each value came from)",
             )
 
     @property

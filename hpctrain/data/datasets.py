@@ -104,7 +104,7 @@ def load(
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise UsageError(
-            "HT000",
+            "HT511",
             f"--data {name}: {where}{error.strerror}",
             "folders and files that can be read"
             + (", and a cache that can be written" if download else ""),
@@ -113,7 +113,7 @@ def load(
     if train_images.shape[1:] != test_images.shape[1:]:
         sizes = (" × ".join(map(str, one.shape[1:])) for one in (train_images, test_images))
         raise UsageError(
-            "HT000",
+            "HT513",
             f"{folder}: training images of {' pixels and test images of '.join(sizes)}",
             "one size of all images",
             "fetch the files again",
@@ -152,17 +152,14 @@ def _find(name: str, download: bool, env: Mapping[str, str]) -> Path:
     found = _among(places)
     if found is not None:
         return found
-    fix = "--data PATH of a folder that has them"
-    if name == "fashion-mnist":
-        fix = "apt-get install dataset-fashion-mnist, or --download, or " + fix
-    elif name in _TORCHVISION:
-        fix = "--download, or " + fix
     raise UsageError(
-        "HT000",
+        "HT510",
         f"--data {name}: no data set in {', '.join(map(str, places))}",
         f"the files {', '.join(f for files in _FILES.values() for f in files)} (or with .gz) in a "
         f"folder, or one of {', '.join(_NAMES)}",
-        fix,
+        "apt-get install dataset-fashion-mnist" if name == "fashion-mnist" else "",
+        "--download" if name in _TORCHVISION else "",
+        "--data PATH of a folder that has them",
     )
 
 
@@ -181,7 +178,7 @@ def _download(name: str, target: Path) -> Path:
         from torchvision import datasets
     except ImportError:
         raise UsageError(
-            "HT000",
+            "HT515",
             f"--download of {name}, and torchvision is not installed",
             "torchvision, which knows where it is",
             "pip install 'hpctrain[vision]'",
@@ -198,7 +195,7 @@ def _download(name: str, target: Path) -> Path:
             getattr(datasets, _TORCHVISION[name])(part, download=True)
         except (OSError, RuntimeError) as error:
             raise UsageError(
-                "HT000",
+                "HT514",
                 f"--download of {name} failed: {error}",
                 "a connection to the data set's home",
                 "fetch it on a machine that has one, and give its folder with --data PATH",
@@ -221,16 +218,17 @@ def _read(folder: Path, split: str) -> tuple[Tensor, Tensor]:
         path = _file(folder, name)
         if path is None:
             raise UsageError(
-                "HT000",
+                "HT513",
                 f"{folder} has no {name} and no {name}.gz",
                 "all four files of the data set",
-                "fetch the missing file, or choose another folder with --data PATH",
+                "fetch the missing file",
+                "--data PATH of another folder",
             )
         tensors.append(_idx(path))
     images, targets = tensors
     if images.dim() != 3 or targets.dim() != 1 or len(images) != len(targets) or not images.numel():
         raise UsageError(
-            "HT000",
+            "HT513",
             f"{folder}: {split} images of shape {tuple(images.shape)} and labels of shape "
             f"{tuple(targets.shape)}",
             "as many labels as images, at least one, of at least one pixel",
@@ -247,12 +245,12 @@ def _idx(path: Path) -> Tensor:
         shape = struct.unpack_from(f">{dimensions}I", data, 4)
     except (OSError, EOFError, struct.error, zlib.error) as error:
         raise UsageError(
-            "HT000", f"{path} is damaged: {error}", "a whole file", "fetch it again"
+            "HT513", f"{path} is damaged: {error}", "a whole file", "fetch it again"
         ) from None
     start = 4 + 4 * dimensions
     if zeros or kind != _UNSIGNED_BYTES or len(data) - start != math.prod(shape):
         raise UsageError(
-            "HT000",
+            "HT513",
             f"{path} is damaged: its head says shape {shape}, and {len(data) - start} bytes follow",
             "unsigned bytes in MNIST's format",
             "fetch it again",

@@ -34,10 +34,11 @@ def steps_of_epoch(loader: Iterable[Any], accumulate: int) -> int | None:
         return None
     if batches < accumulate:
         raise UsageError(
-            "HT000",
+            "HT506",
             f"a loader of {batches} batches, and a step takes {accumulate} micro-batches",
             "at least one step in each epoch",
-            f"--accumulate {batches}, or smaller batches" if batches else "a loader with samples",
+            f"--accumulate {batches}" if batches else "a loader with samples",
+            "smaller batches" if batches else "",
         )
     return batches // accumulate
 

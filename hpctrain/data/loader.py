@@ -12,6 +12,8 @@ from hpctrain.data.feed import Placement, feed
 from hpctrain.data.sampler import EvaluationSampler, TrainingSampler
 from hpctrain.errors import UsageError
 from hpctrain.process import seeds, signals
+from hpctrain.process.events import Events
+from hpctrain.process.phases import EVALUATING
 
 __all__ = ["Loader", "check_arguments"]
 
@@ -27,10 +29,8 @@ class Loader:
         workers: number of loader processes; 0 loads in this process.
         seed: seed of the run.
         rank: this rank; all other random numbers of the workers differ between ranks.
-        before: function called before each iteration.
-        weigh: function called with the weight of each micro-batch before the batch is returned, if
-            weights differ.
-        each: function called before each batch is fetched.
+        events: told of the phase and the beginning of an evaluation, and of the weight of each
+            micro-batch, if weights differ.
         on_device: function that transforms each batch on the device.
         arguments: more arguments for `torch.utils.data.DataLoader`, such as `collate_fn`.
     """
@@ -43,17 +43,13 @@ class Loader:
         workers: int,
         seed: int,
         rank: int,
-        before: Callable[[], None] = lambda: None,
-        weigh: Callable[[float], None] = lambda weight: None,
-        each: Callable[[], None] | None = None,
+        events: Events | None = None,
         on_device: Callable[[Any], Any] | None = None,
         **arguments: Any,
     ) -> None:
         self.sampler = sampler
         self._placement = placement
-        self._before = before
-        self._weigh = weigh
-        self._each = each
+        self._events = events or Events()
         self._on_device = on_device
         self._seed = seeds.derive(seed, rank)
         # A separate generator, so that the loader does not change the stream that dropout uses.
@@ -76,7 +72,9 @@ class Loader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        self._before()
+        evaluates = isinstance(self.sampler, EvaluationSampler)
+        if evaluates:
+            self._events.evaluation()
         epoch = getattr(self.sampler, "epoch", 0)
         self._generator.manual_seed(seeds.derive("loader", self._seed, epoch))
         with signals.blocked():
@@ -84,16 +82,23 @@ class Loader:
         batches = feed(loaded, self._placement, self._on_device)
         if isinstance(self.sampler, TrainingSampler) and self.sampler.uneven:
             return self._weighed(self.sampler, batches)
-        return batches if self._each is None else _after(self._each, batches)
+        return self._evaluated(batches) if evaluates else batches
 
     def _weighed(self, sampler: TrainingSampler, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and pass each weight to `weigh` first."""
+        """Yield the batches, and tell the weight of each one first."""
         try:
             for number, batch in enumerate(batches):
-                self._weigh(sampler.weight(number))
+                self._events.weight(sampler.weight(number))
                 yield batch
         finally:
-            self._weigh(1.0)
+            self._events.weight(1.0)
+
+    def _evaluated(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, and tell the phase before each is fetched."""
+        self._events.phase(EVALUATING)
+        for batch in batches:
+            yield batch
+            self._events.phase(EVALUATING)
 
 
 def check_arguments(
@@ -114,7 +119,7 @@ def check_arguments(
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise UsageError(
-            "HT000",
+            "HT507",
             f"loader() of a {type(dataset).__name__}, which has no length or no order of its own",
             "a data set with __len__ and __getitem__",
             "for batch in run.batches(loader) over a DataLoader of your own, which gives each rank "
@@ -123,22 +128,24 @@ def check_arguments(
     own = sorted(_OWN_ARGUMENTS & more.keys())
     if own:
         raise UsageError(
-            "HT000",
+            "HT507",
             f"loader(…, {', '.join(own)})",
             "arguments that the session does not set itself",
-            "--workers N; loader(dataset, train=False) for a fixed order; and any loader of "
-            "your own can go into run.batches()",
+            "--workers N",
+            "loader(dataset, train=False) for a fixed order",
+            "for batch in run.batches(loader) over any loader of your own",
         )
     if train and batch_size is not None:
         raise UsageError(
-            "HT000",
+            "HT507",
             f"loader(…, batch_size={batch_size}) for a training",
             "the micro-batch of the session",
-            f"--batch-size {batch_size}    or: Session(batch_size={batch_size})",
+            f"--batch-size {batch_size}",
+            f"Session(batch_size={batch_size})",
         )
     if not train and drop_last is not None:
         raise UsageError(
-            "HT000",
+            "HT507",
             "loader(…, drop_last=…) for an evaluation",
             "every sample once",
             "leave drop_last out",
@@ -150,14 +157,6 @@ _OWN_ARGUMENTS = {
     *("shuffle", "sampler", "batch_sampler", "generator"),
     *("num_workers", "persistent_workers", "pin_memory"),
 }
-
-
-def _after(call: Callable[[], None], batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches, with a call before each is fetched."""
-    call()
-    for batch in batches:
-        yield batch
-        call()
 
 
 class _Begin:

@@ -45,33 +45,35 @@ def check_own(loader: Any, options: Options, batches: Batches, world_size: int) 
     sampler = _sampler(loader)
     if world_size > 1 and type(sampler) in _UNDIVIDED and not options.same_data:
         raise UsageError(
-            "HT000",
+            "HT508",
             f"a DataLoader with a {type(sampler).__name__}, on {world_size} ranks: each of them "
             f"would go through all {len(sampler):,} samples",
             "a loader that gives each rank its part of the data set",
-            "session.loader(dataset, collate_fn=…); or DataLoader(…, sampler=DistributedSampler("
-            "dataset, session.world.world_size, session.world.rank)). Where it is meant: "
-            "--same-data",
+            "session.loader(dataset, collate_fn=…)",
+            "DataLoader(…, sampler=DistributedSampler(dataset, session.world.world_size, "
+            "session.world.rank))",
+            "--same-data (where it is meant)",
         )
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     told = options.batch_size is not None or options.global_batch is not None
     if loader.batch_size is None and loader.batch_sampler is None and not told:
         raise UsageError(
-            "HT000",
+            "HT509",
             "a DataLoader without batches: its batch_size is None, as args.batch_size is before "
             "the Session is open",
             "a batch size",
-            "DataLoader(dataset, session.batches.batch_size, …); where the data set gives whole "
-            "batches: --batch-size N",
+            "DataLoader(dataset, session.batches.batch_size, …)",
+            "--batch-size N (where the data set gives whole batches)",
         )
     matters = told or options.lr_scaling != "none"
     if matters and isinstance(size, int) and size != batches.batch_size:
         raise UsageError(
-            "HT000",
+            "HT509",
             f"a DataLoader with batches of {size}, and a session with micro-batches of "
             f"{batches.batch_size}",
             "the same in both: learning rate and speed follow from it",
-            f"DataLoader(dataset, session.batches.batch_size, …), or --batch-size {size}",
+            "DataLoader(dataset, session.batches.batch_size, …)",
+            f"--batch-size {size}",
         )
 
 
@@ -145,11 +147,12 @@ def refuse_same(fingerprints: Iterable[str]) -> None:
     for rank, one in enumerate(fingerprints):
         if one and one in first:
             raise UsageError(
-                "HT000",
+                "HT508",
                 f"ranks {first[one]} and {rank} begin with the same batch",
                 "another part of the data on each rank",
-                "session.loader(dataset); or let your loader take every world_size-th batch, from "
-                "session.world.rank on. Where it is meant: --same-data",
+                "session.loader(dataset)",
+                "let your loader take every world_size-th batch, from session.world.rank on",
+                "--same-data (where it is meant)",
             )
         first[one] = rank
 

@@ -46,7 +46,7 @@ class TrainingSampler(Sampler[list[int]]):
     ) -> None:
         if length < (batches.global_batch if drop_last else 1):
             raise UsageError(
-                "HT000",
+                "HT506",
                 f"{length} samples, and a global batch of {batches.global_batch}",
                 "at least one global batch of samples",
                 f"--global-batch {max(length // world.world_size, 1) * world.world_size}, without "

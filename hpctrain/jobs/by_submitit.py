@@ -31,7 +31,7 @@ try:
     import submitit
 except ImportError as error:
     raise UsageError(
-        "HT000",
+        "HT812",
         f"submitit cannot be imported: {error}",
         "submitit, which carries functions to the ranks of a job",
         "pip install 'hpctrain[submit]'",
@@ -44,11 +44,11 @@ _EXECUTOR = "SUBMITIT_EXECUTOR"
 _MOST_SECONDS = 10 * 365 * 86400
 
 # Fields that a batch script would apply before the ranks start.
-_BEFORE = "have it done before this process starts, or via='slurm'"
+_BEFORE = ("have it done before this process starts", "via='slurm'")
 _NOT_HERE = {
     **dict.fromkeys(("modules", "setup", "conda"), _BEFORE),
-    "dependency": "without it: wait for the other job's result()",
-    "cluster": "without it: a profile is for Slurm's jobs",
+    "dependency": ("without it: wait for the other job's result()",),
+    "cluster": ("without it: a profile is for Slurm's jobs",),
 }
 
 
@@ -107,7 +107,7 @@ def _check(train: object, spec: object, via: object, args: object, kwargs: objec
         (not (script and kwargs), "submit(SCRIPT, kwargs=…)", "args=('--lr', 0.1) for a script"),
     ):
         if not right:
-            raise UsageError("HT000", found, expected, usage)
+            raise UsageError("HT813", found, expected, usage)
 
 
 class _OnSlurm(submitit.SlurmExecutor):
@@ -156,15 +156,18 @@ def _to_slurm(
     copies = env.get(env_vars.SCRATCH, "")
     if copies and submission.is_below(copies, python):
         raise UsageError(
-            "HT000", f"{python} is this job's own copy", "a Python that is there when the next job runs",
-            "JobSpec(venv=…) or JobSpec(conda=…)",
-        )  # fmt: skip
+            "HT805",
+            f"{python} is this job's own copy",
+            "a Python that is there when the next job runs",
+            "JobSpec(venv=…)",
+            "JobSpec(conda=…)",
+        )
     with new_folder() as folder:
         try:
             executor = _OnSlurm(folder, spec, env, python)
         except RuntimeError as error:
             raise StartError(
-                "HT000",
+                "HT815",
                 f"no Slurm here: {error}",
                 "a host of the cluster",
                 "via='local' runs it here",
@@ -181,7 +184,7 @@ def _to_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[str, s
     refuse(spec, _NOT_HERE)
     if spec.nodes > 1:
         raise UsageError(
-            "HT000",
+            "HT811",
             f"nodes = {spec.nodes} via 'local'",
             "nodes = 1",
             "dataclasses.replace(spec, nodes=1)",
@@ -227,7 +230,7 @@ def _gpus(spec: JobSpec, env: Mapping[str, str]) -> str:
     there = list(seen.names) if seen else visible_gpus.here()
     if spec.gpus > len(there):
         raise UsageError(
-            "HT000",
+            "HT811",
             f"gpus_per_node = {spec.gpus_per_node}, and this machine shows {len(there)}",
             f"at most {len(there)}" if there else "0: ranks on CPUs",
             f"dataclasses.replace(spec, gpus_per_node={len(there)}, tasks_per_node=…)",

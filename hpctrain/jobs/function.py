@@ -65,7 +65,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         call = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:  # __reduce__ and __getstate__ may raise any exception
         raise UsageError(
-            "HT000",
+            "HT814",
             f"{getattr(function, '__qualname__', function)} and its arguments cannot be sent to "
             f"the ranks: {type(error).__name__}: {error}",
             "a function, globals that it uses, and arguments that pickle takes",
@@ -189,6 +189,6 @@ def _failed(left: SystemExit) -> HpctrainError:
     """Return the error for sys.exit(3) or sys.exit("why")."""
     code = left.code if isinstance(left.code, int) else 1
     said = f": {left.code}" if not isinstance(left.code, int) else ""
-    error = HpctrainError("HT000", f"the script left with exit code {code}{said}")
+    error = HpctrainError("HT822", f"the script left with exit code {code}{said}")
     error.exit_code = code
     return error

@@ -29,12 +29,13 @@ _SECONDS_TO_ARRIVE = 15.0
 _LAST_LINES = 20
 _UNKNOWN = "unknown"
 
-_WHY = {
+# Why a job ended in a state, and fixes.
+_WHY: dict[str, tuple[str, ...]] = {
     "CANCELLED": (
         "it was cancelled",
         "submit it again with JobSpec(run_dir={run!r}) and Session(resume=True)",
     ),
-    "TIMEOUT": ("its time ended before it had stopped", "a longer time, or a longer signal_lead"),
+    "TIMEOUT": ("its time ended before it had stopped", "a longer time", "a longer signal_lead"),
     "OUT_OF_MEMORY": ("it took more memory than it had", "JobSpec(memory=…)"),
     "NODE_FAIL": (
         "a host was lost",
@@ -145,7 +146,7 @@ class Job:
             rank: number of the rank.
         """
         if not 0 <= rank < self.ranks:
-            raise UsageError("HT000", f"logs({rank})", f"a rank from 0 to {self.ranks - 1}")
+            raise UsageError("HT813", f"logs({rank})", f"a rank from 0 to {self.ranks - 1}")
         return self._kept.log(rank)
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -178,7 +179,7 @@ class Job:
             try:
                 slurm.cancel([self.id], self._env)
             except slurm.NoAnswerError as error:
-                raise HpctrainError("HT000", f"job {self.id} was not cancelled: {error}") from None
+                raise HpctrainError("HT816", f"job {self.id} was not cancelled: {error}") from None
         elif self.via == "local" and self._runs():
             (self.folder / _CANCELLED).touch()
             # SIGINT as submitit does. If a shell started this process in the background, its
@@ -233,8 +234,8 @@ class Job:
         if failed and state not in _WHY:
             first = min(failed, key=lambda rank: self._kept.result(rank).stat().st_mtime_ns)
             _, trace = outcomes[first] or ("", "")
-            return HpctrainError("HT000", f"rank {first} {of} failed:\n{str(trace).rstrip()}")
-        why, fix = _WHY.get(state, ("", ""))
+            return HpctrainError("HT822", f"rank {first} {of} failed:\n{str(trace).rstrip()}")
+        why, *fixes = _WHY.get(state, ("",))
         if not why:
             summary = RunDirectory(self.run_dir).read(RunDirectory(self.run_dir).summary) or {}
             missing = [rank for rank, one in enumerate(outcomes) if one is None]
@@ -242,7 +243,8 @@ class Job:
             tail = "\n".join(self.logs(missing[0]).splitlines()[-_LAST_LINES:])
             why += f"; the last that it printed:\n{tail}" if tail else ""
         ended = f"job {self.id} ended as {state}: {why}"
-        return HpctrainError("HT000", ended, "", fix.format(run=os.fspath(self.run_dir)))
+        run = os.fspath(self.run_dir)
+        return HpctrainError("HT823", ended, "", *(fix.format(run=run) for fix in fixes))
 
     def __repr__(self) -> str:
         """Return id, current state and run directory."""

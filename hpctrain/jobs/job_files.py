@@ -29,7 +29,7 @@ def read(path: Path) -> dict[str, Any]:
         values = tomllib.loads(content.decode())
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
-            "HT000",
+            "HT802",
             f"{path} cannot be read: {error}",
             'a job in TOML, such as\n    command = "python train.py"\n    nodes = 2',
             "hpctrain submit --save JOB.toml --dry-run [options] -- COMMAND … writes one",
@@ -87,6 +87,6 @@ def _text(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise UsageError("HT000", f"{value!r} is not UTF-8", "text that TOML can hold") from None
+        raise UsageError("HT801", f"{value!r} is not UTF-8", "text that TOML can hold") from None
     # TOML has the escapes of JSON, except for DEL.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

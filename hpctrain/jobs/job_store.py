@@ -115,7 +115,7 @@ def new_folder() -> Iterator[Path]:
     try:
         if _TAG.search(os.fspath(folder)):
             raise UsageError(
-                "HT000", f"the folder {folder}", "without %j, %t, %A and %a: submitit's own"
+                "HT807", f"the folder {folder}", "without %j, %t, %A and %a: submitit's own"
             )
         yield folder
     except BaseException:
@@ -138,7 +138,7 @@ def find(job: str | int | os.PathLike[str]) -> Path:
             return path.parent
     _refuse_folder(job)
     raise UsageError(
-        "HT000",
+        "HT818",
         f"no job {str(job)!r} was submitted from this folder by hpctrain.submit",
         f"one of {', '.join(known[:10])}" if known else "the number of one, in its own folder",
         f"hpctrain.jobs.find('FOLDER/{FOLDERS}/DATE-TIME-…') finds one of another folder",
@@ -158,7 +158,7 @@ def _refuse_folder(job: str | int | os.PathLike[str]) -> None:
                 for one in found[:10]
             ]
             raise UsageError(
-                "HT000",
+                "HT818",
                 f"{os.fspath(job)!r} is not the folder of one job",
                 f"one of {', '.join(listed)}",
                 f"hpctrain.jobs.find({os.fspath(found[0].parent)!r})",
@@ -186,7 +186,7 @@ def read(folder: Path) -> Kept:
         )
     except (KeyError, TypeError, ValueError):
         raise UsageError(
-            "HT000", f"{folder} holds no job", f"a folder in {FOLDERS}", "hpctrain.jobs.find(ID)"
+            "HT818", f"{folder} holds no job", f"a folder in {FOLDERS}", "hpctrain.jobs.find(ID)"
         ) from None
 
 
@@ -196,12 +196,12 @@ def _refuse_other_users(folder: Path) -> None:
         facts = folder.stat()
     except OSError as error:
         raise UsageError(
-            "HT000", f"{folder} cannot be read: {error}", f"a folder in {FOLDERS}"
+            "HT818", f"{folder} cannot be read: {error}", f"a folder in {FOLDERS}"
         ) from None
     if facts.st_uid != os.geteuid() or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UsageError(
-            "HT000",
+            "HT820",
             f"{folder} is not yours alone, and results read from it can run code",
             "a folder in which only you can write",
-            f"chmod go-w {folder}    where it is yours",
+            f"chmod go-w {folder} (where it is yours)",
         )

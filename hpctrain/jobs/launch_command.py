@@ -93,10 +93,11 @@ def python_script(argv: Sequence[str], user: str) -> tuple[str, Sequence[str]]:
     """
     if not _starts_python(argv):
         raise UsageError(
-            "HT000",
+            "HT810",
             f"{user} with the command {' '.join(argv[:3])!r}",
             "python SCRIPT … or python -m MODULE …",
-            "a script of Python, or another way to start it",
+            "a script of Python",
+            "another way to start it",
         )
     return argv[0], argv[1:]
 

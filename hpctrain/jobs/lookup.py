@@ -65,12 +65,12 @@ def named(
         return Named(word, labels.pop(), tuple(found))
     if found:
         raise UsageError(
-            "HT000",
+            "HT818",
             f"{plain(word)!r} is the name of {len(labels)} jobs",
             "one of " + ", ".join(f"{job.label} ({plain(job.word)})" for job in found),
             "its number in place of its name",
         )
-    raise UsageError("HT000", f"{plain(word)!r} is neither a job nor a run here", _candidates(mine))
+    raise UsageError("HT818", f"{plain(word)!r} is neither a job nor a run here", _candidates(mine))
 
 
 def _labels(jobs: Sequence[slurm.Job]) -> set[str]:
@@ -115,33 +115,33 @@ def own_jobs(words: Sequence[str], env: Mapping[str, str], living: bool = False)
     except slurm.NoAnswerError as error:
         if shutil.which("squeue", path=env.get("PATH", os.defpath)) is None:
             raise StartError(
-                "HT000",
+                "HT815",
                 f"{said}: there is no Slurm on this host (no squeue on the PATH)",
                 "a login host of the cluster",
             ) from None
         raise StartError(
-            "HT000", f"{said}: nothing is done, as {error}", "an answer of Slurm's"
+            "HT816", f"{said}: nothing is done, as {error}", "an answer of Slurm's"
         ) from None
 
 
 def _own(one: Named, mine: Sequence[slurm.Job]) -> Named:
     if not one.jobs and one.label in [job.label for job in mine]:
         raise UsageError(
-            "HT000", f"{plain(one.word)} is not the run of job {one.label}, which has another one",
+            "HT819", f"{plain(one.word)} is not the run of job {one.label}, which has another one",
             "the job's own run, or its number", f"hpctrain status {one.label}",
         )  # fmt: skip
     if not one.jobs:
         what = f"job {one.label}" if one.label else "no job"
         raise UsageError(
-            "HT000",
+            "HT819",
             f"{plain(one.word)} is the run of {what}, which Slurm does not know (any more)",
             "a job that waits, runs, or has ended lately",
-            f"hpctrain submit … --run-dir {plain(str(one.run_dir))} -- … --resume    "
-            "goes on with the run",
+            f"hpctrain submit … --run-dir {plain(str(one.run_dir))} -- … --resume "
+            "(goes on with the run)",
         )
     if others := [job for job in one.jobs if job.uid != str(os.getuid())]:
         raise UsageError(
-            "HT000", f"job {one.label} is {plain(others[0].user)}'s", "a job of your own"
+            "HT820", f"job {one.label} is {plain(others[0].user)}'s", "a job of your own"
         )
     return one
 

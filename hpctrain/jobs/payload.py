@@ -19,13 +19,13 @@ _AS_SCRIPT = "hpctrain submit --via sbatch, which gives Slurm a script alone"
 # Fields that a submitit job cannot have, and what to do instead.
 _NEVER = {
     **dict.fromkeys(
-        ("container", "stage_code", "stage_environment", "stage_data", "elastic"), _AS_SCRIPT
+        ("container", "stage_code", "stage_environment", "stage_data", "elastic"), (_AS_SCRIPT,)
     ),
-    "array": f"one submit() for each index; or {_AS_SCRIPT}",
-    "sweep": f"[hpctrain.submit(train, spec, kwargs=one) for one in …]; or {_AS_SCRIPT}",
+    "array": ("one submit() for each index", _AS_SCRIPT),
+    "sweep": ("[hpctrain.submit(train, spec, kwargs=one) for one in …]", _AS_SCRIPT),
 }
 _GIVEN = "without it: the function or script is the first argument"
-_TWICE = dict.fromkeys(("command", "function"), _GIVEN)
+_TWICE = dict.fromkeys(("command", "function"), (_GIVEN,))
 
 
 def of_call(
@@ -42,7 +42,7 @@ def of_call(
     refuse(spec, {**_TWICE, **_NEVER})
     work: Function | Script
     if callable(train):
-        refuse(spec, {"backend": "hpctrain.Session(backend=…) in the function"})
+        refuse(spec, {"backend": ("hpctrain.Session(backend=…) in the function",)})
         _check_arguments(train, args, kwargs)
         work = pack(train, args, kwargs)
         title = getattr(train, "__name__", type(train).__name__)
@@ -65,7 +65,7 @@ def _check_arguments(
     except TypeError as error:
         name = getattr(train, "__name__", type(train).__name__)
         raise UsageError(
-            "HT000",
+            "HT813",
             f"{name}{signature} with args={args!r:.200} and kwargs={kwargs!r:.200}: {error}",
             "the arguments that it takes",
         ) from None
@@ -78,7 +78,7 @@ def of_command(spec: JobSpec) -> tuple[Script, str]:
         UsageError: it is another command than `python X.py …` or `python -m M …`, or the spec has
             a field that such a job cannot have.
     """
-    instead = "command = python X.py …, or hpctrain.submit(FUNCTION, …)"
+    instead = ("command = python X.py …", "hpctrain.submit(FUNCTION, …)")
     refuse(spec, {**_NEVER, "function": instead})
     check_launcher(spec)
     words = [one for one in spec.command if one != "-u"]
@@ -86,7 +86,7 @@ def of_command(spec: JobSpec) -> tuple[Script, str]:
     name = words[1 + module : 2 + module]
     if not name or not is_python(words[0]) or name[0].startswith("-"):
         raise UsageError(
-            "HT000",
+            "HT810",
             f"submitit with the command {shlex.join(spec.command)!r}",
             "python X.py …, or python -m M …",
             _AS_SCRIPT,
@@ -101,14 +101,14 @@ def check_launcher(spec: JobSpec) -> None:
     """Raise UsageError if submitit cannot start ranks with this launcher."""
     if spec.launcher not in ("srun", "none"):
         raise UsageError(
-            "HT000",
+            "HT811",
             f"launcher = {spec.launcher!r} in a job of submitit",
             "srun, or none",
             _AS_SCRIPT,
         )
 
 
-def refuse(spec: JobSpec, fields: Mapping[str, str]) -> None:
+def refuse(spec: JobSpec, fields: Mapping[str, tuple[str, ...]]) -> None:
     """Raise UsageError if a spec has one of these fields, with what to do instead.
 
     No field of a spec is dropped silently.
@@ -116,13 +116,13 @@ def refuse(spec: JobSpec, fields: Mapping[str, str]) -> None:
     for name, instead in fields.items():
         if getattr(spec, name):
             raise UsageError(
-                "HT000", f"{name} = {getattr(spec, name)!r} in a job of submitit", "", instead
+                "HT811", f"{name} = {getattr(spec, name)!r} in a job of submitit", "", *instead
             )
 
 
 def _script(path: str, arguments: Sequence[str], spec: JobSpec) -> Script:
     if not os.path.isfile(path):
-        raise UsageError("HT000", f"there is no file {path!r}", "the path of a script of Python")
+        raise UsageError("HT805", f"there is no file {path!r}", "the path of a script of Python")
     return Script(os.path.abspath(path), False, (*arguments, *_backend(spec)))
 
 

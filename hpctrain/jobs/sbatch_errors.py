@@ -62,13 +62,14 @@ def absent(reason: str) -> StartError:
     """
     if "no sbatch" in reason:
         return StartError(
-            "HT000",
+            "HT815",
             reason,
             "a login node of the cluster, or its Slurm module",
-            "module load slurm, or --via local to run the job on this machine",
+            "module load slurm",
+            "--via local, to run the job on this machine",
         )
     return StartError(
-        "HT000", reason, "an answer", "look with hpctrain status before you try it again"
+        "HT816", reason, "an answer", "look with hpctrain status before you try it again"
     )
 
 
@@ -87,20 +88,20 @@ def refused(
     reason = "; ".join(line for line in lines if line)
     found = f"sbatch refused the job: {reason}"
     if not said.strip():
-        return StartError("HT000", "sbatch refused the job and said nothing", "its reason")
+        return StartError("HT817", "sbatch refused the job and said nothing", "its reason")
     if _LATER.search(said):
         return StartError(
-            "HT000",
+            "HT816",
             f"sbatch could not submit the job: {reason}",
             "a Slurm that answers: nothing that the job says is to blame",
             "the same command again in a while; scontrol ping says whether it is up",
         )
     names, expected = _meaning(said, spec)
     if not names:
-        return StartError("HT000", found)
+        return StartError("HT817", found)
     if valid := _valid(names[0], env):
         expected += f": {valid}"
-    return UsageError("HT000", found, expected, _fix(names, spec, spelt))
+    return UsageError("HT817", found, expected, *_fixes(names, spec, spelt))
 
 
 def _meaning(said: str, spec: JobSpec) -> tuple[list[str], str]:
@@ -117,15 +118,15 @@ def _given(spec: JobSpec, name: str) -> bool:
     return value not in (None, "", "0", (), {})
 
 
-def _fix(names: list[str], spec: JobSpec, spelt: Callable[[str], str]) -> str:
-    parts = []
+def _fixes(names: list[str], spec: JobSpec, spelt: Callable[[str], str]) -> list[str]:
+    fixes = []
     for name in names[:4]:
         value = getattr(spec, name)
         has = f", which is {value}" if _given(spec, name) and name not in ("extra", "sweep") else ""
         # In Python there is no JOB.toml.
         plain = spelt(name) == name
-        parts.append(f"{name}{has}" if plain else f"{spelt(name)} ({name} in JOB.toml{has})")
-    return " or ".join(parts)
+        fixes.append(f"{name}{has}" if plain else f"{spelt(name)} ({name} in JOB.toml{has})")
+    return fixes
 
 
 def _valid(name: str, env: Mapping[str, str]) -> str:

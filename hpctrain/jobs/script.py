@@ -114,7 +114,7 @@ def render_local(spec: JobSpec) -> str:
     ):
         if getattr(spec, name):
             raise UsageError(
-                "HT000",
+                "HT811",
                 f"{name} on this machine",
                 "a job without it",
                 "hpctrain submit --via sbatch",
@@ -149,7 +149,7 @@ def _command(spec: JobSpec) -> str:
     words = command(spec)
     if not words and (spec.sweep or spec.backend):
         raise UsageError(
-            "HT000",
+            "HT803",
             f"{'sweep' if spec.sweep else 'backend'} without a command",
             "the command that gets these options",
         )

@@ -155,13 +155,13 @@ def _profile(path: Path, name: str) -> Layer:
         content = tomllib.loads(_text(path))
     except (ValueError, RecursionError) as error:
         raise UsageError(
-            "HT000", f"{path} is no TOML: {error}", "[cluster.NAME] and values"
+            "HT802", f"{path} is no TOML: {error}", "[cluster.NAME] and values"
         ) from None
     profiles = content.get("cluster", {})
     if not isinstance(profiles, dict) or not isinstance(profiles.get(name), dict):
         there = ", ".join(map(str, profiles)) if isinstance(profiles, dict) else ""
         raise UsageError(
-            "HT000",
+            "HT802",
             f"cluster = {name!r}: {path} has no [cluster.{name}]",
             f"one of {there}" if there else "a table of that name, with the names of JOB.toml",
         )
@@ -185,5 +185,5 @@ def _text(path: Path) -> str:
         return ""
     except (OSError, ValueError) as error:
         raise UsageError(
-            "HT000", f"{path} cannot be read: {error}", "a text file of your own"
+            "HT802", f"{path} cannot be read: {error}", "a text file of your own"
         ) from None

@@ -333,7 +333,7 @@ def complaint(problems: Sequence[tuple[str, str]], source: str = "") -> UsageErr
     lines = "".join(f"\n  {found}\n    expected: {expected}" for found, expected in problems)
     count = "a value" if len(problems) == 1 else f"{len(problems)} values"
     return UsageError(
-        "HT000", f"{source + ': ' if source else ''}{count} of the job cannot be:{lines}"
+        "HT801", f"{source + ': ' if source else ''}{count} of the job cannot be:{lines}"
     )
 
 

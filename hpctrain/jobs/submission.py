@@ -118,7 +118,7 @@ def here(spec: JobSpec, env: Mapping[str, str]) -> int:
         os.execvpe("bash", ["bash", "-c", text, spec.title], clean)  # noqa: S606  bash is a shell
     except OSError as error:
         raise StartError(
-            "HT000", f"bash cannot be started: {error}", "a bash on the PATH"
+            "HT806", f"bash cannot be started: {error}", "a bash on the PATH"
         ) from None
 
 
@@ -196,7 +196,7 @@ def log_folder(spec: JobSpec, env: Mapping[str, str]) -> Path | None:
         return Path(_expanded(folder, spec, env))
     except LookupError as error:
         raise UsageError(
-            "HT000",
+            "HT807",
             f"output = {spec.output}: a folder named by {error}",
             "a folder that can be made before the job has a number",
             f"output = {os.path.join('logs', os.path.basename(spec.output))}",
@@ -219,19 +219,19 @@ def check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
             own = os.access(_expanded(pattern, spec, env), os.W_OK)
         if not own:
             raise UsageError(
-                "HT000",
+                "HT809",
                 f"output = {pattern}: you may not write in the folder {folder.absolute()}",
                 "a log in a folder of your own",
             )
     # The script writes its own files there, also if the run directory is elsewhere.
     if not _is_writable(Path("runs")):
         raise UsageError(
-            "HT000",
+            "HT809",
             f"you may not write in the folder {Path('runs').absolute()}, where each job has files",
             "a folder of your own, or runs in it, to submit from",
         )
     if spec.run_dir and os.path.exists(spec.run_dir) and not os.path.isdir(spec.run_dir):
-        raise UsageError("HT000", f"run_dir = {spec.run_dir} is a file", "a folder, there or new")
+        raise UsageError("HT809", f"run_dir = {spec.run_dir} is a file", "a folder, there or new")
 
 
 def _is_writable(folder: Path) -> bool:
@@ -248,7 +248,7 @@ def _make_log_folder(spec: JobSpec, env: Mapping[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            "HT000", f"output = {log_pattern(spec)}: {error}", "a log in a folder that can be made"
+            "HT809", f"output = {log_pattern(spec)}: {error}", "a log in a folder that can be made"
         ) from None
 
 
@@ -269,17 +269,17 @@ def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
         os.getcwd()
     except FileNotFoundError:
         raise UsageError(
-            "HT000", "the current folder is gone", "one that is there", "cd to it"
+            "HT805", "the current folder is gone", "one that is there", "cd to it"
         ) from None
     for name in ("stage_code", "stage_environment", "stage_data"):
         path = getattr(spec, name)
         if path and not os.path.exists(path):
-            raise UsageError("HT000", f"{name} = {path} is not there", "a path from here")
+            raise UsageError("HT805", f"{name} = {path} is not there", "a path from here")
     notes = []
     if spec.venv and not os.path.exists(os.path.join(spec.venv, "bin", "activate")):
         found = f"venv = {spec.venv} has no bin/activate"
         if not os.path.isabs(spec.venv):
-            raise UsageError("HT000", found, "a virtual environment, by its path from here")
+            raise UsageError("HT805", found, "a virtual environment, by its path from here")
         notes.append(f"{found} on this host")
     if not spec.container and not spec.setup:
         notes += _check_command(spec, env)
@@ -296,7 +296,7 @@ def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
             where = f"in stage_code = {spec.stage_code}" if spec.stage_code else "here"
             found = f"{shlex.join(spec.argv[:2])}: {arguments[0]} is no file {where}"
             if not spec.dependency and not os.path.isabs(path):
-                raise UsageError("HT000", found, f"a script, by its path from {os.getcwd()}")
+                raise UsageError("HT805", found, f"a script, by its path from {os.getcwd()}")
             notes.append(found)
     folders = [os.path.join(spec.venv, "bin")] if spec.venv else []
     path = os.pathsep.join([*folders, env.get("PATH", os.defpath)])
@@ -314,12 +314,12 @@ def _refuse_slip(spec: JobSpec, path: str) -> None:
     program = spec.argv[0]
     if program.endswith(".py") and os.path.isfile(program) and not os.access(program, os.X_OK):
         raise UsageError(
-            "HT000", f"the command {shlex.join(spec.argv)}: {program} is no program",
+            "HT806", f"the command {shlex.join(spec.argv)}: {program} is no program",
             "python before a script", f"python {shlex.join(spec.argv)}",
         )  # fmt: skip
     first, *others = program.split() or [""]
     if others and len(spec.argv) == 1 and shutil.which(first, path=path):
         raise UsageError(
-            "HT000", f"the command {shlex.quote(program)}: one word, with spaces in it",
+            "HT806", f"the command {shlex.quote(program)}: one word, with spaces in it",
             "one word for each argument", f"-- {program}",
         )  # fmt: skip

@@ -114,10 +114,11 @@ def run(
         missing = [host for host in hosts.slots if host not in there]
         if missing:
             raise StartError(
-                "HT000",
+                "HT210",
                 f"{', '.join(missing)} of {len(hosts.slots)} hosts cannot be used",
                 "that all hosts answer when the run begins",
-                f"ssh {missing[0]} true    says why; or leave it out of --hosts",
+                f"ssh {missing[0]} true (says why)",
+                f"leave {missing[0]} out of --hosts",
             )
         common = Start(command, environ, folder, exit_status_file=folder / "exit-status")
         return _starts(hosts, common, directory, marker, least)
@@ -185,7 +186,7 @@ def _folder(directory: rundir.RunDirectory) -> Path:
         return Path(tempfile.mkdtemp(dir=directory.path.absolute(), prefix=".starts-"))
     except OSError as error:
         raise UsageError(
-            "HT000",
+            "HT617",
             f"the run directory {directory.path} cannot be made: {error}",
             "a place that can be written, on a file system that all hosts share",
             "--run-dir DIR",

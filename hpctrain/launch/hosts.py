@@ -81,14 +81,15 @@ def parse(text: str, slots: int) -> dict[str, int]:
         for host in expand(name):
             if host in found or ":" in host or not count:
                 raise UsageError(
-                    "HT000",
+                    "HT213",
                     f"--hosts {text}: {item}",
                     "names or IPv4 addresses, each once, and a number of ranks from 1 on",
-                    "--hosts node1:4,node2:4    or: --hosts 'node[1-2]:4'",
+                    "--hosts node1:4,node2:4",
+                    "--hosts 'node[1-2]:4'",
                 )
             found[host] = count
     if not found:
         raise UsageError(
-            "HT000", f"--hosts {text!r} names no host", "hosts", "--hosts node1:4,node2:4"
+            "HT213", f"--hosts {text!r} names no host", "hosts", "--hosts node1:4,node2:4"
         )
     return found

@@ -30,7 +30,7 @@ class InSlurm:
         counts = expand_counts(said) if said else [1] * len(names)
         if len(counts) != len(names):
             raise ContradictionError(
-                "HT000",
+                "HT101",
                 f"SLURM_TASKS_PER_NODE={said} and {len(names)} hosts in SLURM_JOB_NODELIST",
                 "a number for each host",
                 "leave SLURM_* as sbatch or salloc set them",

@@ -55,7 +55,7 @@ class OverSsh:
         self._remote = [host for host in slots if not _is_here(host)]
         if self._remote and shutil.which("ssh") is None:
             raise UsageError(
-                "HT000", "no ssh here", "ssh, over which horovodrun starts ranks", "PATH=…"
+                "HT211", "no ssh here", "ssh, over which horovodrun starts ranks", "PATH=…"
             )
 
     def present(self, marker: str) -> list[str]:
@@ -174,10 +174,11 @@ def _horovodrun() -> list[str]:
     found = str(beside) if beside.exists() else shutil.which("horovodrun")
     if found is None:
         raise UsageError(
-            "HT000",
+            "HT211",
             f"no horovodrun beside {sys.executable} or on PATH",
             "Horovod's launcher, which starts the ranks over ssh",
-            "hpctrain horovod build    or, in a Slurm job: leave --hosts out, and srun starts them",
+            "hpctrain horovod build",
+            "in a Slurm job: leave --hosts out, and srun starts them",
         )
     return [sys.executable, found]
 
@@ -206,7 +207,7 @@ def _interface(host: str, env: Mapping[str, str]) -> str:
             probe.connect((_address(host), 9))  # UDP, so nothing is sent
         except OSError as error:
             raise UsageError(
-                "HT000",
+                "HT210",
                 f"no way from here to {host}: {error}",
                 "an address that this host reaches",
                 f"export {env_vars.INTERFACE}=NAME",

@@ -67,10 +67,11 @@ def layout(nodes: int, per_node: str, gpus: int, simulated: bool = True) -> tupl
         counts *= nodes
     if len(counts) != nodes or any(count < 1 for count in counts):
         raise UsageError(
-            "HT000",
+            "HT213",
             f"--nproc-per-node {per_node} for {nodes} node{'s' if nodes > 1 else ''}",
             "a number from 1 on, auto, or as many numbers with commas as there are nodes",
-            "--nproc-per-node 2    or: --nodes 2 --nproc-per-node 2,1",
+            "--nproc-per-node 2",
+            "--nodes 2 --nproc-per-node 2,1",
         )
     return counts
 
@@ -92,7 +93,7 @@ def environs(
     worlds = _worlds(tasks_per_node, host)
     if len(worlds) > MOST_RANKS:
         raise UsageError(
-            "HT000",
+            "HT213",
             f"{len(worlds)} ranks on this machine",
             f"at most {MOST_RANKS}",
             "--nproc-per-node 2",

@@ -17,7 +17,7 @@ from typing import IO, Protocol, TextIO
 
 from hpctrain.process.logging import abandon
 
-__all__ = ["Output", "Tail", "say"]
+__all__ = ["TRACEBACK", "Output", "Tail", "say"]
 
 _CHUNK = 1 << 16
 # With several ranks, a line is held until it ends, up to this many bytes.
@@ -27,7 +27,7 @@ _TAIL_BYTES = 1 << 16
 _TAIL_LINE = 1 << 12
 _FEW_LINES = 20
 _MANY_LINES = 200
-_TRACEBACK = b"Traceback (most recent call last)"
+TRACEBACK = "Traceback (most recent call last)"  # first line of Python's
 _ERROR = b"hpctrain: error: "
 # Message of C++ when it ends a process, with messages of gloo, NCCL and Horovod about other ranks.
 _ABORTED = re.compile(
@@ -71,7 +71,7 @@ class Tail:
     def add(self, line: bytes) -> None:
         """Add a line, and drop the oldest lines over the limit."""
         line = line.rstrip(b"\r\n")[:_TAIL_LINE]
-        begins = line.startswith(_TRACEBACK) and not self._previous.startswith(_GOES_ON)
+        begins = line.startswith(TRACEBACK.encode()) and not self._previous.startswith(_GOES_ON)
         if begins or line.startswith(_ERROR):
             self.failed, self._cause = time.monotonic(), self._count
         self.follows = self.follows or _ABORTED.search(line) is not None

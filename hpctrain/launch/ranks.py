@@ -14,7 +14,7 @@ from pathlib import Path
 from hpctrain.cluster import env_vars
 from hpctrain.errors import StartError
 from hpctrain.launch import guard
-from hpctrain.launch.rank_output import Tail
+from hpctrain.launch.rank_output import TRACEBACK, Tail
 from hpctrain.process.failure_record import Failure
 
 __all__ = ["Guard", "Rank", "die_with_parent"]
@@ -79,10 +79,11 @@ class Rank:
             )
         except OSError as error:
             raise StartError(
-                "HT000",
+                "HT212",
                 f"rank {number} cannot be started on this machine: {error}",
                 "room for each rank: processes, open files, memory",
-                "fewer ranks, or ulimit -u and ulimit -n with larger numbers",
+                "start fewer ranks",
+                "ulimit -u and ulimit -n with larger numbers",
             ) from None
         return cls(number, process)
 
@@ -118,8 +119,7 @@ class Rank:
         """Describe how the rank ended, with its last lines.
 
         Args:
-            brief: whether to leave out text that is already on standard error, if the rank has
-                written a failure record.
+            brief: whether to leave out a traceback that is already on standard error.
         """
         code = self.code or 0
         how = f"with exit code {code}" if code >= 0 else f"with signal {_name(-code)}"
@@ -127,6 +127,8 @@ class Rank:
             text = self.failure.traceback if not self.shown else ""
             return f"{how}: {self.failure.words}" + (f"\n{text.rstrip()}" if text else "")
         said = self.tail.text()
+        if brief and TRACEBACK in said:
+            return f"{how}: {said.splitlines()[-1]}"
         lines = "".join(f"\n  {line}" for line in said.splitlines())
         return f"{how}. It said:{lines}" if said else f"{how}. It said nothing on standard error."
 

@@ -51,7 +51,7 @@ def _pickled(result: Any, rank: int) -> bytes:
         return bytes(cloudpickle.dumps(result))
     except Exception as error:  # __reduce__ and __getstate__ of any object may raise anything
         raise UsageError(
-            "HT000",
+            "HT216",
             f"what the function returned on rank {rank}, a {type(result).__name__}, cannot be sent "
             f"back: {type(error).__name__}: {error}",
             "something that pickle takes: numbers, texts, lists, arrays, tensors",

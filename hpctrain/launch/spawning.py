@@ -93,7 +93,7 @@ def _count(nproc: int | str) -> int:
         return max(len(rank_environment.gpus_of(os.environ)), 1)
     if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
         raise UsageError(
-            "HT000",
+            "HT214",
             f"spawn(…, nproc={nproc!r})",
             'a number of ranks from 1 on, or "auto"',
             "hpctrain.spawn(FUNCTION, 2, args=(…,))",
@@ -104,14 +104,14 @@ def _count(nproc: int | str) -> int:
 def _check(function: object, args: object) -> None:
     if not callable(function):
         raise UsageError(
-            "HT000",
+            "HT214",
             f"spawn({function!r}, …)",
             "a function, or something else that can be called",
             "hpctrain.spawn(FUNCTION, 2, args=(…,))",
         )
     if not isinstance(args, (tuple, list)):
         raise UsageError(
-            "HT000",
+            "HT214",
             f"spawn(…, args=…) with a {type(args).__name__}",
             "a tuple or list of arguments; with one argument args=(ARGUMENT,)",
             "hpctrain.spawn(FUNCTION, 2, args=(…,))",
@@ -126,11 +126,11 @@ def _refuse_inside_of_ranks() -> None:
         return  # contradictory variables, which the ranks do not get
     if world.launcher == "hpctrain" or world.world_size > 1:
         raise UsageError(
-            "HT000",
+            "HT215",
             f"spawn() in rank {world.rank} of {world.world_size}, which {world.launcher} started",
             "one process that starts the ranks",
-            'put the call under if __name__ == "__main__":, or call the function itself where a '
-            "launcher starts the ranks",
+            'put the call under if __name__ == "__main__":',
+            "call the function itself where a launcher starts the ranks",
         )
 
 
@@ -144,7 +144,7 @@ def _pack(
         data = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:  # __reduce__ and __getstate__ of any object may raise anything
         raise UsageError(
-            "HT000",
+            "HT216",
             f"{getattr(function, '__qualname__', function)} and its arguments cannot be sent to "
             f"the ranks: {type(error).__name__}: {error}",
             "a function, globals that it uses, and arguments that pickle takes",
@@ -183,8 +183,8 @@ def _results(folder: Path, outcome: supervisor.Outcome, said: tuple[int, str] | 
         return [pickle.loads(path.read_bytes()) for path in results]  # noqa: S301
     code = said[0] if said and said[0] else outcome.code
     if UsageError.exit_code in (code, first and first.code):
-        raise UsageError("HT000", text)
-    error = HpctrainError("HT000", text)
+        raise UsageError("HT217", text)
+    error = HpctrainError("HT217", text)
     if said and said[0]:
         error.exit_code = said[0]
     raise error

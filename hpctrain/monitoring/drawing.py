@@ -28,7 +28,7 @@ def need(extra: str, *modules: str) -> None:
         except ImportError as error:
             name = module.partition(".")[0]
             raise UsageError(
-                "HT000",
+                "HT651",
                 f"{name} cannot be imported: {error}",
                 f"{name}, which draws",
                 f"pip install 'hpctrain[{extra}]'",

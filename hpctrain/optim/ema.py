@@ -47,7 +47,7 @@ class EMA:
     ) -> None:
         if not 0 <= decay < 1:
             raise UsageError(
-                "HT000",
+                "HT406",
                 f"an average of the weights with decay {decay}",
                 "from 0 to below 1",
                 "--ema 0.999",
@@ -74,7 +74,7 @@ class EMA:
         """
         if self._kept:
             raise UsageError(
-                "HT000",
+                "HT409",
                 "EMA.update() inside of swapped()",
                 "an update after an optimizer's step",
                 "leave swapped() first",
@@ -104,7 +104,7 @@ class EMA:
         """
         if self._kept:
             raise UsageError(
-                "HT000",
+                "HT409",
                 "EMA.swapped() inside of swapped()",
                 "one at a time",
                 "leave the outer one first",
@@ -163,10 +163,11 @@ class EMA:
         found, expected = ([_shapes(model) for model in each] for each in (theirs, mine))
         if found != expected:
             raise CheckpointError(
-                "HT000",
+                "HT405",
                 f"averages of other weights: {_difference(found, expected)}",
                 "averages of the same models, in the same order",
-                "resume with the script and options that wrote the checkpoint, or leave out --ema",
+                "resume with the script and options that wrote the checkpoint",
+                "leave --ema out",
             )
         with torch.no_grad():
             for averages, saved in zip(mine, theirs, strict=True):

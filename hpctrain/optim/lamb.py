@@ -64,14 +64,14 @@ class LAMB(Layerwise):
         not_negative("LAMB", lr=lr, eps=eps, weight_decay=weight_decay)
         if not all(0 <= beta < 1 for beta in betas):
             raise UsageError(
-                "HT000",
+                "HT406",
                 f"LAMB(…, betas={betas})",
                 "two numbers from 0 to below 1",
                 "betas=(0.9, 0.999)",
             )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise UsageError(
-                "HT000",
+                "HT406",
                 f"LAMB(…, max_grad_norm={max_grad_norm})",
                 "a norm above 0",
                 "max_grad_norm=None for no clipping",

@@ -64,7 +64,7 @@ class LARS(Layerwise):
         not_negative("LARS", **settings)
         if nesterov and not momentum:
             raise UsageError(
-                "HT000",
+                "HT406",
                 "LARS(…, momentum=0, nesterov=True)",
                 "a momentum to look ahead by",
                 "momentum=0.9",

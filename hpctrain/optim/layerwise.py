@@ -32,7 +32,7 @@ def not_negative(optimizer: str, **settings: float | Tensor) -> None:
     for name, value in settings.items():
         if not value >= 0:
             raise UsageError(
-                "HT000",
+                "HT406",
                 f"{optimizer}(…, {name}={value})",
                 "a number that is not negative",
                 f"{name}=X, 0 or more",
@@ -153,10 +153,11 @@ class Layerwise(Optimizer):
             if gradient.layout != torch.strided or gradient.is_complex():
                 kind = "complex" if gradient.is_complex() else "sparse"
                 raise UsageError(
-                    "HT000",
+                    "HT407",
                     f"{type(self).__name__} got a {kind} gradient of shape {tuple(gradient.shape)}",
                     "dense, real gradients",
-                    "Embedding(…, sparse=False), or another optimizer for these parameters",
+                    "Embedding(…, sparse=False)",
+                    "another optimizer for these parameters",
                 )
         return parameters
 

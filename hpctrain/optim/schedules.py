@@ -61,7 +61,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise UsageError(
-                "HT000",
+                "HT406",
                 f"a learning-rate schedule named {self.kind}",
                 f"one of {', '.join(_KINDS)}",
                 f"--lr-schedule {_KINDS[0]}",
@@ -75,24 +75,27 @@ class Schedule:
         ):
             if not good:
                 raise UsageError(
-                    "HT000",
+                    "HT406",
                     f"Schedule({name}={getattr(self, name)})",
                     expected,
                     f"{name}=N, {expected}",
                 )
         if self.total_steps is None and self.kind in _ENDING:
             raise UsageError(
-                "HT000",
+                "HT410",
                 f"--lr-schedule {self.kind}, and the training has no end",
                 "a number of epochs or steps",
-                "--epochs N or --max-steps N",
+                "--epochs N",
+                "--max-steps N",
             )
         if self.total_steps is not None and self.warmup_steps >= self.total_steps:
             raise UsageError(
-                "HT000",
+                "HT411",
                 f"a warm-up of {self.warmup_steps:,} of {self.total_steps:,} steps",
                 "a warm-up that is shorter than the training",
-                "a smaller --lr-warmup-epochs, or more with --epochs N or --max-steps N",
+                "a smaller --lr-warmup-epochs",
+                "a larger --epochs",
+                "a larger --max-steps",
             )
 
     def factor(self, step: int) -> float:
@@ -143,7 +146,7 @@ def scale(rule: str, global_batch: int, reference_batch: int) -> float:
     """
     if global_batch < 1 or reference_batch < 1:
         raise UsageError(
-            "HT000",
+            "HT406",
             f"a global batch of {global_batch} and a reference of {reference_batch}",
             "1 or more samples",
             "--lr-reference-batch N",
@@ -152,7 +155,7 @@ def scale(rule: str, global_batch: int, reference_batch: int) -> float:
     factors = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}
     if rule not in factors:
         raise UsageError(
-            "HT000",
+            "HT406",
             f"a scaling of the learning rate named {rule}",
             f"one of {', '.join(factors)}",
             "--lr-scaling none",
@@ -196,7 +199,7 @@ def attached(optimizers: Sequence[Optimizer], but: Iterable[object] = ()) -> dic
                 name = f"{type(one).__name__} of optimizer {number}"
                 if name in named:
                     raise UsageError(
-                        "HT000",
+                        "HT412",
                         f"two schedulers of the kind {type(one).__name__} for one optimizer",
                         "that a checkpoint can tell them apart",
                         'session.run(state={"warm-up": first, "decay": second})',

@@ -36,7 +36,7 @@ def convert(model: nn.Module, backend: Backend) -> nn.Module:
     """
     if backend.name == "dataparallel" and torch.cuda.device_count() > 1:
         raise UsageError(
-            "HT000",
+            "HT408",
             "--sync-batchnorm with --backend dataparallel, whose GPUs know their own part alone",
             "a rank for each GPU",
             "hpctrain run SCRIPT, with --backend ddp",
@@ -69,17 +69,18 @@ def convert(model: nn.Module, backend: Backend) -> nn.Module:
 def _refuse(name: str, layer: _BatchNorm) -> None:
     if any(is_lazy(tensor) for tensor in [*layer.parameters(), *layer.buffers()]):
         raise UsageError(
-            "HT000",
+            "HT408",
             f"--sync-batchnorm, and {name} does not know its number of channels yet",
             "a model that has seen a batch, or layers with num_features",
             "model(batch) before session.prepare(model)",
         )
     if type(layer).forward not in _FORWARDS:
         raise UsageError(
-            "HT000",
+            "HT408",
             f"--sync-batchnorm, and {name} is a {type(layer).__name__} with a forward() of its own",
             "torch's batch norm, whose sums are known",
-            "nn.BatchNorm1d, 2d or 3d there, or no --sync-batchnorm",
+            "nn.BatchNorm1d, 2d or 3d there",
+            "leave --sync-batchnorm out",
         )
 
 

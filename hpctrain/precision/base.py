@@ -84,10 +84,11 @@ class Precision:
         for name, flag, where in _SETTINGS:
             if getattr(settings, name) is not None and name not in cls.takes:
                 raise UsageError(
-                    "HT000",
+                    "HT401",
                     f"{flag} with --precision {cls.name}",
                     where,
-                    f"leave {flag} out, or {where}",
+                    f"leave {flag} out",
+                    where,
                 )
 
     def switch(self, undo: ExitStack) -> None:

@@ -36,10 +36,10 @@ class Float32(Precision):
                 undo.callback(setattr, owner, "allow_tf32", owner.allow_tf32)
             except RuntimeError:
                 raise UsageError(
-                    "HT000",
+                    "HT403",
                     "torch's switches fp32_precision were set before the Session, which sets TF32",
                     "one who sets it",
-                    "remove them from the script: --precision tf32, or fp32, does it",
+                    "remove them from the script (--precision tf32 or fp32 sets TF32)",
                 ) from None
             owner.allow_tf32 = self._short_inputs
 
@@ -61,7 +61,7 @@ class TensorFloat(Float32):
         if not has:
             found = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
             raise UsageError(
-                "HT000",
+                "HT402",
                 f"--precision tf32 on {found}",
                 "an NVIDIA GPU of compute capability 8.0 (Ampere) or later",
                 "--precision fp32",

@@ -100,7 +100,7 @@ class Masters:
         own = list(self._master.values())
         if [tuple(m.shape) for m in masters] != [tuple(m.shape) for m in own]:
             raise UsageError(
-                "HT000",
+                "HT405",
                 f"the checkpoint has {len(masters)} master weights of other shapes than the "
                 f"{len(own)} of the prepared models",
                 "the same models and --keep-batchnorm-fp32",

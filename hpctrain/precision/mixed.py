@@ -59,12 +59,12 @@ class Half(Autocast):
         for name, parameter in model.named_parameters():
             if parameter.dtype == torch.float16:
                 raise UsageError(
-                    "HT000",
+                    "HT404",
                     f"{name} of the {type(model).__name__} is in half precision under --precision "
                     f"{self.name}",
                     "weights in fp32, which autocast casts where that is safe",
-                    f"remove model.half() and keep --precision {self.name}; or --precision O2, "
-                    "which has weights in half precision, and fp32 ones behind them",
+                    f"remove model.half() and keep --precision {self.name}",
+                    "--precision O2 (weights in half precision, and fp32 ones behind them)",
                 )
 
 

@@ -36,7 +36,7 @@ def take_slice(world: World, env: MutableMapping[str, str], undo: ExitStack) -> 
         return
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UsageError(
-            "HT000",
+            "HT115",
             f"CUDA has started before the Session, and {visible_gpus.CUDA} has several MIG slices",
             "the Session first: it leaves each rank its own slice",
             "move hpctrain.Session(…) before the first use of cuda in the script",
@@ -78,31 +78,31 @@ def _refuse_waste(job: Allocation | None, env: Mapping[str, str], said: Sequence
     meant = visible_gpus.visible(env)
     if meant is not None and not meant.names:
         return
-    why, fix = why_not(said)
+    why, fixes = why_not(said)
     if job and job.gpus:
         raise UsageError(
-            "HT000",
+            "HT116",
             f"job {job.label} has {job.gpus} GPU{'s' if job.gpus > 1 else ''} on this host, and "
             f"torch {torch.__version__} can use none: {why}",
             "GPUs that torch can use, or none",
-            f"{fix}    or, {_HIDE}",
+            *fixes,
+            _HIDE,
         )
     if visible_gpus.here():
         logger.warning(
-            "this machine has GPUs, and torch %s can use none: %s; fix: %s    or, %s",
+            "this machine has GPUs, and torch %s can use none: %s; fix: %s",
             torch.__version__,
             why,
-            fix,
-            _HIDE,
+            "; or: ".join((*fixes, _HIDE)),
         )
 
 
-def why_not(said: Sequence[str]) -> tuple[str, str]:
+def why_not(said: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """Return the reason why torch has no GPU, and what to type."""
     if not torch.version.cuda and not torch.version.hip:
         return (
             "it is a CPU build",
-            "pip install --force-reinstall torch    (from the index with the CUDA build)",
+            ("pip install --force-reinstall torch (from the index with the CUDA build)",),
         )
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -111,8 +111,11 @@ def why_not(said: Sequence[str]) -> tuple[str, str]:
         why = str(error).strip().splitlines()[0]
     why = next((line for line in said if "driver" in line.lower()), why)
     if "too old" in why:
-        return why, "module load a newer driver, or install a torch for an older CUDA"
-    return why, "look at nvidia-smi; in a container: apptainer exec --nv, docker run --gpus all"
+        return why, ("module load a newer driver", "install a torch for an older CUDA")
+    return why, (
+        "look at nvidia-smi",
+        "in a container: apptainer exec --nv, docker run --gpus all",
+    )
 
 
 def index_of(world: World, visible: int) -> int:
@@ -134,9 +137,10 @@ def index_of(world: World, visible: int) -> int:
     if world.local_rank >= visible:
         ranks = f"{world.local_world_size or world.local_rank + 1} ranks"
         raise UsageError(
-            "HT000",
+            "HT113",
             f"local rank {world.local_rank} and {visible} visible GPUs: {ranks} on this host",
             "at most one rank for each GPU",
-            f"start {visible} ranks on each host, or, {_HIDE}",
+            f"start {visible} ranks on each host",
+            _HIDE,
         )
     return world.local_rank

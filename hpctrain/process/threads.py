@@ -122,7 +122,7 @@ def _warn(entries: Sequence[Mapping[str, Any]], shares: Sequence[int], workers: 
         logger.warning(
             "too few cores for %d rank%s, the first rank %d on %s: each has %d, for %d threads and "
             "%d loader workers; fix: fewer --workers, or export OMP_NUM_THREADS=%d, or in a "
-            "Slurm job srun --cpus-per-task=%d    (it does not take that from sbatch)",
+            "Slurm job srun --cpus-per-task=%d (it does not take that from sbatch)",
             len(ranks),
             "s" if len(ranks) > 1 else "",
             ranks[0],

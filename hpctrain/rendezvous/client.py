@@ -278,13 +278,13 @@ class RendezvousClient:
         waited = self.clock() - self.began
         where = ", ".join(self.hosts[:8]) + (", …" if len(self.hosts) > 8 else "")
         return StartError(
-            "HT000",
+            "HT202",
             f"rank {self.world.rank} on {self.entry['host']} did not find rank 0"
             + (f" at {where}" if where else "")
             + f" within {waited:.0f} s ({self._seen()})",
             "rank 0 listening there",
-            "look for the first error in the log of rank 0; if it is on another host or has "
-            f"another name: export {env_vars.MAIN_ADDRESS}=HOST",
+            "look for the first error in the log of rank 0",
+            f"if it is on another host or has another name: export {env_vars.MAIN_ADDRESS}=HOST",
         )
 
 

@@ -43,16 +43,21 @@ class Difference:
     Attributes:
         subject: name of what differs, such as "torch".
         found: text that lists which ranks have which value.
-        expected, fix: texts as in an error.
-        wrong: whether it is an error: the ranks cannot train together, or would train something
-            other than intended.
+        expected, fixes: texts as in an error.
+        code: code of the error, if the ranks cannot train together or would train something other
+            than intended; "" for a warning.
     """
 
     subject: str
     found: str
     expected: str
-    fix: str
-    wrong: bool
+    fixes: tuple[str, ...]
+    code: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it is an error."""
+        return bool(self.code)
 
 
 def entry(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,9 +106,9 @@ def check(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
     found = differences(entries, hosts)
     for one in found:
         if one.wrong:
-            raise ContradictionError("HT000", one.found, one.expected, one.fix)
+            raise ContradictionError(one.code, one.found, one.expected, *one.fixes)
     for one in found:
-        logger.warning("%s; fix: %s", one.found, one.fix)
+        logger.warning("%s; fix: %s", one.found, "; or: ".join(one.fixes))
 
 
 def differences(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Sequence[Difference]:
@@ -167,8 +172,8 @@ def _shared_gpus(ranks: _Ranks) -> Iterable[Difference]:
             f"torch sees no GPU at {ranks.who(without)}; the other "
             f"{len(ranks.entries) - len(without)} ranks have one",
             "a GPU for every rank, or for none",
-            f"look at nvidia-smi there; or, {cpu}",
-            wrong=True,
+            ("look at nvidia-smi there", cpu),
+            "HT116",
         )
     meant = all(one["network"].get(_MAY_SHARE) == "1" for one in ranks.entries)
     for gpu, who in groups.items():
@@ -177,8 +182,8 @@ def _shared_gpus(ranks: _Ranks) -> Iterable[Difference]:
                 "GPU",
                 f"one GPU ({gpu}) is shared by {ranks.who(who)}",
                 "a GPU of its own for each rank",
-                f"start as many ranks on each host as it has GPUs; or, {cpu}",
-                wrong=not meant,
+                ("start as many ranks on each host as it has GPUs", cpu),
+                "" if meant else "HT113",
             )
 
 
@@ -195,9 +200,11 @@ def _versions(ranks: _Ranks) -> Iterable[Difference]:
                 name,
                 ranks.say(groups, name),
                 f"one version of {name}",
-                "the same environment on all hosts: load it in the batch script, or put it where "
-                "all of them see it",
-                wrong,
+                (
+                    "load the same environment on all hosts, in the batch script",
+                    "put the environment where all hosts see it",
+                ),
+                "HT208" if wrong else "",
             )
 
 
@@ -210,8 +217,8 @@ def _settings(ranks: _Ranks) -> Iterable[Difference]:
                 name,
                 ranks.say(groups, name),
                 f"the same {name} on all ranks: it decides what they train",
-                "one command line for all ranks",
-                wrong=True,
+                ("one command line for all ranks",),
+                "HT209",
             )
 
 
@@ -227,8 +234,8 @@ def _program(ranks: _Ranks) -> Iterable[Difference]:
             "script",
             ranks.say(groups, "different scripts:"),
             "one script for all ranks",
-            "start each with an srun of its own, or give each its own HPCTRAIN_SECRET",
-            wrong=True,
+            ("start each with an srun of its own", "give each its own HPCTRAIN_SECRET"),
+            "HT209",
         )
     groups = ranks.by_value(lambda one: tuple(one["command"]))
     if len(groups) > 1:
@@ -238,8 +245,7 @@ def _program(ranks: _Ranks) -> Iterable[Difference]:
             f"{ranks.who(groups[first])} and {ranks.who(groups[other])} were started with "
             f"different commands: {_first_difference(first, other)}",
             "one command line for all ranks",
-            "look at what starts them",
-            wrong=False,
+            ("look at what starts them",),
         )
     for subject, name, fix in (
         ("gpu_name", "GPUs of different kinds:", "one kind: srun --constraint=…, --gpus=KIND:N"),
@@ -247,7 +253,7 @@ def _program(ranks: _Ranks) -> Iterable[Difference]:
     ):
         groups = ranks.by_value(lambda one, subject=subject: _text(one[subject]))  # type: ignore[misc]
         if len(groups) > 1:
-            yield Difference(subject, ranks.say(groups, name), "the same on all ranks", fix, False)
+            yield Difference(subject, ranks.say(groups, name), "the same on all ranks", (fix,))
 
 
 def _code_differs(ranks: _Ranks) -> Iterable[Difference]:
@@ -261,8 +267,7 @@ def _code_differs(ranks: _Ranks) -> Iterable[Difference]:
                 "code",
                 ranks.say(groups, f"{name} differs: version"),
                 "the same code on all ranks",
-                "copy it again to where the ranks read it",
-                wrong=False,
+                ("copy it again to where the ranks read it",),
             )
 
 

@@ -57,11 +57,12 @@ def address_on(name: str) -> str:
     if name not in found:
         there = ", ".join(f"{n} ({', '.join(a)})" for n, a in found.items())
         raise UsageError(
-            "HT000",
+            "HT207",
             f"the network interface {name!r} "
             + ("has no address" if _exists(name) else "is not there"),
             f"one of {there}",
-            "export HPCTRAIN_INTERFACE=NAME    or unset it: the ranks then find one by themselves",
+            "export HPCTRAIN_INTERFACE=NAME",
+            "unset HPCTRAIN_INTERFACE GLOO_SOCKET_IFNAME (the ranks then find one by themselves)",
         )
     return found[name][0]
 

@@ -145,8 +145,8 @@ def choose(
     if point.address:
         return None
     raise StartError(
-        "HT000",
+        "HT203",
         f"{world.launcher} started {world.world_size} ranks and does not say where rank 0 is",
         "its host name or address",
-        f"export {MAIN_ADDRESS}=HOST    (the host of rank 0, the same on all ranks)",
+        f"export {MAIN_ADDRESS}=HOST (the host of rank 0, the same on all ranks)",
     )

@@ -61,16 +61,16 @@ def make_roster(
         other = seen.setdefault((host, place["local_rank"]), rank)
         if other != rank:
             raise ContradictionError(
-                "HT000",
+                "HT206",
                 f"ranks {other} and {rank} both have local rank {place['local_rank']} on "
                 f"{hosts[host]}",
                 "a local rank of its own for each rank of a host",
-                "export LOCAL_RANK as the place of the rank on its host, from 0; where two hosts "
-                "have one name: export HPCTRAIN_HOSTNAME=NAME on each",
+                "export LOCAL_RANK as the place of the rank on its host, from 0",
+                "where two hosts have one name: export HPCTRAIN_HOSTNAME=NAME on each",
             )
         if place["local_rank"] >= on_host[host]:
             raise ContradictionError(
-                "HT000",
+                "HT206",
                 f"rank {rank} has local rank {place['local_rank']}, and there are only "
                 f"{on_host[host]} ranks on {hosts[host]}",
                 "local ranks that count the ranks of one host",

@@ -35,7 +35,8 @@ __all__ = ["RendezvousServer"]
 _LINGER_SECONDS = 1.0
 _OWN_PORT = (
     "start each rank once, and give every start a port of its own (MASTER_PORT or "
-    f"{env_vars.MAIN_PORT}) or a {env_vars.SECRET} of its own"
+    f"{env_vars.MAIN_PORT})",
+    f"start each rank once, and give every start a {env_vars.SECRET} of its own",
 )
 
 
@@ -131,15 +132,18 @@ class RendezvousServer:
         while (left := limit - self.clock()) > 0 and self.peers.watches:
             self.peers.attend(left)
         only = len(self.ports) == 1
+        free = "PORT (one that is free on the host of rank 0, the same on all ranks)"
+        fixes = (
+            (f"export MASTER_PORT={free}", f"hpctrain run --main-port {free}")
+            if only
+            else (f"export {env_vars.MAIN_PORT}={free}",)
+        )
         raise StartError(
-            "HT000",
+            "HT204",
             f"rank 0 can listen on none of the ports {', '.join(map(str, self.ports))} of "
             f"{self.entries[0]['host']} ({self.why})",
             "a free port: another start may have taken this one" if only else "one free port",
-            "a port that is free on the host of rank 0, the same on all ranks: export "
-            "MASTER_PORT=PORT, or hpctrain run --main-port PORT"
-            if only
-            else f"export {env_vars.MAIN_PORT}=PORT    (one that is free on the host of rank 0)",
+            *fixes,
         )
 
     def _give_up(self, error: HpctrainError) -> None:
@@ -183,11 +187,11 @@ class RendezvousServer:
         with contextlib.suppress(OSError):
             probe.connection.sendall(encode({"proof": proof, "hello": hello}))
         raise ContradictionError(
-            "HT000",
+            "HT205",
             f"two processes say that they are rank 0: {entry['host']} pid {entry['pid']} and the "
             f"one that listens at port {probe.place[1]} there",
             "each rank once",
-            _OWN_PORT,
+            *_OWN_PORT,
         )
 
     def _leave_word(self) -> None:
@@ -200,10 +204,10 @@ class RendezvousServer:
             self.store.write(self.credentials.start, word.encode())
         except OSError as error:
             raise StartError(
-                "HT000",
+                "HT203",
                 f"rank 0 cannot leave word of its address in {self.store.where}: {error}",
                 "a place that all ranks see, or rank 0's host by name",
-                f"export {env_vars.MAIN_ADDRESS}=HOST    (the host of rank 0, on all ranks)",
+                f"export {env_vars.MAIN_ADDRESS}=HOST (the host of rank 0, on all ranks)",
             ) from None
 
     def _wait(self) -> None:
@@ -239,19 +243,19 @@ class RendezvousServer:
             return
         if size != self.world.world_size:
             raise ContradictionError(
-                "HT000",
+                "HT206",
                 f"rank {rank} on {entry['host']} says {size} ranks, rank 0 on "
                 f"{self.entries[0]['host']} says {self.world.world_size}",
                 "one world size",
-                "hpctrain explain    on both shows the variables",
+                "hpctrain explain (in place of the script, on both ranks)",
             )
         if known and known["process"] != entry["process"]:
             raise ContradictionError(
-                "HT000",
+                "HT205",
                 f"two processes say that they are rank {rank}: {known['host']} pid "
                 f"{known['pid']} and {entry['host']} pid {entry['pid']}",
                 "each rank once",
-                _OWN_PORT,
+                *_OWN_PORT,
             )
         before = self.by_rank.get(rank)
         self.by_rank[rank] = peer
@@ -285,7 +289,7 @@ class RendezvousServer:
             names = [roster.hosts[roster.host_of_rank[rank]] for rank in deaf]
             hosts = list(dict.fromkeys(names))
             raise StartError(
-                "HT000",
+                "HT201",
                 f"{_ranks(deaf)} of {self.world.world_size} came and {_were(deaf)} lost: the "
                 f"roster was not heard on {', '.join(hosts[:8])}",
                 "all ranks, to the end of the start",
@@ -307,13 +311,13 @@ class RendezvousServer:
         if self.peers.trouble:
             gone += f"; callers were not let in: {self.peers.trouble}"
         return StartError(
-            "HT000",
+            "HT201",
             f"{_ranks(missing)} of {self.world.world_size} did not come within "
             f"{self.timeout:.0f} s (came: {came}{gone}). Rank 0 listened at port "
             f"{self.ports[-1]} of {self.entries[0]['host']}",
             "all ranks",
-            "look for the first error in their logs; a slow file system needs a longer "
-            "--start-timeout",
+            "look for the first error in their logs",
+            "for a slow file system: --start-timeout SECONDS, longer than now",
         )
 
     def _addresses(self, roster: Roster) -> tuple[str, ...]:
@@ -327,7 +331,7 @@ class RendezvousServer:
             wrong = entry["address"] and is_loopback(entry["address"]) and not self.simulated
             if len(roster.hosts) > 1 and wrong:
                 raise ContradictionError(
-                    "HT000",
+                    "HT207",
                     f"the interface of rank {rank} on {entry['host']} has the address "
                     f"{entry['address']}, and the ranks are on {len(roster.hosts)} hosts",
                     "an interface that the other hosts reach",

@@ -108,10 +108,11 @@ class RunDirectory:
             return None
         except (OSError, ValueError, RecursionError) as error:
             raise UsageError(
-                "HT000",
+                "HT701",
                 f"{path} cannot be read: {error}",
                 "a file that hpctrain wrote",
-                "mend or remove it, or choose another directory with --run-dir DIR",
+                "mend or remove it",
+                "--run-dir DIR for another directory",
             ) from None
 
     def give_up(self, reason: str) -> None:

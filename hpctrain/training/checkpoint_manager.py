@@ -11,8 +11,9 @@ from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.lock import Lock
 from hpctrain.training.consensus import on_rank_zero
+from hpctrain.training.context import Context
 from hpctrain.training.replica_check import refuse_unlike_weights
-from hpctrain.training.state import Parts, Position, gather, refuse_nonfinite
+from hpctrain.training.state import Position, gather, refuse_nonfinite
 
 __all__ = ["CheckpointManager"]
 
@@ -25,7 +26,7 @@ class CheckpointManager:
     """Manager of a run's checkpoints: all ranks collect their states, rank 0 writes them later.
 
     Args:
-        parts: parts of the session.
+        context: context of the training.
         others: objects that the user added to the state, by name.
         directory: run directory.
         lock: lock on the run directory at rank 0; None on the other ranks.
@@ -38,21 +39,21 @@ class CheckpointManager:
 
     def __init__(
         self,
-        parts: Parts,
+        context: Context,
         others: Mapping[str, Any],
         directory: RunDirectory,
         lock: Lock | None,
         facts: Mapping[str, Any],
         saved: Position | None,
     ) -> None:
-        self._parts, self._others, self._facts = parts, others, facts
+        self._context, self._others, self._facts = context, others, facts
         self.saved = saved
         self._first = saved
         self._taken: list[Position] = []  # positions saved since then, the newest last
         self._replaced: ReplacedError | None = None
         self._writer: Writer | None = None
         if lock is not None:
-            options = parts.options
+            options = context.options
             self._writer = Writer(
                 directory,
                 keep=options.keep_checkpoints,
@@ -63,12 +64,12 @@ class CheckpointManager:
 
     def due(self, step: int) -> bool:
         """Check whether --checkpoint-every requires a save at this step; the same on all ranks."""
-        every = self._parts.options.checkpoint_every
+        every = self._context.options.checkpoint_every
         return every is not None and step % every == 0
 
     def overdue(self) -> bool:
         """Check whether --checkpoint-minutes have passed; only rank 0 can return True."""
-        minutes = self._parts.options.checkpoint_minutes
+        minutes = self._context.options.checkpoint_minutes
         if self._writer is None or minutes is None:
             return False
         return time.monotonic() - self._since >= 60 * minutes
@@ -92,7 +93,7 @@ class CheckpointManager:
                 raise self._replaced
             return self._writer.committed if self._writer is not None else None
 
-        step = on_rank_zero(self._parts.backend, look)
+        step = on_rank_zero(self._context.backend, look)
         if self._writer is None:
             logger.warning("rank 0 could not write a checkpoint; its log says why")
         written = [one for one in self._taken if step is not None and one.step == step]
@@ -120,18 +121,18 @@ class CheckpointManager:
             UsageError: the ranks do not have the same weights, or a state holds a value that cannot
                 be loaded again.
         """
-        parts = self._parts
-        refuse_nonfinite(parts, position.step)
-        refuse_unlike_weights(parts, position.step)
-        with nullcontext() if parts.ema is None else parts.ema.original():
-            state = gather(parts, self._others, position, log)
+        context = self._context
+        refuse_nonfinite(context, position.step)
+        refuse_unlike_weights(context, position.step)
+        with nullcontext() if context.ema is None else context.ema.original():
+            state = gather(context, self._others, position, log)
 
             def write() -> None:
                 if self._writer is not None and state is not None:
                     facts = {**self._facts, "time": time.time(), "metrics": dict(metrics)}
                     self._writer.save(position.step, state, facts)
 
-            on_rank_zero(parts.backend, write)
+            on_rank_zero(context.backend, write)
         self.saved = position
         self._taken = [*self._taken[-2:], position]
         self._since = time.monotonic()
@@ -142,7 +143,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: the write failed.
         """
-        on_rank_zero(self._parts.backend, self._writer.wait if self._writer else lambda: None)
+        on_rank_zero(self._context.backend, self._writer.wait if self._writer else lambda: None)
 
     def close(self) -> None:
         """Complete the write that is under way, and end the writer."""

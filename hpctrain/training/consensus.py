@@ -30,69 +30,66 @@ class Consensus:
 
     Args:
         backend: backend of the ranks that take part.
-        say: returns the values of this rank by name; the same names in the same order on all ranks.
-            Called once for each sum, so a value that it returns once is summed once.
-        doing: describes what this rank does, for error messages; the text is the same on all ranks,
-            unless they do different things.
 
     Attributes:
-        heard: number of sums that the last call of `step` or `now` has read.
+        received: number of sums that the last call of `step` or `now` has read.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        say: Callable[[], Mapping[str, float]],
-        doing: Callable[[], str],
-    ) -> None:
-        self._backend, self._say, self._doing = backend, say, doing
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._steps = 1  # steps from one sum to the next
         self._left = 1  # steps until the next sum
         self._sum: tuple[list[str], str, Work] | None = None  # the sum under way
         self._begun = time.monotonic()
-        self.heard = 0
+        self.received = 0
 
-    def step(self) -> Mapping[str, float] | None:
-        """Return the sum that is due at this step, or None; called by all ranks after each step."""
+    def due(self) -> bool:
+        """Count a step, and return whether `step` is due now; called by all ranks."""
         self._left -= 1
-        if self._left:
-            return None
-        self.heard = 0
-        heard = self._read()
-        self._begin()
-        # A single rank reads its sum at once, unless a GPU still has to compute it.
-        if heard is None and self._backend.world_size == 1 and self._sum and self._sum[2].ready():
-            heard = self._read()
-        self._left = self._steps
-        return heard
+        return not self._left
 
-    def now(self, what: str) -> Mapping[str, float]:
+    def step(self, values: Mapping[str, float], doing: str) -> Mapping[str, float] | None:
+        """Return the sum that began when this was last due, or None, and begin the next one.
+
+        Args:
+            values: values of this rank by name; the same names in the same order on all ranks.
+            doing: what this rank does, for error messages; the same text on all ranks, unless they
+                do different things.
+        """
+        self.received = 0
+        sums = self._read()
+        self._begin(values, doing)
+        # A single rank reads its sum at once, unless a GPU still has to compute it.
+        if sums is None and self._backend.world_size == 1 and self._sum and self._sum[2].ready():
+            sums = self._read()
+        self._left = self._steps
+        return sums
+
+    def now(self, values: Mapping[str, float], doing: str) -> Mapping[str, float]:
         """Wait for all ranks; return the current sums plus those that were not read yet.
 
         Args:
-            what: purpose of the sum, such as "a checkpoint".
+            values, doing: as for `step`.
         """
-        meet(self._backend, f"{what}, {self._doing()}")
-        self.heard = 0
+        self.received = 0
         before = self._read() or {}
-        self._begin()
-        heard = self._read() or {}
+        self._begin(values, doing)
+        sums = self._read() or {}
         self._left = self._steps
-        return {name: value + before.get(name, 0.0) for name, value in heard.items()}
+        return {name: value + before.get(name, 0.0) for name, value in sums.items()}
 
-    def _begin(self) -> None:
+    def _begin(self, values: Mapping[str, float], doing: str) -> None:
         now = time.monotonic()
-        said, doing = self._say(), self._doing()
         number = int.from_bytes(hashlib.blake2b(doing.encode(), digest_size=2).digest(), "big")
-        numbers = [*said.values(), number, number * number, now - self._begun]
-        self._sum, self._begun = (list(said), doing, self._backend.sum_async(numbers)), now
+        numbers = [*values.values(), number, number * number, now - self._begun]
+        self._sum, self._begun = (list(values), doing, self._backend.sum_async(numbers)), now
 
     def _read(self) -> dict[str, float] | None:
         if self._sum is None:
             return None
         names, doing, sums = self._sum
         self._sum = None
-        self.heard += 1
+        self.received += 1
         *values, total, squares, seconds = sums.values()
         if total * total != squares * self._backend.world_size:
             compare(self._backend, doing)
@@ -135,12 +132,13 @@ def _refuse_unlike(seen: Sequence[str]) -> None:
         ranks.setdefault(one, []).append(rank)
     if len(ranks) > 1:
         raise UsageError(
-            "HT000",
+            "HT601",
             "the ranks do not do the same: "
             + "; ".join(f"{_ranks(those)}: {doing}" for doing, those in ranks.items()),
             "the same calls in the same order on every rank",
-            "call run.log(), run.save(), session.sum() and the like on all ranks, not under `if "
-            "session.is_main`; give all of them as many batches; and break or continue on all",
+            "call run.log(), run.save() and session.sum() on all ranks, not under `if "
+            "session.is_main`",
+            "give all ranks the same number of batches, and break or continue on all of them",
         )
 
 

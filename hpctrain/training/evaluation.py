@@ -1,7 +1,6 @@
 """Exact evaluation results over shards of different sizes."""
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,8 @@ from torch.nn.functional import cross_entropy
 
 from hpctrain.backends.base import Backend
 from hpctrain.errors import UsageError
+from hpctrain.process.events import Events
+from hpctrain.process.phases import IDLE
 
 __all__ = ["Classification", "Scores", "total"]
 
@@ -42,7 +43,7 @@ def total(backend: Backend, *values: Any) -> tuple[float, ...]:
                 whole[1, place], parts[place] = 1, float(number)
         except (TypeError, ValueError, RuntimeError):
             raise UsageError(
-                "HT000",
+                "HT602",
                 f"session.sum() of a {type(value).__name__} that is not one number",
                 "numbers, or tensors of one element",
                 "a value for each: session.sum(correct, count)",
@@ -96,7 +97,7 @@ class Classification:
     Args:
         backend: backend of the session.
         classes: number of classes, C.
-        before, after: called before and after the exchange between the ranks.
+        events: told of the exchange between the ranks.
 
     Raises:
         UsageError: fewer than two classes.
@@ -106,19 +107,18 @@ class Classification:
         self,
         backend: Backend,
         classes: int,
-        before: Callable[[], None] = lambda: None,
-        after: Callable[[], None] = lambda: None,
+        events: Events | None = None,
     ) -> None:
         if classes < 2:
             raise UsageError(
-                "HT000",
+                "HT603",
                 f"classification({classes})",
                 "two classes or more, each with an output of its own",
                 "session.sum(correct, count) for a model with a single output",
             )
         self._backend = backend
         self._classes = classes
-        self._before, self._after = before, after
+        self._events = events or Events()
         device = backend.device
         # Tensors created in inference_mode could not be changed outside of it.
         with torch.inference_mode(False):
@@ -180,7 +180,7 @@ class Classification:
             found = f"outputs on {outputs.device} and targets on {targets.device}"
         if found:
             raise UsageError(
-                "HT000",
+                "HT603",
                 f"classification({self._classes}): {found}",
                 f"logits of shape (N, {self._classes}) and classes as int64 of shape (N,), "
                 f"both on {device}",
@@ -195,12 +195,12 @@ class Classification:
         Raises:
             UsageError: a target is no class, or there is no sample to score; the same on all ranks.
         """
-        self._before()
+        self._events.exchange(f"scores of {self._classes} classes")
         # One exchange for everything, as float64, which is exact below 2⁵³.
         sums = self._backend.sum(
             torch.cat([self._guesses.double(), self._near.double(), self._loss[None]])
         ).cpu()
-        self._after()
+        self._events.phase(IDLE)
         cells = len(self._guesses)
         table = sums[:cells].reshape(self._classes + 2, self._classes + 1)
         ignored, outside = int(table[0].sum()), int(table[-1].sum())
@@ -223,14 +223,14 @@ class Classification:
         """Return the error that explains why there are no scores."""
         if outside:
             error = UsageError(
-                "HT000",
+                "HT603",
                 f"classification({self._classes}): {outside} targets are {self._classes} or more",
                 f"classes from 0 to {self._classes - 1}, and targets below 0 to be ignored",
                 "session.classification(len(dataset.classes)), of the set that is evaluated",
             )
         else:
             error = UsageError(
-                "HT000",
+                "HT603",
                 f"classification({self._classes}): no sample to score, {ignored} ignored",
                 "samples with targets from 0, on one rank at least",
                 "for images, targets in session.loader(val_set, train=False): "

@@ -65,11 +65,11 @@ class GradientGuard:
         if not first:
             if self._seen is not None and self._seen != _look(sentinel):
                 raise UsageError(
-                    "HT000",
+                    "HT604",
                     "the gradients were changed or cleared between the micro-batches of a step",
                     "that they add up, which is what --accumulate is for",
-                    "remove optimizer.zero_grad() and the like: session.step() clears the "
-                    "gradients after each step, and --clip-norm clips them before it",
+                    "remove optimizer.zero_grad(): session.step() clears the gradients",
+                    "clip by --clip-norm, which clips before each step",
                 )
         elif self._left or sentinel.grad is not None:
             self._left -= self._left > 0
@@ -84,11 +84,12 @@ class GradientGuard:
         for name, parameter in self._named:
             if parameter.grad is not None and float(parameter.grad.detach().abs().sum()):
                 raise UsageError(
-                    "HT000",
+                    "HT604",
                     f"{name} has a gradient before session.step()",
                     "that session.step() alone goes backward: it scales the loss, lets the ranks "
                     "average, and clears",
-                    "remove loss.backward(); of several losses: session.step(loss_1 + loss_2)",
+                    "remove loss.backward()",
+                    "session.step(loss_1 + loss_2), for several losses",
                 )
 
 
@@ -119,7 +120,7 @@ def _refuse_none(
     none = isinstance(tensors, list) and not any(len(one) for one in tensors[:1])
     if none and late():
         raise UsageError(
-            "HT000",
+            "HT604",
             "gradients are clipped after session.step(), which has applied and cleared them",
             "that they are clipped before the update",
             "remove clip_grad_norm_() or clip_grad_value_(); --clip-norm X or --clip-value X",

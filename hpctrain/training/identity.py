@@ -83,7 +83,7 @@ def claim(
         if isinstance(error, FileExistsError):  # another start was faster and has ended
             _refuse_other_runs(directory, directory.read(directory.identity), said, False)
         raise UsageError(
-            "HT000",
+            "HT617",
             f"the run directory {directory.path} cannot be made: {error}",
             "a place that can be written",
             "--run-dir DIR",
@@ -99,15 +99,16 @@ def _refuse_other_runs(
         saved = max(directory.steps(), default=None)
         where = "begin it again" if saved is None else f"go on from step {saved}"
         raise UsageError(
-            "HT000",
+            "HT618",
             f"{directory.path} has a run in it",
             "an empty or new run directory",
-            f"--resume to {where}, or --run-dir DIR for another",
+            f"--resume to {where}",
+            "--run-dir DIR for another",
         )
     for key in _IDENTITY:
         if before.get(key) != said[key]:
             raise UsageError(
-                "HT000",
+                "HT618",
                 f"{directory.path} belongs to another run: its {key} is {before.get(key)!r}, "
                 f"this one's is {said[key]!r}",
                 "the run that began there",
@@ -164,12 +165,13 @@ def refuse_fruitless(directory: RunDirectory, job: Allocation | None, step: int)
         fruitless += 1
     if fruitless >= MOST_FRUITLESS:
         raise GivenUpError(
-            "HT000",
+            "HT619",
             f"{fruitless} starts of job {job.label} in a row went on from step {step} and left no "
             "newer checkpoint",
             "progress from one start to the next",
-            "look for the first error in the logs; --checkpoint-every or --checkpoint-minutes with "
-            "a smaller number, or a longer time limit; then submit it again with --resume",
+            "look for the first error in the logs, and submit the job again with --resume",
+            "save more often, by --checkpoint-every or --checkpoint-minutes",
+            "a longer time limit",
         )
 
 
@@ -181,7 +183,7 @@ def _refuse_strangers(directory: RunDirectory) -> None:
         return
     except OSError as error:
         raise UsageError(
-            "HT000",
+            "HT617",
             f"the run directory {directory.path} cannot be read: {error}",
             "a directory",
             "--run-dir DIR",
@@ -191,7 +193,7 @@ def _refuse_strangers(directory: RunDirectory) -> None:
     strangers = [name for name in names if not name.startswith(".") and name != logs]
     if strangers:
         raise UsageError(
-            "HT000",
+            "HT618",
             f"{directory.path} is not empty ({', '.join(strangers[:5])}), and no run is in it",
             "an empty or new run directory",
             "--run-dir DIR for another",

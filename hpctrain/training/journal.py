@@ -16,9 +16,9 @@ from hpctrain.rundir import RunDirectory
 from hpctrain.rundir.lock import Lock
 from hpctrain.training import identity
 from hpctrain.training.consensus import on_rank_zero
+from hpctrain.training.context import Context
 from hpctrain.training.metrics import Metrics, table, trim
 from hpctrain.training.preemption import Stopped
-from hpctrain.training.state import Parts
 
 __all__ = ["RunJournal", "code_of"]
 
@@ -27,7 +27,7 @@ class RunJournal:
     """Journal of a run, from the moment at which rank 0 has chosen and locked the directory.
 
     Args:
-        parts: parts of the session.
+        context: context of the training.
         name: name of the run.
 
     Attributes:
@@ -41,61 +41,60 @@ class RunJournal:
         UsageError: rank 0 cannot use the directory, or another start uses it.
     """
 
-    def __init__(self, parts: Parts, name: str) -> None:
-        self._parts = parts
+    def __init__(self, context: Context, name: str) -> None:
+        self._context = context
         self.lock: Lock | None = None
         self.metrics: Metrics | None = None
-        path, self.finished, self.key = on_rank_zero(parts.backend, lambda: self._claim(name))
+        path, self.finished, self.key = on_rank_zero(context.backend, lambda: self._claim(name))
         self.directory = RunDirectory(path)
-        log = self.directory.log(parts.world.rank)
+        log = self.directory.log(context.world.rank)
         self._log: logging.Handler = add_log_file(log)
-        self._stderr = StderrCapture(log) if parts.backend.captures_stderr else None
+        self._stderr = StderrCapture(log) if context.backend.captures_stderr else None
 
     def _claim(self, name: str) -> tuple[str, bool, str]:
-        parts = self._parts
+        context = self._context
         directory, self.lock = identity.claim(
-            name, parts.models, parts.options, parts.world, parts.allocation, os.environ
+            name, context.models, context.options, context.world, context.allocation, os.environ
         )
         return str(directory.path.absolute()), self.lock is None, secrets.token_hex(8)
 
-    def begin(self, step: int, rows: int, heard: Callable[[Mapping[str, Any], bool], None]) -> None:
+    def begin(self, step: int, rows: int) -> None:
         """Record this start; called by all ranks.
 
         Args:
             step: step at which this start continues.
             rows: number of rows of metrics to keep.
-            heard: called at rank 0 with each row, and with whether it is a training row.
 
         Raises:
             GivenUpError: the job was restarted too often at this step.
             CheckpointError: the directory cannot be written.
         """
-        parts = self._parts
+        context = self._context
 
         def note() -> None:
-            identity.refuse_fruitless(self.directory, parts.allocation, step)
+            identity.refuse_fruitless(self.directory, context.allocation, step)
             try:
                 identity.note_start(
                     self.directory,
-                    parts.options,
-                    parts.own_options,
-                    parts.device,
-                    parts.world,
-                    parts.allocation,
+                    context.options,
+                    context.own_options,
+                    context.device,
+                    context.world,
+                    context.allocation,
                     step,
                 )
                 self.directory.summary.unlink(missing_ok=True)
                 trim(self.directory, rows)
             except OSError as error:
                 raise CheckpointError(
-                    "HT000",
+                    "HT617",
                     f"the run directory cannot be written: {error}",
                     "a file system with room, which this user may write to",
                     f"df -h {self.directory.path}; ls -ld {self.directory.path}",
                 ) from None
 
-        on_rank_zero(parts.backend, note)
-        self.metrics = Metrics(parts.backend, self.directory, rows, heard)
+        on_rank_zero(context.backend, note)
+        self.metrics = Metrics(context.backend, self.directory, rows, context.events)
 
     def close(self, error: BaseException | None, facts: Callable[[], Mapping[str, Any]]) -> None:
         """Release all but the logs; rank 0 writes the summary if it still has the directory.
@@ -128,7 +127,7 @@ class RunJournal:
 
     def _sum_up(self, error: BaseException | None, facts: Mapping[str, Any]) -> None:
         """Write summary.json, and print a short table if the run is done."""
-        parts, code = self._parts, code_of(error)
+        context, code = self._context, code_of(error)
         if isinstance(error, GivenUpError):
             self.directory.give_up(error.found)
         if self.metrics is None:
@@ -136,14 +135,14 @@ class RunJournal:
         summary = {
             "status": rundir.STATUS[code],
             "metrics": self.metrics.last,
-            "world_size": parts.world.world_size,
-            "backend": parts.backend.name,
-            "precision": parts.precision.name,
+            "world_size": context.world.world_size,
+            "backend": context.backend.name,
+            "precision": context.precision.name,
             **facts,
         }
         rundir.replace(self.directory.summary, json.dumps(summary, indent=1) + "\n")
         if code == rundir.DONE:
-            sys.stdout.write(table(summary, parts.backend.transport, self.directory.path))
+            sys.stdout.write(table(summary, context.backend.transport, self.directory.path))
             sys.stdout.flush()
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from hpctrain import rundir
 from hpctrain.backends.base import Backend, Work
 from hpctrain.errors import UsageError
+from hpctrain.process.events import Events
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 
@@ -56,7 +57,7 @@ class Metrics:
         backend: backend of the ranks to average over.
         directory: run directory.
         keep: number of rows that remain from earlier starts; see `trim`.
-        heard: called at rank 0 with each written row, and with whether it is a training row.
+        events: told of each written row, at rank 0.
 
     Attributes:
         rows: number of rows written.
@@ -68,9 +69,9 @@ class Metrics:
         backend: Backend,
         directory: RunDirectory,
         keep: int,
-        heard: Callable[[Mapping[str, Any], bool], None] = lambda row, training: None,
+        events: Events | None = None,
     ) -> None:
-        self._backend, self._heard = backend, heard
+        self._backend, self._events = backend, events or Events()
         self._on_host = backend.device.type == "cpu"
         self._now: dict[str, _Sum] = {}  # values of the current step
         self._window: dict[str, _Sum] | None = None  # values of the steps since the last row
@@ -267,7 +268,7 @@ class Metrics:
             if self._lines is not None:
                 full = {**row.head, **numbers}
                 self._lines.write(json.dumps(full) + "\n")
-                self._heard(full, row.training)
+                self._events.row(full, row.training)
 
     def _remember(self, row: Mapping[str, Any]) -> None:
         self.last.update({k: v for k, v in row.items() if k not in ("step", "epoch", "time")})
@@ -281,7 +282,7 @@ def no_number(name: str, value: Any) -> UsageError:
     """Return the error for a value that cannot be logged or summed."""
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
     return UsageError(
-        "HT000",
+        "HT602",
         f"{name} is a {type(value).__name__}{shape}",
         "a number, or a tensor of one element",
         "its mean, or each element under a name of its own",

@@ -14,7 +14,8 @@ from hpctrain.monitoring.profiler import Profile
 from hpctrain.monitoring.progress import Course, Lines, open_progress
 from hpctrain.monitoring.timings import Clock, DeviceClock, Phases, Timings
 from hpctrain.monitoring.trackers import About, Tracking
-from hpctrain.monitoring.watchdog import (
+from hpctrain.process.logging import logger
+from hpctrain.process.phases import (
     ACCUMULATING,
     AGREEING,
     BACKWARD,
@@ -22,9 +23,8 @@ from hpctrain.monitoring.watchdog import (
     EVALUATING,
     LOADING,
 )
-from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
-from hpctrain.training.state import Parts
+from hpctrain.training.context import Context
 
 __all__ = ["Monitor", "check"]
 
@@ -52,7 +52,7 @@ class Monitor:
     """Monitor of a run on one rank; rank 0 shows the results. No step waits for it.
 
     Args:
-        parts: parts of the session.
+        context: context of the training.
         directory: run directory.
         name: name of the run.
         seconds: seconds that this rank has spent in each phase of the loop; the watchdog counts
@@ -60,16 +60,16 @@ class Monitor:
     """
 
     def __init__(
-        self, parts: Parts, directory: RunDirectory, name: str, seconds: Sequence[float]
+        self, context: Context, directory: RunDirectory, name: str, seconds: Sequence[float]
     ) -> None:
-        options, world, roster = parts.options, parts.world, parts.roster
+        options, world, roster = context.options, context.world, context.roster
         check(options, world.rank)
-        self._parts, self._directory, self._name = parts, directory, name
-        on_gpu = parts.device.type == "cuda"
+        self._context, self._directory, self._name = context, directory, name
+        on_gpu = context.device.type == "cuda"
         self._clock = (DeviceClock if on_gpu else Clock)(_PHASES, seconds)
         hosts = [roster.hosts[host] for host in roster.host_of_rank]
         self._timings = Timings(
-            parts.backend, self._clock, hosts, directory, parts.batches.accumulate
+            context.backend, self._clock, hosts, directory, context.batches.accumulate
         )
         self._progress = Lines(Course(options.max_steps))
         self._draws = False
@@ -77,10 +77,10 @@ class Monitor:
         self._profile: Profile | None = None
         if options.profile is not None and world.rank == 0:
             path = directory.profile / f"rank-{world.rank}.json.gz"
-            self._profile = Profile(profiler.steps(options.profile), parts.device, path)
+            self._profile = Profile(profiler.steps(options.profile), context.device, path)
         self._seconds = self._lap = self._waited = 0.0
         self._trained = self._lap_step = self._first = 0
-        self._samples = parts.batches.global_batch  # samples per step
+        self._samples = context.batches.global_batch  # samples per step
         self._memory: tuple[float, int] | None = None  # time and result of the last query
 
     def begin(self, step: int) -> None:
@@ -89,12 +89,12 @@ class Monitor:
         Args:
             step: step at which this start continues.
         """
-        parts = self._parts
-        if parts.world.rank:
+        context = self._context
+        if context.world.rank:
             return
-        options = {**parts.own_options, **asdict(parts.options)}
+        options = {**context.own_options, **asdict(context.options)}
         about = About(self._name, self._directory, options, step)
-        if names := trackers.parse(parts.options.track, here=True):
+        if names := trackers.parse(context.options.track, here=True):
             self._tracking = Tracking(names, about)
         self._progress = open_progress(self._progress.course)
         self._draws = type(self._progress) is not Lines
@@ -149,7 +149,7 @@ class Monitor:
         Args:
             count: samples of the first micro-batch on this rank; speeds are computed from it.
         """
-        batches, size = self._parts.batches, self._parts.world.world_size
+        batches, size = self._context.batches, self._context.world.world_size
         samples = count * batches.accumulate * size
         if samples != self._samples:
             self._samples = samples
@@ -184,14 +184,14 @@ class Monitor:
             "data_wait": round((waited - self._waited) / seconds, 4),
         }
         self._lap, self._lap_step, self._waited = now, step, waited
-        if self._parts.device.type == "cuda":
+        if self._context.device.type == "cuda":
             tail["gpu_memory"] = self._peak(now)
         return tail
 
     def _peak(self, now: float) -> int:
         """Return the peak of the GPU memory used by tensors, in bytes."""
         if self._memory is None or now > self._memory[0] + _SECONDS_BETWEEN_LOOKS:
-            self._memory = now, torch.cuda.max_memory_allocated(self._parts.device)
+            self._memory = now, torch.cuda.max_memory_allocated(self._context.device)
         return self._memory[1]
 
     def row(self, row: Mapping[str, Any], training: bool) -> None:
@@ -250,4 +250,4 @@ class Monitor:
             code: exit code of `rundir` that the run ended with.
         """
         if self._tracking is not None:
-            self._tracking.close(rundir.STATUS[code], self._parts.options.timeout)
+            self._tracking.close(rundir.STATUS[code], self._context.options.timeout)

@@ -90,7 +90,6 @@ class Preemption:
         self._caught: int | None = None
         self._opened = self._running = self._looked = False
         self._found: dict[int, Any] = {}
-        self._save_margin: Callable[[], float] = lambda: 0.0
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread may set handlers
         interactive = hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
@@ -104,16 +103,13 @@ class Preemption:
         """Record that the ranks are connected."""
         self._opened = True
 
-    def begin(self, directory: rundir.RunDirectory, save_margin: Callable[[], float]) -> None:
+    def begin(self, directory: rundir.RunDirectory) -> None:
         """Treat a signal as a stop request from now on, until `end`.
 
         Args:
             directory: run directory; a file `stop` in it is a stop request, too.
-            save_margin: returns how many seconds before the end of the job's time the run has to
-                stop.
         """
         self._of_the_run = directory.stop
-        self._save_margin = save_margin
         self._running = True
         if self._rank == 0 and self._end is None and self._job and self._job.scheduler == "slurm":
             # Older Slurm, such as 22.05, does not give its jobs the end time. A thread asks for it,
@@ -129,18 +125,22 @@ class Preemption:
         """Record the end of the session; a signal is then too late to stop a run."""
         self._running = True
 
-    def asked(self) -> str | None:
-        """Return one of `REASONS`, or None; checks files, so do not call it at every step."""
+    def asked(self, save_margin: float) -> str | None:
+        """Return one of `REASONS`, or None; checks files, so do not call it at every step.
+
+        Args:
+            save_margin: seconds before the end of the job's time at which the run has to stop.
+        """
         if self._caught is not None:
-            self._look_at_the_clock(signal.Signals(self._caught).name)
+            self._look_at_the_clock(signal.Signals(self._caught).name, save_margin)
             return signal.Signals(self._caught).name
         if self._rank > 0:
             return None
         # os.path.exists returns False if the file system has a temporary error.
         if any(file and os.path.exists(file) for file in (self._of_the_start, self._of_the_run)):
-            self._look_at_the_clock(_STOP_FILE)
+            self._look_at_the_clock(_STOP_FILE, save_margin)
             return _STOP_FILE
-        if self._end is not None and self._clock() + self._save_margin() >= self._end:
+        if self._end is not None and self._clock() + save_margin >= self._end:
             return _TIME_LIMIT
         return None
 
@@ -181,12 +181,12 @@ class Preemption:
         if self._job is not None:
             self._end = slurm.end_time(self._job.label, self._env)
 
-    def _look_at_the_clock(self, what: str) -> None:
+    def _look_at_the_clock(self, what: str, needed: float) -> None:
         """Warn once if a stop request leaves too little time to save."""
         if self._rank > 0 or self._end is None or self._looked:
             return
         self._looked = True
-        left, needed = self._end - self._clock(), self._save_margin()
+        left = self._end - self._clock()
         if left < needed:
             logger.warning(
                 "%s came %.0f s before the end of the job's time, and to stop takes up to %.0f s: "

@@ -60,10 +60,12 @@ def check_compiler(options: Options, device: torch.device) -> None:
     compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
     if options.compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
         raise UsageError(
-            "HT000",
+            "HT609",
             f"--compile on a CPU, and there is no {' and no '.join(compilers)}",
             "a C++ compiler, which torch.compile calls",
-            "apt-get install g++, or module load gcc; or leave --compile out",
+            "apt-get install g++",
+            "module load gcc",
+            "leave --compile out",
         )
 
 
@@ -132,7 +134,7 @@ def prepare_optimizer(
     strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
     if strangers:
         raise UsageError(
-            "HT000",
+            "HT606",
             f"{len(strangers)} parameters of the {type(optimizer).__name__} are in no prepared "
             "model, so each rank would keep its own gradients of them",
             "parameters of prepared models",
@@ -141,14 +143,15 @@ def prepare_optimizer(
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
-            "HT000",
+            "HT607",
             f"a {type(optimizer).__name__}, whose step calls a closure for the loss, several times",
             "an optimizer that needs the gradients of one backward pass, as session.step() gives",
-            "torch.optim.AdamW(model.parameters()), for one; or train without session.step()",
+            "torch.optim.AdamW(model.parameters()), for one",
+            "train without session.step()",
         )
     if optim.scheduled(optimizer) and (options.decay != "all" or options.lr_scaling != "none"):
         raise UsageError(
-            "HT000",
+            "HT610",
             "a scheduler was made before session.prepare(), which changes the rates or groups "
             "that it has read (--decay, --lr-scaling)",
             "the scheduler after it",
@@ -228,11 +231,11 @@ def plan_schedule(
         options.lr_warmup_epochs or options.lr_schedule == "step" or not options.max_steps
     ):
         raise UsageError(
-            "HT000",
+            "HT610",
             "--lr-warmup-epochs or --lr-schedule over a loader without a length",
             "one that says how many steps an epoch has",
-            "session.loader(dataset), or a loader with __len__; or --max-steps N for cosine and "
-            "polynomial",
+            "session.loader(dataset), or a loader with __len__",
+            "--max-steps N, for cosine and polynomial",
         )
     ends = [options.max_steps] if options.max_steps else []
     if epochs is not None and steps_per_epoch is not None:
@@ -256,10 +259,11 @@ def refuse_second_schedule(optimizers: Sequence[Optimizer]) -> None:
     """
     if any(map(optim.scheduled, optimizers)):
         raise UsageError(
-            "HT000",
+            "HT610",
             "a scheduler of the script's own, and --lr-schedule or --lr-warmup-epochs",
             "one course of the learning rate",
-            "leave the options out, or remove the scheduler from the script",
+            "leave the options out",
+            "remove the scheduler from the script",
         )
 
 
@@ -290,11 +294,11 @@ def refuse_other_data(backend: Backend, hosts: Sequence[str], datasets: Sequence
                 if (length, classes) != (expected, expected_classes):
                     other = " of other classes" if classes != expected_classes else ""
                     raise UsageError(
-                        "HT000",
+                        "HT611",
                         f"a data set of {length:,} samples{other} at rank {rank} on {hosts[rank]}, "
                         f"and of {expected:,} at rank 0 on {hosts[0]}",
                         "the same samples on all ranks",
-                        "the same files on every host; compare there: find PATH -type f | wc -l",
+                        "copy the same files to every host; to compare: find PATH -type f | wc -l",
                     )
 
     on_rank_zero(backend, compare)

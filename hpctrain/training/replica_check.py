@@ -7,36 +7,36 @@ from torch import Tensor
 
 from hpctrain.errors import UsageError
 from hpctrain.training.consensus import on_rank_zero
-from hpctrain.training.state import Parts
+from hpctrain.training.context import Context
 
 __all__ = ["refuse_unlike_weights"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def refuse_unlike_weights(parts: Parts, step: int) -> None:
+def refuse_unlike_weights(context: Context, step: int) -> None:
     """Compare weights and optimizer states between the ranks; called by all of them.
 
     For each tensor, the ranks compare the sum of its bits, read as whole numbers. This reads all
     tensors once, and exchanges 8 bytes per tensor.
 
     Args:
-        parts: parts of the session.
+        context: context of the training.
         step: step of the run, for the error message.
 
     Raises:
         UsageError: they differ, so no result of the training can be trusted.
     """
-    if parts.backend.world_size == 1:
+    if context.backend.world_size == 1:
         return
-    named = list(_tensors(parts))
+    named = list(_tensors(context))
     # One tensor of sums per device, so that the host waits for a GPU only once.
     by_device: dict[torch.device, list[Tensor]] = {}
     for _, tensor in named:
         by_device.setdefault(tensor.device, []).append(_bits(tensor))
     numbers = [iter(torch.stack(bits).tolist()) for bits in by_device.values()]
     at = dict(zip(by_device, numbers, strict=True))
-    seen = parts.backend.gather_object([next(at[tensor.device]) for _, tensor in named])
+    seen = context.backend.gather_object([next(at[tensor.device]) for _, tensor in named])
 
     def compare() -> None:
         unlike = [rank for rank, one in enumerate(seen) if one != seen[0]]
@@ -50,28 +50,29 @@ def refuse_unlike_weights(parts: Parts, step: int) -> None:
             what = f"{len(other)} tensors there, {len(seen[0])} at rank 0"
         shown = ", ".join(map(str, unlike[:8])) + (", …" if len(unlike) > 8 else "")
         raise UsageError(
-            "HT000",
+            "HT612",
             f"after step {step} rank{'s' if len(unlike) > 1 else ''} {shown} and rank 0 do not "
             f"have the same weights: {what}",
             "that every gradient is averaged over the ranks, and that nothing else moves the "
             "weights",
-            "session.step(loss) for the backward pass; optimizers made of the parameters of "
-            "prepared models; the same seed and steps on all ranks. docs/pitfalls.md has more",
+            "session.step(loss) for the backward pass",
+            "make each optimizer of the parameters of prepared models",
+            "the same seed and the same steps on all ranks; docs/pitfalls.md has more",
         )
 
-    on_rank_zero(parts.backend, compare)
+    on_rank_zero(context.backend, compare)
 
 
-def _tensors(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+def _tensors(context: Context) -> Iterator[tuple[str, Tensor]]:
     """Yield weights and states that have to be the same on all ranks, with names for messages."""
     names: dict[int, str] = {}
-    for number, model in enumerate(parts.models):
-        model_name = f"model {number}, " if len(parts.models) > 1 else ""
+    for number, model in enumerate(context.models):
+        model_name = f"model {number}, " if len(context.models) > 1 else ""
         for name, parameter in model.named_parameters():
-            weights = parts.precision.master(parameter)
+            weights = context.precision.master(parameter)
             names[id(weights)] = f"{model_name}{name}"
             yield f"{model_name}{name}", weights.detach()
-    for optimizer in parts.optimizers:
+    for optimizer in context.optimizers:
         for key, state in optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor):

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +11,10 @@ from typing import Any, Self
 
 from hpctrain import data, optim, rundir
 from hpctrain.errors import CheckpointError, ReplacedError, UsageError
-from hpctrain.monitoring.watchdog import (
+from hpctrain.monitoring.watchdog import Watchdog
+from hpctrain.process import random_states, seeds
+from hpctrain.process.logging import logger
+from hpctrain.process.phases import (
     AGREEING,
     COMPUTING,
     IDLE,
@@ -19,14 +22,12 @@ from hpctrain.monitoring.watchdog import (
     SAVING,
     UPDATING,
     WAITING,
-    Watchdog,
 )
-from hpctrain.process import random_states, seeds
-from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 from hpctrain.training import identity, prepare
 from hpctrain.training.checkpoint_manager import CheckpointManager
 from hpctrain.training.consensus import Consensus, meet, on_rank_zero
+from hpctrain.training.context import Context
 from hpctrain.training.gradient_guard import watch_clipping
 from hpctrain.training.journal import RunJournal, code_of
 from hpctrain.training.metrics import Metrics
@@ -35,7 +36,6 @@ from hpctrain.training.preemption import REASONS, Stopped
 from hpctrain.training.replica_check import refuse_unlike_weights
 from hpctrain.training.state import (
     LaterGroups,
-    Parts,
     Position,
     Restored,
     refuse_stateless,
@@ -62,9 +62,9 @@ class Run:
 
     directory: RunDirectory
 
-    def __init__(self, session: Parts, state: dict[str, Any], name: str | None) -> None:
+    def __init__(self, context: Context, state: dict[str, Any], name: str | None) -> None:
         refuse_stateless(state)
-        self._session = session
+        self._context = context
         self._state = dict(state)
         self._later: list[LaterGroups] = []
         self._left: dict[str, Any] = {}  # saved states of objects that do not exist yet
@@ -92,7 +92,7 @@ class Run:
         self._checkpoints: CheckpointManager | None = None
         self._watchdog: Watchdog | None = None
         self._monitor: Monitor | None = None
-        self._heartbeat: Callable[[int], None] = ignore  # shows that this rank is alive
+        self._events = context.events
 
     def __enter__(self) -> Self:
         try:
@@ -103,8 +103,8 @@ class Run:
         return self
 
     def _open(self) -> None:
-        session = self._session
-        self._journal = journal = RunJournal(session, self._name)
+        context = self._context
+        self._journal = journal = RunJournal(context, self._name)
         self.directory = journal.directory
         if journal.finished:
             logger.info(
@@ -113,37 +113,38 @@ class Run:
                 self.directory.path,
             )
             raise SystemExit(rundir.DONE)
-        session.preemption.begin(self.directory, self._save_margin)
+        context.preemption.begin(self.directory)
         self._watchdog = watchdog = Watchdog(
-            session.world,
-            session.options.timeout,
+            context.world,
+            context.options.timeout,
             self.directory,
             journal.key,
-            session.exit_status_file,
+            context.exit_status_file,
         )
-        self._monitor = monitor = Monitor(session, self.directory, self._name, watchdog.seconds)
+        self._monitor = monitor = Monitor(context, self.directory, self._name, watchdog.seconds)
         self._find_schedulers()
-        resumed = restore(session, self.directory, self._state)
+        resumed = restore(context, self.directory, self._state)
         position = resumed.position if resumed else None
         if resumed is not None:
             self._go_on(resumed)
-        journal.begin(self.step, position.rows if position else 0, monitor.row)
-        facts = identity.facts(self.directory, session.world)
+        self._events.row = monitor.row
+        journal.begin(self.step, position.rows if position else 0)
+        facts = identity.facts(self.directory, context.world)
         self._checkpoints = CheckpointManager(
-            session, self._state, self.directory, journal.lock, facts, position
+            context, self._state, self.directory, journal.lock, facts, position
         )
         if resumed is not None and resumed.log is not None:
             self._metrics.load_state_dict(resumed.log)
-        self._consensus = Consensus(session.backend, self._say, self._doing)
+        self._consensus = Consensus(context.backend)
         logger.info("run directory %s", self.directory.path)
-        self._hear(self._consensus.now("the beginning of the run"))
+        self._agree("the beginning of the run")
         if self._stop is not None:
-            session.preemption.obeyed(self.directory)
+            context.preemption.obeyed(self.directory)
             raise Stopped(f"{self._stop}, before the first step", os.environ)
         monitor.begin(self.step)
         watchdog.step = self.step
-        self._heartbeat = session.heartbeat = monitor.beside(watchdog.heartbeat)
-        session.loop = self
+        self._events.phase = monitor.beside(watchdog.heartbeat)
+        self._events.backward, self._events.stepped = self._begin_backward, self._count_step
         watch_clipping(lambda: self._in_body and self._stepped, self._undo)
 
     def _find_schedulers(self) -> None:
@@ -152,7 +153,7 @@ class Run:
         Also restore schedulers that the script created after the run was opened.
         """
         kept = list(self._state.values())
-        for name, scheduler in optim.attached(self._session.optimizers, but=kept).items():
+        for name, scheduler in optim.attached(self._context.optimizers, but=kept).items():
             self._state[name] = scheduler
             if name in self._left:
                 scheduler.load_state_dict(self._left.pop(name))
@@ -163,16 +164,17 @@ class Run:
         position, self._left = resumed.position, resumed.left
         self.step, self.epoch = position.step, position.epoch
         self._epoch_step = position.epoch_step
-        self._batches = position.batches(self._session.batches.accumulate)
+        self._batches = position.batches(self._context.batches.accumulate)
         self._later = resumed.later
         self._random = resumed.random
-        limit = self._session.options.max_steps
+        limit = self._context.options.max_steps
         if limit is not None and self.step > limit:
             raise UsageError(
-                "HT000",
+                "HT614",
                 f"--max-steps {limit}, and the run is at step {self.step} already",
                 f"an end at step {self.step} or later",
-                f"--max-steps {2 * self.step}, or leave it out",
+                f"--max-steps {2 * self.step}",
+                "leave --max-steps out",
             )
         logger.info("resumed at step %d, in epoch %d", self.step, self.epoch + 1)
 
@@ -187,11 +189,15 @@ class Run:
                 limit and an epoch has no batch.
             Stopped: the run received a stop request.
         """
-        options = self._session.options
+        options = self._context.options
         self._epochs = options.epochs or (None if options.max_steps else default)
         if self._epochs is None and options.max_steps is None:
             raise UsageError(
-                "HT000", "nothing says how long to train", "an end", "--epochs N or --max-steps N"
+                "HT614",
+                "neither --epochs nor --max-steps is set",
+                "one",
+                "--epochs N",
+                "--max-steps N",
             )
         if not self._batches:
             self._put_back_random()
@@ -201,7 +207,7 @@ class Run:
             self._settle()
             if self.step == before and self._epochs is None and not self._batches:
                 raise UsageError(
-                    "HT000",
+                    "HT614",
                     f"epoch {self.epoch} had no batch, so --max-steps {options.max_steps} is "
                     "never reached",
                     "run.batches(loader) over a loader with samples",
@@ -228,38 +234,38 @@ class Run:
         self._settle()
         if self._begun:
             raise UsageError(
-                "HT000",
+                "HT605",
                 f"run.batches() for the second time in epoch {self.epoch}",
                 "once in each epoch, as the position in the epoch is that of one loader",
                 "for epoch in run.epochs(): for batch in run.batches(loader): …",
             )
         self._begun = True
-        session = self._session
-        options, world = session.options, session.world
+        context = self._context
+        options, world = context.options, context.world
         if not self._compared:
             self._compared = True
             self._look_around()
         number = seeds.derive("epoch", options.seed, self.epoch, world.rank)
-        random_states.seed(number, session.device, options.seed_everything)
+        random_states.seed(number, context.device, options.seed_everything)
         iterator, length = self._begin(loader)
         self._put_back_random()
         self._watch.begin_batches(self.step, self.epoch, self._epoch_step, self._epochs, length)
         deterministic = options.deterministic
         limit = sys.maxsize if options.max_steps is None else options.max_steps
-        heartbeat = self._heartbeat
+        phase = self._events.phase
         try:
             while self.step < limit:
-                heartbeat(LOADING)
+                phase(LOADING)
                 batch = next(iterator, _END)
                 if batch is _END:
                     return
-                heartbeat(COMPUTING)
+                phase(COMPUTING)
                 if self._index == 0 and self._schedule is not None:
-                    optim.apply(session.optimizers, self._schedule.factor(self.step))
+                    optim.apply(context.optimizers, self._schedule.factor(self.step))
                 if deterministic:
                     micro_batch = self._index * world.world_size + world.rank
                     number = seeds.derive("step", options.seed, self.step, micro_batch)
-                    random_states.seed(number, session.device, options.seed_everything)
+                    random_states.seed(number, context.device, options.seed_everything)
                 self._in_body = self._in_hand = True
                 try:
                     yield batch
@@ -268,26 +274,26 @@ class Run:
                 self._settle()
             self._cut_short = next(iterator, _END) is not _END
         finally:
-            heartbeat(IDLE)
+            phase(IDLE)
             self._paused = time.monotonic()
             self._watch.end_batches(self.step)
 
     def _begin(self, loader: Iterable[Any]) -> tuple[Iterator[Any], int | None]:
         """Return the remaining batches of this epoch, and the number of steps in a full epoch."""
-        session = self._session
-        options, batches = session.options, session.batches
+        context = self._context
+        options, batches = context.options, context.batches
         own = not isinstance(loader, data.Loader)
         if own:
-            data.check_own(loader, options, batches, session.world.world_size)
+            data.check_own(loader, options, batches, context.world.world_size)
             data.begin_own(loader, self.epoch, options.seed)
         length = data.steps_of_epoch(loader, batches.accumulate)
         steps = "some" if length is None else length
-        self._heartbeat(WAITING)
-        meet(session.backend, f"the batches of epoch {self.epoch}, {steps} steps")
-        self._heartbeat(IDLE)
+        self._events.phase(WAITING)
+        meet(context.backend, f"the batches of epoch {self.epoch}, {steps} steps")
+        self._events.phase(IDLE)
         self._plan(length)
         iterator = data.begin_epoch(
-            loader, session.samplers, session.placement, self.epoch, self._batches
+            loader, context.samplers, context.placement, self.epoch, self._batches
         )
         return (self._looked_at(iterator) if own else iterator), length
 
@@ -297,17 +303,17 @@ class Run:
         Raises:
             UsageError: another rank has different data.
         """
-        session = self._session
+        context = self._context
         self._find_schedulers()
         for name in self._left:
             logger.warning("the checkpoint has a %s, and this script has not", name)
-        if session.backend.name == "horovod" and "torchmetrics" in sys.modules:
+        if context.backend.name == "horovod" and "torchmetrics" in sys.modules:
             logger.warning(
                 "torchmetrics knows torch.distributed alone: over Horovod each rank computes from "
                 "its own samples; session.sum(), or --backend ddp"
             )
-        hosts = [session.roster.hosts[host] for host in session.roster.host_of_rank]
-        prepare.refuse_other_data(session.backend, hosts, session.datasets)
+        hosts = [context.roster.hosts[host] for host in context.roster.host_of_rank]
+        prepare.refuse_other_data(context.backend, hosts, context.datasets)
 
     def _looked_at(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a loader created by the script; check and measure the first one.
@@ -315,11 +321,11 @@ class Run:
         Raises:
             UsageError: two ranks begin with the same batch.
         """
-        session, first = self._session, next(batches, _END)
-        if not self._looked and session.world.world_size > 1 and not session.options.same_data:
+        context, first = self._context, next(batches, _END)
+        if not self._looked and context.world.world_size > 1 and not context.options.same_data:
             self._looked = True
-            seen = session.backend.gather_object("" if first is _END else data.fingerprint(first))
-            on_rank_zero(session.backend, lambda: data.refuse_same(seen))
+            seen = context.backend.gather_object("" if first is _END else data.fingerprint(first))
+            on_rank_zero(context.backend, lambda: data.refuse_same(seen))
         if first is _END:
             return
         count = data.samples(first)
@@ -328,7 +334,7 @@ class Run:
         yield first
         yield from batches
 
-    def stepping(self) -> None:
+    def _begin_backward(self) -> None:
         """Prepare for the backward pass of a micro-batch; called before it.
 
         Raises:
@@ -336,7 +342,7 @@ class Run:
         """
         if not self._in_body:
             raise UsageError(
-                "HT000",
+                "HT605",
                 "session.step() outside of run.batches(): the run would count no step, and neither "
                 "stop nor go on at the right sample",
                 "the batches of a training by way of the run",
@@ -345,7 +351,7 @@ class Run:
         while self._later:
             self._later.pop().take_up()
 
-    def stepped(self) -> None:
+    def _count_step(self) -> None:
         """Count a step; called when an optimizer has stepped, or skipped a step that overflowed.
 
         With several optimizers, only the first call for a micro-batch counts.
@@ -367,10 +373,10 @@ class Run:
             return
         self._batches += 1
         self._index += 1
-        session = self._session
-        last = self._index == session.batches.accumulate
-        if last and not self._stepped and not session.optimizers:
-            self.stepped()  # without a prepared optimizer, no hook has called this
+        context = self._context
+        last = self._index == context.batches.accumulate
+        if last and not self._stepped and not context.optimizers:
+            self._count_step()  # without a prepared optimizer, no hook has called this
         self._in_hand = False
         if not self._stepped:
             return
@@ -381,44 +387,46 @@ class Run:
         assert journal.metrics is not None
         assert monitor is not None
         assert saving is not None
-        self._heartbeat(AGREEING)
+        self._events.phase(AGREEING)
         monitor.step(self.step)
         journal.metrics.end_step(self.step, self.epoch)
-        if self.step % session.options.log_every == 0:
+        if self.step % context.options.log_every == 0:
             self._end_row()
-        heard = self._consensus.step()
-        overdue = heard is not None and self._hear(heard)
+        overdue = False
+        if self._consensus.due():
+            sums = self._consensus.step(self._values(), self._doing())
+            overdue = sums is not None and self._act_on(sums)
         if overdue or saving.due(self.step):
             self.save()
         if self._compares:
             self._compares -= 1
-            self._heartbeat(UPDATING)  # here the ranks wait for each other
-            refuse_unlike_weights(session, self.step)
+            self._events.phase(UPDATING)  # here the ranks wait for each other
+            refuse_unlike_weights(context, self.step)
         if self._stop is not None:
             self._stop_here()
 
     def _drop_rest(self) -> None:
         """Drop micro-batches that complete no step: a checkpoint cannot hold their gradients."""
         self._index = 0
-        dropped = self._session.forget_step()
+        dropped = self._context.forget_step()
         if dropped:
             logger.warning(
                 "%d of %d micro-batches of a step are left out, as epoch %d or its loop ended "
                 "there",
                 dropped,
-                self._session.batches.accumulate,
+                self._context.batches.accumulate,
                 self.epoch,
             )
 
-    def _say(self) -> dict[str, float]:
+    def _values(self) -> dict[str, float]:
         """Return this rank's values for the consensus: stop requests, failures, what is due."""
-        session = self._session
-        asked = session.preemption.asked()
+        context = self._context
+        asked = context.preemption.asked(self._save_margin())
         self._metrics.offer()
         return {
             **{reason: float(reason == asked) for reason in REASONS},
             _NOT_FINITE: 1.0
-            * (session.precision.nonfinite.streak >= session.options.max_nonfinite),
+            * (context.precision.nonfinite.streak >= context.options.max_nonfinite),
             _NOT_WRITTEN: float(self._saves.failed()),
             _OVERDUE: float(self._saves.overdue()),
             _MEASURED: float(self._watch.due()),
@@ -428,23 +436,32 @@ class Run:
         """Describe what this rank does, for error messages; the same on all ranks."""
         return f"step {self.step} of epoch {self.epoch}, logged {self._metrics.waiting()}"
 
-    def _hear(self, heard: Mapping[str, float]) -> bool:
+    def _agree(self, what: str) -> None:
+        """Wait for all ranks, and act on their consensus.
+
+        Args:
+            what: purpose of the exchange, for error messages.
+        """
+        meet(self._context.backend, f"{what}, {self._doing()}")
+        self._act_on(self._consensus.now(self._values(), self._doing()))
+
+    def _act_on(self, sums: Mapping[str, float]) -> bool:
         """Act on the consensus, in the same way on all ranks; return whether a checkpoint is due.
 
         Raises:
             NonFiniteError: too many steps in a row had no finite numbers.
         """
-        for _ in range(self._consensus.heard):
+        for _ in range(self._consensus.received):
             self._metrics.accept()
-        if heard[_NOT_FINITE]:
-            refuse_streak(self._session, heard[_NOT_FINITE], self.step, self._saves.saved)
-        if heard[_NOT_WRITTEN]:
+        if sums[_NOT_FINITE]:
+            refuse_streak(self._context, sums[_NOT_FINITE], self.step, self._saves.saved)
+        if sums[_NOT_WRITTEN]:
             self._saves.lost()
         if self._stop is None:
-            self._stop = next((reason for reason in REASONS if heard[reason]), None)
+            self._stop = next((reason for reason in REASONS if sums[reason]), None)
         self._metrics.poll()
-        self._watch.hear(heard[_MEASURED] > 0, self.step, self.epoch)
-        return heard[_OVERDUE] > 0
+        self._watch.hear(sums[_MEASURED] > 0, self.step, self.epoch)
+        return sums[_OVERDUE] > 0
 
     def _stop_here(self) -> None:
         """Save and leave the run if the consensus is to stop."""
@@ -453,7 +470,7 @@ class Run:
         reason, where = self._stop, "from here"
         if self._position() != self._saves.saved:
             self.save()
-        self._heartbeat(SAVING)
+        self._events.phase(SAVING)
         self._watch.finish(self.step, self.epoch)
         try:
             self._saves.finish()
@@ -465,7 +482,7 @@ class Run:
             saved = self._saves.saved
             where = f"from step {saved.step if saved else 0}"
             reason = f"{reason}; {error.found}"
-        self._session.preemption.obeyed(self.directory)
+        self._context.preemption.obeyed(self.directory)
         logger.info("stopped by %s at step %d; --resume goes on %s", self._stop, self.step, where)
         raise Stopped(f"{reason}, after step {self.step}", os.environ)
 
@@ -495,7 +512,7 @@ class Run:
             self._settle()
             self._metrics.write(self.step, self.epoch, values)
         else:
-            self._metrics.add(values, self._session.weight)
+            self._metrics.add(values, self._context.weight)
 
     def save(self) -> None:
         """Take a checkpoint of everything that determines the next step; called by all ranks.
@@ -509,29 +526,30 @@ class Run:
         """
         if self._in_body and self._in_hand and not self._stepped:
             raise UsageError(
-                "HT000",
+                "HT605",
                 "run.save() inside of run.batches(), where a step is under way",
                 "a place between two steps",
-                "if session.step(loss): run.save()    or --checkpoint-every STEPS",
+                "if session.step(loss): run.save()",
+                "--checkpoint-every STEPS",
             )
         self._settle()  # for a loop that was left by a break
         if not self._in_body:
             self._drop_rest()
-        self._heartbeat(WAITING)
-        self._hear(self._consensus.now("a checkpoint"))
-        self._heartbeat(SAVING)
+        self._events.phase(WAITING)
+        self._agree("a checkpoint")
+        self._events.phase(SAVING)
         self._metrics.flush()
         self._saves.save(self._position(), self._metrics.at(self.step), self._metrics.state_dict())
-        self._heartbeat(IDLE)
+        self._events.phase(IDLE)
 
     def _position(self) -> Position:
-        skipped = self._batches - self._epoch_step * self._session.batches.accumulate
+        skipped = self._batches - self._epoch_step * self._context.batches.accumulate
         return Position(self.step, self.epoch, self._epoch_step, self._metrics.rows, skipped)
 
     def _put_back_random(self) -> None:
         """Restore the random state of this rank from the checkpoint."""
         if self._random is not None:
-            random_states.put_back(self._random, self._session.device)
+            random_states.put_back(self._random, self._context.device)
             self._random = None
 
     @property
@@ -551,22 +569,22 @@ class Run:
         return self._monitor
 
     def _enough(self) -> bool:
-        limit = self._session.options.max_steps
+        limit = self._context.options.max_steps
         return limit is not None and self.step >= limit
 
     def _plan(self, length: int | None) -> None:
         """Plan the learning-rate schedule, which may need the number of steps in an epoch."""
-        schedule = prepare.plan_schedule(self._session.options, length, self._epochs)
+        schedule = prepare.plan_schedule(self._context.options, length, self._epochs)
         if schedule is not None and schedule != self._schedule:
-            prepare.refuse_second_schedule(self._session.optimizers)
+            prepare.refuse_second_schedule(self._context.optimizers)
             self._schedule = schedule
             logger.info("learning rate: %s", schedule.describe())
 
     def _end_row(self) -> None:
-        session, tail = self._session, self._watch.lap(self.step)
-        if session.optimizers:
-            tail = {"lr": float(session.optimizers[0].param_groups[0]["lr"]), **tail}
-        self._metrics.end_row(session.precision.numbers(), tail)
+        context, tail = self._context, self._watch.lap(self.step)
+        if context.optimizers:
+            tail = {"lr": float(context.optimizers[0].param_groups[0]["lr"]), **tail}
+        self._metrics.end_row(context.precision.numbers(), tail)
 
     def __exit__(
         self,
@@ -590,9 +608,9 @@ class Run:
         if saved is None or self.step != saved.step:
             self.save()  # the loop was left by a break
         self._metrics.end_row()
-        self._heartbeat(WAITING)
-        self._hear(self._consensus.now("the end of the run"))
-        self._heartbeat(SAVING)
+        self._events.phase(WAITING)
+        self._agree("the end of the run")
+        self._events.phase(SAVING)
         self._metrics.flush()
         self._watch.finish(self.step, self.epoch)
         self._saves.finish()
@@ -603,14 +621,14 @@ class Run:
         Each part is closed even if the one before fails. The summary is written and the directory
         unlocked before this rank waits for a tracker, so a signal can end that wait.
         """
-        self._session.heartbeat, self._session.loop = ignore, None
+        self._events.close_run()
         with ExitStack() as turns:  # runs in reverse order
             turns.callback(self._undo.close)
             if self._journal is not None:
                 turns.callback(self._journal.drop_logs)
             if self._monitor is not None:
                 turns.callback(self._monitor.close_trackers, code_of(error))
-            turns.callback(self._session.preemption.end)
+            turns.callback(self._context.preemption.end)
             if self._journal is not None:
                 turns.callback(self._journal.close, error, self._facts)
             if self._monitor is not None:
@@ -641,7 +659,3 @@ _NOT_FINITE, _NOT_WRITTEN = "not finite", "not written"
 _OVERDUE, _MEASURED = "overdue", "measured"
 
 _END = object()
-
-
-def ignore(phase: int) -> None:
-    """Ignore a heartbeat: no run is open."""

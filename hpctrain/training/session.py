@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -19,18 +19,24 @@ from hpctrain.arguments import Options
 from hpctrain.backends.base import Backend
 from hpctrain.cluster import env_vars, launchers
 from hpctrain.errors import HpctrainError, UsageError, report_uncaught
-from hpctrain.monitoring.watchdog import ACCUMULATING, BACKWARD, EVALUATING, IDLE, UPDATING, WAITING
 from hpctrain.optim import EMA
 from hpctrain.process import failure_record, logging, random_states
 from hpctrain.process.logging import logger
+from hpctrain.process.phases import (
+    ACCUMULATING,
+    BACKWARD,
+    EVALUATING,
+    IDLE,
+    UPDATING,
+    WAITING,
+)
 from hpctrain.training import evaluation, prepare
 from hpctrain.training.consensus import meet
 from hpctrain.training.gradient_guard import GradientGuard
 from hpctrain.training.optimizer_step import Update
 from hpctrain.training.preemption import Preemption, Stopped
-from hpctrain.training.run import Run, ignore
+from hpctrain.training.run import Run
 from hpctrain.training.setup import open_ranks
-from hpctrain.training.state import Loop
 
 __all__ = ["Session"]
 
@@ -55,18 +61,10 @@ class Session:
         backend: backend for the communication between ranks.
         precision: number format of weights, activations and gradients.
         options: options of this session.
-        own_options: options that the script added to the common ones, by name.
         batches: global batch size, micro-batch size and accumulation.
         placement: device, data type and memory layout of batches.
         workers: number of loader processes of this rank.
-        weight: weight of the current micro-batch in its step; 1 if all have the same number of
-            samples.
-        roster: list of all ranks, with their hosts and settings.
         preemption: stop requests that this rank has received.
-        exit_status_file: path of the exit status file on rank 0, if
-            $HPCTRAIN_EXIT_STATUS_FILE is set; else None.
-        heartbeat: function called with a phase of `watchdog`; shows that this rank is alive.
-        loop: the open run, which counts the steps; None if no run is open.
 
     Raises:
         UsageError: wrong options, or an environment that contradicts itself (exit code 2).
@@ -76,38 +74,20 @@ class Session:
     def __init__(self, namespace: argparse.Namespace | None = None, **keywords: Any) -> None:
         report_uncaught(lambda: failure_record.shows(os.environ))
         self.options = Options.of(namespace, keywords)
-        shared = {field.name for field in dataclasses.fields(Options)}
-        self.own_options: Mapping[str, Any] = (
-            {name: value for name, value in vars(namespace).items() if name not in shared}
-            if namespace
-            else {}
-        )
         start = launchers.survey()
         logging.setup_logging(start.world.rank)
         # The exit status file belongs to the start: only rank 0 of that start may write it.
         belongs = start.world.rank == 0 and not start.stray and not start.overruled
-        self.exit_status_file = os.environ.get(env_vars.EXIT_STATUS_FILE) if belongs else None
-        self.heartbeat: Callable[[int], None] = ignore
-        self._models: list[nn.Module] = []
-        self._optimizers: list[Optimizer] = []
-        self.loop: Loop | None = None
-        self._micro_batch = 0
+        self._exit_status_file = os.environ.get(env_vars.EXIT_STATUS_FILE) if belongs else None
         self._guard = GradientGuard()
-        self._ema: EMA | None = None
-        self._samplers: list[data.TrainingSampler] = []
-        self._datasets: list[Dataset[Any]] = []
-        self.weight = 1.0
         self._closed = False
         self._undo = ExitStack()  # restores what a session changes in its process
         self.preemption = Preemption(start.world.rank, os.environ, start.allocation, self._undo)
-        if self.exit_status_file:
+        if self._exit_status_file:
             # An earlier session of this process may have left a file; it is out of date now.
-            Path(self.exit_status_file).unlink(missing_ok=True)
+            Path(self._exit_status_file).unlink(missing_ok=True)
         try:
-            self._open(start)
-            if namespace is not None and getattr(namespace, "batch_size", 0) is None:
-                # With None, DataLoader(dataset, args.batch_size) would return single samples.
-                namespace.batch_size = self.batches.batch_size
+            self._open(start, namespace)
         except BaseException as error:
             self._undo.close()
             if isinstance(error, HpctrainError):
@@ -116,21 +96,34 @@ class Session:
             raise
         failure_record.note_session(self.world.rank, os.environ)
 
-    def _open(self, start: launchers.Start) -> None:
-        opts = self.options
-        opened = open_ranks(start, opts, os.environ, self._undo)
-        self.preemption.opened()
-        self.allocation = start.allocation
-        self.world, self.roster, self.batches = opened.world, opened.roster, opened.batches
-        self.device, self.precision = opened.device, opened.precision
-        self.backend, self.workers = opened.backend, opened.workers
+    def _open(self, start: launchers.Start, namespace: argparse.Namespace | None) -> None:
+        options, shared = self.options, {field.name for field in dataclasses.fields(Options)}
+        own = {} if namespace is None else vars(namespace)
+        self._context = context = open_ranks(
+            start,
+            options,
+            {name: value for name, value in own.items() if name not in shared},
+            self.preemption,
+            self._exit_status_file,
+            os.environ,
+            self._undo,
+        )
+        self.allocation, self.world, self.batches = start.allocation, context.world, context.batches
+        self.device, self.precision = context.device, context.precision
+        self.backend, self.workers = context.backend, context.workers
+        self.placement = context.placement
+        self._events = context.events
+        self._events.weight, self._events.exchange = self._weigh, self._meet
+        self._events.evaluation = self._align
+        if namespace is not None and getattr(namespace, "batch_size", 0) is None:
+            # With None, DataLoader(dataset, args.batch_size) would return single samples.
+            namespace.batch_size = self.batches.batch_size
         # A step can take microseconds, so avoid a call of attach() that does nothing.
         self._attaches = type(self.backend).attach is not Backend.attach
-        self.placement = prepare.place_batches(opts, self.precision)
-        self._update = Update(self.backend, self.precision, opts)
+        self._update = Update(self.backend, self.precision, options)
         # Same seed on all ranks, so that they create the same weights and split the data alike.
-        torch.manual_seed(opts.seed)
-        random_states.seed(opts.seed, self.device, opts.seed_everything)
+        torch.manual_seed(options.seed)
+        random_states.seed(options.seed, self.device, options.seed_everything)
         world = self.world
         logger.info(
             "%d rank%s on %s by %s, %s over %s, %s, global batch %d = %d × %d × %d",
@@ -155,12 +148,12 @@ class Session:
     @property
     def models(self) -> Sequence[nn.Module]:
         """Prepared models, in the order of preparation."""
-        return self._models
+        return self._context.models
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """Prepared optimizers, in the order of preparation."""
-        return self._optimizers
+        return self._context.optimizers
 
     def prepare(self, *things: nn.Module | Optimizer) -> Any:
         """Move models and optimizers to the device and precision, and connect them to all ranks.
@@ -183,42 +176,43 @@ class Session:
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer)):
                 raise UsageError(
-                    "HT000",
+                    "HT606",
                     f"prepare() got a {type(thing).__name__}",
                     "models (torch.nn.Module) and optimizers (torch.optim.Optimizer)",
                     "session.loader(dataset) is for data",
                 )
-        prepared = list(things)
+        context, prepared = self._context, list(things)
+        models, optimizers = context.models, context.optimizers
         for place, thing in enumerate(things):
             if isinstance(thing, nn.Module):
-                known = [one for one in self._models if thing in (one, prepare.inner(one))]
+                known = [one for one in models if thing in (one, prepare.inner(one))]
                 if known:
                     prepared[place] = known[0]
                     continue
                 model = prepare.prepare_model(
                     thing,
-                    len(self._models),
+                    len(models),
                     self.backend,
                     self.precision,
                     self.placement,
                     self.options,
                 )
                 prepared[place] = model
-                self._models.append(model)
+                models.append(model)
         self.backend.broadcast(self.precision.masters())
         for thing in things:
-            if isinstance(thing, Optimizer) and thing not in self._optimizers:
-                prepare.prepare_optimizer(thing, self._models, self.options, self.batches)
+            if isinstance(thing, Optimizer) and thing not in optimizers:
+                prepare.prepare_optimizer(thing, models, self.options, self.batches)
                 self.precision.adopt(thing)
                 prepare.share_state(thing, self.backend)
-                for other in prepare.replaced(thing, self._optimizers):
-                    self._optimizers.remove(other)
-                thing.register_step_post_hook(self._stepped)
-                self._optimizers.append(thing)
+                for other in prepare.replaced(thing, optimizers):
+                    optimizers.remove(other)
+                thing.register_step_post_hook(self._note_step)
+                optimizers.append(thing)
         if self.options.ema is not None:
-            self._ema = EMA(self._models, self.options.ema, source=self.precision.master)
-        self._guard.watch(self._models, self._optimizers, self.precision)
-        self._arm()
+            context.ema = EMA(models, self.options.ema, source=self.precision.master)
+        self._guard.watch(models, optimizers, self.precision)
+        context.choose_synchronization()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def loader(
@@ -253,13 +247,13 @@ class Session:
         """
         data.check_arguments(dataset, train, batch_size, drop_last, arguments)
         length = len(dataset)  # type: ignore[arg-type]
-        self._datasets.append(dataset)
+        self._context.datasets.append(dataset)
         sampler: data.TrainingSampler | data.EvaluationSampler
         if train:
             sampler = data.TrainingSampler(
                 length, self.batches, self.world, self.options.seed, drop_last is not False
             )
-            self._samplers.append(sampler)
+            self._context.samplers.append(sampler)
         else:
             sampler = data.EvaluationSampler(
                 length, batch_size or self.batches.batch_size, self.world
@@ -271,9 +265,7 @@ class Session:
             self.workers,
             self.options.seed,
             self.world.rank,
-            before=(lambda: None) if train else self._align,
-            weigh=self._weigh,
-            each=None if train else lambda: self.heartbeat(EVALUATING),
+            self._events,
             on_device=on_device,
             **arguments,
         )
@@ -299,12 +291,11 @@ class Session:
             UsageError: an optimizer was not prepared, optimizers are named although micro-batches
                 accumulate, or the loss is no single number with a gradient.
         """
-        accumulate = self.batches.accumulate
-        if not self._optimizers or (
-            optimizers and any(one not in self._optimizers for one in optimizers)
-        ):
+        context, events = self._context, self._events
+        accumulate, prepared = self.batches.accumulate, context.optimizers
+        if not prepared or (optimizers and any(one not in prepared for one in optimizers)):
             raise UsageError(
-                "HT000",
+                "HT606",
                 "session.step() with an optimizer that was not prepared"
                 if optimizers
                 else "session.step(), and no optimizer was prepared",
@@ -313,59 +304,40 @@ class Session:
             )
         if optimizers and accumulate > 1:
             raise UsageError(
-                "HT000",
+                "HT607",
                 f"session.step(loss, optimizer), and {accumulate} micro-batches accumulate",
                 "session.step(loss), one loss for all optimizers",
                 "--accumulate 1",
             )
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(
-                "HT000",
+                "HT608",
                 f"session.step() with {_described(loss)}",
                 "the mean loss of a micro-batch: a tensor of one number that has a gradient",
                 "session.step(loss.mean())",
             )
-        loop, first = self.loop, self._micro_batch == 0
-        if loop is not None:
-            loop.stepping()
+        first = context.micro_batch == 0
+        events.backward()
         self._guard.before(first)
-        last = self._micro_batch + 1 == accumulate
-        self.heartbeat(BACKWARD if last else ACCUMULATING)
+        last = context.micro_batch + 1 == accumulate
+        events.phase(BACKWARD if last else ACCUMULATING)
         if self._attaches:
             loss = self.backend.attach(loss, first)
-        if self.weight != 1.0:
-            loss = loss * self.weight
+        if context.weight != 1.0:
+            loss = loss * context.weight
         self.precision.backward(loss if accumulate == 1 else loss / accumulate)
-        self._micro_batch += 1
+        context.micro_batch += 1
         if not last:
             self._guard.between()
-            self._arm()
+            context.choose_synchronization()
             return False
-        self._micro_batch = 0
-        self.heartbeat(UPDATING)
-        self._update(optimizers or self._optimizers, self._optimizers, self._ema)
-        if loop is not None:
-            loop.stepped()  # the optimizer's hook has called this already, except after an overflow
+        context.micro_batch = 0
+        events.phase(UPDATING)
+        self._update(optimizers or prepared, prepared, context.ema)
+        events.stepped()  # the optimizer's hook has called this, except after an overflow
         if accumulate > 1:
-            self._arm()
+            context.choose_synchronization()
         return True
-
-    def forget_step(self) -> int:
-        """Drop the micro-batches of an incomplete step, and return their number."""
-        dropped, self._micro_batch = self._micro_batch, 0
-        if dropped:
-            self.backend.forget()
-            for optimizer in self._optimizers:
-                self.precision.clear(optimizer)
-            self._arm()
-        return dropped
-
-    def _arm(self) -> None:
-        """Let only the last micro-batch of a step synchronise the gradients."""
-        if self.batches.accumulate > 1:
-            last = self._micro_batch == self.batches.accumulate - 1
-            for model in self._models:
-                self.backend.synchronize(model, last)
 
     def sum(self, *values: Any) -> Any:
         """Sum each value over all ranks, exactly; see `evaluation.total`.
@@ -375,7 +347,7 @@ class Session:
         """
         self._meet(f"session.sum() of {len(values)}")
         sums = evaluation.total(self.backend, *values)
-        self.heartbeat(IDLE)
+        self._events.phase(IDLE)
         return sums[0] if len(sums) == 1 else sums
 
     def classification(self, classes: int) -> evaluation.Classification:
@@ -384,12 +356,7 @@ class Session:
         Args:
             classes: number of classes.
         """
-        return evaluation.Classification(
-            self.backend,
-            classes,
-            before=lambda: self._meet(f"scores of {classes} classes"),
-            after=lambda: self.heartbeat(IDLE),
-        )
+        return evaluation.Classification(self.backend, classes, self._events)
 
     def run(self, state: dict[str, Any] | None = None, name: str | None = None) -> Run:
         """Create a run, which has a directory, a position in the loop, metrics and checkpoints.
@@ -399,47 +366,48 @@ class Session:
                 name. They need `state_dict()` and `load_state_dict()`.
             name: name of the run (default: name of the script).
         """
-        return Run(self, state or {}, name)
+        return Run(self._context, state or {}, name)
 
     def averaged_weights(self) -> AbstractContextManager[Any]:
         """Return a context manager in which the prepared models have the weights of `--ema`.
 
         Use it for evaluation. Without `--ema` the models keep their weights.
         """
-        return nullcontext() if self._ema is None else self._ema.swapped()
+        return nullcontext() if self.ema is None else self.ema.swapped()
 
     @property
     def ema(self) -> EMA | None:
         """Moving average of the prepared models' weights, or None without `--ema`."""
-        return self._ema
+        return self._context.ema
 
     @property
-    def samplers(self) -> Sequence[data.TrainingSampler]:
-        """Samplers of the loaders of training sets."""
-        return self._samplers
+    def weight(self) -> float:
+        """Weight of the current micro-batch in its step; 1 if all have as many samples.
 
-    @property
-    def datasets(self) -> Sequence[Dataset[Any]]:
-        """Data sets of the loaders, in the order in which the loaders were created."""
-        return self._datasets
+        Session's loaders set it; with a loader of your own, you can set it.
+        """
+        return self._context.weight
 
-    def _stepped(self, *_: Any) -> None:
-        """Tell the open run that an optimizer has stepped, by `step` or by the script itself."""
-        if self.loop is not None:
-            self.loop.stepped()
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._context.weight = weight
+
+    def _note_step(self, *_: Any) -> None:
+        """Tell that an optimizer has stepped, by `step` or by the script itself."""
+        self._events.stepped()
 
     def _weigh(self, weight: float) -> None:
-        self.weight = weight
+        self._context.weight = weight
 
     def _meet(self, doing: str) -> None:
         """Wait for all ranks before an exchange that belongs to an evaluation."""
-        self.heartbeat(WAITING)
+        self._events.phase(WAITING)
         meet(self.backend, doing)
-        self.heartbeat(EVALUATING)
+        self._events.phase(EVALUATING)
 
     def _align(self) -> None:
         self._meet("the beginning of an evaluation")
-        for model in self._models:
+        for model in self._context.models:
             self.backend.broadcast(list(model.buffers()))
 
     def close(
@@ -467,9 +435,10 @@ class Session:
             if together:
                 self.backend.barrier()
         except Exception as error:
-            together, reason = False, str(error)
-            if explained := self.backend.explain(error):
-                reason = explained.found
+            explained = self.backend.explain(error)
+            failure_record.note_failure(self.world.rank, explained or error, os.environ)
+            together, reason = False, explained.found if explained else str(error)
+            if explained:
                 raise explained from None
             raise
         finally:
@@ -477,12 +446,12 @@ class Session:
             self._undo.close()
 
     def _write_exit_status(self, code: int, reason: str) -> None:
-        if self.exit_status_file:
+        if self._exit_status_file:
             try:
-                rundir.write_exit_status(self.exit_status_file, code, reason)
+                rundir.write_exit_status(self._exit_status_file, code, reason)
             except OSError as error:
                 logger.error(
-                    "the exit status could not be written to %s: %s", self.exit_status_file, error
+                    "the exit status could not be written to %s: %s", self._exit_status_file, error
                 )
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
 """Setup before training: from the options and the launcher's variables to connected ranks."""
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +10,7 @@ import torch
 
 from hpctrain import backends, precision, rendezvous
 from hpctrain.arguments import Batches, Options, plan_batches
-from hpctrain.backends.base import Backend
 from hpctrain.cluster import env_vars, launchers
-from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, StartError, UsageError
 from hpctrain.precision import Precision
 from hpctrain.process import device, file_limit
@@ -21,36 +19,15 @@ from hpctrain.process.logging import logger
 from hpctrain.process.threads import Threads
 from hpctrain.rendezvous import consistency
 from hpctrain.training import monitor, prepare
+from hpctrain.training.context import Context
+from hpctrain.training.preemption import Preemption
 
-__all__ = ["Opened", "open_ranks"]
+__all__ = ["open_ranks"]
 
 # After a hang, the watchdog can name the rank to blame, but a collective that times out cannot. So
 # the collective times out later, with time to spare: the watchdog may be late, as it does not count
 # time in which it could not run.
 _SECONDS_TO_BLAME = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """One rank, connected to all others.
-
-    Attributes:
-        world: rank, world size and hosts of this process; no field is None.
-        roster: list of all ranks, with their hosts and settings.
-        batches: global batch size, micro-batch size and accumulation.
-        device: device used by this rank.
-        precision: number format of weights, activations and gradients.
-        backend: backend for the communication between ranks.
-        workers: number of loader processes of this rank.
-    """
-
-    world: World
-    roster: rendezvous.Roster
-    batches: Batches
-    device: torch.device
-    precision: Precision
-    backend: Backend
-    workers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +41,19 @@ class _Equipment:
 
 
 def open_ranks(
-    start: launchers.Start, options: Options, env: MutableMapping[str, str], undo: ExitStack
-) -> Opened:
+    start: launchers.Start,
+    options: Options,
+    own_options: Mapping[str, Any],
+    preemption: Preemption,
+    exit_status_file: str | None,
+    env: MutableMapping[str, str],
+    undo: ExitStack,
+) -> Context:
     """Connect this rank to the others.
 
     Args:
         start: start of this process, read from the launcher's variables.
-        options: options of the session.
+        options, own_options, preemption, exit_status_file: as in `Context`.
         env: environment variables of this process; one of them selects a slice of a GPU, until
             `undo` restores it.
         undo: receives the callbacks that restore the process.
@@ -110,8 +93,21 @@ def open_ranks(
     undo.callback(Determinism(options.deterministic, equipment.device).put_back)
     equipment.precision.switch(undo)
     backend = backends.open_backend(name, met, equipment.device, equipment.settings)
-    return Opened(
-        met.world, met.roster, batches, equipment.device, equipment.precision, backend, workers
+    preemption.opened()
+    return Context(
+        options=options,
+        own_options=own_options,
+        allocation=start.allocation,
+        preemption=preemption,
+        exit_status_file=exit_status_file,
+        world=met.world,
+        roster=met.roster,
+        batches=batches,
+        device=equipment.device,
+        precision=equipment.precision,
+        backend=backend,
+        workers=workers,
+        placement=prepare.place_batches(options, equipment.precision),
     )
 
 
@@ -163,10 +159,10 @@ def _equip(
     except RuntimeError as failure:  # from CUDA
         reason = (str(failure).strip().splitlines() or ["no reason given"])[0]
         raise StartError(
-            "HT000",
+            "HT615",
             f"its GPU cannot be used: {reason}",
             "a GPU that works and is free",
-            "nvidia-smi    on that host; then hpctrain doctor",
+            "run nvidia-smi on that host, then hpctrain doctor",
         ) from None
 
 

@@ -1,34 +1,24 @@
 """State in a checkpoint: everything that determines the next step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
 
 from hpctrain import checkpoint
-from hpctrain.arguments import Batches, Options
-from hpctrain.backends.base import Backend
-from hpctrain.cluster.job import Allocation
-from hpctrain.cluster.world import World
-from hpctrain.data import Placement, TrainingSampler
 from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
-from hpctrain.optim import EMA, scheduled
-from hpctrain.precision import Precision
+from hpctrain.optim import scheduled
 from hpctrain.process import random_states
 from hpctrain.process.logging import logger
-from hpctrain.rendezvous import Roster
 from hpctrain.rundir import RunDirectory
 from hpctrain.training import identity
-from hpctrain.training.preemption import Preemption
+from hpctrain.training.context import Context
 
 __all__ = [
     "LaterGroups",
-    "Loop",
-    "Parts",
     "Position",
     "Restored",
     "gather",
@@ -37,60 +27,6 @@ __all__ = [
     "refuse_streak",
     "restore",
 ]
-
-
-class Loop(Protocol):
-    """Methods of the open run that a session calls."""
-
-    def stepping(self) -> None:
-        """Prepare for a backward pass."""
-
-    def stepped(self) -> None:
-        """Count an optimizer step."""
-
-
-class Parts(Protocol):
-    """Parts of a session that a run uses."""
-
-    world: World
-    allocation: Allocation | None
-    roster: Roster
-    device: torch.device
-    backend: Backend
-    precision: Precision
-    placement: Placement
-    options: Options
-    own_options: Mapping[str, Any]
-    batches: Batches
-    weight: float
-    preemption: Preemption
-    exit_status_file: str | None
-    heartbeat: Callable[[int], None]
-
-    loop: "Loop | None"
-
-    def forget_step(self) -> int:
-        """Drop the micro-batches of an incomplete step, and return their number."""
-
-    @property
-    def models(self) -> Sequence[nn.Module]:
-        """Prepared models, in the order of preparation."""
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        """Prepared optimizers, in the order of preparation."""
-
-    @property
-    def samplers(self) -> Sequence[TrainingSampler]:
-        """Samplers of the loaders of training sets."""
-
-    @property
-    def datasets(self) -> Sequence[Dataset[Any]]:
-        """Data sets of the loaders, in the order in which the loaders were created."""
-
-    @property
-    def ema(self) -> EMA | None:
-        """Moving average of the prepared models' weights, or None without `--ema`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,37 +84,38 @@ def refuse_stateless(others: Mapping[str, Any]) -> None:
     for name, thing in others.items():
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise UsageError(
-                "HT000",
+                "HT616",
                 f'session.run(state={{"{name}": …}}) with a {type(thing).__name__}',
                 "something with state_dict() and load_state_dict(), which a resume fills",
-                "a class of your own with both, that keeps the value; metrics go to run.log()",
+                "a class of your own with both, that keeps the value",
+                "run.log(), for a metric",
             )
 
 
-def refuse_nonfinite(parts: Parts, step: int) -> None:
+def refuse_nonfinite(context: Context, step: int) -> None:
     """Refuse weights that are not worth saving; the result is the same on all ranks.
 
     Raises:
         NonFiniteError: the weights are no longer finite.
     """
-    weights = [p for model in parts.models for p in model.parameters() if p.requires_grad]
+    weights = [p for model in context.models for p in model.parameters() if p.requires_grad]
     if weights and not torch.stack([p.detach().isfinite().all() for p in weights]).all():
         error = NonFiniteError(
-            "HT000",
+            "HT613",
             f"the weights are not finite any more at step {step}, so they are not kept",
             "finite losses and gradients",
-            "--resume goes on from the checkpoint before; a lower --lr, --lr-warmup-epochs, "
-            "--clip-norm or --precision fp32 may mend it",
+            "--resume, with a lower --lr, --lr-warmup-epochs, --clip-norm or --precision fp32; "
+            "it goes on from the checkpoint before",
         )
-        error.told_by_rank_0 = parts.world.rank > 0
+        error.told_by_rank_0 = context.world.rank > 0
         raise error
 
 
-def refuse_streak(parts: Parts, ranks: float, step: int, saved: Position | None) -> None:
+def refuse_streak(context: Context, ranks: float, step: int, saved: Position | None) -> None:
     """End a run with too many steps in a row without finite numbers; called by all ranks.
 
     Args:
-        parts: parts of the session.
+        context: context of the training.
         ranks: number of ranks that have reached `--max-nonfinite`.
         step: step of the run.
         saved: position from which a later start would continue.
@@ -186,26 +123,26 @@ def refuse_streak(parts: Parts, ranks: float, step: int, saved: Position | None)
     Raises:
         NonFiniteError: always.
     """
-    most = parts.options.max_nonfinite
+    most = context.options.max_nonfinite
     error = NonFiniteError(
-        "HT000",
+        "HT613",
         f"{most} steps in a row overflowed or had no finite loss, "
-        f"on {ranks:.0f} of {parts.world.world_size} ranks, before step {step}",
+        f"on {ranks:.0f} of {context.world.world_size} ranks, before step {step}",
         f"fewer in a row (--max-nonfinite {most})",
-        f"--resume goes on from step {saved.step if saved else 0}; a lower --lr, "
-        "--lr-warmup-epochs, --clip-norm or --precision bf16 or fp32 may mend it",
+        "--resume, with a lower --lr, --lr-warmup-epochs, --clip-norm or --precision bf16; "
+        f"it goes on from step {saved.step if saved else 0}",
     )
-    error.told_by_rank_0 = parts.world.rank > 0
+    error.told_by_rank_0 = context.world.rank > 0
     raise error
 
 
 def gather(
-    parts: Parts, others: Mapping[str, Any], position: Position, log: Mapping[str, Any]
+    context: Context, others: Mapping[str, Any], position: Position, log: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Collect the state of a session, part by part; called by all ranks.
 
     Args:
-        parts: parts of the session.
+        context: context of the training.
         others: objects that the user added to the state, by name.
         position: position of the run.
         log: values of this rank for the next row of metrics.
@@ -213,24 +150,24 @@ def gather(
     Returns:
         The state at rank 0; None on the other ranks.
     """
-    ranks = parts.backend.gather_object({**_of_this_rank(parts), "log": dict(log)})
-    if parts.world.rank > 0:
+    ranks = context.backend.gather_object({**_of_this_rank(context), "log": dict(log)})
+    if context.world.rank > 0:
         return None
     state = {
-        "model": [model.state_dict() for model in parts.models],
-        "optimizer": [optimizer.state_dict() for optimizer in parts.optimizers],
-        "precision": parts.precision.state_dict(),
+        "model": [model.state_dict() for model in context.models],
+        "optimizer": [optimizer.state_dict() for optimizer in context.optimizers],
+        "precision": context.precision.state_dict(),
         "state": {name: thing.state_dict() for name, thing in others.items()},
         "position": {
             **asdict(position),
-            "global_batch": parts.batches.global_batch,
-            "world_size": parts.world.world_size,
-            "precision": parts.precision.name,
+            "global_batch": context.batches.global_batch,
+            "world_size": context.world.world_size,
+            "precision": context.precision.name,
             "trained": [
                 [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-                for model in parts.models
+                for model in context.models
             ],
-            "groups": [_names_of_groups(parts, optimizer) for optimizer in parts.optimizers],
+            "groups": [_names_of_groups(context, optimizer) for optimizer in context.optimizers],
         },
     }
     first = ranks[0]["buffers"]
@@ -239,20 +176,20 @@ def gather(
             one["buffers"] = None  # the model's state has the same
     first.clear()
     state["ranks"] = ranks
-    if parts.ema is not None:
-        state["ema"] = parts.ema.state_dict()
+    if context.ema is not None:
+        state["ema"] = context.ema.state_dict()
     return state
 
 
-def _of_this_rank(parts: Parts) -> dict[str, Any]:
+def _of_this_rank(context: Context) -> dict[str, Any]:
     """Return what differs between ranks: random states, and statistics of their micro-batches."""
     buffers: list[dict[str, Tensor]] = []
-    if parts.world.world_size > 1:
-        for model in parts.models:
+    if context.world.world_size > 1:
+        for model in context.models:
             kept = model.state_dict().keys()
             own = {name: buffer for name, buffer in model.named_buffers() if name in kept}
             buffers.append({name: buffer.detach().cpu() for name, buffer in own.items()})
-    return {"random": random_states.capture(parts.device), "buffers": buffers}
+    return {"random": random_states.capture(context.device), "buffers": buffers}
 
 
 def _equal(some: Sequence[Mapping[str, Tensor]], others: Sequence[Mapping[str, Tensor]]) -> bool:
@@ -263,11 +200,13 @@ def _equal(some: Sequence[Mapping[str, Tensor]], others: Sequence[Mapping[str, T
     )
 
 
-def restore(parts: Parts, directory: RunDirectory, others: Mapping[str, Any]) -> Restored | None:
+def restore(
+    context: Context, directory: RunDirectory, others: Mapping[str, Any]
+) -> Restored | None:
     """Load the newest checkpoint; called by all ranks.
 
     Args:
-        parts: parts of the session.
+        context: context of the training.
         directory: run directory.
         others: objects that the user added to the state, by name.
 
@@ -278,53 +217,53 @@ def restore(parts: Parts, directory: RunDirectory, others: Mapping[str, Any]) ->
         UsageError: it is from another script, global batch or number of ranks.
         CheckpointError: it cannot be read, or a rank finds another one than rank 0.
     """
-    state = _load(parts, directory)
+    state = _load(context, directory)
     if state is None:
         return None
     position = state["position"]
-    _compare(parts, directory, position)
-    _fill("model", parts.models, state["model"])
-    _train_again(parts, position)
-    rates = _rates(parts)
-    later = _later_groups(parts, position, state["optimizer"])
+    _compare(context, directory, position)
+    _fill("model", context.models, state["model"])
+    _train_again(context, position)
+    rates = _rates(context)
+    later = _later_groups(context, position, state["optimizer"])
     states = [later[n].first if n in later else one for n, one in enumerate(state["optimizer"])]
-    _fill("optimizer", parts.optimizers, states)
-    course = parts.options.lr_schedule != "constant" or parts.options.lr_warmup_epochs
-    if rates != _rates(parts) and not course and not any(map(scheduled, parts.optimizers)):
+    _fill("optimizer", context.optimizers, states)
+    course = context.options.lr_schedule != "constant" or context.options.lr_warmup_epochs
+    if rates != _rates(context) and not course and not any(map(scheduled, context.optimizers)):
         logger.warning(
             "the learning rate is that of the checkpoint, %s, not that of this start, %s",
-            _rates(parts),
+            _rates(context),
             rates,
         )
-    if position["precision"] != parts.precision.name:
+    if position["precision"] != context.precision.name:
         logger.warning(
             "the run was in %s, and goes on in %s: --precision %s keeps it as it was",
             position["precision"],
-            parts.precision.name,
+            context.precision.name,
             position["precision"],
         )
-    parts.precision.load_state_dict(state["precision"])
-    if parts.ema is not None and "ema" in state:
-        parts.ema.load_state_dict(state["ema"])
-    elif parts.ema is not None:
+    context.precision.load_state_dict(state["precision"])
+    if context.ema is not None and "ema" in state:
+        context.ema.load_state_dict(state["ema"])
+    elif context.ema is not None:
         logger.warning("the checkpoint has no average of the weights; it starts anew from them")
-        parts.ema.restart()
+        context.ema.restart()
     for name, thing in others.items():
         if name in state["state"]:
             thing.load_state_dict(state["state"][name])
         else:
             logger.warning("the checkpoint has no %s; it starts anew", name)
     random = log = None
-    if len(state["ranks"]) == parts.world.world_size:
-        own = state["ranks"][parts.world.rank]
+    if len(state["ranks"]) == context.world.world_size:
+        own = state["ranks"][context.world.rank]
         random, log = own["random"], own.get("log")
-        _fill_buffers(parts.models, own["buffers"])
+        _fill_buffers(context.models, own["buffers"])
     place = Position(
         position["step"],
         position["epoch"],
         position["epoch_step"],
         position["rows"],
-        position.get("skipped", 0) * position["world_size"] // parts.world.world_size,
+        position.get("skipped", 0) * position["world_size"] // context.world.world_size,
     )
     left = {name: kept for name, kept in state["state"].items() if name not in others}
     return Restored(place, random, log, left, list(later.values()))
@@ -336,7 +275,7 @@ class LaterGroups:
     A script that resumes may add them again, or may already be past the place where it did.
 
     Args:
-        parts: parts of the session.
+        context: context of the training.
         optimizer: optimizer that has only the first groups.
         saved: complete saved state of the optimizer.
         names: for each group, the model index and name of its parameters.
@@ -348,12 +287,12 @@ class LaterGroups:
 
     def __init__(
         self,
-        parts: Parts,
+        context: Context,
         optimizer: Optimizer,
         saved: dict[str, Any],
         names: Sequence[Sequence[tuple[int, str]]],
     ) -> None:
-        self._parts, self.optimizer, self._saved, self._names = parts, optimizer, saved, names
+        self._parts, self.optimizer, self._saved, self._names = context, optimizer, saved, names
         groups = saved["param_groups"][: len(optimizer.param_groups)]
         kept = {number for group in groups for number in group["params"]}
         state = {number: one for number, one in saved["state"].items() if number in kept}
@@ -373,22 +312,22 @@ class LaterGroups:
 
 
 def _later_groups(
-    parts: Parts, position: Mapping[str, Any], states: Sequence[dict[str, Any]]
+    context: Context, position: Mapping[str, Any], states: Sequence[dict[str, Any]]
 ) -> dict[int, LaterGroups]:
     """Return the groups that optimizers have only in the checkpoint, by index of the optimizer."""
     names = position.get("groups", [])
     return {
-        number: LaterGroups(parts, optimizer, saved, names[number])
-        for number, (optimizer, saved) in enumerate(zip(parts.optimizers, states, strict=False))
+        number: LaterGroups(context, optimizer, saved, names[number])
+        for number, (optimizer, saved) in enumerate(zip(context.optimizers, states, strict=False))
         if number < len(names) and len(saved["param_groups"]) > len(optimizer.param_groups)
     }
 
 
-def _names_of_groups(parts: Parts, optimizer: Optimizer) -> list[list[tuple[int, str]]]:
+def _names_of_groups(context: Context, optimizer: Optimizer) -> list[list[tuple[int, str]]]:
     """Return the model index and name of each parameter, by group of an optimizer."""
     names = {
-        id(parts.precision.master(parameter)): (number, name)
-        for number, model in enumerate(parts.models)
+        id(context.precision.master(parameter)): (number, name)
+        for number, model in enumerate(context.models)
         for name, parameter in model.named_parameters()
     }
     return [
@@ -397,9 +336,9 @@ def _names_of_groups(parts: Parts, optimizer: Optimizer) -> list[list[tuple[int,
     ]
 
 
-def _train_again(parts: Parts, position: Mapping[str, Any]) -> None:
+def _train_again(context: Context, position: Mapping[str, Any]) -> None:
     """Freeze and unfreeze parameters as they were in the checkpoint."""
-    for model, names in zip(parts.models, position.get("trained", ()), strict=False):
+    for model, names in zip(context.models, position.get("trained", ()), strict=False):
         trained, changed = set(names), []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad != (name in trained):
@@ -423,29 +362,30 @@ def _fill_buffers(models: Sequence[nn.Module], own: Sequence[Mapping[str, Tensor
                 there[name].copy_(value)
 
 
-def _compare(parts: Parts, directory: RunDirectory, position: Mapping[str, Any]) -> None:
+def _compare(context: Context, directory: RunDirectory, position: Mapping[str, Any]) -> None:
     """Compare this start with the one that wrote the checkpoint."""
-    if position["global_batch"] != parts.batches.global_batch:
+    if position["global_batch"] != context.batches.global_batch:
         raise UsageError(
-            "HT000",
+            "HT620",
             f"the run in {directory.path} has a global batch of "
-            f"{position['global_batch']}, this start one of {parts.batches.global_batch}",
+            f"{position['global_batch']}, this start one of {context.batches.global_batch}",
             "the same global batch, so that its samples go on where they stopped",
             f"--global-batch {position['global_batch']}",
         )
-    before, now = position["world_size"], parts.world.world_size
-    if before != now and not parts.options.elastic:
+    before, now = position["world_size"], context.world.world_size
+    if before != now and not context.options.elastic:
         raise UsageError(
-            "HT000",
+            "HT620",
             f"the run in {directory.path} has {before} ranks, this start {now}",
             "as many ranks again, so that its sums have the same order",
-            f"{before} ranks; or --elastic, to go on with {now}",
+            f"start {before} ranks",
+            f"--elastic, to go on with {now}",
         )
 
 
-def _rates(parts: Parts) -> str:
+def _rates(context: Context) -> str:
     """Format the learning rates of all groups, for comparison and messages."""
-    groups = [group for optimizer in parts.optimizers for group in optimizer.param_groups]
+    groups = [group for optimizer in context.optimizers for group in optimizer.param_groups]
     return ", ".join(f"{float(group['lr']):.6g}" for group in groups)
 
 
@@ -453,7 +393,7 @@ def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
     """Load the state of each object."""
     if len(states) != len(things):
         raise UsageError(
-            "HT000",
+            "HT621",
             f"the checkpoint has {len(states)} {kind}s, the script prepared {len(things)}",
             "the same script",
             "--run-dir DIR for another directory",
@@ -463,31 +403,31 @@ def _fill(kind: str, things: Sequence[Any], states: Sequence[Any]) -> None:
             thing.load_state_dict(state)
         except ValueError as error:  # from an optimizer with other parameter groups
             raise UsageError(
-                "HT000",
+                "HT621",
                 f"the checkpoint's {kind} does not fit that of the script: {error}",
                 "the same script, and the same --decay",
                 "--run-dir DIR for another directory",
             ) from None
 
 
-def _load(parts: Parts, directory: RunDirectory) -> dict[str, Any] | None:
+def _load(context: Context, directory: RunDirectory) -> dict[str, Any] | None:
     """Load the newest checkpoint, and check that all ranks find the same one."""
     loaded, mistake = None, None
     try:
-        of = identity.facts(directory, parts.world)["run"]
+        of = identity.facts(directory, context.world)["run"]
         loaded = checkpoint.load_newest(directory, of)
     except CheckpointError as error:
         mistake = error
     here = -1 if loaded is None else loaded[0]
-    first = parts.backend.broadcast_object(here)
-    unlike = torch.tensor(int(mistake is not None or here != first), device=parts.device)
-    ranks = int(parts.backend.sum(unlike).item())
+    first = context.backend.broadcast_object(here)
+    unlike = torch.tensor(int(mistake is not None or here != first), device=context.device)
+    ranks = int(context.backend.sum(unlike).item())
     if mistake is not None:
         raise mistake
     if ranks:
         raise CheckpointError(
-            "HT000",
-            f"{ranks} of {parts.world.world_size} ranks do not find in "
+            "HT622",
+            f"{ranks} of {context.world.world_size} ranks do not find in "
             f"{directory.path} the checkpoint that rank 0 finds"
             + (f" (step {first})" if first >= 0 else " (none)"),
             "a run directory on a file system that all hosts share",

@@ -221,7 +221,8 @@ problems = [one for one in told["findings"] if one["level"] == "problem"]
 for one in [*problems, *(one for one in told["findings"] if one["level"] == "warning")]:
     print(f"{one['level']}: {one['subject']} (ranks {', '.join(map(str, one['ranks'][:8]))}"
           f"{', …' if len(one['ranks']) > 8 else ''}): {one['found']}")
-    print(f"  fix: {one['fix']}")
+    for number, fix in enumerate(one["fixes"]):
+        print(f"  {'or: ' if number else 'fix:'} {fix}")
 sys.exit(bool(problems) or not right)
 EOF
 }

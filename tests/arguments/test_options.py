@@ -78,14 +78,16 @@ def test_backend_options_of_another_backend_are_refused():
     assert Options().of_backend("single") == {}
     with pytest.raises(UsageError, match="--horovod-op with --backend ddp") as raised:
         dataclasses.replace(chosen, backend="ddp").of_backend("ddp")
-    assert raised.value.fix == "--backend horovod, or leave --horovod-op out"
+    assert raised.value.fixes == ("--backend horovod", "leave --horovod-op out")
+    assert raised.value.code == "HT503"
     with pytest.raises(UsageError, match="--backend auto, which is single here"):
         dataclasses.replace(chosen, backend="auto").of_backend("single")
 
 
 def test_elastic_needs_a_global_batch():
-    with pytest.raises(UsageError, match="--elastic without --global-batch"):
+    with pytest.raises(UsageError, match="--elastic without --global-batch") as raised:
         plan_batches(Options.of(None, {"elastic": True, "batch_size": 4}), 3)
+    assert raised.value.code == "HT504"
     assert plan_batches(Options.of(None, {"elastic": True, "global_batch": 12}), 3).batch_size == 4
 
 
@@ -134,7 +136,8 @@ def test_wrong_keywords_are_refused_as_on_the_command_line(keywords, found, fix)
         Options.of(None, keywords)
     assert found in caught.value.found
     assert caught.value.expected
-    assert fix in caught.value.fix
+    assert any(fix in one for one in caught.value.fixes) or not fix
+    assert caught.value.code == "HT501"
     assert caught.value.exit_code == 2
 
 
@@ -200,12 +203,19 @@ def test_global_batch_batch_size_and_accumulation_are_derived(total, size, times
 @pytest.mark.parametrize(
     ("total", "size", "times", "world", "found", "fix"),
     [
-        (10, None, None, 4, "4 ranks", "--global-batch 8 or 12"),
+        (10, None, None, 4, "4 ranks", "--global-batch 8, --global-batch 12"),
         (3, None, None, 4, "4 ranks", "--global-batch 4"),
-        (100, None, 3, 4, "4 ranks × 3 accumulated", "--global-batch 96 or 108"),
-        (100, 8, None, 4, "4 ranks × 8 (--batch-size)", "--global-batch 96 or 128"),
+        (100, None, 3, 4, "4 ranks × 3 accumulated", "--global-batch 96, --global-batch 108"),
+        (100, 8, None, 4, "4 ranks × 8 (--batch-size)", "--global-batch 96, --global-batch 128"),
         (16, 8, None, 4, "4 ranks × 8 (--batch-size)", "--global-batch 32"),
-        (96, 8, 2, 4, "--batch-size 8 × --accumulate 2 = 64", "--global-batch 64, or"),
+        (
+            96,
+            8,
+            2,
+            4,
+            "--batch-size 8 × --accumulate 2 = 64",
+            "--global-batch 64, leave one of the three out",
+        ),
     ],
 )
 def test_global_batch_that_does_not_divide_is_refused_with_the_nearest(
@@ -216,7 +226,8 @@ def test_global_batch_that_does_not_divide_is_refused_with_the_nearest(
         plan_batches(chosen, world)
     assert f"--global-batch {total}" in caught.value.found
     assert found in caught.value.found
-    assert caught.value.fix.startswith(fix)
+    assert ", ".join(caught.value.fixes) == fix
+    assert caught.value.code == "HT505"
     assert caught.value.exit_code == 2
 
 
@@ -231,9 +242,11 @@ def test_global_batch_is_the_product_for_any_plan(total, size, times, world):
     except UsageError as error:
         assert total is not None
         assert total % (world * (size or 1) * (times or 1)) or (size and times)
-        mended = int(error.fix.split()[1].rstrip(","))
-        plan = plan_batches(dataclasses.replace(chosen, global_batch=mended), world)
-        assert plan.global_batch == mended
+        mended = [int(fix.split()[1]) for fix in error.fixes if fix.startswith("--global-batch ")]
+        assert mended
+        for one in mended:
+            plan = plan_batches(dataclasses.replace(chosen, global_batch=one), world)
+            assert plan.global_batch == one
     else:
         assert plan.global_batch == plan.batch_size * plan.accumulate * world
         assert total in (None, plan.global_batch)

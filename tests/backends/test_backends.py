@@ -310,6 +310,7 @@ def test_existing_process_group_is_refused():
     for result in ranks.run(2, too_early):
         assert isinstance(result, hpctrain.HpctrainError)
         assert result.exit_code == 2
+        assert result.code == "HT308"
         assert "init_process_group" in str(result)
 
 
@@ -348,6 +349,7 @@ def does_not_connect():
 def test_rank_that_does_not_connect_is_named_at_once():
     results = ranks.run(3, does_not_connect, timeout=60)
     assert [type(result) for result in results] == [StartError] * 3
+    assert [result.code for result in results] == ["HT305", "HT306", "HT305"]
     assert "did not connect rank 1 over gloo" in str(results[1])
     for rank in (0, 2):
         assert "rank 1 on node1 came to the rendezvous and was lost" in str(results[rank])

@@ -26,7 +26,8 @@ def test_dataparallel_refused_without_gpu():
     with pytest.raises(UsageError) as refused:
         check("dataparallel", ALONE, torch.device("cpu"), SETTINGS)
     assert "no GPU" in str(refused.value)
-    assert "--backend single" in refused.value.fix
+    assert refused.value.code == "HT301"
+    assert refused.value.fixes == ("--backend single",)
 
 
 def opens():
@@ -39,7 +40,8 @@ def test_dataparallel_refused_on_every_rank():
         assert isinstance(result, UsageError)
     assert "in a world of 3 ranks" in str(results[0])
     assert "one process for all GPUs" in str(results[0])
-    assert "--backend ddp" in results[0].fix
+    assert results[0].code == "HT301"
+    assert results[0].fixes == ("--backend ddp", "start one process")
 
 
 def test_dataparallel_model_keeps_names_and_gradients():

@@ -83,15 +83,21 @@ def test_ddp_compression_is_equal_on_all_ranks_and_repeatable():
 
 
 REFUSED = [
-    ({"ddp_powersgd_rank": 4}, ["--ddp-powersgd-rank 4", "--ddp-compression powersgd"]),
+    ({"ddp_powersgd_rank": 4}, ["--ddp-powersgd-rank 4", "--ddp-compression powersgd", "HT311"]),
     (
         {"ddp_compression": "fp16", "ddp_powersgd_start": 5},
         ["--ddp-powersgd-start 5 with --ddp-compression fp16"],
     ),
     ({"ddp_compression": "powersgd", "ddp_powersgd_start": 1}, ["--ddp-powersgd-start 2"]),
-    ({"ddp_compression": "powersgd", "precision": "fp16"}, ["overflow", "--precision bf16"]),
+    (
+        {"ddp_compression": "powersgd", "precision": "fp16"},
+        ["overflow", "--precision bf16", "HT313"],
+    ),
     ({"ddp_compression": "powersgd", "ddp_bucket_mb": 1.0}, ["leave --ddp-bucket-mb out"]),
-    ({"ddp_static_graph": True, "accumulate": 2}, ["--ddp-static-graph", "--accumulate 1"]),
+    (
+        {"ddp_static_graph": True, "accumulate": 2},
+        ["fix:      leave --ddp-static-graph out", "or:       --accumulate 1"],
+    ),
 ]
 
 
@@ -117,8 +123,9 @@ def test_bf16_compression_refused_by_torch_without_nccl(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     own = {"compression": "bf16", "static_graph": False, "powersgd_rank": 1, "powersgd_start": 1000}
-    with pytest.raises(hpctrain.errors.UsageError, match="--ddp-compression fp16"):
+    with pytest.raises(hpctrain.errors.UsageError, match="--ddp-compression fp16") as refused:
         options.refuse_options(Settings(1.0, 1.0, own=own), "gloo")
+    assert refused.value.code == "HT316"
 
 
 def sparse_model():
@@ -156,5 +163,5 @@ def test_ddp_compression_refused_for_unsupported_gradients():
     for found in results:
         assert len(found) == len(cases)
         for message, (*_, words) in zip(found, cases, strict=True):
-            for word in [*words, "--ddp-compression none"]:
+            for word in [*words, "--ddp-compression none", "HT312"]:
                 assert word in message

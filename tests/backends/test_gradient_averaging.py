@@ -209,6 +209,7 @@ def leaves_out():
 def test_parameters_without_a_gradient_are_named_by_ddp():
     for result in ranks.run(2, leaves_out):
         assert isinstance(result, UsageError), result
+        assert result.code == "HT310"
         assert "decoder.weight, decoder.bias" in str(result)
         assert "find_unused_parameters" not in str(result)
 

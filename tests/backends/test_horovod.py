@@ -106,6 +106,7 @@ def test_horovod_ranks_end_and_name_the_rank_that_was_lost(how, victim, seconds,
     for rank, result in enumerate(results):
         if rank != victim:
             assert isinstance(result, RankLostError), result
+            assert result.code == "HT309"
             assert said.format(victim) in result.found
 
 
@@ -167,6 +168,7 @@ def test_horovod_start_names_a_rank_lost_after_the_rendezvous(victim):
     for rank, result in enumerate(results):
         if rank != victim:
             assert isinstance(result, StartError), result
+            assert result.code == "HT305"
             assert f"rank {victim} on node1 came to the rendezvous and was lost" in result.found
 
 
@@ -254,43 +256,55 @@ def test_horovod_options_are_bit_equal_to_horovod_by_hand(accumulate):
         assert torch.equal(plain, hand) == (not changes), options
 
 
-# By ranks: options, and words of what is found and of the fix.
+# By ranks: options, words of what is found, code, and the first fix.
 REFUSED = {
     3: [
         (
             {"horovod_op": "sum", "horovod_gradient_predivide_factor": 2.0},
             "--horovod-gradient-predivide-factor 2 with --horovod-op sum",
+            "HT311",
             "--horovod-op average",
         ),
         (
             {"horovod_groups": 1, "horovod_gradient_predivide_factor": 2.0},
             "Horovod reduces groups without it",
+            "HT311",
             "leave --horovod-groups out",
         ),
-        ({"horovod_op": "adasum"}, "--horovod-op adasum with 3 ranks", "2 ranks"),
+        ({"horovod_op": "adasum"}, "--horovod-op adasum with 3 ranks", "HT314", "2 ranks"),
     ],
     2: [
-        ({"horovod_op": "adasum", "precision": "fp16"}, "adasum with --precision fp16", ""),
-        ({"horovod_op": "adasum"}, "--horovod-op adasum over gloo, under hpctrain", ""),
+        (
+            {"horovod_op": "adasum", "precision": "fp16"},
+            "adasum with --precision fp16",
+            "HT313",
+            "--precision bf16",
+        ),
+        (
+            {"horovod_op": "adasum"},
+            "--horovod-op adasum over gloo, under hpctrain",
+            "HT314",
+            "mpirun -np N python SCRIPT (after hpctrain horovod build --mpi)",
+        ),
     ],
 }
 
 
 def refused(size):
     found = []
-    for options, _, _ in REFUSED[size]:
+    for options, *_ in REFUSED[size]:
         with pytest.raises(UsageError) as caught, session(**options):
             pass
-        found.append((caught.value.found, caught.value.fix))
+        found.append((caught.value.found, caught.value.code, caught.value.fixes[0]))
     return found
 
 
 @pytest.mark.parametrize("size", REFUSED)
 def test_horovod_options_that_cannot_work_are_refused_on_every_rank(size):
     for messages in ranks.values(ranks.run(size, refused, size)):
-        for (_, found, fix), message in zip(REFUSED[size], messages, strict=True):
+        for (_, found, *others), message in zip(REFUSED[size], messages, strict=True):
             assert found in message[0]
-            assert fix in message[1]
+            assert others == list(message[1:])
 
 
 def initialized_before():
@@ -307,7 +321,8 @@ def initialized_before():
 def test_horovod_initialized_by_the_script_is_refused():
     (result,) = ranks.run(1, initialized_before)
     assert isinstance(result, UsageError)
-    assert "hvd.init()" in result.fix
+    assert result.code == "HT308"
+    assert "hvd.init()" in result.fixes[0]
 
 
 def without_horovod():
@@ -326,7 +341,7 @@ def without_horovod():
     ):
         with patch, pytest.raises(UsageError) as caught, session():
             pass
-        errors.append((caught.value.found, caught.value.fix))
+        errors.append((caught.value.found, caught.value.code, caught.value.fixes))
     return errors
 
 
@@ -334,7 +349,9 @@ def test_horovod_missing_or_broken_is_refused_with_the_build_command():
     for missing, broken in ranks.values(ranks.run(3, without_horovod)):
         assert "not installed" in missing[0]
         assert "undefined symbol" in broken[0]
-        assert all(fix.startswith("hpctrain horovod build") for _, fix in (missing, broken))
+        for _, code, fixes in (missing, broken):
+            assert code == "HT315"
+            assert fixes[0].startswith("hpctrain horovod build")
 
 
 def left_open():
@@ -379,7 +396,8 @@ def test_horovod_as_released_is_refused_on_hosts_named_as_loopback():
     (result,) = ranks.run(1, as_released)
     assert isinstance(result, UsageError), result
     assert "is 127.0.1.1" in result.found
-    assert "hpctrain horovod build" in result.fix
+    assert result.code == "HT307"
+    assert "hpctrain horovod build" in result.fixes[0]
 
 
 # What the ranks begin with.
@@ -441,7 +459,7 @@ def sparse_in_every_way():
     found = [sparse(), sparse(horovod_sparse_as_dense=True), sparse(horovod_compression="fp16")]
     with pytest.raises(UsageError) as caught:
         sparse(horovod_groups=1)
-    return *found, caught.value.found
+    return *found, caught.value
 
 
 def test_horovod_averages_sparse_gradients():
@@ -451,7 +469,8 @@ def test_horovod_averages_sparse_gradients():
     expected[3] -= 1
     for *ways, refused in ranks.values(ranks.run(3, sparse_in_every_way)):
         assert all(torch.allclose(one, expected.flatten()) for one in ways)
-        assert "sparse gradients with --horovod-groups" in refused
+        assert "sparse gradients with --horovod-groups" in refused.found
+        assert refused.code == "HT312"
 
 
 def weights_in_bfloat16():
@@ -467,15 +486,15 @@ def one_weight_in_two_models():
 
 
 @pytest.mark.parametrize(
-    ("program", "found"),
+    ("program", "found", "code"),
     [
-        (weights_in_bfloat16, "parameter model0.weight is torch.bfloat16"),
-        (one_weight_in_two_models, "two prepared models share parameters"),
+        (weights_in_bfloat16, "parameter model0.weight is torch.bfloat16", "HT312"),
+        (one_weight_in_two_models, "two prepared models share parameters", "HT317"),
     ],
 )
-def test_horovod_refuses_a_model_that_it_would_average_wrongly(program, found):
+def test_horovod_refuses_a_model_that_it_would_average_wrongly(program, found, code):
     results = ranks.run(2, program)
-    assert any(isinstance(result, UsageError) for result in results), results
+    assert code in [result.code for result in results if isinstance(result, UsageError)], results
     for result in results:  # the first rank that is refused takes the others along, with its reason
         assert found in str(result)
 

@@ -385,7 +385,8 @@ def largest_file(size):
 def test_checkpoint_over_the_file_size_limit(run, size):
     with largest_file(size), pytest.raises(CheckpointError, match="File too large") as caught:
         save(run, 3, state_of(3, 1_000_000), {})
-    assert caught.value.fix == "ulimit -f unlimited"
+    assert caught.value.fixes == ("ulimit -f unlimited",)
+    assert caught.value.code == "HT705"
     assert names(run) == ["step-00000001", "step-00000002"]
     assert newest(run) == 2
     save(run, 3, state_of(3, 1_000_000), {})
@@ -420,7 +421,7 @@ def test_checkpoint_on_a_full_disk(small_disk):
         with pytest.raises(CheckpointError, match="No space left on device") as caught:
             writer.wait()
         assert f"step {step} " in caught.value.found
-        assert caught.value.fix.startswith("df -h ")
+        assert caught.value.fixes[0].startswith("df -h ")
         assert not temporaries(run)
         assert newest(run) == (3 if step == 4 else 1)
     filler.unlink()
@@ -465,7 +466,11 @@ def test_failed_fsync_commits_nothing(run, monkeypatch, replacing, fails, number
         with pytest.raises(CheckpointError) as caught:
             save(run, step, state_of(step), {})
     assert os.strerror(number) in caught.value.found
-    assert ("quota" in caught.value.fix) == (number == errno.EDQUOT)
+    commands = {
+        errno.EIO: (f"df -h {run.checkpoints}",),
+        errno.EDQUOT: ("quota -s", f"lfs quota -h {run.checkpoints} (on Lustre)"),
+    }
+    assert caught.value.fixes == commands[number]
     assert names(run) == ["step-00000001", "step-00000002"]
     assert manifest.stat().st_ino == before
     assert newest(run) == 2
@@ -506,7 +511,7 @@ def test_leftover_checkpoint_folders_are_removed_when_safe(run):
 
     @contextmanager
     def refused():
-        raise CheckpointError("HT000", "another start has the run")
+        raise CheckpointError("HT704", "another start has the run")
         yield
 
     writer = Writer(run, commit=refused)

@@ -104,7 +104,8 @@ def test_damaged_checkpoint_is_logged_and_the_previous_loaded(saved, damage, cap
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints") as caught:
         load_newest(saved)
     assert str(saved.checkpoints) in caught.value.found
-    assert caught.value.fix
+    assert caught.value.fixes
+    assert caught.value.code == "HT707"
 
 
 class FullDisk:
@@ -133,7 +134,7 @@ def test_failed_checkpoint_write_keeps_the_previous(saved, monkeypatch, good):
                 CheckpointError, match=f"step {step} could not be written"
             ) as caught:
                 save(saved, step, state_of(step), {})
-            assert caught.value.fix.startswith("df ")
+            assert caught.value.fixes[0].startswith("df ")
     assert names(saved) == ["step-00000001", "step-00000002"]
     assert newest(saved) == 2
     save(saved, 3, state_of(3), {})

@@ -221,7 +221,8 @@ def test_checkpoint_writer_refuses_unloadable_state(run, writer, value):
         return
     with pytest.raises(UsageError, match="'part' holds what no checkpoint can give back") as caught:
         writer.save(1, {"model": torch.ones(3), "part": value}, {})
-    assert caught.value.fix
+    assert len(caught.value.fixes) == 2
+    assert caught.value.code == "HT706"
     assert writer.failure() is None
     assert writer.seconds is None
     assert not run.checkpoints.exists()
@@ -411,7 +412,8 @@ def test_failed_checkpoint_is_reported_once(run, writer, said, monkeypatch):
         writer._idle.wait()
         error = writer.failure()
     assert "step 3 could not be written" in error.found
-    assert error.fix.startswith("df -h")
+    assert error.fixes[0].startswith("df -h")
+    assert error.code == "HT705"
     assert writer.failure() is None
     assert writer.committed == 1
     errors = [r.message for r in said.records if r.levelname == "ERROR"]
@@ -429,8 +431,9 @@ def test_unknown_error_does_not_end_the_checkpoint_writer(run, writer, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(folder, "write", lambda path, value: {}["strange"])
         writer.save(1, {"model": torch.ones(3)}, {})
-        with pytest.raises(CheckpointError, match="KeyError: 'strange'"):
+        with pytest.raises(CheckpointError, match="KeyError: 'strange'") as caught:
             writer.wait()
+        assert caught.value.code == "HT705"
     writer.save(2, {"model": torch.ones(3)}, {})
     writer.wait()
     assert run.steps() == [2]
@@ -441,7 +444,7 @@ def test_replaced_start_commits_and_removes_nothing(run):
         first = Writer(run, keep=3)
         first.save(number, {"model": torch.full((3,), float(number))}, {})
         first.close()
-    error = CheckpointError("HT000", "another start", "this one to have the run", "nothing")
+    error = CheckpointError("HT704", "another start", "this one to have the run", "nothing")
     entered = []
 
     @contextmanager

@@ -106,15 +106,17 @@ def test_export_of_several_models(tmp_path):
     assert metadata(target)["run"] == "run"
     with pytest.raises(UsageError, match="no averages") as caught:
         export(run, target, ema=True)
-    assert caught.value.fix == "leave out --ema"
+    assert caught.value.fixes == ("leave out --ema",)
+    assert caught.value.code == "HT710"
 
 
 def test_export_refuses_a_damaged_checkpoint(run, tmp_path):
     target = tmp_path / "out.safetensors"
     path = run.checkpoint(3) / "model.pt"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="not what was written"):
+    with pytest.raises(CheckpointError, match="not what was written") as caught:
         export(run, target, step=3)
+    assert caught.value.code == "HT707"
     assert not target.exists()
     assert export(run, target) == 2
 
@@ -124,7 +126,8 @@ def test_export_of_a_missing_checkpoint(run, tmp_path, capsys):
     assert main(["export", str(run.path), target, "--step", "7"]) == 1
     assert "one of 1, 2, 3" in capsys.readouterr().err
     assert main(["export", str(run.path), target, "--best", "top5"]) == 1
-    assert "--keep-best" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "  or:       a run with --keep-best NAME\n  more:     hpctrain explain HT709\n" in error
     assert main(["export", str(tmp_path / "none"), target]) == 1
     assert "no whole checkpoint" in capsys.readouterr().err
     assert main(["export", str(run.path), str(tmp_path / "none" / "out")]) == 2
@@ -135,8 +138,9 @@ def test_export_is_atomic(run, tmp_path, monkeypatch):
     target = tmp_path / "out.safetensors"
     target.write_text("before")
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("broken")))
-    with pytest.raises(UsageError, match="broken"):
+    with pytest.raises(UsageError, match="broken") as caught:
         export(run, target)
+    assert caught.value.code == "HT712"
     assert target.read_text() == "before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "run"]
 
@@ -155,7 +159,8 @@ def test_export_without_safetensors(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(UsageError, match="safetensors cannot be imported") as caught:
         export(run, tmp_path / "out.safetensors")
-    assert "pip install" in caught.value.fix
+    assert "pip install" in caught.value.fixes[0]
+    assert caught.value.code == "HT711"
 
 
 def test_export_help_needs_no_torch():

@@ -100,7 +100,8 @@ def test_init_from_refuses_other_names_and_shapes(source, tmp_path):
     found = caught.value.found
     assert "has no norm.weight; has no norm.bias; has head.weight, which the model has not" in found
     assert found.endswith("and 1 more")
-    assert "strict=False" in caught.value.fix
+    assert "strict=False" in caught.value.fixes[1]
+    assert caught.value.code == "HT714"
     del state["head.weight"]
     state |= {name: torch.ones(3) for name in ("norm.weight", "norm.bias")}
     torch.save(state, tmp_path / "other.pt")
@@ -113,8 +114,9 @@ def test_init_from_refuses_other_names_and_shapes(source, tmp_path):
 @pytest.mark.parametrize("content", [b"", b"no weights at all", b"\x80\x04", b"\xff" * 64])
 def test_init_from_refuses_other_files(name, content, tmp_path):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UsageError, match="cannot be read as weights"):
+    with pytest.raises(UsageError, match="cannot be read as weights") as caught:
         fill_weights(tmp_path / name, Tied(), 0)
+    assert caught.value.code == "HT713"
 
 
 def test_init_from_does_not_run_code(tmp_path):
@@ -144,12 +146,14 @@ def test_init_from_is_checked_before_the_rendezvous(tmp_path, monkeypatch):
         check_weights(tmp_path / ("n" * 300))
     with pytest.raises(UsageError, match="is a folder") as caught:
         check_weights(tmp_path)
-    assert f"hpctrain export {tmp_path} FILE.safetensors" in caught.value.fix
+    assert caught.value.fixes == (f"hpctrain export {tmp_path} FILE.safetensors",)
+    assert caught.value.code == "HT713"
     (tmp_path / "there.safetensors").touch()
     check_weights(tmp_path / "there.safetensors")
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(UsageError, match="safetensors cannot be imported"):
+    with pytest.raises(UsageError, match="safetensors cannot be imported") as caught:
         check_weights(tmp_path / "there.safetensors")
+    assert caught.value.code == "HT711"
 
 
 class Ensemble(nn.Module):

@@ -15,6 +15,7 @@ import hpctrain
 from hpctrain import __main__
 from hpctrain.cli import COMMANDS, main
 from hpctrain.cluster import env_vars
+from hpctrain.errors.codes import CODES
 
 PACKAGE = Path(hpctrain.__file__).parent
 TORCHRUN = {
@@ -105,8 +106,58 @@ def test_explain_strict_turns_warnings_into_errors(monkeypatch, capsys):
     monkeypatch.setenv("SLURM_JOB_ID", "815")
     monkeypatch.setenv("SLURM_NTASKS", "4")
     assert main(["explain"]) == 0
-    assert "warning: this process trains alone" in capsys.readouterr().out
+    shown = capsys.readouterr().out
     assert main(["explain", "--strict"]) == 2
+    assert capsys.readouterr().out == shown
+    assert main(["explain", "--json"]) == 0
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert list(warning) == ["code", "found", "fixes"]
+    assert warning["found"].startswith("this process trains alone")
+    first, *others = warning["fixes"]
+    lines = shown[shown.index("warning: ") :].splitlines()
+    assert lines[0] == f"warning: {warning['found']}"
+    assert lines[1].startswith("  expected: ")
+    assert lines[2 : 4 + len(others)] == [
+        f"  fix:      {first}",
+        *(f"  or:       {fix}" for fix in others),
+        f"  more:     hpctrain explain {warning['code']}",
+    ]
+
+
+@pytest.mark.parametrize("spelt", [str.upper, str.lower])
+def test_explain_code_prints_meaning_causes_and_fix(spelt, capsys):
+    code = min(CODES)
+    assert main(["explain", spelt(code)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{code}: {CODES[code].meaning}",
+        *(f"  cause:    {cause}" for cause in CODES[code].causes),
+        f"  fix:      {CODES[code].fix}",
+    ]
+
+
+def test_explain_code_json_is_the_entry_of_the_table(capsys):
+    code = min(CODES)
+    assert main(["explain", code.lower(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "code": code,
+        "meaning": CODES[code].meaning,
+        "causes": list(CODES[code].causes),
+        "fix": CODES[code].fix,
+    }
+
+
+def test_explain_unknown_code_names_near_ones(capsys):
+    code = min(CODES)
+    assert main(["explain", f"{code}0"]) == 2
+    said = capsys.readouterr()
+    first, second, third, *others = said.err.splitlines()
+    assert first == f"hpctrain: error: hpctrain explain {code}0: no such code"
+    assert second == f"  expected: a code from {code} to {max(CODES)}"
+    assert third.startswith("  fix:      hpctrain explain HT")
+    assert f"hpctrain explain {code}" in [line[12:] for line in (third, *others)]
+    assert said.out == ""
+    assert main(["explain", "nonsense"]) == 2
+    assert "fix:" not in capsys.readouterr().err
 
 
 def test_closed_pipe_is_no_error():
@@ -210,7 +261,7 @@ def test_dir_of_hpctrain_lists_the_public_names():
     ("words", "hint"),
     [
         (("--nods", "2"), "do you mean --nodes?"),
-        (("--mem", "4G"), "--mem is an option of sbatch's\n  fix:      --memory in its place"),
+        (("--mem", "4G"), "--mem is an option of sbatch's\n  fix:      --memory in its place\n"),
         (("-N", "2"), "--nodes in its place"),
         (("--ntasks=4",), "--nodes and --tasks-per-node in its place"),
     ],

@@ -154,7 +154,7 @@ def test_malformed_hostlist_is_refused_with_the_position(expression, position):
         expand(expression)
     assert f"position {position}:" in caught.value.found
     assert repr(expression) in caught.value.found
-    assert caught.value.exit_code == 2
+    assert (caught.value.exit_code, caught.value.code) == (2, "HT105")
 
 
 @pytest.mark.parametrize(("expression", "position"), MALFORMED)
@@ -262,8 +262,9 @@ def test_hostlist_compress_writes_ranges_that_slurm_reads():
     "name", ["", "n1,n2", "n[1]", "]", "n 1", "n\t1", "n\n", "n\0", "n\udcff", f"n{2**64 - 1}"]
 )
 def test_hostlist_compress_refuses_impossible_names(name):
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as caught:
         compress(["n1", name])
+    assert caught.value.code == "HT105"
 
 
 def test_hostlist_compress_refuses_too_many_names():

@@ -241,7 +241,8 @@ def test_openmpi_impossible_number_of_hosts_is_left_to_the_roster():
 def test_loopback_address_is_refused_for_several_hosts(env, name, address):
     with pytest.raises(ContradictionError, match=f"{name}={address}") as caught:
         survey({**env, name: address})
-    assert name in caught.value.fix
+    assert caught.value.code == "HT106"
+    assert name in caught.value.fixes[0]
     simulated = survey({**env, name: address, "HPCTRAIN_HOSTNAME": "node2"})
     assert simulated.rendezvous_point.address == address
     assert survey({**env, name: "localhost1"}).rendezvous_point.address == "localhost1"
@@ -275,8 +276,9 @@ def test_network_interface_can_be_chosen(exported, interface):
 def test_two_network_interfaces_are_refused():
     with pytest.raises(
         ContradictionError, match="HPCTRAIN_INTERFACE=ib0 and GLOO_SOCKET_IFNAME=eth"
-    ):
+    ) as caught:
         survey({**STEP, "HPCTRAIN_INTERFACE": "ib0", "GLOO_SOCKET_IFNAME": "eth0"})
+    assert caught.value.code == "HT107"
 
 
 def test_hostname_can_be_given():
@@ -309,11 +311,12 @@ def test_torch_variables_that_disagree_with_srun_are_refused(exported, names):
         detect({**STEP, **exported})
     for name in names:
         assert name in caught.value.found
-    unset = caught.value.fix.split("    or:")[0]
+    assert caught.value.code == "HT104"
+    unset, other = caught.value.fixes
     assert unset == f"unset {' '.join(sorted(exported))}"
     # Either remedy, typed as it stands, works.
     assert detect(changed(STEP, **dict.fromkeys(unset.split()[1:]))) == detect(STEP)
-    named = re.search(r"env HPCTRAIN_LAUNCHER=(\w+)", caught.value.fix)[1]
+    named = re.search(r"env HPCTRAIN_LAUNCHER=(\w+)", other)[1]
     assert detect({**STEP, **exported, "HPCTRAIN_LAUNCHER": named}).launcher == named
 
 
@@ -449,5 +452,6 @@ def test_docs_have_a_row_for_each_launcher():
 
 def test_explain_warns_of_idle_tasks_without_srun():
     (warning,) = explained(BATCH)[0]["warnings"]
-    assert "3 of the 4 tasks of job 815" in warning
-    assert "srun" in warning
+    assert warning.keys() == {"code", "found", "fixes"}
+    assert "3 of the 4 tasks of job 815" in warning["found"]
+    assert "srun" in warning["fixes"][0]

@@ -96,7 +96,8 @@ def test_python_without_srun_is_refused_with_the_corrected_line(cluster, tmp_pat
     refused, _, meant = log.partition("code 2\n")
     assert f"this process trains alone, and 3 of the 4 tasks of job {number} are idle" in refused
     assert "fix:      put srun before the command: srun --kill-on-bad-exit=1 " in refused
-    assert "python train.py    or, if it is meant: env HPCTRAIN_LAUNCHER=none COMMAND" in refused
+    meant_line = "  or:       if it is meant: env HPCTRAIN_LAUNCHER=none COMMAND\n"
+    assert f"python train.py\n{meant_line}" in refused
     assert "Traceback" not in refused
     trained(meant, "none", number, places=[(0, 0, 1, "node1")])
 

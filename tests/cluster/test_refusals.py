@@ -36,8 +36,8 @@ def started(name, size, nodes=1):
 
 
 def meant(error):
-    """The environment that the remedy at the end of a fix makes."""
-    name, value = re.search(r"env (HPCTRAIN_LAUNCHER)=(\w+) COMMAND\Z", error.fix).groups()
+    """The environment that the last fix makes."""
+    name, value = re.search(r"env (HPCTRAIN_LAUNCHER)=(\w+) COMMAND\Z", error.fixes[-1]).groups()
     return {name: value}
 
 
@@ -46,8 +46,9 @@ def test_idle_tasks_without_srun_are_refused_with_the_command():
     error = survey(JOB, process).waste
     assert isinstance(error, UsageError)
     assert error.found == ("this process trains alone, and 3 of the 4 tasks of job 815 are idle")
-    assert "srun" in error.fix
-    assert "python train.py --name 'two words'" in error.fix
+    assert error.code == "HT110"
+    assert "srun" in error.fixes[0]
+    assert "python train.py --name 'two words'" in error.fixes[0]
     assert survey({**JOB, **meant(error)}, process).waste is None
     assert survey({**JOB, **meant(error)}, process).world.launcher == "none"
 
@@ -80,7 +81,8 @@ def test_fewer_ranks_than_tasks_are_refused_under_every_launcher(name):
     env = {**JOB, **started(name, 2)}
     error = survey(env).waste
     assert f"{name} started 2 ranks, and 2 of the 4 tasks of job 815 are idle" in error.found
-    assert error.fix.startswith("start 4 ranks, or ask for ")
+    assert error.code == "HT110"
+    assert error.fixes[:2] == ("start 4 ranks", "ask for as many tasks as ranks: 2")
     assert survey({**env, **meant(error)}).waste is None
     assert survey({**env, **meant(error)}).world.world_size == 2
 
@@ -98,7 +100,8 @@ def test_srun_torchrun_standalone_in_every_task_is_refused(size):
     error = survey(env).waste
     assert "4 tasks of a step of job 815 each started torchrun" in error.found
     assert "several trainings at once" in error.found
-    assert "--rdzv-endpoint" in error.fix
+    assert error.code == "HT111"
+    assert "--rdzv-endpoint" in error.fixes[0]
     assert survey({**env, **meant(error)}).waste is None
 
 
@@ -119,6 +122,7 @@ def test_launched_process_without_variables_is_refused(program):
     process = Process(launched_by=Ancestor(4711, program, LAUNCHING[program]))
     error = survey({}, process).stray
     assert isinstance(error, UsageError)
+    assert error.code == "HT108"
     assert f"descends from {program} (pid 4711)" in error.found
     assert LAUNCHING[program] in error.expected
     assert survey(meant(error), process).stray is None
@@ -147,8 +151,11 @@ def test_multiprocessing_child_with_the_rank_of_its_parent_is_refused(name):
     assert isinstance(error, UsageError)
     assert "multiprocessing" in error.found
     assert "rank 0" in error.found
-    for remedy in ("hpctrain run --nproc-per-node N", "hpctrain.spawn(FUNCTION, N)"):
-        assert remedy in error.fix
+    assert error.code == "HT109"
+    assert error.fixes[:2] == (
+        "hpctrain run --nproc-per-node N SCRIPT",
+        "hpctrain.spawn(FUNCTION, N)",
+    )
     alone = {**env, **meant(error)}
     assert survey(alone, Process(inherited=env)).stray is None
     assert survey(alone, Process(inherited=env)).world.world_size == 1
@@ -193,8 +200,10 @@ def test_local_rank_argument_and_variable_that_disagree_are_refused():
         survey({**BY_HAND, "LOCAL_RANK": "1"}, process)
     assert "LOCAL_RANK=1" in caught.value.found
     assert "--local-rank=2" in caught.value.found
-    assert caught.value.fix.startswith("take --local-rank out of the command")
-    assert caught.value.fix.endswith("unset LOCAL_RANK")
+    assert caught.value.code == "HT104"
+    take_out, unset = caught.value.fixes
+    assert take_out == "take --local-rank out of the command"
+    assert unset.endswith("unset LOCAL_RANK")
     assert survey(BY_HAND, process).world.local_rank == 2
 
 
@@ -215,6 +224,7 @@ def test_rank_variables_without_master_port_are_refused():
         start = survey(env)
         assert start.world.rank == 1  # it is known who this is, but not whom it would meet
         assert "no MASTER_PORT" in start.stray.found
+        assert start.stray.code == "HT102"
     assert survey({**place, "MASTER_PORT": "29500"}).stray is None
     assert survey({**place, "HPCTRAIN_MAIN_PORT": "29500"}).stray is None
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -226,8 +236,10 @@ def test_horovodrun_elastic_is_refused_with_the_command():
     error = survey(env, Process(("python", "train.py", "--lr", "0.1"))).stray
     assert isinstance(error, UsageError)
     assert error.found.startswith("HOROVOD_ELASTIC=1: horovodrun was given --min-np")
-    assert error.fix.startswith("hpctrain run --elastic --hosts ")
-    assert error.fix.endswith(" train.py --lr 0.1")
+    assert error.code == "HT112"
+    (fix,) = error.fixes
+    assert fix.startswith("hpctrain run --elastic --hosts ")
+    assert fix.endswith(" train.py --lr 0.1")
     assert survey({**env, "HPCTRAIN_LAUNCHER": "horovodrun"}).stray is not None
     assert survey({**env, "HOROVOD_ELASTIC": "0"}).stray is None
     # It says nothing of the ranks that another launcher started.
@@ -258,7 +270,9 @@ def test_variables_of_an_outer_launcher_are_refused():
     for program, inner in (("mpirun", "openmpi"), ("slurmstepd", "slurm")):
         env = {**started("torchrun", 2), **started(inner, 2)}
         process = Process(launched_by=Ancestor(7, program, inner))
-        assert f"started by {program} (pid 7)" in survey(env, process).stray.found
+        error = survey(env, process).stray
+        assert f"started by {program} (pid 7)" in error.found
+        assert error.code == "HT104"
         named = survey({**env, "HPCTRAIN_LAUNCHER": inner}, process)
         assert (named.world.launcher, named.stray) == (inner, None)
         agent = Process(launched_by=Ancestor(7, "torchrun", "torchrun"))

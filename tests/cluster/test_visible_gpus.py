@@ -75,7 +75,9 @@ def test_mig_slices_beside_whole_gpus_are_refused_with_the_slices_to_export(valu
     with pytest.raises(ContradictionError) as caught:
         visible_gpus.own_slice({visible_gpus.CUDA: value}, 0)
     assert f"CUDA_VISIBLE_DEVICES={value}" in caught.value.found
-    (slices,) = re.findall(r"\Aenv CUDA_VISIBLE_DEVICES=(\S+) python SCRIPT", caught.value.fix)
+    assert caught.value.code == "HT114"
+    (fix,) = caught.value.fixes
+    (slices,) = re.findall(r"\Aenv CUDA_VISIBLE_DEVICES=(\S+) python SCRIPT", fix)
     assert visible_gpus.own_slice({visible_gpus.CUDA: slices}, 0) in (
         SLICE_A,
         None,
@@ -123,7 +125,9 @@ def test_rocm_visible_devices_that_hide_gpus_are_refused(env, words, unset):
         visible_gpus.check_rocm(env)
     for word in words:
         assert word in caught.value.found
-    assert caught.value.fix.startswith(f"env -u {unset} python SCRIPT")
+    assert caught.value.code == "HT114"
+    (fix,) = caught.value.fixes
+    assert fix.startswith(f"env -u {unset} python SCRIPT")
     visible_gpus.check_rocm({name: value for name, value in env.items() if name != unset})
 
 

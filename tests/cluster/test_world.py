@@ -37,9 +37,9 @@ def test_world_refuses_numbers_that_do_not_fit(values, named):
         World(**fitting | values)
     for text in (*named, "somebody"):
         assert text in caught.value.found
-    assert caught.value.exit_code == 2
+    assert (caught.value.exit_code, caught.value.code) == (2, "HT101")
     assert caught.value.expected
-    assert caught.value.fix
+    assert caught.value.fixes
 
 
 @pytest.mark.parametrize(

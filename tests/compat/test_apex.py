@@ -465,56 +465,77 @@ def strange_state():
 
 
 MISTAKES = {
-    "amp.state_dict() before amp.initialize()": amp.state_dict,
-    "amp.scale_loss(…, delay_overflow_check=True)": lambda: unknown_loss(delay_overflow_check=True),
-    "amp.initialize(…, num_losses=0)": lambda: initialized("O1", num_losses=0),
-    "opt_level='02'": lambda: initialized("02"),
-    "keep_batchnorm_fp32=True with opt_level O1": lambda: initialized(
-        "O1", keep_batchnorm_fp32=True
+    "amp.state_dict() before amp.initialize()": ("HT413", amp.state_dict),
+    "amp.scale_loss(…, delay_overflow_check=True)": (
+        "HT415",
+        lambda: unknown_loss(delay_overflow_check=True),
     ),
-    "keep_batchnorm_fp32='yes'": lambda: initialized("O2", keep_batchnorm_fp32="yes"),
-    "master_weights=True with opt_level O1": lambda: initialized("O1", master_weights=True),
-    "patch_torch_functions=True with opt_level O2": lambda: initialized(
-        "O2", patch_torch_functions=True
+    "amp.initialize(…, num_losses=0)": ("HT414", lambda: initialized("O1", num_losses=0)),
+    "opt_level='02'": ("HT414", lambda: initialized("02")),
+    "keep_batchnorm_fp32=True with opt_level O1": (
+        "HT414",
+        lambda: initialized("O1", keep_batchnorm_fp32=True),
     ),
-    "cast_model_type=torch.bfloat16 with opt_level O2": lambda: initialized(
-        "O2", cast_model_type=torch.bfloat16
+    "keep_batchnorm_fp32='yes'": ("HT414", lambda: initialized("O2", keep_batchnorm_fp32="yes")),
+    "master_weights=True with opt_level O1": (
+        "HT414",
+        lambda: initialized("O1", master_weights=True),
     ),
-    "loss_scale='fast'": lambda: initialized("O2", loss_scale="fast"),
-    "loss_scale=0": lambda: initialized("O2", loss_scale=0),
-    "amp.initialize() got models of str": lambda: amp.initialize("model"),
-    "amp.initialize() got optimizers of StepLR": lambda: amp.initialize(
-        net(), torch.optim.lr_scheduler.StepLR(sgd(net()), 1)
+    "patch_torch_functions=True with opt_level O2": (
+        "HT414",
+        lambda: initialized("O2", patch_torch_functions=True),
     ),
-    "amp.initialize() got a model inside of DataParallel": lambda: amp.initialize(wrapped()),
-    "amp.initialize() got a Sequential whose 0.weight is in half precision": lambda: amp.initialize(
-        net().half()
+    "cast_model_type=torch.bfloat16 with opt_level O2": (
+        "HT414",
+        lambda: initialized("O2", cast_model_type=torch.bfloat16),
     ),
-    "amp.initialize() got the same SGD again": lambda: amp.initialize(*initialized("O1")),
-    "optimizer.step() after amp.scale_loss(…, delay_unscale=True)": too_early,
-    "optimizer.step(closure) under amp": lambda: initialized("O1")[1].step(lambda: 1.0),
-    "amp.scale_loss(…, loss_id=1)": lambda: unknown_loss(loss_id=1),
-    "amp.scale_loss() got a SGD that amp does not know": unknown_optimizer,
-    "amp.load_state_dict() got model": strange_state,
-    "FusedAdam(…, amsgrad=True)": lambda: apex.optimizers.FusedAdam(
-        net().parameters(), amsgrad=True
+    "loss_scale='fast'": ("HT414", lambda: initialized("O2", loss_scale="fast")),
+    "loss_scale=0": ("HT414", lambda: initialized("O2", loss_scale=0)),
+    "amp.initialize() got models of str": ("HT413", lambda: amp.initialize("model")),
+    "amp.initialize() got optimizers of StepLR": (
+        "HT413",
+        lambda: amp.initialize(net(), torch.optim.lr_scheduler.StepLR(sgd(net()), 1)),
     ),
-    "FusedSGD(…, wd_after_momentum=True)": lambda: apex.optimizers.FusedSGD(
-        net().parameters(), 0.1, wd_after_momentum=True
+    "amp.initialize() got a model inside of DataParallel": (
+        "HT413",
+        lambda: amp.initialize(wrapped()),
     ),
-    "DistributedDataParallel(…, gradient_average=False)": lambda: (
-        apex.parallel.DistributedDataParallel(net(), gradient_average=False)
+    "amp.initialize() got a Sequential whose 0.weight is in half precision": (
+        "HT404",
+        lambda: amp.initialize(net().half()),
     ),
-    "DistributedDataParallel(…, retain_allreduce_buffers=True)": lambda: (
-        apex.parallel.DistributedDataParallel(net(), retain_allreduce_buffers=True)
+    "amp.initialize() got the same SGD again": (
+        "HT413",
+        lambda: amp.initialize(*initialized("O1")),
+    ),
+    "optimizer.step() after amp.scale_loss(…, delay_unscale=True)": ("HT416", too_early),
+    "optimizer.step(closure) under amp": ("HT415", lambda: initialized("O1")[1].step(lambda: 1.0)),
+    "amp.scale_loss(…, loss_id=1)": ("HT414", lambda: unknown_loss(loss_id=1)),
+    "amp.scale_loss() got a SGD that amp does not know": ("HT413", unknown_optimizer),
+    "amp.load_state_dict() got model": ("HT417", strange_state),
+    "FusedAdam(…, amsgrad=True)": (
+        "HT415",
+        lambda: apex.optimizers.FusedAdam(net().parameters(), amsgrad=True),
+    ),
+    "FusedSGD(…, wd_after_momentum=True)": (
+        "HT415",
+        lambda: apex.optimizers.FusedSGD(net().parameters(), 0.1, wd_after_momentum=True),
+    ),
+    "DistributedDataParallel(…, gradient_average=False)": (
+        "HT415",
+        lambda: apex.parallel.DistributedDataParallel(net(), gradient_average=False),
+    ),
+    "DistributedDataParallel(…, retain_allreduce_buffers=True)": (
+        "HT415",
+        lambda: apex.parallel.DistributedDataParallel(net(), retain_allreduce_buffers=True),
     ),
 }
 
 
 def mistaken(found):
     with pytest.raises(UsageError) as caught:
-        MISTAKES[found]()
-    return caught.value.found, caught.value.fix
+        MISTAKES[found][1]()
+    return caught.value.found, caught.value.code, caught.value.fixes
 
 
 def mistakes():
@@ -524,8 +545,9 @@ def mistakes():
 
 def test_amp_wrong_use_is_an_error_with_a_fix():
     results = alone(listed, mistakes)  # the first before any initialize
-    assert [found for found, _ in results] == list(MISTAKES)
-    assert all(fix for _, fix in results)
+    codes = [(found, code) for found, (code, _) in MISTAKES.items()]
+    assert [(found, code) for found, code, _ in results] == codes
+    assert all(fixes for *_, fixes in results)
 
 
 def optimizers():
@@ -613,8 +635,9 @@ def test_amp_optimizer_without_gradients():
 
 def test_convert_syncbn_model_refused_without_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UsageError, match="no GPU"):
+    with pytest.raises(UsageError, match="no GPU") as caught:
         apex.parallel.convert_syncbn_model(net())
+    assert caught.value.code == "HT408"
 
 
 # As NVIDIA's example has it, but for the imports and `.cuda()`.

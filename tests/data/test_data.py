@@ -115,7 +115,8 @@ def test_sampler_shuffles_by_epoch_and_seed():
 def test_sampler_refuses_a_global_batch_larger_than_the_data_set():
     with pytest.raises(UsageError, match=r"100 samples, and a global batch of 128") as caught:
         TrainingSampler(100, Batches(128, 64, 1), worlds(2)[0], 0)
-    assert caught.value.fix == "--global-batch 100, without --batch-size and --accumulate"
+    assert caught.value.fixes == ("--global-batch 100, without --batch-size and --accumulate",)
+    assert caught.value.code == "HT506"
     assert TrainingSampler(100, Batches(100, 50, 1), worlds(2)[0], 0).steps == 1
 
 
@@ -202,8 +203,10 @@ def test_missing_data_set_error_lists_the_places_searched(tmp_path):
         assert str(tmp_path / place) in caught.value.found
     for name in FILES:
         assert name in caught.value.expected
-    with pytest.raises(UsageError, match="no data set in"):
+    with pytest.raises(UsageError, match="no data set in") as caught:
         load(str(tmp_path), env=env)
+    assert caught.value.fixes == ("--data PATH of a folder that has them",)
+    assert caught.value.code == "HT510"
 
 
 def test_data_set_copy_of_the_job_comes_first(digits, tmp_path, monkeypatch):
@@ -238,6 +241,7 @@ def test_data_set_that_cannot_be_read_is_refused_with_the_reason(tmp_path, monke
     with pytest.raises(UsageError, match=f"{tmp_path}.*Permission denied") as caught:
         load(str(tmp_path), env={})
     assert "that can be read" in caught.value.expected
+    assert caught.value.code == "HT511"
 
 
 def remove(path):
@@ -328,7 +332,9 @@ def test_damaged_data_set_file_is_refused(digits, name, damage):
         load(str(digits), env={})
     assert str(digits) in caught.value.found
     assert caught.value.exit_code == 2
-    assert caught.value.fix
+    assert caught.value.fixes
+    gone = (damage, name) == (remove, TRAIN_IMAGES)  # then it is no data set any more
+    assert caught.value.code == ("HT510" if gone else "HT513")
 
 
 def test_data_set_without_pixels_or_of_two_sizes_is_refused(digits):
@@ -358,8 +364,9 @@ def test_truncated_plain_data_set_file_is_refused(digits):
 )
 def test_data_set_with_other_labels_than_images_is_refused(digits, name, instead):
     shutil.copy(CARRIED / f"{instead}.gz", digits / f"{name}.gz")
-    with pytest.raises(UsageError, match="as many labels as images"):
+    with pytest.raises(UsageError, match="as many labels as images") as caught:
         load(str(digits), env={})
+    assert caught.value.code == "HT513"
 
 
 Pair = namedtuple("Pair", "left right")
@@ -603,5 +610,7 @@ def test_steps_of_an_epoch_of_a_plain_dataloader():
     assert steps_of_epoch(DataLoader(list(range(7)), batch_size=2), 2) == 2
     assert steps_of_epoch(DataLoader(Stream(), batch_size=2), 2) is None
     assert steps_of_epoch(iter([1, 2]), 2) is None
-    with pytest.raises(UsageError, match="1 batches, and a step takes 2 micro-batches"):
+    with pytest.raises(UsageError, match="1 batches, and a step takes 2 micro-batches") as caught:
         steps_of_epoch([1], 2)
+    assert caught.value.fixes == ("--accumulate 1", "smaller batches")
+    assert caught.value.code == "HT506"

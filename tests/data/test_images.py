@@ -119,16 +119,18 @@ def test_image_set_can_be_pickled():
 
 
 def test_unknown_decoder_is_refused():
-    with pytest.raises(UsageError, match="simplejpeg or pillow"):
+    with pytest.raises(UsageError, match="simplejpeg or pillow") as caught:
         decoding.find("opencv")
+    assert caught.value.code == "HT516"
 
 
 def test_decoder_falls_back_to_pillow(monkeypatch):
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     assert isinstance(decoding.find("auto"), decoding.Pillow)
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(UsageError, match=r"pip install 'hpctrain\[vision\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'hpctrain\[vision\]'") as caught:
         decoding.find("auto")
+    assert caught.value.code == "HT515"
 
 
 def test_center_crop_of_photographs_equals_torchvision(photographs):
@@ -232,8 +234,9 @@ def test_random_resized_crop_with_augment():
     ],
 )
 def test_image_transforms_refuse_invalid_arguments(wrong):
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as caught:
         wrong()
+    assert caught.value.code == "HT516"
 
 
 def test_normalize_flips_and_equals_torchvision():
@@ -269,7 +272,8 @@ def test_corrupt_image_is_an_error_with_its_name(corrupt, decoder):
     images[0]
     with pytest.raises(DataError, match=r"memory/1\.jpg is no image") as caught:
         images[1]
-    assert "--max-corrupt 10" in caught.value.fix
+    assert "--max-corrupt 10" in caught.value.fixes[1]
+    assert caught.value.code == "HT517"
 
 
 def test_max_corrupt_images_are_ignored_by_the_loss(caplog):
@@ -284,7 +288,7 @@ def test_max_corrupt_images_are_ignored_by_the_loss(caplog):
     with pytest.raises(DataError, match=r"memory/3\.jpg .*2 others before it") as caught:
         images[3]
     assert caught.value.expected == "at most 2 such files in the whole data set"
-    assert "--max-corrupt 10" in caught.value.fix
+    assert "--max-corrupt 10" in caught.value.fixes[1]
     outputs, targets = torch.randn(3, 3), torch.tensor([target for _, _, target in samples])
     loss = torch.nn.functional.cross_entropy(outputs, targets)
     assert loss == torch.nn.functional.cross_entropy(outputs[:1], targets[:1])
@@ -318,8 +322,9 @@ def test_max_corrupt_needs_a_transform_with_a_size():
         return decoder.decode(file)[:, :8, :8], False
 
     assert data.ImageSet(FILES, cut)[0][0].shape == (3, 8, 8)
-    with pytest.raises(UsageError, match="without a size"):
+    with pytest.raises(UsageError, match="without a size") as caught:
         data.ImageSet(FILES, cut, max_corrupt=1)
+    assert caught.value.code == "HT516"
     cut.size = 8
     assert data.ImageSet(Files(b""), cut, max_corrupt=1)[0][2] == data.IGNORED
 
@@ -385,9 +390,12 @@ def test_data_error_from_a_loader_worker_keeps_its_message(workers):
         list(DataLoader(images, batch_size=1, num_workers=workers))
     except DataError as raised:
         error = raised.with_traceback(None)  # which holds the loader's processes
+    assert error.code == "HT517"
     assert error.found.startswith("memory/1.jpg is no image that can be decoded: ")
     assert error.expected == "an image"
-    assert error.fix.startswith("fetch it again, or --max-corrupt 10")
+    assert error.fixes[0] == "fetch it again"
+    assert error.fixes[1].startswith("--max-corrupt 10 to go on without such files, if ")
+    assert len(error.fixes) == 2
     assert "Traceback" not in str(error)
 
 

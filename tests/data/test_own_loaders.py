@@ -163,7 +163,8 @@ def test_samples_per_second_counts_the_samples_of_the_loader(monkeypatch):
 def test_batch_size_of_the_loader_that_contradicts_the_session_is_refused(options):
     with pytest.raises(UsageError, match="batches of 4") as caught:
         train("in order", **options)
-    assert "--batch-size 4" in caught.value.fix
+    assert caught.value.fixes[1] == "--batch-size 4"
+    assert caught.value.code == "HT509"
 
 
 def test_batch_size_of_the_command_line_is_set_once_the_session_is_open():
@@ -175,8 +176,9 @@ def test_batch_size_of_the_command_line_is_set_once_the_session_is_open():
 
 def test_loader_without_batches_is_refused():
     LOADERS["no batches"] = lambda session: DataLoader(DATA, None)
-    with pytest.raises(UsageError, match="without batches"):
+    with pytest.raises(UsageError, match="without batches") as caught:
         train("no batches", batch_size=None)
+    assert caught.value.code == "HT509"
 
 
 def draws():

@@ -194,13 +194,16 @@ def test_shard_index_that_does_not_match_the_tar_files_is_refused(made, harm, sa
     with pytest.raises(UsageError, match=said) as caught:
         everything(image_source(made, "train"))
     assert "train-000001.tar" in caught.value.found
-    assert f"hpctrain shards index {made}" in caught.value.fix
+    renewal = f"rm {made}/train.index && hpctrain shards index {made}"
+    assert caught.value.fixes == ("copy the tar files again", renewal)
+    assert caught.value.code == "HT521"
 
 
 def test_shard_index_without_one_of_the_tar_files_is_refused(made):
     (made / "train-000099.tar").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"does not know train-000099\.tar"):
+    with pytest.raises(UsageError, match=r"does not know train-000099\.tar") as caught:
         image_source(made, "train")
+    assert caught.value.code == "HT521"
 
 
 def test_damaged_shard_index_is_refused(made):
@@ -208,8 +211,9 @@ def test_damaged_shard_index_is_refused(made):
     written = path.read_bytes()
     for content in (written[:-1], written.replace(b'"samples": 6', b'"samples": 5')):
         path.write_bytes(content)
-        with pytest.raises(UsageError, match=r"val\.index is damaged: its digest"):
+        with pytest.raises(UsageError, match=r"val\.index is damaged: its digest") as caught:
             image_source(made, "val")
+        assert caught.value.code == "HT521"
 
 
 @pytest.mark.parametrize("left", [0.4, 0.7, 0.99])
@@ -230,8 +234,10 @@ def full_disk(*_):
 def test_shards_make_on_a_full_disk_leaves_no_files(folders, monkeypatch):
     target = folders.parent / "shards"
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(HpctrainError, match=r"shards cannot be written: No space left on device"):
+    with pytest.raises(HpctrainError) as caught:
         shards.make(folders, target, ["train"], 10**6)
+    assert caught.value.found == f"{target} cannot be written: No space left on device"
+    assert caught.value.code == "HT522"
     assert [path.name for path in folders.parent.iterdir()] == ["images"]
 
 
@@ -240,6 +246,7 @@ def test_shards_make_names_an_unreadable_image(folders):
     with pytest.raises(DataError, match="No such file") as caught:
         shards.make(folders, folders.parent / "shards", ["train"], 10**6)
     assert "broken.jpg" in caught.value.found
+    assert caught.value.code == "HT511"
     assert [path.name for path in folders.parent.iterdir()] == ["images"]
 
 
@@ -247,8 +254,10 @@ def test_shards_make_refuses_an_existing_target(folders, made):
     with pytest.raises(UsageError, match="shards is there"):
         shards.make(folders, made, ["train"], 10**6)
     (folders.parent / ".new.part").mkdir()
-    with pytest.raises(UsageError, match="writing now"):
+    with pytest.raises(UsageError, match="writing now") as caught:
         shards.make(folders, folders.parent / "new", ["train"], 10**6)
+    assert caught.value.fixes == (f"rm -r {folders.parent}/.new.part (if no other is writing)",)
+    assert caught.value.code == "HT522"
     assert (folders.parent / ".new.part").exists()
 
 
@@ -265,42 +274,46 @@ def test_shards_make_command_with_size_and_splits(folders, capsys):
     assert "no size such as 500M" in capsys.readouterr().err
 
 
-def refused(path, split="train", env=None):
+def refused(code, path, split="train", env=None):
     with pytest.raises(UsageError) as caught:
         image_source(path, split, env or {})
+    assert caught.value.code == code
     return caught.value
 
 
 def test_data_folder_missing_or_a_file_is_refused(tmp_path):
-    assert refused(tmp_path / "none").found.endswith(f"no folder {tmp_path}/none")
+    assert refused("HT510", tmp_path / "none").found.endswith(f"no folder {tmp_path}/none")
     write(tmp_path, {"file": b""})
-    assert "is a file" in refused(tmp_path / "file").found
+    assert "is a file" in refused("HT510", tmp_path / "file").found
 
 
 def test_data_folder_without_the_split_is_refused(tmp_path):
     write(tmp_path, {f"{name}/x.jpg": b"" for name in "abcdefg"})
-    error = refused(tmp_path)
+    error = refused("HT510", tmp_path)
     assert error.found == f"{tmp_path} has no train: there is a, b, c, d, e and 2 more"
     assert f"{tmp_path}/train/CLASS/*.jpg" in error.expected
     assert f"{tmp_path}/train-*.tar" in error.expected
 
 
 def test_data_folder_one_level_too_high_suggests_the_right_one(folders):
-    assert refused(folders.parent).fix == f"--data {folders}"
+    assert refused("HT510", folders.parent).fixes == (f"--data {folders}",)
 
 
 def test_data_folder_without_val_is_refused(tmp_path):
     write(tmp_path, {"train/a/x.jpg": b""})
-    assert refused(tmp_path, "val").fix == "put the images of val beside those of train"
+    beside = "put the images of val beside those of train"
+    assert refused("HT510", tmp_path, "val").fixes == (beside,)
 
 
 def test_flat_validation_set_and_empty_class_are_refused(tmp_path):
     write(tmp_path, {"val/ILSVRC2012_val_1.JPEG": b"", "val/ILSVRC2012_val_2.JPEG": b""})
-    error = refused(tmp_path, "val")
+    error = refused("HT518", tmp_path, "val")
     assert error.found == f"{tmp_path}/val has 2 images and no folders"
-    assert "move each image" in error.fix
+    assert error.fixes == ("move each image into the folder of its class",)
     write(tmp_path, {"train/a/x.jpg": b"", "train/b/notes.txt": b""})
-    assert refused(tmp_path).found == f"{tmp_path}/train/b has no images"
+    error = refused("HT518", tmp_path)
+    assert error.found == f"{tmp_path}/train/b has no images"
+    assert error.fixes == (f"rmdir {tmp_path}/train/b", "fetch its images again")
 
 
 def test_data_set_name_prefers_the_copy_of_the_job(folders, monkeypatch):
@@ -314,17 +327,18 @@ LONG = "n" * 300  # longer than a file system takes
 
 
 def test_data_folder_that_cannot_be_read_is_refused_with_the_reason(folders, monkeypatch, capsys):
-    assert "File name too long" in refused(LONG).found
-    assert "File name too long" in refused(f"/{LONG}").found
-    assert "File name too long" in refused(folders, LONG).found
+    assert "File name too long" in refused("HT511", LONG).found
+    assert "File name too long" in refused("HT511", f"/{LONG}").found
+    assert "File name too long" in refused("HT511", folders, LONG).found
     new = folders.parent / "new"
     for source, target, splits in (
         (folders / LONG, new, ["train"]),
         (folders, folders / LONG, ["train"]),
         (folders, new, [LONG]),
     ):
-        with pytest.raises(UsageError, match="File name too long"):
+        with pytest.raises(UsageError, match="File name too long") as caught:
             shards.make(source, target, splits, 10**6)
+        assert caught.value.code == "HT511"
     assert "File name too long" in said(capsys, "index", folders / LONG)
     assert not new.exists()
 
@@ -333,7 +347,7 @@ def test_data_folder_that_cannot_be_read_is_refused_with_the_reason(folders, mon
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "iterdir", locked)
-        assert f"{folders}: Permission denied" in refused(folders, "test").found
+        assert f"{folders}: Permission denied" in refused("HT511", folders, "test").found
 
 
 def test_splits_with_different_classes_are_refused(folders):
@@ -342,6 +356,7 @@ def test_splits_with_different_classes_are_refused(folders):
     (folders / "val" / "cat").rename(folders / "val" / "dog")
     with pytest.raises(UsageError) as caught:
         same_classes(train, image_source(folders, "val"))
+    assert caught.value.code == "HT519"
     assert f"1 in {folders}/train alone, such as cat" in caught.value.found
     assert f"1 in {folders}/val alone, such as dog" in caught.value.found
 
@@ -364,8 +379,9 @@ ONE = (("0.jpg", b"photo"), ("0.cls", b"0"))
 )
 def test_shard_sample_with_two_images_or_no_class_is_refused(tmp_path, files, said):
     pack(tmp_path / "train-000000.tar", *files)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=said) as caught:
         image_source(tmp_path, "train")
+    assert caught.value.code == "HT520"
 
 
 @pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE])
@@ -379,7 +395,8 @@ def test_shard_with_links_or_pipes_is_refused(tmp_path, kind):
         tar.addfile(member)
     with pytest.raises(UsageError, match=r"train-000000\.tar: 1\.jpg is a ") as caught:
         image_source(tmp_path, "train")
-    assert "tar --dereference --hard-dereference" in caught.value.fix
+    assert caught.value.fixes[0].startswith("tar --dereference --hard-dereference -cf …")
+    assert caught.value.code == "HT520"
 
 
 HEADERS = {
@@ -403,7 +420,7 @@ def test_damaged_tar_header_is_refused(tmp_path, damage):
     header[124:136], header[148:156] = size, b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     path.write_bytes(path.read_bytes()[:start] + header + path.read_bytes()[start + 512 :])
-    assert str(path) in refused(tmp_path).found
+    assert str(path) in refused("HT513", tmp_path).found
 
 
 def test_old_tar_format_is_read_and_sparse_files_are_refused(tmp_path):
@@ -426,8 +443,9 @@ def test_missing_shard_is_refused_without_an_index(made, lost):
     (made / "train.index").unlink()
     number = 0 if lost == "first" else 1
     (made / f"train-{number:06d}.tar").unlink()
-    with pytest.raises(UsageError, match=f"train-{number:06d}.tar is missing"):
+    with pytest.raises(UsageError, match=f"train-{number:06d}.tar is missing") as caught:
         image_source(made, "train")
+    assert caught.value.code == "HT513"
 
 
 def test_bytes_after_the_end_of_a_shard_are_refused(made):
@@ -435,8 +453,12 @@ def test_bytes_after_the_end_of_a_shard_are_refused(made):
     (made / "val.index").unlink()
     content = first.read_bytes()
     first.write_bytes(content + second.read_bytes())
-    with pytest.raises(UsageError, match=r"val-000000\.tar is damaged: its files end at byte"):
+    with pytest.raises(
+        UsageError, match=r"val-000000\.tar is damaged: its files end at byte"
+    ) as caught:
         image_source(made, "val")
+    assert caught.value.fixes == ("copy it again", "make it again with hpctrain shards make")
+    assert caught.value.code == "HT513"
     # A copy that had its size before it had its bytes.
     first.write_bytes(content[:3072] + bytes(len(content) + 10240 - 3072))
     with pytest.raises(UsageError, match=r"val-000000\.tar is damaged"):
@@ -555,6 +577,7 @@ def test_shards_make_refuses_no_split_or_a_missing_one(folders, capsys):
     error = said(capsys, "make", folders, target, "--splits", "train,vall")
     assert f"{folders} has no folder vall" in error
     assert "--splits train\n" in error
+    assert "hpctrain explain HT510\n" in error
     assert "no folder a/b" in said(capsys, "make", folders, target, "--splits", "a/b")
     error = said(capsys, "make", folders, target, "--splits", ",")
     assert "no splits" in error
@@ -581,7 +604,8 @@ def test_shards_make_refuses_a_mount_point(folders, monkeypatch):
     monkeypatch.setattr(Path, "is_mount", lambda path: path == target)
     with pytest.raises(UsageError, match="is where a file system is mounted") as caught:
         shards.make(folders, target, ["val"], 10**6)
-    assert caught.value.fix == f"{target}/shards"
+    assert caught.value.fixes == (f"{target}/shards",)
+    assert caught.value.code == "HT522"
 
 
 def test_shard_index_written_by_two_at_once(made, monkeypatch):
@@ -610,14 +634,13 @@ def test_shard_index_not_writable_is_an_error(made, capsys, monkeypatch):
 def test_broken_link_in_an_image_folder_is_refused(tmp_path, name):
     write(tmp_path, {"train/a/x.jpg": b"x"})
     (tmp_path / "train" / name).symlink_to("/nowhere")
-    assert (
-        refused(tmp_path).found
-        == f"{tmp_path}/train/{name} is a link to /nowhere, where nothing is"
-    )
+    error = refused("HT518", tmp_path)
+    assert error.found == f"{tmp_path}/train/{name} is a link to /nowhere, where nothing is"
+    assert error.fixes == ("fetch what is missing", f"rm {tmp_path}/train/{name}")
 
 
 def test_pipe_in_an_image_folder_is_refused(tmp_path):
     """A run would wait for ever to read from a pipe."""
     write(tmp_path, {"train/a/x.jpg": b"x"})
     os.mkfifo(tmp_path / "train" / "a" / "y.jpg")
-    assert refused(tmp_path).found == f"{tmp_path}/train/a/y.jpg is no file"
+    assert refused("HT518", tmp_path).found == f"{tmp_path}/train/a/y.jpg is no file"

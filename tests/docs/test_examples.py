@@ -178,7 +178,7 @@ def test_imagenet_recipes_and_models(imagenet, monkeypatch):
     assert (plain.lr_schedule, plain.label_smoothing, plain.epochs) == ("step", 0.0, 90)
     with pytest.raises(UsageError, match="--model resnet5") as raised:
         imagenet.build("resnet5", 10)
-    assert raised.value.fix.startswith("--model resnet")
+    assert raised.value.fixes[0].startswith("--model resnet")
     # The real ones take seconds to make.
     monkeypatch.setattr(imagenet.models, "get_model", lambda name, **more: more)
     assert imagenet.build("resnet18", 10) == {"num_classes": 10}

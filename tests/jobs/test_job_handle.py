@@ -78,7 +78,8 @@ def test_job_result_names_first_failed_rank_with_traceback(slurm):
     job = job_in(folder, slurm.env)
     with pytest.raises(HpctrainError) as caught:
         job.results()
-    assert str(caught.value) == "rank 2 of 3 of job 7 failed:\nTraceback\nValueError: why"
+    found = "rank 2 of 3 of job 7 failed:\nTraceback\nValueError: why"
+    assert str(caught.value) == f"{found}\n  more:     hpctrain explain HT822"
 
 
 def test_job_state_of_forgotten_job_comes_from_sacct(slurm):
@@ -89,19 +90,20 @@ def test_job_state_of_forgotten_job_comes_from_sacct(slurm):
 
 
 @pytest.mark.parametrize(
-    ("word", "reason"),
+    ("word", "reason", "fixes"),
     [
-        ("CANCELLED", "it was cancelled"),
-        ("TIMEOUT", "its time ended"),
-        ("OUT_OF_MEMORY", "more memory"),
-        ("NODE_FAIL", "a host was lost"),
+        ("CANCELLED", "it was cancelled", 1),
+        ("TIMEOUT", "its time ended", 2),
+        ("OUT_OF_MEMORY", "more memory", 1),
+        ("NODE_FAIL", "a host was lost", 1),
     ],
 )
-def test_job_result_prefers_slurm_state_to_rank_errors(slurm, word, reason):
+def test_job_result_prefers_slurm_state_to_rank_errors(slurm, word, reason, fixes):
     says(slurm, word)
     job = job_in(folder_of([bad("rank 0 lost rank 1"), None]), slurm.env)
-    with pytest.raises(HpctrainError, match=f"job 7 ended as {word}: .*{reason}"):
+    with pytest.raises(HpctrainError, match=f"job 7 ended as {word}: .*{reason}") as caught:
         job.result()
+    assert (caught.value.code, len(caught.value.fixes)) == ("HT823", fixes)
 
 
 def test_job_result_lost_shows_rank_and_end_of_log(slurm, monkeypatch):
@@ -111,10 +113,11 @@ def test_job_result_lost_shows_rank_and_end_of_log(slurm, monkeypatch):
     (folder / "rank-1.log").write_text("first\n" * 50 + "last words\n")
     with pytest.raises(HpctrainError) as caught:
         job_in(folder, slurm.env).results()
-    said = str(caught.value)
+    said = caught.value.found
     assert said.startswith("job 7 ended as COMPLETED: rank 1 of 2 of job 7 left no result")
     assert said.endswith("last words")
     assert said.count("first") < 50
+    assert (caught.value.code, caught.value.fixes) == ("HT823", ())
 
 
 def test_job_results_wait_for_late_file(slurm):
@@ -193,8 +196,9 @@ def test_job_cancel_calls_scancel_and_reports_failure(slurm, tmp_path):
     job = job_in(folder_of([None]), slurm.env)
     job.cancel()
     assert slurm.calls.read_text() == "scancel 7\n"
-    with pytest.raises(HpctrainError, match="job 7 was not cancelled"):
+    with pytest.raises(HpctrainError, match="job 7 was not cancelled") as caught:
         job_in(job.folder, {"PATH": str(tmp_path / "empty")}).cancel()
+    assert caught.value.code == "HT816"
 
 
 def test_job_logs_of_batch_script_and_rank(slurm):
@@ -234,19 +238,23 @@ def test_jobs_find_by_number_or_folder(slurm):
     with pytest.raises(UsageError, match="no job '9' was submitted") as caught:
         find("9")
     assert "one of 7, 7, 8" in str(caught.value)
+    assert caught.value.code == "HT818"
     for folder in (".", "runs/.submitit", "runs/train-7"):
         Path("runs/train-7").mkdir(exist_ok=True)
         with pytest.raises(UsageError, match="is not the folder of one job") as caught:
             find(folder)
         assert f"one of 7 in {new.absolute()}, 7 in" in caught.value.expected
-        assert caught.value.fix == f"hpctrain.jobs.find({str(new.absolute())!r})"
+        assert caught.value.fixes == (f"hpctrain.jobs.find({str(new.absolute())!r})",)
+        assert caught.value.code == "HT818"
 
 
 def test_jobs_find_refuses_folder_writable_by_others(slurm):
     folder = folder_of([good(1)])
     folder.chmod(0o770)
-    with pytest.raises(UsageError, match="results read from it can run code"):
+    with pytest.raises(UsageError, match="results read from it can run code") as caught:
         find("7")
+    assert caught.value.code == "HT820"
+    assert caught.value.fixes == (f"chmod go-w {folder.absolute()} (where it is yours)",)
     folder.chmod(0o700)
     (folder / "job.json").write_text("{}")
     with pytest.raises(UsageError, match="holds no job"):

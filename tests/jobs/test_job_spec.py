@@ -19,6 +19,7 @@ VARIABLE = st.from_regex(r"X_[A-Za-z0-9_]{0,8}", fullmatch=True)
 def refused(**values):
     with pytest.raises(UsageError) as caught:
         JobSpec(**values)
+    assert caught.value.code == "HT801"
     return str(caught.value)
 
 

@@ -115,7 +115,8 @@ def test_lint_finds_only_the_planted_mistake(name, line, tmp_path):
     assert finding.line == line
     assert name == finding.rule or name.startswith(f"{finding.rule}-")
     assert finding.reason
-    assert finding.fix
+    assert finding.fixes
+    assert all(finding.fixes)
 
 
 # Those of sbatch/: test_lint_finds_nothing_in_rendered_scripts.
@@ -214,18 +215,18 @@ def test_lint_directives_that_sbatch_refuses(line):
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ("--ntasks_per_node=2", "--ntasks-per-node"),
-        ("--gpu-per-node=2", "--gpus-per-node"),
-        ("--cpu-per-task=2", "--cpus-per-task"),
-        ("--partiton=gpu", "--partition"),
-        ("--kill-on-bad-exit=1", "srun --kill-on-bad-exit=1"),
-        ("--nod=2", "--nodefile or --nodelist or --nodes"),
+        ("--ntasks_per_node=2", ["--ntasks-per-node"]),
+        ("--gpu-per-node=2", ["--gpus-per-node"]),
+        ("--cpu-per-task=2", ["--cpus-per-task"]),
+        ("--partiton=gpu", ["--partition"]),
+        ("--kill-on-bad-exit=1", ["srun --kill-on-bad-exit=1 …"]),
+        ("--nod=2", ["--nodefile", "--nodelist", "--nodes"]),
     ],
 )
 def test_lint_misspelt_option_suggests_nearest(given, meant):
     (finding,) = lint(f"#!/bin/bash\n#SBATCH {given}\n", Path("/nowhere"))
     assert finding.rule == "unknown-option"
-    assert meant in finding.fix
+    assert finding.fixes[: len(meant)] == tuple(f"type {one}" for one in meant)
 
 
 @pytest.mark.parametrize(
@@ -246,9 +247,10 @@ def test_lint_missing_srun_fix_is_right(asked, command, typed):
     script = f"#!/bin/bash\n#SBATCH -N 2 {asked}\n"
     (finding,) = lint(script + command, Path("/nowhere"))
     assert finding.rule == "missing-srun"
-    assert typed in finding.fix
-    assert ("--rdzv-backend=c10d" in finding.fix) == ("torch" in command and "head" not in command)
-    assert rules(script + finding.fix) == []
+    (fix,) = finding.fixes
+    assert typed in fix
+    assert ("--rdzv-backend=c10d" in fix) == ("torch" in command and "head" not in command)
+    assert rules(script + fix) == []
 
 
 @pytest.mark.parametrize(
@@ -361,7 +363,7 @@ def test_lint_reads_any_text(text):
     for finding in lint(text, Path("/nowhere")):
         assert 1 <= finding.line <= count
         assert finding.reason.isprintable()
-        assert finding.fix.isprintable()
+        assert all(fix.isprintable() for fix in finding.fixes)
 
 
 @pytest.mark.parametrize(
@@ -408,6 +410,11 @@ def test_lint_prints_file_line_rule_and_fix(tmp_path, capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{script}:3: directive-refused: ")
     assert second.startswith("  fix:      type ")
+    script.write_text("#!/bin/bash\n#SBATCH --nod=1\n")
+    assert run(script) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        *("  fix:      type --nodefile", "  or:       type --nodelist", "  or:       type --nodes")
+    ]
 
 
 def test_lint_reads_standard_input(monkeypatch, capsys):
@@ -438,7 +445,7 @@ def test_lint_refuses_files_that_are_no_script(content, said, tmp_path):
         path.write_bytes(content)
     with pytest.raises(UsageError, match=said) as caught:
         run(path)
-    assert caught.value.exit_code == 2
+    assert (caught.value.code, caught.value.exit_code) == ("HT824", 2)
 
 
 def test_lint_shows_findings_of_other_files_when_one_is_missing(tmp_path, capsys):
@@ -448,16 +455,23 @@ def test_lint_shows_findings_of_other_files_when_one_is_missing(tmp_path, capsys
         run(wrong, tmp_path / "nothere.sh", wrong)
     found = capsys.readouterr().out
     assert found.count("directive-refused") == 2
-    with pytest.raises(UsageError, match=r"(?s)a\.sh cannot be read.*b\.sh cannot be read"):
+    with pytest.raises(
+        UsageError, match=r"(?s)a\.sh cannot be read.*b\.sh cannot be read"
+    ) as caught:
         run(tmp_path / "a.sh", tmp_path / "b.sh")
+    assert str(caught.value).count("  more:     hpctrain explain HT824") == 2
 
 
 @pytest.mark.parametrize(
     ("name", "text", "typed"),
     [
-        ("train.py", "import torch\n", "hpctrain submit -- python "),
-        ("train.py", "#!/usr/bin/env python3\nimport torch\n", "hpctrain submit -- python "),
-        ("job.toml", "command = 'python train.py'\n", "hpctrain render "),
+        ("train.py", "import torch\n", ("hpctrain submit -- python {}",)),
+        ("train.py", "#!/usr/bin/env python3\nimport torch\n", ("hpctrain submit -- python {}",)),
+        (
+            "job.toml",
+            "command = 'python train.py'\n",
+            ("hpctrain render {} | hpctrain lint -", "hpctrain submit {}"),
+        ),
     ],
 )
 def test_lint_names_the_command_for_python_and_toml_files(name, text, typed, tmp_path):
@@ -465,7 +479,7 @@ def test_lint_names_the_command_for_python_and_toml_files(name, text, typed, tmp
     path.write_text(text)
     with pytest.raises(UsageError, match="no batch script") as caught:
         run(path)
-    assert caught.value.fix.startswith(f"{typed}{path}")
+    assert caught.value.fixes == tuple(one.format(path) for one in typed)
     assert "#!/bin/bash" not in str(caught.value)
 
 

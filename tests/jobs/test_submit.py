@@ -52,21 +52,21 @@ def test_submit_options_around_job_toml_and_extra_arguments(fake, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "says", "error"),
     [
-        (["python3", "t.py"], "one JOB.toml; a command follows --"),
-        (["t.py"], "-- before the command"),
-        ([], "no command to run"),
-        (["none.toml"], "none.toml cannot be read"),
-        (["--env", "A", "--", "x"], "--env NAME=VALUE"),
-        (["--nodes", "x", "--time", "y", "--", "x"], "2 values"),
-        (["--follow", "--via", "submitit", "--", "python3", "t.py"], "--wait in place"),
-        (["--via", "local", "--", "python3", "none.py"], "none.py is no file here"),
-        (["--output", "logs/%j/x.log", "--", "python3", "t.py"], "output = logs/x.log"),
-        (["--run-dir", "t.py", "--", "python3", "t.py"], "run_dir = t.py is a file"),
+        (["python3", "t.py"], "one JOB.toml; a command follows --", ""),
+        (["t.py"], "-- before the command", "HT803"),
+        ([], "no command to run", "HT803"),
+        (["none.toml"], "none.toml cannot be read", "HT802"),
+        (["--env", "A", "--", "x"], "--env NAME=VALUE", "HT801"),
+        (["--nodes", "x", "--time", "y", "--", "x"], "2 values", "HT801"),
+        (["--follow", "--via", "submitit", "--", "python3", "t.py"], "--wait in place", "HT804"),
+        (["--via", "local", "--", "python3", "none.py"], "none.py is no file here", "HT805"),
+        (["--output", "logs/%j/x.log", "--", "python3", "t.py"], "output = logs/x.log", "HT807"),
+        (["--run-dir", "t.py", "--", "python3", "t.py"], "run_dir = t.py is a file", "HT809"),
     ],
 )
-def test_submit_refuses_wrong_command_lines(fake, capsys, words, says):
+def test_submit_refuses_wrong_command_lines(fake, capsys, words, says, error):
     try:
         code = submit(*words)
     except SystemExit as exit:  # argparse's own
@@ -75,6 +75,7 @@ def test_submit_refuses_wrong_command_lines(fake, capsys, words, says):
     said = capsys.readouterr()
     assert (said.out, Path("script").exists()) == ("", False)
     assert says in said.err
+    assert said.err.endswith(f"  more:     hpctrain explain {error}\n") or not error
 
 
 def test_submit_repeated_options_make_tables_and_lists(fake):
@@ -255,8 +256,9 @@ def test_submit_local_runs_in_the_foreground(fake):
     ],
 )
 def test_submit_refuses_missing_files(fake, values, found):
-    with pytest.raises(UsageError, match=re.escape(found)):
+    with pytest.raises(UsageError, match=re.escape(found)) as caught:
         submission.check(JobSpec(**values), fake.env)
+    assert caught.value.code == "HT805"
 
 
 @pytest.mark.parametrize(
@@ -266,7 +268,7 @@ def test_submit_refuses_missing_files(fake, values, found):
 def test_submit_refuses_commands_that_can_only_fail(fake, words, fix):
     with pytest.raises(UsageError) as caught:
         submission.check(JobSpec(command=words), fake.env)
-    assert caught.value.fix == fix
+    assert (caught.value.code, caught.value.fixes) == ("HT806", (fix,))
 
 
 @pytest.mark.parametrize(
@@ -332,7 +334,9 @@ def test_sbatch_refusal_names_the_option_to_fix(fake, said, option):
     )
     assert error.exit_code == 2
     assert said.removeprefix("sbatch: ") in error.found
-    assert error.fix.startswith(f"{option} ("), error.fix
+    assert error.code == "HT817"
+    assert error.fixes[0].startswith(f"{option} ("), error.fixes
+    assert not [fix for fix in error.fixes if " or " in fix]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ def test_submitit_refuses_fields_it_lacks(no_job, field, value, instead):
     with pytest.raises(UsageError, match=instead) as caught:
         hpctrain.submit(train, JobSpec(**{field: value}))
     assert field in caught.value.found
+    assert caught.value.code == "HT811"
+    assert len(caught.value.fixes) == (2 if field in ("array", "sweep") else 1)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +54,9 @@ def test_submitit_refuses_fields_it_lacks(no_job, field, value, instead):
     ],
 )
 def test_submit_function_local_refuses_cluster_fields(no_job, field, value):
-    with pytest.raises(UsageError, match=field):
+    with pytest.raises(UsageError, match=field) as caught:
         hpctrain.submit(train, JobSpec(**{field: value}), via="local")
+    assert caught.value.code == "HT811"
 
 
 def test_submit_function_local_refuses_more_gpus_than_visible(no_job, monkeypatch):
@@ -63,21 +66,26 @@ def test_submit_function_local_refuses_more_gpus_than_visible(no_job, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("call", "found"),
+    ("call", "code", "found"),
     [
-        (lambda: hpctrain.submit(3, JobSpec()), r"submit\(3"),
-        (lambda: hpctrain.submit(train, {"nodes": 2}), "dict"),
-        (lambda: hpctrain.submit(train, JobSpec(), via="cloud"), "via='cloud'"),
-        (lambda: hpctrain.submit(train, JobSpec(), args="ab"), "args=.* with a str"),
-        (lambda: hpctrain.submit("gone.py", JobSpec()), "no file 'gone.py'"),
-        (lambda: hpctrain.submit("gone.py", JobSpec(), kwargs={"lr": 1}), "kwargs"),
-        (lambda: hpctrain.submit(print, JobSpec(), args=[threading.Lock()]), "cannot be sent"),
+        (lambda: hpctrain.submit(3, JobSpec()), "HT813", r"submit\(3"),
+        (lambda: hpctrain.submit(train, {"nodes": 2}), "HT813", "dict"),
+        (lambda: hpctrain.submit(train, JobSpec(), via="cloud"), "HT813", "via='cloud'"),
+        (lambda: hpctrain.submit(train, JobSpec(), args="ab"), "HT813", "args=.* with a str"),
+        (lambda: hpctrain.submit("gone.py", JobSpec()), "HT805", "no file 'gone.py'"),
+        (lambda: hpctrain.submit("gone.py", JobSpec(), kwargs={"lr": 1}), "HT813", "kwargs"),
+        (
+            lambda: hpctrain.submit(print, JobSpec(), args=[threading.Lock()]),
+            "HT814",
+            "cannot be sent",
+        ),
     ],
 )
-def test_submit_function_wrong_calls(no_job, call, found):
+def test_submit_function_wrong_calls(no_job, call, code, found):
     with pytest.raises(UsageError, match=found) as caught:
         call()
     assert caught.value.expected
+    assert caught.value.code == code
 
 
 def test_submit_function_checks_arguments(no_job):
@@ -97,8 +105,9 @@ def test_submit_function_gives_each_job_a_run_directory():
 def test_submit_function_refuses_staged_python(no_job, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_SCRATCH", "/tmp/hpctrain-ada-7-0")
     monkeypatch.setattr("sys.executable", "/tmp/hpctrain-ada-7-0/environment/bin/python")
-    with pytest.raises(UsageError, match="this job's own copy"):
+    with pytest.raises(UsageError, match="this job's own copy") as caught:
         hpctrain.submit(train, JobSpec())
+    assert caught.value.fixes == ("JobSpec(venv=…)", "JobSpec(conda=…)")
 
 
 @pytest.mark.parametrize("command", ["bash x.sh", "python", "python -c 'print(1)'", "./x.py"])

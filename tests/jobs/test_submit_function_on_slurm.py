@@ -128,7 +128,7 @@ def outcome(job):
     try:
         return job.result()
     except HpctrainError as error:
-        return str(error)
+        return error.found
 
 if __name__ == "__main__":
     spec = hpctrain.JobSpec(tasks_per_node=3, time="5m", name="three")

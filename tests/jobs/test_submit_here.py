@@ -64,7 +64,7 @@ def test_submit_function_local_failed_rank_and_cancel(heard):
     signal.signal(signal.SIGINT, before)
     with pytest.raises(HpctrainError, match=r"rank 1 of 3 of job .* failed:\nTraceback") as caught:
         failed.result()
-    assert str(caught.value).endswith("RuntimeError: this rank has had enough")
+    assert caught.value.found.endswith("RuntimeError: this rank has had enough")
     assert failed.state == "FAILED"
     end = time.monotonic() + 60
     while "asleep" not in asleep.logs():

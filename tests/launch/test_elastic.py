@@ -59,8 +59,9 @@ def test_hosts_option_is_a_hostlist_with_slots():
     assert parse("node[1-2]:4,node7", 2) == {"node1": 4, "node2": 4, "node7": 2}
     assert list(parse("b:1,a:3", 1).items()) == [("b", 1), ("a", 3)]
     for wrong in ("", ",", "a:1,a:2", "a:0", "[fd77::1]:2", "fd77::", "node[1-", "a:b"):
-        with pytest.raises(UsageError):
+        with pytest.raises(UsageError) as caught:
             parse(wrong, 1)
+        assert caught.value.code == ("HT105" if "[" in wrong else "HT213")
 
 
 def test_elastic_run_directory_is_the_scripts_or_the_usual_one(monkeypatch, tmp_path):
@@ -157,8 +158,9 @@ def test_elastic_refuses_a_host_that_never_answered(tmp_path):
     directory = rundir.RunDirectory(tmp_path / "run")
     hosts = Hosts(directory)
     hosts.there = TWO
-    with pytest.raises(StartError, match="node2 of 3 hosts cannot be used"):
+    with pytest.raises(StartError, match="node2 of 3 hosts cannot be used") as caught:
         elastic.run(hosts, ["python"], directory, {})
+    assert caught.value.code == "HT210"
     assert not hosts.starts
 
 
@@ -182,8 +184,9 @@ def test_elastic_hosts_in_slurm_are_those_left_in_the_job(slurm):
     assert InSlurm({**JOB, **slurm.env}).present("") == ["node1", "node3"]
     assert "--job 815" in slurm.calls.read_text()
     assert InSlurm({**JOB, "SLURM_TASKS_PER_NODE": ""}).slots["node3"] == 1
-    with pytest.raises(ContradictionError, match="3 hosts"):
+    with pytest.raises(ContradictionError, match="3 hosts") as caught:
         InSlurm({**JOB, "SLURM_TASKS_PER_NODE": "2"})
+    assert caught.value.code == "HT101"
 
 
 def test_elastic_squeue_without_answer_takes_no_host_away(tmp_path, capsys):

@@ -117,10 +117,10 @@ HAND = ("--nodes", "2", "--node-rank", "0", "--main-address", "h0", "--main-port
         ((*HAND, "--main-port", "70000"), ["--main-port 70000", "65535"]),
         ((*HAND, "--main-address", ""), ["empty --main-address"]),
         ((*HAND, "--as", "slurm"), ["--as slurm together with --node-rank"]),
-        ((*HAND, "--nproc-per-node", "1,1,1"), ["1,1,1 for 2 nodes"]),
+        ((*HAND, "--nproc-per-node", "1,1,1"), ["1,1,1 for 2 nodes", "HT213"]),
         (("--nodes", "0"), ["--nodes 0"]),
-        (("--nodes", "3", "--ntasks-per-node", "2,1"), ["--nproc-per-node 2,1 for 3"]),
-        (("--nproc-per-node", "10000"), ["10000 ranks", "at most"]),
+        (("--nodes", "3", "--ntasks-per-node", "2,1"), ["--nproc-per-node 2,1 for 3", "HT213"]),
+        (("--nproc-per-node", "10000"), ["10000 ranks", "at most", "HT213"]),
     ],
 )
 def test_run_refuses_wrong_options_before_a_rank_starts(options, words, script, capfd):

@@ -87,7 +87,7 @@ def test_spawn_names_the_first_failed_rank_with_its_traceback():
 
     with pytest.raises(HpctrainError) as caught:
         spawn(fails, 3)
-    assert caught.value.exit_code == 1
+    assert (caught.value.exit_code, caught.value.code) == (1, "HT217")
     assert caught.value.found.startswith("rank 1 of 3 failed first, with exit code 1. It said:\n")
     assert "Traceback (most recent call last)" in caught.value.found
     assert caught.value.found.endswith("ValueError: the cause")
@@ -97,10 +97,11 @@ def test_spawn_raises_usage_error_of_a_rank():
     def refuses():
         from hpctrain.errors import UsageError
 
-        raise UsageError("HT000", "this", "that", "type this")
+        raise UsageError("HT113", "this", "that", "type this")
 
-    with pytest.raises(UsageError, match="fix:      type this"):
+    with pytest.raises(UsageError, match="fix:      type this") as caught:
         spawn(refuses, 2)
+    assert caught.value.code == "HT217"
 
 
 def test_spawn_exit_status_file_of_rank_0_gives_the_exit_code():
@@ -113,27 +114,33 @@ def test_spawn_exit_status_file_of_rank_0_gives_the_exit_code():
 
     with pytest.raises(HpctrainError, match="stopped at step 7") as caught:
         spawn(stops, 2)
-    assert caught.value.exit_code == 75
+    assert (caught.value.exit_code, caught.value.code) == (75, "HT217")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "keywords", "word"),
+    ("arguments", "keywords", "code", "word"),
     [
-        ((4, len), {}, "spawn(4, …)"),
-        ((len, 0), {}, "nproc=0"),
-        ((len, "all"), {}, "nproc='all'"),
-        ((len, 2.0), {}, "nproc=2.0"),
-        ((len, 10_000), {}, "10000 ranks"),
-        ((len, 2, "ab"), {}, "args=(ARGUMENT,)"),
-        ((len, 2), {"args": {"a": 1}}, "with a dict"),
-        ((len, 2, (threading.Lock(),)), {}, "len and its arguments cannot be sent to the ranks"),
-        ((threading.Lock, 2), {}, "what the function returned on rank"),
+        ((4, len), {}, "HT214", "spawn(4, …)"),
+        ((len, 0), {}, "HT214", "nproc=0"),
+        ((len, "all"), {}, "HT214", "nproc='all'"),
+        ((len, 2.0), {}, "HT214", "nproc=2.0"),
+        ((len, 10_000), {}, "HT213", "10000 ranks"),
+        ((len, 2, "ab"), {}, "HT214", "args=(ARGUMENT,)"),
+        ((len, 2), {"args": {"a": 1}}, "HT214", "with a dict"),
+        (
+            (len, 2, (threading.Lock(),)),
+            {},
+            "HT216",
+            "len and its arguments cannot be sent to the ranks",
+        ),
+        ((threading.Lock, 2), {}, "HT217", "what the function returned on rank"),
     ],
 )
-def test_spawn_refuses_wrong_arguments(arguments, keywords, word):
+def test_spawn_refuses_wrong_arguments(arguments, keywords, code, word):
     with pytest.raises(UsageError) as caught:
         spawn(*arguments, **keywords)
     assert word in str(caught.value)
+    assert caught.value.code == code
 
 
 def test_spawn_inside_a_rank_is_refused(monkeypatch):
@@ -141,8 +148,9 @@ def test_spawn_inside_a_rank_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(UsageError, match=r"spawn\(\) in rank 1 of 4, which env started"):
+    with pytest.raises(UsageError, match=r"spawn\(\) in rank 1 of 4, which env started") as caught:
         spawn(len, 2)
+    assert caught.value.code == "HT215"
 
 
 SCRIPT = """

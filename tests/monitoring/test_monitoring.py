@@ -274,7 +274,7 @@ def test_progress_bar_restores_the_terminal(stops_at):
 def test_missing_tracker_is_refused_on_all_ranks(options, fix):
     results = ranks.run(3, partial(train, max_steps=2, **options))
     assert all(isinstance(result, UsageError) for result in results)
-    assert fix in results[0].fix
+    assert fix in results[0].fixes[0]
 
 
 def test_samples_per_second_counts_the_global_batch():

@@ -425,20 +425,23 @@ def test_report_metric_names_never_collide_with_figure_files(tmp_path):
 def test_report_refusals_come_with_a_fix(whole, tmp_path, capsys, monkeypatch):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
-    for arguments, told in (
-        (["no-such"], "there is no no-such"),
-        (["folder"], "no run is in folder"),
-        (["file"], "file cannot be read"),
-        ([whole, "--output", "page"], "--output page.html"),
-        ([whole, "--output", "file/page.html"], "--output FILE"),
+    for arguments, told, code in (
+        (["no-such"], "there is no no-such", "HT655"),
+        (["folder"], "no run is in folder", "HT655"),
+        (["file"], "file cannot be read", "HT656"),
+        ([whole, "--output", "page"], "--output page.html", "HT654"),
+        ([whole, "--output", "file/page.html"], "--output FILE", "HT654"),
     ):
         assert report(*arguments) == 2
-        assert told in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert told in error
+        assert f"hpctrain explain {code}\n" in error
     for module in ("jinja2", "matplotlib.figure"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, module, None)
             assert report(whole) == 2
-        assert "pip install 'hpctrain[report]'" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert "pip install 'hpctrain[report]'\n  more:     hpctrain explain HT651\n" in error
 
 
 @pytest.mark.slow

@@ -56,7 +56,8 @@ def test_track_option_takes_a_comma_separated_list(text, names):
 def test_unknown_tracker_is_refused_with_a_suggestion(text, near):
     with pytest.raises(UsageError) as refused:
         parse(text, here=False)
-    assert refused.value.fix == f"--track {near or 'tensorboard'}"
+    assert refused.value.code == "HT652"
+    assert refused.value.fixes == (f"--track {near or 'tensorboard'}",)
 
 
 def test_tracker_package_missing_is_refused(monkeypatch):
@@ -65,7 +66,8 @@ def test_tracker_package_missing_is_refused(monkeypatch):
     assert parse("wandb", here=False) == ["wandb"]
     with pytest.raises(UsageError, match="not installed") as refused:
         parse("wandb", here=True)
-    assert refused.value.fix == "pip install 'hpctrain[wandb]'"
+    assert refused.value.code == "HT651"
+    assert refused.value.fixes == ("pip install 'hpctrain[wandb]'",)
 
 
 class Folder:
@@ -261,7 +263,8 @@ def test_profile_option_is_a_range_of_steps(text):
     assert profiler.steps("3:5") == range(3, 5)
     with pytest.raises(UsageError) as refused:
         profiler.steps(text)
-    assert "--profile 20:25" in refused.value.fix
+    assert refused.value.code == "HT653"
+    assert "--profile 20:25" in refused.value.fixes[0]
 
 
 MUTE = """

@@ -26,7 +26,7 @@ from hpctrain.cluster.world import World
 from hpctrain.monitoring.watchdog import PHASES, Watchdog, loop, slots
 from hpctrain.monitoring.watchdog.blame import Sighting, apart, judge, suspended
 from hpctrain.monitoring.watchdog.exchange import Aside, HelperExchange
-from hpctrain.monitoring.watchdog.phases import (
+from hpctrain.process.phases import (
     ACCUMULATING,
     BACKWARD,
     CLOSED,
@@ -319,7 +319,8 @@ def test_hanging_rank_is_named_and_every_stack_is_shown(watched, capsys, how, fo
     assert TIMEOUT <= int(silence[1]) <= TIMEOUT + 2
     said = capsys.readouterr().err
     assert said.startswith(f"hpctrain: error: {reason}\n  expected: ")
-    assert "  fix:      " in said
+    assert "\n  fix:      " in said
+    assert re.search(r"\n  or:       .*\n  more:     hpctrain explain HT65[89]\n", said)
     for text in (ranks.log(), said):
         assert f"hpctrain: error: {reason}\n" in text
         assert [text.count(f"\nrank {rank}: silent for") for rank in range(3)] == [1, 1, 1]
@@ -610,7 +611,24 @@ def test_hang_is_blamed_on_the_right_ranks(seen, ranks, words):
     blame = judge(seen, 3, ("node1", "node2") if len(seen) < 3 else ("node1",))
     assert blame.ranks == ranks
     assert words in blame.found
-    assert "\n" not in blame.found + blame.fix
+    assert blame.fixes
+    assert "\n" not in "".join((blame.found, *blame.fixes))
+
+
+@pytest.mark.parametrize(
+    ("seen", "code"),
+    [
+        ([at(0, BACKWARD), at(1, BACKWARD, "")], "HT657"),
+        ([at(0, BACKWARD), at(1, BACKWARD, "T")], "HT658"),
+        ([at(0, BACKWARD), at(1, COMPUTING)], "HT659"),
+        ([at(0, LOADING), at(1, LOADING)], "HT659"),
+        ([at(0, BACKWARD), at(1, BACKWARD)], "HT660"),
+        ([at(0, BACKWARD)], "HT660"),
+        ([at(0, BACKWARD), at(1, CLOSED)], "HT661"),
+    ],
+)
+def test_hang_has_the_code_of_its_kind(seen, code):
+    assert judge(seen, 2, ("node1",)).code == code
 
 
 @pytest.mark.parametrize(
@@ -630,7 +648,7 @@ def test_hang_is_blamed_on_the_right_ranks(seen, ranks, words):
 )
 def test_ranks_wait_for_each_other_at_two_places(seen, blamed):
     blame = apart(seen, 3)
-    assert (blame and blame.ranks) == blamed
+    assert (blame and (blame.ranks, blame.code)) == (blamed and (blamed, "HT661"))
 
 
 def test_message_of_many_ranks_stays_short():

@@ -129,10 +129,11 @@ def test_ema_swap_refuses_another_swap_and_updates():
     model = nn.Linear(2, 2)
     ema = EMA([model], 0.9)
     with ema.swapped():
-        with pytest.raises(UsageError, match="swapped"), ema.swapped():
+        with pytest.raises(UsageError, match="swapped") as twice, ema.swapped():
             pass
-        with pytest.raises(UsageError, match="update"):
+        with pytest.raises(UsageError, match="update") as inside:
             ema.update()
+    assert [caught.value.code for caught in (twice, inside)] == ["HT409", "HT409"]
     with ema.swapped():
         pass
     ema.update()
@@ -186,8 +187,9 @@ def test_ema_of_shared_weights():
 def test_ema_of_other_models_is_refused(models, said):
     ema = EMA([nn.Linear(2, 2)], 0.9)
     before = {name: value.clone() for name, value in ema.state_dict()["averages"][0].items()}
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=said) as caught:
         ema.load_state_dict(EMA(models, 0.9).state_dict())
+    assert caught.value.code == "HT405"
     assert_same(ema.state_dict()["averages"][0], before)
 
 
@@ -201,8 +203,9 @@ def test_ema_restart():
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
 def test_invalid_ema_decay_is_refused(decay):
-    with pytest.raises(UsageError, match="decay"):
+    with pytest.raises(UsageError, match="decay") as caught:
         EMA([nn.Linear(2, 2)], decay)
+    assert caught.value.code == "HT406"
 
 
 def test_ema_leaves_integer_parameters_alone():

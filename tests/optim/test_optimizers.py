@@ -337,8 +337,9 @@ def test_lars_and_lamb_refuse_sparse_and_complex_gradients(make):
         make(embedding.parameters()).step()
     wave = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     wave.grad = torch.ones_like(wave)
-    with pytest.raises(UsageError, match="complex"):
+    with pytest.raises(UsageError, match="complex") as caught:
         make([wave]).step()
+    assert caught.value.code == "HT407"
 
 
 @pytest.mark.parametrize(
@@ -357,7 +358,8 @@ def test_invalid_optimizer_settings_are_refused(make, said):
     with pytest.raises(UsageError) as caught:
         make([nn.Parameter(torch.ones(1))])
     assert said in caught.value.found
-    assert caught.value.fix
+    assert caught.value.code == "HT406"
+    assert caught.value.fixes
 
 
 @pytest.mark.parametrize("make", [lambda p: LARS(p, 0.1), LAMB])

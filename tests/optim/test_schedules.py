@@ -135,14 +135,16 @@ def test_lr_factor_is_between_0_and_1(kind, warmup, rest, every, factor, power, 
 def test_lr_schedule_without_an_end_is_refused(kind):
     with pytest.raises(UsageError) as caught:
         Schedule(kind, 10)
-    assert caught.value.fix == "--epochs N or --max-steps N"
+    assert caught.value.code == "HT410"
+    assert caught.value.fixes == ("--epochs N", "--max-steps N")
     assert kind in caught.value.found
 
 
 @pytest.mark.parametrize("warmup", [20, 21])
 def test_lr_warmup_as_long_as_the_training_is_refused(warmup):
-    with pytest.raises(UsageError, match=f"a warm-up of {warmup} of 20 steps"):
+    with pytest.raises(UsageError, match=f"a warm-up of {warmup} of 20 steps") as caught:
         Schedule("constant", warmup, 20)
+    assert caught.value.code == "HT411"
     Schedule("constant", 19, 20)
 
 
@@ -160,6 +162,7 @@ def test_lr_warmup_as_long_as_the_training_is_refused(warmup):
 def test_invalid_lr_schedule_settings_are_refused(settings):
     with pytest.raises(UsageError) as caught:
         Schedule(**settings)
+    assert caught.value.code == "HT406"
     assert str(next(iter(settings.values()))) in caught.value.found
 
 

@@ -288,8 +288,9 @@ def test_sync_batchnorm_refused_with_dataparallel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # a fake
     backend = NcclBackend()
     backend.name = "dataparallel"
-    with pytest.raises(hpctrain.HpctrainError, match="--backend ddp"):
+    with pytest.raises(hpctrain.HpctrainError, match="--backend ddp") as refused:
         sync_batchnorm.convert(nn.BatchNorm1d(4), backend)
+    assert refused.value.code == "HT408"
 
 
 @pytest.mark.parametrize(
@@ -302,7 +303,7 @@ def test_sync_batchnorm_refused_with_dataparallel(monkeypatch):
 def test_sync_batchnorm_refuses_layers_of_unknown_kind(layer, words):
     with pytest.raises(hpctrain.errors.UsageError) as refused:
         sync_batchnorm.convert(nn.ModuleDict({"norm": layer}), NcclBackend())
-    for word in ["--sync-batchnorm", "norm", *words]:
+    for word in ["--sync-batchnorm", "norm", "HT408", *words]:
         assert word in str(refused.value)
 
 

@@ -240,7 +240,8 @@ def test_nonfinite_run_ends_with_its_last_good_checkpoint(run, name):
     results = run(3, end_in_overflows, name, False)
     assert {type(result) for result in results} == {hpctrain.errors.NonFiniteError}
     assert [result.told_by_rank_0 for result in results] == [False, True, True]
-    assert "--resume goes on from" in results[0].fix
+    assert results[0].fixes[0].startswith("--resume")
+    assert "goes on from" in results[0].fixes[0]
     said = "are not finite any more at step 4" if name == "fp32" else "steps in a row overflowed"
     assert said in results[0].found
     kept = RunDirectory("run")
@@ -344,25 +345,31 @@ def test_half_model_under_autocast_is_refused(name):
     (error,) = ranks.run(1, opened_with, {"precision": name}, True)
     assert isinstance(error, hpctrain.errors.UsageError)
     assert "0.weight of the Sequential is in half precision" in error.found
-    assert f"remove model.half() and keep --precision {name}" in error.fix
-    assert "--precision O2" in error.fix
+    assert error.code == "HT404"
+    assert error.fixes[0] == f"remove model.half() and keep --precision {name}"
+    assert "--precision O2" in error.fixes[1]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "said", "code"),
     [
-        ({"loss_scale": 8.0}, "--loss-scale with --precision fp32"),
-        ({"precision": "bf16", "loss_scale": "dynamic"}, "--loss-scale with --precision bf16"),
-        ({"precision": "O1", "keep_batchnorm_fp32": True}, "--keep-batchnorm-fp32 with"),
-        ({"precision": "tf32"}, "--precision tf32 on a CPU"),
-        ({"precision": "fp16", "loss_scale": -1.0}, "--loss-scale -1.0"),
-        ({"precision": "fp16", "loss_scale": "static"}, "--loss-scale 'static'"),
+        ({"loss_scale": 8.0}, "--loss-scale with --precision fp32", "HT401"),
+        (
+            {"precision": "bf16", "loss_scale": "dynamic"},
+            "--loss-scale with --precision bf16",
+            "HT401",
+        ),
+        ({"precision": "O1", "keep_batchnorm_fp32": True}, "--keep-batchnorm-fp32 with", "HT401"),
+        ({"precision": "tf32"}, "--precision tf32 on a CPU", "HT402"),
+        ({"precision": "fp16", "loss_scale": -1.0}, "--loss-scale -1.0", "HT501"),
+        ({"precision": "fp16", "loss_scale": "static"}, "--loss-scale 'static'", "HT501"),
     ],
 )
-def test_unsupported_precision_settings_are_refused(options, said):
+def test_unsupported_precision_settings_are_refused(options, said, code):
     (error,) = ranks.run(1, opened_with, options)
     assert isinstance(error, hpctrain.errors.UsageError)
     assert said in error.found
+    assert error.code == code
     assert error.exit_code == 2
 
 
@@ -396,8 +403,9 @@ def test_auto_precision_follows_the_gpu(monkeypatch, caplog, name, bf16, capabil
 def test_auto_precision_is_fp32_on_cpu(monkeypatch):
     assert precision.open_precision("auto", CPU, precision.Settings()).name == "fp32"
     Gpu(monkeypatch, "V100", False, (7, 0))
-    with pytest.raises(hpctrain.errors.UsageError, match="--precision tf32 on V100"):
+    with pytest.raises(hpctrain.errors.UsageError, match="--precision tf32 on V100") as refused:
         precision.open_precision("tf32", torch.device("cuda", 0), precision.Settings())
+    assert refused.value.code == "HT402"
 
 
 @pytest.mark.parametrize(("name", "allowed"), [("fp32", False), ("O0", False), ("bf16", None)])
@@ -539,4 +547,5 @@ def test_script_that_sets_tf32_itself_is_refused():
     (error,) = ranks.run(1, with_switches_of_its_own)
     assert isinstance(error, hpctrain.errors.UsageError), error
     assert "fp32_precision" in error.found
-    assert "--precision tf32" in error.fix
+    assert error.code == "HT403"
+    assert "--precision tf32" in error.fixes[0]

@@ -81,12 +81,12 @@ def refused_here(started=False, **changes):
 
 def test_mig_more_ranks_than_slices_are_refused_on_all_ranks():
     results = ranks.run(3, refused_here, env={CUDA: ",".join(SLICES[:2])})
-    refused(results, "rank 2 on node1", "local rank 2 and 2 MIG slices", "start 2 ranks")
+    refused(results, "rank 2 on node1", "local rank 2 and 2 MIG slices", "start 2 ranks", "HT113")
 
 
 def test_cuda_initialized_before_the_session_is_refused_on_all_ranks():
     results = ranks.run(3, refused_here, True, env={CUDA: ",".join(SLICES)})
-    refused(results, "rank 1 on node1", "CUDA has started before the Session", "move")
+    refused(results, "rank 1 on node1", "CUDA has started before the Session", "move", "HT115")
 
 
 def on_rocm(**variables):
@@ -97,9 +97,10 @@ def on_rocm(**variables):
 
 def test_rocm_variables_that_hide_every_gpu_are_refused_on_all_ranks():
     env = {"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2,3"}
-    refused(ranks.run(3, on_rocm, env=env), "leaves 2 GPUs", "env -u HIP_VISIBLE_DEVICES")
+    results = ranks.run(3, on_rocm, env=env)
+    refused(results, "leaves 2 GPUs", "env -u HIP_VISIBLE_DEVICES", "HT114")
     env = {"HIP_VISIBLE_DEVICES": "0", CUDA: "1"}
-    refused(ranks.run(3, on_rocm, env=env), "HIP_VISIBLE_DEVICES=0", f"env -u {CUDA} ")
+    refused(ranks.run(3, on_rocm, env=env), "HIP_VISIBLE_DEVICES=0", f"env -u {CUDA} ", "HT114")
 
 
 def test_rocm_variables_are_ignored_by_other_builds_of_torch():
@@ -110,7 +111,9 @@ def test_rocm_variables_are_ignored_by_other_builds_of_torch():
 @pytest.mark.usefixtures("without_driver")
 def test_gpus_of_the_job_without_a_driver_are_refused_on_all_ranks():
     results = ranks.run(3, opened, env=JOB)
-    refused(results, "job 815 has 4 GPUs on this host", "driver", "nvidia-smi", "--nv", CUDA)
+    refused(
+        results, "job 815 has 4 GPUs on this host", "driver", "nvidia-smi", "--nv", CUDA, "HT116"
+    )
 
 
 @pytest.mark.usefixtures("without_driver")

@@ -43,27 +43,48 @@ def test_equal_ranks_pass_without_a_message(alike, caplog):
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("code", "path", "value", "said"),
     [
-        ("gpu", "GPU-1", "one GPU (GPU-1) is shared by ranks 1, 2 (node1, node2)"),
-        ("gpu", None, "torch sees no GPU at rank 2 (node2); the other 3 ranks have one"),
-        ("versions/torch", "2.6.0", "on ranks 0, 1, 3 (node1, node2), 2.6.0 on rank 2 (node2)"),
-        ("versions/cuda", "11.8", "11.8 on rank 2 (node2)"),
-        ("versions/nccl", "2.1.1", "nccl none on ranks 0, 1, 3 (node1, node2), 2.1.1 on rank 2"),
-        ("versions/hpctrain", "9", "9 on rank 2 (node2)"),
-        ("settings/--seed", 1, "--seed 0 on ranks 0, 1, 3 (node1, node2), 1 on rank 2 (node2)"),
-        ("settings/--lr", 0.5, "--lr 0.001 on ranks 0, 1, 3 (node1, node2), 0.5 on rank 2"),
-        ("settings/--precision", "bf16", "--precision auto on"),
-        ("command", ["other.py"], "different scripts: "),
+        ("HT113", "gpu", "GPU-1", "one GPU (GPU-1) is shared by ranks 1, 2 (node1, node2)"),
+        ("HT116", "gpu", None, "torch sees no GPU at rank 2 (node2); the other 3 ranks have one"),
+        (
+            "HT208",
+            "versions/torch",
+            "2.6.0",
+            "on ranks 0, 1, 3 (node1, node2), 2.6.0 on rank 2 (node2)",
+        ),
+        ("HT208", "versions/cuda", "11.8", "11.8 on rank 2 (node2)"),
+        (
+            "HT208",
+            "versions/nccl",
+            "2.1.1",
+            "nccl none on ranks 0, 1, 3 (node1, node2), 2.1.1 on rank 2",
+        ),
+        ("HT208", "versions/hpctrain", "9", "9 on rank 2 (node2)"),
+        (
+            "HT209",
+            "settings/--seed",
+            1,
+            "--seed 0 on ranks 0, 1, 3 (node1, node2), 1 on rank 2 (node2)",
+        ),
+        (
+            "HT209",
+            "settings/--lr",
+            0.5,
+            "--lr 0.001 on ranks 0, 1, 3 (node1, node2), 0.5 on rank 2",
+        ),
+        ("HT209", "settings/--precision", "bf16", "--precision auto on"),
+        ("HT209", "command", ["other.py"], "different scripts: "),
     ],
 )
-def test_difference_that_breaks_training_is_refused_with_the_ranks(alike, path, value, said):
+def test_difference_that_breaks_training_is_refused_with_the_ranks(alike, code, path, value, said):
     change(alike[2], path, value)
     with pytest.raises(ContradictionError) as caught:
         consistency.check(alike, HOSTS)
     assert said in caught.value.found
+    assert caught.value.code == code
     assert caught.value.expected
-    assert caught.value.fix
+    assert caught.value.fixes
 
 
 def test_different_horovod_versions_are_refused_over_horovod(alike):
@@ -96,7 +117,7 @@ def test_difference_that_may_be_meant_is_a_warning(alike, path, value, said):
     (found,) = consistency.differences(alike, HOSTS)
     assert not found.wrong
     assert said in found.found
-    assert found.fix
+    assert found.fixes
 
 
 @pytest.mark.parametrize(
@@ -223,8 +244,9 @@ def test_open_files_limit_grows_with_the_world_and_is_restored(monkeypatch):
         put_back()
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1024
         monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
-        with pytest.raises(UsageError, match="at most 256 open files"):
+        with pytest.raises(UsageError, match="at most 256 open files") as caught:
             file_limit.make_room(1000)
+        assert caught.value.code == "HT117"
     finally:
         monkeypatch.undo()
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -318,6 +318,7 @@ def test_timeout_names_missing_ranks_on_every_rank(start, key, joined, named):
     server.move(NEVER)
     for outcome in start.ended():
         assert isinstance(outcome, StartError)
+        assert outcome.code == "HT201"
         assert outcome.found.startswith(f"{named} of 4 did not come within")
         for rank in (0, *joined):
             assert f"{rank} on a" in outcome.found
@@ -345,7 +346,8 @@ def test_client_without_server_says_where_it_looked(start, key):
     assert isinstance(outcome, StartError)
     assert outcome.found.startswith(f"rank 1 on b did not find rank 0 at {HOME}")
     assert str(ports(point)[0]) in outcome.found
-    assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fix
+    assert outcome.code == "HT202"
+    assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fixes[1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -354,7 +356,8 @@ def test_missing_main_address_is_refused_at_once(start, rank):
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
     assert "somebody started 2 ranks and does not say where rank 0 is" in outcome.found
-    assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fix
+    assert outcome.code == "HT203"
+    assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fixes[0]
 
 
 @pytest.mark.parametrize("hosts", ["bc", "aa"], ids=["two-hosts", "one-hostname-and-pid"])
@@ -367,6 +370,7 @@ def test_duplicate_rank_is_refused_on_every_rank(start, key, hosts):
     server.end(NEWS_SECONDS)  # it would go on telling rank 2, which never comes
     for outcome in start.ended():
         assert isinstance(outcome, UsageError)
+        assert outcome.code == "HT205"
         assert "two processes say that they are rank 1: " in outcome.found
         assert all(f"{host} pid" in outcome.found for host in hosts)
 
@@ -377,19 +381,21 @@ def test_different_world_sizes_are_refused_on_every_rank(start, key):
     server.end(NEWS_SECONDS)
     for outcome in start.ended():
         assert isinstance(outcome, UsageError)
+        assert outcome.code == "HT206"
         assert "rank 2 on b says 4 ranks, rank 0 on a says 3" in outcome.found
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.parametrize("kind", [UsageError, CheckpointError])
 def test_error_of_one_rank_is_raised_on_every_rank(start, key, culprit, kind):
-    error = kind("torch is too old", "torch 2.6", "pip install torch")
+    error = kind("HT116", "torch is too old", "torch 2.6", "pip install torch", "or conda")
     for rank, host in enumerate("aab"):
         point = rendezvous_point(host, key)
         start(World(rank, 3, rank % 2), point, error=error if rank == culprit else None)
     for outcome in start.ended():
         assert outcome.found == f"rank {culprit} on {'aab'[culprit]}: torch is too old"
-        assert (outcome.expected, outcome.fix) == (error.expected, error.fix)
+        assert (outcome.code, outcome.expected) == (error.code, error.expected)
+        assert outcome.fixes == error.fixes
         assert outcome.exit_code == kind.exit_code
 
 
@@ -406,6 +412,7 @@ def test_error_of_one_rank_is_raised_on_every_rank(start, key, culprit, kind):
 def test_wrong_local_ranks_are_refused_on_every_rank(start, key, hosts, local_ranks, named):
     for outcome in start_all(start, key, hosts, local_ranks):
         assert isinstance(outcome, UsageError)
+        assert outcome.code == "HT206"
         for text in named:
             assert text in outcome.found
 
@@ -424,7 +431,7 @@ def test_world_of_one_opens_no_socket(monkeypatch):
             World(0, 1, 0),
             RendezvousPoint("k", "a"),
             {},
-            error=UsageError("HT000", "torch is too old"),
+            error=UsageError("HT116", "torch is too old"),
         )
 
 
@@ -472,7 +479,8 @@ def test_rank_that_never_confirms_the_roster_is_named_and_secret_is_never_sent(s
             greet(Credentials(key, "s3cret"), later, answers)  # so rank 2 was heard by now
         server.end(NEWS_SECONDS)
         assert "proof" in json.loads(other.readline())
-        found, _, _ = json.loads(other.readline())["error"]
+        code, found, *_ = json.loads(other.readline())["error"]
+        assert code == "HT201"
     (outcome,) = start.ended()
     assert outcome.found == found
     assert found.startswith("rank 1 of 3 came and was lost: the roster was not heard on a")
@@ -527,7 +535,8 @@ def test_unwritable_shared_folder_is_refused_with_the_fix(start, key, tmp_path):
     start(World(0, 2, 0), point, folder=tmp_path / "file")
     (outcome,) = start.ended()
     assert "cannot leave word" in outcome.found
-    assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fix
+    assert outcome.code == "HT203"
+    assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fixes[0]
 
 
 class Rendezvous(http.server.BaseHTTPRequestHandler):
@@ -623,6 +632,7 @@ def test_unknown_network_interface_is_refused_on_every_rank(start, key):
         assert isinstance(outcome, UsageError)
         assert "the network interface 'ib7' is not there" in outcome.found
         assert "lo (127.0.0.1" in outcome.expected
+        assert outcome.code == "HT207"
 
 
 def test_fixed_main_port_that_is_taken_is_refused(start, key):
@@ -634,7 +644,11 @@ def test_fixed_main_port_that_is_taken_is_refused(start, key):
         (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
     assert f"rank 0 can listen on none of the ports {port}" in outcome.found
-    assert "MASTER_PORT" in outcome.fix
+    assert outcome.code == "HT204"
+    assert [fix.partition("PORT (")[0] for fix in outcome.fixes] == [
+        "export MASTER_PORT=",
+        "hpctrain run --main-port ",
+    ]
 
 
 def test_two_jobs_with_one_fixed_main_port_are_both_refused(start, key):
@@ -652,12 +666,13 @@ def test_two_jobs_with_one_fixed_main_port_are_both_refused(start, key):
 
 def test_failed_roster_check_is_raised_on_every_rank(start, key):
     def check(roster):
-        raise UsageError("HT000", f"{len(roster.entries)} ranks", "other ones", "try again")
+        raise UsageError("HT206", f"{len(roster.entries)} ranks", "other ones", "again", "later")
 
     for rank in range(3):
         start(World(rank, 3, rank), rendezvous_point(key=key), check=check)
     for outcome in start.ended():
-        assert (outcome.found, outcome.fix) == ("3 ranks", "try again")
+        assert (outcome.code, outcome.found) == ("HT206", "3 ranks")
+        assert outcome.fixes == ("again", "later")
 
 
 @given(
@@ -687,6 +702,7 @@ def test_rank_that_resets_its_connection_is_named(start, key):
         reader.buffer.raw._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
     for outcome in start.ended():
         assert isinstance(outcome, StartError)
+        assert outcome.code == "HT201"
         assert "rank 2 of 3 came and was lost: the roster was not heard on c" in outcome.found
 
 
@@ -706,7 +722,9 @@ def test_two_jobs_with_one_key_are_both_refused(start, key, host):
         assert isinstance(outcome, ContradictionError | UsageError)
         assert "two processes say that they are rank 0: " in outcome.found
         assert f"{host} pid " in outcome.found
-        assert "a port of its own" in outcome.fix
+        assert outcome.code == "HT205"
+        assert "a port of its own" in outcome.fixes[0]
+        assert "a HPCTRAIN_SECRET of its own" in outcome.fixes[1]
 
 
 @pytest.mark.parametrize(
@@ -827,7 +845,8 @@ def test_loopback_interface_is_refused_for_several_hosts(start, key):
     for outcome in start.ended():
         assert isinstance(outcome, UsageError)
         assert "the interface of rank 0 on a has the address 127.0.0.1" in outcome.found
-        assert "HPCTRAIN_INTERFACE" in outcome.fix
+        assert outcome.code == "HT207"
+        assert "HPCTRAIN_INTERFACE" in outcome.fixes[0]
 
 
 def test_authentication_answer_is_bound_to_side_challenge_and_text():

@@ -102,6 +102,7 @@ def refused(directory, allocation, env):
     with pytest.raises(UsageError) as caught:
         Lock.take(directory, allocation, env)
     assert caught.value.exit_code == 2
+    assert caught.value.code == "HT703"
     assert token(directory) == before
     return str(caught.value)
 
@@ -148,8 +149,9 @@ def test_lock_file_mode_follows_the_umask(directory, env):
 
 def test_unwritable_run_directory_is_refused(tmp_path, env):
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"cannot be locked(.|\n)*--run-dir DIR"):
+    with pytest.raises(UsageError, match=r"cannot be locked(.|\n)*--run-dir DIR") as caught:
         Lock.take(RunDirectory(tmp_path / "file" / "run"), None, env)
+    assert caught.value.code == "HT702"
 
 
 def test_heartbeat_renews_the_lock_file(directory, env, monkeypatch):
@@ -382,8 +384,9 @@ def test_replaced_start_is_fenced_from_commit(directory, env):
         pass
     new.release()
     for held in (old, new):  # also when the newer one has ended
-        with pytest.raises(CheckpointError, match=r"fenced off.*gone"):
+        with pytest.raises(CheckpointError, match=r"fenced off.*gone") as caught:
             held.commit().__enter__()
+        assert caught.value.code == "HT704"
 
 
 def test_takeover_waits_for_a_commit(directory, env):
@@ -483,8 +486,10 @@ def test_foreign_lock_file_is_refused_while_young_and_replaced_when_old(director
     target = directory.path / "target"
     target.write_text("somebody's")
     hostile(kind, path(directory))
-    with pytest.raises(UsageError, match=r"rm -r .*\.lock"):
+    with pytest.raises(UsageError, match=r"rm -r .*\.lock") as caught:
         Lock.take(directory, job(), env)
+    assert caught.value.fixes[1:] == ("--run-dir DIR",)
+    assert caught.value.code == "HT703"
     grow_old(path(directory), 301)
     lock = Lock.take(directory, job(), env)
     assert "is replaced" in info.text

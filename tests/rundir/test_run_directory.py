@@ -107,8 +107,9 @@ def test_missing_json_is_none_and_damaged_json_is_refused(tmp_path):
     replace(run.identity, '{"name": "digits"}')
     assert run.read(run.identity) == {"name": "digits"}
     run.identity.write_bytes(b'{"name": "dig')
-    with pytest.raises(UsageError, match=r"run\.json cannot be read"):
+    with pytest.raises(UsageError, match=r"run\.json cannot be read") as caught:
         run.read(run.identity)
+    assert caught.value.code == "HT701"
 
 
 def test_run_directory_file_names(tmp_path):

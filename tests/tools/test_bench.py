@@ -133,7 +133,10 @@ def test_confidence_interval_of_few_values_is_their_range(count):
 
 def test_bench_allreduce_refuses_one_rank(tmp_path, capsys):
     assert bench("allreduce") == 2
-    assert "hpctrain run --nproc-per-node 2 -m hpctrain bench allreduce" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "  fix:      srun -n 2 hpctrain bench allreduce\n" in error
+    assert "  or:       hpctrain run --nproc-per-node 2 -m hpctrain bench allreduce\n" in error
+    assert "hpctrain explain HT903" in error
     assert not list(tmp_path.iterdir())
 
 
@@ -141,7 +144,7 @@ def test_bench_allreduce_refuses_one_rank(tmp_path, capsys):
 def test_bench_json_refused_before_measuring(path, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(step, "measure", lambda *_: pytest.fail("measured"))
     assert bench("step", "--json", path) == 2
-    assert "--json FILE" in capsys.readouterr().err
+    assert "--json FILE\n  more:     hpctrain explain HT904\n" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -250,19 +253,21 @@ def test_bench_checkpoint_size_limited_by_disk_and_memory():
     checkpoint.refuse_size(10**6, "runs", 10**7, None)
     with pytest.raises(UsageError, match="1 MB are free on the file system of runs") as caught:
         checkpoint.refuse_size(10**6, "runs", 10**6, None)
-    assert caught.value.fix.startswith("--size 400kB ")
+    assert caught.value.code == "HT901"
+    assert caught.value.fixes == ("--size 400kB", "--run-dir DIR on another file system")
     with pytest.raises(UsageError, match="of memory") as caught:
         checkpoint.refuse_size(10**6, "runs", 10**8, 10**6)
-    assert caught.value.fix == "--size 200kB"
-    with pytest.raises(UsageError, match="--size 3B"):
+    assert caught.value.fixes == ("--size 200kB",)
+    with pytest.raises(UsageError, match="--size 3B") as caught:
         checkpoint.refuse_size(3, "runs", 10**8, None)
+    assert caught.value.code == "HT902"
 
 
 def test_bench_checkpoint_refuses_write_longer_than_the_timeout():
     checkpoint.refuse_slow(10**9, 10**8, 300.0)
     with pytest.raises(UsageError, match=r"100 GB .* 333 s") as caught:
         checkpoint.refuse_slow(10**11, 3 * 10**8, 300.0)
-    assert caught.value.fix.startswith("--size 30GB ")
+    assert caught.value.fixes[0] == "--size 30GB"
     checkpoint.refuse_slow(3 * 10**10, 3 * 10**8, 300.0)
 
 
@@ -358,6 +363,7 @@ def test_bench_input_names_a_corrupt_image(tmp_path, capsys):
     assert bench(*words) == 1
     error = capsys.readouterr().err
     assert ".jpg is no image that can be decoded" in error
+    assert "hpctrain explain HT908" in error
     assert "Traceback" not in error
 
 
@@ -369,6 +375,7 @@ def test_bench_input_refuses_too_few_images(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "images/train has 1 images, and a batch of each rank takes 64" in error
     assert "--batch-size 1\n" in error
+    assert "hpctrain explain HT909" in error
 
 
 def test_bench_input_refuses_missing_images(tmp_path, capsys):

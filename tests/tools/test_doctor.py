@@ -48,7 +48,9 @@ def doctor(*arguments, **env):
 
 def level(finding, word=""):
     """The level of a finding; what is not well says what to type."""
-    assert bool(finding.fix) == (finding.level != OK)
+    assert bool(finding.fixes) == (finding.level != OK)
+    assert isinstance(finding.fixes, tuple)
+    assert all(fix and "    " not in fix for fix in finding.fixes)
     assert word in finding.found
     return finding.level
 
@@ -83,7 +85,7 @@ def test_doctor_torch_present_missing_or_broken():
 def test_doctor_judges_horovod_by_its_import(answer, expected, word):
     finding = software.judge_horovod(True, answer)
     assert level(finding, word) == expected
-    assert finding.fix == ("" if expected == OK else "hpctrain horovod build")
+    assert finding.fixes == (() if expected == OK else ("hpctrain horovod build",))
 
 
 def test_doctor_missing_horovod_is_ok():
@@ -108,7 +110,7 @@ def test_doctor_missing_horovod_is_ok():
 )
 def test_doctor_compares_gpus_seen_by_torch_with_those_visible(here, shown, seen, job, expected):
     visible = None if shown is None else visible_gpus.Visible(shown, "CUDA_VISIBLE_DEVICES")
-    why = ("the driver is too old", "install a newer driver")
+    why = ("the driver is too old", ("install a newer driver",))
     assert level(devices.judge_gpus(here, visible, seen, job, why)) == expected
 
 
@@ -173,7 +175,7 @@ def test_doctor_names_a_gpu_without_code_in_the_torch_build(tmp_path, monkeypatc
     assert level(driver, "550.54.15") == OK
     assert (new.subject, level(new, "H100, 80 GiB: sm_90")) == ("GPU 0", OK)
     assert (old.subject, level(old, "V100")) == ("GPU 1", PROBLEM)
-    refused = Finding("GPUs", PROBLEM, "one is shared", "mend it")
+    refused = Finding("GPUs", PROBLEM, "one is shared", ("mend it",))
     assert devices.examine(torch, None, None, refused)[0] is refused
 
 
@@ -255,7 +257,7 @@ def test_doctor_shared_memory(size, free, expected):
     finding = limits.judge_shared_memory(size, free)
     assert level(finding) == expected
     if size == 64 * MIB:
-        assert "--shm-size" in finding.fix
+        assert finding.fixes == ("docker run --shm-size=8g …", "docker run --ipc=host …")
 
 
 def test_doctor_clock_synchronised():
@@ -380,8 +382,8 @@ def test_doctor_hostname_that_does_not_resolve():
     assert level(network.judge_name("node1", ["127.0.1.1"], []), "this host alone") == OK
     missing = network.judge_name("node1", "Name or service not known", ["10.0.0.1"])
     assert level(missing, "does not resolve") == PROBLEM
-    assert "echo '10.0.0.1 node1' >> /etc/hosts" in missing.fix
-    assert "127.0.0.1 node1" in network.judge_name("node1", "unknown", []).fix
+    assert missing.fixes == ("as root: echo '10.0.0.1 node1' >> /etc/hosts",)
+    assert "127.0.0.1 node1" in network.judge_name("node1", "unknown", []).fixes[0]
     assert level(network.judge_name("node1", None, []), "no answer") == WARNING
 
 
@@ -523,12 +525,16 @@ def test_doctor_judges_whether_the_run_directory_is_shared(tmp_path):
 
 
 def test_doctor_merges_findings_of_ranks():
-    shared, own = Finding("clock", WARNING, "f", "x"), Finding("torch", PROBLEM, "g", "y")
+    shared, own = Finding("clock", WARNING, "f", ("x", "z")), Finding("torch", PROBLEM, "g", ("y",))
     told = [findings.to_tell([own, shared]), [], findings.to_tell([shared, Finding("a", OK, "")])]
     one, two = findings.merged(json.loads(json.dumps(told)))
-    assert (one.subject, one.ranks) == ("clock", (0, 2))
-    assert (two.subject, two.ranks) == ("torch", (0,))
-    assert "(ranks 0, 2 of a, c)" in formatting.remarks([one], ["a", "b", "c"])
+    assert (one.subject, one.fixes, one.ranks) == ("clock", ("x", "z"), (0, 2))
+    assert (two.subject, two.fixes, two.ranks) == ("torch", ("y",), (0,))
+    assert formatting.remarks([one], ["a", "b", "c"]).splitlines() == [
+        "  warning           clock (ranks 0, 2 of a, c): f",
+        "    fix:      x",
+        "    or:       z",
+    ]
     assert "(every host)" in formatting.remarks([one], ["a", "a", "c"])
     assert "(" not in formatting.remarks([one], ["a", "b"])
 
@@ -596,7 +602,7 @@ def test_doctor_names_a_slow_host_or_link(hosts):
     assert exchange.judge_pairs(ways(hosts, lambda x, y: False)) == []
     (sends,) = exchange.judge_pairs(ways(hosts, lambda x, y: x == "b"))
     assert level(sends, "b sends at most 1.5 GB/s") == WARNING
-    assert "--exclude=b" in sends.fix
+    assert "--exclude=b" in sends.fixes[0]
     both = exchange.judge_pairs(ways(hosts, lambda x, y: "b" in (x, y)))
     assert ["b sends" in both[0].found, "b receives" in both[1].found] == [True, True]
     assert len(both) == 2
@@ -667,9 +673,10 @@ def test_doctor_of_this_machine_in_json_and_text(examined, tmp_path):
     assert told.keys() == {"machine", "findings", "ranks", "all_reduce", "pairs"}
     assert (told["ranks"], told["all_reduce"], told["pairs"]) == ([], None, [])
     for finding in told["findings"]:
-        assert finding.keys() == {"subject", "level", "found", "fix", "ranks"}
+        assert finding.keys() == {"subject", "level", "found", "fixes", "ranks"}
         assert finding["ranks"] == [0]
-        assert bool(finding["fix"]) == (finding["level"] != OK)
+        assert isinstance(finding["fixes"], list)
+        assert bool(finding["fixes"]) == (finding["level"] != OK)
     by_subject = {finding["subject"]: finding for finding in told["findings"]}
     assert by_subject.keys() >= {
         *("python", "torch", "GPUs", "horovod", "submitit", "Slurm", "job", "open files"),
@@ -686,8 +693,8 @@ def test_doctor_of_this_machine_in_json_and_text(examined, tmp_path):
     assert code == int(wrong)
     for subject in by_subject:
         assert subject in out
-    copied = "fix:"
-    assert all(len(line) <= 100 or copied in line for line in out.splitlines())
+    copied = ("    fix:      ", "    or:       ")
+    assert all(len(line) <= 100 or line.startswith(copied) for line in out.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -705,7 +712,7 @@ def test_doctor_without_a_working_torch(tmp_path, module, word):
     told = {finding["subject"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert told["torch"]["level"] == PROBLEM
     assert word in told["torch"]["found"]
-    assert "pip install" in told["torch"]["fix"]
+    assert "pip install" in told["torch"]["fixes"][0]
     assert told["cores"]["level"] in (OK, WARNING)
 
 

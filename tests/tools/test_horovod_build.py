@@ -136,7 +136,8 @@ def test_horovod_build_names_a_torch_that_cannot_be_imported(tmp_path, module, w
     with pytest.raises(HpctrainError) as caught:
         ask_torch({**os.environ, "PYTHONPATH": str(tmp_path)})
     assert word in caught.value.found
-    assert caught.value.fix.endswith("-m pip install torch")
+    assert caught.value.code == "HT910"
+    assert caught.value.fixes == (f"{sys.executable} -m pip install torch",)
 
 
 @pytest.mark.parametrize("standard", [17, 20])
@@ -195,6 +196,7 @@ def test_patches_refuse_another_source_than_the_release(extracted, name):
     with pytest.raises(HpctrainError, match="has no") as caught:
         source.apply(source.patches(20, cuda=False), extracted)
     assert name in caught.value.found
+    assert caught.value.code == "HT914"
 
 
 @pytest.mark.parametrize(
@@ -268,7 +270,8 @@ def test_build_refuses_cuda_that_differs_from_torchs(toolkit, built_with):
     with pytest.raises(UsageError) as caught:
         horovod_build.decide(torch, True, False, toolkit, quiet)
     assert "13.0" in caught.value.found
-    assert "--cpu" in caught.value.fix
+    assert caught.value.code == "HT911"
+    assert "hpctrain horovod build --cpu" in caught.value.fixes
     assert horovod_build.decide(torch, None, False, toolkit, quiet).cuda is None
 
 
@@ -321,7 +324,8 @@ def test_mpi_without_mpicxx_is_refused(programs, home):
     with pytest.raises(HpctrainError) as caught:
         toolchain.find_mpi(env)
     assert "no mpicxx" in caught.value.found
-    assert "libopenmpi-dev" in caught.value.fix
+    assert caught.value.code == "HT911"
+    assert "libopenmpi-dev" in caught.value.fixes[0]
 
 
 @pytest.mark.parametrize(
@@ -338,7 +342,8 @@ def test_missing_compiler_or_make_is_named_with_the_package(programs, scripts, w
     with pytest.raises(HpctrainError) as caught:
         toolchain.check_compiler(20, {"PATH": os.environ["PATH"]})
     assert word in caught.value.found
-    assert "gcc" in caught.value.fix
+    assert caught.value.code == "HT912"
+    assert any("module load gcc" in fix for fix in caught.value.fixes)
 
 
 def test_cxx_variable_chooses_the_compiler(programs):
@@ -368,7 +373,8 @@ def test_wheel_cache_not_writable_is_refused_before_the_build(tmp_path):
     place = cache.folder("key", {"HPCTRAIN_CACHE": str(tmp_path / "file")})
     with pytest.raises(HpctrainError, match="cannot write") as caught, cache.locked(place, quiet):
         pytest.fail("it went on")
-    assert "HPCTRAIN_CACHE" in caught.value.fix
+    assert caught.value.code == "HT916"
+    assert caught.value.fixes == ("export HPCTRAIN_CACHE=FOLDER",)
 
 
 def test_wheel_cache_has_no_partial_wheel_after_disk_full(tmp_path, monkeypatch):
@@ -379,8 +385,10 @@ def test_wheel_cache_has_no_partial_wheel_after_disk_full(tmp_path, monkeypatch)
     place = tmp_path / "place"
     place.mkdir()
     monkeypatch.setattr(shutil, "copyfileobj", full)
-    with pytest.raises(HpctrainError, match="No space left"):
-        cache.store(wheel_in(tmp_path), place)
+    built = wheel_in(tmp_path)
+    with pytest.raises(HpctrainError, match="No space left") as caught:
+        cache.store(built, place)
+    assert caught.value.fixes[1] == f"take the wheel from {built}"
     assert not list(place.iterdir())
 
 
@@ -456,19 +464,20 @@ def test_unreachable_package_index_is_an_error_with_a_fix(tmp_path, monkeypatch)
     env |= {"PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1"}
     with pytest.raises(HpctrainError, match="could not fetch") as caught:
         recipe.make(CPU, env, tmp_path, quiet)
-    assert "login node" in caught.value.fix
-    assert "--wheel-only" in caught.value.fix
-    assert str(tmp_path / "log") in caught.value.fix
+    assert caught.value.code == "HT913"
+    assert "login node" in caught.value.fixes[0]
+    assert "--wheel-only" in caught.value.fixes[0]
+    assert str(tmp_path / "log") in caught.value.fixes[-1]
 
 
 def test_failed_compilation_shows_its_first_error(tmp_path):
     log = tmp_path / "log"
     lines = ["fine"] * 50 + ["x.cc:1:2: error: no such thing"] + ["noise"] * 50
     log.write_text("\n".join(lines))
-    error = recipe._failed("the build ended", log)
+    error = recipe._failed("HT915", "the build ended", log)
     assert "no such thing" in error.found
     assert len(error.found.splitlines()) < 20
-    assert str(log) in error.fix
+    assert error.fixes == (f"look at the whole log: {log}",)
 
 
 @pytest.mark.slow
@@ -478,7 +487,8 @@ def test_pip_refusal_is_an_error_with_a_fix(tmp_path):
     with pytest.raises(HpctrainError, match="did not install") as caught:
         installed.install(wheel, os.environ, tmp_path / "log", quiet)
     assert "no-wheel.whl" in caught.value.found
-    assert "--wheel-only" in caught.value.fix
+    assert caught.value.code == "HT917"
+    assert "--wheel-only" in caught.value.fixes[1]
 
 
 @pytest.mark.slow
@@ -599,11 +609,12 @@ def test_installed_wheel_that_does_not_import_is_an_error(simulated, monkeypatch
     said = capsys.readouterr().err
     assert "undefined symbol" in said
     assert "fix:" in said
+    assert "hpctrain explain HT918" in said
 
 
 @pytest.mark.parametrize(
     ("error", "kept"),
-    [(HpctrainError("HT000", "failed"), 1), (KeyboardInterrupt(), 0), (SystemExit(143), 0)],
+    [(HpctrainError("HT915", "failed"), 1), (KeyboardInterrupt(), 0), (SystemExit(143), 0)],
 )
 def test_build_folder_is_kept_after_failure_only(simulated, tmp_path, monkeypatch, error, kept):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

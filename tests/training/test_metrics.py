@@ -62,16 +62,23 @@ def test_metrics_at_a_step(single):
     metrics.close()
 
 
-def test_metrics_listener_hears_each_row_once(single):
-    said = []
-    agreement = Consensus(single, lambda: {"news": float(said.pop() if said else 0)}, str)
-    assert agreement.step() == {"news": 0.0}
-    said.append(1)
-    heard = [agreement.step() for _ in range(600)]
-    assert [sums["news"] for sums in heard if sums].count(1.0) == 1
-    said.append(1)
-    assert agreement.now("") == {"news": 1.0}
-    assert agreement.now("") == {"news": 0.0}
+def test_consensus_reads_each_value_once(single):
+    news = []
+    consensus = Consensus(single)
+
+    def values():
+        return {"news": float(news.pop() if news else 0)}
+
+    def step():
+        return consensus.step(values(), "") if consensus.due() else None
+
+    assert step() == {"news": 0.0}
+    news.append(1)
+    sums = [step() for _ in range(600)]
+    assert [one["news"] for one in sums if one].count(1.0) == 1
+    news.append(1)
+    assert consensus.now(values(), "") == {"news": 1.0}
+    assert consensus.now(values(), "") == {"news": 0.0}
 
 
 class Late:
@@ -86,29 +93,27 @@ class Late:
         self.begun.append(list(numbers))
         return self
 
-    def meet(self, words):
-        return [words, words]
-
     def values(self):
         return [2 * number for number in self.begun[-1]]
 
 
 def test_metrics_sums_are_read_one_row_later():
     late, step = Late(), 0
-    agreement = Consensus(late, lambda: {"step": float(step)}, str)
+    consensus = Consensus(late)
     heard = {}
     for step in range(20):
-        if (sums := agreement.step()) is not None:
+        sums = consensus.step({"step": float(step)}, "") if consensus.due() else None
+        if sums is not None:
             heard[step] = sums["step"] / 2
     begins = [int(numbers[0]) for numbers in late.begun]
     assert heard == dict(zip(begins[1:], map(float, begins[:-1]), strict=True))
     # Nothing that was begun is lost where ranks wait for each other.
-    assert agreement.now("")["step"] == 2 * begins[-1] + 2 * 19
+    assert consensus.now({"step": float(step)}, "")["step"] == 2 * begins[-1] + 2 * 19
 
 
 def test_metrics_error_on_rank_0_is_raised(single):
     def fail():
-        raise GivenUpError("HT000", "three starts", "progress", "look")
+        raise GivenUpError("HT619", "three starts", "progress", "look")
 
     assert on_rank_zero(single, os.getpid) == os.getpid()
     with pytest.raises(GivenUpError, match="three starts"):

@@ -31,11 +31,11 @@ def watching(run):
     before = {number: signal.getsignal(number) for number in (*signals.STOP, signal.SIGINT)}
     with ExitStack() as undo:
 
-        def make(rank=0, env=None, job=None, save_margin=30.0, begun=True):
+        def make(rank=0, env=None, job=None, begun=True):
             made = Preemption(rank, env or {}, job, undo, clock=lambda: NOW)
             if begun:
                 made.opened()
-                made.begin(run, lambda: save_margin)
+                made.begin(run)
             return made
 
         yield make
@@ -46,9 +46,9 @@ def watching(run):
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT"])
 def test_signal_to_any_rank_requests_a_stop(watching, name):
     preemption = watching(rank=3)
-    assert preemption.asked() is None
+    assert preemption.asked(save_margin=30.0) is None
     signal.raise_signal(getattr(signal, name))
-    assert preemption.asked() == name
+    assert preemption.asked(save_margin=30.0) == name
     assert name in REASONS
 
 
@@ -57,7 +57,7 @@ def test_ignored_signal_stays_ignored(watching):
     try:
         preemption = watching()
         signal.raise_signal(signal.SIGINT)
-        assert preemption.asked() is None
+        assert preemption.asked(save_margin=30.0) is None
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -95,8 +95,8 @@ def test_signal_before_the_run_stops_the_run(watching, run):
     preemption = watching(begun=False)
     preemption.opened()
     signal.raise_signal(signal.SIGUSR2)
-    preemption.begin(run, lambda: 0.0)
-    assert preemption.asked() == "SIGUSR2"
+    preemption.begin(run)
+    assert preemption.asked(save_margin=30.0) == "SIGUSR2"
 
 
 def test_exit_code_is_0_where_an_exit_status_file_says_more():
@@ -106,9 +106,9 @@ def test_exit_code_is_0_where_an_exit_status_file_says_more():
 
 def test_unreadable_stop_file_ends_nothing(watching, run, caplog):
     preemption = watching(env={"HPCTRAIN_STOP_FILE": "x" * 5000})
-    assert preemption.asked() is None
+    assert preemption.asked(save_margin=30.0) is None
     run.stop.mkdir()
-    assert preemption.asked() == "a stop file"
+    assert preemption.asked(save_margin=30.0) == "a stop file"
     preemption.obeyed(run)
     assert "the next start will stop as well" in caplog.text
 
@@ -116,31 +116,31 @@ def test_unreadable_stop_file_ends_nothing(watching, run, caplog):
 def test_stop_files_are_read_by_rank_0_alone(watching, run, tmp_path):
     env = {"HPCTRAIN_STOP_FILE": str(tmp_path / "of-the-script")}
     first, other = watching(env=env), watching(rank=1, env=env)
-    assert first.asked() is None
+    assert first.asked(save_margin=30.0) is None
     run.stop.touch()
-    assert first.asked() == "a stop file"
-    assert other.asked() is None
+    assert first.asked(save_margin=30.0) == "a stop file"
+    assert other.asked(save_margin=30.0) is None
     first.obeyed(run)
     assert not run.stop.exists()
-    assert first.asked() is None
+    assert first.asked(save_margin=30.0) is None
     (tmp_path / "of-the-script").touch()
-    assert first.asked() == "a stop file"
+    assert first.asked(save_margin=30.0) == "a stop file"
     first.obeyed(run)  # that of the script is the script's
-    assert first.asked() == "a stop file"
+    assert first.asked(save_margin=30.0) == "a stop file"
 
 
 def test_time_limit_requests_a_stop_one_save_margin_ahead(watching):
     soon = Allocation("slurm", "7", end_time=NOW + 60)
-    assert watching(job=soon, save_margin=59.0).asked() is None
-    assert watching(job=soon, save_margin=60.0).asked() == "the end of the job's time"
-    assert watching(rank=1, job=soon, save_margin=60.0).asked() is None
+    assert watching(job=soon).asked(save_margin=59.0) is None
+    assert watching(job=soon).asked(save_margin=60.0) == "the end of the job's time"
+    assert watching(rank=1, job=soon).asked(save_margin=60.0) is None
 
 
 def test_late_preempt_signal_is_warned_about_with_a_better_lead(watching, caplog):
     soon = Allocation("slurm", "7", end_time=NOW + 60)
-    preemption = watching(job=soon, save_margin=100.0)
+    preemption = watching(job=soon)
     signal.raise_signal(signal.SIGUSR2)
-    preemption.asked()
+    preemption.asked(save_margin=100.0)
     assert "SIGUSR2 came 60 s before the end of the job's time" in caplog.text
     assert "#SBATCH --signal=B:USR2@160 leaves enough" in caplog.text
 
@@ -154,7 +154,7 @@ def test_earlier_signal_handler_is_called_after_the_session_on_rank_0():
             with ExitStack() as undo:
                 preemption = Preemption(rank, {}, None, undo)
                 preemption.opened()
-                preemption.begin(RunDirectory("run"), lambda: 0.0)
+                preemption.begin(RunDirectory("run"))
                 signal.raise_signal(signal.SIGUSR2)
             assert len(calls) == rank
             preemption.hand_on()

@@ -154,9 +154,9 @@ def test_run_asks_slurm_where_the_job_does_not_know_its_end_time(scontrol, tmp_p
     with ExitStack() as undo:
         preemption = Preemption(0, scontrol(NOW + 60), job, undo, clock=lambda: NOW)
         preemption.opened()
-        assert preemption.asked() is None
-        preemption.begin(RunDirectory(tmp_path), lambda: 60.0)
+        assert preemption.asked(save_margin=60.0) is None
+        preemption.begin(RunDirectory(tmp_path))
         for thread in threading.enumerate():
             if thread.name == "end of the job":
                 thread.join(60)
-        assert preemption.asked() == "the end of the job's time"
+        assert preemption.asked(save_margin=60.0) == "the end of the job's time"

@@ -486,4 +486,4 @@ def test_iterable_dataset_is_refused():
     (error,) = ranks.run(1, without_an_order)
     assert isinstance(error, hpctrain.errors.UsageError)
     assert "a Stream, which has no length" in error.found
-    assert "run.batches(loader)" in error.fix
+    assert "run.batches(loader)" in error.fixes[0]

@@ -222,5 +222,5 @@ def test_consistency_check_refuses_hosts_with_different_data(lengths, classes, f
     for result in ranks.run(3, with_own_data, lengths, classes, "refused"):
         assert isinstance(result, hpctrain.HpctrainError)
         assert found in result.found
-        assert "find PATH" in result.fix
+        assert "find PATH" in result.fixes[0]
     ranks.values(ranks.run(3, with_own_data, (24, 24, 24), [["a", "b"]] * 3, "run"))

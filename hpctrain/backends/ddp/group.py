@@ -42,10 +42,11 @@ class DDP(Backend):
     def __init__(self, rendezvous: Rendezvous, device: torch.device, settings: Settings) -> None:
         if dist.is_initialized():
             raise UsageError(
-                "HT000",
+                "HT308",
                 "torch.distributed is initialized already",
                 "that the Session does it",
-                "remove the script's own init_process_group(), or close the Session before",
+                "remove the script's own init_process_group()",
+                "close the earlier Session first",
             )
         self.device, self._own = device, settings.own
         self._deterministic, self._rendezvous = settings.deterministic, rendezvous
@@ -88,12 +89,13 @@ class DDP(Backend):
         except (RuntimeError, ValueError) as error:
             self._environment.put_back()
             raise StartError(
-                "HT000",
+                "HT306",
                 f"torch.distributed did not connect rank {world.rank} over {self.transport} from "
                 f"{own} within {start_timeout:.0f} s: {_named(error, rendezvous)}",
                 "a connection between all ranks",
-                f"hosts of the ranks: {', '.join(world.hosts or ())}; look for a host that cannot "
-                "be reached, a firewall or a wrong interface (HPCTRAIN_INTERFACE=NAME)",
+                "look for a firewall or a host that cannot be reached (hosts of the ranks: "
+                f"{', '.join(world.hosts or ())})",
+                "export HPCTRAIN_INTERFACE=NAME (where the ranks use a wrong interface)",
             ) from None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
@@ -245,11 +247,11 @@ class DDP(Backend):
         if not _LOST.search(str(error)):
             return None
         return RankLostError(
-            "HT000",
+            "HT309",
             f"rank {self.rank} lost another rank: {_named(error, self._rendezvous)}",
             "all ranks, to the end",
-            "look for the first error in the logs of the others, and whether their hosts are up; "
-            "--resume goes on from the newest checkpoint",
+            "look for the first error in the logs of the others, and whether their hosts are up",
+            "--resume (it goes on from the newest checkpoint)",
         )
 
     def _unused(self, text: str) -> HpctrainError:
@@ -267,13 +269,15 @@ class DDP(Backend):
         else:
             shown = "parameters that the model no longer has"
         return UsageError(
-            "HT000",
+            "HT310",
             f"no gradient came for {shown}{', …' if len(numbers) > _SHOWN else ''}: the loss does "
             "not depend on them, so the ranks wait for each other's",
             "a loss that every trained parameter of the model has a part in; the same layers as in "
             "session.prepare()",
-            "requires_grad_(False) for what is not trained; loss + 0 * sum(p.sum() for p in PART."
-            "parameters()) for a part that some steps leave out; or --backend horovod",
+            "requires_grad_(False) for what is not trained",
+            "loss + 0 * sum(p.sum() for p in PART.parameters()) for a part that some steps leave "
+            "out",
+            "--backend horovod",
         )
 
     def close(self, failure: str | None = None) -> None:

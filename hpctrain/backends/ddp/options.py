@@ -34,25 +34,27 @@ def refuse_options(settings: Settings, transport: str) -> None:
     name = own["compression"]
     if own["static_graph"] and settings.accumulate > 1:
         raise UsageError(
-            "HT000",
+            "HT311",
             f"--ddp-static-graph, and {settings.accumulate} micro-batches accumulate",
             "one of the two: torch learns the graph from the first backward pass, which then has "
             "to exchange its gradients",
-            "leave --ddp-static-graph out, or --accumulate 1",
+            "leave --ddp-static-graph out",
+            "--accumulate 1",
         )
     if name != "powersgd":
         for option, default in _POWERSGD_DEFAULTS.items():
             if own[option] != default:
                 flag = f"--ddp-{option.replace('_', '-')}"
                 raise UsageError(
-                    "HT000",
+                    "HT311",
                     f"{flag} {own[option]} with --ddp-compression {name}",
                     "--ddp-compression powersgd",
-                    f"--ddp-compression powersgd, or leave {flag} out",
+                    "--ddp-compression powersgd",
+                    f"leave {flag} out",
                 )
     if name == "bf16" and not dist.is_nccl_available():
         raise UsageError(
-            "HT000",
+            "HT316",
             "--ddp-compression bf16, and the installed torch was built without NCCL",
             "a torch with NCCL, which its hook asks for even where gloo sums the gradients",
             "--ddp-compression fp16",
@@ -65,7 +67,7 @@ def _refuse_powersgd(settings: Settings, transport: str) -> None:
     own = settings.own
     if own["powersgd_start"] < _FIRST_START:
         raise UsageError(
-            "HT000",
+            "HT311",
             f"--ddp-powersgd-start {own['powersgd_start']}",
             f"{_FIRST_START} or more steps: before that torch rearranges the gradients, and "
             "PowerSGD remembers what it left out of them",
@@ -73,7 +75,7 @@ def _refuse_powersgd(settings: Settings, transport: str) -> None:
         )
     if settings.loss_scaled:
         raise UsageError(
-            "HT000",
+            "HT313",
             "--ddp-compression powersgd with a precision in which steps may overflow",
             "a precision without a loss scale: PowerSGD adds what it left out of a gradient to "
             "the next one, and an overflow would stay in there for good",
@@ -81,7 +83,7 @@ def _refuse_powersgd(settings: Settings, transport: str) -> None:
         )
     if transport == "gloo" and own["bucket_mb"] != _BUCKET_MB:
         raise UsageError(
-            "HT000",
+            "HT311",
             f"--ddp-bucket-mb {own['bucket_mb']:g} with --ddp-compression powersgd over gloo",
             "one message for all gradients: torch's PowerSGD sends those of several in another "
             "order on each rank, which gloo cannot tell apart",
@@ -105,16 +107,17 @@ def check_model(model: nn.Module, name: str, transport: str) -> None:
     for where, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise UsageError(
-                "HT000",
+                "HT312",
                 f"--ddp-compression {name}, and {where or 'the model'} has sparse gradients",
                 "dense ones, as torch compresses no others",
-                "sparse=False, or --ddp-compression none",
+                "sparse=False",
+                "--ddp-compression none",
             )
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     half = _HALF.get(name)
     if half and not (torch.float32 in kinds and kinds <= {torch.float32, half}):
         raise UsageError(
-            "HT000",
+            "HT312",
             f"--ddp-compression {name} for gradients in {_names(kinds)}",
             "some in float32, none in another type than that and the compressed one: of float64 "
             "the precision would be lost, of others nothing gained",
@@ -122,7 +125,7 @@ def check_model(model: nn.Module, name: str, transport: str) -> None:
         )
     if name == "powersgd" and transport == "gloo" and len(kinds) > 1:
         raise UsageError(
-            "HT000",
+            "HT312",
             f"--ddp-compression powersgd over gloo for gradients in {_names(kinds)}",
             "one type, so that one message takes them all",
             "--ddp-compression none",

@@ -38,7 +38,7 @@ class AgentStore:
             )
         except (RuntimeError, ValueError) as error:
             raise StartError(
-                "HT000",
+                "HT304",
                 f"{self.where} does not answer within {timeout:.0f} s: {first_line(error)}",
                 "torchrun's first agent there",
                 "look for the first error of the torchrun on that host",
@@ -88,7 +88,7 @@ def open_store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
         )
     except (RuntimeError, ValueError):  # torch's message has an address that does not help
         raise StartError(
-            "HT000",
+            "HT304",
             f"rank {world.rank} on {host_of(rendezvous, world.rank)} cannot open the store of "
             f"rank 0 at {roster.addresses[0]} port {roster.port}, on {host_of(rendezvous, 0)}, "
             f"within {timeout.total_seconds():.0f} s",

@@ -44,10 +44,11 @@ class Gradients:
         for full, parameter in trained:
             if parameter.dtype not in _AVERAGED:
                 raise UsageError(
-                    "HT000",
+                    "HT312",
                     f"parameter {full} is {parameter.dtype}, which Horovod cannot average",
                     "float16, float32 or float64",
-                    "weights in fp32 and --precision bf16; or --backend ddp",
+                    "weights in fp32 and --precision bf16",
+                    "--backend ddp",
                 )
         self._accumulate = accumulate
         self._parameters = [parameter for _, parameter in trained]
@@ -104,7 +105,7 @@ class _Contiguous:
         """Return the compressed tensor, and the context to decompress it."""
         if tensor.is_sparse:
             raise UsageError(
-                "HT000",
+                "HT312",
                 "sparse gradients with --horovod-groups",
                 "one of the two: Horovod groups dense tensors only",
                 "leave --horovod-groups out",

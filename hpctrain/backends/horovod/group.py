@@ -60,13 +60,14 @@ class Horovod(Backend):
         over = placement.controller(os.environ, world.launcher, hvd.mpi_built())
         on_gpu = device.type == "cuda" and hvd.nccl_built()
         self.transport = "nccl" if on_gpu else over
-        self.mismatch_hint = _HINTS[over]
+        self.mismatch_fixes = _MISMATCH_FIXES[over]
         if world.world_size > 1 and ":" in rendezvous.roster.addresses[0]:
             raise StartError(
-                "HT000",
+                "HT307",
                 f"rank 0 is at {rendezvous.roster.addresses[0]}: Horovod takes IPv4 alone",
                 "an interface with an IPv4 address",
-                "export HPCTRAIN_INTERFACE=NAME    or --backend ddp",
+                "export HPCTRAIN_INTERFACE=NAME",
+                "--backend ddp",
             )
         self._environment = Environment(os.environ)
         self._server = Server(rendezvous.listener) if rendezvous.listener is not None else None
@@ -106,31 +107,33 @@ class Horovod(Backend):
         hvd = load()
         if hvd.is_initialized():
             raise UsageError(
-                "HT000",
+                "HT308",
                 "Horovod is initialized already",
                 "that the Session does it",
-                "remove the script's own hvd.init(), or close the Session before",
+                "remove the script's own hvd.init()",
+                "close the earlier Session first",
             )
         refuse_options(hvd, settings.own, world.world_size)
         over = placement.controller(os.environ, world.launcher, hvd.mpi_built())
         if over == "mpi":
             if not hvd.mpi_built():
                 raise UsageError(
-                    "HT000",
+                    "HT316",
                     "HOROVOD_CONTROLLER=mpi, and the installed Horovod was built without MPI",
                     "gloo, which needs nothing, or a Horovod with MPI",
-                    "unset HOROVOD_CONTROLLER    or: hpctrain horovod build --mpi",
+                    "unset HOROVOD_CONTROLLER",
+                    "hpctrain horovod build --mpi",
                 )
             if cls._mpi_was_used:
                 raise UsageError(
-                    "HT000",
+                    "HT308",
                     "a second Session over Horovod and MPI in one process",
                     "one, as MPI starts once in a process",
                     "export HOROVOD_CONTROLLER=gloo",
                 )
         elif not hvd.gloo_built():
             raise UsageError(
-                "HT000",
+                "HT316",
                 f"--backend horovod under {world.launcher}, and the installed Horovod was built "
                 "without gloo",
                 "gloo, or a start by mpirun",
@@ -142,7 +145,7 @@ class Horovod(Backend):
             return
         if settings.loss_scaled:
             raise UsageError(
-                "HT000",
+                "HT313",
                 "--horovod-op adasum with --precision fp16",
                 "a precision without a loss scale: each rank takes its step before the updates are "
                 "combined, and those of an overflow must not be",
@@ -150,11 +153,11 @@ class Horovod(Backend):
             )
         if over != "mpi" and world.world_size > 1:
             raise UsageError(
-                "HT000",
+                "HT314",
                 f"--horovod-op adasum over gloo, under {world.launcher}",
                 "MPI, without which Horovod has no Adasum",
-                "mpirun -np N python SCRIPT, with hpctrain horovod build --mpi; or --horovod-op "
-                "average",
+                "mpirun -np N python SCRIPT (after hpctrain horovod build --mpi)",
+                "--horovod-op average",
             )
 
     def _start(self, over: str) -> None:
@@ -188,13 +191,14 @@ class Horovod(Backend):
             atexit.unregister(self._hvd.mpi_ops._basics.shutdown)
             world = self._rendezvous.world
             raise StartError(
-                "HT000",
+                "HT306",
                 f"Horovod did not connect rank {world.rank} over {over} within {limit:.0f} s"
                 + (f": {failed[0]}" if failed else ""),
                 "a connection between all ranks",
-                f"hosts of the ranks: {', '.join(world.hosts or ())}; look for a host that cannot "
-                "be reached, a firewall or a wrong interface (HPCTRAIN_INTERFACE=NAME); "
-                "HOROVOD_LOG_LEVEL=debug tells more",
+                "look for a firewall or a host that cannot be reached (hosts of the ranks: "
+                f"{', '.join(world.hosts or ())})",
+                "export HPCTRAIN_INTERFACE=NAME (where the ranks use a wrong interface)",
+                "export HOROVOD_LOG_LEVEL=debug (for more messages)",
             )
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -205,7 +209,7 @@ class Horovod(Backend):
         """
         if any(one.has(p) for p in model.parameters() for one in self._gradients):
             raise UsageError(
-                "HT000",
+                "HT317",
                 "two prepared models share parameters, whose gradients would be averaged twice",
                 "each parameter in one model",
                 "session.prepare() for one module that has both",
@@ -234,7 +238,7 @@ class Horovod(Backend):
             if trained.changed():
                 if not first:
                     raise UsageError(
-                        "HT000",
+                        "HT318",
                         "parameters were frozen or unfrozen between the micro-batches of a step, "
                         "which Horovod's hooks count",
                         "the same parameters to train in all micro-batches of a step",
@@ -411,8 +415,10 @@ class _Work:
             self._hvd.synchronize(self._handle)
 
 
-_HINTS = {
-    "gloo": "",
-    "mpi": "build Horovod with the MPI of that mpirun (hpctrain horovod build --mpi), or export "
-    "HOROVOD_CONTROLLER=gloo, which needs none",
+_MISMATCH_FIXES: dict[str, tuple[str, ...]] = {
+    "gloo": (),
+    "mpi": (
+        "hpctrain horovod build --mpi (with the MPI of that mpirun)",
+        "export HOROVOD_CONTROLLER=gloo (it needs no MPI)",
+    ),
 }

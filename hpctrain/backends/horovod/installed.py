@@ -29,24 +29,26 @@ def load() -> ModuleType:
     """
     if importlib.util.find_spec("horovod") is None:
         raise UsageError(
-            "HT000",
+            "HT315",
             "--backend horovod, and Horovod is not installed for this Python",
             f"a Horovod that was built for torch {torch.__version__}",
-            f"{BUILD}    (some minutes); or --backend ddp, which needs none",
+            f"{BUILD} (it takes some minutes)",
+            "--backend ddp (it needs no Horovod)",
         )
     try:
         module = importlib.import_module("horovod.torch")
     except Exception as error:  # a library for another torch may raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            "HT000",
+            "HT315",
             f"--backend horovod, and the installed Horovod cannot be imported: {reason}",
             f"one that was built for torch {torch.__version__}",
-            f"{BUILD}    or --backend ddp",
+            BUILD,
+            "--backend ddp",
         ) from None
     if not (module.gloo_built() or module.mpi_built()):
         raise UsageError(
-            "HT000",
+            "HT316",
             "--backend horovod, and the installed Horovod was built without gloo and without MPI",
             "one of them, to talk over",
             BUILD,
@@ -73,11 +75,12 @@ def refuse_own_name(world: World, env: Mapping[str, str]) -> None:
     mended = getattr(importlib.import_module("horovod"), "mended_by_hpctrain", False)
     if not mended and (is_loopback(address) or not address[:1].isdigit()):
         raise UsageError(
-            "HT000",
+            "HT307",
             f"Horovod as it was released listens at the address of the host's own name, and {name} "
             f"is {address}",
             "an address that the other hosts reach",
-            f"{BUILD}    mends that; or give {name} its address in /etc/hosts",
+            f"{BUILD} (it builds a Horovod without this fault)",
+            f"give {name} its address in /etc/hosts",
         )
 
 
@@ -107,7 +110,7 @@ def refuse_options(hvd: ModuleType, options: Mapping[str, Any], world_size: int)
     for name in changed:
         if name not in known:
             raise UsageError(
-                "HT000",
+                "HT316",
                 f"{_flag(name)}, and the installed Horovod does not know {name}",
                 "Horovod 0.28.1",
                 BUILD,
@@ -116,14 +119,14 @@ def refuse_options(hvd: ModuleType, options: Mapping[str, Any], world_size: int)
     if predivide != 1.0:
         if op != "average":
             raise UsageError(
-                "HT000",
+                "HT311",
                 f"{_flag('gradient_predivide_factor')} {predivide:g} with {_flag('op')} {op}",
                 "an average, of which a part is divided before the sum",
                 f"{_flag('op')} average",
             )
         if options["groups"] is not None:
             raise UsageError(
-                "HT000",
+                "HT311",
                 f"{_flag('gradient_predivide_factor')} {predivide:g} with {_flag('groups')} "
                 f"{options['groups']}: Horovod reduces groups without it",
                 "one of the two",
@@ -133,17 +136,18 @@ def refuse_options(hvd: ModuleType, options: Mapping[str, Any], world_size: int)
         for name in ("groups", "sparse_as_dense"):
             if name in changed:
                 raise UsageError(
-                    "HT000",
+                    "HT311",
                     f"{_flag('op')} adasum with {_flag(name)}",
                     "one of the two: Adasum combines the updates of whole tensors",
                     f"leave {_flag(name)} out",
                 )
         if world_size & (world_size - 1):
             raise UsageError(
-                "HT000",
+                "HT314",
                 f"{_flag('op')} adasum with {world_size} ranks",
                 "2, 4, 8, … ranks: Adasum goes up a binary tree",
-                f"{1 << world_size.bit_length() - 1} ranks, or {_flag('op')} average",
+                f"{1 << world_size.bit_length() - 1} ranks",
+                f"{_flag('op')} average",
             )
 
 

@@ -219,7 +219,7 @@ class Survivors:
         if not parts:
             return None
         return RankLostError(
-            "HT000",
+            "HT309",
             "; ".join(parts),
             "all ranks, to the end",
             "look for the first error in the log of that rank, and whether its host is up",

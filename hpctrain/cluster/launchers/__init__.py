@@ -170,7 +170,7 @@ def _choose(env: Environ) -> Launcher:
                 return launcher
         names = ", ".join(launcher.name for launcher in LAUNCHERS)
         raise UsageError(
-            "HT000",
+            "HT103",
             f"{env_vars.LAUNCHER}={wanted!r}",
             f"one of {names}",
             f"unset {env_vars.LAUNCHER}",
@@ -198,11 +198,12 @@ def _compare(launcher: Launcher, other: Launcher, env: Environ) -> None:
                 {c.source for c in theirs.values()} - {c.source for c in ours.values()}
             )
             raise ContradictionError(
-                "HT000",
+                "HT104",
                 f"{ours[field].source}={ours[field].value} ({launcher.name}) and "
                 f"{theirs[field].source}={theirs[field].value} ({other.name})",
                 f"one {field.replace('_', ' ')}",
-                f"unset {' '.join(unwanted)}    or: env {env_vars.LAUNCHER}="
+                f"unset {' '.join(unwanted)}",
+                f"env {env_vars.LAUNCHER}="
                 f"{other.name if _speaks(other, env) else launcher.name} COMMAND",
             )
 

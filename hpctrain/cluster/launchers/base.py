@@ -222,12 +222,12 @@ class Launcher(ABC):
             seen = dict.fromkeys((*self.marks, *(claim.source for claim in claims.values())))
             present = ", ".join(f"{name}={env[name]}" for name in seen if env.get(name))
             raise ContradictionError(
-                "HT000",
+                "HT102",
                 f"{present or 'no value'}, but no {' and no '.join(map(' or '.join, names))}: "
                 f"{self.name} left no {' and no '.join(missing)}",
                 "all of rank, world size and local rank",
-                f"export {' '.join(f'{one[0]}=…' for one in names)}    or, to train as a single "
-                f"process: env {env_vars.LAUNCHER}=none COMMAND",
+                f"export {' '.join(f'{one[0]}=…' for one in names)}",
+                f"to train as a single process: env {env_vars.LAUNCHER}=none COMMAND",
             )
         try:
             return World(**{k: c.value for k, c in claims.items()}, launcher=self.name)
@@ -289,13 +289,13 @@ class Launcher(ABC):
         if is_loopback(address):
             name = env_vars.MAIN_ADDRESS if env.get(env_vars.MAIN_ADDRESS) else "MASTER_ADDR"
             raise ContradictionError(
-                "HT000",
+                "HT106",
                 f"{name}={address}, and the ranks of {self.name} are on "
                 f"{world.num_nodes or 'several'} hosts: from each of them it leads to itself",
                 "an address of rank 0's host that the others reach",
                 f"unset {name}"
                 if self.knows_rank_0 or hosts_of_job(env)
-                else f"export {name}=HOST    (the host of rank 0, the same on all ranks)",
+                else f"export {name}=HOST (the host of rank 0, the same on all ranks)",
             )
 
 
@@ -308,7 +308,7 @@ def port_in(env: Environ, name: str) -> int | None:
     port = env_vars.number(env, name)
     if port is not None and not 0 <= port < 1 << 16:
         raise ContradictionError(
-            "HT000", f"{name}={port}", "a port from 1 to 65535", f"unset {name}"
+            "HT103", f"{name}={port}", "a port from 1 to 65535", f"unset {name}"
         )
     return port or None
 
@@ -323,7 +323,7 @@ def _interface(env: Environ) -> str | None:
     first = (gloo or "").split(",")[0]
     if ours and gloo and ours != first:
         raise ContradictionError(
-            "HT000",
+            "HT107",
             f"{env_vars.INTERFACE}={ours} and {env_vars.GLOO_INTERFACE}={gloo}",
             "one network interface",
             f"unset {env_vars.GLOO_INTERFACE}",

@@ -39,29 +39,34 @@ def idle(
     """
     if world.launcher == "slurm" or job is None or not job.tasks:
         return None
-    meant = f"or, if it is meant: env {env_vars.LAUNCHER}={world.launcher} COMMAND"
+    meant = f"if it is meant: env {env_vars.LAUNCHER}={world.launcher} COMMAND"
     if in_step and world.launcher in _AGENTS and (world.num_nodes or 1) < job.tasks:
         return UsageError(
-            "HT000",
+            "HT111",
             f"{job.tasks} tasks of a step of job {job.label} each started {world.launcher}, and "
             f"the one of this process knows {world.num_nodes or 1}: several trainings at once",
             "agents that know each other, one on each host",
-            f"{_AGENTS[world.launcher]}    {meant}",
+            _AGENTS[world.launcher],
+            meant,
         )
     if job.tasks <= world.world_size:
         return None
     if world.launcher == "none":
-        who, fix = "this process trains alone", _corrected(process)
+        who, fixes = "this process trains alone", [_corrected(process)]
     else:
         ranks = f"{world.world_size} rank" + "s" * (world.world_size > 1)
         who = f"{world.launcher} started {ranks}"
-        fix = f"start {job.tasks} ranks, or ask for as many tasks as ranks: {world.world_size}"
+        fixes = [
+            f"start {job.tasks} ranks",
+            f"ask for as many tasks as ranks: {world.world_size}",
+        ]
     return UsageError(
-        "HT000",
+        "HT110",
         f"{who}, and {job.tasks - world.world_size} of the {job.tasks} tasks of job {job.label} "
         "are idle",
         "a rank for each task",
-        f"{fix}    {meant}",
+        *fixes,
+        meant,
     )
 
 
@@ -70,7 +75,7 @@ def nameless(world: World, point: RendezvousPoint) -> UsageError | None:
     if world.launcher != "env" or world.world_size == 1 or point.port:
         return None
     return UsageError(
-        "HT000",
+        "HT102",
         f"RANK={world.rank} and WORLD_SIZE={world.world_size}, but no MASTER_PORT",
         "a port of its own for each start, the same on all of its ranks",
         "export MASTER_ADDR=… MASTER_PORT=…",
@@ -89,7 +94,7 @@ def reset(world: World, env: Environ, process: Process) -> UsageError | None:
         return None
     script = shlex.join(process.arguments[1:]) or "SCRIPT --elastic --global-batch N"
     return UsageError(
-        "HT000",
+        "HT112",
         f"HOROVOD_ELASTIC={value}: horovodrun was given --min-np, --max-np or "
         "--host-discovery-script, and would change the ranks of processes that go on living",
         "ranks that stay what they are; where hosts are lost, new ones that resume",
@@ -116,12 +121,12 @@ def dropped(world: World, job: Allocation | None, process: Process) -> UsageErro
         if meant is None or not meant.tasks or meant.tasks == 1:
             return None
     return UsageError(
-        "HT000",
+        "HT108",
         f"no launcher's variable is set, but this process descends from {found.program} (pid "
         f"{found.pid}): a container, sudo or env -i dropped the environment",
         f"the variables of {found.launcher}, or every rank would train alone",
-        "pass the environment on (apptainer exec without --cleanenv, sudo -E)    or, to train "
-        f"alone: env {env_vars.LAUNCHER}=none COMMAND",
+        "pass the environment on (apptainer exec without --cleanenv, sudo -E)",
+        f"to train alone: env {env_vars.LAUNCHER}=none COMMAND",
     )
 
 
@@ -138,7 +143,7 @@ def stale(name: str, others: Sequence[str], process: Process) -> UsageError | No
     if found is None or found.launcher not in others or name not in LAUNCHING.values():
         return None
     return UsageError(
-        "HT000",
+        "HT104",
         f"the variables of {name} are there, but this process was started by {found.program} (pid "
         f"{found.pid}), and has those of {found.launcher} too: {name}'s are of an outer process",
         f"the variables of {found.launcher} alone",
@@ -153,10 +158,11 @@ def child(claims: Claims, env: Environ, process: Process) -> UsageError | None:
     if before is None or any(env.get(c.source) != before.get(c.source) for c in (rank, size)):
         return None
     return UsageError(
-        "HT000",
+        "HT109",
         "this process was started by multiprocessing (mp.spawn, Process, Pool), and its place is "
         f"that of its parent: rank {rank.value} ({rank.source})",
         "ranks that a launcher starts, each with a place of its own",
-        "hpctrain run --nproc-per-node N SCRIPT    or: hpctrain.spawn(FUNCTION, N)    or, to "
-        f"train alone: env {env_vars.LAUNCHER}=none COMMAND",
+        "hpctrain run --nproc-per-node N SCRIPT",
+        "hpctrain.spawn(FUNCTION, N)",
+        f"to train alone: env {env_vars.LAUNCHER}=none COMMAND",
     )

@@ -54,11 +54,11 @@ class EnvLauncher(Launcher):
         said = {name: env[name] for name in names if env.get(name)}
         if len(set(said.values())) > 1:
             raise ContradictionError(
-                "HT000",
+                "HT104",
                 " and ".join(f"{name}={value}" for name, value in said.items()),
                 "one local rank",
-                f"take {LOCAL_RANK_ARGUMENT} out of the command    or, where the old "
-                "torch.distributed.launch gives it: unset LOCAL_RANK",
+                f"take {LOCAL_RANK_ARGUMENT} out of the command",
+                "where the old torch.distributed.launch gives it: unset LOCAL_RANK",
             )
         return claims
 

@@ -138,12 +138,12 @@ def _check_hosts(env: Environ, hosts: Sequence[str]) -> None:
     if not job or "SLURM_HET_SIZE" in env or set(hosts) <= set(job):
         return
     raise ContradictionError(
-        "HT000",
+        "HT104",
         f"SLURM_STEP_NODELIST={env['SLURM_STEP_NODELIST']} and "
         f"SLURM_JOB_NODELIST={env['SLURM_JOB_NODELIST']}",
         "the hosts of a step among those of its job; a job that was submitted from inside of a "
         "step inherits that step's variables",
-        "unset ${!SLURM_STEP_*}    and start the ranks with srun",
+        "unset ${!SLURM_STEP_*}, and start the ranks with srun",
     )
 
 
@@ -158,7 +158,7 @@ def expand_counts(text: str) -> list[int]:
         match = _COUNT.match(piece)
         if match is None:
             raise ContradictionError(
-                "HT000",
+                "HT103",
                 f"SLURM_STEP_TASKS_PER_NODE={text[:200]!r}",
                 "tasks per node such as 2(x3),1",
                 _FIX,
@@ -184,7 +184,7 @@ def _tasks_here(text: str, claims: Claims) -> int:
     node: int = claims["node_rank"].value
     if not 0 <= node < len(counts):
         raise ContradictionError(
-            "HT000",
+            "HT101",
             f"SLURM_NODEID={node} and SLURM_STEP_TASKS_PER_NODE={text} ({len(counts)} nodes)",
             "a node id below the number of nodes",
             _FIX,
@@ -192,7 +192,7 @@ def _tasks_here(text: str, claims: Claims) -> int:
     size = claims.get("world_size")
     if size is not None and sum(counts) != size.value:
         raise ContradictionError(
-            "HT000",
+            "HT101",
             f"{size.source}={size.value} and SLURM_STEP_TASKS_PER_NODE={text} "
             f"({sum(counts)} tasks)",
             "the same number of tasks in both",

@@ -53,7 +53,7 @@ class Adopted:
         """
         if hasattr(optimizer, "_amp"):
             raise UsageError(
-                "HT000",
+                "HT413",
                 f"amp.initialize() got the same {type(optimizer).__name__} again",
                 "each optimizer once",
                 "one amp.initialize([model1, model2], [optimizer1, optimizer2])",
@@ -69,7 +69,7 @@ class Adopted:
         known = getattr(optimizer, "_amp", None)
         if not isinstance(known, cls):
             raise UsageError(
-                "HT000",
+                "HT413",
                 f"amp.scale_loss() got a {type(optimizer).__name__} that amp does not know",
                 "optimizers from amp.initialize(), one or a list of them",
                 "model, optimizer = amp.initialize(model, optimizer, opt_level=…)",
@@ -110,14 +110,14 @@ class Adopted:
         """
         if closure is not None:
             raise UsageError(
-                "HT000",
+                "HT415",
                 "optimizer.step(closure) under amp",
                 "a step without a closure, as Apex has it: it would go backward without a scale",
                 "optimizer.step()",
             )
         if self.scaled:
             raise UsageError(
-                "HT000",
+                "HT416",
                 "optimizer.step() after amp.scale_loss(…, delay_unscale=True)",
                 "delay_unscale=False in the last backward pass before a step",
                 "delay_unscale=(i + 1) % accumulate != 0",

@@ -48,7 +48,7 @@ class _State:
         """
         if not 0 <= loss_id < len(self.scales):
             raise UsageError(
-                "HT000",
+                "HT414",
                 f"amp.scale_loss(…, loss_id={loss_id})",
                 f"a number below num_losses, which is {len(self.scales)}",
                 f"amp.initialize(…, num_losses={loss_id + 1})",
@@ -114,7 +114,7 @@ def initialize(
     )
     if num_losses < 1:
         raise UsageError(
-            "HT000", f"amp.initialize(…, num_losses={num_losses})", "1 or more", "num_losses=1"
+            "HT414", f"amp.initialize(…, num_losses={num_losses})", "1 or more", "num_losses=1"
         )
     for model in model_list:
         conversion.check(model)
@@ -139,7 +139,7 @@ def _listed(name: str, things: Any, kind: type) -> list[Any]:
     found = things if isinstance(things, list) else [things]
     if not all(isinstance(thing, kind) for thing in found):
         raise UsageError(
-            "HT000",
+            "HT413",
             f"amp.initialize() got {name} of {', '.join(type(t).__name__ for t in found)}",
             f"a {kind.__name__}, or a list of them",
             "amp.initialize(model, optimizer, opt_level=…)",
@@ -185,7 +185,7 @@ def scale_loss(
         return
     if delay_overflow_check:
         raise UsageError(
-            "HT000",
+            "HT415",
             "amp.scale_loss(…, delay_overflow_check=True)",
             "a step that knows whether there was an overflow",
             "leave delay_overflow_check out",
@@ -242,7 +242,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     strange = [name for name in state_dict if not name.startswith("loss_scaler")]
     if strange:
         raise UsageError(
-            "HT000",
+            "HT417",
             f"amp.load_state_dict() got {', '.join(strange)}",
             "loss_scaler0, loss_scaler1, …, as amp.state_dict() gives them",
             'amp.load_state_dict(checkpoint["amp"])',
@@ -260,7 +260,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 def _started(call: str) -> _State:
     if _state is None:
         raise UsageError(
-            "HT000",
+            "HT413",
             f"{call} before amp.initialize()",
             "models and optimizers that amp knows",
             "model, optimizer = amp.initialize(model, optimizer, opt_level=…)",

@@ -102,7 +102,7 @@ def check(model: nn.Module) -> None:
     """
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise UsageError(
-            "HT000",
+            "HT413",
             f"amp.initialize() got a model inside of {type(model).__name__}",
             "the model itself, which is wrapped afterwards",
             "amp.initialize(model, optimizer), then DistributedDataParallel(model)",
@@ -110,7 +110,7 @@ def check(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.dtype == torch.float16:
             raise UsageError(
-                "HT000",
+                "HT404",
                 f"amp.initialize() got a {type(model).__name__} whose {name} is in half precision",
                 "a model in fp32, whatever the opt_level",
                 "remove model.half()",

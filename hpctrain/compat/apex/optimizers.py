@@ -113,7 +113,7 @@ _ZERO = "leave set_grad_none out, and optimizer.zero_grad(set_to_none=False)"
 
 def _refuse(optimizer: str, name: str, value: Any, only: Any, fix: str) -> None:
     if value is not only:
-        raise UsageError("HT000", f"{optimizer}(…, {name}={value})", f"{name}={only}", fix)
+        raise UsageError("HT415", f"{optimizer}(…, {name}={value})", f"{name}={only}", fix)
 
 
 def _loads_apex(optimizer: Optimizer) -> Optimizer:

@@ -56,14 +56,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         del allreduce_communicators, prof
         if not gradient_average:
             raise UsageError(
-                "HT000",
+                "HT415",
                 "DistributedDataParallel(…, gradient_average=False)",
                 "gradients that are averaged over the ranks",
                 "leave gradient_average out, and multiply the loss by the number of ranks",
             )
         if retain_allreduce_buffers:
             raise UsageError(
-                "HT000",
+                "HT415",
                 "DistributedDataParallel(…, retain_allreduce_buffers=True)",
                 "gradients that are read from the parameters",
                 "leave retain_allreduce_buffers out",
@@ -102,10 +102,11 @@ def convert_syncbn_model(
     del channel_last
     if not torch.cuda.is_available():
         raise UsageError(
-            "HT000",
+            "HT408",
             "convert_syncbn_model() on a machine where torch sees no GPU",
             "a GPU for each rank, as torch's SyncBatchNorm has",
-            "a Session, whose --sync-batchnorm works on CPUs; or leave convert_syncbn_model() out",
+            "a Session with --sync-batchnorm (it works on CPUs)",
+            "leave convert_syncbn_model() out",
         )
     convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
     converted: nn.Module = convert(module, process_group)

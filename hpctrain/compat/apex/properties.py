@@ -52,7 +52,7 @@ def settle(
     """
     if opt_level not in _OWN_TYPE:
         raise UsageError(
-            "HT000",
+            "HT414",
             f"opt_level={opt_level!r}",
             "O0, O1, O2 or O3, with the letter O",
             'opt_level="O1"',
@@ -84,7 +84,7 @@ def settle(
 
 def _refuse(level: str, name: str, value: Any, expected: str) -> None:
     raise UsageError(
-        "HT000", f"{name}={value} with opt_level {level}", expected, f"leave {name} out"
+        "HT414", f"{name}={value} with opt_level {level}", expected, f"leave {name} out"
     )
 
 
@@ -96,7 +96,7 @@ def _batchnorm(level: str, value: bool | str | None) -> bool | None:
         return {"O2": True, "O3": False}.get(level)
     if value not in answers:
         raise UsageError(
-            "HT000",
+            "HT414",
             f"keep_batchnorm_fp32={value!r}",
             'True, False, "True", "False" or None',
             "keep_batchnorm_fp32=True",
@@ -113,7 +113,7 @@ def _scale(value: float | str) -> float | str:
         number = math.nan
     if not (number > 0 and math.isfinite(number)):
         raise UsageError(
-            "HT000",
+            "HT414",
             f"loss_scale={value!r}",
             'a number above 0, or "dynamic"',
             'loss_scale="dynamic"',

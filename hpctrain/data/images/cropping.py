@@ -50,7 +50,7 @@ class RandomResizedCrop:
     ) -> None:
         if size < 1 or not 0 < scale[0] <= scale[1] <= 1 or not 0 < ratio[0] <= ratio[1]:
             raise UsageError(
-                "HT000",
+                "HT516",
                 f"RandomResizedCrop({size}, scale={scale}, ratio={ratio})",
                 "a size of at least 1, 0 < scale ≤ 1 and 0 < ratio, the smaller one first",
             )
@@ -135,7 +135,7 @@ class CenterCrop:
     def __init__(self, size: int, resize: int) -> None:
         if not 1 <= size <= resize:
             raise UsageError(
-                "HT000",
+                "HT516",
                 f"CenterCrop({size}, resize={resize})",
                 "a size of at least 1, and a shorter side of at least that",
                 f"CenterCrop({size}, resize={max(size, 1) * 8 // 7})",

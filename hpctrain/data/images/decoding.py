@@ -184,7 +184,7 @@ def find(name: str) -> Decoder:
     """
     if name != "auto":
         if name not in _DECODERS:
-            raise UsageError("HT000", f"decoder={name!r}", f"auto, {' or '.join(_DECODERS)}")
+            raise UsageError("HT516", f"decoder={name!r}", f"auto, {' or '.join(_DECODERS)}")
         return _DECODERS[name]()
     with contextlib.suppress(UsageError):
         return SimpleJpeg()
@@ -198,7 +198,7 @@ def _module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise UsageError(
-            "HT000",
+            "HT515",
             f"images, and {name} cannot be imported: {error}",
             "what decodes them",
             "pip install 'hpctrain[vision]'",

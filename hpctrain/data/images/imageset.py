@@ -63,10 +63,11 @@ class ImageSet(Dataset[tuple[Tensor, bool, int]]):
     ) -> None:
         if max_corrupt and not isinstance(getattr(transform, "size", None), int):
             raise UsageError(
-                "HT000",
+                "HT516",
                 f"ImageSet(max_corrupt={max_corrupt}), and a transform without a size",
                 "its attribute `size`, the pixels of a side of what stands for a corrupt image",
-                "transform.size = 224, or no max_corrupt",
+                "transform.size = 224",
+                "leave max_corrupt out",
             )
         self.source = source
         self.transform = transform
@@ -99,14 +100,15 @@ class ImageSet(Dataset[tuple[Tensor, bool, int]]):
         if index not in self._corrupt:
             if len(self._corrupt) >= self.max_corrupt:
                 raise DataError(
-                    "HT000",
+                    "HT517",
                     f"{name} is no image that can be decoded: {why}"
                     + (f"; {self.max_corrupt} others before it" if self.max_corrupt else ""),
                     f"at most {self.max_corrupt} such files in the whole data set"
                     if self.max_corrupt
                     else "an image",
-                    f"fetch it again, or --max-corrupt {max(2 * self.max_corrupt, 10)} to go on "
-                    "without such files, if the data set has no more of them",
+                    "fetch it again",
+                    f"--max-corrupt {max(2 * self.max_corrupt, 10)} to go on without such files, "
+                    "if the data set has no more of them",
                 )
             self._corrupt.add(index)
             logger.warning("%s is no image that can be decoded, and is not counted: %s", name, why)

@@ -31,7 +31,7 @@ class Normalize:
     ) -> None:
         if len(mean) != len(std) or not all(value > 0 for value in std):
             raise UsageError(
-                "HT000",
+                "HT516",
                 f"Normalize(mean={tuple(mean)}, std={tuple(std)})",
                 "a mean and a standard deviation above 0 for each channel",
             )

@@ -76,15 +76,15 @@ def _unreadable(path: Path, error: OSError) -> DataError:
     if error.errno == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         return DataError(
-            "HT000",
+            "HT512",
             f"{path} cannot be read: this process has {soft} files open, and may not open more",
             f"room for {_MOST} tar files beside what else is open",
-            f"ulimit -n {hard}    before the ranks start"
+            f"ulimit -n {hard} (before the ranks start)"
             if hard > soft
             else "ask for a higher limit (LimitNOFILE of slurmd, /etc/security/limits.conf)",
         )
     return DataError(
-        "HT000",
+        "HT511",
         f"{path} cannot be read: {error.strerror}",
         "the tar files that were there when the run began",
     )

@@ -43,7 +43,7 @@ class FolderSource:
             self._list()
         except OSError as error:
             raise UsageError(
-                "HT000",
+                "HT511",
                 f"{error.filename or self.place}: {error.strerror}",
                 "folders and files that can be read",
             ) from None
@@ -58,10 +58,11 @@ class FolderSource:
                 ends.append(len(names))
             if len(ends) == starts[-1]:
                 raise UsageError(
-                    "HT000",
+                    "HT518",
                     f"{os.path.join(self.place, name)} has no images",
                     "images in the folder of each class",
-                    f"rmdir {os.path.join(self.place, name)}, or fetch its images again",
+                    f"rmdir {os.path.join(self.place, name)}",
+                    "fetch its images again",
                 )
             starts.append(len(ends))
         self._starts, self._ends, self._names = starts, ends, bytes(names)
@@ -95,7 +96,7 @@ class FolderSource:
                 return file.readall()
         except OSError as error:
             raise DataError(
-                "HT000",
+                "HT511",
                 f"{self.name(index)} cannot be read: {error.strerror}",
                 "the files that were there when the run began",
             ) from None
@@ -114,7 +115,7 @@ def _classes(folder: Path) -> list[str]:
     if not classes:
         flat = sum(is_image(entry.name) for entry in shown)
         raise UsageError(
-            "HT000",
+            "HT518",
             f"{folder} has {flat or 'no'} images and no folders"
             + (", as ILSVRC ships its validation set" if flat == 50_000 else ""),
             f"a folder for each class, {folder}/CLASS/*.jpg",
@@ -130,10 +131,11 @@ def _refuse_lost(entries: Sequence["os.DirEntry[str]"]) -> None:
     for entry in entries:
         if entry.is_symlink() and not os.path.exists(entry.path):
             raise UsageError(
-                "HT000",
+                "HT518",
                 f"{entry.path} is a link to {os.readlink(entry.path)}, where nothing is",
                 "links to folders or files that are there",
-                f"fetch what is missing, or: rm {entry.path}",
+                "fetch what is missing",
+                f"rm {entry.path}",
             )
 
 
@@ -152,7 +154,7 @@ def _files(folder: str, below: str) -> Iterator[str]:
             # A broken link stays in the list, so that reading it raises an error.
             if not entry.is_file() and os.path.exists(entry.path):
                 raise UsageError(
-                    "HT000",
+                    "HT518",
                     f"{entry.path} is no file",
                     "files, and nothing that a reader would wait at, such as a pipe",
                     f"rm {entry.path}",

@@ -152,10 +152,10 @@ class Index:
                 body = body[length:]
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
-                "HT000",
+                "HT521",
                 f"{path} is damaged: {error}",
                 "an index of `hpctrain shards`",
-                f"rm {path}    and then: hpctrain shards index {path.parent}",
+                f"rm {path} && hpctrain shards index {path.parent}",
             ) from None
         return index
 

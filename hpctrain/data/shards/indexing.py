@@ -67,7 +67,7 @@ def build_index(folder: Path, split: str) -> Index:
         except DAMAGE as error:
             raise _damaged(path, str(error) or type(error).__name__) from None
         if len(index.offsets) == first:
-            raise UsageError("HT000", f"{path} has no images", "tar files of KEY.jpg and KEY.cls")
+            raise UsageError("HT520", f"{path} has no images", "tar files of KEY.jpg and KEY.cls")
         index.end_shard(path)
     index.classes = _names(max(outer) + 1, outer, inner)
     return index
@@ -80,11 +80,12 @@ def _refuse_gaps(paths: list[Path]) -> None:
     if missing:
         one = re.sub(r"\d+(?=\.tar$)", lambda old: f"{missing[0]:0{len(old[0])}d}", str(paths[0]))
         raise UsageError(
-            "HT000",
+            "HT513",
             f"{one} is missing: there are {len(paths)} tar files, with numbers up to "
             f"{max(numbers)}",
             "numbers from 0 on without a gap, or an index that says which tar files are meant",
-            "copy it again; if there never was one, rename the others",
+            "copy it again",
+            "rename the others, if there never was one",
         )
 
 
@@ -127,10 +128,11 @@ def _samples(path: Path) -> Iterator[_Sample]:
 def _refuse_two(path: Path, one: tarfile.TarInfo | None, other: tarfile.TarInfo) -> None:
     if one is not None:
         raise UsageError(
-            "HT000",
+            "HT520",
             f"{path}: {one.name} and {other.name} are of one sample",
             "one image and one class in a sample, whose files have one name up to the first dot",
-            "make tar files without the others, or give each a name of its own",
+            "make tar files without the others",
+            "give each a name of its own",
         )
 
 
@@ -140,10 +142,10 @@ def _whole(path: Path, sample: _Sample) -> tuple[tarfile.TarInfo, tarfile.TarInf
     if sample.image is None or sample.label is None or target is None:
         lacks = "no image" if sample.image is None else "no number of a class in a .cls"
         raise UsageError(
-            "HT000",
+            "HT520",
             f"{path}: {sample.key} has {lacks}",
             "KEY.jpg and KEY.cls, with the number of the class, for each sample",
-            "hpctrain shards make FOLDER TARGET    makes such tar files of a folder",
+            "hpctrain shards make FOLDER TARGET (makes such tar files of a folder)",
         )
     return sample.image, sample.label, target
 
@@ -168,10 +170,10 @@ def _refuse_links(path: Path, member: tarfile.TarInfo) -> None:
     if member.issym() or member.islnk() or member.isdev():
         kind = "device or pipe" if member.isdev() else f"link to {member.linkname}"
         raise UsageError(
-            "HT000",
+            "HT520",
             f"{path}: {member.name} is a {kind}",
             "files alone, each with all of its bytes",
-            "tar --dereference --hard-dereference -cf …    makes such tar files",
+            "tar --dereference --hard-dereference -cf … (makes such tar files)",
         )
 
 
@@ -194,8 +196,9 @@ def _refuse_other_end(path: Path, end: int) -> None:
 
 def _damaged(path: Path, why: str) -> UsageError:
     return UsageError(
-        "HT000",
+        "HT513",
         f"{path} is damaged: {why}",
         "one whole tar file, not compressed, in records of 10,240 bytes as tar makes them",
-        "copy it again, or make it again with hpctrain shards make",
+        "copy it again",
+        "make it again with hpctrain shards make",
     )

@@ -69,7 +69,7 @@ def image_source(
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise UsageError(
-            "HT000", f"--data {path}: {where}{error.strerror}", "folders and files that can be read"
+            "HT511", f"--data {path}: {where}{error.strerror}", "folders and files that can be read"
         ) from None
 
 
@@ -91,11 +91,12 @@ def same_classes(one: Source, other: Source) -> list[str]:
         if names
     ]
     raise UsageError(
-        "HT000",
+        "HT519",
         f"{one.place} has {len(one.classes)} classes and {other.place} {len(other.classes)}: "
         + ("; ".join(found) or "in another order"),
         "the same classes in both",
-        "fetch the missing folders, or remove those that are too many",
+        "fetch the missing folders",
+        "remove those that are too many",
     )
 
 
@@ -110,7 +111,7 @@ def _find(path: str, env: Mapping[str, str]) -> Path:
             return place
     files = [str(place) for place in places if place.exists()]
     raise UsageError(
-        "HT000",
+        "HT510",
         f"--data {path}: {files[0]} is a file"
         if files
         else f"--data {path}: no folder {', '.join(map(str, places))}",
@@ -135,7 +136,7 @@ def _missing(folder: Path, split: str) -> UsageError:
     elif others:
         fix = f"put the images of {split} beside those of {others[0]}"
     return UsageError(
-        "HT000",
+        "HT510",
         f"{folder} has no {split}: there is {_listing(names)}",
         _layouts(folder, split),
         fix,

@@ -115,7 +115,7 @@ class ShardSource:
                 raise self._misfit(number, f"it has {size:,} bytes and not {shard.bytes:,}")
         if names - known:
             raise UsageError(
-                "HT000",
+                "HT521",
                 f"{self._path} does not know {min(names - known)}",
                 "an index of all tar files",
                 self._renew(),
@@ -124,11 +124,12 @@ class ShardSource:
     def _misfit(self, number: int, why: str) -> UsageError:
         path = self._folder / self._index.shards[number].name
         return UsageError(
-            "HT000",
+            "HT521",
             f"{self._path} does not fit {path}: {why}",
             "the tar files that the index was made of",
-            f"copy the tar files again, or: {self._renew()}",
+            "copy the tar files again",
+            self._renew(),
         )
 
     def _renew(self) -> str:
-        return f"rm {self._path}    and then: hpctrain shards index {self._folder}"
+        return f"rm {self._path} && hpctrain shards index {self._folder}"

@@ -47,7 +47,7 @@ def make(
         _refuse_splits(source, splits)
     except OSError as error:
         raise UsageError(
-            "HT000",
+            "HT511",
             f"{error.filename}: {error.strerror}",
             "folders that can be read, and one to write",
         ) from None
@@ -68,29 +68,30 @@ def _refuse_target(target: Path) -> None:
     """Refuse an existing target, and a mount point, to which a folder cannot be renamed."""
     if target.is_mount():
         raise UsageError(
-            "HT000",
+            "HT522",
             f"{target} is where a file system is mounted",
             "a new folder",
             f"{target / 'shards'}",
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(
-            "HT000", f"{target} is there", "a new folder", "choose another, or remove this one"
+            "HT522", f"{target} is there", "a new folder", "choose another", "remove this one"
         )
 
 
 def _refuse_splits(source: Path, splits: Sequence[str]) -> None:
     """Refuse an empty list of splits, and splits that are not folders of the source."""
     if not splits:
-        raise UsageError("HT000", "no splits", "names of folders in SOURCE", "--splits train,val")
+        raise UsageError("HT510", "no splits", "names of folders in SOURCE", "--splits train,val")
     there = [split for split in splits if os.sep not in split and (source / split).is_dir()]
     for split in splits:
         if split not in there or split in (".", ".."):
             raise UsageError(
-                "HT000",
+                "HT510",
                 f"{source} has no folder {split}",
                 f"{source / split}/CLASS/*.jpg" if os.sep not in split else "--splits NAME,NAME",
-                f"--splits {','.join(there)}" if there else "another SOURCE, or other --splits",
+                f"--splits {','.join(there)}" if there else "other --splits",
+                "" if there else "another SOURCE",
             )
 
 
@@ -101,10 +102,10 @@ def _make_part(part: Path, target: Path) -> None:
         part.mkdir()
     except FileExistsError:
         raise UsageError(
-            "HT000",
+            "HT522",
             f"{part} is there: of a writer that was killed, or that is writing now",
             "one writer",
-            f"rm -r {part}    if no other is writing",
+            f"rm -r {part} (if no other is writing)",
         ) from None
     except OSError as error:
         raise _unwritable(target, error) from None
@@ -112,7 +113,7 @@ def _make_part(part: Path, target: Path) -> None:
 
 def _unwritable(target: Path, error: OSError) -> HpctrainError:
     return HpctrainError(
-        "HT000",
+        "HT522",
         f"{target} cannot be written: {error.strerror}",
         f"room for all images, and a folder {target.parent} in which you may write",
         "choose another TARGET; nothing was left of this one",

@@ -44,7 +44,7 @@ def lint(text: str, folder: Path) -> list[Finding]:
                 line,
                 "dos-line-ends",
                 "lines end in \\r\\n, and sbatch refuses the script",
-                "sed -i 's/\\r$//' SCRIPT",
+                ("sed -i 's/\\r$//' SCRIPT",),
             )
         )
     job = load(text.replace("\r\n", "\n"), folder)

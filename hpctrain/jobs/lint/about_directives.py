@@ -35,7 +35,7 @@ def shebang(job: Job) -> Iterator[Finding]:
             1,
             "no-shebang",
             "sbatch refuses a script whose first line does not begin with #!",
-            "put #!/bin/bash into the first line, at its very beginning",
+            ("put #!/bin/bash into the first line, at its very beginning",),
         )
 
 
@@ -54,7 +54,7 @@ def ignored(job: Job) -> Iterator[Finding]:
                 comment.line,
                 "directive-ignored",
                 f"Slurm reads no #SBATCH line after the first command, in line {job.end}",
-                "move it up, before all commands",
+                ("move it up, before all commands",),
             )
             continue
         indented = not lines[comment.line - 1].startswith("#")
@@ -64,7 +64,7 @@ def ignored(job: Job) -> Iterator[Finding]:
                 "directive-ignored",
                 f"for Slurm {shown(comment.text)} is a comment: a directive begins with #SBATCH, "
                 "without a space before or in it",
-                "type #SBATCH at the beginning of the line",
+                ("type #SBATCH at the beginning of the line",),
             )
 
 
@@ -95,7 +95,7 @@ def twice(job: Job) -> Iterator[Finding]:
                     "option-twice",
                     f"--{one.name} is {shown(before.value)} in line {before.line} and "
                     f"{shown(one.value)} here; Slurm takes the last one without a word",
-                    f"keep one of lines {before.line} and {one.line}",
+                    (f"keep one of lines {before.line} and {one.line}",),
                 )
 
 
@@ -108,15 +108,18 @@ def variable(job: Job) -> Iterator[Finding]:
                     one.line,
                     "directive-variable",
                     f"no shell reads a #SBATCH line: {shown(one.value)} is taken as it stands",
-                    "write the value itself (in file names %u is the user, %j the job, %x its "
-                    f"name), or give it on the command line: sbatch --{one.name}=…",
+                    (
+                        "write the value itself (in file names %u is the user, %j the job, %x its "
+                        "name)",
+                        f"give it on the command line: sbatch --{one.name}=…",
+                    ),
                 )
             elif one.name in (*_FILES, "chdir") and re.match(r"~[\w.-]*(/|\Z)", one.value):
                 yield Finding(
                     one.line,
                     "directive-variable",
                     f"no shell reads a #SBATCH line: ~ in {shown(one.value)} is a folder's name",
-                    "write the whole path",
+                    ("write the whole path",),
                 )
 
 
@@ -129,15 +132,17 @@ def value(job: Job) -> Iterator[Finding]:
                 time.line,
                 "directive-refused",
                 f"sbatch refuses --time={shown(time.value)}",
-                "type minutes, hours:minutes:seconds or days-hours, such as --time=24:00:00",
+                ("type minutes, hours:minutes:seconds or days-hours, such as --time=24:00:00",),
             )
         if asked and signal_request(asked.value) is None:
             yield Finding(
                 asked.line,
                 "directive-refused",
                 f"sbatch refuses --signal={shown(asked.value)}",
-                "type --signal=B:USR2@120: B: for the batch shell alone, a signal, and at most "
-                "65535 seconds",
+                (
+                    "type --signal=B:USR2@120: B: for the batch shell alone, a signal, and at most "
+                    "65535 seconds",
+                ),
             )
 
 
@@ -156,8 +161,10 @@ def pattern(job: Job) -> Iterator[Finding]:
                     one.line,
                     "unknown-pattern",
                     f"Slurm knows no {unknown[0]}, so it stays in the name of the file",
-                    "type %j for the job's number, %x for its name, %A_%a for an array's task, or "
-                    "%% for a percent sign",
+                    (
+                        "type %j for the job's number, %x for its name, %A_%a for an array's task",
+                        "type %% for a percent sign",
+                    ),
                 )
 
 
@@ -183,7 +190,7 @@ def log_folder(job: Job) -> Iterator[Finding]:
                     "log-folder-missing",
                     f"there is no folder {shown(known)} where the job is submitted: Slurm makes "
                     "none, and the job fails before its first line without a log",
-                    f"mkdir -p {shown(known)} before sbatch; in the script it comes too late",
+                    (f"mkdir -p {shown(known)} before sbatch; in the script it comes too late",),
                 )
             elif re.search(r"%\d*[jA]", folder):
                 yield Finding(
@@ -191,7 +198,7 @@ def log_folder(job: Job) -> Iterator[Finding]:
                     "log-folder-missing",
                     f"the folder {shown(folder)} cannot be there before the job has its number: "
                     "Slurm makes none, and the job fails before its first line without a log",
-                    f"type --{name}={shown(known)}{'/' if known else ''}%x-%j.log",
+                    (f"type --{name}={shown(known)}{'/' if known else ''}%x-%j.log",),
                 )
 
 
@@ -209,7 +216,7 @@ def memory(job: Job) -> Iterator[Finding]:
                 max(one.line for one in given),
                 "memory-twice",
                 f"sbatch refuses {several} together: one is of a node, the others of a CPU or GPU",
-                "keep one; --mem is the memory of all tasks of a node together",
+                ("keep one; --mem is the memory of all tasks of a node together",),
             )
         for one in given:
             amount = megabytes(one.value)
@@ -219,7 +226,7 @@ def memory(job: Job) -> Iterator[Finding]:
                     one.line,
                     "memory-in-megabytes",
                     f"--mem={one.value} is {one.value} megabytes, for all tasks of a node",
-                    f"type --mem={one.value}G",
+                    (f"type --mem={one.value}G",),
                 )
 
 
@@ -233,7 +240,7 @@ def export(job: Job) -> Iterator[Finding]:
                     one.line,
                     "export-cut",
                     f"--export is cut at commas: {shown(item)} is read as a variable's name",
-                    "export the variable in the script: export NAME='a,b'",
+                    ("export the variable in the script: export NAME='a,b'",),
                 )
                 break
 

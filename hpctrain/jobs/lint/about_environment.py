@@ -37,7 +37,7 @@ def not_exported(job: Job) -> Iterator[Finding]:
             "export-none",
             f"srun takes over --export={shown(one.value)} from line {one.line}: its tasks get "
             "neither PATH nor any variable of this script",
-            "type srun --export=ALL, or unset SLURM_EXPORT_ENV before it",
+            ("type srun --export=ALL", "unset SLURM_EXPORT_ENV before it"),
         )
 
 
@@ -57,7 +57,7 @@ def nested_sbatch(job: Job) -> Iterator[Finding]:
                 "sbatch-in-job",
                 "sbatch in a job gives this job's SLURM_* variables to the next one, whose srun "
                 "takes them for options",
-                'unset "${!SLURM_@}" before it, at the end of the script',
+                ('unset "${!SLURM_@}" before it, at the end of the script',),
             )
 
 
@@ -77,8 +77,10 @@ def rank_by_hand(job: Job) -> Iterator[Finding]:
                 value.line,
                 "rank-by-hand",
                 f"{name} is set once, in the batch shell, so all tasks have the same",
-                "leave it out: each task has SLURM_PROCID, SLURM_LOCALID and SLURM_NODEID, as in "
-                f"srun bash -c '{name}=$SLURM_PROCID python …'",
+                (
+                    "leave it out: each task has SLURM_PROCID, SLURM_LOCALID and SLURM_NODEID, as "
+                    f"in srun bash -c '{name}=$SLURM_PROCID python …'",
+                ),
             )
     value = job.variables.get("WORLD_SIZE")
     given = value.text if value and "WORLD_SIZE" in job.variables.exported else ""
@@ -88,7 +90,7 @@ def rank_by_hand(job: Job) -> Iterator[Finding]:
             value.line,
             "rank-by-hand",
             f"WORLD_SIZE is {shown(given)}, and srun starts another number of tasks",
-            'export WORLD_SIZE="$SLURM_NTASKS"',
+            ('export WORLD_SIZE="$SLURM_NTASKS"',),
         )
 
 
@@ -108,7 +110,7 @@ def rank_of_batch_shell(job: Job) -> Iterator[Finding]:
                 words[0].line,
                 "rank-of-batch-shell",
                 f"${name} is replaced here, in the batch shell, where it is 0, for all tasks",
-                f"let each task replace it: srun bash -c '… ${name} …' in single quotes",
+                (f"let each task replace it: srun bash -c '… ${name} …' in single quotes",),
             )
 
 
@@ -129,7 +131,7 @@ def gpus_by_hand(job: Job) -> Iterator[Finding]:
             "gpus-by-hand",
             f"of the job's {gpus} GPUs on a node, none is surely called {shown(value.text)}: Slurm "
             "sets CUDA_VISIBLE_DEVICES to those that it gave",
-            "leave it out",
+            ("leave it out",),
         )
 
 
@@ -151,7 +153,7 @@ def fixed_port(job: Job) -> Iterator[Finding]:
             "fixed-port",
             f"two jobs on one host both take port {shown(value.text)}, and one fails or joins the "
             "other",
-            "export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000)), or leave it out with hpctrain",
+            ("export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))", "leave it out with hpctrain"),
         )
 
 
@@ -165,9 +167,11 @@ def secret(job: Job) -> Iterator[Finding]:
                 value.line,
                 "secret-in-script",
                 f"{name} stands in the script, of which Slurm and others keep copies",
-                f"{name}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"
-                if ours
-                else f'read it from a file that only you can read: {name}=$(<"$HOME/.{name}")',
+                (
+                    f"{name}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"
+                    if ours
+                    else f'read it from a file that only you can read: {name}=$(<"$HOME/.{name}")',
+                ),
             )
 
 
@@ -196,7 +200,7 @@ def _spooled(line: int) -> Finding:
         line,
         "script-path",
         "Slurm runs a copy of the script, so its own path is that of a spool folder",
-        'cd "$SLURM_SUBMIT_DIR", the folder where sbatch was called',
+        ('cd "$SLURM_SUBMIT_DIR", the folder where sbatch was called',),
     )
 
 

@@ -162,7 +162,7 @@ def _agents(one: Launch, found: _Torchrun) -> Iterator[Finding]:
             "and writes the same files"
             if found.alone
             else "each host's torchrun looks for the others on its own host, and finds nobody",
-            f"srun … {found.mended}",
+            (f"srun … {found.mended}",),
         )
 
 
@@ -183,7 +183,7 @@ def _address(job: Job, one: Launch) -> Iterator[Finding]:
             "hosts-apart",
             f"MASTER_ADDR is {shown(text)}, which on each host is that host itself: its ranks do "
             "not find those of the others",
-            f'export MASTER_ADDR="{_FIRST_HOST}"',
+            (f'export MASTER_ADDR="{_FIRST_HOST}"',),
         )
 
 

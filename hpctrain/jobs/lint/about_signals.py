@@ -35,7 +35,7 @@ def signal(job: Job) -> Iterator[Finding]:
                 "signal-not-to-shell",
                 f"--signal={shown(asked.value)} goes to the steps and not to the batch shell, so "
                 f"its trap in line {traps[0].command.line} never runs",
-                f"type --signal=B:{shown(asked.value)}",
+                (f"type --signal=B:{shown(asked.value)}",),
             )
     elif replaced and traps:
         yield Finding(
@@ -43,7 +43,7 @@ def signal(job: Job) -> Iterator[Finding]:
             "trap-lost",
             f"exec puts {shown(replaced.argv[0])} in the place of the shell, and of its trap in "
             f"line {traps[0].command.line}",
-            f'type {shown(" ".join(replaced.argv))} & and wait "$!" in the place of exec',
+            (f'type {shown(" ".join(replaced.argv))} & and wait "$!" in the place of exec',),
         )
     elif not trapped and not replaced and name not in _HARMLESS:
         others = sorted({one for trap in job.traps for one in trap.signals})
@@ -52,7 +52,7 @@ def signal(job: Job) -> Iterator[Finding]:
             asked.line,
             "signal-without-trap",
             f"no trap for {name}{there}: it ends the batch shell, and with it the job",
-            f"type trap 'touch \"$HPCTRAIN_STOP_FILE\"' {name} before the start, or leave out B:",
+            (f"type trap 'touch \"$HPCTRAIN_STOP_FILE\"' {name} before the start", "leave out B:"),
         )
     elif traps:
         yield from _waits(job, name)
@@ -84,8 +84,10 @@ def _waits(job: Job, name: str) -> Iterator[Finding]:
             "trap-waits",
             f"bash runs its trap for {name} only when {shown(last.argv[0])} has ended, so the "
             "signal comes too late",
-            'start it in the background and wait: COMMAND & ranks=$!; while kill -0 "$ranks" '
-            '2>/dev/null; do wait "$ranks"; done',
+            (
+                'start it in the background and wait: COMMAND & ranks=$!; while kill -0 "$ranks" '
+                '2>/dev/null; do wait "$ranks"; done',
+            ),
         )
 
 
@@ -104,7 +106,7 @@ def no_wait(job: Job) -> Iterator[Finding]:
                 last.command.line,
                 "no-wait",
                 "the script ends here, and with it the job: nobody waits for what & has started",
-                "type wait in the last line",
+                ("type wait in the last line",),
             )
 
 
@@ -123,14 +125,14 @@ def lead(job: Job) -> Iterator[Finding]:
             asked.line,
             "no-time-to-train",
             f"the signal comes {request[2]} s before the end of a job of {limit:.0f} s: at once",
-            "type a longer --time, or fewer seconds after @",
+            ("type a longer --time", "type fewer seconds after @"),
         )
     elif request[2] < _LEAST_LEAD:
         yield Finding(
             asked.line,
             "no-time-to-save",
             f"the signal comes {request[2]} s before the end: too late to save",
-            f"type --signal={shown(asked.value.partition('@')[0])}@120",
+            (f"type --signal={shown(asked.value.partition('@')[0])}@120",),
         )
 
 
@@ -147,7 +149,7 @@ def truncated_log(job: Job) -> Iterator[Finding]:
             line,
             "log-truncated",
             "a job that is requeued empties its log, and with it what was said before",
-            "type #SBATCH --open-mode=append",
+            ("type #SBATCH --open-mode=append",),
         )
 
 
@@ -189,8 +191,10 @@ def _revived(line: int) -> Finding:
         line,
         "requeue-revives",
         "a job that was cancelled is started again, as nobody asks for its state first",
-        'if scontrol show job -o "$SLURM_JOB_ID" | grep -qE "JobState=(RUNNING|SIGNALING) "; then '
-        'scontrol requeue "$SLURM_JOB_ID"; fi',
+        (
+            'if scontrol show job -o "$SLURM_JOB_ID" | grep -qE "JobState=(RUNNING|SIGNALING) "; '
+            'then scontrol requeue "$SLURM_JOB_ID"; fi',
+        ),
     )
 
 

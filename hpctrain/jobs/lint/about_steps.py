@@ -28,7 +28,7 @@ def missing_srun(job: Job) -> Iterator[Finding]:
                 one.command.line,
                 "missing-srun",
                 f"this starts {shown(one.argv[0])} {where} only: Slurm runs a batch script once",
-                srun_of_agents(job, one) if one.kind == "agent" else _with_srun(job, one),
+                (srun_of_agents(job, one) if one.kind == "agent" else _with_srun(job, one),),
             )
             return
 
@@ -57,7 +57,7 @@ def tasks_and_gpus(job: Job) -> Iterator[Finding]:
                     one.command.line,
                     "tasks-and-gpus",
                     f"{wanted} processes on each node, which has {gpus} GPUs",
-                    f"type --nproc-per-node={gpus}",
+                    (f"type --nproc-per-node={gpus}",),
                 )
         elif one.kind == "python" and each and gpus and 1 < each != gpus:
             yield from _tasks(job, one, each, gpus)
@@ -69,7 +69,7 @@ def _tasks(job: Job, one: Launch, each: int, gpus: int) -> Iterator[Finding]:
             one.command.line,
             "tasks-and-gpus",
             f"{each} tasks on each node, which has {gpus} GPUs",
-            f"type #SBATCH --ntasks-per-node={gpus}",
+            (f"type #SBATCH --ntasks-per-node={gpus}",),
         )
 
 
@@ -79,7 +79,7 @@ def _agents(one: Launch, each: int | None) -> Iterator[Finding]:
             one.command.line,
             "several-agents",
             f"srun starts {each} times torchrun on each node, and each starts ranks of its own",
-            "type #SBATCH --ntasks-per-node=1, or start python instead of torchrun",
+            ("type #SBATCH --ntasks-per-node=1", "start python instead of torchrun"),
         )
 
 
@@ -117,8 +117,10 @@ def cpus_dropped(job: Job) -> Iterator[Finding]:
                 "cpus-dropped",
                 f"from Slurm 22.05 on srun does not take --cpus-per-task={asked} from sbatch: "
                 "tasks may get one CPU each",
-                'type srun --cpus-per-task="$SLURM_CPUS_PER_TASK", or export '
-                "SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before it",
+                (
+                    'type srun --cpus-per-task="$SLURM_CPUS_PER_TASK"',
+                    "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before it",
+                ),
             )
 
 
@@ -138,7 +140,7 @@ def kill_on_bad_exit(job: Job) -> Iterator[Finding]:
                 "no-kill-on-bad-exit",
                 f"when one of {tasks} tasks dies, the others wait for it, as long as the job may "
                 "run",
-                "type srun --kill-on-bad-exit=1",
+                ("type srun --kill-on-bad-exit=1",),
             )
 
 
@@ -162,8 +164,10 @@ def gpu_isolation(job: Job) -> Iterator[Finding]:
             "gpu-isolation",
             f"with {given} a task sees its own GPU alone, as number 0: NCCL cannot reach the "
             "others directly, and cuda:LOCAL_RANK is not there",
-            f"type --gpus-per-node={job.gpus_per_node or each} in its place, or add "
-            "--gpu-bind=none",
+            (
+                f"type --gpus-per-node={job.gpus_per_node or each} in its place",
+                "add --gpu-bind=none",
+            ),
         )
 
 

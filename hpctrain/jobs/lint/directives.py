@@ -111,7 +111,7 @@ def _not_continued(line: int) -> Finding:
         line,
         "directive-ignored",
         "a backslash does not continue a #SBATCH line: this is a command, which does not exist",
-        "begin the line with #SBATCH",
+        ("begin the line with #SBATCH",),
     )
 
 
@@ -144,7 +144,7 @@ def _cut(rest: str, line: int) -> Finding:
         line,
         "directive-cut",
         f"sbatch takes {shown(rest)} for a comment, though no space stands before it",
-        "put the value into quotes, or a space before the comment",
+        ("put the value into quotes", "put a space before the comment"),
     )
 
 
@@ -168,7 +168,7 @@ def _no_option(word: str, line: int) -> Finding:
     fix = "an option begins with - or --, and stands in its line as --name=value"
     if word.startswith(("–", "—", "−")):
         fix = f"type two hyphens in place of the dash: --{shown(word.lstrip('–—−'))}"
-    return Finding(line, "directive-refused", f"sbatch refuses {shown(word)}: no option", fix)
+    return Finding(line, "directive-refused", f"sbatch refuses {shown(word)}: no option", (fix,))
 
 
 def _long(text: str, rest: deque[str], line: int, found: list[Directive]) -> Finding | None:
@@ -199,12 +199,16 @@ def _unknown(given: str, line: int, rest: deque[str]) -> Finding | None:
             line,
             "unknown-option",
             f"sbatch refuses --{given}",
-            f"type {SRUN_ONLY[given]}",
+            (f"type {SRUN_ONLY[given]}",),
         )
     meant = nearest(given)
     if meant:
-        names = " or ".join(f"--{name}" for name in meant)
-        return Finding(line, "unknown-option", f"sbatch knows no --{shown(given)}", f"type {names}")
+        return Finding(
+            line,
+            "unknown-option",
+            f"sbatch knows no --{shown(given)}",
+            tuple(f"type --{name}" for name in meant),
+        )
     if rest and not rest[0].startswith("-"):
         rest.popleft()
     return None
@@ -233,12 +237,17 @@ def _short_value(letter: str, value: str, word: str, rest: deque[str], line: int
     if "=" in word and long_name(word[1:].partition("=")[0]):
         return _refused(line, f"{shown(word)} has one hyphen", f"-{shown(word)}")
     if value.startswith("="):
-        fix = f"-{letter} {shown(value[1:])}, or --{SHORT[letter]}{shown(value)}"
-        return _refused(line, f"the = in {shown(word)} is read as part of the value", fix)
+        fixes = (f"-{letter} {shown(value[1:])}", f"--{SHORT[letter]}{shown(value)}")
+        return _refused(line, f"the = in {shown(word)} is read as part of the value", *fixes)
     if not value and not rest:
         return _refused(line, f"-{letter} needs a value", f"#SBATCH --{SHORT[letter]}=…")
     return None
 
 
-def _refused(line: int, why: str, fix: str) -> Finding:
-    return Finding(line, "directive-refused", f"sbatch refuses this line: {why}", f"type {fix}")
+def _refused(line: int, why: str, *fixes: str) -> Finding:
+    return Finding(
+        line,
+        "directive-refused",
+        f"sbatch refuses this line: {why}",
+        tuple(f"type {fix}" for fix in fixes),
+    )

@@ -15,13 +15,13 @@ class Finding:
         line: line number in the script, from 1.
         rule: short name of the rule, which is the same in all versions.
         reason: effect of the error on the cluster.
-        fix: text to type instead.
+        fixes: texts to type instead, each one on its own enough.
     """
 
     line: int
     rule: str
     reason: str
-    fix: str
+    fixes: tuple[str, ...]
 
 
 def shown(text: str) -> str:

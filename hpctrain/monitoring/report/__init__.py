@@ -38,7 +38,7 @@ def write(paths: Sequence[str], output: str | None = None) -> tuple[Path, list[P
     target = Path(output or (Path(paths[0]) / "report.html" if len(paths) == 1 else "report.html"))
     if target.suffix.lower() not in (".html", ".htm"):
         raise UsageError(
-            "HT000", f"--output {target}", "a name that ends in .html", f"--output {target}.html"
+            "HT654", f"--output {target}", "a name that ends in .html", f"--output {target}.html"
         )
     runs = run_reader.read(paths)
     _refuse_strangers(target)
@@ -55,7 +55,7 @@ def write(paths: Sequence[str], output: str | None = None) -> tuple[Path, list[P
 
 
 def _unwritable(found: str) -> UsageError:
-    return UsageError("HT000", found, "a folder that this user may write to", "--output FILE.html")
+    return UsageError("HT654", found, "a folder that this user may write to", "--output FILE.html")
 
 
 def _refuse_strangers(path: Path) -> None:
@@ -65,7 +65,7 @@ def _refuse_strangers(path: Path) -> None:
 
 def _stranger(path: Path) -> UsageError:
     return UsageError(
-        "HT000",
+        "HT654",
         f"{path} is there, and no report",
         "a new name, or that of a report",
         "--output FILE.html",

@@ -131,17 +131,17 @@ def read(paths: Sequence[str]) -> list[Run]:
 
 
 def _refuse(path: Path) -> None:
-    fix = "hpctrain status    names the runs below ./runs"
+    fix = "hpctrain status, which lists the runs below ./runs"
     try:
         names = os.listdir(path)
     except FileNotFoundError:
-        raise UsageError("HT000", f"there is no {path}", "a run directory", fix) from None
+        raise UsageError("HT655", f"there is no {path}", "a run directory", fix) from None
     except OSError as error:
         raise UsageError(
-            "HT000", f"{path} cannot be read: {error}", "a run directory", fix
+            "HT656", f"{path} cannot be read: {error}", "a run directory", fix
         ) from None
     if RunDirectory(path).identity.name not in names:
-        raise UsageError("HT000", f"no run is in {path}", "a folder with a run.json in it", fix)
+        raise UsageError("HT655", f"no run is in {path}", "a folder with a run.json in it", fix)
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
@@ -163,7 +163,7 @@ def _run(path: Path, label: str) -> Run:
         timings = gather(directory.each(directory.timings))
     except OSError as error:
         raise UsageError(
-            "HT000",
+            "HT656",
             f"{path} cannot be read: {error}",
             "a run that this user may read",
             f"ls -l {path}",

@@ -52,14 +52,14 @@ def parse(text: str | None, here: bool) -> list[str]:
         if name not in TRACKERS:
             near = difflib.get_close_matches(name, TRACKERS, 1)
             raise UsageError(
-                "HT000",
+                "HT652",
                 f"--track {text}: no tracker is called {name!r}",
                 f"one or several of {', '.join(TRACKERS)}",
                 f"--track {near[0] if near else next(iter(TRACKERS))}",
             )
         if here and not _installed(name):
             raise UsageError(
-                "HT000",
+                "HT651",
                 f"--track {name}, and its package is not installed",
                 f"{name}, which can be imported",
                 f"pip install 'hpctrain[{name}]'",

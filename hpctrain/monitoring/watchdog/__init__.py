@@ -6,7 +6,8 @@ too long, the helpers of all hosts exchange their observations (`exchange`), dec
 blame (`blame`), show the stack of every rank (`stacks`), and kill the ranks.
 """
 
-from hpctrain.monitoring.watchdog.phases import (
+from hpctrain.monitoring.watchdog.rank import Watchdog
+from hpctrain.process.phases import (
     ACCUMULATING,
     AGREEING,
     BACKWARD,
@@ -19,7 +20,6 @@ from hpctrain.monitoring.watchdog.phases import (
     UPDATING,
     WAITING,
 )
-from hpctrain.monitoring.watchdog.rank import Watchdog
 
 __all__ = [
     "ACCUMULATING",

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.monitoring.watchdog.phases import BACKWARD, CLOSED, PHASES, UPDATING, WAITING
 from hpctrain.monitoring.watchdog.processes import STATES
+from hpctrain.process.phases import BACKWARD, CLOSED, PHASES, UPDATING, WAITING
 
 __all__ = ["Blame", "Sighting", "apart", "judge", "place", "suspended"]
 
@@ -42,13 +42,15 @@ class Blame:
 
     Attributes:
         ranks: ranks to blame; empty if all ranks wait for each other.
+        code: code of the error.
         found: what was found, one line.
-        fix: what the user can do, one line.
+        fixes: what the user can do, one line each.
     """
 
     ranks: tuple[int, ...]
+    code: str
     found: str
-    fix: str
+    fixes: tuple[str, ...]
 
 
 def suspended(sightings: Sequence[Sighting], world_size: int) -> bool:
@@ -79,17 +81,21 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
         found = f"{_names(gone)} gone, last seen at {place(gone[0])}; the others are silent for "
         return Blame(
             _ranks(gone),
+            "HT657",
             f"{found}{silence:.0f} s",
-            "the end of its log in logs/ and that of the system: out of memory, a kill",
+            ("look at the end of its log in logs/, and of the system's: out of memory, a kill",),
         )
     if stopped := [one for one in alive if one.state in ("T", "t")]:
         pids = " ".join(str(one.pid) for one in stopped[:_MOST_NAMED])
         return Blame(
             _ranks(stopped),
+            "HT658",
             f"{_silent(stopped)}: process {pids} {STATES[stopped[0].state]} "
             f"(state {stopped[0].state})",
-            f"find what stopped it, a debugger, Ctrl-Z or kill -STOP; kill -CONT {pids} lets it "
-            "go on",
+            (
+                "find what stopped it: a debugger, Ctrl-Z or kill -STOP",
+                "the next time, before the time-out: kill -CONT PROCESS",
+            ),
         )
     places = sorted({(one.step, one.phase) for one in alive})
     behind = [one for one in alive if (one.step, one.phase) == places[0]]
@@ -99,16 +105,19 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
     waits = PHASES[behind[0].phase].waits
     left = [one for one in seen if one.phase == CLOSED]
     if len(behind) < len(alive) or world_size == 1 or ((missing or left) and not waits):
-        return Blame(_ranks(behind), _silent(behind) + _kernel(behind) + unheard, _LONG)
+        found = _silent(behind) + _kernel(behind) + unheard
+        return Blame(_ranks(behind), "HT659", found, _LONG)
     if missing and waits:
-        return Blame(tuple(missing), _silent(alive) + f": they wait{unheard}", _NETWORK)
+        found = f"{_silent(alive)}: they wait{unheard}"
+        return Blame(tuple(missing), "HT660", found, _NETWORK)
     if left and waits:
         found = f"{_silent(alive)}: they wait, and {_names(left)} no longer in the run"
-        return Blame(_ranks(left), found, "the same number of steps on every rank")
+        return Blame(_ranks(left), "HT661", found, ("do as many steps on every rank",))
     found = f"all {len(alive)} ranks are silent for {_seconds(alive)} s at {place(alive[0])}"
     if waits:
         found += ": they wait for each other"
-    return Blame((), found + _kernel(alive), _NETWORK if waits else _LONG)
+    code, fixes = ("HT660", _NETWORK) if waits else ("HT659", _LONG)
+    return Blame((), code, found + _kernel(alive), fixes)
 
 
 def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
@@ -138,14 +147,23 @@ def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
     )
     return Blame(
         _ranks(others if len(others) < len(training) else training),
+        "HT661",
         f"the ranks wait for each other at two places: {found}",
-        "give all ranks as many batches, and break, save, log and evaluate on all of them, not "
-        "under `if session.is_main`",
+        (
+            "give all ranks as many batches, and break, save, log and evaluate on all of them, not "
+            "under `if session.is_main`",
+        ),
     )
 
 
-_LONG = "the stack says where; --timeout SECONDS where that may take so long"
-_NETWORK = "the stacks say where; look at the network between the hosts (hpctrain doctor)"
+_LONG = (
+    "look at the stack, which shows the place",
+    "--timeout SECONDS, where that may take so long",
+)
+_NETWORK = (
+    "look at the stacks, which show the place",
+    "look at the network between the hosts: hpctrain doctor",
+)
 
 
 def place(one: Sighting) -> str:

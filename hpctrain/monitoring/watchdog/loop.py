@@ -15,8 +15,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.monitoring.watchdog import slots, stacks
 from hpctrain.monitoring.watchdog.blame import Blame, Sighting, apart, judge, place, suspended
 from hpctrain.monitoring.watchdog.exchange import Aside, HelperExchange, append
-from hpctrain.monitoring.watchdog.phases import CLOSED, IDLE
 from hpctrain.monitoring.watchdog.processes import STATES, Process
+from hpctrain.process.phases import CLOSED, IDLE
 
 __all__ = ["Watch"]
 
@@ -236,7 +236,7 @@ class Watch:
     def _end(self, blame: Blame, seen: Sequence[Sighting]) -> None:
         """Publish and report the judgement, then kill the ranks."""
         expected = f"a sign of life from every rank; {self._limit()}"
-        judgement = str(HpctrainError("HT000", blame.found, expected, blame.fix))
+        judgement = str(HpctrainError(blame.code, blame.found, expected, *blame.fixes))
         if not self._alone():
             mine = judgement
             judgement = (

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from hpctrain.cluster.world import World
 from hpctrain.monitoring.watchdog import slots
-from hpctrain.monitoring.watchdog.phases import IDLE, PHASES
 from hpctrain.monitoring.watchdog.processes import start_time
 from hpctrain.monitoring.watchdog.stacks import SIGNAL
 from hpctrain.process.logging import logger
+from hpctrain.process.phases import IDLE, PHASES
 from hpctrain.rundir import RunDirectory
 
 __all__ = ["Watchdog"]

@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hpctrain.monitoring.watchdog.phases import CLOSED, IDLE
 from hpctrain.monitoring.watchdog.processes import namespace
+from hpctrain.process.phases import CLOSED, IDLE
 
 __all__ = ["PLACE", "Facts", "Slot", "name", "paths", "read", "read_settings", "take"]
 

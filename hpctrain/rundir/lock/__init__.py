@@ -87,13 +87,13 @@ class Lock:
                         return cls(directory, mine, clock)
         except OSError as error:
             raise UsageError(
-                "HT000",
+                "HT702",
                 f"the run directory {directory.path} cannot be locked: {error}",
                 "a place that can be written",
                 "--run-dir DIR",
             ) from None
         raise UsageError(
-            "HT000",
+            "HT703",
             f"several starts want {directory.path} at once, and this one was not the first",
             "one start at a time in a run directory",
             "--run-dir DIR for another directory",
@@ -128,7 +128,7 @@ class Lock:
             seen = look(self._path)
         except OSError as error:
             raise CheckpointError(
-                "HT000",
+                "HT702",
                 f"whose the run directory is cannot be read: {error}",
                 f"{self._path}, as this start wrote it",
                 f"ls -l {self._path}",
@@ -140,10 +140,11 @@ class Lock:
         else:
             found = f"fenced off: {self._path.parent} is now that of {seen.owner or seen.foreign}"
         raise ReplacedError(
-            "HT000",
+            "HT704",
             f"{found}; nothing more of this start ({self._owner}) is kept",
             "that nobody else takes the directory while this start runs",
-            "leave it to the newer start, or start again with --resume when that has ended",
+            "leave it to the newer start",
+            "start again with --resume when that has ended",
         )
 
     def _heartbeat(self) -> None:

@@ -36,20 +36,22 @@ def refuse_living(seen: Seen, mine: Owner, path: Path, env: Mapping[str, str]) -
     if owner is None:
         if lives:
             raise UsageError(
-                "HT000",
+                "HT703",
                 f"{path} is {seen.foreign}, {age:.0f} s old",
                 "a lock file that hpctrain wrote, or none",
-                f"rm -r {path}    where no other start has the directory; or --run-dir DIR",
+                f"rm -r {path} (where no other start has the directory)",
+                "--run-dir DIR",
             )
         logger.warning("%s is %s, %.0f s old, and is replaced", path, seen.foreign, age)
     elif lives:
         end = f"scancel {owner.job}" if owner.job else f"kill {owner.pid} on {owner.host}"
         raise UsageError(
-            "HT000",
+            "HT703",
             f"{path.parent} is taken: {owner} ({why})",
             "a run directory that no other start has",
-            f"--run-dir DIR for another; to end that start: {end}; where it is surely dead: "
-            f"rm {path}",
+            "--run-dir DIR for another",
+            f"{end} (to end that start)",
+            f"rm {path} (where it is surely dead)",
         )
     else:
         logger.info("takes over %s from %s: %s", path.parent, owner, why)

@@ -45,16 +45,16 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
 def _refuse(sizes: Sequence[int], world: int) -> None:
     if world == 1:
         raise UsageError(
-            "HT000",
+            "HT903",
             "bench allreduce of one rank, which has nobody to talk to",
             "two ranks or more",
-            "srun -n 2 hpctrain bench allreduce    or: hpctrain run --nproc-per-node 2 -m hpctrain "
-            "bench allreduce",
+            "srun -n 2 hpctrain bench allreduce",
+            "hpctrain run --nproc-per-node 2 -m hpctrain bench allreduce",
         )
     odd = [size for size in sizes if size % _NUMBER]
     if odd:
         raise UsageError(
-            "HT000",
+            "HT902",
             f"--sizes {odd[0]}",
             "multiples of 4, as a number in float32 has 4 bytes",
             "--sizes 4,1MB",

@@ -183,10 +183,11 @@ def _told(act: Callable[[], T]) -> T:
     except (OSError, RuntimeError, CheckpointError) as error:
         # torch.save raises a RuntimeError on a full disk.
         raise UsageError(
-            "HT000",
+            "HT901",
             f"the checkpoint cannot be measured: {str(error).splitlines()[0]}",
             "a file system with room, which this user may write to",
-            "--size 100MB    or: --run-dir DIR on another file system",
+            "--size 100MB",
+            "--run-dir DIR on another file system",
         ) from None
 
 
@@ -235,21 +236,21 @@ def refuse_size(size: int, path: Path, free: int, memory: int | None) -> None:
         UsageError: the size does not fit, or is too small for the tensors of the state.
     """
     if size < _LEAST:
-        raise UsageError("HT000", f"--size {size}B", f"{spell(_LEAST)} or more", "--size 100MB")
+        raise UsageError("HT902", f"--size {size}B", f"{spell(_LEAST)} or more", "--size 100MB")
     for there, needed, where in (
         (free, size * _ROOM, f"on the file system of {path}"),
         (memory, size * _COPIES, "of memory"),
     ):
         if there is not None and there < needed:
             raise UsageError(
-                "HT000",
+                "HT901",
                 f"{spell(there)} are free {where}, and a state of {spell(size)} needs "
                 f"{spell(needed)}",
                 "room for the checkpoint that is written and the one before"
                 if where != "of memory"
                 else "room for the state, its copy, and what the yardsticks write",
-                f"--size {spell(_rounded(there / needed * size)).replace(' ', '')}"
-                + ("" if where == "of memory" else "    or: --run-dir DIR on another file system"),
+                f"--size {spell(_rounded(there / needed * size)).replace(' ', '')}",
+                "" if where == "of memory" else "--run-dir DIR on another file system",
             )
 
 
@@ -267,12 +268,12 @@ def refuse_slow(size: int, speed: float, timeout: float) -> None:
     most = speed * timeout / _SLOWER
     if size > most:
         raise UsageError(
-            "HT000",
+            "HT901",
             f"to write {spell(size)} takes about {size / speed:.0f} s here, and the other ranks "
             f"wait for {timeout:.0f} s",
             f"{timeout / _SLOWER:.0f} s or less, as torch.save may take several times as long",
-            f"--size {spell(_rounded(most)).replace(' ', '')}    or: in one process, which nobody "
-            "waits for",
+            f"--size {spell(_rounded(most)).replace(' ', '')}",
+            "start it in one process, for which no other rank waits",
         )
 
 

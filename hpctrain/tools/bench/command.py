@@ -130,14 +130,14 @@ def _target(path: str | None) -> str | None:
     there = os.path.exists(path) or os.path.lexists(target)
     if there and (not os.path.isfile(target) or _printed_to(target)):
         raise UsageError(
-            "HT000",
+            "HT904",
             f"--json {path}, which is there, and no file to replace",
             "a new file, or one that is replaced",
             "--json FILE",
         )
     if not os.access(os.path.dirname(target), os.W_OK | os.X_OK):
         raise UsageError(
-            "HT000",
+            "HT904",
             f"--json {path} cannot be written",
             "a file in a folder that is there and can be written",
             "--json FILE",
@@ -161,7 +161,7 @@ def _save(path: str | None, record: dict[str, Any]) -> None:
         rundir.replace(Path(path), json.dumps(record, indent=1) + "\n")
     except OSError as error:
         raise UsageError(
-            "HT000",
+            "HT904",
             f"--json {path} could not be written: {error}",
             "a file system with room",
             "--json FILE",

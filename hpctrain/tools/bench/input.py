@@ -68,10 +68,11 @@ class _Arms:
                 self._decoder.decode(self._source.read(index))
             except CorruptError as error:
                 raise DataError(
-                    "HT000",
+                    "HT908",
                     f"{self._source.name(index)} is no image that can be decoded: {error}",
                     "images",
-                    "fetch it again, or --data PATH of others",
+                    "fetch it again",
+                    "--data PATH of other images",
                 ) from None
             count += 1
             seconds = time.perf_counter() - begin
@@ -167,7 +168,7 @@ def _refuse_few(source: Source, session: Session) -> None:
     ranks, size = session.world.world_size, session.batches.batch_size
     if len(source) < ranks * size:
         raise UsageError(
-            "HT000",
+            "HT909",
             f"{source.place} has {len(source)} images, and a batch of each rank takes "
             f"{ranks * size}",
             "at least as many images",

@@ -33,16 +33,17 @@ def choose(given: str | None, device: torch.device) -> str:
     zoo = _zoo()
     if zoo is None:
         raise UsageError(
-            "HT000",
+            "HT905",
             f"--model {given}, and torchvision cannot be imported",
             "torchvision, which has the model",
-            "pip install 'hpctrain[vision]'    or: --model small",
+            "pip install 'hpctrain[vision]'",
+            "--model small",
         )
     names = zoo.list_models(module=zoo)
     if given not in names:
         near = difflib.get_close_matches(given, names, 1)
         raise UsageError(
-            "HT000",
+            "HT906",
             f"--model {given}",
             "a model of torchvision.models, or small",
             f"--model {near[0] if near else _LARGE}",
@@ -64,10 +65,11 @@ def maker(name: str) -> Callable[[], nn.Module]:
     zoo = _zoo()
     if zoo is None:  # missing on this rank, but not at rank 0
         raise UsageError(
-            "HT000",
+            "HT905",
             "torchvision cannot be imported here, and can be at rank 0",
             "the same packages on all hosts",
-            "pip install 'hpctrain[vision]'    or: --model small",
+            "pip install 'hpctrain[vision]'",
+            "--model small",
         )
     # Leave out their second output, which serves training only: the step's loss does not use it.
     two = name in ("googlenet", "inception_v3")

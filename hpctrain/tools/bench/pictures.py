@@ -63,7 +63,7 @@ def _file(number: int) -> bytes:
         image = importlib.import_module("PIL.Image")
     except ImportError as error:
         raise UsageError(
-            "HT000",
+            "HT905",
             f"synthetic images, and Pillow cannot be imported: {error}",
             "what makes them",
             "pip install 'hpctrain[vision]'",

@@ -172,7 +172,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     except torch.OutOfMemoryError as error:
         size = session.batches.batch_size
         raise UsageError(
-            "HT000",
+            "HT907",
             f"no room for a step of {name} with {size} samples: {str(error).splitlines()[0]}",
             "a step that fits the memory of the device",
             f"--batch-size {max(size // 2, 1)}",

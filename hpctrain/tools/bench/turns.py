@@ -48,7 +48,7 @@ def _together(session: Session, enough: bool) -> bool:
     Raises:
         Stopped: a rank received a stop request.
     """
-    asked = session.preemption.asked()
+    asked = session.preemption.asked(save_margin=0.0)
     said = [float(enough and session.is_main), *(float(reason == asked) for reason in REASONS)]
     over, *reasons = session.backend.sum_async(said).values()
     for reason, ranks in zip(REASONS, reasons, strict=True):

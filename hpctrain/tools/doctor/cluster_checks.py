@@ -41,7 +41,12 @@ _NOT_TRIED = Finding(
     "all-reduce",
     WARNING,
     "not tried, nor clocks and run directory compared: not all ranks could take part",
-    "mend the rest first",
+    ("mend the rest first",),
+)
+_NO_SUM = (
+    "look for a firewall between the hosts",
+    "export HPCTRAIN_INTERFACE=NAME, where the ranks use a wrong interface",
+    "export NCCL_DEBUG=INFO, for the messages of NCCL",
 )
 
 
@@ -73,7 +78,7 @@ def examine(
         except HpctrainError as error:
             if rank != 0 and not error.told_by_rank_0:
                 raise
-            found = Finding("start", PROBLEM, error.found, "; or: ".join(error.fixes), (rank,))
+            found = Finding("start", PROBLEM, error.found, error.fixes, (rank,))
             report.tell([*worst_last(own.findings), found])
             report.end()
             return error.exit_code
@@ -150,7 +155,7 @@ def _differences(met: Rendezvous, table: Sequence[ranks.Row]) -> list[Finding]:
 
         hosts = [row.host for row in table]
         found = [
-            Finding(one.subject, PROBLEM if one.wrong else WARNING, plain(one.found), one.fix)
+            Finding(one.subject, PROBLEM if one.wrong else WARNING, plain(one.found), one.fixes)
             for one in consistency.differences(entries, hosts)
         ]
     subjects = {one.subject for one in found}
@@ -185,18 +190,14 @@ def _talk(
     except (HpctrainError, RuntimeError) as error:
         if not told:
             report.table(table, unlike)
-        found_text, fix = (
-            (error.found, "; or: ".join(error.fixes))
+        found_text, fixes = (
+            (error.found, error.fixes)
             if isinstance(error, HpctrainError)
-            else (
-                f"the ranks cannot compute a sum: {plain(error)}",
-                "look for a firewall between the hosts, or a wrong interface: "
-                "export HPCTRAIN_INTERFACE=NAME; NCCL_DEBUG=INFO tells more",
-            )
+            else (f"the ranks cannot compute a sum: {plain(error)}", _NO_SUM)
         )
         if met.world.rank != 0:
             logger.error("%s", found_text)
-        report.add([Finding("all-reduce", PROBLEM, found_text, fix)])
+        report.add([Finding("all-reduce", PROBLEM, found_text, fixes)])
         if backend is not None:
             backend.close(found_text)
     return report.end()

@@ -33,10 +33,10 @@ def choose(
         device.take_slice(start.world, env, undo)
         return device.choose(start.world, start.allocation, env), None
     except UsageError as error:
-        return None, Finding("GPUs", PROBLEM, error.found, "; or: ".join(error.fixes))
+        return None, Finding("GPUs", PROBLEM, error.found, error.fixes)
     except RuntimeError as error:  # from CUDA
         fix = "look at nvidia-smi: the GPU may be in use by another process, or broken"
-        return None, Finding("GPUs", PROBLEM, plain(error).split("  ")[0], fix)
+        return None, Finding("GPUs", PROBLEM, plain(error).split("  ")[0], (fix,))
 
 
 def examine(
@@ -55,7 +55,8 @@ def examine(
     """
     here = visible_gpus.here()
     driver = nvidia_driver() if here else None
-    seen, why = 0, ("", "")
+    seen = 0
+    why: tuple[str, tuple[str, ...]] = ("", ())
     if torch is not None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -79,7 +80,7 @@ def judge_gpus(
     shown: visible_gpus.Visible | None,
     seen: int,
     of_job: int | None = None,
-    why: tuple[str, str] = ("", ""),
+    why: tuple[str, tuple[str, ...]] = ("", ()),
 ) -> Finding:
     """Return a finding on whether torch sees the GPUs that it should see.
 
@@ -88,14 +89,15 @@ def judge_gpus(
         shown: GPUs that the environment shows to this process; None without such a variable.
         seen: number of GPUs that torch sees.
         of_job: number of GPUs of the scheduler's job on this host; None where unknown.
-        why: reason why torch sees none, and the fix.
+        why: reason why torch sees none, and the fixes.
     """
     hidden = f", {shown.source} shows {len(shown.names)}" if shown else ""
     found = f"{here} here{hidden}, torch sees {seen}"
     if not here and not seen:
         if of_job:
-            fix = "in a container: apptainer exec --nv, docker run --gpus all"
-            return Finding("GPUs", PROBLEM, f"the job has {of_job} on this host, none here", fix)
+            found = f"the job has {of_job} on this host, none here"
+            fixes = ("in a container: apptainer exec --nv", "in a container: docker run --gpus all")
+            return Finding("GPUs", PROBLEM, found, fixes)
         return Finding("GPUs", OK, "none on this machine: training on the CPU")
     if shown and not shown.names:
         return Finding("GPUs", OK, f"{found}: hidden on purpose, training on the CPU")
@@ -104,8 +106,8 @@ def judge_gpus(
     expected = min(here, len(shown.names)) if shown else of_job or here
     # Device files do not count slices of one GPU, or devices that a container passes in.
     if seen < expected:
-        fix = "nvidia-smi    (rocm-smi for AMD's) shows whether one of them has failed"
-        return Finding("GPUs", WARNING, f"{found}, {expected} expected", fix)
+        fix = "nvidia-smi (rocm-smi for AMD's), which shows whether one of them has failed"
+        return Finding("GPUs", WARNING, f"{found}, {expected} expected", (fix,))
     return Finding("GPUs", OK, found)
 
 
@@ -116,7 +118,7 @@ def _architecture(torch: ModuleType, index: int, built: Sequence[str]) -> Findin
         own = str(getattr(properties, "gcnArchName", own)).partition(":")[0]
     found = judge_architecture(own, built)
     name = f"{plain(properties.name)}, {properties.total_memory / 2**30:.0f} GiB: {found.found}"
-    return Finding(f"GPU {index}", found.level, name, found.fix)
+    return Finding(f"GPU {index}", found.level, name, found.fixes)
 
 
 def judge_architecture(own: str, built: Sequence[str]) -> Finding:
@@ -147,8 +149,10 @@ def judge_architecture(own: str, built: Sequence[str]) -> Finding:
         "GPU",
         PROBLEM,
         f"{own}, and this torch has code for {', '.join(built) or 'no GPU'} only",
-        "install a torch that was built for this GPU: another CUDA build, an older torch for an "
-        "older GPU, a newer one for a newer GPU",
+        (
+            "install a torch that was built for this GPU: another CUDA build, an older torch for "
+            "an older GPU, a newer one for a newer GPU",
+        ),
     )
 
 
@@ -196,6 +200,6 @@ def judge_driver(driver: str, newest: tuple[int, int] | None, built: str) -> Fin
             "driver",
             PROBLEM,
             f"{found}, and torch was built with CUDA {built}",
-            f"install a torch for CUDA {newest[0]}.x, or ask for a newer driver",
+            (f"install a torch for CUDA {newest[0]}.x", "ask for a newer driver"),
         )
     return Finding("driver", OK, found)

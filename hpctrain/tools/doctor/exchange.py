@@ -210,10 +210,10 @@ def judge_sums(sums: Sums) -> Finding:
             PROBLEM,
             f"a wrong sum over {sums.transport} at {spans(sums.wrong)}: training there computes "
             "wrong gradients",
-            "leave the hosts of these ranks out (srun --exclude=HOSTS), and tell who runs them",
+            ("leave the hosts of these ranks out (srun --exclude=HOSTS), and tell who runs them",),
             tuple(sums.wrong),
         )
-    return Finding("all-reduce", OK, f"exact sums at all ranks over {sums.transport}", "", (0,))
+    return Finding("all-reduce", OK, f"exact sums at all ranks over {sums.transport}", ranks=(0,))
 
 
 def judge_pairs(pairs: Sequence[Pair]) -> list[Finding]:
@@ -252,5 +252,8 @@ def judge_pairs(pairs: Sequence[Pair]) -> list[Finding]:
 
 
 def _slow(text: str, host: str) -> Finding:
-    fix = f"leave it out: srun --exclude={host}    look at its link with ethtool or ibstat"
-    return Finding("slow network", WARNING, plain(f"{text} or more"), plain(fix))
+    fixes = (
+        f"leave it out: srun --exclude={plain(host)}",
+        "look at its link with ethtool or ibstat",
+    )
+    return Finding("slow network", WARNING, plain(f"{text} or more"), fixes)

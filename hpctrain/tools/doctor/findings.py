@@ -1,4 +1,4 @@
-"""Findings of the checks: a subject, a level, a text, and a fix."""
+"""Findings of the checks: a subject, a level, a text, and fixes."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,42 +33,43 @@ class Finding:
         subject: subject of the check, such as "torch".
         level: "ok", "warning" or "problem".
         found: one line of text for people.
-        fix: command or advice that helps; empty where all is well.
+        fixes: commands or advice, each on its own enough; none where all is well.
         ranks: ranks whose machine or process has this finding.
     """
 
     subject: str
     level: str
     found: str
-    fix: str = ""
+    fixes: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return the finding as `--json` prints it."""
-        return {**asdict(self), "ranks": list(self.ranks)}
+        return {**asdict(self), "fixes": list(self.fixes), "ranks": list(self.ranks)}
 
 
-def to_tell(findings: Iterable[Finding]) -> list[list[str]]:
+def to_tell(findings: Iterable[Finding]) -> list[list[Any]]:
     """Return the warnings and problems that one rank sends to the others, as JSON values."""
     wrong = [one for one in findings if one.level != OK]
-    return [[one.subject, one.level, one.found[:_LONGEST], one.fix[:_LONGEST]] for one in wrong][
-        :_MOST
+    return [
+        [one.subject, one.level, one.found[:_LONGEST], [fix[:_LONGEST] for fix in one.fixes]]
+        for one in wrong[:_MOST]
     ]
 
 
-def merged(told: Sequence[Sequence[Sequence[str]]]) -> list[Finding]:
+def merged(told: Sequence[Sequence[Sequence[Any]]]) -> list[Finding]:
     """Combine equal findings of several ranks into one; warnings first, problems last.
 
     Args:
         told: for each rank in order, the result of `to_tell`.
     """
-    seen: dict[tuple[str, str, str, str], list[int]] = {}
+    seen: dict[tuple[str, str, str, tuple[str, ...]], list[int]] = {}
     for rank, findings in enumerate(told):
-        for subject, level, text, fix in findings:
-            seen.setdefault((subject, level, text, fix), []).append(rank)
+        for subject, level, text, fixes in findings:
+            seen.setdefault((subject, level, text, tuple(fixes)), []).append(rank)
     found = []
-    for (subject, level, text, fix), ranks in seen.items():
-        found.append(Finding(subject, level, text, fix, tuple(ranks)))
+    for (subject, level, text, fixes), ranks in seen.items():
+        found.append(Finding(subject, level, text, fixes, tuple(ranks)))
     return worst_last(found)
 
 

@@ -12,7 +12,7 @@ __all__ = ["closing", "exchanged", "machine", "remarks", "table", "well"]
 
 _COLUMNS = 100
 _SUBJECT = 18
-_FIX = "    fix:      "
+_FIX, _OR = "    fix:      ", "    or:       "
 # From this rank on, only ranks that differ have a row.
 _MOST_ROWS = 64
 
@@ -56,12 +56,8 @@ def remarks(findings: Iterable[Finding], hosts: Sequence[str]) -> str:
         where = _where(one.ranks, hosts)
         label = "PROBLEM" if one.level == PROBLEM else one.level
         lines.append(_line(label, f"{one.subject}{where}: {one.found}"))
-        if one.fix:
-            # Do not wrap a command that the user copies. A remark follows after four spaces.
-            fits = len(_FIX) + len(one.fix) <= _COLUMNS
-            first, *more = [one.fix] if fits else one.fix.split("    ")
-            lines.append(f"{_FIX}{first}")
-            lines += [f"{'':<{len(_FIX)}}{part}" for part in more]
+        # Do not wrap a command that the user copies.
+        lines += [f"{_OR if number else _FIX}{fix}" for number, fix in enumerate(one.fixes)]
     return "\n".join(lines)
 
 

@@ -71,12 +71,12 @@ def judge_open_files(soft: Limit, hard: Limit, world_size: int) -> Finding:
         return Finding("open files", OK, found)
     if hard is None or hard >= need:
         return Finding("open files", OK, f"{found}; the Session raises it to what it needs")
-    fix = (
-        f"ask for a hard limit of {need} or more: LimitNOFILE of slurmd, or "
-        f"docker run --ulimit nofile={need}"
+    fixes = (
+        f"ask for a hard limit of {need} or more: LimitNOFILE of slurmd",
+        f"docker run --ulimit nofile={need} …",
     )
     found = f"{found}, and {world_size} ranks need about {need}"
-    return Finding("open files", PROBLEM, found, fix)
+    return Finding("open files", PROBLEM, found, fixes)
 
 
 def judge_locked_memory(soft: Limit, infiniband: bool) -> Finding:
@@ -95,8 +95,11 @@ def judge_locked_memory(soft: Limit, infiniband: bool) -> Finding:
         "locked memory",
         WARNING,
         f"{found} (ulimit -l), and InfiniBand needs more",
-        "ulimit -l unlimited; where that is refused: LimitMEMLOCK=infinity of slurmd, or "
-        "docker run --ulimit memlock=-1",
+        (
+            "ulimit -l unlimited",
+            "where that is refused: LimitMEMLOCK=infinity of slurmd",
+            "docker run --ulimit memlock=-1 …",
+        ),
     )
 
 
@@ -114,9 +117,8 @@ def judge_processes(soft: Limit, hard: Limit) -> Finding:
         return Finding("processes", OK, found)
     more = hard is None or hard >= _FEW_PROCESSES
     fix = f"ulimit -u {_text(hard)}" if more else "ask for a higher limit: LimitNPROC of slurmd"
-    return Finding(
-        "processes", WARNING, f"{found}; threads and loader workers count as processes", fix
-    )
+    found += "; threads and loader workers count as processes"
+    return Finding("processes", WARNING, found, (fix,))
 
 
 def judge_cores(cores: int, on_host: int, env: Mapping[str, str], alone: bool) -> Finding:
@@ -135,16 +137,16 @@ def judge_cores(cores: int, on_host: int, env: Mapping[str, str], alone: bool) -
         first = value.partition(",")[0].strip()
         found += f", {name}={value[:40]}"
         if not (first.isascii() and first.isdecimal() and 1 <= len(first) < 8 and int(first)):
-            return Finding("cores", WARNING, f"{found}, no number", f"export {name}={cores}")
+            return Finding("cores", WARNING, f"{found}, no number", (f"export {name}={cores}",))
         if int(first) > cores:
-            fix = f"export {name}={cores}    or, under Slurm: srun --cpus-per-task={int(first)}"
-            return Finding("cores", WARNING, f"{found}: threads that take turns", fix)
+            fixes = (f"export {name}={cores}", f"under Slurm: srun --cpus-per-task={int(first)}")
+            return Finding("cores", WARNING, f"{found}: threads that take turns", fixes)
     if cores == 1 < on_host:
         return Finding(
             "cores",
             WARNING,
             f"{found}: loader workers take turns with the training",
-            "srun --cpus-per-task=N, mpirun --bind-to none",
+            ("srun --cpus-per-task=N", "mpirun --bind-to none"),
         )
     threads = min((int(value.partition(",")[0]) for value in asked.values()), default=None)
     if threads is not None and alone:
@@ -166,7 +168,7 @@ def judge_shared_memory(size: int | None, free: int | None) -> Finding:
     Args:
         size, free: size and free space of /dev/shm in bytes; None where it does not exist.
     """
-    docker = "docker run --shm-size=8g …    or: docker run --ipc=host …"
+    docker = ("docker run --shm-size=8g …", "docker run --ipc=host …")
     if size is None or free is None:
         return Finding(_SHARED, WARNING, "not there: loader workers need it", docker)
     found = f"{free / _GIB:.1f} of {size / _GIB:.1f} GiB free"
@@ -174,8 +176,8 @@ def judge_shared_memory(size: int | None, free: int | None) -> Finding:
         found = f"{size / _MIB:.0f} MiB: too small for loader workers"
         return Finding(_SHARED, WARNING, found, docker)
     if free < _DOCKER_SHARED:
-        fix = f"ls -l {_SHARED}    and remove what dead processes left (torch_*, nccl-*)"
-        return Finding(_SHARED, WARNING, f"nearly full: {found}", fix)
+        fix = f"ls -l {_SHARED}, and remove what dead processes left (torch_*, nccl-*)"
+        return Finding(_SHARED, WARNING, f"nearly full: {found}", (fix,))
     return Finding(_SHARED, OK, found)
 
 
@@ -205,6 +207,6 @@ def judge_clock(answer: tuple[int, int] | None) -> list[Finding]:
         return []
     state, status = answer
     if state == _TIME_ERROR or status & _UNSYNCHRONISED:
-        fix = "timedatectl set-ntp true    (as root; or look at chronyc tracking)"
-        return [Finding("clock", WARNING, "the kernel calls it not synchronised", fix)]
+        fixes = ("as root: timedatectl set-ntp true", "look at chronyc tracking")
+        return [Finding("clock", WARNING, "the kernel calls it not synchronised", fixes)]
     return [Finding("clock", OK, "synchronised")]

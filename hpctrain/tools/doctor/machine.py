@@ -70,7 +70,7 @@ def examine(start: Start, run: Path, env: MutableMapping[str, str], undo: ExitSt
     with suppress(UsageError):  # the finding about open files reports it
         undo.callback(file_limit.make_room(world.world_size))
     if start.waste is not None:
-        found.append(Finding("start", WARNING, start.waste.found, "; or: ".join(start.waste.fixes)))
+        found.append(Finding("start", WARNING, start.waste.found, start.waste.fixes))
     facts = {
         "host": start.rendezvous_point.host,
         "system": platform.platform(),

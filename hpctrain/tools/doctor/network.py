@@ -55,10 +55,10 @@ def judge_name(name: str, answer: Sequence[str] | str | None, reachable: Sequenc
     if answer is None:
         found = f"{name}: no answer within {SECONDS:.0f} s"
         fix = "look at /etc/resolv.conf for a name server that is gone"
-        return Finding("host name", WARNING, found, fix)
+        return Finding("host name", WARNING, found, (fix,))
     if isinstance(answer, str):
-        fix = f"echo '{own} {name}' >> /etc/hosts    (as root)"
-        return Finding("host name", PROBLEM, f"{name} does not resolve: {answer}", fix)
+        fix = f"as root: echo '{own} {name}' >> /etc/hosts"
+        return Finding("host name", PROBLEM, f"{name} does not resolve: {answer}", (fix,))
     found = f"{name} is {', '.join(answer)}"
     if answer and all(is_loopback(address) for address in answer):
         found += ": this host alone; hpctrain takes the address by which the ranks reached it"

@@ -29,13 +29,18 @@ __all__ = [
 
 _CLOCK_SECONDS = 1.0
 NONE = "none"  # value of a rank without torch or a device
-_SAME_PYTHON = "start all ranks with one virtual environment, its python by the full path"
-# Values that should be the same at all ranks, each with the fix where they differ.
+_SAME_PYTHON = ("start all ranks with one virtual environment, its python by the full path",)
+# Values that should be the same at all ranks, each with the fixes where they differ.
 COMPARED = {
-    "device": "ask for one kind of GPU: sbatch --gpus=TYPE:N or --constraint=FEATURE",
-    "visible": "let the launcher set CUDA_VISIBLE_DEVICES and its like, and no shell start-up file",
-    "cores": "srun --cpus-per-task=N, the same for all ranks",
-    "threads": "export OMP_NUM_THREADS=N before the start, the same for all ranks",
+    "device": (
+        "ask for one kind of GPU: sbatch --gpus=TYPE:N",
+        "ask for hosts of one kind: sbatch --constraint=FEATURE",
+    ),
+    "visible": (
+        "let the launcher set CUDA_VISIBLE_DEVICES and its like, and no shell start-up file",
+    ),
+    "cores": ("srun --cpus-per-task=N, the same for all ranks",),
+    "threads": ("export OMP_NUM_THREADS=N before the start, the same for all ranks",),
     "torch": _SAME_PYTHON,
     "python": _SAME_PYTHON,
     "hpctrain": _SAME_PYTHON,
@@ -127,7 +132,7 @@ def _bound(table: Sequence[Row]) -> bool:
 def differences(table: Sequence[Row]) -> list[Finding]:
     """Return a finding for each value that is not the same at all ranks."""
     found = []
-    for name, fix in COMPARED.items():
+    for name, fixes in COMPARED.items():
         # A rank without a value has a separate problem finding.
         unlike = [row for row in table if name in row.differs and row.values[name] != NONE]
         if not unlike:
@@ -143,7 +148,7 @@ def differences(table: Sequence[Row]) -> list[Finding]:
             for value, several in holders.items()
         ]
         text = "; ".join(parts[:4]) + ("; …" if len(parts) > 4 else "")
-        found.append(Finding(name, WARNING, text, fix, tuple(row.rank for row in unlike)))
+        found.append(Finding(name, WARNING, text, fixes, tuple(row.rank for row in unlike)))
     return found
 
 
@@ -179,7 +184,11 @@ def judge_cores(entries: Sequence[Mapping[str, Any]], table: Sequence[Row]) -> l
             WARNING,
             f"{_places(several, True)}: {count} ranks of a host share {cores} "
             f"core{'s' if cores > 1 else ''} and have {threads} threads, before any loader worker",
-            "fewer ranks on each host, OMP_NUM_THREADS, or srun --cpus-per-task=N",
+            (
+                "start fewer ranks on each host",
+                "export OMP_NUM_THREADS=N with fewer threads",
+                "srun --cpus-per-task=N",
+            ),
             tuple(row.rank for row in several),
         )
         for (count, threads, cores), several in short.items()
@@ -195,14 +204,14 @@ def judge_clocks(table: Sequence[Row]) -> list[Finding]:
     for row in table:
         if row.clock is not None and abs(row.clock) > _CLOCK_SECONDS:
             wrong.setdefault(row.host, []).append(row)
-    fix = "timedatectl set-ntp true    (as root, there; or look at chronyc tracking)"
+    fixes = ("as root, there: timedatectl set-ntp true", "look there at chronyc tracking")
     return [
         Finding(
             "clocks",
             WARNING,
             f"{host} is {abs(several[0].clock or 0.0):.1f} s "
             f"{'ahead of' if (several[0].clock or 0.0) > 0 else 'behind'} {table[0].host}",
-            fix,
+            fixes,
             tuple(row.rank for row in several),
         )
         for host, several in wrong.items()
@@ -274,7 +283,7 @@ def judge_shared(
     if not without:
         hosts = len({row.host for row in table})
         text = f"all ranks on {hosts} host{'s' if hosts > 1 else ''} see the same {own}"
-        return [Finding(subject, OK, text, "", (0,))]
+        return [Finding(subject, OK, text, ranks=(0,))]
     theirs = plain(entries[without[0].rank]["doctor"]["run"])
     what = "what rank 0 writes there" if theirs == own else f"that of rank 0: theirs is {theirs}"
     return [
@@ -282,8 +291,10 @@ def judge_shared(
             subject,
             PROBLEM,
             f"{own}: {_places(without, True)} cannot see {what}",
-            "--run-dir DIR or export HPCTRAIN_RUN_DIR=DIR, an absolute path on a file system that "
-            "all hosts share",
+            (
+                "--run-dir DIR, an absolute path on a file system that all hosts share",
+                "export HPCTRAIN_RUN_DIR=DIR, with such a path",
+            ),
             tuple(row.rank for row in without),
         )
     ]

@@ -45,12 +45,12 @@ def judge_slurm(there: bool, answer: tuple[int, str] | None) -> Finding:
             "Slurm",
             WARNING,
             "installed, but no slurm.conf is found",
-            "export SLURM_CONF=/PATH/slurm.conf    (nothing, if this machine is in no cluster)",
+            ("export SLURM_CONF=/PATH/slurm.conf, if this machine is in a cluster",),
         )
     if answer is None or answer[0] != 0:
         found = plain(answer[1].partition("\n")[0])[:200] if answer else "it does not answer"
-        fix = "scontrol ping    shows whether the controller answers"
-        return Finding("Slurm", WARNING, f"srun --version: {found}", fix)
+        fix = "scontrol ping, which shows whether the controller answers"
+        return Finding("Slurm", WARNING, f"srun --version: {found}", (fix,))
     return Finding("Slurm", OK, plain(answer[1]))
 
 

@@ -66,14 +66,16 @@ def torch(facts: Mapping[str, Any], error: str = "") -> Finding:
     """
     if not facts and not error:
         fix = f"{sys.executable} -m pip install torch"
-        return Finding("torch", PROBLEM, "not installed for this Python", fix)
+        return Finding("torch", PROBLEM, "not installed for this Python", (fix,))
     if not facts:
         return Finding(
             "torch",
             PROBLEM,
             f"import torch fails: {plain(error)}",
-            f"{sys.executable} -m pip install --force-reinstall torch    "
-            "(and try without LD_LIBRARY_PATH: env -u LD_LIBRARY_PATH hpctrain doctor)",
+            (
+                f"{sys.executable} -m pip install --force-reinstall torch",
+                "try without LD_LIBRARY_PATH: env -u LD_LIBRARY_PATH hpctrain doctor",
+            ),
         )
     if facts["hip"]:
         build = f"ROCm {facts['hip']}"
@@ -97,28 +99,28 @@ def judge_horovod(installed: bool, answer: tuple[int, str] | None) -> Finding:
         installed: whether Horovod is installed.
         answer: exit code and output of the process; None where it took too long.
     """
-    fix = "hpctrain horovod build"
+    fixes = ("hpctrain horovod build",)
     if not installed:
         return Finding("horovod", OK, "not installed")
     if answer is None:
         found = f"import horovod.torch takes more than {_IMPORT_SECONDS:.0f} s"
-        return Finding("horovod", WARNING, found, fix)
+        return Finding("horovod", WARNING, found, fixes)
     code, said = answer
     lines = said.strip().splitlines() or [""]
     if code < 0:
         found = f"import horovod.torch crashes with {_signal(-code)}: built for another torch"
-        return Finding("horovod", WARNING, found, fix)
+        return Finding("horovod", WARNING, found, fixes)
     try:
         facts = json.loads(lines[-1]) if code == 0 else None
     except ValueError:
         facts = None
     if not isinstance(facts, dict):
-        return Finding("horovod", WARNING, f"import horovod.torch fails: {plain(lines[-1])}", fix)
+        return Finding("horovod", WARNING, f"import horovod.torch fails: {plain(lines[-1])}", fixes)
     carriers = [name for name in ("gloo", "mpi", "nccl") if facts.get(name)]
     built = ", ".join(carriers) or "nothing to talk over"
     level = OK if {"gloo", "mpi"} & set(carriers) else WARNING
     found = f"{facts.get('version')}, built with {built}"
-    return Finding("horovod", level, found, "" if level == OK else fix)
+    return Finding("horovod", level, found, () if level == OK else fixes)
 
 
 def _signal(number: int) -> str:

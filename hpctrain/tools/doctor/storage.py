@@ -74,8 +74,8 @@ def examine(subject: str, path: Path) -> list[Finding]:
     place = within(_HANGS_SECONDS, lambda: _read(path))
     if place is None:
         found = f"{plain(path)}: no answer within {_HANGS_SECONDS:.0f} s"
-        fix = f"ls {plain(path)}    hangs as well: the file server is gone or overloaded"
-        return [Finding(subject, PROBLEM, found, fix)]
+        fix = f"ls {plain(path)}, which hangs as well: the file server is gone or overloaded"
+        return [Finding(subject, PROBLEM, found, (fix,))]
     return [judge(subject, place)]
 
 
@@ -143,17 +143,17 @@ def judge(subject: str, place: Place) -> Finding:
     if place.error:
         level = PROBLEM if run_directory else WARNING
         found = f"{where}: cannot be written: {place.error}"
-        return Finding(subject, level, found, f"{fix}    with a directory that can be written")
+        return Finding(subject, level, found, (f"{fix}, a directory that can be written",))
     inodes = "" if place.inodes is None else f", {place.inodes} inodes"
     found = f"{where}: writable, {place.free / _GIB:.1f} GiB{inodes} free"
     few = place.inodes is not None and place.inodes < _FEW_INODES
     if place.free < _LITTLE_BYTES or few:
         level = PROBLEM if run_directory and place.free < _NO_BYTES else WARNING
         what = "few inodes left" if few else "little room"
-        return Finding(subject, level, f"{found}: {what}", f"{fix}    on another file system")
+        return Finding(subject, level, f"{found}: {what}", (f"{fix} on another file system",))
     if run_directory and place.kind in ("tmpfs", "ramfs"):
         found = f"{found}: in memory, and gone with it"
-        return Finding(subject, WARNING, found, f"{fix}    on a disk that outlives the job")
+        return Finding(subject, WARNING, found, (f"{fix} on a disk that outlives the job",))
     return Finding(subject, OK, found)
 
 
@@ -212,8 +212,11 @@ def judge_quota(said: Sequence[Sequence[str]]) -> list[Finding]:
             "quota",
             PROBLEM if used >= limit else WARNING,
             f"{plain(system)}: {used} of {limit} {kind} used",
-            "remove what is not needed, or take another file system: --run-dir DIR, "
-            f"export {env_vars.CACHE}=DIR",
+            (
+                "remove what is not needed",
+                "--run-dir DIR on another file system",
+                f"export {env_vars.CACHE}=DIR on another file system",
+            ),
         )
         for system, kind, used, limit in rows
         if used >= _NEARLY * limit

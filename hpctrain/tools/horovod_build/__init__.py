@@ -50,9 +50,12 @@ def build(
         HpctrainError: a requirement is missing, or a step failed.
     """
     if importlib.util.find_spec("pip") is None:
-        fix = f"{sys.executable} -m ensurepip, or: uv pip install pip"
         raise HpctrainError(
-            "HT000", f"{sys.executable} has no pip", "pip, to fetch and to install", fix
+            "HT910",
+            f"{sys.executable} has no pip",
+            "pip, to fetch and to install",
+            f"{sys.executable} -m ensurepip",
+            "uv pip install pip",
         )
     # Horovod's build reads Horovod's variables too. Only the NCCL that the user set is kept.
     nccl = {name: env[name] for name in env if name.startswith("HOROVOD_NCCL_")}
@@ -87,9 +90,13 @@ def decide(torch: Torch, cuda: bool | None, mpi: bool, env: Mapping[str, str], s
     found = f"torch {torch.version} {built}, nvcc is {toolkit.version if toolkit else 'not there'}"
     if not torch.cuda or not toolkit or toolkit.version.split(".")[0] != torch.cuda.split(".")[0]:
         if cuda:
-            fix = "module load cuda, export CUDA_HOME=FOLDER, or hpctrain horovod build --cpu"
             raise UsageError(
-                "HT000", found, "for --cuda: a CUDA toolkit with the CUDA of torch", fix
+                "HT911",
+                found,
+                "for --cuda: a CUDA toolkit with the CUDA of torch",
+                "module load cuda",
+                "export CUDA_HOME=FOLDER",
+                "hpctrain horovod build --cpu",
             )
         toolkit = None
     plan = Plan(torch, toolkit, toolchain.find_mpi(env) if mpi else None)
@@ -167,7 +174,7 @@ def _install(wheel: Path, plan: Plan, env: Mapping[str, str], say: Say) -> None:
     if not facts or lacking:
         found = f"has no {', '.join(lacking)}" if facts else f"does not work:{why}"
         raise HpctrainError(
-            "HT000",
+            "HT918",
             f"the Horovod of {wheel} {found}",
             "two ranks of this machine that compute a sum",
             f"rm -r {wheel.parent}, and build it again",

@@ -96,14 +96,15 @@ def store(wheel: Path, place: Path) -> Path:
     except OSError as error:
         if unfinished:
             Path(unfinished).unlink(missing_ok=True)
-        raise _unwritable(place, error, f"; or take the wheel from {wheel}") from None
+        raise _unwritable(place, error, f"take the wheel from {wheel}") from None
     return place / wheel.name
 
 
-def _unwritable(place: Path, error: OSError, fix: str = "") -> HpctrainError:
+def _unwritable(place: Path, error: OSError, *fixes: str) -> HpctrainError:
     return HpctrainError(
-        "HT000",
+        "HT916",
         f"cannot write {place}: {error.strerror or error}",
         "room in the cache, $HPCTRAIN_CACHE or ~/.cache/hpctrain, for a wheel of Horovod",
-        f"export HPCTRAIN_CACHE=FOLDER{fix}",
+        "export HPCTRAIN_CACHE=FOLDER",
+        *fixes,
     )

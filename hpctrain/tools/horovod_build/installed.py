@@ -75,9 +75,9 @@ def install(wheel: Path, env: Mapping[str, str], log: Path, say: Say) -> None:
             lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
             said = "".join(f"\n    {line[:300]}" for line in lines[-_SHOWN_LINES:])
             raise HpctrainError(
-                "HT000",
+                "HT917",
                 f"pip did not install {wheel}: exit code {code}{said}",
                 f"an environment that may be written, for {sys.executable}",
-                "python3 -m venv --system-site-packages VENV, and the hpctrain of that; or "
+                "python3 -m venv --system-site-packages VENV, and the hpctrain of that",
                 f"hpctrain horovod build --wheel-only, and pip install --user {wheel}",
             )

@@ -75,7 +75,7 @@ def make(plan: Plan, env: Mapping[str, str], work: Path, say: Say) -> Path:
     code = run(pip("wheel", *options, str(folder)), env, log, say)
     wheel = next(wheels.glob("*.whl"), None)
     if code != 0 or wheel is None:
-        raise _failed(f"the build of Horovod ended with exit code {code}", log)
+        raise _failed("HT915", f"the build of Horovod ended with exit code {code}", log)
     return wheel
 
 
@@ -88,7 +88,7 @@ def _source(plan: Plan, standard: int, env: Mapping[str, str], work: Path, say: 
     _fetch(pip("download", "-q", *options, "-d", str(work), wanted), env, work / "log", say)
     archive = next(work.glob("horovod-*.tar.gz"), None)
     if archive is None:
-        raise _failed(f"pip left no source package of {wanted}", work / "log")
+        raise _failed("HT914", f"pip left no source package of {wanted}", work / "log")
     shutil.unpack_archive(archive, work)
     folder = work / f"horovod-{source.VERSION}"
     compilers = plan.mpi.compilers if plan.mpi else ()
@@ -103,11 +103,13 @@ def _fetch(command: list[str], env: Mapping[str, str], log: Path, say: Say) -> N
     code = run(command, env, log, say)
     if code != 0:
         raise _failed(
+            "HT913",
             f"pip could not fetch what the build needs: exit code {code}",
             log,
             "a package index that pip reaches",
-            "on a cluster: hpctrain horovod build --wheel-only on a login node; with a proxy or a "
-            "mirror: export HTTPS_PROXY=URL, pip config set global.index-url URL; ",
+            "on a cluster: hpctrain horovod build --wheel-only on a login node",
+            "with a proxy: export HTTPS_PROXY=URL",
+            "with a mirror: pip config set global.index-url URL",
         )
 
 
@@ -139,10 +141,10 @@ def _environment(plan: Plan, env: Mapping[str, str], tools: Path) -> dict[str, s
     return changed
 
 
-def _failed(found: str, log: Path, expected: str = "", fix: str = "") -> HpctrainError:
+def _failed(code: str, found: str, log: Path, expected: str = "", *fixes: str) -> HpctrainError:
     """Make an error that shows the log from its first error line on, or else its last lines."""
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     first = next((i for i, line in enumerate(lines) if _ERROR.search(line)), len(lines))
     shown = lines[first:][:_ERROR_LINES] or lines[-_ERROR_LINES:]
     said = "".join(f"\n    {line[:300]}" for line in shown)
-    return HpctrainError("HT000", f"{found}{said}", expected, f"{fix}the whole log is {log}")
+    return HpctrainError(code, f"{found}{said}", expected, *fixes, f"look at the whole log: {log}")

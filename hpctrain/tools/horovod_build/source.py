@@ -163,7 +163,7 @@ def apply(changes: Sequence[Patch], folder: Path) -> None:
         text = file.read_text() if file.is_file() else ""
         if change.old not in text:
             raise HpctrainError(
-                "HT000",
+                "HT914",
                 f"Horovod's {change.file} has no {change.old!r}",
                 f"the source package of Horovod {VERSION} as it was released",
                 "pip cache remove horovod, and see where pip finds it: pip config list",

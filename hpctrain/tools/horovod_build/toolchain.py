@@ -38,11 +38,15 @@ def check_compiler(standard: int, env: Mapping[str, str]) -> None:
     names = [given[0]] if given else _COMPILERS
     compiler = next((one for name in names if (one := shutil.which(name, path=path))), "")
     expected = f"a C++ compiler and make, to build Horovod for C++{standard}"
-    fix = "on Debian or Ubuntu: sudo apt-get install g++ make; on a cluster: module load gcc"
+    fixes = (
+        "on Debian or Ubuntu: sudo apt-get install g++ make",
+        "on a cluster: module load gcc",
+    )
     if not compiler:
-        raise HpctrainError("HT000", f"found no C++ compiler: {', '.join(names)}", expected, fix)
+        found = f"found no C++ compiler: {', '.join(names)}"
+        raise HpctrainError("HT912", found, expected, *fixes)
     if not shutil.which("make", path=path):
-        raise HpctrainError("HT000", "found no make", expected, fix)
+        raise HpctrainError("HT912", "found no make", expected, *fixes)
     macro = _MACROS[standard]
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
         probe = Path(folder) / "probe.cc"
@@ -52,13 +56,14 @@ def check_compiler(standard: int, env: Mapping[str, str]) -> None:
     if answer is None or answer[0] != 0:
         version = (ask([compiler, "--version"], env, _SECONDS) or (0, "?"))[1].partition("\n")[0]
         gcc = f"GCC {_FIRST_GCC.get(standard, 0)} or newer"
-        fix = f"module load gcc, or CXX=PATH CC=PATH of {gcc}"
-        raise HpctrainError("HT000", f"{compiler} ({version}) knows no C++{standard}", gcc, fix)
+        found = f"{compiler} ({version}) knows no C++{standard}"
+        fix = f"export CXX=PATH CC=PATH of {gcc}"
+        raise HpctrainError("HT912", found, gcc, "module load gcc", fix)
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         fix = "on Debian or Ubuntu: sudo apt-get install python3-dev"
         raise HpctrainError(
-            "HT000", f"found no {headers / 'Python.h'}", "the headers of this Python", fix
+            "HT912", f"found no {headers / 'Python.h'}", "the headers of this Python", fix
         )
 
 
@@ -140,11 +145,12 @@ def find_mpi(env: Mapping[str, str]) -> Mpi:
                     return found
     what = f"MPI_HOME={home}" if home else f"{mpirun or 'no mpirun on the PATH'}"
     raise HpctrainError(
-        "HT000",
+        "HT911",
         f"found no mpicxx{f' of {kind}' if kind else ''} ({what})",
         "for --mpi: an MPI with its compiler",
-        "on Debian or Ubuntu: sudo apt-get install libopenmpi-dev openmpi-bin; "
-        "on a cluster: module load openmpi; else MPI_HOME=FOLDER",
+        "on Debian or Ubuntu: sudo apt-get install libopenmpi-dev openmpi-bin",
+        "on a cluster: module load openmpi",
+        "export MPI_HOME=FOLDER",
     )
 
 

@@ -68,7 +68,7 @@ def ask_torch(env: Mapping[str, str]) -> Torch:
     except (ValueError, TypeError, KeyError, IndexError):
         found = f"import torch fails: {lines[-1] if lines else 'it says nothing'}"
         fix = f"{sys.executable} -m pip install torch"
-        raise HpctrainError("HT000", found, "a torch for Horovod to fit", fix) from None
+        raise HpctrainError("HT910", found, "a torch for Horovod to fit", fix) from None
 
 
 def cxx_standard(include: Path) -> int:

@@ -1,0 +1,96 @@
+"""Context of a training on one rank: what its parts share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from hpctrain.arguments import Batches, Options
+from hpctrain.backends.base import Backend
+from hpctrain.cluster.job import Allocation
+from hpctrain.cluster.world import World
+from hpctrain.data import Placement, TrainingSampler
+from hpctrain.optim import EMA
+from hpctrain.precision import Precision
+from hpctrain.process.events import Events
+from hpctrain.rendezvous import Roster
+from hpctrain.training.preemption import Preemption
+
+__all__ = ["Context"]
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """What session, run, checkpoints and monitor of one rank share.
+
+    The first part is fixed when the ranks are connected; the second part changes as the script
+    prepares objects and trains.
+
+    Attributes:
+        options: options of the session.
+        own_options: options that the script added to the common ones, by name.
+        allocation: job of the scheduler, or None.
+        preemption: stop requests that this rank has received.
+        exit_status_file: path of the exit status file; None except at rank 0.
+        world: rank, world size and hosts of this process; no field is None.
+        roster: list of all ranks, with their hosts and settings.
+        batches: global batch size, micro-batch size and accumulation.
+        device: device used by this rank.
+        precision: number format of weights, activations and gradients.
+        backend: backend for the communication between ranks.
+        workers: number of loader processes of this rank.
+        placement: device, data type and memory layout of batches.
+
+        events: calls from lower layers to the session and the run.
+        models, optimizers: prepared models and optimizers, in the order of preparation.
+        samplers: samplers of the loaders of training sets.
+        datasets: data sets of the loaders, in the order in which the loaders were created.
+        ema: moving average of the prepared models' weights; None without `--ema`.
+        weight: weight of the current micro-batch in its step; 1 if all have the same number of
+            samples.
+        micro_batch: number of micro-batches done in the current step.
+    """
+
+    options: Options
+    own_options: Mapping[str, Any]
+    allocation: Allocation | None
+    preemption: Preemption
+    exit_status_file: str | None
+    world: World
+    roster: Roster
+    batches: Batches
+    device: torch.device
+    precision: Precision
+    backend: Backend
+    workers: int
+    placement: Placement
+
+    events: Events = field(default_factory=Events)
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    samplers: list[TrainingSampler] = field(default_factory=list)
+    datasets: list[Dataset[Any]] = field(default_factory=list)
+    ema: EMA | None = None
+    weight: float = 1.0
+    micro_batch: int = 0
+
+    def choose_synchronization(self) -> None:
+        """Let only the last micro-batch of a step synchronize the gradients."""
+        if self.batches.accumulate > 1:
+            last = self.micro_batch == self.batches.accumulate - 1
+            for model in self.models:
+                self.backend.synchronize(model, last)
+
+    def forget_step(self) -> int:
+        """Drop the micro-batches of an incomplete step, and return their number."""
+        dropped, self.micro_batch = self.micro_batch, 0
+        if dropped:
+            self.backend.forget()
+            for optimizer in self.optimizers:
+                self.precision.clear(optimizer)
+            self.choose_synchronization()
+        return dropped

@@ -1,0 +1,292 @@
+"""The JSON of the commands is what the schemas in docs/schemas/ say, and nothing else."""
+
+import json
+from pathlib import Path
+
+import environments
+import jsonschema
+import pytest
+import ranks as forked
+from hypothesis import given
+from hypothesis import strategies as st
+from launcher_env import BATCH, BY_HAND, HPCTRAIN, STEP, TORCHRUN, changed
+from test_captured_environments import process
+from test_doctor import SECRETS, roster, ways
+from test_doctor_ranks import examines, loses_torch, miscounts, told
+
+from hpctrain.cli import main
+from hpctrain.cli.explain import as_json
+from hpctrain.cluster.launchers import LAUNCHERS, Process, readings, survey
+from hpctrain.cluster.world import World
+from hpctrain.errors import HpctrainError
+from hpctrain.errors.codes import CODES, Code
+from hpctrain.tools.doctor import exchange, findings, scheduler, software, variables
+from hpctrain.tools.doctor import ranks as of_ranks
+from hpctrain.tools.doctor.exchange import Sums
+from hpctrain.tools.doctor.machine import Machine
+from hpctrain.tools.doctor.output import Report
+
+DOCS = Path(__file__).parents[2] / "docs"
+SCHEMAS = {path.stem: json.loads(path.read_text()) for path in (DOCS / "schemas").glob("*.json")}
+# Objects whose names vary: values that a launcher may not have, and environment variables.
+VARYING = ("sources", "environment")
+CONTRADICTION = {"RANK": "1"}
+# The shell of a batch job of four tasks, which would train alone, and a rank without an address.
+WASTE = changed(BATCH, SLURM_PROCID=None, SLURM_LOCALID=None, SLURM_NODEID=None)
+STRAY = changed(BY_HAND, MASTER_PORT=None)
+ARRAY_TASK = {**STEP, "SLURM_ARRAY_JOB_ID": "812", "SLURM_ARRAY_TASK_ID": "3"}
+BY_KIND = {
+    "alone": {},
+    "step": STEP,
+    "array task": ARRAY_TASK,
+    "restarted": {**STEP, "SLURM_RESTART_COUNT": "2"},
+    "torchrun in a step": {**STEP, **TORCHRUN},
+    "by hand": BY_HAND,
+    "hpctrain run": HPCTRAIN,
+    "waste": WASTE,
+    "stray": STRAY,
+    "contradiction": CONTRADICTION,
+    "unknown launcher": {**STEP, "HPCTRAIN_LAUNCHER": "pbs"},
+    "wrong port": {**BY_HAND, "MASTER_PORT": "70000"},
+}
+WARNED = ("torchrun in a step", "waste", "stray")
+REFUSED = ("contradiction", "unknown launcher", "wrong port")
+
+
+def hold(name, said):
+    """Check an output against its schema and return it as JSON has it."""
+    said = json.loads(said if isinstance(said, str) else json.dumps(said))
+    jsonschema.Draft202012Validator(SCHEMAS[name]).validate(said)
+    return said
+
+
+def explained(env, of=None):
+    """What `hpctrain explain --json` shows of an environment."""
+    of = of or Process()
+    try:
+        start = survey(env, of)
+    except HpctrainError:
+        start = None
+    return hold("explain", as_json(start, list(readings({**env, **of.facts()}))))
+
+
+def parts(schema, name=""):
+    """Yield a schema and all schemas in it, each with the word that it stands under."""
+    if isinstance(schema, dict):
+        yield name, schema
+        for word, part in schema.items():
+            yield from parts(part, word)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from parts(part, name)
+
+
+def spoiled(said, path=()):
+    """Yield copies with one more key, one less, or one value of another type, and its path."""
+    others = [{"another": "type"}, True]
+    if said is not None:  # null may stand for any of these
+        others += ["another type", 7, 0.5, [0.5]]
+    alike = (int, float) if type(said) is float else (type(said),)
+    yield from ((path, other) for other in others if type(other) not in alike)
+    if isinstance(said, dict):
+        yield (*path, "+"), {**said, "more": {}}
+        for name, value in said.items():
+            if path[-1:] and path[-1] in VARYING:
+                yield (*path, name), {**said, name: 7}
+                continue
+            yield (*path, "-", name), {other: said[other] for other in said if other != name}
+            for deeper, bad in spoiled(value, (*path, name)):
+                yield deeper, {**said, name: bad}
+    elif isinstance(said, list):
+        yield (*path, "+"), [*said, {"more": {}}]
+        for place, value in enumerate(said):
+            for deeper, bad in spoiled(value, (*path, place)):
+                yield deeper, [*said[:place], bad, *said[place + 1 :]]
+
+
+def refuses_all_changes(name, said):
+    """Check that the schema accepts an output and none of its spoiled copies."""
+    validator = jsonschema.Draft202012Validator(SCHEMAS[name])
+    validator.validate(said)
+    places = [place for place, bad in spoiled(said) if validator.is_valid(bad)]
+    assert not places, f"{name}.json accepts changes at {places}"
+
+
+# the schemas
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_json_schema_is_strict_and_describes_every_property(name):
+    schema = SCHEMAS[name]
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    # The branches of "if" add to properties that are described above them.
+    plain = {key: part for key, part in schema.items() if key not in ("if", "then", "else")}
+    for word, part in parts(plain):
+        if "array" in part.get("type", ()):
+            assert "items" in part
+        if "object" not in part.get("type", ()):
+            continue
+        if word == "environment":
+            assert part["additionalProperties"] == {"type": "string"}
+            continue
+        assert part["additionalProperties"] is False
+        assert word in VARYING or part["required"] == list(part["properties"])
+        assert all(one["description"].endswith(".") for one in part["properties"].values())
+
+
+def test_every_json_schema_is_for_a_command_and_linked_from_its_page():
+    assert SCHEMAS.keys() == {"explain", "explain-code", "doctor"}
+    pages = "".join(path.read_text() for path in DOCS.glob("*.md"))
+    for name in SCHEMAS:
+        assert f"](schemas/{name}.json)" in pages
+
+
+def test_json_schemas_know_every_launcher_field_and_compared_value():
+    launchers = [one.name for one in LAUNCHERS]
+    explain, doctor = SCHEMAS["explain"], SCHEMAS["doctor"]
+    assert explain["$defs"]["launcher"]["enum"] == launchers
+    machine = doctor["properties"]["machine"]["properties"]
+    assert machine["launcher"]["enum"] == launchers
+    fields = [name for name in World.__dataclass_fields__ if name != "launcher"]
+    assert list(explain["properties"]["sources"]["properties"]) == fields
+    assert explain["properties"]["ignored"]["items"]["properties"]["field"]["enum"] == fields
+    row = doctor["properties"]["ranks"]["items"]["properties"]
+    assert row["differs"]["items"]["enum"] == list(of_ranks.COMPARED)
+
+
+# explain
+
+
+@pytest.mark.parametrize("kind", BY_KIND)
+def test_explain_json_fits_its_schema(monkeypatch, capsys, kind):
+    said = explained(BY_KIND[kind])
+    assert bool(said["warnings"]) == (kind in WARNED)
+    assert (said["launcher"] is None) == (kind in REFUSED)
+    refuses_all_changes("explain", said)
+    # And as the command prints it, here in a process that may be a stray one as well.
+    for variable, value in BY_KIND[kind].items():
+        monkeypatch.setenv(variable, value)
+    assert main(["explain", "--json"]) == (2 if kind in REFUSED else 0)
+    assert hold("explain", capsys.readouterr().out).keys() == said.keys()
+
+
+@pytest.mark.parametrize("name", environments.names())
+def test_explain_json_of_captured_environment_fits_its_schema(name):
+    for rank in environments.load(name)["ranks"]:
+        explained(rank["env"], process(rank))
+        explained(rank["env"])
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted({*STEP, *TORCHRUN, *HPCTRAIN})),
+        st.sampled_from(["0", "1", "2", "3", "-1", "", "x", "1(x2)", "node[1-2]", "9" * 30]),
+    ),
+    st.sampled_from([{}, STEP, TORCHRUN, HPCTRAIN]),
+)
+def test_explain_json_of_any_environment_fits_its_schema(changes, env):
+    explained({**env, **changes})
+
+
+def test_explain_json_of_null_and_known_values_are_not_mixed():
+    known, unknown = explained(STEP), explained(CONTRADICTION)
+    validator = jsonschema.Draft202012Validator(SCHEMAS["explain"])
+    for name in ("rank", "world_size", "local_rank"):
+        assert not validator.is_valid({**known, name: None})
+    for name in known.keys() - {"ignored", "warnings", "hosts", "launcher", "main_port"}:
+        assert not validator.is_valid({**unknown, name: known[name]})
+
+
+@pytest.mark.parametrize("code", ["HT998", "HT999"])
+def test_explain_code_json_fits_its_schema(monkeypatch, capsys, code):
+    causes = ("one cause", "another") if code == "HT999" else ()
+    monkeypatch.setitem(CODES, code, Code("What went wrong.", causes, "What to do."))
+    assert main(["explain", code.lower(), "--json"]) == 0
+    said = hold("explain-code", capsys.readouterr().out)
+    assert said["causes"] == list(causes)
+    refuses_all_changes("explain-code", said)
+
+
+def test_explain_code_json_of_every_code_fits_its_schema(capsys):
+    for code in CODES:
+        assert main(["explain", code, "--json"]) == 0
+        assert hold("explain-code", capsys.readouterr().out)["code"] == code
+
+
+# doctor
+
+
+def report(capsys, entries, sums=None, pairs=()):
+    """What the doctor prints of ranks that were not all started here."""
+    facts = {
+        "host": "node1",
+        "system": "Linux",
+        "launcher": "slurm",
+        "environment": variables.shown({**SECRETS, "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}),
+    }
+    well = findings.of_rank([software.judge_horovod(False, None)], 0)
+    warned = findings.of_rank([scheduler.judge_slurm(True, None)], 0)
+    machine = Machine([*well, *warned], "2.15.0", None, 8, facts)
+    size = len(entries.entries)
+    whole = Report(machine, World(0, size, 0, launcher="slurm"), True)
+    # The findings of all ranks, as the rendezvous brings them.
+    brought = json.loads(json.dumps([findings.to_tell(machine.findings)] * size))
+    whole.tell([*well, *findings.merged(brought)])
+    table = of_ranks.rows(entries)
+    if sums:
+        for row in table:
+            row.clock = 1.5 * row.rank
+    unlike = [*of_ranks.differences(table), *of_ranks.judge_cores(entries.entries, table)]
+    seen = [row.rank == 0 for row in table]
+    shared = of_ranks.judge_shared(entries.entries, table, seen)
+    whole.table(table, [*unlike, *shared, *of_ranks.judge_clocks(table)])
+    if sums:
+        judged = [exchange.judge_sums(sums), *exchange.judge_pairs(pairs)]
+        whole.exchanged(sums.as_json(), [pair.as_json() for pair in pairs], judged)
+    whole.end()
+    return hold("doctor", capsys.readouterr().out)
+
+
+def test_doctor_json_of_ranks_that_differ_fits_its_schema(capsys):
+    gpu = {"gpu": "GPU-1b2c", "token": "/runs/t", "run": "/runs", "mask": "1", "threads": "2"}
+    other = dict.fromkeys(of_ranks.COMPARED, "another")
+    entries = roster(gpu, gpu, {**gpu, **other, "gpu": None}, hosts=["a", "a", "b"])
+    sums = Sums("nccl", [2], {10**6: 0.5, 64 * 10**6: 3.0}, 1200.0)
+    said = report(capsys, entries, sums, ways("abc", lambda x, y: x == "b"))
+    assert {one["subject"] for one in said["findings"]} == {
+        *("horovod", "Slurm", *of_ranks.COMPARED, "shared directory", "clocks"),
+        *("all-reduce", "slow network"),
+    }
+    assert said["ranks"][2]["differs"] == list(of_ranks.COMPARED)
+    assert [row["gpu"] for row in said["ranks"]] == ["GPU-1b2c", "GPU-1b2c", None]
+    assert said["machine"]["environment"] == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
+    refuses_all_changes("doctor", said)
+
+
+def test_doctor_json_without_a_sum_fits_its_schema(capsys):
+    said = report(capsys, roster({}, {"torch": of_ranks.NONE}, {}))
+    assert (said["all_reduce"], said["pairs"]) == (None, [])
+    assert [row["clock_offset"] for row in said["ranks"]] == [None] * 3
+    refuses_all_changes("doctor", said)
+
+
+def test_doctor_json_of_this_machine_fits_its_schema(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(software, "horovod", lambda: software.judge_horovod(False, None))
+    code = main(["doctor", "--json", "--run-dir", str(tmp_path)])
+    said = hold("doctor", capsys.readouterr().out)
+    assert code == int(any(one["level"] == "problem" for one in said["findings"]))
+    assert (said["machine"]["launcher"], said["ranks"]) == ("none", [])
+    refuses_all_changes("doctor", said)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("fault", [miscounts, loses_torch])
+def test_doctor_json_of_three_ranks_fits_its_schema(fault):
+    code, line = told(forked.run(3, examines, None, fault, layout=(1, 1, 1)))
+    said = hold("doctor", line)
+    assert code == 1
+    assert len(said["ranks"]) == 3
+    assert len(said["pairs"]) == (6 if fault is miscounts else 0)
+    assert bool(said["all_reduce"]) == (fault is miscounts)
+    refuses_all_changes("doctor", said)
