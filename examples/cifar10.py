@@ -61,7 +61,8 @@ def read(path):
             "HT001",
             f"{path}: {error or type(error).__name__}",
             f"CIFAR-10's Python version: cifar-10-batches-py with {', '.join(TRAIN + TEST)} in it",
-            "--data FOLDER of cifar-10-batches-py, or --download",
+            "--data FOLDER of cifar-10-batches-py",
+            "--download",
         ) from None
     return images, labels
 

@@ -136,7 +136,8 @@ def check(args, split, unreadable):
             "HT001",
             f"{unreadable} images of {args.data}/{split} cannot be decoded; each has a warning",
             f"at most {args.max_corrupt} such files",
-            f"fetch them again, or --max-corrupt {2 * unreadable} to go on without them",
+            "fetch them again",
+            f"--max-corrupt {2 * unreadable}, to go on without them",
         )
 
 

@@ -21,7 +21,7 @@ from hpctrain.launch.hosts import Hosts, parse
 from hpctrain.launch.in_slurm import InSlurm
 from hpctrain.launch.over_ssh import OverSsh
 from hpctrain.launch.rank_environment import AS, RealHost, gpus_of, layout
-from hpctrain.launch.rank_output import say
+from hpctrain.launch.rank_output import TRACEBACK, say
 from hpctrain.launch.spawning import spawn
 
 __all__ = [
@@ -131,7 +131,8 @@ def _tell(outcome: supervisor.Outcome) -> None:
     # After a usage error every rank has printed the same few lines.
     if all(rank.code == UsageError.exit_code for rank in outcome.ranks):
         return
-    say(f"hpctrain: rank {first.number} failed first, {first.how(brief=True)}\n")
+    only = not any(TRACEBACK in rank.tail.text() for rank in outcome.ranks if rank is not first)
+    say(f"hpctrain: rank {first.number} failed first, {first.how(brief=True, only=only)}\n")
 
 
 def _pass_on(said: tuple[int, str] | None, path: str | None) -> None:

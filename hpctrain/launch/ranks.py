@@ -115,11 +115,14 @@ class Rank:
             if close and stream is not None:
                 stream.close()
 
-    def how(self, brief: bool = False) -> str:
+    def how(self, brief: bool = False, only: bool = False) -> str:
         """Describe how the rank ended, with its last lines.
 
         Args:
-            brief: whether to leave out a traceback that is already on standard error.
+            brief: whether to leave out a traceback that is already on standard error, if the rank
+                has written a failure record.
+            only: whether no other rank has printed a traceback; then its own is easy to find, and
+                is left out as well.
         """
         code = self.code or 0
         how = f"with exit code {code}" if code >= 0 else f"with signal {_name(-code)}"
@@ -127,7 +130,7 @@ class Rank:
             text = self.failure.traceback if not self.shown else ""
             return f"{how}: {self.failure.words}" + (f"\n{text.rstrip()}" if text else "")
         said = self.tail.text()
-        if brief and TRACEBACK in said:
+        if brief and only and TRACEBACK in said:
             return f"{how}: {said.splitlines()[-1]}"
         lines = "".join(f"\n  {line}" for line in said.splitlines())
         return f"{how}. It said:{lines}" if said else f"{how}. It said nothing on standard error."

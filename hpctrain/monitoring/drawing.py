@@ -48,9 +48,9 @@ def panel_of(name: str) -> str:
 def plain(text: str) -> str:
     """Return a text with "?" for unprintable characters, and never empty.
 
-    A $ stays a $ only if matplotlib parses no math.
+    matplotlib shows a $ unchanged only without its math mode (`parse_math`).
     """
-    return "".join(one if one.isprintable() else "?" for one in text) or " "
+    return "".join(character if character.isprintable() else "?" for character in text) or " "
 
 
 def legend(parent: Any, lines: Iterable[Any], names: Iterable[str], **more: Any) -> None:

@@ -33,13 +33,13 @@ class Profile:
     """Trace of some steps of a rank with torch.profiler; its errors do not end the run.
 
     Args:
-        wanted: steps to trace, each as the number of steps done before it.
+        steps: steps to trace, each as the number of steps done before it.
         device: device used by the rank.
         path: path of the trace file.
     """
 
-    def __init__(self, wanted: range, device: torch.device, path: Path) -> None:
-        self._wanted, self._path = wanted, path
+    def __init__(self, steps: range, device: torch.device, path: Path) -> None:
+        self._steps, self._path = steps, path
         self._activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             self._activities.append(ProfilerActivity.CUDA)
@@ -52,9 +52,9 @@ class Profile:
         Args:
             step: steps done.
         """
-        if self._profiler is None and step in self._wanted:
+        if self._profiler is None and step in self._steps:
             self._begin(step)
-        elif self._profiler is not None and step not in self._wanted:
+        elif self._profiler is not None and step not in self._steps:
             self.close(step)
 
     def _begin(self, step: int) -> None:
@@ -63,7 +63,7 @@ class Profile:
         try:
             profiler.start()
         except Exception as error:  # another profiler runs, or the driver forbids it
-            self._give_up(error)
+            self._disable(error)
         else:
             self._profiler = profiler
 
@@ -75,21 +75,21 @@ class Profile:
         """
         profiler, self._profiler = self._profiler, None
         if profiler is None:
-            if self._wanted:
+            if self._steps:
                 logger.warning(
-                    "no trace: --profile %d:%d, and the run was at step %d when it ended",
-                    self._wanted.start,
-                    self._wanted.stop,
+                    "no trace: --profile %d:%d, but the run ended at step %d",
+                    self._steps.start,
+                    self._steps.stop,
                     step,
                 )
             return
-        self._wanted = range(0)
+        self._steps = range(0)
         try:
             profiler.stop()
             self._path.parent.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(self._path))
         except Exception as error:  # a full disk; kineto raises many types of errors
-            self._give_up(error)
+            self._disable(error)
             return
         logger.info(
             "steps %d to %d are traced in %s: open it at https://ui.perfetto.dev",
@@ -98,6 +98,6 @@ class Profile:
             self._path,
         )
 
-    def _give_up(self, error: Exception) -> None:
-        self._wanted = range(0)
+    def _disable(self, error: Exception) -> None:
+        self._steps = range(0)
         logger.warning("no trace in %s: %s", self._path, error)

@@ -73,7 +73,7 @@ class Course:
         return max(0, self.end - step) * (now - then) / (step - before)
 
 
-def said(row: Mapping[str, Any], course: Course) -> list[str]:
+def formatted_values(row: Mapping[str, Any], course: Course) -> list[str]:
     """Return the values of a row of metrics as texts for the user.
 
     Args:
@@ -85,13 +85,13 @@ def said(row: Mapping[str, Any], course: Course) -> list[str]:
         "data_wait": lambda value: f"data wait {100 * value:.0f} %",
         "gpu_memory": lambda value: f"{value / 1e9:.1f} GB",
     }
-    words = [
+    texts = [
         known[name](value) if name in known and math.isfinite(value) else f"{name} {value:.5g}"
         for name, value in row.items()
         if name not in ("step", "epoch", "time")
     ]
     left = course.seconds_left(row["step"]) if "samples_per_second" in row else None
-    return words if left is None else [*words, f"to the end {clock(left)}"]
+    return texts if left is None else [*texts, f"to the end {clock(left)}"]
 
 
 def clock(seconds: float) -> str:
@@ -123,7 +123,7 @@ class Lines:
         epochs = "" if course.epochs is None else f"/{course.epochs}"
         steps = "" if course.end is None else f"/{course.end:,}"
         where = f"epoch {row['epoch'] + 1}{epochs}  step {row['step']:,}{steps}"
-        text = "  ".join([where, *said(row, course)])
+        text = "  ".join([where, *formatted_values(row, course)])
         logger.info("%s", text, extra={"screen": self.screen or not training})
 
     def step(self, step: int) -> None:
@@ -176,27 +176,27 @@ class Bar(Lines):
             transient=True,
             redirect_stdout=sys.stdout.isatty(),
         )
-        self._gone = self.screen = False
+        self._terminal_closed = self.screen = False
         with self._drawing():
             self._live.start()
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Wrap writes to the terminal; end the bar if the terminal is gone."""
+        """Wrap writes to the terminal; end the bar if the terminal was closed."""
         try:
             yield
         except OSError as error:
-            self._gone = self.screen = True
+            self._terminal_closed = self.screen = True
             self._due = math.inf
             with suppress(OSError):  # restores the standard streams before it writes
                 self._live.stop()
-            logger.info("no progress bar any more, as the terminal has gone: %s", error)
+            logger.info("the progress bar ends, because the terminal was closed: %s", error)
 
     def row(self, row: Mapping[str, Any], training: bool) -> None:
         """Show a row of metrics."""
         super().row(row, training)
         if training:
-            self._values = said(row, self.course)
+            self._values = formatted_values(row, self.course)
 
     def step(self, step: int) -> None:
         """Record the end of a step."""
@@ -215,7 +215,7 @@ class Bar(Lines):
     def end_epoch(self, step: int) -> None:
         """Print the final line of an epoch, at this step."""
         self.course.step, self._evaluated = step, 0
-        if self._gone:
+        if self._terminal_closed:
             return
         with self._drawing():
             self._live.console.print(self._line(), soft_wrap=False)
@@ -270,5 +270,5 @@ def open_progress(course: Course) -> Lines:
         try:
             return Bar(course)
         except ImportError:
-            logger.info("no progress bar, as rich is not installed: pip install rich")
+            logger.info("no progress bar, because rich is not installed: pip install rich")
     return Lines(course)

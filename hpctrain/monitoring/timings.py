@@ -30,7 +30,7 @@ _MOST_NAMED = 3
 _ADVICE = {
     "data": (
         "waits %.0f ms a step for data",
-        "its disk or its cores are the place to look: hpctrain bench input there, top, iostat -x 1;"
+        "look at its disk and its cores: hpctrain bench input there, top, iostat -x 1;"
         " more --workers, or the data on its own disk",
     ),
     "forward": (
@@ -95,24 +95,24 @@ class DeviceClock(Clock):
 
     def __init__(self, phases: Phases, seconds: Sequence[float]) -> None:
         super().__init__(phases, seconds)
-        self._wanted = 0
+        self._samples_left = 0
         self._first: torch.cuda.Event | None = None
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def enter(self, phase: int) -> None:
         """Record the beginning of a phase; called several times per step."""
-        if not self._wanted:
+        if not self._samples_left:
             return
         if phase == self.phases.computing:
             self._first = _event()
         elif phase in self.phases.backward and self._first is not None:
             self._pairs.append((self._first, _event()))
             self._first = None
-            self._wanted -= 1
+            self._samples_left -= 1
 
     def restart(self) -> None:
         """Begin an interval."""
-        self._pairs, self._wanted = [], _SAMPLES
+        self._pairs, self._samples_left = [], _SAMPLES
 
     def forward(self, steps: int, micro_batches: int) -> float:
         """Return the seconds per step in forward passes; 0 if the GPU has completed none yet."""
@@ -159,15 +159,15 @@ class Timings:
         self._seconds, self._in_steps = clock.seconds, clock.phases.steps
         self._directory, self._micro_batches = directory, micro_batches
         self._ended = 0.0  # end of the last step, in seconds of steps
-        self._asked = 0.0
-        self._known: dict[str, set[int]] = {kind: set() for kind in _ADVICE}
+        self._last_due = 0.0  # `_ended` when the last line was due
+        self._slow: dict[str, set[int]] = {kind: set() for kind in _ADVICE}
         self._failed = False
         self._sum: tuple[dict[str, Any], float, Work] | None = None  # line with incomplete sum
         self._restart()
         self._first = True  # whether the next step is the first one of this start
 
     def _restart(self) -> None:
-        self._took: list[float] = []  # seconds of each step of this interval
+        self._step_seconds: list[float] = []  # of each step of this interval
         self._begun = self._ended
         self._waited = self._clock.seconds[self._clock.phases.loading]
         self._clock.restart()
@@ -175,7 +175,7 @@ class Timings:
     def step(self) -> None:
         """Record the end of a step."""
         ended = sum(self._seconds[self._in_steps])
-        self._took.append(ended - self._ended)
+        self._step_seconds.append(ended - self._ended)
         self._ended = ended
         if self._first:
             self._first = False
@@ -183,15 +183,15 @@ class Timings:
 
     def due(self) -> bool:
         """Return True on rank 0 when a line is due, only once; then all ranks must call `begin`."""
-        if self._backend.rank or self._ended - self._asked < _SECONDS_BETWEEN_LINES:
+        if self._backend.rank or self._ended - self._last_due < _SECONDS_BETWEEN_LINES:
             return False
-        self._asked = self._ended
+        self._last_due = self._ended
         return True
 
     def begin(self, step: int, epoch: int) -> None:
         """Begin a line; called by all ranks at the same step."""
         self._finish()
-        steps = len(self._took)
+        steps = len(self._step_seconds)
         if self._first or not steps:
             return
         rank, size = self._backend.rank, self._backend.world_size
@@ -200,7 +200,9 @@ class Timings:
         own[rank] = waited / steps
         own[size + rank] = self._clock.forward(steps, self._micro_batches)
         buckets = Counter(
-            math.floor(20 * math.log10(took * 1e6)) for took in self._took if took > 0
+            math.floor(20 * math.log10(seconds * 1e6))
+            for seconds in self._step_seconds
+            if seconds > 0
         )
         line = {
             "step": step,
@@ -226,9 +228,9 @@ class Timings:
     def _finish(self) -> None:
         if self._sum is None:
             return
-        (line, seconds, later), self._sum = self._sum, None
+        (line, seconds, work), self._sum = self._sum, None
         size = self._backend.world_size
-        numbers = [round(number, 7) for number in later.values()]
+        numbers = [round(number, 7) for number in work.values()]
         if self._backend.rank:
             return
         line |= {"data": numbers[:size], "forward": numbers[size:]}
@@ -245,16 +247,19 @@ class Timings:
     def _judge(self, kind: str, numbers: Sequence[float], a_step: float) -> None:
         """Log the ranks that have become slow, and those that are no longer slow."""
         slow = set(rundir.slow_ranks(numbers, a_step))
-        before, self._known[kind] = self._known[kind], slow
-        does, advice = _ADVICE[kind]
+        before, self._slow[kind] = self._slow[kind], slow
+        symptom, advice = _ADVICE[kind]
         usual = f"the median rank {1000 * statistics.median_low(numbers):.0f} ms"
         new = sorted(slow - before, key=lambda rank: -numbers[rank])
         for rank in new[:_MOST_NAMED]:
-            what = does % (1000 * numbers[rank])
-            said = f"rank {rank} on {self._hosts[rank]} {what}, {usual}"
-            logger.warning("%s (a step takes %.0f ms); %s", said, 1000 * a_step, advice)
+            found = symptom % (1000 * numbers[rank])
+            message = f"rank {rank} on {self._hosts[rank]} {found}, {usual}"
+            logger.warning("%s (a step takes %.0f ms); %s", message, 1000 * a_step, advice)
         if len(new) > _MOST_NAMED:
-            logger.warning("and %d more ranks like that; timings.jsonl has all", len(new) - 3)
+            logger.warning(
+                "%d more ranks are slow in this way; timings.jsonl has all of them",
+                len(new) - _MOST_NAMED,
+            )
         for rank in sorted(before - slow)[:_MOST_NAMED]:
-            what = does % (1000 * numbers[rank])
-            logger.info("rank %d on %s %s, like the others", rank, self._hosts[rank], what)
+            found = symptom % (1000 * numbers[rank])
+            logger.info("rank %d on %s %s, like the others", rank, self._hosts[rank], found)

@@ -258,7 +258,7 @@ class Run:
                 phase(LOADING)
                 batch = next(iterator, _END)
                 if batch is _END:
-                    return
+                    break
                 phase(COMPUTING)
                 if self._index == 0 and self._schedule is not None:
                     optim.apply(context.optimizers, self._schedule.factor(self.step))
@@ -272,7 +272,10 @@ class Run:
                 finally:
                     self._in_body = False
                 self._settle()
-            self._cut_short = next(iterator, _END) is not _END
+            else:
+                self._cut_short = next(iterator, _END) is not _END
+            if self._enough() or self.epoch + 1 == self._epochs:
+                self._end_row()  # before the rows of the last evaluation
         finally:
             phase(IDLE)
             self._paused = time.monotonic()

@@ -134,6 +134,7 @@ def test_killed_rank_ends_the_step_within_a_minute_and_no_rank_survives(cluster,
     assert not running(script)
     for rank in (0, 2):
         assert f"hpctrain: error: rank {rank} lost another rank: " in done.stderr
-    assert done.stderr.count("is node2, with rank 1)") == 2
+    # The last one may lose the other first, as that one leaves.
+    assert "is node2, with rank 1)" in done.stderr
     assert "task 1: Killed" in done.stderr
     assert "Traceback" not in done.stderr

@@ -140,7 +140,7 @@ def test_report_of_one_run_in_a_browser(whole, browser, capsys):
     alts = opened.eval_on_selector_all("img", "all => all.map(one => one.alt)")
     assert "eval_loss: 1 at step 100, 1 at step 300." in alts[0]
     # Restarts in every curve over steps, and in a table with what had changed.
-    assert text.count("Dotted: went on after a restart at step 100, 200.") == 6
+    assert text.count("Dotted: training continued after a restart at step 100, 200.") == 6
     assert "lr: 0.1 → 0.2" in text
     assert "model: – → resnet50" in text
     # The rank for whose data the others wait, and its host.
@@ -235,7 +235,7 @@ def test_report_of_a_running_job_with_bad_lines_and_numbers(tmp_path, browser):
     text = shown(browser, folder / "report.html").inner_text("body")
     assert "going-on has not ended" in text
     assert "Its last row is of 2023-11-14 22:14:30 UTC" in text
-    assert "not all values are finite of loss, lr." in text
+    assert "some values of loss, lr are not finite." in text
     assert "6 (2 not finite)" in text
     assert "Crosses: values that are not finite." in text
     assert "Time of a step" not in text
@@ -373,7 +373,7 @@ def test_report_replaces_only_its_own_files(whole, capsys):
     assert (beside / "mine.png").is_fifo()
     (beside / "loss.png").write_bytes(b"\x89PNG of a person's")
     assert report(whole) == 2
-    assert f"{beside / 'loss.png'} is there, and no report" in capsys.readouterr().err
+    assert f"{beside / 'loss.png'} exists and is no report" in capsys.readouterr().err
     (whole / "report.html").write_text("<p>mine</p>")
     assert report(whole) == 2
     assert (whole / "report.html").read_text() == "<p>mine</p>"
@@ -393,7 +393,7 @@ def test_report_never_writes_through_a_link(whole, tmp_path, link, capsys):
     (whole / link).parent.mkdir(exist_ok=True)
     (whole / link).symlink_to(far)
     assert report(whole) == 2
-    assert f"{whole / link} is there, and no report" in capsys.readouterr().err
+    assert f"{whole / link} exists and is no report" in capsys.readouterr().err
     assert not far.exists() or not list(far.iterdir())
     assert (whole / link).is_symlink()
 

@@ -157,7 +157,7 @@ def test_hanging_tracker_that_cannot_be_abandoned_is_logged(fake, monkeypatch, c
     said = [record.getMessage() for record in caplog.records]
     assert said[0].startswith("--track fake,other has not taken all rows within")
     assert said[1:] == [
-        f"--track {name} may keep this process from its end: no network at abandon"
+        f"--track {name} may block the exit of this process: no network at abandon"
         for name in ("fake", "other")
     ]
 
@@ -197,7 +197,7 @@ def test_slow_tracker_drops_rows_with_one_warning(fake, monkeypatch, caplog):
     fake.wakes.set()
     tracking.close("done", 1800.0)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("--track fake misses rows from here on, as 2 wait for it")
+    assert said.startswith("--track fake loses rows from here on, because 2 rows wait")
     assert [row[0] for row in fake.last.rows[:-1]] == [1, 2]
     assert fake.last.rows[-1] == "done"
 

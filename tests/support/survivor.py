@@ -68,9 +68,9 @@ class Fault:
         self.place, *more = place.split(":")
         self.always = "always" in more
         self.here = not [m for m in more if m.startswith("rank")] or f"rank{rank}" in more
-        self.run = Path(args.run)
+        self.run = Path(args.run_dir)
         # Beside the run directory, which is not there before the run.
-        self.mark = Path(f"{args.run}.faults", f"{text}-of-{rank}".replace("/", "_"))
+        self.mark = Path(f"{args.run_dir}.faults", f"{text}-of-{rank}".replace("/", "_"))
 
     def due(self, place):
         """Whether it happens at this place, and has not yet."""

@@ -41,11 +41,11 @@ def write(paths: Sequence[str], output: str | None = None) -> tuple[Path, list[P
             "HT654", f"--output {target}", "a name that ends in .html", f"--output {target}.html"
         )
     runs = run_reader.read(paths)
-    _refuse_strangers(target)
+    _refuse_other_file(target)
     if not os.access(target.parent, os.W_OK) or not target.parent.is_dir():
         raise _unwritable(f"{target.parent} cannot be written to")
     shown = page.sections(runs)
-    drawn = {one.name: one.png for section in shown for one in section.figures}
+    drawn = {figure.name: figure.png for section in shown for figure in section.figures}
     try:
         figures = _images(target.with_suffix(""), drawn)
         rundir.replace(target, page.render(runs, shown))
@@ -58,21 +58,21 @@ def _unwritable(found: str) -> UsageError:
     return UsageError("HT654", found, "a folder that this user may write to", "--output FILE.html")
 
 
-def _refuse_strangers(path: Path) -> None:
-    if os.path.lexists(path) and not _own(path):
-        raise _stranger(path)
+def _refuse_other_file(path: Path) -> None:
+    if os.path.lexists(path) and not _is_report(path):
+        raise _other_file(path)
 
 
-def _stranger(path: Path) -> UsageError:
+def _other_file(path: Path) -> UsageError:
     return UsageError(
         "HT654",
-        f"{path} is there, and no report",
-        "a new name, or that of a report",
+        f"{path} exists and is no report",
+        "a new name, or the name of a report",
         "--output FILE.html",
     )
 
 
-def _own(path: Path) -> bool:
+def _is_report(path: Path) -> bool:
     """Return whether a file is part of a report; links, pipes and the like never are."""
     from hpctrain.monitoring.report.figures import MARK
 
@@ -92,13 +92,13 @@ def _images(folder: Path, images: dict[str, bytes]) -> list[Path]:
         UsageError: a file that is no report has one of the names.
     """
     if folder.is_symlink():
-        raise _stranger(folder)
+        raise _other_file(folder)
     written = {folder / f"{name}.png": image for name, image in images.items()}
     for path in written:
-        _refuse_strangers(path)
+        _refuse_other_file(path)
     for path, image in written.items():
         rundir.replace(path, image)
     for path in folder.glob("*.png"):
-        if path not in written and _own(path):
+        if path not in written and _is_report(path):
             path.unlink()
     return list(written)

@@ -59,9 +59,9 @@ def draw_all(runs: Sequence[Run]) -> tuple[list[Drawn], int]:
             members.setdefault(title, []).append((run, number, name))
     order = {name: place for place, name in enumerate((*_FIRST, None, *_LAST))}
     titles = sorted(members, key=lambda title: order.get(title, len(_FIRST)))
-    kept = titles[:MOST_PANELS]
+    shown = titles[:MOST_PANELS]
     drawn = []
-    for title, stem in zip(kept, _stems(kept), strict=True):
+    for title, stem in zip(shown, _stems(shown), strict=True):
         if len(runs) == 1:
             curves = [
                 _Curve(wording.text(name), place, band(run.series[name]))
@@ -73,7 +73,7 @@ def draw_all(runs: Sequence[Run]) -> tuple[list[Drawn], int]:
                 for run, number, name in members[title]
             ]
         drawn.append(_draw(stem, title, curves, runs))
-    return drawn, len(titles) - len(kept)
+    return drawn, len(titles) - len(shown)
 
 
 def _stems(titles: Sequence[str]) -> list[str]:
@@ -118,16 +118,16 @@ def _draw(stem: str, name: str, curves: Sequence[_Curve], runs: Sequence[Run]) -
     title = _TITLES.get(name, wording.text(name))
     if len(runs) == 1 and len(curves) == 1 and curves[0].label != wording.text(name):
         title = f"{title}: {curves[0].label}"
-    alt = f"{title} over steps. " + " ".join(map(_told, curves))
+    alt = f"{title} over steps. " + " ".join(map(_describe, curves))
     return sheet.done(stem, title, alt, _caption(curves, runs))
 
 
 def _mark_restarts(axes: Any, curves: Sequence[_Curve], runs: Sequence[Run]) -> None:
     """Draw a dotted line at each restart; for several runs in the colour of the run."""
     for run, number in _shown(curves, runs):
-        ink = figures.color(number) if len(runs) > 1 else figures.color(4)
+        color = figures.color(number) if len(runs) > 1 else figures.color(4)
         for step in run.restarts[-_MOST_RESTARTS:]:
-            axes.axvline(step, color=ink, linestyle=(0, (1, 2)), linewidth=1.0)
+            axes.axvline(step, color=color, linestyle=(0, (1, 2)), linewidth=1.0)
 
 
 def _shown(curves: Sequence[_Curve], runs: Sequence[Run]) -> list[tuple[Run, int]]:
@@ -153,8 +153,8 @@ def _scale(axes: Any, name: str, curves: Sequence[_Curve]) -> None:
         axes.set_ylim(bottom=0.0)
 
 
-def _told(curve: _Curve) -> str:
-    """Describe a curve in words."""
+def _describe(curve: _Curve) -> str:
+    """Return a sentence about the first and the last value of a curve."""
     drawn = curve.band
     if not len(drawn.steps):
         return f"{curve.label}: no finite value."
@@ -165,17 +165,17 @@ def _told(curve: _Curve) -> str:
 
 def _caption(curves: Sequence[_Curve], runs: Sequence[Run]) -> str:
     """Return the explanation of the marks in a figure."""
-    said = []
+    sentences = []
     thick = [curve.band.per_point for curve in curves if curve.band.per_point > 1]
     if thick:
-        said.append(
+        sentences.append(
             f"Line: the median of every {wording.number(max(thick))} rows; area: their lowest to "
             "highest."
         )
     if any(len(curve.band.missing) for curve in curves):
-        said.append("Crosses: values that are not finite.")
+        sentences.append("Crosses: values that are not finite.")
     steps = sorted({step for run, _ in _shown(curves, runs) for step in run.restarts})
     if steps:
         named = ", ".join(map(wording.number, steps[:5])) + (", …" if len(steps) > 5 else "")
-        said.append(f"Dotted: went on after a restart at step {named}.")
-    return " ".join(said)
+        sentences.append(f"Dotted: training continued after a restart at step {named}.")
+    return " ".join(sentences)

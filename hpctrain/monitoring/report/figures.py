@@ -134,9 +134,9 @@ class Sheet:
         """Add a legend below the axes; the figure grows by its height."""
         shorter = [_shortened(name, 34) for name in names]
         columns = 2 if max(map(len, shorter)) <= 24 else 1
-        high = _LEGEND_LINE * -(-len(names) // columns)
-        self._bottom += high
-        self._figure.set_size_inches(_INCHES[0], _INCHES[1] + high)
+        height = _LEGEND_LINE * -(-len(names) // columns)
+        self._bottom += height
+        self._figure.set_size_inches(_INCHES[0], _INCHES[1] + height)
         drawing.legend(self._figure, lines, shorter, loc="lower center", ncols=columns)
 
     def done(self, name: str, title: str, alt: str, caption: str) -> Drawn:
@@ -171,21 +171,21 @@ class Sheet:
         Args:
             top: margin above the axes, in inches.
         """
-        wide, high = self._figure.get_size_inches()
+        width, height = self._figure.get_size_inches()
         left = _LEFT + (_LABEL if self.axes[0].get_ylabel() else 0.0)
         self._figure.subplots_adjust(
-            left / wide, self._bottom / high, 1 - _RIGHT / wide, 1 - top / high
+            left / width, self._bottom / height, 1 - _RIGHT / width, 1 - top / height
         )
 
 
 def sheet(xlabel: str, ylabel: str = "") -> Sheet:
     """Return a sheet with one pair of axes; the x axis has short numbers: 10k for 10,000."""
-    made = Sheet()
-    axes = made.axes[0]
+    new = Sheet()
+    axes = new.axes[0]
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    return made
+    return new
 
 
 def _shortened(text: str, most: int) -> str:

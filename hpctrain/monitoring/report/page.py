@@ -48,11 +48,11 @@ def sections(runs: Sequence[Run]) -> list[Section]:
             text = f"{wording.number(more)} more metrics are in metrics.jsonl."
         over_steps = Section("curves", "Curves", text, drawn)
         time_of_steps = Section("steps", "Time of a step")
-        one = steps.draw_times(runs)
-        time_of_steps.figures += [one] if one else []
+        figure = steps.draw_times(runs)
+        time_of_steps.figures += [figure] if figure else []
         for number, run in enumerate(runs[:_MOST_OF_RANKS]):
-            one = steps.draw_ranks(run, number, len(runs) == 1)
-            time_of_steps.figures += [one] if one else []
+            figure = steps.draw_ranks(run, number, len(runs) == 1)
+            time_of_steps.figures += [figure] if figure else []
         if len(runs) == 1 and (found := tables.ranks(runs[0])):
             time_of_steps.tables.append(found)
     return [over_steps, time_of_steps]
@@ -74,7 +74,7 @@ def render(runs: Sequence[Run], shown: Sequence[Section]) -> str:
     )
     environment.filters["data"] = _data
     now = time.time()
-    view: dict[str, Any] = {
+    context: dict[str, Any] = {
         "mark": figures.MARK,
         "palette": figures.PALETTE,
         "title": _title(runs),
@@ -93,18 +93,18 @@ def render(runs: Sequence[Run], shown: Sequence[Section]) -> str:
         "starts": [_starts(run, len(runs) == 1) for run in runs if run.starts],
     }
     if len(runs) == 1:
-        view |= {
+        context |= {
             "tiles": _tiles(runs[0]),
             "metrics": tables.metrics(runs[0]),
             "system": tables.system(runs[0]),
             "options": tables.options(runs[0]),
         }
     else:
-        view |= {
+        context |= {
             "results": comparison.results(runs),
             "comparison": comparison.compare(runs),
         }
-    page = environment.get_template("page.html").render(view)
+    page = environment.get_template("page.html").render(context)
     return page.encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
@@ -135,13 +135,13 @@ def _notes(run: Run, now: float) -> list[str]:
         last = wording.moment(run.last.get("time"))
         ago = wording.duration(now - run.last["time"]) if last != "–" else ""
         notes.append(
-            f"{run.label} has not ended: it trains still, or was killed. Its last row is "
+            f"{run.label} has not ended: it is still training, or was killed. Its last row is "
             + (f"of {last}, {ago} before this page was written." if ago else "not written yet.")
         )
-    lost = [name for name, one in run.series.items() if len(one.finite()[1]) < len(one.values)]
-    if lost:
-        named = ", ".join(wording.text(name) for name in lost[:5])
-        notes.append(f"{run.label}: not all values are finite of {named}.")
+    partial = [name for name, s in run.series.items() if len(s.finite()[1]) < len(s.values)]
+    if partial:
+        named = ", ".join(wording.text(name) for name in partial[:5])
+        notes.append(f"{run.label}: some values of {named} are not finite.")
     return notes
 
 

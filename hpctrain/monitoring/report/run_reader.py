@@ -168,19 +168,19 @@ def _run(path: Path, label: str) -> Run:
             "a run that this user may read",
             f"ls -l {path}",
         ) from None
-    known: dict[Path, dict[str, Any]] = {}
+    content: dict[Path, dict[str, Any]] = {}
     unread: dict[str, UsageError] = {}
-    for one in (directory.identity, directory.summary):
+    for file in (directory.identity, directory.summary):
         try:
-            known[one] = directory.read(one) or {}
+            content[file] = directory.read(file) or {}
         except UsageError as error:
-            known[one], unread[one.name] = {}, error
+            content[file], unread[file.name] = {}, error
     return Run(
         path,
         label,
-        known[directory.identity],
+        content[directory.identity],
         starts,
-        known[directory.summary],
+        content[directory.summary],
         series,
         timings,
         rows,
@@ -203,8 +203,8 @@ def _curves(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Series], int,
         for name, value in row.items():
             if type(value) not in _NUMBERS or name in drawing.HEADS:
                 continue
-            one = series.get(name)
-            if one is None:
-                one = series[name] = Series()
-            one.add(step, value)
+            curve = series.get(name)
+            if curve is None:
+                curve = series[name] = Series()
+            curve.add(step, value)
     return series, rows, {name: last.get(name) for name in drawing.HEADS if name in last}

@@ -60,10 +60,10 @@ def edge(bucket: int) -> float:
 def quantile(buckets: Mapping[int, int], share: float) -> float:
     """Return the seconds that a share of the steps does not exceed: the end of their bucket."""
     wanted = share * sum(buckets.values())
-    seen = 0
+    count = 0
     for bucket in sorted(buckets):
-        seen += buckets[bucket]
-        if seen >= wanted:
+        count += buckets[bucket]
+        if count >= wanted:
             return edge(bucket + 1)
     return math.nan
 
@@ -87,20 +87,20 @@ def gather(lines: Iterable[Mapping[str, Any]]) -> Timings:
     for line in lines:
         buckets.update(_buckets(line.get("step_times")))
         found: list[Any] = [line.get(key) for key in ("hosts", "data", "forward", "steps")]
-        names, one, other, count = found
-        if not is_step(count) or not count or not _fit(names, one, other):
+        names, data_means, forward_means, count = found
+        if not is_step(count) or not count or not _fit(names, data_means, forward_means):
             continue
         if tuple(names) != hosts:  # other ranks than before: restart the means
             hosts, steps = tuple(names), 0
             data, forward = [0.0] * len(names), [0.0] * len(names)
-        data = [known + count * new for known, new in zip(data, one, strict=True)]
-        forward = [known + count * new for known, new in zip(forward, other, strict=True)]
+        data = _sums(data, count, data_means)
+        forward = _sums(forward, count, forward_means)
         steps += count
     if not steps:
         return Timings(buckets)
     step = quantile(buckets, 0.5) if buckets else 0.0
     means = [[total / steps for total in totals] for totals in (data, forward)]
-    slow = [set(rundir.slow_ranks(one, step)) for one in means]
+    slow = [set(rundir.slow_ranks(seconds, step)) for seconds in means]
     ranks = (
         Rank(host, wait, work, number in slow[0], number in slow[1])
         for number, (host, wait, work) in enumerate(zip(hosts, *means, strict=True))
@@ -124,9 +124,9 @@ def _fit(hosts: Any, *means: Any) -> bool:
     """Return whether the lists are valid: a host and valid seconds for each rank."""
     lists = (hosts, *means)
     return (
-        all(isinstance(one, list) for one in lists)
-        and len({len(one) for one in lists}) == 1
+        all(isinstance(values, list) for values in lists)
+        and len({len(values) for values in lists}) == 1
         and bool(hosts)
         and all(isinstance(host, str) for host in hosts)
-        and all(drawing.is_number(mean) and 0 <= mean < _LONGEST for one in means for mean in one)
+        and all(drawing.is_number(mean) and 0 <= mean < _LONGEST for values in means for mean in values)
     )

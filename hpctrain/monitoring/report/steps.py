@@ -24,21 +24,21 @@ def draw_times(runs: Sequence[Run]) -> Drawn | None:
         return None
     sheet = figures.sheet("time of a step", "share of the steps")
     axes = sheet.axes[0]
-    said = []
+    sentences = []
     for number, run in shown:
         buckets = run.timings.buckets
-        known = range(min(buckets), max(buckets) + 1)
-        shares = np.array([buckets[bucket] for bucket in known], dtype=float) / buckets.total()
-        edges = [edge(bucket) for bucket in (*known, known.stop)]
-        ink = figures.color(number)
+        bins = range(min(buckets), max(buckets) + 1)
+        shares = np.array([buckets[bucket] for bucket in bins], dtype=float) / buckets.total()
+        edges = [edge(bucket) for bucket in (*bins, bins.stop)]
+        color = figures.color(number)
         dashes = figures.DASHES[number % len(figures.DASHES)]
-        axes.stairs(shares, edges, fill=True, color=ink, alpha=0.25)
-        axes.stairs(shares, edges, color=ink, linestyle=dashes, label=run.label)
+        axes.stairs(shares, edges, fill=True, color=color, alpha=0.25)
+        axes.stairs(shares, edges, color=color, linestyle=dashes, label=run.label)
         usual, late = (wording.duration(quantile(buckets, share)) for share in (0.5, 0.99))
-        said.append(
+        sentences.append(
             (f"{run.label}: " if len(runs) > 1 else "")
             + f"Half of {wording.number(buckets.total())} steps take at most {usual}, 99 of 100 at "
-            f"most {late}, the longest {wording.duration(edge(known.stop))}."
+            f"most {late}, the longest {wording.duration(edge(bins.stop))}."
         )
     axes.set_xscale("log")
     first, last = axes.get_xlim()
@@ -48,8 +48,8 @@ def draw_times(runs: Sequence[Run]) -> Drawn | None:
     if len(runs) > 1:
         # Each run has a filled patch and an outline; the outline has the dashes.
         sheet.legend(axes.patches[1::2], [run.label for _, run in shown])
-    told = " ".join(said)
-    return sheet.done("step-times", "time of a step, rank 0", f"Histogram. {told}", told)
+    text = " ".join(sentences)
+    return sheet.done("step-times", "time of a step, rank 0", f"Histogram. {text}", text)
 
 
 def draw_ranks(run: Run, number: int, alone: bool) -> Drawn | None:
@@ -64,10 +64,10 @@ def draw_ranks(run: Run, number: int, alone: bool) -> Drawn | None:
     if len(ranks) < 2:
         return None
     sheet = figures.Sheet(rows=2)
-    slow_data = [rank for rank, one in enumerate(ranks) if one.slow_data]
-    slow_forward = [rank for rank, one in enumerate(ranks) if one.slow_forward]
-    _bars(sheet.axes[0], "waits for data", [one.data for one in ranks], slow_data)
-    _bars(sheet.axes[1], "forward", [one.forward for one in ranks], slow_forward)
+    slow_data = [number for number, rank in enumerate(ranks) if rank.slow_data]
+    slow_forward = [number for number, rank in enumerate(ranks) if rank.slow_forward]
+    _bars(sheet.axes[0], "waits for data", [rank.data for rank in ranks], slow_data)
+    _bars(sheet.axes[1], "forward", [rank.forward for rank in ranks], slow_forward)
     sheet.axes[1].set_xlabel("rank")
     if len(ranks) <= _FEW:
         sheet.axes[1].set_xticks(range(len(ranks)))
@@ -91,10 +91,10 @@ def _bars(axes: Any, label: str, seconds: list[float], slow: list[int]) -> None:
     axes.yaxis.set_major_formatter(EngFormatter("s"))
     # One outline of bars and gaps, because thousands of patches would be slow.
     edges = np.sort(np.concatenate([np.arange(len(seconds)) - 0.4, np.arange(len(seconds)) + 0.4]))
-    for ink, ranks in ((0, set(range(len(seconds))) - set(slow)), (1, set(slow))):
+    for color, ranks in ((0, set(range(len(seconds))) - set(slow)), (1, set(slow))):
         heights = np.zeros(2 * len(seconds) - 1)
-        heights[::2] = [one if rank in ranks else 0.0 for rank, one in enumerate(seconds)]
-        axes.stairs(heights, edges, fill=True, color=figures.color(ink))
+        heights[::2] = [value if rank in ranks else 0.0 for rank, value in enumerate(seconds)]
+        axes.stairs(heights, edges, fill=True, color=figures.color(color))
     if slow:
         tops = [seconds[rank] + 0.08 * max(seconds) for rank in slow]
         axes.plot(slow, tops, linestyle="", marker="v", color=figures.color(1))

@@ -41,21 +41,21 @@ class Table:
 
 def summary(run: Run) -> dict[str, str]:
     """Return the main results of a run as short texts by name."""
-    said = run.summary
+    results = run.summary
     elapsed = _between(run.start.get("time"), run.last.get("time"))
     whole = _between(run.starts[0].get("time") if run.starts else None, run.last.get("time"))
     facts = {
         "status": status(run),
-        "step": _count(said.get("step", run.last.get("step"))),
-        "epoch": wording.text(said.get("epoch", run.last.get("epoch"))),
+        "step": _count(results.get("step", run.last.get("step"))),
+        "epoch": wording.text(results.get("epoch", run.last.get("epoch"))),
         "throughput": _speed(run),
-        "training, last start": wording.duration(said.get("seconds", elapsed)),
+        "training, last start": wording.duration(results.get("seconds", elapsed)),
         "first start to last row": wording.duration(whole),
         "starts": wording.number(len(run.starts)),
         "last row": wording.moment(run.last.get("time")),
     }
-    if said.get("reason"):
-        facts["reason"] = wording.text(said["reason"])
+    if results.get("reason"):
+        facts["reason"] = wording.text(results["reason"])
     return facts
 
 
@@ -81,8 +81,8 @@ def _between(begin: Any, end: Any) -> float | None:
 def _speed(run: Run) -> str:
     speed = run.summary.get("samples_per_second")
     if speed is None and (series := run.series.get("samples_per_second")):
-        known = series.finite()[1]
-        speed = float(np.median(known)) if len(known) else None
+        speeds = series.finite()[1]
+        speed = float(np.median(speeds)) if len(speeds) else None
     if not isinstance(speed, (int, float)) or not speed:
         return "–"
     return f"{wording.number(speed)} samples/s"
@@ -92,8 +92,8 @@ def metrics(run: Run) -> Table:
     """Return a table with the last, lowest and highest value of each metric."""
     rows = []
     for name, series in list(run.series.items())[:_MOST_METRICS]:
-        low, high, fine = _extremes(series)
-        rest = len(series.values) - fine
+        low, high, finite = _extremes(series)
+        rest = len(series.values) - finite
         rows.append(
             (
                 wording.text(name),
@@ -105,7 +105,7 @@ def metrics(run: Run) -> Table:
         )
     heads = ("metric", "last", "lowest", "highest", "values")
     more = len(run.series) - len(rows)
-    return Table("Metrics", heads, rows, note=f"{more:,} more are not shown." if more else "")
+    return Table("Metrics", heads, rows, note=f"{more:,} more metrics are not shown." if more else "")
 
 
 def _extremes(series: Series) -> tuple[str, str, int]:
@@ -114,34 +114,34 @@ def _extremes(series: Series) -> tuple[str, str, int]:
     if not len(values):
         return "–", "–", 0
     low, high = (
-        f"{wording.number(float(values[place]))} at step {int(steps[place]):,}"
-        for place in (values.argmin(), values.argmax())
+        f"{wording.number(float(values[index]))} at step {int(steps[index]):,}"
+        for index in (values.argmin(), values.argmax())
     )
     return low, high, len(values)
 
 
 def system(run: Run) -> dict[str, str]:
     """Return facts about the system of a run, at its last start."""
-    world, start, said = run.world, run.start, run.summary
+    world, start, results = run.world, run.start, run.summary
     facts = {
         "ranks": wording.text(world.get("world_size")),
         "hosts": wording.text(world.get("num_nodes")),
         "names of hosts": _hosts(world),
         "launcher": wording.text(world.get("launcher")),
-        "backend": wording.text(said.get("backend", run.options.get("backend"))),
-        "precision": wording.text(said.get("precision", run.options.get("precision"))),
+        "backend": wording.text(results.get("backend", run.options.get("backend"))),
+        "precision": wording.text(results.get("precision", run.options.get("precision"))),
         "device": wording.text(start.get("device")),
         "job": wording.text(mapping(start.get("job")).get("job_id")),
         "commit": wording.text(start.get("commit")),
     }
     versions = mapping(start.get("versions"))
-    return facts | {wording.text(name): wording.text(one) for name, one in versions.items()}
+    return facts | {wording.text(name): wording.text(value) for name, value in versions.items()}
 
 
 def options(run: Run) -> dict[str, str]:
     """Return the options of the last start by name, including the script's own options."""
     own = mapping(run.start.get("own_options"))
-    return {wording.text(name): wording.text(one) for name, one in (run.options | own).items()}
+    return {wording.text(name): wording.text(value) for name, value in (run.options | own).items()}
 
 
 def starts(run: Run) -> Table:
@@ -194,20 +194,20 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return wording.text("; ".join(changed) or "none")
 
 
-def _command(words: Any) -> str:
+def _command(command: Any) -> str:
     """Return a command that the user can run again."""
-    return wording.text(shlex.join(map(str, words)) if isinstance(words, list) else words)
+    return wording.text(shlex.join(map(str, command)) if isinstance(command, list) else command)
 
 
 def ranks(run: Run) -> Table | None:
     """Return a table of ranks: all if they are few, otherwise the slow ones; None if unknown."""
-    known = run.timings.ranks
-    if not known:
+    all_ranks = run.timings.ranks
+    if not all_ranks:
         return None
-    few = len(known) <= _MOST_RANKS
+    few = len(all_ranks) <= _MOST_RANKS
     chosen = [
         (number, rank)
-        for number, rank in enumerate(known)
+        for number, rank in enumerate(all_ranks)
         if few or rank.slow_data or rank.slow_forward
     ]
     rows = [
@@ -223,6 +223,6 @@ def ranks(run: Run) -> Table | None:
         )
         for number, rank in chosen[:_MOST_STARTS]
     ]
-    note = "" if few else f"Only slow ones of {len(known):,} ranks are shown."
+    note = "" if few else f"Of {len(all_ranks):,} ranks, only slow ones are shown."
     heads = ("rank", "host", "waits for data", "forward", "slow by")
     return Table("Ranks: means of a step", heads, rows, note=note)

@@ -34,7 +34,7 @@ _SECONDS_TO_STOP = 3.0
 # Share of the time-out after which the waiting other ranks consider this rank lost.
 _PART_OF_THE_TIMEOUT = 0.25
 # Shorter waits are not logged.
-_SECONDS_UNSAID = 1.0
+_SECONDS_UNLOGGED = 1.0
 
 
 def parse(text: str | None, here: bool) -> list[str]:
@@ -60,8 +60,8 @@ def parse(text: str | None, here: bool) -> list[str]:
         if here and not _installed(name):
             raise UsageError(
                 "HT651",
-                f"--track {name}, and its package is not installed",
-                f"{name}, which can be imported",
+                f"--track {name}, but its package is not installed",
+                f"a {name} that can be imported",
                 f"pip install 'hpctrain[{name}]'",
             )
     return names
@@ -101,12 +101,12 @@ class Tracking:
         for outlet in self._outlets:
             outlet.end(status)
         done = status == rundir.STATUS[rundir.DONE]
-        usual = _SECONDS_AT_THE_END if done else _SECONDS_TO_STOP
-        seconds = min(usual, timeout * _PART_OF_THE_TIMEOUT)
+        limit = _SECONDS_AT_THE_END if done else _SECONDS_TO_STOP
+        seconds = min(limit, timeout * _PART_OF_THE_TIMEOUT)
         begun = time.monotonic()
         with contextlib.suppress(KeyboardInterrupt, SystemExit):  # raised by signal handlers
-            late = self._late(begun + min(seconds, _SECONDS_UNSAID))
-            if late and seconds > _SECONDS_UNSAID:
+            late = self._late(begun + min(seconds, _SECONDS_UNLOGGED))
+            if late and seconds > _SECONDS_UNLOGGED:
                 logger.info("waiting up to %.0f s for --track %s; Ctrl-C ends it", seconds, late)
             self._late(begun + seconds)
         if late := self._late(begun):

@@ -31,21 +31,23 @@ class MLflow(Tracker):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        self._client_of, self._metric, self._param = MlflowClient, Metric, Param
+        self._client_class, self._metric, self._param = MlflowClient, Metric, Param
         self._about = about
 
     def open(self) -> None:
         """Begin the run, or continue it."""
-        about, self._client = self._about, self._client_of()
-        known = about.known_as("mlflow")
-        if known is not None:
-            self._run = known
-            self._client.update_run(known, status="RUNNING")
+        about, self._client = self._about, self._client_class()
+        earlier = about.known_as("mlflow")
+        if earlier is not None:
+            self._run = earlier
+            self._client.update_run(earlier, status="RUNNING")
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or about.name
         experiment = self._client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        run = self._client.create_run(number, run_name=about.directory.path.name)
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(name)
+        )
+        run = self._client.create_run(experiment_id, run_name=about.directory.path.name)
         self._run = run.info.run_id
         about.remember("mlflow", self._run)
         params = [self._param(name, str(v)[:_LONGEST]) for name, v in about.options.items()]
@@ -53,8 +55,8 @@ class MLflow(Tracker):
 
     def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
         """Record a row of metrics."""
-        moment = int(seconds * 1000)
-        metrics = [self._metric(name, value, moment, step) for name, value in values.items()]
+        milliseconds = int(seconds * 1000)
+        metrics = [self._metric(name, value, milliseconds, step) for name, value in values.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self, status: str) -> None:

@@ -32,13 +32,13 @@ class Outlet:
         self._full = False  # whether the full queue was logged
         # `wait` uses an event, because a signal handler that raises breaks the join of a thread.
         # Source: github.com/python/cpython, issue 90882, of Python 3.11 among others.
-        self._over = threading.Event()
+        self._finished = threading.Event()
         self._tracker: Tracker | None = None
         try:
             self._tracker = tracker = kind(about)
         except Exception as error:
             self._fail(error)
-            self._over.set()
+            self._finished.set()
             return
         # Daemon thread: a hanging network does not block the exit of the process.
         threading.Thread(
@@ -47,14 +47,14 @@ class Outlet:
 
     def put(self, row: Mapping[str, Any]) -> None:
         """Pass on a row of metrics without waiting; drop it if the queue is full."""
-        if self._over.is_set():
+        if self._finished.is_set():
             return
         if self._rows.qsize() < _MOST_ROWS:
             self._rows.put(row)
         elif not self._full:
             self._full = True
             logger.warning(
-                "--track %s misses rows from here on, as %d wait for it; metrics.jsonl has all",
+                "--track %s loses rows from here on, because %d rows wait; metrics.jsonl has all",
                 self.name,
                 _MOST_ROWS,
             )
@@ -69,17 +69,17 @@ class Outlet:
 
     def wait(self, seconds: float) -> bool:
         """Wait at most some seconds; return whether the tracker has finished or failed."""
-        return self._over.wait(seconds)
+        return self._finished.wait(seconds)
 
     def abandon(self) -> None:
         """Give up rows that were not sent, so that the process can exit."""
-        if self._tracker is None or self._over.is_set():
+        if self._tracker is None or self._finished.is_set():
             return
         try:
             self._tracker.abandon()
         except Exception as error:
             logger.warning(
-                "--track %s may keep this process from its end: %s", self.name, _reason(error)
+                "--track %s may block the exit of this process: %s", self.name, _reason(error)
             )
 
     def _work(self, tracker: Tracker) -> None:
@@ -93,7 +93,7 @@ class Outlet:
         except Exception as error:  # third-party packages raise any type
             self._fail(error)
         finally:
-            self._over.set()
+            self._finished.set()
 
     def _fail(self, error: Exception) -> None:
         logger.error(

@@ -38,13 +38,13 @@ class WandB(Tracker):
     def open(self) -> None:
         """Begin the run, or continue it."""
         about = self._about
-        known = about.known_as("wandb")
-        name = known or secrets.token_hex(4)
-        if known is None:
-            about.remember("wandb", name)
+        earlier = about.known_as("wandb")
+        run_id = earlier or secrets.token_hex(4)
+        if earlier is None:
+            about.remember("wandb", run_id)
         with signals.blocked():  # W&B starts its service as a process
             self._run = self._wandb.init(
-                id=name,
+                id=run_id,
                 resume="allow",
                 name=about.directory.path.name,
                 project=os.environ.get("WANDB_PROJECT") or about.name,
@@ -71,7 +71,7 @@ class WandB(Tracker):
                 with suppress(OSError):  # already ended
                     if Path("/proc", process, "comm").read_text().strip() == _SERVICE:
                         os.kill(int(process), signal.SIGKILL)
-        sys.unraisablehook = partial(_unless_of_wandb, sys.unraisablehook)
+        sys.unraisablehook = partial(_hide_wandb_errors, sys.unraisablehook)
 
 
 def _children(task: Path) -> list[str]:
@@ -82,10 +82,10 @@ def _children(task: Path) -> list[str]:
         return []
 
 
-def _unless_of_wandb(otherwise: Callable[[Any], Any], error: Any) -> None:
+def _hide_wandb_errors(hook: Callable[[Any], Any], error: Any) -> None:
     """Hide errors of W&B's own exit, which fails without its service."""
     if not getattr(error.object, "__module__", "").startswith("wandb."):
-        otherwise(error)
+        hook(error)
 
 
 def _plain(value: Any) -> Any:
