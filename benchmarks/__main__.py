@@ -32,9 +32,9 @@ HERE = Path(__file__).resolve().parent
 @functools.cache
 def no_gpu() -> str:
     """Return why no GPU can be used, or an empty string."""
-    asking = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    found = subprocess.run([sys.executable, "-c", asking], check=False, capture_output=True)
-    return "torch sees no GPU" if found.returncode else ""
+    script = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    found = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True)
+    return "torch finds no GPU" if found.returncode else ""
 
 
 def no_slurm() -> str:
@@ -55,12 +55,12 @@ class Benchmark:
 
     Attributes:
         quick: options for a short run, used with --quick.
-        lacks: returns why the benchmark cannot run here, or an empty string.
+        unavailable: returns why the benchmark cannot run here, or an empty string.
         gpu: options for a run of a minute or two, used with --gpu; None if it needs no GPU.
     """
 
     quick: str
-    lacks: Callable[[], str] = nothing
+    unavailable: Callable[[], str] = nothing
     gpu: str | None = None
 
 
@@ -91,7 +91,7 @@ def run(name: str, options: list[str], folder: Path) -> list[tuple[str, ...]]:
         options: command line options of the benchmark.
         folder: folder for its record.
     """
-    if reason := BENCHMARKS[name].lacks():
+    if reason := BENCHMARKS[name].unavailable():
         print(f"== {name}: left out: {reason}\n", flush=True)
         return [(name, "", "", "", f"left out: {reason}")]
     path = folder / f"{name}.json"

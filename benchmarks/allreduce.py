@@ -217,7 +217,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     for backend in BACKENDS:
         if importlib.util.find_spec({"ddp": "torch"}.get(backend, backend)) is None:
-            print(f"{backend}: left out, as there is none: hpctrain horovod build\n")
+            print(f"{backend}: left out, because it is not installed: hpctrain horovod build\n")
             continue
         times = start("--backend", backend, "--rounds", str(arguments.rounds))
         subjects = {name: compare(own, BY_HAND) for name, own in times.items()}

@@ -4,7 +4,7 @@
 
 A state of the given size, half weights and half momenta, is saved by hpctrain, by `torch.save`, and
 by torch's distributed checkpoint, synchronously and asynchronously (one process with a gloo group,
-staging memory kept). A save ends only when the data is on the disk (fsync), so no arm leaves the
+staging memory reused). A save ends only when the data is on the disk (fsync), so no arm leaves the
 disk something to write for the next one. The arms take turns. The stall is the duration of the
 call; it is compared with the stall of `torch.save` in the same round. The first save of each arm is
 reported separately, because it allocates memory. The tax is the slowdown of a loop of matrix
@@ -50,7 +50,7 @@ class Arms:
         self.folder = folder
         self.step = 0
         self.writer = Writer(RunDirectory(folder / "run"), keep=1)
-        # Staging memory is kept, as in hpctrain; the other options need a GPU or more processes.
+        # Staging memory is reused, as in hpctrain; the other options need a GPU or more processes.
         self.stager = DefaultStager(StagingOptions(False, False, False, False))
         self.all: dict[str, Callable[[State], Wait]] = {
             BASE: self.torch_save,
@@ -79,7 +79,7 @@ class Arms:
         return lambda: None
 
     def distributed_checkpoint_async(self, state: State) -> Wait:
-        """Save with torch's distributed checkpoint in the background; staging memory is kept."""
+        """Save with torch's distributed checkpoint in the background; staging memory is reused."""
         place = self.folder / "async"
         future = dcp.async_save(state, checkpoint_id=place, async_stager=self.stager)
         return lambda: future.result() and None
@@ -123,33 +123,33 @@ def timed(arm: Callable[[State], Wait], state: State) -> dict[str, float]:
 def tax(arm: Callable[[State], Wait], state: State, threads: int) -> float:
     """Return the time of a product during a save, relative to one just after it."""
     torch.set_num_threads(threads)
-    one, other = torch.randn(400, 400), torch.randn(400, 400)
+    left, right = torch.randn(400, 400), torch.randn(400, 400)
     out = torch.empty(400, 400)
     wait = arm(state)
     done = _Done(wait)
     count, begin = 0, time.perf_counter()
     while not done.is_set():
-        torch.mm(one, other, out=out)
+        torch.mm(left, right, out=out)
         count += 1
     during = time.perf_counter() - begin
     begin = time.perf_counter()
     for _ in range(count):
-        torch.mm(one, other, out=out)
+        torch.mm(left, right, out=out)
     after = time.perf_counter() - begin
     return during / after
 
 
 class _Done:
-    """A wait in a thread of its own; `is_set` returns whether it has ended."""
+    """A wait in a separate thread; `is_set` returns whether it has ended."""
 
     def __init__(self, wait: Wait) -> None:
         self._event = threading.Event()
 
-        def waiting() -> None:
+        def run() -> None:
             wait()
             self._event.set()
 
-        threading.Thread(target=waiting).start()
+        threading.Thread(target=run).start()
         self.is_set = self._event.is_set
 
 
@@ -201,16 +201,16 @@ def child(megabytes: int, rounds: int, folder: Path, result: Path) -> None:
 
 def evaluate(found: dict[str, Any]) -> dict[str, Any]:
     """Return medians, and the ratio of each stall to that of torch.save in the same round."""
-    base = [one["stall"] for one in found["later"][BASE]]
+    base = [save["stall"] for save in found["later"][BASE]]
     results: dict[str, Any] = {"arms": {}, "tax": {}}
     for name, later in found["later"].items():
-        stalls = [one["stall"] for one in later]
-        ratio = summary([mine / theirs for mine, theirs in zip(stalls, base, strict=True)])
+        stalls = [save["stall"] for save in later]
+        ratio = summary([a / b for a, b in zip(stalls, base, strict=True)])
         results["arms"][name] = {
             "stall_s": summary(stalls),
             "ratio": ratio,
-            "whole_s": summary([one["whole"] for one in later]),
-            "memory_mb": summary([one["memory"] / 1e6 for one in later]),
+            "whole_s": summary([save["whole"] for save in later]),
+            "memory_mb": summary([save["memory"] / 1e6 for save in later]),
             "first": found["first"][name],
         }
     results["tax"] = {name: summary(values) for name, values in found["tax"].items()}
@@ -238,8 +238,8 @@ def show(megabytes: int, results: dict[str, Any]) -> str:
         )
     taxes = [("products while a save is written", "× the time of one")]
     taxes += [(name, describe(values, ".3f")) for name, values in results["tax"].items()]
-    said = f"hpctrain: at most × {TARGET:g}: {results['target']['outcome']}"
-    return "\n".join([table(rows), said, "", table(taxes), ""])
+    target = f"hpctrain: at most × {TARGET:g}: {results['target']['outcome']}"
+    return "\n".join([table(rows), target, "", table(taxes), ""])
 
 
 def main() -> None:

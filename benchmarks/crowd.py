@@ -52,24 +52,24 @@ def client(credentials: Credentials, rank: int, hello: str, rosters: list[bytes]
     challenge = Credentials.challenge()
     answer = decode((yield encode({"start": credentials.start, "challenge": challenge}))) or {}
     if not credentials.proves(answer.get("proof"), "host", challenge):
-        raise SystemExit(f"rank {rank} heard a stranger: {answer}")
+        raise SystemExit(f"rank {rank} got an answer without a valid proof: {answer}")
     own = credentials.proof("client", str(answer["challenge"]), hello)
     roster = yield from _message(encode({"proof": own, "hello": hello}))
     if not roster.startswith(b'{"roster"'):
         raise SystemExit(f"rank {rank} did not get the roster: {roster[:500]!r}")
     if not rosters:
         rosters.append(roster)
-    begin = yield from _message(encode({"heard": rank}))
+    begin = yield from _message(encode({"received": rank}))
     if decode(begin) != {"begin": True}:
-        raise SystemExit(f"rank {rank} may not begin")
+        raise SystemExit(f"rank {rank} did not get the signal to begin")
 
 
-def _message(word: bytes) -> Generator[bytes, bytes, bytes]:
+def _message(message: bytes) -> Generator[bytes, bytes, bytes]:
     """Yield a message; return the line of rank 0 that follows its proof."""
-    said = yield word
-    while said.count(b"\n") < 2:
-        said += yield b""
-    return said.partition(b"\n")[2]
+    received = yield message
+    while received.count(b"\n") < 2:
+        received += yield b""
+    return received.partition(b"\n")[2]
 
 
 def one_line() -> Conversation:
@@ -83,8 +83,8 @@ class Caller:
 
     connection: socket.socket
     rank: int
-    says: Conversation
-    heard: list[bytes] = field(default_factory=list)
+    conversation: Conversation
+    received: list[bytes] = field(default_factory=list)
 
 
 class Crowd:
@@ -92,7 +92,7 @@ class Crowd:
 
     Args:
         size: number of clients.
-        says: returns the conversation of a client, by rank from 1.
+        conversation: function that returns the conversation of a client, by rank from 1.
         port: port of the server on the loopback address.
         window: most clients that wait for their first answer at the same time.
 
@@ -101,15 +101,15 @@ class Crowd:
     """
 
     def __init__(
-        self, size: int, says: Callable[[int], Conversation], port: int, window: int
+        self, size: int, conversation: Callable[[int], Conversation], port: int, window: int
     ) -> None:
         self.size = size
-        self.says = says
+        self.conversation = conversation
         self.port = port
         self.window = window
-        self.to_come = deque((0.0, rank) for rank in range(1, size + 1))  # earliest time, rank
+        self.waiting = deque((0.0, rank) for rank in range(1, size + 1))  # earliest time, rank
         self.entering: set[Caller] = set()
-        self.through = self.lost = 0
+        self.finished = self.lost = 0
         self.selector = selectors.DefaultSelector()
 
     def call(self, timeout: float) -> None:
@@ -119,52 +119,52 @@ class Crowd:
             TimeoutError: a conversation has not ended after `timeout` seconds.
         """
         limit = time.monotonic() + timeout
-        while self.through < self.size:
+        while self.finished < self.size:
             if (now := time.monotonic()) > limit:
-                raise TimeoutError(f"{self.through} of {self.size} callers came through")
-            while self.to_come and self.to_come[0][0] <= now and len(self.entering) < self.window:
-                self._enter(self.to_come.popleft()[1])
+                raise TimeoutError(f"{self.finished} of {self.size} clients finished")
+            while self.waiting and self.waiting[0][0] <= now and len(self.entering) < self.window:
+                self._connect(self.waiting.popleft()[1])
             for key, events in self.selector.select(_PAUSE_SECONDS):
                 if events & selectors.EVENT_WRITE:
-                    self._greet(key.data)
+                    self._send_first(key.data)
                 else:
-                    self._hear(key.data)
+                    self._receive(key.data)
 
-    def _enter(self, rank: int) -> None:
+    def _connect(self, rank: int) -> None:
         connection = socket.socket()
         connection.setblocking(False)
         connection.connect_ex((LOOPBACK, self.port))
-        caller = Caller(connection, rank, self.says(rank))
+        caller = Caller(connection, rank, self.conversation(rank))
         self.entering.add(caller)
         self.selector.register(connection, selectors.EVENT_WRITE, caller)
 
-    def _greet(self, caller: Caller) -> None:
+    def _send_first(self, caller: Caller) -> None:
         self.selector.modify(caller.connection, selectors.EVENT_READ, caller)
-        caller.connection.sendall(next(caller.says))
+        caller.connection.sendall(next(caller.conversation))
 
-    def _hear(self, caller: Caller) -> None:
+    def _receive(self, caller: Caller) -> None:
         try:
             data = caller.connection.recv(1 << 20)
         except OSError:
             data = b""
         if not data:
-            self._leave(caller)
-            self.to_come.append((time.monotonic() + _PAUSE_SECONDS, caller.rank))
+            self._disconnect(caller)
+            self.waiting.append((time.monotonic() + _PAUSE_SECONDS, caller.rank))
             self.lost += 1
             return
-        caller.heard.append(data)
+        caller.received.append(data)
         if not data.endswith(b"\n"):
             return
-        line = b"".join(caller.heard)
-        caller.heard.clear()
+        line = b"".join(caller.received)
+        caller.received.clear()
         try:
-            caller.connection.sendall(caller.says.send(line))
+            caller.connection.sendall(caller.conversation.send(line))
         except StopIteration:
-            self._leave(caller)
-            self.through += 1
+            self._disconnect(caller)
+            self.finished += 1
         self.entering.discard(caller)  # the first answer makes room in the window
 
-    def _leave(self, caller: Caller) -> None:
+    def _disconnect(self, caller: Caller) -> None:
         self.selector.unregister(caller.connection)
         caller.connection.close()
         self.entering.discard(caller)

@@ -63,9 +63,9 @@ def samples() -> tuple[TensorDataset, nn.Module]:
 
 def counted(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return sums in float64: top-1 hits, top-5 hits, loss and samples."""
-    near = outputs.topk(5).indices == targets[:, None]
+    hits = outputs.topk(5).indices == targets[:, None]
     loss = cross_entropy(outputs, targets, reduction="sum")
-    return torch.stack([near[:, 0].sum(), near.sum(), loss, loss.new_tensor(len(targets))]).double()
+    return torch.stack([hits[:, 0].sum(), hits.sum(), loss, loss.new_tensor(len(targets))]).double()
 
 
 def figures(sums: Tensor) -> Figures:
@@ -197,11 +197,11 @@ def show(results: dict[str, dict[str, Any]]) -> str:
             target = f"{result['target']:g}: {result['outcome']}" if "target" in result else ""
             own = ratios if name != BASE else ["", ""]
             times.append((name, describe(result["ms"]), *own, target))
-        said = result["reported"]
+        metrics = result["reported"]
         cells = []
         for key in ("top1", "top5"):
-            cells += [f"{100 * said[key]:.4f} %", f"{100 * (said[key] - truth[key]):+.4f}"]
-        numbers.append((name, *cells, f"{said['loss']:.6f}", f"{said['samples']:.0f}"))
+            cells += [f"{100 * metrics[key]:.4f} %", f"{100 * (metrics[key] - truth[key]):+.4f}"]
+        numbers.append((name, *cells, f"{metrics['loss']:.6f}", f"{metrics['samples']:.0f}"))
     return f"{table(times)}\n\n{table(numbers)}\n"
 
 

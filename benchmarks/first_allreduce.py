@@ -22,7 +22,7 @@ from measure import add_save, describe, facts, order, outcome, save, summary, ta
 
 RANKS = 2
 TIMEOUT = 120.0
-SAID = b"first all-reduce: 2.0"
+SUM_LINE = b"first all-reduce: 2.0"
 BY_HAND = """\
 import torch
 import torch.distributed as dist
@@ -74,9 +74,9 @@ def seconds(command: tuple[str, ...], environment: dict[str, str], folder: str) 
     )
     try:
         took = _watch(process, start)
-        said, _ = process.communicate(timeout=TIMEOUT)
+        output, _ = process.communicate(timeout=TIMEOUT)
         if process.returncode:
-            raise SystemExit(f"{said.decode()}\n{command} ended with {process.returncode}")
+            raise SystemExit(f"{output.decode()}\n{command} ended with {process.returncode}")
         return took
     finally:
         _end(process)
@@ -84,17 +84,17 @@ def seconds(command: tuple[str, ...], environment: dict[str, str], folder: str) 
 
 def _watch(process: subprocess.Popen[bytes], start: float) -> float:
     assert process.stdout is not None
-    heard = b""
+    output = b""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while selector.select(max(0.0, start + TIMEOUT - time.perf_counter())):
             data = os.read(process.stdout.fileno(), 1 << 16)
-            heard += data
-            if heard.count(SAID) == RANKS:
+            output += data
+            if output.count(SUM_LINE) == RANKS:
                 return time.perf_counter() - start
             if not data:
                 break
-    raise SystemExit(f"{heard.decode()}\nno sum from each rank within {TIMEOUT:.0f} s")
+    raise SystemExit(f"{output.decode()}\nno sum from each rank within {TIMEOUT:.0f} s")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

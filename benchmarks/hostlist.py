@@ -56,9 +56,9 @@ def measure(rounds: int) -> dict[str, list[float]]:
     for name, text in LISTS.items():
         hosts = expand(text)
         if len(hosts) != HOSTS or first(text) != hosts[0]:
-            raise SystemExit(f"{name}: not what is to be measured")
+            raise SystemExit(f"{name}: the list does not have the {HOSTS} expected hosts")
     if not expand(LISTS["n[00000-09999]"]) == expand(LISTS["n00000,n00001,…"]) == NAMES:
-        raise SystemExit("the names are not those of the comprehension")
+        raise SystemExit("the expanded names differ from those of the comprehension")
     times: dict[str, list[float]] = {name: [] for name in ARMS}
     gc.disable()  # as timeit does
     for number in range(rounds):

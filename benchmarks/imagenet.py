@@ -108,11 +108,11 @@ def accuracies(loss: Tensor, outputs: Tensor, targets: Tensor) -> tuple[float, .
 
 def resident(session: hpctrain.Session, count: int, size: int) -> Batches:
     """Return batches that are already on the device."""
-    made = [
+    batches = [
         session.placement((torch.randn(count, 3, size, size), torch.randint(CLASSES, (count,))))
         for _ in range(4)
     ]
-    return itertools.cycle(made)
+    return itertools.cycle(batches)
 
 
 def forever(loader: Any) -> Batches:
@@ -195,8 +195,8 @@ def show(model: str, results: dict[str, Any]) -> str:
     for arm, result in results.items():
         speed, base = describe(result["images_per_second"]), result.get("base", "")
         ratio = describe(result["ratio"], ".3f") if base else ""
-        held = base.startswith("by hand") and arm.startswith("hpctrain")
-        rows.append((arm, speed, ratio, base, reached(result["ratio"]) if held else ""))
+        has_target = base.startswith("by hand") and arm.startswith("hpctrain")
+        rows.append((arm, speed, ratio, base, reached(result["ratio"]) if has_target else ""))
     return table(rows)
 
 
@@ -215,17 +215,17 @@ def main() -> None:
     if arguments.rounds < 2:
         parser.error("a spread needs --rounds 2 or more")
     if arguments.save and not has_gpu:
-        parser.error("--save: torch sees no GPU, and figures of a CPU are no results here")
+        parser.error("--save: torch finds no GPU, and figures of a CPU are no results here")
     record = facts(["hpctrain", "torch", "torchvision"])
     if has_gpu:
         record["gpu"] = torch.cuda.get_device_name()
     torch.backends.cudnn.benchmark = True
     with tempfile.TemporaryDirectory() as folder:
-        kept = {"precision": "bf16", "batch_size": arguments.batch_size, "workers": "auto"}
-        with hpctrain.Session(**kept, run_dir=folder) as session:
+        options = {"precision": "bf16", "batch_size": arguments.batch_size, "workers": "auto"}
+        with hpctrain.Session(**options, run_dir=folder) as session:
             opened = {False: session}
             if has_gpu:
-                opened[True] = hpctrain.Session(**kept, run_dir=folder, compile=True)
+                opened[True] = hpctrain.Session(**options, run_dir=folder, compile=True)
             results = measure(arms(opened, arguments), arguments, session.device)
             for other in list(opened.values())[1:]:
                 other.close()

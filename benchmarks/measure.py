@@ -35,9 +35,9 @@ _WITHOUT_EFFECT = (*_RESULTS, "*.md")
 
 def outcome(figures: Mapping[str, float], limit: float) -> str:
     """Return whether the median meets a limit, and whether the spread makes this uncertain."""
-    said = "met" if figures["median"] <= limit else "missed"
+    text = "met" if figures["median"] <= limit else "missed"
     sure = figures["high"] <= limit or figures["low"] > limit
-    return said if sure else f"{said}, within the noise"
+    return text if sure else f"{text}, within the noise"
 
 
 def facts(packages: Sequence[str]) -> dict[str, Any]:
@@ -109,8 +109,8 @@ def save(path: Path | None, record: Mapping[str, Any]) -> None:
     print(f"saved to {path}")
 
 
-def _git(*words: str) -> str:
+def _git(*arguments: str) -> str:
     done = subprocess.run(
-        ["git", *words], cwd=_TOP, capture_output=True, text=True, timeout=60, check=True
+        ["git", *arguments], cwd=_TOP, capture_output=True, text=True, timeout=60, check=True
     )
     return done.stdout.strip()

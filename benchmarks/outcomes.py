@@ -18,7 +18,7 @@ def outcomes(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     """Yield each outcome of a record: its subject, the figure with interval, target, outcome.
 
     Args:
-        record: record as a benchmark saves it; a part with a `outcome` also holds its target.
+        record: record as a benchmark saves it; a part with an `outcome` also holds its target.
     """
     yield from _within(record, [])
 
@@ -46,14 +46,14 @@ def _within(
 
 
 def _figure(node: Mapping[str, Any], path: list[tuple[str, Mapping[str, Any]]], target: str) -> str:
-    """Return the figure of a outcome, which is beside the outcome or in a parent."""
+    """Return the figure of an outcome, which is beside the outcome or in a parent."""
     around = [node, *(parent for _, parent in reversed(path[-2:]))]
     around += [
         arms["hpctrain"] for place in around if "hpctrain" in (arms := place.get("arms", {}))
     ]
-    wanted = ("us",) if target.endswith("µs") else (path[-1][0], *_JUDGED) if path else _JUDGED
+    keys = ("us",) if target.endswith("µs") else (path[-1][0], *_JUDGED) if path else _JUDGED
     for place in around:
-        for key in wanted:
+        for key in keys:
             figures = place.get(key)
             if isinstance(figures, Mapping) and "median" in figures:
                 return describe(figures, ".3f" if abs(figures["median"]) < 10 else ".1f")

@@ -148,8 +148,8 @@ def show(model: str, results: dict[str, dict[str, Any]]) -> str:
     rows = [(f"{model}, images/s", BY_HAND, HPCTRAIN, "× by hand", f"at least {TARGET}")]
     for name, result in results.items():
         speeds = (describe(result[BY_HAND]), describe(result[HPCTRAIN]))
-        said = result["target"]["outcome"] if "target" in result else ""
-        rows.append((name, *speeds, describe(result["ratio"], ".3f"), said))
+        reached_target = result["target"]["outcome"] if "target" in result else ""
+        rows.append((name, *speeds, describe(result["ratio"], ".3f"), reached_target))
     return table(rows)
 
 
@@ -167,7 +167,7 @@ def parse(has_gpu: bool) -> argparse.Namespace:
     if arguments.rounds < 2:
         parser.error("a spread needs --rounds 2 or more")
     if arguments.save and not has_gpu:
-        parser.error("--save: torch sees no GPU, and figures of a CPU are no results here")
+        parser.error("--save: torch finds no GPU, and figures of a CPU are no results here")
     return arguments
 
 

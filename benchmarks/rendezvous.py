@@ -51,13 +51,13 @@ CONTEXT = multiprocessing.get_context("forkserver")
 Figures = dict[str, float]
 
 
-def introduce() -> Entry:
+def make_entry() -> Entry:
     """Return the entry of a rank, as a Session makes it."""
     settings = Options.of(None, {}).deciding()
     return {**consistency.entry(torch.device("cpu"), settings), **Threads.here(os.environ).entry()}
 
 
-def prove(spent: Figures, roster: Roster) -> None:
+def check(spent: Figures, roster: Roster) -> None:
     """Run the consistency check as a Session does, and record its time."""
     start = time.perf_counter()
     consistency.check(roster.entries, [roster.hosts[host] for host in roster.host_of_rank])
@@ -70,7 +70,7 @@ def prove(spent: Figures, roster: Roster) -> None:
 def meet(rank: int, key: str) -> Figures:
     """Run one of two ranks on one host up to its backend, and return the times."""
     start = time.perf_counter()
-    entry = introduce()
+    entry = make_entry()
     spent = {"entry_s": time.perf_counter() - start}
     host = os.uname().nodename
     hpctrain_meet(
@@ -78,17 +78,17 @@ def meet(rank: int, key: str) -> Figures:
         RendezvousPoint(key, host, LOOPBACK),
         entry,
         TIMEOUT,
-        check=functools.partial(prove, spent),
+        check=functools.partial(check, spent),
     )
     return spent
 
 
-def rendezvous(rank: int, port: int, kept: list[TCPStore]) -> Figures:
+def rendezvous(rank: int, port: int, stores: list[TCPStore]) -> Figures:
     """Run the minimum of torch's init_process_group: a store, and a barrier at the end."""
     limit = datetime.timedelta(seconds=TIMEOUT)
     store = TCPStore(LOOPBACK, port, 2, is_master=rank == 0, timeout=limit)
-    kept.append(store)  # rank 0's store is the server of both
-    if store.add("came", 1) == 2:
+    stores.append(store)  # rank 0's store is the server of both
+    if store.add("arrived", 1) == 2:
         store.set("all", "yes")
     store.wait(["all"])
     return {}
@@ -98,10 +98,10 @@ def real_rank(pipe: Any, gate: Any, arm: str, rank: int, where: tuple[str, int])
     """Run one rank and send its times; the clock starts when both have passed the gate."""
     torch.set_num_threads(1)
     key, port = where
-    kept: list[TCPStore] = []
+    stores: list[TCPStore] = []
     gate.wait(TIMEOUT)
     start = time.monotonic()
-    spent = meet(rank, key) if arm == MEET else rendezvous(rank, port, kept)
+    spent = meet(rank, key) if arm == MEET else rendezvous(rank, port, stores)
     pipe.send({"start": start, "end": time.monotonic(), **spent})
     gate.wait(TIMEOUT)
 
@@ -111,11 +111,14 @@ def pair(arm: str) -> Figures:
     with socket.create_server((LOOPBACK, 0)) as free:
         where = (secrets.token_hex(8), free.getsockname()[1])
     gate = CONTEXT.Barrier(2)
-    both, _ = started(real_rank, [(gate, arm, rank, where) for rank in range(2)])
-    wall = max(one["end"] for one in both) - min(one["start"] for one in both)
+    results, _ = started(real_rank, [(gate, arm, rank, where) for rank in range(2)])
+    wall = max(own["end"] for own in results) - min(own["start"] for own in results)
     if arm == STORE:
         return {"wall_s": wall}
-    return {"wall_s": wall, "proof_s": max(one["entry_s"] for one in both) + both[0]["check_s"]}
+    return {
+        "wall_s": wall,
+        "proof_s": max(own["entry_s"] for own in results) + results[0]["check_s"],
+    }
 
 
 def started(
@@ -157,7 +160,7 @@ def await_listener(port: int) -> None:
             if probe.connect_ex((LOOPBACK, port)) == 0:
                 return
         time.sleep(0.01)
-    raise TimeoutError(f"nobody listens at port {port}")
+    raise TimeoutError(f"no server listens at port {port}")
 
 
 def simulated(pipe: Any, arm: str, size: int, key: str, port: int, common: Entry) -> None:
@@ -200,8 +203,8 @@ def serve(size: int, port: int) -> None:
                     connection.setblocking(False)
                     selector.register(connection, selectors.EVENT_READ, connection)
                     continue
-                said = key.data.recv(1 << 16)
-                if said:
+                received = key.data.recv(1 << 16)
+                if received:
                     key.data.sendall(answer)
                     answered += 1
                 selector.unregister(key.data)
@@ -211,7 +214,7 @@ def serve(size: int, port: int) -> None:
 
 def gathered(arm: str, size: int) -> Figures:
     """Run rank 0 and simulated ranks; return the seconds until the last one has finished."""
-    key, common = secrets.token_hex(8), introduce()
+    key, common = secrets.token_hex(8), make_entry()
     own = crowd.entry(0, size, common)
     hosts = tuple(own["world"]["hosts"])
     world = World(0, size, 0, crowd.PER_HOST, 0, len(hosts), hosts, "slurm")
@@ -224,8 +227,7 @@ def gathered(arm: str, size: int) -> Figures:
         if arm == BARE:
             serve(size, port)
         else:
-            check = functools.partial(prove, spent)
-            met = hpctrain_meet(world, point, own, TIMEOUT, check=check)
+            met = hpctrain_meet(world, point, own, TIMEOUT, check=functools.partial(check, spent))
             if met.listener:
                 met.listener.close()
         return {"cpu_s": time.process_time() - cpu, **spent}
@@ -263,7 +265,7 @@ def evaluate(base: str, arms: dict[str, list[Figures]]) -> dict[str, dict[str, A
     """Return the figures of each arm, and its time against the base of the same round."""
     results: dict[str, dict[str, Any]] = {}
     for name, own in arms.items():
-        results[name] = {what: summary([one[what] for one in own]) for what in own[0]}
+        results[name] = {what: summary([figures[what] for figures in own]) for what in own[0]}
         results[name]["all"] = own
         if name != base:
             pairs = list(zip(own, arms[base], strict=True))
@@ -275,14 +277,14 @@ def evaluate(base: str, arms: dict[str, list[Figures]]) -> dict[str, dict[str, A
 # Columns of the table: the figure, the value of one displayed unit, and the number format.
 COLUMNS = {
     "ms": ("wall_s", 1e-3, ".1f"),
-    "× yardstick": ("ratio", 1, ".2f"),
+    "× baseline": ("ratio", 1, ".2f"),
     "ms more": ("more_s", 1e-3, ".1f"),
-    "the proof, ms": ("proof_s", 1e-3, ".1f"),
+    "entry and check, ms": ("proof_s", 1e-3, ".1f"),
     "rank 0's CPU, ms": ("cpu_s", 1e-3, ".0f"),
     "its check, ms": ("check_s", 1e-3, ".1f"),
-    "a roll, kB": ("roll_bytes", 1e3, ".1f"),
+    "a roster, kB": ("roll_bytes", 1e3, ".1f"),
     "to unpack, ms": ("unpack_s", 1e-3, ".1f"),
-    "sent away": ("lost", 1, ".0f"),
+    "lost connections": ("lost", 1, ".0f"),
 }
 
 

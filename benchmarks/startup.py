@@ -22,8 +22,8 @@ ARMS = {
     "python -m hpctrain --help": ("-m", "hpctrain", "--help"),
 }
 # A slow process for comparison: it runs only in the first rounds, and has no target.
-YARDSTICKS = {"import torch": ("-c", "import torch")}
-YARDSTICK_ROUNDS = 5
+REFERENCES = {"import torch": ("-c", "import torch")}
+REFERENCE_ROUNDS = 5
 TARGET_MS = 150.0
 
 
@@ -40,12 +40,12 @@ def measure(rounds: int) -> dict[str, list[float]]:
     """Return the times of each arm, one for each round in which it ran."""
     # Without bytecode caches, the time would include the compiler.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    arms = ARMS | YARDSTICKS
+    arms = ARMS | REFERENCES
     for arguments in arms.values():  # warms up: writes the caches, loads the files into memory
         milliseconds(arguments, environment)
     times: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds):
-        names = list(arms if number < YARDSTICK_ROUNDS else ARMS)
+        names = list(arms if number < REFERENCE_ROUNDS else ARMS)
         for name in order(names, number):
             times[name].append(milliseconds(arms[name], environment))
     return times

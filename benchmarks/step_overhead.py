@@ -49,9 +49,9 @@ def take_turns(session: hpctrain.Session, rounds: int, steps: int, folder: Path)
     """Return each arm's elapsed time and CPU time per step, one pair per round."""
     # One epoch holds all blocks and the warm-up, so no block contains the end of an epoch.
     dataset = data((rounds + 2) * steps * session.batches.global_batch)
-    absent = missing(session.backend.name)
+    unavailable = missing(session.backend.name)
     setup = Setup(session, dataset, folder, steps)
-    loops = {name: arm.loop(setup) for name, arm in ARMS.items() if name not in absent}
+    loops = {name: arm.loop(setup) for name, arm in ARMS.items() if name not in unavailable}
     times: Times = {name: [] for name in loops}
     for loop in loops.values():
         block(loop, steps)  # warms up
@@ -123,7 +123,7 @@ def evaluate(times: Times) -> dict[str, dict[str, Any]]:
 def show(world: str, results: dict[str, dict[str, Any]]) -> str:
     """Return the results of one world as a text table."""
     rows = [(world, "µs per step", "× by hand", "µs more", "µs more, processor")]
-    said = []
+    outcomes = []
     for name, result in results.items():
         cells = (
             describe(result["ratio"], ".3f"),
@@ -133,9 +133,9 @@ def show(world: str, results: dict[str, dict[str, Any]]) -> str:
         rows.append((name, describe(result["us"]), *(cells if name != BASE else ("", "", ""))))
         if "targets" in result:
             ratio, more = result["targets"]["ratio"], result["targets"]["more_us"]
-            said.append(f"{name}: at most × {ratio['limit']:g}: {ratio['outcome']}")
-            said.append(f"{name}: at most {more['limit']:g} µs more: {more['outcome']}")
-    return "\n".join([table(rows), *said, ""])
+            outcomes.append(f"{name}: at most × {ratio['limit']:g}: {ratio['outcome']}")
+            outcomes.append(f"{name}: at most {more['limit']:g} µs more: {more['outcome']}")
+    return "\n".join([table(rows), *outcomes, ""])
 
 
 def main() -> None:
@@ -166,7 +166,7 @@ def main() -> None:
             if arguments.backend not in (None, backend):
                 continue
             if backend == "horovod" and importlib.util.find_spec("horovod") is None:
-                print(f"{world}: left out, as there is none: hpctrain horovod build\n")
+                print(f"{world}: left out, because it is not installed: hpctrain horovod build\n")
                 continue
             results[world] = evaluate(start(size, backend, arguments, folder))
             print(show(world, results[world]))

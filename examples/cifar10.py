@@ -35,16 +35,16 @@ class Plain(pickle.Unpickler):
     """Unpickler that reads only arrays and their parts; other pickles could run any code."""
 
     def find_class(self, module, name):
-        known = {
+        allowed = {
             "_reconstruct": numpy.empty(0).__reduce__()[0],  # its module differs by NumPy version
             "ndarray": numpy.ndarray,
             "dtype": numpy.dtype,
         }
-        if module.split(".")[0] == "numpy" and name in known:
-            return known[name]
+        if module.split(".")[0] == "numpy" and name in allowed:
+            return allowed[name]
         if (module, name) == ("_codecs", "encode"):  # bytes, as Python 3 writes them
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no array")
+        raise pickle.UnpicklingError(f"it contains {module}.{name}, which is no array")
 
 
 def read(path):

@@ -137,7 +137,7 @@ def check(args, split, unreadable):
             f"{unreadable} images of {args.data}/{split} cannot be decoded; each has a warning",
             f"at most {args.max_corrupt} such files",
             "fetch them again",
-            f"--max-corrupt {2 * unreadable}, to go on without them",
+            f"--max-corrupt {2 * unreadable}, to continue without them",
         )
 
 

@@ -44,12 +44,12 @@ def rungs(ranks, gpus):
     """Return by name the number of processes and the options of the training."""
     half, full = ["--precision", "bf16"], ["--precision", "fp32"]
     ddp = ["--backend", "ddp"] if ranks > 1 else []
-    made = {"one process": (1, full)}
+    found = {"one process": (1, full)}
     if gpus:  # DataParallel needs GPUs
-        made[f"DataParallel, {gpus} GPUs"] = (1, ["--backend", "dataparallel", *full])
-    made[f"ddp, {ranks} ranks"] = (ranks, [*ddp, *full])
-    made[f"ddp, {ranks} ranks, bf16"] = (ranks, [*ddp, *half])
-    return made
+        found[f"DataParallel, {gpus} GPUs"] = (1, ["--backend", "dataparallel", *full])
+    found[f"ddp, {ranks} ranks"] = (ranks, [*ddp, *full])
+    found[f"ddp, {ranks} ranks, bf16"] = (ranks, [*ddp, *half])
+    return found
 
 
 def climb(name, processes, more, steps, args, folder):

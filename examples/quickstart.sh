@@ -13,5 +13,5 @@ ranks=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count() or 2)
 batch=$((ranks * (64 / ranks > 0 ? 64 / ranks : 1)))
 command=(.venv/bin/hpctrain run --nproc-per-node "$ranks" examples/mnist.py
     --data digits --global-batch "$batch" --lr 0.003 --epochs 20 "$@")
-say "${command[*]}"
+print_line "${command[*]}"
 "${command[@]}"

@@ -3,7 +3,7 @@
 #
 #     set_up EXTRAS        EXTRAS: "" or a list of extras of setup.cfg such as "test,vision"
 
-say() { printf '%s\n' "== $*"; }
+print_line() { printf '%s\n' "== $*"; }
 
 fail() {
     printf '%s\n' "hpctrain: error: $*" >&2
@@ -27,7 +27,7 @@ find_python() {
 # apt-get install, as root only; the first call updates the lists.
 apt_install() {
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 || return 1
-    say "installing Debian packages: $*"
+    print_line "installing Debian packages: $*"
     [ -n "${apt_updated:-}" ] || apt-get update -qq || return 1
     apt_updated=yes
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
@@ -42,9 +42,9 @@ make_venv() {
             fail "$python cannot make virtual environments (it has no ensurepip)
   fix:      sudo apt-get install python3-venv"
     fi
-    say "making .venv with $python ($("$python" --version))"
+    print_line "making .venv with $python ($("$python" --version))"
     rm -rf .venv
-    "$python" -m venv .venv || fail "$python -m venv .venv did not work; the lines above say why"
+    "$python" -m venv .venv || fail "$python -m venv .venv failed; see the lines above"
 }
 
 set_up() {
@@ -55,9 +55,9 @@ set_up() {
     .venv/bin/python -m pip --version >/dev/null 2>&1 || make_venv
     wanted="$extras $(cat setup.cfg setup.py | sha256sum)"
     if ! grep -qxF "$wanted" "$stamp" 2>/dev/null; then
-        say "installing hpctrain${extras:+[$extras]} into .venv (with torch: some minutes, some GB)"
+        print_line "installing hpctrain${extras:+[$extras]} into .venv (with torch: some minutes, some GB)"
         .venv/bin/python -m pip install --disable-pip-version-check -q -e ".${extras:+[$extras]}" ||
-            fail "pip did not finish; the lines above say why. Run this script again to go on"
+            fail "pip failed; see the lines above, then run this script again"
         printf '%s\n' "$wanted" >>"$stamp"
     fi
     exec 9>&-

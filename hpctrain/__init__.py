@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from hpctrain.errors import HpctrainError
     from hpctrain.jobs import JobSpec, submit
     from hpctrain.launch import spawn
-    from hpctrain.training.run import Run
     from hpctrain.training.session import Session
+    from hpctrain.training.training_run import Run
 
 __all__ = [
     "Allocation",
@@ -44,7 +44,7 @@ __getattr__ = lazy(
         "errors": ("HpctrainError",),
         "jobs": ("JobSpec", "submit"),
         "launch": ("spawn",),
-        "training.run": ("Run",),
+        "training.training_run": ("Run",),
         "training.session": ("Session",),
     },
 )

@@ -17,21 +17,21 @@ set -euo pipefail
 
 # Slurm runs a copy of this file, from its spool: only the submit directory is the user's.
 cd "$SLURM_SUBMIT_DIR"
-# What follows the script's name on sbatch's line; no file that is read below gets to see it.
+# Arguments after the script's name on sbatch's line, hidden from the files that are sourced below.
 hpctrain_arguments=("$@")
 set --
 
-# USR2 comes before the end of the time, TERM where Slurm takes the hosts away.
-hpctrain_asked=
-trap 'hpctrain_asked=yes' USR2 TERM
+# Slurm sends USR2 before the end of the time limit, and TERM when it preempts the job.
+hpctrain_signaled=
+trap 'hpctrain_signaled=yes' USR2 TERM
 
-# What all jobs on this cluster need. Such files are not written for -e and -u.
+# Settings for all jobs on this cluster. Such files often fail with -e and -u.
 site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
 if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
-    case $site in */*) ;; *) site=./$site ;; esac # or the dot looks along the PATH
+    case $site in */*) ;; *) site=./$site ;; esac # or the dot command searches the PATH
     code=0
     set +eu
-    trap 'echo "$site has an exit, where return was meant: it ends the job" >&2; exit 2' EXIT
+    trap 'echo "$site calls exit, which ends the job; it may use return" >&2; exit 2' EXIT
     # shellcheck source=/dev/null
     . "$site" || code=$?
     trap - EXIT
@@ -39,23 +39,23 @@ if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
     if [ "$code" != 0 ]; then echo "$site ended with $code" >&2; fi
 fi
 
-# Where sbatch was called in another job, that one's variables came along. Slurm puts its own in
-# their place only where it has some: not in a job that is no array, or was not requeued.
+# A job that was submitted inside another job inherits its variables. Slurm overwrites only some of
+# them: array variables only in an array, and the restart count only after a requeue.
 if [ -n "${SLURM_ARRAY_TASK_ID:-}${SLURM_RESTART_COUNT:-}" ] &&
-    shown=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID "); then
-    case ${shown%% JobName=*} in
+    record=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID "); then
+    case ${record%% JobName=*} in
     *\ ArrayTaskId=*) ;;
     *) unset "${!SLURM_ARRAY_@}" ;;
     esac
-    count=$(sed -n 's/.* Restarts=\([0-9]*\) BatchFlag=.*/\1/p' <<<"$shown")
+    count=$(sed -n 's/.* Restarts=\([0-9]*\) BatchFlag=.*/\1/p' <<<"$record")
     SLURM_RESTART_COUNT=${count:-${SLURM_RESTART_COUNT:-0}}
 fi
 if [ -n "${HPCTRAIN_STOP_FILE:-}" ] && [ -n "${HPCTRAIN_RUN_DIR:-}" ]; then
-    echo "not used: HPCTRAIN_RUN_DIR=$HPCTRAIN_RUN_DIR, of the job in which sbatch was called"
+    echo "ignored: HPCTRAIN_RUN_DIR=$HPCTRAIN_RUN_DIR, of the job that called sbatch"
     unset HPCTRAIN_RUN_DIR
 fi
 
-# As Slurm's own tools call it; a requeue changes neither this nor the run directory.
+# The job's label in Slurm's tools. A requeue changes neither the label nor the run directory.
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 
 if [ "${#hpctrain_arguments[@]}" = 0 ]; then
@@ -64,7 +64,7 @@ if [ "${#hpctrain_arguments[@]}" = 0 ]; then
 fi
 command=("${hpctrain_arguments[@]}")
 
-# One that was given goes on: HPCTRAIN_RUN_DIR=runs/NAME-JOB sbatch …
+# To continue a run: HPCTRAIN_RUN_DIR=runs/NAME-JOB sbatch …
 if [ -n "${HPCTRAIN_RUN_DIR:-}" ] && [ "${SLURM_ARRAY_TASK_COUNT:-1}" -gt 1 ]; then
     echo "HPCTRAIN_RUN_DIR=$HPCTRAIN_RUN_DIR: one directory, $SLURM_ARRAY_TASK_COUNT tasks" >&2
     exit 2
@@ -75,42 +75,42 @@ case $HPCTRAIN_RUN_DIR in /*) ;; *) HPCTRAIN_RUN_DIR=$SLURM_SUBMIT_DIR/$HPCTRAIN
 export HPCTRAIN_RUN_DIR
 mkdir -p -- "$HPCTRAIN_RUN_DIR"
 
-# Two files on the file system that all hosts share, new for each start. This script makes the stop
-# file, which asks the ranks to save and to leave. Rank 0 writes the exit status before they do, as
-# the exit code of a launcher depends on which rank left first.
+# Two files on the file system that all hosts share, new for each start. The stop file makes
+# the ranks save and exit. Rank 0 writes the exit status before they exit, as the exit code of a
+# launcher depends on which rank exits first.
 runs=$SLURM_SUBMIT_DIR/runs
 mkdir -p "$runs"
 export HPCTRAIN_STOP_FILE=$runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
 export HPCTRAIN_EXIT_STATUS_FILE=$runs/.exit-status-$job-${SLURM_RESTART_COUNT:-0}
 rm -f "$runs"/.stop-"$job"-* "$runs"/.exit-status-"$job"-*
 
-# Without it another user of the hosts who guesses the job's number could join the ranks.
+# Without a secret, another user of the hosts could guess the job's number and join the ranks.
 HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 export HPCTRAIN_SECRET
 
 trap 'touch "$HPCTRAIN_STOP_FILE"' USR2 TERM
-if [ -n "$hpctrain_asked" ]; then touch "$HPCTRAIN_STOP_FILE"; fi
+if [ -n "$hpctrain_signaled" ]; then touch "$HPCTRAIN_STOP_FILE"; fi
 
-launch=(env --) # a program, and no word of bash's
+launch=(env --) # only programs, no shell builtins
 
 printf 'job %s, start %s, on %s:%s\n' "$job" "${SLURM_RESTART_COUNT:-0}" "$SLURM_JOB_NODELIST" \
     "$(printf ' %q' "${launch[@]}" "${command[@]}")"
-# In the background: bash runs no trap while it waits for a command in front.
+# In the background: bash runs no trap while it waits for a command in the foreground.
 "${launch[@]}" "${command[@]}" &
 ranks=$!
-# A signal ends `wait`, and not the ranks.
+# A signal ends `wait`, but not the ranks.
 while kill -0 "$ranks" 2>/dev/null; do wait "$ranks" || true; done
 code=0
 wait "$ranks" || code=$?
 
 if [ -s "$HPCTRAIN_EXIT_STATUS_FILE" ]; then
-    said=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$HPCTRAIN_EXIT_STATUS_FILE")
-    # 0 does not cover what a rank did after its session; a file that is cut off is not used.
-    if [ "${said:-0}" != 0 ]; then code=$said; fi
+    code_in_file=$(sed -n 's/.*"code": *\([0-9]*\).*/\1/p' "$HPCTRAIN_EXIT_STATUS_FILE")
+    # A code of 0 does not cover failures after the session. An incomplete file is ignored.
+    if [ "${code_in_file:-0}" != 0 ]; then code=$code_in_file; fi
 elif [ "$code" != 0 ] && [ -e "$HPCTRAIN_STOP_FILE" ]; then
     code=75 # stopped before the first step
 elif [ "$code" = $((128 + $(kill -l USR1))) ] || [ "$code" = $((128 + $(kill -l USR2))) ]; then
-    code=75 # the same, by a signal to the ranks while they still imported
+    code=75 # stopped by a signal while the ranks were still importing
 fi
 trap '' USR2
 trap - TERM
@@ -118,28 +118,29 @@ rm -f "$HPCTRAIN_STOP_FILE" "$HPCTRAIN_EXIT_STATUS_FILE"
 # Done, failed, or given up (76): the end.
 if [ "$code" != 75 ]; then exit "$code"; fi
 
-# Stopped. A cancelled job would come back to life, and one that Slurm has taken away for another
-# it requeues itself: both are no longer RUNNING (or SIGNALING, while a signal is under way).
-if shown=$(scontrol show job --oneliner "$job" 2>&1); then
-    state=$(sed -n "s/^JobId=$SLURM_JOB_ID .* JobState=\([A-Z_]*\) Reason=.*/\1/p" <<<"$shown")
+# The job was stopped. A job that is no longer RUNNING (or SIGNALING, while Slurm sends a signal) is
+# not requeued here: a cancelled job must not restart, and Slurm requeues a preempted job itself.
+if output=$(scontrol show job --oneliner "$job" 2>&1); then
+    state=$(sed -n "s/^JobId=$SLURM_JOB_ID .* JobState=\([A-Z_]*\) Reason=.*/\1/p" <<<"$output")
     if [ "$state" != RUNNING ] && [ "$state" != SIGNALING ]; then
-        echo "job $job is ${state:-not this one}: not requeued from here"
+        echo "job $job is ${state:-unknown}: this script does not requeue it"
         echo "its checkpoints are in $HPCTRAIN_RUN_DIR"
         exit 75
     fi
-    # Last of all, as it ends this script. One that was cancelled just now is complete.
-    if shown=$(scontrol requeue incomplete "$job" 2>&1); then
+    # The last command, as a requeue ends this script. `incomplete` excludes a job that was
+    # just cancelled.
+    if output=$(scontrol requeue incomplete "$job" 2>&1); then
         sleep 60
-        shown="scontrol requeue was accepted, but the job goes on"
+        output="scontrol requeue was accepted, but the job continues"
     fi
 fi
-echo "job $job was stopped and could not be requeued: $shown"
-echo "its checkpoints are in $HPCTRAIN_RUN_DIR; to go on, with the options of sbatch that it had:"
-# Slurm forgets it some minutes after the end.
+echo "job $job was stopped and could not be requeued: $output"
+echo "its checkpoints are in $HPCTRAIN_RUN_DIR; to continue, with the same sbatch options:"
+# Slurm deletes the script some minutes after the end of the job.
 script=$runs/job-$job.sh
 if ! scontrol write batch_script "$SLURM_JOB_ID" "$script" >/dev/null 2>&1; then
     script=THE_SCRIPT
 fi
-words=$(printf ' %q' "$script" "${hpctrain_arguments[@]}")
-echo "    HPCTRAIN_RUN_DIR=${HPCTRAIN_RUN_DIR@Q} sbatch$words --resume"
+quoted_arguments=$(printf ' %q' "$script" "${hpctrain_arguments[@]}")
+echo "    HPCTRAIN_RUN_DIR=${HPCTRAIN_RUN_DIR@Q} sbatch$quoted_arguments --resume"
 exit "$code"

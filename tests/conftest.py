@@ -1,8 +1,8 @@
-"""Fixtures and markers for all tests: which tier a test is in, what it needs, what it may leave.
+"""Fixtures and markers for all tests: tiers, required parts, and checks for leaks.
 
-Markers that follow from what a test uses are set here: `slurm` (the fixture `cluster`), `gpu`
+This file sets markers by what a test uses: `slurm` (the fixture `cluster`), `gpu`
 (`gpu`, `nccl`), `browser`, `horovod` (a parameter or fixture of that name) and `ranks` (the module
-starts forked ranks). `slow` and `e2e` are written where they apply.
+starts forked ranks). Tests set `slow` and `e2e` themselves.
 """
 
 import functools
@@ -22,10 +22,11 @@ from hpctrain.cluster import env_vars
 TESTS = Path(__file__).resolve().parent
 TOP = TESTS.parent
 sys.path.insert(0, str(TESTS / "support"))
-# Tests on a GPU pass the batteries of other folders once more.
+# Tests on a GPU run the batteries of other folders again.
 sys.path += [str(folder) for folder in TESTS.iterdir() if folder.is_dir()]
 
-# What a test may need, and how to get it. A test that lacks one is skipped, or fails with --strict.
+# Parts that a test may need, and how to get them. Without one, a test is skipped, or fails with
+# --strict-parts.
 PARTS = {
     "browser": "apt-get install chromium-headless-shell",
     "fashion-mnist": "apt-get install dataset-fashion-mnist",
@@ -44,7 +45,7 @@ PARTS = {
     "strace": "apt-get install strace",
     "submitit": "pip install submitit",
 }
-# Facts about a machine, and programs that no Debian package brings: --strict does without them.
+# Properties of a machine, and programs without a Debian package: --strict-parts does not need them.
 OPTIONAL_PARTS = {
     "intelmpi": "Intel MPI; $HPCTRAIN_TEST_INTELMPI names its folder",
     "ipv6": "a kernel with IPv6",
@@ -53,7 +54,7 @@ OPTIONAL_PARTS = {
     "two-cores": "two cores",
     "two-gpus": "two GPUs",
 }
-# Session fixtures that are costly: tests that share one run in one worker.
+# Costly session fixtures: tests that share one run in one worker.
 GROUPS = {"cluster": "slurm", "references": "references", "reproducibility_reference": "references"}
 
 
@@ -69,7 +70,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # Slow machines are no failure, and a test that passed passes again.
+    # No deadline, for slow machines; and the same examples in each run.
     many = 100 if config.getoption("--all") else 10
     settings.register_profile(
         "tests", deadline=None, max_examples=many, derandomize=True, database=None
@@ -77,40 +78,40 @@ def pytest_configure(config):
     settings.load_profile("tests")
 
 
-# First, as xdist reads the groups in its own.
+# First, because xdist reads the groups in its hook.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        _mark(item)
+        mark(item)
     on_gpu, everything = config.getoption("--gpu"), config.getoption("--all")
-    kept = [
+    selected = [
         item
         for item in items
         if bool(item.get_closest_marker("gpu")) == on_gpu
         and (everything or on_gpu or not item.get_closest_marker("slow"))
     ]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    # What waits for Slurm or for ranks begins first, so that no worker ends long after the others.
-    items[:] = sorted(kept, key=_order)
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(selected)])
+    # Tests with Slurm or ranks begin first, so that no worker ends long after the others.
+    items[:] = sorted(selected, key=order)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable():
-    """Escape what is no UTF-8: a worker could not send it, and the whole run would end."""
-    return _escaped((yield))
+    """Escape text that is not UTF-8, which a worker could not send."""
+    return escaped((yield))
 
 
-def _escaped(value):
+def escaped(value):
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
-        return {_escaped(key): _escaped(one) for key, one in value.items()}
+        return {escaped(key): escaped(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_escaped, value))
+        return type(value)(map(escaped, value))
     return value
 
 
-def _mark(item):
+def mark(item):
     fixtures = set(item.fixturenames)
     parameters = getattr(item, "callspec", None)
     words = {str(value) for value in parameters.params.values()} if parameters else set()
@@ -127,7 +128,7 @@ def _mark(item):
         return
     group = next((GROUPS[name] for name in GROUPS if name in fixtures), None)
     if group == "slurm" and item.config.getoption("--all"):
-        # More than an hour on one Slurm; half of it on each of two.
+        # They take more than an hour on one Slurm, and half of it on each of two.
         group += "-first" if item.path.parent.name < "launch" else "-second"
     if group is None and any(
         definitions[-1].scope == "module"
@@ -138,14 +139,14 @@ def _mark(item):
         item.add_marker(pytest.mark.xdist_group(group))
 
 
-def _order(item):
+def order(item):
     costs = ("slurm", "horovod", "ranks", "e2e")
     return next((n for n, name in enumerate(costs) if item.get_closest_marker(name)), len(costs))
 
 
 @pytest.fixture(scope="session")
 def lacking(request):
-    """Skip for want of a part, or fail where this run is strict."""
+    """Return a function that skips a test without a part, or fails it with --strict-parts."""
 
     def lack(part: str, why: str):
         known = PARTS | OPTIONAL_PARTS
@@ -160,7 +161,7 @@ def lacking(request):
 
 @pytest.fixture(scope="session")
 def cluster(lacking):
-    """A real Slurm of four hosts, of this worker alone."""
+    """Start a real Slurm of four hosts for this worker."""
     import cluster as slurm
 
     missing = slurm.available()
@@ -175,7 +176,7 @@ def cluster(lacking):
 
 @pytest.fixture(params=("auto", "horovod"))  # auto: single for one rank, ddp for more
 def run(request, lacking):
-    """`ranks.run` over each backend in turn: the battery that every backend has to pass."""
+    """Return `ranks.run` over each backend: the battery that every backend must pass."""
     import ranks
 
     if request.param == "horovod" and importlib.util.find_spec("horovod") is None:
@@ -185,7 +186,7 @@ def run(request, lacking):
 
 @pytest.fixture
 def gpu(lacking):
-    """`on_gpu.run`: ranks on the first GPU that this process sees."""
+    """Return `on_gpu.run`: ranks on the GPUs that this process sees."""
     import on_gpu
     import torch
 
@@ -196,14 +197,14 @@ def gpu(lacking):
 
 @pytest.fixture
 def nccl(gpu, lacking):
-    """`on_gpu.run`, whose ranks share one GPU over NCCL."""
+    """Return `on_gpu.run` with ranks that share one GPU over NCCL."""
     del gpu
-    if refusal := _nccl_refuses():
+    if refusal := nccl_refusal():
         lacking("nccl", f"NCCL does not let ranks share one GPU: {refusal}")
-    return _on_one_gpu()
+    return run_on_one_gpu()
 
 
-def _on_one_gpu():
+def run_on_one_gpu():
     import on_gpu
 
     from hpctrain.cluster.visible_gpus import CUDA
@@ -213,16 +214,16 @@ def _on_one_gpu():
 
 
 @functools.cache
-def _nccl_refuses() -> str:
+def nccl_refusal() -> str:
     """Return the refusal of an NCCL that does not know the variable, else an empty text."""
     import ranks
     from battery import identity
 
     from hpctrain.errors import StartError
 
-    results = _on_one_gpu()(2, identity)
+    results = run_on_one_gpu()(2, identity)
     for result in results:
-        # The code of NCCL for what torch calls "Duplicate GPU detected".
+        # The error of NCCL for torch's "Duplicate GPU detected".
         if isinstance(result, StartError) and "invalid usage" in str(result):
             return result.found
     ranks.values(results)
@@ -237,16 +238,16 @@ def fashion_mnist(lacking):
     return folder
 
 
-def _scrubbed():
+def scrubbed_environ():
     names = (name for name in os.environ if not name.startswith("HPCTRAIN_"))
-    kept = env_vars.scrubbed({name: os.environ[name] for name in names})
+    environ = env_vars.scrubbed({name: os.environ[name] for name in names})
     if "HPCTRAIN_CACHE" in os.environ:
-        kept["HPCTRAIN_CACHE"] = os.environ["HPCTRAIN_CACHE"]
-    return kept
+        environ["HPCTRAIN_CACHE"] = os.environ["HPCTRAIN_CACHE"]
+    return environ
 
 
-def _children():
-    """The processes that this one started and has not reaped, but for multiprocessing's own."""
+def child_processes():
+    """Return child processes by id, without those of multiprocessing."""
     children = {}
     for table in Path("/proc/self/task").glob("*/children"):
         try:
@@ -260,21 +261,21 @@ def _children():
     return children
 
 
-def _sockets():
-    """The inodes of this process's sockets."""
+def socket_inodes():
+    """Return the inodes of this process's sockets."""
     sockets = set()
     for link in Path("/proc/self/fd").iterdir():
         try:
             target = os.readlink(link)
         except OSError:
-            continue  # the folder's own, closed by now
+            continue  # that of the folder, closed by now
         if target.startswith("socket:["):
             sockets.add(target[8:-1])
     return sockets
 
 
-def _listening(sockets):
-    """Those on which a process listens."""
+def listening_sockets(sockets):
+    """Return the inodes of sockets on which a process listens."""
     lines = [
         line.split()
         for table in ("/proc/net/tcp", "/proc/net/tcp6")
@@ -285,26 +286,26 @@ def _listening(sockets):
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing(request, tmp_path, monkeypatch):
-    """No launcher's variables at the start; no variable, process, thread or port at the end."""
-    clean = _scrubbed()
+def no_leaks(request, tmp_path, monkeypatch):
+    """Unset launchers' variables; check that a test leaves no variable, process, thread or port."""
+    clean = scrubbed_environ()
     for name in set(os.environ) - set(clean):
         monkeypatch.delenv(name)
     if Path("/dev/nvidiactl").exists() and not request.node.get_closest_marker("gpu"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # these tests are of ranks on CPUs
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # these tests use ranks on CPUs
     monkeypatch.chdir(tmp_path)
     hook = sys.excepthook
-    before = dict(os.environ), _children(), _sockets(), set(threading.enumerate())
+    before = dict(os.environ), child_processes(), socket_inodes(), set(threading.enumerate())
     yield
     sys.excepthook = hook
     environ, children, sockets, threads = before
     after = dict(os.environ)
     after.pop("PYTEST_CURRENT_TEST", None)
     environ.pop("PYTEST_CURRENT_TEST", None)
-    new = {pid: cmd for pid, cmd in _children().items() if pid not in children}
+    new = {pid: cmd for pid, cmd in child_processes().items() if pid not in children}
     assert not new, f"processes left: {new}"
-    fresh = _sockets() - sockets
-    assert not fresh or not _listening(fresh), "a listening socket is left"
+    fresh = socket_inodes() - sockets
+    assert not fresh or not listening_sockets(fresh), "a listening socket is left"
     left = [t for t in set(threading.enumerate()) - threads if not t.daemon]
     assert not left, f"threads left: {left}"
     changed = {k for k in environ.keys() | after.keys() if environ.get(k) != after.get(k)}
@@ -314,11 +315,11 @@ def _leaves_nothing(request, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def reproducibility_reference(tmp_path_factory):
-    """One process, which accumulates: the losses that every other start has to show."""
+    """Train in one process, which accumulates; return the folder with the reference losses."""
     import launches
 
     folder = tmp_path_factory.mktemp("one-process")
-    command = [*launches.LOCAL["python"], str(launches.TWICE), *launches.SAMENESS]
+    command = [*launches.LOCAL["python"], str(launches.TWICE), *launches.PARITY]
     done = launches.start(command, folder)
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "fp64" / "run.json").read_text())["world"]["world_size"] == 1

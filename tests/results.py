@@ -1,11 +1,11 @@
-"""Run tests and keep what came out as results of docs/reliability.md and docs/status.md.
+"""Run tests and save their results for docs/reliability.md and docs/status.md.
 
     python tests/results.py                               # the tests of survival
     python tests/results.py tests/monitoring -k SIGSTOP   # some of them
     python tests/results.py tests -n 4                    # all tests: dates what was run where
 
 Each test is a row of the first page, with the first line of its docstring: passed, failed and left
-out, by backend. A row of the second page is dated anew where all tests under its `tests` were run
+out, by backend. A row of the second page gets a new date if all tests under its `tests` were run
 and none failed. Only in a clean tree, and with all slow tests. Then: python benchmarks/pages
 """
 
@@ -27,7 +27,7 @@ sys.path.insert(0, str(TOP / "benchmarks"))
 import measure  # noqa: E402
 
 RESULTS = TOP / "docs" / "results"
-# The sections of docs/reliability.md, and whose tests they count.
+# The sections of docs/reliability.md, by the file of their tests.
 SECTIONS = {
     "tests/training/test_resume_after_kill.py": "kill",
     "tests/training/test_resume_under_launchers.py": "launchers",
@@ -77,7 +77,7 @@ def read(path: Path) -> list[Case]:
 
 
 def first_lines(file: Path) -> dict[str, str]:
-    """The first line of each function's docstring, by the function's name."""
+    """Return the first line of each function's docstring, by the function's name."""
     tree = ast.parse(file.read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return {
@@ -87,7 +87,7 @@ def first_lines(file: Path) -> dict[str, str]:
 
 
 def described(first_line: str, cases: list[Case]) -> str:
-    """Say what was done: by a docstring's first line and by the parameters."""
+    """Return a description of what was done: a docstring's first line, and the parameters."""
     values = list(dict.fromkeys(case.parameters for case in cases))
     if len(values) > MANY:
         values = [*values[:2], "…", values[-1]]
@@ -95,13 +95,13 @@ def described(first_line: str, cases: list[Case]) -> str:
 
 
 def row(cases: list[Case], what: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is kept of the cases of one test."""
+    """Return the row of the cases of one test."""
     outcomes = [case.outcome for case in cases]
     counts = [(outcomes.count(name), name) for name in ("failed", "left out") if name in outcomes]
     passed = outcomes.count("passed")
     backends = [case.backend for case in cases]
     runs = [(name, backends.count(name)) for name in sorted(set(backends))]
-    said = [f"{passed} passed", *(f"{count} {name}" for count, name in counts)]
+    result = [f"{passed} passed", *(f"{count} {name}" for count, name in counts)]
     return {
         "section": SECTIONS[cases[0].file],
         "file": cases[0].file,
@@ -109,7 +109,7 @@ def row(cases: list[Case], what: str, facts: Mapping[str, Any]) -> dict[str, Any
         "case": cases[0].test.removeprefix("test_").replace("_", " "),
         "what": described(what, cases),
         "runs": ", ".join(f"{name} {count}".strip() for name, count in runs),
-        "result": "all passed" if passed == len(cases) else ", ".join(said),
+        "result": "all passed" if passed == len(cases) else ", ".join(result),
         "seconds": round(sum(case.seconds for case in cases), 1),
         **facts,
     }
@@ -131,14 +131,14 @@ def renew_reliability(
         if case.file in SECTIONS:
             groups.setdefault((case.file, case.test), []).append(case)
     files = {file for file, _ in groups}
-    kept = [
+    unchanged = [
         old
         for old in rows
         if (old["file"], old.get("test")) not in groups and (part or old["file"] not in files)
     ]
     lines = {file: first_lines(TOP / file) for file in files}
     new = [row(group, lines[file].get(test, ""), facts) for (file, test), group in groups.items()]
-    return kept + new
+    return unchanged + new
 
 
 def renew_status(
@@ -147,7 +147,7 @@ def renew_status(
     paths: Iterable[Path],
     facts: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return the rows, dated anew where all their tests were run and none failed.
+    """Return the rows, with a new date where all their tests were run and none failed.
 
     Args:
         rows: so far.
@@ -158,7 +158,7 @@ def renew_status(
 
     def renewed(old: Mapping[str, Any]) -> bool:
         wanted = [TOP / name for name in old.get("tests", ())]
-        whole = all(any(path.is_relative_to(one) for one in paths) for path in wanted)
+        whole = all(any(path.is_relative_to(path_run) for path_run in paths) for path in wanted)
         own = [
             case.outcome
             for case in cases
@@ -171,7 +171,7 @@ def renew_status(
 
 
 def main() -> int:
-    """Run pytest and write the results; pytest's exit code."""
+    """Run pytest and write the results; return pytest's exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("paths", nargs="*", metavar="PATH", help="default: the tests of survival")
     parser.add_argument("-k", metavar="EXPRESSION", help="of these tests, those that match")

@@ -35,7 +35,7 @@ while :; do
 done
 
 left_out=()
-tell_left_out() { for line in "${left_out[@]}"; do say "left out: $line"; done; }
+tell_left_out() { for line in "${left_out[@]}"; do print_line "left out: $line"; done; }
 
 install_packages() {
     local package missing=()

@@ -33,7 +33,7 @@ def renew(page: str, top: Path, tables: Mapping[str, Table] = TABLES) -> str:
         ValueError: a mark has no matching mark, or names an unknown table.
     """
     if unknown := names(page) - set(tables):
-        raise ValueError(f"no table is called {', '.join(sorted(unknown))}")
+        raise ValueError(f"no table has the name {', '.join(sorted(unknown))}")
     if len(_MARK.findall(page)) != 2 * len(_BLOCK.findall(page)):
         raise ValueError("a block of results begins or ends without its other mark")
     return _BLOCK.sub(
@@ -54,6 +54,6 @@ def differing(top: Path) -> dict[Path, str]:
     found = {}
     for path in (top / name for name in PAGES):
         page = path.read_text()
-        if (wanted := renew(page, top)) != page:
-            found[path] = wanted
+        if (new := renew(page, top)) != page:
+            found[path] = new
     return found

@@ -69,10 +69,10 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _commit(record: Record) -> str:
-    known = record.get("commit")
-    if not known:
-        return "commit not kept"
-    return f"`{known.rstrip('+')}`" + (", uncommitted changes" if known.endswith("+") else "")
+    commit = record.get("commit")
+    if not commit:
+        return "commit not recorded"
+    return f"`{commit.rstrip('+')}`" + (", uncommitted changes" if commit.endswith("+") else "")
 
 
 def _machine(record: Record) -> str:
@@ -115,12 +115,12 @@ def newest(folder: Path, name: str) -> list[Record]:
     paths = [path for path in folder.glob("*.json") if _benchmark(path) == name]
     records = sorted(map(_read, paths), key=lambda record: record["date"])
     last = {group: record for record in records for group in _results(record)}
-    kept = []
+    selected = []
     for record in reversed(records):
         groups = {group: part for group, part in _results(record).items() if last[group] is record}
         if groups:
-            kept.append({**record, "sizes" if "sizes" in record else "results": groups})
-    return kept
+            selected.append({**record, "sizes" if "sizes" in record else "results": groups})
+    return selected
 
 
 def _benchmark(path: Path) -> str:
@@ -265,7 +265,9 @@ def recorded_by_hand(name: str, top: Path) -> str:
 def errors(top: Path) -> str:
     """Make the table of the codes of errors, from `hpctrain.errors.codes`."""
     del top
-    rows = ((code, one.meaning, "<br>".join(one.causes), one.fix) for code, one in CODES.items())
+    rows = (
+        (name, code.meaning, "<br>".join(code.causes), code.fix) for name, code in CODES.items()
+    )
     lines = ["| code | meaning | usual causes | fix |", "| --- | --- | --- | --- |"]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join(lines)

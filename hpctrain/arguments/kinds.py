@@ -2,11 +2,11 @@
 
 import argparse
 import dataclasses
-import difflib
 import math
 from typing import Any
 
 from hpctrain.cluster.launchers import LONGEST_TIMEOUT
+from hpctrain.cluster.texts import nearest
 from hpctrain.errors import UsageError
 
 __all__ = [
@@ -38,38 +38,38 @@ class Number:
 
     Args:
         name: name of the type in argparse's messages.
-        wanted: accepted values, in words.
+        expected: description of the accepted values, for messages.
         above, below: open interval of the accepted values.
         least: smallest accepted value; given for whole numbers only, in place of the interval.
-        word: a text that is accepted as well.
+        literal: a text that is accepted as well.
     """
 
     def __init__(
         self,
         name: str,
-        wanted: str,
+        expected: str,
         above: float = float("-inf"),
         below: float = float("inf"),
         least: int | None = None,
-        word: str | None = None,
+        literal: str | None = None,
     ) -> None:
         self.__name__ = name
-        self.wanted = wanted
-        self.above, self.below, self.least, self.word = above, below, least, word
+        self.expected = expected
+        self.above, self.below, self.least, self.literal = above, below, least, literal
 
     def __call__(self, text: str) -> float | int | str:
         """Convert a text of the command line."""
-        if text == self.word:
+        if text == self.literal:
             return text
         value = int(text) if self.least is not None else float(text)
-        if not self.takes(value):
-            raise argparse.ArgumentTypeError(f"{text} is not {self.wanted}")
+        if not self.accepts(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {self.expected}")
         return value
 
-    def takes(self, value: Any) -> bool:
+    def accepts(self, value: Any) -> bool:
         """Check whether a Python value is accepted."""
         if isinstance(value, str):
-            return value == self.word
+            return value == self.literal
         whole = isinstance(value, int) and not isinstance(value, bool)
         if self.least is not None:
             return whole and value >= self.least
@@ -87,8 +87,8 @@ seconds = Number(
     above=0.0,
     below=LONGEST_TIMEOUT + 1.0,
 )
-workers = Number("number of workers", "a whole number from 0 on, or auto", least=0, word="auto")
-loss_scale = Number("loss scale", "a number above 0, or dynamic", above=0.0, word="dynamic")
+workers = Number("number of workers", "a whole number from 0 on, or auto", least=0, literal="auto")
+loss_scale = Number("loss scale", "a number above 0, or dynamic", above=0.0, literal="dynamic")
 
 
 def check(field: Any, value: Any) -> None:
@@ -100,18 +100,17 @@ def check(field: Any, value: Any) -> None:
     spec = field.metadata
     choices = spec.get("choices")
     if choices and value not in choices:
-        near = difflib.get_close_matches(str(value), choices, 1)
         raise UsageError(
             "HT501",
             f"{spec['flag']} {value}",
             f"one of {', '.join(choices)}",
-            f"{spec['flag']} {near[0] if near else choices[0]}",
+            f"{spec['flag']} {nearest(str(value), choices) or choices[0]}",
         )
     if value is None and field.default is None:
         return
     kind = spec.get("type")
-    if isinstance(kind, Number) and not kind.takes(value):
-        raise UsageError("HT501", f"{spec['flag']} {value!r}", kind.wanted)
+    if isinstance(kind, Number) and not kind.accepts(value):
+        raise UsageError("HT501", f"{spec['flag']} {value!r}", kind.expected)
     if "action" in spec and not isinstance(value, bool):
         raise UsageError("HT501", f"{spec['flag']} {value!r}", "True or False")
     if kind is str and not isinstance(value, str):

@@ -1,20 +1,29 @@
 """Recipes: files with values of options, which the command line completes and overrides."""
 
 import argparse
-import difflib
 import tomllib
 from collections.abc import Sequence
 from typing import Any
 
+from hpctrain.cluster.texts import nearest
 from hpctrain.errors import UsageError
 
 __all__ = ["Parser"]
 
 # Free text, unless the script has an option of that name.
 _ABOUT = "about"
-# `extend` is a subclass of the first. Their stored value is not a value that can be typed.
-_ADDS_UP = (argparse._AppendAction, argparse._AppendConstAction, argparse._CountAction)
 _NOT_IN_A_FILE = {"recipe", "help", "local_rank"}
+
+
+def _class_of(action: str, **settings: Any) -> type[argparse.Action]:
+    """Return argparse's class of an action, which has no public name."""
+    return type(argparse.ArgumentParser().add_argument("--option", action=action, **settings))
+
+
+# `extend` is a subclass of the first. Their stored value is not a value that can be typed.
+_ACCUMULATING = (_class_of("append"), _class_of("append_const", const=0), _class_of("count"))
+# store_true and store_false are subclasses.
+_STORE_CONST = _class_of("store_const", const=0)
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,13 +42,13 @@ class Parser(argparse.ArgumentParser):
         try:
             return super().add_argument(*flags, **keywords)
         except argparse.ArgumentError:
-            taken = next(flag for flag in flags if flag in self._option_string_actions)
+            existing = next(flag for flag in flags if flag in self._option_string_actions)
             error = UsageError(
                 "HT502",
-                f"parser.add_argument({taken!r}), which hpctrain.options() has already",
+                f"parser.add_argument({existing!r}), but hpctrain.options() has this option",
                 "each option once",
-                "leave yours out",
-                f"parser.set_defaults({self._option_string_actions[taken].dest}=…) "
+                "leave your option out",
+                f"parser.set_defaults({self._option_string_actions[existing].dest}=…) "
                 "for another default",
             )
             self.exit(error.exit_code, f"hpctrain: error: {error}\n")
@@ -55,9 +64,9 @@ class Parser(argparse.ArgumentParser):
         before = [(action, action.default, action.required) for action in self._actions]
         try:
             if path is not None:
-                self._take(path)
-            known: tuple[argparse.Namespace, list[str]] = super().parse_known_args(args, namespace)
-            return known
+                self._load_defaults(path)
+            result: tuple[argparse.Namespace, list[str]] = super().parse_known_args(args, namespace)
+            return result
         finally:
             for action, default, required in before:
                 action.default, action.required = default, required
@@ -69,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         path: str | None = finder.parse_known_args(args)[0].recipe
         return path
 
-    def _take(self, path: str) -> None:
+    def _load_defaults(self, path: str) -> None:
         """Use the values of a file as defaults."""
         try:
             with open(path, "rb") as file:
@@ -86,14 +95,14 @@ class Parser(argparse.ArgumentParser):
         for name, value in values.items():
             if name in actions:
                 try:
-                    default = self._value(_taker(actions[name], value), value)
+                    default = self._value(_accepting_option(actions[name], value), value)
                 except argparse.ArgumentError as error:
                     self.error(f"--recipe {path}: {name}: {error.message}")
                 for action in actions[name]:  # argparse uses the default of the first
                     action.default, action.required = default, False
             elif name != _ABOUT:
-                near = difflib.get_close_matches(name.lower().replace("-", "_"), actions, 1)
-                hint = f": {near[0]} is near" if near else "; --help shows them"
+                near = nearest(name, actions)
+                hint = f"; did you mean {near}?" if near else "; --help shows them"
                 self.error(f"--recipe {path}: {name} is no option of {self.prog}{hint}")
 
     def _value(self, action: argparse.Action, value: Any) -> Any:
@@ -107,32 +116,34 @@ class Parser(argparse.ArgumentParser):
                 raise argparse.ArgumentError(action, f"{value!r} is not true or false")
             return value
         several = isinstance(value, list)
-        texts = [_text(action, one) for one in (value if several else [value])]
+        texts = [_text(action, item) for item in (value if several else [value])]
         if several != (action.nargs not in (None, argparse.OPTIONAL)):
             expected = "a single value" if several else "a list"
             raise argparse.ArgumentError(action, f"{value!r} is not {expected}")
         if self._match_argument(action, "A" * len(texts)) < len(texts):
             raise argparse.ArgumentError(action, f"{value!r} is too long")
-        taken = self._get_values(action, texts)
-        return texts[0] if isinstance(taken, str) else taken  # argparse converts default texts
+        converted = self._get_values(action, texts)
+        return (
+            texts[0] if isinstance(converted, str) else converted
+        )  # argparse converts default texts
 
 
-def _taker(actions: list[argparse.Action], value: Any) -> argparse.Action:
+def _accepting_option(actions: list[argparse.Action], value: Any) -> argparse.Action:
     """Return the option that accepts the value, among options with the same name.
 
     Raises:
         argparse.ArgumentError: none of them works in a file.
     """
-    takers = [action for action in actions if not _only_typed(action)]
-    if not takers or any(isinstance(action, _ADDS_UP) for action in actions):
+    accepting = [action for action in actions if not _only_typed(action)]
+    if not accepting or any(isinstance(action, _ACCUMULATING) for action in actions):
         options = "/".join(option for action in actions for option in action.option_strings)
         raise argparse.ArgumentError(actions[0], f"{options} is for the command line alone")
     switch = isinstance(value, bool)
-    return next((action for action in takers if (action.nargs == 0) == switch), takers[0])
+    return next((action for action in accepting if (action.nargs == 0) == switch), accepting[0])
 
 
 def _only_typed(action: argparse.Action) -> bool:
-    constant = isinstance(action, argparse._StoreConstAction)
+    constant = isinstance(action, _STORE_CONST)
     return constant and not isinstance(action.const, bool)
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from hpctrain.arguments.kinds import (
     workers,
 )
 from hpctrain.backends import BACKENDS
+from hpctrain.cluster.texts import nearest
 from hpctrain.errors import UsageError
 from hpctrain.precision import PRECISIONS
 
@@ -59,7 +59,7 @@ class Options:
     resume: bool | None = option(
         "--resume",
         None,
-        "resume from the newest complete checkpoint, or start anew if there is none",
+        "resume from the newest complete checkpoint, or start from the beginning if there is none",
         action=argparse.BooleanOptionalAction,
     )
     init_from: str | None = option(
@@ -358,12 +358,12 @@ class Options:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for name in keywords:
             if name not in fields:
-                near = difflib.get_close_matches(name, fields, 1)
+                near = nearest(name, fields)
                 raise UsageError(
                     "HT501",
                     f"{name}= is no option of a Session",
                     f"one of {', '.join(fields)}",
-                    f"{near[0]}=…" if near else "",
+                    f"{near}=…" if near else "",
                 )
         given = {k: v for k, v in vars(namespace or argparse.Namespace()).items() if k in fields}
         values = {

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hpctrain.backends.settings import Settings
+from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.launchers import RendezvousPoint
 from hpctrain.cluster.world import World
 from hpctrain.errors import ContradictionError
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from hpctrain.backends.base import Backend
 
-__all__ = ["BACKENDS", "Settings", "agent_store", "check", "choose", "open_backend"]
+__all__ = ["BACKENDS", "BackendSettings", "agent_store", "check", "choose", "open_backend"]
 
 # The class of each backend by name, imported only when it is needed.
 BACKENDS = {
@@ -37,7 +37,7 @@ def choose(name: str, world_size: int) -> str:
         raise ContradictionError(
             "HT301",
             f"--backend single in a world of {world_size} ranks",
-            "a backend that lets them talk",
+            "a backend for several ranks",
             "--backend ddp",
             "start one process",
         )
@@ -61,7 +61,7 @@ def agent_store(point: RendezvousPoint, timeout: float) -> KeyValueStore | None:
     return AgentStore(point.store, timeout)
 
 
-def check(name: str, world: World, device: "torch.device", settings: Settings) -> None:
+def check(name: str, world: World, device: "torch.device", settings: BackendSettings) -> None:
     """Check whether a backend can work, before the rendezvous.
 
     Raises:
@@ -71,7 +71,7 @@ def check(name: str, world: World, device: "torch.device", settings: Settings) -
 
 
 def open_backend(
-    name: str, rendezvous: Rendezvous, device: "torch.device", settings: Settings
+    name: str, rendezvous: Rendezvous, device: "torch.device", settings: BackendSettings
 ) -> "Backend":
     """Open a backend by name, and compare its rank and world size with the World.
 
@@ -88,8 +88,8 @@ def open_backend(
     world = rendezvous.world
     if (backend.rank, backend.world_size) != (world.rank, world.world_size):
         found = (
-            f"{name} over {backend.transport} says rank {backend.rank} of {backend.world_size}, "
-            f"{world.launcher} says rank {world.rank} of {world.world_size}"
+            f"{name} over {backend.transport} has rank {backend.rank} of {backend.world_size}, "
+            f"{world.launcher} has rank {world.rank} of {world.world_size}"
         )
         backend.close(found)
         raise ContradictionError(
@@ -97,7 +97,7 @@ def open_backend(
             found,
             f"the same in both: either {world.launcher} was misread, or {name} was started by "
             "something else",
-            "hpctrain explain (it shows where the launcher's numbers came from)",
+            "hpctrain explain (it shows the variable of each number)",
             *backend.mismatch_fixes,
         )
     return backend

@@ -5,6 +5,7 @@ import datetime
 from collections.abc import Sequence
 from typing import Protocol
 
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import StartError
 from hpctrain.rendezvous import Rendezvous
 from hpctrain.rendezvous.messages import GRACE_SECONDS
@@ -46,15 +47,15 @@ def assemble(store: Store, rendezvous: Rendezvous, timeout: float) -> None:
     if missing:
         raise StartError(
             "HT305",
-            f"{named(rendezvous, missing)} came to the rendezvous and {_was(missing)} lost before "
-            f"the ranks were connected, within {timeout:.0f} s",
-            "all ranks, to the end of the start",
+            f"{named(rendezvous, missing)} took part in the rendezvous and {_was(missing)} lost "
+            f"before the ranks were connected, within {timeout:.0f} s",
+            "all ranks until the start is complete",
             "look for the first error there, and whether the host can be reached",
         )
 
 
 def absent(store: Store, rank: int) -> None:
-    """Report that this rank has failed, in place of `assemble`: others need not wait for it."""
+    """Report that this rank has failed, in place of `assemble`, so that no rank waits for it."""
     with contextlib.suppress(RuntimeError):  # the other ranks are gone
         store.set(_ABSENT, str(rank))
         store.set(str(rank), "")
@@ -68,34 +69,36 @@ def call(store: Store, rank: int, size: int, timeout: float) -> list[int]:
         rank, size: rank of this process, and number of ranks.
         timeout: seconds that rank 0 waits; the other ranks wait a little longer for its answer.
     """
-    said = _missing(store, size, timeout) if rank == 0 else _hear(store, rank, timeout)
-    return [int(other) for other in said.split(",") if other]
+    missing = (
+        _missing(store, size, timeout) if rank == 0 else _receive_missing(store, rank, timeout)
+    )
+    return [int(other) for other in missing.split(",") if other]
 
 
 def _missing(store: Store, size: int, timeout: float) -> str:
     """Return the missing ranks, separated by commas, and publish them; called on rank 0."""
-    others = [str(rank) for rank in range(1, size)]
+    keys = [str(rank) for rank in range(1, size)]
     try:
-        store.wait(others, datetime.timedelta(seconds=timeout))
+        store.wait(keys, datetime.timedelta(seconds=timeout))
         missing = store.get(_ABSENT).decode() if store.check([_ABSENT]) else ""
     except RuntimeError:
-        missing = ",".join(rank for rank in others if not store.check([rank]))
+        missing = ",".join(rank for rank in keys if not store.check([rank]))
     store.set("missing", missing)
     if missing:
         # The store ends with this process, so the other ranks have to read it first.
         with contextlib.suppress(RuntimeError):
-            there = [f"{rank} knows" for rank in others if rank not in missing.split(",")]
-            store.wait(there, datetime.timedelta(seconds=GRACE_SECONDS))
+            received = [f"{rank} received" for rank in keys if rank not in missing.split(",")]
+            store.wait(received, datetime.timedelta(seconds=GRACE_SECONDS))
     return missing
 
 
-def _hear(store: Store, rank: int, timeout: float) -> str:
+def _receive_missing(store: Store, rank: int, timeout: float) -> str:
     """Return the missing ranks that rank 0 published, or "0" if it does not answer."""
     try:
         store.set(str(rank), "")
         store.wait(["missing"], datetime.timedelta(seconds=timeout + GRACE_SECONDS))
         missing = store.get("missing").decode()
-        store.set(f"{rank} knows", "")
+        store.set(f"{rank} received", "")
     except RuntimeError:
         return "0"
     return missing
@@ -107,9 +110,8 @@ def host_of(rendezvous: Rendezvous, rank: int) -> str:
 
 
 def named(rendezvous: Rendezvous, ranks: Sequence[int]) -> str:
-    """Format ranks as `rank 2 on node3, rank 5 on node4`, at most eight of them."""
-    shown = ", ".join(f"rank {rank} on {host_of(rendezvous, rank)}" for rank in ranks[:8])
-    return shown + (", …" if len(ranks) > 8 else "")
+    """Format ranks as `ranks 2 and 5 on node3 and node4`."""
+    return ranks_text(ranks, {rank: host_of(rendezvous, rank) for rank in ranks})
 
 
 def _was(ranks: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.backends.baseline import Baseline
-from hpctrain.backends.settings import Settings
+from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.rendezvous import Rendezvous
@@ -96,11 +96,11 @@ class Backend(ABC):
 
     @abstractmethod
     def __init__(
-        self, rendezvous: Rendezvous, device: torch.device, settings: Settings
+        self, rendezvous: Rendezvous, device: torch.device, settings: BackendSettings
     ) -> None: ...
 
     @classmethod
-    def check(cls, world: World, device: torch.device, settings: Settings) -> None:
+    def check(cls, world: World, device: torch.device, settings: BackendSettings) -> None:
         """Check whether the backend can work, before the rendezvous.
 
         Raises:
@@ -169,8 +169,8 @@ class Backend(ABC):
         """Return the objects (picklable) of all ranks on rank 0, and an empty list elsewhere."""
 
     @abstractmethod
-    def meet(self, words: str) -> list[str]:
-        """Wait for all ranks, and return the words of each, in the order of ranks.
+    def all_gather_text(self, text: str) -> list[str]:
+        """Wait for all ranks, and return the text of each, in the order of ranks.
 
         This is separate from all other exchanges: it does not disturb a rank that is in one.
         """

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain.backends.baseline import Baseline
-from hpctrain.backends.settings import Settings
+from hpctrain.backends.settings import BackendSettings
 from hpctrain.backends.single import Single
 from hpctrain.backends.transparent import Transparent
 from hpctrain.cluster.world import World
@@ -27,7 +27,9 @@ class DataParallel(Single):
 
     name = "dataparallel"
 
-    def __init__(self, rendezvous: Rendezvous, device: torch.device, settings: Settings) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, device: torch.device, settings: BackendSettings
+    ) -> None:
         super().__init__(rendezvous, device, settings)
         logger.info(
             "dataparallel copies the model to %d GPUs in every step; faster is ddp, a rank for "
@@ -36,7 +38,7 @@ class DataParallel(Single):
         )
 
     @classmethod
-    def check(cls, world: World, device: torch.device, settings: Settings) -> None:
+    def check(cls, world: World, device: torch.device, settings: BackendSettings) -> None:
         """Check that the world is one process that has a GPU."""
         del settings
         if world.world_size > 1:
@@ -61,10 +63,10 @@ class DataParallel(Single):
 
     def baseline(self) -> Baseline:
         """Return the baseline with torch's own DataParallel."""
-        return _Baseline()
+        return _DataParallelBaseline()
 
 
-class _Baseline(Baseline):
+class _DataParallelBaseline(Baseline):
     def share(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         return nn.DataParallel(model), optimizer
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Settings"]
+__all__ = ["BackendSettings"]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class BackendSettings:
     """The settings of any backend.
 
     Attributes:

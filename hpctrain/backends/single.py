@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.backends.base import Backend, Work, vector
-from hpctrain.backends.settings import Settings
+from hpctrain.backends.settings import BackendSettings
 from hpctrain.rendezvous import Rendezvous
 
 __all__ = ["Single"]
@@ -21,7 +21,9 @@ class Single(Backend):
     name = "single"
     transport = "none"
 
-    def __init__(self, rendezvous: Rendezvous, device: torch.device, settings: Settings) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, device: torch.device, settings: BackendSettings
+    ) -> None:
         del rendezvous, settings
         self.rank, self.world_size, self.device = 0, 1, device
 
@@ -48,9 +50,9 @@ class Single(Backend):
         """Return a list of the object."""
         return [thing]
 
-    def meet(self, words: str) -> list[str]:
-        """Return a list of the words."""
-        return [words]
+    def all_gather_text(self, text: str) -> list[str]:
+        """Return a list of the text."""
+        return [text]
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Do nothing."""

@@ -16,8 +16,8 @@ def available(root: Path = Path("/")) -> int | None:
 
     Source: proc(5), MemAvailable; cgroup-v2.rst and cgroup-v1/memory.rst of the Linux kernel.
     """
-    rooms = [_of_machine(root), *(_of_group(*files) for files in _groups(root))]
-    return min((room for room in rooms if room is not None), default=None)
+    amounts = [_of_machine(root), *(_of_group(*files) for files in _groups(root))]
+    return min((amount for amount in amounts if amount is not None), default=None)
 
 
 def _of_machine(root: Path) -> int | None:

@@ -97,7 +97,7 @@ def _find(
             raise CheckpointError(
                 "HT709",
                 f"no checkpoint in {directory.checkpoints} has a number for {best!r}",
-                "the name of a metric that was logged and kept",
+                "the name of a metric that the checkpoints contain",
                 "--step N",
                 "a run with --keep-best NAME",
             )
@@ -114,11 +114,11 @@ def _find(
         try:
             return newest, load(found[newest], newest, parts)
         except CheckpointError as error:
-            logger.error("%s; trying the one before", error.found)
+            logger.error("%s; trying the previous one", error.found)
     raise CheckpointError(
         "HT709",
-        f"no whole checkpoint in {directory.checkpoints}",
-        "the directory of a run that has saved",
+        f"no complete checkpoint in {directory.checkpoints}",
+        "the directory of a run that has saved a checkpoint",
         f"ls {directory.path}",
     )
 
@@ -144,12 +144,12 @@ def _named(
         for name, value in model.items():
             tensor = averages.get(name, value)
             if not isinstance(tensor, Tensor):
-                logger.warning("%s is no tensor and left out", prefix + name)
+                logger.warning("%s is no tensor and is left out", prefix + name)
                 continue
             where = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            known = first.setdefault(where, prefix + name) if tensor.numel() else prefix + name
-            if known != prefix + name:
-                others[prefix + name] = known
+            stored = first.setdefault(where, prefix + name) if tensor.numel() else prefix + name
+            if stored != prefix + name:
+                others[prefix + name] = stored
             else:
                 # Without the clone, a view would write its whole storage or be refused.
                 weights[prefix + name] = tensor.detach().clone().contiguous()

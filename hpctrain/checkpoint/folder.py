@@ -32,6 +32,7 @@ from hpctrain.checkpoint.loading import (
     replaced,
 )
 from hpctrain.checkpoint.snapshot import Snapshot
+from hpctrain.cluster import proc
 from hpctrain.errors import CheckpointError
 from hpctrain.rundir import RunDirectory
 
@@ -41,7 +42,7 @@ _AT_FDCWD = -100  # from fcntl.h
 _RENAME_EXCHANGE = 2  # from linux/fs.h
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?P<host>[\w.-]*)\.(?P<pid>\d+)\.[0-9a-f]{16}\Z", re.ASCII)
 # By error number: what is missing, then commands for the user.
-_FIXING = {
+_FIXES = {
     errno.ENOSPC: ("a file system with room", "df -h {0}; df -i {0}"),
     errno.EDQUOT: ("room in the quota", "quota -s", "lfs quota -h {0} (on Lustre)"),
     errno.EFBIG: ("no limit on the size of a file", "ulimit -f unlimited"),
@@ -70,7 +71,7 @@ class Folder:
         self._best = best
         self._commit = commit
         self._host = _here()
-        self._mine: Path | None = None  # temporary folder being written
+        self._temporary: Path | None = None  # temporary folder being written
 
     def save(self, step: int, snapshot: Snapshot, facts: Mapping[str, Any]) -> Path:
         """Write a checkpoint, commit it, then remove the checkpoints that are not kept.
@@ -85,24 +86,24 @@ class Folder:
                 or `commit()` raised it.
         """
         final = self._directory.checkpoint(step)
-        self._mine = self._name(step)
+        self._temporary = self._name(step)
         try:
             if not final.parent.is_dir():
                 final.parent.mkdir(parents=True, exist_ok=True)
                 sync(final.parent.parent)
             self._clear(locked=False)
-            self._write(self._mine, step, snapshot, facts)
+            self._write(self._temporary, step, snapshot, facts)
             with self._commit():
                 self._settle()
-                self._put(self._mine, final)
-                self._thin_out(step)
+                self._put(self._temporary, final)
+                self._remove_old(step)
                 self._clear(locked=self._commit is not nullcontext)
         # torch.save raises RuntimeError for a file that it cannot write.
         except (OSError, RuntimeError, MemoryError) as error:
             raise self._failed(step, error) from None
         finally:
-            _remove(self._mine)
-            self._mine = None
+            _remove(self._temporary)
+            self._temporary = None
         return final
 
     def _write(self, folder: Path, step: int, snapshot: Snapshot, facts: Mapping[str, Any]) -> None:
@@ -122,10 +123,10 @@ class Folder:
 
     def _put(self, temporary: Path, final: Path) -> None:
         """Commit by rename; remove what it replaces, or restore that after an error."""
-        there, aside = os.path.lexists(final), replaced(final)
-        swapped = there and _exchange(temporary, final)
-        if there and not swapped:
-            final.rename(aside)
+        exists, old = os.path.lexists(final), replaced(final)
+        swapped = exists and _exchange(temporary, final)
+        if exists and not swapped:
+            final.rename(old)
         try:
             if not swapped:
                 temporary.rename(final)
@@ -136,11 +137,11 @@ class Folder:
             else:
                 with contextlib.suppress(OSError):
                     final.rename(temporary)
-                if there:
-                    aside.rename(final)
+                if exists:
+                    old.rename(final)
             raise
-        if there and not swapped:
-            self._discard(aside, temporary)
+        if exists and not swapped:
+            self._discard(old, temporary)
 
     def _settle(self) -> None:
         """Complete the replacement of a checkpoint after its process was killed."""
@@ -151,7 +152,7 @@ class Folder:
             elif os.path.lexists(replaced(final)):
                 self._discard(replaced(final), self._name(step))
 
-    def _thin_out(self, step: int) -> None:
+    def _remove_old(self, step: int) -> None:
         """Remove all but the newest checkpoints that seem complete, and the best one.
 
         Checkpoints of later steps stay. They were damaged, so the run resumed from an earlier step
@@ -163,7 +164,7 @@ class Folder:
         for old in reversed(found):
             if newest >= self._keep and old != best:
                 self._discard(found[old], self._name(old))
-            newest += _seems_whole(found[old], old)
+            newest += _seems_complete(found[old], old)
 
     def _discard(self, folder: Path, temporary: Path) -> None:
         """Rename a checkpoint folder before its files are removed, so that it counts no more."""
@@ -180,7 +181,7 @@ class Folder:
         """
         for entry in self._directory.checkpoints.iterdir():
             match = _TEMPORARY.match(entry.name)
-            if match is None or entry == self._mine:
+            if match is None or entry == self._temporary:
                 continue
             here = match["host"] == self._host
             if (here and not _alive(int(match["pid"]))) or (locked and not here):
@@ -194,7 +195,7 @@ class Folder:
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         parent = self._directory.checkpoints
         number = error.errno if isinstance(error, OSError) and error.errno is not None else 0
-        expected, *fixes = _FIXING.get(number, ("a file system that takes it", "df -h {0}"))
+        expected, *fixes = _FIXES.get(number, ("a file system that can store it", "df -h {0}"))
         return CheckpointError(
             "HT705",
             f"the checkpoint of step {step} could not be written to {parent}: {error}",
@@ -203,11 +204,13 @@ class Folder:
         )
 
 
-def _seems_whole(folder: Path, step: int) -> bool:
+def _seems_complete(folder: Path, step: int) -> bool:
     """Return whether the manifest is valid and all files have the right size."""
     try:
         files = read_manifest(folder, step)["files"]
-        return all((folder / name).lstat().st_size == said["size"] for name, said in files.items())
+        return all(
+            (folder / name).lstat().st_size == entry["size"] for name, entry in files.items()
+        )
     except (CheckpointError, OSError):
         return False
 
@@ -215,7 +218,7 @@ def _seems_whole(folder: Path, step: int) -> bool:
 def _here() -> str:
     """Return host name and pid namespace, as a process id is unique only within both."""
     host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)
-    return f"{host}.{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{host}.{proc.namespace()}"
 
 
 def _alive(pid: int) -> bool:
@@ -241,7 +244,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Swap the names of two folders atomically; return False if the system does not support it.
 
     Source: rename(2), RENAME_EXCHANGE.
@@ -249,10 +252,10 @@ def _exchange(one: Path, other: Path) -> bool:
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc 2.28 or later
     if renameat2 is None:
         return False
-    names = (os.fsencode(one), os.fsencode(other))
+    names = (os.fsencode(first), os.fsencode(second))
     if renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
-    raise OSError(number, os.strerror(number), str(other))
+    raise OSError(number, os.strerror(number), str(second))

@@ -52,8 +52,8 @@ def places(directory: RunDirectory) -> dict[int, Path]:
     """
     found = {}
     if directory.checkpoints.is_dir():
-        aside = (_REPLACED.match(entry.name) for entry in directory.checkpoints.iterdir())
-        for step in (int(match[1]) for match in aside if match):
+        matches = (_REPLACED.match(entry.name) for entry in directory.checkpoints.iterdir())
+        for step in (int(match[1]) for match in matches if match):
             found[step] = replaced(directory.checkpoint(step))
     found.update({step: directory.checkpoint(step) for step in directory.steps()})
     return dict(sorted(found.items()))
@@ -79,11 +79,11 @@ def load_newest(
         try:
             return step, load(found[step], step, run=run)
         except CheckpointError as error:
-            logger.error("%s; trying the one before", error.found)
+            logger.error("%s; trying the previous one", error.found)
     if found:
         raise CheckpointError(
             "HT707",
-            f"none of the {len(found)} checkpoints in {directory.checkpoints} is whole",
+            f"none of the {len(found)} checkpoints in {directory.checkpoints} is complete",
             "at least one",
             "start over in another directory with --run-dir DIR",
         )
@@ -113,15 +113,18 @@ def load(
         raise CheckpointError(
             "HT708", f"{folder} is of another run, {manifest.get('run')}, not {run}"
         )
-    for name, said in manifest["files"].items():
+    for name, entry in manifest["files"].items():
         part = name.removesuffix(".pt")
         if parts is not None and part not in parts:
             continue
         path = folder / name
         try:
             with _open(path) as file:
-                if os.fstat(file.fileno()).st_size != said["size"] or _hash(file) != said["sha256"]:
-                    raise CheckpointError("HT707", f"{path} is not what was written")
+                if (
+                    os.fstat(file.fileno()).st_size != entry["size"]
+                    or _hash(file) != entry["sha256"]
+                ):
+                    raise CheckpointError("HT707", f"{path} has changed since it was written")
                 file.seek(0)
                 state[part] = torch.load(file, map_location="cpu", weights_only=True)
         except CheckpointError:
@@ -159,27 +162,29 @@ def _check(manifest: Any, step: int) -> None:
     if manifest.get("format") != FORMAT:
         raise ValueError(f"format {manifest.get('format')!r}, not {FORMAT}")
     if manifest.get("sha256") != digest(manifest):
-        raise ValueError("it is not what was written")
+        raise ValueError("it has changed since it was written")
     if manifest.get("step") != step:
         raise ValueError(f"it is of step {manifest.get('step')!r}")
     files = manifest.get("files")
     if not isinstance(files, dict) or len(files) > _MOST_FILES:
         raise ValueError(f"no list of at most {_MOST_FILES} files")
-    for name, said in files.items():
-        size, sha256 = (said.get("size"), said.get("sha256")) if isinstance(said, dict) else (0, 0)
+    for name, entry in files.items():
+        size, sha256 = (
+            (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (0, 0)
+        )
         if not (
             _FILE.match(name)
             and type(size) is int
             and isinstance(sha256, str)
             and _HASH.match(sha256)
         ):
-            raise ValueError(f"a file {name!r}: {said!r}")
+            raise ValueError(f"a file {name!r}: {entry!r}")
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
     """Return the hash of a manifest without its `sha256` entry."""
-    said = {name: value for name, value in manifest.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    entries = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 def best_of(directory: RunDirectory, metric: str) -> int | None:

@@ -84,13 +84,12 @@ class _Filler(pickle.Unpickler):
         return self._tensors[number]
 
 
-def freeze(state: Mapping[str, Any], known: dict[str, bytes] | None = None) -> Snapshot:
+def freeze(state: Mapping[str, Any], checked: dict[str, bytes] | None = None) -> Snapshot:
     """Copy the structure and the plain values of a state, but not yet its plain tensors.
 
     Args:
         state: values by name of the part.
-        known: structures by name of the part that were already checked and need no new check;
-            updated here.
+        checked: structures by name of the part that need no new check; updated here.
 
     Raises:
         UsageError: the state contains values that `torch.save`, or `torch.load` with
@@ -105,20 +104,20 @@ def freeze(state: Mapping[str, Any], known: dict[str, bytes] | None = None) -> S
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
             raise _refused(name, error) from None
         tensors, structure = finder.tensors, file.getvalue()
-        through = _Loop(name)
-        if known is None or known.get(name) != structure:
+        round_trip = _RoundTrip(name)
+        if checked is None or checked.get(name) != structure:
             # Check the structure only; the content of the tensors does not matter.
-            through(_Filler(structure, [torch.empty(0, device="cpu")] * len(tensors)).load())
-        if known is not None:
-            known[name] = structure
+            round_trip(_Filler(structure, [torch.empty(0, device="cpu")] * len(tensors)).load())
+        if checked is not None:
+            checked[name] = structure
         plain = [number for number, tensor in enumerate(tensors) if _plain(tensor)]
         for number in set(range(len(tensors))).difference(plain):
-            tensors[number] = through(tensors[number])
+            tensors[number] = round_trip(tensors[number])
         parts[name] = Part(structure, tensors, plain)
     return Snapshot(parts)
 
 
-class _Loop:
+class _RoundTrip:
     """Round trip of a value through `torch.save` and `torch.load`, as in a checkpoint."""
 
     def __init__(self, part: str) -> None:
@@ -135,8 +134,8 @@ class _Loop:
 
 
 def _refused(part: str, error: Exception) -> UsageError:
-    said = (str(error).splitlines() or [type(error).__name__])[0]
-    found = f"the state of {part!r} holds what no checkpoint can give back: {said}"
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    found = f"the state of {part!r} contains a value that no checkpoint can restore: {reason}"
     return UsageError("HT706", found, _EXPECTED, *_FIXES)
 
 
@@ -160,8 +159,8 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._kept: list[Tensor] = []
-        self._said = ""
+        self._buffers: list[Tensor] = []
+        self._last_kind = ""
 
     def copy(self, snapshot: Snapshot) -> bool:
         """Replace the tensors of a snapshot by copies; return False if there is no memory.
@@ -171,11 +170,11 @@ class Buffers:
         """
         storages = _storages(snapshot)
         with torch.inference_mode(mode=False), torch.no_grad():
-            kept = self._take([(s.nbytes(), s.device.type == "cuda") for s in storages.values()])
-            if kept is None:
+            buffers = self._take([(s.nbytes(), s.device.type == "cuda") for s in storages.values()])
+            if buffers is None:
                 return False
             copies = {}
-            for (key, storage), buffer in zip(storages.items(), kept, strict=True):
+            for (key, storage), buffer in zip(storages.items(), buffers, strict=True):
                 if storage.is_cuda:
                     buffer.copy_(_bytes(storage), non_blocking=True)
                 else:
@@ -186,7 +185,7 @@ class Buffers:
             for part in snapshot.parts.values():
                 for number in part.plain:
                     tensor = part.tensors[number]
-                    part.tensors[number] = _over(copies[_key(tensor)], tensor)
+                    part.tensors[number] = _view_in(copies[_key(tensor)], tensor)
             for device in sorted({s.device.index for s in storages.values() if s.is_cuda}):
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(torch.cuda.current_stream(device))
@@ -197,12 +196,14 @@ class Buffers:
     def _take(self, sizes: Sequence[tuple[int, bool]]) -> list[Tensor] | None:
         """Return one buffer per size in bytes, pinned or not; None if there is no memory."""
         pool: dict[tuple[int, bool], list[Tensor]] = {}
-        for buffer in self._kept:
+        for buffer in self._buffers:
             pool.setdefault((buffer.numel(), buffer.is_pinned()), []).append(buffer)
         found = [pool[size].pop() if pool.get(size) else None for size in sizes]
-        self._kept = [buffer for buffer in found if buffer is not None]
+        self._buffers = [buffer for buffer in found if buffer is not None]
         pool.clear()
-        more = sum(_taken(*n) for n, buffer in zip(sizes, found, strict=True) if buffer is None)
+        more = sum(
+            _buffer_bytes(*n) for n, buffer in zip(sizes, found, strict=True) if buffer is None
+        )
         room = available() if more else None
         if room is not None and more > _SHARE * room:
             self._refuse(f"{_mb(more)} more are needed and {_mb(room)} available")
@@ -215,29 +216,29 @@ class Buffers:
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError for lack of memory
             self._refuse((str(error).splitlines() or ["MemoryError"])[0])
             return None
-        self._kept = taken
+        self._buffers = taken
         if more:
-            total = sum(_taken(*size) for size in sizes)
-            self._say(
-                f"{_mb(total)} of memory are kept for copies of the state; it is written in the "
+            total = sum(_buffer_bytes(*size) for size in sizes)
+            self._log(
+                f"{_mb(total)} of memory hold copies of the state, which a thread writes in the "
                 "background"
             )
         return taken
 
-    def _refuse(self, why: str) -> None:
-        self._kept = []
-        self._say(
+    def _refuse(self, reason: str) -> None:
+        self._buffers = []
+        self._log(
             "no memory for a copy of the state, so training waits while a checkpoint is written: "
-            + why,
+            + reason,
             warn=True,
         )
 
-    def _say(self, text: str, warn: bool = False) -> None:
+    def _log(self, text: str, warn: bool = False) -> None:
         """Log a text, unless the last one was of the same kind."""
         kind = text.partition(":")[0]
-        if kind != self._said:
+        if kind != self._last_kind:
             (logger.warning if warn else logger.info)("%s", text)
-        self._said = kind
+        self._last_kind = kind
 
 
 def _storages(snapshot: Snapshot) -> dict[int, torch.UntypedStorage]:
@@ -265,12 +266,12 @@ def _new(size: int, pinned: bool) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
-def _taken(size: int, pinned: bool) -> int:
+def _buffer_bytes(size: int, pinned: bool) -> int:
     """Return the bytes that a buffer needs: torch rounds pinned memory up to a power of two."""
     return 1 << (size - 1).bit_length() if pinned and size else size
 
 
-def _over(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
+def _view_in(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
     """Return the same view of another storage."""
     view = torch.empty(0, dtype=tensor.dtype, device="cpu")
     view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -49,7 +49,7 @@ def check_weights(path: Path) -> None:
             f"--init-from {path}: {error.strerror}",
             _FORMS,
             "--init-from FILE",
-            "leave it out, where a run goes on from a checkpoint of its own",
+            "leave it out if the run continues from its own checkpoint",
         ) from None
     if path.suffix == _SAFETENSORS:
         try:
@@ -57,7 +57,7 @@ def check_weights(path: Path) -> None:
         except ImportError as error:
             raise UsageError(
                 "HT711",
-                f"--init-from {path}, and safetensors cannot be imported ({error})",
+                f"--init-from {path}, but safetensors cannot be imported ({error})",
                 "the package safetensors",
                 "python -m pip install safetensors",
             ) from None
@@ -77,11 +77,13 @@ def fill_weights(path: Path, model: nn.Module, number: int) -> None:
     own = {name: value for name, value in model.state_dict().items() if _is_data(value)}
     found = _of_model(_read(path), number, own.keys())
     if found is None:
-        logger.warning("%s has no model %d; it begins as the script made it", path, number)
+        logger.warning(
+            "%s has no model %d; the model keeps the weights from the script", path, number
+        )
         return
     weights = {name: value for name, value in found.items() if _is_data(value)}
     wrong = [f"has no {name}" for name in own if name not in weights]
-    wrong += [f"has {name}, which the model has not" for name in weights if name not in own]
+    wrong += [f"has {name}, which the model does not have" for name in weights if name not in own]
     wrong += [
         f"has {name} of shape {tuple(weights[name].shape)}, the model's is {tuple(value.shape)}"
         for name, value in own.items()
@@ -94,7 +96,7 @@ def fill_weights(path: Path, model: nn.Module, number: int) -> None:
             f"{path} {'; '.join(wrong[:_MOST_NAMED])}" + (f"; and {more} more" if more > 0 else ""),
             "the names and shapes of model.state_dict()",
             "the file of such a model",
-            "model.load_state_dict(…, strict=False) before session.prepare(), for a part of one",
+            "model.load_state_dict(…, strict=False) before session.prepare(), for some weights",
         )
     model.load_state_dict(found, strict=False)
     logger.info("model %d begins with the weights of %s", number, path)
@@ -107,10 +109,10 @@ def _read(path: Path) -> Any:
             with torch.serialization.safe_globals(_plain_data()):
                 return torch.load(path, map_location="cpu", weights_only=True)
         with importlib.import_module("safetensors").safe_open(str(path), "pt") as file:
-            held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             # For weights with two names, the file has one and the metadata have the other name.
             others = (file.metadata() or {}).items()
-        return held | {name: held[known] for name, known in others if known in held}
+        return tensors | {name: tensors[other] for name, other in others if other in tensors}
     except Exception as error:  # both raise errors of many types
         raise UsageError(
             "HT713",
@@ -131,12 +133,12 @@ def _why(path: Path, error: Exception) -> str:
     """Return the reason why a file cannot be read, as one line."""
     with contextlib.suppress(Exception), torch.serialization.safe_globals(_plain_data()):
         if refused := torch.serialization.get_unsafe_globals_in_checkpoint(path):
-            return (
-                f"it needs {', '.join(sorted(refused)[:_MOST_NAMED])}, and may run code of its own"
-            )
+            return f"it needs {', '.join(sorted(refused)[:_MOST_NAMED])}, and may run its own code"
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     # torch's own message has many lines.
-    return "it is none of torch.save" if reason.startswith("Weights only load failed") else reason
+    return (
+        "torch.save did not write it" if reason.startswith("Weights only load failed") else reason
+    )
 
 
 def _of_model(content: Any, number: int, own: Collection[str]) -> dict[str, Any] | None:
@@ -149,9 +151,9 @@ def _of_model(content: Any, number: int, own: Collection[str]) -> dict[str, Any]
     """
     if isinstance(content, Mapping):
         inner = [content[key] for key in ("model", "state_dict") if key in content]
-        content = next((one for one in inner if isinstance(one, (Mapping, list))), content)
+        content = next((value for value in inner if isinstance(value, (Mapping, list))), content)
     states = content if isinstance(content, list) else [content]  # checkpoints contain a list
-    models = [_named(one) for one in states] or [{}]
+    models = [_named(state) for state in states] or [{}]
     if number == 0 and not models[0].keys().isdisjoint(own):
         return models[0]
     if all(any(name.startswith(f"model{n}.") for name in models[0]) for n in (0, 1)):

@@ -87,7 +87,7 @@ class Writer:
         self._idle = threading.Event()
         self._idle.set()
         self._error: CheckpointError | None = None  # error of the newest finished save
-        self._untold: CheckpointError | None = None  # not reported by `failure` or `wait` yet
+        self._unreported: CheckpointError | None = None  # for `failure` and `wait`
         self._seconds: float | None = None
         self._committed: int | None = None
 
@@ -125,13 +125,13 @@ class Writer:
         """
         self._idle.wait()
         if self._error is not None:
-            self._untold = None
+            self._unreported = None
             raise self._error
 
     def failure(self) -> CheckpointError | None:
         """Return the error of the newest failed save, only once and without waiting."""
-        untold, self._untold = self._untold, None
-        return untold
+        error, self._unreported = self._unreported, None
+        return error
 
     @property
     def seconds(self) -> float | None:
@@ -188,9 +188,9 @@ class Writer:
             )
         if error is not None:
             logger.error("%s", error)
-        taken = self._clock() - job.begin
-        self._seconds = max(taken, self._seconds or 0.0)
-        self._error, self._untold = error, error or self._untold
+        seconds = self._clock() - job.begin
+        self._seconds = max(seconds, self._seconds or 0.0)
+        self._error, self._unreported = error, error or self._unreported
 
 
 def _as_json(facts: Mapping[str, Any]) -> dict[str, Any]:

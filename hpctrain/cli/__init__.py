@@ -25,9 +25,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
-        words = message.removeprefix("unrecognized arguments: ").split()
-        if words and message.startswith("unrecognized") and words[0].startswith("--"):
-            import difflib  # seldom needed
+        arguments = message.removeprefix("unrecognized arguments: ").split()
+        if arguments and message.startswith("unrecognized") and arguments[0].startswith("--"):
+            from hpctrain.cluster.texts import nearest  # seldom needed
 
             known = [
                 option
@@ -35,10 +35,10 @@ class _Parser(argparse.ArgumentParser):
                 for option, action in parser._option_string_actions.items()
                 if action.help != argparse.SUPPRESS
             ]
-            word = words[0].partition("=")[0]
-            near = [option for option in known if option.startswith(word)]
-            near = near or difflib.get_close_matches(word, known, 1, 0.7)
-            message += f"; do you mean {near[0]}?" if near else ""
+            unknown = arguments[0].partition("=")[0]
+            completions = (option for option in known if option.startswith(unknown))
+            suggestion = next(completions, None) or nearest(unknown, known)
+            message += f"; did you mean {suggestion}?" if suggestion else ""
         super().error(message)
 
     def _known(self) -> list[argparse.ArgumentParser]:

@@ -171,4 +171,4 @@ def _sizes(text: str) -> list[int]:
 
 def _main(arguments: argparse.Namespace) -> int:
     # Imported by name, and here: it imports torch, which the other commands do not need.
-    return int(importlib.import_module("hpctrain.tools.bench.command").execute(arguments))
+    return int(importlib.import_module("hpctrain.tools.bench.runner").execute(arguments))

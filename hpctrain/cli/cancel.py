@@ -8,9 +8,9 @@ from typing import Any
 from hpctrain import rundir
 from hpctrain.cli.terminal import put
 from hpctrain.cluster import slurm
-from hpctrain.errors import StartError
+from hpctrain.cluster.texts import printable
+from hpctrain.errors import StartError, exit_codes
 from hpctrain.jobs import lookup, run_progress
-from hpctrain.jobs.slurm_reasons import plain
 
 __all__ = ["add"]
 
@@ -24,31 +24,32 @@ def add(subparsers: Any) -> None:
         "have not ended, lists them and cancels none.",
     )
     parser.add_argument(
-        "words", nargs="+", metavar="RUN", help="job number, run directory, or job name"
+        "names", nargs="+", metavar="RUN", help="job number, run directory, or job name"
     )
     parser.set_defaults(command=_main)
 
 
 def _main(arguments: argparse.Namespace) -> int:
     # Look up all jobs before cancelling the first.
-    for one in lookup.own_jobs(arguments.words, os.environ, living=True):
+    for named in lookup.own_jobs(arguments.names, os.environ, active_first=True):
         try:
-            _cancel(one)
+            _cancel(named)
         except slurm.NoAnswerError as error:
             raise StartError(
-                "HT816", f"job {one.label} is not cancelled: {error}", "an answer"
+                "HT816", f"job {named.label} is not cancelled: {error}", "an answer"
             ) from None
-    return rundir.DONE
+    return exit_codes.DONE
 
 
-def _cancel(one: lookup.Named) -> None:
-    live = [job for job in one.jobs if job.lives]
-    if not live:
-        _say(f"job {one.label} has ended already: {plain(one.jobs[0].word).lower()}")
+def _cancel(named: lookup.Named) -> None:
+    active_jobs = [job for job in named.jobs if job.active]
+    if not active_jobs:
+        state = printable(named.jobs[0].state).lower()
+        _print_line(f"job {named.label} has ended already: {state}")
         return
-    runs = [run_progress.run_of(job, os.environ) for job in live]
-    slurm.cancel([one.label], os.environ)
-    _say(f"job {one.label} ({plain(live[0].name)}) is cancelled")
+    runs = [run_progress.run_of(job, os.environ) for job in active_jobs]
+    slurm.cancel([named.label], os.environ)
+    _print_line(f"job {named.label} ({printable(active_jobs[0].name)}) is cancelled")
     for run in runs:
         if run is None:
             continue
@@ -56,12 +57,14 @@ def _cancel(one: lookup.Named) -> None:
         if steps:
             # The run saves once more before it ends.
             newest = f"the newest of step {steps[-1]} or later"
-            path = plain(str(run))
-            _say(f"{path} keeps its checkpoints, {newest}")
-            _say(f"to go on: hpctrain submit … --run-dir {shlex.quote(path)} -- … --resume")
+            path = printable(run)
+            _print_line(f"{path} keeps its checkpoints, {newest}")
+            _print_line(
+                f"to continue: hpctrain submit … --run-dir {shlex.quote(path)} -- … --resume"
+            )
         else:
-            _say(f"{plain(str(run))} has no checkpoint yet")
+            _print_line(f"{printable(run)} has no checkpoint yet")
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     put(f"{line}\n")

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import json
 import os
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpctrain.cluster.launchers import Process, Reading, Start, readings, survey
+from hpctrain.cluster.texts import nearest, printable
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, UsageError
 
@@ -47,21 +47,23 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.code is not None:
         return _explain_code(arguments.code, arguments.json)
     process = Process.current()
-    found = list(readings({**os.environ, **process.facts()}))
+    variables = list(readings({**os.environ, **process.facts()}))
     try:
         start = survey(os.environ, process)
     except HpctrainError as error:
         sys.stdout.write(
-            json.dumps(as_json(None, found)) + "\n" if arguments.json else _table("found", found)
+            json.dumps(as_json(None, variables)) + "\n"
+            if arguments.json
+            else _table("found", variables)
         )
         raise error from None
     sys.stdout.write(
-        json.dumps(as_json(start, found)) + "\n" if arguments.json else _text(start, found)
+        json.dumps(as_json(start, variables)) + "\n" if arguments.json else _text(start, variables)
     )
     return 2 if arguments.strict and _refusals(start) else 0
 
 
-def _explain_code(word: str, as_json: bool) -> int:
+def _explain_code(argument: str, as_json: bool) -> int:
     """Print the entry of an error's code.
 
     Raises:
@@ -69,31 +71,31 @@ def _explain_code(word: str, as_json: bool) -> int:
     """
     from hpctrain.errors.codes import CODES
 
-    name = word.upper()
+    name = argument.upper()
     if name not in CODES:
-        near = difflib.get_close_matches(name, CODES, 3)
+        suggestion = nearest(name, CODES)
         raise UsageError(
             "HT804",
-            f"hpctrain explain {word}: no such code",
+            f"hpctrain explain {argument}: no such code",
             f"a code from {min(CODES)} to {max(CODES)}",
-            *(f"hpctrain explain {one}" for one in near),
+            f"hpctrain explain {suggestion}" if suggestion else "",
         )
     code = CODES[name]
     if as_json:
         text = json.dumps({"code": name, **dataclasses.asdict(code)})
     else:
-        causes = "".join(f"\n  cause:    {one}" for one in code.causes)
+        causes = "".join(f"\n  cause:    {cause}" for cause in code.causes)
         text = f"{name}: {code.meaning}{causes}\n  fix:      {code.fix}"
     sys.stdout.write(text + "\n")
     return 0
 
 
-def as_json(start: Start | None, found: Sequence[Reading]) -> dict[str, Any]:
+def as_json(start: Start | None, variables: Sequence[Reading]) -> dict[str, Any]:
     """Return the output of `--json`; unknown values are None.
 
     Args:
         start: start of this process; None if the environment contradicts itself.
-        found: all variables that contain a value of the world.
+        variables: all variables that contain a value of the world.
     """
     world, job = (start.world, start.allocation) if start else (None, None)
     point = start.rendezvous_point if start else None
@@ -104,10 +106,12 @@ def as_json(start: Start | None, found: Sequence[Reading]) -> dict[str, Any]:
         "job_id": job.label if job else None,
         "restart_count": job.restart_count if job else None,
         "sources": {f: c.source for f, c in start.claims.items()} if start else {},
-        "ignored": [dataclasses.asdict(one) for one in found if one.lost or not start],
+        "ignored": [
+            dataclasses.asdict(reading) for reading in variables if reading.reason or not start
+        ],
         "warnings": [
-            {"code": one.code, "found": one.found, "fixes": list(one.fixes)}
-            for one in (_refusals(start) if start else [])
+            {"code": error.code, "found": error.found, "fixes": list(error.fixes)}
+            for error in (_refusals(start) if start else [])
         ],
     }
 
@@ -117,7 +121,7 @@ def _refusals(start: Start) -> list[UsageError]:
     return [error for error in (start.stray, start.waste) if error]
 
 
-def _text(start: Start, found: Sequence[Reading]) -> str:
+def _text(start: Start, variables: Sequence[Reading]) -> str:
     """Return the output without `--json`."""
     world = start.world
     lines = [f"launcher          {world.launcher}    ({start.launcher.reason})"]
@@ -125,21 +129,21 @@ def _text(start: Start, found: Sequence[Reading]) -> str:
         value = getattr(world, field)
         if field == "hosts" and value:
             value = ",".join(value)
-        source = start.claims[field].source if field in start.claims else "the rendezvous finds out"
-        lines.append(f"{field:<17} {'?' if value is None else _plain(value)}    {source}")
+        source = start.claims[field].source if field in start.claims else "set by the rendezvous"
+        lines.append(f"{field:<17} {'?' if value is None else printable(value)}    {source}")
     if world.world_size > 1:
-        lines.append(f"ranks meet at     {_plain(_where(start))}")
+        lines.append(f"rendezvous        {printable(_rendezvous_address(start))}")
     if start.allocation is not None:
         job = start.allocation
-        label = _plain(job.label)
+        label = printable(job.label)
         lines.append(f"job               {job.scheduler} {label}, restart {job.restart_count}")
     for error in _refusals(start):
         lines += [f"warning: {error}"]
-    ignored = [one for one in found if one.lost]
-    return "\n".join(lines) + "\n" + _table("not counted", ignored)
+    ignored = [reading for reading in variables if reading.reason]
+    return "\n".join(lines) + "\n" + _table("ignored", ignored)
 
 
-def _where(start: Start) -> str:
+def _rendezvous_address(start: Start) -> str:
     """Return the place where the ranks search for rank 0."""
     point = start.rendezvous_point
     if start.world.on_one_host:
@@ -149,21 +153,21 @@ def _where(start: Start) -> str:
     hosts = dict.fromkeys((*([point.address] if point.address else []), *point.others))
     if hosts:
         return "one of " + ", ".join(hosts)
-    return f"what {point.store.kind} says" if point.store else "what a file in the run folder says"
+    return (
+        f"address from {point.store.kind}"
+        if point.store
+        else "address from a file in the run directory"
+    )
 
 
-def _plain(value: object) -> str:
-    """Escape characters that would move a terminal's cursor or begin a new line."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))
-
-
-def _table(title: str, found: Sequence[Reading]) -> str:
-    if not found:
+def _table(title: str, readings: Sequence[Reading]) -> str:
+    if not readings:
         return ""
-    rows = [f"{one.variable}={_plain(one.value)}" for one in found]
+    rows = [f"{reading.variable}={printable(reading.value)}" for reading in readings]
     width = max(map(len, rows))
     lines = [
-        f"  {row:<{width}}  {one.field} ({one.launcher})" + (f": {one.lost}" if one.lost else "")
-        for row, one in zip(rows, found, strict=True)
+        f"  {row:<{width}}  {reading.field} ({reading.launcher})"
+        + (f": {reading.reason}" if reading.reason else "")
+        for row, reading in zip(rows, readings, strict=True)
     ]
     return "\n".join([f"{title}:", *lines]) + "\n"

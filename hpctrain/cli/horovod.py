@@ -45,12 +45,12 @@ def _main(arguments: argparse.Namespace) -> int:
     # Imported here, because it takes as long as all other commands together.
     from hpctrain.tools.horovod_build import build
 
-    wheel = build(arguments.cuda, arguments.mpi, arguments.wheel_only, os.environ, _say)
+    wheel = build(arguments.cuda, arguments.mpi, arguments.wheel_only, os.environ, _print_line)
     if arguments.wheel_only:
         sys.stdout.write(f"{wheel}\n")
     return 0
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stderr.write(f"hpctrain: {line}\n")
     sys.stderr.flush()

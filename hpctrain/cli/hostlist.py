@@ -21,7 +21,7 @@ def add(subparsers: Any) -> None:
         description="Prints one host per line, or with --compress one expression for all names.",
     )
     parser.add_argument(
-        "words",
+        "names",
         nargs="+",
         metavar="EXPR",
         help="host list such as node[01-03,7],login, or names with --compress; - reads standard "
@@ -36,18 +36,18 @@ def add(subparsers: Any) -> None:
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    words = [word for given in arguments.words for word in _words(given)]
-    lines = [compress(words)] if arguments.compress else expand(",".join(words))
+    names = [name for argument in arguments.names for name in _names(argument)]
+    lines = [compress(names)] if arguments.compress else expand(",".join(names))
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
 
 
-def _words(given: str) -> list[str]:
-    """Return the given word, or for - the words of standard input."""
-    if given != "-":
-        return [given]
+def _names(argument: str) -> list[str]:
+    """Return the given name, or for - the names in standard input."""
+    if argument != "-":
+        return [argument]
     # As bytes: bytes that are not text are refused later, as part of a name.
-    read = sys.stdin.buffer.read(_MOST_BYTES + 1)
-    if len(read) > _MOST_BYTES:
+    content = sys.stdin.buffer.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
         raise UsageError("HT824", f"more than {_MOST_BYTES} bytes on standard input", "host names")
-    return read.decode(errors="surrogateescape").split()
+    return content.decode(errors="surrogateescape").split()

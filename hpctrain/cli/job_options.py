@@ -61,18 +61,20 @@ class _JobAndCommand(argparse.Action):
     ) -> None:
         """Split the rest of the command line into JOB.toml, options and command."""
         del option_string
-        words = list(values)
-        if "--" in words:
-            cut = words.index("--")
-            words, namespace.words = words[:cut], words[cut + 1 :]
-        if words:
+        arguments = list(values)
+        if "--" in arguments:
+            cut = arguments.index("--")
+            arguments, namespace.job_command = arguments[:cut], arguments[cut + 1 :]
+        if arguments:
             if namespace.job is not None:
-                parser.error(f"{namespace.job} and {words[0]}: one JOB.toml; a command follows --")
-            namespace.job = words[0]
-            parser.parse_args(words[1:], namespace)
+                parser.error(
+                    f"{namespace.job} and {arguments[0]}: one JOB.toml; a command follows --"
+                )
+            namespace.job = arguments[0]
+            parser.parse_args(arguments[1:], namespace)
 
 
-class _OfSbatch(argparse.Action):
+class _SbatchOption(argparse.Action):
     """Action that refuses an option of sbatch and names hpctrain's option for it."""
 
     def __call__(
@@ -94,7 +96,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
 
     The namespace has only the options that were given; `spec_from` reads it.
     """
-    parser.set_defaults(job=None, words=None)
+    parser.set_defaults(job=None, job_command=None)
     parser.add_argument(
         "rest",
         nargs=argparse.REMAINDER,
@@ -104,39 +106,42 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         "JOB.toml has a command, they are more arguments for it",
     )
     group: Any = parser
-    starts = {first: title for title, (first, _) in _GROUPS.items()}
-    for one in dataclasses.fields(JobSpec):
-        if one.name in starts:
-            group = parser.add_argument_group(starts[one.name])
-        if one.name != "command":
-            _add(group, one)
-    own = {option(one.name) for one in dataclasses.fields(JobSpec)} | {"--wait", "--requeue"}
-    for name, meant in (
+    group_titles = {first: title for title, (first, _) in _GROUPS.items()}
+    for field in dataclasses.fields(JobSpec):
+        if field.name in group_titles:
+            group = parser.add_argument_group(group_titles[field.name])
+        if field.name != "command":
+            _add(group, field)
+    own_options = {option(field.name) for field in dataclasses.fields(JobSpec)} | {
+        "--wait",
+        "--requeue",
+    }
+    for name, replacement in (
         *((f"-{letter}", option(name)) for letter, name in _SHORT.items()),
-        *((f"--{name}", _spelt(text)) for name, text in values.OWN_OPTIONS.items()),
+        *((f"--{name}", _replacement(text)) for name, text in values.OWN_OPTIONS.items()),
     ):
-        if name not in own and name != "--no-requeue":
+        if name not in own_options and name != "--no-requeue":
             parser.add_argument(
-                name, action=_OfSbatch, nargs="?", const=meant, help=argparse.SUPPRESS
+                name, action=_SbatchOption, nargs="?", const=replacement, help=argparse.SUPPRESS
             )
 
 
-def _spelt(text: str) -> str:
+def _replacement(text: str) -> str:
     """Return the replacement for an option of sbatch, with options in place of field names."""
-    return " ".join(option(word) if word in names() else word for word in text.split())
+    return " ".join(option(name) if name in names() else name for name in text.split())
 
 
-def _add(group: Any, one: dataclasses.Field[Any]) -> None:
-    more: dict[str, Any] = {
-        "help": one.metadata["help"],
-        "metavar": one.metadata["metavar"] or "TEXT",
+def _add(group: Any, field: dataclasses.Field[Any]) -> None:
+    keywords: dict[str, Any] = {
+        "help": field.metadata["help"],
+        "metavar": field.metadata["metavar"] or "TEXT",
     }
-    if isinstance(one.default, bool):
-        more = {"help": one.metadata["help"], "action": argparse.BooleanOptionalAction}
-    elif one.name in _REPEATED:
-        more |= {"metavar": _REPEATED[one.name][1], "action": "append"}
-        more["help"] += " (repeatable)"
-    group.add_argument(option(one.name), dest=one.name, default=argparse.SUPPRESS, **more)
+    if isinstance(field.default, bool):
+        keywords = {"help": field.metadata["help"], "action": argparse.BooleanOptionalAction}
+    elif field.name in _REPEATED:
+        keywords |= {"metavar": _REPEATED[field.name][1], "action": "append"}
+        keywords["help"] += " (repeatable)"
+    group.add_argument(option(field.name), dest=field.name, default=argparse.SUPPRESS, **keywords)
 
 
 def spec_from(arguments: argparse.Namespace) -> JobSpec:
@@ -158,17 +163,17 @@ class Described:
     Attributes:
         spec: job, including profile and site.sh.
         sources: source of each value, by the value's name.
-        said: values of the options and of JOB.toml only.
+        explicit: values of the options and of JOB.toml only.
     """
 
     spec: JobSpec
     sources: Mapping[str, str]
-    said: Mapping[str, Any]
+    explicit: Mapping[str, Any]
 
     @property
-    def own(self) -> JobSpec:
+    def without_profile(self) -> JobSpec:
         """Job without profile and site.sh, for a JOB.toml."""
-        return JobSpec(**self.said)
+        return JobSpec(**self.explicit)
 
 
 def gather(arguments: argparse.Namespace, env: Mapping[str, str]) -> Described:
@@ -190,30 +195,30 @@ def _no_command() -> UsageError:
 
 
 def _described(arguments: argparse.Namespace, env: Mapping[str, str]) -> Described:
-    given = {
-        one.name: _read(one.name, getattr(arguments, one.name))
-        for one in dataclasses.fields(JobSpec)
-        if hasattr(arguments, one.name) and one.name != "command"
+    options = {
+        field.name: _read(field.name, getattr(arguments, field.name))
+        for field in dataclasses.fields(JobSpec)
+        if hasattr(arguments, field.name) and field.name != "command"
     }
     file = {} if arguments.job is None else _job(arguments.job)
-    words = arguments.words or []
-    if words:
-        if file.get("function") and "function" not in given:
+    command = arguments.job_command or []
+    if command:
+        if file.get("function") and "function" not in options:
             raise UsageError(
                 "HT801",
-                f"{' '.join(words)[:200]} after --, and {arguments.job} has a function",
+                f"{' '.join(command)[:200]} after --, and {arguments.job} has a function",
                 "a command in its place",
             )
-        given["command"] = (*file.get("command", ()), *words)
-    given = site.checked(given, "the command line")
-    cluster = given.get("cluster", file.get("cluster", ""))
-    below = site.layers(cluster, env)
-    above = [site.Layer(str(arguments.job), file), site.Layer("the command line", given)]
-    merged, sources = site.merged([*below, *above])
+        options["command"] = (*file.get("command", ()), *command)
+    options = site.checked(options, "the command line")
+    cluster = options.get("cluster", file.get("cluster", ""))
+    lower_layers = site.layers(cluster, env)
+    upper_layers = [site.Layer(str(arguments.job), file), site.Layer("the command line", options)]
+    merged, sources = site.merged([*lower_layers, *upper_layers])
     spec = JobSpec(**merged)
     if not spec.argv and spec.launcher != "none":
         raise _no_command()
-    return Described(spec, sources, site.merged(above)[0])
+    return Described(spec, sources, site.merged(upper_layers)[0])
 
 
 def _job(path: str) -> dict[str, Any]:
@@ -230,10 +235,10 @@ def _job(path: str) -> dict[str, Any]:
 def _read(name: str, value: Any) -> Any:
     """Combine the values of a repeated option; return other values unchanged."""
     if name == "environment":
-        return dict(_pair(name, one) for one in value)
+        return dict(_pair(name, entry) for entry in value)
     if name == "extra":
-        return {one.partition("=")[0]: one.partition("=")[2] if "=" in one else True
-                for one in value}  # fmt: skip
+        return {entry.partition("=")[0]: entry.partition("=")[2] if "=" in entry else True
+                for entry in value}  # fmt: skip
     if name == "sweep":
         return _grid(value)
     return value
@@ -241,7 +246,7 @@ def _read(name: str, value: Any) -> Any:
 
 def _grid(value: Sequence[str]) -> dict[str, list[str]]:
     """Return the values of each axis of a grid."""
-    return {axis: values.split(",") for axis, values in (_pair("sweep", one) for one in value)}
+    return {axis: values.split(",") for axis, values in (_pair("sweep", entry) for entry in value)}
 
 
 def _pair(name: str, text: str) -> tuple[str, str]:

@@ -1,6 +1,8 @@
 """`hpctrain lint`: find errors in a batch script before it is submitted to Slurm."""
 
 import argparse
+import dataclasses
+import json
 import re
 import shlex
 import sys
@@ -8,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs.lint import lint
+from hpctrain.jobs.lint import LintFinding, lint
 
 __all__ = ["add"]
 
@@ -28,29 +30,35 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "scripts", nargs="+", metavar="SCRIPT", help="batch script; - reads standard input"
     )
+    parser.add_argument("--json", action="store_true", help="write JSON")
     parser.set_defaults(command=_main)
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    code = 0
+    findings: list[tuple[str, LintFinding]] = []
     errors = []
     for name in arguments.scripts:
         try:
-            text = _text(name)
+            findings += [(name, finding) for finding in lint(_text(name), Path.cwd())]
         except UsageError as error:
             errors.append(error)
-            continue
-        for finding in lint(text, Path.cwd()):
-            code = 1
-            place = f"{'standard input' if name == '-' else name}:{finding.line}"
-            fixes = "\n  or:       ".join(finding.fixes)
-            sys.stdout.write(f"{place}: {finding.rule}: {finding.reason}\n  fix:      {fixes}\n")
+    if arguments.json:
+        entries = [{"file": name, **dataclasses.asdict(finding)} for name, finding in findings]
+        sys.stdout.write(json.dumps(entries) + "\n")
+    else:
+        sys.stdout.writelines(_report(name, finding) for name, finding in findings)
     if errors:
         sys.stdout.flush()
         *others, last = errors
         found = "\n".join([*map(str, others), last.found])
         raise UsageError(last.code, found, last.expected, *last.fixes)
-    return code
+    return 1 if findings else 0
+
+
+def _report(name: str, finding: LintFinding) -> str:
+    place = f"{'standard input' if name == '-' else name}:{finding.line}"
+    fixes = "\n  or:       ".join(finding.fixes)
+    return f"{place}: {finding.rule}: {finding.reason}\n  fix:      {fixes}\n"
 
 
 def _text(name: str) -> str:

@@ -40,7 +40,7 @@ def _main(arguments: argparse.Namespace) -> int:
     except FileExistsError:
         raise UsageError(
             "HT808",
-            f"-o {arguments.to}: it is there",
+            f"-o {arguments.to} exists",
             "the name of a new file",
             f"rm {arguments.to}",
         ) from None
@@ -48,6 +48,6 @@ def _main(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "HT809",
             f"-o {arguments.to} cannot be written: {error}",
-            "a file in a folder that is there",
+            "a file in an existing folder",
         ) from None
     return 0

@@ -5,7 +5,7 @@ import importlib
 import sys
 from typing import Any
 
-from hpctrain import rundir
+from hpctrain.errors import exit_codes
 
 __all__ = ["add"]
 
@@ -35,4 +35,4 @@ def _main(arguments: argparse.Namespace) -> int:
     page, figures = report.write(arguments.runs, arguments.output)
     beside = f", and {len(figures)} figures in {figures[0].parent}" if figures else ""
     sys.stdout.write(f"{page}: open it in a browser{beside}\n")
-    return rundir.DONE
+    return exit_codes.DONE

@@ -4,12 +4,12 @@ import argparse
 import os
 from typing import Any
 
-from hpctrain import rundir
 from hpctrain.cli.terminal import put
 from hpctrain.cluster import slurm
-from hpctrain.errors import StartError, UsageError
+from hpctrain.cluster.texts import printable
+from hpctrain.errors import StartError, UsageError, exit_codes
 from hpctrain.jobs import lookup
-from hpctrain.jobs.slurm_reasons import explained, plain
+from hpctrain.jobs.slurm_reasons import explained
 
 __all__ = ["add"]
 
@@ -27,54 +27,55 @@ def add(subparsers: Any) -> None:
         "array, requeues the tasks that run or have failed.",
     )
     parser.add_argument(
-        "words", nargs="+", metavar="RUN", help="job number, run directory, or job name"
+        "names", nargs="+", metavar="RUN", help="job number, run directory, or job name"
     )
     parser.set_defaults(command=_main)
 
 
 def _main(arguments: argparse.Namespace) -> int:
-    named = lookup.own_jobs(arguments.words, os.environ)
+    targets = lookup.own_jobs(arguments.names, os.environ)
     # Check all jobs before requeueing the first.
-    for job in [job for one in named for job in _chosen(one)]:
+    for job in [job for named in targets for job in _chosen(named)]:
         _requeue(job)
-    return rundir.DONE
+    return exit_codes.DONE
 
 
-def _chosen(one: lookup.Named) -> list[slurm.Job]:
+def _chosen(named: lookup.Named) -> list[slurm.QueuedJob]:
     """Return the job itself; for an array, the tasks that run and those that failed."""
-    chosen = [job for job in one.jobs if job.label == one.label]
-    chosen = chosen or [job for job in one.jobs if job.word not in _LEFT_ALONE]
-    if refused := [job for job in chosen if job.refused]:
+    chosen = [job for job in named.jobs if job.label == named.label]
+    chosen = chosen or [job for job in named.jobs if job.state not in _LEFT_ALONE]
+    if never_started := [job for job in chosen if job.refused]:
         raise UsageError(
             "HT821",
-            f"job {refused[0].label} never started: {explained(refused[0])}",
-            "a job that runs, or has ended lately",
-            "hpctrain submit, with what Slurm can give",
+            f"job {never_started[0].label} never started: {explained(never_started[0])}",
+            "a job that is running, or ended recently",
+            "hpctrain submit, with a request that Slurm can satisfy",
         )
-    if chosen and chosen[0].word != "PENDING":
+    if chosen and chosen[0].state != "PENDING":
         return chosen
-    if any(job.word == "PENDING" for job in one.jobs):
+    if any(job.state == "PENDING" for job in named.jobs):
         raise UsageError(
-            "HT821", f"job {one.label} waits already", "a job that runs, or has ended lately",
-            f"hpctrain status {one.label} (says what it waits for)",
+            "HT821", f"job {named.label} is already pending",
+            "a job that is running, or ended recently",
+            f"hpctrain status {named.label} (shows why it waits)",
         )  # fmt: skip
     raise UsageError(
         "HT821",
-        f"the tasks of job {one.label} are done or cancelled",
+        f"the tasks of job {named.label} are done or cancelled",
         "a task that runs or has failed",
-        f"hpctrain requeue {one.jobs[0].label} (does one again all the same)",
+        f"hpctrain requeue {named.jobs[0].label} (requeues this task all the same)",
     )
 
 
-def _requeue(job: slurm.Job) -> None:
-    word = plain(job.word).lower()
+def _requeue(job: slurm.QueuedJob) -> None:
+    state = printable(job.state).lower()
     try:
         slurm.requeue(job.label, os.environ)
     except slurm.NoAnswerError as error:
         raise StartError(
             "HT821",
-            f"job {job.label} ({word}) is not requeued: {error}",
-            "a job that was submitted with --requeue, and a Slurm that answers",
+            f"job {job.label} ({state}) is not requeued: {error}",
+            "a job that was submitted with --requeue, and an answer from Slurm",
             "the same hpctrain submit, with --run-dir and its run directory, and --resume last",
         ) from None
-    put(f"job {job.label}, which was {word}, waits for its next start\n")
+    put(f"job {job.label}, which was {state}, waits for its next start\n")

@@ -120,10 +120,10 @@ def _elastic(arguments: argparse.Namespace) -> int:
         )
     name = arguments.script.rpartition(".")[2] if arguments.module else arguments.script
     directory = launch.run_directory(arguments.arguments, name, os.environ)
-    least = 1 if arguments.min_nproc is None else arguments.min_nproc
-    if least < 1:
-        raise UsageError("HT804", f"--min-nproc {least}", "a number from 1 on", "--min-nproc 1")
-    return launch.start_elastic(hosts, _command(arguments), directory, os.environ, least)
+    min_nproc = 1 if arguments.min_nproc is None else arguments.min_nproc
+    if min_nproc < 1:
+        raise UsageError("HT804", f"--min-nproc {min_nproc}", "a number from 1 on", "--min-nproc 1")
+    return launch.start_elastic(hosts, _command(arguments), directory, os.environ, min_nproc)
 
 
 def _check_script(script: str) -> None:
@@ -148,21 +148,21 @@ def _real_host(arguments: argparse.Namespace) -> launch.RealHost | None:
     Raises:
         UsageError: options are missing, or do not fit together.
     """
-    given = {
+    options = {
         "--node-rank": arguments.node_rank,
         "--main-address": arguments.main_address,
         "--main-port": arguments.main_port,
     }
-    if all(value is None for value in given.values()):
+    if all(value is None for value in options.values()):
         return None
     missing = [
-        name for name, value in {"--nodes": arguments.nodes, **given}.items() if value is None
+        name for name, value in {"--nodes": arguments.nodes, **options}.items() if value is None
     ]
     if missing:
-        there = " and ".join(name for name, value in given.items() if value is not None)
+        set_options = " and ".join(name for name, value in options.items() if value is not None)
         raise UsageError(
             "HT804",
-            f"{there} without {' and '.join(missing)}",
+            f"{set_options} without {' and '.join(missing)}",
             "all of them for one of several real hosts, or --nodes alone to simulate hosts here",
             _BY_HAND,
         )

@@ -26,35 +26,35 @@ def add(subparsers: Any) -> None:
         "the position of each image. Training reads either layout, with the same numbers.",
     )
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
-    one = kinds.add_parser(
+    command = kinds.add_parser(
         "make",
         help="write tar files",
         description="Writes SOURCE/SPLIT/CLASS/*.jpg as TARGET/SPLIT-000000.tar, … with "
         "TARGET/SPLIT.index. TARGET is created only when all files are complete.",
     )
-    one.add_argument("source", metavar="SOURCE", type=Path, help="folder of the splits")
-    one.add_argument("target", metavar="TARGET", type=Path, help="new folder")
-    one.add_argument(
+    command.add_argument("source", metavar="SOURCE", type=Path, help="folder of the splits")
+    command.add_argument("target", metavar="TARGET", type=Path, help="new folder")
+    command.add_argument(
         "--shard-size",
         metavar="SIZE",
         type=_size,
         default="1G",
         help="size of a tar file (default: 1G)",
     )
-    one.add_argument(
+    command.add_argument(
         "--splits",
         metavar="NAME,…",
         default="train,val",
         help="splits to write (default: train,val)",
     )
-    one.set_defaults(command=_make)
-    one = kinds.add_parser(
+    command.set_defaults(command=_make)
+    command = kinds.add_parser(
         "index",
         help="write the index of tar files",
         description="Writes PATH/SPLIT.index for each PATH/SPLIT-*.tar that has none.",
     )
-    one.add_argument("path", metavar="PATH", type=Path, help="folder of the tar files")
-    one.set_defaults(command=_index)
+    command.add_argument("path", metavar="PATH", type=Path, help="folder of the tar files")
+    command.set_defaults(command=_index)
 
 
 def _size(text: str) -> int:
@@ -89,7 +89,7 @@ def _index(arguments: argparse.Namespace) -> int:
     for split in splits:
         path = path_of(folder, split)
         if path.exists():
-            sys.stdout.write(f"{path} is there already\n")
+            sys.stdout.write(f"{path} exists already\n")
             continue
         try:
             index = build_index(folder, split)
@@ -114,7 +114,7 @@ class _Progress:
         self._begin = time.monotonic()
         self._terminal = sys.stderr.isatty()
         self._next = 0.0
-        self._split = self._said = ""
+        self._split = self._line = ""
 
     def __call__(self, split: str, done: int, samples: int, written: int) -> None:
         """Show how many images and bytes of a split are written."""
@@ -130,6 +130,6 @@ class _Progress:
         )
         begin = "\r" if self._terminal else ""
         end = "" if self._terminal and done < samples else "\n"
-        sys.stderr.write(f"{begin}{line.ljust(len(self._said))}{end}")
+        sys.stderr.write(f"{begin}{line.ljust(len(self._line))}{end}")
         sys.stderr.flush()
-        self._said = line
+        self._line = line

@@ -9,21 +9,21 @@ from typing import Any
 from hpctrain import rundir
 from hpctrain.cli.terminal import put
 from hpctrain.cluster import slurm
-from hpctrain.errors import StartError, UsageError
+from hpctrain.cluster.texts import printable
+from hpctrain.errors import StartError, UsageError, exit_codes
 from hpctrain.jobs import site
-from hpctrain.jobs.quoting import word
-from hpctrain.jobs.slurm_reasons import plain
+from hpctrain.jobs.quoting import quote
 
 __all__ = ["add"]
 
 _HEAD = """\
-# What all your jobs on this cluster need. Scripts of `hpctrain render` and `hpctrain submit` source
-# it before the ranks start. `hpctrain submit` also takes SBATCH_ACCOUNT, SBATCH_PARTITION and
-# SBATCH_QOS from here, where neither an option nor JOB.toml nor a profile says otherwise. Do not
-# export them in your shell: for sbatch by itself they overrule the #SBATCH lines of every script.
+# Settings for all your jobs on this cluster. Scripts of `hpctrain render` and `hpctrain submit`
+# source this file before the ranks start. `hpctrain submit` also reads SBATCH_ACCOUNT,
+# SBATCH_PARTITION and SBATCH_QOS here, unless an option, JOB.toml or a profile sets another value.
+# Do not export them in your shell: there they would override the #SBATCH lines of every script.
 """
 _TAIL = """
-# What the ranks need:
+# Setup for the ranks:
 # module purge
 # module load python cuda
 # export NCCL_SOCKET_IFNAME=ib0
@@ -51,30 +51,30 @@ def _main(arguments: argparse.Namespace) -> int:
     except slurm.NoAnswerError as error:
         raise StartError(
             "HT816",
-            f"Slurm does not say what is here: {error}",
+            f"Slurm does not list its partitions: {error}",
             "a login node of a cluster with Slurm",
         ) from None
     text = _HEAD + _accounts() + _partitions(partitions) + _TAIL
     if not arguments.write:
         _show(text)
-        sys.stderr.write(f"hpctrain: hpctrain site --write makes this {plain(str(path))}\n")
-        return rundir.DONE
+        sys.stderr.write(f"hpctrain: hpctrain site --write saves this as {printable(path)}\n")
+        return exit_codes.DONE
     try:
         rundir.create(path, text)
     except FileExistsError:
         _show(text)
         raise UsageError(
             "HT808",
-            f"{path} is there and stays as it is",
+            f"{path} exists and is not overwritten",
             "no file of that name",
-            "take over what you need",
+            "copy the lines that you need into it",
         ) from None
     except OSError as error:
         raise UsageError(
             "HT809", f"{path} cannot be written: {error}", "a folder of your own"
         ) from None
     put(f"{path}\n")
-    return rundir.DONE
+    return exit_codes.DONE
 
 
 def _show(text: str) -> None:
@@ -97,17 +97,19 @@ def _accounts() -> str:
 
 def _partitions(partitions: list[slurm.Partition]) -> str:
     """Return a comment for each partition, with its nodes; the default one needs no setting."""
-    found: dict[str, list[slurm.Partition]] = {}
-    for one in partitions:
-        found.setdefault(one.name, []).append(one)
+    by_name: dict[str, list[slurm.Partition]] = {}
+    for partition in partitions:
+        by_name.setdefault(partition.name, []).append(partition)
     lines = []
-    for name, kinds in found.items():
-        has = ", ".join(f"{one.nodes} nodes with {one.gpus or 'no GPU'}" for one in kinds)
-        down = "" if any(one.up for one in kinds) else ", down"
+    for name, kinds in by_name.items():
+        nodes = ", ".join(
+            f"{partition.nodes} nodes with {partition.gpus or 'no GPU'}" for partition in kinds
+        )
+        down = "" if any(partition.up for partition in kinds) else ", down"
         line = _assignment("PARTITION", name).rstrip("\n")
-        lines.append(f"# {line} # up to {plain(kinds[0].limit)}: {plain(has)}{down}\n")
+        lines.append(f"# {line} # up to {printable(kinds[0].limit)}: {printable(nodes)}{down}\n")
     return "\n" + "".join(lines) + "# SBATCH_QOS=\n"
 
 
 def _assignment(name: str, value: str) -> str:
-    return f"export SBATCH_{name}={word(value)}\n"
+    return f"export SBATCH_{name}={quote(value)}\n"

@@ -1,16 +1,18 @@
 """`hpctrain status`: show the user's jobs, why they wait, and the progress of their runs."""
 
 import argparse
+import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-from hpctrain import rundir
 from hpctrain.cli.terminal import put
 from hpctrain.cluster import slurm
-from hpctrain.errors import StartError, UsageError
-from hpctrain.jobs import lookup, run_progress, tables
+from hpctrain.errors import StartError, UsageError, exit_codes
+from hpctrain.jobs import job_status, job_tables, lookup, run_progress
+from hpctrain.jobs.job_status import JobStatus
 
 __all__ = ["add"]
 
@@ -24,43 +26,61 @@ def add(subparsers: Any) -> None:
         "Without Slurm, shows the runs below ./runs.",
     )
     parser.add_argument(
-        "words", nargs="*", metavar="RUN", help="job number, run directory, or job name"
+        "names", nargs="*", metavar="RUN", help="job number, run directory, or job name"
     )
+    parser.add_argument("--json", action="store_true", help="write JSON")
     parser.set_defaults(command=_main)
 
 
 def _main(arguments: argparse.Namespace) -> int:
+    slurm_error = None
     try:
-        mine = slurm.jobs(os.environ, uid=os.getuid())
+        user_jobs = slurm.jobs(os.environ, uid=os.getuid())
     except slurm.NoAnswerError as error:
+        slurm_error = str(error)
         sys.stderr.write(f"hpctrain: Slurm does not answer: {error}\n")
-        return _without_slurm(arguments.words)
-    if not arguments.words:
-        rows = [tables.row_of_job(job, os.environ, named=False) for job in mine]
-        _show(rows, "you have no jobs, and Slurm remembers none that has ended")
-        return rundir.DONE
+        statuses = _without_slurm(arguments.names)
+    else:
+        statuses = _with_slurm(arguments.names, user_jobs)
+    if arguments.json:
+        jobs = [job_status.as_json(status) for status in statuses]
+        sys.stdout.write(json.dumps({"slurm_error": slurm_error, "jobs": jobs}) + "\n")
+    elif statuses:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        rows = [job_tables.row_of(status) for status in statuses]
+        put(job_tables.aligned([job_tables.HEADS, *rows], width))
+    else:
+        nothing = (
+            "there are no runs below ./runs" if slurm_error else "Slurm lists no jobs of yours"
+        )
+        sys.stderr.write(f"hpctrain: {nothing}\n")
+    return exit_codes.DONE
+
+
+def _with_slurm(names: Sequence[str], user_jobs: Sequence[slurm.QueuedJob]) -> list[JobStatus]:
+    """Return the status of the named jobs and runs; without names, of all jobs of the user."""
+    if not names:
+        return [job_status.of_queued(job, os.environ, named=False) for job in user_jobs]
     try:
-        rows = [row for word in arguments.words for row in _rows(word, mine)]
+        return [status for name in names for status in _named(name, user_jobs)]
     except slurm.NoAnswerError as error:
         raise StartError("HT816", f"Slurm does not answer: {error}", "an answer") from None
-    _show(rows, "")
-    return rundir.DONE
 
 
-def _rows(word: str, mine: list[slurm.Job]) -> list[tuple[str, ...]]:
-    """Return the rows of the jobs or the run that a word names."""
+def _named(name: str, user_jobs: Sequence[slurm.QueuedJob]) -> list[JobStatus]:
+    """Return the status of the jobs or the run with a name."""
     try:
-        one = lookup.named(word, mine, os.environ)
+        named = lookup.find(name, user_jobs, os.environ)
     except UsageError:
-        if ended := _accounted(word):
-            return [tables.row_of_ended(job, None) for job in ended]
+        if ended := _accounted(name):
+            return [job_status.of_ended(job, None) for job in ended]
         raise
-    if one.jobs or one.run_dir is None:
-        return [tables.row_of_job(job, os.environ) for job in one.jobs]
-    ended = _accounted(one.label)
+    if named.jobs or named.run_dir is None:
+        return [job_status.of_queued(job, os.environ) for job in named.jobs]
+    ended = _accounted(named.label)
     if len(ended) == 1:
-        return [tables.row_of_ended(ended[0], one.run_dir)]
-    return [tables.row_of_run(one.run_dir, one.label)]
+        return [job_status.of_ended(ended[0], named.run_dir)]
+    return [job_status.of_run(named.run_dir, named.label)]
 
 
 def _accounted(label: str) -> list[slurm.Ended]:
@@ -71,21 +91,11 @@ def _accounted(label: str) -> list[slurm.Ended]:
         return []
 
 
-def _without_slurm(words: list[str]) -> int:
-    """Show the runs from their run directories only."""
-    if words:
-        runs = [lookup.named(word, (), os.environ).run_dir for word in words]
+def _without_slurm(names: Sequence[str]) -> list[JobStatus]:
+    """Return the status of the named runs, or of all below ./runs, from their directories only."""
+    if names:
+        runs = [lookup.find(name, (), os.environ).run_dir for name in names]
         paths = [run for run in runs if run is not None]
     else:
         paths = [path for path in lookup.runs() if not path.name.startswith(".")]
-    rows = [tables.row_of_run(path, run_progress.label_of(path)) for path in paths]
-    _show(rows, "and there are no runs below ./runs")
-    return rundir.DONE
-
-
-def _show(rows: list[tuple[str, ...]], nothing: str) -> None:
-    if not rows:
-        sys.stderr.write(f"hpctrain: {nothing}\n")
-        return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    put(tables.aligned([tables.HEADS, *rows], width))
+    return [job_status.of_run(path, run_progress.label_of(path)) for path in paths]

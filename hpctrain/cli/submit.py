@@ -70,9 +70,9 @@ def _main(arguments: argparse.Namespace) -> int:
         return _dry_run(described, arguments.via)
     if arguments.via == "local":
         for note in submission.check(spec, os.environ):
-            _say(note)
+            _print_line(note)
         sys.stdout.flush()
-        return submission.here(spec, os.environ)
+        return submission.run_here(spec, os.environ)
     log = submission.log_size(spec, os.environ)
     job = _submit(spec, arguments.via)
     sys.stdout.write(f"{job}\n")
@@ -87,10 +87,10 @@ def _submit(spec: JobSpec, via: str) -> str:
         from hpctrain.jobs import by_submitit  # which imports submitit
 
         return by_submitit.submit(spec, os.environ)
-    sent = submission.send(spec, os.environ, option)
-    for note in sent.notes:
-        _say(note)
-    return sent.job
+    submitted = submission.send(spec, os.environ, option)
+    for note in submitted.notes:
+        _print_line(note)
+    return submitted.job
 
 
 def _save(path: str, described: Described) -> None:
@@ -98,12 +98,12 @@ def _save(path: str, described: Described) -> None:
     from hpctrain.jobs import job_files
 
     try:
-        rundir.create(Path(path), job_files.text(described.own, described.said))
+        rundir.create(Path(path), job_files.text(described.without_profile, described.explicit))
     except FileExistsError:
-        raise UsageError("HT808", f"--save {path}: it is there", "the name of a new file") from None
+        raise UsageError("HT808", f"--save {path} exists", "the name of a new file") from None
     except OSError as error:
         raise UsageError(
-            "HT809", f"--save {path}: {error}", "a file in a folder that is there"
+            "HT809", f"--save {path}: {error}", "a file in an existing folder"
         ) from None
 
 
@@ -115,30 +115,32 @@ def _dry_run(described: Described, via: str) -> int:
         from hpctrain.jobs import by_submitit
 
         by_submitit.of_command(spec)
-        notes.append("in place of the command each rank gets submitit's own, which runs it")
+        notes.append("submitit starts each rank, which then runs the command")
     text = script.render_local(spec) if via == "local" else script.render(spec)
     sys.stdout.buffer.write(text.encode(errors="surrogateescape"))
     sys.stdout.buffer.flush()
     for name, source in described.sources.items():
-        _say(f"{name}: from {source}")
-    clean, left = submission.environ(spec, os.environ)
-    for note in (*notes, *left):
-        _say(note)
-    if handed := sorted(set(os.environ) - set(clean)):
-        _say(f"not handed on to the job: {', '.join(handed)}")
+        _print_line(f"{name}: from {source}")
+    clean, ignored = submission.environ(spec, os.environ)
+    for note in (*notes, *ignored):
+        _print_line(note)
+    if not_passed := sorted(set(os.environ) - set(clean)):
+        _print_line(f"not passed to the job: {', '.join(not_passed)}")
     if via == "local":
-        _say("would run this script here, by bash")
+        _print_line("would run this script here, by bash")
         return 0
     submission.check_folders(spec, os.environ)
     if folder := submission.log_folder(spec, os.environ):
-        _say(f"would make the folder {folder}" if not folder.is_dir() else f"logs in {folder}")
-    _say(f"would submit this script in {os.getcwd()}: " + (
+        _print_line(
+            f"would create the folder {folder}" if not folder.is_dir() else f"logs in {folder}"
+        )
+    _print_line(f"would submit this script in {os.getcwd()}: " + (
         "by submitit" if via == "submitit" else "sbatch --parsable < SCRIPT"
     ))  # fmt: skip
     for line in submission.trial(spec, os.environ, option).splitlines() or [
-        "no sbatch here to ask whether Slurm would take it"
+        "no sbatch here, so Slurm was not asked whether it accepts the job"
     ]:
-        _say(line)
+        _print_line(line)
     return 0
 
 
@@ -148,53 +150,57 @@ def _wait(spec: JobSpec, job: str, arguments: argparse.Namespace, log_size: int)
 
     log = None
     if arguments.follow and spec.indices:
-        _say("several tasks: their table at the end, in place of a log")
+        _print_line("a job array: a table of its tasks follows at the end, instead of a log")
     elif arguments.follow:
         log = waiting.Log(submission.log_pattern(spec), log_size, sys.stderr.buffer)
     try:
-        outcomes = waiting.wait(job, os.environ, _say, log)
+        outcomes = waiting.wait(job, os.environ, _print_line, log)
     except KeyboardInterrupt:
-        _say(f"job {job} goes on. To look at it: hpctrain status {job}; to end it: "
+        _print_line(f"job {job} continues. To see its state: hpctrain status {job}; to end it: "
              f"hpctrain cancel {job}")  # fmt: skip
         if log is not None and log.path is not None:
-            _say(f"its log: tail -f {shlex.quote(str(log.path))}")
+            _print_line(f"its log: tail -f {shlex.quote(str(log.path))}")
         return _DETACHED
     if spec.indices:
-        _say_table(spec, job, outcomes)
+        _print_table(spec, job, outcomes)
     code = waiting.worst(outcomes)
-    states = ", ".join(sorted({one.word.lower() for one in outcomes}))
-    _say(f"job {job} has ended: {states}, exit code {code}")
-    _say_logs(spec, job, arguments.via, outcomes)
+    states = ", ".join(sorted({outcome.state.lower() for outcome in outcomes}))
+    _print_line(f"job {job} has ended: {states}, exit code {code}")
+    _print_logs(spec, job, arguments.via, outcomes)
     return code
 
 
-def _say_logs(spec: JobSpec, job: str, via: str, outcomes: Any) -> None:
+def _print_logs(spec: JobSpec, job: str, via: str, outcomes: Any) -> None:
     """Print the log paths of the tasks that failed."""
-    from hpctrain.jobs import job_store, tables, waiting
+    from hpctrain.jobs import job_store, job_tables, waiting
 
-    failed = [one for one in outcomes if one.exit_code]
+    failed = [outcome for outcome in outcomes if outcome.exit_code]
     if failed and via == "submitit":
-        _say(f"its logs are in {tables.place(job_store.find(job))}")
+        _print_line(f"its logs are in {job_tables.place(job_store.find(job))}")
         return
     pattern = submission.log_pattern(spec)
-    logs = [(one.label, waiting.log_path(pattern, one.job)) for one in failed if one.job]
-    there = [(label, log) for label, log in logs if log is not None and os.path.exists(log)]
-    for label, log in there[:_MOST_LOGS]:
-        _say(f"log of job {label}: {tables.place(log)}")
-    if len(there) > _MOST_LOGS:
-        _say(f"and {len(there) - _MOST_LOGS} more")
+    logs = [
+        (outcome.label, waiting.log_path(pattern, outcome.job)) for outcome in failed if outcome.job
+    ]
+    existing = [(label, log) for label, log in logs if log is not None and os.path.exists(log)]
+    for label, log in existing[:_MOST_LOGS]:
+        _print_line(f"log of job {label}: {job_tables.place(log)}")
+    if len(existing) > _MOST_LOGS:
+        _print_line(f"and {len(existing) - _MOST_LOGS} more")
 
 
-def _say_table(spec: JobSpec, job: str, outcomes: Any) -> None:
-    from hpctrain.jobs import tables
+def _print_table(spec: JobSpec, job: str, outcomes: Any) -> None:
+    from hpctrain.jobs import job_tables
 
     rows = []
-    for one in sorted(outcomes, key=lambda one: _index(one.label)):
-        index = _index(one.label)
+    for outcome in sorted(outcomes, key=lambda outcome: _index(outcome.label)):
+        index = _index(outcome.label)
         setting = spec.sweep[index] if 0 <= index < len(spec.sweep) else ()
-        words = " ".join(f"--{name} {value}" for name, value in setting)
-        rows.append((one.label, words, one.word, submission.run_directory(spec, job, index)))
-    sys.stderr.write(tables.aligned(tables.of_array(rows)))
+        options = " ".join(f"--{name} {value}" for name, value in setting)
+        rows.append(
+            (outcome.label, options, outcome.state, submission.run_directory(spec, job, index))
+        )
+    sys.stderr.write(job_tables.aligned(job_tables.of_array(rows)))
 
 
 def _index(label: str) -> int:
@@ -202,6 +208,6 @@ def _index(label: str) -> int:
     return int(task) if task.isdigit() else -1
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stderr.write(f"hpctrain: {line}\n")
     sys.stderr.flush()

@@ -151,7 +151,7 @@ def number(env: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     if not _NUMBER.match(text):
-        fix = f"unset {name}" if name.isidentifier() else f"take {name} out of the command"
+        fix = f"unset {name}" if name.isidentifier() else f"remove {name} from the command"
         raise ContradictionError(
             "HT103", f"{name}={text[:200]!r}", f"{name} is a whole number", fix
         )

@@ -30,7 +30,7 @@ _BRACKET = re.compile(r"\[([^\[\]]*)\]")
 _NAME = re.compile(r"[^\[\], ]+")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _LONG = len(str(_LARGEST_NUMBER))
-# Possessive and from the first digit on, so that a megabyte of digits is read only once.
+# Possessive, and only from the first digit on: even a megabyte of digits is scanned only once.
 _LONG_NUMBER = re.compile(rf"(?<![0-9])[0-9]{{{_LONG},}}+(?=,|\Z)")
 _DIGITS = "0123456789"
 _PAIRS = [tens + ones for tens in _DIGITS for ones in _DIGITS]
@@ -145,8 +145,8 @@ def _split(expression: str) -> Iterator[tuple[list[tuple[str, str, int]], str, i
         cut = len(text) if body is None else text.rfind(",") + 1
         if cut or body is None:
             if written and cut and text[0] != ",":
-                why = "text after the last bracket of a name, which Slurm does not take"
-                raise _malformed(expression, position, why)
+                problem = "text after the last bracket of a name, which Slurm does not accept"
+                raise _malformed(expression, position, problem)
             yield written, text[:cut], position
             written = []
         if body is not None:
@@ -161,8 +161,8 @@ def _ranges(expression: str, body: str, position: int) -> list[_Range]:
     for piece in body.split(","):
         match = _RANGE.fullmatch(piece)
         if match is None:
-            why = f"{_shown(piece)} is not a number or a range"
-            raise _malformed(expression, position, why)
+            problem = f"{_shown(piece)} is not a number or a range"
+            raise _malformed(expression, position, problem)
         low = _value(match[1])
         high = low if match[2] is None else _value(match[2])
         if high < low:
@@ -170,8 +170,8 @@ def _ranges(expression: str, body: str, position: int) -> list[_Range]:
         if high > _LARGEST_NUMBER:
             raise _malformed(expression, position, "a number larger than Slurm can count")
         if high - low >= _LONGEST_RANGE:
-            why = f"more than {_LONGEST_RANGE} hosts in {_shown(piece)}"
-            raise _malformed(expression, position, why)
+            problem = f"more than {_LONGEST_RANGE} hosts in {_shown(piece)}"
+            raise _malformed(expression, position, problem)
         ranges.append((low, high, len(match[1])))
         position += len(piece) + 1
     return ranges
@@ -183,8 +183,8 @@ def _size(expression: str, term: _Term, start: int) -> tuple[int, int]:
     for place, (text, ranges) in enumerate(term, 1):
         numbers = sum(high - low + 1 for low, high, _ in ranges)
         if numbers > _LONGEST_RANGE and place < len(term):
-            why = f"more than {_LONGEST_RANGE} numbers in a bracket that another follows"
-            raise _malformed(expression, start, why)
+            problem = f"more than {_LONGEST_RANGE} numbers in a bracket that another follows"
+            raise _malformed(expression, start, problem)
         hosts *= numbers
         if hosts > _MOST_HOSTS:  # inside the loop: with many brackets the product would become huge
             raise _too_many(expression, start)
@@ -233,8 +233,8 @@ def _plain(expression: str, text: str, position: int) -> list[str]:
     if max(map(len, names), default=0) >= _LONG:
         for match in _LONG_NUMBER.finditer(text):
             if _value(match[0]) > _LARGEST_NUMBER:
-                why = "a name that ends in a number larger than Slurm can count"
-                raise _malformed(expression, position + match.start(), why)
+                problem = "a name that ends in a number larger than Slurm can count"
+                raise _malformed(expression, position + match.start(), problem)
     return names
 
 
@@ -260,7 +260,7 @@ def _check_name(name: str) -> None:
     if _NAME.fullmatch(name) is None or not name.isprintable():
         raise UsageError(
             "HT105",
-            f"{_shown(name)} cannot stand in a host list",
+            f"{_shown(name)} cannot be part of a host list",
             "a name without commas, brackets, spaces and control characters",
         )
     if len(name) >= _LONG:
@@ -270,8 +270,8 @@ def _check_name(name: str) -> None:
 def _check_printable(expression: str, text: str, position: int) -> None:
     if not text.isprintable():
         place = next(place for place, character in enumerate(text) if not character.isprintable())
-        why = f"the character {text[place]!r}, which no host name has"
-        raise _malformed(expression, position + place, why)
+        problem = f"the character {text[place]!r}, which no host name has"
+        raise _malformed(expression, position + place, problem)
 
 
 def _value(digits: str) -> int:
@@ -285,12 +285,12 @@ def _unbalanced(expression: str) -> UsageError:
     opened = -1
     for match in re.finditer(r"[\[\]]", expression):
         if (match[0] == "[") == (opened >= 0):
-            what = (
+            problem = (
                 "a bracket inside of a bracket"
                 if opened >= 0
                 else "a closing bracket that nothing opened"
             )
-            return _malformed(expression, match.start(), what)
+            return _malformed(expression, match.start(), problem)
         opened = match.start() if match[0] == "[" else -1
     return _malformed(expression, opened, "a bracket that is never closed")
 
@@ -299,17 +299,17 @@ def _too_many(expression: str, position: int) -> UsageError:
     return _malformed(expression, position, _TOO_MANY)
 
 
-def _malformed(expression: str, position: int, why: str) -> UsageError:
+def _malformed(expression: str, position: int, problem: str) -> UsageError:
     return UsageError(
         "HT105",
-        f"host list {_shown(expression, position)}, position {position}: {why}",
+        f"host list {_shown(expression, position)}, position {position}: {problem}",
         "names such as node[01-03,7],login",
-        "scontrol show hostnames EXPRESSION (shows what Slurm makes of it)",
+        "scontrol show hostnames EXPRESSION (shows how Slurm reads it)",
     )
 
 
-def _shown(text: str, position: int = 0, most: int = 160) -> str:
+def _shown(text: str, position: int = 0, longest: int = 160) -> str:
     """Return the text, or for a long text only the part around a position."""
-    start = max(0, min(position - most // 2, len(text) - most))
-    end = start + most
+    start = max(0, min(position - longest // 2, len(text) - longest))
+    end = start + longest
     return f"{'…' if start else ''}{text[start:end]!r}{'…' if end < len(text) else ''}"

@@ -77,8 +77,8 @@ def own_slice(env: Mapping[str, str], local_rank: int) -> str | None:
     Raises:
         UsageError: there are more ranks than slices, or slices together with whole GPUs.
     """
-    seen = visible(env, CUDA)
-    names = seen.names if seen else ()
+    devices = visible(env, CUDA)
+    names = devices.names if devices else ()
     slices = [name for name in names if name.startswith("MIG-")]
     if len(names) < 2 or not slices:
         return None
@@ -87,7 +87,7 @@ def own_slice(env: Mapping[str, str], local_rank: int) -> str | None:
             "HT114",
             f"{CUDA}={env[CUDA]}: MIG slices beside whole GPUs",
             "only one kind",
-            f"env {CUDA}={','.join(slices)} python SCRIPT (srun sets it anew in each task)",
+            f"env {CUDA}={','.join(slices)} python SCRIPT (srun sets it again in each task)",
         )
     if local_rank >= len(slices):
         raise UsageError(
@@ -111,20 +111,20 @@ def check_rocm(env: Mapping[str, str]) -> None:
         raise ContradictionError(
             "HT114",
             f"{_HIP[0]}={env[_HIP[0]]} and {_HIP[1]}={env[_HIP[1]]}",
-            "one of them: HIP takes the second for the first",
-            f"env -u {_HIP[1]} python SCRIPT (srun sets it anew in each task)",
+            "one of them: HIP reads both",
+            f"env -u {_HIP[1]} python SCRIPT (srun sets it again in each task)",
         )
     rocr, hip = visible(env, _ROCR), visible(env, *_HIP)
     if rocr is None or hip is None:
         return
     # float accepts any number of digits; int does not.
-    beyond = [name for name in hip.names if name.isdecimal() and float(name) >= len(rocr.names)]
-    if beyond:
+    too_large = [name for name in hip.names if name.isdecimal() and float(name) >= len(rocr.names)]
+    if too_large:
         raise ContradictionError(
             "HT114",
             f"{_ROCR}={env[_ROCR]} leaves {len(rocr.names)} "
             f"GPU{'s' if len(rocr.names) != 1 else ''}, and {hip.source}="
-            f"{env[hip.source]} asks for number {beyond[0]} of them",
+            f"{env[hip.source]} selects number {too_large[0]} of them",
             f"numbers below {len(rocr.names)}: {hip.source} counts what {_ROCR} leaves",
-            f"env -u {hip.source} python SCRIPT (srun sets it anew in each task)",
+            f"env -u {hip.source} python SCRIPT (srun sets it again in each task)",
         )

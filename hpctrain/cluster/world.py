@@ -43,12 +43,7 @@ class World:
 
     def __post_init__(self) -> None:
         if self.world_size > _MOST_RANKS:
-            raise ContradictionError(
-                "HT101",
-                f"world_size {self.world_size}, as {self.launcher} has it",
-                f"at most {_MOST_RANKS}",
-                "hpctrain explain (shows the variable that each value came from)",
-            )
+            raise self._contradiction(f"world_size {self.world_size}", f"at most {_MOST_RANKS}")
         below = (
             ("rank", self.rank, "world_size", self.world_size),
             ("local_rank", self.local_rank, "local_world_size", self.local_world_size),
@@ -57,11 +52,9 @@ class World:
         )
         for name, value, limit_name, limit in below:
             if value is not None and limit is not None and not 0 <= value < limit:
-                raise ContradictionError(
-                    "HT101",
-                    f"{name} {value} and {limit_name} {limit}, as {self.launcher} has it",
+                raise self._contradiction(
+                    f"{name} {value} and {limit_name} {limit}",
                     f"{name} from 0 to {limit_name} - 1",
-                    "hpctrain explain (shows the variable that each value came from)",
                 )
         at_most = (
             ("local_world_size", self.local_world_size, "world_size", self.world_size),
@@ -69,11 +62,8 @@ class World:
         )
         for name, value, limit_name, limit in at_most:
             if value is not None and value > limit:
-                raise ContradictionError(
-                    "HT101",
-                    f"{name} {value} and {limit_name} {limit}, as {self.launcher} has it",
-                    f"at most as many as {limit_name}",
-                    "hpctrain explain (shows the variable that each value came from)",
+                raise self._contradiction(
+                    f"{name} {value} and {limit_name} {limit}", f"at most as many as {limit_name}"
                 )
         local, nodes = self.local_world_size, self.num_nodes
         if nodes is not None and (
@@ -85,21 +75,23 @@ class World:
                 )
             )
         ):
-            raise ContradictionError(
-                "HT101",
-                f"local_world_size {local}, num_nodes {nodes} and world_size {self.world_size}, as "
-                f"{self.launcher} has it",
+            raise self._contradiction(
+                f"local_world_size {local}, num_nodes {nodes} and world_size {self.world_size}",
                 "all ranks on one host, or at least one rank on each",
-                "hpctrain explain (shows the variable that each value came from)",
             )
         if self.hosts and self.num_nodes and len(self.hosts) != self.num_nodes:
-            raise ContradictionError(
-                "HT101",
-                f"{len(self.hosts)} hosts ({', '.join(self.hosts)}) and num_nodes "
-                f"{self.num_nodes}, as {self.launcher} has it",
+            raise self._contradiction(
+                f"{len(self.hosts)} hosts ({', '.join(self.hosts)}) and num_nodes {self.num_nodes}",
                 "one host for each node",
-                "hpctrain explain (shows the variable that each value came from)",
             )
+
+    def _contradiction(self, values: str, expected: str) -> ContradictionError:
+        return ContradictionError(
+            "HT101",
+            f"{values}, set by {self.launcher}",
+            expected,
+            "hpctrain explain (shows the variable of each value)",
+        )
 
     @property
     def on_one_host(self) -> bool | None:

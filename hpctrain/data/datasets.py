@@ -24,7 +24,7 @@ from hpctrain.process import seeds
 __all__ = ["Images", "load"]
 
 _SYSTEM = Path("/usr/share/datasets")
-_CARRIED = Path(__file__).parent / "digits"
+_BUNDLED = Path(__file__).parent / "digits"
 _NAMES = ("digits", "fashion-mnist", "mnist", "synthetic")
 _TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}
 # The folder itself, and the folders in which torchvision stores the files.
@@ -111,7 +111,7 @@ def load(
             "--data PATH of a folder that can be read",
         ) from None
     if train_images.shape[1:] != test_images.shape[1:]:
-        sizes = (" × ".join(map(str, one.shape[1:])) for one in (train_images, test_images))
+        sizes = (" × ".join(map(str, images.shape[1:])) for images in (train_images, test_images))
         raise UsageError(
             "HT513",
             f"{folder}: training images of {' pixels and test images of '.join(sizes)}",
@@ -131,7 +131,7 @@ def _places(name: str, env: Mapping[str, str]) -> list[Path]:
         return [Path(name).expanduser()]
     own = [Path(env[env_vars.DATA], name)] if env.get(env_vars.DATA) else []
     if name == "digits":
-        return [*own, _CARRIED]
+        return [*own, _BUNDLED]
     here = [Path(name)] if name not in _NAMES else []
     return [*own, *here, _SYSTEM / name, _cache(env) / name]
 
@@ -173,14 +173,14 @@ def _among(places: Sequence[Path]) -> Path | None:
 
 
 def _download(name: str, target: Path) -> Path:
-    """Download a data set once for all ranks that share the cache; no partial files are kept."""
+    """Download a data set once for all ranks that share the cache; no partial files remain."""
     try:
         from torchvision import datasets
     except ImportError:
         raise UsageError(
             "HT515",
-            f"--download of {name}, and torchvision is not installed",
-            "torchvision, which knows where it is",
+            f"--download of {name}, but torchvision is not installed",
+            "torchvision, which has the address of the data set",
             "pip install 'hpctrain[vision]'",
         ) from None
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ def _download(name: str, target: Path) -> Path:
                 "HT514",
                 f"--download of {name} failed: {error}",
                 "a connection to the data set's home",
-                "fetch it on a machine that has one, and give its folder with --data PATH",
+                "download it on a machine with a connection, and pass its folder with --data PATH",
             ) from None
         part.rename(target)
     return target / _TORCHVISION[name] / "raw"
@@ -245,13 +245,13 @@ def _idx(path: Path) -> Tensor:
         shape = struct.unpack_from(f">{dimensions}I", data, 4)
     except (OSError, EOFError, struct.error, zlib.error) as error:
         raise UsageError(
-            "HT513", f"{path} is damaged: {error}", "a whole file", "fetch it again"
+            "HT513", f"{path} is damaged: {error}", "a complete file", "fetch it again"
         ) from None
     start = 4 + 4 * dimensions
     if zeros or kind != _UNSIGNED_BYTES or len(data) - start != math.prod(shape):
         raise UsageError(
             "HT513",
-            f"{path} is damaged: its head says shape {shape}, and {len(data) - start} bytes follow",
+            f"{path} is damaged: header of shape {shape}, but {len(data) - start} bytes follow",
             "unsigned bytes in MNIST's format",
             "fetch it again",
         )

@@ -35,7 +35,7 @@ def steps_of_epoch(loader: Iterable[Any], accumulate: int) -> int | None:
     if batches < accumulate:
         raise UsageError(
             "HT506",
-            f"a loader of {batches} batches, and a step takes {accumulate} micro-batches",
+            f"a loader of {batches} batches, but a step takes {accumulate} micro-batches",
             "at least one step in each epoch",
             f"--accumulate {batches}" if batches else "a loader with samples",
             "smaller batches" if batches else "",

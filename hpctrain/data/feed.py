@@ -70,11 +70,11 @@ def feed(
         return batch if on_device is None else placement(on_device(batch))
 
     if placement.device.type == "cuda":
-        return _beside(batches, move, placement.device)
+        return _on_side_stream(batches, move, placement.device)
     return map(move, batches)
 
 
-def _beside(
+def _on_side_stream(
     batches: Iterator[Any], move: Callable[[Any], Any], device: torch.device
 ) -> Iterator[Any]:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -29,7 +29,7 @@ class Loader:
         workers: number of loader processes; 0 loads in this process.
         seed: seed of the run.
         rank: this rank; all other random numbers of the workers differ between ranks.
-        events: told of the phase and the beginning of an evaluation, and of the weight of each
+        events: receives the phase and the beginning of an evaluation, and the weight of each
             micro-batch, if weights differ.
         on_device: function that transforms each batch on the device.
         arguments: more arguments for `torch.utils.data.DataLoader`, such as `collate_fn`.
@@ -85,7 +85,7 @@ class Loader:
         return self._evaluated(batches) if evaluates else batches
 
     def _weighed(self, sampler: TrainingSampler, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and tell the weight of each one first."""
+        """Yield the batches; report the weight of each batch first."""
         try:
             for number, batch in enumerate(batches):
                 self._events.weight(sampler.weight(number))
@@ -94,7 +94,7 @@ class Loader:
             self._events.weight(1.0)
 
     def _evaluated(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and tell the phase before each is fetched."""
+        """Yield the batches; report the phase before each batch is fetched."""
         self._events.phase(EVALUATING)
         for batch in batches:
             yield batch
@@ -120,7 +120,7 @@ def check_arguments(
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise UsageError(
             "HT507",
-            f"loader() of a {type(dataset).__name__}, which has no length or no order of its own",
+            f"loader() of a {type(dataset).__name__}, which has no length or no fixed order",
             "a data set with __len__ and __getitem__",
             "for batch in run.batches(loader) over a DataLoader of your own, which gives each rank "
             "its part",
@@ -163,20 +163,20 @@ class _Begin:
     """Start function of a worker process.
 
     Args:
-        then: the script's own `worker_init_fn`, called last.
+        init_fn: the script's own `worker_init_fn`, called last.
     """
 
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self._master, self._then = os.getpid(), then
+    def __init__(self, init_fn: Callable[[int], None] | None) -> None:
+        self._master, self._init_fn = os.getpid(), init_fn
 
     def __call__(self, worker: int) -> None:
         signals.obey_parent(self._master)
-        if self._then is not None:
-            self._then(worker)
+        if self._init_fn is not None:
+            self._init_fn(worker)
 
 
 class _WithEpoch:
-    """Micro-batches with their epoch, for workers that are kept over several epochs."""
+    """Micro-batches with their epoch, for workers that run for several epochs."""
 
     def __init__(self, sampler: TrainingSampler) -> None:
         self._sampler = sampler

@@ -39,37 +39,37 @@ def check_own(loader: Any, options: Options, batches: Batches, world_size: int) 
         UsageError: every rank would see all samples; or the batch size differs from that of the
             session, or is missing.
     """
-    loader = _within_bar(loader)
+    loader = _without_bar(loader)
     if not isinstance(loader, DataLoader):
         return
     sampler = _sampler(loader)
     if world_size > 1 and type(sampler) in _UNDIVIDED and not options.same_data:
         raise UsageError(
             "HT508",
-            f"a DataLoader with a {type(sampler).__name__}, on {world_size} ranks: each of them "
+            f"a DataLoader with a {type(sampler).__name__}, on {world_size} ranks: each rank "
             f"would go through all {len(sampler):,} samples",
             "a loader that gives each rank its part of the data set",
             "session.loader(dataset, collate_fn=…)",
             "DataLoader(…, sampler=DistributedSampler(dataset, session.world.world_size, "
             "session.world.rank))",
-            "--same-data (where it is meant)",
+            "--same-data (if you want this)",
         )
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    told = options.batch_size is not None or options.global_batch is not None
-    if loader.batch_size is None and loader.batch_sampler is None and not told:
+    size_given = options.batch_size is not None or options.global_batch is not None
+    if loader.batch_size is None and loader.batch_sampler is None and not size_given:
         raise UsageError(
             "HT509",
             "a DataLoader without batches: its batch_size is None, as args.batch_size is before "
             "the Session is open",
             "a batch size",
             "DataLoader(dataset, session.batches.batch_size, …)",
-            "--batch-size N (where the data set gives whole batches)",
+            "--batch-size N (if the data set gives whole batches)",
         )
-    matters = told or options.lr_scaling != "none"
+    matters = size_given or options.lr_scaling != "none"
     if matters and isinstance(size, int) and size != batches.batch_size:
         raise UsageError(
             "HT509",
-            f"a DataLoader with batches of {size}, and a session with micro-batches of "
+            f"a DataLoader with batches of {size}, but a session with micro-batches of "
             f"{batches.batch_size}",
             "the same in both: learning rate and speed follow from it",
             "DataLoader(dataset, session.batches.batch_size, …)",
@@ -88,33 +88,35 @@ def begin_own(loader: Any, epoch: int, seed: int) -> None:
         epoch: number of the epoch, from 0.
         seed: seed of the run.
     """
-    loader = _within_bar(loader)
+    loader = _without_bar(loader)
     if not isinstance(loader, DataLoader):
         return
     sampler = _sampler(loader)
-    for one in (sampler, loader.batch_sampler):
-        if callable(tell := getattr(one, "set_epoch", None)):
-            tell(epoch)
-    owners = {getattr(one, "generator", None): one for one in (loader, sampler)}
-    for generator, one in owners.items():
+    for owner in (sampler, loader.batch_sampler):
+        if callable(set_epoch := getattr(owner, "set_epoch", None)):
+            set_epoch(epoch)
+    owners = {getattr(owner, "generator", None): owner for owner in (loader, sampler)}
+    for generator, owner in owners.items():
         if isinstance(generator, torch.Generator):
-            if not hasattr(one, _GIVEN):
-                setattr(one, _GIVEN, generator.initial_seed())
-            generator.manual_seed(seeds.derive("generator", seed, getattr(one, _GIVEN), epoch))
+            if not hasattr(owner, _FIRST_SEED):
+                setattr(owner, _FIRST_SEED, generator.initial_seed())
+            generator.manual_seed(
+                seeds.derive("generator", seed, getattr(owner, _FIRST_SEED), epoch)
+            )
 
 
-_GIVEN = "_hpctrain_seed"
+_FIRST_SEED = "_hpctrain_seed"
 
 
 def samples(batch: Any) -> int | None:
     """Return the number of samples of a batch: the length of its first tensor; None without one."""
     found: list[int] = []
 
-    def see(tensor: Tensor) -> Tensor:
+    def add(tensor: Tensor) -> Tensor:
         found.append(len(tensor) if tensor.dim() else 1)
         return tensor
 
-    map_tensors(see, batch)
+    map_tensors(add, batch)
     return found[0] if found else None
 
 
@@ -144,20 +146,20 @@ def refuse_same(fingerprints: Iterable[str]) -> None:
         UsageError: two ranks have the same batch.
     """
     first: dict[str, int] = {}
-    for rank, one in enumerate(fingerprints):
-        if one and one in first:
+    for rank, digest in enumerate(fingerprints):
+        if digest and digest in first:
             raise UsageError(
                 "HT508",
-                f"ranks {first[one]} and {rank} begin with the same batch",
-                "another part of the data on each rank",
+                f"ranks {first[digest]} and {rank} begin with the same batch",
+                "a different part of the data on each rank",
                 "session.loader(dataset)",
                 "let your loader take every world_size-th batch, from session.world.rank on",
-                "--same-data (where it is meant)",
+                "--same-data (if you want this)",
             )
-        first[one] = rank
+        first[digest] = rank
 
 
-def _within_bar(loader: Any) -> Any:
+def _without_bar(loader: Any) -> Any:
     """Return the loader inside of a tqdm bar, or the loader itself."""
     return getattr(loader, "iterable", loader)
 

@@ -47,7 +47,7 @@ class TrainingSampler(Sampler[list[int]]):
         if length < (batches.global_batch if drop_last else 1):
             raise UsageError(
                 "HT506",
-                f"{length} samples, and a global batch of {batches.global_batch}",
+                f"{length} samples, but a global batch of {batches.global_batch}",
                 "at least one global batch of samples",
                 f"--global-batch {max(length // world.world_size, 1) * world.world_size}, without "
                 "--batch-size and --accumulate",

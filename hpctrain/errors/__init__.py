@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+from hpctrain.errors import exit_codes
+
 __all__ = [
     "CheckpointError",
     "ContradictionError",
@@ -33,13 +35,13 @@ class HpctrainError(Exception):
         code: code of the error: an entry of `hpctrain.errors.codes`.
         found: what was found, with the name of the variable, option or file it came from.
         expected: what was expected; may be empty where `found` is enough.
-        fixes: what to type, each one on its own enough; none where no command helps.
+        fixes: what to type; any one of them is enough. None where no command helps.
     """
 
-    exit_code = 1
+    exit_code = exit_codes.FAILED
 
     #: Whether rank 0 prints the full message, so that this rank prints only its first line.
-    told_by_rank_0 = False
+    reported_by_rank_0 = False
 
     def __init__(self, code: str, found: str = "", expected: str = "", *fixes: str) -> None:
         if code.startswith("Caught ") and not found:
@@ -64,10 +66,10 @@ class HpctrainError(Exception):
         traceback as its only argument. Source: ExceptionWrapper.reraise of torch._utils.
         """
         kind = type(self)
-        said = text.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")[2].rstrip("\n")
-        said, _, code = said.rpartition(f"\n{_MORE}{_EXPLAIN}")
-        said, _, fixes = said.partition(f"\n{_FIX}")
-        found, _, expected = said.partition(f"\n{_EXPECTED}")
+        message = text.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")[2].rstrip("\n")
+        message, _, code = message.rpartition(f"\n{_MORE}{_EXPLAIN}")
+        message, _, fixes = message.partition(f"\n{_FIX}")
+        found, _, expected = message.partition(f"\n{_EXPECTED}")
         return [code, found, expected, *fixes.split(f"\n{_OR}")]
 
 
@@ -78,16 +80,16 @@ def repeated(kind: str, code: str, found: str, expected: str, *fixes: str) -> Hp
         kind: class name of the error.
         code, found, expected, fixes: arguments of the error.
     """
-    kinds = {one.__name__: one for one in _kinds(HpctrainError)}
+    kinds = {subclass.__name__: subclass for subclass in _kinds(HpctrainError)}
     error = kinds.get(kind, HpctrainError)(code, found, expected, *fixes)
-    error.told_by_rank_0 = True
+    error.reported_by_rank_0 = True
     return error
 
 
 def _kinds(kind: type[HpctrainError]) -> Iterator[type[HpctrainError]]:
     yield kind
-    for one in kind.__subclasses__():
-        yield from _kinds(one)
+    for subclass in kind.__subclasses__():
+        yield from _kinds(subclass)
 
 
 class UsageError(HpctrainError):
@@ -119,7 +121,7 @@ class DataError(HpctrainError):
 class GivenUpError(HpctrainError):
     """A job that was restarted too often without progress."""
 
-    exit_code = 76
+    exit_code = exit_codes.GIVEN_UP
 
 
 class CheckpointError(HpctrainError):
@@ -158,7 +160,7 @@ def report_uncaught(shows: Callable[[], bool] = lambda: True) -> None:
         # The hook of torch.distributed runs before this one and buffers sys.stderr until this
         # hook returns, which it never does. So the message goes to the original stream.
         stream = sys.__stderr__ or sys.stderr
-        stream.write(f"hpctrain: error: {error.found if error.told_by_rank_0 else error}\n")
+        stream.write(f"hpctrain: error: {error.found if error.reported_by_rank_0 else error}\n")
         stream.flush()
         # Python always uses exit code 1 for an uncaught exception. So the process exits here,
         # after running its exit handlers.

@@ -116,7 +116,7 @@ CODES: dict[str, Code] = {
             "A launcher in the job starts fewer ranks than the job has tasks.",
         ),
         "Put `srun --kill-on-bad-exit=1` before the command, or ask for as many tasks as ranks. "
-        "If it is meant, use `env HPCTRAIN_LAUNCHER=NAME COMMAND`.",
+        "If it is intended, use `env HPCTRAIN_LAUNCHER=NAME COMMAND`.",
     ),
     "HT111": Code(
         "Each task of the step started a launcher of its own, so several trainings would run.",
@@ -175,7 +175,7 @@ CODES: dict[str, Code] = {
     ),
     # Rendezvous and start of the ranks.
     "HT201": Code(
-        "Ranks did not come to the start, or were lost before it was complete.",
+        "Ranks did not connect to rank 0, or were lost before the start was complete.",
         (
             "A rank ended with an error before it opened the Session.",
             "A host or its file system is slow, and the imports take longer than the timeout.",
@@ -1393,7 +1393,7 @@ CODES: dict[str, Code] = {
     "HT821": Code(
         "The job cannot be requeued.",
         (
-            "The job waits already, or all tasks of the array are done or cancelled.",
+            "The job is already pending, or all tasks of the array are done or cancelled.",
             "Slurm refused the job before its start, so that it would refuse it again.",
             "The job was submitted without `--requeue`, or Slurm does not answer.",
         ),

@@ -16,16 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster import env_vars, visible_gpus
+from hpctrain.cluster import env_vars, proc, visible_gpus
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs import function, site, submission, units
-from hpctrain.jobs.function import Function, Rank, Script
+from hpctrain.jobs.function import Function, Script, SubmititRank
 from hpctrain.jobs.handle import Job
-from hpctrain.jobs.job_store import Kept, new_folder
+from hpctrain.jobs.job_store import JobRecord, new_folder
 from hpctrain.jobs.payload import check_launcher, of_call, of_command, refuse
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.process.logging import logger
-from hpctrain.rundir.lock.record import started
 
 try:
     import submitit
@@ -44,11 +43,11 @@ _EXECUTOR = "SUBMITIT_EXECUTOR"
 _MOST_SECONDS = 10 * 365 * 86400
 
 # Fields that a batch script would apply before the ranks start.
-_BEFORE = ("have it done before this process starts", "via='slurm'")
-_NOT_HERE = {
-    **dict.fromkeys(("modules", "setup", "conda"), _BEFORE),
-    "dependency": ("without it: wait for the other job's result()",),
-    "cluster": ("without it: a profile is for Slurm's jobs",),
+_SET_UP_OUTSIDE = ("set it up before this process starts", "via='slurm'")
+_UNSUPPORTED_LOCALLY = {
+    **dict.fromkeys(("modules", "setup", "conda"), _SET_UP_OUTSIDE),
+    "dependency": ("remove it, and wait for the other job's result()",),
+    "cluster": ("remove it: profiles are only for Slurm's jobs",),
 }
 
 
@@ -89,14 +88,18 @@ def submit(spec: JobSpec, env: Mapping[str, str] = os.environ) -> str:
     """
     work, python = of_command(spec)
     plain = replace(spec, name=spec.title, command=(), backend="")
-    return _to_slurm(work, plain, env, python).id
+    return _submit_to_slurm(work, plain, env, python).id
 
 
 def _check(train: object, spec: object, via: object, args: object, kwargs: object) -> None:
     usage = "hpctrain.submit(FUNCTION, hpctrain.JobSpec(nodes=2), args=(…,))"
-    script = isinstance(train, (str, os.PathLike))
-    for right, found, expected in (
-        (callable(train) or script, f"submit({train!r}, …)", "a function, or the path of a script"),
+    is_script = isinstance(train, (str, os.PathLike))
+    for valid, found, expected in (
+        (
+            callable(train) or is_script,
+            f"submit({train!r}, …)",
+            "a function, or the path of a script",
+        ),
         (isinstance(spec, JobSpec), f"submit(…, {type(spec).__name__}, …)", "a hpctrain.JobSpec"),
         (via in _VIA, f"submit(…, via={via!r})", f"one of {', '.join(_VIA)}"),
         (
@@ -104,9 +107,9 @@ def _check(train: object, spec: object, via: object, args: object, kwargs: objec
             f"submit(…, args=…) with a {type(args).__name__}",
             "a tuple or list of arguments; with one argument args=(ARGUMENT,)",
         ),
-        (not (script and kwargs), "submit(SCRIPT, kwargs=…)", "args=('--lr', 0.1) for a script"),
+        (not (is_script and kwargs), "submit(SCRIPT, kwargs=…)", "args=('--lr', 0.1) for a script"),
     ):
-        if not right:
+        if not valid:
             raise UsageError("HT813", found, expected, usage)
 
 
@@ -131,34 +134,40 @@ class _OnSlurm(submitit.SlurmExecutor):
         """Submit the script that starts each rank; submitit's shell line `command` is not used."""
         del command
         spec = self._spec
-        words = (self._program, "-u", "-m", "submitit.core._submit", os.fspath(self.folder))
-        sent = submission.send(
+        program_and_arguments = (
+            self._program,
+            "-u",
+            "-m",
+            "submitit.core._submit",
+            os.fspath(self.folder),
+        )
+        submitted = submission.send(
             replace(
                 spec,
-                command=words,
+                command=program_and_arguments,
                 environment={**spec.environment, _EXECUTOR: "slurm"},
                 output=spec.output or os.path.relpath(self.folder / "%j.log"),
             ),
             self._env,
         )
-        for note in sent.notes:
+        for note in submitted.notes:
             logger.warning("%s", note)
         tasks = list(range(spec.nodes * spec.tasks))
-        return submitit.SlurmJob(folder=self.folder, job_id=sent.job, tasks=tasks)
+        return submitit.SlurmJob(folder=self.folder, job_id=submitted.job, tasks=tasks)
 
 
-def _to_slurm(
+def _submit_to_slurm(
     work: Function | Script, spec: JobSpec, env: Mapping[str, str], python: str = ""
 ) -> Job:
     check_launcher(spec)
     # The job's own environment has its own Python.
     python = python or ("python" if spec.venv or spec.conda else sys.executable)
-    copies = env.get(env_vars.SCRATCH, "")
-    if copies and submission.is_below(copies, python):
+    scratch = env.get(env_vars.SCRATCH, "")
+    if scratch and submission.is_below(scratch, python):
         raise UsageError(
             "HT805",
-            f"{python} is this job's own copy",
-            "a Python that is there when the next job runs",
+            f"{python} is a temporary copy of this job",
+            "a Python that still exists when the next job runs",
             "JobSpec(venv=…)",
             "JobSpec(conda=…)",
         )
@@ -172,16 +181,16 @@ def _to_slurm(
                 "a host of the cluster",
                 "via='local' runs it here",
             ) from None
-        number = executor.submit(Rank(work, {})).job_id
-        run = _run(spec, env, f"runs/{spec.title}-{number}")
+        job_id = executor.submit(SubmititRank(work, {})).job_id
+        run_dir = _run_directory(spec, env, f"runs/{spec.title}-{job_id}")
         ranks = spec.nodes * spec.tasks
-        kept = Kept(folder, number, "slurm", ranks, run, spec.title)
-        kept.write()
-    return Job(kept, env)
+        record = JobRecord(folder, job_id, "slurm", ranks, run_dir, spec.title)
+        record.write()
+    return Job(record, env)
 
 
-def _to_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[str, str]) -> Job:
-    refuse(spec, _NOT_HERE)
+def _start_on_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[str, str]) -> Job:
+    refuse(spec, _UNSUPPORTED_LOCALLY)
     if spec.nodes > 1:
         raise UsageError(
             "HT811",
@@ -190,55 +199,60 @@ def _to_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[str, s
             "dataclasses.replace(spec, nodes=1)",
         )
     # Set in each rank, as submitit sets this variable itself, and counts from 0.
-    devices = {visible_gpus.CUDA: _gpus(spec, env)}
+    devices = {visible_gpus.CUDA: _visible_gpus(spec, env)}
     python = shlex.quote(os.path.join(os.path.abspath(spec.venv), "bin", "python"))
-    clean = env_vars.scrubbed(submission.environ(spec, env)[0])
+    environment = env_vars.scrubbed(submission.environ(spec, env)[0])
     seconds = units.seconds(spec.time) if spec.time else _MOST_SECONDS
     with new_folder() as folder:
-        run = _run(spec, env, _default(spec, folder))
-        told = {env_vars.RUN_DIR: os.fspath(run), env_vars.SECRET: secrets.token_hex(16)}
-        with _environ({**clean, **spec.environment, **told}):
+        run_dir = _run_directory(spec, env, _default_run_dir(spec, folder))
+        rank_variables = {
+            env_vars.RUN_DIR: os.fspath(run_dir),
+            env_vars.SECRET: secrets.token_hex(16),
+        }
+        with _environ({**environment, **spec.environment, **rank_variables}):
             executor = submitit.LocalExecutor(folder, python=python if spec.venv else None)
             executor.update_parameters(
                 tasks_per_node=spec.tasks, timeout_min=seconds / 60, signal_delay_s=spec.lead
             )
-            live = executor.submit(Rank(work, devices, warned=signal.SIGUSR2))
-        number, began = live.job_id, started(int(live.job_id))
-        kept = Kept(folder, number, "local", spec.tasks, run, spec.title, began)
-        kept.write()
-    return Job(kept, env, live)
+            submitit_job = executor.submit(SubmititRank(work, devices, warned=signal.SIGUSR2))
+        job_id, start_time = submitit_job.job_id, proc.started(int(submitit_job.job_id))
+        record = JobRecord(folder, job_id, "local", spec.tasks, run_dir, spec.title, start_time)
+        record.write()
+    return Job(record, env, submitit_job)
 
 
-def _to_this_process(work: Function | Script, spec: JobSpec, env: Mapping[str, str]) -> Job:
+def _prepare_in_this_process(work: Function | Script, spec: JobSpec, env: Mapping[str, str]) -> Job:
     with new_folder() as folder:
-        run = _run(spec, env, _default(spec, folder))
-        with _environ({**env, **spec.environment, env_vars.RUN_DIR: os.fspath(run)}):
-            live = submitit.DebugExecutor(folder).submit(function.run, work)
-    return Job(Kept(folder, live.job_id, "debug", 1, run, spec.title), env, live)
+        run_dir = _run_directory(spec, env, _default_run_dir(spec, folder))
+        with _environ({**env, **spec.environment, env_vars.RUN_DIR: os.fspath(run_dir)}):
+            submitit_job = submitit.DebugExecutor(folder).submit(function.run, work)
+    return Job(
+        JobRecord(folder, submitit_job.job_id, "debug", 1, run_dir, spec.title), env, submitit_job
+    )
 
 
 _VIA: dict[str, Callable[[Function | Script, JobSpec, Mapping[str, str]], Job]] = {
-    "slurm": _to_slurm,
-    "local": _to_this_machine,
-    "debug": _to_this_process,
+    "slurm": _submit_to_slurm,
+    "local": _start_on_this_machine,
+    "debug": _prepare_in_this_process,
 }
 
 
-def _gpus(spec: JobSpec, env: Mapping[str, str]) -> str:
+def _visible_gpus(spec: JobSpec, env: Mapping[str, str]) -> str:
     """Return as many of the GPUs visible to this process as a node of the job has."""
-    seen = visible_gpus.visible(env)
-    there = list(seen.names) if seen else visible_gpus.here()
-    if spec.gpus > len(there):
+    listed = visible_gpus.visible(env)
+    names = list(listed.names) if listed else visible_gpus.here()
+    if spec.gpus > len(names):
         raise UsageError(
             "HT811",
-            f"gpus_per_node = {spec.gpus_per_node}, and this machine shows {len(there)}",
-            f"at most {len(there)}" if there else "0: ranks on CPUs",
-            f"dataclasses.replace(spec, gpus_per_node={len(there)}, tasks_per_node=…)",
+            f"gpus_per_node = {spec.gpus_per_node}, and this machine shows {len(names)}",
+            f"at most {len(names)}" if names else "0: ranks on CPUs",
+            f"dataclasses.replace(spec, gpus_per_node={len(names)}, tasks_per_node=…)",
         )
-    return ",".join(there[: spec.gpus])
+    return ",".join(names[: spec.gpus])
 
 
-def _default(spec: JobSpec, folder: Path) -> str:
+def _default_run_dir(spec: JobSpec, folder: Path) -> str:
     """Return a run directory named after the job's folder.
 
     That folder is new, even if another job is submitted in the same second.
@@ -246,25 +260,25 @@ def _default(spec: JobSpec, folder: Path) -> str:
     return f"runs/{spec.title}-{folder.name}"
 
 
-def _run(spec: JobSpec, env: Mapping[str, str], default: str) -> Path:
+def _run_directory(spec: JobSpec, env: Mapping[str, str], default: str) -> Path:
     """Return the run directory: exported by the user, else set in the job, else the default."""
     clean, _ = submission.environ(spec, env)
     return Path(clean.get(env_vars.RUN_DIR) or spec.run_dir or default).absolute()
 
 
 @contextlib.contextmanager
-def _environ(wanted: Mapping[str, str]) -> Iterator[None]:
+def _environ(environment: Mapping[str, str]) -> Iterator[None]:
     """Set the environment for a library that reads only `os.environ`; restore it at the end."""
-    before = dict(os.environ)
+    previous = dict(os.environ)
     try:
-        _become(wanted)
+        _set_environ(environment)
         yield
     finally:
-        _become(before)
+        _set_environ(previous)
 
 
-def _become(wanted: Mapping[str, str]) -> None:
+def _set_environ(environment: Mapping[str, str]) -> None:
     # Only what differs, as another thread of a notebook may read it at the same time.
-    for name in set(os.environ) - set(wanted):
+    for name in set(os.environ) - set(environment):
         del os.environ[name]
-    os.environ.update({k: v for k, v in wanted.items() if os.environ.get(k) != v})
+    os.environ.update({k: v for k, v in environment.items() if os.environ.get(k) != v})

@@ -2,7 +2,7 @@
 
 import os.path
 
-from hpctrain.jobs.quoting import word
+from hpctrain.jobs.quoting import quote
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["inside"]
@@ -19,13 +19,13 @@ _PYXIS = """\
 mounts=$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR,$HPCTRAIN_RUN_DIR:$HPCTRAIN_RUN_DIR{scratch}
 launch+=(--container-image={image}
     --container-mounts="$mounts" --container-workdir="$PWD"
-    --container-env="{variables}") # before those that the image brings"""
+    --container-env="{variables}") # these override the variables of the image"""
 
 
 _PATHS = """\
 case $SLURM_SUBMIT_DIR$HPCTRAIN_RUN_DIR in
 *[,:]*)
-    echo "no container takes folders with , or : $SLURM_SUBMIT_DIR $HPCTRAIN_RUN_DIR" >&2
+    echo "a container cannot mount folders with , or : $SLURM_SUBMIT_DIR $HPCTRAIN_RUN_DIR" >&2
     exit 2
     ;;
 esac
@@ -54,5 +54,5 @@ def _container(spec: JobSpec) -> str:
 def _image(name: str, relative: tuple[str, ...]) -> str:
     """Return the image, a relative path below the submit directory: ranks may start elsewhere."""
     if "://" in name or os.path.isabs(name) or not name.startswith(relative):
-        return word(name)
-    return f'"$SLURM_SUBMIT_DIR"/{word(name)}'
+        return quote(name)
+    return f'"$SLURM_SUBMIT_DIR"/{quote(name)}'

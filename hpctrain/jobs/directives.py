@@ -32,9 +32,9 @@ def _options(spec: JobSpec) -> Iterator[tuple[str, str | None]]:
     yield "requeue" if spec.requeue else "no-requeue", None
     if spec.elastic:
         yield "no-kill", None
-    for name, given in spec.extra.items():
-        if given is not False:
-            yield name, None if given is True else str(given)
+    for name, extra in spec.extra.items():
+        if extra is not False:
+            yield name, None if extra is True else str(extra)
 
 
 def _size(spec: JobSpec) -> Iterator[tuple[str, str]]:

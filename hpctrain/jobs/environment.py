@@ -2,19 +2,19 @@
 
 import os.path
 
-from hpctrain.jobs.quoting import word
+from hpctrain.jobs.quoting import quote
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["surroundings", "variables"]
 
 _SITE = """\
-# What all jobs on this cluster need. Such files are not written for -e and -u.
+# Settings for all jobs on this cluster. Such files often fail with -e and -u.
 site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
 if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
-    case $site in */*) ;; *) site=./$site ;; esac # or the dot looks along the PATH
+    case $site in */*) ;; *) site=./$site ;; esac # or the dot command searches the PATH
     code=0
     set +eu
-    trap 'echo "$site has an exit, where return was meant: it ends the job" >&2; exit 2' EXIT
+    trap 'echo "$site calls exit, which ends the job; it may use return" >&2; exit 2' EXIT
     # shellcheck source=/dev/null
     . "$site" || code=$?
     trap - EXIT
@@ -23,24 +23,24 @@ if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
 fi"""
 
 _MODULES = """\
-# A batch shell is no login shell, and may not know `module` yet.
+# A batch shell is not a login shell, so `module` may not be defined yet.
 set +eu
-for one in /etc/profile.d/{{lmod,z00_lmod,modules}}.sh "${{LMOD_PKG:-}}/init/bash" \\
+for init_file in /etc/profile.d/{{lmod,z00_lmod,modules}}.sh "${{LMOD_PKG:-}}/init/bash" \\
     "${{MODULESHOME:-}}/init/bash" /usr/share/lmod/lmod/init/bash /usr/share/modules/init/bash; do
     # shellcheck source=/dev/null
-    if ! type module >/dev/null 2>&1 && [ -r "$one" ]; then . "$one"; fi
+    if ! type module >/dev/null 2>&1 && [ -r "$init_file" ]; then . "$init_file"; fi
 done
 modules=({names})
-for one in "${{modules[@]}}"; do
-    if ! module load "$one"; then
-        printf '%s: this module could not be loaded\\n' "$one" >&2
+for module_name in "${{modules[@]}}"; do
+    if ! module load "$module_name"; then
+        printf '%s: this module could not be loaded\\n' "$module_name" >&2
         exit 2
     fi
 done
 set -eu"""
 
 _SETUP = """\
-# Lines of the job's own.
+# Setup lines of the job.
 set +u
 {lines}
 set -eu"""
@@ -55,11 +55,11 @@ fi
 . "$venv/bin/activate\""""
 
 _CONDA = """\
-# `conda activate` is a function, which a batch shell does not know yet.
+# `conda activate` is a shell function, which a batch shell has to define first.
 conda=$(type -P conda || true)
 conda=${{CONDA_EXE:-$conda}}
 if [ -z "$conda" ]; then
-    echo "no conda on the PATH: a line of setup or of site.sh has to find it" >&2
+    echo "no conda on the PATH: add it in a setup line or in site.sh" >&2
     exit 2
 fi
 set +eu
@@ -75,23 +75,23 @@ def surroundings(spec: JobSpec) -> str:
     """Return the lines for site file, modules, setup lines and Python environment, in this shell.
 
     These may use any variable name: variables of the script itself begin with hpctrain_, or are
-    set later. A later part may overrule an earlier one.
+    set later. A later part may override an earlier one.
     """
     parts = [_SITE, _modules(spec), _setup(spec), _environment_of_python(spec)]
     return "\n\n".join(part for part in parts if part)
 
 
 def variables(spec: JobSpec) -> str:
-    """Return the exports of the spec's own variables, which overrule all others."""
-    lines = [f"export {name}={word(value)}" for name, value in spec.environment.items()]
+    """Return the exports of the spec's own variables, which override all others."""
+    lines = [f"export {name}={quote(value)}" for name, value in spec.environment.items()]
     if lines and spec.container and spec.container_runtime != "pyxis":
-        lines.append("# Before those that the image brings.")
+        lines.append("# These override the variables of the image.")
         lines += [f'export APPTAINERENV_{name}="${name}"' for name in spec.environment]
     return "\n".join(lines)
 
 
 def _modules(spec: JobSpec) -> str:
-    names = " ".join(word(name) for name in spec.modules)
+    names = " ".join(quote(name) for name in spec.modules)
     return _MODULES.format(names=names) if names else ""
 
 
@@ -103,5 +103,5 @@ def _environment_of_python(spec: JobSpec) -> str:
     if spec.venv:
         # With a folder in front, bash cannot read the path as an option of the dot command.
         path = spec.venv if os.path.isabs(spec.venv) else f"./{spec.venv}"
-        return _VENV.format(path=word(path))
-    return _CONDA.format(name=word(spec.conda)) if spec.conda else ""
+        return _VENV.format(path=quote(path))
+    return _CONDA.format(name=quote(spec.conda)) if spec.conda else ""

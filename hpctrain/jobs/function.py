@@ -1,6 +1,6 @@
 """Work of each rank of a submitted job: a function, or a script in its place.
 
-submitit sends a `Rank` to the ranks as a pickle, calls it there, and sends its result back.
+submitit sends a `SubmititRank` to the ranks as a pickle, calls it there, and sends its result back.
 Source for its steps before and after the call: submitit/core/_submit.py, submitit 1.5.4.
 """
 
@@ -20,10 +20,10 @@ from hpctrain.errors import HpctrainError, UsageError, report_uncaught
 from hpctrain.jobs.job_store import log_of
 from hpctrain.training.preemption import Stopped
 
-__all__ = ["Function", "Rank", "Script", "pack", "run"]
+__all__ = ["Function", "Script", "SubmititRank", "pack", "run"]
 
 # Signals that submitit handles: SIGCONT, SIGTERM, and the one that it requests from Slurm.
-_TAKEN = (signal.SIGCONT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_SUBMITIT_SIGNALS = (signal.SIGCONT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,10 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             "HT814",
             f"{getattr(function, '__qualname__', function)} and its arguments cannot be sent to "
             f"the ranks: {type(error).__name__}: {error}",
-            "a function, globals that it uses, and arguments that pickle takes",
-            "make open files, locks, generators and connections inside of the function",
+            "a function, globals that it uses, and arguments that pickle can serialize",
+            "create open files, locks, generators and connections inside the function",
         ) from None
-    return Function(call, tuple(os.fspath(one) for one in sys.path), tuple(sys.argv))
+    return Function(call, tuple(os.fspath(entry) for entry in sys.path), tuple(sys.argv))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class SubmititRank:
     """Adapter that turns a process of submitit into an ordinary rank, and runs the work in it.
 
     Attributes:
@@ -119,13 +119,13 @@ class Rank:
 
     def __call__(self) -> Any:
         """Prepare the process, and then run the work as `run` does."""
-        _let_go_of_signals(self.warned)
+        _restore_signals(self.warned)
         report_uncaught()
-        _forget_the_last_start()
-        # submitit's last message would only add to the log of the work that the work has ended.
+        _remove_last_result()
+        # submitit's last message in the log would only report that the work has ended.
         logging.getLogger("submitit").setLevel(logging.WARNING)
         os.environ.update(self.environ)
-        _keep_log()
+        _redirect_output()
         return run(self.work)
 
 
@@ -142,29 +142,29 @@ def run(work: Function | Script) -> Any:
         if not stop.together:  # else the run has reported it
             sys.stderr.write(f"hpctrain: stopped: {stop.reason}\n")
         raise
-    except SystemExit as left:
-        if left.code in (None, 0):
+    except SystemExit as system_exit:
+        if system_exit.code in (None, 0):
             return None
-        raise _failed(left) from left
+        raise _exit_error(system_exit) from system_exit
 
 
-def _let_go_of_signals(warned: int | None) -> None:
+def _restore_signals(warned: int | None) -> None:
     """Undo submitit's signal handlers: the batch script requeues, and signals act as usual.
 
     The handlers would keep SIGTERM from work without a session, and treat USR2 as the end of the
     job's time.
     """
-    for number in _TAKEN:
+    for number in _SUBMITIT_SIGNALS:
         handler = getattr(signal.getsignal(number), "__self__", None)
         if type(handler).__module__.startswith("submitit."):
-            signal.signal(number, _go_on if number == warned else signal.SIG_DFL)
+            signal.signal(number, _ignore_signal if number == warned else signal.SIG_DFL)
 
 
-def _go_on(number: int, frame: object) -> None:
+def _ignore_signal(number: int, frame: object) -> None:
     """Ignore a signal; unlike SIG_IGN, a session replaces this handler."""
 
 
-def _forget_the_last_start() -> None:
+def _remove_last_result() -> None:
     """Remove the result of this rank from before a requeue, also an incomplete one."""
     import submitit
 
@@ -173,7 +173,7 @@ def _forget_the_last_start() -> None:
         path.unlink(missing_ok=True)
 
 
-def _keep_log() -> None:
+def _redirect_output() -> None:
     """Append all further output of this rank to its own file."""
     rank = launchers.detect().rank
     path = log_of(Path(os.environ["SUBMITIT_FOLDER"]), rank)
@@ -185,10 +185,10 @@ def _keep_log() -> None:
     os.close(descriptor)
 
 
-def _failed(left: SystemExit) -> HpctrainError:
+def _exit_error(system_exit: SystemExit) -> HpctrainError:
     """Return the error for sys.exit(3) or sys.exit("why")."""
-    code = left.code if isinstance(left.code, int) else 1
-    said = f": {left.code}" if not isinstance(left.code, int) else ""
-    error = HpctrainError("HT822", f"the script left with exit code {code}{said}")
+    code = system_exit.code if isinstance(system_exit.code, int) else 1
+    text = f": {system_exit.code}" if not isinstance(system_exit.code, int) else ""
+    error = HpctrainError("HT822", f"the script exited with code {code}{text}")
     error.exit_code = code
     return error

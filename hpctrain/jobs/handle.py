@@ -12,31 +12,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster import slurm
+from hpctrain.cluster import proc, slurm
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.jobs import job_curves
-from hpctrain.jobs.job_store import Kept, Outcome
+from hpctrain.jobs.job_store import JobRecord, Outcome
 from hpctrain.rundir import RunDirectory
-from hpctrain.rundir.lock.record import started
 
 __all__ = ["Job"]
 
 _CANCELLED = "cancelled"  # a file in the folder of a local job
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 _LONGEST_PAUSE = 10.0
 # A file that another host has written may appear late: the attribute cache of NFS.
-_SECONDS_TO_ARRIVE = 15.0
+_SECONDS_FOR_RESULT = 15.0
 _LAST_LINES = 20
 _UNKNOWN = "unknown"
 
 # Why a job ended in a state, and fixes.
-_WHY: dict[str, tuple[str, ...]] = {
+_CAUSES: dict[str, tuple[str, ...]] = {
     "CANCELLED": (
         "it was cancelled",
         "submit it again with JobSpec(run_dir={run!r}) and Session(resume=True)",
     ),
-    "TIMEOUT": ("its time ended before it had stopped", "a longer time", "a longer signal_lead"),
-    "OUT_OF_MEMORY": ("it took more memory than it had", "JobSpec(memory=…)"),
+    "TIMEOUT": ("it was still running at its time limit", "a longer time", "a longer signal_lead"),
+    "OUT_OF_MEMORY": ("it used more memory than it had", "JobSpec(memory=…)"),
     "NODE_FAIL": (
         "a host was lost",
         "submit it again with JobSpec(run_dir={run!r}) and Session(resume=True)",
@@ -60,17 +59,17 @@ class Job:
         folder: folder with the record, the logs and the results of the job.
     """
 
-    def __init__(self, kept: Kept, env: Mapping[str, str], live: Any = None) -> None:
-        """Set up the handle; Slurm is not asked yet."""
-        self._kept, self._env, self._live = kept, env, live
-        self.id, self.via, self.ranks = kept.id, kept.via, kept.ranks
-        self.run_dir, self.folder = kept.run_dir, kept.folder
-        self._came, self._last = False, (_UNKNOWN, False)
-        self._ask_afresh()
+    def __init__(self, record: JobRecord, env: Mapping[str, str], submitit_job: Any = None) -> None:
+        """Set up the handle without a query to Slurm."""
+        self._record, self._env, self._submitit_job = record, env, submitit_job
+        self.id, self.via, self.ranks = record.id, record.via, record.ranks
+        self.run_dir, self.folder = record.run_dir, record.folder
+        self._had_result, self._last = False, (_UNKNOWN, False)
+        self._reset_polling()
 
     @property
     def state(self) -> str:
-        """State in Slurm's words: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, etc.
+        """State as Slurm names it: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, etc.
 
         If Slurm has forgotten the job, its accounting gives the state, else the results of the
         ranks; "unknown" if they are missing. The results, or a cancellation, also give the state
@@ -84,34 +83,34 @@ class Job:
         Args:
             timeout: seconds to wait; None for no limit. The job continues, also after Ctrl-C.
         """
-        self._ask_afresh()
+        self._reset_polling()
         state, ended = self._wait(timeout)
         return state if ended else self.state
 
-    def _ask_afresh(self) -> None:
-        self._asked, self._pause = float("-inf"), 2 * _LOOK_SECONDS
+    def _reset_polling(self) -> None:
+        self._last_query, self._pause = float("-inf"), 2 * _POLL_SECONDS
 
     def _wait(self, timeout: float | None) -> tuple[str, bool]:
         """Wait, and return the state at the last query, and whether the job has ended.
 
-        The check for a result file is cheap. Slurm is asked when the file appears, and
+        The check for a result file is cheap. Slurm is queried when the file appears, and
         otherwise at growing intervals.
         """
         end = time.monotonic() + timeout if timeout is not None else float("inf")
         if self.via == "debug":
-            self._live.results()
+            self._submitit_job.results()
         while True:
-            came = self._kept.result(0).exists()
-            if came and not self._came:
-                self._pause = _LOOK_SECONDS
-            self._came = came
+            has_result = self._record.result(0).exists()
+            if has_result and not self._had_result:
+                self._pause = _POLL_SECONDS
+            self._had_result = has_result
             now = time.monotonic()
-            if now >= self._asked + self._pause:
+            if now >= self._last_query + self._pause:
                 self._last = self._look()
-                self._asked, self._pause = now, min(1.5 * self._pause, _LONGEST_PAUSE)
+                self._last_query, self._pause = now, min(1.5 * self._pause, _LONGEST_PAUSE)
             if self._last[1] or now >= end:
                 return self._last
-            time.sleep(min(_LOOK_SECONDS, end - now))
+            time.sleep(min(_POLL_SECONDS, end - now))
 
     def result(self) -> Any:
         """Wait for the job, and return the function's result on rank 0; see `results`."""
@@ -125,18 +124,18 @@ class Job:
                 was cancelled, its time ended, or a result was lost.
         """
         if self.via == "debug":
-            return list(self._live.results())
+            return list(self._submitit_job.results())
         state = self.wait()
-        outcomes = self._kept.outcomes()
+        outcomes = self._record.outcomes()
         if state == "COMPLETED":
             # Listing the folder also refreshes the cached view of it.
-            end = time.monotonic() + _SECONDS_TO_ARRIVE
+            end = time.monotonic() + _SECONDS_FOR_RESULT
             while None in outcomes and time.monotonic() < end:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
                 os.listdir(self.folder)
-                outcomes = self._kept.outcomes()
-        if all(one is not None and one[0] == "success" for one in outcomes):
-            return [one[1] for one in outcomes if one is not None]
+                outcomes = self._record.outcomes()
+        if all(outcome is not None and outcome[0] == "success" for outcome in outcomes):
+            return [outcome[1] for outcome in outcomes if outcome is not None]
         raise self._failure(state, outcomes)
 
     def logs(self, rank: int = 0) -> str:
@@ -147,7 +146,7 @@ class Job:
         """
         if not 0 <= rank < self.ranks:
             raise UsageError("HT813", f"logs({rank})", f"a rank from 0 to {self.ranks - 1}")
-        return self._kept.log(rank)
+        return self._record.log(rank)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows that the run has logged so far: `step`, `epoch`, `time`, then values."""
@@ -165,8 +164,8 @@ class Job:
         Raises:
             UsageError: matplotlib is not installed.
         """
-        self._ask_afresh()
-        title = f"{self._kept.title}-{self.id}"
+        self._reset_polling()
+        title = f"{self._record.title}-{self.id}"
         return job_curves.follow(title, self.metrics, self._wait, self.folder / "curves.png")
 
     def cancel(self) -> None:
@@ -184,67 +183,73 @@ class Job:
             (self.folder / _CANCELLED).touch()
             # SIGINT as submitit does. If a shell started this process in the background, its
             # child processes ignore SIGINT.
-            deaf = _ignores(int(self.id), signal.SIGINT)
-            os.kill(int(self.id), signal.SIGTERM if deaf else signal.SIGINT)
+            ignores_interrupt = proc.ignores(int(self.id), signal.SIGINT)
+            os.kill(int(self.id), signal.SIGTERM if ignores_interrupt else signal.SIGINT)
 
     def _look(self) -> tuple[str, bool]:
         """Return the state, and whether the job has ended."""
         if self.via == "slurm":
             state = slurm.job_state(self.id, self._env)
             if state is not None and state.known:
-                return state.word, not state.lives
-            word = (state and self._accounted()) or self._by_results()
-            return word, state is not None or word != _UNKNOWN
+                return state.name, not state.active
+            name = (state and self._accounted()) or self._by_results()
+            return name, state is not None or name != _UNKNOWN
         if self.via == "debug":
-            done = self._live.state == "DONE"
+            done = self._submitit_job.state == "DONE"
             return "COMPLETED" if done else "PENDING", True
         if self.via == "local" and self._runs():
             return "RUNNING", False
         if (self.folder / _CANCELLED).exists():
             return "CANCELLED", True
-        word = self._by_results()
-        return "FAILED" if word == _UNKNOWN else word, True
+        name = self._by_results()
+        return "FAILED" if name == _UNKNOWN else name, True
 
     def _accounted(self) -> str:
         """Return the final state of a forgotten job from Slurm's accounting; empty without one."""
         try:
-            found = slurm.ended(self.id, self._env)
+            records = slurm.ended(self.id, self._env)
         except slurm.NoAnswerError:
             return ""
-        return found[0].word if found and found[0].word in slurm.ENDED else ""
+        return records[0].state if records and records[0].state in slurm.ENDED else ""
 
     def _runs(self) -> bool:
         """Check whether the main process of a local job is alive."""
-        if self._live is not None:
-            self._live.done()  # its parent has to wait for it
-        return self._kept.process is not None and started(int(self.id)) == self._kept.process
+        if self._submitit_job is not None:
+            self._submitit_job.done()  # its parent has to wait for it
+        return (
+            self._record.process is not None and proc.started(int(self.id)) == self._record.process
+        )
 
     def _by_results(self) -> str:
-        outcomes = self._kept.outcomes()
-        if all(one is not None and one[0] == "success" for one in outcomes):
+        outcomes = self._record.outcomes()
+        if all(outcome is not None and outcome[0] == "success" for outcome in outcomes):
             return "COMPLETED"
-        return "FAILED" if any(one and one[0] == "error" for one in outcomes) else _UNKNOWN
+        return (
+            "FAILED" if any(outcome and outcome[0] == "error" for outcome in outcomes) else _UNKNOWN
+        )
 
     def _failure(self, state: str, outcomes: list[Outcome]) -> HpctrainError:
         """Return an error with the first failed rank and its traceback, or with the job's end."""
-        of = f"of job {self.id}" if self.ranks == 1 else f"of {self.ranks} of job {self.id}"
+        of_job = f"of job {self.id}" if self.ranks == 1 else f"of {self.ranks} of job {self.id}"
         failed = [
-            rank for rank, one in enumerate(outcomes) if one is not None and one[0] == "error"
+            rank
+            for rank, outcome in enumerate(outcomes)
+            if outcome is not None and outcome[0] == "error"
         ]
-        if failed and state not in _WHY:
-            first = min(failed, key=lambda rank: self._kept.result(rank).stat().st_mtime_ns)
+        if failed and state not in _CAUSES:
+            first = min(failed, key=lambda rank: self._record.result(rank).stat().st_mtime_ns)
             _, trace = outcomes[first] or ("", "")
-            return HpctrainError("HT822", f"rank {first} {of} failed:\n{str(trace).rstrip()}")
-        why, *fixes = _WHY.get(state, ("",))
-        if not why:
+            return HpctrainError("HT822", f"rank {first} {of_job} failed:\n{str(trace).rstrip()}")
+        cause, *fixes = _CAUSES.get(state, ("",))
+        if not cause:
             summary = RunDirectory(self.run_dir).read(RunDirectory(self.run_dir).summary) or {}
-            missing = [rank for rank, one in enumerate(outcomes) if one is None]
-            why = str(summary.get("reason") or "") or f"rank {missing[0]} {of} left no result"
+            missing = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+            cause = str(summary.get("reason") or "") or f"rank {missing[0]} {of_job} has no result"
             tail = "\n".join(self.logs(missing[0]).splitlines()[-_LAST_LINES:])
-            why += f"; the last that it printed:\n{tail}" if tail else ""
-        ended = f"job {self.id} ended as {state}: {why}"
+            cause += f"; its last output:\n{tail}" if tail else ""
+        message = f"job {self.id} ended as {state}: {cause}"
         run = os.fspath(self.run_dir)
-        return HpctrainError("HT823", ended, "", *(fix.format(run=run) for fix in fixes))
+        return HpctrainError("HT823", message, "", *(fix.format(run=run) for fix in fixes))
 
     def __repr__(self) -> str:
         """Return id, current state and run directory."""
@@ -253,7 +258,7 @@ class Job:
     def _repr_html_(self) -> str:
         """Return a table for a notebook."""
         last = ", ".join(job_curves.last_values(self.metrics()))
-        shown = {
+        values = {
             "job": self.id,
             "state": self.state,
             "run_dir": os.fspath(self.run_dir),
@@ -261,13 +266,6 @@ class Job:
         }
         cells = "".join(
             f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>"
-            for name, value in shown.items()
+            for name, value in values.items()
         )
         return f"<table>{cells}</table>"
-
-
-def _ignores(process: int, number: int) -> bool:
-    """Check whether a process ignores a signal. Source: SigIgn in proc(5)."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    masks = [line.split()[1] for line in lines if line.startswith("SigIgn:")]
-    return bool(masks and int(masks[0], 16) >> (number - 1) & 1)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cluster.texts import printable
 from hpctrain.monitoring import drawing
 
 __all__ = ["follow", "last_values", "panels", "png"]
@@ -71,13 +72,13 @@ def png(rows: Sequence[Mapping[str, Any]], title: str) -> bytes:
     # Without pyplot, which would choose a backend for the whole process.
     figure = Figure(figsize=(4.5 * max(len(drawn), 1), 3.2), layout="constrained")
     # parse_math=False: a $ in a name stays a $.
-    figure.suptitle(drawing.plain(title), parse_math=False)
+    figure.suptitle(printable(title), parse_math=False)
     for place, (name, curves) in enumerate(drawn.items(), 1):
         axes = figure.add_subplot(1, len(drawn), place)
         for steps, values in curves.values():
             axes.plot(steps, values, marker="." if len(steps) < 50 else "")
         axes.set_xlabel("step")
-        axes.set_title(drawing.plain(name), parse_math=False)
+        axes.set_title(printable(name), parse_math=False)
         if list(curves) != [name]:
             drawing.legend(axes, axes.get_lines(), curves, fontsize="small")
     content = io.BytesIO()
@@ -113,10 +114,10 @@ def follow(
     with contextlib.suppress(KeyboardInterrupt):  # the job continues
         while True:
             state, ended = wait(seconds)
-            found = rows()  # after the state: a job that has ended logs nothing more
-            if drawn != (len(found), state):
-                show(png(found, f"{title}, {state}"), found)
-                drawn = len(found), state
+            logged = rows()  # after the state: a job that has ended logs nothing more
+            if drawn != (len(logged), state):
+                show(png(logged, f"{title}, {state}"), logged)
+                drawn = len(logged), state
             if ended:
                 break
             seconds = _SECONDS

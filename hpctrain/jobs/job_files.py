@@ -39,26 +39,26 @@ def read(path: Path) -> dict[str, Any]:
     return values
 
 
-def text(spec: JobSpec, said: Container[str] = ()) -> str:
+def text(spec: JobSpec, explicit: Container[str] = ()) -> str:
     """Return the TOML text for a JobSpec; defaults are left out.
 
     Args:
         spec: description of the job.
-        said: names to write even with default values, as a profile may have other values.
+        explicit: names to write even with default values, as a profile may have other values.
     """
     lines, tables = [], []
-    for one in fields(spec):
-        value = getattr(spec, one.name)
+    for field in fields(spec):
+        value = getattr(spec, field.name)
         if value is None or value in ({}, ()):
             continue
-        if value == one.default and one.name not in said:
+        if value == field.default and field.name not in explicit:
             continue
-        if one.name == "sweep":
-            tables.append("\n".join(f"[[sweep]]\n{_rows(dict(each))}" for each in value))
+        if field.name == "sweep":
+            tables.append("\n".join(f"[[sweep]]\n{_rows(dict(setting))}" for setting in value))
         elif isinstance(value, dict):
-            tables.append(f"[{one.name}]\n{_rows(value)}")
+            tables.append(f"[{field.name}]\n{_rows(value)}")
         else:
-            lines.append(f"{one.name} = {_value(value)}\n")
+            lines.append(f"{field.name} = {_value(value)}\n")
     return "\n".join(["".join(lines), *tables])
 
 
@@ -72,7 +72,7 @@ def _value(value: Any) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, tuple):
-        return "[" + ", ".join(_text(one) for one in value) + "]"
+        return "[" + ", ".join(_text(item) for item in value) + "]"
     return _text(str(value))
 
 

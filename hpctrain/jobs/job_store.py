@@ -1,4 +1,4 @@
-"""Records of jobs submitted from Python: each job has its own folder, which no other user reads.
+"""Records of jobs submitted from Python: each job has a folder that other users cannot read.
 
 job.json             record of the job
 ID_submitted.pkl     work, and
@@ -24,7 +24,7 @@ from typing import Any
 from hpctrain import rundir
 from hpctrain.errors import UsageError
 
-__all__ = ["FOLDERS", "Kept", "Outcome", "find", "log_of", "new_folder", "read"]
+__all__ = ["FOLDERS", "JobRecord", "Outcome", "find", "log_of", "new_folder", "read"]
 
 #: Parent of the job folders, below the folder from which the jobs were submitted.
 FOLDERS = Path("runs/.submitit")
@@ -38,7 +38,7 @@ Outcome = tuple[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class JobRecord:
     """Record of a job and its folder.
 
     Attributes:
@@ -131,17 +131,19 @@ def find(job: str | int | os.PathLike[str]) -> Path:
     """
     if not isinstance(job, int) and os.path.exists(os.path.join(job, _RECORD)):
         return Path(job)
-    known = []
+    ids = []
     for path in sorted(FOLDERS.glob(f"*/{_RECORD}"), reverse=True):  # the names begin with a time
-        known.append(str((rundir.RunDirectory(path.parent).read(path) or {}).get("id")))
-        if known[-1] == str(job):
+        ids.append(str((rundir.RunDirectory(path.parent).read(path) or {}).get("id")))
+        if ids[-1] == str(job):
             return path.parent
     _refuse_folder(job)
     raise UsageError(
         "HT818",
         f"no job {str(job)!r} was submitted from this folder by hpctrain.submit",
-        f"one of {', '.join(known[:10])}" if known else "the number of one, in its own folder",
-        f"hpctrain.jobs.find('FOLDER/{FOLDERS}/DATE-TIME-…') finds one of another folder",
+        f"one of {', '.join(ids[:10])}"
+        if ids
+        else "the id of a job, in the folder from which it was submitted",
+        f"hpctrain.jobs.find('FOLDER/{FOLDERS}/DATE-TIME-…') finds a job of another folder",
     )
 
 
@@ -149,23 +151,23 @@ def _refuse_folder(job: str | int | os.PathLike[str]) -> None:
     """Raise UsageError for a folder with jobs in or beside it; the message lists these."""
     if isinstance(job, int) or not os.path.isdir(job):
         return
-    path = Path(job).absolute()
-    for folders in (path / FOLDERS, path, path.parent / FOLDERS.name):
-        found = sorted(folders.glob(f"*/{_RECORD}"), reverse=True)
-        if found:
+    given = Path(job).absolute()
+    for folders in (given / FOLDERS, given, given.parent / FOLDERS.name):
+        records = sorted(folders.glob(f"*/{_RECORD}"), reverse=True)
+        if records:
             listed = [
-                f"{(rundir.RunDirectory(one.parent).read(one) or {}).get('id')} in {one.parent}"
-                for one in found[:10]
+                f"{(rundir.RunDirectory(path.parent).read(path) or {}).get('id')} in {path.parent}"
+                for path in records[:10]
             ]
             raise UsageError(
                 "HT818",
                 f"{os.fspath(job)!r} is not the folder of one job",
                 f"one of {', '.join(listed)}",
-                f"hpctrain.jobs.find({os.fspath(found[0].parent)!r})",
+                f"hpctrain.jobs.find({os.fspath(records[0].parent)!r})",
             )
 
 
-def read(folder: Path) -> Kept:
+def read(folder: Path) -> JobRecord:
     """Return the record of the job in a folder.
 
     Raises:
@@ -175,7 +177,7 @@ def read(folder: Path) -> Kept:
     _refuse_other_users(folder)
     record = rundir.RunDirectory(folder).read(folder / _RECORD) or {}
     try:
-        return Kept(
+        return JobRecord(
             folder,
             id=str(record["id"]),
             via=str(record["via"]),
@@ -186,22 +188,22 @@ def read(folder: Path) -> Kept:
         )
     except (KeyError, TypeError, ValueError):
         raise UsageError(
-            "HT818", f"{folder} holds no job", f"a folder in {FOLDERS}", "hpctrain.jobs.find(ID)"
+            "HT818", f"{folder} contains no job", f"a folder in {FOLDERS}", "hpctrain.jobs.find(ID)"
         ) from None
 
 
 def _refuse_other_users(folder: Path) -> None:
     """Raise UsageError if others can write in a folder, as reading a pickle can run code."""
     try:
-        facts = folder.stat()
+        status = folder.stat()
     except OSError as error:
         raise UsageError(
             "HT818", f"{folder} cannot be read: {error}", f"a folder in {FOLDERS}"
         ) from None
-    if facts.st_uid != os.geteuid() or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UsageError(
             "HT820",
-            f"{folder} is not yours alone, and results read from it can run code",
+            f"other users can write in {folder}, and results read from it can run code",
             "a folder in which only you can write",
-            f"chmod go-w {folder} (where it is yours)",
+            f"chmod go-w {folder} (if it is yours)",
         )

@@ -1,7 +1,7 @@
 """Commands that start the ranks: one function for each launcher, and a table. Pure bash text.
 
-Each function returns the lines that set `launch`, the words before the command. Slurm gives the
-numbers when the job runs, so that options on sbatch's own line hold.
+Each function returns the lines that set `launch`, the arguments before the command. The script
+reads the numbers from Slurm when the job runs, so that options on sbatch's command line apply.
 """
 
 import os.path
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs.containers import inside
-from hpctrain.jobs.quoting import word
+from hpctrain.jobs.quoting import quote
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["command", "is_python", "launch", "python_script"]
@@ -18,54 +18,54 @@ __all__ = ["command", "is_python", "launch", "python_script"]
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?\Z", re.ASCII)
 
 _SRUN = """\
-# srun does not take over --cpus-per-task from sbatch in every version of Slurm, and without
-# --kill-on-bad-exit the ranks that are left wait for a dead one.
+# Not every version of Slurm passes --cpus-per-task from sbatch to srun. Without --kill-on-bad-exit
+# the other ranks would wait for a rank that died.
 launch=(srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}")"""
 
 _TORCHRUN = """\
-# One agent on each host, with all CPUs of the host's ranks; they meet on the first host, at a port
-# of this start's own. -- as torchrun would take the script's --run-dir for its own --run-path.
+# One agent on each host, with the CPUs of all its ranks. The rendezvous is on the first host, at a
+# port that differs for each start. Without -- torchrun would read --run-dir as its own --run-path.
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-first=${{hosts%%$'\\n'*}}
+first_host=${{hosts%%$'\\n'*}}
 ranks_of_host=${{SLURM_NTASKS_PER_NODE:-${{SLURM_GPUS_ON_NODE:-1}}}}
 port=$((10000 + (SLURM_JOB_ID * 7 + ${{SLURM_RESTART_COUNT:-0}}) % 10000))
 launch=(srun --kill-on-bad-exit=1 --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"
     --ntasks-per-node=1 --cpus-per-task=$((${{SLURM_CPUS_PER_TASK:-1}} * ranks_of_host)))
 {inside}launch+=({torchrun} --nnodes="$SLURM_JOB_NUM_NODES"
-    --nproc-per-node="$ranks_of_host" --rdzv-backend=c10d --rdzv-endpoint="$first:$port"
+    --nproc-per-node="$ranks_of_host" --rdzv-backend=c10d --rdzv-endpoint="$first_host:$port"
     --rdzv-id="$job-${{SLURM_RESTART_COUNT:-0}}"{no_python} --)"""
 
 _SLOTS = """\
-# horovodrun wants host:slots,host:slots; Slurm says 2(x3),1.
+# horovodrun expects host:slots,host:slots; the format of Slurm is 2(x3),1.
 counts=()
-for one in ${SLURM_TASKS_PER_NODE//,/ }; do
-    times=${one#*x}
-    if [ "$times" = "$one" ]; then times=1; else times=${times%)}; fi
-    for ((; times > 0; times--)); do counts+=("${one%%(*}"); done
+for entry in ${SLURM_TASKS_PER_NODE//,/ }; do
+    times=${entry#*x}
+    if [ "$times" = "$entry" ]; then times=1; else times=${times%)}; fi
+    for ((; times > 0; times--)); do counts+=("${entry%%(*}"); done
 done
 slots=
-for one in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
-    slots+=${slots:+,}$one:${counts[0]}
+for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+    slots+=${slots:+,}$host:${counts[0]}
     counts=("${counts[@]:1}")
 done"""
 
 _HOROVODRUN = """
-# Over ssh; without --gloo it takes mpirun where Horovod was built with MPI.
+# Over ssh. Without --gloo, horovodrun would use mpirun if Horovod was built with MPI.
 launch=(horovodrun --gloo -np "$SLURM_NTASKS" -H "$slots")"""
 
 _ELASTIC = """\
-# Each start of the ranks is an `srun --kill-on-bad-exit=1 --cpus-per-task=…` on the hosts that are
-# left, with a secret that no other user of the hosts knows. Rank 0's exit status decides how it
-# ended, and after three starts in a row without a new checkpoint the run is given up (code 76)."""
+# Each start of the ranks is an `srun --kill-on-bad-exit=1 --cpus-per-task=…` on the remaining
+# hosts, with a secret that other users do not have. Rank 0's exit status is the result.
+# After three successive starts without a new checkpoint, the run is given up (exit code 76)."""
 
 _ELASTIC_SSH = """\
-# Each start of the ranks is a horovodrun over ssh, on the hosts that answer. Rank 0's exit status
-# decides how it ended, and after three starts in a row without a new checkpoint the run is given
-# up (exit code 76)."""
+# Each start of the ranks is a horovodrun over ssh, on the hosts that answer. The result is rank 0's
+# exit status. After three successive starts without a new checkpoint, the run is given up (exit
+# code 76)."""
 
 
 def command(spec: JobSpec) -> list[str]:
-    """Return the command for the launcher, in words of bash.
+    """Return the command for the launcher, each argument quoted for bash.
 
     Raises:
         UsageError: the launcher starts only Python scripts, and the command is not one.
@@ -75,7 +75,7 @@ def command(spec: JobSpec) -> list[str]:
         argv = python_script(argv, "elastic")[1]
     elif spec.launcher == "torchrun" and _starts_python(argv):
         argv = python_script(argv, "torchrun")[1]
-    return [word(one) for one in argv]
+    return [quote(argument) for argument in argv]
 
 
 def launch(spec: JobSpec) -> str:
@@ -96,8 +96,8 @@ def python_script(argv: Sequence[str], user: str) -> tuple[str, Sequence[str]]:
             "HT810",
             f"{user} with the command {' '.join(argv[:3])!r}",
             "python SCRIPT … or python -m MODULE …",
-            "a script of Python",
-            "another way to start it",
+            "use a Python script",
+            "choose another launcher",
         )
     return argv[0], argv[1:]
 
@@ -119,10 +119,10 @@ def _srun(spec: JobSpec) -> str:
 
 def _torchrun(spec: JobSpec) -> str:
     python = _starts_python(spec.argv)
-    torchrun = f"{word(spec.argv[0])} -m torch.distributed.run" if python else "torchrun"
-    within = inside(spec)
+    torchrun = f"{quote(spec.argv[0])} -m torch.distributed.run" if python else "torchrun"
+    container = inside(spec)
     return _TORCHRUN.format(
-        inside=f"{within}\n" if within else "",
+        inside=f"{container}\n" if container else "",
         torchrun=torchrun,
         no_python="" if python else " --no-python",
     )
@@ -137,12 +137,12 @@ def _none(spec: JobSpec) -> str:
     """Return the lines that run the command once, on the first host, like the script."""
     del spec
     # env starts only programs, no builtins or functions of bash.
-    return "launch=(env --) # a program, and no word of bash's"
+    return "launch=(env --) # only programs, no shell builtins"
 
 
 def _elastic(spec: JobSpec) -> str:
     python, _ = python_script(spec.argv, "elastic")
-    start = f"launch=({word(python)} -m hpctrain run --elastic"
+    start = f"launch=({quote(python)} -m hpctrain run --elastic"
     if spec.launcher == "horovodrun":
         return f'{_SLOTS}\n{_ELASTIC_SSH}\n{start} --hosts "$slots")'
     return f"{_ELASTIC}\n{start})"

@@ -7,83 +7,90 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster import slurm
+from hpctrain.cluster.texts import printable
 from hpctrain.errors import StartError, UsageError
 from hpctrain.jobs.run_progress import label_of, progress, run_of
-from hpctrain.jobs.slurm_reasons import plain
 
-__all__ = ["Named", "named", "own_jobs", "runs"]
+__all__ = ["Named", "find", "own_jobs", "runs"]
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Job or run that a word names.
+    """Job or run with a given name.
 
     Attributes:
-        word: word as the user typed it.
-        label: label of the job, or of the whole array if the word names that; may be empty.
+        name: name as the user typed it.
+        label: label of the job, or of the whole array if that was named; may be empty.
         jobs: Slurm's records of the job; several are tasks of one array.
-        run_dir: run directory, if the word names one.
+        run_dir: run directory, if one was named.
     """
 
-    word: str
+    name: str
     label: str
-    jobs: tuple[slurm.Job, ...]
+    jobs: tuple[slurm.QueuedJob, ...]
     run_dir: Path | None = None
 
 
-def named(
-    word: str, mine: Sequence[slurm.Job], env: Mapping[str, str], living: bool = False
+def find(
+    name: str,
+    user_jobs: Sequence[slurm.QueuedJob],
+    env: Mapping[str, str],
+    active_first: bool = False,
 ) -> Named:
-    """Return the job or run that a word names.
+    """Return the job or run with a name.
 
     Args:
-        word: JOBID, JOBID_TASK, a run directory by its path or by its name below runs, or the name
+        name: JOBID, JOBID_TASK, a run directory by its path or by its name below runs, or the name
             of a job.
-        mine: the user's own jobs.
+        user_jobs: the user's own jobs.
         env: environment for Slurm's commands, which look up a number.
-        living: whether jobs that have not ended come first, if several jobs have the name.
+        active_first: whether jobs that have not ended come first, if several jobs have the name.
 
     Raises:
         UsageError: no job or run has the name, or several have; the message lists candidates.
-        NoAnswerError: Slurm was asked and did not answer.
+        NoAnswerError: Slurm did not answer.
     """
-    if slurm.is_label(word):
-        found = slurm.jobs(env, [word])
-        if found:
-            return Named(word, word, tuple(found))
-    if path := _run(word):
+    if slurm.is_label(name):
+        jobs = slurm.jobs(env, [name])
+        if jobs:
+            return Named(name, name, tuple(jobs))
+    if path := _run(name):
         label = label_of(path)
         # The name alone proves nothing: any run may have the name exp-3.
-        known = [job for job in mine if job.label == label and _is(run_of(job, env), path)]
-        return Named(word, label, tuple(known), path)
-    found = [job for job in mine if job.name == word]
-    labels = _labels(found)
-    if living and len(labels) > 1:
-        found = [job for job in found if job.lives] or found
-        labels = _labels(found)
+        run_jobs = [
+            job for job in user_jobs if job.label == label and _same_folder(run_of(job, env), path)
+        ]
+        return Named(name, label, tuple(run_jobs), path)
+    jobs = [job for job in user_jobs if job.name == name]
+    labels = _labels(jobs)
+    if active_first and len(labels) > 1:
+        jobs = [job for job in jobs if job.active] or jobs
+        labels = _labels(jobs)
     if len(labels) == 1:
-        return Named(word, labels.pop(), tuple(found))
-    if found:
+        return Named(name, labels.pop(), tuple(jobs))
+    if jobs:
         raise UsageError(
             "HT818",
-            f"{plain(word)!r} is the name of {len(labels)} jobs",
-            "one of " + ", ".join(f"{job.label} ({plain(job.word)})" for job in found),
-            "its number in place of its name",
+            f"{name!r} is the name of {len(labels)} jobs",
+            "one of " + ", ".join(f"{job.label} ({printable(job.state)})" for job in jobs),
+            "its number instead of its name",
         )
-    raise UsageError("HT818", f"{plain(word)!r} is neither a job nor a run here", _candidates(mine))
+    raise UsageError("HT818", f"{name!r} is neither a job nor a run here", _candidates(user_jobs))
 
 
-def _labels(jobs: Sequence[slurm.Job]) -> set[str]:
+def _labels(jobs: Sequence[slurm.QueuedJob]) -> set[str]:
     return {job.array if job.task != "N/A" else job.label for job in jobs}
 
 
-def _run(word: str) -> Path | None:
-    """Return the run directory of a word; a number means the only run whose name ends in it."""
-    for path in (Path(word), Path("runs", word)):
-        if word and os.path.isdir(path) and (progress(path) or label_of(path)):
+def _run(name: str) -> Path | None:
+    """Return the run directory of a name; a number means the only run whose name ends with it."""
+    for path in (Path(name), Path("runs", name)):
+        if name and os.path.isdir(path) and (progress(path) or label_of(path)):
             return path
-    ends = [one for one in runs() if slurm.is_label(word) and one.name.endswith(f"-{word}")]
-    return ends[0] if len(ends) == 1 else None
+    matches = [
+        folder for folder in runs() if slurm.is_label(name) and folder.name.endswith(f"-{name}")
+    ]
+    return matches[0] if len(matches) == 1 else None
 
 
 def runs() -> list[Path]:
@@ -94,59 +101,64 @@ def runs() -> list[Path]:
         return []
 
 
-def _is(one: Path | None, other: Path) -> bool:
-    return one is not None and os.path.realpath(one) == os.path.realpath(other)
+def _same_folder(path: Path | None, other: Path) -> bool:
+    return path is not None and os.path.realpath(path) == os.path.realpath(other)
 
 
-def own_jobs(words: Sequence[str], env: Mapping[str, str], living: bool = False) -> list[Named]:
-    """Return the user's own jobs in Slurm for some words; all of them, or an error.
+def own_jobs(
+    names: Sequence[str], env: Mapping[str, str], active_first: bool = False
+) -> list[Named]:
+    """Return the user's own jobs in Slurm by their names; all of them, or an error.
 
     Args:
-        words, env, living: as in `named`; the result has an entry for each word.
+        names, env, active_first: as in `find`; the result has an entry for each name.
 
     Raises:
-        UsageError: as in `named`; or Slurm has no record of a job, or another user owns one.
+        UsageError: as in `find`; or Slurm has no record of a job, or another user owns one.
         StartError: this host has no Slurm, or Slurm does not answer.
     """
-    said = ", ".join(plain(word) for word in words)
+    text = ", ".join(printable(name) for name in names)
     try:
-        mine = slurm.jobs(env, uid=os.getuid())
-        return [_own(named(word, mine, env, living), mine) for word in words]
+        user_jobs = slurm.jobs(env, uid=os.getuid())
+        return [_check_owned(find(name, user_jobs, env, active_first), user_jobs) for name in names]
     except slurm.NoAnswerError as error:
         if shutil.which("squeue", path=env.get("PATH", os.defpath)) is None:
             raise StartError(
                 "HT815",
-                f"{said}: there is no Slurm on this host (no squeue on the PATH)",
+                f"{text}: there is no Slurm on this host (no squeue on the PATH)",
                 "a login host of the cluster",
             ) from None
         raise StartError(
-            "HT816", f"{said}: nothing is done, as {error}", "an answer of Slurm's"
+            "HT816", f"{text}: nothing was changed: {error}", "an answer from Slurm"
         ) from None
 
 
-def _own(one: Named, mine: Sequence[slurm.Job]) -> Named:
-    if not one.jobs and one.label in [job.label for job in mine]:
-        raise UsageError(
-            "HT819", f"{plain(one.word)} is not the run of job {one.label}, which has another one",
-            "the job's own run, or its number", f"hpctrain status {one.label}",
-        )  # fmt: skip
-    if not one.jobs:
-        what = f"job {one.label}" if one.label else "no job"
+def _check_owned(named: Named, user_jobs: Sequence[slurm.QueuedJob]) -> Named:
+    if not named.jobs and named.label in [job.label for job in user_jobs]:
         raise UsageError(
             "HT819",
-            f"{plain(one.word)} is the run of {what}, which Slurm does not know (any more)",
-            "a job that waits, runs, or has ended lately",
-            f"hpctrain submit … --run-dir {plain(str(one.run_dir))} -- … --resume "
-            "(goes on with the run)",
-        )
-    if others := [job for job in one.jobs if job.uid != str(os.getuid())]:
+            f"{printable(named.name)} is not the run of job {named.label}, which has another run",
+            "the job's own run, or its number", f"hpctrain status {named.label}",
+        )  # fmt: skip
+    if not named.jobs:
+        job = f"job {named.label}" if named.label else "no job"
         raise UsageError(
-            "HT820", f"job {one.label} is {plain(others[0].user)}'s", "a job of your own"
+            "HT819",
+            f"{printable(named.name)} is the run of {job}, which is not in Slurm's list (any more)",
+            "a job that is pending, running, or ended recently",
+            f"hpctrain submit … --run-dir {printable(named.run_dir)} -- … --resume "
+            "(continues the run)",
         )
-    return one
+    if others := [job for job in named.jobs if job.uid != str(os.getuid())]:
+        raise UsageError(
+            "HT820",
+            f"job {named.label} belongs to {printable(others[0].user)}",
+            "a job of your own",
+        )
+    return named
 
 
-def _candidates(mine: Sequence[slurm.Job]) -> str:
-    jobs = [f"{job.label} ({plain(job.name)})" for job in mine if job.lives]
-    shown = jobs[:20] + [plain(str(path)) for path in runs()[-20:]]
-    return f"one of {', '.join(shown)}" if shown else "a job's number; you have no jobs"
+def _candidates(user_jobs: Sequence[slurm.QueuedJob]) -> str:
+    jobs = [f"{job.label} ({printable(job.name)})" for job in user_jobs if job.active]
+    candidates = jobs[:20] + [printable(path) for path in runs()[-20:]]
+    return f"one of {', '.join(candidates)}" if candidates else "a job's number; you have no jobs"

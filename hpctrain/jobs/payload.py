@@ -15,17 +15,17 @@ from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["check_launcher", "of_call", "of_command", "refuse"]
 
-_AS_SCRIPT = "hpctrain submit --via sbatch, which gives Slurm a script alone"
+_AS_SCRIPT = "hpctrain submit --via sbatch, which submits only a script"
 # Fields that a submitit job cannot have, and what to do instead.
-_NEVER = {
+_UNSUPPORTED = {
     **dict.fromkeys(
         ("container", "stage_code", "stage_environment", "stage_data", "elastic"), (_AS_SCRIPT,)
     ),
     "array": ("one submit() for each index", _AS_SCRIPT),
     "sweep": ("[hpctrain.submit(train, spec, kwargs=one) for one in …]", _AS_SCRIPT),
 }
-_GIVEN = "without it: the function or script is the first argument"
-_TWICE = dict.fromkeys(("command", "function"), (_GIVEN,))
+_FIRST_ARGUMENT = "remove it: the function or script is the first argument"
+_ALREADY_GIVEN = dict.fromkeys(("command", "function"), (_FIRST_ARGUMENT,))
 
 
 def of_call(
@@ -39,7 +39,7 @@ def of_call(
     Raises:
         UsageError: the work cannot be sent, or the spec has a field that such a job cannot have.
     """
-    refuse(spec, {**_TWICE, **_NEVER})
+    refuse(spec, {**_ALREADY_GIVEN, **_UNSUPPORTED})
     work: Function | Script
     if callable(train):
         refuse(spec, {"backend": ("hpctrain.Session(backend=…) in the function",)})
@@ -47,7 +47,7 @@ def of_call(
         work = pack(train, args, kwargs)
         title = getattr(train, "__name__", type(train).__name__)
     else:
-        work = _script(os.fspath(train), [str(one) for one in args], spec)
+        work = _script(os.fspath(train), [str(argument) for argument in args], spec)
         title = Path(train).stem
     return work, spec.name or re.sub(r"[^\w.-]", "_", title).strip("_")[:100] or "job"
 
@@ -67,7 +67,7 @@ def _check_arguments(
         raise UsageError(
             "HT813",
             f"{name}{signature} with args={args!r:.200} and kwargs={kwargs!r:.200}: {error}",
-            "the arguments that it takes",
+            "arguments that fit its signature",
         ) from None
 
 
@@ -79,22 +79,22 @@ def of_command(spec: JobSpec) -> tuple[Script, str]:
             a field that such a job cannot have.
     """
     instead = ("command = python X.py …", "hpctrain.submit(FUNCTION, …)")
-    refuse(spec, {**_NEVER, "function": instead})
+    refuse(spec, {**_UNSUPPORTED, "function": instead})
     check_launcher(spec)
-    words = [one for one in spec.command if one != "-u"]
-    module = words[1:2] == ["-m"]
-    name = words[1 + module : 2 + module]
-    if not name or not is_python(words[0]) or name[0].startswith("-"):
+    argv = [argument for argument in spec.command if argument != "-u"]
+    module = argv[1:2] == ["-m"]
+    name = argv[1 + module : 2 + module]
+    if not name or not is_python(argv[0]) or name[0].startswith("-"):
         raise UsageError(
             "HT810",
             f"submitit with the command {shlex.join(spec.command)!r}",
             "python X.py …, or python -m M …",
             _AS_SCRIPT,
         )
-    arguments = words[2 + module :]
+    arguments = argv[2 + module :]
     if module:
-        return Script(name[0], True, (*arguments, *_backend(spec))), words[0]
-    return _script(name[0], arguments, spec), words[0]
+        return Script(name[0], True, (*arguments, *_backend(spec))), argv[0]
+    return _script(name[0], arguments, spec), argv[0]
 
 
 def check_launcher(spec: JobSpec) -> None:
@@ -122,7 +122,7 @@ def refuse(spec: JobSpec, fields: Mapping[str, tuple[str, ...]]) -> None:
 
 def _script(path: str, arguments: Sequence[str], spec: JobSpec) -> Script:
     if not os.path.isfile(path):
-        raise UsageError("HT805", f"there is no file {path!r}", "the path of a script of Python")
+        raise UsageError("HT805", f"there is no file {path!r}", "the path of a Python script")
     return Script(os.path.abspath(path), False, (*arguments, *_backend(spec)))
 
 

@@ -4,14 +4,14 @@ import re
 import shlex
 from collections.abc import Sequence
 
-__all__ = ["array", "directive", "word"]
+__all__ = ["array", "directive", "quote"]
 
 _WIDTH = 100
 _PLAIN = re.compile(r"[\w@%+=:,./-]+\Z", re.ASCII)
 _ESCAPES = {"\\": r"\\", "'": r"\'", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
-def word(text: str) -> str:
+def quote(text: str) -> str:
     r"""Return one word of bash that stands for any text; on one line, readable.
 
     Control characters and bytes that are not UTF-8 (as `os.fsdecode` returns them) are written as
@@ -38,17 +38,17 @@ def _escaped(character: str) -> str:
     return "".join(f"\\{byte:03o}" for byte in character.encode(errors="surrogateescape"))
 
 
-def array(name: str, words: Sequence[str]) -> str:
+def array(name: str, items: Sequence[str]) -> str:
     """Return an array of bash, on as many lines as its words need."""
-    line = f"{name}=({' '.join(words)})"
+    line = f"{name}=({' '.join(items)})"
     if len(line) <= _WIDTH:
         return line
     lines = [f"{name}=("]
-    for one in words:
-        if len(lines) == 1 or len(lines[-1]) + 1 + len(one) > _WIDTH:
-            lines.append(f"    {one}")
+    for item in items:
+        if len(lines) == 1 or len(lines[-1]) + 1 + len(item) > _WIDTH:
+            lines.append(f"    {item}")
         else:
-            lines[-1] += f" {one}"
+            lines[-1] += f" {item}"
     return "\n".join([*lines, ")"])
 
 

@@ -20,11 +20,11 @@ _TAIL = 2**16
 # Limit for a summary, which takes some hundred bytes.
 _MOST_BYTES = 2**20
 # Steps and epochs are less than this.
-_MOST = 2**63
+_LIMIT = 2**63
 # Number of newest run folders to search for a job without a folder of its name.
 _MOST_RUNS = 300
-# Run directory in scripts of `hpctrain render` and in the hand-written sbatch/preemptible.sh.
-_SAID = re.compile(
+# Line that sets the run directory in a script of `hpctrain render`, or in a similar script.
+_RUN_DIR_LINE = re.compile(
     r"""^(?:run|(?:export\ )?HPCTRAIN_RUN_DIR)=
     (?:\$PWD/|"\$PWD"/|\$SLURM_SUBMIT_DIR/|"\$SLURM_SUBMIT_DIR"/)?
     (?P<path>.+?)
@@ -73,7 +73,7 @@ def progress(path: Path) -> Progress | None:
         _number(newest.get("epoch"), int),
         _number(newest.get("loss"), float),
         _number(newest.get("samples_per_second"), float),
-        {name: one for name, one in metrics.items() if isinstance(one, (str, int, float))}
+        {name: value for name, value in metrics.items() if isinstance(value, (str, int, float))}
         if isinstance(metrics, dict)
         else {},
         _text(summary.get("reason")),
@@ -90,39 +90,39 @@ def _number(value: Any, kind: type[Any]) -> Any:
     try:
         if kind is float:
             return float(value)
-        return int(value) if abs(value) < _MOST and value == value // 1 else None
+        return int(value) if abs(value) < _LIMIT and value == value // 1 else None
     except OverflowError:
         return None
 
 
 def _summary(directory: rundir.RunDirectory) -> dict[str, Any]:
-    text, whole = _end(directory.summary, _MOST_BYTES)
-    return _object(text) if whole else {}
+    text, complete = _end(directory.summary, _MOST_BYTES)
+    return _object(text) if complete else {}
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
     """Return the last rows of a .jsonl file, without invalid ones."""
-    text, whole = _end(path, _TAIL)
-    return [row for row in map(_object, text.splitlines()[0 if whole else 1 :]) if row]
+    text, complete = _end(path, _TAIL)
+    return [row for row in map(_object, text.splitlines()[0 if complete else 1 :]) if row]
 
 
-def _end(path: Path, most: int) -> tuple[bytes, bool]:
+def _end(path: Path, limit: int) -> tuple[bytes, bool]:
     """Return the last bytes of a file, and whether they are all; empty if it cannot be read.
 
     The run may belong to another user, and the file may be a FIFO, which could block forever.
     """
     try:
-        with open(path, "rb", opener=_opened) as file:
-            facts = os.fstat(file.fileno())
-            if not stat.S_ISREG(facts.st_mode):
+        with open(path, "rb", opener=_open_nonblocking) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 return b"", True
-            file.seek(max(0, facts.st_size - most))
-            return file.read(most), facts.st_size <= most
+            file.seek(max(0, status.st_size - limit))
+            return file.read(limit), status.st_size <= limit
     except (OSError, ValueError):
         return b"", True
 
 
-def _opened(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
@@ -135,53 +135,55 @@ def _object(text: bytes) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def run_of(job: slurm.Job, env: Mapping[str, str], named: bool = True) -> Path | None:
+def run_of(job: slurm.QueuedJob, env: Mapping[str, str], named: bool = True) -> Path | None:
     """Return the run directory of a job; None if it has none yet, or if it is unknown.
 
-    Slurm is asked for the job's script only if there is no folder with the job's own name.
+    The job's script is requested from Slurm only if no folder has the name of the job.
 
     Args:
         job: Slurm's record of the job.
         env: environment for Slurm's commands.
-        named: whether the user has named the job. If not, Slurm is not asked for a job that has
+        named: whether the user has named the job. If not, Slurm is not queried for a job that has
             not started: a table may have many of them, and they could only have an earlier run.
     """
     if "[" in job.label:  # pending tasks of an array
         return None
-    usual = Path(job.folder, "runs", f"{job.name.replace('/', '_')}-{job.label}")
-    if os.path.isdir(usual):
-        return usual
-    if not named and job.word == "PENDING" and not job.restarts:
+    default = Path(job.folder, "runs", f"{job.name.replace('/', '_')}-{job.label}")
+    if os.path.isdir(default):
+        return default
+    if not named and job.state == "PENDING" and not job.restarts:
         return None
     try:
-        said = _said(slurm.batch_script(job.number, env), job)
+        path = _from_script(slurm.batch_script(job.number, env), job)
     except slurm.NoAnswerError:
-        said = None
+        path = None
     # The job may continue the run of an earlier job: HPCTRAIN_RUN_DIR=… at its submission.
-    return said if said and os.path.isdir(said) else _by_starts(Path(job.folder, "runs"), job.label)
+    return (
+        path if path and os.path.isdir(path) else _from_starts(Path(job.folder, "runs"), job.label)
+    )
 
 
-def _said(script: str, job: slurm.Job) -> Path | None:
+def _from_script(script: str, job: slurm.QueuedJob) -> Path | None:
     """Return the run directory set in the script; None if only a shell could expand it."""
-    match = _SAID.search(script)
+    match = _RUN_DIR_LINE.search(script)
     if not match or "$" in match["path"] or "`" in match["path"]:
         return None
     try:
-        words = shlex.split(match["path"])
+        parts = shlex.split(match["path"])
     except ValueError:
         return None
     # The index of a job outside of an array is "N/A".
     folder = job.task if match["task"] and job.task.isdigit() else ""
-    return Path(job.folder, words[0], folder) if len(words) == 1 else None
+    return Path(job.folder, parts[0], folder) if len(parts) == 1 else None
 
 
-def _by_starts(runs: Path, label: str) -> Path | None:
+def _from_starts(runs: Path, label: str) -> Path | None:
     """Return the newest run that this job was the last to start."""
     try:
-        found = sorted(runs.iterdir(), key=_changed, reverse=True)
+        paths = sorted(runs.iterdir(), key=_changed, reverse=True)
     except OSError:
         return None
-    return next((path for path in found[:_MOST_RUNS] if _last_start(path) == label), None)
+    return next((path for path in paths[:_MOST_RUNS] if _last_start(path) == label), None)
 
 
 def _changed(path: Path) -> float:
@@ -198,7 +200,7 @@ def _last_start(path: Path) -> str:
         return ""
     task = job.get("array_task")
     parts = [job.get("job_id")] if task is None else [job.get("array_job_id"), task]
-    if not all(isinstance(one, (str, int)) for one in parts):
+    if not all(isinstance(part, (str, int)) for part in parts):
         return ""
     label = "_".join(map(str, parts))
     return label if slurm.is_label(label) else ""

@@ -34,19 +34,19 @@ MEANINGS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("generic resource|gres|invalid trackable", ("gpus_per_node", "extra"),
      "GPUs that this cluster has, N or TYPE:N"),
     ("feature", ("constraint",), "features of this cluster's hosts: sinfo --format='%n %f'"),
-    ("dependency", ("dependency",), "jobs that Slurm still knows"),
+    ("dependency", ("dependency",), "jobs that are still in Slurm's list"),
     ("array", ("array", "sweep"), "fewer indices, or smaller ones (MaxArraySize of Slurm)"),
     ("license", ("extra",), "licenses: scontrol show licenses"),
     ("reservation", ("extra",), "a reservation: scontrol show reservation"),
     ("node configuration is not available|required node not available",
      ("gpus_per_node", "memory", "constraint", "exclude", "cpus_per_task", "tasks_per_node",
       "nodes", "partition"), "less of each, or another partition"),
-    ("mail-type", ("mail_events",), "events that this Slurm knows"),
-    ("signal", ("signal",), "a signal that this Slurm knows"),
+    ("mail-type", ("mail_events",), "events that this Slurm supports"),
+    ("signal", ("signal",), "a signal that this Slurm supports"),
     ("unrecognized option|invalid --", ("extra",), "options that this sbatch has: sbatch --help"),
 )  # fmt: skip
 # Errors that no value of the job causes: the same command may work later.
-_LATER = re.compile(
+_TEMPORARY = re.compile(
     r"unable to contact|temporarily|timed out|connection (refused|timed)|connect failure"
     r"|communication|protocol authentication|not responding|cannot stat|dns srv"
     r"|configuration (file|source)|munge",
@@ -69,63 +69,67 @@ def absent(reason: str) -> StartError:
             "--via local, to run the job on this machine",
         )
     return StartError(
-        "HT816", reason, "an answer", "look with hpctrain status before you try it again"
+        "HT816", reason, "an answer", "check with hpctrain status before you try again"
     )
 
 
 def refused(
-    said: str, spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str]
+    message: str, spec: JobSpec, env: Mapping[str, str], option_of: Callable[[str], str]
 ) -> StartError | UsageError:
     """Return the error for a refusal by sbatch: its reason, and which value of the job to change.
 
     Args:
-        said: standard error of sbatch.
+        message: standard error of sbatch.
         spec: job that was refused.
         env: environment for Slurm's commands, which list valid values.
-        spelt: function that returns the option for a name of JobSpec.
+        option_of: function that returns the option for a name of JobSpec.
     """
-    lines = [re.sub(r"^sbatch: (error: )?", "", line.strip()) for line in said.splitlines()]
+    lines = [re.sub(r"^sbatch: (error: )?", "", line.strip()) for line in message.splitlines()]
     reason = "; ".join(line for line in lines if line)
-    found = f"sbatch refused the job: {reason}"
-    if not said.strip():
-        return StartError("HT817", "sbatch refused the job and said nothing", "its reason")
-    if _LATER.search(said):
+    summary = f"sbatch refused the job: {reason}"
+    if not message.strip():
+        return StartError("HT817", "sbatch refused the job without a message", "its reason")
+    if _TEMPORARY.search(message):
         return StartError(
             "HT816",
             f"sbatch could not submit the job: {reason}",
-            "a Slurm that answers: nothing that the job says is to blame",
-            "the same command again in a while; scontrol ping says whether it is up",
+            "an answer from Slurm; the values of the job are not the cause",
+            "the same command again later; scontrol ping shows whether Slurm is up",
         )
-    names, expected = _meaning(said, spec)
+    names, expected = _meaning(message, spec)
     if not names:
-        return StartError("HT817", found)
+        return StartError("HT817", summary)
     if valid := _valid(names[0], env):
         expected += f": {valid}"
-    return UsageError("HT817", found, expected, *_fixes(names, spec, spelt))
+    return UsageError("HT817", summary, expected, *_fixes(names, spec, option_of))
 
 
-def _meaning(said: str, spec: JobSpec) -> tuple[list[str], str]:
-    """Return the names to blame, which the job sets if possible, and what is expected."""
+def _meaning(message: str, spec: JobSpec) -> tuple[list[str], str]:
+    """Return the names of the likely cause, if possible set by the job, and what is expected."""
     for pattern, names, expected in MEANINGS:
-        if re.search(pattern, said, re.IGNORECASE):
-            given = [name for name in names if _given(spec, name)]
-            return given or [names[0]], expected
+        if re.search(pattern, message, re.IGNORECASE):
+            set_names = [name for name in names if _is_set(spec, name)]
+            return set_names or [names[0]], expected
     return [], ""
 
 
-def _given(spec: JobSpec, name: str) -> bool:
+def _is_set(spec: JobSpec, name: str) -> bool:
     value: Any = getattr(spec, name)
     return value not in (None, "", "0", (), {})
 
 
-def _fixes(names: list[str], spec: JobSpec, spelt: Callable[[str], str]) -> list[str]:
+def _fixes(names: list[str], spec: JobSpec, option_of: Callable[[str], str]) -> list[str]:
     fixes = []
     for name in names[:4]:
         value = getattr(spec, name)
-        has = f", which is {value}" if _given(spec, name) and name not in ("extra", "sweep") else ""
+        current = (
+            f", which is {value}" if _is_set(spec, name) and name not in ("extra", "sweep") else ""
+        )
         # In Python there is no JOB.toml.
-        plain = spelt(name) == name
-        fixes.append(f"{name}{has}" if plain else f"{spelt(name)} ({name} in JOB.toml{has})")
+        in_python = option_of(name) == name
+        fixes.append(
+            f"{name}{current}" if in_python else f"{option_of(name)} ({name} in JOB.toml{current})"
+        )
     return fixes
 
 
@@ -135,13 +139,15 @@ def _valid(name: str, env: Mapping[str, str]) -> str:
         if name in ("partition", "time"):
             return "; ".join(
                 dict.fromkeys(
-                    f"{one.name} (up to {one.limit})" for one in slurm.partitions(env) if one.up
+                    f"{partition.name} (up to {partition.limit})"
+                    for partition in slurm.partitions(env)
+                    if partition.up
                 )
             )
         if name == "account":
             return ", ".join(slurm.accounts(_user(env), env))
         if name == "gpus_per_node":
-            kinds = {one.gpus for one in slurm.partitions(env) if one.gpus}
+            kinds = {partition.gpus for partition in slurm.partitions(env) if partition.gpus}
             return ", ".join(sorted(kinds)) or "none"
     except slurm.NoAnswerError:
         pass

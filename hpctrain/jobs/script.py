@@ -3,12 +3,13 @@
 import os.path
 from collections.abc import Callable, Sequence
 
+from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError
 from hpctrain.jobs.directives import directives
 from hpctrain.jobs.environment import surroundings, variables
+from hpctrain.jobs.job_end import ending
 from hpctrain.jobs.launch_command import command, launch, python_script
-from hpctrain.jobs.quoting import array, word
-from hpctrain.jobs.requeue import ending
+from hpctrain.jobs.quoting import array, quote
 from hpctrain.jobs.spec import JobSpec
 from hpctrain.jobs.staging import removal, staging
 
@@ -19,7 +20,7 @@ set -euo pipefail
 
 # Slurm runs a copy of this file, from its spool: only the submit directory is the user's.
 cd "$SLURM_SUBMIT_DIR"
-# What follows the script's name on sbatch's line; no file that is read below gets to see it.
+# Arguments after the script's name on sbatch's line, hidden from the files that are sourced below.
 hpctrain_arguments=("$@")
 set --"""
 
@@ -41,50 +42,50 @@ esac
 echo "setting $SLURM_ARRAY_TASK_ID:$(printf ' %q' "${{setting[@]}}")\""""
 
 _LABEL = """\
-# Where sbatch was called in another job, that one's variables came along. Slurm puts its own in
-# their place only where it has some: not in a job that is no array, or was not requeued.
+# A job that was submitted inside another job inherits its variables. Slurm overwrites only some of
+# them: array variables only in an array, and the restart count only after a requeue.
 if [ -n "${SLURM_ARRAY_TASK_ID:-}${SLURM_RESTART_COUNT:-}" ] &&
-    shown=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID "); then
-    case ${shown%% JobName=*} in
+    record=$(scontrol show job --oneliner "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID "); then
+    case ${record%% JobName=*} in
     *\\ ArrayTaskId=*) ;;
     *) unset "${!SLURM_ARRAY_@}" ;;
     esac
-    count=$(sed -n 's/.* Restarts=\\([0-9]*\\) BatchFlag=.*/\\1/p' <<<"$shown")
+    count=$(sed -n 's/.* Restarts=\\([0-9]*\\) BatchFlag=.*/\\1/p' <<<"$record")
     SLURM_RESTART_COUNT=${count:-${SLURM_RESTART_COUNT:-0}}
 fi
 if [ -n "${HPCTRAIN_STOP_FILE:-}" ] && [ -n "${HPCTRAIN_RUN_DIR:-}" ]; then
-    echo "not used: HPCTRAIN_RUN_DIR=$HPCTRAIN_RUN_DIR, of the job in which sbatch was called"
+    echo "ignored: HPCTRAIN_RUN_DIR=$HPCTRAIN_RUN_DIR, of the job that called sbatch"
     unset HPCTRAIN_RUN_DIR
 fi
 
-# As Slurm's own tools call it; a requeue changes neither this nor the run directory.
+# The job's label in Slurm's tools. A requeue changes neither the label nor the run directory.
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"""
 
 _FILES = """\
-# Two files on the file system that all hosts share, new for each start. This script makes the stop
-# file, which asks the ranks to save and to leave. Rank 0 writes the exit status before they do, as
-# the exit code of a launcher depends on which rank left first.
+# Two files on the file system that all hosts share, new for each start. The stop file makes
+# the ranks save and exit. Rank 0 writes the exit status before they exit, as the exit code of a
+# launcher depends on which rank exits first.
 runs=$SLURM_SUBMIT_DIR/runs
 mkdir -p "$runs"
 export HPCTRAIN_STOP_FILE=$runs/.stop-$job-${SLURM_RESTART_COUNT:-0}
 export HPCTRAIN_EXIT_STATUS_FILE=$runs/.exit-status-$job-${SLURM_RESTART_COUNT:-0}
 rm -f "$runs"/.stop-"$job"-* "$runs"/.exit-status-"$job"-*
 
-# Without it another user of the hosts who guesses the job's number could join the ranks.
+# Without a secret, another user of the hosts could guess the job's number and join the ranks.
 HPCTRAIN_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
 export HPCTRAIN_SECRET"""
 
 _TRAP = """\
 trap 'touch "$HPCTRAIN_STOP_FILE"' {signals}
-if [ -n "$hpctrain_asked" ]; then touch "$HPCTRAIN_STOP_FILE"; fi"""
+if [ -n "$hpctrain_signaled" ]; then touch "$HPCTRAIN_STOP_FILE"; fi"""
 
 _RANKS = """\
 printf 'job %s, start %s, on %s:%s\\n' "$job" "${SLURM_RESTART_COUNT:-0}" "$SLURM_JOB_NODELIST" \\
     "$(printf ' %q' "${launch[@]}" "${command[@]}")"
-# In the background: bash runs no trap while it waits for a command in front.
+# In the background: bash runs no trap while it waits for a command in the foreground.
 "${launch[@]}" "${command[@]}" &
 ranks=$!
-# A signal ends `wait`, and not the ranks.
+# A signal ends `wait`, but not the ranks.
 while kill -0 "$ranks" 2>/dev/null; do wait "$ranks" || true; done
 code=0
 wait "$ranks" || code=$?"""
@@ -121,15 +122,31 @@ def render_local(spec: JobSpec) -> str:
             )
     python, script = python_script(spec.argv, "this machine")
     nodes = ["--nodes", str(spec.nodes)] if spec.nodes > 1 else []
-    start = [python, "-m", "hpctrain", "run", *nodes, "--nproc-per-node", str(spec.tasks), *script]
-    words = array("command", [*(word(one) for one in start), '"$@"'])
-    run = (
+    start_command = [
+        python,
+        "-m",
+        "hpctrain",
+        "run",
+        *nodes,
+        "--nproc-per-node",
+        str(spec.tasks),
+        *script,
+    ]
+    command_line = array("command", [*(quote(argument) for argument in start_command), '"$@"'])
+    run_directory = (
         f"run={_run(spec.run_dir, '$PWD')}\nexport HPCTRAIN_RUN_DIR=${{HPCTRAIN_RUN_DIR:-$run}}"
         if spec.run_dir
         else ""
     )
     shell = "#!/bin/bash\nset -euo pipefail"
-    return _joined(shell, words, surroundings(spec), variables(spec), run, 'exec "${command[@]}"')
+    return _joined(
+        shell,
+        command_line,
+        surroundings(spec),
+        variables(spec),
+        run_directory,
+        'exec "${command[@]}"',
+    )
 
 
 def _joined(*parts: str) -> str:
@@ -137,42 +154,38 @@ def _joined(*parts: str) -> str:
 
 
 def _head(spec: JobSpec) -> str:
-    about = [
-        "# " + "".join(one if one.isprintable() else "?" for one in line)
-        for line in spec.about.strip().split("\n")
-    ]
-    lines = [line.rstrip() for line in about] if spec.about.strip() else []
+    lines = [f"# {printable(line)}".rstrip() for line in spec.about.strip().splitlines()]
     return "\n".join(["#!/bin/bash", *lines, *["#"] * bool(lines), directives(spec)])
 
 
 def _command(spec: JobSpec) -> str:
-    words = command(spec)
-    if not words and (spec.sweep or spec.backend):
+    command_line = command(spec)
+    if not command_line and (spec.sweep or spec.backend):
         raise UsageError(
             "HT803",
             f"{'sweep' if spec.sweep else 'backend'} without a command",
             "the command that gets these options",
         )
-    if not words:
+    if not command_line:
         return _FROM_THE_LINE
     if not spec.sweep:
-        return array("command", [*words, _ARGUMENTS])
+        return array("command", [*command_line, _ARGUMENTS])
     cases = "\n".join(
         f"    {index}) setting=({_setting(setting)}) ;;" for index, setting in enumerate(spec.sweep)
     )
-    words += ['"${setting[@]}"', _ARGUMENTS]
-    return f"{_SETTINGS.format(cases=cases)}\n{array('command', words)}"
+    command_line += ['"${setting[@]}"', _ARGUMENTS]
+    return f"{_SETTINGS.format(cases=cases)}\n{array('command', command_line)}"
 
 
 def _setting(setting: tuple[tuple[str, str], ...]) -> str:
-    return " ".join(f"--{name} {word(value)}" for name, value in setting)
+    return " ".join(f"--{name} {quote(value)}" for name, value in setting)
 
 
 def _threads(spec: JobSpec) -> str:
     if spec.launcher == "none":
         return ""
     return """\
-# Of each rank, unless something below says otherwise; torch would take all CPUs of the host.
+# Default for each rank; lines below may change it. torch would use all CPUs of the host.
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}"""
 
 
@@ -188,7 +201,7 @@ def _run_directory(spec: JobSpec) -> str:
     below = _run(folder, '"$SLURM_SUBMIT_DIR"')
     log = f"mkdir -p -- {below}\n" if folder and "%" not in folder else ""
     return f"""\
-# One that was given goes on: HPCTRAIN_RUN_DIR=runs/NAME-JOB sbatch …
+# To continue a run: HPCTRAIN_RUN_DIR=runs/NAME-JOB sbatch …
 if [ -n "${{HPCTRAIN_RUN_DIR:-}}" ] && [ "${{SLURM_ARRAY_TASK_COUNT:-1}}" -gt 1 ]; then
     echo "HPCTRAIN_RUN_DIR=$HPCTRAIN_RUN_DIR: one directory, $SLURM_ARRAY_TASK_COUNT tasks" >&2
     exit 2
@@ -203,7 +216,7 @@ mkdir -p -- "$HPCTRAIN_RUN_DIR"
 
 def _run(path: str, base: str) -> str:
     """Return a path as an absolute word of bash; relative paths are below `base`."""
-    return word(path) if os.path.isabs(path) else f"{base}/{word(path)}"
+    return quote(path) if os.path.isabs(path) else f"{base}/{quote(path)}"
 
 
 def _signals(spec: JobSpec) -> str:
@@ -212,11 +225,11 @@ def _signals(spec: JobSpec) -> str:
 
 def _early_trap(spec: JobSpec) -> str:
     signal = _signals(spec).removesuffix("TERM").strip()
-    before = f"{signal} comes before the end of the time, " if signal else ""
+    before = f"{signal} before the end of the time limit, and " if signal else ""
     return f"""\
-# {before}TERM where Slurm takes the hosts away.
-hpctrain_asked=
-trap 'hpctrain_asked=yes' {_signals(spec)}"""
+# Slurm sends {before}TERM when it preempts the job.
+hpctrain_signaled=
+trap 'hpctrain_signaled=yes' {_signals(spec)}"""
 
 
 def _trap(spec: JobSpec) -> str:
@@ -224,15 +237,15 @@ def _trap(spec: JobSpec) -> str:
 
 
 def _launch(spec: JobSpec) -> str:
-    there = '# The ranks start where this shell is.\ncd "$scratch/code"\n\n'
-    return (there if spec.stage_code else "") + launch(spec) + _in_staged(spec)
+    change_folder = '# The ranks start where this shell is.\ncd "$scratch/code"\n\n'
+    return (change_folder if spec.stage_code else "") + launch(spec) + _in_staged(spec)
 
 
 def _in_staged(spec: JobSpec) -> str:
     if not spec.stage_environment:
         return ""
     return """
-# For the ranks alone: what this shell calls is not sought in a folder of /tmp.
+# For the ranks only: this shell must not run programs from a folder in /tmp.
 launch=(env "PATH=$scratch/environment/bin:$PATH" "${launch[@]}")"""
 
 

@@ -103,12 +103,12 @@ def completed(spec: JobSpec, env: Mapping[str, str]) -> JobSpec:
     Raises:
         UsageError: as in `layers`, or the combined values are invalid.
     """
-    said = {
-        one.name: getattr(spec, one.name)
-        for one in fields(spec)
-        if getattr(spec, one.name) not in (one.default, {})
+    explicit = {
+        field.name: getattr(spec, field.name)
+        for field in fields(spec)
+        if getattr(spec, field.name) not in (field.default, {})
     }
-    values, _ = merged([*layers(spec.cluster, env), Layer("the job", said)])
+    values, _ = merged([*layers(spec.cluster, env), Layer("the job", explicit)])
     return JobSpec(**values)
 
 
@@ -119,16 +119,16 @@ def checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
         UsageError: unknown names or invalid values; the message has a line for each.
     """
     problems = unknown(list(values))
-    taken = {}
-    for one in fields(JobSpec):
-        if one.name in values:
+    checked_values = {}
+    for field in fields(JobSpec):
+        if field.name in values:
             try:
-                taken[one.name] = one.metadata["take"](values[one.name])
+                checked_values[field.name] = field.metadata["check"](values[field.name])
             except (ValueError, TypeError) as error:
-                problems.append((f"{one.name} = {repr(values[one.name])[:100]}", str(error)))
+                problems.append((f"{field.name} = {repr(values[field.name])[:100]}", str(error)))
     if problems:
         raise complaint(problems, source)
-    return taken
+    return checked_values
 
 
 def _settings(env: Mapping[str, str], variable: str, name: str) -> Path:
@@ -144,7 +144,9 @@ def _site(path: Path) -> Layer:
         if match := _ASSIGNMENT.match(line):
             quoted = match["single"] if match["single"] is not None else match["double"]
             variables[match["name"]] = match["plain"] if quoted is None else quoted
-    values = {name: variables[one] for name, one in DEFAULTS.items() if variables.get(one)}
+    values = {
+        name: variables[variable] for name, variable in DEFAULTS.items() if variables.get(variable)
+    }
     return Layer(str(path), checked(values, str(path)))
 
 
@@ -159,11 +161,11 @@ def _profile(path: Path, name: str) -> Layer:
         ) from None
     profiles = content.get("cluster", {})
     if not isinstance(profiles, dict) or not isinstance(profiles.get(name), dict):
-        there = ", ".join(map(str, profiles)) if isinstance(profiles, dict) else ""
+        names = ", ".join(map(str, profiles)) if isinstance(profiles, dict) else ""
         raise UsageError(
             "HT802",
             f"cluster = {name!r}: {path} has no [cluster.{name}]",
-            f"one of {there}" if there else "a table of that name, with the names of JOB.toml",
+            f"one of {names}" if names else "a table of that name, with the names of JOB.toml",
         )
     source = f"[cluster.{name}] of {path}"
     return Layer(source, checked(profiles[name], source))

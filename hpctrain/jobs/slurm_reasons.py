@@ -5,39 +5,40 @@ Source: JOB REASON CODES and JOB STATE CODES of squeue(1), and the Resource Limi
 
 import re
 
-from hpctrain.cluster.slurm import Job
+from hpctrain.cluster.slurm import QueuedJob
+from hpctrain.cluster.texts import printable
 
-__all__ = ["explained", "in_words", "plain"]
+__all__ = ["bare", "explained", "in_words", "notes"]
 
 _REASONS = {
     "Resources": "waits for hosts to become free; it is the next in line",
-    "Priority": "others with a higher priority come first",
+    "Priority": "jobs with a higher priority are first",
     "Dependency": "waits for the jobs of its dependency",
-    "DependencyNeverSatisfied": "what it waits for cannot happen any more: cancel it",
+    "DependencyNeverSatisfied": "its dependency can no longer be satisfied: cancel it",
     "BeginTime": "waits a while after it was requeued, or for its --begin",
-    "JobHeldUser": "held by you: scontrol release lets it go on",
+    "JobHeldUser": "held by you: scontrol release removes the hold",
     "JobHeldAdmin": "held by an administrator: ask them",
-    "JobArrayTaskLimit": "other tasks of its array run; its throttle lets no more",
-    "PartitionDown": "its partition is down: ask, or take another one",
-    "PartitionInactive": "its partition is inactive: ask, or take another one",
-    "PartitionConfig": "its partition has no such hosts: it would wait for ever",
-    "PartitionNodeLimit": "more nodes than its partition allows or has: it would wait for ever",
-    "PartitionTimeLimit": "a longer time than its partition allows: it would wait for ever",
+    "JobArrayTaskLimit": "as many tasks of its array run as its throttle allows",
+    "PartitionDown": "its partition is down: ask an administrator, or use another one",
+    "PartitionInactive": "its partition is inactive: ask an administrator, or use another one",
+    "PartitionConfig": "its partition has no such hosts: it would never start",
+    "PartitionNodeLimit": "more nodes than its partition allows or has: it would never start",
+    "PartitionTimeLimit": "a longer time than its partition allows: it would never start",
     "ReqNodeNotAvail": "hosts that it needs are down, reserved, or needed for maintenance before "
     "it would end: a shorter time may let it start",
     "Reservation": "waits for its reservation",
     "ReservationDeleted": "its reservation is gone: cancel it",
     "Licenses": "waits for a license",
     "NodeDown": "a host that it needs is down",
-    "BadConstraints": "no host can do what it asks for: cancel it",
-    "Cleaning": "its last start is still being tidied away",
+    "BadConstraints": "no host satisfies its request: cancel it",
+    "Cleaning": "Slurm is still cleaning up its last start",
     "Prolog": "its hosts are being prepared",
     "launch failed requeued held": "it could not be started, and is held: scontrol release",
-    "JobLaunchFailure": "it could not be started: file system or host are to blame, or its folder",
-    "NonZeroExitCode": "left with an error",
+    "JobLaunchFailure": "it could not be started: check its folder, the file system and the host",
+    "NonZeroExitCode": "exited with an error",
     "RaisedSignal": "ended by a signal",
-    "TimeLimit": "its time was over",
-    "OutOfMemory": "it needed more memory than it had asked for",
+    "TimeLimit": "it reached its time limit",
+    "OutOfMemory": "it used more memory than it had requested",
     "SystemFailure": "Slurm, the file system or the network failed",
     "InvalidAccount": "its account is not valid any more",
     "InvalidQOS": "its qos is not valid any more",
@@ -46,38 +47,50 @@ _REASONS = {
     "FedJobLock": "waits for the other clusters of its federation",
 }  # fmt: skip
 # Advice for a job that waits, which does not apply to a job that has ended.
-_ADVICE = re.compile(": (cancel it|it would wait for ever|ask.*|scontrol release.*)$")
-# Such as QOSMaxJobsPerUserLimit, AssocGrpGRES, MaxJobsPerAccount: whose limit it is, and of what.
-_WHOSE = {"QOS": "the qos", "Assoc": "your account", "MaxJobs": "the account or qos"}
-_OF_WHAT = {
+_ADVICE = re.compile(": (cancel it|it would never start|ask.*|scontrol release.*)$")
+# For reasons such as QOSMaxJobsPerUserLimit, AssocGrpGRES, MaxJobsPerAccount: owner of the limit,
+# and limited resource.
+_OWNERS = {"QOS": "the qos", "Assoc": "your account", "MaxJobs": "the account or qos"}
+_RESOURCES = {
     "Jobs": "jobs that run", "Submit": "jobs that wait or run", "GRES": "GPUs", "Cpu": "CPUs",
     "CPU": "CPUs", "Mem": "memory", "Node": "nodes", "WallDuration": "time", "Wall": "time",
     "Minutes": "hours used up",
 }  # fmt: skip
 
 
-def explained(job: Job) -> str:
-    """Return why a job waits, or how it ended; empty if its state is enough."""
-    if job.lives:
+def notes(job: QueuedJob) -> str:
+    """Return the exit code of a job that has ended, and `explained`; empty without both."""
+    code = f"exit code {job.code}" if job.code and not job.active else ""
+    return "; ".join(note for note in (code, explained(job)) if note)
+
+
+def explained(job: QueuedJob) -> str:
+    """Return why a job waits or has ended; empty if its state and exit code are enough."""
+    if job.active:
         return in_words(job.reason)
     if job.refused:
-        return f"Slurm refused it: {in_words(job.reason, ended=True) or 'it says no reason'}"
-    notes = [f"exit code {job.code}"] if job.code else []
-    # Without facts that add nothing: a wait before a cancellation, or a code that is not zero.
-    if job.word not in ("COMPLETED", "CANCELLED") and job.reason != "NonZeroExitCode":
-        notes.append(in_words(job.reason, ended=True))
-    return "; ".join(note for note in notes if note)
+        return f"Slurm refused it: {in_words(job.reason, ended=True) or 'no reason given'}"
+    # Omit reasons without new facts: of the wait before a cancellation, or that a code is not zero.
+    if job.state in ("COMPLETED", "CANCELLED") or job.reason == "NonZeroExitCode":
+        return ""
+    return in_words(job.reason, ended=True)
+
+
+def bare(reason: str) -> str:
+    """Return Slurm's reason without parentheses; empty if there is none."""
+    reason = reason.strip("() ")
+    return "" if reason in ("None", "N/A") else reason
 
 
 def in_words(reason: str, ended: bool = False) -> str:
-    """Return the meaning of a reason, followed by Slurm's own word; only the word if unknown.
+    """Return the meaning of a reason, followed by the reason itself; only the reason if unknown.
 
     Args:
         reason: Slurm's reason for a job.
         ended: whether to leave out the advice for a job that waits.
     """
-    reason = plain(reason).strip("() ")
-    if reason in ("", "None", "N/A"):
+    reason = printable(bare(reason))
+    if not reason:
         return ""
     # "ReqNodeNotAvail, UnavailableNodes:node[1-4]", "ReqNodeNotAvail(Unavailable:node1)"
     head = reason.partition(",")[0].partition("(")[0].strip()
@@ -88,21 +101,10 @@ def in_words(reason: str, ended: bool = False) -> str:
 
 
 def _limit(reason: str) -> str:
-    for start, whose in _WHOSE.items():
+    for start, owner in _OWNERS.items():
         if reason.startswith(start):
-            for part, what in _OF_WHAT.items():
+            for part, resource in _RESOURCES.items():
                 if part in reason[3:]:
-                    return f"a limit of {whose}: {what}"
-            return f"a limit of {whose}"
+                    return f"a limit of {owner}: {resource}"
+            return f"a limit of {owner}"
     return ""
-
-
-def plain(text: str) -> str:
-    r"""Return the text with non-printable characters written as escapes, such as \x1b."""
-    return "".join(one if one.isprintable() else _escaped(one) for one in text)
-
-
-def _escaped(character: str) -> str:
-    if character in "\n\t\r":
-        return {"\n": "\\n", "\t": "\\t", "\r": "\\r"}[character]
-    return "".join(f"\\x{byte:02x}" for byte in character.encode(errors="surrogateescape"))

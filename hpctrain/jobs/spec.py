@@ -1,13 +1,14 @@
 """JobSpec: one description of a job, for sbatch, submitit and this machine. Pure."""
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from dataclasses import field as dataclass_field
 from typing import Any
 
 from hpctrain.cluster import env_vars
+from hpctrain.cluster.texts import nearest
 from hpctrain.errors import UsageError
 from hpctrain.jobs import units, values
 
@@ -25,7 +26,12 @@ MAIL_EVENTS = (
 )
 
 # Names of fields in other tools and in command-line options.
-_ALSO = {"env": "environment", "module": "modules", "cpus": "cpus_per_task", "script": "command"}
+_OTHER_NAMES = {
+    "env": "environment",
+    "module": "modules",
+    "cpus": "cpus_per_task",
+    "script": "command",
+}
 _DEPENDENCY = re.compile(r"(?:singleton|after(?:\w+)?(?::\d+(?:_\d+)?(?:\+\d+)?)+)\Z", re.ASCII)
 _ARRAY = re.compile(r"\d+(?:-\d+(?::[1-9]\d*)?)?(?:,\d+(?:-\d+(?::[1-9]\d*)?)?)*\Z", re.ASCII)
 _TAR = re.compile(r"\.(tar(\.\w+)?|t(gz|xz|bz2|zst))\Z", re.ASCII)
@@ -33,12 +39,12 @@ _NO_NAMES = ("", ".", "..")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z", re.ASCII)
 
 
-def _field(take: Callable[[Any], Any], default: Any, about: str, metavar: str = "") -> Any:
+def _field(check: Callable[[Any], Any], default: Any, about: str, metavar: str = "") -> Any:
     """Return a field with its check, its default and its help text."""
-    more: dict[str, Any] = {"take": take, "help": about, "metavar": metavar}
+    metadata: dict[str, Any] = {"check": check, "help": about, "metavar": metavar}
     if isinstance(default, dict):
-        return field(default_factory=dict, metadata=more)
-    return field(default=default, metadata=more)
+        return dataclass_field(default_factory=dict, metadata=metadata)
+    return dataclass_field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +73,7 @@ class JobSpec:
     launcher: str = _field(
         values.one_of(LAUNCHERS), "srun", f"launcher of the ranks: {', '.join(LAUNCHERS)}", "NAME"
     )
-    elastic: bool = _field(
-        values.flag, False, "go on with the hosts that are left when one is lost"
-    )
+    elastic: bool = _field(values.flag, False, "continue on the remaining hosts when one is lost")
     backend: str = _field(
         values.one_of(("", *BACKENDS)),
         "",
@@ -77,14 +81,17 @@ class JobSpec:
         "NAME",
     )
 
-    nodes: int = _field(values.whole(1, 10**5), 1, "number of hosts", "N")
+    nodes: int = _field(values.integer(1, 10**5), 1, "number of hosts", "N")
     tasks_per_node: int | None = _field(
-        values.whole(1, 1024), None, "ranks on each host (default: one for each GPU, else one)", "N"
+        values.integer(1, 1024),
+        None,
+        "ranks on each host (default: one for each GPU, else one)",
+        "N",
     )
     gpus_per_node: str = _field(
         values.written(units.gpu_count), "0", "GPUs of each host, such as 4 or a100:4", "N"
     )
-    cpus_per_task: int | None = _field(values.whole(1, 4096), None, "CPUs for each rank", "N")
+    cpus_per_task: int | None = _field(values.integer(1, 4096), None, "CPUs for each rank", "N")
     memory: str = _field(
         values.written(units.memory), "", "memory of each host, such as 64G", "SIZE"
     )
@@ -110,7 +117,7 @@ class JobSpec:
         values.sweep, (), "options and values to try: a grid, or a list of settings"
     )
     throttle: int | None = _field(
-        values.whole(1), None, "most tasks of an array or sweep that run at once", "N"
+        values.integer(1), None, "most tasks of an array or sweep that run at once", "N"
     )
     mail: str = _field(values.line, "", "address for Slurm's mails about the job", "ADDRESS")
     mail_events: tuple[str, ...] = _field(
@@ -123,11 +130,9 @@ class JobSpec:
         values.log, "", "log file, with Slurm's patterns (default: %%x-%%j.log)", "PATTERN"
     )
 
-    signal: str = _field(
-        values.one_of(SIGNALS), "USR2", "signal that asks the script to save", "NAME"
-    )
+    signal: str = _field(values.one_of(SIGNALS), "USR2", "signal at which the script saves", "NAME")
     signal_lead: int | None = _field(
-        values.whole(0, 65535),
+        values.integer(0, 65535),
         None,
         "save margin: seconds from the signal to the end of the time (default: 120, or half of the "
         "time if that is less); 0: no signal",
@@ -135,9 +140,9 @@ class JobSpec:
     )
     requeue: bool = _field(values.flag, True, "start the job again after it was stopped")
     max_restarts: int | None = _field(
-        values.whole(0),
+        values.integer(0),
         None,
-        "number of restarts after which the job gives up (default: no limit)",
+        "largest number of restarts (default: no limit)",
         "N",
     )
 
@@ -185,14 +190,14 @@ class JobSpec:
     def __post_init__(self) -> None:
         """Check and convert all values."""
         problems = []
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if type(value) is type(one.default) and value == one.default:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is type(field.default) and value == field.default:
                 continue
             try:
-                object.__setattr__(self, one.name, one.metadata["take"](value))
+                object.__setattr__(self, field.name, field.metadata["check"](value))
             except (ValueError, TypeError) as error:
-                problems.append((f"{one.name} = {_shown(value)}", str(error)))
+                problems.append((f"{field.name} = {_shown(value)}", str(error)))
         if not problems:
             problems = list(self._contradictions())
         if problems:
@@ -222,10 +227,12 @@ class JobSpec:
             return self.name
         if self.function:
             return self.function.rpartition(":")[2]
-        words = [word for word in self.command if word.endswith(".py")] or self.command[:1]
+        candidates = [
+            argument for argument in self.command if argument.endswith(".py")
+        ] or self.command[:1]
         if len(self.command) > 2 and self.command[1] == "-m":
-            words = [self.command[2].rpartition(".")[2]]
-        plain = re.sub(r"[^\w.-]", "_", os.path.basename(words[0])) if words else ""
+            candidates = [self.command[2].rpartition(".")[2]]
+        plain = re.sub(r"[^\w.-]", "_", os.path.basename(candidates[0])) if candidates else ""
         return plain.removesuffix(".py")[: values.LONGEST_NAME] or "job"
 
     @property
@@ -244,26 +251,28 @@ class JobSpec:
 
     def _contradictions(self) -> Sequence[tuple[str, str]]:
         """Return contradictions between fields: what was found, what was expected."""
-        found = []
-        for one, other in (
+        problems = []
+        for name, other in (
             ("command", "function"), ("array", "sweep"), ("venv", "conda"),
             ("venv", "stage_environment"), ("conda", "stage_environment"),
             ("container", "venv"), ("container", "conda"), ("container", "stage_environment"),
             ("container", "elastic"),
         ):  # fmt: skip
-            if getattr(self, one) and getattr(self, other):
-                found.append((f"{one} and {other}", "one of them"))
-        for one, needed, there in (
+            if getattr(self, name) and getattr(self, other):
+                problems.append((f"{name} and {other}", "one of them"))
+        for name, other_name, is_set in (
             ("throttle", "array or sweep", self.indices),
             ("container_runtime", "container", self.container),
             ("max_restarts", "requeue", self.requeue),
         ):
-            if getattr(self, one) and not there:
-                found.append((f"{one} without {needed}", "both"))
-        found += [(what, expected) for wrong, what, expected in self._misfits() if wrong]
-        return found
+            if getattr(self, name) and not is_set:
+                problems.append((f"{name} without {other_name}", "both"))
+        problems += [
+            (found_text, expected) for violated, found_text, expected in self._rules() if violated
+        ]
+        return problems
 
-    def _misfits(self) -> Sequence[tuple[object, str, str]]:
+    def _rules(self) -> Sequence[tuple[object, str, str]]:
         """Return rules as tuples: whether violated, what was found, what was expected."""
         alone = self.launcher == "none" or self.backend == "dataparallel"
         return (
@@ -300,7 +309,7 @@ class JobSpec:
             (
                 self.stage_data and env_vars.DATA in self.environment,
                 f"stage_data and {env_vars.DATA}",
-                "one of them, as that is where the copy is",
+                "one of them, as stage_data sets this variable",
             ),
             (
                 self.time and self.lead >= units.seconds(self.time),
@@ -312,7 +321,7 @@ class JobSpec:
 
 def names() -> list[str]:
     """Return the names of all fields."""
-    return [one.name for one in fields(JobSpec)]
+    return [field.name for field in fields(JobSpec)]
 
 
 def unknown(given: Sequence[str]) -> list[tuple[str, str]]:
@@ -320,9 +329,12 @@ def unknown(given: Sequence[str]) -> list[tuple[str, str]]:
     problems = []
     for name in given:
         if name not in names():
-            own = values.OWN_OPTIONS.get(str(name).replace("_", "-")) or _ALSO.get(str(name))
-            near = difflib.get_close_matches(str(name).replace("-", "_"), names(), 1)
-            problems.append((_shown(name), own or (near[0] if near else "another name")))
+            replacement = values.OWN_OPTIONS.get(str(name).replace("_", "-")) or _OTHER_NAMES.get(
+                str(name)
+            )
+            problems.append(
+                (_shown(name), replacement or nearest(str(name), names()) or "another name")
+            )
     if problems:
         problems[-1] = (problems[-1][0], f"{problems[-1][1]}; all names: {', '.join(names())}")
     return problems
@@ -331,10 +343,10 @@ def unknown(given: Sequence[str]) -> list[tuple[str, str]]:
 def complaint(problems: Sequence[tuple[str, str]], source: str = "") -> UsageError:
     """Return an error with all problems: what was found and what was expected for each."""
     lines = "".join(f"\n  {found}\n    expected: {expected}" for found, expected in problems)
-    count = "a value" if len(problems) == 1 else f"{len(problems)} values"
-    return UsageError(
-        "HT801", f"{source + ': ' if source else ''}{count} of the job cannot be:{lines}"
+    count = (
+        "a value of the job is" if len(problems) == 1 else f"{len(problems)} values of the job are"
     )
+    return UsageError("HT801", f"{source + ': ' if source else ''}{count} invalid:{lines}")
 
 
 def _shown(value: Any) -> str:

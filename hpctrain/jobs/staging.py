@@ -3,26 +3,26 @@
 import os
 from collections.abc import Sequence
 
-from hpctrain.jobs.quoting import word
+from hpctrain.jobs.quoting import quote
 from hpctrain.jobs.spec import JobSpec
 
 __all__ = ["removal", "staging"]
 
 # The shell on each host gets the names as arguments, so that they stay text.
 _COPY = """\
-# Each host copies {what} to its own disk, once for all of its ranks.
-# /tmp is everybody's: a folder of that name that is there already is refused.
+# Each host copies {content} to its own disk, once for all of its ranks.
+# All users can write in /tmp, so an existing folder of that name is refused.
 scratch=${{SLURM_TMPDIR:-${{TMPDIR:-/tmp}}}}/hpctrain-${{USER:-$UID}}-$job-${{SLURM_RESTART_COUNT:-0}}
 each_host=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES"
     --ntasks-per-node=1 --cpus-per-task=1)
-# A name says little of whose a folder is: only one with the mark of a start is removed.
+# A name does not show who created a folder: only folders with the mark of a start are removed.
 start_mark=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
 # shellcheck disable=SC2016 # for the other hosts' shells
 host_functions='
 is_marked() {{ [ -O "$1" ] && [ ! -L "$1" ] && [ -f "$1/.start" ]; }}
 remove() {{
-    chmod -R u+rwX -- "$1" # it may be read-only, and then nobody but root can remove it
-    rm -rf -- "$1"/*       # the mark is last: what is left by a kill has it still
+    chmod -R u+rwX -- "$1" # only root could remove a read-only folder
+    rm -rf -- "$1"/*       # the mark is removed last, in case of a kill
     rm -rf -- "$1"
 }}'
 remove_copies() {{
@@ -47,7 +47,7 @@ if ! "${{each_host[@]}}" --kill-on-bad-exit=1 bash -c "$host_functions"'
     printf %s "$2" >"$1/.start"
 {steps}
 ' stage "$scratch" "$start_mark" {arguments}; then
-    echo "a host could not copy {what} to $scratch: the lines above say why" >&2
+    echo "a host could not copy {content} to $scratch: see the messages above" >&2
     exit 1
 fi
 export HPCTRAIN_SCRATCH=$scratch"""
@@ -64,7 +64,7 @@ _ENVIRONMENT = """\
         printf "%s has no bin/ at its top: tar -C ENVIRONMENT -cf FILE.tar .\\n" "$4" >&2
         exit 1
     fi
-    # As conda-pack wants it.
+    # conda-pack requires this.
     if [ -x "$1/environment/bin/conda-unpack" ]; then
         "$1/environment/bin/python" "$1/environment/bin/conda-unpack"
     fi"""
@@ -79,8 +79,8 @@ _DATA = """\
     mkdir -- "$1/data" "$1/data/$6"
     cp -RL --no-preserve=mode -- "$5/." "$1/data/$6"/"""
 
-# --data looks for a name there first.
-_DATA_IS_THERE = """
+# --data searches for a name there first.
+_DATA_FOLDER = """
 export HPCTRAIN_DATA=$scratch/data"""
 
 _REMOVE = """\
@@ -90,18 +90,18 @@ remove_copies"""
 
 def staging(spec: JobSpec) -> str:
     """Return the step that copies on all hosts before the ranks start; empty without copies."""
-    copies = [(path, what, step) for path, what, step in _copies(spec) if path]
+    copies = [(path, content, step) for path, content, step in _copies(spec) if path]
     if not copies:
         return ""
     arguments = [spec.stage_code, spec.stage_environment]
     if spec.stage_data:
         arguments += [spec.stage_data, os.path.basename(spec.stage_data.rstrip("/"))]
     text = _COPY.format(
-        what=" and ".join(what for _, what, _ in copies),
+        content=" and ".join(content for _, content, _ in copies),
         steps="\n".join(step for _, _, step in copies),
-        arguments=" ".join(map(word, arguments)),
+        arguments=" ".join(map(quote, arguments)),
     )
-    return text + (_DATA_IS_THERE if spec.stage_data else "")
+    return text + (_DATA_FOLDER if spec.stage_data else "")
 
 
 def _copies(spec: JobSpec) -> Sequence[tuple[str, str, str]]:

@@ -21,26 +21,26 @@ __all__ = [
     "check",
     "check_folders",
     "environ",
-    "here",
     "is_below",
     "log_folder",
     "log_pattern",
     "log_size",
     "run_directory",
+    "run_here",
     "send",
     "trial",
 ]
 
 # A shell with one of these variables is inside of a job.
-_JOBS = ("SLURM_JOB_ID", "SLURM_JOBID", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
+_JOB_ID_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOBID", "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
 # Variables from the scheduler and the script of that job, besides those of launchers.
-_OF_THAT_JOB = (
+_OUTER_JOB_VARIABLES = (
     *(env_vars.RUN_DIR, env_vars.SECRET),
     *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     *("GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"),
 )
-# Words that only a shell interprets.
-_SHELL = ("&&", "||", "|", ";", ">", ">>", "<", "&")
+# Arguments that only a shell interprets.
+_SHELL_OPERATORS = ("&&", "||", "|", ";", ">", ">>", "<", "&")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ class Sent:
     notes: tuple[str, ...]
 
 
-def send(spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str] = str) -> Sent:
+def send(spec: JobSpec, env: Mapping[str, str], option_of: Callable[[str], str] = str) -> Sent:
     """Submit a job by sbatch from the current folder.
 
     Args:
         spec: job with the defaults of its profile and site.
         env: environment of this process.
-        spelt: function that returns the option for a name of JobSpec, for messages.
+        option_of: function that returns the option for a name of JobSpec, for messages.
 
     Raises:
         UsageError: Slurm refuses a value of the job, or the job could not run.
@@ -72,12 +72,12 @@ def send(spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str] = st
     text = script.render(spec)
     check_folders(spec, env)
     _make_log_folder(spec, env)
-    clean, more = environ(spec, env)
-    answer = _answer(text, spec, clean, spelt)
-    return Sent(answer.job, (*notes, *more, *answer.said.splitlines()))
+    clean, left_out = environ(spec, env)
+    answer = _answer(text, spec, clean, option_of)
+    return Sent(answer.job, (*notes, *left_out, *answer.message.splitlines()))
 
 
-def trial(spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str] = str) -> str:
+def trial(spec: JobSpec, env: Mapping[str, str], option_of: Callable[[str], str] = str) -> str:
     """Return the answer of `sbatch --test-only`, which submits nothing; empty without sbatch.
 
     Raises:
@@ -85,13 +85,15 @@ def trial(spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str] = s
     """
     if shutil.which("sbatch", path=env.get("PATH", os.defpath)) is None:
         return ""
-    return _answer(script.render(spec), spec, environ(spec, env)[0], spelt, "--test-only").said
+    return _answer(
+        script.render(spec), spec, environ(spec, env)[0], option_of, "--test-only"
+    ).message
 
 
 def _answer(
-    text: str, spec: JobSpec, env: Mapping[str, str], spelt: Callable[[str], str], *options: str
+    text: str, spec: JobSpec, env: Mapping[str, str], option_of: Callable[[str], str], *options: str
 ) -> slurm.Answer:
-    # By standard input, so that there is no file that could change before the job starts.
+    # Through standard input: a file could change before the job starts.
     try:
         answer = slurm.sbatch(text.encode(errors="surrogateescape"), env, options)
     except slurm.NoAnswerError as error:
@@ -101,11 +103,11 @@ def _answer(
     if answer.code or not (answer.job or options):
         from hpctrain.jobs import sbatch_errors
 
-        raise sbatch_errors.refused(answer.said, spec, env, spelt)
+        raise sbatch_errors.refused(answer.message, spec, env, option_of)
     return answer
 
 
-def here(spec: JobSpec, env: Mapping[str, str]) -> int:
+def run_here(spec: JobSpec, env: Mapping[str, str]) -> int:
     """Run the job on this machine, in place of this process.
 
     Raises:
@@ -129,20 +131,22 @@ def environ(spec: JobSpec, env: Mapping[str, str]) -> tuple[dict[str, str], list
     passed on.
     """
     clean = {name: value for name, value in env.items() if not name.startswith("SBATCH_")}
-    known = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS")
-    left = sorted(name for name in env if name.startswith("SBATCH_") and name not in known)
-    notes = [f"{', '.join(left)}: not heeded; say it as an option"] if left else []
-    if any(env.get(name) for name in _JOBS):
+    site_variables = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS")
+    ignored = sorted(
+        name for name in env if name.startswith("SBATCH_") and name not in site_variables
+    )
+    notes = [f"{', '.join(ignored)}: ignored; set it by an option"] if ignored else []
+    if any(env.get(name) for name in _JOB_ID_VARIABLES):
         clean = env_vars.scrubbed(clean)
         scratch = env.get(env_vars.SCRATCH, "")
         clean = {
             name: _without(scratch, value) if scratch and _lists_folders(name) else value
             for name, value in clean.items()
-            if name not in _OF_THAT_JOB
+            if name not in _OUTER_JOB_VARIABLES
         }
     if clean.get(env_vars.RUN_DIR) and (spec.run_dir or spec.indices):
-        why = "the job names its own" if spec.run_dir else "each task has its own"
-        notes.append(f"{env_vars.RUN_DIR}={clean.pop(env_vars.RUN_DIR)}: not heeded, {why}")
+        reason = "the job sets its own" if spec.run_dir else "each task has its own"
+        notes.append(f"{env_vars.RUN_DIR}={clean.pop(env_vars.RUN_DIR)}: ignored, as {reason}")
     return clean, notes
 
 
@@ -198,7 +202,7 @@ def log_folder(spec: JobSpec, env: Mapping[str, str]) -> Path | None:
         raise UsageError(
             "HT807",
             f"output = {spec.output}: a folder named by {error}",
-            "a folder that can be made before the job has a number",
+            "a folder that can be created before the job has a number",
             f"output = {os.path.join('logs', os.path.basename(spec.output))}",
         ) from None
 
@@ -214,10 +218,10 @@ def check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
     pattern = log_pattern(spec)
     folder = log_folder(spec, env) or Path()
     if not _is_writable(folder):
-        own = False
+        log_is_writable = False
         with contextlib.suppress(LookupError):
-            own = os.access(_expanded(pattern, spec, env), os.W_OK)
-        if not own:
+            log_is_writable = os.access(_expanded(pattern, spec, env), os.W_OK)
+        if not log_is_writable:
             raise UsageError(
                 "HT809",
                 f"output = {pattern}: you may not write in the folder {folder.absolute()}",
@@ -231,7 +235,9 @@ def check_folders(spec: JobSpec, env: Mapping[str, str]) -> None:
             "a folder of your own, or runs in it, to submit from",
         )
     if spec.run_dir and os.path.exists(spec.run_dir) and not os.path.isdir(spec.run_dir):
-        raise UsageError("HT809", f"run_dir = {spec.run_dir} is a file", "a folder, there or new")
+        raise UsageError(
+            "HT809", f"run_dir = {spec.run_dir} is a file", "an existing or a new folder"
+        )
 
 
 def _is_writable(folder: Path) -> bool:
@@ -248,7 +254,9 @@ def _make_log_folder(spec: JobSpec, env: Mapping[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            "HT809", f"output = {log_pattern(spec)}: {error}", "a log in a folder that can be made"
+            "HT809",
+            f"output = {log_pattern(spec)}: {error}",
+            "a log in a folder that can be created",
         ) from None
 
 
@@ -269,12 +277,16 @@ def check(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
         os.getcwd()
     except FileNotFoundError:
         raise UsageError(
-            "HT805", "the current folder is gone", "one that is there", "cd to it"
+            "HT805", "the current folder does not exist any more", "an existing folder", "cd to it"
         ) from None
     for name in ("stage_code", "stage_environment", "stage_data"):
         path = getattr(spec, name)
         if path and not os.path.exists(path):
-            raise UsageError("HT805", f"{name} = {path} is not there", "a path from here")
+            raise UsageError(
+                "HT805",
+                f"{name} = {path} does not exist",
+                "an existing path, from the current folder",
+            )
     notes = []
     if spec.venv and not os.path.exists(os.path.join(spec.venv, "bin", "activate")):
         found = f"venv = {spec.venv} has no bin/activate"
@@ -300,16 +312,16 @@ def _check_command(spec: JobSpec, env: Mapping[str, str]) -> list[str]:
             notes.append(found)
     folders = [os.path.join(spec.venv, "bin")] if spec.venv else []
     path = os.pathsep.join([*folders, env.get("PATH", os.defpath)])
-    brought = spec.modules or spec.conda or spec.stage_environment or spec.stage_code
-    if not brought and shutil.which(program, path=path) is None:
-        _refuse_slip(spec, path)
+    provided_later = spec.modules or spec.conda or spec.stage_environment or spec.stage_code
+    if not provided_later and shutil.which(program, path=path) is None:
+        _refuse_mistake(spec, path)
         notes.append(f"{program} is no program on the PATH of this host")
-    if shell := [word for word in arguments if word in _SHELL]:
-        notes.append(f"no shell reads the command: {shell[0]} is an argument (bash -c '…')")
+    if operators := [argument for argument in arguments if argument in _SHELL_OPERATORS]:
+        notes.append(f"no shell reads the command: {operators[0]} is an argument (bash -c '…')")
     return notes
 
 
-def _refuse_slip(spec: JobSpec, path: str) -> None:
+def _refuse_mistake(spec: JobSpec, path: str) -> None:
     """Raise UsageError if a program that is not on a PATH is one of two known mistakes."""
     program = spec.argv[0]
     if program.endswith(".py") and os.path.isfile(program) and not os.access(program, os.X_OK):

@@ -5,7 +5,7 @@ import re
 __all__ = ["gpu_count", "memory", "seconds", "slurm_seconds", "slurm_time"]
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-_SPOKEN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?:in)?)?(?:(\d+)s)?\Z", re.ASCII)
+_WITH_UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?:in)?)?(?:(\d+)s)?\Z", re.ASCII)
 _TIME = re.compile(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?\Z", re.ASCII)
 _MEMORY = re.compile(r"(\d{1,9})\s*([KMGT]?)(?:i?B)?\Z", re.ASCII | re.IGNORECASE)
 _GPUS = re.compile(r"(?:[A-Za-z0-9_.-]+:)?(\d{1,4})\Z", re.ASCII)
@@ -19,8 +19,8 @@ def seconds(text: str) -> int:
         ValueError: the text is neither, or the time is zero or more than ten years.
     """
     text = text.strip()
-    if spoken := _SPOKEN.match(text):
-        numbers = zip(spoken.groups(), _UNITS.values(), strict=True)
+    if match := _WITH_UNITS.match(text):
+        numbers = zip(match.groups(), _UNITS.values(), strict=True)
         total = sum(int(number or 0) * unit for number, unit in numbers)
     else:
         total = slurm_seconds(text) or 0
@@ -38,8 +38,8 @@ def slurm_seconds(text: str) -> int | None:
     match = _TIME.match(text)
     if not match:
         return None
-    days, *given = match.groups()
-    parts = [int(part) for part in given if part is not None]
+    days, *numbers = match.groups()
+    parts = [int(part) for part in numbers if part is not None]
     if days is not None or len(parts) == 3:
         hours, minutes, rest = [*parts, 0, 0][:3]
         return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + rest
@@ -52,9 +52,9 @@ def slurm_time(text: str) -> str:
     Raises:
         ValueError: the text is no time.
     """
-    left = seconds(text)
-    days, left = divmod(left, 86400)
-    clock = f"{left // 3600:02}:{left // 60 % 60:02}:{left % 60:02}"
+    rest = seconds(text)
+    days, rest = divmod(rest, 86400)
+    clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
     return f"{days}-{clock}" if days else clock
 
 

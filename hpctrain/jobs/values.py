@@ -17,6 +17,7 @@ __all__ = [
     "environment",
     "extra",
     "flag",
+    "integer",
     "line",
     "list_of",
     "matching",
@@ -24,13 +25,12 @@ __all__ = [
     "one_of",
     "string",
     "sweep",
-    "whole",
     "written",
 ]
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
 # bash cannot set these, or gives them its own values. Source: "Shell Variables" of bash(1).
-_OF_BASH = (
+_BASH_VARIABLES = (
     *("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID", "IFS", "BASH_ENV", "_"),
     *("BASHPID", "BASH_ALIASES", "BASH_ARGC", "BASH_ARGV", "BASH_ARGV0", "BASH_CMDS", "DIRSTACK"),
     *("BASH_COMMAND", "BASH_LINENO", "BASH_SOURCE", "BASH_SUBSHELL", "BASH_XTRACEFD", "COPROC"),
@@ -39,7 +39,7 @@ _OF_BASH = (
     *("REPLY", "SRANDOM", "BASH", "BASH_VERSION", "BASH_COMPAT"),
 )
 # Variables of the script itself.
-OF_THE_SCRIPT = (
+SCRIPT_VARIABLES = (
     *(
         "HPCTRAIN_RUN_DIR",
         "HPCTRAIN_SCRATCH",
@@ -47,12 +47,13 @@ OF_THE_SCRIPT = (
         "HPCTRAIN_STOP_FILE",
         "HPCTRAIN_EXIT_STATUS_FILE",
     ),
-    *("code", "command", "conda", "count", "counts", "each_host", "first", "host_functions"),
-    *("hosts", "hpctrain_arguments", "hpctrain_asked", "job", "launch", "modules", "mounts"),
-    *("one", "port", "ranks", "ranks_of_host", "run", "runs", "said", "scratch", "script"),
-    *("setting", "shown", "site", "slots", "start_mark", "state", "times", "venv", "words"),
+    *("code", "code_in_file", "command", "conda", "count", "counts", "each_host", "entry"),
+    *("first_host", "host", "host_functions", "hosts", "hpctrain_arguments", "hpctrain_signaled"),
+    *("init_file", "job", "launch", "module_name", "modules", "mounts", "output", "port"),
+    *("quoted_arguments", "ranks", "ranks_of_host", "record", "run", "runs", "scratch", "script"),
+    *("setting", "site", "slots", "start_mark", "state", "times", "venv"),
 )
-_TAKEN = frozenset((*_OF_BASH, *OF_THE_SCRIPT))
+_RESERVED = frozenset((*_BASH_VARIABLES, *SCRIPT_VARIABLES))
 _OPTION = re.compile(r"[a-z][a-z0-9-]*\Z", re.ASCII)
 _FLAG = re.compile(r"[A-Za-z_][\w.-]*\Z", re.ASCII)
 # Slurm takes 1024 bytes; a longer text is a mistake, such as a file in place of a name.
@@ -61,18 +62,18 @@ LONGEST_NAME = 200
 _MOST_SETTINGS = 10_000
 
 
-def whole(least: int, most: int = 10**6) -> Callable[[Any], int]:
+def integer(lowest: int, highest: int = 10**6) -> Callable[[Any], int]:
     """Return a check for a whole number, also as text."""
 
-    def take(value: Any) -> int:
+    def check(value: Any) -> int:
         text = str(value).strip()
         if isinstance(value, bool) or not (text.isascii() and text.isdigit() and len(text) < 12):
-            raise ValueError(f"a whole number from {least} on")
-        if not least <= int(text) <= most:
-            raise ValueError(f"a whole number from {least} to {most}")
+            raise ValueError(f"a whole number from {lowest} on")
+        if not lowest <= int(text) <= highest:
+            raise ValueError(f"a whole number from {lowest} to {highest}")
         return int(text)
 
-    return take
+    return check
 
 
 def flag(value: Any) -> bool:
@@ -122,50 +123,50 @@ def name(value: Any) -> str:
 
 
 def one_of(allowed: Sequence[str]) -> Callable[[Any], str]:
-    """Return a check for one of some words."""
+    """Return a check for one of the allowed texts."""
 
-    def take(value: Any) -> str:
+    def check(value: Any) -> str:
         if value not in allowed:
             raise ValueError(f"one of {', '.join(allowed)}")
         return str(value)
 
-    return take
+    return check
 
 
 def matching(pattern: re.Pattern[str], expected: str) -> Callable[[Any], str]:
     """Return a check for a line that matches, or an empty one."""
 
-    def take(value: Any) -> str:
+    def check(value: Any) -> str:
         text = line(str(value) if isinstance(value, int) else value)
         if text and not pattern.match(text):
             raise ValueError(expected)
         return text
 
-    return take
+    return check
 
 
 def written(unit: Callable[[str], Any]) -> Callable[[Any], str]:
     """Return a check by `unit` for a time, a size or a number of GPUs, kept in Slurm's form."""
 
-    def take(value: Any) -> str:
+    def check(value: Any) -> str:
         text = "" if value is None or isinstance(value, bool) else str(value)
-        made = unit(text)
-        return made if isinstance(made, str) else text
+        converted = unit(text)
+        return converted if isinstance(converted, str) else text
 
-    return take
+    return check
 
 
-def list_of(one: Callable[[Any], str], split: str = "") -> Callable[[Any], tuple[str, ...]]:
+def list_of(check_item: Callable[[Any], str], split: str = "") -> Callable[[Any], tuple[str, ...]]:
     """Return a check for a list, or for one text, which is cut at `split` if that is given."""
 
-    def take(value: Any) -> tuple[str, ...]:
+    def check(value: Any) -> tuple[str, ...]:
         if isinstance(value, str):
             value = value.split(split) if split else [value]
         if not isinstance(value, (list, tuple)):
             raise ValueError("a list of texts")
-        return tuple(one(item) for item in value)
+        return tuple(check_item(item) for item in value)
 
-    return take
+    return check
 
 
 def command(value: Any) -> tuple[str, ...]:
@@ -177,56 +178,56 @@ def command(value: Any) -> tuple[str, ...]:
             raise ValueError(f"a list, or a line with its quotes closed ({error})") from None
     if not isinstance(value, (list, tuple)):
         raise ValueError("a list of texts, or one line")
-    words = tuple(string(item) for item in value)
-    if words and (not words[0].strip() or words[0].startswith("-")):
+    arguments = tuple(string(item) for item in value)
+    if arguments and (not arguments[0].strip() or arguments[0].startswith("-")):
         raise ValueError("a program first")
-    return words
+    return arguments
 
 
 def environment(value: Any) -> dict[str, str]:
     """Check a table of variables that a job may set."""
     if not isinstance(value, Mapping):
         raise ValueError("a table of NAME = value")
-    taken = {}
+    variables = {}
     for name, content in value.items():
         if not isinstance(name, str) or not _may_be_set(name):
             raise ValueError(f"names of variables that a job may set, not {name!r}")
         try:
-            taken[name] = _value(content)
+            variables[name] = _value(content)
         except ValueError as error:
             raise ValueError(f"{error} in {name}") from None
-    return taken
+    return variables
 
 
 def _may_be_set(name: str) -> bool:
-    return bool(_VARIABLE.match(name)) and name not in _TAKEN and not name.startswith("SLURM_")
+    return bool(_VARIABLE.match(name)) and name not in _RESERVED and not name.startswith("SLURM_")
 
 
 def extra(value: Any) -> dict[str, str | bool]:
     """Check long options of sbatch for which JobSpec has no field."""
     if not isinstance(value, Mapping):
         raise ValueError("a table of options of sbatch, without their --")
-    taken: dict[str, str | bool] = {}
+    options: dict[str, str | bool] = {}
     for name, content in value.items():
         if not isinstance(name, str) or not _OPTION.match(name):
             raise ValueError(f"options of sbatch by their long names, not {name!r}")
         # sbatch accepts the beginning of an option as its name.
-        own = next((one for one in sorted(OWN_OPTIONS) if one.startswith(name)), None)
-        if own is not None:
-            raise ValueError(f"no {name}: that is {OWN_OPTIONS[own]}")
-        taken[name] = content if isinstance(content, bool) else line(_value(content))
-    return taken
+        field = next((option for option in sorted(OWN_OPTIONS) if option.startswith(name)), None)
+        if field is not None:
+            raise ValueError(f"no {name}: that is {OWN_OPTIONS[field]}")
+        options[name] = content if isinstance(content, bool) else line(_value(content))
+    return options
 
 
 def sweep(value: Any) -> tuple[tuple[tuple[str, str], ...], ...]:
     """Check a grid (a table of lists) or a list of tables; return options and values of each."""
     if isinstance(value, Mapping):
-        axes = [[(name, one) for one in _values(values)] for name, values in value.items()]
+        axes = [[(name, item) for item in _values(values)] for name, values in value.items()]
         if math.prod(len(axis) for axis in axes) > _MOST_SETTINGS:
             raise ValueError(f"at most {_MOST_SETTINGS} settings")
-        settings = [dict(one) for one in itertools.product(*axes)] if axes else []
+        settings = [dict(item) for item in itertools.product(*axes)] if axes else []
     elif isinstance(value, (list, tuple)):
-        settings = [_setting(one) for one in value]
+        settings = [_setting(item) for item in value]
     else:
         raise ValueError("a table of lists, or a list of tables")
     if len(settings) > _MOST_SETTINGS:
@@ -235,14 +236,18 @@ def sweep(value: Any) -> tuple[tuple[tuple[str, str], ...], ...]:
         for name in setting:
             if not isinstance(name, str) or not _FLAG.match(name):
                 raise ValueError(f"names of options, not {name!r}")
-    return tuple(tuple((name, _value(one)) for name, one in each.items()) for each in settings)
+    return tuple(
+        tuple((name, _value(item)) for name, item in setting.items()) for setting in settings
+    )
 
 
 def _setting(value: Any) -> dict[Any, Any]:
     """Return a setting from a table, or from a result of `sweep`."""
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, tuple) and all(isinstance(one, tuple) and len(one) == 2 for one in value):
+    if isinstance(value, tuple) and all(
+        isinstance(item, tuple) and len(item) == 2 for item in value
+    ):
         return dict(value)
     raise ValueError("a table of lists, or a list of tables")
 

@@ -14,15 +14,16 @@ from pathlib import Path
 
 from hpctrain import rundir
 from hpctrain.cluster import env_vars
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, exit_codes
 from hpctrain.launch import elastic, rank_environment, supervisor
 from hpctrain.launch.elastic import run_directory
 from hpctrain.launch.hosts import Hosts, parse
 from hpctrain.launch.in_slurm import InSlurm
 from hpctrain.launch.over_ssh import OverSsh
 from hpctrain.launch.rank_environment import AS, RealHost, gpus_of, layout
-from hpctrain.launch.rank_output import TRACEBACK, say
+from hpctrain.launch.rank_output import TRACEBACK, write_stderr
 from hpctrain.launch.spawning import spawn
+from hpctrain.rundir.exit_status import read_exit_status, write_exit_status
 
 __all__ = [
     "AS",
@@ -61,8 +62,8 @@ def start(
 
     Returns:
         The code of the exit status file if rank 0 has written one on this machine;
-        `rundir.STOPPED` if a stop signal ended ranks before they handled it; else the exit code of
-        the first rank that failed; else 128 plus the number of the signal that ended the ranks;
+        `exit_codes.STOPPED` if a stop signal ended ranks before they handled it; else the exit code
+        of the first rank that failed; else 128 plus the number of the signal that ended the ranks;
         0 on success.
 
     Raises:
@@ -70,21 +71,21 @@ def start(
         StartError: the system cannot start more processes.
     """
     environs = rank_environment.environs(tasks_per_node, env, style, gpus, host)
-    rank_environment.tell_threads(env, environs)
+    rank_environment.print_threads(env, environs)
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
         exit_status_file = Path(folder) / "exit-status"
         outcome = supervisor.run(
             command, environs, exit_status_file, labelled=sum(tasks_per_node) > 1
         )
-        said = rundir.read_exit_status(exit_status_file)
-        if said is None and outcome.unheard and outcome.signal is not None:
+        exit_status = read_exit_status(exit_status_file)
+        if exit_status is None and outcome.stop_unhandled and outcome.signal is not None:
             name = signal.Signals(outcome.signal).name
-            said = rundir.STOPPED, f"{name} came before the session was open"
-    if not (said and said[0] == rundir.STOPPED):
-        _tell(outcome)
-    _pass_on(said, env.get(env_vars.EXIT_STATUS_FILE))
+            exit_status = exit_codes.STOPPED, f"{name} was received before the session was open"
+    if not (exit_status and exit_status[0] == exit_codes.STOPPED):
+        _report_first_failure(outcome)
+    _write_exit_status(exit_status, env.get(env_vars.EXIT_STATUS_FILE))
     # An exit status of 0 does not cover errors of a rank after its session.
-    return said[0] if said and (said[0] or not outcome.code) else outcome.code
+    return exit_status[0] if exit_status and (exit_status[0] or not outcome.code) else outcome.code
 
 
 def start_elastic(
@@ -104,25 +105,25 @@ def start_elastic(
         least: smallest number of ranks; with fewer the run is given up.
 
     Returns:
-        An exit code of `rundir`, or the exit code of the last start.
+        An exit code of `exit_codes`, or the exit code of the last start.
 
     Raises:
         StartError: a host does not answer before the first start.
         UsageError: the run directory cannot be made.
     """
     exit_status = elastic.run(hosts, command, rundir.RunDirectory(directory), env, least)
-    _pass_on(exit_status, env.get(env_vars.EXIT_STATUS_FILE))
+    _write_exit_status(exit_status, env.get(env_vars.EXIT_STATUS_FILE))
     return exit_status[0]
 
 
-def _tell(outcome: supervisor.Outcome) -> None:
+def _report_first_failure(outcome: supervisor.Outcome) -> None:
     """Print which rank failed first, because its error is the cause of the other errors."""
     if outcome.first is None and not outcome.sessions and len(outcome.ranks) > 1:
-        say(
+        write_stderr(
             f"hpctrain: none of the {len(outcome.ranks)} ranks has opened a Session: unless the "
-            "script brings them together itself, each of them was a training of its own\n"
+            "script connects them itself, each rank has trained alone\n"
             "  expected: with hpctrain.Session(…) as session: in the script\n"
-            "  fix:      hpctrain run --as torchrun SCRIPT, for a script that looks for RANK and "
+            "  fix:      hpctrain run --as torchrun SCRIPT, for a script that reads RANK and "
             "WORLD_SIZE\n"
         )
     first = outcome.first
@@ -132,13 +133,15 @@ def _tell(outcome: supervisor.Outcome) -> None:
     if all(rank.code == UsageError.exit_code for rank in outcome.ranks):
         return
     only = not any(TRACEBACK in rank.tail.text() for rank in outcome.ranks if rank is not first)
-    say(f"hpctrain: rank {first.number} failed first, {first.how(brief=True, only=only)}\n")
+    write_stderr(
+        f"hpctrain: rank {first.number} failed first, {first.describe_end(brief=True, only=only)}\n"
+    )
 
 
-def _pass_on(said: tuple[int, str] | None, path: str | None) -> None:
+def _write_exit_status(exit_status: tuple[int, str] | None, path: str | None) -> None:
     """Write the exit status file of the process that started this one, if it waits for one."""
-    if said and path:
+    if exit_status and path:
         try:
-            rundir.write_exit_status(path, *said)
+            write_exit_status(path, *exit_status)
         except OSError as error:
             sys.stderr.write(f"hpctrain: the exit status could not be written to {path}: {error}\n")

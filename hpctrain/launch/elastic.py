@@ -16,23 +16,28 @@ from pathlib import Path
 from hpctrain import rundir
 from hpctrain.cluster import env_vars
 from hpctrain.cluster.job import detect as detect_job
-from hpctrain.errors import StartError, UsageError
-from hpctrain.launch.hosts import Hosts, Start
-from hpctrain.launch.rank_output import say
+from hpctrain.errors import StartError, UsageError, exit_codes
+from hpctrain.launch.hosts import Hosts, StartParameters
+from hpctrain.launch.rank_output import write_stderr
+from hpctrain.rundir.exit_status import read_exit_status
 
 __all__ = ["hopeless", "run", "run_directory", "settled"]
 
 
-def settled(code: int, said: tuple[int, str] | None, stopped: bool) -> tuple[int, str] | None:
+def settled(code: int, recorded: tuple[int, str] | None, stopped: bool) -> tuple[int, str] | None:
     """Return the exit code and reason if no other start is needed; None after a failure.
 
     Args:
         code: exit code of the process that started the ranks.
-        said: content of rank 0's exit status file; None without one.
+        recorded: content of rank 0's exit status file; None without one.
         stopped: whether this process got a signal.
     """
-    exit_status, reason = said or (code, "")
-    if code == 0 or stopped or exit_status in (rundir.DONE, UsageError.exit_code, rundir.STOPPED):
+    exit_status, reason = recorded or (code, "")
+    if (
+        code == 0
+        or stopped
+        or exit_status in (exit_codes.DONE, UsageError.exit_code, exit_codes.STOPPED)
+    ):
         # An exit status of 0 does not cover errors of a rank after its session.
         return exit_status or code, reason
     return None
@@ -55,9 +60,9 @@ def hopeless(
     """
     if first and not changed:
         return failure
-    if fruitless >= rundir.MOST_FRUITLESS:
+    if fruitless >= exit_codes.MOST_FRUITLESS:
         last = f": {failure[1]}" if failure[1] else ""
-        return rundir.GIVEN_UP, f"{fruitless} starts in a row without a new checkpoint{last}"
+        return exit_codes.GIVEN_UP, f"{fruitless} starts in a row without a new checkpoint{last}"
     return None
 
 
@@ -94,7 +99,7 @@ def run(
         least: smallest number of ranks; with fewer the run is given up.
 
     Returns:
-        An exit code of `rundir` or the exit code of the last start, and the reason.
+        An exit code of `exit_codes` or the exit code of the last start, and the reason.
 
     Raises:
         StartError: a host does not answer before the first start.
@@ -110,51 +115,51 @@ def run(
         env_vars.RUN_DIR: str(directory.path.absolute()),
     }
     try:
-        there = hosts.present(marker)
-        missing = [host for host in hosts.slots if host not in there]
+        present = hosts.present(marker)
+        missing = [host for host in hosts.slots if host not in present]
         if missing:
             raise StartError(
                 "HT210",
                 f"{', '.join(missing)} of {len(hosts.slots)} hosts cannot be used",
                 "that all hosts answer when the run begins",
-                f"ssh {missing[0]} true (says why)",
+                f"ssh {missing[0]} true (shows the reason)",
                 f"leave {missing[0]} out of --hosts",
             )
-        common = Start(command, environ, folder, exit_status_file=folder / "exit-status")
+        common = StartParameters(command, environ, folder, exit_status_file=folder / "exit-status")
         return _starts(hosts, common, directory, marker, least)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _starts(
-    hosts: Hosts, common: Start, directory: rundir.RunDirectory, marker: str, least: int
+    hosts: Hosts, common: StartParameters, directory: rundir.RunDirectory, marker: str, least: int
 ) -> tuple[int, str]:
     """Start the ranks until the run ends or is given up; see `run`."""
-    there, fruitless = list(hosts.slots), 0
+    remaining, fruitless = list(hosts.slots), 0
     for number in itertools.count():
         before = _newest(directory)
         start = replace(common, exit_status_file=common.folder / f"exit-status-{number}")
-        code, stopped = hosts.run(there, start)
-        said = rundir.read_exit_status(start.exit_status_file)
-        end = settled(code, said, stopped)
+        code, stopped = hosts.run(remaining, start)
+        recorded = read_exit_status(start.exit_status_file)
+        end = settled(code, recorded, stopped)
         if end is not None:
             return end
-        used, there = there, hosts.present(marker)
-        lost = [host for host in used if host not in there]
+        used, remaining = remaining, hosts.present(marker)
+        lost = [host for host in used if host not in remaining]
         after = _newest(directory)
         progress = after is not None and (before is None or after > before)
         fruitless = 0 if progress else fruitless + 1
-        ranks = sum(hosts.slots[host] for host in there)
-        end = hopeless(said or (code, ""), not number, bool(lost) or progress, fruitless)
+        ranks = sum(hosts.slots[host] for host in remaining)
+        end = hopeless(recorded or (code, ""), not number, bool(lost) or progress, fruitless)
         if end is None and ranks < least:
-            end = rundir.GIVEN_UP, f"{ranks} ranks are left of at least {least}"
+            end = exit_codes.GIVEN_UP, f"{ranks} ranks are left of at least {least}"
         if end is not None:
-            if end[0] == rundir.GIVEN_UP:
+            if end[0] == exit_codes.GIVEN_UP:
                 _give_up(directory, end[1])
             return end
-        say(
-            f"hpctrain: start {number + 2}: {ranks} ranks on {len(there)} of {len(hosts.slots)} "
-            f"hosts{_without(lost)}; {_from(after)}\n"
+        write_stderr(
+            f"hpctrain: start {number + 2}: {ranks} ranks on {len(remaining)} of "
+            f"{len(hosts.slots)} hosts{_without(lost)}; {_from(after)}\n"
         )
     raise AssertionError  # the count has no end
 
@@ -174,7 +179,7 @@ def _newest(directory: rundir.RunDirectory) -> int | None:
 
 def _give_up(directory: rundir.RunDirectory, reason: str) -> None:
     """Print that the run is given up, and write it to the summary."""
-    say(f"hpctrain: given up: {reason}\n")
+    write_stderr(f"hpctrain: given up: {reason}\n")
     if directory.identity.exists():
         directory.give_up(reason)
 

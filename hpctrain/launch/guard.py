@@ -18,9 +18,9 @@ import signal
 import sys
 import time
 
-# A process that is being killed may still start others.
+# A process that is being killed may still start other processes.
 _SECONDS_TO_SWEEP = 5.0
-_SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_BETWEEN_CHECKS = 1.0
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     parent, marker, folders = int(sys.argv[1]), os.fsencode(sys.argv[2]), sys.argv[3:]
-    lines = _listen(parent).split(b"\n")[:-1]  # without an incomplete last line
+    lines = _read_input(parent).split(b"\n")[:-1]  # without an incomplete last line
     for group in lines:
         if group != b"end":
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -41,22 +41,23 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _listen(parent: int) -> bytes:
+def _read_input(parent: int) -> bytes:
     """Return the input, once `end` is read, the input is closed or the parent has ended."""
-    heard = b""
+    received = b""
     while True:
         # Another child of the parent may hold the pipe open, so check the parent as well.
-        ready, _, _ = select.select([0], [], [], _SECONDS_BETWEEN_LOOKS)
+        ready, _, _ = select.select([0], [], [], _SECONDS_BETWEEN_CHECKS)
         data = os.read(0, 1 << 16) if ready else b""
-        heard += data
-        over = heard.endswith(b"end\n") or (ready and not data)
-        if over or (parent and not ready and os.getppid() != parent):
-            return heard
+        received += data
+        ended = received.endswith(b"end\n") or (ready and not data)
+        if ended or (parent and not ready and os.getppid() != parent):
+            return received
 
 
 def _kill_marked(marker: bytes) -> bool:
     """Kill all processes with the marker, and return whether there was one."""
     found = False
+    # Not with cluster.proc: this program cannot import hpctrain (python -S -P).
     for name in os.listdir("/proc"):
         if name.isdecimal() and int(name) != os.getpid():
             # The process may have ended, or belong to another user.

@@ -12,7 +12,7 @@ from typing import Protocol
 from hpctrain.cluster.hostlist import expand
 from hpctrain.errors import UsageError
 
-__all__ = ["Hosts", "Start", "parse"]
+__all__ = ["Hosts", "StartParameters", "parse"]
 
 # Commas separate the hosts, except commas in brackets.
 _ITEM = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
@@ -20,7 +20,7 @@ _SLOTS = re.compile(r"(.+):([0-9]{1,4})\Z")
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartParameters:
     """Parameters of one start, equal for all its ranks.
 
     Attributes:
@@ -53,7 +53,7 @@ class Hosts(Protocol):
             marker: NAME=VALUE in the environment of all ranks of earlier starts.
         """
 
-    def run(self, hosts: Sequence[str], start: Start) -> tuple[int, bool]:
+    def run(self, hosts: Sequence[str], start: StartParameters) -> tuple[int, bool]:
         """Start the ranks on these hosts, and wait until they have ended.
 
         Returns:

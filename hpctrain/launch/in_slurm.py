@@ -8,8 +8,8 @@ from hpctrain.cluster.launchers.base import hosts_of_job
 from hpctrain.cluster.launchers.slurm import expand_counts
 from hpctrain.errors import ContradictionError
 from hpctrain.launch import supervisor
-from hpctrain.launch.hosts import Start
-from hpctrain.launch.rank_output import say
+from hpctrain.launch.hosts import StartParameters
+from hpctrain.launch.rank_output import write_stderr
 
 __all__ = ["InSlurm"]
 
@@ -26,12 +26,13 @@ class InSlurm:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         names = hosts_of_job(env)
-        said = env.get("SLURM_TASKS_PER_NODE", "")
-        counts = expand_counts(said) if said else [1] * len(names)
+        tasks_per_node = env.get("SLURM_TASKS_PER_NODE", "")
+        counts = expand_counts(tasks_per_node) if tasks_per_node else [1] * len(names)
         if len(counts) != len(names):
             raise ContradictionError(
                 "HT101",
-                f"SLURM_TASKS_PER_NODE={said} and {len(names)} hosts in SLURM_JOB_NODELIST",
+                f"SLURM_TASKS_PER_NODE={tasks_per_node} and {len(names)} hosts in "
+                "SLURM_JOB_NODELIST",
                 "a number for each host",
                 "leave SLURM_* as sbatch or salloc set them",
             )
@@ -42,13 +43,15 @@ class InSlurm:
         """Return the hosts that are still in the job; Slurm itself ends the tasks of a step."""
         del marker
         try:
-            there = set(expand(slurm.hosts_left(self._env["SLURM_JOB_ID"], self._env)))
+            in_job = set(expand(slurm.hosts_left(self._env["SLURM_JOB_ID"], self._env)))
         except slurm.NoAnswerError as error:
-            say(f"hpctrain: squeue did not say which hosts are left, so all count: {error}\n")
+            write_stderr(
+                f"hpctrain: squeue did not list the hosts of the job, so all are used: {error}\n"
+            )
             return list(self.slots)
-        return [host for host in self.slots if host in there]
+        return [host for host in self.slots if host in in_job]
 
-    def run(self, hosts: Sequence[str], start: Start) -> tuple[int, bool]:
+    def run(self, hosts: Sequence[str], start: StartParameters) -> tuple[int, bool]:
         """Run srun with each host's number of tasks."""
         counts = [self.slots[host] for host in hosts]
         environ = dict(start.environ)

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hpctrain.cluster import env_vars
+from hpctrain.cluster import commands, env_vars
 from hpctrain.cluster.launchers.base import is_loopback
 from hpctrain.errors import UsageError
 from hpctrain.launch import guard, horovodrun_rank, supervisor
-from hpctrain.launch.hosts import Start
-from hpctrain.launch.rank_output import say
+from hpctrain.launch.hosts import StartParameters
+from hpctrain.launch.rank_output import write_stderr
 from hpctrain.rendezvous.interfaces import addresses, interface_of
 
 __all__ = ["OverSsh"]
@@ -61,28 +61,24 @@ class OverSsh:
     def present(self, marker: str) -> list[str]:
         """Return the hosts that answer over ssh; the guard ends processes of earlier starts."""
 
-        def ask(host: str) -> str:
+        def check(host: str) -> str:
+            command = [*_SSH, host, _guard(marker)]
             try:
-                done = subprocess.run(
-                    [*_SSH, host, _guard(marker)],
-                    input="end\n",
-                    capture_output=True,
-                    text=True,
-                    timeout=_SECONDS_TO_ANSWER,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                return f"no answer within {_SECONDS_TO_ANSWER:.0f} s"
-            return done.stderr.strip() or f"exit code {done.returncode}" if done.returncode else ""
+                result = commands.run(command, _SECONDS_TO_ANSWER, text=b"end\n")
+            except commands.NoAnswerError as error:
+                return str(error)
+            if result.returncode == 0:
+                return ""
+            return result.stderr.strip() or f"exit code {result.returncode}"
 
         with ThreadPoolExecutor(max(1, min(32, len(self._remote)))) as pool:
-            why = dict(zip(self._remote, pool.map(ask, self._remote), strict=True))
-        for host, reason in why.items():
+            failures = dict(zip(self._remote, pool.map(check, self._remote), strict=True))
+        for host, reason in failures.items():
             if reason:
-                say(f"hpctrain: {host} does not answer over ssh: {reason}\n")
-        return [host for host in self.slots if not why.get(host)]
+                write_stderr(f"hpctrain: {host} does not answer over ssh: {reason}\n")
+        return [host for host in self.slots if not failures.get(host)]
 
-    def run(self, hosts: Sequence[str], start: Start) -> tuple[int, bool]:
+    def run(self, hosts: Sequence[str], start: StartParameters) -> tuple[int, bool]:
         """Run horovodrun, and end it when a host is lost."""
         ranks = sum(self.slots[host] for host in hosts)
         environ = dict(start.environ)
@@ -92,7 +88,7 @@ class OverSsh:
         with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as stream:
             own = {**environ, env_vars.EXIT_STATUS_FILE: str(start.exit_status_file)}
             json.dump({"environ": own, "command": list(start.command)}, stream)
-        kept = {name: environ[name] for name in _OF_HOROVODRUN if name in environ}
+        launcher_environ = {name: environ[name] for name in _OF_HOROVODRUN if name in environ}
         remote = [host for host in hosts if host in self._remote]
         command = [
             *(*self._horovodrun, "-np", str(ranks), "--gloo", "--disable-cache"),
@@ -101,33 +97,33 @@ class OverSsh:
             *(("--network-interfaces", _interface(remote[0], environ)) if remote else ()),
             *(sys.executable, "-S", "-P", horovodrun_rank.__file__, str(file)),
         ]
-        orders: supervisor.Events = queue.SimpleQueue()
+        events: supervisor.Events = queue.SimpleQueue()
         with _guarded(
-            remote, f"{env_vars.EXIT_STATUS_FILE}={start.exit_status_file}", orders
+            remote, f"{env_vars.EXIT_STATUS_FILE}={start.exit_status_file}", events
         ) as lost:
             outcome = supervisor.run(
                 command,
-                {0: kept},
+                {0: launcher_environ},
                 start.exit_status_file,
                 labelled=False,
                 bind=False,
-                orders=orders,
+                events=events,
             )
             return outcome.code, outcome.signal is not None and not lost
 
 
 @contextlib.contextmanager
-def _guarded(hosts: Sequence[str], marker: str, orders: supervisor.Events) -> Iterator[list[str]]:
+def _guarded(hosts: Sequence[str], marker: str, events: supervisor.Events) -> Iterator[list[str]]:
     """Run a guard on each host and yield the list of lost hosts; a lost host ends the start."""
     lost: list[str] = []
     over = threading.Event()
 
-    def attend(host: str, connection: "subprocess.Popen[bytes]") -> None:
+    def watch(host: str, connection: "subprocess.Popen[bytes]") -> None:
         connection.wait()
         if not over.is_set():
-            say(f"hpctrain: the connection to {host} is lost: its ranks are ended\n")
+            write_stderr(f"hpctrain: the connection to {host} is lost: its ranks are ended\n")
             lost.append(host)
-            orders.put(signal.SIGTERM)
+            events.put(signal.SIGTERM)
 
     connections = [
         subprocess.Popen(
@@ -140,7 +136,7 @@ def _guarded(hosts: Sequence[str], marker: str, orders: supervisor.Events) -> It
         for host in hosts
     ]
     threads = [
-        threading.Thread(target=attend, args=pair, daemon=True)
+        threading.Thread(target=watch, args=pair, daemon=True)
         for pair in zip(hosts, connections, strict=True)
     ]
     try:
@@ -186,8 +182,7 @@ def _horovodrun() -> list[str]:
 def _is_here(host: str) -> bool:
     """Return whether a name is a name of this host."""
     address = _address(host)
-    own = [one for several in addresses().values() for one in several]
-    return address in own or is_loopback(address)
+    return is_loopback(address) or any(address in own for own in addresses().values())
 
 
 def _address(host: str) -> str:

@@ -10,9 +10,9 @@ from hpctrain.cluster import visible_gpus as devices
 from hpctrain.cluster.launchers import LAUNCHERS
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
-from hpctrain.launch.rank_output import say
+from hpctrain.launch.rank_output import write_stderr
 
-__all__ = ["AS", "MOST_RANKS", "RealHost", "environs", "gpus_of", "layout", "tell_threads"]
+__all__ = ["AS", "MOST_RANKS", "RealHost", "environs", "gpus_of", "layout", "print_threads"]
 
 Environ = Mapping[str, str]
 
@@ -98,7 +98,7 @@ def environs(
             f"at most {MOST_RANKS}",
             "--nproc-per-node 2",
         )
-    launcher = next(one for one in LAUNCHERS if one.name == AS[style])
+    launcher = next(kind for kind in LAUNCHERS if kind.name == AS[style])
     start = secrets.randbelow(2**31)
     common = _common(env, style, threads(len(worlds)))
     if host is None:
@@ -119,11 +119,11 @@ def threads(ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
-def tell_threads(env: Environ, ranks: Sequence[int] | Mapping[int, object]) -> None:
+def print_threads(env: Environ, ranks: Sequence[int] | Mapping[int, object]) -> None:
     """Print the threads per rank, for several ranks without OMP_NUM_THREADS in `env`."""
     if len(ranks) > 1 and "OMP_NUM_THREADS" not in env:
         cores = len(os.sched_getaffinity(0))
-        say(
+        write_stderr(
             f"hpctrain: OMP_NUM_THREADS={threads(len(ranks))} for each of {len(ranks)} ranks: "
             f"{cores} core{'s' if cores > 1 else ''}\n"
         )

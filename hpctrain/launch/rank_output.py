@@ -1,4 +1,4 @@
-"""Output of the ranks: forwarded line by line with the rank in front, and kept for the end."""
+"""Output of the ranks: forwarded line by line with the rank in front; the last lines are kept."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ from typing import IO, Protocol, TextIO
 
 from hpctrain.process.logging import abandon
 
-__all__ = ["TRACEBACK", "Output", "Tail", "say"]
+__all__ = ["TRACEBACK", "Output", "Tail", "write_stderr"]
 
 _CHUNK = 1 << 16
 # With several ranks, a line is held until it ends, up to this many bytes.
@@ -34,14 +34,14 @@ _ABORTED = re.compile(
     rb"what\(\):.*(Connection (closed|reset)|Broken pipe|[Tt]imed out|EnforceNotMet|remote process)"
 )
 # A traceback after one of these lines belongs to the traceback before it.
-_GOES_ON = (
+_CHAINED = (
     b"During handling of the above exception",
     b"The above exception was the direct cause",
     b"Exception ignored",
 )
 
 
-def say(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write a text to standard error, if it is open."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
@@ -55,13 +55,13 @@ class Tail:
     Attributes:
         failed: time of its last traceback or error, in seconds of the monotonic clock; infinity
             without one.
-        follows: whether a library has aborted the process because another rank has ended or does
-            something else.
+        caused_by_other_rank: whether a library has aborted the process because another rank has
+            ended or does something else.
     """
 
     def __init__(self) -> None:
         self.failed = float("inf")
-        self.follows = False
+        self.caused_by_other_rank = False
         self._lines: deque[bytes] = deque()
         self._size = 0
         self._count = 0
@@ -71,10 +71,10 @@ class Tail:
     def add(self, line: bytes) -> None:
         """Add a line, and drop the oldest lines over the limit."""
         line = line.rstrip(b"\r\n")[:_TAIL_LINE]
-        begins = line.startswith(TRACEBACK.encode()) and not self._previous.startswith(_GOES_ON)
+        begins = line.startswith(TRACEBACK.encode()) and not self._previous.startswith(_CHAINED)
         if begins or line.startswith(_ERROR):
             self.failed, self._cause = time.monotonic(), self._count
-        self.follows = self.follows or _ABORTED.search(line) is not None
+        self.caused_by_other_rank = self.caused_by_other_rank or _ABORTED.search(line) is not None
         self._previous = line or self._previous
         self._lines.append(line)
         self._count += 1
@@ -151,7 +151,7 @@ class _Source:
         fresh = max(0, len(self.rest) - len(data) - 1)
         end = 1 + max(self.rest.rfind(b"\n", fresh), self.rest.rfind(b"\r", fresh, last))
         if end:
-            self._pass_on(bytes(self.rest[:end]).splitlines(keepends=True))
+            self._forward(bytes(self.rest[:end]).splitlines(keepends=True))
             del self.rest[:end]
         if len(self.rest) > _LONGEST_LINE:
             self.end()
@@ -159,10 +159,10 @@ class _Source:
     def end(self) -> None:
         """Forward the rest as a line, so that another rank's output begins on a new line."""
         if self.rest:
-            self._pass_on([bytes(self.rest) + b"\n"])
+            self._forward([bytes(self.rest) + b"\n"])
             self.rest.clear()
 
-    def _pass_on(self, lines: list[bytes]) -> None:
+    def _forward(self, lines: list[bytes]) -> None:
         if self.label and lines:
             self.sink.write(b"".join(self.label + line for line in lines))
         if self.tail is not None:
@@ -170,7 +170,7 @@ class _Source:
                 self.tail.add(line)
 
 
-class Speaker(Protocol):
+class RankWithOutput(Protocol):
     """Interface of a rank for `Output`."""
 
     number: int
@@ -187,7 +187,9 @@ class Output:
         done: function called in that thread when all output has been forwarded.
     """
 
-    def __init__(self, ranks: Iterable[Speaker], labelled: bool, done: Callable[[], None]) -> None:
+    def __init__(
+        self, ranks: Iterable[RankWithOutput], labelled: bool, done: Callable[[], None]
+    ) -> None:
         self._done = done
         self._selector = selectors.DefaultSelector()
         self._stop, self._wake = os.pipe()

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.cluster.launchers import detect
 from hpctrain.errors import UsageError, report_uncaught
-from hpctrain.launch.ranks import die_with_parent
+from hpctrain.launch.rank_processes import end_with_parent
 
 __all__ = ["main"]
 
@@ -21,7 +21,7 @@ def main(name: str) -> None:
         UsageError: the result cannot be pickled.
         Exception: any exception of the function.
     """
-    die_with_parent()
+    end_with_parent()
     report_uncaught()
     folder = Path(name)
     place = json.loads((folder / "place.json").read_text())
@@ -29,14 +29,14 @@ def main(name: str) -> None:
     rank = detect().rank
     # Only this user can write to the folder.
     function, args, kwargs = pickle.loads((folder / "call.pickle").read_bytes())  # noqa: S301
-    _settle(function)
+    _add_globals(function)
     result = function(*args, **kwargs)
     path = folder / f"result-{rank}"
     path.with_suffix(".new").write_bytes(_pickled(result, rank))
     os.replace(path.with_suffix(".new"), path)
 
 
-def _settle(function: Any) -> None:
+def _add_globals(function: Any) -> None:
     """Add the globals of a script's or notebook's function to `__main__`, where pickle looks."""
     if getattr(function, "__module__", None) == "__main__":
         names = vars(sys.modules["__main__"])

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from hpctrain import rundir
 from hpctrain.cluster import launchers
 from hpctrain.errors import HpctrainError, UsageError, report_uncaught
 from hpctrain.launch import rank_environment, supervisor
+from hpctrain.rundir.exit_status import read_exit_status
 
 __all__ = ["spawn"]
 
@@ -64,7 +64,7 @@ def spawn(
     _refuse_inside_of_ranks()
     env = dict(os.environ)
     environs = rank_environment.environs((count,), env, "hpctrain", (), None)
-    rank_environment.tell_threads(env, environs)
+    rank_environment.print_threads(env, environs)
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as name:
         folder = Path(name)
         _pack(folder, function, args, kwargs or {})
@@ -77,7 +77,7 @@ def spawn(
         )
         try:
             results, failure = (
-                _results(folder, outcome, rundir.read_exit_status(exit_status_file)),
+                _results(folder, outcome, read_exit_status(exit_status_file)),
                 None,
             )
         except HpctrainError as error:
@@ -164,7 +164,9 @@ def _interrupt(outcome: supervisor.Outcome) -> None:
     signal.raise_signal(outcome.signal)
 
 
-def _results(folder: Path, outcome: supervisor.Outcome, said: tuple[int, str] | None) -> list[Any]:
+def _results(
+    folder: Path, outcome: supervisor.Outcome, exit_status: tuple[int, str] | None
+) -> list[Any]:
     """Return the results of the ranks.
 
     Raises:
@@ -174,17 +176,17 @@ def _results(folder: Path, outcome: supervisor.Outcome, said: tuple[int, str] | 
     results = [folder / f"result-{rank.number}" for rank in outcome.ranks]
     missing = [number for number, path in enumerate(results) if not path.exists()]
     if first is not None:
-        text = f"rank {first.number} of {count} failed first, {first.how()}"
+        text = f"rank {first.number} of {count} failed first, {first.describe_end()}"
     elif missing:
-        reason = f": {said[1]}" if said else ""
+        reason = f": {exit_status[1]}" if exit_status else ""
         text = f"rank {missing[0]} of {count} left before the function returned{reason}"
     else:
         # Only this user can write to the folder.
         return [pickle.loads(path.read_bytes()) for path in results]  # noqa: S301
-    code = said[0] if said and said[0] else outcome.code
+    code = exit_status[0] if exit_status and exit_status[0] else outcome.code
     if UsageError.exit_code in (code, first and first.code):
         raise UsageError("HT217", text)
     error = HpctrainError("HT217", text)
-    if said and said[0]:
-        error.exit_code = said[0]
+    if exit_status and exit_status[0]:
+        error.exit_code = exit_status[0]
     raise error

@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster import env_vars
-from hpctrain.launch.rank_output import Output, say
-from hpctrain.launch.ranks import Guard, Rank
+from hpctrain.launch.rank_output import Output, write_stderr
+from hpctrain.launch.rank_processes import Guard, Rank
 from hpctrain.process import failure_record, signals
 from hpctrain.process.failure_record import Failure
 
 __all__ = ["Events", "Outcome", "run"]
 
-# A rank that lost another one ends by itself within seconds, with a useful error.
+# A rank that lost another rank ends by itself within seconds, with a useful error.
 _SECONDS_TO_FAIL = 5.0
 _SECONDS_TO_STOP = 5.0
 # A child process of a rank may hold the rank's output open after the rank has ended.
-_SECONDS_TO_SPEAK = 1.0
+_SECONDS_TO_DRAIN = 1.0
 
-_PASSED_ON = (signal.SIGINT, signal.SIGHUP, *signals.STOP)
+_FORWARDED = (signal.SIGINT, signal.SIGHUP, *signals.STOP)
 
 # A rank that has ended, a signal of this process, or None when all output is forwarded.
 Events = queue.SimpleQueue[Rank | int | None]
@@ -47,7 +47,7 @@ class Outcome:
     sessions: bool = True
 
     @property
-    def unheard(self) -> bool:
+    def stop_unhandled(self) -> bool:
         """Whether a stop signal ended ranks that did not handle it yet.
 
         A rank with a session handles it, so these ranks had not begun to train.
@@ -76,7 +76,7 @@ def run(
     exit_status_file: Path,
     labelled: bool,
     bind: bool = True,
-    orders: Events | None = None,
+    events: Events | None = None,
 ) -> Outcome:
     """Run a command once for each rank, until all ranks have ended.
 
@@ -92,12 +92,13 @@ def run(
             only.
         labelled: whether each line of output begins with the rank.
         bind: whether the system ends a rank with this thread; False if other threads run.
-        orders: queue of events; the number of a signal in it counts as a signal to this process.
+        events: queue of events; the number of a signal in it counts as a signal to this process.
 
     Raises:
         StartError: the system cannot start more processes.
     """
-    events: Events = queue.SimpleQueue() if orders is None else orders
+    if events is None:
+        events = queue.SimpleQueue()
     ranks: list[Rank] = []
     output: Output | None = None
     with _signals(events):
@@ -111,10 +112,10 @@ def run(
                     env_vars.EVIDENCE: str(exit_status_file.parent),
                 }
                 ranks.append(Rank.start(number, command, own, bind))
-                guard.know(ranks[-1])
+                guard.add(ranks[-1])
             output = Output(ranks, labelled, lambda: events.put(None))
             watch.wait()
-            watch.listen(_SECONDS_TO_SPEAK)
+            watch.drain(_SECONDS_TO_DRAIN)
         finally:
             for rank in ranks:
                 rank.signal(signal.SIGKILL)
@@ -123,7 +124,7 @@ def run(
                 rank.reap(close=output is None)
             if output is not None:
                 output.stop()
-        watch.listen()
+        watch.drain()
     return watch.outcome(exit_status_file.parent)
 
 
@@ -134,7 +135,7 @@ def _signals(events: Events) -> Iterator[None]:
         yield
         return
     # Ignored signals stay ignored, for the ranks too, as after nohup or in a script's background.
-    taken = [number for number in _PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
+    taken = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
     handlers: dict[int, Any] = dict.fromkeys(taken, lambda caught, _: events.put(caught))
     # If SIGCHLD is ignored, exit codes are lost.
     handlers[signal.SIGCHLD] = signal.SIG_DFL
@@ -155,9 +156,9 @@ class _Watch:
         self._events = events
         self._failed: list[Rank] = []
         self._signal: int | None = None  # the last forwarded signal
-        self._passed_on: set[int] = set()
+        self._forwarded: set[int] = set()
         self._ended = False  # whether this process has ended any rank
-        self._silent = False  # whether all output has been forwarded
+        self._drained = False  # whether all output has been forwarded
 
     def outcome(self, folder: Path) -> Outcome:
         """Return the outcome, after all ranks have ended.
@@ -180,25 +181,25 @@ class _Watch:
             threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
         running = set(self._ranks)
         deadline: float | None = None
-        orders = iter((signal.SIGTERM,))
+        next_signals = iter((signal.SIGTERM,))
         while running:
             try:
                 event = self._next(deadline)
             except queue.Empty:
-                self._end(next(orders, signal.SIGKILL))
+                self._end(next(next_signals, signal.SIGKILL))
                 deadline = time.monotonic() + _SECONDS_TO_STOP
                 continue
             if isinstance(event, int):
-                self._pass_on(event)
+                self._forward(event)
             elif event is not None:
                 running.discard(event)
                 if self._has_failed(event) and deadline is None:
                     deadline = time.monotonic() + _SECONDS_TO_FAIL
 
-    def listen(self, seconds: float = float("inf")) -> None:
-        """Wait until all output is forwarded, or a signal comes, or the time is over."""
+    def drain(self, seconds: float = float("inf")) -> None:
+        """Wait until all output is forwarded, or a signal is received, or the time is over."""
         deadline = time.monotonic() + seconds
-        while not self._silent:
+        while not self._drained:
             try:
                 if isinstance(self._next(None if seconds == float("inf") else deadline), int):
                     return
@@ -208,7 +209,7 @@ class _Watch:
     def _next(self, deadline: float | None) -> Rank | int | None:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         event = self._events.get(timeout=timeout)
-        self._silent = self._silent or event is None
+        self._drained = self._drained or event is None
         return event
 
     def _reap(self, rank: Rank) -> None:
@@ -219,19 +220,19 @@ class _Watch:
         """Return whether a rank failed by itself, and not by a signal from this process."""
         if not rank.code or self._ended:
             return False
-        if any(rank.code in (-number, 128 + number) for number in self._passed_on):
+        if any(rank.code in (-number, 128 + number) for number in self._forwarded):
             return False
         self._failed.append(rank)
         return True
 
-    def _pass_on(self, number: int) -> None:
-        if number in self._passed_on:
+    def _forward(self, number: int) -> None:
+        if number in self._forwarded:
             self._end(signal.SIGKILL)
             return
-        self._passed_on.add(number)
+        self._forwarded.add(number)
         self._signal = number
-        say(
-            f"hpctrain: {signal.Signals(number).name} is passed on to the ranks; another one ends "
+        write_stderr(
+            f"hpctrain: {signal.Signals(number).name} is forwarded to the ranks; a second one ends "
             "them at once\n"
         )
         for rank in self._ranks:
@@ -245,7 +246,7 @@ class _Watch:
                 rank.signal(number)
 
 
-def _first(failed: Sequence[Rank], left: Mapping[int, Failure]) -> Rank | None:
+def _first(failed: Sequence[Rank], failures: Mapping[int, Failure]) -> Rank | None:
     """Return the rank that failed first.
 
     A failure record has the time, and whether another rank was the cause. A killed rank has no
@@ -254,13 +255,13 @@ def _first(failed: Sequence[Rank], left: Mapping[int, Failure]) -> Rank | None:
 
     Args:
         failed: ranks that failed.
-        left: failure records, by rank.
+        failures: failure records, by rank.
     """
 
     def order(rank: Rank) -> tuple[bool, float, int]:
-        failure = left.get(rank.number)
+        failure = failures.get(rank.number)
         if failure is not None:
-            return failure.follows, failure.time, rank.number
-        return rank.tail.follows, min(rank.tail.failed, rank.ended), rank.number
+            return failure.caused_by_other_rank, failure.time, rank.number
+        return rank.tail.caused_by_other_rank, min(rank.tail.failed, rank.ended), rank.number
 
     return min(failed, key=order, default=None)

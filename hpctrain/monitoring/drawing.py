@@ -1,12 +1,13 @@
-"""Helpers for all figures of runs: check of imports, plain texts, grouping of metrics."""
+"""Helpers for all figures of runs: check of imports, legends, grouping of metrics."""
 
 import importlib
 from collections.abc import Iterable
 from typing import Any, TypeGuard
 
+from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError
 
-__all__ = ["HEADS", "is_number", "legend", "need", "panel_of", "plain"]
+__all__ = ["HEADS", "is_number", "legend", "need", "panel_of"]
 
 # Fields of each row of metrics.jsonl that are positions on a curve and no metrics.
 HEADS = ("step", "epoch", "time")
@@ -45,14 +46,6 @@ def panel_of(name: str) -> str:
     return "loss" if "loss" in name else "accuracy" if name.startswith("top") else name
 
 
-def plain(text: str) -> str:
-    """Return a text with "?" for unprintable characters, and never empty.
-
-    matplotlib shows a $ unchanged only without its math mode (`parse_math`).
-    """
-    return "".join(character if character.isprintable() else "?" for character in text) or " "
-
-
 def legend(parent: Any, lines: Iterable[Any], names: Iterable[str], **more: Any) -> None:
     """Add a legend that shows any text unchanged.
 
@@ -62,5 +55,6 @@ def legend(parent: Any, lines: Iterable[Any], names: Iterable[str], **more: Any)
         names: names of the curves.
         more: additional arguments of matplotlib's legend.
     """
-    for text in parent.legend(list(lines), list(map(plain, names)), **more).get_texts():
+    labels = [printable(name) for name in names]
+    for text in parent.legend(list(lines), labels, **more).get_texts():
         text.set_parse_math(False)

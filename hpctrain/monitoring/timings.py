@@ -13,6 +13,7 @@ import torch
 
 from hpctrain import rundir
 from hpctrain.backends.base import Backend, Work
+from hpctrain.monitoring.slow_ranks import slow_ranks
 from hpctrain.process.logging import logger
 from hpctrain.rundir import RunDirectory
 
@@ -246,7 +247,7 @@ class Timings:
 
     def _judge(self, kind: str, numbers: Sequence[float], a_step: float) -> None:
         """Log the ranks that have become slow, and those that are no longer slow."""
-        slow = set(rundir.slow_ranks(numbers, a_step))
+        slow = set(slow_ranks(numbers, a_step))
         before, self._slow[kind] = self._slow[kind], slow
         symptom, advice = _ADVICE[kind]
         usual = f"the median rank {1000 * statistics.median_low(numbers):.0f} ms"

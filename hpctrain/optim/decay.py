@@ -48,7 +48,7 @@ def split(optimizer: Optimizer, models: Iterable[nn.Module]) -> int:
             group["weight_decay"] = 0.0
         elif any(free):
             groups.append(_without_decay(group, free))
-            group.update(_chosen(group, [not each for each in free]))
+            group.update(_chosen(group, [not exempted for exempted in free]))
     optimizer.param_groups[:] = groups
     return lost
 
@@ -78,7 +78,7 @@ def _without_decay(group: dict[str, Any], free: list[bool]) -> dict[str, Any]:
 def _chosen(group: dict[str, Any], chosen: list[bool]) -> dict[str, list[Any]]:
     """Return the chosen parameters of a group, and their names if the group has names."""
     return {
-        name: [each for each, take in zip(group[name], chosen, strict=True) if take]
+        name: [entry for entry, take in zip(group[name], chosen, strict=True) if take]
         for name in ("params", "param_names")
         if name in group
     }

@@ -55,7 +55,7 @@ class EMA:
         self.decay = decay
         self._source = source
         self._models = list(models)
-        self._kept: dict[Tensor, Tensor] = {}  # the values that the averages have replaced
+        self._replaced: dict[Tensor, Tensor] = {}  # the values that the averages have replaced
         # By parameter, in the order of the models; a shared parameter has one entry.
         self._averages: dict[nn.Parameter, Tensor] = {}
         with torch.no_grad():
@@ -72,12 +72,12 @@ class EMA:
         Raises:
             UsageError: `swapped()` is open, so the weights are the averages.
         """
-        if self._kept:
+        if self._replaced:
             raise UsageError(
                 "HT409",
                 "EMA.update() inside of swapped()",
                 "an update after an optimizer's step",
-                "leave swapped() first",
+                "end the swapped() context first",
             )
         weights = {average: self._source(p) for p, average in self._averages.items()}
         with torch.no_grad():
@@ -102,37 +102,37 @@ class EMA:
         Raises:
             UsageError: `swapped()` is already open.
         """
-        if self._kept:
+        if self._replaced:
             raise UsageError(
                 "HT409",
                 "EMA.swapped() inside of swapped()",
-                "one at a time",
-                "leave the outer one first",
+                "no nested contexts",
+                "end the outer context first",
             )
         for tensor in (*self._averages, *(b for model in self._models for b in model.buffers())):
-            self._kept[tensor] = tensor.detach().clone()
+            self._replaced[tensor] = tensor.detach().clone()
         try:
             _put(self._averages)
             yield
         finally:
-            _put(self._kept)
-            self._kept = {}
+            _put(self._replaced)
+            self._replaced = {}
 
     @contextmanager
     def original(self) -> Iterator[None]:
         """Put the weights into the models, for a checkpoint inside of `swapped()`."""
-        kept = self._kept
-        if not kept:
+        replaced = self._replaced
+        if not replaced:
             yield
             return
-        inside = {tensor: tensor.detach().clone() for tensor in kept}
-        self._kept = {}
-        _put(kept)
+        averages = {tensor: tensor.detach().clone() for tensor in replaced}
+        self._replaced = {}
+        _put(replaced)
         try:
             yield
         finally:
-            _put(inside)
-            self._kept = kept
+            _put(averages)
+            self._replaced = replaced
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages of each model, by parameter name, without copying them.
@@ -159,8 +159,8 @@ class EMA:
         Raises:
             CheckpointError: the state belongs to other models; then nothing is changed.
         """
-        mine, theirs = self.state_dict()["averages"], state["averages"]
-        found, expected = ([_shapes(model) for model in each] for each in (theirs, mine))
+        own, loaded = self.state_dict()["averages"], state["averages"]
+        found, expected = ([_shapes(model) for model in models] for models in (loaded, own))
         if found != expected:
             raise CheckpointError(
                 "HT405",
@@ -170,7 +170,7 @@ class EMA:
                 "leave --ema out",
             )
         with torch.no_grad():
-            for averages, saved in zip(mine, theirs, strict=True):
+            for averages, saved in zip(own, loaded, strict=True):
                 for name, average in averages.items():
                     average.copy_(saved[name])
 
@@ -192,8 +192,8 @@ def _difference(
     """Describe the first difference."""
     if len(found) != len(expected):
         return f"{len(found)} models, not {len(expected)}"
-    for theirs, mine in zip(found, expected, strict=True):
-        for name in {**mine, **theirs}:
-            if theirs.get(name) != mine.get(name):
-                return f"{name} is {theirs.get(name, 'missing')}, not {mine.get(name, 'there')}"
+    for actual, wanted in zip(found, expected, strict=True):
+        for name in {**wanted, **actual}:
+            if actual.get(name) != wanted.get(name):
+                return f"{name} is {actual.get(name, 'missing')}, not {wanted.get(name, 'there')}"
     return "none"

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hpctrain.errors import UsageError
-from hpctrain.optim.layerwise import Layerwise, Part, not_negative, trust_ratios
+from hpctrain.optim.layerwise import ForeachGroup, Layerwise, not_negative, trust_ratios
 
 __all__ = ["LAMB"]
 
@@ -89,7 +89,7 @@ class LAMB(Layerwise):
         }
         super().__init__(params, defaults)
 
-    def update(self, parts: list[Part]) -> None:
+    def update(self, parts: list[ForeachGroup]) -> None:
         """Update all parameters that have gradients."""
         norm = None
         if any(part.group["max_grad_norm"] is not None for part in parts):
@@ -107,11 +107,11 @@ class LAMB(Layerwise):
                 torch._foreach_mul_(updates, trust_ratios(weights, updates, torch.div))
             part.descend(weights, updates)
 
-    def _adam(self, part: Part, gradients: list[Tensor]) -> list[Tensor]:
+    def _adam(self, part: ForeachGroup, gradients: list[Tensor]) -> list[Tensor]:
         """Update the moments of each layer, and return m̂ / (√v̂ + eps)."""
         group = part.group
         beta1, beta2 = group["betas"]
-        self.fresh(part, "exp_avg", "exp_avg_sq")
+        self.init_state(part, "exp_avg", "exp_avg_sq")
         states = [self.state[p] for p in part.parameters]
         for state in states:
             # A number, not a tensor, so the corrections need no read from the device.
@@ -133,16 +133,16 @@ class LAMB(Layerwise):
         return list(torch._foreach_div(means, roots))
 
 
-def _norm(parts: list[Part]) -> Tensor:
+def _norm(parts: list[ForeachGroup]) -> Tensor:
     """Return the norm of all gradients of a step, of shape (), on the device of the first one."""
     norms = [part.gradient_norm() for part in parts]
-    dtype = max((norm.dtype for norm in norms), key=lambda each: each.itemsize)
+    dtype = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
     together = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
     total: Tensor = torch.linalg.vector_norm(together)
     return total
 
 
-def _clipped(part: Part, norm: Tensor | None) -> list[Tensor]:
+def _clipped(part: ForeachGroup, norm: Tensor | None) -> list[Tensor]:
     """Return the gradients, divided by the excess of their norm over the maximum."""
     largest = part.group["max_grad_norm"]
     gradients = part.gradients()

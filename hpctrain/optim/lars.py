@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from hpctrain.errors import UsageError
-from hpctrain.optim.layerwise import Layerwise, Part, not_negative, trust_ratios
+from hpctrain.optim.layerwise import ForeachGroup, Layerwise, not_negative, trust_ratios
 
 __all__ = ["LARS"]
 
@@ -66,23 +66,23 @@ class LARS(Layerwise):
             raise UsageError(
                 "HT406",
                 "LARS(…, momentum=0, nesterov=True)",
-                "a momentum to look ahead by",
+                "a momentum above 0",
                 "momentum=0.9",
             )
         super().__init__(params, {**settings, "nesterov": nesterov})
 
-    def update(self, parts: list[Part]) -> None:
+    def update(self, parts: list[ForeachGroup]) -> None:
         """Update all parameters that have gradients."""
         for part in parts:
             weights = part.weights()
             scaled = _scaled(part.group, weights, part.gradients())
             part.descend(weights, self._with_momentum(part, scaled))
 
-    def _with_momentum(self, part: Part, scaled: list[Tensor]) -> list[Tensor]:
+    def _with_momentum(self, part: ForeachGroup, scaled: list[Tensor]) -> list[Tensor]:
         momentum = part.group["momentum"]
         if not momentum:
             return scaled
-        self.fresh(part, "momentum_buffer")
+        self.init_state(part, "momentum_buffer")
         buffers = [self.state[p]["momentum_buffer"] for p in part.parameters]
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, scaled)

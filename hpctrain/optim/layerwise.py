@@ -6,7 +6,7 @@ conventions hold, from the MLPerf reference for LARS and from apex for LAMB:
 - A group with `weight_decay=0` has the trust ratio 1: norms and biases take steps of plain momentum
   or Adam, because their own norms are a poor measure for the length of a step.
 - A layer whose weights, or whose gradients (LARS) or update (LAMB), are all zeros has the ratio 1,
-  so that it can leave zero.
+  so that it can change.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from hpctrain.errors import UsageError
 from hpctrain.optim.foreach import at_least_fp32, grouped
 
-__all__ = ["Layerwise", "Part", "not_negative", "trust_ratios"]
+__all__ = ["ForeachGroup", "Layerwise", "not_negative", "trust_ratios"]
 
 
 def not_negative(optimizer: str, **settings: float | Tensor) -> None:
@@ -45,22 +45,23 @@ def norms(tensors: list[Tensor]) -> Tensor:
 
 
 def trust_ratios(
-    weights: list[Tensor], others: list[Tensor], formula: Callable[[Tensor, Tensor], Tensor]
+    weights: list[Tensor], updates: list[Tensor], formula: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, ...]:
     """Return the factor of each layer's update, of shape (), on the device.
 
     Args:
         weights: weights of the layers.
-        others: gradients or updates of the same layers.
+        updates: gradients or updates of the same layers.
         formula: function from the norms of both, each of shape (layers,), to the ratios; if a norm
             is zero, the ratio is 1 instead.
     """
-    mine, theirs = norms(weights), norms(others)
+    weight_norms, update_norms = norms(weights), norms(updates)
     # Filled on the device, because an `if` would wait for it.
-    return formula(mine, theirs).masked_fill((mine == 0) | (theirs == 0), 1.0).unbind()
+    zero = (weight_norms == 0) | (update_norms == 0)
+    return formula(weight_norms, update_norms).masked_fill(zero, 1.0).unbind()
 
 
-class Part:
+class ForeachGroup:
     """Parameters of a group that have gradients, with the same device and dtype.
 
     Args:
@@ -115,7 +116,7 @@ class Layerwise(Optimizer):
     computation and state in fp32.
     """
 
-    def update(self, parts: list[Part]) -> None:
+    def update(self, parts: list[ForeachGroup]) -> None:
         """Update all parameters that have gradients."""
         raise NotImplementedError
 
@@ -139,7 +140,7 @@ class Layerwise(Optimizer):
         with torch.no_grad():
             self.update(
                 [
-                    Part(group, parameters)
+                    ForeachGroup(group, parameters)
                     for group in self.param_groups
                     for parameters in grouped(self._with_gradients(group))
                 ]
@@ -173,8 +174,8 @@ class Layerwise(Optimizer):
         super().load_state_dict(state_dict)
         # torch has rounded the state to the dtype of the parameters.
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        mine = chain.from_iterable(group["params"] for group in self.param_groups)
-        for index, parameter in zip(saved, mine, strict=True):
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, parameter in zip(saved, parameters, strict=True):
             dtype = at_least_fp32(parameter.dtype)
             if dtype == parameter.dtype:
                 continue
@@ -182,7 +183,7 @@ class Layerwise(Optimizer):
                 if isinstance(value, Tensor):
                     self.state[parameter][name] = value.to(parameter.device, dtype)
 
-    def fresh(self, part: Part, *names: str) -> None:
+    def init_state(self, part: ForeachGroup, *names: str) -> None:
         """Add zeros with these names to the state of parameters that lack them."""
         for parameter in part.parameters:
             state = self.state[parameter]

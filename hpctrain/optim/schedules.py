@@ -171,7 +171,9 @@ def scheduled(optimizer: Optimizer) -> bool:
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 
-def attached(optimizers: Sequence[Optimizer], but: Iterable[object] = ()) -> dict[str, LRScheduler]:
+def attached(
+    optimizers: Sequence[Optimizer], excluded: Iterable[object] = ()
+) -> dict[str, LRScheduler]:
     """Return torch's schedulers of the optimizers, by name for a checkpoint.
 
     An optimizer has no reference to its schedulers, so the garbage collector is used to find the
@@ -179,58 +181,65 @@ def attached(optimizers: Sequence[Optimizer], but: Iterable[object] = ()) -> dic
 
     Args:
         optimizers: prepared optimizers.
-        but: schedulers to leave out, because they are saved elsewhere.
+        excluded: schedulers to leave out, because they are saved elsewhere.
 
     Raises:
         UsageError: an optimizer has two schedulers of one kind, so their names would be equal.
     """
     found = _outermost(optimizers)
-    if len({one.optimizer for one in found}) < len(found):
+    if len({scheduler.optimizer for scheduler in found}) < len(found):
         # An old one may remain in a reference cycle, as after a notebook cell was run twice.
         found.clear()
         gc.collect()
         found = _outermost(optimizers)
-    elsewhere = {id(one) for one in but}
-    found = [one for one in found if id(one) not in elsewhere]
+    elsewhere = {id(scheduler) for scheduler in excluded}
+    found = [scheduler for scheduler in found if id(scheduler) not in elsewhere]
     named: dict[str, LRScheduler] = {}
     for number, optimizer in enumerate(optimizers):
-        for one in found:
-            if one.optimizer is optimizer:
-                name = f"{type(one).__name__} of optimizer {number}"
+        for scheduler in found:
+            if scheduler.optimizer is optimizer:
+                name = f"{type(scheduler).__name__} of optimizer {number}"
                 if name in named:
                     raise UsageError(
                         "HT412",
-                        f"two schedulers of the kind {type(one).__name__} for one optimizer",
-                        "that a checkpoint can tell them apart",
+                        f"two schedulers of the kind {type(scheduler).__name__} for one optimizer",
+                        "schedulers of different kinds, or names for them",
                         'session.run(state={"warm-up": first, "decay": second})',
                     )
-                named[name] = one
+                named[name] = scheduler
     return named
 
 
 def _outermost(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
     """Return the schedulers of the optimizers that are not part of another one."""
     found = _schedulers_of(optimizers)
-    inside = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
-    return [one for one in found if id(one) not in inside]
+    inside = {id(part) for scheduler in found for part in getattr(scheduler, "_schedulers", ())}
+    return [scheduler for scheduler in found if id(scheduler) not in inside]
 
 
 def _schedulers_of(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
     """Return the schedulers of the optimizers: objects with an optimizer as an attribute."""
     referrers = gc.get_referrers(*optimizers)
-    dictionaries = [one for one in referrers if type(one) is dict]
+    dictionaries = [referrer for referrer in referrers if type(referrer) is dict]
     if dictionaries:
         referrers += gc.get_referrers(*dictionaries)
     # Not isinstance, which reads the attribute __class__ of some objects.
-    found = {id(one): one for one in referrers if issubclass(type(one), LRScheduler)}
-    known = {id(one) for one in optimizers}
-    return [one for one in found.values() if id(getattr(one, "optimizer", None)) in known]
+    found = {id(obj): obj for obj in referrers if issubclass(type(obj), LRScheduler)}
+    known = {id(optimizer) for optimizer in optimizers}
+    return [
+        scheduler
+        for scheduler in found.values()
+        if id(getattr(scheduler, "optimizer", None)) in known
+    ]
 
 
 def put_back_rates(scheduler: LRScheduler) -> None:
     """Set the rates of a loaded scheduler's optimizer to the scheduler's last rates."""
-    last = getattr(scheduler, "_last_lr", None)
-    for group, rate in zip(scheduler.optimizer.param_groups, last or (), strict=False):
+    try:
+        rates = scheduler.get_last_lr()
+    except AttributeError:  # a class of the user that does not keep its rates
+        return
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=False):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
         else:

@@ -37,7 +37,7 @@ def convert(model: nn.Module, backend: Backend) -> nn.Module:
     if backend.name == "dataparallel" and torch.cuda.device_count() > 1:
         raise UsageError(
             "HT408",
-            "--sync-batchnorm with --backend dataparallel, whose GPUs know their own part alone",
+            "--sync-batchnorm with --backend dataparallel, where each GPU has a part of the batch",
             "a rank for each GPU",
             "hpctrain run SCRIPT, with --backend ddp",
         )
@@ -59,7 +59,7 @@ def convert(model: nn.Module, backend: Backend) -> nn.Module:
             layer.process_group = None  # type: ignore[assignment]
         else:
             layer.__class__ = SyncBatchNorm
-            layer.ranks = _Ranks(backend)  # type: ignore[assignment]
+            layer.ranks = _SharedBackend(backend)  # type: ignore[assignment]
     logger.info(
         "batch norm over all ranks: %d layer%s", len(layers), "s" if len(layers) > 1 else ""
     )
@@ -70,31 +70,31 @@ def _refuse(name: str, layer: _BatchNorm) -> None:
     if any(is_lazy(tensor) for tensor in [*layer.parameters(), *layer.buffers()]):
         raise UsageError(
             "HT408",
-            f"--sync-batchnorm, and {name} does not know its number of channels yet",
-            "a model that has seen a batch, or layers with num_features",
+            f"--sync-batchnorm, and {name} has no number of channels yet",
+            "a model that has processed a batch, or layers with num_features",
             "model(batch) before session.prepare(model)",
         )
     if type(layer).forward not in _FORWARDS:
         raise UsageError(
             "HT408",
             f"--sync-batchnorm, and {name} is a {type(layer).__name__} with a forward() of its own",
-            "torch's batch norm, whose sums are known",
+            "one of torch's own classes of batch norm",
             "nn.BatchNorm1d, 2d or 3d there",
             "leave --sync-batchnorm out",
         )
 
 
-class _Ranks:
+class _SharedBackend:
     """Holder of the backend, which copies of the model share and pickles do not contain."""
 
     def __init__(self, backend: Backend | None = None) -> None:
         self.backend = backend
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Ranks":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_SharedBackend":
         return self
 
-    def __reduce__(self) -> tuple[type["_Ranks"], tuple[()]]:
-        return _Ranks, ()
+    def __reduce__(self) -> tuple[type["_SharedBackend"], tuple[()]]:
+        return _SharedBackend, ()
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -107,7 +107,7 @@ class SyncBatchNorm(_BatchNorm):
     Source: Ioffe and Szegedy, "Batch Normalization", 2015 (arXiv 1502.03167).
     """
 
-    ranks = _Ranks()
+    ranks = _SharedBackend()
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

@@ -2,20 +2,20 @@
 
 import torch
 
-from hpctrain.precision.base import Precision, Settings
+from hpctrain.precision.base import Precision, PrecisionSettings
 from hpctrain.precision.full import ApexO0, Float32, Float64, TensorFloat
 from hpctrain.precision.half import ApexO2, ApexO3
 from hpctrain.precision.mixed import ApexO1, BFloat16, Half
 from hpctrain.process.logging import logger
 
-__all__ = ["PRECISIONS", "Precision", "Settings", "open_precision"]
+__all__ = ["PRECISIONS", "Precision", "PrecisionSettings", "open_precision"]
 
 # A new precision is a class and its name here.
 _CLASSES = (Float64, Float32, TensorFloat, BFloat16, Half, ApexO0, ApexO1, ApexO2, ApexO3)
 PRECISIONS: dict[str, type[Precision]] = {kind.name: kind for kind in _CLASSES}
 
 
-def open_precision(name: str, device: torch.device, settings: Settings) -> Precision:
+def open_precision(name: str, device: torch.device, settings: PrecisionSettings) -> Precision:
     """Return a precision by name, for a device that supports it.
 
     Args:

@@ -13,11 +13,11 @@ from hpctrain.errors import UsageError
 from hpctrain.precision.nonfinite import NonFinite
 from hpctrain.precision.scaler import LossScaler
 
-__all__ = ["Precision", "Settings"]
+__all__ = ["Precision", "PrecisionSettings"]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class PrecisionSettings:
     """Settings of a precision.
 
     Attributes:
@@ -57,7 +57,7 @@ class Precision:
     takes: ClassVar[frozenset[str]] = frozenset()
     default_loss_scale: ClassVar[float | str | None] = None
 
-    def __init__(self, device: torch.device, settings: Settings) -> None:
+    def __init__(self, device: torch.device, settings: PrecisionSettings) -> None:
         self.device = device
         self.settings = settings
         self.nonfinite = NonFinite(device)
@@ -73,7 +73,7 @@ class Precision:
         return self.scaler is not None
 
     @classmethod
-    def check(cls, device: torch.device, settings: Settings) -> None:
+    def check(cls, device: torch.device, settings: PrecisionSettings) -> None:
         """Check device and settings, before the rendezvous.
 
         Raises:
@@ -124,7 +124,7 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of a micro-batch."""
-        self.nonfinite.see(loss)
+        self.nonfinite.check_loss(loss)
         scaled = loss if self.scaler is None else self.scale(loss)
         scaled.backward()  # type: ignore[no-untyped-call]
 
@@ -146,9 +146,9 @@ class Precision:
     def update(self) -> None:
         """Count the step and update the loss scale, after the steps of all optimizers."""
         if self.scaler is None:
-            self.nonfinite.end(())
+            self.nonfinite.end_step(())
             return
-        self.nonfinite.end(self.scaler.overflows())
+        self.nonfinite.end_step(self.scaler.overflows())
         self.scaler.follow()
 
     def clear(self, optimizer: Optimizer) -> None:

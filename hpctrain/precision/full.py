@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.precision.base import Precision, Settings
+from hpctrain.precision.base import Precision, PrecisionSettings
 
 __all__ = ["ApexO0", "Float32", "Float64", "TensorFloat"]
 
@@ -38,7 +38,7 @@ class Float32(Precision):
                 raise UsageError(
                     "HT403",
                     "torch's switches fp32_precision were set before the Session, which sets TF32",
-                    "one who sets it",
+                    "one place that sets it",
                     "remove them from the script (--precision tf32 or fp32 sets TF32)",
                 ) from None
             owner.allow_tf32 = self._short_inputs
@@ -54,7 +54,7 @@ class TensorFloat(Float32):
     _short_inputs = True
 
     @classmethod
-    def check(cls, device: torch.device, settings: Settings) -> None:
+    def check(cls, device: torch.device, settings: PrecisionSettings) -> None:
         """Check that the device is a GPU with TF32."""
         super().check(device, settings)
         has = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _AMPERE

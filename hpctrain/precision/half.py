@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from hpctrain.precision.base import Precision, Settings
+from hpctrain.precision.base import Precision, PrecisionSettings
 from hpctrain.precision.masters import Masters
 from hpctrain.process.pytree import map_tensors
 
@@ -43,7 +43,7 @@ class ApexO3(Precision):
                     self._halve(parameter)
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
-                    module._buffers[name] = buffer.to(_HALF)
+                    setattr(module, name, buffer.to(_HALF))
         model.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
         model.register_forward_hook(_cast_outputs)
 
@@ -61,7 +61,7 @@ class ApexO2(ApexO3):
     default_loss_scale = "dynamic"
     keeps_batchnorm = True
 
-    def __init__(self, device: torch.device, settings: Settings) -> None:
+    def __init__(self, device: torch.device, settings: PrecisionSettings) -> None:
         super().__init__(device, settings)
         self._masters = Masters()
 

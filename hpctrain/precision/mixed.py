@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.precision.base import Precision, Settings
+from hpctrain.precision.base import Precision, PrecisionSettings
 from hpctrain.process.logging import logger
 
 __all__ = ["ApexO1", "BFloat16", "Half"]
@@ -31,13 +31,12 @@ class BFloat16(Autocast):
     half = torch.bfloat16
 
     @classmethod
-    def check(cls, device: torch.device, settings: Settings) -> None:
+    def check(cls, device: torch.device, settings: PrecisionSettings) -> None:
         """Warn about older GPUs, on which torch emulates bf16."""
         super().check(device, settings)
         if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             logger.warning(
-                "%s does not compute in bf16, torch pretends that it does: --precision fp16 is "
-                "faster",
+                "%s does not compute in bf16, and torch emulates it: --precision fp16 is faster",
                 torch.cuda.get_device_name(device),
             )
 

@@ -28,7 +28,7 @@ class NonFinite:
         self.skipped: Any = 0
         self.streak: Any = 0
 
-    def see(self, loss: Tensor) -> None:
+    def check_loss(self, loss: Tensor) -> None:
         """Check the loss of a micro-batch."""
         if self._on_host:
             if not math.isfinite(loss.item()):
@@ -36,7 +36,7 @@ class NonFinite:
         else:
             self._loss = self._loss | ~torch.isfinite(loss.detach())
 
-    def end(self, overflows: Sequence[Tensor]) -> None:
+    def end_step(self, overflows: Sequence[Tensor]) -> None:
         """Update the counts at the end of a step.
 
         Args:

@@ -56,9 +56,9 @@ class LossScaler(torch.amp.GradScaler):
 
     def value(self) -> float | Tensor:
         """Return the scale; on a GPU as a tensor with one element there."""
-        if self._scale is None:
-            return self._init_scale
-        return self._scale.item() if self._scale.device.type == "cpu" else self._scale
+        if self._scale is None or self._scale.device.type == "cpu":
+            return self.get_scale()
+        return self._scale
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         """Allow gradients in half precision, which O3 has and GradScaler refuses."""

@@ -12,7 +12,7 @@ from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
 
-__all__ = ["choose", "index_of", "take_slice", "why_not"]
+__all__ = ["choose", "index_of", "no_gpu_reason", "take_slice"]
 
 # Not as an export before srun, because srun sets the variable again in each task.
 _HIDE = f"to train on the CPU: env {visible_gpus.CUDA}= python SCRIPT"
@@ -62,28 +62,30 @@ def choose(world: World, job: Allocation | None, env: Mapping[str, str]) -> torc
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     if not usable:
-        _refuse_waste(job, env, [str(warning.message) for warning in caught])
+        _check_idle_gpus(job, env, [str(warning.message) for warning in caught])
         return torch.device("cpu")
     device = torch.device("cuda", index_of(world, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
 
 
-def _refuse_waste(job: Allocation | None, env: Mapping[str, str], said: Sequence[str]) -> None:
+def _check_idle_gpus(
+    job: Allocation | None, env: Mapping[str, str], warning_texts: Sequence[str]
+) -> None:
     """Refuse to leave the job's GPUs idle; outside of such a job, only warn about idle GPUs.
 
     Raises:
         UsageError: the job has GPUs that torch cannot use.
     """
-    meant = visible_gpus.visible(env)
-    if meant is not None and not meant.names:
+    visible = visible_gpus.visible(env)
+    if visible is not None and not visible.names:
         return
-    why, fixes = why_not(said)
+    reason, fixes = no_gpu_reason(warning_texts)
     if job and job.gpus:
         raise UsageError(
             "HT116",
             f"job {job.label} has {job.gpus} GPU{'s' if job.gpus > 1 else ''} on this host, and "
-            f"torch {torch.__version__} can use none: {why}",
+            f"torch {torch.__version__} can use none: {reason}",
             "GPUs that torch can use, or none",
             *fixes,
             _HIDE,
@@ -92,12 +94,12 @@ def _refuse_waste(job: Allocation | None, env: Mapping[str, str], said: Sequence
         logger.warning(
             "this machine has GPUs, and torch %s can use none: %s; fix: %s",
             torch.__version__,
-            why,
+            reason,
             "; or: ".join((*fixes, _HIDE)),
         )
 
 
-def why_not(said: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+def no_gpu_reason(warning_texts: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """Return the reason why torch has no GPU, and what to type."""
     if not torch.version.cuda and not torch.version.hip:
         return (
@@ -106,13 +108,13 @@ def why_not(said: Sequence[str]) -> tuple[str, tuple[str, ...]]:
         )
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        why = "no reason given"
+        reason = "no reason given"
     except (RuntimeError, AssertionError) as error:
-        why = str(error).strip().splitlines()[0]
-    why = next((line for line in said if "driver" in line.lower()), why)
-    if "too old" in why:
-        return why, ("module load a newer driver", "install a torch for an older CUDA")
-    return why, (
+        reason = str(error).strip().splitlines()[0]
+    reason = next((line for line in warning_texts if "driver" in line.lower()), reason)
+    if "too old" in reason:
+        return reason, ("module load a newer driver", "install a torch for an older CUDA")
+    return reason, (
         "look at nvidia-smi",
         "in a container: apptainer exec --nv, docker run --gpus all",
     )

@@ -1,4 +1,4 @@
-"""Events of a training: what lower layers tell the session and its open run.
+"""Events of a training: what lower layers report to the session and its open run.
 
 Imports go down only, so a loader cannot call its session. It calls an event here instead, and the
 session or the run has set what then happens. No other call goes up.

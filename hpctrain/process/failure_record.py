@@ -29,15 +29,15 @@ class Failure:
     Attributes:
         time: time of the failure, in seconds of the monotonic clock, the same for all processes
             of a host.
-        follows: whether the failure of another rank caused it.
-        words: description for the user.
+        caused_by_other_rank: whether the failure of another rank caused it.
+        description: text for the user.
         pid: process id of the rank.
         traceback: traceback of the error; empty for an error of hpctrain and for SystemExit.
     """
 
     time: float
-    follows: bool
-    words: str
+    caused_by_other_rank: bool
+    description: str
     pid: int
     traceback: str = ""
 
@@ -49,21 +49,21 @@ def note_session(rank: int, env: Mapping[str, str]) -> None:
 
 def note_failure(rank: int, error: BaseException, env: Mapping[str, str]) -> None:
     """Record the failure of this rank; later failures of the rank are ignored."""
-    follows = isinstance(error, RankLostError) or (
-        isinstance(error, HpctrainError) and error.told_by_rank_0
+    caused_by_other_rank = isinstance(error, RankLostError) or (
+        isinstance(error, HpctrainError) and error.reported_by_rank_0
     )
-    words, text = f"{type(error).__name__}: {error}", ""
+    description, text = f"{type(error).__name__}: {error}", ""
     if isinstance(error, HpctrainError):
-        words = error.found
+        description = error.found
     elif not isinstance(error, SystemExit):
         text = "".join(traceback.format_exception(error))
-    failure = Failure(time.monotonic(), follows, words, os.getpid(), text)
+    failure = Failure(time.monotonic(), caused_by_other_rank, description, os.getpid(), text)
     _write(env, f"failure-{rank}", json.dumps(asdict(failure)))
 
 
 def shows(env: Mapping[str, str]) -> bool:
     """Check whether this rank shows its traceback: the first rank that fails, or a single rank."""
-    # Where nothing can be written, better each rank shows its traceback than none.
+    # Where nothing can be written, every rank shows its traceback.
     folder = env.get(env_vars.EVIDENCE)
     return (
         not folder or _write(env, "shown", str(os.getpid())) or not Path(folder, "shown").exists()

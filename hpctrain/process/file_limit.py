@@ -28,7 +28,7 @@ def make_room(world_size: int) -> Callable[[], None]:
             raise UsageError(
                 "HT117",
                 f"at most {hard} open files in a process (ulimit -Hn), and {world_size} ranks",
-                f"at least {needed}: a rank is connected to each of the others",
+                f"at least {needed}: a rank is connected to every other rank",
                 "ask for a higher limit (LimitNOFILE of slurmd, /etc/security/limits.conf)",
             )
         needed = hard

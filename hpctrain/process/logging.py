@@ -44,13 +44,13 @@ def setup_logging(rank: int) -> None:
 class _LogFile(logging.FileHandler):
     """A log file on a disk that may be full: the error is reported once and ends nothing."""
 
-    _said = False
+    _reported = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, its name in logging
         """Report the first error in one line, instead of a traceback for each record."""
         del record
-        if not self._said:
-            self._said = True
+        if not self._reported:
+            self._reported = True
             sys.stderr.write(
                 f"hpctrain: {self.baseFilename} cannot be written: {sys.exc_info()[1]}\n"
             )

@@ -10,17 +10,17 @@ class Phase:
     """Description of a phase.
 
     Attributes:
-        words: what a rank does in the phase, for messages.
+        description: what a rank does in the phase, for messages.
         waits: whether ranks wait for each other in the phase.
     """
 
-    words: str
+    description: str
     waits: bool
 
 
 # Of two ranks at the same step, the one with the lower number is behind.
 CLOSED = -1  # the rank has left the run; written by `Watchdog.close` alone
-IDLE = 0  # silence is allowed
+IDLE = 0  # no progress is expected
 LOADING = 1
 COMPUTING = 2
 ACCUMULATING = 3
@@ -42,5 +42,5 @@ PHASES = {
     AGREEING: Phase("agrees with the other ranks", True),
     EVALUATING: Phase("in an evaluation", True),
     SAVING: Phase("saves a checkpoint", True),
-    WAITING: Phase("waits for the others before an exchange", True),
+    WAITING: Phase("waits for the other ranks before an exchange", True),
 }

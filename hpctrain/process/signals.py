@@ -11,7 +11,7 @@ __all__ = ["STOP", "blocked", "obey_parent"]
 # Signals that come before a kill: from Slurm's --signal, from preemption, or from the user.
 STOP = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
-_SECONDS_BETWEEN_LOOKS = 5.0
+_SECONDS_BETWEEN_CHECKS = 5.0
 _ALL = {*STOP, signal.SIGINT}
 
 
@@ -43,18 +43,18 @@ def obey_parent(master: int) -> None:
         master: id of the master process.
     """
 
-    def listen() -> None:
+    def wait_for_signals() -> None:
         while True:
-            heard = signal.sigtimedwait({signal.SIGTERM}, _SECONDS_BETWEEN_LOOKS)
-            if heard is not None and heard.si_pid == master:
+            received = signal.sigtimedwait({signal.SIGTERM}, _SECONDS_BETWEEN_CHECKS)
+            if received is not None and received.si_pid == master:
                 os._exit(0)
-            if not _lives(master):
+            if not _is_running(master):
                 os._exit(128 + signal.SIGTERM)
 
-    threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=wait_for_signals, daemon=True).start()
 
 
-def _lives(process: int) -> bool:
+def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:

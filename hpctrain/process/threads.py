@@ -71,8 +71,8 @@ class Threads:
         if self.decided is None and share < self.cores.bit_count():
             torch.set_num_threads(min(share, self.before))
         if rank == 0:
-            _tell(entries, shares)
-            _warn(entries, shares, 0 if isinstance(workers, str) else workers)
+            _log_threads(entries, shares)
+            _warn_about_cores(entries, shares, 0 if isinstance(workers, str) else workers)
         return min(max(share - 1, 1), _MOST_WORKERS) if isinstance(workers, str) else workers
 
     def put_back(self) -> None:
@@ -92,7 +92,7 @@ def _shares(entries: Sequence[Mapping[str, Any]], host_of_rank: Sequence[int]) -
     ]
 
 
-def _tell(entries: Sequence[Mapping[str, Any]], shares: Sequence[int]) -> None:
+def _log_threads(entries: Sequence[Mapping[str, Any]], shares: Sequence[int]) -> None:
     """Log how many ranks have fewer threads than torch's default."""
     divided = {
         rank: share
@@ -111,7 +111,9 @@ def _tell(entries: Sequence[Mapping[str, Any]], shares: Sequence[int]) -> None:
         )
 
 
-def _warn(entries: Sequence[Mapping[str, Any]], shares: Sequence[int], workers: int) -> None:
+def _warn_about_cores(
+    entries: Sequence[Mapping[str, Any]], shares: Sequence[int], workers: int
+) -> None:
     """Warn about ranks with more threads or loader workers than cores."""
     short: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank, (entry, share) in enumerate(zip(entries, shares, strict=True)):

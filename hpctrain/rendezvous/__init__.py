@@ -13,7 +13,7 @@ The messages are lines of JSON:
     rank 0 → rank   {"start": …, "proof": …, "challenge": …}      at once: the right server
     rank → rank 0   {"proof": …, "hello": "[rank, world size, entry]"}
     rank 0 → rank   {"proof": …} {"roster": …, "addresses": […], "port": …, "nonce": …}
-    rank → rank 0   {"heard": …}
+    rank → rank 0   {"received": …}
     rank 0 → rank   {"proof": …} {"begin": true}         or, in place of roster or begin,
                     {"proof": …} {"error": [code, found, expected, fix…], "exit_code": …}
 

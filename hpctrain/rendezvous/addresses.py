@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hpctrain.cluster.launchers.base import RendezvousPoint, is_loopback
 from hpctrain.cluster.world import World
 
-__all__ = ["LOOPBACK", "Names", "hosts_to_ask", "ports"]
+__all__ = ["LOOPBACK", "Names", "candidate_hosts", "ports"]
 
 # Below the ephemeral ranges of Linux (from 32768) and of IANA, above the well-known ports.
 _PORT_RANGE = range(20000, 32000)
@@ -27,7 +27,7 @@ def ports(point: RendezvousPoint) -> list[int]:
     return list(dict.fromkeys(given + derived))
 
 
-def hosts_to_ask(world: World, point: RendezvousPoint) -> tuple[str, ...]:
+def candidate_hosts(world: World, point: RendezvousPoint) -> tuple[str, ...]:
     """Return the names or addresses of the hosts where rank 0 may run, the likeliest first."""
     if world.on_one_host:
         return (LOOPBACK,)  # no other host has to reach rank 0
@@ -53,18 +53,18 @@ class Names:
         """Yield each name with each of its addresses. A name that failed is resolved again."""
         for name in names:
             if name not in self._known:
-                found = self._ask(name)
+                found = self._look_up(name)
                 if not found:
                     continue
                 self._known[name] = found
             yield from ((name, address) for address in self._known[name])
 
-    def _ask(self, name: str) -> Sequence[str]:
+    def _look_up(self, name: str) -> Sequence[str]:
         try:
             answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:  # UnicodeError: invalid name
-            why = getattr(error, "strerror", None) or error
-            self.wrong[name] = f"{name} does not resolve: {why}"
+            reason = getattr(error, "strerror", None) or error
+            self.wrong[name] = f"{name} does not resolve: {reason}"
             return ()
         found = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
         if all(address.lower().startswith("fe80:") for address in found):

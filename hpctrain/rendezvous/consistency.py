@@ -15,6 +15,7 @@ import torch
 
 from hpctrain._version import __version__
 from hpctrain.cluster import env_vars, visible_gpus
+from hpctrain.cluster.texts import printable, ranks_text
 from hpctrain.errors import ContradictionError
 from hpctrain.process.logging import logger
 
@@ -32,7 +33,6 @@ _MOST_FILES = 200
 _OPTION = re.compile(r"(?:(--[A-Za-z][\w-]*|-[A-Za-z])=?((?<=.)(?s:.+))?\Z)?")
 # With it NCCL accepts several ranks on one GPU, from 2.30 on. Source: NCCL's message without it.
 _MAY_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
-_SHOWN_RANKS = 8
 _SHOWN_VALUES = 4
 
 
@@ -104,11 +104,13 @@ def check(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
         ContradictionError: the first wrong difference, with its ranks.
     """
     found = differences(entries, hosts)
-    for one in found:
-        if one.wrong:
-            raise ContradictionError(one.code, one.found, one.expected, *one.fixes)
-    for one in found:
-        logger.warning("%s; fix: %s", one.found, "; or: ".join(one.fixes))
+    for difference in found:
+        if difference.wrong:
+            raise ContradictionError(
+                difference.code, difference.found, difference.expected, *difference.fixes
+            )
+    for difference in found:
+        logger.warning("%s; fix: %s", difference.found, "; or: ".join(difference.fixes))
 
 
 def differences(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Sequence[Difference]:
@@ -126,7 +128,7 @@ def differences(entries: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> S
         *_program(ranks),
         *_code_differs(ranks),
     ]
-    return sorted(found, key=lambda one: not one.wrong)
+    return sorted(found, key=lambda difference: not difference.wrong)
 
 
 class _Ranks:
@@ -139,23 +141,21 @@ class _Ranks:
     def by_value(self, value: Callable[[Mapping[str, Any]], Any]) -> dict[Any, list[int]]:
         """Return the ranks that have each value, the value of rank 0 first."""
         groups: dict[Any, list[int]] = {}
-        for rank, one in enumerate(self.entries):
-            groups.setdefault(value(one), []).append(rank)
+        for rank, entry in enumerate(self.entries):
+            groups.setdefault(value(entry), []).append(rank)
         return groups
 
-    def say(self, groups: Mapping[Any, Sequence[int]], name: str) -> str:
-        """Format groups: `torch 2.15.0 on ranks 0, 1 (node1), 2.14.0 on rank 2 (node2)`."""
-        parts = [f"{_plain(v)} on {self.who(r)}" for v, r in list(groups.items())[:_SHOWN_VALUES]]
-        return f"{name} {', '.join(parts)}" + (", …" if len(groups) > _SHOWN_VALUES else "")
+    def format_values(self, groups: Mapping[Any, Sequence[int]], name: str) -> str:
+        """Format groups: `torch 2.15.0 at ranks 0 and 1 on node1; 2.14.0 at rank 2 on node2`."""
+        parts = [
+            f"{'none' if value is None else printable(value)[:200]} at {self.format_ranks(ranks)}"
+            for value, ranks in list(groups.items())[:_SHOWN_VALUES]
+        ]
+        return f"{name} {'; '.join(parts)}" + ("; …" if len(groups) > _SHOWN_VALUES else "")
 
-    def who(self, ranks: Sequence[int]) -> str:
+    def format_ranks(self, ranks: Sequence[int]) -> str:
         """Format ranks and their hosts."""
-        shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
-        if len(ranks) > _SHOWN_RANKS:
-            shown += f", … ({len(ranks)} ranks)"
-        hosts = list(dict.fromkeys(self.hosts[rank] for rank in ranks))
-        where = ", ".join(hosts[:_SHOWN_VALUES]) + (", …" if len(hosts) > _SHOWN_VALUES else "")
-        return f"rank{'s' * (len(ranks) > 1)} {shown} ({where})"
+        return ranks_text(ranks, self.hosts)
 
 
 def _shared_gpus(ranks: _Ranks) -> Iterable[Difference]:
@@ -163,27 +163,27 @@ def _shared_gpus(ranks: _Ranks) -> Iterable[Difference]:
 
     Two ranks on one GPU are slow, and NCCL refuses them unless all ranks allow it.
     """
-    groups = ranks.by_value(lambda one: one["gpu"])
+    groups = ranks.by_value(lambda entry: entry["gpu"])
     without = groups.pop(None, [])
     cpu = f"to train on the CPU: env {visible_gpus.CUDA}= python SCRIPT"
     if without and groups:
         yield Difference(
             "GPU",
-            f"torch sees no GPU at {ranks.who(without)}; the other "
+            f"torch sees no GPU at {ranks.format_ranks(without)}; the other "
             f"{len(ranks.entries) - len(without)} ranks have one",
             "a GPU for every rank, or for none",
-            ("look at nvidia-smi there", cpu),
+            ("run nvidia-smi on these hosts", cpu),
             "HT116",
         )
-    meant = all(one["network"].get(_MAY_SHARE) == "1" for one in ranks.entries)
-    for gpu, who in groups.items():
-        if len(who) > 1:
+    allowed = all(entry["network"].get(_MAY_SHARE) == "1" for entry in ranks.entries)
+    for gpu, sharing in groups.items():
+        if len(sharing) > 1:
             yield Difference(
                 "GPU",
-                f"one GPU ({gpu}) is shared by {ranks.who(who)}",
+                f"one GPU ({gpu}) is shared by {ranks.format_ranks(sharing)}",
                 "a GPU of its own for each rank",
                 ("start as many ranks on each host as it has GPUs", cpu),
-                "" if meant else "HT113",
+                "" if allowed else "HT113",
             )
 
 
@@ -192,13 +192,13 @@ _VERSIONS = {"hpctrain": True, "torch": True, "cuda": True, "nccl": True, "pytho
 
 
 def _versions(ranks: _Ranks) -> Iterable[Difference]:
-    talks = any(one["settings"].get("--backend") == "horovod" for one in ranks.entries)
-    for name, wrong in {**_VERSIONS, "horovod": talks}.items():
-        groups = ranks.by_value(lambda one, name=name: one["versions"][name])  # type: ignore[misc]
+    uses_horovod = any(entry["settings"].get("--backend") == "horovod" for entry in ranks.entries)
+    for name, wrong in {**_VERSIONS, "horovod": uses_horovod}.items():
+        groups = ranks.by_value(lambda entry, name=name: entry["versions"][name])  # type: ignore[misc]
         if len(groups) > 1:
             yield Difference(
                 name,
-                ranks.say(groups, name),
+                ranks.format_values(groups, name),
                 f"one version of {name}",
                 (
                     "load the same environment on all hosts, in the batch script",
@@ -209,14 +209,14 @@ def _versions(ranks: _Ranks) -> Iterable[Difference]:
 
 
 def _settings(ranks: _Ranks) -> Iterable[Difference]:
-    names = dict.fromkeys(name for one in ranks.entries for name in one["settings"])
+    names = dict.fromkeys(name for entry in ranks.entries for name in entry["settings"])
     for name in names:
-        groups = ranks.by_value(lambda one, name=name: one["settings"].get(name))  # type: ignore[misc]
+        groups = ranks.by_value(lambda entry, name=name: entry["settings"].get(name))  # type: ignore[misc]
         if len(groups) > 1:
             yield Difference(
                 name,
-                ranks.say(groups, name),
-                f"the same {name} on all ranks: it decides what they train",
+                ranks.format_values(groups, name),
+                f"the same {name} on all ranks, as it affects the training",
                 ("one command line for all ranks",),
                 "HT209",
             )
@@ -228,44 +228,46 @@ def _program(ranks: _Ranks) -> Iterable[Difference]:
     Different scripts are an error: two programs in one step, each with its own rank 0, would share
     one key. For the rest, only the user can decide whether a difference is allowed.
     """
-    groups = ranks.by_value(lambda one: one["command"][0])
+    groups = ranks.by_value(lambda entry: entry["command"][0])
     if len(groups) > 1:
         yield Difference(
             "script",
-            ranks.say(groups, "different scripts:"),
+            ranks.format_values(groups, "different scripts:"),
             "one script for all ranks",
             ("start each with an srun of its own", "give each its own HPCTRAIN_SECRET"),
             "HT209",
         )
-    groups = ranks.by_value(lambda one: tuple(one["command"]))
+    groups = ranks.by_value(lambda entry: tuple(entry["command"]))
     if len(groups) > 1:
         first, other = list(groups)[:2]
         yield Difference(
             "command",
-            f"{ranks.who(groups[first])} and {ranks.who(groups[other])} were started with "
-            f"different commands: {_first_difference(first, other)}",
+            f"{ranks.format_ranks(groups[first])}, and {ranks.format_ranks(groups[other])}, were "
+            f"started with different commands: {_first_difference(first, other)}",
             "one command line for all ranks",
-            ("look at what starts them",),
+            ("check how each rank is started",),
         )
     for subject, name, fix in (
         ("gpu_name", "GPUs of different kinds:", "one kind: srun --constraint=…, --gpus=KIND:N"),
         ("network", "NCCL's and gloo's variables differ:", "export them for all ranks alike"),
     ):
-        groups = ranks.by_value(lambda one, subject=subject: _text(one[subject]))  # type: ignore[misc]
+        groups = ranks.by_value(lambda entry, subject=subject: _text(entry[subject]))  # type: ignore[misc]
         if len(groups) > 1:
-            yield Difference(subject, ranks.say(groups, name), "the same on all ranks", (fix,))
+            yield Difference(
+                subject, ranks.format_values(groups, name), "the same on all ranks", (fix,)
+            )
 
 
 def _code_differs(ranks: _Ranks) -> Iterable[Difference]:
     """Find files whose content differs between ranks, such as a stale copy on one host."""
-    names = dict.fromkeys(name for one in ranks.entries for name in one["code"])
+    names = dict.fromkeys(name for entry in ranks.entries for name in entry["code"])
     for name in names:
-        groups = ranks.by_value(lambda one, name=name: one["code"].get(name))  # type: ignore[misc]
+        groups = ranks.by_value(lambda entry, name=name: entry["code"].get(name))  # type: ignore[misc]
         groups.pop(None, None)  # not imported there: a script may import by rank
         if len(groups) > 1:
             yield Difference(
                 "code",
-                ranks.say(groups, f"{name} differs: version"),
+                ranks.format_values(groups, f"{name} differs: version"),
                 "the same code on all ranks",
                 ("copy it again to where the ranks read it",),
             )
@@ -278,19 +280,19 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
+def _first_difference(first: Sequence[str], second: Sequence[str]) -> str:
     """Describe the first argument in which two commands differ, without its value."""
-    for number, (own, other) in enumerate(zip(ours, theirs, strict=False)):
+    for number, (own, other) in enumerate(zip(first, second, strict=False)):
         if own != other:
             a, b = (text.partition("=")[0] for text in (own, other))
             return f"{a} has another value" if a == b else f"{a} and {b} (argument {number})"
-    longer = max(ours, theirs, key=len)
-    return f"{longer[min(len(ours), len(theirs))].partition('=')[0]} is there only on some"
+    longer = max(first, second, key=len)
+    return f"{longer[min(len(first), len(second))].partition('=')[0]} is present only on some ranks"
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with hashed values: `["train.py", "--lr", "--lr=6f4b1c2d"]`."""
-    said = [Path(arguments[0]).name if arguments and arguments[0] else ""]
+    shown = [Path(arguments[0]).name if arguments and arguments[0] else ""]
     before = ""  # the option whose value may follow
     for number, argument in enumerate(arguments[1:_MOST_ARGUMENTS], 1):
         name, value = _OPTION.match(argument).groups()  # type: ignore[union-attr]
@@ -298,13 +300,13 @@ def _command(arguments: Sequence[str]) -> list[str]:
             before = name if value is None else ""
             continue
         if name and value is None:
-            said.append(name)
+            shown.append(name)
         else:
             text = argument if value is None else value
             label = name or before or f"argument {number}"
-            said.append(f"{label}={_short_hash(os.fsencode(text))}")
+            shown.append(f"{label}={_short_hash(os.fsencode(text))}")
         before = name if value is None else ""
-    return said
+    return shown
 
 
 def _code() -> dict[str, str]:
@@ -352,7 +354,3 @@ def _version(package: str) -> str | None:
 
 def _short_hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:8]
-
-
-def _plain(value: object) -> str:
-    return "none" if value is None else str(value)[:200]

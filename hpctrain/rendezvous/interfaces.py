@@ -55,12 +55,12 @@ def address_on(name: str) -> str:
     """
     found = addresses()
     if name not in found:
-        there = ", ".join(f"{n} ({', '.join(a)})" for n, a in found.items())
+        available = ", ".join(f"{n} ({', '.join(a)})" for n, a in found.items())
         raise UsageError(
             "HT207",
             f"the network interface {name!r} "
             + ("has no address" if _exists(name) else "is not there"),
-            f"one of {there}",
+            f"one of {available}",
             "export HPCTRAIN_INTERFACE=NAME",
             "unset HPCTRAIN_INTERFACE GLOO_SOCKET_IFNAME (the ranks then find one by themselves)",
         )
@@ -72,8 +72,8 @@ def reachable() -> list[str]:
     found = addresses()
     own = [
         (name.startswith(_INSIDE), address)
-        for name, several in found.items()
-        for address in several
+        for name, address_list in found.items()
+        for address in address_list
         if not is_loopback(address)
     ]
     return [address for _, address in sorted(own, key=lambda pair: pair[0])]

@@ -25,7 +25,7 @@ class KeyValueStore(Protocol):
 
     where: str
 
-    def write(self, name: str, word: bytes) -> None:
+    def write(self, name: str, value: bytes) -> None:
         """Publish a value under a name, in place of any earlier one.
 
         Raises:
@@ -52,19 +52,19 @@ class HorovodStore:
         self.where = f"horovodrun's rendezvous at {address} port {port}"
         self._place = (address, port)
 
-    def write(self, name: str, word: bytes) -> None:
+    def write(self, name: str, value: bytes) -> None:
         """Send the value with PUT."""
-        if self._ask("PUT", name, word) is None:
+        if self._request("PUT", name, value) is None:
             raise OSError(f"{self.where} does not answer")
 
     def read(self, name: str) -> bytes | None:
         """Fetch the value with GET."""
-        return self._ask("GET", name, None)
+        return self._request("GET", name, None)
 
     def clear(self, name: str) -> None:
         """Do nothing: the server ends with its start."""
 
-    def _ask(self, method: str, name: str, body: bytes | None) -> bytes | None:
+    def _request(self, method: str, name: str, body: bytes | None) -> bytes | None:
         try:
             connection = http.client.HTTPConnection(*self._place, timeout=_ANSWER_SECONDS)
         except http.client.InvalidURL:
@@ -72,12 +72,12 @@ class HorovodStore:
         try:
             connection.request(method, f"/hpctrain/{name}", body)
             answer = connection.getresponse()
-            said = answer.read()
+            content = answer.read()
         except (OSError, UnicodeError, http.client.HTTPException):
             return None
         finally:
             connection.close()
-        return said if answer.status == http.HTTPStatus.OK else None
+        return content if answer.status == http.HTTPStatus.OK else None
 
 
 class FileStore:
@@ -92,13 +92,13 @@ class FileStore:
         self._made = False
         self.where = f"a file in {self._folder}"
 
-    def write(self, name: str, word: bytes) -> None:
+    def write(self, name: str, value: bytes) -> None:
         """Write a temporary file and rename it, so that no rank reads an incomplete value."""
         self._made = not self._folder.exists()
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(name)
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_bytes(word)
+        temporary.write_bytes(value)
         temporary.replace(path)
 
     def read(self, name: str) -> bytes | None:
@@ -146,7 +146,8 @@ def choose(
         return None
     raise StartError(
         "HT203",
-        f"{world.launcher} started {world.world_size} ranks and does not say where rank 0 is",
-        "its host name or address",
+        f"{world.launcher} started {world.world_size} ranks and does not give the "
+        "address of rank 0",
+        "the host name or address of rank 0",
         f"export {MAIN_ADDRESS}=HOST (the host of rank 0, the same on all ranks)",
     )

@@ -15,7 +15,7 @@ __all__ = [
     "LONGEST_GREETING",
     "LONGEST_HELLO",
     "LONGEST_LINE",
-    "NEWS_SECONDS",
+    "STATUS_SECONDS",
     "Announce",
     "Clock",
     "Credentials",
@@ -34,7 +34,7 @@ LONGEST_GREETING = 1 << 10
 # The other ranks wait this much longer than rank 0, which sends them the list of missing ranks.
 GRACE_SECONDS = 5.0
 # Time between two status lines for the user while waiting takes long.
-NEWS_SECONDS = 10.0
+STATUS_SECONDS = 10.0
 
 Entry = dict[str, Any]
 Announce = Callable[[str], None]
@@ -73,8 +73,8 @@ class Credentials:
             challenge: challenge of the other side; for a message both, the client's first.
             text: text that the answer proves.
         """
-        said = json.dumps([side, challenge, text]).encode()
-        return hmac.new(self._shared, said, "sha256").hexdigest()
+        message = json.dumps([side, challenge, text]).encode()
+        return hmac.new(self._shared, message, "sha256").hexdigest()
 
     def proves(self, given: object, side: str, challenge: str, text: str = "") -> bool:
         """Check whether `given` is the answer that `proof` returns."""

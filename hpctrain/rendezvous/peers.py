@@ -24,9 +24,9 @@ from hpctrain.rendezvous.messages import (
 __all__ = ["Peer", "Peers", "listen"]
 
 # Unknown peers are dismissed after this time, and the oldest of them earlier if their number
-# exceeds the number of ranks by more than `_STRANGERS`.
-_STRANGER_SECONDS = 10.0
-_STRANGERS = 256
+# exceeds the number of ranks by more than `_MORE_UNKNOWN`.
+_UNKNOWN_SECONDS = 10.0
+_MORE_UNKNOWN = 256
 # Pause without new connections when the process may open no more files.
 _FULL_SECONDS = 0.1
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -38,23 +38,23 @@ class Peer:
 
     Attributes:
         connection: socket connected to the peer.
-        came: time of the connection, by the clock.
+        connected_at: time of the connection, by the clock.
         address, own: address of the peer, and address of rank 0 that it connected to.
         challenges: the peer's challenge and rank 0's, once the peer has sent its greeting.
         proved: whether the peer has proved that it belongs to this start.
-        has_heard: whether the peer has confirmed the last message.
-        heard: received bytes that are not yet handled.
+        confirmed: whether the peer has confirmed the last message.
+        received: received bytes that are not yet handled.
         unsent: data that is still to be sent.
     """
 
     connection: socket.socket
-    came: float
+    connected_at: float
     address: str
     own: str
     challenges: tuple[str, str] | None = None
     proved: bool = False
-    has_heard: bool = False
-    heard: bytearray = field(default_factory=bytearray)
+    confirmed: bool = False
+    received: bytearray = field(default_factory=bytearray)
     unsent: list[memoryview] = field(default_factory=list)
 
 
@@ -66,11 +66,11 @@ class Peers:
         credentials: credentials of this start.
         ranks: number of ranks that may connect.
         arrived: function called with a peer that has given its proof, and with its hello.
-        left: function called with a peer that had given its proof and is gone.
+        left: function called with a peer that had given its proof and whose connection ended.
         clock: clock in seconds, for every time-out.
 
     Attributes:
-        trouble: why a connection could not be accepted, or "".
+        accept_error: why a connection could not be accepted, or "".
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Peers:
         left: Callable[[Peer], None],
         clock: Clock,
     ) -> None:
-        self.trouble = ""
+        self.accept_error = ""
         self._listener = listener
         self._credentials = credentials
         # Ranks are unknown peers too until they give their proof; all may connect at once.
-        self._most_strangers = _STRANGERS + ranks
+        self._max_unknown = _MORE_UNKNOWN + ranks
         self._arrived = arrived
         self._left = left
         self._clock = clock
@@ -112,7 +112,7 @@ class Peers:
         """Whether any socket is left to wait for."""
         return bool(self._selector.get_map())
 
-    def attend(self, seconds: float) -> None:
+    def poll(self, seconds: float) -> None:
         """Handle the connections that are ready; wait for the first at most some seconds."""
         if self._full_until is not None:
             seconds = min(seconds, _FULL_SECONDS)
@@ -124,17 +124,17 @@ class Peers:
         if self._full_until is not None and now > self._full_until:
             self._full_until = None
             self._listen()
-        for stranger in list(self._unknown):
-            new = stranger.came > now - _STRANGER_SECONDS
-            if new and len(self._unknown) <= self._most_strangers:
+        for peer in list(self._unknown):
+            new = peer.connected_at > now - _UNKNOWN_SECONDS
+            if new and len(self._unknown) <= self._max_unknown:
                 break
-            self.dismiss(stranger)
+            self.dismiss(peer)
 
     def deliver(
         self,
         message: dict[str, Any],
         patience: float,
-        heard: bool = False,
+        wait_for_confirmation: bool = False,
         to: Sequence[Peer] | None = None,
     ) -> None:
         """Send a message to all peers that have given their proof, with a proof for each.
@@ -142,22 +142,22 @@ class Peers:
         Args:
             message: message to send.
             patience: seconds to wait for peers that do not receive it.
-            heard: whether to wait until the peers confirm it.
+            wait_for_confirmation: whether to wait until the peers confirm it.
             to: only these peers, if given.
         """
         line = encode(message)
         digest = hashlib.sha256(line).hexdigest()
         peers = list(self._ranks if to is None else to)
         for peer in peers:
-            peer.has_heard = False
+            peer.confirmed = False
             proof = self._credentials.proof("message", "".join(peer.challenges or ()), digest)
             self._queue(peer, encode({"proof": proof}), line)
         limit = self._clock() + patience
         while peers and self._clock() < limit:
             last = peers[-1]
-            owes = last.unsent or (heard and not last.has_heard)
-            if owes and last.connection.fileno() >= 0:
-                self.attend(min(limit - self._clock(), _FULL_SECONDS))
+            pending = last.unsent or (wait_for_confirmation and not last.confirmed)
+            if pending and last.connection.fileno() >= 0:
+                self.poll(min(limit - self._clock(), _FULL_SECONDS))
             else:
                 peers.pop()  # a finished peer stays finished: no second check
 
@@ -192,9 +192,9 @@ class Peers:
             own = connection.getsockname()
         except OSError as error:
             if error.errno in _FULL:
-                self.trouble = f"{error.strerror} (ulimit -n)"
+                self.accept_error = f"{error.strerror} (ulimit -n)"
                 self._make_room(listener)
-            return  # or the peer left before it was accepted
+            return  # or the peer closed the connection before
         connection.setblocking(False)
         peer = Peer(connection, self._clock(), _plain(address[0]), _plain(own[0]))
         self._unknown[peer] = None
@@ -202,8 +202,8 @@ class Peers:
 
     def _make_room(self, listener: socket.socket) -> None:
         """Dismiss the oldest unknown peer; if there is none, pause new connections."""
-        for stranger in list(self._unknown)[:1]:
-            self.dismiss(stranger)
+        for peer in list(self._unknown)[:1]:
+            self.dismiss(peer)
             return
         self.watch(listener, 0, None)
         self._full_until = self._clock() + _FULL_SECONDS
@@ -212,41 +212,41 @@ class Peers:
         if events & selectors.EVENT_WRITE:
             self._send(peer)
         if events & selectors.EVENT_READ and peer.connection.fileno() >= 0:
-            self._hear(peer)
+            self._receive(peer)
 
-    def _hear(self, peer: Peer) -> None:
+    def _receive(self, peer: Peer) -> None:
         try:
             data = peer.connection.recv(1 << 16)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        peer.heard += data
-        line, newline, rest = bytes(peer.heard).partition(b"\n")
+        peer.received += data
+        line, newline, rest = bytes(peer.received).partition(b"\n")
         longest = LONGEST_HELLO if peer.challenges else LONGEST_GREETING
         if newline:
-            peer.heard = bytearray(rest)
-            self._understand(peer, decode(line) or {})
-        elif not data or len(peer.heard) > longest:
+            peer.received = bytearray(rest)
+            self._handle(peer, decode(line) or {})
+        elif not data or len(peer.received) > longest:
             self.dismiss(peer)
 
-    def _understand(self, peer: Peer, said: dict[str, Any]) -> None:
+    def _handle(self, peer: Peer, message: dict[str, Any]) -> None:
         """Handle a greeting, a hello, or the confirmation of a message."""
         if peer.proved:
-            peer.has_heard = "heard" in said
+            peer.confirmed = "received" in message
         elif peer.challenges:
-            self._let_in(peer, said, peer.challenges[1])
-        elif said.get("start") == self._credentials.start and "challenge" in said:
-            peer.challenges = str(said["challenge"]), Credentials.challenge()
+            self._accept_rank(peer, message, peer.challenges[1])
+        elif message.get("start") == self._credentials.start and "challenge" in message:
+            peer.challenges = str(message["challenge"]), Credentials.challenge()
             proof = self._credentials.proof("host", peer.challenges[0])
-            answer = {"start": said["start"], "proof": proof, "challenge": peer.challenges[1]}
+            answer = {"start": message["start"], "proof": proof, "challenge": peer.challenges[1]}
             self._queue(peer, encode(answer))
         else:
             self.dismiss(peer)
 
-    def _let_in(self, peer: Peer, said: dict[str, Any], challenge: str) -> None:
-        hello = str(said.get("hello"))
-        if not self._credentials.proves(said.get("proof"), "client", challenge, hello):
+    def _accept_rank(self, peer: Peer, message: dict[str, Any], challenge: str) -> None:
+        hello = str(message.get("hello"))
+        if not self._credentials.proves(message.get("proof"), "client", challenge, hello):
             self.dismiss(peer)
             return
         try:
@@ -274,9 +274,9 @@ class Peers:
             self.dismiss(peer)
             return
         while sent:
-            gone = min(sent, len(peer.unsent[0]))
-            peer.unsent[0] = peer.unsent[0][gone:]
-            sent -= gone
+            part = min(sent, len(peer.unsent[0]))
+            peer.unsent[0] = peer.unsent[0][part:]
+            sent -= part
             if not peer.unsent[0]:
                 del peer.unsent[0]
         more = selectors.EVENT_WRITE if peer.unsent else 0
@@ -296,7 +296,7 @@ def listen(
         the socket, or None if no port is free; the places that are in use; and the error of the
         last one.
     """
-    why = ""
+    error_text = ""
     alone = len(hosts) == 1 and is_loopback(hosts[0])
     taken = []
     for port in candidates:
@@ -311,12 +311,12 @@ def listen(
             else:
                 server = socket.create_server(("", port), backlog=4096)
         except OSError as error:
-            why = str(error)
+            error_text = str(error)
             taken.append((hosts[0] if alone else LOOPBACK, port))
             continue
         server.setblocking(False)
-        return server, taken, why
-    return None, taken, why
+        return server, taken, error_text
+    return None, taken, error_text
 
 
 def _plain(address: str) -> str:

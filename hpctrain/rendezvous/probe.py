@@ -23,7 +23,7 @@ class Probe:
         place: address and port, as given.
         challenge: challenge that the other side has to answer.
         began: time at which the connection began, by the clock.
-        awaits: event of `selectors` after which to call `go_on`.
+        awaits: event of `selectors` after which to call `advance`.
 
     Raises:
         OSError: the address cannot be reached.
@@ -35,7 +35,7 @@ class Probe:
         self.awaits = selectors.EVENT_WRITE
         self._credentials = credentials
         self.challenge = Credentials.challenge()
-        self._heard = b""
+        self._received = b""
         family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
         self.connection = socket.socket(family, socket.SOCK_STREAM)
         self.connection.setblocking(False)
@@ -45,7 +45,7 @@ class Probe:
             self.connection.close()
             raise
 
-    def go_on(self) -> str | None:
+    def advance(self) -> str | None:
         """Continue the probe; return rank 0's challenge after its proof, and None before.
 
         Raises:
@@ -64,15 +64,15 @@ class Probe:
             data = self.connection.recv(LONGEST_GREETING)
         except BlockingIOError:
             return None
-        self._heard += data
-        if b"\n" not in self._heard and data and len(self._heard) < LONGEST_GREETING:
+        self._received += data
+        if b"\n" not in self._received and data and len(self._received) < LONGEST_GREETING:
             return None
-        answer = decode(self._heard.partition(b"\n")[0]) or {}
+        answer = decode(self._received.partition(b"\n")[0]) or {}
         if self._credentials.proves(answer.get("proof"), "host", self.challenge):
             return str(answer.get("challenge"))
         if answer.get("start") == self._credentials.start:
             raise OSError(errno.EACCES, "this start, with another HPCTRAIN_SECRET")
-        raise OSError(errno.EACCES, "somebody else listens there")
+        raise OSError(errno.EACCES, "another program listens there")
 
 
 def _raise(code: int, *expected: int) -> None:

@@ -56,13 +56,13 @@ def make_roster(
         index = {name: number for number, name in enumerate(hosts)}
         host_of_rank = tuple(index[name] for name in names)
     on_host = Counter(host_of_rank)
-    seen: dict[tuple[int, int], int] = {}
+    rank_at: dict[tuple[int, int], int] = {}
     for rank, (place, host) in enumerate(zip(places, host_of_rank, strict=True)):
-        other = seen.setdefault((host, place["local_rank"]), rank)
-        if other != rank:
+        first_rank = rank_at.setdefault((host, place["local_rank"]), rank)
+        if first_rank != rank:
             raise ContradictionError(
                 "HT206",
-                f"ranks {other} and {rank} both have local rank {place['local_rank']} on "
+                f"ranks {first_rank} and {rank} both have local rank {place['local_rank']} on "
                 f"{hosts[host]}",
                 "a local rank of its own for each rank of a host",
                 "export LOCAL_RANK as the place of the rank on its host, from 0",
@@ -73,7 +73,7 @@ def make_roster(
                 "HT206",
                 f"rank {rank} has local rank {place['local_rank']}, and there are only "
                 f"{on_host[host]} ranks on {hosts[host]}",
-                "local ranks that count the ranks of one host",
+                "local ranks below the number of ranks on the host",
                 "export LOCAL_RANK as the place of the rank on its host, from 0",
             )
     return Roster(entries, addresses, hosts, host_of_rank, port)

@@ -10,14 +10,15 @@ from typing import Any, NoReturn
 
 from hpctrain.cluster import env_vars
 from hpctrain.cluster.launchers.base import RendezvousPoint, is_loopback
+from hpctrain.cluster.texts import listed, ranks_text
 from hpctrain.cluster.world import World
 from hpctrain.errors import ContradictionError, HpctrainError, StartError
-from hpctrain.rendezvous.addresses import LOOPBACK, hosts_to_ask, ports
+from hpctrain.rendezvous.addresses import LOOPBACK, candidate_hosts, ports
 from hpctrain.rendezvous.interfaces import reachable
 from hpctrain.rendezvous.key_value_store import KeyValueStore
 from hpctrain.rendezvous.messages import (
     GRACE_SECONDS,
-    NEWS_SECONDS,
+    STATUS_SECONDS,
     Announce,
     Clock,
     Credentials,
@@ -80,14 +81,16 @@ class RendezvousServer:
         self.lost: dict[int, str] = {}  # hosts of ranks whose connection was lost
         self.by_rank: dict[int, Peer] = {}
         self.refusal: dict[str, Any] = {}  # the answer to peers that connect after an error
-        self.listener, taken, self.why = listen(hosts_to_ask(world, point), ports(point))
+        self.listener, taken, self.listen_error = listen(
+            candidate_hosts(world, point), ports(point)
+        )
         self.ports = [port for _, port in taken]
         if self.listener is not None:
             self.ports.append(self.listener.getsockname()[1])
         self.peers = Peers(
             self.listener, credentials, world.world_size, self._arrived, self._left, clock
         )
-        self._look_for_twins(taken)
+        self._check_earlier_ports(taken)
 
     def gather(self) -> tuple[Roster, str, socket.socket]:
         """Wait for all ranks; return the roster, the nonce, and the socket for the backend's store.
@@ -99,7 +102,7 @@ class RendezvousServer:
         try:
             if self.listener is None:
                 self._refuse_ports()
-            self._leave_word()
+            self._publish_addresses()
             self._wait()
             entries = tuple(_for_all(self.entries[rank]) for rank in range(self.world.world_size))
             roster = make_roster(entries)
@@ -109,7 +112,7 @@ class RendezvousServer:
             port = listener.getsockname()[1]
             roster = dataclasses.replace(roster, addresses=addresses, port=port)
             self.check(roster)
-            self._tell(roster)
+            self._send_roster(roster)
         except HpctrainError as error:
             self._give_up(error)
             if listener:
@@ -130,7 +133,7 @@ class RendezvousServer:
         """
         limit = self.clock() + _LINGER_SECONDS
         while (left := limit - self.clock()) > 0 and self.peers.watches:
-            self.peers.attend(left)
+            self.peers.poll(left)
         only = len(self.ports) == 1
         free = "PORT (one that is free on the host of rank 0, the same on all ranks)"
         fixes = (
@@ -141,7 +144,7 @@ class RendezvousServer:
         raise StartError(
             "HT204",
             f"rank 0 can listen on none of the ports {', '.join(map(str, self.ports))} of "
-            f"{self.entries[0]['host']} ({self.why})",
+            f"{self.entries[0]['host']} ({self.listen_error})",
             "a free port: another start may have taken this one" if only else "one free port",
             *fixes,
         )
@@ -154,9 +157,9 @@ class RendezvousServer:
             return
         limit = self.clock() + _LINGER_SECONDS
         while self._absent() and (left := limit - self.clock()) > 0:
-            self.peers.attend(left)
+            self.peers.poll(left)
 
-    def _look_for_twins(self, places: Sequence[tuple[str, int]]) -> None:
+    def _check_earlier_ports(self, places: Sequence[tuple[str, int]]) -> None:
         """Check whether a second rank 0 of the same start holds an earlier port.
 
         Otherwise two manual starts with one key would share their ranks.
@@ -164,22 +167,24 @@ class RendezvousServer:
         for place in places:
             with contextlib.suppress(OSError):
                 probe = Probe(place, self.credentials, self.clock)
-                self.peers.watch(probe.connection, probe.awaits, partial(self._twin, probe))
+                self.peers.watch(
+                    probe.connection, probe.awaits, partial(self._continue_probe, probe)
+                )
 
-    def _twin(self, probe: Probe, _events: int) -> None:
+    def _continue_probe(self, probe: Probe, _events: int) -> None:
         """Continue the probe of an earlier port.
 
         Raises:
             ContradictionError: a second rank 0 answers; it raises the same error.
         """
         try:
-            challenge = probe.go_on()
+            challenge = probe.advance()
         except OSError:
             self.peers.watch(probe.connection, 0, None)
             probe.connection.close()
             return
         if challenge is None or self.refusal:
-            self.peers.watch(probe.connection, probe.awaits, partial(self._twin, probe))
+            self.peers.watch(probe.connection, probe.awaits, partial(self._continue_probe, probe))
             return
         entry = self.entries[0]
         hello = json.dumps([0, self.world.world_size, entry])
@@ -188,42 +193,42 @@ class RendezvousServer:
             probe.connection.sendall(encode({"proof": proof, "hello": hello}))
         raise ContradictionError(
             "HT205",
-            f"two processes say that they are rank 0: {entry['host']} pid {entry['pid']} and the "
-            f"one that listens at port {probe.place[1]} there",
+            f"two processes are rank 0: {entry['host']} pid {entry['pid']} and the one that "
+            f"listens at port {probe.place[1]} there",
             "each rank once",
             *_OWN_PORT,
         )
 
-    def _leave_word(self) -> None:
+    def _publish_addresses(self) -> None:
         """Publish the addresses and the port in the key-value store."""
         if self.store is None:
             return
         own = [LOOPBACK] if self.world.on_one_host else [*reachable(), LOOPBACK]
-        word = json.dumps({"addresses": own, "port": self.ports[-1]})
+        value = json.dumps({"addresses": own, "port": self.ports[-1]})
         try:
-            self.store.write(self.credentials.start, word.encode())
+            self.store.write(self.credentials.start, value.encode())
         except OSError as error:
             raise StartError(
                 "HT203",
-                f"rank 0 cannot leave word of its address in {self.store.where}: {error}",
-                "a place that all ranks see, or rank 0's host by name",
+                f"rank 0 cannot publish its address in {self.store.where}: {error}",
+                "a place that all ranks can read, or the name of rank 0's host",
                 f"export {env_vars.MAIN_ADDRESS}=HOST (the host of rank 0, on all ranks)",
             ) from None
 
     def _wait(self) -> None:
         started = self.clock()
-        news = started + NEWS_SECONDS
+        next_status = started + STATUS_SECONDS
         while len(self.entries) < self.world.world_size:
             now = self.clock()
             if now >= started + self.timeout:
                 raise self._missing()
-            if now >= news:
-                waiting = _ranks(self._absent())
+            if now >= next_status:
+                waiting = ranks_text(self._absent())
                 self.announce(
                     f"waiting for {waiting} of {self.world.world_size} since {now - started:.0f} s"
                 )
-                news = now + NEWS_SECONDS
-            self.peers.attend(min(news, started + self.timeout) - now)
+                next_status = now + STATUS_SECONDS
+            self.peers.poll(min(next_status, started + self.timeout) - now)
 
     def _arrived(self, peer: Peer, hello: str) -> None:
         """Register a peer that has proved that it belongs to this start.
@@ -244,15 +249,15 @@ class RendezvousServer:
         if size != self.world.world_size:
             raise ContradictionError(
                 "HT206",
-                f"rank {rank} on {entry['host']} says {size} ranks, rank 0 on "
-                f"{self.entries[0]['host']} says {self.world.world_size}",
-                "one world size",
+                f"rank {rank} on {entry['host']} has world size {size}, rank 0 on "
+                f"{self.entries[0]['host']} has {self.world.world_size}",
+                "the same world size on all ranks",
                 "hpctrain explain (in place of the script, on both ranks)",
             )
         if known and known["process"] != entry["process"]:
             raise ContradictionError(
                 "HT205",
-                f"two processes say that they are rank {rank}: {known['host']} pid "
+                f"two processes are rank {rank}: {known['host']} pid "
                 f"{known['pid']} and {entry['host']} pid {entry['pid']}",
                 "each rank once",
                 *_OWN_PORT,
@@ -265,11 +270,11 @@ class RendezvousServer:
         self.lost.pop(rank, None)
 
     def _left(self, peer: Peer) -> None:
-        for rank in [rank for rank, one in self.by_rank.items() if one is peer]:
+        for rank in [rank for rank, other_peer in self.by_rank.items() if other_peer is peer]:
             del self.by_rank[rank]
             self.lost[rank] = self.entries.pop(rank)["host"]
 
-    def _tell(self, roster: Roster) -> None:
+    def _send_roster(self, roster: Roster) -> None:
         """Send the roster to all ranks, and wait until all confirm it, so that no rank is lost.
 
         Raises:
@@ -282,17 +287,17 @@ class RendezvousServer:
             "port": roster.port,
             "nonce": self.nonce,
         }
-        self.peers.deliver(message, patience, heard=True)
+        self.peers.deliver(message, patience, wait_for_confirmation=True)
         others = range(1, self.world.world_size)
-        deaf = [r for r in others if r not in self.by_rank or not self.by_rank[r].has_heard]
-        if deaf:
-            names = [roster.hosts[roster.host_of_rank[rank]] for rank in deaf]
-            hosts = list(dict.fromkeys(names))
+        unconfirmed = [r for r in others if r not in self.by_rank or not self.by_rank[r].confirmed]
+        if unconfirmed:
+            hosts = {roster.hosts[roster.host_of_rank[rank]]: None for rank in unconfirmed}
             raise StartError(
                 "HT201",
-                f"{_ranks(deaf)} of {self.world.world_size} came and {_were(deaf)} lost: the "
-                f"roster was not heard on {', '.join(hosts[:8])}",
-                "all ranks, to the end of the start",
+                f"{ranks_text(unconfirmed)} of {self.world.world_size} connected and "
+                f"{_were(unconfirmed)} lost: no confirmation of the roster from "
+                f"{listed(list(hosts))}",
+                "all ranks until the start is complete",
                 "look for the first error in their logs, and whether the host can be reached",
             )
         self.peers.deliver({"begin": True}, patience)
@@ -302,18 +307,18 @@ class RendezvousServer:
 
     def _missing(self) -> StartError:
         missing = self._absent()
-        came = ", ".join(f"{r} on {self.entries[r]['host']}" for r in sorted(self.entries)[:32])
-        gone = "".join(f"; rank {r} on {h} came and was lost" for r, h in self.lost.items())
-        seen = {entry["host"] for entry in self.entries.values()} | set(self.lost.values())
-        silent = [host for host in self.world.hosts or () if host not in seen]
-        if silent:
-            gone += f"; nothing was heard from {', '.join(silent[:8])}"
-        if self.peers.trouble:
-            gone += f"; callers were not let in: {self.peers.trouble}"
+        hosts = {rank: entry["host"] for rank, entry in self.entries.items()} | self.lost
+        connected = ranks_text(self.entries, hosts)
+        details = "".join(f"; rank {r} on {h} connected and was lost" for r, h in self.lost.items())
+        missing_hosts = [host for host in self.world.hosts or () if host not in hosts.values()]
+        if missing_hosts:
+            details += f"; no connection from {listed(missing_hosts)}"
+        if self.peers.accept_error:
+            details += f"; connections could not be accepted: {self.peers.accept_error}"
         return StartError(
             "HT201",
-            f"{_ranks(missing)} of {self.world.world_size} did not come within "
-            f"{self.timeout:.0f} s (came: {came}{gone}). Rank 0 listened at port "
+            f"{ranks_text(missing)} of {self.world.world_size} did not connect within "
+            f"{self.timeout:.0f} s (connected: {connected}{details}). Rank 0 listened at port "
             f"{self.ports[-1]} of {self.entries[0]['host']}",
             "all ranks",
             "look for the first error in their logs",
@@ -353,10 +358,10 @@ def _read(hello: str) -> tuple[int, int, Entry]:
     Raises:
         ValueError: the text has another format.
     """
-    said = json.loads(hello)
-    if not isinstance(said, list) or [type(part) for part in said] != [int, int, dict]:
+    fields = json.loads(hello)
+    if not isinstance(fields, list) or [type(part) for part in fields] != [int, int, dict]:
         raise ValueError(hello)
-    rank, size, entry = said
+    rank, size, entry = fields
     place = entry.get("world")
     whole = {"host", "pid", "process", "address"} <= entry.keys() and isinstance(place, dict)
     if not 0 <= rank < size or not whole or not {"local_rank", "node_rank"} <= place.keys():
@@ -367,12 +372,6 @@ def _read(hello: str) -> tuple[int, int, Entry]:
 def _for_all(entry: Entry) -> Entry:
     """Return an entry without the value that only rank 0 needs."""
     return {name: value for name, value in entry.items() if name != "process"}
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as `rank 3` or `ranks 1, 2, 5`."""
-    shown = ", ".join(map(str, ranks[:32])) + (", …" if len(ranks) > 32 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def _were(ranks: Sequence[int]) -> str:

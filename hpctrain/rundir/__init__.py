@@ -1,4 +1,4 @@
-"""Names and formats of the files in a run directory and of the exit status file, and their readers.
+"""Names and formats of the files in a run directory, and their readers.
 
 run.json                    identity of the run: name, data, model, and the world of its first start
 starts.jsonl                a line for each start: command, options, versions, commit, world
@@ -17,42 +17,21 @@ import json
 import os
 import re
 import stat
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import UsageError, exit_codes
 
 __all__ = [
-    "DONE",
-    "FAILED",
-    "GIVEN_UP",
-    "MOST_FRUITLESS",
-    "STATUS",
-    "STOPPED",
     "RunDirectory",
     "append",
     "create",
     "default",
-    "read_exit_status",
     "replace",
-    "slow_ranks",
-    "write_exit_status",
 ]
-
-# The exit codes of the outermost hpctrain process, and the codes in the exit status file.
-DONE = 0
-FAILED = 1
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: stopped at a safe point, can be resumed
-GIVEN_UP = 76  # restarted too often without progress
-
-# Consecutive starts that may end without a new checkpoint.
-MOST_FRUITLESS = 3
-
-STATUS = {DONE: "done", FAILED: "failed", STOPPED: "stopped", GIVEN_UP: "given-up"}
 
 _STEP = re.compile(r"step-(\d{8,})\Z", re.ASCII)
 
@@ -111,7 +90,7 @@ class RunDirectory:
                 "HT701",
                 f"{path} cannot be read: {error}",
                 "a file that hpctrain wrote",
-                "mend or remove it",
+                "repair or remove it",
                 "--run-dir DIR for another directory",
             ) from None
 
@@ -121,8 +100,8 @@ class RunDirectory:
         Args:
             reason: one line for the user.
         """
-        known = self.read(self.summary) or {"step": max(self.steps(), default=0)}
-        summary = {**known, "status": STATUS[GIVEN_UP], "reason": reason}
+        entries = self.read(self.summary) or {"step": max(self.steps(), default=0)}
+        summary = {**entries, "status": exit_codes.STATUS[exit_codes.GIVEN_UP], "reason": reason}
         replace(self.summary, json.dumps(summary, indent=1) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
@@ -155,22 +134,6 @@ def _open(name: str, flags: int) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "no regular file", name)
     return descriptor
-
-
-def slow_ranks(seconds: Sequence[float], a_step: float) -> list[int]:
-    """Return the ranks that are much slower than the others.
-
-    A slow rank takes more than 1.5 times the median (of two ranks, the time of the faster one), and
-    exceeds the median by more than 2 ms and more than 5 % of a step.
-
-    Args:
-        seconds: time of each rank in a step for work in which ranks do not wait for each other,
-            such as `data` and `forward` of timings.jsonl.
-        a_step: seconds of the whole step.
-    """
-    usual = statistics.median_low(seconds)
-    least = max(1.5 * usual, usual + 0.002, usual + 0.05 * a_step)
-    return [rank for rank, one in enumerate(seconds) if one > least]
 
 
 def default(name: str, label: str | None) -> str:
@@ -237,30 +200,10 @@ def append(path: Path, line: str) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         size = os.fstat(descriptor).st_size
-        torn = size and os.pread(descriptor, 1, size - 1) != b"\n"
-        text = (("\n" if torn else "") + line + "\n").encode()
+        incomplete = size and os.pread(descriptor, 1, size - 1) != b"\n"
+        text = (("\n" if incomplete else "") + line + "\n").encode()
         if os.write(descriptor, text) < len(text):
             os.ftruncate(descriptor, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
-
-
-def write_exit_status(path: str, code: int, reason: str) -> None:
-    """Write the exit status file for the process that started the ranks.
-
-    Args:
-        path: value of $HPCTRAIN_EXIT_STATUS_FILE.
-        code: one of the exit codes above.
-        reason: one line for the user.
-    """
-    replace(Path(path), json.dumps({"code": code, "reason": reason}) + "\n")
-
-
-def read_exit_status(path: str | os.PathLike[str]) -> tuple[int, str] | None:
-    """Return code and reason of an exit status file; None if it is missing or incomplete."""
-    try:
-        exit_status = json.loads(Path(path).read_text())
-        return int(exit_status["code"]), str(exit_status["reason"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hpctrain.backends.base import Backend, Work
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import HpctrainError, UsageError, repeated
 
 __all__ = ["Consensus", "meet", "on_rank_zero"]
@@ -16,7 +17,6 @@ T = TypeVar("T")
 
 _SECONDS_BETWEEN_SUMS = 1.0
 _MOST_STEPS = 256  # limit, so that the next sum is not late if steps become slow
-_SHOWN = 8  # ranks that an error message lists
 
 
 class Consensus:
@@ -110,9 +110,9 @@ def meet(backend: Backend, doing: str) -> None:
         UsageError: the ranks do not do the same.
     """
     if backend.world_size > 1:
-        said = [one.split("\t") for one in backend.meet(f"{doing}\t{_place()}")]
-        if any(one[0] != said[0][0] for one in said):
-            _refuse_unlike([f"{doing} ({place})" for doing, place in said])
+        answers = [one.split("\t") for one in backend.all_gather_text(f"{doing}\t{_place()}")]
+        if any(one[0] != answers[0][0] for one in answers):
+            _refuse_unlike([f"{doing} ({place})" for doing, place in answers])
 
 
 def compare(backend: Backend, doing: str) -> None:
@@ -134,7 +134,7 @@ def _refuse_unlike(seen: Sequence[str]) -> None:
         raise UsageError(
             "HT601",
             "the ranks do not do the same: "
-            + "; ".join(f"{_ranks(those)}: {doing}" for doing, those in ranks.items()),
+            + "; ".join(f"{ranks_text(those)}: {doing}" for doing, those in ranks.items()),
             "the same calls in the same order on every rank",
             "call run.log(), run.save() and session.sum() on all ranks, not under `if "
             "session.is_main`",
@@ -153,11 +153,6 @@ def _place() -> str:
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
-def _ranks(those: Sequence[int]) -> str:
-    shown = ", ".join(map(str, those[:_SHOWN])) + (", …" if len(those) > _SHOWN else "")
-    return f"rank{'s' if len(those) > 1 else ''} {shown}"
-
-
 def on_rank_zero(backend: Backend, act: Callable[[], T]) -> T:
     """Call a function on rank 0, and return its result, or raise its error, on every rank.
 
@@ -169,19 +164,19 @@ def on_rank_zero(backend: Backend, act: Callable[[], T]) -> T:
         HpctrainError: error of rank 0; complete on rank 0, a short repetition on the others.
     """
     result: Any = None
-    mistake: HpctrainError | None = None
+    error: HpctrainError | None = None
     if backend.rank == 0:
         try:
             result = act()
-        except HpctrainError as error:
-            mistake = error
-    told: tuple[str, ...] | None = None
-    if mistake is not None:
-        told = (type(mistake).__name__, *mistake.args)
-    told, result = backend.broadcast_object((told, result))
-    if mistake is not None:
-        raise mistake
-    if told is not None:
-        raise repeated(*told)
+        except HpctrainError as caught:
+            error = caught
+    sent: tuple[str, ...] | None = None
+    if error is not None:
+        sent = (type(error).__name__, *error.args)
+    sent, result = backend.broadcast_object((sent, result))
+    if error is not None:
+        raise error
+    if sent is not None:
+        raise repeated(*sent)
     shared: T = result
     return shared

@@ -236,5 +236,5 @@ class Classification:
                 "for images, targets in session.loader(val_set, train=False): "
                 "scores.update(model(images), targets)",
             )
-        error.told_by_rank_0 = self._backend.rank > 0
+        error.reported_by_rank_0 = self._backend.rank > 0
         return error

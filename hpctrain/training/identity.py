@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,11 +16,11 @@ from torch import nn
 
 from hpctrain._version import __version__
 from hpctrain.arguments import Options
-from hpctrain.cluster import env_vars
+from hpctrain.cluster import commands, env_vars
 from hpctrain.cluster.job import Allocation
 from hpctrain.cluster.world import World
-from hpctrain.errors import GivenUpError, UsageError
-from hpctrain.rundir import DONE, MOST_FRUITLESS, STATUS, RunDirectory, append, create, default
+from hpctrain.errors import GivenUpError, UsageError, exit_codes
+from hpctrain.rundir import RunDirectory, append, create, default
 from hpctrain.rundir.lock import Lock
 
 __all__ = ["claim", "facts", "note_start", "refuse_fruitless"]
@@ -29,7 +28,6 @@ __all__ = ["claim", "facts", "note_start", "refuse_fruitless"]
 FORMAT = 1
 # Values that identify a run; all others may change from one start to the next.
 _IDENTITY = ("name", "data", "model")
-_GIT_SECONDS = 5.0
 
 
 def claim(
@@ -59,7 +57,7 @@ def claim(
         UsageError: the directory has a run and `--resume` was not given; it has another run or
             foreign files; it cannot be written; or another start uses it.
     """
-    said = {"name": name, "data": options.data, "model": _signature(models)}
+    own = {"name": name, "data": options.data, "model": _signature(models)}
     resume = options.resume
     if resume is None:
         resume = options.elastic or (job is not None and job.restart_count > 0)
@@ -69,19 +67,19 @@ def claim(
     if before is None:
         _refuse_strangers(directory)
     else:
-        _refuse_other_runs(directory, before, said, resume)
+        _refuse_other_runs(directory, before, own, resume)
         if _finished(directory, options):
             return directory, None
     lock = Lock.take(directory, job, env)
     if before is not None:
         return directory, lock
-    about = {"format": FORMAT, **said, "created": time.time(), "world": asdict(world)}
+    about = {"format": FORMAT, **own, "created": time.time(), "world": asdict(world)}
     try:
         create(directory.identity, json.dumps(about, indent=1) + "\n")
     except OSError as error:
         lock.release()
         if isinstance(error, FileExistsError):  # another start was faster and has ended
-            _refuse_other_runs(directory, directory.read(directory.identity), said, False)
+            _refuse_other_runs(directory, directory.read(directory.identity), own, False)
         raise UsageError(
             "HT617",
             f"the run directory {directory.path} cannot be made: {error}",
@@ -92,7 +90,7 @@ def claim(
 
 
 def _refuse_other_runs(
-    directory: RunDirectory, before: Mapping[str, Any], said: Mapping[str, Any], resume: bool
+    directory: RunDirectory, before: Mapping[str, Any], own: Mapping[str, Any], resume: bool
 ) -> None:
     """Compare run.json with the identity of this start."""
     if not resume:
@@ -106,11 +104,11 @@ def _refuse_other_runs(
             "--run-dir DIR for another",
         )
     for key in _IDENTITY:
-        if before.get(key) != said[key]:
+        if before.get(key) != own[key]:
             raise UsageError(
                 "HT618",
                 f"{directory.path} belongs to another run: its {key} is {before.get(key)!r}, "
-                f"this one's is {said[key]!r}",
+                f"this one's is {own[key]!r}",
                 "the run that began there",
                 "--run-dir DIR for another directory",
             )
@@ -123,7 +121,7 @@ def _finished(directory: RunDirectory, options: Options) -> bool:
     loop early on purpose.
     """
     summary = directory.read(directory.summary) or {}
-    if summary.get("status") != STATUS[DONE]:
+    if summary.get("status") != exit_codes.STATUS[exit_codes.DONE]:
         return False
     starts = directory.lines(directory.starts)
     before = starts[-1].get("options") or {} if starts else {}
@@ -137,9 +135,9 @@ def _finished(directory: RunDirectory, options: Options) -> bool:
 
 def facts(directory: RunDirectory, world: World) -> dict[str, Any]:
     """Return the facts about a run for the manifest of each checkpoint."""
-    said = directory.read(directory.identity) or {}
+    record = directory.read(directory.identity) or {}
     return {
-        "run": {name: said.get(name) for name in _IDENTITY},
+        "run": {name: record.get(name) for name in _IDENTITY},
         "world": asdict(world),
         "versions": _versions(),
     }
@@ -163,7 +161,7 @@ def refuse_fruitless(directory: RunDirectory, job: Allocation | None, step: int)
         if (line.get("job") or {}).get("job_id") != job.job_id or line.get("step") != step:
             break
         fruitless += 1
-    if fruitless >= MOST_FRUITLESS:
+    if fruitless >= exit_codes.MOST_FRUITLESS:
         raise GivenUpError(
             "HT619",
             f"{fruitless} starts of job {job.label} in a row went on from step {step} and left no "
@@ -228,7 +226,7 @@ def note_start(
         "step": step,
         "device": torch.cuda.get_device_name(device) if cuda else device.type,
         "versions": _versions(),
-        "commit": _commit(),
+        "commit": commands.git(Path(sys.argv[0]).resolve().parent, "rev-parse", "HEAD"),
         "world": asdict(world),
         "job": asdict(job) if job else None,
     }
@@ -241,22 +239,6 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }
-
-
-def _commit() -> str | None:
-    """Return the git commit of the script's folder, or None."""
-    try:
-        answer = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=Path(sys.argv[0]).resolve().parent,
-            capture_output=True,
-            text=True,
-            timeout=_GIT_SECONDS,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip()
 
 
 def _signature(models: Sequence[nn.Module]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpctrain import rundir
-from hpctrain.errors import CheckpointError, GivenUpError
+from hpctrain.errors import CheckpointError, GivenUpError, exit_codes
 from hpctrain.process.logging import add_log_file, logger, remove_log_file
 from hpctrain.process.stderr_capture import StderrCapture
 from hpctrain.rundir import RunDirectory
@@ -133,7 +133,7 @@ class RunJournal:
         if self.metrics is None:
             return  # it ended before training
         summary = {
-            "status": rundir.STATUS[code],
+            "status": exit_codes.STATUS[code],
             "metrics": self.metrics.last,
             "world_size": context.world.world_size,
             "backend": context.backend.name,
@@ -141,17 +141,17 @@ class RunJournal:
             **facts,
         }
         rundir.replace(self.directory.summary, json.dumps(summary, indent=1) + "\n")
-        if code == rundir.DONE:
+        if code == exit_codes.DONE:
             sys.stdout.write(table(summary, context.backend.transport, self.directory.path))
             sys.stdout.flush()
 
 
 def code_of(error: BaseException | None) -> int:
-    """Return the exit code of `rundir` for the error that ended a run, or for no error."""
+    """Return the exit code of `exit_codes` for the error that ended a run, or for no error."""
     if isinstance(error, Stopped):
-        return rundir.STOPPED
+        return exit_codes.STOPPED
     if isinstance(error, GivenUpError):
-        return rundir.GIVEN_UP
+        return exit_codes.GIVEN_UP
     if error is None or (isinstance(error, SystemExit) and not error.code):
-        return rundir.DONE
-    return rundir.FAILED
+        return exit_codes.DONE
+    return exit_codes.FAILED

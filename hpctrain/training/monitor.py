@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hpctrain import rundir
 from hpctrain.arguments import Options
+from hpctrain.errors import exit_codes
 from hpctrain.monitoring import profiler, trackers
 from hpctrain.monitoring.profiler import Profile
 from hpctrain.monitoring.progress import Course, Lines, open_progress
@@ -209,7 +209,7 @@ class Monitor:
         """Check whether the timings of all ranks are due; only rank 0 can return True."""
         return self._timings.due()
 
-    def hear(self, due: bool, step: int, epoch: int) -> None:
+    def exchange_timings(self, due: bool, step: int, epoch: int) -> None:
         """Exchange timings if they are due; called by all ranks at one step, once a second.
 
         Args:
@@ -247,7 +247,7 @@ class Monitor:
         """Close the trackers within a limited time, as the other ranks wait meanwhile.
 
         Args:
-            code: exit code of `rundir` that the run ended with.
+            code: exit code of `exit_codes` that the run ended with.
         """
         if self._tracking is not None:
-            self._tracking.close(rundir.STATUS[code], self._context.options.timeout)
+            self._tracking.close(exit_codes.STATUS[code], self._context.options.timeout)

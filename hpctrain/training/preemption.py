@@ -20,6 +20,7 @@ from typing import Any
 from hpctrain import rundir
 from hpctrain.cluster import env_vars, slurm
 from hpctrain.cluster.job import Allocation
+from hpctrain.errors import exit_codes
 from hpctrain.process import signals
 from hpctrain.process.logging import logger
 
@@ -51,8 +52,8 @@ class Stopped(SystemExit):
     """
 
     def __init__(self, reason: str, env: Mapping[str, str], alone: int | None = None) -> None:
-        told = 0 if alone is None else 128 + alone
-        super().__init__(told if env.get(env_vars.EXIT_STATUS_FILE) else rundir.STOPPED)
+        code = 0 if alone is None else 128 + alone
+        super().__init__(code if env.get(env_vars.EXIT_STATUS_FILE) else exit_codes.STOPPED)
         self.reason = reason
         self.together = alone is None
 
@@ -169,8 +170,8 @@ class Preemption:
             number = getattr(signal, name, None)
             if self._job is not None and self._job.scheduler == "slurm":
                 state = slurm.job_state(self._job.label, self._env)
-                if state is None or state.word not in _GOES_ON:
-                    word = state.word if state else "unknown"
+                if state is None or state.name not in _GOES_ON:
+                    word = state.name if state else "unknown"
                     logger.info("not requeued: job %s is %s", self._job.label, word)
                     return
         found = self._found.get(number) if number is not None else None

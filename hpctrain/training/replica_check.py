@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.errors import UsageError
 from hpctrain.training.consensus import on_rank_zero
 from hpctrain.training.context import Context
@@ -48,11 +49,10 @@ def refuse_unlike_weights(context: Context, step: int) -> None:
             what = f"first in {named[first][0]}"
         else:
             what = f"{len(other)} tensors there, {len(seen[0])} at rank 0"
-        shown = ", ".join(map(str, unlike[:8])) + (", …" if len(unlike) > 8 else "")
         raise UsageError(
             "HT612",
-            f"after step {step} rank{'s' if len(unlike) > 1 else ''} {shown} and rank 0 do not "
-            f"have the same weights: {what}",
+            f"after step {step} {ranks_text(unlike)} and rank 0 do not have the same weights: "
+            f"{what}",
             "that every gradient is averaged over the ranks, and that nothing else moves the "
             "weights",
             "session.step(loss) for the backward pass",

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from hpctrain import data, rundir
+from hpctrain import data
 from hpctrain.arguments import Options
 from hpctrain.backends.base import Backend
 from hpctrain.cluster import env_vars, launchers
-from hpctrain.errors import HpctrainError, UsageError, report_uncaught
+from hpctrain.errors import HpctrainError, UsageError, exit_codes, report_uncaught
 from hpctrain.optim import EMA
 from hpctrain.process import failure_record, logging, random_states
 from hpctrain.process.logging import logger
@@ -30,13 +30,14 @@ from hpctrain.process.phases import (
     UPDATING,
     WAITING,
 )
+from hpctrain.rundir.exit_status import write_exit_status
 from hpctrain.training import evaluation, prepare
 from hpctrain.training.consensus import meet
 from hpctrain.training.gradient_guard import GradientGuard
 from hpctrain.training.optimizer_step import Update
 from hpctrain.training.preemption import Preemption, Stopped
-from hpctrain.training.run import Run
 from hpctrain.training.setup import open_ranks
+from hpctrain.training.training_run import Run
 
 __all__ = ["Session"]
 
@@ -411,23 +412,23 @@ class Session:
             self.backend.broadcast(list(model.buffers()))
 
     def close(
-        self, code: int = rundir.DONE, reason: str = "done", together: bool | None = None
+        self, code: int = exit_codes.DONE, reason: str = "done", together: bool | None = None
     ) -> None:
         """Close the session, and write the exit status file.
 
         Ranks that leave together wait until the file is written.
 
         Args:
-            code: exit code of `rundir`.
+            code: exit code of `exit_codes`.
             reason: one line of text for the exit status file.
             together: whether all ranks leave now and wait for each other (default: only if `code`
-                is `rundir.DONE`).
+                is `exit_codes.DONE`).
         """
         if self._closed:
             return
         self._closed = True
         self.preemption.close()
-        together = code == rundir.DONE if together is None else together
+        together = code == exit_codes.DONE if together is None else together
         try:
             if together:
                 self.backend.barrier()
@@ -448,7 +449,7 @@ class Session:
     def _write_exit_status(self, code: int, reason: str) -> None:
         if self._exit_status_file:
             try:
-                rundir.write_exit_status(self._exit_status_file, code, reason)
+                write_exit_status(self._exit_status_file, code, reason)
             except OSError as error:
                 logger.error(
                     "the exit status could not be written to %s: %s", self._exit_status_file, error
@@ -464,7 +465,7 @@ class Session:
         traceback: TracebackType | None,
     ) -> None:
         if isinstance(error, Stopped):
-            self.close(rundir.STOPPED, error.reason, error.together)
+            self.close(exit_codes.STOPPED, error.reason, error.together)
             self.preemption.hand_on()
         elif error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
@@ -482,7 +483,7 @@ class Session:
         elif isinstance(error, SystemExit) and isinstance(error.code, int):
             self.close(error.code, f"the script left with {error.code}")
         else:
-            self.close(rundir.FAILED, f"{type(error).__name__}: {error}")
+            self.close(exit_codes.FAILED, f"{type(error).__name__}: {error}")
 
 
 def _described(loss: Any) -> str:

@@ -36,7 +36,7 @@ class _Equipment:
 
     device: torch.device
     precision: Precision
-    settings: backends.Settings
+    settings: backends.BackendSettings
     entry: dict[str, Any]
 
 
@@ -71,19 +71,19 @@ def open_ranks(
     threads = Threads.here(env)
     undo.callback(threads.put_back)
     # An error is sent to all ranks, so that none of them waits for this one.
-    mistake: HpctrainError | None = None
+    failure: HpctrainError | None = None
     equipment = None
     try:
         equipment = _equip(start, options, batches, name, own, env, undo)
     except (UsageError, StartError) as error:
-        mistake = error
+        failure = error
     met = rendezvous.meet(
         world,
         start.rendezvous_point,
         {**(equipment.entry if equipment else {}), **threads.entry()},
         options.start_timeout,
         logger.info if world.rank == 0 else logger.warning,
-        start.waste or mistake,
+        start.waste or failure,
         check=_prove,
         store=backends.agent_store(start.rendezvous_point, options.start_timeout),
         folder=Path(options.run_dir or env.get(env_vars.RUN_DIR) or "runs"),
@@ -139,12 +139,14 @@ def _equip(
         numbers = precision.open_precision(
             options.precision,
             chosen,
-            precision.Settings(options.loss_scale, options.keep_batchnorm_fp32, world.world_size),
+            precision.PrecisionSettings(
+                options.loss_scale, options.keep_batchnorm_fp32, world.world_size
+            ),
         )
         prepare.check_compiler(options, chosen)
         prepare.check_weights(options, world.rank)
         monitor.check(options, world.rank)
-        settings = backends.Settings(
+        settings = backends.BackendSettings(
             options.timeout + _SECONDS_TO_BLAME,
             options.start_timeout,
             batches.accumulate,

@@ -107,7 +107,7 @@ def refuse_nonfinite(context: Context, step: int) -> None:
             "--resume, with a lower --lr, --lr-warmup-epochs, --clip-norm or --precision fp32; "
             "it goes on from the checkpoint before",
         )
-        error.told_by_rank_0 = context.world.rank > 0
+        error.reported_by_rank_0 = context.world.rank > 0
         raise error
 
 
@@ -132,7 +132,7 @@ def refuse_streak(context: Context, ranks: float, step: int, saved: Position | N
         "--resume, with a lower --lr, --lr-warmup-epochs, --clip-norm or --precision bf16; "
         f"it goes on from step {saved.step if saved else 0}",
     )
-    error.told_by_rank_0 = context.world.rank > 0
+    error.reported_by_rank_0 = context.world.rank > 0
     raise error
 
 

@@ -14,14 +14,14 @@ RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 @pytest.fixture
 def write(tmp_path):
     def write(text):
-        path = tmp_path / "mine.toml"
+        path = tmp_path / "recipe.toml"
         path.write_text(text)
         return str(path)
 
     return write
 
 
-def parser():
+def make_parser():
     made = options(prog="train.py")
     made.add_argument("--model", default="resnet50", choices=("resnet18", "resnet50"))
     made.add_argument("--sizes", type=int, nargs=2, default=[1, 2])
@@ -44,9 +44,9 @@ secret = "open"
 
 def test_recipe_overrides_defaults_and_not_the_command_line(write):
     recipe = write(RECIPE)
-    mine = parser()
-    mine.set_defaults(lr=0.5, seed=7)
-    read = mine.parse_args(["--global-batch", "64", "--recipe", recipe])
+    parser = make_parser()
+    parser.set_defaults(lr=0.5, seed=7)
+    read = parser.parse_args(["--global-batch", "64", "--recipe", recipe])
     assert (read.global_batch, read.lr, read.workers) == (64, 1.0, "auto")
     assert (read.deterministic, read.resume, read.seed) == (True, False, 7)
     assert (read.model, read.sizes, read.secret) == ("resnet18", [3, 4], "open")
@@ -55,30 +55,30 @@ def test_recipe_overrides_defaults_and_not_the_command_line(write):
 
 
 def test_recipe_leaves_the_argument_parser_as_it_was(write):
-    mine = parser()
-    read, rest = mine.parse_known_args([f"--recipe={write(RECIPE)}", "--theirs", "1"])
-    assert (read.model, rest) == ("resnet18", ["--theirs", "1"])
-    read = mine.parse_args(["--secret", "x"])
+    parser = make_parser()
+    read, rest = parser.parse_known_args([f"--recipe={write(RECIPE)}", "--other", "1"])
+    assert (read.model, rest) == ("resnet18", ["--other", "1"])
+    read = parser.parse_args(["--secret", "x"])
     assert (read.model, read.lr, read.sizes) == ("resnet50", Options().lr, [1, 2])
     assert not hasattr(read, "recipe")
     with pytest.raises(SystemExit):
-        mine.parse_args([])
+        parser.parse_args([])
 
 
 def test_help_shows_recipe_values(write, capsys):
     with pytest.raises(SystemExit) as caught:
-        parser().parse_args(["--recipe", write(RECIPE + "clip_value = 3.5\n"), "--help"])
+        make_parser().parse_args(["--recipe", write(RECIPE + "clip_value = 3.5\n"), "--help"])
     assert caught.value.code == 0
-    said = capsys.readouterr().out
-    assert "--recipe FILE.toml" in said
-    assert "(default: 1.0)" in said
+    output = capsys.readouterr().out
+    assert "--recipe FILE.toml" in output
+    assert "(default: 1.0)" in output
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("global_bach = 256", "global_bach is no option of train.py: global_batch is near"),
-        ("global-batch = 256", "global-batch is no option of train.py: global_batch is near"),
+        ("global_bach = 256", "global_bach is no option of train.py; did you mean global_batch?"),
+        ("global-batch = 256", "global-batch is no option of train.py; did you mean global_batch?"),
         ("zzz = 1", "zzz is no option of train.py; --help shows them"),
         ("recipe = 'other.toml'", "recipe is no option"),
         ("[training]\nlr = 0.1", "training is no option"),
@@ -99,13 +99,13 @@ def test_help_shows_recipe_values(write, capsys):
         ("lr = " + "[" * 5000, "no TOML file: "),
     ],
 )
-def test_wrong_recipe_is_one_error_with_its_name(write, capsys, text, said):
+def test_wrong_recipe_is_one_error_with_its_name(write, capsys, text, message):
     path = write(text)
     with pytest.raises(SystemExit) as caught:
-        parser().parse_args(["--secret", "x", "--recipe", path])
+        make_parser().parse_args(["--secret", "x", "--recipe", path])
     assert caught.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"train.py: error: --recipe {path}: {said}")
+    assert error.startswith(f"train.py: error: --recipe {path}: {message}")
 
 
 @pytest.mark.parametrize(
@@ -119,27 +119,27 @@ def test_wrong_recipe_is_one_error_with_its_name(write, capsys, text, said):
     ],
 )
 def test_recipe_switch_and_its_negation(write, text, line, expected):
-    mine = options(prog="train.py")
-    mine.add_argument("--flip", action="store_true")
-    mine.add_argument("--no-flip", dest="flip", action="store_false")
-    assert mine.parse_args(["--recipe", write(text), *line]).flip is expected
-    assert mine.parse_args([]).flip is False
+    parser = options(prog="train.py")
+    parser.add_argument("--flip", action="store_true")
+    parser.add_argument("--no-flip", dest="flip", action="store_false")
+    assert parser.parse_args(["--recipe", write(text), *line]).flip is expected
+    assert parser.parse_args([]).flip is False
 
 
 def test_recipe_option_and_switch_of_one_name(write):
-    mine = options(prog="train.py")
-    mine.add_argument("--size", type=int, default=1)
-    mine.add_argument("--huge", dest="size", action="store_const", const=99)
-    mine.add_argument("--blur", action=argparse.BooleanOptionalAction)
-    read = mine.parse_args(["--recipe", write("size = 7\nblur = false")])
+    parser = options(prog="train.py")
+    parser.add_argument("--size", type=int, default=1)
+    parser.add_argument("--huge", dest="size", action="store_const", const=99)
+    parser.add_argument("--blur", action=argparse.BooleanOptionalAction)
+    read = parser.parse_args(["--recipe", write("size = 7\nblur = false")])
     assert (read.size, read.blur) == (7, False)
-    assert mine.parse_args(["--recipe", write("size = 7"), "--huge"]).size == 99
+    assert parser.parse_args(["--recipe", write("size = 7"), "--huge"]).size == 99
 
 
 def test_recipe_text_is_converted_once(write):
-    mine = options(prog="train.py")
-    mine.add_argument("--mark", type=lambda text: f"{text}!")
-    assert mine.parse_args(["--recipe", write("mark = 'x'")]).mark == "x!"
+    parser = options(prog="train.py")
+    parser.add_argument("--mark", type=lambda text: f"{text}!")
+    assert parser.parse_args(["--recipe", write("mark = 'x'")]).mark == "x!"
 
 
 @pytest.mark.parametrize(
@@ -154,33 +154,33 @@ def test_recipe_text_is_converted_once(write):
     ],
 )
 def test_recipe_refuses_options_without_a_value(write, capsys, action, more, value):
-    mine = options(prog="train.py")
-    mine.add_argument("-t", "--tag", action=action, **more)
+    parser = options(prog="train.py")
+    parser.add_argument("-t", "--tag", action=action, **more)
     with pytest.raises(SystemExit) as caught:
-        mine.parse_args(["--recipe", write(f"tag = {value}")])
+        parser.parse_args(["--recipe", write(f"tag = {value}")])
     assert caught.value.code == 2
     assert "tag: -t/--tag is for the command line alone" in capsys.readouterr().err
 
 
 def test_unreadable_recipe_is_one_error(tmp_path, capsys):
     (tmp_path / "latin.toml").write_bytes(b"about = '\xe9'")
-    for name, said in (
+    for name, message in (
         ("nothing.toml", "No such file"),
         (".", "Is a directory"),
         ("latin.toml", "no TOML file"),
     ):
         with pytest.raises(SystemExit) as caught:
-            parser().parse_args(["--secret", "x", "--recipe", name])
+            make_parser().parse_args(["--secret", "x", "--recipe", name])
         assert caught.value.code == 2
-        assert f"--recipe {name}: {said}" in capsys.readouterr().err
+        assert f"--recipe {name}: {message}" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        parser().parse_args(["--secret", "x", "--recipe"])
+        make_parser().parse_args(["--secret", "x", "--recipe"])
     assert "argument --recipe: expected one argument" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
 def test_recipes_of_the_repository_name_their_source(path):
-    """That the examples take them is tested where they run."""
+    """Check the comments only; the tests of the examples run the recipes."""
     text = path.read_text()
     about = tomllib.loads(text)["about"]
     assert "https://" in about

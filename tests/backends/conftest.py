@@ -1,4 +1,4 @@
-"""Horovod for the tests of backends."""
+"""The fixture that skips a test without Horovod."""
 
 import importlib.util
 

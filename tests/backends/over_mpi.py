@@ -13,9 +13,9 @@ with hpctrain.Session(
 ) as session:
     import horovod.torch as hvd
 
-    ours = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).double()
-    hand = copy.deepcopy(ours)
-    ours, _ = session.prepare(ours, torch.optim.SGD(ours.parameters(), 0.1, momentum=0.9))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+    hand = copy.deepcopy(model)
+    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(hand.parameters(), 0.1, momentum=0.9),
         named_parameters=hand.named_parameters(),
@@ -24,16 +24,16 @@ with hpctrain.Session(
     torch.manual_seed(session.world.rank)
     for _ in range(5):
         inputs = torch.randn(4, 8, dtype=torch.float64)
-        session.step(ours(inputs).square().mean())
+        session.step(model(inputs).square().mean())
         hand(inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    apart = max(
+    difference = max(
         (a - b).abs().max().item()
-        for a, b in zip(ours.parameters(), hand.parameters(), strict=True)
+        for a, b in zip(model.parameters(), hand.parameters(), strict=True)
     )
     if session.is_main:
-        sys.stdout.write(f"{session.backend.transport} {apart:g}\n")
+        sys.stdout.write(f"{session.backend.transport} {difference:g}\n")
 try:
     hpctrain.Session(backend="horovod", batch_size=2)
 except hpctrain.HpctrainError as error:

@@ -34,30 +34,30 @@ def test_world_and_backend_agree_on_ranks_and_hosts(run, layout):
     assert [r[0].node_rank for r in results] == [n for n, t in enumerate(layout) for _ in range(t)]
 
 
-def sums():
+def sum_values():
     with session(batch_size=2) as opened:
         rank = opened.world.rank
-        whole, real, tensor = opened.sum(2**53 + rank, 0.1 * rank, torch.tensor(rank))
-        one = opened.sum(rank)
+        integer, real, tensor = opened.sum(2**53 + rank, 0.1 * rank, torch.tensor(rank))
+        single = opened.sum(rank)
         shared = opened.backend.broadcast_object({"from": rank})
         # A rank that saw no sample has an int where the others have a float.
         mixed = opened.sum(0.5 if rank == 0 else 0)
-        return whole, real, tensor, one, shared, mixed
+        return integer, real, tensor, single, shared, mixed
 
 
 @pytest.mark.parametrize("size", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_sums_are_exact_and_equal_on_all_ranks(run, size):
-    results = ranks.values(run(size, sums))
-    whole = sum(2**53 + rank for rank in range(size))
+    results = ranks.values(run(size, sum_values))
+    integer = sum(2**53 + rank for rank in range(size))
     ones = sum(range(size))
     for result in results:
-        assert result[0] == whole
+        assert result[0] == integer
         assert isinstance(result[0], int)
         assert result[1] == pytest.approx(0.1 * ones, rel=1e-15)
         assert result[2:] == (ones, ones, {"from": 0}, 0.5)
 
 
-def same_steps():
+def train_12_steps():
     with session(
         global_batch=12, batch_size=1, precision="fp64", max_steps=12, log_every=1, run_dir="run"
     ) as opened:
@@ -70,7 +70,7 @@ def same_steps():
 )
 def test_same_losses_and_weights_for_every_world_size(run, tmp_path, monkeypatch, sizes):
     """Equal micro-batches in one process that accumulates and in worlds of several ranks."""
-    found = by_world_size(run, sizes, same_steps, tmp_path, monkeypatch)
+    found = by_world_size(run, sizes, train_12_steps, tmp_path, monkeypatch)
     alone, _, _ = found[1][0]
     assert len(alone) == len(set(alone)) == 12
     for size, results in found.items():
@@ -83,14 +83,14 @@ def test_same_losses_and_weights_for_every_world_size(run, tmp_path, monkeypatch
                     assert torch.equal(weights[name], others[name]), f"{name} differs by rank"
 
 
-def plain_attributes():
+def check_attributes():
     with session(batch_size=2) as opened:
         model = small_model()
-        model.note = "mine"
+        model.note = "a note"
         names = list(model.state_dict())
         parameters = [name for name, _ in model.named_parameters()]
         prepared = opened.prepare(model)
-        assert prepared.note == "mine"
+        assert prepared.note == "a note"
         assert list(prepared.state_dict()) == names
         assert [name for name, _ in prepared.named_parameters()] == parameters
         prepared.load_state_dict(small_model().state_dict())
@@ -102,10 +102,10 @@ def plain_attributes():
 @HOROVOD_SLOW
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_prepared_model_keeps_names_and_attributes(run, size):
-    assert all(ranks.values(run(size, plain_attributes)))
+    assert all(ranks.values(run(size, check_attributes)))
 
 
-def uneven_evaluation():
+def evaluate_uneven_parts():
     with session(batch_size=2) as opened:
         model = small_model()
         if opened.world.rank == 1:
@@ -125,15 +125,15 @@ def uneven_evaluation():
 
 @SIZES
 def test_evaluation_counts_each_sample_once_for_every_world_size(run, sizes):
-    alone = ranks.values(run(1, uneven_evaluation))[0]
+    alone = ranks.values(run(1, evaluate_uneven_parts))[0]
     assert alone[1] == 101
     for size in sizes[1:]:
-        for result in ranks.values(run(size, uneven_evaluation)):
+        for result in ranks.values(run(size, evaluate_uneven_parts)):
             assert result[:2] == alone[:2]
             assert result[2] == pytest.approx(alone[2], rel=1e-6)
 
 
-def precisions(precision, clip):
+def train_in_precision(precision, clip):
     with session(
         batch_size=8, max_steps=12, precision=precision, clip_norm=clip, log_every=1, run_dir="run"
     ) as opened:
@@ -152,7 +152,7 @@ def precisions(precision, clip):
     ],
 )
 def test_every_precision_trains_with_equal_weights_on_all_ranks(run, precision, clip):
-    results = ranks.values(run(3, precisions, precision, clip))
+    results = ranks.values(run(3, train_in_precision, precision, clip))
     losses = results[0][0]
     assert all(loss == loss for loss in losses)
     assert sum(losses[-3:]) < sum(losses[:3])
@@ -162,7 +162,7 @@ def test_every_precision_trains_with_equal_weights_on_all_ranks(run, precision, 
         assert torch.equal(weights, results[0][2])
 
 
-def clipping(precision):
+def clipped_step_norm(precision):
     with session(batch_size=8, precision=precision, clip_norm=0.01) as opened:
         model = small_model()
         before = [p.detach().clone() for p in model.parameters()]
@@ -177,11 +177,11 @@ def clipping(precision):
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
 def test_clip_norm_applies_to_unscaled_gradients(run, precision):
-    for norm in ranks.values(run(3, clipping, precision)):
+    for norm in ranks.values(run(3, clipped_step_norm, precision)):
         assert norm == pytest.approx(0.01, rel=1e-2)
 
 
-def two_sessions():
+def open_two_sessions():
     first = dict(os.environ)
     with session(batch_size=2) as opened:
         inside = opened.sum(1)
@@ -193,10 +193,10 @@ def two_sessions():
 
 
 def test_second_session_in_one_process_works_and_restores_environment(run):
-    assert ranks.values(run(3, two_sessions)) == [(3, 3)] * 3
+    assert ranks.values(run(3, open_two_sessions)) == [(3, 3)] * 3
 
 
-def repeat_with_dropout():
+def train_with_dropout():
     with session(
         global_batch=24,
         batch_size=2,
@@ -213,13 +213,13 @@ def repeat_with_dropout():
 @HOROVOD_SLOW
 @SIZES
 def test_deterministic_dropout_is_equal_for_every_world_size(run, tmp_path, monkeypatch, sizes):
-    found = by_world_size(run, sizes, repeat_with_dropout, tmp_path, monkeypatch)
+    found = by_world_size(run, sizes, train_with_dropout, tmp_path, monkeypatch)
     assert len(set(found[1][0])) == 6
     for losses, *_ in found.values():
         assert losses == pytest.approx(found[1][0], rel=1e-9)
 
 
-def two_models():
+def step_two_models():
     with session(batch_size=2) as opened:
         torch.manual_seed(opened.world.rank)
         critic, maker = nn.Linear(4, 1), nn.Linear(4, 4)
@@ -232,27 +232,27 @@ def two_models():
         opened.step(critic(torch.ones(2, 4)).mean(), first)
         moved = critic.weight.detach().clone()
         opened.step(critic(maker(torch.ones(2, 4))).mean(), second)
-        left = [p.grad for p in critic.parameters() if p.grad is not None]
-        return start, moved, critic.weight.detach().clone(), left, frozen.weight
+        gradients = [p.grad for p in critic.parameters() if p.grad is not None]
+        return start, moved, critic.weight.detach().clone(), gradients, frozen.weight
 
 
 def test_two_models_and_optimizers_step_separately(run):
-    results = ranks.values(run(3, two_models))
-    for start, moved, end, left, frozen in results:
+    results = ranks.values(run(3, step_two_models))
+    for start, moved, end, gradients, frozen in results:
         assert not torch.equal(start, moved)
         assert torch.equal(moved, end)
-        assert not left
+        assert not gradients
         assert torch.equal(start, results[0][0])
         assert torch.equal(frozen, results[0][4])
 
 
-def refused_loader_arguments():
+def pass_loader_arguments():
     with session(batch_size=2) as opened:
         opened.loader(images(20), shuffle=True, num_workers=2)
 
 
 def test_loader_arguments_that_the_session_sets_are_refused():
-    (result,) = ranks.run(1, refused_loader_arguments)
+    (result,) = ranks.run(1, pass_loader_arguments)
     assert isinstance(result, hpctrain.HpctrainError)
     assert "num_workers, shuffle" in str(result)
 
@@ -260,7 +260,7 @@ def test_loader_arguments_that_the_session_sets_are_refused():
 # What is torch.distributed's alone.
 
 
-def counts_reductions():
+def count_reductions():
     with hpctrain.Session(global_batch=24, batch_size=2, max_steps=3, run_dir="run") as session:
         model = small_model()
         model, _optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -289,14 +289,14 @@ def _count(seen, bucket):
 
 
 def test_ddp_all_reduces_only_after_the_last_micro_batch():
-    for steps in ranks.values(ranks.run(3, counts_reductions)):
+    for steps in ranks.values(ranks.run(3, count_reductions)):
         assert (
             steps
             == [(False, False)] * 3 + [(True, True)] + ([(False, False)] * 3 + [(True, True)]) * 2
         )
 
 
-def too_early():
+def open_after_init_process_group():
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
@@ -307,15 +307,15 @@ def too_early():
 
 
 def test_existing_process_group_is_refused():
-    for result in ranks.run(2, too_early):
+    for result in ranks.run(2, open_after_init_process_group):
         assert isinstance(result, hpctrain.HpctrainError)
         assert result.exit_code == 2
         assert result.code == "HT308"
         assert "init_process_group" in str(result)
 
 
-def connects_late():
-    """Rank 0 is slow to connect; whether it was connected when the session was open."""
+def connect_late():
+    """Delay rank 0, and return whether it was connected when the session was open."""
     connect = torch.distributed.init_process_group
 
     def slow(*arguments, **keywords):
@@ -330,11 +330,11 @@ def connects_late():
 
 
 def test_no_rank_leaves_before_all_are_connected():
-    """The slow one would be told that another one is lost, and not what that one died of."""
-    assert ranks.values(ranks.run(3, connects_late)) == [True] * 3
+    """Otherwise the slow rank would report a lost rank, and not the error of that rank."""
+    assert ranks.values(ranks.run(3, connect_late)) == [True] * 3
 
 
-def does_not_connect():
+def fail_to_connect():
     connect = torch.distributed.init_process_group
 
     def fails(*arguments, **keywords):
@@ -347,24 +347,24 @@ def does_not_connect():
 
 
 def test_rank_that_does_not_connect_is_named_at_once():
-    results = ranks.run(3, does_not_connect, timeout=60)
+    results = ranks.run(3, fail_to_connect, timeout=60)
     assert [type(result) for result in results] == [StartError] * 3
     assert [result.code for result in results] == ["HT305", "HT306", "HT305"]
     assert "did not connect rank 1 over gloo" in str(results[1])
     for rank in (0, 2):
-        assert "rank 1 on node1 came to the rendezvous and was lost" in str(results[rank])
+        assert "rank 1 on node1 took part in the rendezvous and was lost" in str(results[rank])
 
 
-def ddp_alone():
+def sum_on_one_rank():
     with hpctrain.Session(batch_size=2, backend="ddp", timeout=120) as session:
         return session.backend.name, session.sum(5)
 
 
 def test_ddp_with_one_rank():
-    assert ranks.values(ranks.run(1, ddp_alone)) == [("ddp", 5)]
+    assert ranks.values(ranks.run(1, sum_on_one_rank)) == [("ddp", 5)]
 
 
-def begin_from(path, **options):
+def load_init_from(path, **options):
     with session(batch_size=2, init_from=str(path), **options) as opened:
         model, other = opened.prepare(small_model(), small_model())
         states = [one.state_dict() for one in (model, other)]
@@ -381,7 +381,7 @@ def test_init_from_gives_all_ranks_the_weights_of_a_file(run, tmp_path):
     wanted = [
         {name: value.tolist() for name, value in source.state_dict().items()} for source in sources
     ]
-    for found in ranks.values(run(3, begin_from, tmp_path / "weights.pt")):
+    for found in ranks.values(run(3, load_init_from, tmp_path / "weights.pt")):
         assert found == wanted
 
 
@@ -389,6 +389,6 @@ def test_init_from_gives_all_ranks_the_weights_of_a_file(run, tmp_path):
 def test_init_from_a_file_that_does_not_fit_is_an_error_on_all_ranks(run, tmp_path):
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "other.pt")
     for path, words in (("other.pt", "has no 0.weight"), ("none.pt", "No such file")):
-        results = run(3, begin_from, tmp_path / path)
+        results = run(3, load_init_from, tmp_path / path)
         assert {type(result) for result in results} == {UsageError}, results
         assert all(words in result.found for result in results)

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import hpctrain
-from hpctrain.backends import Settings, check
+from hpctrain.backends import BackendSettings, check
 from hpctrain.backends.dataparallel import TransparentDataParallel
 from hpctrain.cluster.world import World
 from hpctrain.errors import UsageError
 
 ALONE = World(0, 1, 0, 1, 0, 1, ("here",), "none")
-SETTINGS = Settings(1.0, 1.0)
+SETTINGS = BackendSettings(1.0, 1.0)
 
 
 def test_dataparallel_accepts_one_process_with_a_gpu():
@@ -30,12 +30,12 @@ def test_dataparallel_refused_without_gpu():
     assert refused.value.fixes == ("--backend single",)
 
 
-def opens():
+def open_dataparallel():
     hpctrain.Session(backend="dataparallel", batch_size=2)
 
 
 def test_dataparallel_refused_on_every_rank():
-    results = ranks.run(3, opens)
+    results = ranks.run(3, open_dataparallel)
     for result in results:
         assert isinstance(result, UsageError)
     assert "in a world of 3 ranks" in str(results[0])
@@ -64,7 +64,7 @@ def test_dataparallel_model_keeps_names_and_gradients():
 
 
 def test_dataparallel_threads_inherit_autocast_dtype():
-    """A thread of the test stands for those that DataParallel has for each GPU."""
+    """Stand in for the threads of DataParallel, one for each GPU, by a thread of the test."""
     seen = []
     module = nn.Linear(1, 1)
     module.register_forward_hook(lambda *_: seen.append(torch.get_autocast_dtype("cuda")))

@@ -9,12 +9,12 @@ import hpctrain
 
 
 def wide_model():
-    """2 MiB of gradients: torch sends them in two messages."""
+    """Return a model with 2 MiB of gradients, which torch sends in two buckets."""
     return nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 64), nn.Linear(64, 3))
 
 
-def trained(variants):
-    """Return, for each set of options, the change of the weights and what torch was told."""
+def train_variants(variants):
+    """Return, for each set of options, the change of the weights and the settings of DDP."""
     found = []
     for options in variants:
         with hpctrain.Session(batch_size=2, backend="ddp", timeout=120, **options) as session:
@@ -25,8 +25,8 @@ def trained(variants):
             for _ in range(6 * session.batches.accumulate):
                 x = torch.randn(2, 64, generator=generator, dtype=kind)
                 session.step(model(x).square().mean())
-            told = model.gradient_as_bucket_view, model.static_graph, model.bucket_bytes_cap
-            found.append((weights(model) - start, told))
+            settings = model.gradient_as_bucket_view, model.static_graph, model.bucket_bytes_cap
+            found.append((weights(model) - start, settings))
     return found
 
 
@@ -34,31 +34,31 @@ def weights(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def same_on_all_ranks(*variants):
-    results = ranks.values(ranks.run(3, trained, variants))
+def train_on_all_ranks(*variants):
+    results = ranks.values(ranks.run(3, train_variants, variants))
     for found in results:
-        for (own, _), (first, _) in zip(found, results[0], strict=True):
-            assert torch.equal(own, first)
+        for (change, _), (expected, _) in zip(found, results[0], strict=True):
+            assert torch.equal(change, expected)
     return results[0]
 
 
 def test_gradient_as_bucket_view_is_bit_equal_to_copies():
-    found = same_on_all_ranks(
+    found = train_on_all_ranks(
         {"accumulate": 2}, {"accumulate": 2, "ddp_gradient_as_bucket_view": False}
     )
-    (views, told), (copies, told_otherwise) = found
-    assert (told[0], told_otherwise[0]) == (True, False)
+    (views, settings), (copies, other_settings) = found
+    assert (settings[0], other_settings[0]) == (True, False)
     assert torch.equal(views, copies)
 
 
 def test_bucket_size_and_static_graph_change_only_the_order_of_sums():
-    found = same_on_all_ranks(
+    found = train_on_all_ranks(
         {"precision": "fp64"},
         {"precision": "fp64", "ddp_bucket_mb": 0.1},
         {"precision": "fp64", "ddp_static_graph": True},
     )
     mib = 2**20
-    assert [told[1:] for _, told in found] == [
+    assert [settings[1:] for _, settings in found] == [
         (False, 25 * mib),
         (False, int(0.1 * mib)),
         (True, 25 * mib),
@@ -68,14 +68,14 @@ def test_bucket_size_and_static_graph_change_only_the_order_of_sums():
         assert (moved - plain).norm() < 1e-10 * plain.norm()
 
 
-# How far from plain gradients. Of the six directions that six samples have PowerSGD sends two.
+# The distance from plain gradients. PowerSGD sends two of the six directions of six samples.
 COARSE = {"fp16": 2**-10, "bf16": 2**-7, "powersgd": 0.5}
 
 
 def test_ddp_compression_is_equal_on_all_ranks_and_repeatable():
     more = {"powersgd": {"ddp_powersgd_start": 3, "ddp_powersgd_rank": 2}}
     variants = [{"ddp_compression": name, **more.get(name, {})} for name in COARSE]
-    (plain, _), *found = same_on_all_ranks({}, *variants, *variants)
+    (plain, _), *found = train_on_all_ranks({}, *variants, *variants)
     for number, limit in enumerate(COARSE.values()):
         (first, _), (again, _) = found[number], found[number + len(COARSE)]
         assert torch.equal(first, again)
@@ -101,7 +101,7 @@ REFUSED = [
 ]
 
 
-def messages():
+def refusals():
     found = []
     for options, _ in REFUSED:
         with pytest.raises(hpctrain.errors.UsageError) as refused:
@@ -111,20 +111,20 @@ def messages():
 
 
 def test_ddp_options_refused_before_the_ranks_connect():
-    (found,) = ranks.values(ranks.run(1, messages))
+    (found,) = ranks.values(ranks.run(1, refusals))
     for message, (_, words) in zip(found, REFUSED, strict=True):
         for word in words:
             assert word in message
 
 
 def test_bf16_compression_refused_by_torch_without_nccl(monkeypatch):
-    from hpctrain.backends import Settings
-    from hpctrain.backends.ddp import options
+    from hpctrain.backends import BackendSettings
+    from hpctrain.backends.ddp import ddp_options
 
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     own = {"compression": "bf16", "static_graph": False, "powersgd_rank": 1, "powersgd_start": 1000}
     with pytest.raises(hpctrain.errors.UsageError, match="--ddp-compression fp16") as refused:
-        options.refuse_options(Settings(1.0, 1.0, own=own), "gloo")
+        ddp_options.refuse_options(BackendSettings(1.0, 1.0, own=own), "gloo")
     assert refused.value.code == "HT316"
 
 
@@ -140,7 +140,7 @@ def mixed_model():
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
 
 
-def wraps(cases):
+def prepare_cases(cases):
     found = []
     for options, model in cases:
         with hpctrain.Session(batch_size=2, backend="ddp", timeout=120, **options) as session:
@@ -159,7 +159,7 @@ def test_ddp_compression_refused_for_unsupported_gradients():
         ({"ddp_compression": "fp16"}, half_model, ["in bfloat16"]),
         ({"ddp_compression": "powersgd"}, mixed_model, ["float32 and float64", "one message"]),
     ]
-    results = ranks.values(ranks.run(3, wraps, [case[:2] for case in cases]))
+    results = ranks.values(ranks.run(3, prepare_cases, [case[:2] for case in cases]))
     for found in results:
         assert len(found) == len(cases)
         for message, (*_, words) in zip(found, cases, strict=True):

@@ -51,8 +51,8 @@ WAYS = {
 }
 
 
-def parts(opened):
-    """This rank's points in each micro-batch; together those of all ranks are the same points."""
+def own_points(opened):
+    """Return this rank's points in each micro-batch; all ranks together have the same points."""
     generator = torch.Generator().manual_seed(1)
     points = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=generator)
     world, accumulate = opened.world, opened.batches.accumulate
@@ -60,8 +60,8 @@ def parts(opened):
     return [pieces[number * world.world_size + world.rank] for number in range(accumulate)]
 
 
-def trains(way, accumulate=1, deterministic=False, change=lambda step, raw, model, opened: None):
-    """Weights after a few steps."""
+def train(way, accumulate=1, deterministic=False, change=lambda step, raw, model, opened: None):
+    """Return the weights after a few steps."""
     with session(
         batch_size=1, accumulate=accumulate, precision="fp64", deterministic=deterministic, seed=3
     ) as opened:
@@ -70,95 +70,95 @@ def trains(way, accumulate=1, deterministic=False, change=lambda step, raw, mode
         model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1, 0.9))
         for step in range(STEPS):
             change(step, raw, model, opened)
-            for points in parts(opened):
+            for points in own_points(opened):
                 opened.step(WAYS[way](model, raw, points))
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return ranks.values(ranks.run(1, trains, "forward"))[0]
+    return ranks.values(ranks.run(1, train, "forward"))[0]
 
 
 @BACKENDS
 @SIZES
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_the_loss_averages_gradients(run, size, way, expected):
-    for weights in ranks.values(run(size, trains, way)):
+    for weights in ranks.values(run(size, train, way)):
         assert weights == pytest.approx(expected, rel=1e-12)
 
 
 @BACKENDS
 @pytest.mark.parametrize("way", ["methods", "raw"])
 def test_methods_average_gradients_of_accumulated_micro_batches(run, way, expected):
-    for weights in ranks.values(run(3, trains, way, 2)):
+    for weights in ranks.values(run(3, train, way, 2)):
         assert weights == pytest.approx(expected, rel=1e-12)
 
 
 @BACKENDS
 def test_methods_are_deterministic_for_three_ranks(run):
     """The order of the sums is the same in the first step of a process as in all others."""
-    for weights in ranks.values(run(3, resumed_by_a_method)):
+    for weights in ranks.values(run(3, train_and_resume)):
         assert weights[0] == weights[1]
 
 
-def resumed_by_a_method():
-    """The weights of a whole run, and of one that is cut in two processes' worth of steps."""
+def train_and_resume():
+    """Return the weights of an uninterrupted run, and of one that is resumed after a step."""
     found = []
     for cut in (STEPS, 1):
-        kept = None
+        state = None
         for steps in (cut, STEPS - cut):
             with session(batch_size=1, deterministic=True, seed=3) as opened:
                 raw = Coder()
                 model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
-                if kept is not None:
-                    model.load_state_dict(kept)
+                if state is not None:
+                    model.load_state_dict(state)
                 for _ in range(steps):
-                    for points in parts(opened):
+                    for points in own_points(opened):
                         opened.step(model.loss(points.float()))
-                kept = {name: value.clone() for name, value in model.state_dict().items()}
-        found.append(torch.cat([value.reshape(-1) for value in kept.values()]).tolist())
+                state = {name: value.clone() for name, value in model.state_dict().items()}
+        found.append(torch.cat([value.reshape(-1) for value in state.values()]).tolist())
     return found
 
 
-def unfreezes(step, raw, model, opened):
+def unfreeze_encoder(step, raw, model, opened):
     if step == -1:
         raw.encoder.requires_grad_(False)
     if step == 2:
         model.encoder.requires_grad_(True)
 
 
-def freezes(step, raw, model, opened):
+def freeze_encoder(step, raw, model, opened):
     if step == 2:
         model.encoder.requires_grad_(False)
 
 
-def freezes_and_unfreezes(step, raw, model, opened):
+def freeze_and_unfreeze(step, raw, model, opened):
     model.encoder.requires_grad_(step != 1)
     model.decoder.requires_grad_(step != 2)
 
 
-def unfreezes_all(step, raw, model, opened):
+def unfreeze_all(step, raw, model, opened):
     raw.requires_grad_(step >= 1)
 
 
-CHANGES = [unfreezes, freezes, freezes_and_unfreezes, unfreezes_all]
+CHANGES = [unfreeze_encoder, freeze_encoder, freeze_and_unfreeze, unfreeze_all]
 
 
-def changed(change, way, accumulate):
-    if change is unfreezes_all:
+def train_with_change(change, way, accumulate):
+    if change is unfreeze_all:
         # Nothing to go backward to before: the first step is left out.
-        return trains_from_frozen(way, accumulate)
-    return trains(way, accumulate, change=change)
+        return train_from_frozen(way, accumulate)
+    return train(way, accumulate, change=change)
 
 
-def trains_from_frozen(way, accumulate):
+def train_from_frozen(way, accumulate):
     with session(batch_size=1, accumulate=accumulate, precision="fp64", seed=3) as opened:
         raw = Coder().requires_grad_(False)
         model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1, 0.9))
         raw.requires_grad_(True)
         for _ in range(STEPS):
-            for points in parts(opened):
+            for points in own_points(opened):
                 opened.step(WAYS[way](model, raw, points))
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
 
@@ -168,61 +168,61 @@ def trains_from_frozen(way, accumulate):
 @pytest.mark.parametrize("way", ["forward", pytest.param("loss", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_parameters_frozen_or_unfrozen_after_prepare(run, change, way, accumulate):
-    alone = ranks.values(ranks.run(1, changed, change, way, accumulate))[0]
-    for weights in ranks.values(run(3, changed, change, way, accumulate)):
+    alone = ranks.values(ranks.run(1, train_with_change, change, way, accumulate))[0]
+    for weights in ranks.values(run(3, train_with_change, change, way, accumulate)):
         assert weights == pytest.approx(alone, rel=1e-12)
 
 
 def test_parameters_frozen_after_prepare_with_one_rank_of_ddp(expected):
     env = {"TEST_BACKEND": "ddp"}
-    (alone,) = ranks.values(ranks.run(1, changed, freezes, "forward", 1))
-    (ddp,) = ranks.values(ranks.run(1, changed, freezes, "forward", 1, env=env))
+    (alone,) = ranks.values(ranks.run(1, train_with_change, freeze_encoder, "forward", 1))
+    (ddp,) = ranks.values(ranks.run(1, train_with_change, freeze_encoder, "forward", 1, env=env))
     assert ddp == pytest.approx(alone, rel=1e-12)
     assert alone != pytest.approx(expected, rel=1e-12)
 
 
-def prepares_again():
-    """A head is replaced, and the optimizer with it."""
+def prepare_again():
+    """Replace a head, and the optimizer with it."""
     with session(batch_size=1, precision="fp64", seed=3) as opened:
         raw = Coder()
         model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
         optimizer = torch.optim.SGD(raw.parameters(), 0.2)
-        again, same = opened.prepare(model, optimizer)
-        for points in parts(opened):
+        prepared, prepared_optimizer = opened.prepare(model, optimizer)
+        for points in own_points(opened):
             opened.step(model.loss(points))
-        return again is model, same is optimizer, opened.optimizers == [optimizer]
+        return prepared is model, prepared_optimizer is optimizer, opened.optimizers == [optimizer]
 
 
 @BACKENDS
 def test_prepare_again_replaces_the_optimizer(run):
-    assert ranks.values(run(2, prepares_again)) == [(True, True, True)] * 2
+    assert ranks.values(run(2, prepare_again)) == [(True, True, True)] * 2
 
 
-def leaves_out():
+def step_without_decoder():
     with session(batch_size=1, precision="fp64", seed=3) as opened:
         raw = Coder()
         model, _ = opened.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
         for _ in range(2):
-            opened.step(model.encode(parts(opened)[0]).mean())
+            opened.step(model.encode(own_points(opened)[0]).mean())
 
 
 def test_parameters_without_a_gradient_are_named_by_ddp():
-    for result in ranks.run(2, leaves_out):
+    for result in ranks.run(2, step_without_decoder):
         assert isinstance(result, UsageError), result
         assert result.code == "HT310"
         assert "decoder.weight, decoder.bias" in str(result)
         assert "find_unused_parameters" not in str(result)
 
 
-def unfreezes_in_epoch_1(path, **options):
-    """The encoder joins model and optimizer in the second of three epochs, of four steps each."""
+def train_and_unfreeze(path, **options):
+    """Unfreeze the encoder in the second of three epochs, of four steps each."""
     with session(batch_size=1, run_dir=path, deterministic=True, seed=3, **options) as opened:
         raw = Coder()
         raw.encoder.requires_grad_(False)
         model, optimizer = opened.prepare(
             raw, torch.optim.SGD(raw.decoder.parameters(), 0.1, momentum=0.9)
         )
-        batches = [points.float() for points in parts(opened)] * 4
+        batches = [points.float() for points in own_points(opened)] * 4
         with opened.run(name="unfreezes") as run:
             for epoch in run.epochs():
                 if epoch == 1:
@@ -239,13 +239,12 @@ def unfreezes_in_epoch_1(path, **options):
 @BACKENDS
 @pytest.mark.parametrize("cut", [6, 9])
 def test_resume_after_parameters_were_unfrozen_and_added_to_the_optimizer(run, cut):
-    whole = ranks.values(run(2, unfreezes_in_epoch_1_twice, cut))
-    for weights, resumed in whole:
+    for weights, resumed in ranks.values(run(2, train_and_resume_unfrozen, cut)):
         assert weights == resumed
 
 
-def unfreezes_in_epoch_1_twice(cut):
+def train_and_resume_unfrozen(cut):
     options = {"max_steps": 12, "epochs": 3}
-    weights = unfreezes_in_epoch_1("whole", **options)
-    unfreezes_in_epoch_1("cut", max_steps=cut, epochs=3)
-    return weights, unfreezes_in_epoch_1("cut", resume=True, **options)
+    weights = train_and_unfreeze("whole", **options)
+    train_and_unfreeze("cut", max_steps=cut, epochs=3)
+    return weights, train_and_unfreeze("cut", resume=True, **options)

@@ -1,4 +1,4 @@
-"""Tests of Horovod alone: its options, its failures, and what it leaves behind."""
+"""The backend `horovod`: its options, its failures, and what a session leaves behind."""
 
 import importlib.util
 import logging
@@ -37,15 +37,15 @@ def model_and_data(rank):
 # Failures.
 
 
-def train_until(how, victim, seconds):
-    """Take steps without end, until something happens to one rank."""
+def train_until(fault, victim, seconds):
+    """Take steps without end, until one rank fails."""
     rank = int(os.environ["HPCTRAIN_RANK"])
     try:
         with session(timeout=seconds) as opened:
             model, _ = opened.prepare(model := nn.Linear(8, 8), torch.optim.SGD(model.parameters()))
             for step in range(10**9):
                 if step == 5 and rank == victim:
-                    how()
+                    fault()
                 opened.step(model(torch.ones(2, 8)).sum())
     finally:
         Path(f"ended-{rank}").touch()
@@ -63,13 +63,13 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leave():
+def exit_without_error():
     sys.exit(0)
 
 
-def freeze():
+def stop_process():
     stopped = os.getpid()
-    if os.fork() == 0:  # nobody else ends a process that is stopped
+    if os.fork() == 0:  # the child ends the stopped process
         os.setsid()
         try:
             wait_until_ended(1, 2)
@@ -79,7 +79,7 @@ def freeze():
     os.kill(stopped, signal.SIGSTOP)
 
 
-def stall():
+def wait_for_the_others():
     wait_until_ended(0, 1)
 
 
@@ -88,26 +88,26 @@ SILENT = "rank {} on node1: no answer"
 
 
 @pytest.mark.parametrize(
-    ("how", "victim", "seconds", "said"),
+    ("fault", "victim", "seconds", "message"),
     [
         pytest.param(die, 0, 60, GONE, marks=pytest.mark.slow),
         (die, 2, 60, GONE),
-        (stall, 2, 4, SILENT),
-        pytest.param(freeze, 0, 4, SILENT, marks=pytest.mark.slow),
+        (wait_for_the_others, 2, 4, SILENT),
+        pytest.param(stop_process, 0, 4, SILENT, marks=pytest.mark.slow),
         pytest.param(
-            *(leave, 2, 4, "rank 1 waits for gradients; rank {} waits for a barrier"),
+            *(exit_without_error, 2, 4, "rank 1 waits for gradients; rank {} waits for a barrier"),
             marks=pytest.mark.slow,
         ),
     ],
     ids=["die-0", "die-2", "stall-2", "freeze-0", "leave-2"],
 )
-def test_horovod_ranks_end_and_name_the_rank_that_was_lost(how, victim, seconds, said):
-    results = ranks.run(3, train_until, how, victim, seconds)
+def test_horovod_ranks_end_and_name_the_rank_that_was_lost(fault, victim, seconds, message):
+    results = ranks.run(3, train_until, fault, victim, seconds)
     for rank, result in enumerate(results):
         if rank != victim:
             assert isinstance(result, RankLostError), result
             assert result.code == "HT309"
-            assert said.format(victim) in result.found
+            assert message.format(victim) in result.found
 
 
 def fail_while_another_is_busy():
@@ -154,7 +154,7 @@ def test_horovod_output_is_in_the_log_of_the_rank():
     assert [log.count("run directory") for log in logs] == [1, 1]
 
 
-def lost_before_the_start(victim):
+def exit_before_the_backend(victim):
     if int(os.environ["HPCTRAIN_RANK"]) == victim:
         backends.open_backend = lambda *arguments: os._exit(9)
     with session(start_timeout=10):
@@ -164,16 +164,17 @@ def lost_before_the_start(victim):
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_horovod_start_names_a_rank_lost_after_the_rendezvous(victim):
-    results = ranks.run(3, lost_before_the_start, victim)
+    results = ranks.run(3, exit_before_the_backend, victim)
     for rank, result in enumerate(results):
         if rank != victim:
             assert isinstance(result, StartError), result
             assert result.code == "HT305"
-            assert f"rank {victim} on node1 came to the rendezvous and was lost" in result.found
+            lost = f"rank {victim} on node1 took part in the rendezvous and was lost"
+            assert lost in result.found
 
 
-def lost_in_the_start(victim):
-    """Horovod asks for its values, and one rank is gone before it has left its own."""
+def die_in_hvd_init(victim):
+    """Kill one rank in hvd.init(), where the other ranks wait for its values."""
     if int(os.environ["HPCTRAIN_RANK"]) == victim:
         import horovod.torch as hvd
 
@@ -184,7 +185,7 @@ def lost_in_the_start(victim):
 
 @pytest.mark.slow
 def test_horovod_start_names_a_rank_lost_in_hvd_init():
-    results = ranks.run(3, lost_in_the_start, 1, timeout=100)
+    results = ranks.run(3, die_in_hvd_init, 1, timeout=100)
     for result in (results[0], results[2]):
         assert isinstance(result, RankLostError), result
         assert result.found == "rank 1 on node1: the process is gone"
@@ -193,8 +194,8 @@ def test_horovod_start_names_a_rank_lost_in_hvd_init():
 # Options: the same as Horovod by hand, bit for bit.
 
 
-def baseline(options, accumulate):
-    """The loop of Horovod's documentation, inside of a session, which has called hvd.init()."""
+def train_by_hand(options, accumulate):
+    """Run the loop of Horovod's documentation in a session, which has called hvd.init()."""
     import horovod.torch as hvd
 
     with session() as opened:
@@ -214,20 +215,20 @@ def baseline(options, accumulate):
             if number % accumulate == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-        return flat(model)
+        return flat_weights(model)
 
 
-def with_hpctrain(options, accumulate):
+def train_with_session(options, accumulate):
     named = {f"horovod_{name}": value for name, value in options.items()}
     with session(accumulate=accumulate, **named) as opened:
         model, data = model_and_data(opened.world.rank)
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
         for inputs in data:
             opened.step(model(inputs).square().mean())
-        return flat(model)
+        return flat_weights(model)
 
 
-def flat(model):
+def flat_weights(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
@@ -240,23 +241,28 @@ OPTIONS = [
 ]
 
 
-def both(accumulate):
-    """The weights by hand and with hpctrain, by option."""
-    return [(baseline(one, accumulate), with_hpctrain(one, accumulate)) for one in OPTIONS]
+def train_both_ways(accumulate):
+    """Return, for each set of options, the weights by hand and with hpctrain."""
+    return [
+        (train_by_hand(options, accumulate), train_with_session(options, accumulate))
+        for options in OPTIONS
+    ]
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_horovod_options_are_bit_equal_to_horovod_by_hand(accumulate):
-    # Of two ranks, whose sum has the same bits however Horovod fuses gradients.
-    first, second = ranks.values(ranks.run(2, both, accumulate))
+    # With two ranks, the sum has the same bits however Horovod fuses gradients.
+    first, second = ranks.values(ranks.run(2, train_both_ways, accumulate))
     plain, _ = first[0]
-    for options, (hand, ours), others in zip(OPTIONS, first, second, strict=True):
-        assert all(torch.equal(one, hand) for one in (ours, *others)), options
+    for options, (by_hand, session_weights), of_rank_1 in zip(OPTIONS, first, second, strict=True):
+        assert all(torch.equal(weights, by_hand) for weights in (session_weights, *of_rank_1)), (
+            options
+        )
         changes = options.keys() & {"op", "compression"}
-        assert torch.equal(plain, hand) == (not changes), options
+        assert torch.equal(plain, by_hand) == (not changes), options
 
 
-# By ranks: options, words of what is found, code, and the first fix.
+# By number of ranks: options, part of the message, code, and the first fix.
 REFUSED = {
     3: [
         (
@@ -290,7 +296,7 @@ REFUSED = {
 }
 
 
-def refused(size):
+def refusals(size):
     found = []
     for options, *_ in REFUSED[size]:
         with pytest.raises(UsageError) as caught, session(**options):
@@ -301,13 +307,13 @@ def refused(size):
 
 @pytest.mark.parametrize("size", REFUSED)
 def test_horovod_options_that_cannot_work_are_refused_on_every_rank(size):
-    for messages in ranks.values(ranks.run(size, refused, size)):
+    for messages in ranks.values(ranks.run(size, refusals, size)):
         for (_, found, *others), message in zip(REFUSED[size], messages, strict=True):
             assert found in message[0]
             assert others == list(message[1:])
 
 
-def initialized_before():
+def open_after_hvd_init():
     import horovod.torch as hvd
 
     hvd.init()
@@ -319,14 +325,14 @@ def initialized_before():
 
 
 def test_horovod_initialized_by_the_script_is_refused():
-    (result,) = ranks.run(1, initialized_before)
+    (result,) = ranks.run(1, open_after_hvd_init)
     assert isinstance(result, UsageError)
     assert result.code == "HT308"
     assert "hvd.init()" in result.fixes[0]
 
 
-def without_horovod():
-    """Stand-ins for Python environments without a Horovod that works."""
+def open_without_horovod():
+    """Return the errors without Horovod and with a broken one, by stand-ins for both."""
     actual = importlib.import_module
 
     def fail_to_import(name, package=None):
@@ -346,7 +352,7 @@ def without_horovod():
 
 
 def test_horovod_missing_or_broken_is_refused_with_the_build_command():
-    for missing, broken in ranks.values(ranks.run(3, without_horovod)):
+    for missing, broken in ranks.values(ranks.run(3, open_without_horovod)):
         assert "not installed" in missing[0]
         assert "undefined symbol" in broken[0]
         for _, code, fixes in (missing, broken):
@@ -354,56 +360,56 @@ def test_horovod_missing_or_broken_is_refused_with_the_build_command():
             assert fixes[0].startswith("hpctrain horovod build")
 
 
-def left_open():
+def open_files_and_threads():
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
-def sessions_in_a_row():
-    kept = os.fstat(2).st_ino, sys.stderr
+def open_sessions_in_a_row():
+    streams = os.fstat(2).st_ino, sys.stderr
     for number in range(3):
         with session(run_dir=f"run{number}", max_steps=1) as opened, opened.run():
             assert opened.sum(1) == 3
             handler = logging.StreamHandler()
-        handler.emit(logging.makeLogRecord({"msg": "still heard"}))
+        handler.emit(logging.makeLogRecord({"msg": "a message"}))
         if number == 0:
-            before = left_open()
+            before = open_files_and_threads()
     deadline = time.monotonic() + 60
-    while any(map(int.__gt__, left_open(), before)) and time.monotonic() < deadline:
+    while any(map(int.__gt__, open_files_and_threads(), before)) and time.monotonic() < deadline:
         time.sleep(0.02)  # for threads to end
-    return before, left_open(), kept == (os.fstat(2).st_ino, sys.stderr)
+    return before, open_files_and_threads(), streams == (os.fstat(2).st_ino, sys.stderr)
 
 
 def test_horovod_sessions_in_a_row_leave_no_files_threads_or_streams_open():
-    for before, after, same in ranks.values(ranks.run(3, sessions_in_a_row)):
+    for before, after, same_streams in ranks.values(ranks.run(3, open_sessions_in_a_row)):
         assert all(now <= then for now, then in zip(after, before, strict=True))
-        assert same
+        assert same_streams
 
 
-def as_released():
-    """A stand-in: this Horovod without the mark of a mended one, on one of two real hosts."""
+def refuse_horovod_as_released():
+    """Open Horovod without the mark of the patched build, as if on one of two real hosts."""
     import horovod
 
-    from hpctrain.backends.horovod import installed
+    from hpctrain.backends.horovod import horovod_import
 
     horovod.mended_by_hpctrain = False
-    installed.socket.gethostbyname = lambda name: "127.0.1.1"
-    installed.refuse_own_name(hpctrain.World(0, 2, 0, 2, 0, 1), {})  # one host
-    installed.refuse_own_name(hpctrain.World(0, 2, 0, 1, 0, 2), {"HPCTRAIN_HOSTNAME": "node1"})
-    installed.refuse_own_name(hpctrain.World(0, 2, 0, 1, 0, 2), {})
+    horovod_import.socket.gethostbyname = lambda name: "127.0.1.1"
+    horovod_import.refuse_own_name(hpctrain.World(0, 2, 0, 2, 0, 1), {})  # one host
+    horovod_import.refuse_own_name(hpctrain.World(0, 2, 0, 1, 0, 2), {"HPCTRAIN_HOSTNAME": "node1"})
+    horovod_import.refuse_own_name(hpctrain.World(0, 2, 0, 1, 0, 2), {})
 
 
 def test_horovod_as_released_is_refused_on_hosts_named_as_loopback():
-    (result,) = ranks.run(1, as_released)
+    (result,) = ranks.run(1, refuse_horovod_as_released)
     assert isinstance(result, UsageError), result
     assert "is 127.0.1.1" in result.found
     assert result.code == "HT307"
     assert "hpctrain horovod build" in result.fixes[0]
 
 
-# What the ranks begin with.
+# The broadcast of the first weights.
 
 
-def unlike_starts():
+def prepare_unlike_weights():
     with session() as opened:
         torch.manual_seed(opened.world.rank)
         model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
@@ -413,14 +419,17 @@ def unlike_starts():
             optimizer.step()
             optimizer.zero_grad()
         model, optimizer = opened.prepare(model, optimizer)
-        start = flat(model), [s["momentum_buffer"].clone() for s in optimizer.state.values()]
+        start = (
+            flat_weights(model),
+            [s["momentum_buffer"].clone() for s in optimizer.state.values()],
+        )
         images = torch.ones(1, 3, 8, 8).to(memory_format=torch.channels_last)
         opened.step(model(images * opened.world.rank).square().mean())
-        return *start, flat(model), type(optimizer).__name__
+        return *start, flat_weights(model), type(optimizer).__name__
 
 
 def test_horovod_broadcasts_weights_and_optimizer_of_rank_0_in_channels_last():
-    results = ranks.values(ranks.run(3, unlike_starts))
+    results = ranks.values(ranks.run(3, prepare_unlike_weights))
     for weights, momenta, after, kind in results:
         assert torch.equal(weights, results[0][0])
         assert len(momenta) == 2
@@ -431,7 +440,7 @@ def test_horovod_broadcasts_weights_and_optimizer_of_rank_0_in_channels_last():
         assert kind == "SGD"
 
 
-def odd_buffers():
+def prepare_odd_buffers():
     with session() as opened:
         model = nn.Linear(2, 2)
         rank = opened.world.rank
@@ -443,42 +452,46 @@ def odd_buffers():
 
 
 def test_horovod_broadcasts_buffers_of_any_dtype():
-    assert ranks.values(ranks.run(3, odd_buffers)) == [([True, False, True], [1j], 0.0)] * 3
+    assert ranks.values(ranks.run(3, prepare_odd_buffers)) == [([True, False, True], [1j], 0.0)] * 3
 
 
-def sparse(**options):
+def train_sparse(**options):
     with session(**options) as opened:
         torch.manual_seed(0)
         model = nn.Embedding(6, 4, sparse=True)
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 1.0))
         opened.step(model(torch.tensor([opened.world.rank, 3])).sum())
-        return flat(model)
+        return flat_weights(model)
 
 
-def sparse_in_every_way():
-    found = [sparse(), sparse(horovod_sparse_as_dense=True), sparse(horovod_compression="fp16")]
+def train_sparse_with_options():
+    found = [
+        train_sparse(),
+        train_sparse(horovod_sparse_as_dense=True),
+        train_sparse(horovod_compression="fp16"),
+    ]
     with pytest.raises(UsageError) as caught:
-        sparse(horovod_groups=1)
+        train_sparse(horovod_groups=1)
     return *found, caught.value
 
 
 def test_horovod_averages_sparse_gradients():
     torch.manual_seed(0)
     expected = nn.Embedding(6, 4, sparse=True).weight.detach()
-    expected[[0, 1, 2]] -= 1 / 3  # of the three ranks one has each of these
+    expected[[0, 1, 2]] -= 1 / 3  # one of the three ranks has each of these
     expected[3] -= 1
-    for *ways, refused in ranks.values(ranks.run(3, sparse_in_every_way)):
+    for *ways, error in ranks.values(ranks.run(3, train_sparse_with_options)):
         assert all(torch.allclose(one, expected.flatten()) for one in ways)
-        assert "sparse gradients with --horovod-groups" in refused.found
-        assert refused.code == "HT312"
+        assert "sparse gradients with --horovod-groups" in error.found
+        assert error.code == "HT312"
 
 
-def weights_in_bfloat16():
+def prepare_bfloat16():
     with session() as opened:
         opened.prepare(nn.Linear(2, 2).bfloat16())
 
 
-def one_weight_in_two_models():
+def prepare_shared_weight():
     with session() as opened:
         first, second = nn.Linear(2, 2), nn.Linear(2, 2)
         second.weight = first.weight
@@ -488,21 +501,21 @@ def one_weight_in_two_models():
 @pytest.mark.parametrize(
     ("program", "found", "code"),
     [
-        (weights_in_bfloat16, "parameter model0.weight is torch.bfloat16", "HT312"),
-        (one_weight_in_two_models, "two prepared models share parameters", "HT317"),
+        (prepare_bfloat16, "parameter model0.weight is torch.bfloat16", "HT312"),
+        (prepare_shared_weight, "two prepared models share parameters", "HT317"),
     ],
 )
 def test_horovod_refuses_a_model_that_it_would_average_wrongly(program, found, code):
     results = ranks.run(2, program)
     assert code in [result.code for result in results if isinstance(result, UsageError)], results
-    for result in results:  # the first rank that is refused takes the others along, with its reason
+    for result in results:  # all ranks raise the error of the first rank
         assert found in str(result)
 
 
 # Bit-equal repeats.
 
 
-def many_gradients(groups):
+def train_many_gradients(groups):
     with session(deterministic=True, horovod_groups=groups) as opened:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(12)))
@@ -510,7 +523,7 @@ def many_gradients(groups):
         generator = torch.Generator().manual_seed(opened.world.rank)
         for _ in range(10):
             opened.step(model(torch.randn(8, 9, generator=generator)).square().mean())
-        return flat(model)
+        return flat_weights(model)
 
 
 @pytest.mark.parametrize(
@@ -518,13 +531,13 @@ def many_gradients(groups):
     [(None, 1), *(pytest.param(groups, 3, marks=pytest.mark.slow) for groups in (None, 2))],
 )
 def test_horovod_deterministic_repeats_are_bit_equal(groups, repeats):
-    first = ranks.values(ranks.run(3, many_gradients, groups))[0]
+    first = ranks.values(ranks.run(3, train_many_gradients, groups))[0]
     for _ in range(repeats):
-        for repeat in ranks.values(ranks.run(3, many_gradients, groups)):
+        for repeat in ranks.values(ranks.run(3, train_many_gradients, groups)):
             assert torch.equal(repeat, first)
 
 
-def thresholds():
+def fusion_thresholds():
     seen = []
     for deterministic in (False, True, False):
         with session(deterministic=deterministic):
@@ -533,8 +546,8 @@ def thresholds():
 
 
 def test_horovod_deterministic_is_undone_when_the_session_closes():
-    """Horovod itself keeps a threshold until another one is set."""
-    assert ranks.values(ranks.run(1, thresholds)) == [([None, "0", "134217728"], None)]
+    """Without this, Horovod keeps a threshold until another one is set."""
+    assert ranks.values(ranks.run(1, fusion_thresholds)) == [([None, "0", "134217728"], None)]
 
 
 def test_horovod_slots_of_a_cyclic_layout():

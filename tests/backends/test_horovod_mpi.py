@@ -13,7 +13,7 @@ PROGRAM = str(Path(__file__).with_name("over_mpi.py"))
 
 @pytest.fixture
 def mpirun(horovod, lacking):
-    """The commands of Open MPI, with which the tests build Horovod, and of MPICH."""
+    """Return the commands of Open MPI, with which the tests build Horovod, and of MPICH."""
     for part, program in (("openmpi", "mpirun.openmpi"), ("mpich", "mpiexec.hydra")):
         if shutil.which(program) is None:
             lacking(part, f"{program} is not there")
@@ -28,9 +28,9 @@ def test_adasum_over_mpi_equals_horovod_by_hand(mpirun, ranks):
     command = [*mpirun["openmpi"], "-np", str(ranks), launches.PYTHON, PROGRAM]
     done = launches.start(command, ".")
     assert done.returncode == 0, done.stdout + done.stderr
-    transport, apart = done.stdout.splitlines()[0].split()
+    transport, difference = done.stdout.splitlines()[0].split()
     assert transport == "mpi"
-    assert float(apart) < 1e-12
+    assert float(difference) < 1e-12
     assert done.stdout.count("a second Session over Horovod and MPI in one process") == ranks
 
 
@@ -38,7 +38,7 @@ def test_horovod_over_another_mpi_than_the_launchers_is_refused(mpirun):
     command = [*mpirun["mpich"], "-np", "3", launches.PYTHON, str(launches.EXAMPLE)]
     done = launches.start([*command, "--backend", "horovod", "--max-steps", "1"], ".")
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "horovod over mpi says rank 0 of 1, hydra says rank 2 of 3" in done.stderr
+    assert "horovod over mpi has rank 0 of 1, hydra has rank 2 of 3" in done.stderr
     assert "export HOROVOD_CONTROLLER=gloo" in done.stderr
 
 

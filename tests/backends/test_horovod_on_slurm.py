@@ -21,7 +21,7 @@ TRAIN = (
     *("--max-steps", "30", "--lr", "0.001", "--log-every", "1", "--checkpoint-every", "5"),
 )
 HOROVOD = ("--backend", "horovod", "--start-timeout", "120", *TRAIN)
-# The example, but slow enough to lose a host in its middle.
+# The example, slowed down so that a host can be lost during the run.
 SLOW = """
 import runpy, sys, time
 import hpctrain
@@ -36,12 +36,12 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 PATIENCE = 400
-FEW = 10  # steps, where nothing happens in their middle
+FEW = 10  # steps of a run without a fault
 
 
 @pytest.fixture(scope="session")
 def ssh(cluster, lacking):
-    """The environment in which ssh reaches the hosts."""
+    """Return the environment in which ssh reaches the hosts."""
     if not (cluster.ssh_folder / "ssh").exists():
         lacking("ssh", "apt-get install openssh-server")
     env = cluster.environ()
@@ -51,7 +51,7 @@ def ssh(cluster, lacking):
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory):
-    """The losses of one process, which accumulates."""
+    """Return the losses of one process, which accumulates."""
     folder = tmp_path_factory.mktemp("one-process")
     command = [launches.PYTHON, launches.EXAMPLE, *TRAIN, "--run-dir", "run"]
     done = launches.start(command, folder)
@@ -59,15 +59,15 @@ def reference(tmp_path_factory):
     return launches.losses(folder / "run")
 
 
-def same_steps(run, reference, steps=30):
-    """Every step once, with the losses of one process."""
+def check_steps(run, reference, steps=30):
+    """Check that the run took every step once, with the losses of one process."""
     rows = [row for row in launches.rows(run) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert [row["loss"] for row in rows] == pytest.approx(reference[:steps], rel=1e-9)
 
 
 def worlds(run):
-    """The world of each start."""
+    """Return the world of each start."""
     return [json.loads(line)["world"] for line in (run / "starts.jsonl").read_text().splitlines()]
 
 
@@ -95,7 +95,7 @@ def srun(cluster, folder, *options, env=None):
 def test_horovod_under_plain_srun_on_four_hosts(horovod, cluster, reference, tmp_path, ranks):
     """Starts without ssh and without MPI on the hosts."""
     run = srun(cluster, tmp_path, "-N4", f"-n{ranks}")
-    same_steps(run, reference, FEW)
+    check_steps(run, reference, FEW)
     (world,) = worlds(run)
     assert (world["world_size"], world["launcher"]) == (ranks, "slurm")
     assert world["hosts"] == list(cluster.hosts)
@@ -115,7 +115,7 @@ def test_horovod_with_uneven_ranks_per_host(horovod, cluster, reference, tmp_pat
     ranks = str(len(LAYOUTS[layout]))
     options = ("-n", ranks, "--distribution=arbitrary")
     run = srun(cluster, tmp_path, *options, env={"SLURM_HOSTFILE": str(hosts)})
-    same_steps(run, reference, FEW)
+    check_steps(run, reference, FEW)
     assert worlds(run)[0]["world_size"] == int(ranks)
 
 
@@ -131,8 +131,8 @@ def horovod_spec():
     return job_files.read(launches.TOP / "sbatch" / "horovod.toml")
 
 
-def written(folder, **changes):
-    """The folder, with the script of a sbatch/horovod.toml in which something is changed."""
+def write_script(folder, **changes):
+    """Write the script of sbatch/horovod.toml with changes; return the folder."""
     (folder / "sbatch").unlink()
     (folder / "sbatch").mkdir()
     script = render(JobSpec(**{**horovod_spec(), **changes}))
@@ -141,7 +141,7 @@ def written(folder, **changes):
 
 
 def submit(cluster, folder, env, *arguments):
-    """Start the batch script; its job."""
+    """Submit the batch script; return its job."""
     done = cluster.run(
         ["sbatch", "--parsable", "--cpus-per-task=1", "sbatch/horovod.sh", *arguments],
         cwd=folder,
@@ -151,8 +151,8 @@ def submit(cluster, folder, env, *arguments):
     return done.stdout.strip()
 
 
-def ended(cluster, folder, job):
-    """Wait for a job's end: its exit code and log."""
+def wait_for_job(cluster, folder, job):
+    """Wait for the end of a job; return its exit code and log."""
     _, code = cluster.ended(job, PATIENCE)
     return code, (folder / f"horovod-{job}.log").read_text()
 
@@ -169,18 +169,18 @@ def wait(until, seconds=PATIENCE):
 def test_horovod_batch_script_has_eight_ranks_on_four_hosts(
     horovod, cluster, ssh, reference, checkout, by
 ):
-    job = submit(cluster, written(checkout, launcher=by), ssh, *TRAIN)
-    code, log = ended(cluster, checkout, job)
+    job = submit(cluster, write_script(checkout, launcher=by), ssh, *TRAIN)
+    code, log = wait_for_job(cluster, checkout, job)
     assert code == 0, log
     run = checkout / "runs" / f"horovod-{job}"
-    same_steps(run, reference)
+    check_steps(run, reference)
     assert (worlds(run)[0]["world_size"], worlds(run)[0]["num_nodes"]) == (8, 4)
     assert not list(run.glob(".starts-*"))
 
 
 @contextlib.contextmanager
-def lost(cluster, host, silently=False):
-    """A host that is not there for a while."""
+def power_off(cluster, host, silently=False):
+    """Power a host off for as long as the block lasts."""
     try:
         cluster.power_off(host, silently)
         yield
@@ -190,8 +190,8 @@ def lost(cluster, host, silently=False):
         cluster.clear()
 
 
-def ranks_of(folder):
-    """The environments of living processes whose run directory is in a folder, by process."""
+def find_ranks(folder):
+    """Return, by process id, the environments of the ranks whose run directory is in a folder."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -204,7 +204,7 @@ def ranks_of(folder):
 
 @contextlib.contextmanager
 def elastic(cluster, folder, env, *command):
-    """`hpctrain run --elastic` on node1, ended with all that it started."""
+    """Run `hpctrain run --elastic` on node1, and end all that it started."""
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             cluster.command(
@@ -233,16 +233,16 @@ def test_elastic_horovodrun_continues_without_a_lost_host(
     run = tmp_path / "run"
     with elastic(cluster, tmp_path, ssh, "--hosts", "node[1-3]:1", *script) as process:
         wait((run / "checkpoints" / "step-00000005").exists)
-        with lost(cluster, "node2", silently):
+        with power_off(cluster, "node2", silently):
             code = process.wait(PATIENCE)
     log = (tmp_path / "log").read_text()
     assert code == 0, log
-    same_steps(run, reference)
+    check_steps(run, reference)
     assert [world["world_size"] for world in worlds(run)] == [3, 2]
     assert worlds(run)[1]["hosts"] == ["node1", "node3"]
     assert "hpctrain: start 2: 2 ranks on 2 of 3 hosts, without node2; from step " in log
     assert {path.name for path in run.glob(".*")} <= {".lock.turn"}
-    assert not ranks_of(tmp_path)
+    assert not find_ranks(tmp_path)
 
 
 SLEEPS = (
@@ -256,13 +256,13 @@ def test_elastic_horovodrun_leaves_no_process_and_shows_no_secret(horovod, clust
     env = {**ssh, "HPCTRAIN_SECRET": "a-word-to-nobody", "MY_PASSWORD": "a-second-one"}
     with elastic(cluster, tmp_path, env, "--hosts", "node[1-3]:1", "sleeps.py") as process:
         wait(lambda: all((tmp_path / rank).exists() for rank in "012"))
-        ranks = ranks_of(tmp_path)
+        ranks = find_ranks(tmp_path)
         everybody = b"".join(
             path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()
         )
         process.kill()
         process.wait()
-        wait(lambda: not ranks_of(tmp_path))
+        wait(lambda: not find_ranks(tmp_path))
     assert len(ranks) == 3
     for env in ranks.values():
         assert env["HPCTRAIN_SECRET"] == "a-word-to-nobody"
@@ -275,15 +275,15 @@ def test_elastic_horovodrun_leaves_no_process_and_shows_no_secret(horovod, clust
 def test_elastic_horovod_batch_script_continues_without_a_lost_host(
     horovod, cluster, ssh, reference, checkout
 ):
-    """Starts by srun again, as soon as Slurm knows of the loss."""
+    """Check that srun starts the ranks again after Slurm has marked the host as down."""
     (checkout / "slow.py").write_text(SLOW)
     command = ("python", "slow.py", *horovod_spec()["command"][1:])
-    job = submit(cluster, written(checkout, command=command), ssh, *TRAIN, "--run-dir", "run")
+    job = submit(cluster, write_script(checkout, command=command), ssh, *TRAIN, "--run-dir", "run")
     run = checkout / "run"
     wait((run / "checkpoints" / "step-00000005").exists)
-    with lost(cluster, "node3"):
-        code, log = ended(cluster, checkout, job)
+    with power_off(cluster, "node3"):
+        code, log = wait_for_job(cluster, checkout, job)
     assert code == 0, log
-    same_steps(run, reference)
+    check_steps(run, reference)
     assert [world["world_size"] for world in worlds(run)] == [8, 6]
     assert worlds(run)[1]["hosts"] == ["node1", "node2", "node4"]

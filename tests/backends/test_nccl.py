@@ -9,7 +9,7 @@ import test_backends
 import torch
 from battery import session
 from on_gpu import visible
-from test_sync_batchnorm import PARTS, apart, own_part, trains_like_one_process
+from test_sync_batchnorm import PARTS, check_training, largest_difference, own_part
 from torch import nn
 
 from hpctrain.cluster.visible_gpus import CUDA
@@ -22,16 +22,16 @@ def test_ranks_that_share_a_gpu_are_refused(gpu):
     for result in results:
         assert isinstance(result, HpctrainError), result
         assert result.exit_code == 2
-        assert "is shared by ranks 0, 1, 2" in str(result)
+        assert "is shared by ranks 0-2" in str(result)
 
 
-def kind():
+def backend_and_device():
     with session(batch_size=2) as opened:
         return opened.backend.name, opened.backend.transport, str(opened.device)
 
 
 def test_ranks_on_one_gpu_use_nccl(nccl):
-    assert ranks.values(nccl(3, kind)) == [("ddp", "nccl", "cuda:0")] * 3
+    assert ranks.values(nccl(3, backend_and_device)) == [("ddp", "nccl", "cuda:0")] * 3
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -39,8 +39,8 @@ def test_sums_over_nccl_are_exact_and_equal_on_all_ranks(nccl, size):
     test_backends.test_sums_are_exact_and_equal_on_all_ranks(nccl, size)
 
 
-def begun():
-    """Weights and buffers that were another's on each rank."""
+def prepared_state():
+    """Prepare other weights and buffers on each rank; return them as prepared."""
     with session(batch_size=2, precision="fp32") as opened:
         torch.manual_seed(opened.world.rank)
         model = opened.prepare(battery.small_model())
@@ -48,7 +48,7 @@ def begun():
 
 
 def test_prepare_broadcasts_weights_of_rank_0_over_nccl(nccl):
-    results = ranks.values(nccl(3, begun))
+    results = ranks.values(nccl(3, prepared_state))
     torch.manual_seed(0)
     for name, tensor in battery.small_model().state_dict().items():
         assert all(torch.equal(result[name], tensor) for result in results), name
@@ -86,34 +86,34 @@ def test_second_session_over_nccl(nccl):
     test_backends.test_second_session_in_one_process_works_and_restores_environment(nccl)
 
 
-def torchs_and_ours(dtype):
+def compare_with_torch(dtype):
     """Return differences from torch's layer: outputs, gradients and running statistics."""
     with session(batch_size=2, precision="fp32") as opened:
         rank, device = opened.world.rank, opened.device
         torch.manual_seed(1)
-        whole = torch.randn(sum(PARTS), 4, 5, 6, dtype=dtype) * 3 + 5
-        slope = torch.randn_like(whole)
+        batch = torch.randn(sum(PARTS), 4, 5, 6, dtype=dtype) * 3 + 5
+        slope = torch.randn_like(batch)
         plain = nn.BatchNorm2d(4, dtype=dtype)
         nn.init.normal_(plain.weight)
         nn.init.normal_(plain.bias)
-        theirs = sync_batchnorm.convert(plain.to(device), opened.backend)
-        assert type(theirs) is nn.SyncBatchNorm
-        ours = copy.deepcopy(theirs)
-        ours.__class__ = sync_batchnorm.SyncBatchNorm
-        ours.ranks = sync_batchnorm._Ranks(opened.backend)
+        torch_layer = sync_batchnorm.convert(plain.to(device), opened.backend)
+        assert type(torch_layer) is nn.SyncBatchNorm
+        own_layer = copy.deepcopy(torch_layer)
+        own_layer.__class__ = sync_batchnorm.SyncBatchNorm
+        own_layer.ranks = sync_batchnorm._SharedBackend(opened.backend)
         found = []
-        for layer in (theirs, ours):
-            x = own_part(whole, rank).to(device).requires_grad_()
+        for layer in (torch_layer, own_layer):
+            x = own_part(batch, rank).to(device).requires_grad_()
             y = layer(x)
             (y * own_part(slope, rank).to(device)).sum().backward()
             gradients = [parameter.grad for parameter in layer.parameters()]
             found.append([y, x.grad, *gradients, layer.running_mean, layer.running_var])
-        return [apart(own, other) for own, other in zip(*found, strict=True)]
+        return [largest_difference(own, other) for own, other in zip(*found, strict=True)]
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
 def test_sync_batchnorm_equals_torchs_over_nccl(nccl, dtype, error):
-    for found in ranks.values(nccl(len(PARTS), torchs_and_ours, dtype)):
+    for found in ranks.values(nccl(len(PARTS), compare_with_torch, dtype)):
         assert len(found) == 6
         assert max(found) < error
 
@@ -121,4 +121,4 @@ def test_sync_batchnorm_equals_torchs_over_nccl(nccl, dtype, error):
 def test_training_with_torchs_sync_batchnorm_over_nccl_equals_one_process(
     nccl, tmp_path, monkeypatch
 ):
-    trains_like_one_process(nccl, tmp_path, monkeypatch, 1e-7)
+    check_training(nccl, tmp_path, monkeypatch, 1e-7)

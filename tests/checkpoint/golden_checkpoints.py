@@ -1,11 +1,10 @@
-"""Checkpoints of earlier releases, which every later one has to load.
+"""Checkpoints of earlier releases, which every later release has to load.
 
 golden/NAME/run            the run directory with one checkpoint, in the middle of an epoch
-golden/NAME/expected.json  what that checkpoint holds, and how its training went on
+golden/NAME/expected.json  the state of that checkpoint, and the losses and state of later steps
 
-Those that are there are never written anew: a checkpoint of theirs that no longer loads is a broken
-promise. For a new format, name its checkpoints in CASES and run this script; it writes what is not
-there yet.
+Never write the existing ones again: the test fails if this release cannot load them. For a new
+format, add its checkpoints to CASES and run this script; it writes the missing ones.
 
     python tests/checkpoint/golden_checkpoints.py
 """
@@ -35,7 +34,7 @@ CASES = {
 
 
 class Points(Dataset):
-    """Fifty points of six numbers, and which of the first three is the largest."""
+    """Fifty points of six numbers, with the index of the largest of the first three as target."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(5)
@@ -49,7 +48,7 @@ class Points(Dataset):
 
 
 def train(backend, precision, resume):
-    """Train to step END; what the run began with, and the loss of each step on this rank.
+    """Train to step END; return the first state, the losses of this rank, and the last state.
 
     Each step depends on the weights, the optimizer, the schedule, the random numbers of the rank
     and its samples, so a loss shows whether all of them were restored.
@@ -66,7 +65,7 @@ def train(backend, precision, resume):
         losses = []
         with session.run(state={"schedule": schedule}, name="golden") as run:
 
-            def held():
+            def current_state():
                 return plain(
                     {
                         "step": run.step,
@@ -79,7 +78,7 @@ def train(backend, precision, resume):
                     }
                 )
 
-            begun = held()
+            loaded = current_state()
             for _ in run.epochs():
                 for points, targets in run.batches(loader):
                     noisy = points + 0.1 * torch.rand(points.shape)
@@ -89,28 +88,28 @@ def train(backend, precision, resume):
                     losses.append(loss.item())
                     schedule.step()
                     run.log(loss=loss)
-            return {"begun": begun, "losses": losses, "ended": held()}
+            return {"loaded": loaded, "losses": losses, "ended": current_state()}
 
 
 def plain(value):
-    """A nested state as JSON gives it back; every float is exact."""
+    """Return a nested state as JSON gives it back; every float is exact."""
     if isinstance(value, torch.Tensor):
         return {"dtype": str(value.dtype), "values": value.double().tolist()}
     if isinstance(value, dict):
-        return {str(name): plain(one) for name, one in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return repr(value)
 
 
 def make(name):
-    """Write a case: a run that stopped at its checkpoint, and what comes of it."""
+    """Write a case: a run that stopped at its checkpoint, and the results of its resume."""
     import ranks
 
     backend, precision, size = CASES[name]
-    whole = ranks.values(ranks.run(size, train, backend, precision, False))
+    uninterrupted = ranks.values(ranks.run(size, train, backend, precision, False))
     directory = rundir.RunDirectory("run")
     for step in set(directory.steps()) - {SAVED}:
         shutil.rmtree(directory.checkpoint(step))
@@ -120,10 +119,10 @@ def make(name):
     shutil.copytree("run", "cut", ignore=shutil.ignore_patterns(".*"))
     resumed = ranks.values(ranks.run(size, train, backend, precision, True))
     assert [len(one["losses"]) for one in resumed] == [END - SAVED] * size
-    for one, other in zip(resumed, whole, strict=True):
+    for one, other in zip(resumed, uninterrupted, strict=True):
         assert one["losses"] == other["losses"][SAVED:], "the run does not repeat"
     expected = {
-        "loaded": resumed[0]["begun"],
+        "loaded": resumed[0]["loaded"],
         "losses": [one["losses"] for one in resumed],
         "ended": resumed[0]["ended"],
     }
@@ -139,10 +138,10 @@ if __name__ == "__main__":
     train.__module__ = "golden_checkpoints"
     for case in CASES:
         if (FOLDER / case).exists():
-            print(f"{case} is kept as it is")
+            print(f"{case} exists already")
             continue
         with tempfile.TemporaryDirectory() as scratch:
             os.chdir(scratch)
             make(case)
         os.chdir(FOLDER)
-        print(f"{case} is new")
+        print(f"{case} is written")

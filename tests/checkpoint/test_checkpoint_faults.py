@@ -1,4 +1,4 @@
-"""Killed, damaged, forged, full: the newest whole checkpoint is found, and no other."""
+"""Kills, damage, forged manifests, full disks: the newest complete checkpoint loads."""
 
 import ctypes
 import errno
@@ -23,7 +23,7 @@ from hpctrain.errors import CheckpointError
 from hpctrain.rundir import RunDirectory
 
 RANDOM = "0123456789abcdef"
-# Of the calls of a save, those that change files, or make them last.
+# The system calls of a save that change files, or write them to the disk.
 CHANGES = ["openat", "write", "fsync", "mkdir", "rename", "renameat2", "unlinkat", "rmdir"]
 
 
@@ -38,13 +38,14 @@ def run(tmp_path):
 
 @pytest.fixture(params=["exchange", "two renames"])
 def replacing(request, monkeypatch):
-    """On a file system that can exchange two folders, and on one that cannot."""
+    """Return how a save replaces a folder: by an exchange, or by two renames."""
     if request.param == "two renames":
         monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
     return request.param
 
 
 def test_file_system_exchanges_two_folders(tmp_path):
+    """Exchange two folders by one system call."""
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
@@ -58,11 +59,11 @@ def test_file_system_exchanges_two_folders(tmp_path):
 # Killed
 
 
-def a_save(path, pipe, replacing, threaded):
-    """Replace step 2, then add 3 and 4, of which 4 makes 1 too many; in a process of its own."""
+def save_steps(path, pipe, replacing, threaded):
+    """Replace step 2, then add steps 3 and 4, which removes step 1; end the process."""
     if replacing == "two renames":
         folder._exchange = lambda one, other: False
-    # The tracer is no ancestor of this process, which some kernels ask for (PR_SET_PTRACER).
+    # Some kernels let only an ancestor trace a process; PR_SET_PTRACER lifts this limit.
     ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(2**64 - 1), 0, 0, 0)
     directory = RunDirectory(path)
     os.write(pipe[1], b"x")
@@ -79,17 +80,17 @@ def a_save(path, pipe, replacing, threaded):
     os._exit(0)
 
 
-def traced(options, path, replacing, threaded):
-    """Let a process save under strace.
+def trace_save(options, path, replacing, threaded):
+    """Run `save_steps` in a process under strace.
 
     Returns:
-        Its exit code; what strace said where it could not.
+        Its exit code, or the error of strace.
     """
     ready, go = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
-            a_save(path, (ready[0], ready[1], go[0]), replacing, threaded)
+            save_steps(path, (ready[0], ready[1], go[0]), replacing, threaded)
         finally:
             os._exit(1)
     tracer = None
@@ -115,19 +116,19 @@ def traced(options, path, replacing, threaded):
             os.close(end)
 
 
-def kill_everywhere(path, calls, replacing, threaded):
-    """One process after another, each killed at another call; by one that has imported torch.
+def kill_at_each_call(path, calls, replacing, threaded):
+    """Start one process after another, and kill each at another system call.
 
     Returns:
-        How many were killed at each kind of call, or what strace had to say.
+        The number of kills at each kind of call, or the error of strace.
     """
     table = Path(path) / "calls"
     options = ["-c", "-U", "name", "-o", str(table)]
-    said = traced(options, two_checkpoints(Path(path) / "0").path, replacing, threaded)
-    if said != 0:
-        return str(said)
+    result = trace_save(options, two_checkpoints(Path(path) / "0").path, replacing, threaded)
+    if result != 0:
+        return str(result)
     made = [name for name in table.read_text().split() if name.isidentifier()]
-    made = [name for name in made if name not in ("syscall", "total")]  # its head and foot
+    made = [name for name in made if name not in ("syscall", "total")]  # head and foot
     kills = {}
     for call in made if calls == "all" else sorted(set(made).intersection(calls)):
         # strace counts the calls of each kind and thread.
@@ -137,45 +138,45 @@ def kill_everywhere(path, calls, replacing, threaded):
             directory = two_checkpoints(Path(path) / f"{call}-{number}")
             inject = f"inject={call}:signal=KILL:when={number}"
             options = ["-o", "/dev/null", "-e", f"trace={call}", "-e", inject]
-            code = traced(options, directory.path, replacing, threaded)
+            code = trace_save(options, directory.path, replacing, threaded)
             assert code in (0, -signal.SIGKILL), (call, number, code)
-            look_at(directory, code == 0, (call, number))
+            check_checkpoints(directory, code == 0, (call, number))
             if code == 0:
                 break
             kills[call] += 1
     return kills
 
 
-def look_at(directory, survived, where):
-    """What is there is whole and the newest, and the next start goes on from it."""
-    there = names(directory)
-    found = newest(directory)
-    committed = [name.strip(".").removesuffix(".old") for name in there]
+def check_checkpoints(directory, survived, where):
+    """Check that the newest complete checkpoint loads, and that the next saves succeed."""
+    entries = names(directory)
+    loaded = newest(directory)
+    committed = [name.strip(".").removesuffix(".old") for name in entries]
     steps = {int(name.removeprefix("step-")) for name in committed if name.count(".") == 0}
-    assert found == max(steps) >= 2, (where, there)
-    assert found == 4 or not survived, (where, there)
-    assert len(steps) >= 2, (where, there)
-    for step in (found, found + 1):
+    assert loaded == max(steps) >= 2, (where, entries)
+    assert loaded == 4 or not survived, (where, entries)
+    assert len(steps) >= 2, (where, entries)
+    for step in (loaded, loaded + 1):
         save(directory, step, state_of(step), {})
-        assert newest(directory) == step, (where, there)
-    assert not temporaries(directory), (where, there, names(directory))
-    assert len(directory.steps()) == 3, (where, there, names(directory))
+        assert newest(directory) == step, (where, entries)
+    assert not temporaries(directory), (where, entries, names(directory))
+    assert len(directory.steps()) == 3, (where, entries, names(directory))
     shutil.rmtree(directory.path)
 
 
 @pytest.fixture
-def killed(lacking, monkeypatch):
-    """Kill a save everywhere; how often at each kind of call."""
+def kill_saves(lacking, monkeypatch):
+    """Return a function that kills saves, and returns the number of kills at each kind of call."""
     if not shutil.which("strace"):
         lacking("strace", "apt-get install strace")
 
     def kill(calls, replacing, threaded=False):
-        # Memory, where there is some: a kill takes nothing from the caches of a disk.
+        # In memory if possible: the test is faster, and a kill does not empty a disk's cache.
         with tempfile.TemporaryDirectory(
             dir="/dev/shm" if Path("/dev/shm").is_dir() else None
         ) as path:
             arguments = (path, calls, replacing, threaded)
-            (kills,) = ranks.values(ranks.run(1, kill_everywhere, *arguments, timeout=1800))
+            (kills,) = ranks.values(ranks.run(1, kill_at_each_call, *arguments, timeout=1800))
         if isinstance(kills, str):
             lacking("strace", kills)
         print(kills)
@@ -185,8 +186,9 @@ def killed(lacking, monkeypatch):
 
 
 @pytest.mark.slow
-def test_checkpoint_save_killed_at_each_file_call(killed):
-    kills = killed(CHANGES, "exchange")
+def test_checkpoint_save_killed_at_each_file_call(kill_saves):
+    """Kill saves at each system call that changes files; load the newest complete checkpoint."""
+    kills = kill_saves(CHANGES, "exchange")
     assert kills["fsync"] == 3 * 5
     assert kills["renameat2"] == 1
     assert kills["rename"] >= 2
@@ -194,22 +196,24 @@ def test_checkpoint_save_killed_at_each_file_call(killed):
 
 
 @pytest.mark.slow
-def test_checkpoint_save_killed_at_each_rename(killed):
-    assert killed(["rename", "unlinkat", "rmdir"], "two renames")["rename"] >= 5
+def test_checkpoint_save_killed_at_each_rename(kill_saves):
+    """Kill saves at each rename and removal, on a file system that cannot exchange folders."""
+    assert kill_saves(["rename", "unlinkat", "rmdir"], "two renames")["rename"] >= 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threaded", [False, True], ids=["at once", "in the background"])
 @pytest.mark.parametrize("way", ["exchange", "two renames"])
-def test_checkpoint_save_killed_at_any_system_call(killed, way, threaded):
-    assert sum(killed("all", way, threaded).values()) > 100
+def test_checkpoint_save_killed_at_any_system_call(kill_saves, way, threaded):
+    """Kill saves at every system call; load the newest complete checkpoint."""
+    assert sum(kill_saves("all", way, threaded).values()) > 100
 
 
 # Damaged
 
 
-def damages(content, every):
-    """Cut at several lengths, grown, and with each bit turned of every so many bytes."""
+def damaged_copies(content, every):
+    """Yield the content cut short, with a byte more, and with each bit of some bytes flipped."""
     for length in {0, 1, 4, len(content) // 3, len(content) // 2, len(content) - 1}:
         yield content[:length]
     yield content + b"\0"
@@ -223,18 +227,20 @@ def damages(content, every):
 @pytest.mark.parametrize("name", ["manifest.json", "model.pt", "position.pt"])
 @pytest.mark.parametrize("every", [31, pytest.param(1, marks=pytest.mark.slow)])
 def test_truncated_or_flipped_checkpoint_is_never_loaded(run, name, every):
+    """Cut a file of the newest checkpoint short, or flip a bit of it; load the previous one."""
     path = run.checkpoint(2) / name
     content = path.read_bytes()
-    for changed in damages(content, every):
+    for changed in damaged_copies(content, every):
         if name == "manifest.json" and changed == content.strip():
-            continue  # says the same
+            continue  # the same manifest, without white space around it
         path.write_bytes(changed)
         assert newest(run) == 1
     path.write_bytes(content)
     assert newest(run) == 2
 
 
-def test_file_of_another_checkpoint_is_refused(run):
+def test_checkpoint_with_file_of_another_is_refused(run):
+    """Replace a file of a checkpoint, or the whole folder, by that of another checkpoint."""
     shutil.copy(run.checkpoint(1) / "model.pt", run.checkpoint(2) / "model.pt")
     assert newest(run) == 1
     shutil.rmtree(run.checkpoint(2))
@@ -246,7 +252,7 @@ def test_file_of_another_checkpoint_is_refused(run):
 
 
 def forge(run, **changes):
-    """Give step 2 a manifest that has the right hash and says something else."""
+    """Change fields of step 2's manifest, and give it the matching hash."""
     path = run.checkpoint(2) / "manifest.json"
     manifest = {**json.loads(path.read_text()), **changes}
     manifest["sha256"] = folder.digest(manifest)
@@ -283,7 +289,8 @@ GOOD = {"size": 1, "sha256": "0" * 64}
     ],
     ids=lambda files: repr(files)[:30],
 )
-def test_forged_manifest_files_are_refused(run, monkeypatch, files):
+def test_checkpoint_with_forged_manifest_files_is_refused(run, monkeypatch, files):
+    """Give a manifest other paths, sizes or hashes of files, and a matching hash of its own."""
     forge(run, files=files)
     real, opened = os.open, []
     monkeypatch.setattr("os.open", lambda path, *a, **k: opened.append(path) or real(path, *a, **k))
@@ -298,7 +305,8 @@ def test_forged_manifest_files_are_refused(run, monkeypatch, files):
     "changes",
     [{"format": 2}, {"format": 99}, {"format": "3"}, {"step": 1}, {"step": "2"}, {"step": None}],
 )
-def test_manifest_of_another_format_or_step_is_refused(run, changes):
+def test_checkpoint_manifest_of_another_format_or_step_is_refused(run, changes):
+    """Give a manifest another format or step, and a matching hash."""
     forge(run, **changes)
     assert newest(run) == 1
 
@@ -318,18 +326,21 @@ def test_manifest_of_another_format_or_step_is_refused(run, changes):
     ],
     ids=["deep", "list", "null", "number", "string", "short", "digits", "deep dict", "no UTF-8"],
 )
-def test_invalid_manifest_json_is_refused(run, text):
+def test_checkpoint_with_invalid_manifest_json_is_refused(run, text):
+    """Replace a manifest by text that is no manifest."""
     (run.checkpoint(2) / "manifest.json").write_text(text, encoding="latin-1")
     assert newest(run) == 1
 
 
-def test_huge_manifest_is_not_read(run):
+def test_checkpoint_with_huge_manifest_is_refused(run):
+    """Make a manifest a sparse file of 1 TiB."""
     with open(run.checkpoint(2) / "manifest.json", "wb") as file:
         file.truncate(1 << 40)
     assert newest(run) == 1
 
 
 def test_checkpoint_links_and_pipes_are_refused(run, tmp_path):
+    """Replace a checkpoint by a link or a file, and each of its files by a link or a pipe."""
     good, two = tmp_path / "good", run.checkpoint(2)
     two.rename(good)
     two.symlink_to(good)  # a link to a good one
@@ -350,6 +361,7 @@ def test_checkpoint_links_and_pipes_are_refused(run, tmp_path):
 
 
 def test_checkpoint_save_replaces_a_link(run, tmp_path):
+    """Save a step whose folder is a link to another folder."""
     good = tmp_path / "good"
     run.checkpoint(2).rename(good)
     run.checkpoint(2).symlink_to(good)
@@ -371,8 +383,8 @@ def test_checkpoint_save_replaces_a_link(run, tmp_path):
 
 
 @contextmanager
-def largest_file(size):
-    """No file may grow beyond this many bytes. Python ignores the signal that comes with it."""
+def limited_file_size(size):
+    """Limit the size of files of this process, in bytes; Python ignores SIGXFSZ."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -383,7 +395,8 @@ def largest_file(size):
 
 @pytest.mark.parametrize("size", [0, 100, 20_000, 1_000_000])
 def test_checkpoint_over_the_file_size_limit(run, size):
-    with largest_file(size), pytest.raises(CheckpointError, match="File too large") as caught:
+    """Limit the size of files in bytes during a save."""
+    with limited_file_size(size), pytest.raises(CheckpointError, match="File too large") as caught:
         save(run, 3, state_of(3, 1_000_000), {})
     assert caught.value.fixes == ("ulimit -f unlimited",)
     assert caught.value.code == "HT705"
@@ -395,7 +408,7 @@ def test_checkpoint_over_the_file_size_limit(run, size):
 
 @pytest.fixture
 def small_disk(lacking, tmp_path):
-    """A file system of 2 MB."""
+    """Mount a file system of 2 MB; return its path."""
     path = tmp_path / "disk"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "hpctrain-test", str(path)]
@@ -407,6 +420,7 @@ def small_disk(lacking, tmp_path):
 
 
 def test_checkpoint_on_a_full_disk(small_disk):
+    """Fill a disk of 2 MB; save again when there is space."""
     run = RunDirectory(small_disk / "run")
     writer = Writer(run)
     writer.save(1, state_of(1, 100_000), {})
@@ -416,7 +430,7 @@ def test_checkpoint_on_a_full_disk(small_disk):
     for step, size in ((2, 100_000), (1, 100_000), (3, 30_000), (4, 10_000_000)):
         writer.save(step, state_of(step, size), {})
         if step == 3:
-            writer.wait()  # there is room for this one
+            writer.wait()  # there is space for this one
             continue
         with pytest.raises(CheckpointError, match="No space left on device") as caught:
             writer.wait()
@@ -432,14 +446,15 @@ def test_checkpoint_on_a_full_disk(small_disk):
 
 
 def test_checkpoint_directory_that_vanishes_and_returns(run):
+    """Move the run directory away during one save, and back for the next."""
     writer = Writer(run)
-    run.path.rename(run.path.with_name("gone"))
+    run.path.rename(run.path.with_name("moved"))
     run.path.write_text("in the way")
     writer.save(3, state_of(3), {})
     with pytest.raises(CheckpointError, match="could not be written"):
         writer.wait()
     run.path.unlink()
-    run.path.with_name("gone").rename(run.path)
+    run.path.with_name("moved").rename(run.path)
     assert newest(run) == 2
     writer.save(3, state_of(3), {})
     writer.close()
@@ -449,8 +464,8 @@ def test_checkpoint_directory_that_vanishes_and_returns(run):
 @pytest.mark.parametrize("fails", range(1, 6))
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("step", [2, 3])
-def test_failed_fsync_commits_nothing(run, monkeypatch, replacing, fails, number, step):
-    """Of two files, the manifest, the folder, and the one around it."""
+def test_checkpoint_failed_fsync_commits_nothing(run, monkeypatch, replacing, fails, number, step):
+    """Fail one fsync of a save: of its two files, the manifest, the folder, or its parent."""
     real, calls = os.fsync, []
 
     def sync(descriptor):
@@ -479,8 +494,8 @@ def test_failed_fsync_commits_nothing(run, monkeypatch, replacing, fails, number
 # Left behind
 
 
-def leave(run, name):
-    """What a start that was killed has left."""
+def leave_temporary(run, name):
+    """Make a temporary folder as a killed save leaves it; return its path."""
     path = run.checkpoints / name
     path.mkdir()
     (path / "model.pt").write_bytes(b"half")
@@ -488,24 +503,25 @@ def leave(run, name):
     return path
 
 
-def dead():
-    """The number of a process that is no more."""
+def ended_process():
+    """Return the id of a process that has ended."""
     process = subprocess.Popen(["true"])
     process.wait()
     return process.pid
 
 
 def test_leftover_checkpoint_folders_are_removed_when_safe(run):
+    """Leave temporary folders of ended and running processes and of other hosts, and save."""
     here = folder._here()
-    mine = leave(run, f".step-00000003.{here}.{os.getpid()}.{RANDOM}")
-    ended = leave(run, f".step-00000003.{here}.{dead()}.{RANDOM}")
-    alive = leave(run, f".step-00000003.{here}.1.{RANDOM}")
-    elsewhere = leave(run, f".step-00000003.other.4026531836.77.{RANDOM}")
-    container = leave(run, f".step-00000003.{here[:-1]}.{dead()}.{RANDOM}")
-    strange = leave(run, ".step-00000003.notes")
+    own = leave_temporary(run, f".step-00000003.{here}.{os.getpid()}.{RANDOM}")
+    ended = leave_temporary(run, f".step-00000003.{here}.{ended_process()}.{RANDOM}")
+    alive = leave_temporary(run, f".step-00000003.{here}.1.{RANDOM}")
+    elsewhere = leave_temporary(run, f".step-00000003.other.4026531836.77.{RANDOM}")
+    container = leave_temporary(run, f".step-00000003.{here[:-1]}.{ended_process()}.{RANDOM}")
+    strange = leave_temporary(run, ".step-00000003.notes")
     assert newest(run) == 2
-    save(run, 3, state_of(3), {})  # without a lock: of other hosts nothing is known
-    left = {path for path in (mine, ended, alive, elsewhere, container, strange) if path.exists()}
+    save(run, 3, state_of(3), {})  # without a lock, processes of other hosts may still run
+    left = {path for path in (own, ended, alive, elsewhere, container, strange) if path.exists()}
     assert left == {alive, elsewhere, container, strange}
     assert newest(run) == 3
 
@@ -522,10 +538,10 @@ def test_leftover_checkpoint_folders_are_removed_when_safe(run):
     assert {path for path in left if path.exists()} == left
 
     @contextmanager
-    def held():
+    def locked():
         yield
 
-    writer = Writer(run, commit=held)
+    writer = Writer(run, commit=locked)
     writer.save(4, state_of(4), {})
     writer.close()
     assert {path for path in left if path.exists()} == {alive, strange}
@@ -533,21 +549,22 @@ def test_leftover_checkpoint_folders_are_removed_when_safe(run):
 
 
 def test_folder_of_a_live_checkpoint_writer_is_kept(run, monkeypatch):
+    """Save while another process, or another host, writes a checkpoint."""
     inside, go = threading.Event(), threading.Event()
     real = folder.write
 
-    def slow(path, value):
+    def wait_and_write(path, value):
         inside.set()
         assert go.wait(60)
         return real(path, value)
 
     writer = Writer(run)
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "write", slow)
+        patch.setattr(folder, "write", wait_and_write)
         writer.save(3, state_of(3), {})
         assert inside.wait(60)
     (name,) = temporaries(run)
-    # As if another process of this host had it, and then another host.
+    # As if a process of this host wrote it, and then a process of another host.
     for changed in (
         name.replace(f".{os.getpid()}.", ".1."),
         name.replace(f".{folder._here()}.", ".other.1."),
@@ -564,12 +581,13 @@ def test_folder_of_a_live_checkpoint_writer_is_kept(run, monkeypatch):
 
 
 def test_checkpoint_being_replaced_still_loads(run):
+    """Stop the replacement of a checkpoint before and after its second rename."""
     aside = run.checkpoints / ".step-00000002.old"
     run.checkpoint(2).rename(aside)  # killed between the two renames
     assert run.steps() == [1]
     assert newest(run) == 2
     assert newest(run) == 2  # a reader changes nothing
-    shutil.copytree(run.checkpoint(1), run.checkpoint(2))  # whatever is there has the word
+    shutil.copytree(run.checkpoint(1), run.checkpoint(2))  # the folder with the final name counts
     assert newest(run) == 1
     shutil.rmtree(run.checkpoint(2))
     save(run, 3, state_of(3), {})
@@ -581,12 +599,13 @@ def test_checkpoint_being_replaced_still_loads(run):
 
 
 def test_checkpoint_replacement_is_atomic(run, replacing, monkeypatch):
+    """Fail the call that replaces a checkpoint."""
     save(run, 2, state_of(2), {"again": 1})
     assert names(run) == ["step-00000001", "step-00000002"]
     assert json.loads((run.checkpoint(2) / "manifest.json").read_text())["again"] == 1
     real = Path.rename
 
-    def fails(self, target):
+    def fail_rename(self, target):
         if not target.name.startswith("."):
             raise OSError(errno.EIO, "Input/output error")
         return real(self, target)
@@ -594,20 +613,20 @@ def test_checkpoint_replacement_is_atomic(run, replacing, monkeypatch):
     if replacing == "two renames":
         count = []
 
-        def second(self, target):
+        def fail_second_rename(self, target):
             if target == run.checkpoint(2) and not count:
                 count.append(self)
                 raise OSError(errno.EIO, "Input/output error")
             return real(self, target)
 
-        monkeypatch.setattr(Path, "rename", second)
+        monkeypatch.setattr(Path, "rename", fail_second_rename)
     else:
-        monkeypatch.setattr(Path, "rename", fails)
+        monkeypatch.setattr(Path, "rename", fail_rename)
 
-        def refuses(one, other):
+        def fail_exchange(one, other):
             raise OSError(errno.EIO, "Input/output error")
 
-        monkeypatch.setattr(folder, "_exchange", refuses)
+        monkeypatch.setattr(folder, "_exchange", fail_exchange)
     with pytest.raises(CheckpointError, match="Input/output error"):
         save(run, 2, state_of(2), {"again": 2})
     assert names(run) == ["step-00000001", "step-00000002"]

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, and a damaged one does not end the run."""
+"""A checkpoint is complete or absent, and a damaged one does not end the run."""
 
 import errno
 import hashlib
@@ -63,7 +63,7 @@ def test_newest_three_checkpoints_are_kept(run):
     assert load_newest(run)[0] == 100_000_001
 
 
-def cut_short(folder):
+def truncate_file(folder):
     path = folder / "model.pt"
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -75,21 +75,21 @@ def flip_a_byte(folder):
     path.write_bytes(content)
 
 
-def lose_a_part(folder):
+def remove_file(folder):
     (folder / "model.pt").unlink()
 
 
-def lose_the_manifest(folder):
+def remove_manifest(folder):
     (folder / "manifest.json").unlink()
 
 
-def be_empty(folder):
+def empty_folder(folder):
     shutil.rmtree(folder)
     folder.mkdir()
 
 
 @pytest.mark.parametrize(
-    "damage", [cut_short, flip_a_byte, lose_a_part, lose_the_manifest, be_empty]
+    "damage", [truncate_file, flip_a_byte, remove_file, remove_manifest, empty_folder]
 )
 def test_damaged_checkpoint_is_logged_and_the_previous_loaded(saved, damage, caplog):
     damage(saved.checkpoint(2))
@@ -109,13 +109,13 @@ def test_damaged_checkpoint_is_logged_and_the_previous_loaded(saved, damage, cap
 
 
 class FullDisk:
-    """A torch.save that writes half of a file and then fails as torch does."""
+    """A stand-in for torch.save that writes half of a file and then fails as torch does."""
 
     def __init__(self, good):
         self.good, self.save = good, torch.save
 
     def __call__(self, value, file):
-        if isinstance(file, io.BytesIO):  # a try in memory
+        if isinstance(file, io.BytesIO):  # a trial in memory
             self.save(value, file)
         elif self.good:
             self.good -= 1
@@ -153,16 +153,16 @@ def test_failed_checkpoint_commit_leaves_nothing(saved, monkeypatch):
     assert newest(saved) == 2
 
 
-def test_temporary_folders_are_no_checkpoints(saved):
+def test_temporary_folders_are_not_checkpoints(saved):
     shutil.copytree(saved.checkpoint(2), saved.checkpoints / ".step-00000003.4711")
     (saved.checkpoints / "step-00000004.old").mkdir()
     (saved.checkpoints / "step-5").mkdir()
-    (saved.checkpoints / "notes").write_text("mine")
+    (saved.checkpoints / "notes").write_text("notes")
     assert saved.steps() == [1, 2]
     assert newest(saved) == 2
 
 
-def test_manifest_has_the_facts_it_was_given(run):
+def test_checkpoint_manifest_has_the_given_fields(run):
     facts = {"step": 99, "format": 1, "metrics": {"loss": float("nan")}, 7: "seven"}
     save(run, 3, state_of(3), facts)
     manifest = json.loads((run.checkpoint(3) / "manifest.json").read_text())
@@ -185,11 +185,11 @@ def test_checkpoint_modes_follow_the_umask(run, mask):
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o666 & ~mask}
 
 
-def all_of(run, values, **options):
-    """Save steps 1, 2, … with these values of a metric; the steps that are kept."""
+def steps_kept(run, values, **options):
+    """Save steps 1, 2, … with these values of a metric; return the steps that are kept."""
     name = options["best"]
     for step, value in enumerate(values, 1):
-        folder = Folder(run, **options)  # a start of its own: what is best is read from the disk
+        folder = Folder(run, **options)  # each by a new start, which reads the best from the disk
         metrics = {} if value is None else {name: value}
         folder.save(step, freeze(state_of(step)), {"metrics": metrics})
     assert len(names(run)) == len(run.steps())
@@ -214,7 +214,7 @@ NAN, INF = float("nan"), float("inf")
     ],
 )
 def test_best_checkpoint_is_kept(run, name, values, kept):
-    assert all_of(run, values, keep=2, best=name) == kept
+    assert steps_kept(run, values, keep=2, best=name) == kept
 
 
 def test_best_checkpoint_can_be_step_0(run):
@@ -227,13 +227,13 @@ def test_best_checkpoint_can_be_step_0(run):
 def test_damaged_checkpoints_do_not_count_as_kept(run):
     for step in range(1, 5):
         if step > 2:
-            cut_short(run.checkpoint(step - 1))
+            truncate_file(run.checkpoint(step - 1))
         save(run, step, state_of(step), {})
     assert run.steps() == [1, 2, 3, 4]
     assert newest(run) == 4
 
 
-def test_run_resumed_before_a_damaged_checkpoint_keeps_new_ones(run):
+def test_resume_before_a_damaged_checkpoint_keeps_new_checkpoints(run):
     for step in (10, 20, 30, 40):
         save(run, step, state_of(step), {})
     for step in (30, 40):
@@ -247,18 +247,18 @@ def test_run_resumed_before_a_damaged_checkpoint_keeps_new_ones(run):
 def test_checkpoint_gets_its_name_after_its_manifest_is_written(run, monkeypatch):
     rename, seen = Path.rename, []
 
-    def look(source, target):
+    def record_and_rename(source, target):
         if target == run.checkpoint(1):
             seen.append(sorted(os.listdir(source)))
         return rename(source, target)
 
-    monkeypatch.setattr(Path, "rename", look)
+    monkeypatch.setattr(Path, "rename", record_and_rename)
     save(run, 1, state_of(1), {})
     assert seen == [["manifest.json", "model.pt", "position.pt"]]
 
 
 def test_checkpoint_that_holds_code_is_not_run(saved, tmp_path):
-    """Of whoever writes the manifest too, so that all sizes and hashes fit."""
+    """Save the code as a checkpoint, so that all sizes and hashes of the manifest are right."""
     folder, ran = saved.checkpoint(2), tmp_path / "ran"
     torch.save(_Code(ran), folder / "model.pt")
     content = (folder / "model.pt").read_bytes()
@@ -272,7 +272,7 @@ def test_checkpoint_that_holds_code_is_not_run(saved, tmp_path):
 
 
 class _Code:
-    """A value whose pickle makes a file."""
+    """A value that makes a file when its pickle is loaded."""
 
     def __init__(self, path):
         self.path = path

@@ -1,4 +1,4 @@
-"""What is written in the background is the state of the step at which it was asked for."""
+"""A checkpoint that is written in the background has the state of the step of its save."""
 
 import collections
 import copy
@@ -35,8 +35,8 @@ def writer(run):
 
 
 @pytest.fixture
-def said(caplog):
-    """What is logged."""
+def log(caplog):
+    """Capture the log from INFO on."""
     before = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -47,7 +47,7 @@ def said(caplog):
 
 
 class Gate:
-    """A disk that takes nothing before it is told to."""
+    """A stand-in for a disk, on which a write waits until the test opens the gate."""
 
     def __init__(self, monkeypatch):
         self.waits, self.open = threading.Event(), threading.Event()
@@ -81,16 +81,16 @@ def step(model, optimizer):
     optimizer.zero_grad()
 
 
-def through_torch(value):
-    """What `torch.save` of the value gives when it is loaded."""
+def saved_by_torch(value):
+    """Save the value by `torch.save`; return it as loaded."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=True, map_location="cpu")
 
 
-def same(one, other):
-    """Bit for bit, type for type."""
+def assert_same(one, other):
+    """Check that two values have the same types and bits."""
     assert type(one) is type(other)
     if isinstance(one, torch.Tensor):
         assert one.dtype == other.dtype
@@ -108,11 +108,11 @@ def same(one, other):
     elif isinstance(one, dict):
         assert list(one) == list(other)
         for key in one:
-            same(one[key], other[key])
+            assert_same(one[key], other[key])
     elif isinstance(one, (list, tuple)):
         assert len(one) == len(other)
         for a, b in zip(one, other, strict=True):
-            same(a, b)
+            assert_same(a, b)
     elif torch.is_storage(one):
         assert list(one) == list(other)
     else:
@@ -120,7 +120,7 @@ def same(one, other):
 
 
 BASE = torch.arange(24.0).reshape(4, 6)
-# What torch warns of is made in the test.
+# Made in the test, because torch warns of these.
 VALUES = {
     "tensor": BASE,
     "views": [BASE, BASE[1:3], BASE.t(), BASE[:, ::2], BASE.flatten()[5:]],
@@ -159,7 +159,7 @@ def test_checkpoint_writer_loads_what_torch_save_would(run, writer, name):
     writer.wait()
     found, state = load_newest(run)
     assert found == 2
-    same(state["part"], through_torch(value))
+    assert_same(state["part"], saved_by_torch(value))
 
 
 def test_checkpoint_writer_keeps_state_dict_metadata(run, writer):
@@ -186,8 +186,8 @@ def test_checkpoint_writer_keeps_shared_memory(run, writer):
 Point = collections.namedtuple("Point", "x y")
 
 
-class Sub(torch.Tensor):
-    """A tensor of a user's class."""
+class TensorSubclass(torch.Tensor):
+    """A subclass of a tensor, as a script may define it."""
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ class Sub(torch.Tensor):
         len,
         lambda: None,
         threading.Lock(),
-        torch.ones(3).as_subclass(Sub),
+        torch.ones(3).as_subclass(TensorSubclass),
         {"x": object()},
         [torch.ones(4), torch.ones(4).untyped_storage()],
         frozenset({1}),
@@ -211,15 +211,15 @@ class Sub(torch.Tensor):
 def test_checkpoint_writer_refuses_unloadable_state(run, writer, value):
     loads = True
     try:
-        through_torch(value)
+        saved_by_torch(value)
     except Exception:
         loads = False
-    if loads:  # by this release of torch
+    if loads:  # in this release of torch
         writer.save(1, {"part": value}, {})
         writer.wait()
-        same(load_newest(run)[1]["part"], through_torch(value))
+        assert_same(load_newest(run)[1]["part"], saved_by_torch(value))
         return
-    with pytest.raises(UsageError, match="'part' holds what no checkpoint can give back") as caught:
+    with pytest.raises(UsageError, match="'part' contains a value that no checkpoint") as caught:
         writer.save(1, {"model": torch.ones(3), "part": value}, {})
     assert len(caught.value.fixes) == 2
     assert caught.value.code == "HT706"
@@ -237,7 +237,7 @@ def test_checkpoint_writer_checks_changed_state_again(run, writer):
         writer.save(number, {"part": state}, {})
     state["best"] = numpy.float64(2.0)
     for _ in range(2):
-        with pytest.raises(UsageError, match="'part' holds"):
+        with pytest.raises(UsageError, match="'part' contains"):
             writer.save(3, {"part": state}, {})
     writer.wait()
     assert run.steps() == [1, 2]
@@ -256,8 +256,8 @@ def test_checkpoint_writer_refuses_shared_memory_of_two_types(run, writer):
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_checkpoint_has_the_state_at_save_time(run, writer, gate, inference, monkeypatch, tmp_path):
-    """The training changes everything in place while nothing has reached the disk yet."""
-    # The first step of an optimizer would set it.
+    """Change everything in place while the writer has not written anything yet."""
+    # The first step of an optimizer would set this.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, optimizer = model_and_optimizer()
     others = {"list": [1, [2]], "numpy": torch.from_numpy(numpy.zeros(4))}
@@ -282,14 +282,14 @@ def test_checkpoint_has_the_state_at_save_time(run, writer, gate, inference, mon
     assert run.steps() == []
     gate.open.set()
     writer.wait()
-    same(load_newest(run)[1], expected)
+    assert_same(load_newest(run)[1], expected)
     manifest = (run.checkpoint(1) / "manifest.json").read_text()
     assert '"loss": 1.0' in manifest
     model, optimizer = model_and_optimizer()
     expected = copy.deepcopy(state())
-    writer.save(2, state(), {})  # over the same buffers
+    writer.save(2, state(), {})  # into the same buffers
     writer.wait()
-    same(load_newest(run)[1], expected)
+    assert_same(load_newest(run)[1], expected)
 
 
 def test_second_checkpoint_save_waits_for_the_first(run, writer, gate):
@@ -299,11 +299,11 @@ def test_second_checkpoint_save_waits_for_the_first(run, writer, gate):
     weight += 1
     done = threading.Event()
 
-    def second():
+    def save_second():
         writer.save(2, {"model": weight}, {})
         done.set()
 
-    thread = threading.Thread(target=second)
+    thread = threading.Thread(target=save_second)
     thread.start()
     assert not done.wait(0.2)
     assert writer.committed is None
@@ -329,20 +329,20 @@ def test_checkpoint_buffers_are_reused():
     grown = memory_of([torch.zeros(15), torch.zeros(100), torch.zeros(7)])
     assert grown[:2] == first
     assert memory_of([torch.zeros(100)]) == first[1:]
-    assert len(buffers._kept) == 1
+    assert len(buffers._buffers) == 1
 
 
-def test_checkpoint_memory_is_logged_once(run, writer, said):
+def test_checkpoint_memory_is_logged_once(run, writer, log):
     for number in range(3):
         writer.save(number, {"model": torch.ones(1_000_000)}, {})
     writer.wait()
-    assert [record.message for record in said.records] == [
-        "4.0 MB of memory are kept for copies of the state; it is written in the background"
+    assert [record.message for record in log.records] == [
+        "4.0 MB of memory hold copies of the state, which a thread writes in the background"
     ]
 
 
 @pytest.mark.parametrize("why", ["room", "allocation", "torch"])
-def test_checkpoint_without_memory_is_written_synchronously(run, said, monkeypatch, why):
+def test_checkpoint_without_memory_is_written_synchronously(run, log, monkeypatch, why):
     def fail(*_):
         raise {"allocation": MemoryError, "torch": RuntimeError}[why]("not enough memory")
 
@@ -358,20 +358,20 @@ def test_checkpoint_without_memory_is_written_synchronously(run, said, monkeypat
         assert writer.seconds > 0
     assert threading.active_count() == len(threading.enumerate())
     assert not [t for t in threading.enumerate() if t.name == "checkpoint writer"]
-    (record,) = said.records
+    (record,) = log.records
     assert record.levelname == "WARNING"
     assert "training waits while a checkpoint is written" in record.message
     assert ("4.0" in record.message or "0.0 MB more are needed" in record.message) == (
         why == "room"
     )
     monkeypatch.undo()
-    writer.save(3, {"model": weight}, {})  # room is back
+    writer.save(3, {"model": weight}, {})  # there is memory again
     writer.close()
     assert run.steps() == [1, 2, 3]
-    assert len(said.records) == 2
+    assert len(log.records) == 2
 
 
-def test_checkpoint_without_a_thread_is_written_synchronously(run, said, monkeypatch):
+def test_checkpoint_without_a_thread_is_written_synchronously(run, log, monkeypatch):
     def fail(self):
         raise RuntimeError("can't start new thread")
 
@@ -380,7 +380,7 @@ def test_checkpoint_without_a_thread_is_written_synchronously(run, said, monkeyp
         patch.setattr(threading.Thread, "start", fail)
         writer.save(1, {"model": torch.ones(3)}, {})
     assert writer.committed == 1
-    assert "can't start new thread" in said.records[-1].message
+    assert "can't start new thread" in log.records[-1].message
     writer.close()
 
 
@@ -392,7 +392,7 @@ def test_failed_synchronous_checkpoint_does_not_raise_in_save(run, monkeypatch):
     assert "broken" in writer.failure().found
 
 
-def test_failed_checkpoint_is_reported_once(run, writer, said, monkeypatch):
+def test_failed_checkpoint_is_reported_once(run, writer, log, monkeypatch):
     writer.save(1, {"model": torch.ones(3)}, {})
     writer.wait()
     assert writer.failure() is None
@@ -401,14 +401,14 @@ def test_failed_checkpoint_is_reported_once(run, writer, said, monkeypatch):
     assert before > 0
     with monkeypatch.context() as patch:
 
-        def full(path, value):
+        def fail(path, value):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        patch.setattr(folder, "write", full)
+        patch.setattr(folder, "write", fail)
         writer.save(2, {"model": torch.ones(3)}, {})
         with pytest.raises(CheckpointError, match="step 2 could not be written"):
             writer.wait()
-        writer.save(3, {"model": torch.ones(3)}, {})  # does not raise for the one before
+        writer.save(3, {"model": torch.ones(3)}, {})  # does not raise the previous error
         writer._idle.wait()
         error = writer.failure()
     assert "step 3 could not be written" in error.found
@@ -416,7 +416,7 @@ def test_failed_checkpoint_is_reported_once(run, writer, said, monkeypatch):
     assert error.code == "HT705"
     assert writer.failure() is None
     assert writer.committed == 1
-    errors = [r.message for r in said.records if r.levelname == "ERROR"]
+    errors = [r.message for r in log.records if r.levelname == "ERROR"]
     assert len(errors) == 2
     assert "fix:      df -h" in errors[0]
     assert run.steps() == [1]
@@ -439,7 +439,7 @@ def test_unknown_error_does_not_end_the_checkpoint_writer(run, writer, monkeypat
     assert run.steps() == [2]
 
 
-def test_replaced_start_commits_and_removes_nothing(run):
+def test_checkpoint_writer_of_a_replaced_start_commits_nothing(run):
     for number in (1, 2, 3):
         first = Writer(run, keep=3)
         first.save(number, {"model": torch.full((3,), float(number))}, {})
@@ -463,7 +463,7 @@ def test_replaced_start_commits_and_removes_nothing(run):
     writer.close()
     assert writer.failure() is error
     assert writer.failure() is None
-    assert [len(found) for found in entered] == [4, 4, 4]  # with the whole temporary one
+    assert [len(found) for found in entered] == [4, 4, 4]  # with the complete temporary folder
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [
         f"step-0000000{step}" for step in (1, 2, 3)
     ]
@@ -477,7 +477,7 @@ def test_checkpoint_renames_happen_under_the_lock(run, monkeypatch):
     holding = False
     real = folder.Path.rename
 
-    def rename(self, target):
+    def record_and_rename(self, target):
         (inside if holding else outside).append(target.name)
         return real(self, target)
 
@@ -488,7 +488,7 @@ def test_checkpoint_renames_happen_under_the_lock(run, monkeypatch):
         yield
         holding = False
 
-    monkeypatch.setattr(folder.Path, "rename", rename)
+    monkeypatch.setattr(folder.Path, "rename", record_and_rename)
     writer = Writer(run, keep=1, commit=commit)
     for number in (1, 2):
         writer.save(number, {"model": torch.zeros(3)}, {})
@@ -513,7 +513,7 @@ def test_checkpoint_writer_close_finishes_the_save(run, gate):
     writer.close()
 
 
-def system(tmp_path, **files):
+def available_memory_of(tmp_path, **files):
     for name, text in files.items():
         path = tmp_path / name.replace("__", "/").replace("_dot_", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -526,7 +526,7 @@ MEMINFO = "MemTotal:       2000 kB\nMemFree:         100 kB\nMemAvailable:   100
 
 def test_available_memory_of_the_machine(tmp_path):
     assert available_memory.available(tmp_path) is None
-    assert system(tmp_path, proc__meminfo=MEMINFO) == 1_024_000
+    assert available_memory_of(tmp_path, proc__meminfo=MEMINFO) == 1_024_000
     assert available_memory.available() > 0
 
 
@@ -541,11 +541,11 @@ def test_available_memory_of_cgroup_v2(tmp_path):
         "sys__fs__cgroup__job__memory_dot_current": "80000\n",
         "sys__fs__cgroup__job__memory_dot_stat": "anon 1\ninactive_file 30000\n",
     }
-    assert system(tmp_path, **files) == 40_000
+    assert available_memory_of(tmp_path, **files) == 40_000
     files[group + "memory_dot_max"] = "6000\n"
-    assert system(tmp_path, **files) == 1_000
+    assert available_memory_of(tmp_path, **files) == 1_000
     files[group + "memory_dot_current"] = "7000\n"
-    assert system(tmp_path, **files) == 0
+    assert available_memory_of(tmp_path, **files) == 0
 
 
 def test_available_memory_of_cgroup_v1(tmp_path):
@@ -557,4 +557,4 @@ def test_available_memory_of_cgroup_v1(tmp_path):
         group + "memory_dot_usage_in_bytes": "60000\n",
         group + "memory_dot_stat": "total_inactive_file 500\n",
     }
-    assert system(tmp_path, **files) == 10_500
+    assert available_memory_of(tmp_path, **files) == 10_500

@@ -1,4 +1,4 @@
-"""Weights for other programs: `hpctrain export`."""
+"""`hpctrain export`: the weights of a checkpoint for other programs."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from hpctrain.rundir import RunDirectory
 
 
 class Tied(nn.Module):
-    """The second layer has the weight of the first."""
+    """Two layers that share their weight."""
 
     def __init__(self):
         super().__init__()
@@ -54,17 +54,17 @@ def test_exported_weights_load_into_a_model(run, tmp_path):
     load_model(model, str(target))
     for name, value in run.models[2].state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
-    said = metadata(target)
-    assert said["step"] == "3"
-    assert said["run"] == "digits"
-    assert said["format"] == "pt"
-    assert said["second.weight"] == "first.weight"
+    fields = metadata(target)
+    assert fields["step"] == "3"
+    assert fields["run"] == "digits"
+    assert fields["format"] == "pt"
+    assert fields["second.weight"] == "first.weight"
 
 
 def test_export_of_views(tmp_path):
     run = RunDirectory(tmp_path / "run")
-    whole = torch.arange(12.0).reshape(3, 4)
-    views = {"whole": whole, "corner": whole[:2, :2], "turned": whole.t(), "again": whole}
+    matrix = torch.arange(12.0).reshape(3, 4)
+    views = {"whole": matrix, "corner": matrix[:2, :2], "turned": matrix.t(), "again": matrix}
     views |= {"wide": torch.ones(2, 1).expand(2, 9), "none": torch.empty(0), "non": torch.empty(0)}
     save(run, 1, {"model": [views]}, {})
     target = tmp_path / "out.safetensors"
@@ -114,7 +114,7 @@ def test_export_refuses_a_damaged_checkpoint(run, tmp_path):
     target = tmp_path / "out.safetensors"
     path = run.checkpoint(3) / "model.pt"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="not what was written") as caught:
+    with pytest.raises(CheckpointError, match="has changed since it was written") as caught:
         export(run, target, step=3)
     assert caught.value.code == "HT707"
     assert not target.exists()
@@ -129,7 +129,7 @@ def test_export_of_a_missing_checkpoint(run, tmp_path, capsys):
     error = capsys.readouterr().err
     assert "  or:       a run with --keep-best NAME\n  more:     hpctrain explain HT709\n" in error
     assert main(["export", str(tmp_path / "none"), target]) == 1
-    assert "no whole checkpoint" in capsys.readouterr().err
+    assert "no complete checkpoint" in capsys.readouterr().err
     assert main(["export", str(run.path), str(tmp_path / "none" / "out")]) == 2
     assert "could not be written" in capsys.readouterr().err
 

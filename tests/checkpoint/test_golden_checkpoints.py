@@ -1,4 +1,4 @@
-"""Checkpoints of earlier releases load, and their training goes on as it did then."""
+"""Checkpoints of earlier releases load, and their runs continue with the same losses."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ import ranks
 from hpctrain.rundir import RunDirectory
 
 NAMES = sorted(path.parent.name for path in golden_checkpoints.FOLDER.glob("*/expected.json"))
-# Another processor sums in another order; O2 rounds such a difference to half precision.
+# Another processor sums in another order. O2 rounds such a difference to half precision.
 TOLERANCE = {"fp32": 1e-4, "O2": 2e-2}
 # Batch norm takes the bias before it away again, so its gradient is zero but for rounding, of which
 # Adam makes a step of any size.
@@ -32,32 +32,32 @@ def test_golden_checkpoint_loads_and_resumes(name, lacking):
     resumed = ranks.values(ranks.run(size, golden_checkpoints.train, backend, precision, True))
     run = RunDirectory("run")
     assert [line["step"] for line in run.lines(run.starts)] == [0, golden_checkpoints.SAVED]
-    assert resumed[0]["begun"] == expected["loaded"]
+    assert resumed[0]["loaded"] == expected["loaded"]
     for rank in resumed[1:]:
-        assert _shared(rank["begun"]) == _shared(expected["loaded"])
+        assert shared_state(rank["loaded"]) == shared_state(expected["loaded"])
     for rank, losses in zip(resumed, expected["losses"], strict=True):
         assert rank["losses"] == pytest.approx(losses, rel=TOLERANCE[precision])
     ended = resumed[0]["ended"]
     assert ended["step"] == expected["ended"]["step"] == golden_checkpoints.END
     for part in ("model", "ema"):
-        assert list(_numbers(ended[part])) == pytest.approx(
-            list(_numbers(expected["ended"][part])), rel=TOLERANCE[precision], abs=1e-4
+        assert list(numbers(ended[part])) == pytest.approx(
+            list(numbers(expected["ended"][part])), rel=TOLERANCE[precision], abs=1e-4
         ), part
 
 
-def _shared(state):
-    """A state without the batch norm statistics that each rank has of its own samples."""
+def shared_state(state):
+    """Return a state without the batch norm statistics, which differ between ranks."""
     model = {name: value for name, value in state["model"].items() if "running" not in name}
     return {**state, "model": model}
 
 
-def _numbers(value):
+def numbers(value):
     if isinstance(value, dict):
-        for name, one in value.items():
+        for name, item in value.items():
             if name not in ROUNDING:
-                yield from _numbers(one)
+                yield from numbers(item)
     elif isinstance(value, list):
-        for one in value:
-            yield from _numbers(one)
+        for item in value:
+            yield from numbers(item)
     elif isinstance(value, float):
         yield value

@@ -1,4 +1,4 @@
-"""Weights that a training begins with: `--init-from FILE`."""
+"""`--init-from FILE`: the first weights of a training."""
 
 import argparse
 import logging
@@ -15,7 +15,7 @@ from hpctrain.rundir import RunDirectory
 
 
 class Tied(nn.Module):
-    """The second layer has the weight of the first."""
+    """Two layers that share their weight, and a batch norm."""
 
     def __init__(self):
         super().__init__()
@@ -32,9 +32,9 @@ def source():
     return model
 
 
-def equal(model, other):
-    there = other.state_dict()
-    return all(torch.equal(value, there[name]) for name, value in model.state_dict().items())
+def equal_state(model, other):
+    other_state = other.state_dict()
+    return all(torch.equal(value, other_state[name]) for name, value in model.state_dict().items())
 
 
 FORMS = {
@@ -62,7 +62,7 @@ def test_init_from_takes_common_formats(form, source, tmp_path):
     torch.save(FORMS[form](source.state_dict()), tmp_path / "weights.pt")
     model = Tied()
     fill_weights(tmp_path / "weights.pt", model, 0)
-    assert equal(model, source)
+    assert equal_state(model, source)
     assert model.second.weight is model.first.weight
 
 
@@ -75,7 +75,7 @@ def test_init_from_takes_exported_weights(count, source, tmp_path):
     for number, one in enumerate(sources):
         model = Tied()
         fill_weights(tmp_path / "out.safetensors", model, number)
-        assert equal(model, one)
+        assert equal_state(model, one)
 
 
 def test_init_from_leaves_other_models_alone(source, tmp_path, caplog):
@@ -98,7 +98,10 @@ def test_init_from_refuses_other_names_and_shapes(source, tmp_path):
     with pytest.raises(UsageError) as caught:
         fill_weights(tmp_path / "other.pt", model, 0)
     found = caught.value.found
-    assert "has no norm.weight; has no norm.bias; has head.weight, which the model has not" in found
+    expected = (
+        "has no norm.weight; has no norm.bias; has head.weight, which the model does not have"
+    )
+    assert expected in found
     assert found.endswith("and 1 more")
     assert "strict=False" in caught.value.fixes[1]
     assert caught.value.code == "HT714"
@@ -125,7 +128,7 @@ def test_init_from_does_not_run_code(tmp_path):
             return (open, (str(tmp_path / "ran"), "w"))
 
     torch.save({"model": Hostile()}, tmp_path / "weights.pt")
-    with pytest.raises(UsageError, match=r"it needs io\.open, and may run code"):
+    with pytest.raises(UsageError, match=r"it needs io\.open, and may run its own code"):
         fill_weights(tmp_path / "weights.pt", Tied(), 0)
     assert not (tmp_path / "ran").exists()
 
@@ -157,7 +160,7 @@ def test_init_from_is_checked_before_the_rendezvous(tmp_path, monkeypatch):
 
 
 class Ensemble(nn.Module):
-    """Its names begin as those of several models do."""
+    """A model whose names begin as in a file of several models."""
 
     def __init__(self):
         super().__init__()
@@ -165,7 +168,7 @@ class Ensemble(nn.Module):
 
 
 class OnlyChild(nn.Module):
-    """Its names begin as DistributedDataParallel lets them."""
+    """A model whose names begin as those of DistributedDataParallel."""
 
     def __init__(self):
         super().__init__()
@@ -177,11 +180,11 @@ def test_init_from_keeps_names_that_the_model_has(kind, tmp_path):
     source, model = kind(), kind()
     torch.save(source.state_dict(), tmp_path / "weights.pt")
     fill_weights(tmp_path / "weights.pt", model, 0)
-    assert equal(model, source)
+    assert equal_state(model, source)
 
 
 def test_init_from_fills_lazy_modules(tmp_path):
     source, model = nn.Linear(3, 2), nn.LazyLinear(2)
     torch.save(source.state_dict(), tmp_path / "weights.pt")
     fill_weights(tmp_path / "weights.pt", model, 0)
-    assert equal(model, source)
+    assert equal_state(model, source)

@@ -1,4 +1,4 @@
-"""What the command line answers, without torch and on any Python."""
+"""The output of the command line, without torch and on any Python."""
 
 import ast
 import importlib
@@ -32,7 +32,7 @@ TORCHRUN = {
 
 
 def hpctrain_command(*arguments, env=None, python=("-m", "hpctrain")):
-    """Run the command as a user does."""
+    """Run the command as a user does; return the completed process."""
     return subprocess.run(
         [sys.executable, *python, *arguments],
         env={**env_vars.scrubbed(os.environ), "COLUMNS": "200", **(env or {})},
@@ -48,9 +48,9 @@ def test_help_names_every_command_and_each_has_its_own_help(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
     assert caught.value.code == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in COMMANDS:
-        assert f"\n    {name} " in told
+        assert f"\n    {name} " in output
         with pytest.raises(SystemExit) as caught:
             main([name, "--help"])
         assert caught.value.code == 0
@@ -84,7 +84,7 @@ def test_explain_prints_each_value_with_its_variable(monkeypatch, capsys):
         ("node_rank", "1", "GROUP_RANK"),
     ):
         assert [field, value, source] in lines
-    assert ["hosts", "?", "the", "rendezvous", "finds", "out"] in lines
+    assert ["hosts", "?", "set", "by", "the", "rendezvous"] in lines
     assert lines[0][:2] == ["launcher", "torchrun"]
 
 
@@ -94,27 +94,27 @@ def test_explain_json_refuses_a_contradiction_with_one_error():
     assert done.stderr.startswith("hpctrain: error: RANK=1, but no WORLD_SIZE")
     assert done.stderr.count("error") == 1
     assert "Traceback" not in done.stderr
-    said = json.loads(done.stdout)
-    assert said.pop("sources") == {}
-    assert said.pop("warnings") == []
-    (found,) = said.pop("ignored")
+    explained = json.loads(done.stdout)
+    assert explained.pop("sources") == {}
+    assert explained.pop("warnings") == []
+    (found,) = explained.pop("ignored")
     assert (found["variable"], found["value"], found["launcher"]) == ("RANK", "1", "env")
-    assert set(said.values()) == {None}
+    assert set(explained.values()) == {None}
 
 
 def test_explain_strict_turns_warnings_into_errors(monkeypatch, capsys):
     monkeypatch.setenv("SLURM_JOB_ID", "815")
     monkeypatch.setenv("SLURM_NTASKS", "4")
     assert main(["explain"]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert main(["explain", "--strict"]) == 2
-    assert capsys.readouterr().out == shown
+    assert capsys.readouterr().out == output
     assert main(["explain", "--json"]) == 0
     (warning,) = json.loads(capsys.readouterr().out)["warnings"]
     assert list(warning) == ["code", "found", "fixes"]
     assert warning["found"].startswith("this process trains alone")
     first, *others = warning["fixes"]
-    lines = shown[shown.index("warning: ") :].splitlines()
+    lines = output[output.index("warning: ") :].splitlines()
     assert lines[0] == f"warning: {warning['found']}"
     assert lines[1].startswith("  expected: ")
     assert lines[2 : 4 + len(others)] == [
@@ -149,13 +149,13 @@ def test_explain_code_json_is_the_entry_of_the_table(capsys):
 def test_explain_unknown_code_names_near_ones(capsys):
     code = min(CODES)
     assert main(["explain", f"{code}0"]) == 2
-    said = capsys.readouterr()
-    first, second, third, *others = said.err.splitlines()
+    output = capsys.readouterr()
+    first, second, third, *others = output.err.splitlines()
     assert first == f"hpctrain: error: hpctrain explain {code}0: no such code"
     assert second == f"  expected: a code from {code} to {max(CODES)}"
     assert third.startswith("  fix:      hpctrain explain HT")
     assert f"hpctrain explain {code}" in [line[12:] for line in (third, *others)]
-    assert said.out == ""
+    assert output.out == ""
     assert main(["explain", "nonsense"]) == 2
     assert "fix:" not in capsys.readouterr().err
 
@@ -216,11 +216,11 @@ def test_old_python_is_refused_with_one_line(monkeypatch, capsys, version):
     with monkeypatch.context() as patch:
         patch.setattr(__main__.sys, "version_info", info(*version, 8, "final", 0))
         code = __main__.main()
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     assert code == 2
-    assert told.out == ""
-    assert told.err.count("\n") == 1
-    assert "needs Python 3.11 or newer, this is {}.{}".format(*version) in told.err
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert "needs Python 3.11 or newer, this is {}.{}".format(*version) in output.err
 
 
 def test_oldest_python_is_that_of_requires_python():
@@ -260,7 +260,7 @@ def test_dir_of_hpctrain_lists_the_public_names():
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (("--nods", "2"), "do you mean --nodes?"),
+        (("--nods", "2"), "did you mean --nodes?"),
         (("--mem", "4G"), "--mem is an option of sbatch's\n  fix:      --memory in its place\n"),
         (("-N", "2"), "--nodes in its place"),
         (("--ntasks=4",), "--nodes and --tasks-per-node in its place"),

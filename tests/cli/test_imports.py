@@ -1,4 +1,4 @@
-"""What a command imports, on a login node: Python's standard library and few modules of its own.
+"""The imports of a command on a login node: the standard library and few modules of hpctrain.
 
 The counts in imported_modules.json are limits. To write them anew:
 
@@ -15,7 +15,7 @@ from pathlib import Path
 TOP = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("imported_modules.json")
 
-# A command, the exit code where there is no Slurm, and a part of what it says.
+# A command, its exit code without Slurm, and a part of its output.
 COMMANDS = {
     "--help": (0, "submit a job"),
     "--version": (0, "hpctrain "),
@@ -38,20 +38,20 @@ COMMANDS = {
     "run no-such-script.py": (2, "no-such-script.py is no file"),
 }
 
-# Forks for each command, from an interpreter that has no other package, and notes who asks for one.
+# Forks for each command, from an interpreter without other packages; records imports of those.
 FORKS = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
 class Missing:
-    # copy and pickle of the standard library ask for Jython: org.python.core.
+    # copy and pickle of the standard library look for Jython: org.python.core.
     names, known = [], {*sys.stdlib_module_names, "org"}
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] not in self.known:
             self.names.append(name)
 sys.meta_path.append(Missing())
-told = {}
+results = {}
 for command in json.loads(sys.argv[2]):
-    folder = os.path.abspath(str(len(told)))
+    folder = os.path.abspath(str(len(results)))
     os.mkdir(folder)
     pid = os.fork()
     if pid == 0:
@@ -70,13 +70,13 @@ for command in json.loads(sys.argv[2]):
         os._exit(code or 0)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     out, err, modules = (open(f"{folder}/{name}").read() for name in ("1", "2", "modules"))
-    told[command] = code, out, err, *json.loads(modules)
-print(json.dumps(told))
+    results[command] = code, out, err, *json.loads(modules)
+print(json.dumps(results))
 """
 
 
-def imports(folder):
-    """Run each command: its exit code, output, errors, modules, and those that it did not find."""
+def run_commands(folder):
+    """Return, by command: exit code, output, errors, modules imported, and modules not found."""
     folder = Path(folder)
     (folder / "job.toml").write_text('command = "python train.py"\nnodes = 2\ntime = "1h"\n')
     (folder / "train.py").write_text("")
@@ -95,22 +95,22 @@ def imports(folder):
     return json.loads(done.stdout)
 
 
-def counts(told):
+def count_modules(results):
     return {
         command: sum(name.partition(".")[0] == "hpctrain" for name in modules)
-        for command, (*_, modules, _) in told.items()
+        for command, (*_, modules, _) in results.items()
     }
 
 
 def test_commands_need_the_standard_library_only_and_import_few_modules(tmp_path):
-    told = imports(tmp_path)
+    results = run_commands(tmp_path)
     for command, (expected, words) in COMMANDS.items():
-        code, out, err, _, missing = told[command]
+        code, out, err, _, missing = results[command]
         assert code == expected, f"hpctrain {command}: {err}"
         assert words in out + err, f"hpctrain {command}"
         assert not re.search("Traceback|Errno", err), f"hpctrain {command}: {err}"
         assert missing == (["submitit"] if "--via" in command else []), f"hpctrain {command}"
-    limits, found = json.loads(TABLE.read_text()), counts(told)
+    limits, found = json.loads(TABLE.read_text()), count_modules(results)
     more = {
         f"hpctrain {command}": f"{found[command]} modules of hpctrain, limit {limits.get(command)}"
         for command in found
@@ -124,4 +124,4 @@ def test_commands_need_the_standard_library_only_and_import_few_modules(tmp_path
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        TABLE.write_text(json.dumps(counts(imports(scratch)), indent=2) + "\n")
+        TABLE.write_text(json.dumps(count_modules(run_commands(scratch)), indent=2) + "\n")

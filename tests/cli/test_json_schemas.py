@@ -1,18 +1,23 @@
 """The JSON of the commands is what the schemas in docs/schemas/ say, and nothing else."""
 
 import json
+import math
+import os
+import time
 from pathlib import Path
 
 import environments
+import fake_slurm
 import jsonschema
 import pytest
 import ranks as forked
+from fake_slurm import job
 from hypothesis import given
 from hypothesis import strategies as st
 from launcher_env import BATCH, BY_HAND, HPCTRAIN, STEP, TORCHRUN, changed
 from test_captured_environments import process
 from test_doctor import SECRETS, roster, ways
-from test_doctor_ranks import examines, loses_torch, miscounts, told
+from test_doctor_ranks import examines, loses_torch, miscounts, output_of_rank_0
 
 from hpctrain.cli import main
 from hpctrain.cli.explain import as_json
@@ -20,9 +25,9 @@ from hpctrain.cluster.launchers import LAUNCHERS, Process, readings, survey
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError
 from hpctrain.errors.codes import CODES, Code
-from hpctrain.tools.doctor import exchange, findings, scheduler, software, variables
-from hpctrain.tools.doctor import ranks as of_ranks
-from hpctrain.tools.doctor.exchange import Sums
+from hpctrain.tools.doctor import communication, findings, scheduler, shown_variables, software
+from hpctrain.tools.doctor import rank_comparison as of_ranks
+from hpctrain.tools.doctor.communication import Sums
 from hpctrain.tools.doctor.machine import Machine
 from hpctrain.tools.doctor.output import Report
 
@@ -71,11 +76,15 @@ def explained(env, of=None):
 
 
 def parts(schema, name=""):
-    """Yield a schema and all schemas in it, each with the word that it stands under."""
+    """Yield a schema and all schemas in it, each with the word that it stands under.
+
+    The branches of "if" are left out: they add to properties that are described above them.
+    """
     if isinstance(schema, dict):
         yield name, schema
         for word, part in schema.items():
-            yield from parts(part, word)
+            if word not in ("if", "then", "else"):
+                yield from parts(part, word)
     elif isinstance(schema, list):
         for part in schema:
             yield from parts(part, name)
@@ -120,9 +129,7 @@ def test_json_schema_is_strict_and_describes_every_property(name):
     schema = SCHEMAS[name]
     jsonschema.Draft202012Validator.check_schema(schema)
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
-    # The branches of "if" add to properties that are described above them.
-    plain = {key: part for key, part in schema.items() if key not in ("if", "then", "else")}
-    for word, part in parts(plain):
+    for word, part in parts(schema):
         if "array" in part.get("type", ()):
             assert "items" in part
         if "object" not in part.get("type", ()):
@@ -136,7 +143,7 @@ def test_json_schema_is_strict_and_describes_every_property(name):
 
 
 def test_every_json_schema_is_for_a_command_and_linked_from_its_page():
-    assert SCHEMAS.keys() == {"explain", "explain-code", "doctor"}
+    assert SCHEMAS.keys() == {"explain", "explain-code", "doctor", "lint", "status"}
     pages = "".join(path.read_text() for path in DOCS.glob("*.md"))
     for name in SCHEMAS:
         assert f"](schemas/{name}.json)" in pages
@@ -214,6 +221,145 @@ def test_explain_code_json_of_every_code_fits_its_schema(capsys):
         assert hold("explain-code", capsys.readouterr().out)["code"] == code
 
 
+# lint
+
+
+def linted(capsys, *names, code):
+    """What `hpctrain lint --json` prints of scripts."""
+    assert main(["lint", "--json", *names]) == code
+    return hold("lint", capsys.readouterr().out)
+
+
+def test_lint_json_of_findings_fits_its_schema(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("a.sh").write_text("#!/bin/bash\n#SBATCH --output=logs/%j\n#SBATCH --mem=64\n")
+    Path("b.sh").write_text("#SBATCH --nodes=2\n")
+    Path("empty.sh").write_text("")
+    said = linted(capsys, "a.sh", "empty.sh", "b.sh", code=2)
+    assert [(one["file"], one["line"], one["rule"]) for one in said] == [
+        ("a.sh", 2, "log-folder-missing"),
+        ("a.sh", 3, "memory-in-megabytes"),
+        ("b.sh", 1, "no-shebang"),
+    ]
+    assert linted(capsys, "a.sh", "b.sh", code=1) == said
+    refuses_all_changes("lint", said)
+
+
+def test_lint_json_without_findings_is_an_empty_list(capsys, tmp_path):
+    path = tmp_path / "a.sh"
+    path.write_text("#!/bin/bash\n")
+    assert linted(capsys, str(path), code=0) == []
+    assert linted(capsys, str(tmp_path / "none.sh"), code=2) == []
+
+
+def test_lint_json_of_every_script_of_the_tests_fits_its_schema(capsys):
+    scripts = sorted((DOCS.parent / "tests/jobs/scripts/wrong").glob("*.sh"))
+    found = linted(capsys, *map(str, scripts), code=1)
+    assert {one["file"] for one in found} == {str(path) for path in scripts}
+
+
+# status
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Slurm with jobs of this user, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    return fake_slurm.FakeSlurm(tmp_path).installed(monkeypatch)
+
+
+def make_run(name, **row):
+    """Make a run directory below ./runs, with one row of metrics."""
+    path = Path("runs", name)
+    path.mkdir(parents=True)
+    path.joinpath("run.json").write_text("{}")
+    path.joinpath("metrics.jsonl").write_text(json.dumps(row) + "\n")
+    return path
+
+
+def status(capsys, *names):
+    """What `hpctrain status --json` prints."""
+    assert main(["status", "--json", *names]) == 0
+    return hold("status", capsys.readouterr().out)
+
+
+def test_status_json_of_jobs_fits_its_schema(slurm, capsys):
+    run = make_run("train-70", step=40, epoch=2, loss=0.25, samples_per_second=512.5)
+    slurm.jobs(
+        job("70", WorkDir=os.getcwd(), RestartCnt="1", TimeUsed="1-00:00:12"),
+        job("71", State="PENDING", Reason="Resources", NodeList="", StartTime="N/A"),
+        job("72", State="FAILED", Reason="OutOfMemory", exit_code="256", TimeLeft="0:00"),
+        job("73", State="FAILED", Reason="BadConstraints", exit_code="1", NodeList=""),
+        job("74_[0-3%2]", State="PENDING", NodeList="", TimeLeft="UNLIMITED", NumNodes="?"),
+        job("75", NodeList="node[1", TimeUsed="INVALID"),
+    )
+    said = status(capsys)
+    running, pending, failed, refused, array, odd = said["jobs"]
+    assert said["slurm_error"] is None
+    assert running == {
+        "job": "70",
+        "state": "RUNNING",
+        "exit_code": None,
+        "name": "train",
+        "nodes": 2,
+        "hosts": ["node1", "node2"],
+        "restarts": 1,
+        "elapsed_seconds": 86412,
+        "remaining_seconds": 47 * 60 + 48,
+        "start_time": int(time.mktime(time.strptime("2026-11-21 10", "%Y-%m-%d %H"))),
+        "reason": None,
+        "explanation": None,
+        "run": {
+            "path": str(run.absolute()),
+            "status": "not ended",
+            "step": 40,
+            "epoch": 3,
+            "loss": 0.25,
+            "samples_per_second": 512.5,
+            "reason": None,
+        },
+    }
+    assert (pending["state"], pending["hosts"], pending["elapsed_seconds"]) == ("PENDING", [], None)
+    assert (pending["start_time"], pending["reason"]) == (None, "Resources")
+    assert "(Resources)" in pending["explanation"]
+    assert (failed["exit_code"], failed["remaining_seconds"]) == (1, None)
+    assert (refused["exit_code"], refused["reason"]) == (None, "BadConstraints")
+    assert (array["job"], array["remaining_seconds"], array["nodes"]) == ("74_[0-3%2]", None, None)
+    assert (odd["hosts"], odd["elapsed_seconds"]) == (None, None)
+    refuses_all_changes("status", said)
+
+
+def test_status_json_of_accounting_and_of_runs_without_slurm_fits_its_schema(slurm, capsys):
+    path = make_run("train-69", step=3, loss=math.nan)
+    Path("runs", "other").mkdir()
+    slurm.command("sacct", "69|FAILED|3:0")
+    (ended,) = status(capsys, "train-69")["jobs"]
+    assert (ended["job"], ended["state"], ended["exit_code"]) == ("69", "FAILED", 3)
+    assert (ended["name"], ended["run"]["step"], ended["run"]["loss"]) == (None, 3, None)
+    slurm.jobs(None)
+    said = status(capsys)
+    assert "Unable to contact" in said["slurm_error"]
+    other, train = said["jobs"]
+    assert (other["job"], other["run"]["status"]) == (None, "no run yet")
+    assert (train["job"], train["state"]) == ("69", None)
+    assert train["run"]["path"] == str(path.absolute())
+    refuses_all_changes("status", said)
+    validator = jsonschema.Draft202012Validator(SCHEMAS["status"])
+    for name in ended.keys() - {"job", "state", "run"}:
+        known = {**train, name: {"hosts": [], "nodes": 1}.get(name, 7)}
+        assert not validator.is_valid({**said, "jobs": [known]})
+
+
+def test_status_json_of_nothing_is_one_document(slurm, capsys):
+    assert status(capsys) == {"slurm_error": None, "jobs": []}
+    slurm.jobs(None)
+    said = status(capsys)
+    assert said["jobs"] == []
+    assert said["slurm_error"]
+    refuses_all_changes("status", said)
+
+
 # doctor
 
 
@@ -223,7 +369,9 @@ def report(capsys, entries, sums=None, pairs=()):
         "host": "node1",
         "system": "Linux",
         "launcher": "slurm",
-        "environment": variables.shown({**SECRETS, "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}),
+        "environment": shown_variables.shown(
+            {**SECRETS, "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
+        ),
     }
     well = findings.of_rank([software.judge_horovod(False, None)], 0)
     warned = findings.of_rank([scheduler.judge_slurm(True, None)], 0)
@@ -231,8 +379,8 @@ def report(capsys, entries, sums=None, pairs=()):
     size = len(entries.entries)
     whole = Report(machine, World(0, size, 0, launcher="slurm"), True)
     # The findings of all ranks, as the rendezvous brings them.
-    brought = json.loads(json.dumps([findings.to_tell(machine.findings)] * size))
-    whole.tell([*well, *findings.merged(brought)])
+    brought = json.loads(json.dumps([findings.to_send(machine.findings)] * size))
+    whole.machines([*well, *findings.merged(brought)])
     table = of_ranks.rows(entries)
     if sums:
         for row in table:
@@ -242,7 +390,7 @@ def report(capsys, entries, sums=None, pairs=()):
     shared = of_ranks.judge_shared(entries.entries, table, seen)
     whole.table(table, [*unlike, *shared, *of_ranks.judge_clocks(table)])
     if sums:
-        judged = [exchange.judge_sums(sums), *exchange.judge_pairs(pairs)]
+        judged = [communication.judge_sums(sums), *communication.judge_pairs(pairs)]
         whole.exchanged(sums.as_json(), [pair.as_json() for pair in pairs], judged)
     whole.end()
     return hold("doctor", capsys.readouterr().out)
@@ -283,7 +431,7 @@ def test_doctor_json_of_this_machine_fits_its_schema(monkeypatch, capsys, tmp_pa
 @pytest.mark.ranks
 @pytest.mark.parametrize("fault", [miscounts, loses_torch])
 def test_doctor_json_of_three_ranks_fits_its_schema(fault):
-    code, line = told(forked.run(3, examines, None, fault, layout=(1, 1, 1)))
+    code, line = output_of_rank_0(forked.run(3, examines, None, fault, layout=(1, 1, 1)))
     said = hold("doctor", line)
     assert code == 1
     assert len(said["ranks"]) == 3

@@ -1,4 +1,4 @@
-"""Every environment in tests/cluster/env/ is read as what it is."""
+"""Every environment in tests/cluster/env/ gives the World that its file describes."""
 
 import environments
 import pytest
@@ -8,11 +8,11 @@ from hpctrain.cluster.launchers.ancestors import LAUNCHING, LOCAL_RANK_ARGUMENT,
 from hpctrain.errors import ContradictionError
 
 DOCUMENTS = environments.all()
-# Its variables are those of a task, but for SLURM_UMASK, which only tasks have; its parent tells.
+# Has the variables of a task, except SLURM_UMASK, which only tasks have; its parent shows which.
 TWIN = "batch-shell-submitted-by-its-twin"
 # The variables of a job and of the step that submitted it, which contradict each other.
 INNER = "batch-shell-submitted-by-a-step"
-# They leave no local rank, so that a person has to say it.
+# They set no local rank, so a person has to set one.
 WITHOUT_LOCAL_RANK = ("pmi", "prterun")
 RANKS = [
     pytest.param(document, rank, id=f"{name}-{rank}")
@@ -22,7 +22,7 @@ RANKS = [
 
 
 def process(rank):
-    """What /proc said of a process when it was captured."""
+    """Return the process as it was in /proc at the capture."""
     for pid, title in enumerate(rank["parents"], 1000):
         words = title.split()
         for program in (words[0].rstrip(":"), *words[1:3]):
@@ -33,7 +33,7 @@ def process(rank):
 
 
 def variables(rank):
-    """The environment, and the local rank where it is an argument."""
+    """Return the environment, and the local rank if it is an argument."""
     env = dict(rank["env"])
     for argument in rank.get("argv", ()):
         name, _, value = argument.partition("=")
@@ -42,28 +42,28 @@ def variables(rank):
     return env
 
 
-def truth(document, rank):
-    """The true place of a rank, all of it, as far as the layout knows."""
-    layout, told = document["layout"], document["ranks"][rank]["world"]
-    true = environments.place(layout, told["hosts"] or list(dict.fromkeys(layout)), rank)
+def true_world(document, rank):
+    """Return all fields of a rank's World, as far as the layout determines them."""
+    layout, from_variables = document["layout"], document["ranks"][rank]["world"]
+    true = environments.place(layout, from_variables["hosts"] or list(dict.fromkeys(layout)), rank)
     if document["launcher"] == "none":
         true |= {"world_size": 1}
-    if told["local_rank"] is not None:
-        true |= {"local_rank": told["local_rank"]}
+    if from_variables["local_rank"] is not None:
+        true |= {"local_rank": from_variables["local_rank"]}
     return true
 
 
-def wrong(world, document, rank):
-    """What a world says otherwise than the file, and what it does not say."""
-    told = document["ranks"][rank]["world"]
-    true = {**truth(document, rank), "launcher": document["launcher"]}
-    said = {field: getattr(world, field) for field in true}
-    if said["hosts"] is not None:
-        said["hosts"] = list(said["hosts"])
+def wrong_fields(world, document, rank):
+    """Return the fields that are wrong in a World, and those that it should have but lacks."""
+    from_variables = document["ranks"][rank]["world"]
+    true = {**true_world(document, rank), "launcher": document["launcher"]}
+    fields = {field: getattr(world, field) for field in true}
+    if fields["hosts"] is not None:
+        fields["hosts"] = list(fields["hosts"])
     return {
         field: (value, true[field])
-        for field, value in said.items()
-        if value != true[field] and (value is not None or told.get(field) is not None)
+        for field, value in fields.items()
+        if value != true[field] and (value is not None or from_variables.get(field) is not None)
     }
 
 
@@ -75,7 +75,7 @@ def test_captured_environment_agrees_with_its_layout(name):
     assert bool(document["captured"]) == (name in environments.BY_START)
     assert len(document["ranks"]) == len(document["layout"])
     for index, rank in enumerate(document["ranks"]):
-        true = truth(document, index)
+        true = true_world(document, index)
         assert rank["world"].keys() == true.keys()
         assert rank["world"]["rank"] == index
         for field, value in rank["world"].items():
@@ -99,7 +99,7 @@ def test_captured_environment_agrees_with_the_table(name):
     assert document["how"] == program.how(start)
     assert document["layout"] == list(start.layout)
     worlds = [rank["world"] for rank in document["ranks"]]
-    assert worlds == [start.told_world(rank) for rank in range(len(start.layout))]
+    assert worlds == [start.known_world(rank) for rank in range(len(start.layout))]
 
 
 @pytest.mark.parametrize(("document", "rank"), RANKS)
@@ -107,22 +107,22 @@ def test_captured_environment_gives_the_right_world(document, rank):
     entry = document["ranks"][rank]
     env = entry["env"]
     if document["launcher"] in WITHOUT_LOCAL_RANK:
-        refusal = f"{document['launcher']} left no .*local_rank"
+        refusal = f"{document['launcher']} did not set .*local_rank"
         with pytest.raises(ContradictionError, match=refusal):
             survey(env, process(entry))
-        true = truth(document, rank)
+        true = true_world(document, rank)
         env = {**env, **{name.upper(): str(true[name]) for name in ("world_size", "local_rank")}}
-    assert wrong(survey(env, process(entry)).world, document, rank) == {}
+    assert wrong_fields(survey(env, process(entry)).world, document, rank) == {}
 
 
 @pytest.mark.parametrize(("document", "rank"), RANKS)
 def test_captured_variables_alone_give_the_world_or_are_refused(document, rank):
     env = variables(document["ranks"][rank])
     if document is DOCUMENTS[TWIN]:
-        # The limit that docs/launchers.md states: without its ancestors it is that step's task.
+        # The limit in docs/launchers.md: without its ancestors it looks like that step's task.
         assert detect(env).launcher == "slurm"
     elif document is DOCUMENTS[INNER] or document["launcher"] in WITHOUT_LOCAL_RANK:
         with pytest.raises(ContradictionError):
             detect(env)
     else:
-        assert wrong(detect(env), document, rank) == {}
+        assert wrong_fields(detect(env), document, rank) == {}

@@ -1,4 +1,4 @@
-"""Host lists mean what `scontrol show hostnames` makes of them; tests/slurm asks it."""
+"""Host lists expand as by `scontrol show hostnames`; see test_hostlist_scontrol.py."""
 
 import io
 import sys
@@ -12,7 +12,7 @@ from hpctrain.cli import main
 from hpctrain.cluster.hostlist import compress, expand, first
 from hpctrain.errors import UsageError
 
-# Expressions and their hosts; scontrol is asked for them too.
+# Expressions and their hosts; test_hostlist_scontrol.py compares them with scontrol.
 EXPANDED = [
     ("login", ["login"]),
     ("n1,n2", ["n1", "n2"]),
@@ -34,7 +34,7 @@ EXPANDED = [
     ("-n[1]", ["-n1"]),
     ("n[1-2][3-4]", ["n13", "n14", "n23", "n24"]),
     ("a[1]b[2]c[3]d[4-5]", ["a1b2c3d4", "a1b2c3d5"]),
-    # Not in the order that one would think, but in scontrol's.
+    # In scontrol's order, which is not the order of the numbers.
     ("n[1-2]m[3-4]k[5]", ["n1m3k5", "n2m3k5", "n1m4k5", "n2m4k5"]),
     ("n[1-2][3-4][5-6]j[7]", [f"n{a}{b}{c}j7" for c in "56" for b in "34" for a in "12"]),
     ("[1-2]", ["1", "2"]),
@@ -90,7 +90,7 @@ def test_hostlist_of_several_full_ranges_expands():
     assert (len(hosts), hosts[0], hosts[-1]) == (1_000_000, "a0b0", "a999b999")
 
 
-# What is wrong with brackets, or with the text before them.
+# Wrong brackets, or wrong text before them, with the position of the error.
 MALFORMED = [
     ("n[1", 1),
     ("n[1,2", 1),
@@ -122,7 +122,7 @@ MALFORMED = [
     ("n[1 -2]", 2),
     ("n[1,\t2]", 4),
     ("n[1 2]", 2),
-    ("n[\u0661-\u0663]", 2),  # digits, but none that Slurm writes
+    ("n[\u0661-\u0663]", 2),  # digits that Slurm does not write
     ("n[1-2]m", 6),
     ("x,n[1-2].site.org,y", 8),
     ("n[1-2]3", 6),
@@ -138,7 +138,7 @@ MALFORMED = [
     ("n[1]m\x7f[2]", 5),
     ("n1,n\udcff[1]", 4),
 ]
-# What is wrong with plain names.
+# Wrong plain names, with the position of the error.
 MISNAMED = [
     ("n1\n", 2),
     ("n1\0", 2),
@@ -304,9 +304,9 @@ def test_hostlist_command_refuses_binary_and_endless_input(monkeypatch, capsys, 
     ):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
         assert main(["hostlist", *arguments]) == 2
-        told = capsys.readouterr()
-        assert told.out == ""
-        assert found in told.err
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert found in output.err
 
 
 _TEXT = st.text("abz019-._", max_size=4)
@@ -319,12 +319,12 @@ _TERM = st.lists(st.tuples(_TEXT, _BRACKET), min_size=1, max_size=2) | st.text(
 _SEPARATOR = st.sampled_from([",", ", ", " ", ",,", "\t"])
 
 
-def written_and_meant(terms):
-    """An expression put together from parts, and its names, made the slow way."""
-    written, meant = "", []
+def join_terms(terms):
+    """Return an expression made of parts, and its host names, expanded one by one."""
+    expression, names = "", []
     for term, separator in terms:
         if isinstance(term, str):
-            written, meant = written + term + separator, [*meant, term]
+            expression, names = expression + term + separator, [*names, term]
             continue
         lists = []
         for text, ranges in term:
@@ -333,17 +333,17 @@ def written_and_meant(terms):
                 start = str(low).zfill(width)
                 pieces.append(f"{start}-{low + more}" if more else start)
                 numbers += [str(n).rjust(len(start), "0") for n in range(low, low + more + 1)]
-            written += f"{text}[{','.join(pieces)}]"
+            expression += f"{text}[{','.join(pieces)}]"
             lists += [[text], numbers]
-        written += separator
-        meant += ["".join(name) for name in product(*lists)]
-    return written, meant
+        expression += separator
+        names += ["".join(name) for name in product(*lists)]
+    return expression, names
 
 
 @given(st.lists(st.tuples(_TERM, _SEPARATOR), max_size=4))
 def test_hostlist_of_random_parts_expands_in_order(terms):
-    written, meant = written_and_meant(terms)
-    assert expand(written) == meant
-    assert expand(compress(meant)) == meant
-    if meant:
-        assert first(written) == meant[0]
+    expression, names = join_terms(terms)
+    assert expand(expression) == names
+    assert expand(compress(names)) == names
+    if names:
+        assert first(expression) == names[0]

@@ -1,7 +1,7 @@
 """Host lists against the real scontrol, which needs no daemon to expand one.
 
-What scontrol of Slurm 22.05.8 does with malformed ones that are refused here is a line of LENIENT.
-Not in it: `n[18446744073709551616]m[1]`, on which scontrol never ends, and
+LENIENT has the hosts that scontrol of Slurm 22.05.8 makes of malformed expressions, which hpctrain
+refuses. Not in it: `n[18446744073709551616]m[1]`, on which scontrol never ends, and
 `n[18446744073709551614],n18446744073709551615`, on which it ends with a segmentation fault.
 """
 
@@ -25,7 +25,7 @@ REFUSED = None
 
 @pytest.fixture(scope="module")
 def scontrol(lacking, tmp_path_factory):
-    """`scontrol show WHAT EXPRESSION`: lines of output, or REFUSED."""
+    """Return a function for `scontrol show WHAT EXPRESSION`: lines of output, or REFUSED."""
     if shutil.which("scontrol") is None:
         lacking("slurm", "no scontrol here: type apt-get install slurm-client")
     configuration = tmp_path_factory.mktemp("slurm") / "slurm.conf"
@@ -39,21 +39,21 @@ def scontrol(lacking, tmp_path_factory):
             capture_output=True,
             timeout=60,
         )
-        # It leaves with 0 whatever it says, and of several wrong brackets may say only one.
-        said = done.stderr.decode()
-        assert done.returncode == 0, said
-        if "Invalid" in said or "Too many" in said:
+        # Its exit code is always 0, and of several wrong brackets it may report only one.
+        errors = done.stderr.decode()
+        assert done.returncode == 0, errors
+        if "Invalid" in errors or "Too many" in errors:
             assert not done.stdout.strip()
             return REFUSED
-        assert not said
+        assert not errors
         return [line for line in os.fsdecode(done.stdout).split("\n") if line]
 
     return show
 
 
-# Malformed expressions, all of them refused here, of which scontrol makes some hosts.
+# Malformed expressions that hpctrain refuses, and the hosts that scontrol makes of them.
 LENIENT = {
-    # What is never closed, scontrol closes after the name.
+    # scontrol closes an open bracket after the name.
     "n[1": ["n]"],
     "m,n[1": ["m", "n]"],
     "n[1,2": ["n]", "2"],
@@ -63,14 +63,14 @@ LENIENT = {
     "n1]": ["n1]"],
     "n]1": ["n]1"],
     "n]m[1]": ["n]m1"],
-    # Inside of a bracket white space and signs count as digits of the width.
+    # In a bracket, white space and signs count as digits of the width.
     "n[1-]": ["n1"],
     "n[+1]": ["n01"],
     "n[ 1-2]": ["n01", "n02"],
     "n[1 -2]": ["n01", "n02"],
     "n[1- 2]": ["n1", "n2"],
     "n[1,\t2]": ["n1", "n02"],
-    # Sizes. With three brackets scontrol loses hosts where it would refuse them with two.
+    # Sizes. scontrol refuses too many hosts with two brackets, and drops hosts with three.
     "n[0-40000,0-40000]m[1]k[1]": [f"n{n}m1k1" for n in range(40001)],
     "n[18446744073709551615]": ["n18446744073709551615"],
     "n[18446744073709551616]": ["n18446744073709551615"],
@@ -149,20 +149,20 @@ def test_hostlist_random_expressions_against_scontrol(scontrol, terms):
         assert first(expression) == hosts[0]
 
 
-# What scontrol takes in a bracket without being told: a range without an end, and white space.
+# Undocumented forms that scontrol accepts in a bracket: a range without an end, and white space.
 _TAKEN = re.compile(r"\[[^]]*(-[],]|[ \t])")
 
 
 @in_turn
 @given(text=st.text("n0123[],-\t", max_size=12) | st.text("n01[]", max_size=8))
 def test_hostlist_random_text_against_scontrol(scontrol, text):
-    theirs = scontrol("hostnames", text)
+    expected = scontrol("hostnames", text)
     unpaired = set("[]") & set(re.sub(r"\[[^][]*\]", "", text))
-    if theirs is REFUSED or unpaired or _TAKEN.search(text):
+    if expected is REFUSED or unpaired or _TAKEN.search(text):
         with pytest.raises(UsageError, match="position"):
             expand(text)
     else:
-        assert expand(text) == theirs
+        assert expand(text) == expected
 
 
 _NAMES = st.lists(st.from_regex(r"[ab]?[0-9]{0,2}", fullmatch=True).filter(bool), min_size=1)

@@ -1,4 +1,4 @@
-"""Each launcher is recognised, read to the letter, and refused where it contradicts itself."""
+"""Detection of each launcher, its World, its rendezvous point, and contradictions."""
 
 import json
 import re
@@ -11,13 +11,13 @@ from launcher_env import BATCH, BY_HAND, HPCTRAIN, STEP, TORCHRUN, changed
 
 from hpctrain.cli.explain import as_json
 from hpctrain.cluster.launchers import LAUNCHERS, detect, readings, survey
-from hpctrain.cluster.launchers.base import Store
+from hpctrain.cluster.launchers.base import LauncherStore
 from hpctrain.cluster.world import World
 from hpctrain.errors import ContradictionError, HpctrainError, UsageError
 
 
-def explained(env):
-    """What `hpctrain explain --json` shows of an environment, and the error that it ends with."""
+def explain(env):
+    """Return the output of `hpctrain explain --json` for an environment, and its error."""
     try:
         start, error = survey(env), None
     except HpctrainError as refused:
@@ -34,7 +34,7 @@ ALONE = World(0, 1, 0, 1, 0, 1, launcher="none")
         ({}, ALONE),
         ({"PATH": "/bin", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}, ALONE),
         (BATCH, ALONE),
-        # salloc's shell, and the interactive step that it can be: no rank of four.
+        # The shell of salloc, which may be an interactive step: not a rank of four.
         (changed(BATCH, SLURM_PROCID=None, SLURM_LOCALID=None, SLURM_NODEID=None), ALONE),
         (changed(BATCH, SLURM_STEP_ID="4294967290"), ALONE),
         (changed(BATCH, SLURM_STEP_ID="4294967291"), ALONE),
@@ -115,17 +115,17 @@ def test_launcher_environ_is_read_back_for_any_layout(launcher, layout, start):
     for rank, (node, local) in enumerate(ranks):
         world = World(rank, size, local, layout[node], node, len(hosts), hosts, launcher.name)
         env = launcher.environ(world, layout, start)
-        said = survey(env)
-        assert said.world.launcher == launcher.name
+        start_found = survey(env)
+        assert start_found.world.launcher == launcher.name
         for field in ("rank", "world_size", "local_rank"):
-            assert getattr(said.world, field) == getattr(world, field)
+            assert getattr(start_found.world, field) == getattr(world, field)
         for field in ("local_world_size", "node_rank", "num_nodes", "hosts"):
-            assert getattr(said.world, field) in (getattr(world, field), None)
+            assert getattr(start_found.world, field) in (getattr(world, field), None)
         if launcher.name in ("hpctrain", "torchrun", "slurm", "mvapich2"):
-            assert (said.world.node_rank, said.world.num_nodes) == (node, len(layout))
+            assert (start_found.world.node_rank, start_found.world.num_nodes) == (node, len(layout))
         if launcher.name in ("torchrun", "slurm", "env", "jsrun"):
-            assert said.rendezvous_point.address == hosts[0]
-        keys.add(said.rendezvous_point.key)
+            assert start_found.rendezvous_point.address == hosts[0]
+        keys.add(start_found.rendezvous_point.key)
     assert len(keys) == 1
     assert survey(launcher.environ(world, layout, start + 1)).rendezvous_point.key not in keys
 
@@ -153,7 +153,7 @@ def test_rendezvous_key_differs_for_each_slurm_step_and_restart(name, other):
     [
         (STEP, "node1", None),
         (changed(STEP, SLURM_DISTRIBUTION="cyclic:block"), "node1", None),
-        # Rank 0 need not be on the first host of the list.
+        # Rank 0 may be on another host than the first of the list.
         (changed(STEP, SLURM_DISTRIBUTION="arbitrary"), None, None),
         (changed(STEP, MASTER_ADDR="node9", MASTER_PORT="1234"), "node9", 1234),
         # The agent itself listens on its port.
@@ -193,30 +193,30 @@ HOROVODRUN = {
     [
         (STEP, True, (), None),
         (changed(STEP, SLURM_DISTRIBUTION="arbitrary"), False, ("node1", "node2"), None),
-        # What a batch script exports may not know of the distribution.
+        # The variable that a batch script exports may not fit the distribution.
         (
             changed(STEP, SLURM_DISTRIBUTION="arbitrary", MASTER_ADDR="node1"),
             True,
             ("node1", "node2"),
             None,
         ),
-        (TORCHRUN, True, (), Store("torchrun", "node1", 29500)),
+        (TORCHRUN, True, (), LauncherStore("torchrun", "node1", 29500)),
         (changed(TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="False"), True, (), None),
         (OPENMPI, False, (), None),
         (changed(OPENMPI, **JOB), False, ("node1", "node2", "node3"), None),
         (changed(OPENMPI, HPCTRAIN_MAIN_ADDRESS="node3", **JOB), True, (), None),
-        (HOROVODRUN, False, (), Store("horovodrun", "10.0.0.1", 2001)),
+        (HOROVODRUN, False, (), LauncherStore("horovodrun", "10.0.0.1", 2001)),
         (changed(HOROVODRUN, HPCTRAIN_MAIN_ADDRESS="node3"), True, (), None),
         (BY_HAND, True, (), None),
     ],
 )
-def test_rendezvous_has_others_to_ask_where_rank_0_is_not_certain(env, sure, others, store):
+def test_rendezvous_asks_more_hosts_if_the_host_of_rank_0_is_uncertain(env, sure, others, store):
     point = survey(env).rendezvous_point
     assert (point.sure, point.others, point.store) == (sure, others, store)
 
 
-def test_openmpi_impossible_number_of_hosts_is_left_to_the_roster():
-    """Open MPI 4.1.4 says it on the second host, with --map-by seq and a hostfile in a job."""
+def test_openmpi_impossible_number_of_hosts_is_ignored():
+    """Open MPI 4.1.4 sets this on the second host, with --map-by seq and a hostfile in a job."""
     assert detect({**OPENMPI, "OMPI_MCA_orte_num_nodes": "6"}).num_nodes is None
     assert detect({**OPENMPI, "OMPI_MCA_orte_num_nodes": "3"}).num_nodes == 3
 
@@ -287,11 +287,11 @@ def test_hostname_can_be_given():
 
 def test_torch_variables_that_agree_with_srun_change_nothing():
     exported = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "node1"}
-    said = survey({**STEP, **exported})
-    assert said.world == detect(STEP)
-    told = {one.variable: one.lost for one in readings({**STEP, **exported})}
-    assert told["RANK"] == "says the same as SLURM_PROCID"
-    assert told["SLURM_PROCID"] == ""
+    start = survey({**STEP, **exported})
+    assert start.world == detect(STEP)
+    reasons = {one.variable: one.reason for one in readings({**STEP, **exported})}
+    assert reasons["RANK"] == "same value as SLURM_PROCID"
+    assert reasons["SLURM_PROCID"] == ""
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_torch_variables_that_disagree_with_srun_are_refused(exported, names):
     assert caught.value.code == "HT104"
     unset, other = caught.value.fixes
     assert unset == f"unset {' '.join(sorted(exported))}"
-    # Either remedy, typed as it stands, works.
+    # Each fix works as printed.
     assert detect(changed(STEP, **dict.fromkeys(unset.split()[1:]))) == detect(STEP)
     named = re.search(r"env HPCTRAIN_LAUNCHER=(\w+)", other)[1]
     assert detect({**STEP, **exported, "HPCTRAIN_LAUNCHER": named}).launcher == named
@@ -344,13 +344,13 @@ def test_launcher_variable_overrides_detection():
     st.sampled_from([{}, STEP, TORCHRUN, BY_HAND, HPCTRAIN]),
 )
 def test_any_environment_gives_a_world_or_exit_code_2(noise, env):
-    said, error = explained({**env, **noise})
+    output, error = explain({**env, **noise})
     if error is not None:
         assert error.exit_code == 2
     else:
-        assert 0 <= said["rank"] < said["world_size"]
-        assert 0 <= said["local_rank"] < said["world_size"]
-    json.dumps(said)
+        assert 0 <= output["rank"] < output["world_size"]
+        assert 0 <= output["local_rank"] < output["world_size"]
+    json.dumps(output)
 
 
 @pytest.mark.parametrize(
@@ -364,13 +364,13 @@ def test_any_environment_gives_a_world_or_exit_code_2(noise, env):
 )
 @pytest.mark.parametrize("env", [BATCH, STEP, {**STEP, **TORCHRUN}])
 def test_job_id_comes_from_slurm_under_every_launcher(env, extra, label, restarts):
-    said, _ = explained({**env, **extra})
-    assert (said["job_id"], said["restart_count"]) == (label, restarts)
+    output, _ = explain({**env, **extra})
+    assert (output["job_id"], output["restart_count"]) == (label, restarts)
 
 
 def test_explain_json_has_the_source_of_each_value():
-    said, _ = explained(STEP)
-    assert said == {
+    output, _ = explain(STEP)
+    assert output == {
         "launcher": "slurm",
         "rank": 3,
         "world_size": 4,
@@ -398,14 +398,14 @@ def test_explain_json_has_the_source_of_each_value():
                 "value": "4",
                 "field": "world_size",
                 "launcher": "slurm",
-                "lost": "says the same as SLURM_STEP_NUM_TASKS",
+                "reason": "same value as SLURM_STEP_NUM_TASKS",
             },
             {
                 "variable": "SLURM_NNODES",
                 "value": "2",
                 "field": "num_nodes",
                 "launcher": "slurm",
-                "lost": "says the same as SLURM_STEP_NUM_NODES",
+                "reason": "same value as SLURM_STEP_NUM_NODES",
             },
         ],
         "warnings": [],
@@ -414,9 +414,9 @@ def test_explain_json_has_the_source_of_each_value():
 
 @pytest.mark.parametrize("env", [{}, TORCHRUN, BY_HAND, HPCTRAIN, {"RANK": "0"}])
 def test_explain_json_has_every_key_for_any_environment(env):
-    said, _ = explained(env)
-    assert said.keys() == explained(STEP)[0].keys()
-    known = {name: value for name, value in said.items() if value not in (None, {}, [])}
+    output, _ = explain(env)
+    assert output.keys() == explain(STEP)[0].keys()
+    known = {name: value for name, value in output.items() if value not in (None, {}, [])}
     ignored = known.pop("ignored", ())
     for field in known.get("sources", ()):
         assert known[field] is not None
@@ -426,14 +426,14 @@ def test_explain_json_has_every_key_for_any_environment(env):
 
 
 def test_explain_says_why_variables_are_ignored():
-    lost = {one.variable: one.lost for one in readings({**STEP, **TORCHRUN}) if one.lost}
-    assert lost["SLURM_PROCID"] == "speaks of the process in which torchrun was started"
-    assert {"SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST"} <= lost.keys()
-    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & lost.keys()
-    lost = {one.variable: one.lost for one in readings(BATCH) if one.lost}
-    assert lost["SLURM_PROCID"] == "no SLURM_STEP_ID of a step that srun started"
-    lost = {one.variable: one.lost for one in readings({**STEP, "HPCTRAIN_LAUNCHER": "none"})}
-    assert lost["SLURM_PROCID"] == "HPCTRAIN_LAUNCHER=none"
+    reasons = {one.variable: one.reason for one in readings({**STEP, **TORCHRUN}) if one.reason}
+    assert reasons["SLURM_PROCID"] == "describes the process that started torchrun"
+    assert {"SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST"} <= reasons.keys()
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & reasons.keys()
+    reasons = {one.variable: one.reason for one in readings(BATCH) if one.reason}
+    assert reasons["SLURM_PROCID"] == "no SLURM_STEP_ID of a step that srun started"
+    reasons = {one.variable: one.reason for one in readings({**STEP, "HPCTRAIN_LAUNCHER": "none"})}
+    assert reasons["SLURM_PROCID"] == "HPCTRAIN_LAUNCHER=none"
 
 
 def test_docs_have_a_row_for_each_launcher():
@@ -451,7 +451,7 @@ def test_docs_have_a_row_for_each_launcher():
 
 
 def test_explain_warns_of_idle_tasks_without_srun():
-    (warning,) = explained(BATCH)[0]["warnings"]
+    (warning,) = explain(BATCH)[0]["warnings"]
     assert warning.keys() == {"code", "found", "fixes"}
     assert "3 of the 4 tasks of job 815" in warning["found"]
     assert "srun" in warning["fixes"][0]

@@ -1,4 +1,4 @@
-"""Starts under a real Slurm: nested launchers come out right, and forgotten ones are refused."""
+"""Launchers under a real Slurm: nested launchers, and errors where the launcher is missing."""
 
 import shutil
 
@@ -20,8 +20,8 @@ with hpctrain.Session(batch_size=1, start_timeout=60) as session:
 PLACES = [(0, 0, 2, "node1"), (1, 1, 2, "node1"), (2, 0, 1, "node2"), (3, 0, 1, "node3")]
 
 
-def job(cluster, folder, *lines, options=("-N3", "-n4")):
-    """Submit a batch script, wait for its end, and give its number, code and log."""
+def run_job(cluster, folder, *lines, options=("-N3", "-n4")):
+    """Submit a batch script, wait for its end; return its number, exit code and log."""
     (folder / "train.py").write_text(TRAIN)
     script = folder / "job.sh"
     python = f"export PATH={launches.BIN}:$PATH OMP_NUM_THREADS=1"
@@ -30,12 +30,12 @@ def job(cluster, folder, *lines, options=("-N3", "-n4")):
     return number, code, (folder / f"{number}.log").read_text()
 
 
-def trained(log, launcher, number, places=PLACES):
-    """Whether every rank found its place and the sum over all."""
+def check_ranks(log, launcher, number, places=PLACES):
+    """Check that the log has each rank's place and the sum over all ranks."""
     hosts = tuple(dict.fromkeys(place[3] for place in places))
     total = sum(range(len(places) + 1))
-    said = sorted(line for line in log.splitlines() if line.startswith(f"{launcher} ("))
-    assert said == [f"{launcher} {place} {hosts} {total} {number}" for place in places], log
+    lines = sorted(line for line in log.splitlines() if line.startswith(f"{launcher} ("))
+    assert lines == [f"{launcher} {place} {hosts} {total} {number}" for place in places], log
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_mpirun_in_a_job_has_ranks_on_all_hosts(
 ):
     if shutil.which(command.split()[0]) is None:
         lacking(part, f"no {command.split()[0]} here")
-    number, code, log = job(cluster, tmp_path, f"{command} python train.py")
+    number, code, log = run_job(cluster, tmp_path, f"{command} python train.py")
     assert code == 0, log
-    trained(log, launcher, number)
+    check_ranks(log, launcher, number)
 
 
 TORCHRUN = (
@@ -64,7 +64,7 @@ TORCHRUN = (
 
 @pytest.mark.slow
 def test_srun_torchrun_is_one_training_and_standalone_agents_are_refused(cluster, tmp_path):
-    number, code, log = job(
+    number, code, log = run_job(
         cluster,
         tmp_path,
         f"srun -l {TORCHRUN} -- train.py && echo agents that know each other: done",
@@ -73,19 +73,19 @@ def test_srun_torchrun_is_one_training_and_standalone_agents_are_refused(cluster
     )
     assert code != 0
     before, _, after = log.partition("agents that know each other: done")
-    said = [line.partition(": ")[2] for line in before.splitlines() if ": torchrun (" in line]
-    # torchrun numbers its agents as they come.
-    assert {line.split(") (")[0] for line in said} in (
+    lines = [line.partition(": ")[2] for line in before.splitlines() if ": torchrun (" in line]
+    # torchrun numbers its agents in the order of their arrival.
+    assert {line.split(") (")[0] for line in lines} in (
         {f"torchrun ({r}, {r % 2}, 2, '{host}'" for r, host in enumerate(order)}
         for order in (["node1"] * 2 + ["node2"] * 2, ["node2"] * 2 + ["node1"] * 2)
     ), before
-    assert all(line.endswith(f" 10 {number}") for line in said)
+    assert all(line.endswith(f" 10 {number}") for line in lines)
     assert f"2 tasks of a step of job {number} each started torchrun" in after
     assert "torchrun (" not in after
 
 
 def test_python_without_srun_is_refused_with_the_corrected_line(cluster, tmp_path):
-    number, code, log = job(
+    number, code, log = run_job(
         cluster,
         tmp_path,
         "python train.py",
@@ -93,23 +93,23 @@ def test_python_without_srun_is_refused_with_the_corrected_line(cluster, tmp_pat
         "HPCTRAIN_LAUNCHER=none python train.py",
     )
     assert code == 0, log
-    refused, _, meant = log.partition("code 2\n")
+    refused, _, after = log.partition("code 2\n")
     assert f"this process trains alone, and 3 of the 4 tasks of job {number} are idle" in refused
     assert "fix:      put srun before the command: srun --kill-on-bad-exit=1 " in refused
-    meant_line = "  or:       if it is meant: env HPCTRAIN_LAUNCHER=none COMMAND\n"
+    meant_line = "  or:       if this is intended: env HPCTRAIN_LAUNCHER=none COMMAND\n"
     assert f"python train.py\n{meant_line}" in refused
     assert "Traceback" not in refused
-    trained(meant, "none", number, places=[(0, 0, 1, "node1")])
+    check_ranks(after, "none", number, places=[(0, 0, 1, "node1")])
 
 
 @pytest.mark.slow
 def test_gpus_that_torch_cannot_use_are_refused_once_and_can_be_hidden(cluster, tmp_path):
-    number, code, log = job(
+    number, code, log = run_job(
         cluster,
         tmp_path,
         "srun python train.py",
         "echo code $?",
-        # What the message says; an export before srun would be lost in its tasks.
+        # As the message suggests; tasks of srun do not see an export before it.
         "srun env CUDA_VISIBLE_DEVICES= python train.py",
         options=("-N1", "-n2", "--gpus-per-node=2"),
     )
@@ -117,7 +117,7 @@ def test_gpus_that_torch_cannot_use_are_refused_once_and_can_be_hidden(cluster, 
     refused, _, hidden = log.partition("code 2\n")
     assert refused.count("fix:") == 1
     assert f"job {number} has 2 GPUs on this host, and torch" in refused
-    trained(hidden, "slurm", number, places=[(r, r, 2, "node1") for r in range(2)])
+    check_ranks(hidden, "slurm", number, places=[(r, r, 2, "node1") for r in range(2)])
 
 
 SUBMIT = """
@@ -139,14 +139,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("where", "tasks", "seen"),
+    ("where", "tasks", "places"),
     [
         ("slurm", 2, [("slurm", rank, rank % 2, 2, 4) for rank in range(4)]),
         ("local", 2, [("submitit", rank, rank, 1, 2) for rank in range(2)]),
     ],
 )
 @pytest.mark.slow
-def test_submitit_starts_ranks_on_slurm_and_locally(cluster, tmp_path, where, tasks, seen):
+def test_submitit_starts_ranks_on_slurm_and_locally(cluster, tmp_path, where, tasks, places):
     (tmp_path / "submit.py").write_text(SUBMIT)
     done = cluster.run(
         [launches.PYTHON, "submit.py", where, str(tasks)],
@@ -155,6 +155,6 @@ def test_submitit_starts_ranks_on_slurm_and_locally(cluster, tmp_path, where, ta
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    # submitit's results come by rank; it warns that this Slurm keeps no accounts.
-    said = [line for line in done.stdout.splitlines() if line.startswith("(")]
-    assert said == [str(one) for one in seen]
+    # submitit returns results by rank, and warns that this Slurm has no accounting.
+    lines = [line for line in done.stdout.splitlines() if line.startswith("(")]
+    assert lines == [str(one) for one in places]

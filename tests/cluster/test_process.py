@@ -1,4 +1,4 @@
-"""What a process shows besides its environment: its arguments and its ancestors."""
+"""The arguments and the ancestors of a process, by which a launcher is detected."""
 
 import subprocess
 import sys
@@ -13,19 +13,19 @@ from hpctrain.cluster.launchers.ancestors import (
     Process,
 )
 
-# Prints the nearest ancestor that launches, and the facts that launchers read.
+# Prints the nearest ancestor that is a launcher, and the variables that launchers read.
 SHOWS = [
     *(sys.executable, "-c"),
     "from hpctrain.cluster.launchers import Process; p = Process.current(); a = p.launched_by; "
     "print(a and a.program, a and a.launcher, p.inherited, p.facts().keys())",
 ]
 SHELL = '#!/bin/sh\n"$@"\nexit $?\n'
-# The same in Python, and one that leaves its first argument out.
+# The same in Python, and a program that drops its first argument.
 RUNS = "import subprocess, sys\nsys.exit(subprocess.run(sys.argv[1:]).returncode)\n"
 SKIPS = RUNS.replace("[1:]", "[2:]")
 
 
-def shown(*command):
+def launched_by(*command):
     done = subprocess.run([*map(str, command), *SHOWS], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -33,7 +33,7 @@ def shown(*command):
 
 @pytest.fixture
 def program(tmp_path):
-    """Make a program of that name, which runs what is given to it and waits for it."""
+    """Return a function that makes a program, which runs the command given to it and waits."""
 
     def make(name, text=SHELL):
         path = tmp_path / name
@@ -49,18 +49,18 @@ def program(tmp_path):
     "name", ["orted", "prterun", "hydra_pmi_proxy", "mpiexec.openmpi", "torchrun", "flux-shell"]
 )
 def test_launcher_ancestor_is_found_by_name(name, program):
-    assert shown(program(name))[:2] == [name, LAUNCHING[name]]
+    assert launched_by(program(name))[:2] == [name, LAUNCHING[name]]
 
 
 def test_nearest_launcher_ancestor_behind_shells_counts(program):
     shell = program("wrapper.sh")
-    assert shown(program("orted"), shell, program("torchrun"), shell)[0] == "torchrun"
-    assert shown(program("torchrun"), shell, program("orted"), shell)[0] == "orted"
+    assert launched_by(program("orted"), shell, program("torchrun"), shell)[0] == "torchrun"
+    assert launched_by(program("torchrun"), shell, program("orted"), shell)[0] == "orted"
 
 
 def test_slurmstepd_process_title_is_read_up_to_its_colon():
     run = ["bash", "-c", 'exec -a "slurmstepd: [815.0]" bash -c \'"$@"; exit\' bash "$@"', "bash"]
-    assert shown(*run)[:2] == ["slurmstepd", "slurm"]
+    assert launched_by(*run)[:2] == ["slurmstepd", "slurm"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_torchrun_is_found_behind_python_options(command, program):
         program(name, RUNS)
     for package in ("torch", "torch/distributed"):
         program(f"{package}/__init__.py", "")
-    assert shown(sys.executable, *command)[1] == "torchrun"
+    assert launched_by(sys.executable, *command)[1] == "torchrun"
 
 
 @pytest.mark.parametrize(
@@ -95,22 +95,22 @@ def test_torchrun_is_found_behind_python_options(command, program):
     ],
     ids=lambda command: command[0],
 )
-def test_argument_named_torchrun_is_no_launcher(command, program):
+def test_argument_named_torchrun_is_not_a_launcher(command, program):
     program("train.py", SKIPS)
-    assert shown(sys.executable, *command) == shown()
+    assert launched_by(sys.executable, *command) == launched_by()
 
 
 def test_process_name_cut_within_a_utf8_letter_is_read(program):
-    """The kernel cuts at 15 bytes, and the last letter here has two."""
+    """Cut a letter of two bytes in half: the kernel keeps 15 bytes of a name."""
     assert len("entraînement-".encode()) == 14
     path = program("entraînement-élan")
-    assert shown(program("orted"), path)[0] == "orted"
+    assert launched_by(program("orted"), path)[0] == "orted"
 
 
-def test_process_without_launcher_has_none():
-    launched = Process.current().launched_by  # of the tests themselves, which srun may run
+def test_process_without_launcher():
+    launched = Process.current().launched_by  # srun may run the tests themselves
     name, launcher = (launched.program, launched.launcher) if launched else (None, None)
-    assert shown()[:3] == [str(name), str(launcher), "None"]
+    assert launched_by()[:3] == [str(name), str(launcher), "None"]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,6 @@ def test_local_rank_argument_forms(arguments, value):
 
 
 def test_launcher_process_id_is_recorded():
-    """Where a launcher names no start of its own, the id of its process tells two apart."""
+    """Two starts of a launcher without an id of its own differ in the launcher's process id."""
     process = Process(launched_by=Ancestor(815, "hydra_pmi_proxy", "hydra"))
     assert process.facts() == {PARENT: "hydra_pmi_proxy/815"}

@@ -1,15 +1,15 @@
-"""The launchers of this machine still say what the files in tests/cluster/env/ hold."""
+"""The launchers of this machine still set the variables in the files of tests/cluster/env/."""
 
 import environments
 import pytest
 
-# Minutes, for what only other versions of the launchers would change.
+# Takes minutes, and fails only with other versions of the launchers.
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="session")
 def captured(cluster, tmp_path_factory):
-    """Every start whose programs are here, captured once."""
+    """Capture once every start whose programs are installed here."""
     names = [
         name
         for name, (program, _) in environments.BY_START.items()
@@ -19,7 +19,7 @@ def captured(cluster, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", environments.BY_START)
-def test_launcher_still_sets_the_captured_environment(name, cluster, captured, lacking):
+def test_launcher_sets_the_captured_environment(name, cluster, captured, lacking):
     program, start = environments.BY_START[name]
     part, why = environments.lacks(program, cluster)
     if part:

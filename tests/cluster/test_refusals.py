@@ -1,4 +1,4 @@
-"""Waste, and processes that are no rank: what is refused, when it is not, and what to type."""
+"""Refused starts: idle tasks, and processes that are not a rank; their messages and fixes."""
 
 import dataclasses
 import re
@@ -15,19 +15,19 @@ from hpctrain.cluster.launchers.ancestors import LAUNCHING, Ancestor
 from hpctrain.cluster.world import World
 from hpctrain.errors import ContradictionError, UsageError
 
-# Four tasks on two hosts: a task of a step in the job.
+# Four tasks on two hosts: one task of a step in the job.
 STEP = {
     **JOB,
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_NUM_NODES": "2",
 }
-# Those that say all that a rank needs.
+# The launchers that set all that a rank needs.
 NAMES = [one.name for one in launchers.LAUNCHERS if "local_rank" in one.variables]
 
 
-def started(name, size, nodes=1):
-    """What that launcher sets in rank 0 of so many, spread evenly."""
+def launcher_variables(name, size, nodes=1):
+    """Return the variables of a launcher in rank 0, for ranks spread evenly over hosts."""
     (launcher,) = (one for one in launchers.LAUNCHERS if one.name == name)
     local = size // nodes
     hosts = tuple(f"node{n + 1}" for n in range(nodes))
@@ -35,8 +35,8 @@ def started(name, size, nodes=1):
     return launcher.environ(world, (local,) * nodes, 77)
 
 
-def meant(error):
-    """The environment that the last fix makes."""
+def last_fix(error):
+    """Return the variable that the last fix of an error sets."""
     name, value = re.search(r"env (HPCTRAIN_LAUNCHER)=(\w+) COMMAND\Z", error.fixes[-1]).groups()
     return {name: value}
 
@@ -49,8 +49,8 @@ def test_idle_tasks_without_srun_are_refused_with_the_command():
     assert error.code == "HT110"
     assert "srun" in error.fixes[0]
     assert "python train.py --name 'two words'" in error.fixes[0]
-    assert survey({**JOB, **meant(error)}, process).waste is None
-    assert survey({**JOB, **meant(error)}, process).world.launcher == "none"
+    assert survey({**JOB, **last_fix(error)}, process).waste is None
+    assert survey({**JOB, **last_fix(error)}, process).world.launcher == "none"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_idle_tasks_without_srun_are_refused_with_the_command():
         {"SLURM_NTASKS": "0", "SLURM_JOB_NUM_NODES": "0"},
     ],
 )
-def test_job_of_one_task_may_train_alone(changes):
+def test_job_of_one_task_without_srun_is_accepted(changes):
     assert survey(changed(JOB, **changes)).waste is None
 
 
@@ -78,43 +78,43 @@ def test_idle_tasks_of_an_array_job_are_named_by_array_id():
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("slurm", "hpctrain")])
 def test_fewer_ranks_than_tasks_are_refused_under_every_launcher(name):
-    env = {**JOB, **started(name, 2)}
+    env = {**JOB, **launcher_variables(name, 2)}
     error = survey(env).waste
     assert f"{name} started 2 ranks, and 2 of the 4 tasks of job 815 are idle" in error.found
     assert error.code == "HT110"
     assert error.fixes[:2] == ("start 4 ranks", "ask for as many tasks as ranks: 2")
-    assert survey({**env, **meant(error)}).waste is None
-    assert survey({**env, **meant(error)}).world.world_size == 2
+    assert survey({**env, **last_fix(error)}).waste is None
+    assert survey({**env, **last_fix(error)}).world.world_size == 2
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [4, 8])
 def test_as_many_ranks_as_tasks_or_more_are_accepted(name, size):
-    assert survey({**JOB, **started(name, size)}).waste is None
+    assert survey({**JOB, **launcher_variables(name, size)}).waste is None
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 16])
 def test_srun_torchrun_standalone_in_every_task_is_refused(size):
-    """As many trainings as tasks, each of which believes that it is the only one."""
-    env = {**STEP, **started("torchrun", size)}
+    """Each task would start a separate training with all ranks on its host."""
+    env = {**STEP, **launcher_variables("torchrun", size)}
     error = survey(env).waste
     assert "4 tasks of a step of job 815 each started torchrun" in error.found
     assert "several trainings at once" in error.found
     assert error.code == "HT111"
     assert "--rdzv-endpoint" in error.fixes[0]
-    assert survey({**env, **meant(error)}).waste is None
+    assert survey({**env, **last_fix(error)}).waste is None
 
 
 def test_srun_torchrun_with_one_rendezvous_is_accepted():
     step = {**STEP, "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
-    assert survey({**step, **started("torchrun", 8, nodes=2)}).waste is None
-    assert survey({**step, **started("torchrun", 2, nodes=2)}).waste is None
+    assert survey({**step, **launcher_variables("torchrun", 8, nodes=2)}).waste is None
+    assert survey({**step, **launcher_variables("torchrun", 2, nodes=2)}).waste is None
 
 
 def test_no_tasks_are_idle_outside_of_a_job():
     for name in NAMES:
         if name != "slurm":
-            assert survey(started(name, 2)).waste is None
+            assert survey(launcher_variables(name, 2)).waste is None
 
 
 @pytest.mark.parametrize("program", sorted(LAUNCHING))
@@ -125,28 +125,28 @@ def test_launched_process_without_variables_is_refused(program):
     assert error.code == "HT108"
     assert f"descends from {program} (pid 4711)" in error.found
     assert LAUNCHING[program] in error.expected
-    assert survey(meant(error), process).stray is None
-    assert survey(meant(error), process).world.launcher == "none"
+    assert survey(last_fix(error), process).stray is None
+    assert survey(last_fix(error), process).world.launcher == "none"
 
 
 def test_launched_process_with_variables_is_accepted():
     for name in NAMES:
         process = Process(launched_by=Ancestor(4711, "orted", "openmpi"))
-        assert survey(started(name, 2), process).stray is None
+        assert survey(launcher_variables(name, 2), process).stray is None
 
 
-def test_batch_shell_is_no_rank_that_lost_its_variables():
+def test_batch_shell_without_variables_is_accepted():
     process = Process(launched_by=Ancestor(4711, "slurmstepd", "slurm"))
     assert survey(JOB, process).stray is None
     assert "slurmstepd" in survey({}, process).stray.found
-    # In the same job mpirun's processes are lost without mpirun's variables.
+    # In the same job, processes of mpirun without its variables are refused.
     process = Process(launched_by=Ancestor(4712, "orted", "openmpi"))
     assert "orted" in survey(JOB, process).stray.found
 
 
 @pytest.mark.parametrize("name", ["none", *NAMES])
 def test_multiprocessing_child_with_the_rank_of_its_parent_is_refused(name):
-    env = {} if name == "none" else started(name, 2)
+    env = {} if name == "none" else launcher_variables(name, 2)
     error = survey(env, Process(inherited=env)).stray
     assert isinstance(error, UsageError)
     assert "multiprocessing" in error.found
@@ -156,7 +156,7 @@ def test_multiprocessing_child_with_the_rank_of_its_parent_is_refused(name):
         "hpctrain run --nproc-per-node N SCRIPT",
         "hpctrain.spawn(FUNCTION, N)",
     )
-    alone = {**env, **meant(error)}
+    alone = {**env, **last_fix(error)}
     assert survey(alone, Process(inherited=env)).stray is None
     assert survey(alone, Process(inherited=env)).world.world_size == 1
 
@@ -164,7 +164,7 @@ def test_multiprocessing_child_with_the_rank_of_its_parent_is_refused(name):
 @pytest.mark.parametrize("inherited", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
 @pytest.mark.parametrize("rank", ["0", "1", "2"])
 def test_multiprocessing_child_with_its_own_rank_is_accepted(inherited, rank):
-    """Also the first of several, whose rank is 0 as that of the parent alone."""
+    """Accept also the first of several children, whose rank 0 is also that of a lone parent."""
     place = {"RANK": rank, "WORLD_SIZE": "3", "LOCAL_RANK": rank, "MASTER_PORT": "29500"}
     env = {**inherited, **place}
     start = survey(env, Process(inherited=inherited))
@@ -178,7 +178,7 @@ def test_multiprocessing_child_with_only_a_local_rank_is_refused():
 
 def test_detect_never_refuses_idle_tasks():
     assert launchers.detect(JOB).launcher == "none"
-    assert launchers.detect({**STEP, **started("torchrun", 2)}).world_size == 2
+    assert launchers.detect({**STEP, **launcher_variables("torchrun", 2)}).world_size == 2
 
 
 BY_HAND = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
@@ -189,7 +189,7 @@ def test_local_rank_argument_of_torch_distributed_launch_is_read():
     for env in (BY_HAND, {**BY_HAND, "LOCAL_RANK": "2"}, {**BY_HAND, "LOCAL_RANK": ""}):
         start = survey(env, process)
         assert (start.world.local_rank, start.stray, start.waste) == (2, None, None)
-    # Without the variables it means nothing: a script may have an argument of that name.
+    # Ignored without the variables: a script may have an argument of that name.
     assert survey({}, process).world == World(0, 1, 0, 1, 0, 1, launcher="none")
     assert survey(STEP, process).world.local_rank == 0
 
@@ -202,7 +202,7 @@ def test_local_rank_argument_and_variable_that_disagree_are_refused():
     assert "--local-rank=2" in caught.value.found
     assert caught.value.code == "HT104"
     take_out, unset = caught.value.fixes
-    assert take_out == "take --local-rank out of the command"
+    assert take_out == "remove --local-rank from the command"
     assert unset.endswith("unset LOCAL_RANK")
     assert survey(BY_HAND, process).world.local_rank == 2
 
@@ -222,7 +222,7 @@ def test_rank_variables_without_master_port_are_refused():
     place = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}
     for env in (place, {**place, "HPCTRAIN_LAUNCHER": "env"}):
         start = survey(env)
-        assert start.world.rank == 1  # it is known who this is, but not whom it would meet
+        assert start.world.rank == 1  # the rank is known, but not the address of rank 0
         assert "no MASTER_PORT" in start.stray.found
         assert start.stray.code == "HT102"
     assert survey({**place, "MASTER_PORT": "29500"}).stray is None
@@ -232,7 +232,7 @@ def test_rank_variables_without_master_port_are_refused():
 
 
 def test_horovodrun_elastic_is_refused_with_the_command():
-    env = {**started("horovodrun", 2), "HOROVOD_ELASTIC": "1"}
+    env = {**launcher_variables("horovodrun", 2), "HOROVOD_ELASTIC": "1"}
     error = survey(env, Process(("python", "train.py", "--lr", "0.1"))).stray
     assert isinstance(error, UsageError)
     assert error.found.startswith("HOROVOD_ELASTIC=1: horovodrun was given --min-np")
@@ -242,41 +242,41 @@ def test_horovodrun_elastic_is_refused_with_the_command():
     assert fix.endswith(" train.py --lr 0.1")
     assert survey({**env, "HPCTRAIN_LAUNCHER": "horovodrun"}).stray is not None
     assert survey({**env, "HOROVOD_ELASTIC": "0"}).stray is None
-    # It says nothing of the ranks that another launcher started.
-    assert survey({**started("slurm", 2), "HOROVOD_ELASTIC": "1"}).stray is None
+    # The rule does not apply to ranks of another launcher.
+    assert survey({**launcher_variables("slurm", 2), "HOROVOD_ELASTIC": "1"}).stray is None
 
 
 def test_batch_script_of_one_task_may_clean_its_environment():
-    def batch(**started):
+    def stray_process(**started):
         title = "slurmstepd: [815.batch]"
         found = Ancestor(7, "slurmstepd", "slurm", title, started=started)
         return survey({}, Process(launched_by=found)).stray
 
-    assert batch() is None
-    assert batch(SLURM_JOB_ID="815", SLURM_NTASKS="1") is None
-    assert "environment" in batch(SLURM_JOB_ID="815", SLURM_NTASKS="4").found
+    assert stray_process() is None
+    assert stray_process(SLURM_JOB_ID="815", SLURM_NTASKS="1") is None
+    assert "environment" in stray_process(SLURM_JOB_ID="815", SLURM_NTASKS="4").found
     step = Ancestor(7, "slurmstepd", "slurm", "slurmstepd: [815.0]", started={})
     assert survey({}, Process(launched_by=step)).stray is not None
 
 
 def test_torchrun_from_an_interactive_srun_shell_is_accepted():
-    env = {**started("slurm", 4), **started("torchrun", 4)}
+    env = {**launcher_variables("slurm", 4), **launcher_variables("torchrun", 4)}
     assert "several trainings" in survey(env).waste.found
     assert survey({**env, "SLURM_PTY_PORT": "40000"}).waste is None  # srun --pty
 
 
 def test_variables_of_an_outer_launcher_are_refused():
-    """As those of a rank of torchrun that starts mpirun, or submits a job."""
+    """Test a rank of torchrun that starts mpirun, or submits a job."""
     for program, inner in (("mpirun", "openmpi"), ("slurmstepd", "slurm")):
-        env = {**started("torchrun", 2), **started(inner, 2)}
+        env = {**launcher_variables("torchrun", 2), **launcher_variables(inner, 2)}
         process = Process(launched_by=Ancestor(7, program, inner))
         error = survey(env, process).stray
-        assert f"started by {program} (pid 7)" in error.found
+        assert f"{program} (pid 7) started this process" in error.found
         assert error.code == "HT104"
         named = survey({**env, "HPCTRAIN_LAUNCHER": inner}, process)
         assert (named.world.launcher, named.stray) == (inner, None)
         agent = Process(launched_by=Ancestor(7, "torchrun", "torchrun"))
         assert survey(env, agent).stray is None
-    submitit = {**started("slurm", 2), **started("submitit", 2)}
+    submitit = {**launcher_variables("slurm", 2), **launcher_variables("submitit", 2)}
     step = Process(launched_by=Ancestor(7, "slurmstepd", "slurm"))
-    assert survey(submitit, step).stray is None  # its own process is not known by its name
+    assert survey(submitit, step).stray is None  # its process has no name that identifies it

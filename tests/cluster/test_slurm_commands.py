@@ -1,7 +1,7 @@
-"""What Slurm is asked, and what its answers mean.
+"""Calls of Slurm's commands, and the reading of their output.
 
-The commands here are fakes: scripts that print what Slurm 22.05.8 printed. tests/slurm asks the
-real ones.
+The commands here are fakes: scripts with the output of Slurm 22.05.8. Tests whose file ends with
+_on_slurm.py call the real ones.
 """
 
 import time
@@ -37,7 +37,7 @@ def fake(tmp_path):
 def test_job_states_that_count_as_alive(fake, word, lives):
     fake.command("scontrol", SHOWN.format(name="train", word=word, restarts=2))
     state = slurm.job_state("70", fake.env)
-    assert (state.word, state.restarts, state.known, state.lives) == (word, 2, True, lives)
+    assert (state.name, state.restarts, state.known, state.active) == (word, 2, True, lives)
 
 
 def test_job_name_is_not_taken_for_a_job_state(fake):
@@ -46,11 +46,11 @@ def test_job_name_is_not_taken_for_a_job_state(fake):
     assert slurm.job_state("70", fake.env) == slurm.JobState("RUNNING", 0)
 
 
-@pytest.mark.parametrize("said", [UNKNOWN, "Job 70_9 not found"])
-def test_job_state_of_a_forgotten_job_is_ended(fake, said):
-    fake.command("scontrol", error=said, code=1)
+@pytest.mark.parametrize("message", [UNKNOWN, "Job 70_9 not found"])
+def test_job_state_of_a_forgotten_job_is_ended(fake, message):
+    fake.command("scontrol", error=message, code=1)
     state = slurm.job_state("70_9", fake.env)
-    assert (state.known, state.lives) == (False, False)
+    assert (state.known, state.active) == (False, False)
     assert fake.calls.read_text().split()[1:] == ["show", "job", "--oneliner", "70_9"]
 
 
@@ -72,7 +72,7 @@ def test_squeue_format_variables_of_a_user_do_not_change_the_job_state(fake):
 def test_missing_or_strange_slurm_gives_no_job_state(fake, tmp_path):
     nowhere = {"PATH": str(tmp_path)}
     assert slurm.job_state("70", nowhere) is None
-    assert slurm.step_lives("70", "0", nowhere) is None
+    assert slurm.step_is_active("70", "0", nowhere) is None
     with pytest.raises(slurm.NoAnswerError, match="squeue"):
         slurm.hosts_left("70", nowhere)
     fake.jobs(None)
@@ -84,35 +84,35 @@ def test_missing_or_strange_slurm_gives_no_job_state(fake, tmp_path):
         "scontrol", error="slurm_load_jobs error: Unable to contact slurm controller", code=1
     )
     assert slurm.job_state("70", fake.env) is None
-    assert slurm.step_lives("70", "0", fake.env) is None
+    assert slurm.step_is_active("70", "0", fake.env) is None
 
 
 def test_slow_slurm_gives_no_job_state(fake, monkeypatch):
     monkeypatch.setattr("hpctrain.cluster.slurm.command.SECONDS_TO_ANSWER", 0.2)
     fake.command("scontrol", more="exec sleep 20")
     fake.command("squeue", more="exec sleep 20")
-    begun = time.monotonic()
+    start = time.monotonic()
     assert slurm.job_state("70", fake.env) is None
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("label", ["", "--help", "70;rm", "70_", "70_x", "12345.server", "f2Zq"])
-def test_job_id_that_is_no_slurm_id_is_not_asked_for(fake, label):
+def test_job_id_of_another_form_is_not_queried(fake, label):
     fake.command("scontrol", SHOWN.format(name="train", word="RUNNING", restarts=0))
     assert slurm.job_state(label, fake.env) is None
-    assert slurm.step_lives(label, "0", fake.env) is None
-    assert slurm.step_lives("70", label, fake.env) is None
+    assert slurm.step_is_active(label, "0", fake.env) is None
+    assert slurm.step_is_active("70", label, fake.env) is None
     assert not fake.calls.exists()
 
 
-def test_step_lives_or_has_ended(fake):
+def test_step_is_active_or_has_ended(fake):
     fake.command("scontrol", "StepId=70.3 UserId=0 State=RUNNING")
-    assert slurm.step_lives("70", "3", fake.env) is True
+    assert slurm.step_is_active("70", "3", fake.env) is True
     fake.command("scontrol", error="Job step 70.3 not found", code=1)
-    assert slurm.step_lives("70", "3", fake.env) is False
+    assert slurm.step_is_active("70", "3", fake.env) is False
 
 
-def test_hosts_left_in_a_job(fake):
+def test_hosts_that_remain_in_a_job(fake):
     fake.command("squeue", "node[1,3]")
     assert slurm.hosts_left("70", fake.env) == "node[1,3]"
     fake.command("squeue", error=UNKNOWN, code=1)
@@ -131,8 +131,8 @@ def test_squeue_job_with_all_fields(fake):
         job("70_3", State="FAILED", exit_code="768", RestartCnt="2", Reason="NonZeroExitCode")
     )
     (one,) = slurm.jobs(fake.env, ["70_3"])
-    assert (one.label, one.array, one.task, one.word) == ("70_3", "70", "3", "FAILED")
-    assert (one.code, one.restarts, one.lives, one.uid) == (3, 2, False, "1000")
+    assert (one.label, one.array, one.task, one.state) == ("70_3", "70", "3", "FAILED")
+    assert (one.code, one.restarts, one.active, one.uid) == (3, 2, False, "1000")
     fake.jobs(job("71", State="CANCELLED", exit_code="15"))
     assert slurm.jobs(fake.env)[0].code == 128 + 15
 
@@ -153,8 +153,8 @@ def test_squeue_leaves_out_forgotten_jobs_and_reports_a_silent_controller(fake):
 
 
 def test_sbatch_job_id(fake):
-    for says in ("70", "70;cluster", "a notice of the site\n70"):
-        fake.command("sbatch", says)
+    for output in ("70", "70;cluster", "a notice of the site\n70"):
+        fake.command("sbatch", output)
         assert slurm.sbatch(b"", fake.env) == slurm.Answer(0, "70", "")
     fake.command("sbatch", error="sbatch: error: no", code=1)
     assert slurm.sbatch(b"", fake.env) == slurm.Answer(1, "", "sbatch: error: no")

@@ -17,7 +17,7 @@ def test_srun_on_two_hosts_has_the_losses_of_one_process(
     cluster, reproducibility_reference, tmp_path
 ):
     done = cluster.run(
-        [*SRUN, "-N2", "-n3", launches.PYTHON, launches.TWICE, *launches.SAMENESS],
+        [*SRUN, "-N2", "-n3", launches.PYTHON, launches.TWICE, *launches.PARITY],
         cwd=tmp_path,
         env={**cluster.environ(), "OMP_NUM_THREADS": "1"},
         timeout=240,
@@ -31,14 +31,14 @@ def test_srun_on_two_hosts_has_the_losses_of_one_process(
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder that looks like the top of the repository, for scripts that write into it."""
+    """Return a folder that looks like the top of the repository, for scripts that write into it."""
     for name in ("sbatch", "examples"):
         (tmp_path / name).symlink_to(launches.TOP / name)
     return tmp_path
 
 
 def submit(cluster, folder, *arguments):
-    """Submit, wait for the end, and give the job's exit code and log."""
+    """Submit a job and wait for its end; return its number, exit code and log."""
     env = cluster.environ()
     env["PATH"] = f"{launches.BIN}:{env['PATH']}"
     job, code = cluster.batch(arguments, seconds=400, cwd=folder, env=env)
@@ -67,7 +67,7 @@ def test_sbatch_wrong_use_exits_with_code_2_and_its_message(cluster, checkout):
     assert "Traceback" not in log
 
 
-# As where one host lacks a package: rank 3 fails when the others are there, and wait for it.
+# As if one host lacks a package: rank 3 fails while the others wait for it in the rendezvous.
 ABSENT = """
 import os, pathlib, time
 import hpctrain
@@ -82,8 +82,8 @@ with hpctrain.Session(batch_size=1):
 
 
 @pytest.mark.slow
-def test_rank_that_fails_before_the_others_meet_it_ends_the_job(cluster, tmp_path):
-    """Slurm then sends SIGTERM to the others, which is no reason to requeue the job."""
+def test_rank_that_fails_before_the_rendezvous_ends_the_job(cluster, tmp_path):
+    """Slurm sends SIGTERM to the other ranks; this must not requeue the job."""
     (tmp_path / "train.py").write_text(ABSENT)
     script = (launches.TOP / "sbatch" / "mnist.sh").read_text()
     command = re.search(r"python examples/mnist.py .*", script)[0]
@@ -94,7 +94,7 @@ def test_rank_that_fails_before_the_others_meet_it_ends_the_job(cluster, tmp_pat
     assert cluster.job(job)["Restarts"] == "0"
 
 
-# Rank 1 writes when it dies, and every rank its host and process id.
+# Every rank writes its host and process id, and rank 1 the time of its death.
 DIES = """
 import json, os, pathlib, socket, sys, time
 import hpctrain
@@ -109,8 +109,8 @@ with hpctrain.Session(batch_size=1) as session:
 """
 
 
-def running(script):
-    """The processes of this machine, and of its hosts in namespaces, that run a script."""
+def processes_of(script):
+    """Return the ids of the processes that run a script, on this machine and its hosts."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -122,7 +122,7 @@ def running(script):
 
 @pytest.mark.slow
 def test_killed_rank_ends_the_step_within_a_minute_and_no_rank_survives(cluster, tmp_path):
-    """Without Slurm's --kill-on-bad-exit, the ranks themselves notice that one is lost."""
+    """Run without Slurm's --kill-on-bad-exit: the ranks themselves detect the lost rank."""
     script = tmp_path / "train.py"
     script.write_text(DIES)
     command = ["srun", "--kill-on-bad-exit=0", "-N3", "-n3", launches.PYTHON, script]
@@ -131,10 +131,10 @@ def test_killed_rank_ends_the_step_within_a_minute_and_no_rank_survives(cluster,
     assert done.returncode != 0
     assert seconds < 60
     assert sorted(path.name for path in tmp_path.glob("pid-*")) == ["pid-0", "pid-1", "pid-2"]
-    assert not running(script)
+    assert not processes_of(script)
     for rank in (0, 2):
         assert f"hpctrain: error: rank {rank} lost another rank: " in done.stderr
-    # The last one may lose the other first, as that one leaves.
+    # The last rank may report the other one, which ends first.
     assert "is node2, with rank 1)" in done.stderr
     assert "task 1: Killed" in done.stderr
     assert "Traceback" not in done.stderr

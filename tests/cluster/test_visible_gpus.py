@@ -1,4 +1,4 @@
-"""Which GPUs the environment shows: CUDA's forms, MIG slices, and ROCm's two filters."""
+"""The GPUs that the environment makes visible: CUDA's forms, MIG slices, ROCm's two filters."""
 
 import re
 
@@ -52,7 +52,7 @@ def test_cuda_visible_devices_unset():
         (f"{SLICE_A},{SLICE_B}", 1, SLICE_B),
         (f" {SLICE_B} , {SLICE_A}", 0, SLICE_B),
         (f"{SLICE_A},{OLD_SLICE}", 1, OLD_SLICE),
-        # Each process has one already, however many ranks there are.
+        # Each process has one already, for any number of ranks.
         (SLICE_A, 0, None),
         (SLICE_A, 7, None),
         (f"{SLICE_A},-1,{SLICE_B}", 1, None),
@@ -81,7 +81,7 @@ def test_mig_slices_beside_whole_gpus_are_refused_with_the_slices_to_export(valu
     assert visible_gpus.own_slice({visible_gpus.CUDA: slices}, 0) in (
         SLICE_A,
         None,
-    )  # one alone stays as it is
+    )  # a single slice is left as it is
 
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
@@ -110,7 +110,7 @@ def test_rocm_visible_devices_that_agree_are_accepted(env):
 @pytest.mark.parametrize(
     ("env", "words", "unset"),
     [
-        # Slurm may set all of them to the same numbers; HIP counts what ROCR leaves.
+        # Slurm may set all of them to the same numbers; HIP counts the GPUs that ROCR leaves.
         ({ROCR: "2,3", HIP: "2,3"}, ["leaves 2 GPUs", "HIP_VISIBLE_DEVICES=2,3", "number 2"], HIP),
         ({ROCR: "2,3", CUDA: "0,2"}, ["CUDA_VISIBLE_DEVICES=0,2", "number 2"], CUDA),
         ({ROCR: "3", HIP: "1"}, ["leaves 1 GPU", "number 1"], HIP),
@@ -133,7 +133,7 @@ def test_rocm_visible_devices_that_hide_gpus_are_refused(env, words, unset):
 
 @pytest.fixture
 def device_files(tmp_path, monkeypatch):
-    """Folders in place of /dev and /sys, which have no GPUs where there is none."""
+    """Return a function that makes device files of GPUs in folders instead of /dev and /sys."""
     monkeypatch.setattr(visible_gpus, "Path", lambda path: tmp_path / path.lstrip("/"))
 
     def make(*nvidia, nodes=()):

@@ -1,4 +1,4 @@
-"""A World holds together, and is completed by what the rendezvous saw."""
+"""World: consistent numbers, and completion by the roster of the rendezvous."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def test_world_refuses_numbers_that_do_not_fit(values, named):
 
 
 @pytest.mark.parametrize(
-    ("values", "answer"),
+    ("values", "expected"),
     [
         ({"world_size": 1}, True),
         ({"world_size": 4, "num_nodes": 1}, True),
@@ -54,8 +54,8 @@ def test_world_refuses_numbers_that_do_not_fit(values, named):
         ({"world_size": 4}, None),
     ],
 )
-def test_world_knows_whether_ranks_share_a_host(values, answer):
-    assert World(rank=0, local_rank=0, **values).on_one_host is answer
+def test_world_on_one_host(values, expected):
+    assert World(rank=0, local_rank=0, **values).on_one_host is expected
 
 
 def test_roster_completes_a_world():

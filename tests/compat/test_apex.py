@@ -1,4 +1,4 @@
-"""Scripts of Apex's time: amp, parallel and optimizers of hpctrain.compat.apex on torch."""
+"""hpctrain.compat.apex: amp, parallel and optimizers for scripts written for Apex."""
 
 import contextlib
 import copy
@@ -33,7 +33,7 @@ def batches(count=STEPS):
 
 
 def net(seed=0):
-    """With batch norm, and weights that half precision can hold, as Apex begins with such ones."""
+    """Return a model with batch norm, and with weights that half precision represents exactly."""
     torch.manual_seed(seed)
     model = nn.Sequential(
         *(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()),
@@ -49,13 +49,13 @@ def sgd(model, lr=0.05):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
 
 
-def initialized(level, seed=0, **keywords):
+def initialize(level, seed=0, **keywords):
     model = net(seed)
     return amp.initialize(model, sgd(model), opt_level=level, **keywords)
 
 
 def step(model, optimizer, images, targets, factor=1.0, **keywords):
-    """Take a step as scripts of Apex do."""
+    """Take a step as scripts written for Apex do; return the loss."""
     loss = F.cross_entropy(model(images), targets)
     optimizer.zero_grad()
     with amp.scale_loss(loss * factor, optimizer, **keywords) as scaled_loss:
@@ -64,16 +64,16 @@ def step(model, optimizer, images, targets, factor=1.0, **keywords):
     return loss.item()
 
 
-def outcome(losses, model):
+def losses_and_state(losses, model):
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def train(level, **keywords):
-    model, optimizer = initialized(level, **keywords)
-    return outcome([step(model, optimizer, *batch) for batch in batches()], model)
+    model, optimizer = initialize(level, **keywords)
+    return losses_and_state([step(model, optimizer, *batch) for batch in batches()], model)
 
 
-def plain(dtype=torch.float32):
+def train_without_amp(dtype=torch.float32):
     model = net().to(dtype)
     optimizer = sgd(model)
     losses = []
@@ -83,10 +83,10 @@ def plain(dtype=torch.float32):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return outcome(losses, model)
+    return losses_and_state(losses, model)
 
 
-def autocast_by_hand(clip=None, accumulate=1):
+def train_by_autocast(clip=None, accumulate=1):
     model = net()
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu")
@@ -103,11 +103,11 @@ def autocast_by_hand(clip=None, accumulate=1):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    return outcome(losses, model)
+    return losses_and_state(losses, model)
 
 
-def in_a_session():
-    """O2 of a Session; the weights are its masters."""
+def train_in_session():
+    """Train with O2 of a Session; return its master weights."""
     with hpctrain.Session(precision="O2", backend="single") as session:
         model = net()
         model, _ = session.prepare(model, sgd(model))
@@ -122,12 +122,12 @@ def in_a_session():
         return losses, weights
 
 
-def alone(function, *arguments):
+def one_rank(function, *arguments):
     (result,) = ranks.values(ranks.run(1, function, *arguments))
     return result
 
 
-def same(one, other):
+def assert_same(one, other):
     assert one[0] == other[0]
     assert one[1].keys() == other[1].keys()
     for name, value in one[1].items():
@@ -138,20 +138,20 @@ def same(one, other):
 @pytest.mark.parametrize(
     ("level", "reference"),
     [
-        ("O0", (plain,)),
-        ("O1", (autocast_by_hand,)),
-        ("O2", (in_a_session,)),
-        ("O3", (plain, torch.float16)),
+        ("O0", (train_without_amp,)),
+        ("O1", (train_by_autocast,)),
+        ("O2", (train_in_session,)),
+        ("O3", (train_without_amp, torch.float16)),
     ],
 )
 def test_amp_opt_level_is_bit_equal_to_its_reference(level, reference):
-    mine, reference = alone(train, level), alone(*reference)
-    same(mine, reference)
-    assert mine[0][-1] < mine[0][0]
+    result, reference = one_rank(train, level), one_rank(*reference)
+    assert_same(result, reference)
+    assert result[0][-1] < result[0][0]
 
 
-def clipped(level, largest):
-    model, optimizer = initialized(level)
+def train_with_clipping(level, largest):
+    model, optimizer = initialize(level)
     losses, norms = [], []
     for images, targets in batches():
         loss = F.cross_entropy(model(images), targets)
@@ -163,24 +163,24 @@ def clipped(level, largest):
         norms.append(torch.linalg.vector_norm(torch.cat([g.flatten() for g in grads])).item())
         optimizer.step()
         model.zero_grad()
-    return outcome(losses, model), norms
+    return losses_and_state(losses, model), norms
 
 
 def test_amp_clips_the_gradients_that_the_step_takes():
-    mine, norms = alone(clipped, "O1", 0.1)
-    same(mine, alone(autocast_by_hand, 0.1))
+    result, norms = one_rank(train_with_clipping, "O1", 0.1)
+    assert_same(result, one_rank(train_by_autocast, 0.1))
     assert max(norms) <= 0.1 * (1 + 1e-5)
-    _, norms = alone(clipped, "O2", 0.1)
+    _, norms = one_rank(train_with_clipping, "O2", 0.1)
     assert norms == pytest.approx([0.1] * STEPS, rel=1e-4)
 
 
 def test_amp_model_zero_grad_equals_optimizer_zero_grad():
-    mine, _ = alone(clipped, "O2", 1e9)
-    same(mine, alone(train, "O2"))
+    result, _ = one_rank(train_with_clipping, "O2", 1e9)
+    assert_same(result, one_rank(train, "O2"))
 
 
-def accumulated(level, delay):
-    model, optimizer = initialized(level)
+def train_with_accumulation(level, delay):
+    model, optimizer = initialize(level)
     losses = []
     for number, (images, targets) in enumerate(batches()):
         last = (number + 1) % 2 == 0
@@ -192,21 +192,24 @@ def accumulated(level, delay):
         if last:
             optimizer.step()
             optimizer.zero_grad()
-    return outcome(losses, model)
+    return losses_and_state(losses, model)
 
 
 def test_amp_gradient_accumulation():
-    same(alone(accumulated, "O1", True), alone(autocast_by_hand, None, 2))
+    assert_same(one_rank(train_with_accumulation, "O1", True), one_rank(train_by_autocast, None, 2))
     for level in ("O1", "O2"):
-        delayed, each = alone(accumulated, level, True), alone(accumulated, level, False)
+        delayed, each = (
+            one_rank(train_with_accumulation, level, True),
+            one_rank(train_with_accumulation, level, False),
+        )
         assert delayed[0] == pytest.approx(each[0], rel=1e-3)
-    # Of two micro-batches the gradients are averaged: a step of either alone goes elsewhere.
-    assert alone(accumulated, "O2", False)[0][2:] != alone(train, "O2")[0][2:]
+    # The step averages two micro-batches, and differs from a step of either alone.
+    assert one_rank(train_with_accumulation, "O2", False)[0][2:] != one_rank(train, "O2")[0][2:]
 
 
 @contextlib.contextmanager
-def told():
-    """Collect log messages."""
+def captured_log():
+    """Capture the log messages."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -216,23 +219,23 @@ def told():
     logger.removeHandler(handler)
 
 
-def overflowing(level):
-    model, optimizer = initialized(level)
+def train_with_overflow(level):
+    model, optimizer = initialize(level)
     (first, second, third) = batches(3)
     step(model, optimizer, *first)
-    before = outcome([], model)
-    with told() as messages:
+    before = losses_and_state([], model)
+    with captured_log() as messages:
         step(model, optimizer, *second, factor=1e38)
-    after = outcome([], model)
+    after = losses_and_state([], model)
     scales = [amp.state_dict()["loss_scaler0"]]
     step(model, optimizer, *third)
     scales.append(amp.state_dict()["loss_scaler0"])
-    return before, after, outcome([], model), scales, messages
+    return before, after, losses_and_state([], model), scales, messages
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_amp_overflow_skips_one_step_and_halves_the_loss_scale(level):
-    before, after, later, scales, messages = alone(overflowing, level)
+    before, after, later, scales, messages = one_rank(train_with_overflow, level)
     parameters = [name for name in before[1] if "running" not in name and "num_" not in name]
     assert all(torch.equal(before[1][name], after[1][name]) for name in parameters)
     assert not all(torch.equal(after[1][name], later[1][name]) for name in parameters)
@@ -245,29 +248,29 @@ def test_amp_overflow_skips_one_step_and_halves_the_loss_scale(level):
     ]
 
 
-def interrupted(level):
-    model, optimizer = initialized(level)
+def train_and_resume(level):
+    model, optimizer = initialize(level)
     data = list(batches())
     losses = [step(model, optimizer, *batch) for batch in data[:3]]
     torch.save([model.state_dict(), optimizer.state_dict(), amp.state_dict()], "checkpoint.pt")
-    model, optimizer = initialized(level, seed=1)
+    model, optimizer = initialize(level, seed=1)
     state = torch.load("checkpoint.pt", weights_only=True)
     model.load_state_dict(state[0])
     optimizer.load_state_dict(state[1])
     amp.load_state_dict(state[2])
     assert amp.state_dict() == state[2] == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}}
-    return outcome(losses + [step(model, optimizer, *batch) for batch in data[3:]], model)
+    return losses_and_state(losses + [step(model, optimizer, *batch) for batch in data[3:]], model)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_amp_resume_is_bit_equal(level):
-    mine = alone(interrupted, level)
-    same(mine, alone(train, level))
-    assert all(v.dtype == torch.float32 for v in mine[1].values() if v.is_floating_point())
+    result = one_rank(train_and_resume, level)
+    assert_same(result, one_rank(train, level))
+    assert all(v.dtype == torch.float32 for v in result[1].values() if v.is_floating_point())
 
 
-def from_apex():
-    model, optimizer = initialized("O2", num_losses=2, max_loss_scale=2.0**16)
+def load_apex_state():
+    model, optimizer = initialize("O2", num_losses=2, max_loss_scale=2.0**16)
     amp.load_state_dict(
         {
             "loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 1999},
@@ -283,7 +286,7 @@ def from_apex():
 
 
 def test_amp_loads_state_of_apex_with_loss_scale_bounds():
-    grown, bounded = alone(from_apex)
+    grown, bounded = one_rank(load_apex_state)
     assert grown == {
         "loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0},
         "loss_scaler1": {"loss_scale": 128.0, "unskipped": 4},
@@ -291,7 +294,7 @@ def test_amp_loads_state_of_apex_with_loss_scale_bounds():
     assert bounded["loss_scaler0"]["loss_scale"] == 2.0**16
 
 
-def several():
+def train_two_models():
     models = [net(0), net(1)]
     optimizers = [sgd(model) for model in models]
     returned = amp.initialize(
@@ -300,7 +303,7 @@ def several():
     assert returned[0][0] is models[0]
     assert returned[1][1] is optimizers[1]
     ((images, targets),) = batches(1)
-    before = [outcome([], model) for model in models]
+    before = [losses_and_state([], model) for model in models]
     for _ in range(2):
         for number, factor in enumerate((1.0, 1e38)):
             loss = F.cross_entropy(models[number](images), targets) * factor
@@ -316,20 +319,20 @@ def several():
     both = sum(F.cross_entropy(model(images), targets) for model in models) * 1e38
     with amp.scale_loss(both, optimizers, loss_id=0) as scaled_loss:
         scaled_loss.backward()
-    held = outcome([], models[0])[1]["4.weight"]
+    weight = losses_and_state([], models[0])[1]["4.weight"]
     for optimizer in optimizers:
         optimizer.step()
-    assert torch.equal(held, models[0].state_dict()["4.weight"])
+    assert torch.equal(weight, models[0].state_dict()["4.weight"])
     return moved, scales
 
 
 def test_amp_several_losses_and_optimizers():
-    moved, scales = alone(several)
+    moved, scales = one_rank(train_two_models)
     assert moved == [True, False]
     assert scales == [2.0**16, 2.0**15]
 
 
-def scheduled(first):
+def train_with_schedule(first):
     model = net()
     optimizer = sgd(model, lr=1.0)
     warnings.simplefilter("error")
@@ -341,7 +344,7 @@ def scheduled(first):
     ((images, targets),) = batches(1)
     rates = []
     for factor in (1e38, 1.0):
-        before = outcome([], model)[1]["4.weight"]
+        before = losses_and_state([], model)[1]["4.weight"]
         rates.append(optimizer.param_groups[0]["lr"])
         step(model, optimizer, images, targets, factor)
         schedule.step()
@@ -351,11 +354,11 @@ def scheduled(first):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_amp_lr_scheduler_before_or_after_initialize(first):
-    assert alone(scheduled, first) == [1.0, True, 0.5, False]
+    assert one_rank(train_with_schedule, first) == [1.0, True, 0.5, False]
 
 
-def unfrozen():
-    """A layer that joins later has masters as well."""
+def train_with_added_layer():
+    """Add a layer to the optimizer later; return the state of its masters."""
     model = net()
     optimizer = torch.optim.SGD(model[6].parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
@@ -369,43 +372,43 @@ def unfrozen():
 
 
 def test_amp_add_param_group():
-    assert alone(unfrozen) == ({torch.float32}, False, torch.float16)
+    assert one_rank(train_with_added_layer) == ({torch.float32}, False, torch.float16)
 
 
-def shapes():
-    def returned(models, optimizers, **keywords):
+def returned_types():
+    def types_of(models, optimizers, **keywords):
         result = amp.initialize(models, optimizers, **keywords)
         if not isinstance(result, tuple):
             return type(result).__name__
         return [type(thing).__name__ for thing in result]
 
     one, two = net(), net()
-    yield returned(one, sgd(one), opt_level="O1", loss_scale="128.0")
+    yield types_of(one, sgd(one), opt_level="O1", loss_scale="128.0")
     yield amp.state_dict()["loss_scaler0"]["loss_scale"]
-    yield returned([one, two], sgd(one), opt_level="O1")
-    yield returned(one, [sgd(one)], opt_level="O1")
-    yield returned([one], [sgd(one)], opt_level="O1")
-    yield returned(net(), None, opt_level="O2", keep_batchnorm_fp32="False")
-    yield returned([net()], None, opt_level="O2")
-    yield returned(one, sgd(one), enabled=False)
+    yield types_of([one, two], sgd(one), opt_level="O1")
+    yield types_of(one, [sgd(one)], opt_level="O1")
+    yield types_of([one], [sgd(one)], opt_level="O1")
+    yield types_of(net(), None, opt_level="O2", keep_batchnorm_fp32="False")
+    yield types_of([net()], None, opt_level="O2")
+    yield types_of(one, sgd(one), enabled=False)
     loss = torch.ones(())
     with amp.scale_loss(loss, None) as scaled_loss:
         yield scaled_loss is loss
     yield amp.state_dict()
 
 
-def listed(function):
+def list_results(function):
     return list(function())
 
 
-def test_amp_initialize_returns_what_it_was_given():
-    assert alone(listed, shapes) == [
+def test_amp_initialize_returns_the_types_of_its_arguments():
+    assert one_rank(list_results, returned_types) == [
         *(["Sequential", "SGD"], 128.0, ["list", "SGD"], ["Sequential", "list"], ["list", "list"]),
         *("Sequential", "list", ["Sequential", "SGD"], True, {}),
     ]
 
 
-def forward_passes():
+def record_dtypes():
     seen = []
 
     class Probe(nn.Linear):
@@ -413,7 +416,7 @@ def forward_passes():
             y = super().forward(x)
             seen.append((x.dtype, y.dtype, self.weight.dtype))
             if x.shape[0] == 3:
-                raise RuntimeError("as asked")
+                raise RuntimeError("the error of the model")
             return {"logits": y, "count": len(x)}
 
     for level in ("O0", "O1", "O2", "O3"):
@@ -432,35 +435,35 @@ def forward_passes():
 
 def test_amp_input_and_output_dtypes_by_opt_level():
     half, single = torch.float16, torch.float32
-    outputs, *inside = alone(forward_passes)
+    outputs, *inside = one_rank(record_dtypes)
     assert outputs == [single] * 4 + [torch.float64]
     assert inside == [(single, single, single), (single, half, single), (half, half, half)]
 
 
-def wrapped():
+def wrap_in_dataparallel():
     return nn.DataParallel(net())
 
 
-def too_early():
-    model, optimizer = initialized("O2")
+def step_without_unscale():
+    model, optimizer = initialize("O2")
     ((images, targets),) = batches(1)
     step(model, optimizer, images, targets, delay_unscale=True)
 
 
-def unknown_loss(**keywords):
-    _, optimizer = initialized("O1")
+def scale_unknown_loss(**keywords):
+    _, optimizer = initialize("O1")
     with amp.scale_loss(torch.ones(()), optimizer, **keywords):
         pass
 
 
-def unknown_optimizer():
-    initialized("O1")
+def scale_unknown_optimizer():
+    initialize("O1")
     with amp.scale_loss(torch.ones(()), sgd(net())):
         pass
 
 
-def strange_state():
-    initialized("O1")
+def load_unknown_state():
+    initialize("O1")
     amp.load_state_dict({"model": {}})
 
 
@@ -468,29 +471,29 @@ MISTAKES = {
     "amp.state_dict() before amp.initialize()": ("HT413", amp.state_dict),
     "amp.scale_loss(…, delay_overflow_check=True)": (
         "HT415",
-        lambda: unknown_loss(delay_overflow_check=True),
+        lambda: scale_unknown_loss(delay_overflow_check=True),
     ),
-    "amp.initialize(…, num_losses=0)": ("HT414", lambda: initialized("O1", num_losses=0)),
-    "opt_level='02'": ("HT414", lambda: initialized("02")),
+    "amp.initialize(…, num_losses=0)": ("HT414", lambda: initialize("O1", num_losses=0)),
+    "opt_level='02'": ("HT414", lambda: initialize("02")),
     "keep_batchnorm_fp32=True with opt_level O1": (
         "HT414",
-        lambda: initialized("O1", keep_batchnorm_fp32=True),
+        lambda: initialize("O1", keep_batchnorm_fp32=True),
     ),
-    "keep_batchnorm_fp32='yes'": ("HT414", lambda: initialized("O2", keep_batchnorm_fp32="yes")),
+    "keep_batchnorm_fp32='yes'": ("HT414", lambda: initialize("O2", keep_batchnorm_fp32="yes")),
     "master_weights=True with opt_level O1": (
         "HT414",
-        lambda: initialized("O1", master_weights=True),
+        lambda: initialize("O1", master_weights=True),
     ),
     "patch_torch_functions=True with opt_level O2": (
         "HT414",
-        lambda: initialized("O2", patch_torch_functions=True),
+        lambda: initialize("O2", patch_torch_functions=True),
     ),
     "cast_model_type=torch.bfloat16 with opt_level O2": (
         "HT414",
-        lambda: initialized("O2", cast_model_type=torch.bfloat16),
+        lambda: initialize("O2", cast_model_type=torch.bfloat16),
     ),
-    "loss_scale='fast'": ("HT414", lambda: initialized("O2", loss_scale="fast")),
-    "loss_scale=0": ("HT414", lambda: initialized("O2", loss_scale=0)),
+    "loss_scale='fast'": ("HT414", lambda: initialize("O2", loss_scale="fast")),
+    "loss_scale=0": ("HT414", lambda: initialize("O2", loss_scale=0)),
     "amp.initialize() got models of str": ("HT413", lambda: amp.initialize("model")),
     "amp.initialize() got optimizers of StepLR": (
         "HT413",
@@ -498,7 +501,7 @@ MISTAKES = {
     ),
     "amp.initialize() got a model inside of DataParallel": (
         "HT413",
-        lambda: amp.initialize(wrapped()),
+        lambda: amp.initialize(wrap_in_dataparallel()),
     ),
     "amp.initialize() got a Sequential whose 0.weight is in half precision": (
         "HT404",
@@ -506,13 +509,16 @@ MISTAKES = {
     ),
     "amp.initialize() got the same SGD again": (
         "HT413",
-        lambda: amp.initialize(*initialized("O1")),
+        lambda: amp.initialize(*initialize("O1")),
     ),
-    "optimizer.step() after amp.scale_loss(…, delay_unscale=True)": ("HT416", too_early),
-    "optimizer.step(closure) under amp": ("HT415", lambda: initialized("O1")[1].step(lambda: 1.0)),
-    "amp.scale_loss(…, loss_id=1)": ("HT414", lambda: unknown_loss(loss_id=1)),
-    "amp.scale_loss() got a SGD that amp does not know": ("HT413", unknown_optimizer),
-    "amp.load_state_dict() got model": ("HT417", strange_state),
+    "optimizer.step() after amp.scale_loss(…, delay_unscale=True)": ("HT416", step_without_unscale),
+    "optimizer.step(closure) under amp": ("HT415", lambda: initialize("O1")[1].step(lambda: 1.0)),
+    "amp.scale_loss(…, loss_id=1)": ("HT414", lambda: scale_unknown_loss(loss_id=1)),
+    "amp.scale_loss() got a SGD that is not from amp.initialize()": (
+        "HT413",
+        scale_unknown_optimizer,
+    ),
+    "amp.load_state_dict() got model": ("HT417", load_unknown_state),
     "FusedAdam(…, amsgrad=True)": (
         "HT415",
         lambda: apex.optimizers.FusedAdam(net().parameters(), amsgrad=True),
@@ -532,25 +538,25 @@ MISTAKES = {
 }
 
 
-def mistaken(found):
+def error_of(found):
     with pytest.raises(UsageError) as caught:
         MISTAKES[found][1]()
     return caught.value.found, caught.value.code, caught.value.fixes
 
 
-def mistakes():
+def errors():
     for found in MISTAKES:
-        yield mistaken(found)
+        yield error_of(found)
 
 
 def test_amp_wrong_use_is_an_error_with_a_fix():
-    results = alone(listed, mistakes)  # the first before any initialize
+    results = one_rank(list_results, errors)  # the first one before amp.initialize
     codes = [(found, code) for found, (code, _) in MISTAKES.items()]
     assert [(found, code) for found, code, _ in results] == codes
     assert all(fixes for *_, fixes in results)
 
 
-def optimizers():
+def compare_with_torch():
     kinds = apex.optimizers
     pairs = [
         (kinds.FusedAdam, {"weight_decay": 0.1}, torch.optim.AdamW, {"weight_decay": 0.1}),
@@ -579,26 +585,26 @@ def optimizers():
 
 
 def test_fused_optimizers_equal_those_of_torch():
-    differences = alone(listed, optimizers)
+    differences = one_rank(list_results, compare_with_torch)
     assert [name for name, _ in differences] == ["FusedAdam", "FusedAdam", "FusedSGD", "FusedLAMB"]
     assert max(difference for _, difference in differences) < 1e-5
 
 
-def apex_checkpoint():
-    """Apex kept the steps in the groups, beside fewer settings."""
-    kept = ("params", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
+def resume_from_apex():
+    """Resume from a state as Apex saved it: steps in the groups, and fewer settings."""
+    saved = ("params", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
     for kind in (apex.optimizers.FusedAdam, apex.optimizers.FusedLAMB, apex.optimizers.FusedSGD):
-        moved = {"momentum": 0.9} if "SGD" in kind.__name__ else {"weight_decay": 0.1}
+        options = {"momentum": 0.9} if "SGD" in kind.__name__ else {"weight_decay": 0.1}
         weights = []
         for interrupted in (False, True):
             model = net()
-            optimizer = kind(model.parameters(), lr=0.01, **moved)
+            optimizer = kind(model.parameters(), lr=0.01, **options)
             model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
             for number, batch in enumerate(batches(4)):
                 if interrupted and number == 2:
                     state = optimizer.state_dict()
                     (group,) = state["param_groups"]
-                    group = {name: group[name] for name in kept if name in group}
+                    group = {name: group[name] for name in saved if name in group}
                     if "SGD" not in kind.__name__:
                         group["step"] = 2
                         for entry in state["state"].values():
@@ -613,10 +619,10 @@ def apex_checkpoint():
 
 def test_fused_optimizers_load_state_of_apex():
     names = ("FusedAdam", "FusedLAMB", "FusedSGD")
-    assert alone(listed, apex_checkpoint) == [(name, True) for name in names]
+    assert one_rank(list_results, resume_from_apex) == [(name, True) for name in names]
 
 
-def without_gradients():
+def step_without_gradients():
     models = [net(0), net(1)]
     optimizers = [sgd(model) for model in models]
     amp.initialize(models, optimizers, opt_level="O2")
@@ -630,7 +636,7 @@ def without_gradients():
 
 
 def test_amp_optimizer_without_gradients():
-    assert alone(without_gradients)
+    assert one_rank(step_without_gradients)
 
 
 def test_convert_syncbn_model_refused_without_gpu(monkeypatch):
@@ -640,7 +646,7 @@ def test_convert_syncbn_model_refused_without_gpu(monkeypatch):
     assert caught.value.code == "HT408"
 
 
-# As NVIDIA's example has it, but for the imports and `.cuda()`.
+# As in NVIDIA's example, except the imports and `.cuda()`.
 SCRIPT = """
 import os
 import torch
@@ -693,21 +699,21 @@ torch.distributed.destroy_process_group()
 """
 
 
-def as_launched(port):
-    """The variables of torch's launcher."""
+def set_torchrun_variables(port):
+    """Set the variables of torchrun."""
     names = {"RANK": "HPCTRAIN_RANK", "WORLD_SIZE": "HPCTRAIN_WORLD_SIZE"}
-    os.environ.update({name: os.environ[ours] for name, ours in names.items()})
+    os.environ.update({name: os.environ[own_name] for name, own_name in names.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
 
 
-def of_the_tutorial(port):
-    as_launched(port)
-    left = runpy.run_path("train.py")
-    return left["losses"], left["masters"]
+def run_train_py(port):
+    set_torchrun_variables(port)
+    values = runpy.run_path("train.py")
+    return values["losses"], values["masters"]
 
 
 def free_port():
-    """Return a port below those that the system gives to connections meanwhile."""
+    """Return a free port below the system's range for outgoing connections."""
     for port in range(10_000 + os.getpid() % 10_000, 32_768):
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("127.0.0.1", port))
@@ -717,8 +723,8 @@ def free_port():
 
 def test_apex_imagenet_script_trains_on_three_ranks_and_resumes(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    first = ranks.values(ranks.run(3, of_the_tutorial, free_port()))
-    second = ranks.values(ranks.run(3, of_the_tutorial, free_port()))
+    first = ranks.values(ranks.run(3, run_train_py, free_port()))
+    second = ranks.values(ranks.run(3, run_train_py, free_port()))
     for results in (first, second):
         for _, masters in results[1:]:
             assert all(map(torch.equal, masters, results[0][1]))
@@ -732,30 +738,30 @@ def test_apex_imagenet_script_trains_on_three_ranks_and_resumes(tmp_path):
     assert state["epoch"] == 2
 
 
-def loaded_by_rank_0(port):
-    """Weights that half precision cannot hold, which only rank 0 knows, before DDP."""
-    as_launched(port)
+def wrap_in_ddp(port):
+    """Load weights beyond half precision on rank 0, then wrap in DDP; return the masters."""
+    set_torchrun_variables(port)
     torch.distributed.init_process_group("gloo")
-    model, optimizer = initialized("O2", seed=torch.distributed.get_rank())
+    model, optimizer = initialize("O2", seed=torch.distributed.get_rank())
     if torch.distributed.get_rank() == 0:
         model.load_state_dict({name: v + v / 3 for name, v in net(5).state_dict().items()})
-    wrapped = apex.parallel.DistributedDataParallel(model)
+    ddp = apex.parallel.DistributedDataParallel(model)
     ((images, targets),) = batches(1)
-    step(wrapped, optimizer, images, targets)
+    step(ddp, optimizer, images, targets)
     torch.distributed.destroy_process_group()
     return [p.detach() for p in amp.master_params(optimizer)]
 
 
 def test_apex_ddp_broadcasts_master_weights_of_rank_0():
-    first, *others = ranks.values(ranks.run(3, loaded_by_rank_0, free_port()))
+    first, *others = ranks.values(ranks.run(3, wrap_in_ddp, free_port()))
     assert all(all(map(torch.equal, first, other)) for other in others)
 
 
-def warned(port):
-    as_launched(port)
+def ddp_warnings(port):
+    set_torchrun_variables(port)
     torch.distributed.init_process_group("gloo")
     model = amp.initialize(net(), opt_level="O2")
-    with told() as messages:
+    with captured_log() as messages:
         apex.parallel.DistributedDataParallel(model, message_size=1, num_allreduce_streams=2)
         assert not messages
         apex.parallel.DistributedDataParallel(
@@ -766,7 +772,7 @@ def warned(port):
 
 
 def test_apex_ddp_warns_about_arguments_that_change_numbers():
-    messages = alone(warned, free_port())
+    messages = one_rank(ddp_warnings, free_port())
     assert [re.search(r"…, (\w+)", message)[1] for message in messages] == [
         "allreduce_always_fp32",
         "gradient_predivide_factor",

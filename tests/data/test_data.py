@@ -1,4 +1,4 @@
-"""Every world sees the same samples in the same steps; data sets are found and read whole."""
+"""Samplers, loaders and data sets: equal steps in every world, damaged files are refused."""
 
 import errno
 import gzip
@@ -44,14 +44,14 @@ TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = FILES = (
 CPU = torch.device("cpu")
 
 
-def worlds(size):
+def worlds_of(size):
     return [World(rank, size, rank, size, 0, 1) for rank in range(size)]
 
 
 def epoch_of(length, batches, size, epoch=0, first=0, seed=3):
     """Return, for each step, the micro-batches of all ranks in the order of the global batch."""
     streams = []
-    for world in worlds(size):
+    for world in worlds_of(size):
         sampler = TrainingSampler(length, batches, world, seed)
         sampler.epoch, sampler.first = epoch, first
         streams.append(list(sampler))
@@ -71,7 +71,7 @@ def epoch_of(length, batches, size, epoch=0, first=0, seed=3):
 def test_sampler_gives_the_same_micro_batches_for_every_world_size(
     batch_size, factor, steps, rest, epoch
 ):
-    # 12 micro-batches and their multiples are cut up by one to four ranks.
+    # One to four ranks divide 12 micro-batches and their multiples.
     total = batch_size * 12 * factor
     length = total * steps + rest
     alone = epoch_of(length, Batches(total, batch_size, 12 * factor), 1, epoch)
@@ -87,8 +87,8 @@ def test_sampler_gives_the_same_micro_batches_for_every_world_size(
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("accumulate", [1, 2, 5])
 def test_sampler_takes_the_next_samples_for_any_batch_size(size, accumulate):
-    (whole,) = zip(*epoch_of(1000, Batches(60, 60, 1), 1), strict=True)
-    order = [index for step in whole for index in step]
+    (epoch,) = zip(*epoch_of(1000, Batches(60, 60, 1), 1), strict=True)
+    order = [index for step in epoch for index in step]
     total = 3 * accumulate * size
     for number, step in enumerate(epoch_of(1000, Batches(total, 3, accumulate), size)[:4]):
         samples = [index for micro_batch in step for index in micro_batch]
@@ -97,10 +97,10 @@ def test_sampler_takes_the_next_samples_for_any_batch_size(size, accumulate):
 
 def test_sampler_resumes_in_the_middle_of_an_epoch():
     batches = Batches(12, 2, 2)
-    whole = epoch_of(100, batches, 3, epoch=1)
-    for first_step in range(len(whole) + 1):
+    epoch = epoch_of(100, batches, 3, epoch=1)
+    for first_step in range(len(epoch) + 1):
         first = first_step * batches.accumulate
-        assert epoch_of(100, batches, 3, epoch=1, first=first) == whole[first_step:]
+        assert epoch_of(100, batches, 3, epoch=1, first=first) == epoch[first_step:]
 
 
 def test_sampler_shuffles_by_epoch_and_seed():
@@ -113,17 +113,17 @@ def test_sampler_shuffles_by_epoch_and_seed():
 
 
 def test_sampler_refuses_a_global_batch_larger_than_the_data_set():
-    with pytest.raises(UsageError, match=r"100 samples, and a global batch of 128") as caught:
-        TrainingSampler(100, Batches(128, 64, 1), worlds(2)[0], 0)
+    with pytest.raises(UsageError, match=r"100 samples, but a global batch of 128") as caught:
+        TrainingSampler(100, Batches(128, 64, 1), worlds_of(2)[0], 0)
     assert caught.value.fixes == ("--global-batch 100, without --batch-size and --accumulate",)
     assert caught.value.code == "HT506"
-    assert TrainingSampler(100, Batches(100, 50, 1), worlds(2)[0], 0).steps == 1
+    assert TrainingSampler(100, Batches(100, 50, 1), worlds_of(2)[0], 0).steps == 1
 
 
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 6))
 def test_evaluation_sampler_sees_every_sample_once(length, batch_size, size):
     batches = []
-    for world in worlds(size):
+    for world in worlds_of(size):
         sampler = EvaluationSampler(length, batch_size, world)
         own = list(sampler)
         assert len(own) == len(sampler)
@@ -138,8 +138,8 @@ def test_digits_come_with_the_package():
     assert train.classes == test.classes == 10
     assert train.size == test.size == (8, 8)
     for digit in range(10):
-        held, kept = (int((part.targets == digit).sum()) for part in (test, train))
-        assert abs(held - 0.2 * (held + kept)) <= 2
+        in_test, in_train = (int((part.targets == digit).sum()) for part in (test, train))
+        assert abs(in_test - 0.2 * (in_test + in_train)) <= 2
 
 
 def test_images_are_normalised_by_the_training_set():
@@ -165,11 +165,11 @@ def test_synthetic_data_is_reproducible():
 
 @pytest.fixture
 def digits(tmp_path):
-    """A copy of the digits that a test may damage."""
+    """Return a copy of the digits that a test may damage."""
     return shutil.copytree(CARRIED, tmp_path / "sets" / "scans")
 
 
-def unpacked(folder):
+def unpack(folder):
     for name in FILES:
         packed = folder / f"{name}.gz"
         (folder / name).write_bytes(gzip.decompress(packed.read_bytes()))
@@ -184,7 +184,7 @@ def test_data_set_is_found_by_path_or_name(digits, tmp_path, below, how):
     digits.parent.joinpath("scans", below).parent.mkdir(parents=True, exist_ok=True)
     home.rename(digits / below) if below else home.rename(digits)
     if how == "unpacked":
-        unpacked(digits / below)
+        unpack(digits / below)
     name, env = (
         (str(digits), {}) if how != "name" else ("scans", {"HPCTRAIN_DATA": str(digits.parent)})
     )
@@ -213,7 +213,7 @@ def test_data_set_copy_of_the_job_comes_first(digits, tmp_path, monkeypatch):
     copies = tmp_path / "copies"
     for name in ("scans", "digits"):
         shutil.copytree(digits, copies / name)
-        for split in ("train", "t10k"):  # one sample less than the other
+        for split in ("train", "t10k"):  # one sample fewer than the original
             (copies / name / f"{split}-images-idx3-ubyte.gz").unlink()
             (copies / name / f"{split}-labels-idx1-ubyte.gz").unlink()
             (copies / name / f"{split}-images-idx3-ubyte").write_bytes(
@@ -234,10 +234,10 @@ def test_data_set_that_cannot_be_read_is_refused_with_the_reason(tmp_path, monke
         with pytest.raises(UsageError, match="File name too long"):
             load(name, env={})
 
-    def locked(path):
+    def refuse(path):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(Path, "is_file", locked)
+    monkeypatch.setattr(Path, "is_file", refuse)
     with pytest.raises(UsageError, match=f"{tmp_path}.*Permission denied") as caught:
         load(str(tmp_path), env={})
     assert "that can be read" in caught.value.expected
@@ -248,11 +248,11 @@ def remove(path):
     path.unlink()
 
 
-def cut_short(path):
+def truncate(path):
     path.write_bytes(path.read_bytes()[:-20])
 
 
-def cut_to_nothing(path):
+def empty(path):
     path.write_bytes(b"")
 
 
@@ -262,11 +262,11 @@ def flip_a_byte(path):
     path.write_bytes(content)
 
 
-def no_gzip(path):
+def replace_by_html(path):
     path.write_bytes(b"<html>404</html>")
 
 
-def repacked(change):
+def repack(change):
     def damage(path):
         path.write_bytes(gzip.compress(change(gzip.decompress(path.read_bytes()))))
 
@@ -274,39 +274,39 @@ def repacked(change):
     return damage
 
 
-@repacked
-def pixels_missing(content):
+@repack
+def drop_a_pixel(content):
     return content[:-1]
 
 
-@repacked
-def pixels_left_over(content):
+@repack
+def add_a_pixel(content):
     return content + b"\0"
 
 
-@repacked
-def head_cut_off(content):
+@repack
+def cut_header(content):
     return content[:6]
 
 
-@repacked
-def another_type(content):
+@repack
+def change_type(content):
     return content[:2] + b"\x0d" + content[3:]
 
 
-@repacked
-def no_samples(content):
+@repack
+def remove_samples(content):
     dimensions = content[3]
     return content[:4] + struct.pack(f">{dimensions}I", 0, *[8] * (dimensions - 1))
 
 
-@repacked
-def no_pixels(content):
+@repack
+def remove_pixels(content):
     return content[:8] + bytes(8)
 
 
-@repacked
-def narrower(content):
+@repack
+def change_shape(content):
     return content[:8] + struct.pack(">II", 4, 16) + content[16:]
 
 
@@ -315,15 +315,15 @@ def narrower(content):
     "damage",
     [
         remove,
-        cut_short,
-        cut_to_nothing,
+        truncate,
+        empty,
         flip_a_byte,
-        no_gzip,
-        pixels_missing,
-        pixels_left_over,
-        head_cut_off,
-        another_type,
-        no_samples,
+        replace_by_html,
+        drop_a_pixel,
+        add_a_pixel,
+        cut_header,
+        change_type,
+        remove_samples,
     ],
 )
 def test_damaged_data_set_file_is_refused(digits, name, damage):
@@ -333,23 +333,23 @@ def test_damaged_data_set_file_is_refused(digits, name, damage):
     assert str(digits) in caught.value.found
     assert caught.value.exit_code == 2
     assert caught.value.fixes
-    gone = (damage, name) == (remove, TRAIN_IMAGES)  # then it is no data set any more
-    assert caught.value.code == ("HT510" if gone else "HT513")
+    missing = (damage, name) == (remove, TRAIN_IMAGES)  # without this file it is not a data set
+    assert caught.value.code == ("HT510" if missing else "HT513")
 
 
 def test_data_set_without_pixels_or_of_two_sizes_is_refused(digits):
     original = (digits / f"{TEST_IMAGES}.gz").read_bytes()
-    no_pixels(digits / f"{TEST_IMAGES}.gz")
+    remove_pixels(digits / f"{TEST_IMAGES}.gz")
     with pytest.raises(UsageError, match=r"test images of shape \(360, 0, 0\)"):
         load(str(digits), env={})
     (digits / f"{TEST_IMAGES}.gz").write_bytes(original)
-    narrower(digits / f"{TEST_IMAGES}.gz")
+    change_shape(digits / f"{TEST_IMAGES}.gz")
     with pytest.raises(UsageError, match=r"8 × 8 pixels .* 4 × 16"):
         load(str(digits), env={})
 
 
 def test_truncated_plain_data_set_file_is_refused(digits):
-    cut_short(unpacked(digits) / TEST_IMAGES)
+    truncate(unpack(digits) / TEST_IMAGES)
     with pytest.raises(UsageError, match=f"{TEST_IMAGES} is damaged"):
         load(str(digits), env={})
 
@@ -358,7 +358,7 @@ def test_truncated_plain_data_set_file_is_refused(digits):
     ("name", "instead"),
     [
         (TRAIN_LABELS, TEST_LABELS),  # fewer labels than images
-        (TRAIN_LABELS, TRAIN_IMAGES),  # images in place of labels
+        (TRAIN_LABELS, TRAIN_IMAGES),  # images instead of labels
         (TRAIN_IMAGES, TRAIN_LABELS),
     ],
 )
@@ -426,7 +426,7 @@ def test_loader_on_device_gets_whole_batches_before_the_precision(workers):
 
 
 class StreamStandIn:
-    """A stand-in for CUDA's streams that writes down which one waits for which."""
+    """A stand-in for CUDA's streams that records which stream waits for which."""
 
     def __init__(self, name, events):
         self.name, self.events = name, events
@@ -472,12 +472,12 @@ def test_sampler_without_drop_last_weighs_every_sample_once(length, size, accumu
         given = list(sampler)
         assert len(given) == len(sampler) == sampler.steps * accumulate
         for number, indices in enumerate(given):
-            assert indices  # nothing can be done with an empty batch
+            assert indices  # no batch is empty
             samples = min(
                 batches.global_batch, length - number // accumulate * batches.global_batch
             )
             for index in indices:
-                # Of the mean over ranks and accumulation of the mean over the micro-batch.
+                # The weight of a sample in the mean over ranks and micro-batches.
                 weight = sampler.weight(number) / len(indices) / accumulate / world_size
                 weights[index] += weight * samples
     assert sorted(weights) == list(range(length))
@@ -486,7 +486,7 @@ def test_sampler_without_drop_last_weighs_every_sample_once(length, size, accumu
 
 
 def test_sampler_without_drop_last_has_the_same_last_micro_batches():
-    def cut(world_size, accumulate):
+    def micro_batches_of(world_size, accumulate):
         micro_batches = {}
         for rank in range(world_size):
             batches = Batches(12, 3, accumulate)
@@ -497,20 +497,20 @@ def test_sampler_without_drop_last_has_the_same_last_micro_batches():
                     micro_batches[place] = indices
         return micro_batches
 
-    alone = cut(1, 4)
-    assert cut(2, 2) == cut(4, 1) == alone
+    alone = micro_batches_of(1, 4)
+    assert micro_batches_of(2, 2) == micro_batches_of(4, 1) == alone
     assert [len(alone[1, place]) for place in range(3)] == [3, 3, 2]
 
 
 class Noisy(torch.utils.data.Dataset):
-    """Samples that are what the three generators give."""
+    """Samples made of random numbers from torch, Python and NumPy."""
 
     def __len__(self):
         return 24
 
     def __getitem__(self, index):
-        drawn = torch.rand(()).item(), random.random(), numpy.random.rand()
-        return torch.tensor([index, *drawn], dtype=torch.float64)
+        numbers = torch.rand(()).item(), random.random(), numpy.random.rand()
+        return torch.tensor([index, *numbers], dtype=torch.float64)
 
 
 class NoisyBatches(Noisy):
@@ -518,7 +518,7 @@ class NoisyBatches(Noisy):
         return [self[index] for index in indices]
 
 
-def drawn(dataset, world_size=1, size=4, workers=0, epochs=(0,), first=0, seed=5):
+def draw(dataset, world_size=1, size=4, workers=0, epochs=(0,), first=0, seed=5):
     """Return the random numbers of each sample, by epoch and index."""
     samples = {}
     for rank in range(world_size):
@@ -535,22 +535,22 @@ def drawn(dataset, world_size=1, size=4, workers=0, epochs=(0,), first=0, seed=5
 
 
 def test_augmentation_is_seeded_by_sample_for_any_worker_and_rank():
-    alone = drawn(Noisy(), epochs=(0, 1))
+    alone = draw(Noisy(), epochs=(0, 1))
     assert len(alone) == 48
     for place in range(3):
         assert len({numbers[place] for numbers in alone.values()}) == 48
-    assert drawn(Noisy(), world_size=3, size=2, workers=2, epochs=(0, 1)) == alone
-    resumed = drawn(Noisy(), first=3, epochs=(1,))
+    assert draw(Noisy(), world_size=3, size=2, workers=2, epochs=(0, 1)) == alone
+    resumed = draw(Noisy(), first=3, epochs=(1,))
     assert len(resumed) == 12
     assert resumed.items() <= alone.items()
-    subset = drawn(torch.utils.data.Subset(Noisy(), range(24)), size=3)
+    subset = draw(torch.utils.data.Subset(Noisy(), range(24)), size=3)
     assert subset.items() <= alone.items()
-    assert not drawn(Noisy(), seed=6).items() & alone.items()
+    assert not draw(Noisy(), seed=6).items() & alone.items()
 
 
 def test_augmentation_of_batched_data_sets_is_seeded_by_sample():
-    alone = drawn(NoisyBatches())
-    assert drawn(NoisyBatches(), workers=1) == drawn(NoisyBatches(), world_size=2) == alone
+    alone = draw(NoisyBatches())
+    assert draw(NoisyBatches(), workers=1) == draw(NoisyBatches(), world_size=2) == alone
     assert len(set(alone.values())) == 24
 
 
@@ -562,14 +562,14 @@ def test_loading_leaves_the_random_states_of_training_alone():
     torch.manual_seed(1)
     random.seed(1)
     numpy.random.seed(1)
-    drawn(Noisy())
+    draw(Noisy())
     assert (torch.rand(()).item(), random.random(), numpy.random.rand()) == expected
 
 
 @dataclass
 class Output:
     logits: torch.Tensor
-    note: str = "kept"
+    note: str = "a note"
 
 
 def test_map_tensors_keeps_classes():
@@ -580,7 +580,7 @@ def test_map_tensors_keeps_classes():
     assert doubled["a"].tolist() == [2.0]
     assert isinstance(doubled["b"], Output)
     assert doubled["b"].logits.tolist() == [2.0, 2.0]
-    assert doubled["b"].note == "kept"
+    assert doubled["b"].note == "a note"
     assert doubled["c"].default_factory is list
     assert doubled["c"]["d"][0].tolist() == [2.0] * 3
     assert things["a"].tolist() == [1.0]
@@ -610,7 +610,7 @@ def test_steps_of_an_epoch_of_a_plain_dataloader():
     assert steps_of_epoch(DataLoader(list(range(7)), batch_size=2), 2) == 2
     assert steps_of_epoch(DataLoader(Stream(), batch_size=2), 2) is None
     assert steps_of_epoch(iter([1, 2]), 2) is None
-    with pytest.raises(UsageError, match="1 batches, and a step takes 2 micro-batches") as caught:
+    with pytest.raises(UsageError, match="1 batches, but a step takes 2 micro-batches") as caught:
         steps_of_epoch([1], 2)
     assert caught.value.fixes == ("--accumulate 1", "smaller batches")
     assert caught.value.code == "HT506"

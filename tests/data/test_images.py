@@ -1,4 +1,4 @@
-"""Images are decoded, cut and normalised as the references do it; corrupt ones are told of."""
+"""Decoding, crops and normalisation against the references; errors for corrupt images."""
 
 import io
 import pickle
@@ -41,21 +41,21 @@ def photographs(tmp_path_factory, lacking):
     return folder
 
 
-def encoded(image, kind="JPEG", **options):
+def encode(image, kind="JPEG", **options):
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
 
 
 def gradient(width=64, height=48):
-    """An image in which no two places look alike."""
+    """Return an image in which all regions differ."""
     down, across = numpy.mgrid[0:height, 0:width]
     bands = (across * 255 // width, down * 255 // height, (across + down) % 256)
     return Image.fromarray(numpy.stack(bands, -1).astype(numpy.uint8))
 
 
 class Files:
-    """A source of given bytes."""
+    """A source of image files in memory."""
 
     def __init__(self, *files):
         self.files, self.classes, self.place = files, ["a", "b", "c"], "memory"
@@ -73,22 +73,22 @@ class Files:
         return f"memory/{index}.jpg"
 
 
-GOOD = encoded(gradient())
+GOOD = encode(gradient())
 FILES = Files(GOOD)
 TURNED = Image.Exif()
 TURNED[0x0112] = 6  # Orientation
 ODD = {
-    "grey": encoded(gradient().convert("L")),
-    "CMYK": encoded(gradient().convert("CMYK")),
-    "progressive": encoded(gradient(), progressive=True),
-    "PNG named JPEG": encoded(gradient(), "PNG"),
-    "palette": encoded(gradient().convert("P"), "PNG"),
-    "transparent": encoded(gradient().convert("RGBA"), "PNG"),
-    "animated": encoded(gradient(), "GIF", save_all=True, append_images=[gradient().rotate(180)]),
-    "webp": encoded(gradient(), "WEBP"),
+    "grey": encode(gradient().convert("L")),
+    "CMYK": encode(gradient().convert("CMYK")),
+    "progressive": encode(gradient(), progressive=True),
+    "PNG named JPEG": encode(gradient(), "PNG"),
+    "palette": encode(gradient().convert("P"), "PNG"),
+    "transparent": encode(gradient().convert("RGBA"), "PNG"),
+    "animated": encode(gradient(), "GIF", save_all=True, append_images=[gradient().rotate(180)]),
+    "webp": encode(gradient(), "WEBP"),
     "bytes after its end": GOOD + b"junk",
     "extraneous bytes within": GOOD[:-2] + b"\0\0\0" + GOOD[-2:],
-    "turned by EXIF": encoded(gradient(), exif=TURNED),
+    "turned by EXIF": encode(gradient(), exif=TURNED),
 }
 
 
@@ -135,23 +135,23 @@ def test_decoder_falls_back_to_pillow(monkeypatch):
 
 def test_center_crop_of_photographs_equals_torchvision(photographs):
     source = data.image_source(photographs, "val")
-    ours = data.ImageSet(source, data.CenterCrop(224, resize=256))
-    theirs = v2.Compose([v2.Resize(256, antialias=True), v2.CenterCrop(224)])
+    images = data.ImageSet(source, data.CenterCrop(224, resize=256))
+    torchvision_crop = v2.Compose([v2.Resize(256, antialias=True), v2.CenterCrop(224)])
     for index in range(len(source)):
-        image, flip, target = ours[index]
+        image, flip, target = images[index]
         pil = Image.open(source.name(index)).convert("RGB")
-        assert torch.equal(image, theirs(pil_to_tensor(pil)))
-        # Pillow's own resize, with which most models were trained, rounds in another way.
-        assert (image.float() - pil_to_tensor(theirs(pil)).float()).abs().mean() < 1
+        assert torch.equal(image, torchvision_crop(pil_to_tensor(pil)))
+        # Pillow's resize, with which most models were trained, rounds differently.
+        assert (image.float() - pil_to_tensor(torchvision_crop(pil)).float()).abs().mean() < 1
         assert (flip, target) == (False, source.target(index))
 
 
 @pytest.mark.parametrize("size", [(300, 100), (100, 300), (64, 64), (30, 41), (1, 1)])
 def test_center_crop_of_any_shape_equals_torchvision(size):
-    file = encoded(gradient(*size), "PNG")
+    file = encode(gradient(*size), "PNG")
     image, _ = data.CenterCrop(56, resize=64)(file, decoding.find("auto"))
-    theirs = v2.Compose([v2.Resize(64, antialias=True), v2.CenterCrop(56)])
-    assert torch.equal(image, theirs(pil_to_tensor(gradient(*size))))
+    torchvision_crop = v2.Compose([v2.Resize(64, antialias=True), v2.CenterCrop(56)])
+    assert torch.equal(image, torchvision_crop(pil_to_tensor(gradient(*size))))
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_random_resized_crop_is_close_to_torchvision(photographs):
         part = crop.part(pil.height, pil.width, drawn)
         expected = pil_to_tensor(v2.functional.resized_crop(pil, *part, [224, 224]))
         difference = (image.float() - expected.float()).abs().mean()
-        # A crop that is one pixel off on such photographs differs by more than this.
+        # A crop shifted by one pixel differs by more than this on these photographs.
         assert difference < 4, f"image {index}: {difference}"
 
 
@@ -195,23 +195,23 @@ def test_random_resized_crop_covers_its_ranges():
     [((10, 1000), (0, 493, 10, 13)), ((1000, 10), (493, 0, 13, 10)), ((1, 1), (0, 0, 1, 1))],
 )
 def test_random_resized_crop_of_extreme_shape_takes_the_middle(size, expected):
-    # The area of the first drawn number is all of the image, so no attempt fits.
+    # The first random number selects the whole area of the image, so no attempt fits.
     drawn = [1.0, 0.5] * 10 + [0.3, 0.3, 0.3]
     assert data.RandomResizedCrop(224).part(*size, drawn) == expected
 
 
 def test_large_images_are_decoded_at_reduced_size():
-    asked = []
+    shapes = []
 
-    class Asked(decoding.Pillow):
+    class RecordingPillow(decoding.Pillow):
         def decode(self, file, least=None):
-            asked.append(super().decode(file, least).shape[1:])
+            shapes.append(super().decode(file, least).shape[1:])
             return super().decode(file, least)
 
-    large = encoded(gradient(640, 480))
-    data.RandomResizedCrop(64, scale=(1, 1), ratio=(4 / 3, 4 / 3))(large, Asked())
-    data.RandomResizedCrop(200, scale=(0.1, 0.1))(large, Asked())
-    assert asked == [(120, 160), (480, 640)]
+    large = encode(gradient(640, 480))
+    data.RandomResizedCrop(64, scale=(1, 1), ratio=(4 / 3, 4 / 3))(large, RecordingPillow())
+    data.RandomResizedCrop(200, scale=(0.1, 0.1))(large, RecordingPillow())
+    assert shapes == [(120, 160), (480, 640)]
 
 
 def test_random_resized_crop_with_augment():
@@ -243,11 +243,11 @@ def test_normalize_flips_and_equals_torchvision():
     images = torch.stack([pil_to_tensor(gradient())] * 3)
     flips, targets = torch.tensor([False, True, False]), torch.arange(3)
     reference = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
-    normal, same = data.Normalize(MEAN, STD)((images, flips, targets))
+    normal, same_targets = data.Normalize(MEAN, STD)((images, flips, targets))
     expected = reference(images)
     expected[1] = expected[1].flip(2)
     torch.testing.assert_close(normal, expected)
-    assert torch.equal(same, targets)
+    assert torch.equal(same_targets, targets)
     unflipped, _ = data.Normalize(MEAN, STD)((images, targets))
     torch.testing.assert_close(unflipped, reference(images))
 
@@ -283,9 +283,9 @@ def test_max_corrupt_images_are_ignored_by_the_loss(caplog):
         samples = [images[0], images[1], images[2]]
     assert [target for _, _, target in samples] == [0, data.IGNORED, data.IGNORED]
     assert (samples[1][0] == 128).all()
-    said = [record.getMessage() for record in caplog.records]
-    assert [line.split()[0] for line in said] == ["memory/1.jpg", "memory/2.jpg"]
-    with pytest.raises(DataError, match=r"memory/3\.jpg .*2 others before it") as caught:
+    messages = [record.getMessage() for record in caplog.records]
+    assert [line.split()[0] for line in messages] == ["memory/1.jpg", "memory/2.jpg"]
+    with pytest.raises(DataError, match=r"memory/3\.jpg .*2 other images before it") as caught:
         images[3]
     assert caught.value.expected == "at most 2 such files in the whole data set"
     assert "--max-corrupt 10" in caught.value.fixes[1]
@@ -318,19 +318,19 @@ def test_max_corrupt_is_counted_once_over_epochs():
 
 
 def test_max_corrupt_needs_a_transform_with_a_size():
-    def cut(file, decoder):
+    def crop(file, decoder):
         return decoder.decode(file)[:, :8, :8], False
 
-    assert data.ImageSet(FILES, cut)[0][0].shape == (3, 8, 8)
+    assert data.ImageSet(FILES, crop)[0][0].shape == (3, 8, 8)
     with pytest.raises(UsageError, match="without a size") as caught:
-        data.ImageSet(FILES, cut, max_corrupt=1)
+        data.ImageSet(FILES, crop, max_corrupt=1)
     assert caught.value.code == "HT516"
-    cut.size = 8
-    assert data.ImageSet(Files(b""), cut, max_corrupt=1)[0][2] == data.IGNORED
+    crop.size = 8
+    assert data.ImageSet(Files(b""), crop, max_corrupt=1)[0][2] == data.IGNORED
 
 
-def claiming(height, width):
-    """A JPEG whose header has another size."""
+def with_size_in_header(height, width):
+    """Return a JPEG with another size in its header."""
     start = GOOD.index(b"\xff\xc0") + 5
     return GOOD[:start] + struct.pack(">HH", height, width) + GOOD[start + 4 :]
 
@@ -342,14 +342,14 @@ def test_decompression_bomb_is_a_corrupt_image(name, least, monkeypatch):
     if name == "simplejpeg":
         monkeypatch.setattr(decoder._jpeg, "decode_jpeg", lambda *_, **__: pytest.fail("decoded"))
     with pytest.raises(decoding.CorruptError, match="decompression bomb"):
-        decoder.decode(claiming(60000, 60000), least)
+        decoder.decode(with_size_in_header(60000, 60000), least)
     with pytest.raises(decoding.CorruptError, match="decompression bomb"):
-        decoder.size(claiming(60000, 60000))
+        decoder.size(with_size_in_header(60000, 60000))
 
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_image_too_large_after_resize_is_corrupt(name):
-    thin = encoded(Image.new("RGB", (30_000, 1)), "PNG")
+    thin = encode(Image.new("RGB", (30_000, 1)), "PNG")
     images = data.ImageSet(Files(thin), data.CenterCrop(224, resize=256), decoder=name)
     with pytest.raises(DataError, match=r"memory/0\.jpg .*256 × 7680000 pixels"):
         images[0]
@@ -358,10 +358,10 @@ def test_image_too_large_after_resize_is_corrupt(name):
 
 GREYS = numpy.array([[0x1234, 0xFFFF, 0, 128, 129, 0x8000]], dtype=numpy.uint16)
 DEEP = {
-    "PNG": encoded(Image.fromarray(GREYS), "PNG"),
-    "TIFF": encoded(Image.fromarray(GREYS), "TIFF"),
-    "TIFF, the high byte first": encoded(Image.fromarray(GREYS.astype(">u2")), "TIFF"),
-    "PGM": encoded(Image.fromarray(GREYS), "PPM"),
+    "PNG": encode(Image.fromarray(GREYS), "PNG"),
+    "TIFF": encode(Image.fromarray(GREYS), "TIFF"),
+    "TIFF, the high byte first": encode(Image.fromarray(GREYS.astype(">u2")), "TIFF"),
+    "PGM": encode(Image.fromarray(GREYS), "PPM"),
 }
 
 
@@ -375,7 +375,7 @@ def test_16_bit_grey_keeps_its_brightness(kind):
 def test_decoding_prints_no_warning(monkeypatch):
     monkeypatch.setattr(
         Image, "MAX_IMAGE_PIXELS", 64 * 48 - 1
-    )  # of its size Pillow warns on opening
+    )  # Pillow warns of its size when it opens the file
     decoder = decoding.find("pillow")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -389,12 +389,12 @@ def test_data_error_from_a_loader_worker_keeps_its_message(workers):
     try:
         list(DataLoader(images, batch_size=1, num_workers=workers))
     except DataError as raised:
-        error = raised.with_traceback(None)  # which holds the loader's processes
+        error = raised.with_traceback(None)  # the traceback keeps the loader's processes alive
     assert error.code == "HT517"
     assert error.found.startswith("memory/1.jpg is no image that can be decoded: ")
     assert error.expected == "an image"
     assert error.fixes[0] == "fetch it again"
-    assert error.fixes[1].startswith("--max-corrupt 10 to go on without such files, if ")
+    assert error.fixes[1].startswith("--max-corrupt 10 to continue without such files, if ")
     assert len(error.fixes) == 2
     assert "Traceback" not in str(error)
 
@@ -418,8 +418,8 @@ def test_image_samples_do_not_depend_on_batch_size_workers_or_shards(photographs
         loader = data.Loader(images, sampler, Placement(CPU), workers=workers, seed=1, rank=0)
         return [torch.cat(parts) for parts in zip(*loader, strict=True)]
 
-    there, packed = epoch(photographs, 9, 0), epoch(tmp_path / "tar", 3, 2)
-    for one, other in zip(there, packed, strict=True):
+    from_folder, from_shards = epoch(photographs, 9, 0), epoch(tmp_path / "tar", 3, 2)
+    for one, other in zip(from_folder, from_shards, strict=True):
         assert torch.equal(one, other)
 
 

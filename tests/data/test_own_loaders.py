@@ -1,4 +1,4 @@
-"""Loaders of a script's own: each rank its part, with the sizes that are true, or refused."""
+"""Loaders that the script makes: each rank takes its part, or the session refuses the loader."""
 
 import itertools
 import random
@@ -30,12 +30,12 @@ DATA = TensorDataset(torch.arange(SAMPLES, dtype=torch.float32).reshape(-1, 1))
 
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch, tmp_path):
-    """torch's compiler, which the first checkpoint of a process imports, sets a variable."""
+    """Set the variable that torch's compiler sets when the first checkpoint imports it."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
 
 
 class Stream(IterableDataset):
-    """Every sample on each rank, or its part of them."""
+    """Samples without a length: all of them, or every `step`-th."""
 
     def __init__(self, first=0, step=1):
         self.first, self.step = first, step
@@ -45,14 +45,14 @@ class Stream(IterableDataset):
             yield torch.tensor([float(number)])
 
 
-def seeded():
+def seeded_generator():
     return torch.Generator().manual_seed(3)
 
 
 LOADERS = {
     "in order": lambda session: DataLoader(DATA, 4),
     "shuffled": lambda session: DataLoader(DATA, 4, shuffle=True),
-    "seeded": lambda session: DataLoader(DATA, 4, shuffle=True, generator=seeded()),
+    "seeded": lambda session: DataLoader(DATA, 4, shuffle=True, generator=seeded_generator()),
     "progress bar": lambda session: tqdm(DataLoader(DATA, 4, shuffle=True), disable=True),
     "weighted": lambda session: DataLoader(
         DATA, 4, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
@@ -74,7 +74,7 @@ LOADERS = {
 
 
 def train(name, path="run", epochs=2, stop=None, **options):
-    """The samples of each step on this rank, and rank 0's rows of metrics."""
+    """Return the samples of each step on this rank, and rank 0's rows of metrics."""
     options = {"batch_size": 4, "log_every": 1, "run_dir": path, "seed": 5, **options}
     with session(**options) as opened:
         model = nn.Linear(1, 1)
@@ -107,19 +107,19 @@ UNDIVIDED = [
 def test_loader_that_is_not_divided_is_refused_on_several_ranks(size, name):
     for result in ranks.run(size, train, name):
         assert isinstance(result, UsageError), result
-        assert "--same-data" in str(result) or result.told_by_rank_0
+        assert "--same-data" in str(result) or result.reported_by_rank_0
 
 
 @pytest.mark.parametrize("name", UNDIVIDED)
-def test_loader_of_the_script_trains_alone(name):
+def test_loader_of_the_script_trains_in_one_process(name):
     ranks.values(ranks.run(1, train, name))
 
 
 def test_same_data_on_all_ranks_where_it_is_meant():
-    ranks.values(ranks.run(2, same_data))
+    ranks.values(ranks.run(2, train_on_same_data))
 
 
-def same_data():
+def train_on_same_data():
     return train("in order", same_data=True)
 
 
@@ -141,15 +141,15 @@ def test_distributed_sampler_shuffles_anew_in_each_epoch():
     ["seeded", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shuffled", "weighted"))],
 )
 def test_resumed_run_takes_the_samples_of_an_uninterrupted_one(name):
-    whole, _ = train(name, "whole", max_steps=24)
-    assert whole[:12] != whole[12:]
+    uninterrupted, _ = train(name, "uninterrupted", max_steps=24)
+    assert uninterrupted[:12] != uninterrupted[12:]
     cut, _ = train(name, "cut", max_steps=17)
     rest, _ = train(name, "cut", max_steps=24, resume=True)
-    assert cut + rest == whole
+    assert cut + rest == uninterrupted
 
 
 def test_samples_per_second_counts_the_samples_of_the_loader(monkeypatch):
-    """Which has other batches than the session was told of."""
+    """Count them where the loader has another batch size than the session."""
     ticks = itertools.count()
     monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
     four = train("in order", "four", batch_size=None)[1]
@@ -181,7 +181,7 @@ def test_loader_without_batches_is_refused():
     assert caught.value.code == "HT509"
 
 
-def draws():
+def draw_random_numbers():
     with session(batch_size=4, seed=11, run_dir="run") as opened:
         opened_with = (random.random(), numpy.random.rand(), torch.rand(()).item())
         split = numpy.random.permutation(20).tolist()
@@ -196,12 +196,12 @@ def draws():
     return opened_with, split, in_epoch
 
 
-def test_python_and_numpy_draw_alike_on_all_ranks_before_the_batches():
-    first, second, third = ranks.values(ranks.run(3, draws))
+def test_python_and_numpy_random_numbers_are_equal_on_all_ranks_before_the_batches():
+    first, second, third = ranks.values(ranks.run(3, draw_random_numbers))
     assert first[:2] == second[:2] == third[:2]
     assert first[2] != second[2] != third[2]
     Path("run").rename("before")
-    assert ranks.values(ranks.run(3, draws)) == [first, second, third]
+    assert ranks.values(ranks.run(3, draw_random_numbers)) == [first, second, third]
 
 
 def test_generators_of_python_and_numpy_are_left_alone_where_asked_for():

@@ -1,4 +1,4 @@
-"""Batches go to a GPU beside what it computes, and none of it waits."""
+"""Batches are copied to a GPU while it computes, without a sync."""
 
 import on_gpu
 import pytest
@@ -19,23 +19,23 @@ def halve(batch):
     return batch[0].float() / 2, batch[1]
 
 
-def passes(workers):
+def load_twice(workers):
     """Return the batches of two passes; the second raises an error where it waits for the GPU."""
     with session(batch_size=SIZE, workers=workers, channels_last=True) as opened:
         loader = opened.loader(dataset(), train=False, batch_size=SIZE, on_device=halve)
         busy = torch.ones(4096, 4096, device=on_gpu.DEVICE)
         first = [(images.clone(), targets) for images, targets in loader]
-        again = []
+        second = []
         with on_gpu.never_waits():
             for images, targets in loader:
                 busy = busy @ busy  # the copy of the next batch must not wait for it
-                again.append((images * 1, targets))
-        return first, again
+                second.append((images * 1, targets))
+        return first, second
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_arrive_whole_while_the_gpu_computes_and_nothing_waits(gpu, workers):
-    ((first, again),) = ranks.values(gpu(1, passes, workers))
+def test_batches_are_copied_while_the_gpu_computes_without_a_sync(gpu, workers):
+    ((first, again),) = ranks.values(gpu(1, load_twice, workers))
     expected = dataset().tensors[0].float() / 2
     for batches in (first, again):
         assert torch.cat([images for images, _ in batches]).equal(expected)

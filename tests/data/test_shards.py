@@ -1,4 +1,4 @@
-"""Folders and tar files give the same samples; what is missing or damaged is said clearly."""
+"""Folders and tar files give the same samples; missing or damaged files are clear errors."""
 
 import errno
 import io
@@ -27,7 +27,7 @@ def write(folder, files):
 
 @pytest.fixture
 def folders(tmp_path):
-    """Two splits of files that are no images, which nobody here decodes."""
+    """Return a folder with two splits of files that are not images; no test decodes them."""
     files = {
         f"{split}/{name}/{number}.JPEG": f"{split} {name} {number}".encode() * 40
         for split, count in (("train", 7), ("val", 2))
@@ -40,14 +40,14 @@ def folders(tmp_path):
 
 
 @pytest.fixture
-def made(folders):
+def shards_folder(folders):
     target = folders.parent / "shards"
     shards.make(folders, target, ["train", "val"], shard_size=5000)
     return target
 
 
 def pack(path, *files, **options):
-    """A tar file of somebody else's."""
+    """Write a tar file as other programs do."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", **options) as tar:
         for name, content in files:
@@ -56,7 +56,7 @@ def pack(path, *files, **options):
             tar.addfile(member, io.BytesIO(content))
 
 
-def everything(source):
+def samples_of(source):
     return [(source.read(i), source.target(i)) for i in range(len(source))]
 
 
@@ -78,25 +78,25 @@ def test_image_folder_sorts_classes_and_skips_other_files(tmp_path):
     source = image_source(tmp_path, "train")
     assert source.classes == ["a", "b", "c"]
     content = [(b"ax", 0), (b"deep", 0), (b"b10", 1), (b"b2", 1), (b"b10", 2), (b"b2", 2)]
-    assert everything(source) == content
+    assert samples_of(source) == content
     assert source.name(2) == str(tmp_path / "train" / "b" / "10.JPG")
 
 
-def test_shards_hold_the_samples_of_the_folder_in_order(folders, made):
+def test_shards_hold_the_samples_of_the_folder_in_order(folders, shards_folder):
     for split in ("train", "val"):
-        folder, tar = image_source(folders, split), image_source(made, split)
+        folder, tar = image_source(folders, split), image_source(shards_folder, split)
         assert isinstance(folder, FolderSource)
         assert isinstance(tar, ShardSource)
         assert folder.classes == tar.classes
-        assert everything(folder) == everything(tar)
-    assert len(list(made.glob("train-*.tar"))) > 3
-    assert tar.name(0) == f"{made}/val-000000.tar: 002.Laysan_Albatross/0.JPEG"
+        assert samples_of(folder) == samples_of(tar)
+    assert len(list(shards_folder.glob("train-*.tar"))) > 3
+    assert tar.name(0) == f"{shards_folder}/val-000000.tar: 002.Laysan_Albatross/0.JPEG"
 
 
-def test_shards_follow_the_webdataset_convention(made, folders):
-    """Pairs files as its reader does: a key ends at the first dot of the last part of the name."""
+def test_shards_follow_the_webdataset_convention(shards_folder, folders):
+    """Pair files as webdataset does: a key ends at the first dot after the last slash."""
     samples = {}
-    for path in sorted(made.glob("train-*.tar")):
+    for path in sorted(shards_folder.glob("train-*.tar")):
         with tarfile.open(path) as tar:
             for member in tar:
                 folder, _, name = member.name.rpartition("/")
@@ -105,135 +105,135 @@ def test_shards_follow_the_webdataset_convention(made, folders):
                 assert suffix not in sample
                 sample[suffix.lower()] = tar.extractfile(member).read()
     expected = [
-        (data, str(target).encode()) for data, target in everything(image_source(folders, "train"))
+        (data, str(target).encode()) for data, target in samples_of(image_source(folders, "train"))
     ]
     assert [
         (next(v for k, v in s.items() if k != "cls"), s["cls"]) for s in samples.values()
     ] == expected
 
 
-def test_shard_index_is_rebuilt_from_the_tar_files(made, caplog):
+def test_shard_index_is_rebuilt_from_the_tar_files(shards_folder, caplog):
     caplog.set_level("INFO", "hpctrain")
-    written = (made / "train.index").read_bytes()
-    before = everything(image_source(made, "train"))
-    (made / "train.index").unlink()
-    source = image_source(made, "train")
-    assert everything(source) == before
-    assert f"hpctrain shards index {made}" in caplog.text
-    assert main(["shards", "index", str(made)]) == 0
-    assert (made / "train.index").read_bytes() == written
+    written = (shards_folder / "train.index").read_bytes()
+    before = samples_of(image_source(shards_folder, "train"))
+    (shards_folder / "train.index").unlink()
+    source = image_source(shards_folder, "train")
+    assert samples_of(source) == before
+    assert f"hpctrain shards index {shards_folder}" in caplog.text
+    assert main(["shards", "index", str(shards_folder)]) == 0
+    assert (shards_folder / "train.index").read_bytes() == written
 
 
-def test_shards_made_by_others_are_read(tmp_path, capsys):
+def test_shards_of_other_programs_are_read(tmp_path, capsys):
     zero = [("0.cls", b"4\n"), ("0.json", b"{}"), ("0.jpg", b"zero")]
     pack(tmp_path / "train-0000.tar", *zero, ("1.PNG", b"one"), ("1.json", b"{}"), ("1.cls", b"0"))
     assert main(["shards", "index", str(tmp_path)]) == 0
     assert "2 images of 5 classes in 1 tar files" in capsys.readouterr().out
     source = image_source(tmp_path, "train")
-    assert everything(source) == [(b"zero", 4), (b"one", 0)]
+    assert samples_of(source) == [(b"zero", 4), (b"one", 0)]
     assert source.classes == ["0", "1", "2", "3", "4"]
 
 
-def test_shard_source_after_fork_and_pickle(made):
-    source = image_source(made, "train")
-    expected = everything(source)
-    assert everything(pickle.loads(pickle.dumps(source))) == expected
+def test_shard_source_after_fork_and_pickle(shards_folder):
+    source = image_source(shards_folder, "train")
+    expected = samples_of(source)
+    assert samples_of(pickle.loads(pickle.dumps(source))) == expected
     read, write_end = os.pipe()
     child = os.fork()
     if not child:
-        same = everything(source) == expected
-        os.write(write_end, b"y" if same else b"n")
+        equal = samples_of(source) == expected
+        os.write(write_end, b"y" if equal else b"n")
         os._exit(0)
-    assert everything(source) == expected
+    assert samples_of(source) == expected
     os.waitpid(child, 0)
     assert os.read(read, 1) == b"y"
     os.close(read)
     os.close(write_end)
 
 
-def cut(path):
+def truncate(path):
     path.write_bytes(path.read_bytes()[:-10240])
 
 
-def other_content(path):
-    """Change the file without changing its size."""
+def change_content(path):
+    """Change the content of the file but not its size."""
     path.write_bytes(path.read_bytes().replace(b"0000644", b"0000600"))
 
 
 def rewrite(path, change):
-    """The same files, but for those that `change` turns into others of the same size."""
+    """Write the tar file again, with names and data that `change` returns, of the same size."""
     with tarfile.open(path) as tar:
         files = [(one.name, tar.extractfile(one).read()) for one in tar]
     pack(path, *(change(number, *file) for number, file in enumerate(files)))
 
 
-def other_class(path):
+def change_class(path):
     rewrite(path, lambda n, name, data: (name, b"7" if n == 3 else data))
 
 
-def other_name(path):
+def change_name(path):
     rewrite(path, lambda n, name, data: (name.replace("/", "_") if n == 2 else name, data))
 
 
-def gone(path):
+def remove(path):
     path.unlink()
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("damage", "message"),
     [
-        (cut, "bytes and not"),
-        (gone, "not there"),
-        (other_content, "another tar"),
-        (other_class, "sample 1 in it .* has another class"),
-        (other_name, "sample 1 in it is another"),
+        (truncate, "bytes and not"),
+        (remove, "does not exist"),
+        (change_content, "a different tar"),
+        (change_class, "sample 1 .* has a different class"),
+        (change_name, "sample 1 differs"),
     ],
 )
-def test_shard_index_that_does_not_match_the_tar_files_is_refused(made, harm, said):
-    harm(made / "train-000001.tar")
-    with pytest.raises(UsageError, match=said) as caught:
-        everything(image_source(made, "train"))
+def test_shard_index_that_does_not_match_the_tar_files_is_refused(shards_folder, damage, message):
+    damage(shards_folder / "train-000001.tar")
+    with pytest.raises(UsageError, match=message) as caught:
+        samples_of(image_source(shards_folder, "train"))
     assert "train-000001.tar" in caught.value.found
-    renewal = f"rm {made}/train.index && hpctrain shards index {made}"
+    renewal = f"rm {shards_folder}/train.index && hpctrain shards index {shards_folder}"
     assert caught.value.fixes == ("copy the tar files again", renewal)
     assert caught.value.code == "HT521"
 
 
-def test_shard_index_without_one_of_the_tar_files_is_refused(made):
-    (made / "train-000099.tar").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"does not know train-000099\.tar") as caught:
-        image_source(made, "train")
+def test_shard_index_without_one_of_the_tar_files_is_refused(shards_folder):
+    (shards_folder / "train-000099.tar").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"does not list train-000099\.tar") as caught:
+        image_source(shards_folder, "train")
     assert caught.value.code == "HT521"
 
 
-def test_damaged_shard_index_is_refused(made):
-    path = made / "val.index"
+def test_damaged_shard_index_is_refused(shards_folder):
+    path = shards_folder / "val.index"
     written = path.read_bytes()
     for content in (written[:-1], written.replace(b'"samples": 6', b'"samples": 5')):
         path.write_bytes(content)
         with pytest.raises(UsageError, match=r"val\.index is damaged: its digest") as caught:
-            image_source(made, "val")
+            image_source(shards_folder, "val")
         assert caught.value.code == "HT521"
 
 
-@pytest.mark.parametrize("left", [0.4, 0.7, 0.99])
-def test_truncated_shard_without_an_index_is_refused(made, left):
-    (made / "train.index").unlink()
-    path = sorted(made.glob("train-*.tar"))[-1]
+@pytest.mark.parametrize("size", [0.4, 0.7, 0.99])
+def test_truncated_shard_without_an_index_is_refused(shards_folder, size):
+    (shards_folder / "train.index").unlink()
+    path = sorted(shards_folder.glob("train-*.tar"))[-1]
     content = path.read_bytes().rstrip(b"\0")
-    path.write_bytes(content[: int(left * len(content))])
+    path.write_bytes(content[: int(size * len(content))])
     with pytest.raises(UsageError, match=r"is damaged|has no") as caught:
-        image_source(made, "train")
+        image_source(shards_folder, "train")
     assert path.name in caught.value.found
 
 
-def full_disk(*_):
+def raise_no_space(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_shards_make_on_a_full_disk_leaves_no_files(folders, monkeypatch):
     target = folders.parent / "shards"
-    monkeypatch.setattr(os, "fsync", full_disk)
+    monkeypatch.setattr(os, "fsync", raise_no_space)
     with pytest.raises(HpctrainError) as caught:
         shards.make(folders, target, ["train"], 10**6)
     assert caught.value.found == f"{target} cannot be written: No space left on device"
@@ -250,13 +250,14 @@ def test_shards_make_names_an_unreadable_image(folders):
     assert [path.name for path in folders.parent.iterdir()] == ["images"]
 
 
-def test_shards_make_refuses_an_existing_target(folders, made):
-    with pytest.raises(UsageError, match="shards is there"):
-        shards.make(folders, made, ["train"], 10**6)
+def test_shards_make_refuses_an_existing_target(folders, shards_folder):
+    with pytest.raises(UsageError, match="shards exists"):
+        shards.make(folders, shards_folder, ["train"], 10**6)
     (folders.parent / ".new.part").mkdir()
-    with pytest.raises(UsageError, match="writing now") as caught:
+    with pytest.raises(UsageError, match="another process is writing") as caught:
         shards.make(folders, folders.parent / "new", ["train"], 10**6)
-    assert caught.value.fixes == (f"rm -r {folders.parent}/.new.part (if no other is writing)",)
+    fix = f"rm -r {folders.parent}/.new.part (if no other process is writing)"
+    assert caught.value.fixes == (fix,)
     assert caught.value.code == "HT522"
     assert (folders.parent / ".new.part").exists()
 
@@ -274,7 +275,7 @@ def test_shards_make_command_with_size_and_splits(folders, capsys):
     assert "no size such as 500M" in capsys.readouterr().err
 
 
-def refused(code, path, split="train", env=None):
+def refusal(code, path, split="train", env=None):
     with pytest.raises(UsageError) as caught:
         image_source(path, split, env or {})
     assert caught.value.code == code
@@ -282,36 +283,36 @@ def refused(code, path, split="train", env=None):
 
 
 def test_data_folder_missing_or_a_file_is_refused(tmp_path):
-    assert refused("HT510", tmp_path / "none").found.endswith(f"no folder {tmp_path}/none")
+    assert refusal("HT510", tmp_path / "none").found.endswith(f"no folder {tmp_path}/none")
     write(tmp_path, {"file": b""})
-    assert "is a file" in refused("HT510", tmp_path / "file").found
+    assert "is a file" in refusal("HT510", tmp_path / "file").found
 
 
 def test_data_folder_without_the_split_is_refused(tmp_path):
     write(tmp_path, {f"{name}/x.jpg": b"" for name in "abcdefg"})
-    error = refused("HT510", tmp_path)
+    error = refusal("HT510", tmp_path)
     assert error.found == f"{tmp_path} has no train: there is a, b, c, d, e and 2 more"
     assert f"{tmp_path}/train/CLASS/*.jpg" in error.expected
     assert f"{tmp_path}/train-*.tar" in error.expected
 
 
 def test_data_folder_one_level_too_high_suggests_the_right_one(folders):
-    assert refused("HT510", folders.parent).fixes == (f"--data {folders}",)
+    assert refusal("HT510", folders.parent).fixes == (f"--data {folders}",)
 
 
 def test_data_folder_without_val_is_refused(tmp_path):
     write(tmp_path, {"train/a/x.jpg": b""})
     beside = "put the images of val beside those of train"
-    assert refused("HT510", tmp_path, "val").fixes == (beside,)
+    assert refusal("HT510", tmp_path, "val").fixes == (beside,)
 
 
 def test_flat_validation_set_and_empty_class_are_refused(tmp_path):
     write(tmp_path, {"val/ILSVRC2012_val_1.JPEG": b"", "val/ILSVRC2012_val_2.JPEG": b""})
-    error = refused("HT518", tmp_path, "val")
+    error = refusal("HT518", tmp_path, "val")
     assert error.found == f"{tmp_path}/val has 2 images and no folders"
     assert error.fixes == ("move each image into the folder of its class",)
     write(tmp_path, {"train/a/x.jpg": b"", "train/b/notes.txt": b""})
-    error = refused("HT518", tmp_path)
+    error = refusal("HT518", tmp_path)
     assert error.found == f"{tmp_path}/train/b has no images"
     assert error.fixes == (f"rmdir {tmp_path}/train/b", "fetch its images again")
 
@@ -323,13 +324,13 @@ def test_data_set_name_prefers_the_copy_of_the_job(folders, monkeypatch):
     assert source.place == str(folders / "val")
 
 
-LONG = "n" * 300  # longer than a file system takes
+LONG = "n" * 300  # longer than file systems allow
 
 
 def test_data_folder_that_cannot_be_read_is_refused_with_the_reason(folders, monkeypatch, capsys):
-    assert "File name too long" in refused("HT511", LONG).found
-    assert "File name too long" in refused("HT511", f"/{LONG}").found
-    assert "File name too long" in refused("HT511", folders, LONG).found
+    assert "File name too long" in refusal("HT511", LONG).found
+    assert "File name too long" in refusal("HT511", f"/{LONG}").found
+    assert "File name too long" in refusal("HT511", folders, LONG).found
     new = folders.parent / "new"
     for source, target, splits in (
         (folders / LONG, new, ["train"]),
@@ -339,15 +340,15 @@ def test_data_folder_that_cannot_be_read_is_refused_with_the_reason(folders, mon
         with pytest.raises(UsageError, match="File name too long") as caught:
             shards.make(source, target, splits, 10**6)
         assert caught.value.code == "HT511"
-    assert "File name too long" in said(capsys, "index", folders / LONG)
+    assert "File name too long" in error_of(capsys, "index", folders / LONG)
     assert not new.exists()
 
-    def locked(path):
+    def refuse(path):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "iterdir", locked)
-        assert f"{folders}: Permission denied" in refused("HT511", folders, "test").found
+        patched.setattr(Path, "iterdir", refuse)
+        assert f"{folders}: Permission denied" in refusal("HT511", folders, "test").found
 
 
 def test_splits_with_different_classes_are_refused(folders):
@@ -357,36 +358,36 @@ def test_splits_with_different_classes_are_refused(folders):
     with pytest.raises(UsageError) as caught:
         same_classes(train, image_source(folders, "val"))
     assert caught.value.code == "HT519"
-    assert f"1 in {folders}/train alone, such as cat" in caught.value.found
-    assert f"1 in {folders}/val alone, such as dog" in caught.value.found
+    assert f"1 only in {folders}/train, such as cat" in caught.value.found
+    assert f"1 only in {folders}/val, such as dog" in caught.value.found
 
 
-# --- what others make, and what goes wrong with it
+# --- shards of other programs, and damaged ones
 
 
 ONE = (("0.jpg", b"photo"), ("0.cls", b"0"))
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "message"),
     [
-        ((*ONE, ("0.seg.png", b"mask")), r"0\.jpg and 0\.seg\.png are of one sample"),
-        ((*ONE, ("0.cls", b"1")), r"0\.cls and 0\.cls are of one sample"),
+        ((*ONE, ("0.seg.png", b"mask")), r"0\.jpg and 0\.seg\.png belong to the same sample"),
+        ((*ONE, ("0.cls", b"1")), r"0\.cls and 0\.cls belong to the same sample"),
         ((ONE[0], ("0.cls", b"4294967296")), r"0 has no number of a class"),
         ((ONE[0], ("0.cls", b"7" * 5000)), r"0 has no number of a class"),
         ((ONE[0], ("0.cls", b"900000000")), r"0 has no number of a class"),
     ],
 )
-def test_shard_sample_with_two_images_or_no_class_is_refused(tmp_path, files, said):
+def test_shard_sample_with_two_images_or_no_class_is_refused(tmp_path, files, message):
     pack(tmp_path / "train-000000.tar", *files)
-    with pytest.raises(UsageError, match=said) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         image_source(tmp_path, "train")
     assert caught.value.code == "HT520"
 
 
 @pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE])
 def test_shard_with_links_or_pipes_is_refused(tmp_path, kind):
-    """Python's and GNU's tar store the second name of a file as a link."""
+    """Include hard links: Python's and GNU's tar store the second name of a file as a link."""
     path = tmp_path / "train-000000.tar"
     pack(path, *ONE)
     with tarfile.open(path, "a") as tar:
@@ -420,7 +421,7 @@ def test_damaged_tar_header_is_refused(tmp_path, damage):
     header[124:136], header[148:156] = size, b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     path.write_bytes(path.read_bytes()[:start] + header + path.read_bytes()[start + 512 :])
-    assert str(path) in refused("HT513", tmp_path).found
+    assert str(path) in refusal("HT513", tmp_path).found
 
 
 def test_old_tar_format_is_read_and_sparse_files_are_refused(tmp_path):
@@ -428,7 +429,7 @@ def test_old_tar_format_is_read_and_sparse_files_are_refused(tmp_path):
     path = tmp_path / "train-000000.tar"
     create = ["tar", "-C", tmp_path, "--sort=name", "-cf", path]
     subprocess.run([*create, "--format=v7", "a"], check=True)
-    assert everything(image_source(tmp_path, "train")) == [(b"photo", 0)]
+    assert samples_of(image_source(tmp_path, "train")) == [(b"photo", 0)]
     with open(tmp_path / "a" / "0.jpg", "wb") as file:
         file.truncate(1 << 20)
         file.seek(1 << 20)
@@ -438,36 +439,36 @@ def test_old_tar_format_is_read_and_sparse_files_are_refused(tmp_path):
         image_source(tmp_path, "train")
 
 
-@pytest.mark.parametrize("lost", ["first", "middle"])
-def test_missing_shard_is_refused_without_an_index(made, lost):
-    (made / "train.index").unlink()
-    number = 0 if lost == "first" else 1
-    (made / f"train-{number:06d}.tar").unlink()
+@pytest.mark.parametrize("number", ["first", "middle"])
+def test_missing_shard_is_refused_without_an_index(shards_folder, number):
+    (shards_folder / "train.index").unlink()
+    number = 0 if number == "first" else 1
+    (shards_folder / f"train-{number:06d}.tar").unlink()
     with pytest.raises(UsageError, match=f"train-{number:06d}.tar is missing") as caught:
-        image_source(made, "train")
+        image_source(shards_folder, "train")
     assert caught.value.code == "HT513"
 
 
-def test_bytes_after_the_end_of_a_shard_are_refused(made):
-    first, second = made / "val-000000.tar", made / "val-000001.tar"
-    (made / "val.index").unlink()
+def test_bytes_after_the_end_of_a_shard_are_refused(shards_folder):
+    first, second = shards_folder / "val-000000.tar", shards_folder / "val-000001.tar"
+    (shards_folder / "val.index").unlink()
     content = first.read_bytes()
     first.write_bytes(content + second.read_bytes())
     with pytest.raises(
         UsageError, match=r"val-000000\.tar is damaged: its files end at byte"
     ) as caught:
-        image_source(made, "val")
+        image_source(shards_folder, "val")
     assert caught.value.fixes == ("copy it again", "make it again with hpctrain shards make")
     assert caught.value.code == "HT513"
-    # A copy that had its size before it had its bytes.
+    # A copy that was not finished: the right size, without the content.
     first.write_bytes(content[:3072] + bytes(len(content) + 10240 - 3072))
     with pytest.raises(UsageError, match=r"val-000000\.tar is damaged"):
-        image_source(made, "val")
+        image_source(shards_folder, "val")
 
 
 @pytest.mark.parametrize("below", ["", "images/"])
 def test_rebuilt_shard_index_keeps_class_names(tmp_path, below):
-    """Includes images one folder deeper, as those of Tiny ImageNet."""
+    """Include images one folder deeper, as in Tiny ImageNet."""
     names = ("n01", "n02", "n03")
     write(tmp_path / "images", {f"train/{name}/{below}x.JPEG": b"x" for name in names})
     shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
@@ -486,7 +487,7 @@ def test_class_names_below_a_common_folder_in_a_shard(tmp_path):
 
 
 def test_names_in_a_shard_are_unique(tmp_path):
-    """tar would lose one of two files with the same name."""
+    """Extracting a tar file keeps only one of two files with the same name."""
     names = ("a.b.jpg", "a.jpg", "a.k.jpg", "a.png", "a_b-0.jpg", "a_k-2.jpg", "a_k-2-5.jpg")
     write(tmp_path / "images" / "train" / "c", {name: name.encode() for name in names})
     shards.make(tmp_path / "images", tmp_path / "shards", ["train"], 10**6)
@@ -494,7 +495,7 @@ def test_names_in_a_shard_are_unique(tmp_path):
         found = tar.getnames()
     assert len(set(found)) == len(found) == 2 * len(names)
     (tmp_path / "shards" / "train.index").unlink()
-    again = everything(image_source(tmp_path / "shards", "train"))
+    again = samples_of(image_source(tmp_path / "shards", "train"))
     assert [data.decode() for data, _ in again] == sorted(names)
 
 
@@ -521,8 +522,8 @@ def pack_many(tmp_path, count):
         pack(tmp_path / f"train-{number:04d}.tar", ("0.jpg", str(number).encode()), ("0.cls", b"0"))
 
 
-def many(tmp_path, soft, hard):
-    """A process with few open files reads many tar files."""
+def read_with_few_files(tmp_path, soft, hard):
+    """Read many tar files in a process with a low limit of open files."""
     pack_many(tmp_path, 300)
     return subprocess.run(
         [sys.executable, "-c", MANY, tmp_path, str(soft), str(hard)],
@@ -534,19 +535,19 @@ def many(tmp_path, soft, hard):
 @pytest.mark.e2e
 def test_more_shards_than_open_files_allowed(tmp_path):
     for soft, hard in ((64, 4096), (200, 200)):
-        done = many(tmp_path, soft, hard)
+        done = read_with_few_files(tmp_path, soft, hard)
         assert done.stdout == "300\n", done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_shards_without_free_descriptors_name_the_limit(tmp_path):
-    done = many(tmp_path, 64, 64)
+    done = read_with_few_files(tmp_path, 64, 64)
     assert "this process has 64 files open" in done.stderr
     assert "LimitNOFILE" in done.stderr
 
 
-def open_below(folder):
+def open_files_below(folder):
     """Count the files of a folder that this process has open."""
     links = Path("/proc/self/fd").iterdir()
     return sum(os.path.realpath(link).startswith(f"{folder}/") for link in links)
@@ -558,28 +559,28 @@ def test_threads_read_shards_while_files_are_closed(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(source.read, list(range(200)) * 5))
     assert found == [str(number).encode() for number in range(200)] * 5
-    assert 0 < open_below(tmp_path) <= 128
+    assert 0 < open_files_below(tmp_path) <= 128
     del source
-    assert open_below(tmp_path) == 0
+    assert open_files_below(tmp_path) == 0
 
 
-# --- slips on the command line
+# --- mistakes on the command line
 
 
-def said(capsys, *words):
-    """The error of a command that is refused."""
+def error_of(capsys, *words):
+    """Return the error of a `shards` command that fails."""
     assert main(["shards", *map(str, words)]) != 0
     return capsys.readouterr().err
 
 
 def test_shards_make_refuses_no_split_or_a_missing_one(folders, capsys):
     target = folders.parent / "new"
-    error = said(capsys, "make", folders, target, "--splits", "train,vall")
+    error = error_of(capsys, "make", folders, target, "--splits", "train,vall")
     assert f"{folders} has no folder vall" in error
     assert "--splits train\n" in error
     assert "hpctrain explain HT510\n" in error
-    assert "no folder a/b" in said(capsys, "make", folders, target, "--splits", "a/b")
-    error = said(capsys, "make", folders, target, "--splits", ",")
+    assert "no folder a/b" in error_of(capsys, "make", folders, target, "--splits", "a/b")
+    error = error_of(capsys, "make", folders, target, "--splits", ",")
     assert "no splits" in error
     assert "--splits train,val\n" in error
     assert [path.name for path in folders.parent.iterdir()] == ["images"]
@@ -608,39 +609,39 @@ def test_shards_make_refuses_a_mount_point(folders, monkeypatch):
     assert caught.value.code == "HT522"
 
 
-def test_shard_index_written_by_two_at_once(made, monkeypatch):
-    """Each begins before the other has ended; both come to their end."""
-    index, path = shards.build_index(made, "val"), made / "val.index"
+def test_shard_index_written_by_two_at_once(shards_folder, monkeypatch):
+    """Start the second write before the first has ended; both finish."""
+    index, path = shards.build_index(shards_folder, "val"), shards_folder / "val.index"
     fsync = os.fsync
 
-    def meanwhile(file):
+    def write_meanwhile(file):
         monkeypatch.setattr(os, "fsync", fsync)
         index.write(path)
         fsync(file)
 
-    monkeypatch.setattr(os, "fsync", meanwhile)
+    monkeypatch.setattr(os, "fsync", write_meanwhile)
     index.write(path)
-    assert len(image_source(made, "val")) == 6
-    assert not list(made.glob(".*"))
+    assert len(image_source(shards_folder, "val")) == 6
+    assert not list(shards_folder.glob(".*"))
 
 
-def test_shard_index_not_writable_is_an_error(made, capsys, monkeypatch):
-    (made / "val.index").unlink()
-    monkeypatch.setattr(os, "fsync", full_disk)
-    assert "val.index: No space left on device" in said(capsys, "index", made)
+def test_shard_index_not_writable_is_an_error(shards_folder, capsys, monkeypatch):
+    (shards_folder / "val.index").unlink()
+    monkeypatch.setattr(os, "fsync", raise_no_space)
+    assert "val.index: No space left on device" in error_of(capsys, "index", shards_folder)
 
 
 @pytest.mark.parametrize("name", ["b", "a/deeper"])
 def test_broken_link_in_an_image_folder_is_refused(tmp_path, name):
     write(tmp_path, {"train/a/x.jpg": b"x"})
     (tmp_path / "train" / name).symlink_to("/nowhere")
-    error = refused("HT518", tmp_path)
-    assert error.found == f"{tmp_path}/train/{name} is a link to /nowhere, where nothing is"
-    assert error.fixes == ("fetch what is missing", f"rm {tmp_path}/train/{name}")
+    error = refusal("HT518", tmp_path)
+    assert error.found == f"{tmp_path}/train/{name} is a link to /nowhere, which does not exist"
+    assert error.fixes == ("fetch the missing files", f"rm {tmp_path}/train/{name}")
 
 
 def test_pipe_in_an_image_folder_is_refused(tmp_path):
-    """A run would wait for ever to read from a pipe."""
+    """Reading from a pipe would block the run for ever."""
     write(tmp_path, {"train/a/x.jpg": b"x"})
     os.mkfifo(tmp_path / "train" / "a" / "y.jpg")
-    assert refused("HT518", tmp_path).found == f"{tmp_path}/train/a/y.jpg is no file"
+    assert refusal("HT518", tmp_path).found == f"{tmp_path}/train/a/y.jpg is no file"

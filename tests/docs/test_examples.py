@@ -62,7 +62,7 @@ def start(example, run, *options, ranks=SIZE):
 
 
 def train(example, run, *options, ranks=SIZE):
-    """Run an example; return its rows and what it said."""
+    """Run an example; return its rows and its output."""
     done = start(example, run, *options, ranks=ranks)
     assert done.returncode == 0, done.stderr
     assert json.loads((run / "summary.json").read_text())["status"] == "done"
@@ -78,7 +78,7 @@ def test_cifar10_takes_two_steps_with_recipe_on_made_up_images(tmp_path, cifar10
     line = ["cifar10.py", "--data", tmp_path / "data", "--run-dir", tmp_path / "run", *more]
     monkeypatch.setattr("sys.argv", list(map(str, line)))
     cifar10.main()
-    row = launches.rows(tmp_path / "run")[-1]
+    (row,) = (row for row in launches.rows(tmp_path / "run") if "eval_loss" in row)
     assert row["step"] == 2
     assert row["eval_loss"] > 0
     for name in ("top1", "top5"):
@@ -112,13 +112,13 @@ def test_imagenet_same_losses_on_three_ranks_and_one_from_shards_and_folders(tmp
     shards = tmp_path / "shards"
     done = launches.start([launches.BIN / "hpctrain", "shards", "make", photographs, shards], ".")
     assert done.returncode == 0, done.stderr
-    many, said = train("imagenet", tmp_path / "many", "--data", shards, *SMALL)
+    many, output = train("imagenet", tmp_path / "many", "--data", shards, *SMALL)
     one, _ = train("imagenet", tmp_path / "one", "--data", photographs, *SMALL, ranks=1)
-    assert "photo001/damaged.jpg" in said
+    assert "photo001/damaged.jpg" in output
     assert len(many) == len(one) == 6
-    for mine, theirs in zip(many, one, strict=True):
-        for name in {"loss", "lr", "top1", "top5", "eval_loss", "ignored"} & mine.keys():
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-9), (name, mine, theirs)
+    for row, expected in zip(many, one, strict=True):
+        for name in {"loss", "lr", "top1", "top5", "eval_loss", "ignored"} & row.keys():
+            assert row[name] == pytest.approx(expected[name], rel=1e-9), (name, row, expected)
     assert {row["ignored"] for row in many if "ignored" in row} == {2}
     first, second = (numpy.load(tmp_path / name / "confusion.npy") for name in ("many", "one"))
     assert first.sum(1).tolist() == [5, 5, 5]
@@ -212,7 +212,7 @@ def batch(protocol=4):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "No such file"),
         (b"", "Ran out of input"),
@@ -228,14 +228,14 @@ def batch(protocol=4):
         (pickle.dumps({b"data": numpy.zeros((2, 30), "u1"), b"labels": [1, 2]}), "shape"),
     ],
 )
-def test_cifar10_refuses_damaged_or_hostile_files(tmp_path, cifar10, content, said):
+def test_cifar10_refuses_damaged_or_hostile_files(tmp_path, cifar10, content, message):
     path = tmp_path / "data_batch_1"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UsageError) as raised:
         cifar10.read(path)
     assert str(path) in raised.value.found
-    assert said in raised.value.found
+    assert message in raised.value.found
     assert "cifar-10-batches-py" in raised.value.expected
     assert not Path("canary").exists()
 

@@ -52,17 +52,17 @@ def free_port():
         return str(listener.getsockname()[1])
 
 
-def as_a_rank(script, options, variables):
+def run_as_rank(script, options, variables):
     """Run a script with the variables and options of a launcher; return what it prints."""
     names = {"RANK": "HPCTRAIN_RANK", "WORLD_SIZE": "HPCTRAIN_WORLD_SIZE"}
-    places = {name: os.environ[ours] for name, ours in names.items()}
+    places = {name: os.environ[own_name] for name, own_name in names.items()}
     os.environ.update({name: value.format(**places) for name, value in variables.items()})
     sys.argv = [script, *(option.format(**places) for option in options)]
     sys.path.insert(0, os.getcwd())
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         runpy.run_path(script, run_name="__main__")
-    return said.getvalue()
+    return output.getvalue()
 
 
 def test_migrate_page_has_each_script_before_and_after():
@@ -78,7 +78,7 @@ RANKS = {"RANK": "{RANK}", "WORLD_SIZE": "{WORLD_SIZE}", "LOCAL_RANK": "{RANK}"}
 SLURM = {"SLURM_PROCID": "{RANK}", "SLURM_NTASKS": "{WORLD_SIZE}", "SLURM_LOCALID": "{RANK}"}
 
 
-def met():
+def master_variables():
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -87,9 +87,9 @@ def met():
 @pytest.mark.parametrize("name", ["single", "data_parallel", "mixed", "slurm_by_hand"])
 def test_migrate_scripts_of_one_rank_a_process_train(name, scripts):
     script = f"{name}.py"
-    size, variables = (2, {**SLURM, **met()}) if "slurm" in name else (1, {})
+    size, variables = (2, {**SLURM, **master_variables()}) if "slurm" in name else (1, {})
     assert BEFORE.get(script) == (f"python {script}" if size == 1 else None)
-    first, *_ = ranks.values(ranks.run(size, as_a_rank, script, (), variables))
+    first, *_ = ranks.values(ranks.run(size, run_as_rank, script, (), variables))
     assert accuracy(first) >= ACCURACY
     assert (scripts / "model.pt").is_file()
 
@@ -103,7 +103,9 @@ def test_migrate_apex_script_trains_with_compat_imports(scripts):
         "from hpctrain.compat.apex.parallel import DistributedDataParallel",
     }
     options = ("--local-rank={RANK}",)
-    first, *_ = ranks.values(ranks.run(2, as_a_rank, "apex_o2.py", options, {**RANKS, **met()}))
+    first, *_ = ranks.values(
+        ranks.run(2, run_as_rank, "apex_o2.py", options, {**RANKS, **master_variables()})
+    )
     assert accuracy(first) >= ACCURACY
     assert (scripts / "checkpoint.pt").is_file()
 
@@ -121,7 +123,7 @@ def test_migrate_scripts_that_start_their_ranks_train(script, scripts, request):
     assert (scripts / "model.pt").is_file()
 
 
-def started(command):
+def ranks_and_options(command):
     """Return ranks and options of a command with the ported script."""
     launcher, options = re.fullmatch(r"(.+) ported\.py ?(.*)", command).groups()
     # On CPUs `auto` is one rank.
@@ -130,7 +132,7 @@ def started(command):
 
 def cases():
     """Yield each form of the ported script; by default only two plain ranks."""
-    for size, options in sorted(set(map(started, AFTER))):
+    for size, options in sorted(set(map(ranks_and_options, AFTER))):
         by_default = size == 2 and "--backend" not in options and "--precision" not in options
         yield pytest.param(size, options, marks=() if by_default else pytest.mark.slow)
 
@@ -141,7 +143,7 @@ def test_migrate_ported_script_trains(size, options, scripts, request):
     over_horovod = "--backend horovod" in options
     if over_horovod:
         request.getfixturevalue("horovod")
-    ranks.values(ranks.run(size, as_a_rank, "ported.py", options.split(), {}))
+    ranks.values(ranks.run(size, run_as_rank, "ported.py", options.split(), {}))
     (run,) = (scripts / "runs").iterdir()
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "done"

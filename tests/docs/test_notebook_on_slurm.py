@@ -1,4 +1,4 @@
-"""examples/notebook.ipynb, executed as it is, on a host of a real Slurm."""
+"""examples/notebook.ipynb, executed unchanged on a host of a real Slurm."""
 
 import json
 
@@ -18,8 +18,8 @@ nbformat.write(notebook, "done.ipynb")
 
 
 def test_notebook_submits_and_trains_on_slurm(cluster, tmp_path):
-    kept = json.loads(NOTEBOOK.read_text())["cells"]
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in kept)
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
     done = cluster.run(
         [launches.PYTHON, "-c", EXECUTE, NOTEBOOK],
         cwd=tmp_path,
@@ -29,11 +29,11 @@ def test_notebook_submits_and_trains_on_slurm(cluster, tmp_path):
     assert done.returncode == 0, done.stderr
     cells = json.loads((tmp_path / "done.ipynb").read_text())["cells"]
     outputs = [cell["outputs"] for cell in cells if cell.get("outputs")]
-    shown, (figure,), said, log, row = outputs
-    assert "<th>job</th>" in "".join(shown[0]["data"]["text/html"])
-    assert figure["data"]["image/png"]  # one, drawn anew in its place
-    assert "of the test images are right" in "".join(said[0]["text"])
-    assert float("".join(said[0]["text"]).partition("%")[0]) > 80
+    job, (figure,), accuracy, log, row = outputs
+    assert "<th>job</th>" in "".join(job[0]["data"]["text/html"])
+    assert figure["data"]["image/png"]  # one figure, which is drawn again in its place
+    assert "of the test images are right" in "".join(accuracy[0]["text"])
+    assert float("".join(accuracy[0]["text"]).partition("%")[0]) > 80
     assert "hpctrain: " in "".join(log[0]["text"])
     assert "'top1'" in "".join(row[0]["data"]["text/plain"])
     (run,) = (tmp_path / "runs").glob("train-*")

@@ -1,4 +1,4 @@
-"""What the README shows is what happens."""
+"""The commands, the diff and the numbers of the README."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def blocks(kind):
 
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
 STARTED_HERE = ("python", "hpctrain", "torchrun", "mpirun")
-# Those that tests/docs/test_readme_on_slurm.py runs.
+# The commands that tests/docs/test_readme_on_slurm.py runs.
 JOBS = ("submit", "render", "status", "lint")
 LOCAL = [
     line
@@ -28,7 +28,7 @@ LOCAL = [
 ]
 BY_DEFAULT = [line for line in LOCAL if line.startswith("python examples/mnist.py --epochs 2")]
 PATH = f"{launches.BIN}:{os.environ['PATH']}"
-# Open MPI's own words for what a container's root may do.
+# Open MPI's variables that let root run it in a container.
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 

@@ -1,4 +1,4 @@
-"""What the README submits, on a real Slurm, in its order and in one folder."""
+"""The commands of the README that submit jobs, on a real Slurm, in its order."""
 
 import json
 
@@ -17,7 +17,7 @@ COMMANDS = [
 
 @pytest.fixture
 def checkout(cluster, tmp_path):
-    """A folder that looks like the top of the repository; its jobs end with the test."""
+    """Return a folder that looks like the top of the repository; cancel its jobs at the end."""
     yield launches.checkout(tmp_path)
     cluster.clear()
 
@@ -25,19 +25,19 @@ def checkout(cluster, tmp_path):
 def test_readme_sbatch_and_srun_commands_are_accepted_and_submit_trains(cluster, checkout):
     assert len(COMMANDS) == 9
     env = launches.on_cluster(cluster)
-    said = {}
+    outputs = {}
     for command in COMMANDS:
         program, _, rest = command.partition(" ")
         trial = "--test-only " if program in ("sbatch", "srun") else ""
         line = f"{program} {trial}{rest}"
         done = cluster.run(["bash", "-c", line], cwd=checkout, env=env, timeout=600)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        said[command] = done.stdout
+        outputs[command] = done.stdout
     first, followed = (
-        out for command, out in said.items() if command.startswith("hpctrain submit")
+        out for command, out in outputs.items() if command.startswith("hpctrain submit")
     )
-    assert "#SBATCH --nodes=2\n" in said["hpctrain render job.toml"]
-    assert said["hpctrain lint sbatch/mnist.sh"] == ""
+    assert "#SBATCH --nodes=2\n" in outputs["hpctrain render job.toml"]
+    assert outputs["hpctrain lint sbatch/mnist.sh"] == ""
     (run,) = (checkout / "runs").glob(f"mnist-{followed.split()[0]}")
     assert json.loads((run / "summary.json").read_text())["status"] == "done"
-    assert first.strip() in said["hpctrain status"]
+    assert first.strip() in outputs["hpctrain status"]

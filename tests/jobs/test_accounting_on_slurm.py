@@ -1,4 +1,4 @@
-"""A Slurm that keeps accounts: who may submit, and what became of jobs that it has forgotten."""
+"""Slurm with accounting: unknown accounts are refused, sacct has the exit codes of old jobs."""
 
 import time
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 HPCTRAIN = (launches.PYTHON, "-m", "hpctrain")
-# Slurm looks for jobs to forget once a minute.
+# Slurm removes old jobs from its memory once a minute.
 FORGETS = 150
 WAIT = """
 import os, sys
@@ -22,7 +22,7 @@ sys.exit(waiting.worst(outcomes))
 
 
 @pytest.fixture(scope="module")
-def accounted(lacking):
+def accounted_cluster(lacking):
     if missing := accounting.missing():
         lacking("slurm", missing)
     started = accounting.AccountedCluster()
@@ -32,58 +32,58 @@ def accounted(lacking):
 
 
 @pytest.fixture
-def hpctrain(accounted, tmp_path):
+def hpctrain(accounted_cluster, tmp_path):
     Path("leaves.py").write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
 
     def run(*words):
-        env = {**accounted.environ(), "HOME": str(tmp_path)}
-        return accounted.run([*HPCTRAIN, *words], env=env)
+        env = {**accounted_cluster.environ(), "HOME": str(tmp_path)}
+        return accounted_cluster.run([*HPCTRAIN, *words], env=env)
 
     return run
 
 
-def leaves(code):
+def exit_with(code):
     return ("--", launches.PYTHON, "leaves.py", str(code))
 
 
 @pytest.mark.parametrize(
-    ("option", "says"),
+    ("option", "message"),
     [
         ("--account", "an account that may use the partition and the qos: root, physics"),
         ("--qos", "a qos of the account's"),
     ],
 )
-def test_submit_refuses_unknown_account_and_qos(hpctrain, option, says):
-    done = hpctrain("submit", option, "nobody", *leaves(0))
+def test_submit_refuses_unknown_account_and_qos(hpctrain, option, message):
+    done = hpctrain("submit", option, "nobody", *exit_with(0))
     assert (done.returncode, done.stdout) == (2, "")
-    assert says in done.stderr
+    assert message in done.stderr
     assert f"{option} (" in done.stderr
 
 
-def test_site_write_lists_accounts_that_jobs_then_use(accounted, hpctrain, tmp_path):
+def test_site_write_lists_accounts_that_jobs_then_use(accounted_cluster, hpctrain, tmp_path):
     assert hpctrain("site", "--write").returncode == 0
     text = (tmp_path / ".config" / "hpctrain" / "site.sh").read_text()
     assert "\nexport SBATCH_ACCOUNT=root\n# export SBATCH_ACCOUNT=physics\n" in text
-    done = hpctrain("submit", "--wait", *leaves(0))
+    done = hpctrain("submit", "--wait", *exit_with(0))
     assert done.returncode == 0, done.stderr
-    shown = accounted.run(
+    account = accounted_cluster.run(
         ["sacct", "-nPX", "--format=Account", "-j", done.stdout.strip()], check=True
     )
-    assert shown.stdout == "root\n"
-    own = hpctrain("submit", "--wait", "--account", "physics", *leaves(3))
+    assert account.stdout == "root\n"
+    own = hpctrain("submit", "--wait", "--account", "physics", *exit_with(3))
     assert own.returncode == 3, own.stderr
 
 
-def test_exit_code_of_forgotten_job_comes_from_sacct(accounted, hpctrain):
+def test_exit_code_of_forgotten_job_comes_from_sacct(accounted_cluster, hpctrain):
     def submit(*words):
         return hpctrain("submit", *words).stdout.strip()
 
-    jobs = {code: submit("--no-requeue", *leaves(code)) for code in (0, 3, 75)}
-    array = submit("--sweep", "code=1", *leaves(4))
-    cancelled = submit("--extra", "hold", *leaves(0))
-    accounted.run(["scancel", cancelled], check=True)
+    jobs = {code: submit("--no-requeue", *exit_with(code)) for code in (0, 3, 75)}
+    array = submit("--sweep", "code=1", *exit_with(4))
+    cancelled = submit("--extra", "hold", *exit_with(0))
+    accounted_cluster.run(["scancel", cancelled], check=True)
     end = time.monotonic() + FORGETS
-    while accounted.run(["squeue", "-h", "--states=all", "-o", "%i"]).stdout.strip():
+    while accounted_cluster.run(["squeue", "-h", "--states=all", "-o", "%i"]).stdout.strip():
         assert time.monotonic() < end
         time.sleep(1)
     for label, code, word in (
@@ -92,12 +92,12 @@ def test_exit_code_of_forgotten_job_comes_from_sacct(accounted, hpctrain):
         (jobs[75], 75, "FAILED"),
         (cancelled, 1, "CANCELLED"),
     ):
-        done = accounted.run([launches.PYTHON, "-c", WAIT, label])
+        done = accounted_cluster.run([launches.PYTHON, "-c", WAIT, label])
         assert done.returncode == code, done.stderr
         assert f"'{word}'" in done.stdout
-    done = accounted.run([launches.PYTHON, "-c", WAIT, array])
+    done = accounted_cluster.run([launches.PYTHON, "-c", WAIT, array])
     assert done.returncode == 4, done.stdout
     assert f"'{array}_0'" in done.stdout
-    said = hpctrain("status", jobs[3])
+    done = hpctrain("status", jobs[3])
     run = f"runs/leaves-{jobs[3]};"
-    assert said.stdout.splitlines()[1].split() == [jobs[3], "failed", run, "exit", "code", "3"]
+    assert done.stdout.splitlines()[1].split() == [jobs[3], "failed", run, "exit", "code", "3"]

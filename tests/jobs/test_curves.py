@@ -1,4 +1,4 @@
-"""The curves of a run: what is drawn together, and that any text can be drawn."""
+"""The curves of a run: metrics in one plot, long runs, and metric names with any text."""
 
 import sys
 
@@ -45,23 +45,23 @@ def test_curves_draw_any_metric_name(rows):
 
 def test_curves_redraw_png_file_until_job_ends(tmp_path, capsys):
     seen = iter([("PENDING", False), ("RUNNING", False), ("RUNNING", False), ("COMPLETED", True)])
-    there = iter([[], ROWS[:1], ROWS[:1], ROWS])
+    rounds = iter([[], ROWS[:1], ROWS[:1], ROWS])
     path = tmp_path / "curves.png"
     assert (
-        job_curves.follow("train-7", lambda: next(there), lambda seconds: next(seen), path) == path
+        job_curves.follow("train-7", lambda: next(rounds), lambda seconds: next(seen), path) == path
     )
     assert path.read_bytes().startswith(PNG)
-    # Nothing is drawn where nothing is new.
+    # Without new rows, nothing is drawn.
     assert [line.split(": ")[1][:7] for line in capsys.readouterr().err.splitlines()] == [
         *("nothing", "step 10", "step 30")
     ]
 
 
 def test_curves_ctrl_c_ends_only_the_drawing(tmp_path):
-    def interrupted(seconds):
+    def interrupt(seconds):
         raise KeyboardInterrupt
 
-    assert job_curves.follow("train-7", list, interrupted, tmp_path / "curves.png")
+    assert job_curves.follow("train-7", list, interrupt, tmp_path / "curves.png")
 
 
 def test_curves_without_matplotlib_name_the_extra_to_install(monkeypatch):

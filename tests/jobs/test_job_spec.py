@@ -1,4 +1,4 @@
-"""What a job may be, and what is said of one that may not."""
+"""JobSpec: its fields, their formats, and the errors for wrong values."""
 
 import dataclasses
 import tomllib
@@ -16,7 +16,7 @@ TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])
 VARIABLE = st.from_regex(r"X_[A-Za-z0-9_]{0,8}", fullmatch=True)
 
 
-def refused(**values):
+def refusal(**values):
     with pytest.raises(UsageError) as caught:
         JobSpec(**values)
     assert caught.value.code == "HT801"
@@ -53,18 +53,18 @@ def test_memory_formats(text, expected):
 
 
 def test_job_spec_reports_all_problems_at_once():
-    said = refused(
+    message = refusal(
         name="a/b", nodes=0, time="soon", gpus_per_node="many", requeue="no", venv=None,
         environment={"PATH-": "x"}, extra={"nodes": "3"}, mail_events=["LATER"], memory="much",
         dependency="afterok:x", array="0..5", function="train", container_runtime="docker",
     )  # fmt: skip
-    assert said.startswith("14 values of the job cannot be:")
+    assert message.startswith("14 values of the job are invalid:")
     for name in (
         *("name", "nodes", "time", "gpus_per_node", "requeue", "venv", "environment", "extra"),
         *("mail_events", "memory", "dependency", "array", "function", "container_runtime"),
     ):
-        assert f"\n  {name} = " in said, name
-    assert "no nodes: that is nodes" in said
+        assert f"\n  {name} = " in message, name
+    assert "no nodes: that is nodes" in message
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_job_spec_reports_all_problems_at_once():
     ],
 )
 def test_job_spec_refuses_invalid_values(values, found):
-    assert found in refused(**values)
+    assert found in refusal(**values)
 
 
 def test_job_spec_defaults_follow_from_command_and_gpus():

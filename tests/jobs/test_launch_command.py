@@ -1,4 +1,4 @@
-"""What starts the ranks of a rendered script, in words."""
+"""The command by which a rendered script starts the ranks."""
 
 import pytest
 from stand_ins import Machine
@@ -13,16 +13,16 @@ def machine(tmp_path):
     return Machine(tmp_path / "machine")
 
 
-def launched(machine, spec, *arguments, **env):
-    """Return the words by which the ranks were started."""
-    code, said = machine.run(spec, *arguments, **env)
-    assert code == 0, said
+def launch_words(machine, spec, *arguments, **env):
+    """Run the script; return the words of the command that starts the ranks."""
+    code, output = machine.run(spec, *arguments, **env)
+    assert code == 0, output
     return machine.calls()[-1]
 
 
 def test_srun_takes_cpus_per_task_from_slurm(machine):
     spec = JobSpec(command="program", nodes=4, tasks_per_node=8, cpus_per_task=2)
-    words = launched(machine, spec, SLURM_CPUS_PER_TASK="5")
+    words = launch_words(machine, spec, SLURM_CPUS_PER_TASK="5")
     assert words == ["srun", "--kill-on-bad-exit=1", "--cpus-per-task=5", "program"]
 
 
@@ -38,7 +38,7 @@ def test_srun_takes_cpus_per_task_from_slurm(machine):
 )
 def test_torchrun_has_one_agent_per_host_with_cpus_of_its_ranks(machine, command, program):
     spec = JobSpec(command=command, launcher="torchrun", nodes=2)
-    words = launched(machine, spec, "more", SLURM_CPUS_PER_TASK="3")
+    words = launch_words(machine, spec, "more", SLURM_CPUS_PER_TASK="3")
     nodes = ["--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=6"]
     assert words[: 6 + len(program)] == ["srun", "--kill-on-bad-exit=1", *nodes, *program]
     end = words[6 + len(program) :]
@@ -57,7 +57,7 @@ def test_torchrun_rendezvous_port_differs_by_job_and_restart(machine):
     for job in range(4):
         for start in range(3):
             env = {"SLURM_JOB_ID": str(981_000 + job), "SLURM_RESTART_COUNT": str(start)}
-            words = launched(machine, spec, **env)
+            words = launch_words(machine, spec, **env)
             ports |= {word for word in words if word.startswith("--rdzv-endpoint")}
     assert len(ports) == 12
 
@@ -68,11 +68,11 @@ def test_torchrun_rendezvous_port_differs_by_job_and_restart(machine):
 )
 def test_horovodrun_gets_slots_of_each_host(machine, counts, slots):
     spec = JobSpec(command="python train.py", launcher="horovodrun", nodes=3)
-    words = launched(machine, spec, SLURM_TASKS_PER_NODE=counts)
+    words = launch_words(machine, spec, SLURM_TASKS_PER_NODE=counts)
     hosts = ",".join(f"node{i}:{n}" for i, n in enumerate(slots.split(","), 1))
     assert words == ["horovodrun", "--gloo", "-np", "6", "-H", hosts, "python", "train.py"]
     elastic = JobSpec(command="python train.py", launcher="horovodrun", elastic=True)
-    words = launched(machine, elastic, SLURM_TASKS_PER_NODE=counts)
+    words = launch_words(machine, elastic, SLURM_TASKS_PER_NODE=counts)
     run = ["python", "-m", "hpctrain", "run", "--elastic", "--hosts", hosts]
     assert words == [*run, "train.py"]
 
@@ -81,28 +81,28 @@ def test_elastic_srun_is_hpctrain_run(machine):
     spec = JobSpec(command="python -m my.train", elastic=True, nodes=3)
     assert "#SBATCH --no-kill" in render(spec)
     run = ["python", "-m", "hpctrain", "run", "--elastic", "-m", "my.train"]
-    assert launched(machine, spec) == run
+    assert launch_words(machine, spec) == run
     with pytest.raises(UsageError, match="elastic with the command"):
         render(JobSpec(command="./train", elastic=True))
 
 
 def test_launcher_none_runs_program_without_shell_words(machine):
     spec = JobSpec(command=["eval", "touch canary"], launcher="none")
-    code, said = machine.run(spec)
-    assert (code, "eval" in said) == (127, True)
+    code, output = machine.run(spec)
+    assert (code, "eval" in output) == (127, True)
     assert not (machine.folder / "canary").exists()
-    code, said = machine.run(JobSpec(launcher="none"))
-    assert (code, said) == (2, "nothing to run: the command follows the script's name\n")
+    code, output = machine.run(JobSpec(launcher="none"))
+    assert (code, output) == (2, "nothing to run: the command follows the script's name\n")
 
 
 def test_container_gets_gpus_and_environment(machine):
     spec = JobSpec(command="program", container="x.sif", environment={"A": "1"})
-    assert "--nv" not in launched(machine, spec)
+    assert "--nv" not in launch_words(machine, spec)
     assert machine.variables()["APPTAINERENV_A"] == "1"
-    assert "--nv" in launched(machine, spec, SLURM_GPUS_ON_NODE="4")
+    assert "--nv" in launch_words(machine, spec, SLURM_GPUS_ON_NODE="4")
     pyxis = JobSpec(
         command="program", container="a#b", container_runtime="pyxis", environment={"A": "1"}
     )
-    words = launched(machine, pyxis)
+    words = launch_words(machine, pyxis)
     assert "--container-image=a#b" in words
     assert "--container-env=OMP_NUM_THREADS,A" in words

@@ -1,4 +1,4 @@
-"""A finding for each wrong script, none for the right ones, and no text that stops the reader."""
+"""A finding for each wrong script, none for the right ones, and no error for any text."""
 
 import argparse
 import io
@@ -20,7 +20,7 @@ from hpctrain.jobs.lint.variables import Variables
 
 TOP = Path(__file__).resolve().parents[2]
 SCRIPTS = TOP / "tests" / "jobs" / "scripts"
-# The line of what is wrong in each of tests/jobs/scripts/wrong; its name begins with the rule's.
+# The line of the mistake in each of tests/jobs/scripts/wrong; file names begin with the rule.
 WRONG = {
     "cpus-dropped-program": 6,
     "cpus-dropped": 7,
@@ -119,22 +119,22 @@ def test_lint_finds_only_the_planted_mistake(name, line, tmp_path):
     assert all(finding.fixes)
 
 
-# Those of sbatch/: test_lint_finds_nothing_in_rendered_scripts.
+# test_lint_finds_nothing_in_rendered_scripts checks those of sbatch/.
 @pytest.mark.parametrize("path", sorted((SCRIPTS / "right").iterdir()), ids=lambda path: path.stem)
 def test_lint_accepts_right_scripts(path, tmp_path):
     assert lint(text_of(path), tmp_path) == []
 
 
-def blocks_of_the_documentation():
+def blocks_of_docs():
     for path in [*TOP.glob("docs/*.md"), TOP / "README.md"]:
         for block in re.findall(r"```\w*\n(.*?)```", path.read_text(), re.DOTALL):
             if block.startswith("#!") and "\n#SBATCH" in block:
                 yield pytest.param(path.name, block, id=path.stem)
 
 
-@pytest.mark.parametrize(("name", "block"), list(blocks_of_the_documentation()))
+@pytest.mark.parametrize(("name", "block"), list(blocks_of_docs()))
 def test_lint_accepts_scripts_in_docs(name, block, tmp_path):
-    # migrate.md shows a script from before, which has this mistake.
+    # migrate.md shows an old script, which has this mistake.
     before = ["no-kill-on-bad-exit"] if name == "migrate.md" else []
     assert rules(block, tmp_path) == before
 
@@ -163,7 +163,7 @@ def test_lint_log_folder_that_exists(tmp_path):
     assert rules("#!/bin/bash\n#SBATCH -o logs/%A/%a.log\n", tmp_path) == ["log-folder-missing"]
 
 
-# What sbatch 22.05 makes of these lines was asked of it.
+# sbatch 22.05 accepts these lines.
 @pytest.mark.parametrize(
     "line",
     [
@@ -213,7 +213,7 @@ def test_lint_directives_that_sbatch_refuses(line):
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("misspelt", "options"),
     [
         ("--ntasks_per_node=2", ["--ntasks-per-node"]),
         ("--gpu-per-node=2", ["--gpus-per-node"]),
@@ -223,16 +223,16 @@ def test_lint_directives_that_sbatch_refuses(line):
         ("--nod=2", ["--nodefile", "--nodelist", "--nodes"]),
     ],
 )
-def test_lint_misspelt_option_suggests_nearest(given, meant):
-    (finding,) = lint(f"#!/bin/bash\n#SBATCH {given}\n", Path("/nowhere"))
+def test_lint_misspelt_option_suggests_nearest(misspelt, options):
+    (finding,) = lint(f"#!/bin/bash\n#SBATCH {misspelt}\n", Path("/nowhere"))
     assert finding.rule == "unknown-option"
-    assert finding.fixes[: len(meant)] == tuple(f"type {one}" for one in meant)
+    assert finding.fixes[: len(options)] == tuple(f"type {one}" for one in options)
 
 
 @pytest.mark.parametrize(
-    ("asked", "command", "typed"),
+    ("directives", "command", "fixed"),
     [
-        # Alone, srun in front of it would train once on each host.
+        # Without rendezvous options, srun would start a separate training on each host.
         ("--ntasks-per-node=1", "torchrun --nproc-per-node 2 a.py --lr 1", "2 a.py --lr 1"),
         ("-n 8 -c 4", "torchrun --standalone --nproc-per-node=4 a.py", "--cpus-per-task=16 "),
         ("-n 2", "torchrun --nnodes 2 --node-rank $SLURM_NODEID -m a", " -m a"),
@@ -243,12 +243,12 @@ def test_lint_misspelt_option_suggests_nearest(given, meant):
         ("-n 2", "python a.py --rank $SLURM_PROCID", "bash -c 'python a.py --rank $SLURM_PROCID'"),
     ],
 )
-def test_lint_missing_srun_fix_is_right(asked, command, typed):
-    script = f"#!/bin/bash\n#SBATCH -N 2 {asked}\n"
+def test_lint_missing_srun_fix_is_right(directives, command, fixed):
+    script = f"#!/bin/bash\n#SBATCH -N 2 {directives}\n"
     (finding,) = lint(script + command, Path("/nowhere"))
     assert finding.rule == "missing-srun"
     (fix,) = finding.fixes
-    assert typed in fix
+    assert fixed in fix
     assert ("--rdzv-backend=c10d" in fix) == ("torch" in command and "head" not in command)
     assert rules(script + fix) == []
 
@@ -387,11 +387,11 @@ def test_lint_reads_any_text(text):
         *("bash -c '", 'bash -c "', "srun " * 9, "-" * 9),
     ],
 )
-def test_lint_survives_deep_and_long_scripts(part):
+def test_lint_reads_deep_and_long_scripts(part):
     lint("#!/bin/bash\n#SBATCH -" + part * 3000, Path("/nowhere"))
 
 
-def test_lint_survives_recursive_variables():
+def test_lint_reads_recursive_variables():
     names = "abcdefghijklmnop"
     pairs = itertools.pairwise(names)
     lines = [f"{name}=({' '.join([f'${{{other}[@]}}'] * 50)})" for name, other in pairs]
@@ -425,7 +425,7 @@ def test_lint_reads_standard_input(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "cannot be read: No such file"),
         ("folder", "cannot be read: Is a directory"),
@@ -437,13 +437,13 @@ def test_lint_reads_standard_input(monkeypatch, capsys):
         (b"#!/bin/bash\n" + b"#" * 2**20, "more than"),
     ],
 )
-def test_lint_refuses_files_that_are_no_script(content, said, tmp_path):
+def test_lint_refuses_files_that_are_not_a_script(content, message, tmp_path):
     path = tmp_path / "job.sh"
     if content == "folder":
         path.mkdir()
     elif content is not None:
         path.write_bytes(content)
-    with pytest.raises(UsageError, match=said) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         run(path)
     assert (caught.value.code, caught.value.exit_code) == ("HT824", 2)
 
@@ -463,7 +463,7 @@ def test_lint_shows_findings_of_other_files_when_one_is_missing(tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "typed"),
+    ("name", "text", "command_line"),
     [
         ("train.py", "import torch\n", ("hpctrain submit -- python {}",)),
         ("train.py", "#!/usr/bin/env python3\nimport torch\n", ("hpctrain submit -- python {}",)),
@@ -474,12 +474,12 @@ def test_lint_shows_findings_of_other_files_when_one_is_missing(tmp_path, capsys
         ),
     ],
 )
-def test_lint_names_the_command_for_python_and_toml_files(name, text, typed, tmp_path):
+def test_lint_names_the_command_for_python_and_toml_files(name, text, command_line, tmp_path):
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(UsageError, match="no batch script") as caught:
         run(path)
-    assert caught.value.fixes == tuple(one.format(path) for one in typed)
+    assert caught.value.fixes == tuple(one.format(path) for one in command_line)
     assert "#!/bin/bash" not in str(caught.value)
 
 
@@ -490,20 +490,20 @@ def test_lint_reads_bytes_that_are_not_utf8(tmp_path, capsys):
     assert "directive-variable" in capsys.readouterr().out
 
 
-# What would be a false alarm.
+# Right scripts that look like a mistake.
 @pytest.mark.parametrize(
     "text",
     [
-        # The step is smaller than the job, or its size is not known.
+        # The step is smaller than the job, or its size is unknown.
         "#SBATCH -N 2 --ntasks-per-node=4\nsrun -N1 -n1 python a.py",
         "#SBATCH -N 2 --ntasks-per-node=4\nsrun -n $RANKS python a.py",
-        # Somebody may add --kill-on-bad-exit there.
+        # The variable may have --kill-on-bad-exit.
         '#SBATCH -N 2\nstep=(srun)\nif x; then step+=(-K); fi\n"${step[@]}" python a.py',
         "#SBATCH -N 2\nsrun $SRUN_OPTIONS python a.py",
         "#SBATCH -N 2\nsrun -luK python a.py",
         "#SBATCH -N 2\nsrun -lK1 -n2 python a.py",
         "#SBATCH -N 2\nexport SLURM_KILL_BAD_EXIT=1\nsrun python a.py",
-        # How the hosts meet may be said elsewhere, and another training on each may be meant.
+        # The rendezvous may be set elsewhere, or a separate training on each host may be intended.
         "#SBATCH -N 2\nsrun -K torchrun $OPTIONS a.py",
         '#SBATCH -N 2\nsrun -K torchrun "${OPTIONS[@]}" a.py',
         "#SBATCH -N 2\nexport PET_NNODES=2 PET_RDZV_ENDPOINT=$head\nsrun -K torchrun a.py",
@@ -528,16 +528,16 @@ def test_lint_reads_bytes_that_are_not_utf8(tmp_path, capsys):
         "#SBATCH --signal=B:USR2@120\nsource traps.sh\nsrun python a.py",
         # Others wait for it.
         "srun python a.py & sleep 60",
-        # A part of the hosts' own business.
+        # On a single host, or on a host of the job alone.
         "#SBATCH --exclusive\nexport MASTER_PORT=29500\npython a.py",
         "#SBATCH --gres=gpu:4\nexport CUDA_VISIBLE_DEVICES=0,1,2,3\npython a.py",
-        # Of another script.
+        # For another script.
         'if [ -z "$SLURM_JOB_ID" ]; then cd "$(dirname "$0")"; fi',
         'cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")}"',
         "sbatch $0",
         'unset "${!SLURM_@}"\nsbatch next.sbatch',
         "PASSWORD=${PASSWORD:?}\nAPI_KEY=$(cat key)\nHF_TOKEN=your-token-here",
-        # A program's own processes on one node.
+        # The program starts its own processes on one node.
         "#SBATCH -n 8\npython a.py",
         "#SBATCH --ntasks-per-node=4 --gpus-per-node=4\ntorchrun --nproc-per-node=4 a.py",
         "#SBATCH -N 4\npython -m hpctrain run --elastic a.py",

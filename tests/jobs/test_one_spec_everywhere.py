@@ -1,4 +1,4 @@
-"""One JobSpec through every way that takes it: the losses are those of one process."""
+"""One JobSpec by every way to submit it: the losses equal those of one process."""
 
 import contextlib
 import importlib.util
@@ -18,7 +18,7 @@ from hpctrain.jobs import job_files
 from hpctrain.jobs.script import render
 from hpctrain.jobs.spec import JobSpec
 
-# FACTOR is the job's own variable: where it does not arrive, no loss is right.
+# FACTOR is a variable of the job: without it, every loss is wrong.
 TRAIN = """
 import os
 import torch
@@ -54,12 +54,12 @@ PATH = f"{launches.BIN}:{os.environ['PATH']}"
 
 @pytest.fixture
 def one_process(tmp_path):
-    """Losses of `python train.py` in one process."""
+    """Return the losses of `python train.py` in one process."""
     Path("train.py").write_text(TRAIN)
     run = str(tmp_path / "alone")
     ranks.values(
         ranks.run(
-            1, as_script, ["train.py", *OPTIONS, "--run-dir", run], env=dict(SPEC.environment)
+            1, run_script, ["train.py", *OPTIONS, "--run-dir", run], env=dict(SPEC.environment)
         )
     )
     losses = launches.losses(run)
@@ -68,14 +68,14 @@ def one_process(tmp_path):
     return losses
 
 
-def as_script(argv):
+def run_script(argv):
     sys.argv = argv
     with contextlib.redirect_stdout(io.StringIO()):
         runpy.run_path(argv[0], run_name="__main__")
 
 
-def expect(losses, run, launcher, size=SIZE):
-    """Hold a run to the losses of one process, and to the launcher that it claims."""
+def check_run(losses, run, launcher, size=SIZE):
+    """Check the losses of a run against one process, its launcher and its world size."""
     world = json.loads(Path(run, "run.json").read_text())["world"]
     assert (world["launcher"], world["world_size"]) == (launcher, size)
     assert launches.losses(run) == pytest.approx(losses, rel=1e-9)
@@ -87,15 +87,15 @@ def test_one_job_spec_on_this_machine_has_losses_of_one_process(one_process):
     command = [launches.BIN / "hpctrain", "submit", "--via", "local", "job.toml"]
     done = launches.start(command, ".", PATH=PATH)
     assert done.returncode == 0, done.stderr
-    expect(one_process, "run", "hpctrain")
+    check_run(one_process, "run", "hpctrain")
 
 
 def environ(cluster):
-    """Return an environment with this cluster, this Python, and no settings of a person."""
+    """Return an environment with this cluster, this Python, and no user settings."""
     return launches.on_cluster(cluster, HOME=os.getcwd())
 
 
-def by_sbatch(cluster, **more):
+def submit_by_sbatch(cluster, **more):
     """Submit the rendered script; return its run directory."""
     script = render(replace(SPEC, run_dir="run", **more))
     if more.get("launcher") == "horovodrun":
@@ -106,7 +106,7 @@ def by_sbatch(cluster, **more):
     return "run"
 
 
-def by_submitit(cluster):
+def submit_by_submitit(cluster):
     """Submit the same JOB.toml by submitit; return its run directory."""
     Path("job.toml").write_text(job_files.text(replace(SPEC, run_dir="run")))
     command = [launches.BIN / "hpctrain", "submit", "--via", "submitit", "--wait", "job.toml"]
@@ -127,7 +127,7 @@ nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
 """
 
 
-def by_notebook(cluster):
+def submit_by_notebook(cluster):
     """Submit from a notebook; return its run directory."""
     fields = {
         name: getattr(SPEC, name)
@@ -143,11 +143,15 @@ def by_notebook(cluster):
 
 
 WAYS = {
-    "sbatch": (by_sbatch, {}, "slurm"),
-    "submitit": (by_submitit, {}, "slurm"),
-    "notebook": (by_notebook, {}, "slurm"),
-    "torchrun": (by_sbatch, {"launcher": "torchrun"}, "torchrun"),
-    "horovodrun": (by_sbatch, {"launcher": "horovodrun", "backend": "horovod"}, "horovodrun"),
+    "sbatch": (submit_by_sbatch, {}, "slurm"),
+    "submitit": (submit_by_submitit, {}, "slurm"),
+    "notebook": (submit_by_notebook, {}, "slurm"),
+    "torchrun": (submit_by_sbatch, {"launcher": "torchrun"}, "torchrun"),
+    "horovodrun": (
+        submit_by_sbatch,
+        {"launcher": "horovodrun", "backend": "horovod"},
+        "horovodrun",
+    ),
 }
 
 
@@ -160,4 +164,4 @@ def test_one_job_spec_on_slurm_has_losses_of_one_process(cluster, one_process, w
         if not (cluster.ssh_folder / "ssh").exists():
             lacking("ssh", "apt-get install openssh-server")
     submit, more, launcher = WAYS[way]
-    expect(one_process, submit(cluster, **more), launcher)
+    check_run(one_process, submit(cluster, **more), launcher)

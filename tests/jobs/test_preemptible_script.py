@@ -1,6 +1,6 @@
-"""What sbatch/preemptible.sh does with the end of its ranks: requeue, or leave with a code.
+"""sbatch/preemptible.sh after the end of its ranks: requeue, or exit with a code.
 
-scontrol is a fake, a script on the PATH that writes down how it was called.
+scontrol is a fake: a script on the PATH that records its arguments.
 """
 
 import os
@@ -27,13 +27,13 @@ requeue) {requeue};;
 esac
 """
 EXIT_STATUS = 'echo "{\\"code\\": %d, \\"reason\\": \\"so\\"}" > "$HPCTRAIN_EXIT_STATUS_FILE"; '
-# Slurm ends the script and all that it started, before scontrol comes back.
+# Slurm ends the script and its child processes before scontrol returns.
 ACCEPTED = "kill -TERM 0"
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Run the script around ranks that are a line of shell; return exit code and output."""
+    """Return a function that runs the script with a line of shell as ranks: exit code, output."""
 
     script = tmp_path / "preemptible.sh"
     script.write_text(render(JobSpec(**job_files.read(TOML))))
@@ -62,14 +62,14 @@ def run(tmp_path):
         )
         if meanwhile:
             meanwhile(process)
-        said, _ = process.communicate(timeout=120)
-        return process.returncode, said
+        output, _ = process.communicate(timeout=120)
+        return process.returncode, output
 
     return run
 
 
-def left():
-    """Return the stop files and exit status files that are left."""
+def files_left():
+    """Return the names of the stop files and exit status files that remain."""
     return sorted(path.name for path in Path("runs").glob(".*"))
 
 
@@ -84,18 +84,18 @@ def calls():
         (EXIT_STATUS % 0, 0),
         (EXIT_STATUS % 0 + "exit 3", 3),  # after the session
         ("exit 1", 1),  # no exit status: the launcher's code
-        ('echo "{\\"co" >"$HPCTRAIN_EXIT_STATUS_FILE"; exit 3', 3),  # a truncated one
+        ('echo "{\\"co" >"$HPCTRAIN_EXIT_STATUS_FILE"; exit 3', 3),  # a truncated exit status file
         (EXIT_STATUS % 1, 1),
         (EXIT_STATUS % 2 + "exit 143", 2),
         (EXIT_STATUS % 76 + "exit 143", 76),
         ("kill -KILL $$", 137),
-        ("kill -TERM $$", 143),  # srun has ended them, as one failed
+        ("kill -TERM $$", 143),  # srun ended the ranks because one failed
     ],
 )
-def test_preemptible_does_not_requeue_ended_ranks(run, ranks, code):
+def test_preemption_script_does_not_requeue_ended_ranks(run, ranks, code):
     assert run(ranks)[0] == code
     assert not calls()
-    assert not left()
+    assert not files_left()
 
 
 @pytest.mark.parametrize(
@@ -110,29 +110,29 @@ def test_preemptible_does_not_requeue_ended_ranks(run, ranks, code):
         "kill -USR2 $$",
     ],
 )
-def test_preemptible_requeues_stopped_ranks_last(run, ranks):
-    code, said = run(ranks, state="SIGNALING" if "USR2" in ranks else "RUNNING")
-    assert code == -signal.SIGTERM, said
+def test_preemption_script_requeues_stopped_ranks_last(run, ranks):
+    code, output = run(ranks, state="SIGNALING" if "USR2" in ranks else "RUNNING")
+    assert code == -signal.SIGTERM, output
     assert calls() == ["show job --oneliner 7", "requeue incomplete 7"]
-    assert not left()
+    assert not files_left()
 
 
-def test_preemptible_requeues_array_task_by_its_own_name(run):
+def test_preemption_script_requeues_array_task_by_its_own_name(run):
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
-    _, said = run(
+    _, output = run(
         'echo "$HPCTRAIN_RUN_DIR $HPCTRAIN_STOP_FILE"; exit 75', **array, SLURM_JOB_ID="9"
     )
     assert calls() == ["show job --oneliner 9", "show job --oneliner 7_3", "requeue incomplete 7_3"]
-    here = os.getcwd()
-    assert f"{here}/runs/a_name-7_3 {here}/runs/.stop-7_3-2\n" in said
+    folder = os.getcwd()
+    assert f"{folder}/runs/a_name-7_3 {folder}/runs/.stop-7_3-2\n" in output
 
 
 @pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED"])
-def test_preemptible_does_not_requeue_cancelled_job(run, state):
-    code, said = run(EXIT_STATUS % 75, state=state)
+def test_preemption_script_does_not_requeue_cancelled_job(run, state):
+    code, output = run(EXIT_STATUS % 75, state=state)
     assert code == 75
     assert calls() == ["show job --oneliner 7"]
-    assert f"job 7 is {state}: not requeued" in said
+    assert f"job 7 is {state}: this script does not requeue it" in output
 
 
 @pytest.mark.parametrize(
@@ -142,24 +142,24 @@ def test_preemptible_does_not_requeue_cancelled_job(run, state):
         ({"state": None, "PATH": "/usr/bin:/bin"}, "scontrol"),
     ],
 )
-def test_preemptible_prints_sbatch_command_when_requeue_fails(run, tmp_path, more, why):
-    if "PATH" in more:  # that of a machine without Slurm
+def test_preemption_script_prints_sbatch_command_when_requeue_fails(run, tmp_path, more, why):
+    if "PATH" in more:  # the PATH of a machine without Slurm
         tools = tmp_path / "tools"
         tools.mkdir()
         for tool in ("bash", "sh", "env", "mkdir", "rm", "od", "tr", "sed", "touch"):
             (tools / tool).symlink_to(f"/usr/bin/{tool}")
         more["PATH"] = str(tools)
-    code, said = run(EXIT_STATUS % 75, **more)
+    code, output = run(EXIT_STATUS % 75, **more)
     assert code == 75
-    assert why in said
+    assert why in output
     script = "THE_SCRIPT" if "PATH" in more else f"{tmp_path}/runs/job-7.sh"
-    assert f"    HPCTRAIN_RUN_DIR='{tmp_path}/runs/a_name-7' sbatch {script} sh -c " in said
-    assert said.endswith(" --resume\n")
+    assert f"    HPCTRAIN_RUN_DIR='{tmp_path}/runs/a_name-7' sbatch {script} sh -c " in output
+    assert output.endswith(" --resume\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
-def test_preemptible_turns_signal_into_stop_file(run, number):
-    def warn(process):
+def test_preemption_script_turns_signal_into_stop_file(run, number):
+    def send_signals(process):
         for line in process.stdout:
             if line == "ready\n":
                 break
@@ -167,16 +167,16 @@ def test_preemptible_turns_signal_into_stop_file(run, number):
         process.send_signal(number)
 
     wait = 'echo ready; until [ -e "$HPCTRAIN_STOP_FILE" ]; do sleep 0.02; done; sleep 0.3; '
-    code, said = run(f"{wait}echo saved; {EXIT_STATUS}" % 75, meanwhile=warn)
+    code, output = run(f"{wait}echo saved; {EXIT_STATUS}" % 75, meanwhile=send_signals)
     assert code == -signal.SIGTERM
-    assert said == "saved\n"
+    assert output == "saved\n"
     assert calls()[-1] == "requeue incomplete 7"
 
 
-def test_preemptible_ignores_stop_file_of_killed_start(run):
+def test_preemption_script_ignores_stop_file_of_killed_start(run):
     Path("runs").mkdir()
     for name in (".stop-7-0", ".exit-status-7-0", ".stop-70-0"):
         Path("runs", name).write_text('{"code": 75}')
     code, _ = run('[ ! -e "$HPCTRAIN_STOP_FILE" ] && [ ! -e "$HPCTRAIN_EXIT_STATUS_FILE" ]')
     assert code == 0
-    assert left() == [".stop-70-0"]
+    assert files_left() == [".stop-70-0"]

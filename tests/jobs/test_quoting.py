@@ -1,4 +1,4 @@
-"""Text stays text: in bash, as bash itself reads it, and in a line of #SBATCH."""
+"""Quoting of any text for bash and for lines of #SBATCH."""
 
 import os
 import subprocess
@@ -7,14 +7,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpctrain.jobs.quoting import array, directive, word
+from hpctrain.jobs.quoting import array, directive, quote
 
-# Everything that an argument can be: text, and bytes that are no UTF-8 as os.fsdecode gives them.
+# Any argument: text, and bytes that are not UTF-8 as os.fsdecode returns them.
 ARGUMENT = st.binary(max_size=30).map(lambda data: os.fsdecode(data.replace(b"\0", b"")))
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
 
 
-def by_bash(script):
+def printed_words(script):
     """Return what `printf '%s\0'` of a script prints."""
     done = subprocess.run(
         ["bash", "-c", os.fsencode(script)], stdout=subprocess.PIPE, timeout=120, check=True
@@ -30,26 +30,28 @@ def by_bash(script):
     ["\udcff", "\udcc3\udca9", "é\n", "\u2028", "-n", "*", "#", "a=b", "{a,b}", "\\n\n", "\x1b["]
 )
 def test_quoted_words_are_read_back_by_bash(texts):
-    words, given_bytes = [word(text) for text in texts], [os.fsencode(text) for text in texts]
-    assert by_bash(f"printf '%s\\0' {' '.join(words)}") == given_bytes
-    assert by_bash(f"set -eu\n{array('a', words)}\nprintf '%s\\0' \"${{a[@]}}\"") == given_bytes
+    words, given_bytes = [quote(text) for text in texts], [os.fsencode(text) for text in texts]
+    assert printed_words(f"printf '%s\\0' {' '.join(words)}") == given_bytes
+    assert (
+        printed_words(f"set -eu\n{array('a', words)}\nprintf '%s\\0' \"${{a[@]}}\"") == given_bytes
+    )
     for one in words:
         assert one.isprintable(), "on one line, and readable"
 
 
 def test_quoting_leaves_plain_words():
-    assert [word(text) for text in ("train.py", "--lr=0.1", "a b", "it's", "a\nb")] == [
+    assert [quote(text) for text in ("train.py", "--lr=0.1", "a b", "it's", "a\nb")] == [
         *("train.py", "--lr=0.1", "'a b'", "'it'\"'\"'s'", r"$'a\nb'")
     ]
 
 
 def test_quoting_refuses_nul():
     with pytest.raises(ValueError, match="without NUL"):
-        word("a\0b")
+        quote("a\0b")
 
 
 def test_quoting_wraps_long_arrays_between_words():
-    text = array("command", [word(f"word number {number}") for number in range(30)])
+    text = array("command", [quote(f"word number {number}") for number in range(30)])
     assert max(map(len, text.splitlines())) <= 100
     assert text.startswith("command=(\n    'word number 0' ")
     assert array("command", ["a", "b"]) == "command=(a b)"
@@ -66,7 +68,7 @@ def test_quoting_wraps_long_arrays_between_words():
     ],
 )
 def test_sbatch_directive_quoting(value, line):
-    """See test_sbatch_script_on_slurm.py, which asks sbatch."""
+    """The same rules are checked with sbatch in test_sbatch_script_on_slurm.py."""
     assert directive("name", value) == line
 
 

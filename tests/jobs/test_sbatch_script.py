@@ -1,4 +1,4 @@
-"""Rendered scripts: their text, and that whatever a spec holds arrives as it was given."""
+"""Rendered scripts: their text, and the words and variables that reach the ranks unchanged."""
 
 import difflib
 import importlib.util
@@ -26,7 +26,7 @@ renew = importlib.util.module_from_spec(_found)
 _found.loader.exec_module(renew)
 
 
-# --- the text
+# --- the text of the scripts
 
 
 @pytest.mark.parametrize("path", renew.scripts(), ids=lambda path: str(path.relative_to(TOP)))
@@ -40,8 +40,8 @@ def test_rendered_scripts_match_golden_files(path):
 
 
 def test_every_golden_file_has_a_spec():
-    there = {*(TOP / "tests" / "jobs" / "golden").glob("*.sh"), *(TOP / "sbatch").glob("*.sh")}
-    assert there == set(renew.scripts())
+    files = {*(TOP / "tests" / "jobs" / "golden").glob("*.sh"), *(TOP / "sbatch").glob("*.sh")}
+    assert files == set(renew.scripts())
 
 
 def test_shellcheck_finds_nothing_in_rendered_scripts(lacking, tmp_path):
@@ -55,7 +55,7 @@ def test_shellcheck_finds_nothing_in_rendered_scripts(lacking, tmp_path):
 
 
 def test_lint_finds_nothing_in_rendered_scripts(tmp_path):
-    (tmp_path / "logs").mkdir()  # which one of them wants
+    (tmp_path / "logs").mkdir()  # one of the scripts needs this folder
     for path, text in {**renew.scripts(), **renew.more()}.items():
         if "#SBATCH" in text:
             assert not lint(text, tmp_path), path
@@ -72,7 +72,7 @@ def test_render_about_text_stays_a_comment():
     about = "One\n#SBATCH --nodes=9\r\ntouch canary\x1b"
     head = render(JobSpec(about=about, command="a")).partition("#SBATCH --job-name")[0]
     assert head.splitlines() == [
-        *("#!/bin/bash", "# One", "# #SBATCH --nodes=9?", "# touch canary?", "#")
+        *("#!/bin/bash", "# One", "# #SBATCH --nodes=9", r"# touch canary\x1b", "#")
     ]
 
 
@@ -83,23 +83,23 @@ def test_render_refuses_options_without_command():
 
 
 def test_job_environment_cannot_set_variables_of_the_script():
-    """Hold the names that the script assigns to the list of those that a job may not set."""
+    """Compare the names that the script assigns with the list of those that a job may not set."""
     assigned = set()
     for text in [*renew.scripts().values(), *renew.more().values()]:
         assigned |= set(re.findall(r"^ *(?:export |for )?([A-Za-z_]+)(?:=|\+=| in )", text, re.M))
     assigned -= {"GREETING", "NCCL_DEBUG", "OMP_NUM_THREADS", "PATH", "APPTAINERENV_NCCL_DEBUG"}
     assigned -= {"HPCTRAIN_DATA"}  # refused beside stage_data
-    assigned -= {"old"}  # by a shell of its own, on the hosts
-    assigned -= {"SLURM_RESTART_COUNT"}  # refused with all that begin as it does
-    assert assigned <= set(values.OF_THE_SCRIPT)
-    for name in values.OF_THE_SCRIPT:
+    assigned -= {"old"}  # in a separate shell on the hosts
+    assigned -= {"SLURM_RESTART_COUNT"}  # refused with all of this prefix
+    assert assigned <= set(values.SCRIPT_VARIABLES)
+    for name in values.SCRIPT_VARIABLES:
         with pytest.raises(UsageError, match=f"not '{name}'"):
             JobSpec(command="a", environment={name: "x"})
 
 
 @pytest.fixture
 def job_toml(tmp_path, monkeypatch):
-    """Write a JOB.toml, in a home without settings."""
+    """Write a JOB.toml in a home without settings; return its path."""
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "job.toml"
     path.write_text('command = ["python", "é.py", "a\\nb"]\nnodes = 2\n')
@@ -122,7 +122,7 @@ def test_render_command_names_an_output_that_cannot_be_written(job_toml, capfd, 
     assert "No such file" in capfd.readouterr().err
 
 
-# --- what arrives
+# --- what reaches the ranks
 
 PIECES = (
     *("'", '"', "\\", "\n", "\r", "\t", " ", "$", "`", "%", "-", "--", "é", "日本", "\x7f", "\x01"),
@@ -136,24 +136,24 @@ PIECES = (
 
 
 class Hostile:
-    """Texts that try to become code, from a seed."""
+    """Random texts that would run code if they were not quoted."""
 
     def __init__(self, seed, canary):
         self.chance = random.Random(seed)
         self.canary = str(canary)
 
     def text(self):
-        """Return any text; also none at all."""
+        """Return a random text, which may be empty."""
         pieces = self.chance.choices(PIECES, k=self.chance.randrange(6))
         return "".join(pieces).replace("{}", self.canary)
 
     def path(self, without="", end=""):
-        """Return a relative path, of parts that a file system takes."""
+        """Return a random relative path that a file system accepts."""
         text = "".join(one for one in self.text() if one not in without).lstrip("/")
         return f"{text}{end}" if text.strip("./") else f"x{end}"
 
     def spec(self):
-        """Return a spec with such texts wherever they are no line of #SBATCH."""
+        """Return a spec with such texts in all fields except those in lines of #SBATCH."""
         some = self.chance.random
         more = {
             "launcher": self.chance.choice(("srun", "srun", "torchrun", "horovodrun", "none")),
@@ -179,7 +179,7 @@ class Hostile:
 
 
 def expected_words(spec, machine, run, index, more):
-    """Return how the launcher has to be called, from the first word that the spec decides."""
+    """Return the expected words of the launcher, from the first one that the spec determines."""
     setting = spec.sweep[index] if spec.sweep else ()
     command = [*spec.command, *(word for name, text in setting for word in (f"--{name}", text))]
     command += more
@@ -201,8 +201,8 @@ def expected_words(spec, machine, run, index, more):
     return [*inside, command] if spec.launcher == "torchrun" else [*inside, *command]
 
 
-def in_order(words, expected):
-    """Say whether words end with the expected ones; a list in these is the end of the rest."""
+def ends_with(words, expected):
+    """Return whether words end with the expected ones; a list in these is the end of the rest."""
     if expected and isinstance(expected[-1], list):
         *first, last = expected
         at = words.index(first[0])
@@ -223,13 +223,13 @@ def test_hostile_texts_reach_ranks_and_run_no_code(tmp_path, seed):
         more = [hostile.text() for _ in range(2)]
         index = 1
         array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"} if spec.sweep else {}
-        code, said = machine.run(spec, *more, **array)
+        code, output = machine.run(spec, *more, **array)
         label = "7_1" if spec.sweep else "7"
         run = f"{machine.folder}/{spec.run_dir or 'runs/name-' + label}"
         run += f"/{index}" if spec.run_dir and spec.sweep else ""
         ranks = [call for call in machine.calls() if more == call[-2:]]
-        assert (code, len(ranks)) == (0, 1), (spec, said)
-        assert in_order(ranks[0], expected_words(spec, machine, run, index, more)), (spec, ranks)
+        assert (code, len(ranks)) == (0, 1), (spec, output)
+        assert ends_with(ranks[0], expected_words(spec, machine, run, index, more)), (spec, ranks)
         found = machine.variables(machine.calls().index(ranks[0]))
         assert {**spec.environment, "HPCTRAIN_RUN_DIR": run}.items() <= found.items(), (spec, found)
         assert ("ACTIVE" in found) == bool(spec.venv)
@@ -251,8 +251,8 @@ def test_hostile_texts_reach_local_ranks_and_run_no_code(tmp_path):
             command=["python", "x.py", *words], environment=environment, run_dir=run, venv=venv
         )
         make_files(spec, machine.folder)
-        code, said = machine.bash(render_local(spec), more, cwd=machine.folder)
-        assert code == 0, (spec, said)
+        code, output = machine.bash(render_local(spec), more, cwd=machine.folder)
+        assert code == 0, (spec, output)
         start = ["python", "-m", "hpctrain", "run", "--nproc-per-node", "1", "x.py"]
         assert machine.calls() == [[*start, *words, more]]
         expected = {**environment, "HPCTRAIN_RUN_DIR": f"{machine.folder}/{run}", "ACTIVE": "yes"}

@@ -1,4 +1,4 @@
-"""Rendered scripts on a real Slurm of four hosts: what it takes, and what it runs."""
+"""Rendered scripts on a real Slurm of four hosts."""
 
 import contextlib
 import importlib.util
@@ -21,7 +21,7 @@ NAMES = sorted(path.stem for path in SBATCH.glob("*.toml"))
 
 
 def submit(cluster, script, *options, **more):
-    """Hand a script to sbatch by standard input, as `hpctrain submit` does; return its job."""
+    """Pass a script to sbatch by standard input, as `hpctrain submit` does; return its job."""
     done = cluster.run(
         ["sbatch", "--parsable", *options], input=script, env=launches.on_cluster(cluster), **more
     )
@@ -37,12 +37,12 @@ def run(cluster, spec, *options, **more):
 
 @pytest.mark.slow
 def test_job_submitted_inside_a_job_has_its_own_id_and_run(cluster, tmp_path, monkeypatch):
-    """Submit with the variables of a requeued array task, which sbatch hands on."""
+    """Submit with the variables of a requeued array task, which sbatch passes on."""
     monkeypatch.chdir(tmp_path)
-    theirs = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
+    outer = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
     spec = JobSpec(name="inner", command=["sh", "-c", 'echo "$HPCTRAIN_RUN_DIR"'], max_restarts=1)
     script = render(spec)
-    env = launches.on_cluster(cluster, HPCTRAIN_STOP_FILE="/x", HPCTRAIN_RUN_DIR="/x", **theirs)
+    env = launches.on_cluster(cluster, HPCTRAIN_STOP_FILE="/x", HPCTRAIN_RUN_DIR="/x", **outer)
     done = cluster.run(["sbatch", "--parsable"], input=script, env=env)
     job, code = cluster.ended(done.stdout.strip())
     log = Path(f"inner-{job}.log").read_text()
@@ -53,13 +53,13 @@ def test_job_submitted_inside_a_job_has_its_own_id_and_run(cluster, tmp_path, mo
     assert f"job {one[0]}_0, start 0, on " in one[2]
 
 
-# --- what sbatch takes
+# --- what sbatch accepts
 
 LETTERS = "abz09 \"'\\`$(){}[]<>|&;:,.=%#@!?*~^+-_/é日本€𝛼"
 
 
 def texts(count, without=""):
-    """Return texts by chance, and hostile ones."""
+    """Return random texts, and texts with special characters."""
     chance = random.Random(1)
     letters = [one for one in LETTERS if one not in without]
     fixed = ["a b", "a  b", "#a", "a # b", "'", '"', "\\", "\\\\", '\\"', "a\\", "$(id)", "%j %x"]
@@ -74,16 +74,16 @@ def test_sbatch_takes_hostile_names_and_comments(cluster):
     for name, comment in zip([*names, "x" * 200], [*comments, longest], strict=True):
         spec = JobSpec(name=name, comment=comment, command="true", output="/dev/null")
         job = submit(cluster, render(spec), "--hold")
-        shown = cluster.run(["scontrol", "show", "job", job], check=True).stdout
+        job_text = cluster.run(["scontrol", "show", "job", job], check=True).stdout
         cluster.run(["scancel", job], check=True)
-        # scontrol ends the line with a blank of its own.
-        assert re.search(r"JobName=(.*)", shown)[1] == name
-        assert re.search(r"^   Comment=(.*) $", shown, re.MULTILINE)[1] == comment
+        # scontrol ends the line with a blank.
+        assert re.search(r"JobName=(.*)", job_text)[1] == name
+        assert re.search(r"^   Comment=(.*) $", job_text, re.MULTILINE)[1] == comment
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sbatch_accepts_shipped_scripts(cluster, name):
-    small = ["--cpus-per-task=2"]  # the hosts here have eight CPUs
+    small = ["--cpus-per-task=2"]  # the hosts of the test have eight CPUs
     script = str(SBATCH / f"{name}.sh")
     done = cluster.run(["sbatch", "--hold", "--parsable", *small, script])
     assert done.returncode == 0, done.stderr
@@ -102,10 +102,10 @@ def test_sbatch_accepts_shipped_scripts(cluster, name):
 
 def test_hostile_words_reach_ranks_of_srun(cluster):
     words = ["", " ", "it's", '"', "\\", "$(touch canary)", "`touch canary`", "a\nb", "*", "\r\n"]
-    tell = 'printf "%s\\0" "$SLURM_PROCID" "$A" "$@" >out-$SLURM_PROCID'
+    command = 'printf "%s\\0" "$SLURM_PROCID" "$A" "$@" >out-$SLURM_PROCID'
     spec = JobSpec(
         name="arrive",
-        command=["bash", "-c", tell, "x", *words],
+        command=["bash", "-c", command, "x", *words],
         environment={"A": "a\n'$(touch canary)',\udcff"},
         nodes=2,
         tasks_per_node=2,
@@ -130,14 +130,14 @@ def test_sbatch_command_line_options_win(cluster):
     job, code = cluster.batch([*options, "hold.sh", line], env=launches.on_cluster(cluster))
     log = Path(f"hold-{job}.log").read_text()
     assert code == 0, log
-    # All GPUs of a host for each of its ranks: NCCL wants to see them.
-    said = sorted(re.findall(r"^(\d) of 6 has 0,1,2$", log, re.MULTILINE))
-    assert said == [str(rank) for rank in range(6)], log
+    # Each rank sees all GPUs of its host, as NCCL needs.
+    ranks = sorted(re.findall(r"^(\d) of 6 has 0,1,2$", log, re.MULTILINE))
+    assert ranks == [str(rank) for rank in range(6)], log
 
 
 @contextlib.contextmanager
 def own_disks(cluster, path):
-    """Mount a folder that is another one on each host."""
+    """Mount a separate file system at a path of each host."""
     path.mkdir()
     try:
         for host in cluster.hosts:
@@ -168,8 +168,8 @@ def test_staging_copies_code_and_environment_to_each_host(cluster, tmp_path):
             stage_environment="tools.tar.gz",
             setup=(f"export TMPDIR={disk} USER=ada",),
         )
-        job, left, log = run(cluster, spec)
-        assert left == 0, log
+        job, exit_code, log = run(cluster, spec)
+        assert exit_code == 0, log
         scratch = f"{disk}/hpctrain-ada-{job}-0"
         lines = log.splitlines()[1:]
         assert set(lines) >= set(cluster.hosts[:3])
@@ -195,20 +195,20 @@ def test_stopped_job_resumes_by_the_printed_sbatch_line(cluster, sweep):
     line = Path(f"on-{job}{task}.log").read_text().splitlines()[-1]
     second = cluster.run(["bash", "-c", line], env=launches.on_cluster(cluster)).stdout.split()[-1]
     assert cluster.ended(f"{second}{task}")[1] == 0
-    said = Path(f"on-{second}{task}.log").read_text()
-    assert f"\nrun {Path.cwd()}/runs/on-{job}{task}{setting} --resume\n" in said
+    log = Path(f"on-{second}{task}.log").read_text()
+    assert f"\nrun {Path.cwd()}/runs/on-{job}{task}{setting} --resume\n" in log
 
 
 @pytest.mark.slow
 def test_max_restarts_counts_each_array_task(cluster):
-    """Include the last task, whose job id is also that of the array."""
+    """Include the last task, whose job id equals that of the array."""
     spec = JobSpec(name="three", command=["bash", "-c", "exit 75"], max_restarts=1, array="0-2")
     job = submit(cluster, render(spec))
     for index in range(3):
         assert cluster.ended(f"{job}_{index}")[1] == 76
         assert cluster.job(f"{job}_{index}")["Restarts"] == "1"
         log = Path(f"three-{job}_{index}.log").read_text()
-        assert "it was started again 1 times, of 1 that it may be" in log
+        assert "it was restarted 1 times, and the limit is 1" in log
         assert f"job {job}_{index}, start 1, on " in log
         assert "start 2" not in log
     assert not list(Path("runs").glob(".*")), "stop file or exit status file left"

@@ -1,6 +1,6 @@
-"""What rendered scripts do, run by a real bash around stand-ins for Slurm's commands.
+"""Rendered scripts, run by bash with stand-ins for Slurm's commands.
 
-tests/jobs/test_sbatch_script_on_slurm.py has them on a real Slurm.
+tests/jobs/test_sbatch_script_on_slurm.py runs them on a real Slurm.
 """
 
 import os
@@ -23,7 +23,7 @@ def machine(tmp_path):
     return Machine(tmp_path / "machine")
 
 
-# --- what is set up, and what beats what
+# --- the environment, and the precedence of its sources
 
 
 SAYS = """#!/bin/sh
@@ -32,8 +32,8 @@ echo "ranks: A=$A PATH=$PATH threads=$OMP_NUM_THREADS run=$HPCTRAIN_RUN_DIR here
 
 
 @pytest.fixture
-def says(machine):
-    """A machine on which the ranks say what they see."""
+def printing_machine(machine):
+    """Return a machine on which the ranks print their environment."""
     machine.program("srun", SAYS)
     return machine
 
@@ -46,13 +46,13 @@ def site_file(machine, text):
 
 
 def module_system(text="export A=module"):
-    """A `module` as a login shell exports it; it knows all but `absent`."""
+    """Return a `module` function as a login shell exports it; only `absent` is unknown."""
     body = f'[ "$2" != absent ] || return 1; {text}; unset "$never_set"'
     return {"BASH_FUNC_module%%": f"() {{ {body}; }}"}
 
 
-def test_environment_order_site_modules_setup_spec(says):
-    site_file(says, "export A=site OMP_NUM_THREADS=7")
+def test_environment_order_site_modules_setup_spec(printing_machine):
+    site_file(printing_machine, "export A=site OMP_NUM_THREADS=7")
     modules = module_system()
     more = {}
     for name, field, value in (
@@ -62,35 +62,39 @@ def test_environment_order_site_modules_setup_spec(says):
         ("spec", "environment", {"A": "spec"}),
     ):
         more[field] = value
-        code, said = says.run(JobSpec(command="a", **more), A="inherited", **modules)
+        code, output = printing_machine.run(JobSpec(command="a", **more), A="inherited", **modules)
         assert code == 0
-        assert f"A={name} " in said
-        assert "threads=7 " in said
-    assert "threads=1 " in says.run(JobSpec(command="a"), HPCTRAIN_SITE="/dev/null")[1]
+        assert f"A={name} " in output
+        assert "threads=7 " in output
+    assert "threads=1 " in printing_machine.run(JobSpec(command="a"), HPCTRAIN_SITE="/dev/null")[1]
     more["environment"] = {"OMP_NUM_THREADS": "3"}
-    assert "threads=3 " in says.run(JobSpec(command="a", **more), **modules)[1]
+    assert "threads=3 " in printing_machine.run(JobSpec(command="a", **more), **modules)[1]
 
 
-def test_site_sh_failure_is_named_and_job_goes_on(says):
-    path = site_file(says, '[ "$unset" = x ] && true\nmodule load gone\nfalse')
-    code, said = says.run(JobSpec(command="a"))
-    assert (code, f"{path} ended with 1\n" in said) == (0, True)
+def test_site_sh_failure_is_printed_and_job_continues(printing_machine):
+    path = site_file(printing_machine, '[ "$unset" = x ] && true\nmodule load gone\nfalse')
+    code, output = printing_machine.run(JobSpec(command="a"))
+    assert (code, f"{path} ended with 1\n" in output) == (0, True)
     path.write_text("if then")
-    code, said = says.run(JobSpec(command="a"))
-    assert (code, f"{path} ended with " in said) == (0, True)
-    code, said = says.run(JobSpec(command="a"), HPCTRAIN_SITE="/no/such/file")
-    assert (code, "/no/such/file: No such file" in said) == (0, True)
+    code, output = printing_machine.run(JobSpec(command="a"))
+    assert (code, f"{path} ended with " in output) == (0, True)
+    code, output = printing_machine.run(JobSpec(command="a"), HPCTRAIN_SITE="/no/such/file")
+    assert (code, "/no/such/file: No such file" in output) == (0, True)
 
 
-def test_module_load_failure_ends_job(says):
+def test_module_load_failure_ends_job(printing_machine):
     modules = module_system()
-    code, said = says.run(JobSpec(command="a", modules=("there", "absent")), **modules)
-    assert (code, said) == (2, "absent: this module could not be loaded\n")
+    code, output = printing_machine.run(
+        JobSpec(command="a", modules=("there", "absent")), **modules
+    )
+    assert (code, output) == (2, "absent: this module could not be loaded\n")
 
 
-def test_setup_line_failure_ends_job(says):
-    code, said = says.run(JobSpec(command="a", setup=('echo "got $unset_before"', "false")))
-    assert (code, said) == (1, "got \n")
+def test_setup_line_failure_ends_job(printing_machine):
+    code, output = printing_machine.run(
+        JobSpec(command="a", setup=('echo "got $unset_before"', "false"))
+    )
+    assert (code, output) == (1, "got \n")
 
 
 CONDA = """#!/bin/sh
@@ -98,81 +102,89 @@ echo 'conda() { [ "$2" = torch ] && export A=conda; }'
 """
 
 
-def test_conda_environment_is_activated_or_error_says_why(says):
+def test_conda_environment_is_activated_or_error_names_the_reason(printing_machine):
     torch = JobSpec(command="a", conda="torch")
-    code, said = says.run(torch)
-    assert (code, "no conda on the PATH" in said) == (2, True)
-    says.program("conda", CONDA)
-    assert "A=conda " in says.run(torch)[1]
-    code, said = says.run(JobSpec(command="a", conda="it's $(id)"))
-    assert (code, said) == (2, "it's $(id): this conda environment could not be activated\n")
+    code, output = printing_machine.run(torch)
+    assert (code, "no conda on the PATH" in output) == (2, True)
+    printing_machine.program("conda", CONDA)
+    assert "A=conda " in printing_machine.run(torch)[1]
+    code, output = printing_machine.run(JobSpec(command="a", conda="it's $(id)"))
+    assert (code, output) == (2, "it's $(id): this conda environment could not be activated\n")
 
 
-def test_missing_venv_ends_job(says):
-    code, said = says.run(JobSpec(command="a", venv="my env"))
+def test_missing_venv_ends_job(printing_machine):
+    code, output = printing_machine.run(JobSpec(command="a", venv="my env"))
     assert code == 2
-    assert said.startswith("./my env: no virtual environment on ")
-    assert said.endswith(f"seen from {says.folder}\n")
+    assert output.startswith("./my env: no virtual environment on ")
+    assert output.endswith(f"seen from {printing_machine.folder}\n")
 
 
-def test_run_directory_from_environment_wins(says):
-    spec = JobSpec(command="a", run_dir="mine")
-    here = says.folder
-    assert f"run={here}/mine " in says.run(spec)[1]
-    assert f"run={here}/runs/other " in says.run(spec, HPCTRAIN_RUN_DIR="runs/other")[1]
-    assert f"run={here.parent}/x " in says.run(spec, HPCTRAIN_RUN_DIR=f"{here.parent}/x")[1]
-    assert (here / "runs" / "other").is_dir()
+def test_run_directory_from_environment_wins(printing_machine):
+    spec = JobSpec(command="a", run_dir="my-run")
+    folder = printing_machine.folder
+    assert f"run={folder}/my-run " in printing_machine.run(spec)[1]
+    assert (
+        f"run={folder}/runs/other " in printing_machine.run(spec, HPCTRAIN_RUN_DIR="runs/other")[1]
+    )
+    assert (
+        f"run={folder.parent}/x "
+        in printing_machine.run(spec, HPCTRAIN_RUN_DIR=f"{folder.parent}/x")[1]
+    )
+    assert (folder / "runs" / "other").is_dir()
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
-    assert f"run={here}/runs/name-5_3 " in says.run(JobSpec(command="a", array="3"), **array)[1]
-    assert f"run={here}/mine/3 " in says.run(spec, **array)[1]
+    assert (
+        f"run={folder}/runs/name-5_3 "
+        in printing_machine.run(JobSpec(command="a", array="3"), **array)[1]
+    )
+    assert f"run={folder}/my-run/3 " in printing_machine.run(spec, **array)[1]
 
 
-def test_script_makes_log_folder(says):
-    assert says.run(JobSpec(command="a", output="my logs/%x-%j.log"))[0] == 0
-    assert (says.folder / "my logs").is_dir()
+def test_script_makes_log_folder(printing_machine):
+    assert printing_machine.run(JobSpec(command="a", output="my logs/%x-%j.log"))[0] == 0
+    assert (printing_machine.folder / "my logs").is_dir()
 
 
-def test_sweep_index_without_setting_is_refused(says):
+def test_sweep_index_without_setting_is_refused(printing_machine):
     spec = JobSpec(command="a", sweep={"lr": [1, 2]})
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
-    assert says.run(spec, **array) == (2, "no setting has the index 2\n")
+    assert printing_machine.run(spec, **array) == (2, "no setting has the index 2\n")
 
 
-def test_log_begins_with_setting_job_and_command(says):
-    said = says.run(JobSpec(command=["a", "b c"], sweep=[{"lr": "1 2"}]), SLURM_ARRAY_TASK_ID="0")[
-        1
-    ]
-    assert said.splitlines()[:2] == [
+def test_log_begins_with_setting_job_and_command(printing_machine):
+    output = printing_machine.run(
+        JobSpec(command=["a", "b c"], sweep=[{"lr": "1 2"}]), SLURM_ARRAY_TASK_ID="0"
+    )[1]
+    assert output.splitlines()[:2] == [
         r"setting 0: --lr 1\ 2",
         r"job 7_0, start 0, on node[1-3]: srun --kill-on-bad-exit=1 --cpus-per-task=1 a b\ c "
         r"--lr 1\ 2",
     ]
 
 
-# --- the end
+# --- requeue, and the end of the job
 
 
-def stopped(machine, spec, **env):
+def run_stopped(machine, spec, **env):
     return machine.run(spec, CODE="75", **env)
 
 
 def test_secret_is_new_for_each_start_and_in_no_command_line_or_log(machine):
     secrets = set()
     for _ in range(3):
-        said = machine.run(JobSpec(command="a"))[1]
+        output = machine.run(JobSpec(command="a"))[1]
         secrets.add(machine.variables()["HPCTRAIN_SECRET"])
-        assert not [one for one in secrets if one in said or one in str(machine.calls())]
+        assert not [one for one in secrets if one in output or one in str(machine.calls())]
     assert len(secrets) == 3
     assert min(map(len, secrets)) >= 32
 
 
 def test_no_requeue_prints_sbatch_command_to_resume(machine):
     spec = JobSpec(command="a b", requeue=False)
-    code, said = machine.run(spec, "it's", "--lr", "", CODE="75")
+    code, output = machine.run(spec, "it's", "--lr", "", CODE="75")
     assert code == 75
     run = f"{machine.folder}/runs/name-7"
     script = f"{machine.folder}/runs/job-7.sh"
-    go_on = said.splitlines()[-1]
+    go_on = output.splitlines()[-1]
     assert go_on == f"    HPCTRAIN_RUN_DIR='{run}' sbatch {script} it\\'s --lr '' --resume"
     assert Path(script).read_text() == "#!/bin/bash\n"
 
@@ -180,34 +192,41 @@ def test_no_requeue_prints_sbatch_command_to_resume(machine):
 def test_max_restarts_exit_codes(machine):
     spec = JobSpec(command="a b", max_restarts=2)
     for restarts, expected in ((1, 75), (2, 76), (3, 76)):
-        code, said = stopped(machine, spec, SLURM_RESTART_COUNT=str(restarts))
+        code, output = run_stopped(machine, spec, SLURM_RESTART_COUNT=str(restarts))
         assert code == expected
-        assert ("of 2 that it may be" in said) == (expected == 76)
-        assert "/runs/job-7.sh --resume\n" in said
+        assert ("the limit is 2" in output) == (expected == 76)
+        assert "/runs/job-7.sh --resume\n" in output
 
 
 def test_resume_command_of_array_task(machine):
     sweep = JobSpec(command="a b", sweep={"lr": [1]}, requeue=False)
     array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
-    said = stopped(machine, sweep, **array)[1]
+    output = run_stopped(machine, sweep, **array)[1]
     run, script = (f"{machine.folder}/runs/{name}" for name in ("name-7_0", "job-7_0.sh"))
     assert (
-        said.splitlines()[-1] == f"    HPCTRAIN_RUN_DIR='{run}' sbatch --array=0 {script} --resume"
+        output.splitlines()[-1]
+        == f"    HPCTRAIN_RUN_DIR='{run}' sbatch --array=0 {script} --resume"
     )
 
 
-def test_variables_of_outer_job_are_ignored(says):
-    """Run with what sbatch hands on from a task of an array that was requeued."""
+def test_variables_of_outer_job_are_ignored(printing_machine):
+    """Run with the variables that sbatch passes on from a requeued array task."""
     outer = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
-    theirs = {"HPCTRAIN_STOP_FILE": "/outer/stop", "HPCTRAIN_RUN_DIR": "/outer/run", "OUTER": "yes"}
-    code, said = says.run(JobSpec(command="a", max_restarts=1), **outer, **theirs)
+    of_outer_job = {
+        "HPCTRAIN_STOP_FILE": "/outer/stop",
+        "HPCTRAIN_RUN_DIR": "/outer/run",
+        "OUTER": "yes",
+    }
+    code, output = printing_machine.run(
+        JobSpec(command="a", max_restarts=1), **outer, **of_outer_job
+    )
     assert code == 0
-    assert "job 7, start 0, on" in said
-    assert f"run={says.folder}/runs/name-7 " in said
+    assert "job 7, start 0, on" in output
+    assert f"run={printing_machine.folder}/runs/name-7 " in output
 
 
 def test_script_never_requeues_another_job(machine):
-    """Include a Slurm that answers only at the end."""
+    """Include a Slurm that does not answer before the end."""
     calls = machine.folder / "calls"
     machine.program(
         "scontrol",
@@ -218,66 +237,74 @@ echo "JobId=5 ArrayJobId=5 ArrayTaskId=3 JobName=a JobState=RUNNING Reason=None"
 """,
     )
     outer = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
-    code, said = stopped(machine, JobSpec(command="a"), **outer)
+    code, output = run_stopped(machine, JobSpec(command="a"), **outer)
     assert code == 75
-    assert "not this one: not requeued" in said
+    assert "is unknown: this script does not requeue it" in output
     assert "requeue" not in calls.read_text()
 
 
-def test_cd_in_setup_moves_ranks_not_run_directory(says):
-    (says.folder / "src").mkdir()
-    spec = JobSpec(command="a", run_dir="mine", setup=("cd src",))
-    said = says.run(spec)[1]
-    assert f"run={says.folder}/mine here={says.folder}/src\n" in said
+def test_cd_in_setup_moves_ranks_not_run_directory(printing_machine):
+    (printing_machine.folder / "src").mkdir()
+    spec = JobSpec(command="a", run_dir="my-run", setup=("cd src",))
+    output = printing_machine.run(spec)[1]
+    assert f"run={printing_machine.folder}/my-run here={printing_machine.folder}/src\n" in output
 
 
-def test_run_directory_shared_by_array_tasks_is_refused(says):
+def test_run_directory_shared_by_array_tasks_is_refused(printing_machine):
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "2"}
     spec = JobSpec(command="a", array="0-1")
-    code, said = says.run(spec, HPCTRAIN_RUN_DIR="x", **array)
-    assert (code, said) == (2, "HPCTRAIN_RUN_DIR=x: one directory, 2 tasks\n")
-    assert says.run(spec, HPCTRAIN_RUN_DIR="x", **{**array, "SLURM_ARRAY_TASK_COUNT": "1"})[0] == 0
-
-
-def test_site_sh_cannot_change_script_variables(says):
-    site_file(says, "job=1 command=(echo hijacked) run=/x; set -- other words; code=75 shown=1")
-    code, said = says.run(JobSpec(command="a"), "more")
-    assert code == 0
+    code, output = printing_machine.run(spec, HPCTRAIN_RUN_DIR="x", **array)
+    assert (code, output) == (2, "HPCTRAIN_RUN_DIR=x: one directory, 2 tasks\n")
     assert (
-        "job 7, start 0, on node[1-3]: srun --kill-on-bad-exit=1 --cpus-per-task=1 a more" in said
+        printing_machine.run(
+            spec, HPCTRAIN_RUN_DIR="x", **{**array, "SLURM_ARRAY_TASK_COUNT": "1"}
+        )[0]
+        == 0
     )
 
 
-def test_site_sh_gets_no_arguments(says):
-    (says.folder / "mine.sh").write_text('echo "site got $#"')
-    code, said = says.run(JobSpec(command="a"), "--lr", "1", HPCTRAIN_SITE="mine.sh")
+def test_site_sh_cannot_change_script_variables(printing_machine):
+    site_file(
+        printing_machine,
+        "job=1 command=(echo hijacked) run=/x; set -- other words; code=75 shown=1",
+    )
+    code, output = printing_machine.run(JobSpec(command="a"), "more")
     assert code == 0
-    assert said.startswith("site got 0\n")
+    assert (
+        "job 7, start 0, on node[1-3]: srun --kill-on-bad-exit=1 --cpus-per-task=1 a more" in output
+    )
 
 
-def test_site_sh_exit_ends_job_with_message(says):
-    path = site_file(says, "exit 0")
-    code, said = says.run(JobSpec(command="a"))
-    assert (code, said) == (2, f"{path} has an exit, where return was meant: it ends the job\n")
+def test_site_sh_gets_no_arguments(printing_machine):
+    (printing_machine.folder / "site.sh").write_text('echo "site got $#"')
+    code, output = printing_machine.run(JobSpec(command="a"), "--lr", "1", HPCTRAIN_SITE="site.sh")
+    assert code == 0
+    assert output.startswith("site got 0\n")
+
+
+def test_site_sh_exit_ends_job_with_message(printing_machine):
+    path = site_file(printing_machine, "exit 0")
+    code, output = printing_machine.run(JobSpec(command="a"))
+    assert (code, output) == (2, f"{path} calls exit, which ends the job; it may use return\n")
 
 
 def test_signal_during_setup_stops_ranks(machine):
     site_file(machine, "kill -USR2 $$")
-    machine.program("srun", '#!/bin/sh\n[ -e "$HPCTRAIN_STOP_FILE" ] && echo asked; exit 75\n')
-    code, said = machine.run(JobSpec(command="a", requeue=False))
+    machine.program("srun", '#!/bin/sh\n[ -e "$HPCTRAIN_STOP_FILE" ] && echo stop-file; exit 75\n')
+    code, output = machine.run(JobSpec(command="a", requeue=False))
     assert code == 75
-    assert "\nasked\n" in said
+    assert "\nstop-file\n" in output
 
 
 @pytest.mark.parametrize("runtime", ["", "pyxis"])
-def test_container_refuses_bind_folders_with_comma_or_colon(says, runtime):
+def test_container_refuses_bind_folders_with_comma_or_colon(printing_machine, runtime):
     spec = JobSpec(command="a", container="a.sif", container_runtime=runtime)
-    code, said = says.run(spec, SLURM_JOB_NAME="lr=0.1,seed:2")
+    code, output = printing_machine.run(spec, SLURM_JOB_NAME="lr=0.1,seed:2")
     assert code == 2
-    assert "no container takes folders with , or :" in said
+    assert "a container cannot mount folders with , or :" in output
 
 
-# --- copies on the hosts' own disks
+# --- copies on the local disks of the hosts
 
 
 def test_stage_code_leaves_out_runs_git_and_venv(machine):
@@ -289,37 +316,39 @@ def test_stage_code_leaves_out_runs_git_and_venv(machine):
         "srun", f'#!/bin/sh\ncase "$*" in *ranks*) {list_it}; exit;; esac\n'
         'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"\n'
     )  # fmt: skip
-    code, said = machine.run(JobSpec(command="ranks", stage_code="."))
+    code, output = machine.run(JobSpec(command="ranks", stage_code="."))
     scratch = f"{machine.environ['TMPDIR']}/hpctrain-ada-7-0"
-    assert (code, said.splitlines()[1:]) == (0, ["./package/runs/file", f"{scratch}/code", "700"])
+    assert (code, output.splitlines()[1:]) == (0, ["./package/runs/file", f"{scratch}/code", "700"])
     assert not Path(scratch).exists()
 
 
-@pytest.mark.parametrize("there", ["a link", "somebody else's", "one's own", "of another start"])
-def test_staging_never_uses_existing_folder(machine, lacking, there):
+@pytest.mark.parametrize(
+    "existing", ["a link", "another user's", "this user's", "of another start"]
+)
+def test_staging_never_uses_existing_folder(machine, lacking, existing):
     scratch = Path(machine.environ["TMPDIR"], "hpctrain-ada-7-0")
-    if there == "a link":
+    if existing == "a link":
         (machine.folder.parent / "target").mkdir()
         scratch.symlink_to(machine.folder.parent / "target")
     else:
         scratch.mkdir()
-    (scratch / "mine").touch()
-    if there == "somebody else's":
+    (scratch / "my-run").touch()
+    if existing == "another user's":
         if os.geteuid():
-            lacking("mount", "a folder of somebody else's takes root")
+            lacking("mount", "a folder of another user needs root")
         scratch.chmod(0o777)
         os.chown(scratch, 1, 1)
-    if there == "of another start":
+    if existing == "of another start":
         (scratch / ".start").write_text("0123")
-    code, said = machine.run(JobSpec(command="a", stage_code="."))
+    code, output = machine.run(JobSpec(command="a", stage_code="."))
     assert code == 1
-    assert f"a host could not copy code to {scratch}: the lines above say why\n" in said
-    assert re.search("hpctrain-ada-7-0.: File exists", said)
+    assert f"a host could not copy code to {scratch}: see the messages above\n" in output
+    assert re.search("hpctrain-ada-7-0.: File exists", output)
     assert len(machine.calls()) == 2, "the ranks have started"
-    assert (scratch / "mine").exists()
+    assert (scratch / "my-run").exists()
 
 
-# Copies are made, and when the ranks should start the job is killed.
+# Makes the copies, and kills the job where the ranks should start.
 KILLED = """#!/bin/sh
 case "$*" in *" bash -c "*) ;; *) kill -KILL $PPID; exit ;; esac
 while [ "${1#--}" != "$1" ]; do shift; done
@@ -338,11 +367,11 @@ def test_staging_removes_copies_of_earlier_start_only(machine):
     for name in others:
         shutil.copytree(scratch / "hpctrain-ada-7-0", scratch / name)
     shutil.rmtree(scratch / "hpctrain-ada-7-5")
-    (scratch / "hpctrain-ada-7-5").mkdir()  # of nobody who has left a mark
+    (scratch / "hpctrain-ada-7-5").mkdir()  # without a .start file
     (scratch / "hpctrain-ada-7-6").write_text("a file")
     (scratch / "hpctrain-ada-7-1").symlink_to("hpctrain-ada-77-0")
-    code, said = machine.run(killed, SLURM_RESTART_COUNT="2")
-    assert code == 0, said
+    code, output = machine.run(killed, SLURM_RESTART_COUNT="2")
+    assert code == 0, output
     others += ["hpctrain-ada-7-1", "hpctrain-ada-7-6"]
     assert sorted(os.listdir(scratch)) == sorted(others)
     assert sorted(os.listdir(scratch / "hpctrain-ada-77-0")) == [".start", "code"]
@@ -356,27 +385,27 @@ def test_stage_data_follows_links_and_sets_variable(machine):
         "srun", '#!/bin/sh\ncase "$*" in *ranks*) cd "$HPCTRAIN_DATA" && find . ! -type d;'
         ' pwd; exit;; esac\nwhile [ "${1#--}" != "$1" ]; do shift; done; exec "$@"\n'
     )  # fmt: skip
-    code, said = machine.run(JobSpec(command="ranks", stage_data="my data/"))
+    code, output = machine.run(JobSpec(command="ranks", stage_data="my data/"))
     scratch = f"{machine.environ['TMPDIR']}/hpctrain-ada-7-0"
-    assert (code, said.splitlines()[1:]) == (0, ["./my data/train/x.jpg", f"{scratch}/data"])
+    assert (code, output.splitlines()[1:]) == (0, ["./my data/train/x.jpg", f"{scratch}/data"])
     assert not Path(scratch).exists()
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         ({"stage_code": "missing"}, "missing: Cannot open"),
         ({"stage_data": "images.tar"}, "images.tar is no folder on "),
         ({"stage_environment": "images.tar"}, "images.tar has no bin/ at its top"),
     ],
 )
-def test_staging_failure_starts_no_rank(machine, more, says):
+def test_staging_failure_starts_no_rank(machine, more, message):
     with tarfile.open(machine.folder / "images.tar", "w") as archive:
         archive.add(machine.bin, "env/bin")
-    code, said = machine.run(JobSpec(command="a", **more))
+    code, output = machine.run(JobSpec(command="a", **more))
     assert code == 1
-    assert says in said
-    assert "a host could not copy " in said
+    assert message in output
+    assert "a host could not copy " in output
     assert not [call for call in machine.calls() if call[-1] == "a"]
     assert not list(Path(machine.environ["TMPDIR"]).iterdir())
 
@@ -390,14 +419,14 @@ exec setpriv --reuid=65534 --regid=65534 --clear-groups "$@"
 
 @pytest.fixture
 def open_machine():
-    """A machine in a folder that everybody may enter, unlike pytest's."""
+    """Return a machine in a folder that all users may enter, unlike pytest's."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Machine(Path(folder) / "machine")
 
 
 def test_staging_removes_read_only_copies_as_user(open_machine, lacking):
-    """Stage read-only folders, as shared data is: nothing in them can be removed."""
+    """Stage read-only folders, like shared data; their files cannot be removed as they are."""
     if os.geteuid():
         lacking("mount", "to become a user that is not root takes root")
     machine = open_machine
@@ -409,16 +438,16 @@ def test_staging_removes_read_only_copies_as_user(open_machine, lacking):
         image.touch()
         image.parent.chmod(0o555)
     (old / ".start").touch()
-    for path in (old, *old.rglob("*")):  # of a start that was killed
+    for path in (old, *old.rglob("*")):  # copies of a killed start
         os.chown(path, 65534, 65534)
     machine.program("srun", AS_A_USER)
     spec = JobSpec(command="python a", stage_data="images", stage_code=".")
-    code, said = machine.run(spec, SLURM_RESTART_COUNT="1")
-    assert (code, list(scratch.iterdir())) == (0, []), said
-    assert "denied" not in said
+    code, output = machine.run(spec, SLURM_RESTART_COUNT="1")
+    assert (code, list(scratch.iterdir())) == (0, []), output
+    assert "denied" not in output
 
 
-# --- on this machine
+# --- scripts for this machine
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a person says once for all jobs: site.sh, profiles, and which of them counts."""
+"""The settings for all jobs: site.sh, profiles, and their precedence."""
 
 import argparse
 import subprocess
@@ -15,8 +15,8 @@ from hpctrain.jobs.spec import JobSpec
 
 
 @pytest.fixture
-def person(tmp_path, monkeypatch):
-    """A person's settings: a function that writes them, and the environment in which they hold."""
+def settings(tmp_path, monkeypatch):
+    """Return a function that writes user settings; its `env` makes them apply."""
     env = {"HOME": str(tmp_path)}
 
     def write(site_sh="", config=""):
@@ -29,7 +29,7 @@ def person(tmp_path, monkeypatch):
     return write
 
 
-def described(env, *words):
+def spec_of(env, *words):
     parser = argparse.ArgumentParser()
     job_options.add_job_options(parser)
     return job_options.gather(parser.parse_args([*words]), env)
@@ -44,30 +44,34 @@ environment = {A = "1"}
 """
 
 
-def test_site_profile_shell_file_and_option_precedence(person, tmp_path):
+def test_site_profile_shell_file_and_option_precedence(settings, tmp_path):
     everywhere = "\n".join(f"export SBATCH_{name}=site" for name in ("ACCOUNT", "PARTITION", "QOS"))
-    person(everywhere, JZ)
+    settings(everywhere, JZ)
     (tmp_path / "job.toml").write_text(
         'command = "python t.py"\ncluster = "jz"\nqos = "file"\nenvironment = {B = "2"}\n'
     )
-    env = {**person.env, "SBATCH_PARTITION": "shell"}
-    found = described(env, "--env", "C=3", str(tmp_path / "job.toml"))
+    env = {**settings.env, "SBATCH_PARTITION": "shell"}
+    found = spec_of(env, "--env", "C=3", str(tmp_path / "job.toml"))
     spec = found.spec
     assert (spec.account, spec.partition, spec.qos) == ("profile", "shell", "file")
     assert spec.modules == ("a",)
     assert spec.environment == {"A": "1", "B": "2", "C": "3"}
     assert found.sources["partition"] == "the shell's SBATCH_*"
-    assert described(env, str(tmp_path / "job.toml"), "--qos", "option").spec.qos == "option"
-    assert described(person.env, "--", "x").spec.account == "site"
-    # What a JOB.toml keeps is what the job itself says.
-    assert (found.own.account, found.own.qos, found.own.cluster) == ("", "file", "jz")
+    assert spec_of(env, str(tmp_path / "job.toml"), "--qos", "option").spec.qos == "option"
+    assert spec_of(settings.env, "--", "x").spec.account == "site"
+    # A saved JOB.toml has the values of the job, and not those of the site.
+    assert (
+        found.without_profile.account,
+        found.without_profile.qos,
+        found.without_profile.cluster,
+    ) == ("", "file", "jz")
 
 
 @pytest.mark.parametrize(
     ("line", "value"),
     [
         ("SBATCH_ACCOUNT=a", "a"),
-        ("export SBATCH_ACCOUNT='a b'  # mine", "a b"),
+        ("export SBATCH_ACCOUNT='a b'  # a note", "a b"),
         ('  SBATCH_ACCOUNT="a$"', ""),
         ("SBATCH_ACCOUNT=$(id)", ""),
         ("SBATCH_ACCOUNT=a; rm x", ""),
@@ -78,37 +82,37 @@ def test_site_profile_shell_file_and_option_precedence(person, tmp_path):
         ("", ""),
     ],
 )
-def test_site_sh_only_plain_assignments_count(person, line, value):
-    person(line + "\n")
-    assert described(person.env, "--", "x").spec.account == value
+def test_site_sh_only_plain_assignments_count(settings, line, value):
+    settings(line + "\n")
+    assert spec_of(settings.env, "--", "x").spec.account == value
 
 
-def test_cluster_profile_reports_all_mistakes(person):
-    person(config='[cluster.jz]\ngpu = 4\nnodes = "many"\ntime = "soon"\n')
+def test_cluster_profile_reports_all_mistakes(settings):
+    settings(config='[cluster.jz]\ngpu = 4\nnodes = "many"\ntime = "soon"\n')
     with pytest.raises(UsageError) as caught:
-        described(person.env, "--cluster", "jz", "--", "x")
+        spec_of(settings.env, "--cluster", "jz", "--", "x")
     assert "[cluster.jz] of " in caught.value.found
     for part in ("3 values", "'gpu'", "nodes = 'many'", "time = 'soon'"):
         assert part in caught.value.found
 
 
-def test_cluster_profile_unknown_lists_known(person):
-    person(config="[cluster.jz]\n[cluster.lumi]\n")
+def test_cluster_profile_unknown_lists_known(settings):
+    settings(config="[cluster.jz]\n[cluster.lumi]\n")
     with pytest.raises(UsageError, match="jz, lumi"):
-        described(person.env, "--cluster", "ja", "--", "x")
+        spec_of(settings.env, "--cluster", "ja", "--", "x")
     with pytest.raises(UsageError, match="a table of that name"):
-        described({"HOME": "/nowhere"}, "--cluster", "jz", "--", "x")
+        spec_of({"HOME": "/nowhere"}, "--cluster", "jz", "--", "x")
 
 
-def test_option_replaces_conflicting_profile_field(person):
-    person(config='[cluster.jz]\nvenv = ".venv"\n')
-    spec = described(person.env, "--cluster", "jz", "--conda", "torch", "--", "x").spec
+def test_option_replaces_conflicting_profile_field(settings):
+    settings(config='[cluster.jz]\nvenv = ".venv"\n')
+    spec = spec_of(settings.env, "--cluster", "jz", "--conda", "torch", "--", "x").spec
     assert (spec.venv, spec.conda) == ("", "torch")
 
 
-def test_job_spec_in_python_uses_site_and_profile(person):
-    person("SBATCH_QOS=site\n", JZ)
-    spec = site.completed(JobSpec(command="x", cluster="jz", account="own"), person.env)
+def test_job_spec_in_python_uses_site_and_profile(settings):
+    settings("SBATCH_QOS=site\n", JZ)
+    spec = site.completed(JobSpec(command="x", cluster="jz", account="own"), settings.env)
     assert (spec.account, spec.qos, spec.modules) == ("own", "profile", ("a",))
 
 
@@ -128,19 +132,19 @@ def test_site_write_lists_partitions_and_never_overwrites(fake, tmp_path, capsys
     assert "\n# export SBATCH_PARTITION=main # up to infinite: 4 nodes with no GPU\n" in text
     assert "\n# export SBATCH_PARTITION=v100 # up to 2:00:00: 8 nodes with gpu:v100:4\n" in text
     assert "\n# SBATCH_ACCOUNT=PROJECT\n" in text
-    path.write_text("SBATCH_ACCOUNT=mine\n")
+    path.write_text("SBATCH_ACCOUNT=physics\n")
     assert cli.main(["site", "--write"]) == 2
-    assert path.read_text() == "SBATCH_ACCOUNT=mine\n"
-    assert "stays as it is" in capsys.readouterr().err
+    assert path.read_text() == "SBATCH_ACCOUNT=physics\n"
+    assert "is not overwritten" in capsys.readouterr().err
 
 
 def test_site_write_lists_accounts(fake):
     fake.command("sacctmgr", "b", more='case "$*" in *assoc*) printf "a\\nb\\n"; exit;; esac')
     assert cli.main(["site", "--write"]) == 0
     text = site.script(fake.env).read_text()
-    assert "bashrc" not in text  # there it would overrule every script
+    assert "bashrc" not in text  # in .bashrc it would override every script
     assert "\nexport SBATCH_ACCOUNT=b\n# export SBATCH_ACCOUNT=a\n" in text
-    assert described(fake.env, "--", "x").spec.account == "b"
+    assert spec_of(fake.env, "--", "x").spec.account == "b"
 
 
 def test_site_sh_text_from_slurm_is_quoted(fake, tmp_path, monkeypatch, capfdbinary):

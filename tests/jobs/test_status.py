@@ -1,4 +1,4 @@
-"""status, cancel and requeue: what they show, and which job a word stands for."""
+"""status, cancel and requeue: their output, and the job that an argument selects."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from fake_slurm import job
 
 from hpctrain import cli
 from hpctrain.cluster import slurm
-from hpctrain.jobs import run_progress, slurm_reasons, tables
+from hpctrain.jobs import job_tables, run_progress, slurm_reasons
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def fake(tmp_path, monkeypatch):
     return made
 
 
-def run(name, status="", label="", **row):
-    """Make a run directory below ./runs."""
+def make_run(name, status="", label="", **row):
+    """Make a run directory in ./runs."""
     path = Path("runs", name)
     path.mkdir(parents=True)
     path.joinpath("run.json").write_text("{}")
@@ -42,19 +42,19 @@ def run(name, status="", label="", **row):
     return path
 
 
-def status(capsys, *words, code=0):
+def run_status(capsys, *words, code=0):
     assert cli.main(["status", *words]) == code
     return capsys.readouterr()
 
 
 def test_status_shows_running_and_pending_jobs(fake, capsys):
-    run("train-70", step=40, epoch=2, loss=0.25, samples_per_second=512.3)  # the third
+    make_run("train-70", step=40, epoch=2, loss=0.25, samples_per_second=512.3)  # the third one
     fake.jobs(
         job("70", WorkDir=os.getcwd(), RestartCnt="1"),
         job("71", State="PENDING", Reason="Resources", NodeList="", StartTime="N/A"),
         job("72", UserID="7"),
     )
-    first, second = status(capsys).out.splitlines()[1:]
+    first, second = run_status(capsys).out.splitlines()[1:]
     assert first.split() == [
         *("70", "train", "running", "2", "node[1-2]", "1", "0:12", "47:48"),
         *("40", "3", "0.25", "512", "runs/train-70"),
@@ -79,7 +79,7 @@ def test_status_shows_running_and_pending_jobs(fake, capsys):
             "a shorter time may let it start",
         ),
         ("ReqNodeNotAvail(Unavailable:node1)", "a shorter time"),
-        ("PartitionNodeLimit", "for ever"),
+        ("PartitionNodeLimit", "it would never start"),
         ("SomethingNew", "SomethingNew"),
         ("(\x1b[31mx)", r"\x1b[31mx"),
     ],
@@ -95,15 +95,15 @@ def test_status_of_job_that_slurm_refused(fake, capsys):
         job("71", State="CANCELLED", Reason="DependencyNeverSatisfied", NodeList=""),
         job("72", State="FAILED", Reason="PartitionDown", exit_code="512"),
     )
-    refused, cancelled, ran = status(capsys).out.splitlines()[1:]
-    said = "Slurm refused it: no host can do what it asks for (BadConstraints)"
-    assert refused.endswith(said)
+    refused, cancelled, ran = run_status(capsys).out.splitlines()[1:]
+    reason = "Slurm refused it: no host satisfies its request (BadConstraints)"
+    assert refused.endswith(reason)
     assert cancelled.split()[:3] == ["71", "train", "cancelled"]
     assert ran.endswith("exit code 2; its partition is down (PartitionDown)")
     assert "exit code" not in refused
     assert "cancel it" not in refused + cancelled
     assert cli.main(["requeue", "70"]) == 2
-    assert f"job 70 never started: {said}" in capsys.readouterr().err
+    assert f"job 70 never started: {reason}" in capsys.readouterr().err
     assert "requeue" not in fake.calls.read_text()
 
 
@@ -116,7 +116,7 @@ def test_status_escapes_control_characters(fake, capsys):
             NodeList="\x9b1m",
         )
     )
-    out = status(capsys).out
+    out = run_status(capsys).out
     assert out.isascii()
     assert all(character.isprintable() or character == "\n" for character in out)
     assert len(out.splitlines()) == 2
@@ -125,50 +125,50 @@ def test_status_escapes_control_characters(fake, capsys):
 
 def test_status_table_is_cut_for_terminal_only():
     rows = [("JOB", "NAME", "LOSS"), ("70", "", "x" * 50)]
-    assert tables.aligned(rows) == f"JOB  {'LOSS':>50}\n70   {'x' * 50}\n"
-    assert [len(line) for line in tables.aligned(rows, 20).splitlines()] == [20, 20]
+    assert job_tables.aligned(rows) == f"JOB  {'LOSS':>50}\n70   {'x' * 50}\n"
+    assert [len(line) for line in job_tables.aligned(rows, 20).splitlines()] == [20, 20]
 
 
 def test_status_without_slurm_shows_local_runs(fake, capsys):
-    run("train-69", "done", loss=0.5)
-    run("train-70", label="70", step=3)
+    make_run("train-69", "done", loss=0.5)
+    make_run("train-70", label="70", step=3)
     for absent in (lambda: fake.jobs(None), (fake.folder / "squeue").unlink):
         absent()
-        said = status(capsys)
-        assert "Slurm does not answer" in said.err
-        rows = [line.split() for line in said.out.splitlines()[1:]]
+        output = run_status(capsys)
+        assert "Slurm does not answer" in output.err
+        rows = [line.split() for line in output.out.splitlines()[1:]]
         assert rows == [
             ["69", "done", "9", "0.5", "runs/train-69"],
             ["70", "not", "ended", "3", "runs/train-70"],
         ]
-    assert status(capsys, "train-69").out.splitlines()[1].startswith("69")
+    assert run_status(capsys, "train-69").out.splitlines()[1].startswith("69")
 
 
 def test_status_of_finished_run_by_name_and_number(fake, capsys):
-    run("train-69", "given-up")
-    out = status(capsys, "train-69", "runs/train-69", "69").out
+    make_run("train-69", "given-up")
+    out = run_status(capsys, "train-69", "runs/train-69", "69").out
     assert [line.split()[:3] for line in out.splitlines()[1:]] == [["69", "given-up", "9"]] * 3
 
 
 def test_status_of_unknown_word_lists_jobs_and_runs(fake, capsys):
-    run("other-69", "done")
+    make_run("other-69", "done")
     fake.jobs(job("70"))
-    err = status(capsys, "no\x1bne", code=2).err
+    err = run_status(capsys, "no\x1bne", code=2).err
     assert "70 (train)" in err
     assert "runs/other-69" in err
     assert "\x1b" not in err
 
 
 def test_status_finds_run_directory_in_batch_script(fake):
-    said = Path("my runs", "x", "3")
-    said.mkdir(parents=True)
+    path = Path("my runs", "x", "3")
+    path.mkdir(parents=True)
     fake.jobs(job("70_3", WorkDir=os.getcwd()))
     (one,) = slurm.jobs(fake.env)
     fake.command("scontrol", "#!/bin/bash\nrun=$PWD/'my runs/x'/$SLURM_ARRAY_TASK_ID\n")
-    assert run_progress.run_of(one, fake.env) == Path.cwd() / said
+    assert run_progress.run_of(one, fake.env) == Path.cwd() / path
     always = "run=$SLURM_SUBMIT_DIR/'my runs/x'${SLURM_ARRAY_TASK_ID:+/$SLURM_ARRAY_TASK_ID}\n"
     fake.command("scontrol", f"#!/bin/bash\n{always}")
-    assert run_progress.run_of(one, fake.env) == Path.cwd() / said
+    assert run_progress.run_of(one, fake.env) == Path.cwd() / path
     for hostile in ("$(touch x)", "`touch x`", "'a", "a b"):
         fake.command("scontrol", f"#!/bin/bash\nrun={hostile}\n")
         assert run_progress.run_of(one, fake.env) is None
@@ -176,14 +176,14 @@ def test_status_finds_run_directory_in_batch_script(fake):
 
 
 def test_status_finds_run_that_later_job_resumes(fake):
-    path = run("train-12", label="70")
+    path = make_run("train-12", label="70")
     fake.jobs(job("70", WorkDir=os.getcwd()))
     assert run_progress.run_of(slurm.jobs(fake.env)[0], fake.env) == Path.cwd() / path
     assert run_progress.label_of(path) == "70"
 
 
-def test_status_survives_odd_metrics(tmp_path):
-    path = run("odd-1", step="many", epoch=True, loss=None, samples_per_second=[1])
+def test_status_reads_odd_metrics(tmp_path):
+    path = make_run("odd-1", step="many", epoch=True, loss=None, samples_per_second=[1])
     path.joinpath("summary.json").write_text("[1")
     made = run_progress.progress(path)
     assert (made.step, made.epoch, made.loss, made.speed, made.status) == (
@@ -211,33 +211,33 @@ def test_status_survives_odd_metrics(tmp_path):
         *((name, None) for name in ("metrics.jsonl", "summary.json", "starts.jsonl")),
     ],
 )
-def test_status_survives_damaged_run_files(fake, capsys, file, content):
-    path = run("odd-1")
+def test_status_reads_damaged_run_files(fake, capsys, file, content):
+    path = make_run("odd-1")
     if content is None:
         os.mkfifo(path / file)
     else:
         path.joinpath(file).write_text(content)
-    run("train-2", "done")
+    make_run("train-2", "done")
     fake.jobs(None)
-    odd, other = status(capsys).out.splitlines()[1:]
+    odd, other = run_status(capsys).out.splitlines()[1:]
     assert odd.endswith("runs/odd-1")
     assert len(odd) < 200
     assert other.split() == ["2", "done", "9", "runs/train-2"]
 
 
 def test_status_ignores_hostile_job_number(fake, capsys):
-    path = run("evil-9")
+    path = make_run("evil-9")
     start = {"job_id": "\x1b]0;pwn\x07X\nfake row"}
     path.joinpath("starts.jsonl").write_text(json.dumps({"job": start}) + "\n")
     assert run_progress.label_of(path) == ""
-    out = status(capsys, "evil-9").out
+    out = run_status(capsys, "evil-9").out
     assert len(out.splitlines()) == 2
     assert "pwn" not in out
     assert cli.main(["cancel", "evil-9"]) == 2
     assert "run of no job" in capsys.readouterr().err
 
 
-def test_status_survives_ascii_terminal(fake):
+def test_status_prints_to_ascii_terminal(fake):
     fake.jobs(job("70", UserID=str(os.geteuid()), Name="\xe9" * 40))
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(
@@ -252,31 +252,31 @@ def test_status_survives_ascii_terminal(fake):
 
 def test_status_from_deleted_folder(fake, capsys, monkeypatch, tmp_path):
     fake.jobs(job("70", WorkDir=os.getcwd()))
-    path = run("train-70", step=3).absolute()
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    assert str(path) in status(capsys).out
+    path = make_run("train-70", step=3).absolute()
+    deleted = tmp_path / "deleted"
+    deleted.mkdir()
+    monkeypatch.chdir(deleted)
+    deleted.rmdir()
+    assert str(path) in run_status(capsys).out
     fake.jobs()
-    assert "no jobs" in status(capsys).err
+    assert "no jobs" in run_status(capsys).err
 
 
 def test_status_of_impossible_file_name(fake, capsys):
     for word in ("a" * 300, "a\0b"):
-        assert "neither a job nor a run" in status(capsys, word, code=2).err
+        assert "neither a job nor a run" in run_status(capsys, word, code=2).err
 
 
 def test_status_of_job_with_too_long_name(fake):
     fake.jobs(job("70", Name="x" * 300, WorkDir=os.getcwd()))
     Path("runs").mkdir()
-    Path("runs", "gone").symlink_to("nowhere")
-    path = run("other", label="70")
+    Path("runs", "deleted").symlink_to("nowhere")
+    path = make_run("other", label="70")
     assert run_progress.run_of(slurm.jobs(fake.env)[0], fake.env) == Path.cwd() / path
 
 
-def test_cancel_calls_scancel_and_says_how_to_resume(fake, capsys):
-    path = run("train-70")
+def test_cancel_calls_scancel_and_shows_how_to_resume(fake, capsys):
+    path = make_run("train-70")
     (path / "checkpoints" / "step-00000040").mkdir(parents=True)
     fake.jobs(job("70", WorkDir=os.getcwd()), job("71"), job("9_1"), job("9_[2-5]"))
     fake.command("scancel")
@@ -299,29 +299,29 @@ def test_cancel_and_requeue_refuse_ambiguous_or_foreign_jobs(fake, capsys, comma
         job("73", Name="one"),
     )
     fake.command("scancel")
-    run("old-12", "done")
-    for word, says in (
+    make_run("old-12", "done")
+    for word, message in (
         ("train", "name of 2 jobs"),
-        ("72", "job 72 is bob's"),
+        ("72", "job 72 belongs to bob"),
         ("99", "neither a job nor a run"),
-        ("old-12", "which Slurm does not know"),
+        ("old-12", "which is not in Slurm's list"),
         ("..", "neither a job nor a run"),
         ("", "neither a job nor a run"),
     ):
         assert cli.main([command, "73", word]) == 2
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not fake.calls.exists()
 
 
-def test_cancel_refuses_run_of_no_job(fake, capsys):
-    run("exp-70")  # by hand: the job's own is runs/train-70
-    run("train-71").joinpath("starts.jsonl").write_text('{"job": null}\n')
+def test_cancel_refuses_run_without_a_job(fake, capsys):
+    make_run("exp-70")  # started by hand: that of the job is runs/train-70
+    make_run("train-71").joinpath("starts.jsonl").write_text('{"job": null}\n')
     Path("train").mkdir()  # a folder of sources, with the name of the job
     fake.jobs(job("70", WorkDir=os.getcwd()), job("71", Name="other"))
     fake.command("scancel")
-    for word, says in (("exp-70", "is not the run of job 70"), ("train-71", "run of no job")):
+    for word, message in (("exp-70", "is not the run of job 70"), ("train-71", "run of no job")):
         assert cli.main(["cancel", word]) == 2
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert "scancel" not in fake.calls.read_text()
     assert cli.main(["cancel", "train"]) == 0
     assert fake.calls.read_text().splitlines()[-1] == "scancel 70"
@@ -354,20 +354,20 @@ def test_requeue_of_array_takes_running_and_failed_tasks(fake, capsys):
     assert calls == [f"scontrol requeue {label}" for label in ("7_1", "7_2", "7_0")]
 
 
-def test_status_asks_no_batch_script_of_pending_jobs(fake, capsys):
+def test_status_reads_no_batch_script_of_pending_jobs(fake, capsys):
     fake.jobs(*(job(str(number), State="PENDING") for number in (70, 71)))
-    status(capsys)
+    run_status(capsys)
     assert not fake.calls.exists()
     Path("goes on").mkdir()
     fake.jobs(job("70", State="PENDING", WorkDir=os.getcwd()))
     fake.command("scontrol", "#!/bin/bash\nrun=$PWD/'goes on'\n")
-    assert "goes on" in status(capsys, "70").out
+    assert "goes on" in run_status(capsys, "70").out
 
 
 def test_requeue_reports_slurm_error(fake, capsys):
     fake.jobs(job("70"), job("71", State="PENDING"))
     assert cli.main(["requeue", "71"]) == 2
-    assert "waits already" in capsys.readouterr().err
+    assert "is already pending" in capsys.readouterr().err
     fake.command("scontrol", error="Requested operation is presently disabled for job 70", code=1)
     assert cli.main(["requeue", "70"]) == 1
     assert "presently disabled" in capsys.readouterr().err
@@ -376,7 +376,7 @@ def test_requeue_reports_slurm_error(fake, capsys):
     assert fake.calls.read_text().splitlines()[-1] == "scontrol requeue 70"
 
 
-def test_cancel_and_requeue_fail_when_slurm_is_silent(fake, capsys):
+def test_cancel_and_requeue_fail_when_slurm_does_not_answer(fake, capsys):
     fake.jobs(None)
     for command in ("cancel", "requeue"):
         assert cli.main([command, "70"]) == 1

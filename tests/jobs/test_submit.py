@@ -52,7 +52,7 @@ def test_submit_options_around_job_toml_and_extra_arguments(fake, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "says", "error"),
+    ("words", "message", "error"),
     [
         (["python3", "t.py"], "one JOB.toml; a command follows --", ""),
         (["t.py"], "-- before the command", "HT803"),
@@ -66,16 +66,16 @@ def test_submit_options_around_job_toml_and_extra_arguments(fake, capsys):
         (["--run-dir", "t.py", "--", "python3", "t.py"], "run_dir = t.py is a file", "HT809"),
     ],
 )
-def test_submit_refuses_wrong_command_lines(fake, capsys, words, says, error):
+def test_submit_refuses_wrong_command_lines(fake, capsys, words, message, error):
     try:
         code = submit(*words)
-    except SystemExit as exit:  # argparse's own
+    except SystemExit as exit:  # from argparse
         code = exit.code
     assert code == 2
-    said = capsys.readouterr()
-    assert (said.out, Path("script").exists()) == ("", False)
-    assert says in said.err
-    assert said.err.endswith(f"  more:     hpctrain explain {error}\n") or not error
+    output = capsys.readouterr()
+    assert (output.out, Path("script").exists()) == ("", False)
+    assert message in output.err
+    assert output.err.endswith(f"  more:     hpctrain explain {error}\n") or not error
 
 
 def test_submit_repeated_options_make_tables_and_lists(fake):
@@ -93,30 +93,35 @@ def test_submit_repeated_options_make_tables_and_lists(fake):
 
 
 def test_submit_save_never_overwrites(fake, capsys):
-    Path("job.toml").write_text("mine")
+    Path("job.toml").write_text("old")
     assert submit("--save", "job.toml", "--", "python3", "t.py") == 2
     assert "the name of a new file" in capsys.readouterr().err
-    assert Path("job.toml").read_text() == "mine"
+    assert Path("job.toml").read_text() == "old"
     assert not Path("script").exists()
 
 
-# What reaches Slurm.
+# The script and the environment that reach Slurm.
 
 
-def handed_on():
+def submitted_environ():
     return dict(one.split("=", 1) for one in Path("environ").read_text().splitlines() if "=" in one)
 
 
 def test_submit_outside_a_job_drops_only_sbatch_variables(fake, monkeypatch, capsys):
-    mine = {"MASTER_PORT": "7", "HPCTRAIN_RUN_DIR": "r", "CUDA_VISIBLE_DEVICES": "1", "SRUN_X": "1"}
-    for name, value in {**mine, "SBATCH_QOS": "q", "SBATCH_RESERVATION": "r"}.items():
+    kept_variables = {
+        "MASTER_PORT": "7",
+        "HPCTRAIN_RUN_DIR": "r",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "SRUN_X": "1",
+    }
+    for name, value in {**kept_variables, "SBATCH_QOS": "q", "SBATCH_RESERVATION": "r"}.items():
         monkeypatch.setenv(name, value)
     assert submit("--", "python3", "t.py") == 0
-    environ = handed_on()
-    assert mine.items() <= environ.items()
+    environ = submitted_environ()
+    assert kept_variables.items() <= environ.items()
     assert not [name for name in environ if name.startswith("SBATCH_")]
     assert "#SBATCH --qos=q\n" in Path("script").read_text()
-    assert "SBATCH_RESERVATION: not heeded" in capsys.readouterr().err
+    assert "SBATCH_RESERVATION: ignored" in capsys.readouterr().err
 
 
 def test_submit_inside_a_job_drops_its_variables(fake, monkeypatch):
@@ -127,13 +132,18 @@ def test_submit_inside_a_job_drops_its_variables(fake, monkeypatch):
         "HPCTRAIN_EXIT_STATUS_FILE",
         "CUDA_VISIBLE_DEVICES",
     )
-    mine = {"SLURM_CONF": "c", "NCCL_DEBUG": "INFO", "HPCTRAIN_DATA": "d", "WANDB_MODE": "offline"}
-    for name, value in {**dict.fromkeys(outer, "5"), **mine}.items():
+    kept_variables = {
+        "SLURM_CONF": "c",
+        "NCCL_DEBUG": "INFO",
+        "HPCTRAIN_DATA": "d",
+        "WANDB_MODE": "offline",
+    }
+    for name, value in {**dict.fromkeys(outer, "5"), **kept_variables}.items():
         monkeypatch.setenv(name, value)
     assert submit("--", "python3", "t.py") == 0
-    environ = handed_on()
+    environ = submitted_environ()
     assert not set(outer) & set(environ)
-    assert mine.items() <= environ.items()
+    assert kept_variables.items() <= environ.items()
 
 
 def test_submit_inside_a_job_drops_staged_folders_from_path(fake, monkeypatch):
@@ -144,8 +154,11 @@ def test_submit_inside_a_job_drops_staged_folders_from_path(fake, monkeypatch):
     monkeypatch.setenv("PATH", f"{copies}/environment/bin:{path}:{copies}/code")
     monkeypatch.setenv("PYTHONPATH", f"{copies}-not/lib:{copies}/code")
     assert submit("--", "python3", "t.py") == 0
-    assert (handed_on()["PATH"], handed_on()["PYTHONPATH"]) == (path, f"{copies}-not/lib")
-    assert "HPCTRAIN_SCRATCH" not in handed_on()
+    assert (submitted_environ()["PATH"], submitted_environ()["PYTHONPATH"]) == (
+        path,
+        f"{copies}-not/lib",
+    )
+    assert "HPCTRAIN_SCRATCH" not in submitted_environ()
 
 
 def test_submit_dry_run_refuses_fields_submitit_lacks(fake, capsys):
@@ -155,15 +168,15 @@ def test_submit_dry_run_refuses_fields_submitit_lacks(fake, capsys):
     assert submit("--launcher", "torchrun", *words) == 2
     capsys.readouterr()
     assert submit(*words) == 0
-    assert "submitit's own" in capsys.readouterr().err
+    assert "submitit starts each rank" in capsys.readouterr().err
 
 
 def test_submit_ignores_run_directory_of_the_shell(fake, monkeypatch, capsys):
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", "shells")
     for words in (["--run-dir", "own"], ["--array", "0-3"]):
         assert submit(*words, "--", "python3", "t.py") == 0
-        assert "HPCTRAIN_RUN_DIR" not in handed_on()
-        assert "HPCTRAIN_RUN_DIR=shells: not heeded" in capsys.readouterr().err
+        assert "HPCTRAIN_RUN_DIR" not in submitted_environ()
+        assert "HPCTRAIN_RUN_DIR=shells: ignored" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -184,18 +197,18 @@ def test_submit_refuses_log_folder_that_cannot_be_made(fake, capsys):
 
 
 def test_submit_refuses_read_only_folders(fake, capsys, monkeypatch):
-    Path("theirs").mkdir()
-    Path("theirs", "own.log").touch()
-    own = ("theirs/own.log", "/dev/null")
+    Path("others").mkdir()
+    Path("others", "own.log").touch()
+    own = ("others/own.log", "/dev/null")
     access = os.access
     monkeypatch.setattr(
         os, "access", lambda path, mode: access(path, mode) and (mode < os.W_OK or str(path) in own)
     )
-    for words in (["--output", "theirs/%j.log"], ["--output", "theirs/new/%j.log"], []):
+    for words in (["--output", "others/%j.log"], ["--output", "others/new/%j.log"], []):
         for dry in ([], ["--dry-run"]):
             assert submit(*words, *dry, "--", "python3", "t.py") == 2
             assert "you may not write" in capsys.readouterr().err
-    # The script makes runs here, wherever the log is.
+    # The script makes runs here, in any case.
     assert submit("--output", "/dev/null", "--", "python3", "t.py") == 2
     assert f"you may not write in the folder {Path.cwd()}/runs" in capsys.readouterr().err
     assert not Path("script").exists()
@@ -218,10 +231,10 @@ def test_submit_needs_a_command(fake, capsys):
 
 
 def test_submit_from_deleted_folder_is_refused(fake, capsys, monkeypatch, tmp_path):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
+    deleted = tmp_path / "gone"
+    deleted.mkdir()
+    monkeypatch.chdir(deleted)
+    deleted.rmdir()
     for more in ([], ["--dry-run"]):
         assert submit(*more, "--", "python3", "t.py") == 2
         assert "the current folder" in capsys.readouterr().err
@@ -241,7 +254,7 @@ def test_submit_local_runs_in_the_foreground(fake):
     assert not Path("script").exists()
 
 
-# What is seen before Slurm is asked.
+# Checks before Slurm is called.
 
 
 @pytest.mark.parametrize(
@@ -252,7 +265,7 @@ def test_submit_local_runs_in_the_foreground(fake):
         ({"command": "python3 t.py", "venv": "none"}, "no bin/activate"),
         ({"command": "python3 t.py", "stage_code": "none"}, "stage_code = none"),
         ({"command": "python3 t.py", "stage_data": "none"}, "stage_data = none"),
-        ({"command": "python3 t.py", "stage_environment": "none.tar"}, "none.tar is not there"),
+        ({"command": "python3 t.py", "stage_environment": "none.tar"}, "none.tar does not exist"),
     ],
 )
 def test_submit_refuses_missing_files(fake, values, found):
@@ -309,7 +322,7 @@ FULL = {"command": "x", "partition": "p", "account": "a", "qos": "q", "time": "5
 
 
 @pytest.mark.parametrize(
-    ("said", "option"),
+    ("message", "option"),
     [
         ("Batch job submission failed: Invalid partition name specified", "--partition"),
         ("Required partition not available (inactive or drain)", "--partition"),
@@ -328,33 +341,33 @@ FULL = {"command": "x", "partition": "p", "account": "a", "qos": "q", "time": "5
         ("sbatch: unrecognized option '--bogus'", "--extra"),
     ],
 )
-def test_sbatch_refusal_names_the_option_to_fix(fake, said, option):
+def test_sbatch_refusal_names_the_option_to_fix(fake, message, option):
     error = sbatch_errors.refused(
-        f"sbatch: error: {said}", JobSpec(**FULL), fake.env, job_options.option
+        f"sbatch: error: {message}", JobSpec(**FULL), fake.env, job_options.option
     )
     assert error.exit_code == 2
-    assert said.removeprefix("sbatch: ") in error.found
+    assert message.removeprefix("sbatch: ") in error.found
     assert error.code == "HT817"
     assert error.fixes[0].startswith(f"{option} ("), error.fixes
     assert not [fix for fix in error.fixes if " or " in fix]
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "Batch job submission failed: Unable to contact slurm controller (connect failure)",
         "Batch job submission failed: Socket timed out on send/recv operation",
         "s_p_parse_file: cannot stat file /etc/slurm/slurm.conf",
         "resolve_ctls_from_dns_srv: res_nsearch error: Unknown host",
-        "Something that nobody has heard of",
+        "An unknown message",
         "",
     ],
 )
-def test_sbatch_failure_without_mistake_is_exit_code_1(fake, capsys, said):
-    fake.command("sbatch", error=said, code=1)
+def test_sbatch_failure_without_mistake_is_exit_code_1(fake, capsys, message):
+    fake.command("sbatch", error=message, code=1)
     assert submit("--", "python3", "t.py") == 1
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert "JOB.toml" not in err
 
 
@@ -370,32 +383,32 @@ def test_sbatch_refusal_lists_valid_values(fake):
 # Waiting.
 
 
-class Story:
-    """A Slurm whose jobs change whenever somebody sleeps.
+class Timeline:
+    """A fake Slurm whose jobs change at each sleep of the waiting process.
 
     Args:
-        fake: whose squeue it is.
-        scenes: the jobs of one moment after the other; the last one stays.
+        fake: the fake Slurm.
+        states: the jobs at one moment after the other; the last one remains.
     """
 
-    def __init__(self, fake, *scenes):
-        self.fake, self.scenes, self.told, self.slept = fake, list(scenes), [], []
+    def __init__(self, fake, *states):
+        self.fake, self.states, self.messages, self.slept = fake, list(states), [], []
         self.next()
 
     def next(self, seconds=None):
         self.slept.append(seconds)
-        if self.scenes:
-            self.fake.jobs(*self.scenes.pop(0))
+        if self.states:
+            self.fake.jobs(*self.states.pop(0))
 
     def wait(self, log=None):
-        return waiting.wait("70", self.fake.env, self.told.append, log, self.next)
+        return waiting.wait("70", self.fake.env, self.messages.append, log, self.next)
 
 
 RUNS, WAITS = job("70"), job("70", State="PENDING", Reason="BeginTime", RestartCnt="1", NodeList="")
 DONE = job("70", State="COMPLETED")
 
 
-def ended(word, status=0):
+def ended_job(word, status=0):
     return job("70", State=word, exit_code=str(status), Reason="None")
 
 
@@ -403,28 +416,28 @@ def ended(word, status=0):
     ("last", "code"),
     [
         (DONE, 0),
-        (ended("FAILED", 3 << 8), 3),
-        (ended("FAILED", 75 << 8), 75),
-        (ended("FAILED", 76 << 8), 76),
-        (ended("CANCELLED", 15), 1),
-        (ended("CANCELLED"), 1),
-        (ended("CANCELLED", 75 << 8), 1),  # 75 would mean: run me again
-        (ended("TIMEOUT"), 1),
-        (ended("NODE_FAIL"), 1),
-        (ended("OUT_OF_MEMORY", 125 << 8), 125),
+        (ended_job("FAILED", 3 << 8), 3),
+        (ended_job("FAILED", 75 << 8), 75),
+        (ended_job("FAILED", 76 << 8), 76),
+        (ended_job("CANCELLED", 15), 1),
+        (ended_job("CANCELLED"), 1),
+        (ended_job("CANCELLED", 75 << 8), 1),  # 75 would ask to be run again
+        (ended_job("TIMEOUT"), 1),
+        (ended_job("NODE_FAIL"), 1),
+        (ended_job("OUT_OF_MEMORY", 125 << 8), 125),
     ],
 )
 def test_wait_gives_exit_code_of_job(fake, last, code):
-    (outcome,) = Story(fake, [RUNS], [last]).wait()
-    assert outcome == waiting.Outcome("70", last["State"], code)
+    (outcome,) = Timeline(fake, [RUNS], [last]).wait()
+    assert outcome == waiting.JobOutcome("70", last["State"], code)
 
 
 def test_wait_continues_through_requeue_and_lost_host(fake):
     again = job("70", RestartCnt="1")
-    story = Story(fake, [RUNS], [ended("NODE_FAIL")], [WAITS], [again], [again], [DONE])
-    (outcome,) = story.wait()
+    timeline = Timeline(fake, [RUNS], [ended_job("NODE_FAIL")], [WAITS], [again], [again], [DONE])
+    (outcome,) = timeline.wait()
     assert outcome.exit_code == 0
-    assert story.told == [
+    assert timeline.messages == [
         "job 70: running on node[1-2]",
         "job 70: node_fail",
         "job 70: pending after 1 restart: waits a while after it was requeued, or for its --begin "
@@ -434,19 +447,19 @@ def test_wait_continues_through_requeue_and_lost_host(fake):
     ]
 
 
-def test_wait_polls_gently_and_survives_silent_slurm(fake):
-    story = Story(fake, [RUNS], *[[None]] * 3, *[[RUNS]] * 25, [DONE])
-    assert story.wait()[0].exit_code == 0
-    assert min(story.slept[1:]) >= 1
-    assert max(story.slept[1:]) == 10
-    assert len([line for line in story.told if "does not answer" in line]) == 1
+def test_wait_polls_less_often_and_continues_without_answers_of_slurm(fake):
+    timeline = Timeline(fake, [RUNS], *[[None]] * 3, *[[RUNS]] * 25, [DONE])
+    assert timeline.wait()[0].exit_code == 0
+    assert min(timeline.slept[1:]) >= 1
+    assert max(timeline.slept[1:]) == 10
+    assert len([line for line in timeline.messages if "does not answer" in line]) == 1
 
 
-def test_wait_asks_sacct_for_forgotten_job(fake):
+def test_wait_reads_forgotten_job_from_sacct(fake):
     fake.command("sacct", "70|FAILED|75:0")
-    assert Story(fake, [RUNS], []).wait() == [waiting.Outcome("70", "FAILED", 75)]
+    assert Timeline(fake, [RUNS], []).wait() == [waiting.JobOutcome("70", "FAILED", 75)]
     fake.command("sacct", error="Slurm accounting storage is disabled", code=1)
-    assert Story(fake, [RUNS], []).wait() == [waiting.Outcome("70", "unknown to Slurm", 1)]
+    assert Timeline(fake, [RUNS], []).wait() == [waiting.JobOutcome("70", "unknown to Slurm", 1)]
 
 
 def test_wait_gives_outcome_of_each_array_task(fake):
@@ -454,9 +467,11 @@ def test_wait_gives_outcome_of_each_array_task(fake):
     none = job("70_0", State="COMPLETED")
     one = job("70_1", State="FAILED", exit_code=str(2 << 8))
     two = job("70_2", State="COMPLETED")
-    # The first one is forgotten before the last one ends.
-    story = Story(fake, [waiting, job("70_0")], [waiting, none], [one, job("70_2")], [one, two])
-    outcomes = {each.label: each.exit_code for each in story.wait()}
+    # Slurm no longer knows the first task when the last one ends.
+    timeline = Timeline(
+        fake, [waiting, job("70_0")], [waiting, none], [one, job("70_2")], [one, two]
+    )
+    outcomes = {each.label: each.exit_code for each in timeline.wait()}
     assert outcomes == {"70_0": 0, "70_1": 2, "70_2": 0}
 
 
@@ -465,22 +480,22 @@ def test_wait_gives_outcome_of_each_array_task(fake):
     [([0, 0], 0), ([0, 75], 75), ([75, 76], 76), ([76, 1, 75], 1), ([1, 143, 0], 143)],
 )
 def test_wait_exit_code_is_the_worst_of_an_array(codes, code):
-    assert waiting.worst([waiting.Outcome("1", "", one) for one in codes]) == code
+    assert waiting.worst([waiting.JobOutcome("1", "", one) for one in codes]) == code
 
 
 def test_follow_shows_late_log_and_continues_after_requeue(fake):
     path, out = Path("l-70.log"), io.BytesIO()
-    shown = [{**one, "WorkDir": os.getcwd()} for one in (RUNS, WAITS, RUNS, DONE)]
-    story = Story(fake, *([one] for one in shown))
+    states = [{**one, "WorkDir": os.getcwd()} for one in (RUNS, WAITS, RUNS, DONE)]
+    timeline = Timeline(fake, *([one] for one in states))
 
-    def next_scene(seconds):
-        if len(story.scenes) < 3:
+    def next_state(seconds):
+        if len(timeline.states) < 3:
             with path.open("ab") as file:
-                file.write(b"%d\xff\r" % len(story.scenes))
-        story.next()
+                file.write(b"%d\xff\r" % len(timeline.states))
+        timeline.next()
 
     log = waiting.Log("l-%j.log", 0, out)
-    waiting.wait("70", fake.env, story.told.append, log, next_scene)
+    waiting.wait("70", fake.env, timeline.messages.append, log, next_state)
     assert out.getvalue() == path.read_bytes()
     assert out.getvalue().startswith(b"2\xff\r1\xff\r0\xff\r")
 
@@ -511,16 +526,16 @@ def test_follow_skips_log_of_earlier_job(fake):
     assert out.getvalue() == b"later\n"
 
 
-def test_wait_ctrl_c_detaches_and_job_goes_on(fake, capsys, monkeypatch):
-    def interrupted(*_):
+def test_wait_ctrl_c_detaches_and_job_continues(fake, capsys, monkeypatch):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(waiting, "wait", interrupted)
+    monkeypatch.setattr(waiting, "wait", interrupt)
     assert submit("--wait", "--", "python3", "t.py") == 130
-    said = capsys.readouterr()
-    assert said.out == "70\n"
-    assert "job 70 goes on" in said.err
-    assert "hpctrain status 70" in said.err
+    output = capsys.readouterr()
+    assert output.out == "70\n"
+    assert "job 70 continues" in output.err
+    assert "hpctrain status 70" in output.err
     assert "scancel" not in fake.calls.read_text()
 
 
@@ -529,11 +544,11 @@ def test_wait_names_log_of_failed_job(fake, capsys):
     Path("t-70.log").touch()
     assert submit("--wait", "--", "python3", "t.py") == 1
     assert capsys.readouterr().err.splitlines()[-1] == "hpctrain: log of job 70: t-70.log"
-    shown = {"Name": "t", "WorkDir": os.getcwd()}
+    columns = {"Name": "t", "WorkDir": os.getcwd()}
     fake.jobs(
-        job("70_0", State="COMPLETED", **shown),
-        job("70_1", State="FAILED", exit_code="256", **shown),
-        job("70_2", State="CANCELLED", NodeList="", **shown),  # which never had one
+        job("70_0", State="COMPLETED", **columns),
+        job("70_1", State="FAILED", exit_code="256", **columns),
+        job("70_2", State="CANCELLED", NodeList="", **columns),  # has no log
     )
     for index in range(2):
         Path(f"t-70_{index}.log").touch()

@@ -1,4 +1,4 @@
-"""`hpctrain.submit`: what it refuses, by name and with what to do instead."""
+"""`hpctrain.submit`: refused fields and calls, each with a fix."""
 
 import os
 import threading
@@ -17,7 +17,7 @@ def train():
 
 @pytest.fixture
 def no_job():
-    """Check that nothing of a job that was not accepted is left."""
+    """Check that a refused job leaves no files."""
     yield
     assert not list(job_store.FOLDERS.glob("*"))
 
@@ -105,13 +105,13 @@ def test_submit_function_gives_each_job_a_run_directory():
 def test_submit_function_refuses_staged_python(no_job, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_SCRATCH", "/tmp/hpctrain-ada-7-0")
     monkeypatch.setattr("sys.executable", "/tmp/hpctrain-ada-7-0/environment/bin/python")
-    with pytest.raises(UsageError, match="this job's own copy") as caught:
+    with pytest.raises(UsageError, match="a temporary copy of this job") as caught:
         hpctrain.submit(train, JobSpec())
     assert caught.value.fixes == ("JobSpec(venv=…)", "JobSpec(conda=…)")
 
 
 @pytest.mark.parametrize("command", ["bash x.sh", "python", "python -c 'print(1)'", "./x.py"])
-def test_submitit_refuses_commands_that_are_no_python_script(no_job, command):
+def test_submitit_refuses_commands_that_are_not_a_python_script(no_job, command):
     from hpctrain.jobs import by_submitit
 
     with pytest.raises(UsageError, match="submitit with the command"):

@@ -1,4 +1,4 @@
-"""`hpctrain.submit` on a real Slurm: functions and scripts on the ranks of a job, and back."""
+"""`hpctrain.submit` on a real Slurm: functions and scripts on the ranks of a job, and results."""
 
 import json
 import time
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 TESTS = str(Path(faults.__file__).parent)
 
-# Nothing of it may become code, and all of it has to arrive.
+# It must arrive unchanged, and run no code.
 HOSTILE = "a'b\"c $(touch canary) `touch canary` \\ \n#SBATCH --hold\n; touch canary # ä%j\t*~!"
 
 WORLDS = """
@@ -30,10 +30,10 @@ def place(what, *, more):
         world, total = asdict(session.world), session.sum(what)
     secret = os.environ["HPCTRAIN_SECRET"].encode()
     seen = glob.glob("/proc/[0-9]*/cmdline") + glob.glob("runs/.submitit/*/*")
-    told = [path for path in seen if os.path.exists(path) and secret in open(path, "rb").read()]
+    leaks = [path for path in seen if os.path.exists(path) and secret in open(path, "rb").read()]
     print("printed by", world["rank"], more)
     return {
-        "world": world, "total": total, "hostile": os.environ["HOSTILE"], "told": told,
+        "world": world, "total": total, "hostile": os.environ["HOSTILE"], "leaks": leaks,
         "secret": hashlib.sha256(secret).hexdigest(), "run": os.environ["HPCTRAIN_RUN_DIR"],
         "leak": os.environ.get("SBATCH_QOS"), "outer": os.environ["SLURM_JOB_ID"],
     }
@@ -56,14 +56,14 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(autouse=True)
-def _hosts_for_the_next(cluster):
+def clear_cluster(cluster):
     yield
     cluster.clear()
 
 
 @pytest.fixture
 def drive(cluster, tmp_path):
-    """Run a program on a host of the cluster; return what its last line says, in JSON."""
+    """Return a function that runs a program on a host; it returns the JSON of the last line."""
 
     def drive(program, *arguments, before=(), **env):
         (tmp_path / "driver.py").write_text(program)
@@ -82,8 +82,8 @@ def drive(cluster, tmp_path):
 
 def test_submit_function_over_two_hosts_from_inside_a_job(cluster, drive, tmp_path):
     name = 'it\'s "$(touch canary)" \\ %j #ä'
-    told = drive(WORLDS, HOSTILE, name, before=("srun", "-N1", "-n1"), SBATCH_QOS="none")
-    results = told["results"]
+    output = drive(WORLDS, HOSTILE, name, before=("srun", "-N1", "-n1"), SBATCH_QOS="none")
+    results = output["results"]
     assert [one["world"] for one in results] == [
         {
             "rank": rank,
@@ -99,18 +99,18 @@ def test_submit_function_over_two_hosts_from_inside_a_job(cluster, drive, tmp_pa
     ]
     for one in results:
         assert (one["total"], one["hostile"]) == (8, HOSTILE)
-        assert one["run"] == told["run"] == str(tmp_path / "runs" / f"{name}-{told['id']}")
-        assert one["outer"] == told["id"] != told["inside"]
-        assert (one["leak"], one["told"]) == (None, [])
+        assert one["run"] == output["run"] == str(tmp_path / "runs" / f"{name}-{output['id']}")
+        assert one["outer"] == output["id"] != output["inside"]
+        assert (one["leak"], one["leaks"]) == (None, [])
     assert len({one["secret"] for one in results}) == 1
-    assert told["state"] == "COMPLETED"
-    assert told["again"] == told["job"]
-    assert "printed by 3 now" in told["log"]
-    assert told["put back"]
+    assert output["state"] == "COMPLETED"
+    assert output["again"] == output["job"]
+    assert "printed by 3 now" in output["log"]
+    assert output["put back"]
     assert not list(tmp_path.rglob("canary"))
     folder = tmp_path / "runs" / ".submitit"
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert cluster.job(told["id"])["Comment"] == "it's"  # and more, in other words of the line
+    assert cluster.job(output["id"])["Comment"] == "it's"  # and more in other fields of the line
 
 
 ENDS = """
@@ -158,22 +158,22 @@ def test_submit_function_reports_how_jobs_end(cluster, drive, tmp_path):
     (tmp_path / "folder" / "neighbour.py").write_text("NAME = 'left.json'\n")
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "neighbour.py").write_text("NAME = 'named.json'\n")
-    told = drive(ENDS, HOSTILE)
+    output = drive(ENDS, HOSTILE)
 
-    number, reason, state = told["failed"]
+    number, reason, state = output["failed"]
     assert state == "FAILED"
     assert reason.startswith(f"rank 2 of 3 of job {number} failed:\nTraceback")
     assert reason.endswith("RuntimeError: this rank has had enough")
 
-    number, reason, state = told["left"]
+    number, reason, state = output["left"]
     assert state == "FAILED"
-    assert "left with exit code 3" in reason
+    assert "exited with code 3" in reason
     assert cluster.job(number)["ExitCode"] == "3:0"
     assert json.loads(Path("left.json").read_text()) == [
         str(tmp_path / "folder" / "leaves.py"), HOSTILE, "3"
     ]  # fmt: skip
 
-    _, value, state = told["named"]
+    _, value, state = output["named"]
     assert (value, state) == (None, "COMPLETED")
     assert json.loads(Path("named.json").read_text())[1:] == ["-x", HOSTILE]
     assert not list(tmp_path.rglob("canary"))
@@ -212,7 +212,7 @@ except hpctrain.HpctrainError as error:
 """
 
 
-def until_it_trains(cluster, number):
+def wait_until_it_trains(cluster, number):
     ledger = Path("run/ledger-0.jsonl")
     end = time.monotonic() + 120
     while not ledger.exists() or len(ledger.read_text().splitlines()) < 4:
@@ -222,8 +222,8 @@ def until_it_trains(cluster, number):
 
 def test_submit_function_cancelled_job_stays_cancelled(cluster, drive):
     number = drive(SURVIVE, "main", *faults.OPTIONS, "--pace", "0.4", PYTHONPATH=TESTS)
-    until_it_trains(cluster, number)
-    # Both: the warning of the end, at which it would be requeued, and the cancellation.
+    wait_until_it_trains(cluster, number)
+    # The cancellation, and the signal at the time limit, which would requeue the job.
     cluster.run(["scancel", "--batch", "--signal=USR2", number], check=True)
     cluster.run(["scancel", number], check=True)
     reason = drive(WHY, number)
@@ -238,8 +238,8 @@ def test_submit_function_stopped_job_resumes_bit_for_bit(cluster, drive, tmp_pat
     partition = "patient" if how == "preempted" else "main"
     slow = ("--pace", "0.4", "--epochs", "2")
     number = drive(SURVIVE, partition, *faults.OPTIONS, *slow, PYTHONPATH=TESTS)
-    until_it_trains(cluster, number)
-    if how == "USR2":  # as the end of the time is announced
+    wait_until_it_trains(cluster, number)
+    if how == "USR2":  # the signal before the time limit
         cluster.run(["scancel", "--batch", "--signal=USR2", number], check=True)
     else:
         urgent = ("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null")

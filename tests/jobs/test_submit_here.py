@@ -16,7 +16,7 @@ HOSTILE = "a'b\"c $(touch canary) `touch canary` \\ \n; touch canary # ä%j\t*~!
 
 
 def test_submit_function_local_gives_ranks_their_world_arguments_and_environment(monkeypatch):
-    # Inside of this one, so that the ranks need not import this module, and with it torch.
+    # A nested function, so that the ranks do not import this module and torch.
     def place(what, *, more):
         import hpctrain
 
@@ -24,7 +24,7 @@ def test_submit_function_local_gives_ranks_their_world_arguments_and_environment
         print("printed by", world.rank, more)
         return world, what, os.environ["HOSTILE"], os.environ["HPCTRAIN_RUN_DIR"]
 
-    monkeypatch.setenv("RANK", "5")  # of a rank in which a notebook might run
+    monkeypatch.setenv("RANK", "5")  # as in a rank in which a notebook runs
     job = hpctrain.submit(
         place,
         JobSpec(tasks_per_node=3, environment={"HOSTILE": HOSTILE}),
@@ -44,13 +44,13 @@ def test_submit_function_local_gives_ranks_their_world_arguments_and_environment
     assert not list(Path().rglob("canary"))
 
 
-@pytest.mark.parametrize("heard", [signal.default_int_handler, signal.SIG_IGN])
-def test_submit_function_local_failed_rank_and_cancel(heard):
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_submit_function_local_failed_rank_and_cancel(handler):
     def fail(rank):
         import hpctrain
 
         if hpctrain.detect().rank == rank:
-            raise RuntimeError("this rank has had enough")
+            raise RuntimeError("the error of this rank")
 
     def sleep():
         import time
@@ -59,12 +59,12 @@ def test_submit_function_local_failed_rank_and_cancel(heard):
         time.sleep(120)
 
     failed = hpctrain.submit(fail, JobSpec(tasks_per_node=3), via="local", args=(1,))
-    before = signal.signal(signal.SIGINT, heard)
+    before = signal.signal(signal.SIGINT, handler)
     asleep = hpctrain.submit(sleep, JobSpec(), via="local")
     signal.signal(signal.SIGINT, before)
     with pytest.raises(HpctrainError, match=r"rank 1 of 3 of job .* failed:\nTraceback") as caught:
         failed.result()
-    assert caught.value.found.endswith("RuntimeError: this rank has had enough")
+    assert caught.value.found.endswith("RuntimeError: the error of this rank")
     assert failed.state == "FAILED"
     end = time.monotonic() + 60
     while "asleep" not in asleep.logs():
@@ -74,7 +74,7 @@ def test_submit_function_local_failed_rank_and_cancel(heard):
     asleep.cancel()
     with pytest.raises(HpctrainError, match="ended as CANCELLED: it was cancelled"):
         asleep.result()
-    asleep.cancel()  # of a job that has ended nothing is left to do
+    asleep.cancel()  # no effect on a job that has ended
 
 
 # submitit 1.5.4 leaves the log files of its debug executor open.

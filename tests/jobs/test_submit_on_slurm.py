@@ -1,4 +1,4 @@
-"""submit, status, cancel and requeue on a real Slurm: jobs come, are followed, and end as told."""
+"""submit, status, cancel and requeue on a real Slurm."""
 
 import re
 import subprocess
@@ -14,7 +14,7 @@ HOSTILE = "$(touch x);`id` 'a' \x1b]0;b\x07\n#SBATCH --nodes=9"
 
 @pytest.fixture(scope="module")
 def hpctrain(cluster, tmp_path_factory):
-    """A function that runs a command of hpctrain on the login host; a person with no settings."""
+    """Return a function that runs a command of hpctrain on the login host."""
     home = str(tmp_path_factory.mktemp("home"))
 
     def run(*words, env=None, **more):
@@ -26,7 +26,7 @@ def hpctrain(cluster, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _hosts_for_the_next(cluster):
+def clear_cluster(cluster):
     yield
     cluster.clear()
 
@@ -55,7 +55,7 @@ sys.exit(code)
 
 @pytest.fixture(scope="module")
 def followed(cluster, hpctrain, tmp_path_factory):
-    """Output of `submit --follow` by exit code, of jobs that run all at once."""
+    """Run `submit --follow` for several jobs at once; return the outputs by exit code."""
     folder = tmp_path_factory.mktemp("followed")
     (folder / "leaves.py").write_text(f"import os, sys\n{LEAVES}")
     started = {}
@@ -66,27 +66,27 @@ def followed(cluster, hpctrain, tmp_path_factory):
             cluster.command(argv), cwd=folder, env={**cluster.environ(), "HOME": hpctrain.home},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-    said = {}
+    outputs = {}
     for code, process in started.items():
         try:
-            said[code] = (*process.communicate(timeout=120), process.returncode)
+            outputs[code] = (*process.communicate(timeout=120), process.returncode)
         finally:
             process.kill()
-    return said
+    return outputs
 
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_submit_follow_shows_log_and_exit_code(followed, code):
-    out, err, left = followed[code]
-    assert left == code, err
+    out, err, code_of_submit = followed[code]
+    assert code_of_submit == code, err
     assert re.fullmatch(r"\d+\n", out)
     assert err.count(f"leaves with {code}\n") == 1
     assert f"job {out.strip()} has ended: {'failed' if code else 'completed'}" in err
 
 
 def test_submit_follow_continues_through_requeue(followed):
-    out, err, left = followed[75]
-    assert left == 0, err
+    out, err, code_of_submit = followed[75]
+    assert code_of_submit == 0, err
     assert re.fullmatch(r"\d+\n", out)
     assert err.index("leaves with 75\n") < err.index("leaves with 0\n")
     assert "after 1 restart" in err
@@ -116,7 +116,7 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (
             ["--partition", "nope"],
@@ -131,21 +131,21 @@ sys.exit(code)
         (["--array", "0-5000000"], r"MaxArraySize.*\n.*--array"),
     ],
 )
-def test_submit_refused_by_slurm_names_option(hpctrain, options, says):
+def test_submit_refused_by_slurm_names_option(hpctrain, options, message):
     done = hpctrain("submit", *options, *script("x.py", ""))
     assert (done.returncode, done.stdout) == (2, "")
     assert "sbatch refused the job: " in done.stderr
-    assert re.search(says, done.stderr, re.DOTALL), done.stderr
+    assert re.search(message, done.stderr, re.DOTALL), done.stderr
 
 
-def test_submit_dry_run_asks_slurm_and_makes_nothing(cluster, hpctrain):
+def test_submit_dry_run_asks_slurm_and_writes_nothing(cluster, hpctrain):
     command = script("x.py", "")
     before = sorted(Path().rglob("*")), cluster.run(["squeue", "-h"]).stdout
     done = hpctrain("submit", "--dry-run", "--output", "logs/%j.log", *command)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=x\n")
     assert "command: from the command line" in done.stderr
-    assert "would make the folder logs" in done.stderr
+    assert "would create the folder logs" in done.stderr
     assert "to start at" in done.stderr
     assert (sorted(Path().rglob("*")), cluster.run(["squeue", "-h"]).stdout) == before
     refused = hpctrain("submit", "--dry-run", "--gpus-per-node", "99", *command)
@@ -159,7 +159,7 @@ def test_status_requeue_and_cancel_of_a_job(cluster, hpctrain):
     command = script(
         "trains.py",
         "import signal\nrun = os.environ['HPCTRAIN_RUN_DIR']\n"
-        # As a Session that has saved leaves: a script that heeds this alone would requeue the job.
+        # Exits as a Session after a save; this code alone must not requeue the job.
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
         f"open(run + '/metrics.jsonl', 'w').write('{rows}')\n"
         "os.makedirs(run + '/checkpoints/step-00000040', exist_ok=True)\n"
@@ -171,12 +171,12 @@ def test_status_requeue_and_cancel_of_a_job(cluster, hpctrain):
     until(began.exists)
     until(lambda: began.read_text() == "x")
 
-    said = hpctrain("status").stdout
-    lines = {line.split()[0]: line for line in said.splitlines() if line.strip()}
+    output = hpctrain("status").stdout
+    lines = {line.split()[0]: line for line in output.splitlines() if line.strip()}
     assert "held by you: scontrol release" in lines[held]
     row = lines[number].split()
-    assert row[1:4] == ["trains", "running", "1"], said
-    assert row[-5:] == ["40", "3", "0.25", "512", f"runs/trains-{number}"], said
+    assert row[1:4] == ["trains", "running", "1"], output
+    assert row[-5:] == ["40", "3", "0.25", "512", f"runs/trains-{number}"], output
 
     again = hpctrain("requeue", f"runs/trains-{number}")
     assert again.returncode == 0, again.stderr
@@ -198,8 +198,8 @@ def test_requeue_and_cancel_of_array_leave_done_tasks(cluster, hpctrain):
     command = script("part.py", "if os.environ['SLURM_ARRAY_TASK_ID'] != '0': time.sleep(300)")
     number = hpctrain("submit", "--array", "0-2", "--launcher", "none", *command).stdout.strip()
     tasks = [f"{number}_{index}" for index in range(3)]
-    begun = ["COMPLETED", "RUNNING", "RUNNING"]
-    until(lambda: [cluster.job(one)["JobState"] for one in tasks] == begun)
+    states = ["COMPLETED", "RUNNING", "RUNNING"]
+    until(lambda: [cluster.job(one)["JobState"] for one in tasks] == states)
     again = hpctrain("requeue", "part")
     assert again.returncode == 0, again.stderr
     assert [line.split(",")[0] for line in again.stdout.splitlines()] == [
@@ -215,19 +215,19 @@ def test_hostile_job_names_run_no_code(cluster, hpctrain):
     plain = "$(touch x);`id` 'a' [b]|%j #SBATCH --nodes=9"
     done = hpctrain("submit", "--name", plain, "--comment", plain, *command)
     assert done.returncode == 0, done.stderr
-    # By hand, as `submit` takes no name with control characters.
-    baseline = cluster.run(
+    # By sbatch, because `submit` refuses names with control characters.
+    other_job = cluster.run(
         ["sbatch", "--parsable", "--hold", f"--job-name={HOSTILE}", "--wrap", "true"]
     )
-    assert baseline.returncode == 0, baseline.stderr
-    said = hpctrain("status")
-    assert said.returncode == 0, said.stderr
-    assert len(said.stdout.splitlines()) >= 3
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", said.stdout)
+    assert other_job.returncode == 0, other_job.stderr
+    status = hpctrain("status")
+    assert status.returncode == 0, status.stderr
+    assert len(status.stdout.splitlines()) >= 3
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", status.stdout)
     number = done.stdout.strip()
-    assert any(line.startswith(f"{number} ") for line in said.stdout.splitlines())
+    assert any(line.startswith(f"{number} ") for line in status.stdout.splitlines())
     assert not Path("x").exists()
     assert hpctrain("cancel", plain).returncode == 0
     cluster.ended(number)
-    assert cluster.job(baseline.stdout.strip())["JobState"] == "PENDING"
+    assert cluster.job(other_job.stdout.strip())["JobState"] == "PENDING"
     assert hpctrain("cancel", HOSTILE).returncode == 0

@@ -1,4 +1,4 @@
-"""Starts with one rank that fails in some way at some moment, and whom `hpctrain run` names.
+"""Starts with one rank that fails in a random way, and the rank that `hpctrain run` names.
 
 python tests/launch/blame.py [--starts 200] [--seed 0] [--backend ddp] [--at-once 1]
 """
@@ -14,7 +14,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# How a rank fails. In Python, in C, by the system, by leaving, and by one sum that no other makes.
+# How a rank fails: in Python, in C, by a signal, by an exit, or by a sum on this rank alone.
 KINDS = ("exception", "kill", "abort", "segfault", "exit", "missing", "mismatch")
 RANKS, STEPS = 3, 6
 
@@ -26,11 +26,11 @@ import hpctrain
 kind, victim, moment = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 rank = hpctrain.detect().rank
 
-def fail(here):
-    if rank != victim or here != moment:
+def fail(now):
+    if rank != victim or now != moment:
         return
     if kind == "exception":
-        raise ValueError("the victim's own error")
+        raise ValueError("the error of the victim")
     if kind == "exit":
         sys.exit(3)
     if kind == "missing":
@@ -64,7 +64,7 @@ MOMENTS = (
 
 
 def start(kind, victim, moment, backend="ddp"):
-    """One start; the rank that was named, and all that was said."""
+    """Run one start; return the rank that was named, and standard error."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
         script.write_text(SCRIPT)
@@ -81,7 +81,7 @@ def start(kind, victim, moment, backend="ddp"):
             check=False,
         )
     patterns = [r"^hpctrain: rank (\d+) failed first"]
-    if kind == "mismatch":  # all ranks fail; the one that differs is named in the message
+    if kind == "mismatch":  # all ranks fail; the message names the one that differs
         patterns = [r"(?:same: |; )rank (\d+): ", r"(?:places: |; )rank (\d+) is at", *patterns]
     for pattern in patterns:
         if named := re.findall(pattern, done.stderr, re.MULTILINE):
@@ -102,15 +102,15 @@ def main():
         (draw.choice(KINDS), draw.randrange(RANKS), draw.choice(MOMENTS))
         for _ in range(options.starts)
     ]
-    # There is nothing to sum with before a session is open.
+    # A sum needs an open session.
     drawn = [(*one[:2], "open") if one[::2] == ("mismatch", "before") else one for one in drawn]
     with ThreadPoolExecutor(options.at_once) as pool:
         results = pool.map(lambda one: start(*one, options.backend), drawn)
-        for (kind, victim, moment), (named, said) in zip(drawn, results, strict=True):
+        for (kind, victim, moment), (named, output) in zip(drawn, results, strict=True):
             kinds[kind] += 1
             if named != victim:
                 wrong += 1
-                print(f"{kind} of rank {victim}, {moment}: named {named}\n{said}", flush=True)
+                print(f"{kind} of rank {victim}, {moment}: named {named}\n{output}", flush=True)
     print(f"{wrong} of {options.starts} wrong; {dict(sorted(kinds.items()))}")
     return wrong > options.starts / 200
 

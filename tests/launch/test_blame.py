@@ -27,19 +27,19 @@ pytestmark = pytest.mark.e2e
 )
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("horovod", marks=pytest.mark.slow)])
 def test_rank_that_failed_first_is_named(kind, victim, moment, backend):
-    named, said = blame.start(kind, victim, moment, backend)
-    assert named == victim, said
-    assert said.count("Traceback (most recent call last)") <= 1, said
+    named, output = blame.start(kind, victim, moment, backend)
+    assert named == victim, output
+    assert output.count("Traceback (most recent call last)") <= 1, output
 
 
 def test_traceback_that_all_ranks_have_is_shown_once(tmp_path):
-    said = all_fail(tmp_path)
-    assert said.count("Traceback (most recent call last)") == 1, said
-    assert said.count("ZeroDivisionError: division by zero") >= 3
-    assert "with exit code 1: ZeroDivisionError: division by zero" in said
+    output = run_failing_ranks(tmp_path)
+    assert output.count("Traceback (most recent call last)") == 1, output
+    assert output.count("ZeroDivisionError: division by zero") >= 3
+    assert "with exit code 1: ZeroDivisionError: division by zero" in output
 
 
-def all_fail(folder):
+def run_failing_ranks(folder):
     import launches
 
     script = folder / "train.py"
@@ -48,7 +48,7 @@ def all_fail(folder):
     return launches.start(command, folder).stderr
 
 
-def test_ranks_without_a_session_are_told_at_the_end(tmp_path):
+def test_ranks_without_a_session_are_named_at_the_end(tmp_path):
     import launches
 
     script = tmp_path / "train.py"

@@ -1,4 +1,4 @@
-"""The example, unchanged, by the launchers that a laptop has."""
+"""examples/mnist.py, unchanged, by the launchers of a laptop."""
 
 import json
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 def test_launcher_of_three_ranks_has_the_losses_of_one_process(
     launcher, reproducibility_reference, tmp_path
 ):
-    command = [*launches.LOCAL[launcher], str(launches.TWICE), *launches.SAMENESS]
+    command = [*launches.LOCAL[launcher], str(launches.TWICE), *launches.PARITY]
     done = launches.start(command, tmp_path)
     assert done.returncode == 0, done.stderr
     launches.same_losses(tmp_path, reproducibility_reference)

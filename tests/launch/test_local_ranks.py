@@ -1,4 +1,4 @@
-"""Ranks are started with their place, heard with their number, and ended together."""
+"""Ranks on this machine: their environment, their output, their exit codes, and their end."""
 
 import dataclasses
 import json
@@ -36,19 +36,19 @@ INHERITED = {
 
 @pytest.fixture
 def ranks(tmp_path, monkeypatch):
-    """Start ranks that run some lines of Python in an empty folder.
+    """Return a function that starts ranks, which run lines of Python in an empty folder.
 
-    `ended-RANK` appears there once the launcher knows that a rank has ended.
+    The launcher writes `ended-RANK` there when a rank has ended.
     """
     monkeypatch.setattr(supervisor, "_SECONDS_TO_FAIL", 0.5)
     monkeypatch.setattr(supervisor, "_SECONDS_TO_STOP", 0.5)
     reap = supervisor._Watch._reap
 
-    def reaped(self, rank):
+    def reap_and_record(self, rank):
         reap(self, rank)
         (tmp_path / f"ended-{rank.number}").touch()
 
-    monkeypatch.setattr(supervisor._Watch, "_reap", reaped)
+    monkeypatch.setattr(supervisor._Watch, "_reap", reap_and_record)
     script = tmp_path / "script.py"
 
     def run(lines, tasks_per_node=(3,), env=None, **more):
@@ -107,17 +107,17 @@ def test_bad_nproc_per_node_is_refused(nodes, per_node):
 def test_ranks_have_their_rank_and_no_variables_of_other_launchers(ranks, tmp_path, style):
     lines = (
         "import dataclasses\n"
-        "said = {'world': dataclasses.asdict(world), 'env': dict(os.environ)}\n"
-        "open(f'rank-{world.rank}', 'w').write(json.dumps(said))\n"
+        "place = {'world': dataclasses.asdict(world), 'env': dict(os.environ)}\n"
+        "open(f'rank-{world.rank}', 'w').write(json.dumps(place))\n"
     )
     assert ranks(lines, (2, 1), INHERITED, style=style) == 0
-    said = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(3)]
+    places = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(3)]
     for rank, (node, local_rank, size) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 1)]):
-        world, env = said[rank]["world"], said[rank]["env"]
+        world, env = places[rank]["world"], places[rank]["env"]
         full = World(rank, 3, local_rank, size, node, 2, ("node1", "node2"), AS[style])
         for name, value in dataclasses.asdict(full).items():
-            told = world[name] is not None or style == "hpctrain"
-            assert world[name] == (list(value) if name == "hosts" else value) or not told
+            known = world[name] is not None or style == "hpctrain"
+            assert world[name] == (list(value) if name == "hosts" else value) or not known
         assert None not in (world["rank"], world["world_size"], world["local_rank"])
         own = next(one for one in LAUNCHERS if one.name == AS[style]).environ(full, (2, 1), 5)
         job = env_vars.of_the_job(INHERITED) if style == "hpctrain" else {}
@@ -129,12 +129,12 @@ def test_ranks_have_their_rank_and_no_variables_of_other_launchers(ranks, tmp_pa
         assert env["HPCTRAIN_MAIN_ADDRESS"] == "127.0.0.1"
         assert int(env["OMP_NUM_THREADS"]) >= 1
         assert env["PATH"] == os.environ["PATH"]
-    assert len({one["env"]["HPCTRAIN_EXIT_STATUS_FILE"] for one in said}) == 1
-    assert not Path(said[0]["env"]["HPCTRAIN_EXIT_STATUS_FILE"]).parent.exists()
+    assert len({one["env"]["HPCTRAIN_EXIT_STATUS_FILE"] for one in places}) == 1
+    assert not Path(places[0]["env"]["HPCTRAIN_EXIT_STATUS_FILE"]).parent.exists()
 
 
 @pytest.mark.parametrize("tasks", [(1,), (3,)])
-def test_output_lines_carry_the_rank_where_there_are_several(ranks, capfd, tasks):
+def test_output_lines_have_the_rank_if_there_are_several(ranks, capfd, tasks):
     lines = (
         "sys.stdout.buffer.write(b'first \\xff\\n' + b'x' * 100_000 + b'\\n')\n"
         "sys.stderr.write('no end of line')\n"
@@ -147,12 +147,12 @@ def test_output_lines_carry_the_rank_where_there_are_several(ranks, capfd, tasks
         expected_out += [label + "first \ufffd", label + "x" * 100_000]
         expected_err += [label + "no end of line"]
     assert sorted(out.splitlines()) == sorted(expected_out)
-    said = err.splitlines()
+    lines = err.splitlines()
     if len(expected_err) > 1:
-        assert said[0].startswith("hpctrain: OMP_NUM_THREADS=")
-        assert "has opened a Session" in said[-3]
-        said = said[1:-3]
-    assert sorted(said) == sorted(expected_err)
+        assert lines[0].startswith("hpctrain: OMP_NUM_THREADS=")
+        assert "has opened a Session" in lines[-3]
+        lines = lines[1:-3]
+    assert sorted(lines) == sorted(expected_err)
 
 
 def test_first_failed_rank_gives_the_exit_code_and_its_last_output(ranks, capfd, monkeypatch):
@@ -165,9 +165,11 @@ def test_first_failed_rank_gives_the_exit_code_and_its_last_output(ranks, capfd,
         "sys.exit('a consequence')\n"
     )
     assert ranks(lines) == 3
-    told = capfd.readouterr().err
-    assert told.endswith("hpctrain: rank 1 failed first, with exit code 3. It said:\n  the cause\n")
-    assert "0: a consequence" in told
+    output = capfd.readouterr().err
+    assert output.endswith(
+        "hpctrain: rank 1 failed first, with exit code 3. Its last lines:\n  the cause\n"
+    )
+    assert "0: a consequence" in output
 
 
 def test_wrong_use_of_one_rank_is_repeated(ranks, capfd):
@@ -178,17 +180,19 @@ def test_wrong_use_of_one_rank_is_repeated(ranks, capfd):
         "time.sleep(3600)\n"
     )
     assert ranks(lines) == 2
-    told = capfd.readouterr().err
-    assert told.endswith("rank 1 failed first, with exit code 2. It said:\n  no such option\n")
+    output = capfd.readouterr().err
+    assert output.endswith(
+        "rank 1 failed first, with exit code 2. Its last lines:\n  no such option\n"
+    )
 
 
 def test_wrong_use_of_all_ranks_is_not_repeated(ranks, capfd, monkeypatch):
-    monkeypatch.setattr(supervisor, "_SECONDS_TO_FAIL", 60.0)  # none is ended before it says so too
+    monkeypatch.setattr(supervisor, "_SECONDS_TO_FAIL", 60.0)  # all print it before they are ended
     assert ranks("print('no such option', file=sys.stderr)\nsys.exit(2)\n") == 2
     assert "failed first" not in capfd.readouterr().err
 
 
-def test_ctrl_c_lets_a_rank_save_for_as_long_as_it_takes(ranks, tmp_path, monkeypatch):
+def test_ctrl_c_waits_for_the_save_of_a_rank(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "_SECONDS_TO_FAIL", 0.05)
     lines = (
         "try:\n"
@@ -200,7 +204,7 @@ def test_ctrl_c_lets_a_rank_save_for_as_long_as_it_takes(ranks, tmp_path, monkey
         "except KeyboardInterrupt:\n"
         "    if world.rank: raise\n"
         "    until('ended-1', 'ended-2')\n"
-        "    time.sleep(0.5)\n"  # longer than a rank has that hangs after another one failed
+        "    time.sleep(0.5)\n"  # longer than the limit for a hanging rank
         "    open('saved', 'w').close()\n"
     )
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -219,7 +223,7 @@ def test_nohup_ignored_signals_stay_ignored(ranks):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_exit_codes_are_known_where_sigchld_is_ignored(ranks):
+def test_exit_codes_with_sigchld_ignored(ranks):
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         assert ranks("sys.exit(7)", (1,)) == 7
@@ -230,7 +234,7 @@ def test_exit_codes_are_known_where_sigchld_is_ignored(ranks):
 
 def test_exit_status_file_is_repeated_to_the_outer_one(ranks, tmp_path):
     lines = (
-        "from hpctrain.rundir import write_exit_status\n"
+        "from hpctrain.rundir.exit_status import write_exit_status\n"
         "write_exit_status(os.environ['HPCTRAIN_EXIT_STATUS_FILE'], 75, 'stopped')\n"
     )
     outer = tmp_path / "outer"
@@ -250,10 +254,10 @@ def test_exit_code_of_a_rank_killed_by_a_signal_is_that_of_a_shell(ranks, capfd)
     assert "rank 2 failed first, with signal SIGKILL" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("deaf", [False, True])
-def test_hanging_ranks_are_ended_after_another_failed(ranks, capfd, deaf):
+@pytest.mark.parametrize("ignores_sigterm", [False, True])
+def test_hanging_ranks_are_ended_after_another_failed(ranks, capfd, ignores_sigterm):
     lines = "if world.rank == 0: sys.exit(4)\n"
-    if deaf:
+    if ignores_sigterm:
         lines += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     assert ranks(lines + "time.sleep(3600)\n") == 4
     assert "rank 0 failed first" in capfd.readouterr().err
@@ -261,7 +265,7 @@ def test_hanging_ranks_are_ended_after_another_failed(ranks, capfd, deaf):
 
 def test_exit_status_file_of_rank_0_gives_the_exit_code(ranks, capfd):
     lines = (
-        "from hpctrain.rundir import write_exit_status\n"
+        "from hpctrain.rundir.exit_status import write_exit_status\n"
         "path = os.environ['HPCTRAIN_EXIT_STATUS_FILE']\n"
         "if world.rank == 0: write_exit_status(path, {code}, 'why')\n"
         "sys.exit({leave})\n"
@@ -270,7 +274,7 @@ def test_exit_status_file_of_rank_0_gives_the_exit_code(ranks, capfd):
     assert ranks(lines.format(code=75, leave=1)) == 75
     assert ranks(lines.format(code=76, leave=0), (1,)) == 76
     assert ranks(lines.format(code=0, leave=0)) == 0
-    assert ranks(lines.format(code=0, leave=3), (1,)) == 3  # what it did after its session failed
+    assert ranks(lines.format(code=0, leave=3), (1,)) == 3  # the script failed after its session
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
@@ -279,12 +283,12 @@ def test_stop_signal_before_a_session_exits_with_75(ranks, tmp_path, number):
         "open(f'ready-{world.rank}', 'w').close()\n"
         "until('ready-0', 'ready-1', 'ready-2')\n"
         f"if world.rank == 0: os.kill(os.getppid(), {int(number)})\n"
-        "until('never')\n"  # a long sleep would not notice a signal that came just before it
+        "until('never')\n"  # one long sleep would miss a signal just before it
     )
     exit_status_file = tmp_path / "exit-status"
     assert ranks(lines, env={"HPCTRAIN_EXIT_STATUS_FILE": str(exit_status_file)}) == 75
-    said = json.loads(exit_status_file.read_text())
-    assert (said["code"], number.name in said["reason"]) == (75, True)
+    exit_status = json.loads(exit_status_file.read_text())
+    assert (exit_status["code"], number.name in exit_status["reason"]) == (75, True)
 
 
 def test_stop_file_variable_reaches_the_ranks(ranks):
@@ -295,7 +299,7 @@ def test_stop_file_variable_reaches_the_ranks(ranks):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM])
 def test_signals_are_passed_on_and_handlers_put_back(ranks, number):
     def handler(caught, frame):
-        raise AssertionError("nobody took the signal")
+        raise AssertionError("the signal was not handled")
 
     before = signal.signal(number, handler)
     lines = (
@@ -303,7 +307,7 @@ def test_signals_are_passed_on_and_handlers_put_back(ranks, number):
         "open(f'ready-{world.rank}', 'w').close()\n"
         "until('ready-0', 'ready-1', 'ready-2')\n"
         f"if world.rank == 0: os.kill(os.getppid(), {int(number)})\n"
-        "until('never')\n"  # a long sleep would not notice a signal that came just before it
+        "until('never')\n"  # one long sleep would miss a signal just before it
         "sys.exit(9)\n"
     )
     try:
@@ -318,13 +322,13 @@ def test_simulated_hosts_have_gpus_of_their_own(tmp_path, capfd):
     script.write_text("import os; print('GPUs', os.environ.get('CUDA_VISIBLE_DEVICES', 'all'))\n")
     command = [sys.executable, str(script)]
 
-    def seen(tasks, gpus):
+    def gpus_of_ranks(tasks, gpus):
         assert start(command, tasks, os.environ, gpus=gpus) == 0
         return sorted(capfd.readouterr().out.splitlines())
 
-    assert seen((2, 1), ["0", "1", "5"]) == ["0: GPUs 0,1", "1: GPUs 0,1", "2: GPUs 5"]
-    assert seen((2, 1), ["0"]) == ["0: GPUs ", "1: GPUs ", "2: GPUs "]
-    assert seen((2,), ["0"]) == ["0: GPUs all", "1: GPUs all"]
+    assert gpus_of_ranks((2, 1), ["0", "1", "5"]) == ["0: GPUs 0,1", "1: GPUs 0,1", "2: GPUs 5"]
+    assert gpus_of_ranks((2, 1), ["0"]) == ["0: GPUs ", "1: GPUs ", "2: GPUs "]
+    assert gpus_of_ranks((2,), ["0"]) == ["0: GPUs all", "1: GPUs all"]
 
 
 def test_closed_output_pipe_does_not_hold_up_the_ranks(tmp_path):

@@ -1,4 +1,4 @@
-"""Hosts that nobody but a person ties together: the same command on each, over a real network."""
+"""`hpctrain run` typed on each host, without a launcher across hosts, over a real network."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ def test_hpctrain_run_by_hand_on_three_hosts_has_the_losses_of_one_process(
             place = ["--nodes", "3", "--node-rank", str(rank), "--nproc-per-node", "1,1,1"]
             address = ["--main-address", slurm.address("node1"), "--main-port", "8888"]
             command = [launches.PYTHON, "-m", "hpctrain", "run", *place, *address]
-            command += [str(launches.TWICE), *launches.SAMENESS]
+            command += [str(launches.TWICE), *launches.PARITY]
             running.append(
                 subprocess.Popen(
                     cluster.command(command, host),

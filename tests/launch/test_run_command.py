@@ -1,4 +1,4 @@
-"""`hpctrain run` as a person types it: real processes, and nothing of them left afterwards."""
+"""`hpctrain run` as a person types it: real processes, of which none is left at the end."""
 
 import json
 import os
@@ -15,22 +15,23 @@ from processes import until
 from hpctrain.cli import main
 
 RUN = [launches.PYTHON, "-m", "hpctrain", "run"]
-MEETS = """
+PRINT_WORLD = """
 import dataclasses, json, os
-from hpctrain import rendezvous, rundir
+from hpctrain import rendezvous
 from hpctrain.cluster.launchers import survey
+from hpctrain.rundir.exit_status import write_exit_status
 start = survey()
-met = rendezvous.meet(start.world, start.rendezvous_point, {}, 120)
-if met.world.rank == 0 and "CODE" in os.environ:
+roster = rendezvous.meet(start.world, start.rendezvous_point, {}, 120)
+if roster.world.rank == 0 and "CODE" in os.environ:
     path = os.environ["HPCTRAIN_EXIT_STATUS_FILE"]
-    rundir.write_exit_status(path, int(os.environ["CODE"]), "why")
-print(json.dumps({**dataclasses.asdict(met.world), "key": start.rendezvous_point.key}))
+    write_exit_status(path, int(os.environ["CODE"]), "why")
+print(json.dumps({**dataclasses.asdict(roster.world), "key": start.rendezvous_point.key}))
 """
 
 
 @pytest.fixture
 def script(tmp_path):
-    """Writes a script, and gives its name."""
+    """Return a function that writes a script and returns its path."""
 
     def write(text):
         path = tmp_path / "script.py"
@@ -42,63 +43,74 @@ def script(tmp_path):
 
 @pytest.fixture
 def background():
-    """Starts commands that are killed at the end, should they still run."""
+    """Return a function that starts commands; those that still run at the end are killed."""
     with processes.background() as begin:
         yield begin
 
 
 def worlds(text):
-    """What the ranks of MEETS printed, by rank."""
-    told = [json.loads(line.partition(": ")[2]) for line in text.splitlines()]
-    return sorted(told, key=lambda world: world["rank"])
+    """Return what the ranks of PRINT_WORLD printed, by rank."""
+    worlds_of_ranks = [json.loads(line.partition(": ")[2]) for line in text.splitlines()]
+    return sorted(worlds_of_ranks, key=lambda world: world["rank"])
 
 
 def test_simulated_launcher_ranks_find_each_other_in_rendezvous(script, tmp_path):
-    command = [*RUN, "--nodes", "2", "--nproc-per-node", "2,1", "--as", "slurm", script(MEETS)]
+    command = [
+        *RUN,
+        "--nodes",
+        "2",
+        "--nproc-per-node",
+        "2,1",
+        "--as",
+        "slurm",
+        script(PRINT_WORLD),
+    ]
     done = launches.start(command, tmp_path, SLURM_JOB_ID="4711", SLURM_PROCID="9")
     assert done.returncode == 0, done.stderr
-    told = worlds(done.stdout)
-    assert [world["rank"] for world in told] == [0, 1, 2]
-    for world in told:
+    worlds_of_ranks = worlds(done.stdout)
+    assert [world["rank"] for world in worlds_of_ranks] == [0, 1, 2]
+    for world in worlds_of_ranks:
         assert world["launcher"] == "slurm"
         assert world["hosts"] == ["node1", "node2"]
         assert world["node_rank"] == (0, 0, 1)[world["rank"]]
         assert world["local_world_size"] == (2, 2, 1)[world["rank"]]
 
 
-def baseline(rank, nodes, counts, port):
-    """The options for one of several real hosts."""
+def options_of_host(rank, nodes, counts, port):
+    """Return the command of one of several real hosts."""
     place = ["--nodes", str(nodes), "--node-rank", str(rank), "--nproc-per-node", counts]
     return [*RUN, *place, "--main-address", "127.0.0.1", "--main-port", str(port)]
 
 
 def test_run_by_hand_on_three_hosts_is_one_world_with_the_exit_code_of_rank_0(script, background):
-    path, port = script(MEETS), 20000 + os.getpid() % 10000
+    path, port = script(PRINT_WORLD), 20000 + os.getpid() % 10000
     starts = [
         background(
-            [*baseline(rank, 3, "2,1,1", port), path], HPCTRAIN_HOSTNAME=f"real{rank}", CODE="75"
+            [*options_of_host(rank, 3, "2,1,1", port), path],
+            HPCTRAIN_HOSTNAME=f"real{rank}",
+            CODE="75",
         )
         for rank in (2, 0, 1)
     ]
     outputs = [start.communicate(timeout=60) for start in starts]
     assert [start.returncode for start in starts] == [0, 75, 0], outputs
-    told = worlds("".join(out for out, _ in outputs))
-    assert [world["rank"] for world in told] == [0, 1, 2, 3]
-    assert [world["node_rank"] for world in told] == [0, 0, 1, 2]
-    assert [world["local_rank"] for world in told] == [0, 1, 0, 0]
-    assert all(world["hosts"] == ["real0", "real1", "real2"] for world in told)
-    assert {world["key"] for world in told} == {f"hpctrain/127.0.0.1:{port}"}
+    worlds_of_ranks = worlds("".join(out for out, _ in outputs))
+    assert [world["rank"] for world in worlds_of_ranks] == [0, 1, 2, 3]
+    assert [world["node_rank"] for world in worlds_of_ranks] == [0, 0, 1, 2]
+    assert [world["local_rank"] for world in worlds_of_ranks] == [0, 1, 0, 0]
+    assert all(world["hosts"] == ["real0", "real1", "real2"] for world in worlds_of_ranks)
+    assert {world["key"] for world in worlds_of_ranks} == {f"hpctrain/127.0.0.1:{port}"}
 
 
 def test_run_by_hand_with_different_nproc_names_both_numbers(script, background):
-    path, port = script(MEETS), 20000 + (os.getpid() + 1) % 10000
-    first = background([*baseline(0, 2, "2", port), path], HPCTRAIN_HOSTNAME="real0")
-    second = background([*baseline(1, 2, "1", port), path], HPCTRAIN_HOSTNAME="real1")
+    path, port = script(PRINT_WORLD), 20000 + (os.getpid() + 1) % 10000
+    first = background([*options_of_host(0, 2, "2", port), path], HPCTRAIN_HOSTNAME="real0")
+    second = background([*options_of_host(1, 2, "1", port), path], HPCTRAIN_HOSTNAME="real1")
     for start in (first, second):
         _, err = start.communicate(timeout=60)
         assert start.returncode in (1, 2)
         assert "ContradictionError" in err or "error" in err
-        assert "2 ranks" in err
+        assert "world size 2" in err
         assert "4" in err
 
 
@@ -137,14 +149,14 @@ def test_run_refuses_wrong_options_before_a_rank_starts(options, words, script, 
     ("name", "word"),
     [("", "empty"), ("no-such.py", "no-such.py is no file"), (".", "no file but a folder")],
 )
-def test_run_refuses_a_script_that_is_no_file(name, word, capfd):
+def test_run_refuses_a_script_that_is_not_a_file(name, word, capfd):
     assert main(["run", "--nproc-per-node", "3", name]) == 2
     out, err = capfd.readouterr()
     assert (out, err.count("error:")) == ("", 1)
     assert word in err
 
 
-def test_no_rank_is_left_where_not_all_can_be_started(script, background):
+def test_failed_start_of_a_rank_ends_all_ranks(script, background):
     path = script("import time; time.sleep(600)")
     command = f"ulimit -n 24; exec {' '.join(RUN)} --nproc-per-node 60 {path}"
     start = background(["bash", "-c", command], MARK="no-room")
@@ -215,10 +227,10 @@ def test_ctrl_c_reaches_each_rank_once_and_not_its_workers(script, background, t
     os.kill(start.pid, signal.SIGINT)
     _, err = start.communicate(timeout=60)
     assert start.returncode == 0, err
-    assert "SIGINT is passed on" in err
+    assert "SIGINT is forwarded" in err
     assert "Traceback" not in err
     for rank in range(3):
-        # What a rank started was not interrupted: loader workers are needed until it has saved.
+        # Child processes are not interrupted: a rank needs its loader workers for the save.
         assert (tmp_path / f"saved-{rank}").read_text().split()[2] in "SRD"
 
 
@@ -264,9 +276,10 @@ if rank == "0":
 def test_first_failure_is_printed_last_also_where_its_rank_exits_last(script, tmp_path):
     done = launches.start([*RUN, "--nproc-per-node", "3", script(SLOW_TO_LEAVE)], tmp_path)
     assert done.returncode == 1
-    told = done.stderr.rpartition("hpctrain: rank 2 failed first, with exit code 1. It said:\n")[2]
-    assert told != done.stderr
-    lines = told.splitlines()
+    report = "hpctrain: rank 2 failed first, with exit code 1. Its last lines:\n"
+    last_lines = done.stderr.rpartition(report)[2]
+    assert last_lines != done.stderr
+    lines = last_lines.splitlines()
     assert lines[0].startswith("  Traceback")
     assert lines[-1] == "  ValueError: the cause"
 
@@ -301,19 +314,19 @@ def test_output_of_one_rank_is_passed_on_unchanged(script, tmp_path):
 
 
 def test_two_runs_in_one_folder_have_a_rendezvous_each(script, background):
-    path = script(MEETS)
+    path = script(PRINT_WORLD)
     starts = [background([*RUN, "--nproc-per-node", "2", path]) for _ in range(2)]
     keys = set()
     for start in starts:
         out, err = start.communicate(timeout=60)
         assert start.returncode == 0, err
-        told = worlds(out)
-        assert [world["rank"] for world in told] == [0, 1]
-        keys |= {world["key"] for world in told}
+        worlds_of_ranks = worlds(out)
+        assert [world["rank"] for world in worlds_of_ranks] == [0, 1]
+        keys |= {world["key"] for world in worlds_of_ranks}
     assert len(keys) == 2
 
 
-def test_omp_num_threads_is_shared_and_that_is_said_once(script, tmp_path):
+def test_omp_num_threads_is_divided_and_logged_once(script, tmp_path):
     path = script("import os; print(os.environ['OMP_NUM_THREADS'])")
     environ = {name: value for name, value in launches.environ().items() if "OMP_NUM" not in name}
     cores = len(os.sched_getaffinity(0))

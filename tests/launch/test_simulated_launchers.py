@@ -1,12 +1,12 @@
-"""`hpctrain run --as …` gives a rank what the true launcher gave one of the same layout."""
+"""`hpctrain run --as …` sets the variables that the real launcher sets for the same layout."""
 
 import environments
 import pytest
 
 from hpctrain.launch import rank_environment
 
-# What is of the machine on which the true launcher ran, or has a process behind it that nobody
-# simulates: a daemon's address, its folders, its protocol.
+# Variables of the machine on which the real launcher ran, and those of processes that are not
+# simulated: a daemon's address, its folders, its protocol.
 OF_THE_MACHINE = {
     "slurm": {
         *("SLURM_CLUSTER_NAME", "SLURM_CONF", "SLURM_WORKING_CLUSTER", "SLURM_UMASK"),
@@ -23,11 +23,11 @@ OF_THE_MACHINE = {
 PREFIXES = {
     "mpi": ("OMPI_MCA_", "PMIX_"),
     "torchrun": ("SLURM", "SRUN"),
-    "slurm": ("SLURM_JOB_CPUS_PER_NODE_PACK_GROUP",),  # salloc's, in an ordinary job too
+    "slurm": ("SLURM_JOB_CPUS_PER_NODE_PACK_GROUP",),  # salloc sets it in an ordinary job too
 }
 NAMED = {"mpi": {"OMPI_MCA_orte_num_nodes", "PMIX_RANK", "PMIX_NAMESPACE", "PMIX_HOSTNAME"}}
-# What differs by its nature, and the one thing that is simulated otherwise: no agent has a store.
-OTHERWISE = {
+# Variables that differ in each job, and one that is simulated differently: no agent has a store.
+DIFFERENT = {
     *("SLURM_JOB_ID", "SLURM_JOBID", "PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", "MASTER_PORT"),
     *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "HOROVOD_GLOO_IFACE"),
     *("OMP_NUM_THREADS", "TORCHELASTIC_USE_AGENT_STORE", "OMPI_UNIVERSE_SIZE"),
@@ -53,8 +53,8 @@ def test_run_as_gives_a_rank_the_variables_of_the_real_launcher(style, name):
     simulated = rank_environment.environs(counts, {}, style, (), None)
     assert len(simulated) == len(document["ranks"])
     for rank, true in enumerate(document["ranks"]):
-        ours = simulated[rank]
-        theirs = {
+        own = simulated[rank]
+        expected = {
             variable: value
             for variable, value in true["env"].items()
             if variable in NAMED.get(style, ())
@@ -63,9 +63,9 @@ def test_run_as_gives_a_rank_the_variables_of_the_real_launcher(style, name):
                 and not variable.startswith(PREFIXES.get(style, ()) or "-")
             )
         }
-        assert theirs.keys() <= ours.keys()
-        added = ours.keys() - theirs.keys() - {"OMP_NUM_THREADS", "PYTHONUNBUFFERED"}
+        assert expected.keys() <= own.keys()
+        added = own.keys() - expected.keys() - {"OMP_NUM_THREADS", "PYTHONUNBUFFERED"}
         assert added <= {"HPCTRAIN_MAIN_ADDRESS", "HPCTRAIN_HOSTNAME", "HPCTRAIN_SECRET"}
         if len(hosts) > 1:  # a single host keeps its own name
-            same = theirs.keys() - OTHERWISE
-            assert {v: ours[v] for v in same} == {v: theirs[v] for v in same}
+            compared = expected.keys() - DIFFERENT
+            assert {v: own[v] for v in compared} == {v: expected[v] for v in compared}

@@ -25,8 +25,8 @@ def test_spawn_passes_arguments_and_returns_results_by_rank():
         world = detect()
         return world.rank, world.world_size, world.launcher, base * factor + more
 
-    told = spawn(place, 3, args=(5,), kwargs={"factor": 2})
-    assert told == [(rank, 3, "hpctrain", 17) for rank in range(3)]
+    results = spawn(place, 3, args=(5,), kwargs={"factor": 2})
+    assert results == [(rank, 3, "hpctrain", 17) for rank in range(3)]
 
 
 def test_spawn_uses_one_rank_for_each_visible_gpu(monkeypatch):
@@ -36,13 +36,13 @@ def test_spawn_uses_one_rank_for_each_visible_gpu(monkeypatch):
     assert spawn(lambda: os.environ["HPCTRAIN_WORLD_SIZE"]) == ["2", "2"]
 
 
-def test_spawn_output_lines_carry_the_rank(capfd):
+def test_spawn_output_lines_have_the_rank(capfd):
     spawn(lambda: print("here"), 3)
     assert sorted(capfd.readouterr().out.splitlines()) == ["0: here", "1: here", "2: here"]
 
 
 class Cell(io.TextIOBase):
-    """Standard output as a notebook has it: text, and no file behind it."""
+    """Standard output as in a notebook: text without a file descriptor."""
 
     def __init__(self):
         self.text = ""
@@ -63,57 +63,59 @@ def test_spawn_in_a_notebook_prints_into_the_cell(monkeypatch):
 
 
 def test_spawn_works_in_another_thread():
-    told = []
-    thread = threading.Thread(target=lambda: told.extend(spawn(os.getpid, 2)))
+    pids = []
+    thread = threading.Thread(target=lambda: pids.extend(spawn(os.getpid, 2)))
     thread.start()
     thread.join(60)
-    assert len(set(told)) == 2
+    assert len(set(pids)) == 2
 
 
 def test_spawn_files_are_private_and_removed():
-    def look():
+    def folder_and_mode():
         folder = os.path.dirname(os.environ["HPCTRAIN_EXIT_STATUS_FILE"])
         return folder, os.stat(folder).st_mode & 0o777
 
-    ((folder, mode),) = spawn(look, 1)
+    ((folder, mode),) = spawn(folder_and_mode, 1)
     assert mode == 0o700
     assert not Path(folder).exists()
 
 
 def test_spawn_names_the_first_failed_rank_with_its_traceback():
-    def fails():
+    def fail():
         if os.environ["HPCTRAIN_RANK"] == "1":
             raise ValueError("the cause")
 
     with pytest.raises(HpctrainError) as caught:
-        spawn(fails, 3)
+        spawn(fail, 3)
     assert (caught.value.exit_code, caught.value.code) == (1, "HT217")
-    assert caught.value.found.startswith("rank 1 of 3 failed first, with exit code 1. It said:\n")
+    assert caught.value.found.startswith(
+        "rank 1 of 3 failed first, with exit code 1. Its last lines:\n"
+    )
     assert "Traceback (most recent call last)" in caught.value.found
     assert caught.value.found.endswith("ValueError: the cause")
 
 
 def test_spawn_raises_usage_error_of_a_rank():
-    def refuses():
+    def raise_usage_error():
         from hpctrain.errors import UsageError
 
-        raise UsageError("HT113", "this", "that", "type this")
+        raise UsageError("HT113", "found", "expected", "the fix")
 
-    with pytest.raises(UsageError, match="fix:      type this") as caught:
-        spawn(refuses, 2)
+    with pytest.raises(UsageError, match="fix:      the fix") as caught:
+        spawn(raise_usage_error, 2)
     assert caught.value.code == "HT217"
 
 
 def test_spawn_exit_status_file_of_rank_0_gives_the_exit_code():
-    def stops():
-        from hpctrain.rundir import write_exit_status
+    def exit_with_status():
+        from hpctrain.rundir.exit_status import write_exit_status
 
         if os.environ["HPCTRAIN_RANK"] == "0":
             write_exit_status(os.environ["HPCTRAIN_EXIT_STATUS_FILE"], 75, "stopped at step 7")
         raise SystemExit(0)
 
     with pytest.raises(HpctrainError, match="stopped at step 7") as caught:
-        spawn(stops, 2)
+        spawn(exit_with_status, 2)
     assert (caught.value.exit_code, caught.value.code) == (75, "HT217")
 
 
@@ -202,7 +204,7 @@ def test_spawn_script_exits_with_the_code_and_no_traceback_of_its_own(error, cod
     done = launches.start([launches.PYTHON, "train.py"], tmp_path)
     assert done.returncode == code
     assert "hpctrain: error: rank " in done.stderr
-    assert done.stderr.count("\nTraceback") == 0  # those of the ranks have something in front
+    assert done.stderr.count("\nTraceback") == 0  # those of ranks have a prefix
 
 
 INTERRUPTED = """
@@ -225,15 +227,15 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def script(tmp_path):
-    """Starts a script that is killed at the end, should it still run."""
+    """Return a function that starts a script, which is killed if it still runs at the end."""
     with processes.background() as begin:
 
-        def write(text, **more):
+        def start(text, **more):
             path = tmp_path / "train.py"
             path.write_text(text)
             return begin([launches.PYTHON, path], **more)
 
-        yield write
+        yield start
 
 
 def test_spawn_raises_ctrl_c_when_the_ranks_have_ended(script):
@@ -248,7 +250,7 @@ def test_spawn_kill_9_leaves_no_rank_and_no_file(script, tmp_path):
     assert all("ready" in process.stdout.readline() for _ in range(2))
     (folder,) = tmp_path.glob("hpctrain-*")
 
-    assert len(processes.having(folder)) == 2 + 1  # the ranks, and their guard
+    assert len(processes.having(folder)) == 2 + 1  # the ranks, and the process that ends them
     process.kill()
     process.wait(timeout=60)
     until(lambda: not folder.exists() and not processes.having(folder))

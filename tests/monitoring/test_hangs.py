@@ -1,4 +1,4 @@
-"""Watchdog: a rank that hangs ends the run within the time-out and a little, and is named."""
+"""Watchdog: a rank that hangs is named, and the run ends soon after the time-out."""
 
 import contextlib
 import ctypes
@@ -14,8 +14,9 @@ import torch
 from battery import images, session, small_model
 from torch import nn
 
-from hpctrain import rundir
+from hpctrain.errors import exit_codes
 from hpctrain.monitoring.watchdog import slots
+from hpctrain.rundir.exit_status import read_exit_status
 
 TIMEOUT = 5.0  # longer than a first step takes on a busy machine
 # More than the time-out, the agreement between hosts, and the import of what a step needs.
@@ -23,9 +24,9 @@ SECONDS = 100.0
 HANG_AT = 5
 
 
-def stop():
+def stop_process():
     os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(1000)  # it goes on for a moment, to show its stack
+    time.sleep(1000)  # it runs for a moment, to show its stack
 
 
 def hold_the_gil():
@@ -39,23 +40,23 @@ def wait_for_a_file():
 
 
 class Samples(torch.utils.data.Dataset):
-    """Images, the reading of which hangs once."""
+    """Images; the loading of one of them hangs."""
 
     def __init__(self, hangs):
-        self.images, self.left = images(240), 4 * HANG_AT if hangs else -1
+        self.images, self.left_to_load = images(240), 4 * HANG_AT if hangs else -1
 
     def __len__(self):
         return len(self.images)
 
     def __getitem__(self, index):
-        if self.left == 0:
+        if self.left_to_load == 0:
             wait_for_a_file()
-        self.left -= 1
+        self.left_to_load -= 1
         return self.images[index]
 
 
-class Waiting(nn.Module):
-    """Its backward pass hangs once."""
+class HangingBackward(nn.Module):
+    """A module whose backward pass hangs once."""
 
     def __init__(self, hangs):
         super().__init__()
@@ -69,10 +70,10 @@ class Waiting(nn.Module):
 
 
 def train(how, victim):
-    """Train until one rank hangs: in a function of the script, or where its data come from."""
+    """Train until one rank hangs: in the script, in the backward pass, or in its data set."""
     with session(batch_size=4, epochs=20, timeout=TIMEOUT, run_dir="run") as opened:
         hangs = opened.world.rank == victim
-        model = nn.Sequential(small_model(), Waiting(hangs and how == "backward"))
+        model = nn.Sequential(small_model(), HangingBackward(hangs and how == "backward"))
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
         loader = opened.loader(Samples(hangs and how == "load"))
         with opened.run() as run:
@@ -84,8 +85,8 @@ def train(how, victim):
                     opened.step(loss)
 
 
-def left(mark):
-    """Processes and folders of a start that are still there."""
+def remains(mark):
+    """Return the processes and shared folders of a start that still exist."""
     found = processes.having(mark, "environ")
     for base in slots._bases():
         for path in base.glob("hpctrain-watch-*/settings"):
@@ -97,7 +98,7 @@ def left(mark):
 
 DDP, HOROVOD = "auto", "horovod"
 SLOW = pytest.mark.slow
-IN_STOP = "in the script's code: process", "in stop"
+IN_STOP = "in the script's code: process", "in stop_process"
 IN_GIL = "in the script's code", "in hold_the_gil"
 IN_LOADER = "waits for data", "in __getitem__"
 
@@ -105,16 +106,17 @@ IN_LOADER = "waits for data", "in __getitem__"
 @pytest.mark.parametrize(
     ("run", "how", "victim", "layout", "words", "stack"),
     [
-        pytest.param(DDP, stop, 2, (2, 1), *IN_STOP, id="ddp-stopped-on-another-host"),
+        pytest.param(DDP, stop_process, 2, (2, 1), *IN_STOP, id="ddp-stopped-on-another-host"),
         pytest.param(HOROVOD, hold_the_gil, 2, (3,), *IN_GIL, id="horovod-holds-the-gil"),
         pytest.param(DDP, "load", 0, (3,), *IN_LOADER, id="ddp-loading", marks=SLOW),
-        pytest.param(HOROVOD, stop, 1, (3,), *IN_STOP, id="horovod-stopped", marks=SLOW),
+        pytest.param(HOROVOD, stop_process, 1, (3,), *IN_STOP, id="horovod-stopped", marks=SLOW),
         pytest.param(HOROVOD, "load", 0, (3,), *IN_LOADER, id="horovod-loading", marks=SLOW),
     ],
     indirect=["run"],
 )
 def test_hanging_rank_is_named_and_its_stack_shown(run, how, victim, layout, words, stack):
-    reason, logs = hang(run, how, victim, layout)
+    """Let one rank hang; name it, show its stack, and end all ranks."""
+    reason, logs = run_until_hang(run, how, victim, layout)
     host = f"node{len(layout)}"
     assert reason.startswith(f"rank {victim} on {host} is silent for ")
     assert f" at step {HANG_AT}, {words}" in reason
@@ -123,16 +125,16 @@ def test_hanging_rank_is_named_and_its_stack_shown(run, how, victim, layout, wor
         assert f"hpctrain: error: {reason}\n" in text
 
 
-def hang(run, how, victim, layout):
-    """The reason that the exit status has, and the log of each helper."""
+def run_until_hang(run, how, victim, layout):
+    """Run `train` until the watchdog ends it; return the reason and the log of each helper."""
     mark = secrets.token_hex(8)
     env = {"HPCTRAIN_EXIT_STATUS_FILE": str(Path("exit-status").absolute()), "TEST_MARK": mark}
     env |= run.keywords["env"]
     results = run(3, train, how, victim, layout=layout, timeout=SECONDS, env=env)
     assert all(isinstance(result, Exception) for result in results), results
-    code, reason = rundir.read_exit_status("exit-status")
-    assert code == rundir.FAILED
-    processes.until(lambda: not left(mark))
+    code, reason = read_exit_status("exit-status")
+    assert code == exit_codes.FAILED
+    processes.until(lambda: not remains(mark))
     files = {path.stem.partition("-")[2]: path for path in Path("run/logs").glob("watch-*.log")}
     assert len(files) == len(layout)
     return reason, {host: path.read_text() for host, path in files.items()}
@@ -142,8 +144,9 @@ def hang(run, how, victim, layout):
     "run", [DDP, pytest.param(HOROVOD, marks=SLOW)], indirect=True, ids=["ddp", "horovod"]
 )
 def test_hanging_backward_pass_is_shown(run):
-    reason, logs = hang(run, "backward", 1, (3,))
-    if run.keywords["env"]["TEST_BACKEND"] == "horovod":  # it waits for the sums after the pass
+    """Let the backward pass of one rank hang; end all ranks."""
+    reason, logs = run_until_hang(run, "backward", 1, (3,))
+    if run.keywords["env"]["TEST_BACKEND"] == "horovod":  # others wait for the sums
         assert reason.startswith("rank 1 on node1 is silent for ")
         assert "in the backward pass" in reason
     else:

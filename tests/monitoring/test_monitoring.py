@@ -1,4 +1,4 @@
-"""What is seen of a run: where the time of its steps goes, who is slow, trackers and traces."""
+"""Timings of steps, slow ranks, trackers, traces, and the progress bar of a run."""
 
 import contextlib
 import gzip
@@ -35,7 +35,7 @@ _SLOW = 0.06
 
 
 class Slow(Dataset):
-    """Images that take a moment on one rank."""
+    """Images that load slowly on one rank."""
 
     def __init__(self, seconds):
         self.images, self.seconds = images(240), seconds
@@ -49,7 +49,7 @@ class Slow(Dataset):
 
 
 def train(slow_data=None, slow_forward=None, each=None, **options):
-    """A training in which a rank waits for its data, or computes, longer than the others."""
+    """Train with a rank whose data or whose forward pass is slow; return the last step."""
     timings._SECONDS_BETWEEN_LINES, timings._LEAST_SECONDS = 0.5, 0.1
     with session(**{"global_batch": 6, "log_every": 2, "run_dir": "run", **options}) as opened:
         rank = opened.world.rank
@@ -90,10 +90,10 @@ def test_slow_ranks_are_named_by_rank_and_host():
         assert max(range(3), key=line["forward"].__getitem__) == 2
         assert min(line["data"][1], line["forward"][2]) >= _SLOW
         assert sum(line["step_times"].values()) == line["steps"]
-        # The ranks wait for each other, so no step is shorter than what a slow one does.
+        # The ranks wait for each other, so no step is shorter than that of a slow rank.
         assert min(10 ** (int(bucket) / 20) / 1e6 for bucket in line["step_times"]) >= 0.9 * _SLOW
     assert found[-1]["step"] == 24
-    assert sum(line["steps"] for line in found) == 23  # all but the first of the start
+    assert sum(line["steps"] for line in found) == 23  # all steps but the first of the start
 
 
 def test_metrics_have_data_wait_of_rank_0():
@@ -106,35 +106,35 @@ def test_metrics_have_data_wait_of_rank_0():
     assert re.search(r"step 2/10  loss \S+  lr 0.05  \d+ images/s  data wait \d+ %", log)
 
 
-def watched(stops_at):
-    """A training that is tracked and traced, with a file for what each rank says."""
+def train_with_tracker(stops_at):
+    """Train with a tracker and a trace; write standard error of each rank to a file."""
 
     def stop(step):
         if step == stops_at:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    with open(f"said-{os.getpid()}", "w") as sys.stderr:
+    with open(f"output-{os.getpid()}", "w") as sys.stderr:
         return train(max_steps=40, resume=True, track="tensorboard", profile="2:5", each=stop)
 
 
 def test_tracker_and_timings_continue_after_resume():
-    results = ranks.run(3, watched, 6)
+    results = ranks.run(3, train_with_tracker, 6)
     assert all(result[0] == "exit" for result in results)
     trace = RunDirectory("run").profile / "rank-0.json.gz"
     assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     written = trace.stat().st_mtime_ns
     before, stopped = lines(), RunDirectory("run").steps()[-1]
     assert before[-1]["step"] == stopped < 40
-    assert ranks.values(ranks.run(3, watched, None)) == [40, 40, 40]
+    assert ranks.values(ranks.run(3, train_with_tracker, None)) == [40, 40, 40]
     assert lines()[: len(before)] == before
     assert [line["step"] for line in lines()][-1] == 40
-    assert trace.stat().st_mtime_ns == written  # those steps are over
-    said = [path.read_text() for path in Path().glob("said-*")]
-    assert len(said) == 6
-    assert sum("steps 3 to 5 are traced" in text for text in said) == 1
-    assert sum("step 40/40  top1 0.5" in text for text in said) == 1
-    # No terminal: no line that moves, no colour.
-    assert not any(re.search(r"[^\n -~×]", text) for text in said)
+    assert trace.stat().st_mtime_ns == written  # not written again
+    texts = [path.read_text() for path in Path().glob("output-*")]
+    assert len(texts) == 6
+    assert sum("steps 3 to 5 are traced" in text for text in texts) == 1
+    assert sum("step 40/40  top1 0.5" in text for text in texts) == 1
+    # Without a terminal: no cursor control and no colours.
+    assert not any(re.search(r"[^\n -~×]", text) for text in texts)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator("run/tensorboard")
@@ -143,8 +143,8 @@ def test_tracker_and_timings_continue_after_resume():
     assert [event.step for event in events.Scalars("top1")] == [40]
 
 
-class Hangs(Tracker):
-    """A tracker whose network never answers."""
+class HangingTracker(Tracker):
+    """A tracker whose server never answers."""
 
     package = "json"
 
@@ -161,51 +161,51 @@ class Hangs(Tracker):
         pass
 
 
-def remains():
-    """What a run has left that could keep the next start from its directory, or tell of its end."""
+def lock_and_status():
+    """Return whether the lock file exists, and the status in the summary."""
     run = RunDirectory("run")
     return (run.path / ".lock").exists(), (run.read(run.summary) or {}).get("status")
 
 
-class Presses(logging.Handler):
-    """A person who presses Ctrl-C when told that it ends the wait."""
+class CtrlC(logging.Handler):
+    """A log handler that sends SIGINT when the log offers Ctrl-C."""
 
     def emit(self, record):
         if "Ctrl-C ends it" in record.getMessage():
-            self.found = remains()
+            self.found = lock_and_status()
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def tracked(timeout, presses=False):
-    """A training with a tracker that hangs; what was there while rank 0 waited."""
-    trackers.TRACKERS["hangs"] = Hangs
+def train_with_hanging_tracker(timeout, ctrl_c=False):
+    """Train with a tracker that hangs; return the step, and lock and status during the wait."""
+    trackers.TRACKERS["hangs"] = HangingTracker
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests
-    person = Presses()
-    if presses:
-        logger.addHandler(person)
+    handler = CtrlC()
+    if ctrl_c:
+        logger.addHandler(handler)
     step = train(max_steps=4, track="hangs", timeout=timeout)
-    return step, getattr(person, "found", None)
+    return step, getattr(handler, "found", None)
 
 
 @pytest.mark.slow
 def test_hanging_tracker_does_not_hold_up_the_run():
-    # The others give up on rank 0 after 16 seconds.
-    assert ranks.values(ranks.run(3, tracked, 8.0)) == [(4, None)] * 3
-    assert remains() == (False, "done")
+    # The other ranks wait for rank 0 for 16 seconds.
+    assert ranks.values(ranks.run(3, train_with_hanging_tracker, 8.0)) == [(4, None)] * 3
+    assert lock_and_status() == (False, "done")
     log = RunDirectory("run").log(0).read_text()
     assert "waiting up to 2 s for --track hangs; Ctrl-C ends it" in log
     assert "--track hangs has not taken all rows within 2 s" in log
 
 
 def test_signal_ends_the_wait_for_a_tracker():
-    result = ranks.values(ranks.run(1, tracked, 1800.0, True, timeout=25))
+    result = ranks.values(ranks.run(1, train_with_hanging_tracker, 1800.0, True, timeout=25))
     assert result == [(4, (False, "done"))]
-    assert remains() == (False, "done")
+    assert lock_and_status() == (False, "done")
     assert "--track hangs has not taken all rows" in RunDirectory("run").log(0).read_text()
 
 
-def cannot_close():
-    """A training whose writer fails at its end; the handlers that are left."""
+def train_with_failing_close():
+    """Train with a writer that fails to close; return the log handlers that remain."""
 
     def fail(self):
         raise OSError("no end")
@@ -217,25 +217,25 @@ def cannot_close():
 
 
 def test_error_while_closing_still_closes_the_rest():
-    assert ranks.values(ranks.run(1, cannot_close)) == [["_StandardError"]]
-    assert remains() == (False, "done")
+    assert ranks.values(ranks.run(1, train_with_failing_close)) == [["_StandardError"]]
+    assert lock_and_status() == (False, "done")
 
 
-def on_a_terminal(stops_at):
-    """What a training shows on one; whether it left standard error as it was."""
+def train_on_terminal(stops_at):
+    """Train on a terminal; return its text, and whether standard error is the same at the end."""
     progress._SECONDS_BETWEEN_FRAMES = 0.0
     os.environ.update(TERM="xterm", COLUMNS="120")
-    ours, theirs = pty.openpty()
-    shown, ended = [], threading.Event()
+    reader_end, terminal_end = pty.openpty()
+    output, ended = [], threading.Event()
 
     def read():
-        while select.select([ours], [], [], 0.1)[0] or not ended.is_set():
-            if select.select([ours], [], [], 0)[0]:
-                shown.append(os.read(ours, 4096))
+        while select.select([reader_end], [], [], 0.1)[0] or not ended.is_set():
+            if select.select([reader_end], [], [], 0)[0]:
+                output.append(os.read(reader_end, 4096))
 
     reader = threading.Thread(target=read)
     reader.start()
-    terminal = sys.stderr = os.fdopen(theirs, "w")
+    terminal = sys.stderr = os.fdopen(terminal_end, "w")
 
     def stop(step):
         if step == stops_at:
@@ -243,17 +243,17 @@ def on_a_terminal(stops_at):
 
     with contextlib.suppress(KeyboardInterrupt):
         train(max_steps=8, each=stop)
-    left = sys.stderr is terminal
+    unchanged = sys.stderr is terminal
     terminal.flush()
     ended.set()
     reader.join(10)
-    return b"".join(shown).decode(), left
+    return b"".join(output).decode(), unchanged
 
 
 @pytest.mark.parametrize("stops_at", [None, 3])
 def test_progress_bar_restores_the_terminal(stops_at):
-    ((text, left),) = ranks.values(ranks.run(1, on_a_terminal, stops_at))
-    assert left
+    ((text, unchanged),) = ranks.values(ranks.run(1, train_on_terminal, stops_at))
+    assert unchanged
     assert "\x1b[?25l" not in text  # the cursor is never hidden
     plain = [
         line.strip() for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text))
@@ -264,7 +264,7 @@ def test_progress_bar_restores_the_terminal(stops_at):
         assert "8/8" in bars[-1]
         assert "hpctrain: epoch 1  step 8/8  top1 0.5" in plain
     log = RunDirectory("run").log(0).read_text()
-    assert "step 2/8  loss" in log  # lines for a file, also where the screen has a bar
+    assert "step 2/8  loss" in log  # the log file has lines although the terminal has a bar
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_samples_per_second_counts_the_global_batch():
         for before, row in itertools.pairwise(rows)
         if before["epoch"] == row["epoch"]
     ]
-    # A row's time is taken a moment after its seconds; with the batch of a rank it would be 4.
+    # A row's time is taken shortly after its seconds; with the batch of one rank it would be 4.
     assert statistics.median(counted) == pytest.approx(12, rel=0.4)
     summary = run.read(run.summary)
     assert summary["samples_per_second"] * summary["seconds"] == pytest.approx(24 * 6)

@@ -1,4 +1,4 @@
-"""Watching a run on a GPU: the forward pass has the GPU's clock, and nothing waits for it."""
+"""Timings and traces on a GPU: the forward pass by CUDA events, without a sync."""
 
 import gzip
 import json
@@ -12,12 +12,12 @@ from hpctrain.monitoring import timings
 from hpctrain.rundir import RunDirectory
 
 WARM_UP, STEPS = 3, 30
-# Some milliseconds on any GPU; the host hands it out in microseconds.
+# Takes some milliseconds on any GPU; the host launches it in microseconds.
 CYCLES = 20_000_000
 
 
-def loop(profile=None):
-    """A loop whose forward pass is long on the GPU alone, with a line of timings every second."""
+def train(profile=None):
+    """Train with a forward pass that is long on the GPU only, and lines of timings every second."""
     timings._SECONDS_BETWEEN_LINES = 0.1
     with session(
         batch_size=4, max_steps=STEPS + 10, log_every=1, run_dir="run", profile=profile
@@ -42,7 +42,7 @@ def loop(profile=None):
 
 
 def test_training_loop_and_forward_timing_do_not_sync_the_gpu(gpu):
-    ((lines, rows, memory),) = ranks.values(gpu(1, loop))
+    ((lines, rows, memory),) = ranks.values(gpu(1, train))
     assert lines[-1]["step"] == STEPS + 10
     measured = [line["forward"][0] for line in lines if line["steps"] > 1]
     assert max(measured) > 0.003
@@ -52,7 +52,7 @@ def test_training_loop_and_forward_timing_do_not_sync_the_gpu(gpu):
 
 
 def test_profile_has_gpu_kernels(gpu):
-    ranks.values(gpu(1, loop, "5:8"))
+    ranks.values(gpu(1, train, "5:8"))
     path = RunDirectory("run").profile / "rank-0.json.gz"
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events)

@@ -1,4 +1,4 @@
-"""What people see of a run: lines, and a bar on a terminal."""
+"""Progress of a run: log lines, and a bar on a terminal."""
 
 import errno
 import io
@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from hpctrain.monitoring import progress
-from hpctrain.monitoring.progress import Course, Lines, open_progress, said
+from hpctrain.monitoring.progress import Course, Lines, formatted_values, open_progress
 from hpctrain.process import logging
 
 ROW = {
@@ -29,7 +29,7 @@ ROW = {
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time of day, set by hand."""
+    """Replace the clock by one that the test sets."""
     now = [1000.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
@@ -43,7 +43,7 @@ def course(max_steps=None, epochs=3, length=50, step=0, epoch_step=0, epoch=0):
 
 def test_progress_number_format(clock):
     words = ["loss 2.3026", "lr 0.1", "2,791 images/s", "data wait 3 %", "12.3 GB"]
-    assert said(ROW, course()) == words
+    assert formatted_values(ROW, course()) == words
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_progress_remaining_time(clock):
     clock[0] += 100
     assert run.seconds_left(30) == pytest.approx(120 * 5)
     clock[0] += 3600
-    assert said({**ROW, "step": 30}, run)[-1] == "to the end 6:10:00"
+    assert formatted_values({**ROW, "step": 30}, run)[-1] == "to the end 6:10:00"
     assert run.seconds_left(150) == 0
     assert course(epochs=None).seconds_left(30) is None
 
@@ -107,15 +107,15 @@ def test_progress_without_rich_is_lines(monkeypatch, caplog):
 
 
 class Terminal(io.StringIO):
-    """One that goes away when the test says so."""
+    """A terminal that the test can close."""
 
-    gone = False
+    closed = False
 
     def isatty(self):
         return True
 
     def write(self, text):
-        if self.gone:
+        if self.closed:
             raise OSError(errno.EIO, "Input/output error")
         return super().write(text)
 
@@ -130,7 +130,7 @@ class Terminal(io.StringIO):
     ],
     ids=["step", "evaluation", "epoch", "close"],
 )
-def test_progress_bar_survives_a_lost_terminal(monkeypatch, caplog, draw):
+def test_progress_bar_on_a_lost_terminal(monkeypatch, caplog, draw):
     caplog.set_level("INFO", logger="hpctrain")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -140,12 +140,12 @@ def test_progress_bar_survives_a_lost_terminal(monkeypatch, caplog, draw):
     bar = open_progress(course())
     bar.step(1)
     assert sys.stderr is not terminal
-    terminal.gone = True
+    terminal.closed = True
     draw(bar)
     assert sys.stderr is terminal
     assert sys.stdout is terminal
-    assert "no progress bar any more" in caplog.text
-    for step in range(3, 6):  # and nothing of it is drawn again
+    assert "the progress bar ends" in caplog.text
+    for step in range(3, 6):  # the bar is not drawn again
         bar.step(step)
         bar.evaluates()
         bar.end_epoch(step)
@@ -153,10 +153,10 @@ def test_progress_bar_survives_a_lost_terminal(monkeypatch, caplog, draw):
     assert caplog.records[-1].getMessage().startswith("epoch 1/3  step 20/150  loss 2.3026")
     assert caplog.records[-1].screen
     bar.close()
-    assert caplog.text.count("no progress bar") == 1
+    assert caplog.text.count("the progress bar ends") == 1
 
 
-# Without torch, so that it starts at once: an epoch of five steps, an evaluation, and an end.
+# Without torch, so that it starts quickly: an epoch of five steps, an evaluation, and an end.
 SCRIPT = """
 import os, sys
 from hpctrain.monitoring import progress
@@ -187,46 +187,47 @@ finally:
 """
 
 
-def on_a_terminal(how):
-    """What the script shows on a terminal of 100 columns, and its exit code."""
-    ours, theirs = pty.openpty()
+def run_on_terminal(how):
+    """Run the script on a terminal of 100 columns; return its text and exit code."""
+    screen, terminal = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
     env.pop("NO_COLOR", None)
-    shown = []
+    output = []
 
     def read():
         try:
-            while data := os.read(ours, 4096):
-                shown.append(data)
-        except OSError:  # its end, as Linux says it
+            while data := os.read(screen, 4096):
+                output.append(data)
+        except OSError:  # the end of the terminal on Linux
             return
 
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, how], stdout=theirs, stderr=theirs,
-                               stdin=theirs, env=env)  # fmt: skip
-    os.close(theirs)
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, how],
+                               stdout=terminal, stderr=terminal,
+                               stdin=terminal, env=env)  # fmt: skip
+    os.close(terminal)
     reader = threading.Thread(target=read)
     reader.start()
     code = process.wait(60)
     reader.join(10)
-    os.close(ours)
-    return b"".join(shown).decode(), code
+    os.close(screen)
+    return b"".join(output).decode(), code
 
 
 def lines_of(text):
-    """What is written, line by line, without colours and without what moves the cursor."""
+    """Return the lines of a text, without colours and cursor control."""
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     return [line.rstrip() for line in re.split(r"[\r\n]+", plain)]
 
 
 def test_progress_bar_shows_epoch_below_log_lines():
-    text, code = on_a_terminal("ends")
+    text, code = run_on_terminal("ends")
     assert code == 0
     lines = lines_of(text)
     frames = [line for line in lines if line.startswith("epoch 1/2 ") and "loss" in line]
     assert "1/5 loss 0.25  data wait 50 %" in frames[0]
     assert "5/5 loss 1.25  data wait 50 %" in frames[-1]
     assert any("evaluation, batch 1" in line for line in lines)
-    # Whole, and each on a line of its own; rows of training are in the bar alone.
+    # Log lines are complete, each on its own line; rows of training are only in the bar.
     assert "hpctrain: a word in between, and " + ("more " * 40).rstrip() in lines
     assert "and one of the script's" in lines
     assert "hpctrain: epoch 1/2  step 5/10  top1 0.5" in lines
@@ -236,11 +237,11 @@ def test_progress_bar_shows_epoch_below_log_lines():
 
 @pytest.mark.parametrize(("how", "expected"), [("dies", 3), ("interrupted", 1)])
 def test_progress_bar_leaves_a_usable_terminal_after_a_kill(how, expected):
-    text, code = on_a_terminal(how)
-    # An exception that nobody catches of a script under -c; 130 or a signal in a shell.
+    text, code = run_on_terminal(how)
+    # The exit code of an uncaught exception under -c; in a shell 130, or a signal.
     assert code in (expected, 130, -2)
     assert "\x1b[?25l" not in text  # the cursor was never hidden
-    assert "\x1b[?1049h" not in text  # nor was there another screen
+    assert "\x1b[?1049h" not in text  # and the alternate screen is not used
     if how == "interrupted":
         assert "after it" in lines_of(text)
 

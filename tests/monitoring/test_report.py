@@ -1,4 +1,4 @@
-"""The page of `hpctrain report`: what it says and refuses, and how a real browser shows it."""
+"""The page of `hpctrain report`: its content, its errors, and its view in a real browser."""
 
 import errno
 import json
@@ -23,8 +23,8 @@ HOSTS = ["node1", "node1", "node2"]
 
 def start(step=0, time=1.7e9, options=OPTIONS, **more):
     command = ["train.py", "--lr", str(options.get("lr"))]
-    known = {"time": time, "command": command, "options": options, "step": step}
-    return {**known, "versions": VERSIONS, "commit": "c0ffee" * 6, "world": WORLD, **more}
+    fields = {"time": time, "command": command, "options": options, "step": step}
+    return {**fields, "versions": VERSIONS, "commit": "c0ffee" * 6, "world": WORLD, **more}
 
 
 def rows(count=30, **more):
@@ -36,21 +36,21 @@ def rows(count=30, **more):
 
 
 def interval(data=(0.001, 0.001, 0.05), **more):
-    known = {"steps": 100, "hosts": HOSTS, "data": list(data), "forward": [0.01] * 3}
-    return {**known, "step_times": {"80": 90, "85": 9, "100": 1}, **more}
+    fields = {"steps": 100, "hosts": HOSTS, "data": list(data), "forward": [0.01] * 3}
+    return {**fields, "step_times": {"80": 90, "85": 9, "100": 1}, **more}
 
 
 def run(folder, lines=None, starts=None, intervals=(), summary=None, identity=None):
-    """A run directory as sessions write them."""
+    """Write a run directory as sessions do; return its path."""
     folder.mkdir()
-    known = {"name": "train", "data": "digits", "world": WORLD}
-    (folder / "run.json").write_text(json.dumps({**known, **(identity or {})}))
-    every = {
+    fields = {"name": "train", "data": "digits", "world": WORLD}
+    (folder / "run.json").write_text(json.dumps({**fields, **(identity or {})}))
+    content_of_files = {
         "metrics": rows() if lines is None else lines,
         "starts": starts or [start()],
         "timings": intervals,
     }
-    for name, content in every.items():
+    for name, content in content_of_files.items():
         text = "".join(json.dumps(line) + "\n" for line in content)
         (folder / f"{name}.jsonl").write_text(text)
     if summary is not None:
@@ -71,8 +71,8 @@ DONE = {
 
 
 @pytest.fixture
-def whole(tmp_path):
-    """A run with everything in it: three starts, a slow rank, a GPU."""
+def full_run(tmp_path):
+    """Return a run with all kinds of data: three starts, a slow rank, a GPU."""
     changed = {**OPTIONS, "lr": 0.2}
     starts = [
         start(),
@@ -86,7 +86,7 @@ def whole(tmp_path):
         ),
     ]
     lines = rows(data_wait=0.25, gpu_memory=12e9)
-    return run(tmp_path / "whole", lines, starts, [interval(), interval()], DONE)
+    return run(tmp_path / "full", lines, starts, [interval(), interval()], DONE)
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +97,12 @@ def browser(lacking):
         yield one
 
 
-def shown(browser, page, **more):
-    """The page in a browser, which has nothing to complain about and asks for nothing else."""
+def open_page(browser, page, **more):
+    """Open the page in a browser; check that it reports no error and loads no other file."""
     opened = browser.open(page, **more)
     assert browser.undecoded() == []
-    assert browser.said == []
-    assert browser.asked == [page.resolve().as_uri()]
+    assert browser.messages == []
+    assert browser.requests == [page.resolve().as_uri()]
     return opened
 
 
@@ -110,15 +110,15 @@ def report(*arguments):
     return main(["report", *map(str, arguments)])
 
 
-def test_report_of_one_run_in_a_browser(whole, browser, capsys):
-    assert report(whole) == 0
-    page = whole / "report.html"
+def test_report_of_one_run_in_a_browser(full_run, browser, capsys):
+    assert report(full_run) == 0
+    page = full_run / "report.html"
     assert str(page) in capsys.readouterr().out
-    opened = shown(browser, page)
-    assert opened.title() == "train: whole"
+    opened = open_page(browser, page)
+    assert opened.title() == "train: full"
     assert opened.locator("script, [onerror], [src=x]").count() == 0
     text = opened.inner_text("body")
-    for said in (
+    for words in (
         "done",
         "1,234 samples/s",
         "0:01:05",
@@ -127,7 +127,7 @@ def test_report_of_one_run_in_a_browser(whole, browser, capsys):
         "resnet50",
         "</script>",
     ):
-        assert said in text
+        assert words in text
     headings = opened.eval_on_selector_all("h2", "all => all.map(one => one.textContent)")
     wanted = ["Summary", "Curves", "Time of a step", "Starts", "System", "Configuration"]
     assert headings == wanted
@@ -139,23 +139,23 @@ def test_report_of_one_run_in_a_browser(whole, browser, capsys):
     ]
     alts = opened.eval_on_selector_all("img", "all => all.map(one => one.alt)")
     assert "eval_loss: 1 at step 100, 1 at step 300." in alts[0]
-    # Restarts in every curve over steps, and in a table with what had changed.
+    # Restarts in every curve over steps, and in a table with the changes.
     assert text.count("Dotted: training continued after a restart at step 100, 200.") == 6
     assert "lr: 0.1 → 0.2" in text
     assert "model: – → resnet50" in text
-    # The rank for whose data the others wait, and its host.
+    # The rank with slow data, and its host.
     assert "Slow by data, marked: rank 2." in text
     row = opened.inner_text("section:has(#steps) tbody tr:last-child").split()
     assert row == ["2", "node2", "50", "ms", "10", "ms", "data"]
 
 
 @pytest.mark.slow
-def test_report_page_is_light_dark_and_printable(whole, browser):
-    report(whole)
+def test_report_page_is_light_dark_and_printable(full_run, browser):
+    report(full_run)
     ink, image = "getComputedStyle(document.body).color", "document.images[0].currentSrc"
     seen = {}
     for scheme, media in (("light", "screen"), ("dark", "screen"), ("dark", "print")):
-        page = shown(browser, whole / "report.html", scheme=scheme, media=media)
+        page = open_page(browser, full_run / "report.html", scheme=scheme, media=media)
         assert browser.overflow() == 0
         seen[scheme, media] = page.evaluate(ink), page.evaluate(image)
     assert seen["dark", "screen"][0] != seen["light", "screen"][0]
@@ -164,19 +164,19 @@ def test_report_page_is_light_dark_and_printable(whole, browser):
 
 
 @pytest.mark.slow
-def test_report_compares_runs_and_marks_differing_options(tmp_path, browser, whole):
+def test_report_compares_runs_and_marks_differing_options(tmp_path, browser, full_run):
     fast = run(
         tmp_path / "fast",
         [{"step": 5, "time": 1.0, "loss": 1.0, "my own": 3}],
         [start(options={**OPTIONS, "lr": 0.4})],
     )
-    assert report(whole, fast, whole) == 0
-    page = shown(browser, tmp_path / "report.html")
+    assert report(full_run, fast, full_run) == 0
+    page = open_page(browser, tmp_path / "report.html")
     assert page.title() == "2 runs compared"
     heads = page.eval_on_selector_all(
         "section:has(#comparison) thead th", "all => all.map(one => one.textContent)"
     )
-    assert heads == ["", "whole", "fast"]
+    assert heads == ["", "full", "fast"]
     marked = page.eval_on_selector_all(".differs", "all => all.map(one => one.innerText)")
     marked = [line.split() for line in marked]
     assert ["≠", "lr", "0.2", "0.4"] in marked
@@ -184,7 +184,7 @@ def test_report_compares_runs_and_marks_differing_options(tmp_path, browser, who
     assert not any("epochs" in line for line in marked)
     alts = page.eval_on_selector_all("img", "all => all.map(one => one.alt)")
     (both,) = (alt for alt in alts if alt.startswith("loss "))
-    assert "whole:" in both
+    assert "full:" in both
     assert "fast:" in both
     assert any(alt.startswith("my own over steps. fast: 3") for alt in alts)
     assert {path.name for path in (tmp_path / "report").iterdir()} >= {"loss.png", "my-own.png"}
@@ -209,7 +209,7 @@ def test_report_escapes_every_name(tmp_path, browser):
     for arguments in ((folder,), (folder, other)):
         assert report(*arguments, "--output", tmp_path / "page.html") == 0
         for width in (800, 360):
-            page = shown(browser, tmp_path / "page.html", width=width)
+            page = open_page(browser, tmp_path / "page.html", width=width)
             assert browser.overflow() == 0
         assert page.locator("script, [onerror], [src=x]").count() == 0
         assert "</script></style><img src=x onerror=alert(1)>" in page.inner_text("body")
@@ -232,7 +232,7 @@ def test_report_of_a_running_job_with_bad_lines_and_numbers(tmp_path, browser):
         '\n{"steps": 5, "hosts": ["a"], "data": [NaN], "forward": [1]}\n{"step_times": [1]'
     )
     report(folder)
-    text = shown(browser, folder / "report.html").inner_text("body")
+    text = open_page(browser, folder / "report.html").inner_text("body")
     assert "going-on has not ended" in text
     assert "Its last row is of 2023-11-14 22:14:30 UTC" in text
     assert "some values of loss, lr are not finite." in text
@@ -264,7 +264,7 @@ def test_report_timings_with_huge_numbers(tmp_path, line):
     folder = run(tmp_path / "huge", intervals=[line] * 2000)
     assert report(folder) == 0
     found = step_times.gather([line, {**interval(), **A_RANK}])
-    assert found.steps == 100  # of the line that has a rank of its own
+    assert found.steps == 100  # of the line with a value for each rank
     assert found.buckets.total() < 2**54
 
 
@@ -289,32 +289,32 @@ def test_report_with_huge_throughput(tmp_path):
     ],
     ids=["cut", "too deep", "empty"],
 )
-def test_report_with_an_unreadable_file_shows_the_rest(whole, tmp_path, name, content, reason):
-    (whole / f"{name}.json").write_text(content)
-    for arguments in ((whole,), (whole, run(tmp_path / "other", summary=DONE))):
+def test_report_with_an_unreadable_file_shows_the_rest(full_run, tmp_path, name, content, reason):
+    (full_run / f"{name}.json").write_text(content)
+    for arguments in ((full_run,), (full_run, run(tmp_path / "other", summary=DONE))):
         assert report(*arguments, "--output", tmp_path / "page.html") == 0
         text = (tmp_path / "page.html").read_text()
-        assert re.search(f"whole: .*/{name}.json cannot be read: {reason}", text)
-        assert "whole has not ended" not in text
+        assert re.search(f"full: .*/{name}.json cannot be read: {reason}", text)
+        assert "full has not ended" not in text
         assert ("not known" in text) == (name == "summary")
         assert "resnet50" in text
         assert (tmp_path / "page" / "loss.png").exists()
 
 
 @pytest.mark.slow
-def test_report_refuses_a_run_that_cannot_be_read(whole, tmp_path, capsys):
+def test_report_refuses_a_run_that_cannot_be_read(full_run, tmp_path, capsys):
     torn = tmp_path / "torn"
     torn.mkdir()
     (torn / "run.json").touch()
     assert report(torn) == 2
     assert "torn/run.json cannot be read: Expecting value" in capsys.readouterr().err
-    assert report(torn, whole) == 0
+    assert report(torn, full_run) == 0
 
 
-def test_report_refuses_a_pipe(whole, capsys):
-    (whole / "metrics.jsonl").unlink()
-    os.mkfifo(whole / "metrics.jsonl")
-    assert report(whole) == 2
+def test_report_refuses_a_pipe(full_run, capsys):
+    (full_run / "metrics.jsonl").unlink()
+    os.mkfifo(full_run / "metrics.jsonl")
+    assert report(full_run) == 2
     assert "no regular file" in capsys.readouterr().err
 
 
@@ -323,7 +323,7 @@ def test_report_of_a_run_without_metrics(tmp_path, browser):
     folder = run(tmp_path / "young", [])
     (folder / "starts.jsonl").unlink()
     report(folder)
-    text = shown(browser, folder / "report.html").inner_text("body")
+    text = open_page(browser, folder / "report.html").inner_text("body")
     assert "No row of metrics has been written so far." in text
     assert not (folder / "report").exists()
 
@@ -356,27 +356,27 @@ def test_report_compares_ranks_of_the_last_start():
     assert [rank.slow_data for rank in found.ranks] == [False, True]
     assert found.steps == 400
     assert found.buckets.total() == 400
-    # Bucket 80 begins at 10 ms, and is a twentieth of a decade wide.
+    # Bucket 80 begins at 10 ms, and is 1/20 of a decade wide.
     assert step_times.quantile(found.buckets, 0.5) == pytest.approx(0.01 * 10**0.05)
     assert step_times.quantile(found.buckets, 1.0) == pytest.approx(0.1 * 10**0.05)
 
 
-def test_report_replaces_only_its_own_files(whole, capsys):
-    report(whole)
-    beside = whole / "report"
+def test_report_replaces_only_its_own_files(full_run, capsys):
+    report(full_run)
+    beside = full_run / "report"
     (beside / "other.png").write_bytes(b"\x89PNG of a person's")
-    os.mkfifo(beside / "mine.png")
-    (whole / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    (whole / "timings.jsonl").unlink()
-    assert report(whole) == 0
-    assert {path.name for path in beside.iterdir()} == {"loss.png", "mine.png", "other.png"}
-    assert (beside / "mine.png").is_fifo()
+    os.mkfifo(beside / "user.png")
+    (full_run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (full_run / "timings.jsonl").unlink()
+    assert report(full_run) == 0
+    assert {path.name for path in beside.iterdir()} == {"loss.png", "user.png", "other.png"}
+    assert (beside / "user.png").is_fifo()
     (beside / "loss.png").write_bytes(b"\x89PNG of a person's")
-    assert report(whole) == 2
+    assert report(full_run) == 2
     assert f"{beside / 'loss.png'} exists and is no report" in capsys.readouterr().err
-    (whole / "report.html").write_text("<p>mine</p>")
-    assert report(whole) == 2
-    assert (whole / "report.html").read_text() == "<p>mine</p>"
+    (full_run / "report.html").write_text("<p>by hand</p>")
+    assert report(full_run) == 2
+    assert (full_run / "report.html").read_text() == "<p>by hand</p>"
 
 
 @pytest.mark.parametrize(
@@ -386,29 +386,29 @@ def test_report_replaces_only_its_own_files(whole, capsys):
         *(pytest.param(one, marks=pytest.mark.slow) for one in ("report/loss.png", "report")),
     ],
 )
-def test_report_never_writes_through_a_link(whole, tmp_path, link, capsys):
+def test_report_never_writes_through_a_link(full_run, tmp_path, link, capsys):
     far = tmp_path / "far"
     if link == "report":
         far.mkdir()
-    (whole / link).parent.mkdir(exist_ok=True)
-    (whole / link).symlink_to(far)
-    assert report(whole) == 2
-    assert f"{whole / link} exists and is no report" in capsys.readouterr().err
+    (full_run / link).parent.mkdir(exist_ok=True)
+    (full_run / link).symlink_to(far)
+    assert report(full_run) == 2
+    assert f"{full_run / link} exists and is no report" in capsys.readouterr().err
     assert not far.exists() or not list(far.iterdir())
-    assert (whole / link).is_symlink()
+    assert (full_run / link).is_symlink()
 
 
 @pytest.mark.slow
-def test_report_keeps_old_figures_when_the_disk_is_full(whole, monkeypatch):
-    report(whole)
-    before = (whole / "report" / "loss.png").read_bytes()
+def test_report_keeps_old_figures_when_the_disk_is_full(full_run, monkeypatch):
+    report(full_run)
+    before = (full_run / "report" / "loss.png").read_bytes()
 
-    def full(*arguments):
+    def raise_no_space(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    assert report(whole) == 2
-    assert (whole / "report" / "loss.png").read_bytes() == before
+    monkeypatch.setattr(os, "fsync", raise_no_space)
+    assert report(full_run) == 2
+    assert (full_run / "report" / "loss.png").read_bytes() == before
 
 
 @pytest.mark.slow
@@ -422,41 +422,41 @@ def test_report_metric_names_never_collide_with_figure_files(tmp_path):
     assert {path.name for path in beside} > named
 
 
-def test_report_refusals_come_with_a_fix(whole, tmp_path, capsys, monkeypatch):
+def test_report_refusals_come_with_a_fix(full_run, tmp_path, capsys, monkeypatch):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
-    for arguments, told, code in (
+    for arguments, fix, code in (
         (["no-such"], "there is no no-such", "HT655"),
         (["folder"], "no run is in folder", "HT655"),
         (["file"], "file cannot be read", "HT656"),
-        ([whole, "--output", "page"], "--output page.html", "HT654"),
-        ([whole, "--output", "file/page.html"], "--output FILE", "HT654"),
+        ([full_run, "--output", "page"], "--output page.html", "HT654"),
+        ([full_run, "--output", "file/page.html"], "--output FILE", "HT654"),
     ):
         assert report(*arguments) == 2
         error = capsys.readouterr().err
-        assert told in error
+        assert fix in error
         assert f"hpctrain explain {code}\n" in error
     for module in ("jinja2", "matplotlib.figure"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, module, None)
-            assert report(whole) == 2
+            assert report(full_run) == 2
         error = capsys.readouterr().err
         assert "pip install 'hpctrain[report]'\n  more:     hpctrain explain HT651\n" in error
 
 
 @pytest.mark.slow
-def test_report_needs_no_torch_and_ignores_matplotlibrc(whole):
-    (whole / "matplotlibrc").write_text("text.usetex: True\nfigure.facecolor: black\n")
+def test_report_needs_no_torch_and_ignores_matplotlibrc(full_run):
+    (full_run / "matplotlibrc").write_text("text.usetex: True\nfigure.facecolor: black\n")
     code = (
         "import sys; from hpctrain.__main__ import main; code = main();"
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "report", str(whole)],
-        env={**os.environ, "LC_ALL": "C", "MATPLOTLIBRC": str(whole)},
+        [sys.executable, "-c", code, "report", str(full_run)],
+        env={**os.environ, "LC_ALL": "C", "MATPLOTLIBRC": str(full_run)},
         capture_output=True,
         text=True,
         timeout=180,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert b"written by hpctrain report" in (whole / "report" / "loss.png").read_bytes()[:500]
+    assert b"written by hpctrain report" in (full_run / "report" / "loss.png").read_bytes()[:500]

@@ -1,17 +1,18 @@
-"""Where the time of a step goes, and which ranks are said to be slow."""
+"""Timings of the phases of a step, and the detection of slow ranks."""
 
 import pytest
 
+from hpctrain.monitoring.slow_ranks import slow_ranks
 from hpctrain.monitoring.timings import Clock, Phases, Timings
-from hpctrain.rundir import RunDirectory, slow_ranks
+from hpctrain.rundir import RunDirectory
 
-# Idle, loading, computing, backward, updating; then something that is no part of a step.
+# Idle, loading, computing, backward, updating; then a phase outside of a step.
 LOADING, COMPUTING, BACKWARD, UPDATING, OUTSIDE = 1, 2, 3, 4, 5
 PHASES = Phases(LOADING, COMPUTING, (BACKWARD,), slice(LOADING, OUTSIDE))
 
 
 class Sums:
-    """A fake of a backend, whose sums are what the other ranks would make of them."""
+    """A fake backend, whose sums contain the values of the other ranks."""
 
     rank = 0
 
@@ -33,7 +34,7 @@ class Sums:
 
 
 class Loop:
-    """A loop whose clock is set by hand."""
+    """A training loop whose clock the test sets."""
 
     def __init__(self, backend, path, micro_batches=1):
         self.seconds = [0.0] * (OUTSIDE + 1)
@@ -58,7 +59,7 @@ def loop(tmp_path):
 
 def test_timings_line_has_the_phases_of_a_step(loop):
     loop = loop([(0.001, 0.025)])
-    loop.steps(1, data=9.0)  # the first of a start, in which much is done once
+    loop.steps(1, data=9.0)  # the first step of a start, which takes longer
     loop.steps(8, rest=0.080)
     loop.seconds[OUTSIDE] += 50
     loop.steps(2, data=0.110, rest=0.080)
@@ -111,11 +112,11 @@ def test_slow_rank_is_logged_when_it_starts_and_ends(loop, caplog):
         loop.steps(300)
         loop.timings.begin(0, 0)
         loop.timings.poll()
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith(
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(
         "rank 2 on node2 waits 50 ms a step for data, the median rank 10 ms (a step takes 100 ms)"
     )
-    assert "hpctrain bench input" in said
+    assert "hpctrain bench input" in message
     caplog.clear()
     loop.timings._backend.others = [(0.010, 0.020), (0.010, 0.090), (0.010, 0.020)]
     loop.steps(300)
@@ -147,9 +148,9 @@ def test_timings_on_a_full_disk_warn_once(loop, caplog, tmp_path):
     ("seconds", "a_step", "slow"),
     [
         ([0.010, 0.010, 0.041, 0.010], 0.100, [2]),
-        ([0.010, 0.013, 0.011, 0.012], 0.100, []),  # not half as much again
+        ([0.010, 0.013, 0.011, 0.012], 0.100, []),  # less than 1.5 times the median
         ([0.0001, 0.0001, 0.0019], 0.010, []),  # less than 2 ms
-        ([0.010, 0.010, 0.030], 1.000, []),  # nothing beside the step
+        ([0.010, 0.010, 0.030], 1.000, []),  # little compared with the step
         ([0.050, 0.010], 0.100, [0]),
         ([0.0, 0.0, 0.0], 0.0, []),
         ([5.0], 0.100, []),

@@ -19,11 +19,11 @@ ROWS = [
     {"step": 2, "epoch": 0, "time": 101.0, "loss": 2.25, "lr": 0.1},
     {"step": 2, "epoch": 0, "time": 102.0, "top1": 0.5},
 ]
-# After a checkpoint at step 1.
+# The rows after a resume at the checkpoint of step 1.
 AGAIN = [{"step": 2, "epoch": 0, "time": 201.0, "loss": 2.0, "lr": 0.1}]
 
 
-def about(step=0):
+def make_about(step=0):
     directory = RunDirectory("run")
     directory.path.mkdir(exist_ok=True)
     return About(
@@ -32,7 +32,7 @@ def about(step=0):
 
 
 def track(names, rows, step=0, status="done", timeout=1800.0):
-    tracking = Tracking(names.split(","), about(step))
+    tracking = Tracking(names.split(","), make_about(step))
     for row in rows:
         tracking.row(row)
     tracking.close(status, timeout)
@@ -61,7 +61,7 @@ def test_unknown_tracker_is_refused_with_a_suggestion(text, near):
 
 
 def test_tracker_package_missing_is_refused(monkeypatch):
-    # Only a folder that W&B has made.
+    # Only a folder that W&B made.
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: Folder)
     assert parse("wandb", here=False) == ["wandb"]
     with pytest.raises(UsageError, match="not installed") as refused:
@@ -71,52 +71,52 @@ def test_tracker_package_missing_is_refused(monkeypatch):
 
 
 class Folder:
-    """The answer of importlib for a folder that is no package."""
+    """A stand-in for the spec that importlib returns for a folder that is not a package."""
 
     origin = None
 
 
-class Fake(Tracker):
-    """A tracker that fails or hangs where the test says."""
+class FakeTracker(Tracker):
+    """A tracker that fails or hangs where the test sets it."""
 
     package = "json"
     fails = hangs = ""
     wakes: threading.Event
 
     def __init__(self, about):
-        self.rows, Fake.last = [], self
-        self.come("init")
+        self.rows, FakeTracker.last = [], self
+        self.fail_or_hang("init")
 
-    def come(self, place):
+    def fail_or_hang(self, place):
         if place == self.fails:
             raise OSError(f"no network at {place}\nand more")
         if place == self.hangs:
             self.wakes.wait(60)
 
     def open(self):
-        self.come("open")
+        self.fail_or_hang("open")
 
     def log(self, step, seconds, values):
-        self.come("log")
+        self.fail_or_hang("log")
         self.rows.append((step, seconds, dict(values)))
 
     def close(self, status):
-        self.come("close")
+        self.fail_or_hang("close")
         self.rows.append(status)
 
     def abandon(self):
-        self.come("abandon")
+        self.fail_or_hang("abandon")
 
 
 @pytest.fixture
 def fake(monkeypatch):
-    monkeypatch.setitem(trackers.TRACKERS, "fake", Fake)
-    monkeypatch.setitem(trackers.TRACKERS, "other", Fake)
+    monkeypatch.setitem(trackers.TRACKERS, "fake", FakeTracker)
+    monkeypatch.setitem(trackers.TRACKERS, "other", FakeTracker)
     for name in ("fails", "hangs"):
-        monkeypatch.setattr(Fake, name, "")
-    Fake.wakes = threading.Event()
-    yield Fake
-    Fake.wakes.set()
+        monkeypatch.setattr(FakeTracker, name, "")
+    FakeTracker.wakes = threading.Event()
+    yield FakeTracker
+    FakeTracker.wakes.set()
 
 
 def test_tracker_gets_each_row_and_the_status(fake):
@@ -134,9 +134,9 @@ def test_tracker_gets_each_row_and_the_status(fake):
 def test_tracker_failure_is_logged_once_and_training_continues(fake, monkeypatch, caplog, place):
     monkeypatch.setattr(fake, "fails", place)
     track("fake", ROWS * 3)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("--track fake gets no rows from here on")
-    assert said.endswith(f"no network at {place}")
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("--track fake gets no rows from here on")
+    assert message.endswith(f"no network at {place}")
 
 
 @pytest.mark.parametrize("place", ["open", "log", "close"])
@@ -144,19 +144,19 @@ def test_hanging_trackers_share_one_short_timeout(fake, monkeypatch, caplog, pla
     monkeypatch.setattr(fake, "hangs", place)
     before = time.monotonic()
     track("fake,other", ROWS, timeout=2.0)
-    # Half a second for both, where it would be thirty: the others soon give up on this rank.
+    # Half a second for both instead of thirty: the other ranks soon give up waiting for this one.
     assert time.monotonic() - before < 25
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("--track fake,other has not taken all rows within")
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("--track fake,other has not taken all rows within")
 
 
 def test_hanging_tracker_that_cannot_be_abandoned_is_logged(fake, monkeypatch, caplog):
     monkeypatch.setattr(fake, "hangs", "log")
     monkeypatch.setattr(fake, "fails", "abandon")
     track("fake,other", ROWS, timeout=0.4)
-    said = [record.getMessage() for record in caplog.records]
-    assert said[0].startswith("--track fake,other has not taken all rows within")
-    assert said[1:] == [
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0].startswith("--track fake,other has not taken all rows within")
+    assert messages[1:] == [
         f"--track {name} may block the exit of this process: no network at abandon"
         for name in ("fake", "other")
     ]
@@ -166,10 +166,10 @@ def test_hanging_tracker_that_cannot_be_abandoned_is_logged(fake, monkeypatch, c
 def test_wandb_abandon_while_threads_come_and_go(monkeypatch):
     import wandb  # noqa: F401, which forks nothing before a run begins
 
-    tracker = trackers.TRACKERS["wandb"](about())
+    tracker = trackers.TRACKERS["wandb"](make_about())
     over = threading.Event()
 
-    def come_and_go():
+    def start_and_end_threads():
         while not over.is_set():
             threads = [threading.Thread(target=time.sleep, args=(1e-3,)) for _ in range(20)]
             for thread in threads:
@@ -177,7 +177,7 @@ def test_wandb_abandon_while_threads_come_and_go(monkeypatch):
             for thread in threads:
                 thread.join()
 
-    busy = threading.Thread(target=come_and_go)
+    busy = threading.Thread(target=start_and_end_threads)
     busy.start()
     try:
         for _ in range(500):
@@ -191,13 +191,13 @@ def test_wandb_abandon_while_threads_come_and_go(monkeypatch):
 def test_slow_tracker_drops_rows_with_one_warning(fake, monkeypatch, caplog):
     monkeypatch.setattr(trackers.outlet, "_MOST_ROWS", 2)
     monkeypatch.setattr(fake, "hangs", "open")
-    tracking = Tracking(["fake"], about())
+    tracking = Tracking(["fake"], make_about())
     for row in ROWS * 3:
         tracking.row(row)
     fake.wakes.set()
     tracking.close("done", 1800.0)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("--track fake loses rows from here on, because 2 rows wait")
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("--track fake loses rows from here on, because 2 rows wait")
     assert [row[0] for row in fake.last.rows[:-1]] == [1, 2]
     assert fake.last.rows[-1] == "done"
 
@@ -227,7 +227,7 @@ def test_wandb_resumes_the_same_run(monkeypatch, tmp_path):
         try:
             track("wandb", rows, step)
         finally:
-            wandb.teardown()  # what is offline is written by then
+            wandb.teardown()  # the offline files are written then
         name = json.loads(RunDirectory("run").tracked.read_text())["wandb"]
         (new,) = set(RunDirectory("run").path.glob("wandb/offline-run-*")) - set(folders)
         folders.append(new)

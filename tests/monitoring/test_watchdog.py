@@ -1,4 +1,4 @@
-"""Watchdog: a hang ends, with a name and stacks; nothing that lives is ended or left behind.
+"""Watchdog: a hang ends the run and names its rank; a run that works is never ended.
 
 Most ranks here are real, and their helpers run in this process, on a clock that the test moves.
 """
@@ -21,11 +21,11 @@ import pytest
 from clock import Clock
 from processes import until
 
-from hpctrain import rundir
 from hpctrain.cluster.world import World
+from hpctrain.errors import exit_codes
 from hpctrain.monitoring.watchdog import PHASES, Watchdog, loop, slots
 from hpctrain.monitoring.watchdog.blame import Sighting, apart, judge, suspended
-from hpctrain.monitoring.watchdog.exchange import Aside, HelperExchange
+from hpctrain.monitoring.watchdog.helper_exchange import Aside, HelperExchange
 from hpctrain.process.phases import (
     ACCUMULATING,
     BACKWARD,
@@ -39,12 +39,13 @@ from hpctrain.process.phases import (
     WAITING,
 )
 from hpctrain.rundir import RunDirectory
+from hpctrain.rundir.exit_status import read_exit_status
 
-SECONDS = 60  # a protection: what is tested takes moments
-TIMEOUT = 20.0  # of silence; the helper looks once a second
+SECONDS = 60  # a limit for hanging tests; each takes a moment
+TIMEOUT = 20.0  # without a heartbeat; the helper checks once a second
 
-# A rank without torch. It begins its third step when all are there, does what it is told, and says
-# when it does.
+# A rank without torch. It begins its third step when all ranks are ready, calls the function that
+# the test names, and makes a file when it does.
 RANK = """
 import ctypes, json, os, signal, sys, threading, time
 from pathlib import Path
@@ -60,56 +61,56 @@ exit_status_file = "exit-status" if world.rank == 0 else None
 watchdog = Watchdog(world, timeout, RunDirectory("run"), key, exit_status_file)
 watchdog.step = 3
 
-def there():
-    Path(f"there-{world.rank}").touch()
+def mark_started():
+    Path(f"started-{world.rank}").touch()
 
 def wait_for_the_others():
     watchdog.heartbeat(BACKWARD)
-    there()
+    mark_started()
     threading.Event().wait()
 
 def hold_the_gil():
-    there()
+    mark_started()
     while True:  # the signal that asks for the stack ends a sleep
         ctypes.PyDLL(None).sleep(1000)
 
-def turn_in_circles():
-    there()
+def loop_forever():
+    mark_started()
     while True:
         pass
 
 def load():
     watchdog.heartbeat(LOADING)
-    there()
+    mark_started()
     threading.Event().wait()
 
 def stop():
-    there()
+    mark_started()
     os.kill(os.getpid(), signal.SIGSTOP)
-    threading.Event().wait()  # it goes on for a moment, to show its stack
+    threading.Event().wait()  # it runs for a moment, to show its stack
 
 def stop_in_the_sums():
     watchdog.heartbeat(BACKWARD)
     stop()
 
 def die():
-    there()
+    mark_started()
     os._exit(9)
 
 def leave():
     watchdog.close()
-    there()
+    mark_started()
     os._exit(0)
 
-def rest():
+def wait_idle():
     watchdog.heartbeat(IDLE)
-    there()
-    while not Path("enough").exists():
+    mark_started()
+    while not Path("finish").exists():
         time.sleep(0.01)
 
 def work():
-    there()
-    while not Path("enough").exists():
+    mark_started()
+    while not Path("finish").exists():
         watchdog.heartbeat(COMPUTING)
         time.sleep(0.01)
 
@@ -123,7 +124,7 @@ watchdog.close()
 
 
 class Start:
-    """Ranks of one start, and what can be seen of them."""
+    """The ranks of one start, their helpers, logs and shared folders."""
 
     def __init__(self, folder, how, layout, timeout, absent=(), driven=False):
         self.folder, self.layout, self.how = folder, layout, how
@@ -134,8 +135,8 @@ class Start:
         hosts = tuple(f"node{n + 1}" for n in range(len(layout)))
         places = [(node, local) for node, tasks in enumerate(layout) for local in range(tasks)]
         present = [rank for rank in range(len(places)) if rank not in absent]
-        self.said = folder / "said"
-        with self.said.open("ab") as said:
+        self.output = folder / "output"
+        with self.output.open("ab") as output:
             for rank in present:
                 node, local = places[rank]
                 place = {
@@ -148,9 +149,9 @@ class Start:
                     "hosts": hosts,
                 }
                 awaited = [*present, "go"] if driven else present
-                told = json.dumps([place, how[rank], awaited, timeout, self.key, driven])
+                arguments = json.dumps([place, how[rank], awaited, timeout, self.key, driven])
                 self.ranks[rank] = subprocess.Popen(
-                    [sys.executable, "-c", RANK, told], cwd=folder, stderr=said
+                    [sys.executable, "-c", RANK, arguments], cwd=folder, stderr=output
                 )
 
     def shared(self):
@@ -161,16 +162,16 @@ class Start:
         ]
 
     def helpers(self):
-        """The ids of the helpers."""
+        """Return the process ids of the helpers."""
         return [pid for folder in self.shared() for pid in processes.having(folder)]
 
     def await_ready(self):
         """Wait until all ranks have their slots."""
         until(lambda: all((self.folder / f"ready-{rank}").exists() for rank in self.ranks))
 
-    def await_there(self):
-        """Wait until all ranks do what they were told."""
-        until(lambda: all((self.folder / f"there-{rank}").exists() for rank in self.ranks))
+    def await_started(self):
+        """Wait until all ranks run their function."""
+        until(lambda: all((self.folder / f"started-{rank}").exists() for rank in self.ranks))
         for rank, process in self.ranks.items():
             if self.how[rank].startswith("stop"):
                 until(lambda pid=process.pid: state(pid) == "T")
@@ -178,13 +179,13 @@ class Start:
                 until(lambda pid=process.pid: state(pid) == "Z")
 
     def in_the_loop(self):
-        """Wait until all ranks and helpers are at work."""
-        self.await_there()
+        """Wait until all ranks run their function, and all helpers run."""
+        self.await_started()
         logs = [self.directory.logs / f"watch-node{n + 1}.log" for n in range(len(self.layout))]
         until(lambda: all(log.exists() for log in logs))
 
     def end(self):
-        """Their exit codes, when all is over and nothing is left."""
+        """Wait for the end of ranks and helpers; return the exit codes of the ranks."""
         try:
             codes = [process.wait(SECONDS) for process in self.ranks.values()]
             until(lambda: not self.helpers())
@@ -199,18 +200,18 @@ class Start:
         return (self.directory.logs / f"watch-{host}.log").read_text()
 
     def reason(self):
-        code, reason = rundir.read_exit_status(self.folder / "exit-status")
-        assert code == rundir.FAILED
+        code, reason = read_exit_status(self.folder / "exit-status")
+        assert code == exit_codes.FAILED
         return reason
 
 
 def state(pid):
-    """Return the letter that proc(5) has for a process."""
+    """Return the state of a process: its letter in proc(5)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-class Watched:
-    """Ranks that do what they were told, and the helpers of their hosts, in this process."""
+class WatchedRanks:
+    """Ranks, and the helpers of their hosts in this process, on a clock that the test moves."""
 
     def __init__(self, ranks):
         self.ranks, self.clock = ranks, Clock(time.monotonic)
@@ -218,17 +219,17 @@ class Watched:
         folders = [folder for folder in ranks.shared() if folder.exists()]
         self.helpers = [loop.Watch(folder, self.clock) for folder in folders]
         self._open = list(self.helpers)
-        self.turn(0.0)
+        self.advance(0.0)
         (ranks.folder / "ready-go").touch()
-        ranks.await_there()
+        ranks.await_started()
 
-    def turn(self, seconds=1.0):
-        """Let time go by, and each helper look once; those whose ranks are gone have ended."""
+    def advance(self, seconds=1.0):
+        """Move the clock, and let each helper check once; helpers without ranks end."""
         self.clock.move(seconds)
         self.helpers = [helper for helper in self.helpers if not helper.turn()]
 
-    def hear(self):
-        """Wait for a beat of each rank."""
+    def await_heartbeats(self):
+        """Wait for a heartbeat of each rank."""
         for one in (one for helper in self.helpers for one in helper._ranks.values()):
             until(lambda one=one: os.pread(one.slot, 24, 0) != slots.PLACE.pack(*self._seen(one)))
 
@@ -237,18 +238,18 @@ class Watched:
         return one.step, one.phase, one.heartbeat
 
     def end(self):
-        """Let time go by until the helpers have ended; the exit codes of the ranks."""
+        """Move the clock until the helpers have ended; return the exit codes of the ranks."""
         for _ in range(3 * int(TIMEOUT)):
-            self.turn()
+            self.advance()
         assert not self.helpers, "the helpers still wait"
         return self.ranks.end()
 
-    def go_on(self):
-        """Let the ranks leave; their exit codes."""
+    def finish(self):
+        """Let the ranks finish; return their exit codes."""
         assert all(process.poll() is None for process in self.ranks.ranks.values())
-        (self.ranks.folder / "enough").touch()
+        (self.ranks.folder / "finish").touch()
         until(lambda: all(process.poll() is not None for process in self.ranks.ranks.values()))
-        self.turn()
+        self.advance()
         assert not self.helpers
         return self.ranks.end()
 
@@ -263,7 +264,7 @@ class Watched:
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts ranks, and helpers that are processes of their own."""
+    """Return a function that starts ranks, and helpers as separate processes."""
     started = []
 
     def launch(*how, layout=None, timeout=1800.0, **more):
@@ -279,12 +280,12 @@ def start(tmp_path):
 
 @pytest.fixture
 def watched(start, monkeypatch):
-    """Starts ranks whose helpers run here."""
+    """Return a function that starts ranks whose helpers run in this process."""
     monkeypatch.setattr(loop, "_SECONDS_TO_AGREE", 0.0)
     made = []
 
     def launch(*how, **more):
-        made.append(Watched(start(*how, timeout=TIMEOUT, driven=True, **more)))
+        made.append(WatchedRanks(start(*how, timeout=TIMEOUT, driven=True, **more)))
         return made[-1]
 
     yield launch
@@ -296,7 +297,7 @@ WAIT = "wait_for_the_others"
 
 
 @pytest.mark.parametrize(
-    ("how", "found", "shown"),
+    ("how", "found", "stack"),
     [
         (
             "stop_in_the_sums",
@@ -304,11 +305,12 @@ WAIT = "wait_for_the_others"
             "in stop_in_the_sums",
         ),
         ("hold_the_gil", "at step 3, in the script's code", "in hold_the_gil"),
-        ("turn_in_circles", "at step 3, in the script's code", "in turn_in_circles"),
+        ("loop_forever", "at step 3, in the script's code", "in loop_forever"),
         ("load", "at step 3, waits for data", "in load"),
     ],
 )
-def test_hanging_rank_is_named_and_every_stack_is_shown(watched, capsys, how, found, shown):
+def test_hanging_rank_is_named_and_every_stack_is_shown(watched, capsys, how, found, stack):
+    """Let one rank hang in a step; name it, show every stack, and end all ranks."""
     job = watched(WAIT, WAIT, how)
     ranks = job.ranks
     assert job.end() == [-signal.SIGKILL] * 3
@@ -317,19 +319,20 @@ def test_hanging_rank_is_named_and_every_stack_is_shown(watched, capsys, how, fo
     silence = re.match(r"rank 2 on node1 is silent for ([0-9]+) s ", reason)
     assert reason.removeprefix(silence[0]) == found.format(pid)
     assert TIMEOUT <= int(silence[1]) <= TIMEOUT + 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"hpctrain: error: {reason}\n  expected: ")
-    assert "\n  fix:      " in said
-    assert re.search(r"\n  or:       .*\n  more:     hpctrain explain HT65[89]\n", said)
-    for text in (ranks.log(), said):
+    output = capsys.readouterr().err
+    assert output.startswith(f"hpctrain: error: {reason}\n  expected: ")
+    assert "\n  fix:      " in output
+    assert re.search(r"\n  or:       .*\n  more:     hpctrain explain HT65[89]\n", output)
+    for text in (ranks.log(), output):
         assert f"hpctrain: error: {reason}\n" in text
         assert [text.count(f"\nrank {rank}: silent for") for rank in range(3)] == [1, 1, 1]
         assert text.count("in wait_for_the_others") == 2
-        assert text.count(f"{shown}\n") == 1
+        assert text.count(f"{stack}\n") == 1
     assert not list(ranks.directory.path.glob(".*"))
 
 
-def test_dead_rank_is_named(watched):
+def test_dead_rank_is_named_by_the_watchdog(watched):
+    """End one rank without notice; name it, and end the ranks that wait for it."""
     job = watched(WAIT, "die", WAIT)
     assert sorted(job.end()) == [-signal.SIGKILL, -signal.SIGKILL, 9]
     assert job.ranks.reason().startswith(
@@ -339,6 +342,7 @@ def test_dead_rank_is_named(watched):
 
 
 def test_rank_that_left_the_run_is_named(watched):
+    """Let one rank leave the run early; name it, and end the ranks that wait for it."""
     job = watched(WAIT, "leave", WAIT)
     assert sorted(job.end()) == [-signal.SIGKILL, -signal.SIGKILL, 0]
     reason = job.ranks.reason()
@@ -346,7 +350,8 @@ def test_rank_that_left_the_run_is_named(watched):
     assert reason.endswith("they wait, and rank 1 on node1 is no longer in the run")
 
 
-def test_no_rank_is_named_where_all_wait_for_each_other(watched):
+def test_hang_in_which_all_ranks_wait_names_none(watched):
+    """Let all ranks wait in the backward pass; end them, and name none."""
     job = watched(WAIT, WAIT, WAIT)
     assert job.end() == [-signal.SIGKILL] * 3
     assert job.ranks.reason().startswith("all 3 ranks are silent for")
@@ -354,13 +359,15 @@ def test_no_rank_is_named_where_all_wait_for_each_other(watched):
 
 
 def test_single_process_that_hangs_is_ended(watched):
-    job = watched("turn_in_circles")
+    """Let a run of one process hang; end it."""
+    job = watched("loop_forever")
     assert job.end() == [-signal.SIGKILL]
     assert job.ranks.reason().startswith("rank 0 on node1 is silent for")
 
 
-@pytest.mark.parametrize("how", ["turn_in_circles", "stop"])
+@pytest.mark.parametrize("how", ["loop_forever", "stop"])
 def test_helpers_of_several_hosts_name_the_same_rank(watched, how):
+    """Let one rank hang on three hosts; the helpers of all hosts name the same rank."""
     job = watched(WAIT, WAIT, WAIT, how, layout=(2, 1, 1))
     ranks = job.ranks
     assert job.end() == [-signal.SIGKILL] * 4
@@ -375,71 +382,77 @@ def test_helpers_of_several_hosts_name_the_same_rank(watched, how):
 
 @pytest.mark.slow
 def test_helper_processes_end_a_hang_and_the_next_start_removes_what_they_left(start):
-    ranks = start(WAIT, WAIT, WAIT, "turn_in_circles", layout=(2, 1, 1), timeout=3.0)
+    """Let one rank hang on three hosts with real helper processes; start again afterwards."""
+    ranks = start(WAIT, WAIT, WAIT, "loop_forever", layout=(2, 1, 1), timeout=3.0)
     assert ranks.end() == [-signal.SIGKILL] * 4
     reason = ranks.reason()
     assert reason.startswith("rank 3 on node3 is silent for")
     for host in ("node1", "node2", "node3"):
         assert f"hpctrain: error: {reason}\n" in ranks.log(host)
-    assert f"hpctrain: error: {reason}\n" in ranks.said.read_text()
+    assert f"hpctrain: error: {reason}\n" in ranks.output.read_text()
     assert len(list(ranks.directory.path.glob(".hang-*"))) == 1
     again = start("work", layout=(1,))
     again.in_the_loop()
     until(lambda: not list(again.directory.path.glob(".hang-*")))
-    (again.folder / "enough").touch()
+    (again.folder / "finish").touch()
     assert again.end() == [0]
 
 
-def test_host_that_reports_nothing_is_named(watched):
+def test_host_without_observations_is_named(watched):
+    """Let the helper of one host report nothing; name the rank and the host."""
     job = watched(WAIT, WAIT, WAIT, layout=(2, 1), absent=(2,))
     assert job.end() == [-signal.SIGKILL] * 2
-    assert "nothing is heard of rank 2 (node2)" in job.ranks.reason()
+    assert "no observation of rank 2 (node2)" in job.ranks.reason()
 
 
-def test_ranks_outside_of_the_loop_may_be_silent(watched, capsys):
-    job = watched("rest", "rest", "rest")
+def test_ranks_without_heartbeats_outside_of_the_loop_are_not_ended(watched, capsys):
+    """Send no heartbeats outside of the loop for three time-outs; the run continues."""
+    job = watched("wait_idle", "wait_idle", "wait_idle")
     for _ in range(3 * int(TIMEOUT)):
-        job.turn()
-    assert job.go_on() == [0, 0, 0]
-    assert capsys.readouterr().err == job.ranks.said.read_text() == ""
+        job.advance()
+    assert job.finish() == [0, 0, 0]
+    assert capsys.readouterr().err == job.ranks.output.read_text() == ""
     assert not (job.ranks.folder / "exit-status").exists()
 
 
-def test_silence_counts_from_the_last_heartbeat(watched):
+def test_timeout_counts_from_the_last_heartbeat(watched):
+    """Stop a rank three times for less than the time-out; the run continues."""
     job = watched("work", "work", "work")
     pid = job.ranks.ranks[1].pid
     for _ in range(3):
         os.kill(pid, signal.SIGSTOP)
         until(lambda: state(pid) == "T")
         for _ in range(int(TIMEOUT) - 5):
-            job.turn()
+            job.advance()
         os.kill(pid, signal.SIGCONT)
-        job.hear()
-        job.turn()
-    assert job.go_on() == [0, 0, 0]
+        job.await_heartbeats()
+        job.advance()
+    assert job.finish() == [0, 0, 0]
     assert not (job.ranks.folder / "exit-status").exists()
 
 
 @pytest.mark.parametrize(
     ("layout", "helper_too"), [((2,), True), ((2,), False), ((1, 1), True), ((1, 1), False)]
 )
-def test_suspended_job_goes_on(watched, capsys, layout, helper_too):
+def test_suspended_job_continues(watched, capsys, layout, helper_too):
+    """Stop all ranks, with or without their helper, and continue them; the run continues."""
     job = watched("work", "work", layout=layout)
     pids = [process.pid for process in job.ranks.ranks.values()]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     until(lambda: all(state(pid) == "T" for pid in pids))
     for _ in () if helper_too else range(3 * int(TIMEOUT)):
-        job.turn()
+        job.advance()
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
-    job.turn(3 * TIMEOUT)
-    assert job.go_on() == [0, 0]
+    job.advance(3 * TIMEOUT)
+    assert job.finish() == [0, 0]
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("helper_too", [True, False])
 def test_killed_ranks_leave_no_helper_and_no_shared_memory(start, helper_too):
+    """Kill all ranks, with or without their helper; no helper and no shared memory remain."""
     ranks = start("work", "work")
     ranks.in_the_loop()
     until(lambda: not any(folder.exists() for folder in ranks.shared()))
@@ -454,7 +467,7 @@ def test_killed_ranks_leave_no_helper_and_no_shared_memory(start, helper_too):
 
 
 def test_helper_ignores_signals_to_the_job_and_shares_the_session_of_the_ranks(start):
-    """Linux's autogroup shares processors out by session; Ctrl-C goes to a process group."""
+    """Send signals to the helper; it is in the session, not the process group, of the ranks."""
     ranks = start("work", "work")
     ranks.in_the_loop()
     (helper,) = ranks.helpers()
@@ -465,32 +478,34 @@ def test_helper_ignores_signals_to_the_job_and_shares_the_session_of_the_ranks(s
         os.kill(helper, getattr(signal, f"SIG{number}"))
     ranks.ranks[1].kill()
     until(lambda: f"rank 1 is gone, process {pids[1]}" in ranks.log())
-    (ranks.folder / "enough").touch()
+    (ranks.folder / "finish").touch()
     assert ranks.end() == [0, -signal.SIGKILL]
 
 
-def test_run_goes_on_without_its_helper(start):
+def test_run_continues_without_its_helper(start):
+    """Kill the helper; the run continues."""
     ranks = start("work", "work")
     ranks.in_the_loop()
     until(lambda: not any(folder.exists() for folder in ranks.shared()))
     for helper in ranks.helpers():
         os.kill(helper, signal.SIGKILL)
-    (ranks.folder / "enough").touch()
+    (ranks.folder / "finish").touch()
     assert ranks.end() == [0, 0]
 
 
 def test_hanging_file_system_stops_no_helper(watched, tmp_path, capsys, monkeypatch):
+    """Let writes to the helper's log block; the helper still ends the hang."""
     monkeypatch.setattr(loop, "_SECONDS_FOR_FILES", 0.1)
-    job = watched(WAIT, "turn_in_circles")
+    job = watched(WAIT, "loop_forever")
     log = tmp_path / "run" / "logs" / "watch-node1.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    os.mkfifo(log)  # nobody reads, so who writes waits for ever
+    os.mkfifo(log)  # without a reader, a write blocks for ever
     assert job.end() == [-signal.SIGKILL] * 2
-    os.close(os.open(log, os.O_RDONLY | os.O_NONBLOCK))  # who waits goes on
+    os.close(os.open(log, os.O_RDONLY | os.O_NONBLOCK))  # the blocked write continues
     assert "hpctrain: error: rank 1 on node1 is silent" in capsys.readouterr().err
 
 
-def fill(pipe):
+def fill_pipe(pipe):
     os.set_blocking(pipe, False)
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -499,39 +514,41 @@ def fill(pipe):
 
 
 def test_launcher_that_does_not_read_stops_no_helper(watched, monkeypatch):
+    """Fill the pipe to the launcher; the helper still ends the hang."""
     reader, writer = os.pipe()
-    fill(writer)
-    job = watched(WAIT, "turn_in_circles")
-    monkeypatch.setattr(loop, "_say", lambda text: os.write(writer, text.encode()))
-    monkeypatch.setattr(job.helpers[0], "_voice", Impatient())
+    fill_pipe(writer)
+    job = watched(WAIT, "loop_forever")
+    monkeypatch.setattr(loop, "_write_error", lambda text: os.write(writer, text.encode()))
+    monkeypatch.setattr(job.helpers[0], "_standard_error", ShortAside())
     assert job.end() == [-signal.SIGKILL] * 2
-    os.close(reader)  # who writes hears that
+    os.close(reader)  # the blocked write gets an error
     os.close(writer)
     assert job.ranks.reason().startswith("rank 1 on node1")
 
 
-class Impatient(Aside):
-    """Waits a moment where the helper would wait for seconds."""
+class ShortAside(Aside):
+    """Wait 0.1 seconds where the helper would wait longer."""
 
     def __call__(self, function, seconds):
         assert seconds > 0
         return super().__call__(function, 0.1)
 
 
-def alone(tmp_path, timeout=1800.0):
+def single_watchdog(tmp_path, timeout=1800.0):
     world = World(0, 1, 0, 1, 0, 1, ("node1",))
     return Watchdog(world, timeout, RunDirectory(tmp_path / "run"), secrets.token_hex(8), None)
 
 
 def test_close_waits_for_the_helper_and_leaves_nothing(tmp_path, monkeypatch):
+    """Close the watchdog; the helper has ended and its shared memory is removed."""
     monkeypatch.setattr(slots, "_bases", lambda: [tmp_path])
     monkeypatch.setattr("hpctrain.monitoring.watchdog.rank._SECONDS_TO_LEAVE", SECONDS)
     for _ in range(3):
-        watchdog = alone(tmp_path)
+        watchdog = single_watchdog(tmp_path)
         watchdog.heartbeat(COMPUTING)
         watchdog.close()
         watchdog.close()
-        watchdog.heartbeat(COMPUTING)  # to nobody
+        watchdog.heartbeat(COMPUTING)  # without a helper
         assert not list(tmp_path.glob("hpctrain-watch-*"))
 
 
@@ -539,7 +556,8 @@ def facts(rank):
     return slots.Facts(rank, os.getpid(), 0, None)
 
 
-def test_temporary_folder_serves_where_there_is_no_dev_shm(tmp_path, monkeypatch):
+def test_heartbeats_without_dev_shm_use_the_temporary_folder(tmp_path, monkeypatch):
+    """Start without /dev/shm; the heartbeats use the temporary folder."""
     monkeypatch.setattr(slots, "_bases", lambda: [tmp_path / "nowhere", tmp_path])
     first, second = (slots.take("start", facts(rank), {"a": 1}) for rank in (0, 1))
     assert (first[1], second[1]) == (True, False)
@@ -553,16 +571,18 @@ def test_temporary_folder_serves_where_there_is_no_dev_shm(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_run_goes_on_with_a_warning_where_there_is_no_shared_memory(tmp_path, monkeypatch, caplog):
+def test_run_without_shared_memory_continues_with_a_warning(tmp_path, monkeypatch, caplog):
+    """Start without any folder for shared memory; the run continues without a watchdog."""
     monkeypatch.setattr(slots, "_bases", lambda: [tmp_path / "nowhere"])
     monkeypatch.setattr("hpctrain.monitoring.watchdog.rank.logger.propagate", True)
-    watchdog = alone(tmp_path)
-    assert "no watch for hangs on node1" in caplog.text
+    watchdog = single_watchdog(tmp_path)
+    assert "no watchdog on node1" in caplog.text
     watchdog.heartbeat(COMPUTING)
     watchdog.close()
 
 
-def test_shared_memory_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
+def test_shared_memory_folder_of_another_user_is_refused(tmp_path, monkeypatch):
+    """Make the folder of the heartbeats readable for other users before the start."""
     monkeypatch.setattr(slots, "_bases", lambda: [tmp_path])
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(PermissionError):
@@ -570,25 +590,27 @@ def test_shared_memory_folder_of_somebody_else_is_refused(tmp_path, monkeypatch)
 
 
 def test_shared_memory_of_dead_starts_is_removed(tmp_path, monkeypatch):
+    """Leave shared memory of dead, live and new starts; remove only that of dead ones."""
     monkeypatch.setattr(slots, "_bases", lambda: [tmp_path])
-    dead, held, fresh = (tmp_path / slots.name(key, 0) for key in ("dead", "held", "fresh"))
-    for folder in (dead, held, fresh):
+    dead, locked, fresh = (tmp_path / slots.name(key, 0) for key in ("dead", "locked", "fresh"))
+    for folder in (dead, locked, fresh):
         folder.mkdir()
         (folder / "rank-0").touch()
-    with (held / "rank-0").open("rb") as file:
+    with (locked / "rank-0").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
-        for folder in (dead, held):
+        for folder in (dead, locked):
             os.utime(folder, (0, 0))
         slots.remove_stale()
-    assert [folder.exists() for folder in (dead, held, fresh)] == [False, True, True]
+    assert [folder.exists() for folder in (dead, locked, fresh)] == [False, True, True]
 
 
 def at(rank, phase, state="S", step=3, host="node1"):
+    """Return the observation of a rank in a phase."""
     return Sighting(rank, host, step, phase, 60.0, 100 + rank, state, "rpc_wait")
 
 
 @pytest.mark.parametrize(
-    ("seen", "ranks", "words"),
+    ("sightings", "ranks", "words"),
     [
         ([at(0, BACKWARD), at(1, BACKWARD), at(2, COMPUTING)], (2,), "in the script's code"),
         ([at(0, COMPUTING), at(1, COMPUTING, step=2), at(2, BACKWARD)], (1,), "step 2"),
@@ -602,13 +624,14 @@ def at(rank, phase, state="S", step=3, host="node1"):
         ([at(0, BACKWARD), at(1, CLOSED, ""), at(2, BACKWARD)], (1,), "no longer in the run"),
         ([at(0, SAVING), at(1, CLOSED), at(2, COMPUTING)], (2,), "rank 2"),
         ([at(0, LOADING), at(1, CLOSED), at(2, CLOSED, "")], (0,), "rank 0 on node1 is silent"),
-        ([at(0, BACKWARD), at(1, BACKWARD)], (2,), "nothing is heard of rank 2 (node2)"),
-        ([at(0, COMPUTING), at(1, BACKWARD)], (0,), "nothing is heard of rank 2 (node2)"),
-        ([at(0, LOADING), at(1, LOADING)], (0, 1), "nothing is heard of rank 2 (node2)"),
+        ([at(0, BACKWARD), at(1, BACKWARD)], (2,), "no observation of rank 2 (node2)"),
+        ([at(0, COMPUTING), at(1, BACKWARD)], (0,), "no observation of rank 2 (node2)"),
+        ([at(0, LOADING), at(1, LOADING)], (0, 1), "no observation of rank 2 (node2)"),
     ],
 )
-def test_hang_is_blamed_on_the_right_ranks(seen, ranks, words):
-    blame = judge(seen, 3, ("node1", "node2") if len(seen) < 3 else ("node1",))
+def test_hang_names_the_right_ranks(sightings, ranks, words):
+    """Decide from the observations of the helpers which ranks caused a hang."""
+    blame = judge(sightings, 3, ("node1", "node2") if len(sightings) < 3 else ("node1",))
     assert blame.ranks == ranks
     assert words in blame.found
     assert blame.fixes
@@ -616,7 +639,7 @@ def test_hang_is_blamed_on_the_right_ranks(seen, ranks, words):
 
 
 @pytest.mark.parametrize(
-    ("seen", "code"),
+    ("sightings", "code"),
     [
         ([at(0, BACKWARD), at(1, BACKWARD, "")], "HT657"),
         ([at(0, BACKWARD), at(1, BACKWARD, "T")], "HT658"),
@@ -627,73 +650,81 @@ def test_hang_is_blamed_on_the_right_ranks(seen, ranks, words):
         ([at(0, BACKWARD), at(1, CLOSED)], "HT661"),
     ],
 )
-def test_hang_has_the_code_of_its_kind(seen, code):
-    assert judge(seen, 2, ("node1",)).code == code
+def test_hang_has_the_code_of_its_kind(sightings, code):
+    """Choose the error code of a hang from the observations of the helpers."""
+    assert judge(sightings, 2, ("node1",)).code == code
 
 
 @pytest.mark.parametrize(
-    ("seen", "blamed"),
+    ("sightings", "blamed"),
     [
         ([at(0, BACKWARD), at(1, WAITING), at(2, UPDATING)], (1,)),
         ([at(0, WAITING, step=2), at(1, BACKWARD), at(2, WAITING, step=2)], (1,)),
-        ([at(0, BACKWARD), at(1, WAITING, step=4), at(2, BACKWARD)], None),  # they come there yet
+        ([at(0, BACKWARD), at(1, WAITING, step=4), at(2, BACKWARD)], None),  # these may come
         ([at(0, BACKWARD), at(1, EVALUATING), at(2, BACKWARD)], None),  # rank 1 may
         ([at(0, BACKWARD), at(1, SAVING), at(2, BACKWARD)], None),
         ([at(0, BACKWARD), at(1, WAITING), at(2, COMPUTING)], None),
         ([at(0, ACCUMULATING), at(1, WAITING), at(2, WAITING)], None),
         ([at(0, BACKWARD), at(1, WAITING), at(2, CLOSED)], None),
-        ([at(0, BACKWARD), at(1, WAITING)], None),  # nothing is heard of rank 2
+        ([at(0, BACKWARD), at(1, WAITING)], None),  # no observation of rank 2
         ([at(0, BACKWARD), at(1, BACKWARD), at(2, BACKWARD)], None),
     ],
 )
-def test_ranks_wait_for_each_other_at_two_places(seen, blamed):
-    blame = apart(seen, 3)
+def test_ranks_wait_for_each_other_at_two_places(sightings, blamed):
+    """Detect ranks that wait for each other in different collectives."""
+    blame = apart(sightings, 3)
     assert (blame and (blame.ranks, blame.code)) == (blamed and (blamed, "HT661"))
 
 
-def test_message_of_many_ranks_stays_short():
-    seen = [at(rank, BACKWARD, "T", host=f"node{rank}") for rank in range(1000)]
-    blame = judge(seen, 1001, ())
+def test_message_of_many_ranks_is_short():
+    """Name 1000 stopped ranks in one short message."""
+    sightings = [at(rank, BACKWARD, "T", host=f"node{rank}") for rank in range(1000)]
+    blame = judge(sightings, 1001, ())
     assert len(blame.ranks) == 1000
-    assert "and 993 more" in blame.found
+    assert blame.found.startswith("ranks 0-999 on node0, node1, ")
     assert len(blame.found) < 500
 
 
 def test_job_is_suspended_where_every_rank_is_stopped():
+    """Detect a suspended job: every rank is stopped."""
     assert suspended([at(0, BACKWARD, "T"), at(1, LOADING, "T")], 2)
     assert not suspended([at(0, BACKWARD, "T"), at(1, LOADING, "T")], 3)
     assert not suspended([at(0, BACKWARD, "T"), at(1, LOADING)], 2)
 
 
-def test_phases_have_words_and_the_order_of_a_step():
+def test_phases_have_descriptions_in_the_order_of_a_step():
+    """Check the descriptions and the order of the phases of a step."""
     assert list(PHASES) == sorted(PHASES)
-    assert all(phase.words for phase in PHASES.values())
+    assert all(phase.description for phase in PHASES.values())
 
 
-def test_helpers_share_what_they_see_and_settle_on_one_judgement(tmp_path):
-    one, other = (HelperExchange(tmp_path, "start", host, 0) for host in ("node1", "node2"))
-    one.post([at(0, BACKWARD)])
-    other.post([at(1, LOADING)])
-    assert (one.others(), other.others()) == ([at(1, LOADING)], [at(0, BACKWARD)])
-    one.withdraw()
-    assert other.others() == []
-    assert not one.judged()
-    assert one.settle("first") == other.settle("second") == "first"
-    assert other.judged()
+def test_helpers_exchange_observations_and_agree_on_one_result(tmp_path):
+    """Exchange observations between the helpers of two hosts; both use the same result."""
+    first, second = (HelperExchange(tmp_path, "start", host, 0) for host in ("node1", "node2"))
+    first.post([at(0, BACKWARD)])
+    second.post([at(1, LOADING)])
+    assert (first.others(), second.others()) == ([at(1, LOADING)], [at(0, BACKWARD)])
+    first.withdraw()
+    assert second.others() == []
+    assert not first.judged()
+    assert first.settle("first") == second.settle("second") == "first"
+    assert second.judged()
     HelperExchange(tmp_path, "next start", "node1", 0).clear()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_call_that_hangs_is_not_waited_for():
+def test_helper_does_not_wait_for_a_call_that_hangs():
+    """Call a function that blocks; the helper continues after a time-out."""
     aside, free = Aside(), threading.Event()
     assert aside(lambda: "answer", 5) == "answer"
     assert aside(lambda: Path("nowhere").read_text(), 5) is None
     assert aside(free.wait, 0.01) is None
-    assert aside(lambda: "answer", 0.01) is None  # the one before still hangs
+    assert aside(lambda: "answer", 0.01) is None  # the previous call still hangs
     free.set()
     until(lambda: aside(lambda: "answer", 5) == "answer")
 
 
 def test_watchdog_imports_no_torch():
+    """Import the helper in a new interpreter; torch is not imported."""
     code = "import sys, hpctrain.monitoring.watchdog.loop; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=SECONDS)

@@ -1,4 +1,4 @@
-"""The average of weights against its formula, and a swap that leaves no trace."""
+"""EMA: the average of weights against its formula, and the swap of weights and averages."""
 
 from fractions import Fraction
 
@@ -11,7 +11,7 @@ from hpctrain.optim import EMA
 
 
 class Net(nn.Module):
-    """Batch norm for its buffers, and a weight in two places."""
+    """A model with the buffers of batch norm, and a weight that two layers share."""
 
     def __init__(self):
         super().__init__()
@@ -24,8 +24,8 @@ class Net(nn.Module):
         return self.norm(self.first(x)) + self.second(x)
 
 
-def change(model, seed):
-    """As an optimizer's step would."""
+def change_weights(model, seed):
+    """Change the weights as an optimizer's step does."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -33,7 +33,7 @@ def change(model, seed):
             parameter.add_(noise.to(parameter.dtype))
 
 
-def bits(model):
+def state_of(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -53,7 +53,7 @@ def test_ema_follows_its_formula(decay):
         name: list(map(Fraction, model.get_parameter(name).flatten().tolist())) for name in names
     }
     for step in range(50):
-        change(model, step)
+        change_weights(model, step)
         ema.update()
         for name in names:
             weights = map(Fraction, model.get_parameter(name).flatten().tolist())
@@ -81,7 +81,7 @@ def test_ema_of_half_models_is_fp32(dtype):
         ema.update()
     (averages,) = ema.state_dict()["averages"]
     assert averages["weight"].dtype == torch.float32
-    # In half, 1 + 0.001 is 1 (bf16) or rounded off in each step (fp16).
+    # In half precision, 1 + 0.001 is 1 (bf16), or rounded at each step (fp16).
     assert averages["weight"] == pytest.approx(torch.full((3, 4), 2 - 0.999**10), rel=1e-6)
     with ema.swapped():
         assert model.weight.dtype == dtype
@@ -92,7 +92,7 @@ def test_ema_averages_its_source():
     model = nn.Linear(2, 2, bias=False).half()
     masters = {model.weight: model.weight.detach().float()}
     ema = EMA([model], 0.5, source=masters.__getitem__)
-    masters[model.weight] = masters[model.weight] + 1e-5  # half does not have that
+    masters[model.weight] = masters[model.weight] + 1e-5  # too small for half precision
     ema.update()
     (averages,) = ema.state_dict()["averages"]
     torch.testing.assert_close(
@@ -103,25 +103,25 @@ def test_ema_averages_its_source():
 def test_ema_swap_is_undone_after_an_error():
     model, other = Net(), nn.Linear(2, 2).double()
     ema = EMA([model, other], 0.9)
-    averages = [bits(model), bits(other)]
-    change(model, 1)
-    change(other, 2)
+    averages = [state_of(model), state_of(other)]
+    change_weights(model, 1)
+    change_weights(other, 2)
     model(torch.randn(8, 4))
-    before = [bits(model), bits(other)]
+    before = [state_of(model), state_of(other)]
     storage = [p.data_ptr() for p in model.parameters()]
     with ema.swapped():
         for name, value in model.named_parameters():
             assert torch.equal(value, averages[0][name])
-        assert_same(bits(other), averages[1])
-        # Buffers are the current ones.
+        assert_same(state_of(other), averages[1])
+        # The buffers are the current ones.
         assert torch.equal(model.norm.running_mean, before[0]["norm.running_mean"])
         model(torch.randn(8, 4))
         assert not torch.equal(model.norm.running_mean, before[0]["norm.running_mean"])
-    assert_same(bits(model), before[0])
+    assert_same(state_of(model), before[0])
     with pytest.raises(ZeroDivisionError), ema.swapped():
         raise ZeroDivisionError
-    assert_same(bits(model), before[0])
-    assert_same(bits(other), before[1])
+    assert_same(state_of(model), before[0])
+    assert_same(state_of(other), before[1])
     assert [p.data_ptr() for p in model.parameters()] == storage
 
 
@@ -144,7 +144,7 @@ def test_ema_state_round_trip(tmp_path):
     ema = EMA(models, 0.9)
     for step in range(3):
         for model in models:
-            change(model, step)
+            change_weights(model, step)
         ema.update()
     torch.save(ema.state_dict(), tmp_path / "ema.pt")
     twins = [Net(), nn.Linear(2, 2).double()]
@@ -154,11 +154,11 @@ def test_ema_state_round_trip(tmp_path):
         resumed.state_dict()["averages"], ema.state_dict()["averages"], strict=True
     ):
         assert_same(got, wanted)
-    # It goes on alike.
+    # Both continue equally.
     for model, twin in zip(models, twins, strict=True):
         twin.load_state_dict(model.state_dict())
-        change(model, 7)
-        change(twin, 7)
+        change_weights(model, 7)
+        change_weights(twin, 7)
     ema.update()
     resumed.update()
     assert_same(resumed.state_dict()["averages"][0], ema.state_dict()["averages"][0])
@@ -169,7 +169,7 @@ def test_ema_of_shared_weights():
     second.weight = first.weight
     ema = EMA([first, second], 0.5)
     start = first.weight.detach().clone()
-    change(first, 3)
+    change_weights(first, 3)
     ema.update()
     one, two = ema.state_dict()["averages"]
     assert one["weight"] is two["weight"]
@@ -177,17 +177,17 @@ def test_ema_of_shared_weights():
 
 
 @pytest.mark.parametrize(
-    ("models", "said"),
+    ("models", "message"),
     [
         ([nn.Linear(2, 3)], r"weight is \(3, 2\), not \(2, 2\)"),
         ([nn.Linear(2, 2, bias=False)], r"bias is missing, not \(2,\)"),
         ([nn.Linear(2, 2), nn.Linear(2, 2)], "2 models, not 1"),
     ],
 )
-def test_ema_of_other_models_is_refused(models, said):
+def test_ema_of_other_models_is_refused(models, message):
     ema = EMA([nn.Linear(2, 2)], 0.9)
     before = {name: value.clone() for name, value in ema.state_dict()["averages"][0].items()}
-    with pytest.raises(CheckpointError, match=said) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         ema.load_state_dict(EMA(models, 0.9).state_dict())
     assert caught.value.code == "HT405"
     assert_same(ema.state_dict()["averages"][0], before)
@@ -196,7 +196,7 @@ def test_ema_of_other_models_is_refused(models, said):
 def test_ema_restart():
     model = nn.Linear(2, 2)
     ema = EMA([model], 0.9)
-    change(model, 1)
+    change_weights(model, 1)
     ema.restart()
     assert_same(ema.state_dict()["averages"][0], dict(model.named_parameters()))
 

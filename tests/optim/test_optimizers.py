@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer does, and a variable is set: not in a test
+import torch._dynamo  # else the first optimizer of a test imports it and sets a variable
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -15,7 +15,12 @@ SHAPES = ((5, 4), (4,), (), (2, 3, 2))
 
 
 def lars(groups, gradients, momentum=0.9, trust=0.001, eps=1e-8, nesterov=False):
-    """The weights after one step for each list of gradients; groups are (weights, lr, decay)."""
+    """Return the weights after one step of LARS for each list of gradients.
+
+    Args:
+        groups: (weights, lr, decay).
+        gradients: by step.
+    """
     velocity = {}
     for step in gradients:
         rest = iter(step)
@@ -44,7 +49,7 @@ def lamb(
     max_grad_norm=None,
     use_nvlamb=False,
 ):
-    """As `lars`."""
+    """Return the weights after one step of LAMB for each list of gradients; see `lars`."""
     (beta1, beta2), moments = betas, {}
     for step in gradients:
         rest = iter(step)
@@ -73,8 +78,8 @@ def lamb(
     return [weight for weights, *_ in groups for weight in weights]
 
 
-def beginning(seed=0, dtype=torch.float64):
-    """Two groups' weights of the shapes above, a tensor of zeros in each."""
+def first_weights(seed=0, dtype=torch.float64):
+    """Return the weights of two groups, of the shapes above and a tensor of zeros each."""
     generator = torch.Generator().manual_seed(seed)
     weights = [
         [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
@@ -85,8 +90,8 @@ def beginning(seed=0, dtype=torch.float64):
     return [[weight.to(dtype) for weight in group] for group in weights]
 
 
-def slopes(steps=25, seed=1):
-    """Gradients of each step; now and then zeros, or none for a parameter."""
+def gradients_of_steps(steps=25, seed=1):
+    """Return the gradients of each step; some are zeros, and some parameters have none."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [*SHAPES, (3,)] * 2
     all_steps = []
@@ -101,7 +106,7 @@ def slopes(steps=25, seed=1):
 
 
 def train(make, weights, gradients, tensor_lr=False):
-    """An optimizer after these gradients; lr 0.1 and 0.02, decay 0.05 and 0."""
+    """Return an optimizer after steps with these gradients; lr 0.1 and 0.02, decay 0.05 and 0."""
     groups = [
         {"params": [nn.Parameter(weight.clone()) for weight in group], "lr": lr, "weight_decay": d}
         for group, lr, d in zip(weights, (0.1, 0.02), (0.05, 0.0), strict=True)
@@ -110,11 +115,11 @@ def train(make, weights, gradients, tensor_lr=False):
         for group in groups:
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
     optimizer = make(groups)
-    follow(optimizer, gradients)
+    take_steps(optimizer, gradients)
     return optimizer
 
 
-def follow(optimizer, gradients):
+def take_steps(optimizer, gradients):
     for step in gradients:
         for parameter, gradient in zip(parameters(optimizer), step, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
@@ -125,7 +130,7 @@ def parameters(optimizer):
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def expect(formula, weights, gradients, **settings):
+def expected_weights(formula, weights, gradients, **settings):
     groups = zip(weights, (0.1, 0.02), (0.05, 0.0), strict=True)
     return formula([(list(group), lr, d) for group, lr, d in groups], gradients, **settings)
 
@@ -158,37 +163,37 @@ LAMB_SETTINGS = [
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("settings", LARS_SETTINGS)
 def test_lars_follows_its_formula(settings, tensor_lr):
-    weights, gradients = beginning(), slopes()
+    weights, gradients = first_weights(), gradients_of_steps()
     optimizer = train(lambda groups: LARS(groups, 1.0, **settings), weights, gradients, tensor_lr)
     formula = {{"trust_coefficient": "trust"}.get(key, key): v for key, v in settings.items()}
-    assert_near(optimizer, expect(lars, weights, gradients, **formula))
+    assert_near(optimizer, expected_weights(lars, weights, gradients, **formula))
 
 
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("settings", LAMB_SETTINGS)
 def test_lamb_follows_its_formula(settings, tensor_lr):
-    weights, gradients = beginning(), slopes()
+    weights, gradients = first_weights(), gradients_of_steps()
     optimizer = train(lambda groups: LAMB(groups, **settings), weights, gradients, tensor_lr)
-    assert_near(optimizer, expect(lamb, weights, gradients, **settings))
+    assert_near(optimizer, expected_weights(lamb, weights, gradients, **settings))
 
 
 def test_lars_without_decay_is_sgd_and_lamb_is_adam():
-    weights = beginning()
+    weights = first_weights()
     shapes = [weight.shape for group in weights for weight in group]
     gradients = [
         [torch.zeros(shape) if g is None else g for g, shape in zip(step, shapes, strict=True)]
-        for step in slopes()
+        for step in gradients_of_steps()
     ]
     pairs = [
         (LARS, {"momentum": 0.9, "nesterov": True}, torch.optim.SGD),
         (LAMB, {"betas": (0.9, 0.99), "eps": 1e-8}, torch.optim.Adam),
     ]
-    for ours, settings, theirs in pairs:
+    for make_own, settings, make_torch in pairs:
         results = []
-        for make in (ours, theirs):
+        for make in (make_own, make_torch):
             flat = [nn.Parameter(weight.clone()) for group in weights for weight in group]
             optimizer = make(flat, lr=0.03, weight_decay=0.0, **settings)
-            follow(optimizer, gradients)
+            take_steps(optimizer, gradients)
             results.append(optimizer)
         assert_near(results[0], [p.detach() for p in parameters(results[1])])
 
@@ -196,8 +201,8 @@ def test_lars_without_decay_is_sgd_and_lamb_is_adam():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("make", [lambda g: LARS(g, 1.0), LAMB])
 def test_lars_and_lamb_compute_half_weights_in_fp32(make, dtype):
-    # Norms of 300 × 300 numbers of size 1000 and gradients of size 1e-5, whose squares half does
-    # not have; the change of one step is rounded to half, nothing else is.
+    # The squares of numbers of size 1000 and of gradients of size 1e-5 are out of the range of half
+    # precision. Only the change of a step is rounded to half precision.
     weight = nn.Parameter((1000 * torch.ones(300, 300)).to(dtype))
     slope = torch.full((300, 300), 1e-5).to(dtype)
     half = make([{"params": [weight], "lr": 0.5, "weight_decay": 0.01}])
@@ -210,16 +215,16 @@ def test_lars_and_lamb_compute_half_weights_in_fp32(make, dtype):
     assert weight.dtype == dtype
     assert torch.equal(weight.detach(), wide.detach().to(dtype))
     for name, value in full.state[wide].items():
-        kept = half.state[weight][name]
-        assert torch.equal(torch.as_tensor(kept), torch.as_tensor(value)), name
-        assert not isinstance(kept, torch.Tensor) or kept.dtype == torch.float32
+        state = half.state[weight][name]
+        assert torch.equal(torch.as_tensor(state), torch.as_tensor(value)), name
+        assert not isinstance(state, torch.Tensor) or state.dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [lambda g: LARS(g, 1.0), lambda g: LAMB(g, max_grad_norm=2.0)])
 def test_lars_and_lamb_resume_bit_for_bit(make, dtype, tmp_path):
-    weights, gradients = beginning(dtype=dtype), slopes()
-    whole = train(make, weights, gradients)
+    weights, gradients = first_weights(dtype=dtype), gradients_of_steps()
+    uninterrupted = train(make, weights, gradients)
     first = train(make, weights, gradients[:12])
     torch.save(first.state_dict(), tmp_path / "state.pt")
     halfway = [[p.detach().clone() for p in group["params"]] for group in first.param_groups]
@@ -227,8 +232,8 @@ def test_lars_and_lamb_resume_bit_for_bit(make, dtype, tmp_path):
     second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     loaded = second.state_dict()
     torch.testing.assert_close(loaded, first.state_dict(), rtol=0, atol=0)
-    follow(second, gradients[12:])
-    for got, wanted in zip(parameters(second), parameters(whole), strict=True):
+    take_steps(second, gradients[12:])
+    for got, wanted in zip(parameters(second), parameters(uninterrupted), strict=True):
         assert torch.equal(got, wanted)
 
 
@@ -289,7 +294,7 @@ def test_lars_leaves_gradients_unchanged(momentum, decay):
     ],
 )
 def test_lars_and_lamb_do_not_sync_the_device(make, tensor_lr):
-    # A fake tensor has none: whatever asks for one (`if`, `.item()`) raises an error.
+    # A fake tensor has no values: `if` and `.item()`, which read one, raise an error.
     with FakeTensorMode():
         groups = [
             {
@@ -310,21 +315,21 @@ def test_lars_and_lamb_do_not_sync_the_device(make, tensor_lr):
 
 
 def test_clipping_norm_spans_groups_and_dtypes():
-    def of(dtype, size):
+    def parameter_of(dtype, size):
         parameter = nn.Parameter(torch.ones(size, dtype=dtype))
         parameter.grad = torch.full((size,), 2.0, dtype=dtype)
         return parameter
 
     optimizer = LAMB(
         [
-            {"params": [of(torch.float32, 9), of(torch.float64, 9)]},
-            {"params": [of(torch.bfloat16, 7)], "max_grad_norm": None},
+            {"params": [parameter_of(torch.float32, 9), parameter_of(torch.float64, 9)]},
+            {"params": [parameter_of(torch.bfloat16, 7)], "max_grad_norm": None},
         ],
         max_grad_norm=1.0,
         betas=(0.0, 0.0),
     )
     optimizer.step()
-    # The norm is √(25 · 4) = 10; the second group is not clipped, though it counts.
+    # The norm is √(25 · 4) = 10; the second group counts, but is not clipped.
     means = [optimizer.state[p]["exp_avg"][0].item() for p in parameters(optimizer)]
     assert means == pytest.approx([0.2, 0.2, 2.0])
 
@@ -343,7 +348,7 @@ def test_lars_and_lamb_refuse_sparse_and_complex_gradients(make):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda p: LARS(p, -1.0), "lr=-1.0"),
         (lambda p: LARS(p, 1.0, momentum=-0.1), "momentum=-0.1"),
@@ -354,10 +359,10 @@ def test_lars_and_lamb_refuse_sparse_and_complex_gradients(make):
         (lambda p: LAMB(p, max_grad_norm=0.0), "max_grad_norm=0.0"),
     ],
 )
-def test_invalid_optimizer_settings_are_refused(make, said):
+def test_invalid_optimizer_settings_are_refused(make, message):
     with pytest.raises(UsageError) as caught:
         make([nn.Parameter(torch.ones(1))])
-    assert said in caught.value.found
+    assert message in caught.value.found
     assert caught.value.code == "HT406"
     assert caught.value.fixes
 

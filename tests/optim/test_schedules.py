@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer does, and a variable is set: not in a test
+import torch._dynamo  # else the first optimizer of a test imports it and sets a variable
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -25,7 +25,7 @@ KINDS = ("constant", "cosine", "step", "polynomial")
 
 
 def rates(make, steps, lr=1.0):
-    """The learning rate of each step under a scheduler of torch."""
+    """Return the learning rate of each step under a scheduler of torch."""
     optimizer = SGD([nn.Parameter(torch.ones(1))], lr=lr)
     scheduler = make(optimizer)
     seen = []
@@ -61,14 +61,14 @@ def test_lr_schedule_without_warmup_equals_torch(schedule, make, steps):
     assert factors(schedule, steps) == pytest.approx(rates(make, steps), abs=1e-12)
 
 
-def after_warm_up(warmup, make):
-    """Torch's own chain: 1 / warmup, …, 1, then another scheduler."""
+def chain_after_warm_up(warmup, make):
+    """Return a maker of torch's chain of schedulers: 1 / warmup, …, 1, then another scheduler."""
 
-    def chain(optimizer):
+    def make_chain(optimizer):
         first = LinearLR(optimizer, 1 / warmup, 1.0, total_iters=warmup - 1)
         return SequentialLR(optimizer, [first, make(optimizer)], [warmup])
 
-    return chain
+    return make_chain
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def after_warm_up(warmup, make):
     ],
 )
 def test_lr_schedule_after_warmup_equals_torch(schedule, make):
-    expected = rates(after_warm_up(8, make), 40)
+    expected = rates(chain_after_warm_up(8, make), 40)
     assert factors(schedule, 40) == pytest.approx(expected, abs=1e-12)
 
 
@@ -109,7 +109,7 @@ def test_lr_schedules_follow_their_formulas(warmup, rest, power, step):
 
 
 def test_lr_schedule_counts_steps_from_the_start():
-    # 5 epochs of warm-up, a tenth after 30, 60 and 80 is not evenly spaced: here 30 and 60 of 90.
+    # Warm-up for 5 epochs, then a tenth after 30 and 60 of 90 epochs.
     schedule = Schedule("step", warmup_steps=5, total_steps=90, step_every=30, step_factor=0.1)
     assert schedule.factor(4) == schedule.factor(29) == 1
     assert schedule.factor(30) == pytest.approx(0.1)

@@ -1,4 +1,4 @@
-"""Batch norm over all ranks: the numbers of one process that has the whole batch."""
+"""Batch norm over all ranks equals that of one process with the whole batch."""
 
 import copy
 import pickle
@@ -15,17 +15,17 @@ from hpctrain.optim import sync_batchnorm
 PARTS = [3, 5, 8]  # samples of each rank
 
 
-def own_part(whole, rank):
-    return whole.split(PARTS)[rank].detach().clone()
+def own_part(batch, rank):
+    return batch.split(PARTS)[rank].detach().clone()
 
 
-def apart(found, expected):
-    """The largest difference, relative to the largest value."""
+def largest_difference(found, expected):
+    """Return the largest difference, relative to the largest value."""
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
-def both(layer, opened):
-    """A layer of one process, and the same over all ranks."""
+def plain_and_synced(layer, opened):
+    """Return a layer of one process, and the same layer over all ranks."""
     if layer.affine:
         nn.init.normal_(layer.weight)
         nn.init.normal_(layer.bias)
@@ -44,44 +44,44 @@ KINDS = [
 ]
 
 
-def numbers():
+def compare_with_one_process():
     """Return differences from one process: outputs, gradients and running statistics by kind."""
     found = []
     with session(batch_size=2) as opened:
         rank = opened.world.rank
         for kind, shape, more in KINDS:
             torch.manual_seed(1)
-            plain, synced = both(kind(4, **more).double(), opened)
+            plain, synced = plain_and_synced(kind(4, **more).double(), opened)
             if kind is nn.SyncBatchNorm:
-                plain.__class__ = nn.BatchNorm2d  # torch's takes no CPU
+                plain.__class__ = nn.BatchNorm2d  # torch's layer refuses the CPU
             for step in range(3):
-                whole = torch.randn(sum(PARTS), 4, *shape, dtype=torch.float64) * 3 + 50 + step
-                slope = torch.randn_like(whole)
-                x = own_part(whole, rank).requires_grad_()
+                batch = torch.randn(sum(PARTS), 4, *shape, dtype=torch.float64) * 3 + 50 + step
+                slope = torch.randn_like(batch)
+                x = own_part(batch, rank).requires_grad_()
                 y = synced(x)
                 (y * own_part(slope, rank)).sum().backward()
-                expected = plain(whole.requires_grad_())
+                expected = plain(batch.requires_grad_())
                 (expected * slope).sum().backward()
-                found.append(apart(y, own_part(expected, rank)))
-                found.append(apart(x.grad, own_part(whole.grad, rank)))
+                found.append(largest_difference(y, own_part(expected, rank)))
+                found.append(largest_difference(x.grad, own_part(batch.grad, rank)))
             for own, other in zip(synced.parameters(), plain.parameters(), strict=True):
-                found.append(apart(opened.backend.sum(own.grad.clone()), other.grad))
+                found.append(largest_difference(opened.backend.sum(own.grad.clone()), other.grad))
             for own, other in zip(synced.buffers(), plain.buffers(), strict=True):
-                found.append(apart(own.double(), other.double()))
+                found.append(largest_difference(own.double(), other.double()))
             synced.eval()
             plain.eval()
-            found.append(apart(synced(x), plain(x)))
+            found.append(largest_difference(synced(x), plain(x)))
     return found
 
 
 def test_sync_batchnorm_equals_one_process_with_uneven_batches(run):
-    for found in ranks.values(run(3, numbers)):
+    for found in ranks.values(run(3, compare_with_one_process)):
         assert len(found) == 8 * 7 + 7 * 2 + 7 * 3
         assert max(found) < 1e-12
 
 
-def halves():
-    """Types of the outputs, and how far they are from one process's in float64."""
+def compare_in_half_precision():
+    """Return the types of the outputs, and their differences from one process in float64."""
     found = []
     with session(batch_size=2) as opened:
         rank = opened.world.rank
@@ -92,32 +92,34 @@ def halves():
             (torch.float16, torch.float32),
         ]:
             torch.manual_seed(1)
-            whole = (torch.randn(sum(PARTS), 4, 5, 6) + 20).to(kind)
-            slope = torch.randn_like(whole)
-            plain, synced = both(nn.BatchNorm2d(4).to(weights), opened)
-            x = own_part(whole, rank).requires_grad_()
+            batch = (torch.randn(sum(PARTS), 4, 5, 6) + 20).to(kind)
+            slope = torch.randn_like(batch)
+            plain, synced = plain_and_synced(nn.BatchNorm2d(4).to(weights), opened)
+            x = own_part(batch, rank).requires_grad_()
             with torch.autocast("cpu", torch.bfloat16, enabled=kind is torch.bfloat16):
                 y = synced(x)
             (y * own_part(slope, rank)).sum().backward()
-            whole = whole.double().requires_grad_()
-            expected = plain.double()(whole)
+            batch = batch.double().requires_grad_()
+            expected = plain.double()(batch)
             (expected * slope.double()).sum().backward()
-            found.append((y.dtype, apart(y.double(), own_part(expected, rank))))
-            found.append((x.grad.dtype, apart(x.grad.double(), own_part(whole.grad, rank))))
+            found.append((y.dtype, largest_difference(y.double(), own_part(expected, rank))))
+            found.append(
+                (x.grad.dtype, largest_difference(x.grad.double(), own_part(batch.grad, rank)))
+            )
     return found
 
 
 @HOROVOD_SLOW
 def test_sync_batchnorm_in_half_precision_keeps_dtype_and_accuracy(run):
     rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-    for found in ranks.values(run(3, halves)):
+    for found in ranks.values(run(3, compare_in_half_precision)):
         kinds = [torch.float32, torch.bfloat16, torch.bfloat16, torch.float16]
         assert [kind for kind, _ in found] == [kind for kind in kinds for _ in range(2)]
         for kind, error in found:
             assert error < rounding[kind]
 
 
-def network():
+def make_network():
     return nn.Sequential(
         nn.Conv2d(1, 4, 3),
         nn.BatchNorm2d(4),
@@ -129,7 +131,7 @@ def network():
     )
 
 
-def trains():
+def train_network():
     with session(
         global_batch=24,
         max_steps=20,
@@ -138,13 +140,13 @@ def trains():
         log_every=1,
         run_dir="run",
     ) as opened:
-        losses, model = train(opened, 20, network())
+        losses, model = train(opened, 20, make_network())
         return losses, dict(model.state_dict()), type(model.get_submodule("1")).__name__
 
 
-def trains_like_one_process(run, tmp_path, monkeypatch, error):
-    """The three ranks' states, which are within an error of those of one."""
-    found = by_world_size(run, (1, 3), trains, tmp_path, monkeypatch)
+def check_training(run, tmp_path, monkeypatch, error):
+    """Train on one and on three ranks, compare within an error; return the three states."""
+    found = by_world_size(run, (1, 3), train_network, tmp_path, monkeypatch)
     losses, state, kind = found[1][0]
     assert kind == "BatchNorm2d"  # a rank that is alone has nothing to sum
     assert len(losses) == 20
@@ -153,18 +155,18 @@ def trains_like_one_process(run, tmp_path, monkeypatch, error):
         assert kind == "SyncBatchNorm"
         assert list(other) == list(state)
         for name, tensor in other.items():
-            assert apart(tensor.double(), state[name].double()) < error, name
+            assert largest_difference(tensor.double(), state[name].double()) < error, name
     return [other for _, other, _ in found[3]]
 
 
 @HOROVOD_SLOW
 def test_training_with_sync_batchnorm_equals_one_process(run, tmp_path, monkeypatch):
-    first, *others = trains_like_one_process(run, tmp_path, monkeypatch, 1e-9)
+    first, *others = check_training(run, tmp_path, monkeypatch, 1e-9)
     for other in others:
         assert all(torch.equal(tensor, first[name]) for name, tensor in other.items())
 
 
-def counts_sums():
+def count_sums():
     with session(batch_size=2) as opened:
         backend, calls = opened.backend, []
         before = backend.sum
@@ -182,14 +184,14 @@ def counts_sums():
 
 @HOROVOD_SLOW
 def test_sync_batchnorm_sums_once_per_pass_and_never_in_eval(run):
-    for found in ranks.values(run(3, counts_sums)):
+    for found in ranks.values(run(3, count_sums)):
         assert found == (1, 2, 3, {torch.float64})
 
 
 LAYOUTS = ([1, 1, 1], [2, 0, 1], [0, 1, 0])  # samples of each rank
 
 
-def few_values():
+def normalise_few_samples():
     found = []
     with session(batch_size=2) as opened:
         rank = opened.world.rank
@@ -208,7 +210,7 @@ def few_values():
 
 @HOROVOD_SLOW
 def test_sync_batchnorm_with_one_sample_or_none_on_a_rank(run):
-    results = ranks.values(run(3, few_values))
+    results = ranks.values(run(3, normalise_few_samples))
     for layout, *found in zip(LAYOUTS[:2], *results, strict=False):
         assert [y.shape for y, _ in found] == [(count, 4) for count in layout]
         assert [shape for _, shape in found] == [(count, 4) for count in layout]
@@ -227,28 +229,28 @@ class Shared(nn.Module):
         self.first, self.second, self.layer = norm, norm, nn.LayerNorm(4)
 
 
-def stays():
+def convert_shared_layer():
     with session(batch_size=2) as opened:
         model = Shared()
         state, called = list(model.state_dict()), []
         hook = model.first.register_forward_hook(lambda *_: called.append(1))
-        held = model.first
+        layer = model.first
         before = list(model.parameters())
         converted = sync_batchnorm.convert(model, opened.backend)
         assert converted is model
-        assert held is model.first is model.second
-        assert isinstance(held, sync_batchnorm.SyncBatchNorm)
+        assert layer is model.first is model.second
+        assert isinstance(layer, sync_batchnorm.SyncBatchNorm)
         assert isinstance(model.layer, nn.LayerNorm)
         assert list(model.state_dict()) == state
         assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
         twin = copy.deepcopy(model)
         x = torch.randn(4, 4) + opened.world.rank**2
-        y = held(x)
+        y = layer(x)
         assert torch.equal(y, twin.first(x))
         assert called == [1, 1]
         hook.remove()
-        # Read from a file it is batch norm of one process.
-        alone = pickle.loads(pickle.dumps(held))
+        # Loaded from a file, it is batch norm of one process.
+        alone = pickle.loads(pickle.dumps(layer))
         local = alone(x)
         assert local.mean(0).abs().max() < 1e-6
         plain = nn.Linear(2, 2)
@@ -258,8 +260,8 @@ def stays():
 
 @HOROVOD_SLOW
 def test_sync_batchnorm_convert_keeps_names_hooks_and_copies(run):
-    for result in ranks.values(run(3, stays)):
-        assert result > 0.1  # of this rank alone it would be 0
+    for result in ranks.values(run(3, convert_shared_layer)):
+        assert result > 0.1  # it would be 0 for this rank alone
 
 
 class OwnForward(nn.BatchNorm1d):
@@ -268,7 +270,7 @@ class OwnForward(nn.BatchNorm1d):
 
 
 class NcclBackend:
-    """A fake: only its names count."""
+    """A fake backend; only its names are read."""
 
     name, transport, world_size = "ddp", "nccl", 2
 
@@ -281,7 +283,7 @@ def test_sync_batchnorm_convert_uses_torchs_layer_for_ddp_over_nccl():
     assert type(converted[1]) is nn.SyncBatchNorm
     assert list(converted.state_dict()) == state
     assert torch.equal(converted.eval()(x), expected)
-    assert converted.train()(x).shape == (8, 4)  # no process group: torch takes it as alone
+    assert converted.train()(x).shape == (8, 4)  # without a process group
 
 
 def test_sync_batchnorm_refused_with_dataparallel(monkeypatch):
@@ -307,23 +309,23 @@ def test_sync_batchnorm_refuses_layers_of_unknown_kind(layer, words):
         assert word in str(refused.value)
 
 
-def with_layers_of_torchs(synchronise):
-    """A script written for GPUs, which has torch's layers: here they would refuse the CPU."""
+def train_with_torchs_layers(synchronise):
+    """Run a model with torch's layers, which without hpctrain would refuse the CPU."""
     with session(batch_size=4, precision="fp64") as opened:
         model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
         if synchronise:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = opened.prepare(model)
         generator = torch.Generator().manual_seed(1)
-        whole = torch.rand(12, 5, generator=generator, dtype=torch.float64)
+        batch = torch.rand(12, 5, generator=generator, dtype=torch.float64)
         size = 12 // opened.world.world_size
-        return model(whole[opened.world.rank * size :][:size]).detach()
+        return model(batch[opened.world.rank * size :][:size]).detach()
 
 
 @HOROVOD_SLOW
 def test_torchs_sync_batchnorm_layers_train_on_cpu(run):
-    (expected,) = ranks.values(run(1, with_layers_of_torchs, False))
-    (alone,) = ranks.values(run(1, with_layers_of_torchs, True))
+    (expected,) = ranks.values(run(1, train_with_torchs_layers, False))
+    (alone,) = ranks.values(run(1, train_with_torchs_layers, True))
     assert torch.equal(alone, expected)
-    together = torch.cat(ranks.values(run(3, with_layers_of_torchs, True)))
+    together = torch.cat(ranks.values(run(3, train_with_torchs_layers, True)))
     assert torch.allclose(together, expected, rtol=1e-12, atol=1e-14)

@@ -1,8 +1,8 @@
-"""Norms and biases lose their decay, and nothing else of an optimizer changes."""
+"""Weight decay of weights only: norms and biases have none, all other settings stay."""
 
 import pytest
 import torch
-import torch._dynamo  # the first optimizer does, and a variable is set: not in a test
+import torch._dynamo  # else the first optimizer of a test imports it and sets a variable
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -10,7 +10,7 @@ from hpctrain.optim import LARS, split
 
 
 class Block(nn.Module):
-    """Of a ResNet."""
+    """A block of a ResNet."""
 
     def __init__(self, norm):
         super().__init__()
@@ -34,8 +34,8 @@ class ResNet(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
-def decayed(model, optimizer):
-    """By the names of parameters, in the order of the groups."""
+def names_by_decay(model, optimizer):
+    """Return the names of parameters with and without decay, in the order of the groups."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     with_decay, without = [], []
     for group in optimizer.param_groups:
@@ -58,15 +58,15 @@ def decayed(model, optimizer):
 def test_weight_decay_groups_of_a_resnet(norm):
     model = ResNet(norm)
     optimizer = SGD(model.parameters(), lr=0.1, weight_decay=0.5)
-    lost = split(optimizer, [model])
-    with_decay, without = decayed(model, optimizer)
+    without_decay = split(optimizer, [model])
+    with_decay, without = names_by_decay(model, optimizer)
     assert with_decay == [
         "stem.weight",
         *(f"blocks.{i}.conv{j}.weight" for i in range(2) for j in (1, 2)),
         "head.weight",
     ]
     assert without == [name for name, _ in model.named_parameters() if name not in with_decay]
-    assert lost == len(without)
+    assert without_decay == len(without)
 
 
 def test_weight_decay_groups_of_attention_and_rnn():
@@ -75,7 +75,7 @@ def test_weight_decay_groups_of_attention_and_rnn():
     )
     optimizer = AdamW(model.parameters())
     assert split(optimizer, [model]) == 8
-    with_decay, without = decayed(model, optimizer)
+    with_decay, without = names_by_decay(model, optimizer)
     assert with_decay == [
         *("0.in_proj_weight", "0.out_proj.weight"),
         *("1.weight_ih_l0", "1.weight_hh_l0"),
@@ -96,7 +96,7 @@ def test_weight_decay_of_shared_parameters():
     model = nn.ModuleList([embedding, head, odd, norm, before, other, after])
     optimizer = SGD(model.parameters(), lr=0.1, weight_decay=0.5)
     split(optimizer, [model])
-    with_decay, without = decayed(model, optimizer)
+    with_decay, without = names_by_decay(model, optimizer)
     assert with_decay == ["0.weight", "2.weight"]
     assert without == ["1.bias", "2.bias", "3.bias", "4.weight", "5.bias"]
 
@@ -112,24 +112,24 @@ def test_weight_decay_keeps_group_settings_and_order():
         ],
         weight_decay=0.5,
     )
-    kept = optimizer.param_groups[0], optimizer.param_groups[2]
+    before = optimizer.param_groups[0], optimizer.param_groups[2]
     assert split(optimizer, [model]) == 1 + 8 + 1
     first, second, third, fourth = groups = optimizer.param_groups
-    assert (first, fourth) == kept
-    assert first is kept[0]
+    assert (first, fourth) == before
+    assert first is before[0]
     assert [group["weight_decay"] for group in groups] == [0.5, 0, 0.5, 0]
     for name in first.keys() - {"params", "weight_decay"}:
         assert first[name] == second[name]
     assert second["mark"] == "body"
     assert third["momentum"] == 0.3
     assert fourth["params"] == [model.head.bias]
-    # Again, and nothing changes.
+    # A second split changes nothing.
     before = [dict(group) for group in groups]
     assert split(optimizer, [model]) == 0
     assert optimizer.param_groups == before
 
 
-def test_groups_without_weight_decay_stay_whole():
+def test_groups_without_weight_decay_are_not_split():
     model = ResNet()
     optimizer = SGD(model.parameters(), lr=0.1)
     assert split(optimizer, [model]) == 0
@@ -147,7 +147,7 @@ def test_weight_decay_of_parameters_without_a_model():
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
     assert optimizer.param_groups[0]["params"][0] is matrix
     assert optimizer.param_groups[1]["params"][0] is vector
-    # In a model, a vector that is no norm's and no bias is a weight.
+    # In a model, a vector that is neither of a norm nor a bias is a weight.
     model = nn.Module()
     model.gain = nn.Parameter(torch.ones(3))
     optimizer = SGD(model.parameters(), lr=0.1, weight_decay=0.5)
@@ -198,15 +198,15 @@ def test_weight_decay_split_equals_hand_made_groups(taken):
     twin.load_state_dict(model.state_dict())
     weights = [p for p in twin.parameters() if p.dim() > 1]
     rest = [p for p in twin.parameters() if p.dim() == 1]
-    whole = AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+    optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
     baseline = AdamW([{"params": weights}, {"params": rest}], lr=0.01, weight_decay=0.5)
     for number in range(taken):
-        step(model, whole, number)
+        step(model, optimizer, number)
         step(twin, baseline, number)
-    split(whole, [model])
+    split(optimizer, [model])
     baseline.param_groups[1]["weight_decay"] = 0.0
     for number in range(taken, taken + 3):
-        step(model, whole, number)
+        step(model, optimizer, number)
         step(twin, baseline, number)
     for name, value in twin.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name

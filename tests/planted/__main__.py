@@ -1,4 +1,4 @@
-"""Plants each known bug in a copy of the project, and prints which test finds it.
+"""Plant each known bug in a copy of the project, and print which test finds it.
 
     python tests/planted [--jobs N] [--only NAME …] [--save FILE.json]
     python tests/planted --list
@@ -35,20 +35,20 @@ NEEDED = (
     *("setup.cfg", "setup.py", "README.md", ".ruff.toml"),
 )
 FOUND, FOUND_BY_DEFAULT = 0.95, 0.80
-LIMIT = 120.0  # seconds for the tests of one bug; a hang is a finding
+LIMIT = 120.0  # seconds for the tests of one bug; a time-out counts as found
 PASSED, FAILED = 0, 1  # exit codes of pytest
-# xdist puts the group behind the name.
+# xdist appends the group to the name.
 FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?:@[\w.]+)?(?: - .*)?$", re.MULTILINE)
 YOUNGER = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the tests of a bug ended.
+    """The result of the tests of a bug.
 
     Attributes:
-        found: whether one of them noticed.
-        how: the test, "time-out", or why there is no answer.
+        found: whether one of them failed or hung.
+        how: the test, "time-out", or why there is no result.
         seconds: that they took.
     """
 
@@ -61,7 +61,7 @@ class Copy:
     """A copy of the project in which one bug at a time is planted.
 
     Args:
-        folder: for the copy; it is not there yet.
+        folder: for the copy; it does not exist yet.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -84,11 +84,11 @@ class Copy:
 
     @contextlib.contextmanager
     def planted(self, bug: Bug) -> Iterator[None]:
-        """The bug is in the copy."""
+        """Plant a bug in the copy for as long as the block lasts."""
         path = self.folder / bug.file
         text, times = path.read_text(), path.stat()
         path.write_text(bug.plant(text))
-        # Python takes compiled code for that of a file of the same size and second.
+        # Python decides by a file's size and second of change whether compiled code is current.
         os.utime(path, (times.st_atime, times.st_mtime + next(YOUNGER)))
         try:
             yield
@@ -97,7 +97,7 @@ class Copy:
             os.utime(path, (times.st_atime, times.st_mtime))
 
     def pytest(self, *arguments: str, limit: float) -> tuple[int | None, str]:
-        """The exit code and the output; None after a time-out."""
+        """Run pytest; return its exit code, which is None after a time-out, and its output."""
         command = [sys.executable, "-m", "pytest", "-rfE", "--tb=line", *arguments]
         command += ["-p", "no:cacheprovider", f"--basetemp={self._temporary}"]
         with subprocess.Popen(
@@ -120,7 +120,7 @@ class Copy:
         return code, output
 
     def _end_all(self) -> None:
-        """End what the tests have left: all processes that import from this copy."""
+        """End the processes that the tests left: all that import from this copy."""
         mark = f"PYTHONPATH={self.folder}".encode()
         for environ in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ class Copy:
 
 
 def failing(copy: Copy, bugs: Sequence[Bug], jobs: int) -> set[str]:
-    """The tests of some bugs that fail without any."""
+    """Return the tests of some bugs that fail without a bug."""
     failed = set()
     for tier in ("default", "all"):
         tests = dict.fromkeys(test for bug in bugs if bug.tier == tier for test in bug.tests)
@@ -143,10 +143,10 @@ def failing(copy: Copy, bugs: Sequence[Bug], jobs: int) -> set[str]:
 
 
 def find(copy: Copy, bug: Bug, failed: set[str]) -> Outcome:
-    """Run the tests of a bug with the bug.
+    """Run the tests of a bug with the bug planted.
 
     Args:
-        copy: that has no other bug.
+        copy: without other bugs.
         bug: to plant.
         failed: tests that fail without it.
     """
@@ -169,7 +169,7 @@ def _tier(tier: str) -> tuple[str, ...]:
 
 
 def find_all(bugs: Sequence[Bug], jobs: int) -> list[Outcome]:
-    """Plant one bug after the other, some at a time."""
+    """Plant each bug, several at a time; return the outcomes."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for number in range(jobs):
@@ -178,28 +178,28 @@ def find_all(bugs: Sequence[Bug], jobs: int) -> list[Outcome]:
         failed = failing(copy, bugs, jobs)
         copies.put(copy)
         for test in sorted(failed):
-            say(f"fails without a bug, and finds none: {test}")
+            log(f"fails without a bug, and finds none: {test}")
 
-        def one(bug: Bug) -> Outcome:
+        def find_one(bug: Bug) -> Outcome:
             copy = copies.get()
             try:
                 outcome = find(copy, bug, failed)
             finally:
                 copies.put(copy)
-            say(f"{bug.name}: {outcome.how}, {outcome.seconds:.0f} s")
+            log(f"{bug.name}: {outcome.how}, {outcome.seconds:.0f} s")
             return outcome
 
         with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(one, bugs))
+            return list(pool.map(find_one, bugs))
 
 
-def say(text: str) -> None:
-    """Write a line about the progress."""
+def log(text: str) -> None:
+    """Print a line about the progress."""
     print(text, file=sys.stderr, flush=True)
 
 
 def table(bugs: Sequence[Bug], outcomes: Sequence[Outcome]) -> str:
-    """The bugs with what found them, and totals."""
+    """Return a table of the bugs and the tests that found them, with totals."""
     width = max(len(bug.name) for bug in bugs)
     lines = []
     for bug, outcome in zip(bugs, outcomes, strict=True):
@@ -211,13 +211,13 @@ def table(bugs: Sequence[Bug], outcomes: Sequence[Outcome]) -> str:
 
 
 def shares(bugs: Sequence[Bug], outcomes: Sequence[Outcome]) -> tuple[float, float]:
-    """The shares of the bugs that are found, and that the default tier finds."""
+    """Return the shares of bugs that any tier finds, and that the default tier finds."""
     found = [bug.tier for bug, outcome in zip(bugs, outcomes, strict=True) if outcome.found]
     return len(found) / len(bugs), found.count("default") / len(bugs)
 
 
 def main() -> int:
-    """Run the command line; an exit code."""
+    """Run the command line; return its exit code."""
     parser = argparse.ArgumentParser(prog="python tests/planted", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--jobs", type=int, default=2, help="bugs at a time (default: 2)")

@@ -1,4 +1,4 @@
-"""Planted bugs: the table in bugs.toml, and what each entry has to be."""
+"""Planted bugs: the table in bugs.toml, and the checks of its entries."""
 
 import tomllib
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ class Bug:
 
     Attributes:
         name: of the bug.
-        promise: what it breaks, in one line.
+        promise: the promise that it breaks, in one line.
         file: relative to the project.
         old: a text that the file has exactly once.
         new: what replaces it.
-        tests: those that should notice, as pytest names them: FILE::TEST or FILE::TEST[PARAMETERS].
-        tier: "default", or "all" where only slow tests notice.
+        tests: those that should fail, as pytest names them: FILE::TEST or FILE::TEST[PARAMETERS].
+        tier: "default", or "all" if only slow tests fail.
     """
 
     name: str
@@ -33,25 +33,25 @@ class Bug:
     tier: str = "default"
 
     def plant(self, text: str) -> str:
-        """The file's text with the bug in it."""
+        """Return the text of the file with the bug planted."""
         return text.replace(self.old, self.new)
 
 
 def load() -> list[Bug]:
-    """All bugs, in the order of the table."""
+    """Return all bugs, in the order of the table."""
     table = tomllib.loads(Path(__file__).with_name("bugs.toml").read_text())
     return [Bug(name, **fields) for name, fields in table.items()]
 
 
 def mistakes(bug: Bug) -> list[str]:
-    """What is wrong with an entry of the table; nothing is run for it."""
+    """Return the mistakes in an entry of the table, without running anything."""
     text = (TOP / bug.file).read_text()
-    wrong = []
+    found = []
     if text.count(bug.old) != 1:
-        wrong.append(f"{bug.file} has its old text {text.count(bug.old)} times, not once")
+        found.append(f"{bug.file} has its old text {text.count(bug.old)} times, not once")
     if bug.file.endswith(".py"):
         try:
             compile(bug.plant(text), bug.file, "exec")
         except SyntaxError as error:
-            wrong.append(f"{bug.file} is no Python any more: {error}")
-    return wrong
+            found.append(f"{bug.file} is no Python any more: {error}")
+    return found

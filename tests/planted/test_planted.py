@@ -1,4 +1,4 @@
-"""The table of planted bugs fits the product and the tests, so that none of them rots."""
+"""The table of planted bugs fits the current product and tests."""
 
 import os
 from unittest import mock
@@ -9,15 +9,15 @@ import pytest
 BUGS = bugs.load()
 
 
-class _Collector:
-    """A plugin that keeps the names of what pytest has collected."""
+class Collector:
+    """A plugin that keeps the names of the tests that pytest collected."""
 
     def __init__(self):
         self.names = set()
 
     def pytest_collection_finish(self, session):
         self.names = {item.nodeid for item in session.items}
-        # As they are named without parameters, too.
+        # Also the names without parameters.
         self.names |= {name.partition("[")[0] for name in self.names}
 
 
@@ -33,15 +33,15 @@ def test_planted_bugs_name_tests_of_their_tier(request, monkeypatch):
     everything = request.config.getoption("--all")
     named = {test for bug in BUGS if everything or bug.tier == "default" for test in bug.tests}
     files = sorted({name.partition("::")[0] for name in named})
-    collector = _Collector()
+    collector = Collector()
     options = ["--collect-only", "-qq", *["--all"] * everything]
-    with mock.patch.dict(os.environ):  # which imports change
+    with mock.patch.dict(os.environ):  # imports of tests change it
         code = pytest.main([*options, *filter(os.path.exists, files)], plugins=[collector])
     assert code == pytest.ExitCode.OK
     assert sorted(named - collector.names) == []
 
 
-def test_planted_bugs_are_many_and_most_need_no_slow_test():
+def test_planted_bugs_are_many_and_most_are_of_the_default_tier():
     assert len(BUGS) >= 45
     assert all(bug.tests for bug in BUGS)
     assert sum(bug.tier == "default" for bug in BUGS) >= 0.8 * len(BUGS)

@@ -1,4 +1,4 @@
-"""Precisions and memory formats on a GPU: what they make of the numbers."""
+"""Precisions and memory formats on a GPU: results, types and accuracy."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import pytest
 import ranks
 import torch
 from battery import fit, session, train
-from test_precisions import AUTOCAST, baseline, by_session, hold_to_the_loop_by_hand
+from test_precisions import AUTOCAST, check_equal_to_torch, train_by_autocast, train_by_session
 from test_training_options import formats
 from torch import nn
 
@@ -14,7 +14,7 @@ from hpctrain.data import load
 
 
 def products(device):
-    """A matrix product and a convolution, of the same numbers each time."""
+    """Return a matrix product and a convolution of fixed numbers."""
     generator = torch.Generator().manual_seed(0)
     left, right = torch.randn(2, 512, 512, generator=generator).to(device)
     images = torch.randn(8, 64, 32, 32, generator=generator).to(device)
@@ -22,53 +22,53 @@ def products(device):
     return left @ right, nn.functional.conv2d(images, kernel)
 
 
-def switches():
+def tf32_switches():
     return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
 
 
-def set_switches(on):
+def set_tf32_switches(on):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
 
 
-def rounded_products():
-    """By precision what a session computes, and by torch's own switch what torch does."""
-    before, found, expected = switches(), {}, {}
+def products_by_precision():
+    """Return products by precision: computed in a session, and by torch's switches."""
+    before, found, expected = tf32_switches(), {}, {}
     for name in ("fp32", "tf32"):
         with session(batch_size=2, precision=name) as opened:
             found[name] = products(opened.device)
-        assert switches() == before
-        set_switches(name == "tf32")
+        assert tf32_switches() == before
+        set_tf32_switches(name == "tf32")
         expected[name] = products(opened.device)
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
     return found, expected
 
 
 def test_tf32_on_gpu_only_when_asked_for(gpu):
-    ((found, expected),) = ranks.values(gpu(1, rounded_products))
+    ((found, expected),) = ranks.values(gpu(1, products_by_precision))
     for name, both in found.items():
         assert all(torch.equal(own, other) for own, other in zip(both, expected[name], strict=True))
     left, right = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).double()
     exact = left @ right
     error = {name: ((own[0] - exact).norm() / exact.norm()).item() for name, own in found.items()}
-    # Inputs of 23 and of 10 bits.
+    # Inputs with mantissas of 23 and of 10 bits.
     assert error["fp32"] < 1e-6
     assert 1e-5 < error["tf32"] < 2e-3
 
 
-def chosen():
+def chosen_precision():
     with session(batch_size=2) as opened:
         own = torch.cuda.get_device_capability(opened.device)
         return opened.precision.name, opened.device.type, own
 
 
 def test_auto_precision_on_gpu_is_bf16(gpu):
-    ((name, device, capability),) = ranks.values(gpu(1, chosen))
+    ((name, device, capability),) = ranks.values(gpu(1, chosen_precision))
     assert device == "cuda"
     assert name == ("bf16" if capability >= (8, 0) else "fp16")
 
 
-def digits(name):
-    """Two epochs of the digits: top-1 of the test set, and the type of the first weights."""
+def train_digits(name):
+    """Train two epochs of the digits; return top-1 of the test set, and the type of the weights."""
     with session(batch_size=16, epochs=2, precision=name, run_dir="run") as opened:
         train_set, test_set = load("digits")
         model = nn.Sequential(
@@ -90,7 +90,7 @@ def digits(name):
     "name", ["fp64", "fp32", "tf32", "bf16", "fp16", "O0", "O1", "O2", "O3"]
 )  # fmt: skip
 def test_every_precision_trains_the_digits_on_gpu(gpu, name):
-    ((top1, kind),) = ranks.values(gpu(1, digits, name))
+    ((top1, kind),) = ranks.values(gpu(1, train_digits, name))
     assert top1 > 0.9
     half = {"O2": torch.float16, "O3": torch.float16, "fp64": torch.float64}
     assert kind == half.get(name, torch.float32)
@@ -99,10 +99,10 @@ def test_every_precision_trains_the_digits_on_gpu(gpu, name):
 @pytest.mark.parametrize("clip", [None, 0.5])
 @AUTOCAST
 def test_autocast_on_gpu_equals_the_loop_that_torch_documents(gpu, name, half, clip):
-    (ours,) = ranks.values(gpu(1, partial(by_session, name, clip, deterministic=True)))
-    in_fp16 = partial(baseline, half, clip, deterministic=True, precision="fp16")
+    (results,) = ranks.values(gpu(1, partial(train_by_session, name, clip, deterministic=True)))
+    in_fp16 = partial(train_by_autocast, half, clip, deterministic=True, precision="fp16")
     (expected,) = ranks.values(gpu(1, in_fp16))
-    hold_to_the_loop_by_hand(half, ours, expected)
+    check_equal_to_torch(half, results, expected)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_channels_last_on_gpu_with_half_precision(gpu, name, given, last):
     assert ranks.values(gpu(1, partial(formats, given, precision=name))) == [(last, last)]
 
 
-def in_fp64():
+def train_in_fp64():
     with session(
         batch_size=12, max_steps=12, precision="fp64", log_every=1, run_dir="run"
     ) as opened:
@@ -130,7 +130,7 @@ def test_training_on_gpu_equals_cpu(gpu, tmp_path, monkeypatch):
     for device, env in (("cuda", {}), ("cpu", {"CUDA_VISIBLE_DEVICES": ""})):
         (tmp_path / device).mkdir()
         monkeypatch.chdir(tmp_path / device)
-        ((found[device], used),) = ranks.values(gpu(1, in_fp64, env=env))
+        ((found[device], used),) = ranks.values(gpu(1, train_in_fp64, env=env))
         assert used == device
     assert len(found["cpu"]) == 12
     assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-9)

@@ -1,4 +1,4 @@
-"""Every precision: what it makes of the numbers, of an overflow, and of a resumed run."""
+"""Every precision: numbers, overflow, resume, and refused settings."""
 
 import copy
 import json
@@ -15,7 +15,7 @@ import hpctrain
 from hpctrain import precision
 from hpctrain.rundir import RunDirectory
 
-STEPS, OVERFLOW = 8, 3  # in step 3 the gradients are beyond the range of half precision
+STEPS, OVERFLOW = 8, 3  # the gradients of step 3 are beyond the range of half precision
 CPU = torch.device("cpu")
 
 
@@ -24,8 +24,8 @@ def losses_of(model, batch, targets, step):
     return loss * 1e6 if step == OVERFLOW else loss
 
 
-def by_session(name, clip=None, **options):
-    """Losses, weights, and the last row of metrics."""
+def train_by_session(name, clip=None, **options):
+    """Train in a session; return losses, weights, masters, and the last row of metrics."""
     with session(
         batch_size=4, max_steps=STEPS, precision=name, clip_norm=clip, log_every=1, run_dir=name,
         **options,
@@ -48,8 +48,8 @@ def by_session(name, clip=None, **options):
         return losses, weights, masters, row
 
 
-def baseline(half, clip, **options):
-    """torch's own loop for autocast: GradScaler for fp16, and channels last on a GPU."""
+def train_by_autocast(half, clip, **options):
+    """Train by torch's documented loop: autocast, GradScaler for fp16, channels last on a GPU."""
     with session(batch_size=4, **options) as opened:
         device = opened.device
         layout = torch.contiguous_format if device == CPU else torch.channels_last
@@ -78,9 +78,9 @@ AUTOCAST = pytest.mark.parametrize(
 )
 
 
-def hold_to_the_loop_by_hand(half, ours, baseline):
-    """What `by_session` gave to what `by_hand` gave, bit for bit."""
-    (losses, weights, _, row), (expected, by_name, scale) = ours, baseline
+def check_equal_to_torch(half, results, expected_results):
+    """Check that the results of `train_by_session` and `train_by_autocast` are bit-equal."""
+    (losses, weights, _, row), (expected, by_name, scale) = results, expected_results
     assert losses == expected
     assert all(torch.equal(weights[name], tensor) for name, tensor in by_name.items())
     if half == torch.float16:
@@ -90,13 +90,13 @@ def hold_to_the_loop_by_hand(half, ours, baseline):
 @pytest.mark.parametrize("clip", [None, 0.5])
 @AUTOCAST
 def test_autocast_equals_the_loop_that_torch_documents(name, half, clip):
-    (ours,) = ranks.values(ranks.run(1, by_session, name, clip))
-    (expected,) = ranks.values(ranks.run(1, baseline, half, clip))
-    hold_to_the_loop_by_hand(half, ours, expected)
+    (results,) = ranks.values(ranks.run(1, train_by_session, name, clip))
+    (expected,) = ranks.values(ranks.run(1, train_by_autocast, half, clip))
+    check_equal_to_torch(half, results, expected)
 
 
-def masters_by_hand(clip):
-    """Micikevicius et al., arXiv 1710.03740: half weights, fp32 masters, a scaled loss."""
+def train_masters_by_hand(clip):
+    """Train as in arXiv 1710.03740: half weights, fp32 masters, a scaled loss."""
     with session(batch_size=4) as opened:
         batches = list(opened.loader(images(240)))[:STEPS]
     torch.manual_seed(0)
@@ -129,19 +129,21 @@ def masters_by_hand(clip):
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_o2_steps_fp32_masters_and_keeps_batch_norm_in_fp32(clip):
-    ours, weights, masters, row = ranks.values(ranks.run(1, by_session, "O2", clip))[0]
-    expected, by_name, baseline = ranks.values(ranks.run(1, masters_by_hand, clip))[0]
-    assert ours == expected
+    losses, weights, masters, row = ranks.values(ranks.run(1, train_by_session, "O2", clip))[0]
+    expected, by_name, expected_masters = ranks.values(ranks.run(1, train_masters_by_hand, clip))[0]
+    assert losses == expected
     assert {n: p.dtype for n, p in weights.items()} == {n: p.dtype for n, p in by_name.items()}
     assert {p.dtype for n, p in weights.items() if n.startswith("1.")} == {torch.float32}
     assert {p.dtype for n, p in weights.items() if n[0] in "04"} == {torch.float16}
     assert all(torch.equal(weights[name], tensor) for name, tensor in by_name.items())
-    halves = [baseline[name] for name, weight in weights.items() if weight.dtype == torch.float16]
+    halves = [
+        expected_masters[name] for name, weight in weights.items() if weight.dtype == torch.float16
+    ]
     assert all(torch.equal(a, b) for a, b in zip(masters, halves, strict=True))
     assert (row["skipped"], row["loss_scale"]) == (1, 2.0**15)
 
 
-def kept_types(name, options):
+def prepared_types(name, options):
     with session(batch_size=2, precision=name, **options) as opened:
         model = opened.prepare(small_model())
         output = model(torch.ones(2, 1, 8, 8))
@@ -163,7 +165,7 @@ def kept_types(name, options):
     ],
 )
 def test_apex_defaults_of_batch_norm_and_loss_scale(name, options, batch_norm, scale):
-    ((types, output, found),) = ranks.values(ranks.run(1, kept_types, name, options))
+    ((types, output, found),) = ranks.values(ranks.run(1, prepared_types, name, options))
     assert types == {batch_norm, "int64"}
     assert output == (torch.bfloat16 if name == "bf16" else torch.float32)
     assert found == scale
@@ -172,9 +174,9 @@ def test_apex_defaults_of_batch_norm_and_loss_scale(name, options, batch_norm, s
 @pytest.mark.parametrize("scale", [64.0, "dynamic"])
 def test_o3_unscales_gradients_in_half_precision(scale):
     ((losses, weights, masters, row),) = ranks.values(
-        ranks.run(1, partial(by_session, "O3", loss_scale=scale))
+        ranks.run(1, partial(train_by_session, "O3", loss_scale=scale))
     )
-    ((expected, *_),) = ranks.values(ranks.run(1, by_session, "fp16"))
+    ((expected, *_),) = ranks.values(ranks.run(1, train_by_session, "fp16"))
     assert not masters
     assert {p.dtype for p in weights.values()} == {torch.float16}
     assert all(p.isfinite().all() for p in weights.values())
@@ -183,8 +185,8 @@ def test_o3_unscales_gradients_in_half_precision(scale):
     assert row["loss_scale"] == (64.0 if scale == 64.0 else 2.0**15)
 
 
-def overflow_of_one(name):
-    """Only rank 1's loss is beyond the range, and only once."""
+def overflow_on_rank_1(name):
+    """Train with one overflow, on rank 1 only."""
     with session(
         batch_size=4,
         max_steps=5,
@@ -198,17 +200,17 @@ def overflow_of_one(name):
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
         seen = []
 
-        def overflows(run, loss):
+        def overflow(run, loss):
             seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
             return loss * 1e9 if run.step == 2 and opened.world.rank == 1 else loss
 
-        fit(opened, model, opened.loader(images(240)), taken=overflows)
+        fit(opened, model, opened.loader(images(240)), taken=overflow)
         return seen, int(opened.precision.nonfinite.skipped)
 
 
 @pytest.mark.parametrize("name", ["fp16", "O2"])
 def test_overflow_on_one_rank_is_skipped_by_all(run, name):
-    results = ranks.values(run(3, overflow_of_one, name))
+    results = ranks.values(run(3, overflow_on_rank_1, name))
     assert [row["skipped"] for row in RunDirectory("run").rows()] == [0, 0, 1, 1, 1]
     for seen, skipped in results:
         assert skipped == 1
@@ -217,7 +219,7 @@ def test_overflow_on_one_rank_is_skipped_by_all(run, name):
         assert all(torch.equal(a, b) for a, b in zip(seen, results[0][0], strict=True))
 
 
-def end_in_overflows(name, resume):
+def train_until_nonfinite(name, resume):
     with session(
         batch_size=4, max_steps=400, precision=name, log_every=1, run_dir="run", checkpoint_every=2,
         max_nonfinite=5, resume=resume, timeout=120,
@@ -236,29 +238,29 @@ def end_in_overflows(name, resume):
 @pytest.mark.parametrize("name", ["fp32", "fp16"])
 @HOROVOD_SLOW
 def test_nonfinite_run_ends_with_its_last_good_checkpoint(run, name):
-    """fp32 takes up what is not finite, which the next checkpoint sees; fp16 leaves it out."""
-    results = run(3, end_in_overflows, name, False)
+    """fp32 weights become nonfinite, which the next checkpoint detects; fp16 skips the steps."""
+    results = run(3, train_until_nonfinite, name, False)
     assert {type(result) for result in results} == {hpctrain.errors.NonFiniteError}
-    assert [result.told_by_rank_0 for result in results] == [False, True, True]
+    assert [result.reported_by_rank_0 for result in results] == [False, True, True]
     assert results[0].fixes[0].startswith("--resume")
     assert "goes on from" in results[0].fixes[0]
-    said = "are not finite any more at step 4" if name == "fp32" else "steps in a row overflowed"
-    assert said in results[0].found
-    kept = RunDirectory("run")
-    for step in kept.steps():
-        (model,) = torch.load(kept.checkpoint(step) / "model.pt", weights_only=True)
+    message = "are not finite any more at step 4" if name == "fp32" else "steps in a row overflowed"
+    assert message in results[0].found
+    directory = RunDirectory("run")
+    for step in directory.steps():
+        (model,) = torch.load(directory.checkpoint(step) / "model.pt", weights_only=True)
         assert all(tensor.isfinite().all() for tensor in model.values())
-    assert kept.steps()[0] <= 2 or name == "fp16"
-    assert json.loads(kept.summary.read_text())["status"] == "failed"
+    assert directory.steps()[0] <= 2 or name == "fp16"
+    assert json.loads(directory.summary.read_text())["status"] == "failed"
 
 
 def test_nan_losses_end_a_run_before_its_checkpoint():
-    (result,) = ranks.run(1, _nothing_but_nan)
+    (result,) = ranks.run(1, train_with_nan_losses)
     assert isinstance(result, hpctrain.errors.NonFiniteError)
     assert "--max-nonfinite" in result.expected
 
 
-def _nothing_but_nan():
+def train_with_nan_losses():
     with session(
         batch_size=4, max_steps=4000, log_every=1, run_dir="run", max_nonfinite=7
     ) as opened:
@@ -271,8 +273,8 @@ class Interrupted(Exception):
     pass
 
 
-def interrupted(name, end, resume):
-    """Six steps, the first of which overflows, with a checkpoint after each, up to an end."""
+def train_until(name, end, resume):
+    """Train six steps, of which the first overflows, with a checkpoint each; stop at `end`."""
     with session(
         batch_size=4, max_steps=6, precision=name, run_dir="run", resume=resume, ema=0.9,
         deterministic=True, loss_scale="dynamic", checkpoint_every=1,
@@ -280,12 +282,12 @@ def interrupted(name, end, resume):
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, 0.9))
 
-        def overflows(run, loss):
+        def overflow_or_stop(run, loss):
             if run.step == end:
                 raise Interrupted
             return loss * 1e6 if run.step == 0 else loss
 
-        fit(opened, model, opened.loader(images(240)), taken=overflows)
+        fit(opened, model, opened.loader(images(240)), taken=overflow_or_stop)
         with opened.averaged_weights():
             averages = {n: t.clone() for n, t in model.state_dict().items()}
         weights = {n: t.clone() for n, t in model.state_dict().items()}
@@ -295,17 +297,17 @@ def interrupted(name, end, resume):
 @pytest.mark.parametrize("name", ["fp16", "O2", pytest.param("O3", marks=pytest.mark.slow)])
 @HOROVOD_SLOW
 def test_resume_restores_loss_scale_masters_and_ema(run, name, tmp_path, monkeypatch):
-    """Two ranks, whose sums have one order."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder in (whole, parts):
+    """Use two ranks, whose sums have only one order."""
+    uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
+    for folder in (uninterrupted, resumed):
         folder.mkdir()
-    monkeypatch.chdir(whole)
-    expected = ranks.values(run(2, interrupted, name, None, False))
-    monkeypatch.chdir(parts)
-    assert {type(result) for result in run(2, interrupted, name, 4, False)} == {Interrupted}
-    found = ranks.values(run(2, interrupted, name, None, True))
+    monkeypatch.chdir(uninterrupted)
+    expected = ranks.values(run(2, train_until, name, None, False))
+    monkeypatch.chdir(resumed)
+    assert {type(result) for result in run(2, train_until, name, 4, False)} == {Interrupted}
+    found = ranks.values(run(2, train_until, name, None, True))
     assert faults.started_at() == [0, 4]
-    # Of rank 0; the others' statistics of batch norm are not in the checkpoint.
+    # Of rank 0: a checkpoint has no batch norm statistics of other ranks.
     weights, averages, numbers, masters = expected[0]
     assert numbers == found[0][2]
     assert numbers["skipped"] >= 1
@@ -315,26 +317,26 @@ def test_resume_restores_loss_scale_masters_and_ema(run, name, tmp_path, monkeyp
     assert all(torch.equal(a, b) for a, b in zip(masters, found[0][3], strict=True))
 
 
-def other_weights_on_each_rank():
+def masters_after_prepare_and_load():
     with session(batch_size=2, precision="O2") as opened:
         torch.manual_seed(opened.world.rank)
         model = small_model()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         model, optimizer = opened.prepare(model, optimizer)
         first = next(iter(opened.precision.masters())).clone()
-        # What is loaded later goes to the masters as well.
+        # A later load also sets the masters.
         model.load_state_dict({n: torch.ones_like(t) for n, t in model.state_dict().items()})
         return first, [float(m.sum() / m.numel()) for m in opened.precision.masters()]
 
 
 @HOROVOD_SLOW
 def test_o2_masters_start_from_rank_0_and_follow_load_state_dict(run):
-    results = ranks.values(run(3, other_weights_on_each_rank))
+    results = ranks.values(run(3, masters_after_prepare_and_load))
     assert all(torch.equal(first, results[0][0]) for first, _ in results)
     assert {value for _, means in results for value in means} == {1.0}
 
 
-def opened_with(options, half=False):
+def open_and_prepare(options, half=False):
     with session(batch_size=2, **options) as opened:
         model = small_model()
         opened.prepare(model.half() if half else model)
@@ -342,7 +344,7 @@ def opened_with(options, half=False):
 
 @pytest.mark.parametrize("name", ["fp16", "O1"])
 def test_half_model_under_autocast_is_refused(name):
-    (error,) = ranks.run(1, opened_with, {"precision": name}, True)
+    (error,) = ranks.run(1, open_and_prepare, {"precision": name}, True)
     assert isinstance(error, hpctrain.errors.UsageError)
     assert "0.weight of the Sequential is in half precision" in error.found
     assert error.code == "HT404"
@@ -351,7 +353,7 @@ def test_half_model_under_autocast_is_refused(name):
 
 
 @pytest.mark.parametrize(
-    ("options", "said", "code"),
+    ("options", "message", "code"),
     [
         ({"loss_scale": 8.0}, "--loss-scale with --precision fp32", "HT401"),
         (
@@ -365,16 +367,16 @@ def test_half_model_under_autocast_is_refused(name):
         ({"precision": "fp16", "loss_scale": "static"}, "--loss-scale 'static'", "HT501"),
     ],
 )
-def test_unsupported_precision_settings_are_refused(options, said, code):
-    (error,) = ranks.run(1, opened_with, options)
+def test_unsupported_precision_settings_are_refused(options, message, code):
+    (error,) = ranks.run(1, open_and_prepare, options)
     assert isinstance(error, hpctrain.errors.UsageError)
-    assert said in error.found
+    assert message in error.found
     assert error.code == code
     assert error.exit_code == 2
 
 
-class Gpu:
-    """A fake: what torch.cuda would say of a GPU."""
+class FakeGpu:
+    """A fake GPU: its properties as torch.cuda returns them."""
 
     def __init__(self, monkeypatch, name, bf16, capability):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
@@ -387,12 +389,14 @@ class Gpu:
     [("H200", True, (9, 0), "bf16"), ("V100", False, (7, 0), "fp16")],
 )
 def test_auto_precision_follows_the_gpu(monkeypatch, caplog, name, bf16, capability, chosen):
-    Gpu(monkeypatch, name, bf16, capability)
+    FakeGpu(monkeypatch, name, bf16, capability)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     caplog.set_level("INFO", logger="hpctrain")
     precision.logger.addHandler(caplog.handler)
     try:
-        opened = precision.open_precision("auto", torch.device("cuda", 0), precision.Settings())
+        opened = precision.open_precision(
+            "auto", torch.device("cuda", 0), precision.PrecisionSettings()
+        )
     finally:
         precision.logger.removeHandler(caplog.handler)
     assert opened.name == chosen
@@ -401,21 +405,21 @@ def test_auto_precision_follows_the_gpu(monkeypatch, caplog, name, bf16, capabil
 
 
 def test_auto_precision_is_fp32_on_cpu(monkeypatch):
-    assert precision.open_precision("auto", CPU, precision.Settings()).name == "fp32"
-    Gpu(monkeypatch, "V100", False, (7, 0))
+    assert precision.open_precision("auto", CPU, precision.PrecisionSettings()).name == "fp32"
+    FakeGpu(monkeypatch, "V100", False, (7, 0))
     with pytest.raises(hpctrain.errors.UsageError, match="--precision tf32 on V100") as refused:
-        precision.open_precision("tf32", torch.device("cuda", 0), precision.Settings())
+        precision.open_precision("tf32", torch.device("cuda", 0), precision.PrecisionSettings())
     assert refused.value.code == "HT402"
 
 
 @pytest.mark.parametrize(("name", "allowed"), [("fp32", False), ("O0", False), ("bf16", None)])
 def test_tf32_is_off_in_fp32_and_restored(name, allowed):
-    ((before, inside, after),) = ranks.values(ranks.run(1, switches, name))
+    ((before, inside, after),) = ranks.values(ranks.run(1, tf32_switches, name))
     assert before == after
     assert inside == (before if allowed is None else (allowed, allowed))
 
 
-def switches(name):
+def tf32_switches(name):
     def read():
         return torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
 
@@ -425,8 +429,8 @@ def switches(name):
     return before, inside, read()
 
 
-def loads_and_masters():
-    """Loading into a part, into another model and into a copy; and a group that comes later."""
+def load_and_compare_masters():
+    """Load into a submodule, another model and a copy, and add a group later; compare masters."""
     with session(batch_size=2, precision="O2", loss_scale=1.0) as opened:
         model, other = small_model(), small_model()
         optimizer = torch.optim.SGD(model[0].parameters(), 1e-6)
@@ -435,7 +439,7 @@ def loads_and_masters():
         exact = opened.precision.master(linear.weight).detach().clone()
         other.load_state_dict(model.state_dict())
         copy.deepcopy(linear).load_state_dict(linear.state_dict())
-        kept = torch.equal(opened.precision.master(linear.weight), exact)
+        unchanged = torch.equal(opened.precision.master(linear.weight), exact)
         conv.load_state_dict({n: torch.full_like(t, 5.0) for n, t in conv.state_dict().items()})
         loaded = set(opened.precision.master(conv.weight).flatten().tolist())
         optimizer.add_param_group({"params": linear.parameters(), "lr": 0.5})
@@ -443,7 +447,7 @@ def loads_and_masters():
         opened.step(linear(torch.ones(2, 144, dtype=torch.float16)).float().sum())
         master = opened.precision.master(linear.weight).detach()
         return (
-            kept,
+            unchanged,
             loaded,
             not torch.equal(linear.weight, before),
             torch.equal(linear.weight, master.half()),
@@ -452,35 +456,37 @@ def loads_and_masters():
 
 
 def test_o2_masters_follow_load_state_dict_of_a_submodule():
-    (result,) = ranks.values(ranks.run(1, loads_and_masters))
+    (result,) = ranks.values(ranks.run(1, load_and_compare_masters))
     assert result == (True, {5.0}, True, True, {torch.float32})
 
 
-def one_bad_rank():
+def train_with_nan_on_rank_1():
     with session(
         batch_size=4, max_steps=4000, log_every=1, run_dir="run", max_nonfinite=5, timeout=120
     ) as opened:
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
 
-        def sees(run, loss):
-            # Not a number that goes back into the weights.
-            opened.precision.nonfinite.see(loss * torch.inf if opened.world.rank == 1 else loss)
+        def check_loss(run, loss):
+            # A nonfinite loss that does not reach the weights.
+            opened.precision.nonfinite.check_loss(
+                loss * torch.inf if opened.world.rank == 1 else loss
+            )
             return loss
 
-        fit(opened, model, opened.loader(images(2400)), taken=sees)
+        fit(opened, model, opened.loader(images(2400)), taken=check_loss)
 
 
 @HOROVOD_SLOW
 def test_nan_losses_on_one_rank_end_all_at_one_step(run):
-    results = run(3, one_bad_rank)
+    results = run(3, train_with_nan_on_rank_1)
     assert any(isinstance(result, hpctrain.errors.NonFiniteError) for result in results), results
-    for result in results:  # over Horovod the first one may take the others along, with its reason
+    for result in results:  # over Horovod, other ranks may raise the error of the first rank
         assert "5 steps in a row" in str(result)
         assert "on 1 of 3 ranks" in str(result)
 
 
-def nan_at_the_end():
+def end_with_nan():
     with session(batch_size=4, epochs=1, log_every=1, run_dir="run") as opened:
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
@@ -496,14 +502,14 @@ def nan_at_the_end():
 
 
 def test_failed_last_checkpoint_is_in_the_summary():
-    (error,) = ranks.run(1, nan_at_the_end)
+    (error,) = ranks.run(1, end_with_nan)
     assert isinstance(error, hpctrain.errors.NonFiniteError)
     assert json.loads(RunDirectory("run").summary.read_text())["status"] == "failed"
     assert [row["step"] for row in RunDirectory("run").rows()] == [1, 2]
 
 
-def repeated(name):
-    """Twice the same training with dropout, in one start of the ranks."""
+def train_twice(name):
+    """Train twice with dropout in one start; return whether the weights are equal, and a sum."""
     found = []
     for number in range(2):
         with session(
@@ -519,32 +525,32 @@ def repeated(name):
 @pytest.mark.parametrize("name", ["bf16", "O2"])
 @HOROVOD_SLOW
 def test_deterministic_half_precision_repeats_bit_for_bit(run, name):
-    results = ranks.values(run(3, repeated, name))
+    results = ranks.values(run(3, train_twice, name))
     assert {equal for equal, _ in results} == {True}
     assert len({total for _, total in results}) == 1
 
 
 def test_fixed_loss_scale_is_not_resumed():
-    def opened(scale):
-        kept = precision.open_precision("fp16", CPU, precision.Settings(loss_scale=scale))
-        kept.scale(torch.ones(()))  # which makes the scale a tensor
-        return kept
+    def open_fp16(scale):
+        fp16 = precision.open_precision("fp16", CPU, precision.PrecisionSettings(loss_scale=scale))
+        fp16.scale(torch.ones(()))  # this makes the scale a tensor
+        return fp16
 
-    before, after, dynamic = opened(128.0), opened(1024.0), opened("dynamic")
+    before, after, dynamic = open_fp16(128.0), open_fp16(1024.0), open_fp16("dynamic")
     after.load_state_dict(before.state_dict())
     assert after.scale(torch.ones(())).item() == 1024.0
     dynamic.load_state_dict(before.state_dict())
     assert dynamic.scale(torch.ones(())).item() == 128.0
 
 
-def with_switches_of_its_own():
+def set_tf32_and_open():
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     with session(batch_size=2, precision="fp32"):
         pass
 
 
-def test_script_that_sets_tf32_itself_is_refused():
-    (error,) = ranks.run(1, with_switches_of_its_own)
+def test_script_that_sets_tf32_is_refused():
+    (error,) = ranks.run(1, set_tf32_and_open)
     assert isinstance(error, hpctrain.errors.UsageError), error
     assert "fp32_precision" in error.found
     assert error.code == "HT403"

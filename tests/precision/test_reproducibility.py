@@ -1,10 +1,10 @@
-"""The same training everywhere: examples/mnist.py on the digits, by every way to share a step.
+"""Reproducibility: examples/mnist.py on the digits, by every way to distribute a step.
 
 With PARITY_RESULTS=FILE.json in the environment all arms are trained, and FILE.json gets what
 docs/reproducibility.md shows: date, machine, versions and commit, and in `rows` for each arm
 
     arm    its name
-    apart  by figure ("fp64, losses of steps 1–200", …), how far it is from one process
+    apart  by figure ("fp64, losses of steps 1–200", …), the difference from one process
     top1   by precision, the accuracy at the end
 
     PARITY_RESULTS=$PWD/docs/results/parity.json \\
@@ -28,11 +28,11 @@ import torch
 from hpctrain.data import TrainingSampler
 from hpctrain.rundir import RunDirectory
 
-# Read here: a test sees no variables of ours.
+# Read here: the variables of hpctrain are unset in tests.
 RESULTS = os.environ.get("PARITY_RESULTS")
 PAGE_RESULTS = launches.TOP / "docs" / "results" / "parity.json"
 STEPS, FIRST, FEW = 200, 10, 50
-# The same micro-batches in one process, two ranks and four; only how they are shared differs.
+# The same micro-batches in one process, two ranks and four, distributed differently.
 COMMON = ("--global-batch", "32", "--batch-size", "8", "--log-every=1")
 DDP, HOROVOD = ("--backend", "ddp"), ("--backend", "horovod")
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "O1", "O2")
@@ -46,8 +46,8 @@ class Arm:
         size: ranks.
         options: of the example, besides the common ones.
         precisions: in which it trains.
-        same: whether its losses are held to those of one process.
-        backwards: whether the micro-batches of a step come in the other order.
+        same: whether its losses must equal those of one process.
+        backwards: whether the micro-batches of a step come in reverse order.
     """
 
     size: int
@@ -83,25 +83,25 @@ ARMS = {
     ),
     **SEEDS,
 }
-# How far the losses may be apart: of all steps in fp64, of the first ones elsewhere. Half precision
+# The largest difference of losses: of all steps in fp64, else of the first ones. Half precision
 # rounds the last bits of a sum up or down by one part in 256 (bf16) or 2,048 (fp16).
 APART = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.05, "fp16": 0.02, "O1": 0.02, "O2": 0.02}
 ROUGHLY = 0.1
-# Batch norm takes the biases before it out again: their gradients are nothing but rounding, which
-# Adam makes as large as any other.
+# Batch norm cancels the biases before it: their gradients are only rounding errors, which Adam
+# scales to the size of any other gradient.
 WITHOUT_EFFECT = ("conv1.bias", "conv2.bias")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left: losses by step, the last accuracy, the trained weights by name."""
+    """The results of a run: losses by step, the last accuracy, the trained weights by name."""
 
     losses: list[float]
     top1: float
     weights: dict[str, torch.Tensor]
 
 
-def example(arguments, backwards=False):
+def run_example(arguments, backwards=False):
     sys.argv = [str(launches.EXAMPLE), *arguments]
     if backwards:
         TrainingSampler._place = lambda self, index: self.batches.accumulate - 1 - index
@@ -109,12 +109,12 @@ def example(arguments, backwards=False):
 
 
 def train(name, precision, steps=STEPS):
-    """Train an arm in a folder of its own, and read what is left there."""
+    """Train an arm in its own folder; return its results."""
     arm = ARMS[name]
     run = RunDirectory(re.sub(r"\W+", "-", f"{name}-{precision}"))
     options = (*COMMON, *arm.options, "--precision", precision, "--run-dir", str(run.path))
     options += ("--max-steps", str(steps))
-    ranks.values(ranks.run(arm.size, example, options, arm.backwards, timeout=300))
+    ranks.values(ranks.run(arm.size, run_example, options, arm.backwards, timeout=300))
     rows = run.rows()
     (weights,) = torch.load(run.checkpoint(steps) / "model.pt", weights_only=True)
     trained = {k: v for k, v in weights.items() if "running" not in k and "num_batches" not in k}
@@ -127,14 +127,14 @@ def train(name, precision, steps=STEPS):
     )
 
 
-def apart(one, other, steps=STEPS):
-    """The largest relative difference of two results' losses."""
+def losses_apart(one, other, steps=STEPS):
+    """Return the largest relative difference of the losses of two results."""
     pairs = zip(one.losses[:steps], other.losses[:steps], strict=True)
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
 def weights_apart(one, other):
-    """The largest relative difference of a tensor of the weights."""
+    """Return the largest relative difference of a weight tensor of two results."""
     return max(
         ((one.weights[name] - tensor).norm() / tensor.norm()).item()
         for name, tensor in other.weights.items()
@@ -151,7 +151,7 @@ FIGURES = (
 
 
 def distances(results, name):
-    """By figure, how far an arm is from one process in the same precision."""
+    """Return, by figure, the difference of an arm from one process in the same precision."""
     found = {}
     for precision in ARMS[name].precisions:
         if name in (ALONE, *SEEDS):
@@ -160,14 +160,14 @@ def distances(results, name):
         if precision == "fp64":
             found["fp64, weights"] = weights_apart(own, alone)
         else:
-            found[f"{precision}, losses of steps 1–{FIRST}"] = apart(own, alone, FIRST)
+            found[f"{precision}, losses of steps 1–{FIRST}"] = losses_apart(own, alone, FIRST)
         if precision in ("fp64", "fp32"):
-            found[f"{precision}, losses of steps 1–{STEPS}"] = apart(own, alone)
+            found[f"{precision}, losses of steps 1–{STEPS}"] = losses_apart(own, alone)
     return {figure: float(f"{found[figure]:.1e}") for figure in FIGURES if figure in found}
 
 
 def rows_of(results):
-    """What the page shows of each arm."""
+    """Return the row of each arm on the page."""
     return [
         {
             "arm": name,
@@ -178,8 +178,8 @@ def rows_of(results):
     ]
 
 
-def hold(rows):
-    """Hold rows to what the page claims."""
+def check_rows(rows):
+    """Check the rows against the claims of the page."""
     by_name = {row["arm"]: row for row in rows}
     for name, row in by_name.items():
         for figure, value in row["apart"].items():
@@ -205,7 +205,7 @@ def test_fp64_losses_and_weights_are_equal_over_ddp_and_horovod(horovod):
         alone, *others = pool.map(lambda name: train(name, "fp64", FEW), (ALONE, *ON_FOUR_RANKS))
     assert len(set(alone.losses)) == FEW
     for other in others:
-        assert apart(other, alone, FEW) <= APART["fp64"]
+        assert losses_apart(other, alone, FEW) <= APART["fp64"]
         assert weights_apart(other, alone) <= APART["fp64"]
 
 
@@ -213,7 +213,7 @@ def test_fp64_losses_and_weights_are_equal_over_ddp_and_horovod(horovod):
 def test_losses_weights_and_accuracy_are_equal_over_all_backends_and_precisions(horovod):
     runs = [(name, precision) for name, arm in ARMS.items() for precision in arm.precisions]
     alone = [run for run in runs if ARMS[run[0]].size == 1]
-    with ThreadPoolExecutor(2) as pool:  # of one core each
+    with ThreadPoolExecutor(2) as pool:  # one core for each
         results = dict(zip(alone, pool.map(train, *zip(*alone, strict=True)), strict=True))
     results = {run: results.get(run) or train(*run) for run in runs}
     assert {len(result.losses) for result in results.values()} == {STEPS}
@@ -226,10 +226,10 @@ def test_losses_weights_and_accuracy_are_equal_over_all_backends_and_precisions(
         facts = measure.facts(("torch", "horovod"))
         command = "python -m pytest --all tests/precision/test_reproducibility.py"
         measure.save(measure.place(RESULTS), {**facts, "command": command, "rows": rows})
-    hold(rows)
+    check_rows(rows)
 
 
-def test_reproducibility_results_keep_what_the_page_claims():
+def test_reproducibility_results_fit_the_claims_of_the_page():
     rows = json.loads(PAGE_RESULTS.read_text())["rows"]
     assert [row["arm"] for row in rows] == list(ARMS)
-    hold(rows)
+    check_rows(rows)

@@ -1,4 +1,4 @@
-"""Failure records: which rank shows its traceback."""
+"""Failure records decide which rank shows its traceback."""
 
 import os
 
@@ -15,5 +15,5 @@ def test_first_rank_alone_shows_its_traceback(tmp_path):
 
 
 @pytest.mark.parametrize("env", [{}, {EVIDENCE: ""}, {EVIDENCE: "/nowhere"}])
-def test_each_rank_shows_its_traceback_where_nothing_can_be_written(env):
+def test_each_rank_shows_its_traceback_without_a_writable_folder(env):
     assert all(failure_record.shows(env) for _ in range(2))

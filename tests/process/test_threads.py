@@ -1,8 +1,8 @@
-"""Ranks that share cores divide them; what somebody decided stays; and rank 0 says so once.
+"""OMP threads: ranks that share cores divide them, a set OMP_NUM_THREADS stays, rank 0 logs it.
 
-The ranks here share one machine, and those with `layout` act as if on several: simulated hosts
-share nothing. A stand-in for the affinity gives them more cores than the machine has; where two
-are enough the affinity is real.
+The ranks share one machine; with `layout`, they act as if on several hosts, which share no cores. A
+stand-in for the affinity gives them more cores than the machine has. If two are enough, the
+affinity is real.
 """
 
 import functools
@@ -24,8 +24,8 @@ def two_cores(lacking):
         lacking("two-cores", "the ranks are bound to a core each")
 
 
-class Keep(logging.Handler):
-    """What a rank says on standard error, without the line that every session has."""
+class KeepLines(logging.Handler):
+    """A log handler that keeps the lines about cores."""
 
     def __init__(self, level):
         super().__init__(level)
@@ -36,14 +36,14 @@ class Keep(logging.Handler):
             self.lines.append((record.levelname, record.getMessage()))
 
 
-def computes(affinity=None, threads=8, workers=0, decided=None):
-    """A rank's threads before, inside and after a session, and what it says of cores.
+def count_threads(affinity=None, threads=8, workers=0, decided=None):
+    """Return a rank's threads before, inside and after a session, and its log lines about cores.
 
     Args:
         affinity: by rank, the cores (default: the eight of a stand-in).
-        threads: that torch begins with.
+        threads: of torch at first.
         workers: of the loader.
-        decided: by rank, OMP_NUM_THREADS; torch has read it by now, and begins with it.
+        decided: by rank, OMP_NUM_THREADS, which torch uses at first.
     """
     rank = hpctrain.detect().rank
     own = decided[rank] if decided else ""
@@ -57,7 +57,7 @@ def computes(affinity=None, threads=8, workers=0, decided=None):
         bound = set(range(8))
     if bound != os.sched_getaffinity(0):
         os.sched_getaffinity = lambda pid: bound
-    keep = Keep(logging.INFO if rank == 0 else logging.WARNING)
+    keep = KeepLines(logging.INFO if rank == 0 else logging.WARNING)
     logging.getLogger("hpctrain").addHandler(keep)
     before = torch.get_num_threads()
     with hpctrain.Session(batch_size=1, start_timeout=30, workers=workers):
@@ -65,15 +65,15 @@ def computes(affinity=None, threads=8, workers=0, decided=None):
     return (before, inside, torch.get_num_threads()), keep.lines
 
 
-def shares(results):
-    """By rank, the threads inside; before and after they have to be the same."""
+def threads_inside(results):
+    """Return the threads inside of the session, by rank; check that they are restored after it."""
     counts = [counts for counts, _ in ranks.values(results)]
     assert all(before == after for before, _, after in counts)
     return [inside for _, inside, _ in counts]
 
 
-def said(results):
-    """What rank 0 says; the others say nothing."""
+def log_of_rank_0(results):
+    """Return the lines of rank 0; check that the other ranks log none."""
     lines = [lines for _, lines in ranks.values(results)]
     assert not any(lines[1:])
     return lines[0]
@@ -83,7 +83,7 @@ SHARE = "OMP_NUM_THREADS is not set: {} ranks share cores and have at most {} ea
 
 
 @pytest.mark.parametrize(
-    ("told", "layout", "expected", "line"),
+    ("options", "layout", "expected", "line"),
     [
         pytest.param({}, (3,), [2, 2, 2], SHARE.format("3 of 3", "2 threads"), id="same-cores"),
         pytest.param(
@@ -99,7 +99,7 @@ SHARE = "OMP_NUM_THREADS is not set: {} ranks share cores and have at most {} ea
         pytest.param(
             {}, (1, 2), [8, 4, 4], SHARE.format("2 of 3", "4 threads"), id="first-host-alone"
         ),
-        # It begins with one for each whole core, and the affinity counts half ones too.
+        # Torch starts one thread for each core; the affinity also counts hyper-threads.
         pytest.param(
             {"threads": 3}, (2,), [3, 3], SHARE.format("2 of 2", "4 threads"), id="never-more"
         ),
@@ -115,33 +115,33 @@ SHARE = "OMP_NUM_THREADS is not set: {} ranks share cores and have at most {} ea
         pytest.param({}, (1,), [8], None, id="one-rank"),
     ],
 )
-def test_threads_of_ranks_that_share_cores_are_divided(told, layout, expected, line):
-    results = ranks.run(sum(layout), functools.partial(computes, **told), layout=layout)
-    assert shares(results) == expected
-    assert said(results) == ([("INFO", line)] if line else [])
+def test_threads_of_ranks_that_share_cores_are_divided(options, layout, expected, line):
+    results = ranks.run(sum(layout), functools.partial(count_threads, **options), layout=layout)
+    assert threads_inside(results) == expected
+    assert log_of_rank_0(results) == ([("INFO", line)] if line else [])
 
 
 @pytest.mark.usefixtures("two_cores")
 def test_threads_of_ranks_bound_to_their_own_cores_are_kept():
     first, second = CORES[:2]
-    results = ranks.run(2, computes, [{first}, {second}], 1)
-    assert shares(results) == [1, 1]
-    assert said(results) == []
+    results = ranks.run(2, count_threads, [{first}, {second}], 1)
+    assert threads_inside(results) == [1, 1]
+    assert log_of_rank_0(results) == []
 
 
 @pytest.mark.usefixtures("two_cores")
 def test_threads_on_a_shared_core_are_at_least_one():
     first, second = CORES[:2]
-    results = ranks.run(3, computes, [{first, second}, {first, second}, {first}], 2)
-    assert shares(results) == [1, 1, 2]  # torch's own number, where nothing is divided
-    ((level, line),) = said(results)
+    results = ranks.run(3, count_threads, [{first, second}, {first, second}, {first}], 2)
+    assert threads_inside(results) == [1, 1, 2]  # the number of torch, where nothing is divided
+    ((level, line),) = log_of_rank_0(results)
     assert level == "INFO"
     assert "2 of 3 ranks share cores and have at most 1 thread each" in line
 
 
 def test_more_threads_than_cores_are_a_warning_with_ranks():
-    results = ranks.run(3, computes, None, 8, 0, ("1", "6", "6"))
-    ((level, line),) = said(results)
+    results = ranks.run(3, count_threads, None, 8, 0, ("1", "6", "6"))
+    ((level, line),) = log_of_rank_0(results)
     assert level == "WARNING"
     assert "too few cores for 2 ranks, the first rank 1 on node1: each has 2, for 6 threads" in line
     assert "srun --cpus-per-task=6" in line
@@ -149,23 +149,23 @@ def test_more_threads_than_cores_are_a_warning_with_ranks():
 
 
 def test_more_loader_workers_than_cores_are_a_warning():
-    """Three of a host have 2 cores each, and the one alone has 8."""
-    results = ranks.run(4, computes, None, 8, 4, layout=(3, 1))
-    (info, (level, line)) = said(results)
+    """Use two hosts: three ranks with 2 cores each, and one rank with 8."""
+    results = ranks.run(4, count_threads, None, 8, 4, layout=(3, 1))
+    (info, (level, line)) = log_of_rank_0(results)
     assert (info[0], level) == ("INFO", "WARNING")
     assert "too few cores for 3 ranks, the first rank 0 on node1: each has 2" in line
     assert "4 loader workers" in line
     assert "srun --cpus-per-task=4" in line
-    results = ranks.run(4, computes, None, 8, 4, layout=(1, 3))
-    assert "for 3 ranks, the first rank 1 on node2" in said(results)[1][1]
+    results = ranks.run(4, count_threads, None, 8, 4, layout=(1, 3))
+    assert "for 3 ranks, the first rank 1 on node2" in log_of_rank_0(results)[1][1]
 
 
 def test_as_many_loader_workers_as_cores_are_accepted():
-    results = ranks.run(2, computes, None, 8, 4)
-    assert [level for level, _ in said(results)] == ["INFO"]
+    results = ranks.run(2, count_threads, None, 8, 4)
+    assert [level for level, _ in log_of_rank_0(results)] == ["INFO"]
 
 
-def fails():
+def fail_to_open():
     os.environ["OMP_NUM_THREADS"] = ""
     torch.set_num_threads(8)
     os.sched_getaffinity = lambda pid: set(range(8))
@@ -178,12 +178,12 @@ def fails():
     return None
 
 
-def test_threads_are_put_back_when_the_session_does_not_open():
-    assert ranks.run(3, fails) == [8, 8, 8]
+def test_threads_are_restored_when_the_session_does_not_open():
+    assert ranks.run(3, fail_to_open) == [8, 8, 8]
 
 
-def loads(workers):
-    """The loader processes of a rank on eight cores of a stand-in."""
+def loader_workers(workers):
+    """Return the loader workers of a rank on a stand-in for eight cores."""
     os.sched_getaffinity = lambda pid: set(range(8))
     with hpctrain.Session(batch_size=1, start_timeout=30, workers=workers) as session:
         return session.workers
@@ -191,5 +191,5 @@ def loads(workers):
 
 @pytest.mark.parametrize(("layout", "expected"), [((3,), [1, 1, 1]), ((2, 1), [3, 3, 7])])
 def test_loader_workers_auto_follow_from_the_cores_of_a_rank(layout, expected):
-    assert ranks.values(ranks.run(3, loads, "auto", layout=layout)) == expected
-    assert ranks.values(ranks.run(3, loads, 5, layout=layout)) == [5, 5, 5]
+    assert ranks.values(ranks.run(3, loader_workers, "auto", layout=layout)) == expected
+    assert ranks.values(ranks.run(3, loader_workers, 5, layout=layout)) == [5, 5, 5]

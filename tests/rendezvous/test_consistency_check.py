@@ -1,4 +1,4 @@
-"""Consistency check: what must not differ between ranks is refused; no secret is told."""
+"""Consistency check: harmful differences between ranks are refused, and no secret is shown."""
 
 import copy
 import json
@@ -20,13 +20,13 @@ HOSTS = ("node1", "node1", "node2", "node2")
 
 
 @pytest.fixture
-def alike():
-    """What four ranks say that nothing distinguishes but their GPUs."""
-    one = consistency.entry(torch.device("cpu"), Options().deciding())
-    several = [copy.deepcopy(one) for _ in HOSTS]
-    for rank, entry in enumerate(several):
+def equal_entries():
+    """Return the entries of four ranks that differ only in their GPUs."""
+    entry = consistency.entry(torch.device("cpu"), Options().deciding())
+    entries = [copy.deepcopy(entry) for _ in HOSTS]
+    for rank, entry in enumerate(entries):
         entry |= {"gpu": f"GPU-{rank}", "gpu_name": "H200"}
-    return several
+    return entries
 
 
 def change(entry, path, value):
@@ -36,87 +36,89 @@ def change(entry, path, value):
     entry[last] = value
 
 
-def test_equal_ranks_pass_without_a_message(alike, caplog):
-    assert not consistency.differences(alike, HOSTS)
-    consistency.check(alike, HOSTS)
+def test_equal_ranks_pass_the_consistency_check(equal_entries, caplog):
+    assert not consistency.differences(equal_entries, HOSTS)
+    consistency.check(equal_entries, HOSTS)
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
-    ("code", "path", "value", "said"),
+    ("code", "path", "value", "message"),
     [
-        ("HT113", "gpu", "GPU-1", "one GPU (GPU-1) is shared by ranks 1, 2 (node1, node2)"),
-        ("HT116", "gpu", None, "torch sees no GPU at rank 2 (node2); the other 3 ranks have one"),
+        ("HT113", "gpu", "GPU-1", "one GPU (GPU-1) is shared by ranks 1 and 2 on node1 and node2"),
+        ("HT116", "gpu", None, "torch sees no GPU at rank 2 on node2; the other 3 ranks have one"),
         (
             "HT208",
             "versions/torch",
             "2.6.0",
-            "on ranks 0, 1, 3 (node1, node2), 2.6.0 on rank 2 (node2)",
+            "at ranks 0, 1 and 3 on node1 and node2; 2.6.0 at rank 2 on node2",
         ),
-        ("HT208", "versions/cuda", "11.8", "11.8 on rank 2 (node2)"),
+        ("HT208", "versions/cuda", "11.8", "11.8 at rank 2 on node2"),
         (
             "HT208",
             "versions/nccl",
             "2.1.1",
-            "nccl none on ranks 0, 1, 3 (node1, node2), 2.1.1 on rank 2",
+            "nccl none at ranks 0, 1 and 3 on node1 and node2; 2.1.1 at rank 2",
         ),
-        ("HT208", "versions/hpctrain", "9", "9 on rank 2 (node2)"),
+        ("HT208", "versions/hpctrain", "9", "9 at rank 2 on node2"),
         (
             "HT209",
             "settings/--seed",
             1,
-            "--seed 0 on ranks 0, 1, 3 (node1, node2), 1 on rank 2 (node2)",
+            "--seed 0 at ranks 0, 1 and 3 on node1 and node2; 1 at rank 2 on node2",
         ),
         (
             "HT209",
             "settings/--lr",
             0.5,
-            "--lr 0.001 on ranks 0, 1, 3 (node1, node2), 0.5 on rank 2",
+            "--lr 0.001 at ranks 0, 1 and 3 on node1 and node2; 0.5 at rank 2",
         ),
-        ("HT209", "settings/--precision", "bf16", "--precision auto on"),
+        ("HT209", "settings/--precision", "bf16", "--precision auto at"),
         ("HT209", "command", ["other.py"], "different scripts: "),
     ],
 )
-def test_difference_that_breaks_training_is_refused_with_the_ranks(alike, code, path, value, said):
-    change(alike[2], path, value)
+def test_difference_that_breaks_training_is_refused_with_the_ranks(
+    equal_entries, code, path, value, message
+):
+    change(equal_entries[2], path, value)
     with pytest.raises(ContradictionError) as caught:
-        consistency.check(alike, HOSTS)
-    assert said in caught.value.found
+        consistency.check(equal_entries, HOSTS)
+    assert message in caught.value.found
     assert caught.value.code == code
     assert caught.value.expected
     assert caught.value.fixes
 
 
-def test_different_horovod_versions_are_refused_over_horovod(alike):
-    for entry in alike:
+def test_different_horovod_versions_are_refused_over_horovod(equal_entries):
+    for entry in equal_entries:
         entry["settings"]["--backend"] = "horovod"
-    change(alike[2], "versions/horovod", "0.27.0")
-    (found,) = consistency.differences(alike, HOSTS)
+    change(equal_entries[2], "versions/horovod", "0.27.0")
+    (found,) = consistency.differences(equal_entries, HOSTS)
     assert found.wrong
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "message"),
     [
-        ("versions/python", "3.12.1", "3.12.1 on rank 2 (node2)"),
-        ("versions/horovod", "0.27.0", "0.27.0 on rank 2 (node2)"),
-        ("gpu_name", "A100", "GPUs of different kinds: H200 on ranks 0, 1, 3"),
+        ("versions/python", "3.12.1", "3.12.1 at rank 2 on node2"),
+        ("versions/horovod", "0.27.0", "0.27.0 at rank 2 on node2"),
+        ("gpu_name", "A100", "GPUs of different kinds: H200 at ranks 0, 1 and 3"),
         (
             "code",
             {"a.py": "2"},
-            "a.py differs: version 1 on ranks 0, 1, 3 (node1, node2), 2 on rank 2",
+            "a.py differs: version 1 at ranks 0, 1 and 3 on node1 and node2; 2 at rank 2",
         ),
-        ("network", {"NCCL_DEBUG": "INFO"}, "NCCL's and gloo's variables differ: {} on ranks"),
-        ("command", ["train.py", "--lr", "--lr=1234"], "different commands: --lr is there only"),
+        ("network", {"NCCL_DEBUG": "INFO"}, "NCCL's and gloo's variables differ: {} at ranks"),
+        ("command", ["train.py", "--lr", "--lr=1234"], "different commands: --lr is present only"),
     ],
 )
-def test_difference_that_may_be_meant_is_a_warning(alike, path, value, said):
-    for entry in alike:
+def test_difference_that_may_be_intended_is_a_warning(equal_entries, path, value, message):
+    for entry in equal_entries:
         entry |= {"command": ["train.py"], "code": {"a.py": "1"}}
-    change(alike[2], path, value)
-    (found,) = consistency.differences(alike, HOSTS)
+    change(equal_entries[2], path, value)
+    (found,) = consistency.differences(equal_entries, HOSTS)
     assert not found.wrong
-    assert said in found.found
+    assert message in found.found
     assert found.fixes
 
 
@@ -124,29 +126,32 @@ def test_difference_that_may_be_meant_is_a_warning(alike, path, value, said):
     ("saying", "value", "wrong"),
     [((0, 1, 2, 3), "1", False), ((1, 2), "1", True), ((0, 1, 2, 3), "0", True), ((), "", True)],
 )
-def test_shared_gpu_is_accepted_only_where_all_ranks_allow_it(alike, saying, value, wrong):
+def test_shared_gpu_is_accepted_only_where_all_ranks_allow_it(equal_entries, saying, value, wrong):
     for rank in saying:
-        alike[rank]["network"] = {"NCCL_MULTI_RANK_GPU_ENABLE": value}
-    change(alike[2], "gpu", "GPU-1")
-    found = {one.subject: one for one in consistency.differences(alike, HOSTS)}
-    assert found["GPU"].found == "one GPU (GPU-1) is shared by ranks 1, 2 (node1, node2)"
+        equal_entries[rank]["network"] = {"NCCL_MULTI_RANK_GPU_ENABLE": value}
+    change(equal_entries[2], "gpu", "GPU-1")
+    found = {one.subject: one for one in consistency.differences(equal_entries, HOSTS)}
+    assert found["GPU"].found == "one GPU (GPU-1) is shared by ranks 1 and 2 on node1 and node2"
     assert found["GPU"].wrong == wrong
 
 
-def test_network_interfaces_may_differ_between_hosts(alike):
-    for rank, entry in enumerate(alike):
+def test_network_interfaces_may_differ_between_hosts(equal_entries):
+    for rank, entry in enumerate(equal_entries):
         entry["network"] = {"GLOO_SOCKET_IFNAME": f"eth{rank}", "NCCL_SOCKET_IFNAME": f"ib{rank}"}
-    assert not consistency.differences(alike, HOSTS)
+    assert not consistency.differences(equal_entries, HOSTS)
 
 
-def test_errors_come_before_warnings(alike):
-    change(alike[1], "versions/python", "3.12.1")
-    change(alike[2], "settings/--seed", 7)
-    assert [one.subject for one in consistency.differences(alike, HOSTS)] == ["--seed", "python"]
+def test_errors_come_before_warnings(equal_entries):
+    change(equal_entries[1], "versions/python", "3.12.1")
+    change(equal_entries[2], "settings/--seed", 7)
+    assert [one.subject for one in consistency.differences(equal_entries, HOSTS)] == [
+        "--seed",
+        "python",
+    ]
 
 
-def test_message_of_many_ranks_stays_short(alike):
-    entries = [{**copy.deepcopy(alike[0]), "gpu": None} for _ in range(1000)]
+def test_message_of_many_ranks_is_short(equal_entries):
+    entries = [{**copy.deepcopy(equal_entries[0]), "gpu": None} for _ in range(1000)]
     for entry in entries[::2]:
         entry["versions"]["torch"] = "2.6.0"
     (found,) = consistency.differences(entries, [f"node{rank // 4}" for rank in range(1000)])
@@ -155,7 +160,7 @@ def test_message_of_many_ranks_stays_short(alike):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["/home/ada/train.py"], ["train.py"]),
         (["train.py", "--local_rank=3", "--local-rank", "2", "-v"], ["train.py", "-v"]),
@@ -164,31 +169,33 @@ def test_message_of_many_ranks_stays_short(alike):
         ([""], [""]),
     ],
 )
-def test_command_is_compared_without_folder_and_local_rank(arguments, said):
-    assert consistency._command(arguments) == said
+def test_command_is_compared_without_folder_and_local_rank(arguments, message):
+    assert consistency._command(arguments) == message
 
 
-def test_differing_option_is_named_without_its_value(alike):
+def test_differing_option_is_named_without_its_value(equal_entries):
     commands = [["train.py", "--wandb-key", "s3cret", "--lr", "0.1"], ["train.py", "--lr", "0.1"]]
-    alike[0]["command"], *others = [consistency._command(commands[rank == 2]) for rank in range(4)]
-    for entry, command in zip(alike[1:], others, strict=True):
+    equal_entries[0]["command"], *others = [
+        consistency._command(commands[rank == 2]) for rank in range(4)
+    ]
+    for entry, command in zip(equal_entries[1:], others, strict=True):
         entry["command"] = command
-    (found,) = consistency.differences(alike, HOSTS)
+    (found,) = consistency.differences(equal_entries, HOSTS)
     assert "--wandb-key" in found.found
     assert "s3cret" not in found.found
-    assert "ranks 0, 1, 3 (node1, node2) and rank 2 (node2)" in found.found
+    assert "ranks 0, 1 and 3 on node1 and node2, and rank 2 on node2, were" in found.found
 
 
 @given(
     st.from_regex(r"[A-Za-z0-9]{8,20}", fullmatch=True),
     st.sampled_from(["--key={}", "--key {}", "-k{}", "-k {}", "{}", "-0{}", "--key=a={}", "={}"]),
 )
-def test_command_never_tells_an_option_value(value, form):
-    told = json.dumps(consistency._command(["train.py", *form.format(value).split()]))
-    assert value not in told
+def test_command_never_shows_an_option_value(value, form):
+    command = json.dumps(consistency._command(["train.py", *form.format(value).split()]))
+    assert value not in command
 
 
-def test_environment_never_tells_a_secret(monkeypatch):
+def test_environment_never_shows_a_secret(monkeypatch):
     secret = "s3cret-in-the-environment"
     names = (
         "WANDB_API_KEY",
@@ -201,9 +208,9 @@ def test_environment_never_tells_a_secret(monkeypatch):
     for name in names:
         monkeypatch.setenv(name, secret)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    told = consistency.entry(torch.device("cpu"), {})
-    assert secret not in json.dumps(told)
-    assert told["network"]["NCCL_DEBUG"] == "WARN"
+    entry = consistency.entry(torch.device("cpu"), {})
+    assert secret not in json.dumps(entry)
+    assert entry["network"]["NCCL_DEBUG"] == "WARN"
 
 
 def test_code_version_covers_the_script_and_its_local_imports(tmp_path, monkeypatch):
@@ -224,11 +231,11 @@ def test_code_version_covers_the_script_and_its_local_imports(tmp_path, monkeypa
     assert consistency._code() == {}
 
 
-def test_module_imported_by_some_ranks_only_is_no_difference(alike):
-    for entry in alike:
+def test_module_imported_by_some_ranks_only_is_not_a_difference(equal_entries):
+    for entry in equal_entries:
         entry["code"] = {"train.py": "1"}
-    alike[0]["code"]["tracker.py"] = "2"
-    assert not consistency.differences(alike, HOSTS)
+    equal_entries[0]["code"]["tracker.py"] = "2"
+    assert not consistency.differences(equal_entries, HOSTS)
 
 
 def test_open_files_limit_grows_with_the_world_and_is_restored(monkeypatch):

@@ -1,4 +1,4 @@
-"""Rendezvous: ranks find each other, agree on a roster, and name who is missing."""
+"""Rendezvous: ranks find rank 0, get the same roster, and name missing ranks."""
 
 import contextlib
 import dataclasses
@@ -22,16 +22,24 @@ from hypothesis import strategies as st
 from processes import until
 
 from hpctrain import rendezvous
-from hpctrain.cluster.launchers.base import RendezvousPoint, Store
+from hpctrain.cluster.launchers.base import LauncherStore, RendezvousPoint
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.cluster.world import World
 from hpctrain.errors import CheckpointError, ContradictionError, StartError, UsageError
 from hpctrain.rendezvous import interfaces, meet, ports
-from hpctrain.rendezvous.messages import NEWS_SECONDS, Credentials, encode, keep_alive, pack, unpack
+from hpctrain.rendezvous.messages import (
+    STATUS_SECONDS,
+    Credentials,
+    encode,
+    keep_alive,
+    pack,
+    unpack,
+)
 
 HOME = "127.0.0.1"
-PATIENCE = 60.0  # seconds until a hang is called one; nothing that works comes near it
-NEVER = 1e9  # a time-out that runs out only where a test moves a clock by as much
-EARLY = 11.0  # by so much, as often as it takes, where a client is to end long before NEVER
+PATIENCE = 60.0  # seconds until a hang is an error; all that works takes much less
+NEVER = 1e9  # a time-out that ends only if a test moves the clock by so much
+EARLY = 11.0  # the clock moves by so much at a time, where a client must end long before NEVER
 
 
 def rendezvous_point(host="a", key=None, port=None):
@@ -45,10 +53,10 @@ def key():
 
 @pytest.fixture
 def start():
-    """Runs one rank in a thread; called again without arguments gives what came of all."""
+    """Return a function that runs one rank in a thread; its `ended` returns all outcomes."""
     threads, outcomes = [], []
 
-    def one(world, point, entry=None, timeout=PATIENCE, **more):
+    def start_rank(world, point, entry=None, timeout=PATIENCE, **more):
         place = len(outcomes)
         outcomes.append(None)
 
@@ -68,8 +76,8 @@ def start():
             assert not each.is_alive(), "a rank still waits"
         return outcomes
 
-    one.ended = ended
-    yield one
+    start_rank.ended = ended
+    yield start_rank
     for outcome in ended():
         if isinstance(outcome, rendezvous.Rendezvous) and outcome.listener is not None:
             outcome.listener.close()
@@ -78,24 +86,24 @@ def start():
 def start_all(start, key, hosts, local_ranks, port=None, **more):
     for rank, (host, local_rank) in enumerate(zip(hosts, local_ranks, strict=True)):
         world = World(rank, len(hosts), local_rank, launcher="env")
-        start(world, rendezvous_point(host, key, port), {"said": rank}, **more)
+        start(world, rendezvous_point(host, key, port), {"note": rank}, **more)
     return start.ended()
 
 
-def knock(port):
-    """A connection to whoever listens on a port, as soon as somebody does."""
+def connect(port):
+    """Connect to a port as soon as a server listens on it; return the connection."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
             return socket.create_connection((HOME, port), timeout=PATIENCE)
         except ConnectionRefusedError:
-            assert time.monotonic() < deadline, "nobody listens"
+            assert time.monotonic() < deadline, "no server listens"
             time.sleep(0.005)
 
 
 @contextmanager
-def answered(listener, credentials):
-    """A caller that is answered as rank 0 would, what it says next read; and its challenge."""
+def accept_client(listener, credentials):
+    """Accept a client and answer as rank 0 does; yield connection, reader and challenge."""
     connection, _ = listener.accept()
     with connection, connection.makefile() as reader:
         challenge = json.loads(reader.readline())["challenge"]
@@ -106,10 +114,10 @@ def answered(listener, credentials):
 
 
 @contextmanager
-def introduced(point, rank, size, secret="", host="a"):
-    """A connection to rank 0 that has said who it is, by the protocol alone."""
+def join_as(point, rank, size, secret="", host="a"):
+    """Connect to rank 0 and send a valid hello, by the protocol alone."""
     credentials = Credentials(point.key, secret)
-    with knock(ports(point)[0]) as connection, connection.makefile() as reader:
+    with connect(ports(point)[0]) as connection, connection.makefile() as reader:
         answer = greet(credentials, connection, reader)
         local_rank = rank if host == "a" else 0
         place = {"local_rank": local_rank, "node_rank": None, "hosts": None, "launcher": "env"}
@@ -117,71 +125,71 @@ def introduced(point, rank, size, secret="", host="a"):
         hello = json.dumps([rank, size, entry])
         proof = credentials.proof("client", answer["challenge"], hello)
         connection.sendall(encode({"hello": hello, "proof": proof}))
-        # When rank 0 answers somebody else, it has read what came before.
-        with knock(ports(point)[0]) as other, other.makefile() as answers:
+        # When rank 0 answers another connection, it has read the hello.
+        with connect(ports(point)[0]) as other, other.makefile() as answers:
             greet(credentials, other, answers)
         yield reader
 
 
 def greet(credentials, connection, reader):
     """Greet rank 0, and return its answer."""
-    connection.sendall(encode({"start": credentials.start, "challenge": "mine"}))
+    connection.sendall(encode({"start": credentials.start, "challenge": "client"}))
     answer = json.loads(reader.readline())
-    assert credentials.proves(answer["proof"], "host", "mine")
+    assert credentials.proves(answer["proof"], "host", "client")
     return answer
 
 
 class Server:
-    """Rank 0 in a thread, on a clock that stands still until it is moved."""
+    """Rank 0 in a thread, on a clock that only the test moves."""
 
     def __init__(self, start, size, point):
-        self.clock, self.point, self.news = Clock(), point, []
+        self.clock, self.point, self.messages = Clock(), point, []
         self.thread = start(
-            World(0, size, 0), point, timeout=NEVER, announce=self.news.append, clock=self.clock
+            World(0, size, 0), point, timeout=NEVER, announce=self.messages.append, clock=self.clock
         )
 
     def move(self, seconds):
-        """Move the clock, and wake rank 0 by connections that say nothing."""
+        """Move the clock, and wake rank 0 by connections that send nothing."""
         self.clock.move(seconds)
         for port in ports(self.point)[:2]:
             with contextlib.suppress(OSError):
                 socket.create_connection((HOME, port), timeout=PATIENCE).close()
 
     def waits_for(self, ranks):
-        """Return when rank 0 announces that it waits for these ranks and no others."""
-        self.news.clear()
+        """Wait until rank 0 announces that it waits for these ranks and no others."""
+        self.messages.clear()
         until(
-            lambda: any(line.startswith(f"waiting for {ranks} of ") for line in self.news),
-            lambda: self.move(NEWS_SECONDS / 4),  # who has just connected may stay for 10 s
+            lambda: any(line.startswith(f"waiting for {ranks} of ") for line in self.messages),
+            lambda: self.move(STATUS_SECONDS / 4),  # a new connection may stay for 10 s
         )
 
     def end(self, seconds):
-        """Move the clock so far, as often as rank 0 needs to end."""
+        """Move the clock by so many seconds at a time until rank 0 ends."""
         until(lambda: not self.thread.is_alive(), lambda: self.move(seconds))
 
 
 class Client:
-    """A rank above 0 in a thread, on a clock that runs and is moved."""
+    """A rank above 0 in a thread, on a running clock that the test also moves."""
 
     def __init__(self, start, world, point, **more):
-        self.clock, self.news = Clock(time.monotonic), []
+        self.clock, self.messages = Clock(time.monotonic), []
         self.thread = start(
-            world, point, timeout=NEVER, announce=self.news.append, clock=self.clock, **more
+            world, point, timeout=NEVER, announce=self.messages.append, clock=self.clock, **more
         )
 
-    def says(self, text):
-        """Return when it announces some text."""
+    def wait_for_message(self, text):
+        """Wait until the rank announces a text."""
         until(
-            lambda: any(text in line for line in self.news),
-            lambda: self.clock.move(NEWS_SECONDS + 1),
+            lambda: any(text in line for line in self.messages),
+            lambda: self.clock.move(STATUS_SECONDS + 1),
         )
 
     def end(self, seconds):
-        """Move the clock so far, as often as it needs to end."""
+        """Move the clock by so many seconds at a time until the rank ends."""
         until(lambda: not self.thread.is_alive(), lambda: self.clock.move(seconds))
 
 
-def is_sent_away(connection):
+def is_disconnected(connection):
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
@@ -200,14 +208,14 @@ def is_sent_away(connection):
 def test_all_ranks_get_the_same_roster_and_a_complete_world(start, key, hosts, local_ranks, nodes):
     meetings = start_all(start, key, hosts, local_ranks)
     names = tuple(dict.fromkeys(hosts))
-    for rank, met in enumerate(meetings):
+    for rank, meeting in enumerate(meetings):
         place = (local_ranks[rank], hosts.count(hosts[rank]), nodes[rank])
-        assert met.world == World(rank, len(hosts), *place, len(names), names, "env")
-        assert met.roster == meetings[0].roster
-        assert met.nonce == meetings[0].nonce
-        assert (met.listener is None) == (rank > 0)
+        assert meeting.world == World(rank, len(hosts), *place, len(names), names, "env")
+        assert meeting.roster == meetings[0].roster
+        assert meeting.nonce == meetings[0].nonce
+        assert (meeting.listener is None) == (rank > 0)
     roster = meetings[0].roster
-    assert [entry["said"] for entry in roster.entries] == list(range(len(hosts)))
+    assert [entry["note"] for entry in roster.entries] == list(range(len(hosts)))
     assert [entry["host"] for entry in roster.entries] == list(hosts)
     assert roster.addresses == (HOME,) * len(hosts)
     assert roster.port == meetings[0].listener.getsockname()[1]
@@ -220,10 +228,10 @@ def test_node_ranks_and_hostnames_of_the_launcher_take_precedence(start, key):
         world = World(rank, 3, rank // 2, (1, 2)[node], node, 2, hosts, "slurm")
         start(world, rendezvous_point("the-same-name-everywhere", key))
     meetings = start.ended()
-    places = [(met.world.node_rank, met.world.local_world_size) for met in meetings]
+    places = [(meeting.world.node_rank, meeting.world.local_world_size) for meeting in meetings]
     assert places == [(1, 2), (0, 1), (1, 2)]
     assert {m.world.hosts for m in meetings} == {hosts}
-    assert all(met.roster == meetings[0].roster for met in meetings)
+    assert all(meeting.roster == meetings[0].roster for meeting in meetings)
 
 
 STRANGERS = {
@@ -240,33 +248,33 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("words", STRANGERS.values(), ids=STRANGERS)
-def test_unknown_peers_are_disconnected_and_silent_ones_delay_nobody(start, key, words):
+def test_unknown_peers_are_disconnected_and_silent_ones_do_not_delay_ranks(start, key, words):
     point = rendezvous_point(key=key)
     start(World(0, 2, 0), point)
-    with knock(ports(point)[0]) as silent, knock(ports(point)[0]) as stranger:
+    with connect(ports(point)[0]) as silent, connect(ports(point)[0]) as stranger:
         stranger.sendall(words)
-        assert is_sent_away(stranger)
+        assert is_disconnected(stranger)
         start(World(1, 2, 1), rendezvous_point(key=key))
-        for met in start.ended():
-            assert [entry["host"] for entry in met.roster.entries] == ["a", "a"]
-        assert is_sent_away(silent)
+        for meeting in start.ended():
+            assert [entry["host"] for entry in meeting.roster.entries] == ["a", "a"]
+        assert is_disconnected(silent)
 
 
 @contextmanager
-def occupied(port, answer):
-    """Somebody else on a port, who answers callers with some bytes, or with nothing at all."""
+def occupied_port(port, answer):
+    """Run another server on a port, which answers with some bytes or not at all."""
     with socket.create_server((HOME, port)) as server:
-        leave = threading.Event()
+        end = threading.Event()
 
         def serve():
-            held = []
-            while not leave.is_set():
+            connections = []
+            while not end.is_set():
                 connection, _ = server.accept()
-                held.append(connection)
+                connections.append(connection)
                 if answer is not None:
                     connection.sendall(answer)
                     connection.close()
-            for connection in held:
+            for connection in connections:
                 connection.close()
 
         thread = threading.Thread(target=serve, daemon=True)
@@ -274,7 +282,7 @@ def occupied(port, answer):
         try:
             yield
         finally:
-            leave.set()
+            end.set()
             socket.create_connection((HOME, port), timeout=PATIENCE).close()
             thread.join(PATIENCE)
 
@@ -282,33 +290,33 @@ def occupied(port, answer):
 @pytest.mark.parametrize("answer", [None, b"", b"SSH-2.0\r\n", b"{}\n", b"\xff\n"])
 def test_occupied_port_is_skipped_by_all_ranks(start, key, answer):
     given_port = ports(rendezvous_point())[0]
-    with occupied(given_port, answer):
+    with occupied_port(given_port, answer):
         meetings = start_all(start, key, "aab", (0, 1, 0), given_port)
-        assert all(met.roster == meetings[0].roster for met in meetings)
+        assert all(meeting.roster == meetings[0].roster for meeting in meetings)
 
 
-def test_two_jobs_on_one_port_never_mix(start):
+def test_two_jobs_on_one_port_stay_separate(start):
     keys = {job: uuid.uuid4().hex for job in "AB"}
     port = ports(rendezvous_point())[0]
 
-    def rank(job, number):
+    def start_rank(job, number):
         point = rendezvous_point(key=keys[job], port=port)
         return start(World(number, 3, number), point, {"job": job})
 
-    rank("A", 0)
-    rank("A", 1)
-    knock(port).close()
-    # All of B come and go while A still waits on the port that both were given.
-    for thread in [rank("B", number) for number in range(3)]:
+    start_rank("A", 0)
+    start_rank("A", 1)
+    connect(port).close()
+    # All ranks of B meet and end while A still waits on the port of both.
+    for thread in [start_rank("B", number) for number in range(3)]:
         start.ended(thread)
-    rank("A", 2)
-    for job, met in zip("AABBBA", start.ended(), strict=True):
-        assert [entry["job"] for entry in met.roster.entries] == [job] * 3
+    start_rank("A", 2)
+    for job, meeting in zip("AABBBA", start.ended(), strict=True):
+        assert [entry["job"] for entry in meeting.roster.entries] == [job] * 3
 
 
 @pytest.mark.parametrize(
     ("joined", "named"),
-    [((1, 3), "rank 2"), ((2,), "ranks 1, 3"), ((), "ranks 1, 2, 3")],
+    [((1, 3), "rank 2"), ((2,), "ranks 1 and 3"), ((), "ranks 1-3")],
 )
 def test_timeout_names_missing_ranks_on_every_rank(start, key, joined, named):
     server = Server(start, 4, rendezvous_point(key=key))
@@ -319,28 +327,27 @@ def test_timeout_names_missing_ranks_on_every_rank(start, key, joined, named):
     for outcome in start.ended():
         assert isinstance(outcome, StartError)
         assert outcome.code == "HT201"
-        assert outcome.found.startswith(f"{named} of 4 did not come within")
-        for rank in (0, *joined):
-            assert f"{rank} on a" in outcome.found
+        assert outcome.found.startswith(f"{named} of 4 did not connect within")
+        assert f"(connected: {ranks_text((0, *joined))} on a)" in outcome.found
 
 
 def test_timeout_names_rank_that_joined_and_died(start, key):
     point = rendezvous_point(key=key)
     server = Server(start, 3, point)
-    with introduced(point, 1, 3):
+    with join_as(point, 1, 3):
         server.waits_for("rank 2")
-    server.waits_for("ranks 1, 2")
+    server.waits_for("ranks 1 and 2")
     server.move(NEVER)
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
-    assert outcome.found.startswith("ranks 1, 2 of 3 did not come")
-    assert "rank 1 on a came and was lost" in outcome.found
+    assert outcome.found.startswith("ranks 1 and 2 of 3 did not connect")
+    assert "rank 1 on a connected and was lost" in outcome.found
 
 
-def test_client_without_server_says_where_it_looked(start, key):
+def test_client_without_server_lists_the_addresses_it_tried(start, key):
     point = rendezvous_point("b", key)
     client = Client(start, World(1, 2, 0), point)
-    client.says(f"rank 1 looks for rank 0: {HOME}: ")
+    client.wait_for_message(f"rank 1 looks for rank 0: {HOME}: ")
     client.end(NEVER)
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
@@ -355,34 +362,34 @@ def test_missing_main_address_is_refused_at_once(start, rank):
     start(World(rank, 2, 0, launcher="somebody"), RendezvousPoint("key", "a"))
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
-    assert "somebody started 2 ranks and does not say where rank 0 is" in outcome.found
+    assert "somebody started 2 ranks and does not give the address of rank 0" in outcome.found
     assert outcome.code == "HT203"
     assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fixes[0]
 
 
 @pytest.mark.parametrize("hosts", ["bc", "aa"], ids=["two-hosts", "one-hostname-and-pid"])
 def test_duplicate_rank_is_refused_on_every_rank(start, key, hosts):
-    """Two containers may have one host name and one pid, as threads of one process do here."""
+    """Use ranks with one host name and one pid, as in two containers."""
     server = Server(start, 3, rendezvous_point(key=key))
     twins = [start(World(1, 3, 0), rendezvous_point(host, key)) for host in hosts]
     for twin in twins:
         start.ended(twin)
-    server.end(NEWS_SECONDS)  # it would go on telling rank 2, which never comes
+    server.end(STATUS_SECONDS)  # else it would wait for rank 2, which never comes
     for outcome in start.ended():
         assert isinstance(outcome, UsageError)
         assert outcome.code == "HT205"
-        assert "two processes say that they are rank 1: " in outcome.found
+        assert "two processes are rank 1: " in outcome.found
         assert all(f"{host} pid" in outcome.found for host in hosts)
 
 
 def test_different_world_sizes_are_refused_on_every_rank(start, key):
     server = Server(start, 3, rendezvous_point(key=key))
     start.ended(start(World(2, 4, 2), rendezvous_point("b", key)))
-    server.end(NEWS_SECONDS)
+    server.end(STATUS_SECONDS)
     for outcome in start.ended():
         assert isinstance(outcome, UsageError)
         assert outcome.code == "HT206"
-        assert "rank 2 on b says 4 ranks, rank 0 on a says 3" in outcome.found
+        assert "rank 2 on b has world size 4, rank 0 on a has 3" in outcome.found
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
@@ -404,7 +411,7 @@ def test_error_of_one_rank_is_raised_on_every_rank(start, key, culprit, kind):
     [
         ("aab", (0, 0, 0), ("ranks 0 and 1", "local rank 0", "on a")),
         ("abb", (0, 1, 1), ("ranks 1 and 2", "local rank 1", "on b")),
-        # LOCAL_RANK exported as the rank, on two hosts: nobody is left to wait for the others.
+        # LOCAL_RANK exported as the rank, on two hosts: no rank waits for the others.
         ("ab", (0, 1), ("rank 1", "local rank 1", "on b")),
         ("aabb", (0, 1, 2, 3), ("rank 2", "local rank 2", "on b")),
     ],
@@ -418,14 +425,14 @@ def test_wrong_local_ranks_are_refused_on_every_rank(start, key, hosts, local_ra
 
 
 def test_world_of_one_opens_no_socket(monkeypatch):
-    def refuse(*arguments, **keywords):
+    def fail(*arguments, **keywords):
         raise AssertionError("a socket")
 
-    monkeypatch.setattr(socket, "socket", refuse)
-    met = meet(World(0, 1, 0), RendezvousPoint("key", "laptop"), {"said": 1})
-    assert met.world == World(0, 1, 0, 1, 0, 1, ("laptop",))
-    assert met.listener is None
-    assert met.roster.entries[0]["said"] == 1
+    monkeypatch.setattr(socket, "socket", fail)
+    meeting = meet(World(0, 1, 0), RendezvousPoint("key", "laptop"), {"note": 1})
+    assert meeting.world == World(0, 1, 0, 1, 0, 1, ("laptop",))
+    assert meeting.listener is None
+    assert meeting.roster.entries[0]["note"] == 1
     with pytest.raises(UsageError, match=r"^torch is too old"):
         meet(
             World(0, 1, 0),
@@ -455,12 +462,12 @@ def test_wrong_secret_is_refused_with_the_reason(start, key):
     points = [dataclasses.replace(rendezvous_point(key=key), secret=s) for s in ("s3cret", "other")]
     server = Server(start, 2, points[0])
     client = Client(start, World(1, 2, 1), points[1])
-    client.says("this start, with another HPCTRAIN_SECRET")
+    client.wait_for_message("this start, with another HPCTRAIN_SECRET")
     client.end(NEVER)
     server.waits_for("rank 1")
     server.move(NEVER)
     host, client = start.ended()
-    assert host.found.startswith("rank 1 of 2 did not come")
+    assert host.found.startswith("rank 1 of 2 did not connect")
     assert "this start, with another HPCTRAIN_SECRET" in client.found
     assert "s3cret" not in f"{points[0]} {host} {client}"
 
@@ -468,22 +475,24 @@ def test_wrong_secret_is_refused_with_the_reason(start, key):
 def test_rank_that_never_confirms_the_roster_is_named_and_secret_is_never_sent(start, key):
     point = dataclasses.replace(rendezvous_point(key=key), secret="s3cret")
     server = Server(start, 3, point)
-    with introduced(point, 1, 3, "s3cret") as deaf, introduced(point, 2, 3, "s3cret") as other:
+    with join_as(point, 1, 3, "s3cret") as deaf, join_as(point, 2, 3, "s3cret") as other:
         for reader in (deaf, other):
             assert "proof" in json.loads(reader.readline())
-            said = reader.readline()
-            assert "roster" in json.loads(said)
-            assert "s3cret" not in said
-        other.buffer.raw._sock.sendall(encode({"heard": 2}))
-        with knock(ports(point)[0]) as later, later.makefile() as answers:
-            greet(Credentials(key, "s3cret"), later, answers)  # so rank 2 was heard by now
-        server.end(NEWS_SECONDS)
+            line = reader.readline()
+            assert "roster" in json.loads(line)
+            assert "s3cret" not in line
+        other.buffer.raw._sock.sendall(encode({"received": 2}))
+        with connect(ports(point)[0]) as later, later.makefile() as answers:
+            greet(Credentials(key, "s3cret"), later, answers)  # rank 0 has read its hello
+        server.end(STATUS_SECONDS)
         assert "proof" in json.loads(other.readline())
         code, found, *_ = json.loads(other.readline())["error"]
         assert code == "HT201"
     (outcome,) = start.ended()
     assert outcome.found == found
-    assert found.startswith("rank 1 of 3 came and was lost: the roster was not heard on a")
+    assert found.startswith(
+        "rank 1 of 3 connected and was lost: no confirmation of the roster from a"
+    )
 
 
 @pytest.mark.parametrize(
@@ -501,23 +510,23 @@ def test_malformed_hello_is_disconnected(start, key, hello):
     point = rendezvous_point(key=key)
     start(World(0, 2, 0), point)
     credentials = Credentials(key, "")
-    with knock(ports(point)[0]) as connection, connection.makefile() as reader:
+    with connect(ports(point)[0]) as connection, connection.makefile() as reader:
         answer = greet(credentials, connection, reader)
         proof = credentials.proof("client", answer["challenge"], hello)
         connection.sendall(encode({"hello": hello, "proof": proof}))
-        assert is_sent_away(connection)
+        assert is_disconnected(connection)
     start(World(1, 2, 1), point)
     assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
 
 
 def test_server_is_found_on_any_host_of_the_job(start, key):
-    """On addresses of this machine that stand for hosts; nobody listens on the first ones."""
+    """Use addresses of this machine as hosts; no server listens on the first ones."""
     hosts = ("127.0.0.9", "127.0.0.8", "127.0.0.7", HOME)
     point = RendezvousPoint(key, "a", None, sure=False, others=hosts, simulated=True)
     for rank in range(3):
         start(World(rank, 3, rank), point)
     first, *others = start.ended()
-    assert all(met.roster == first.roster for met in others)
+    assert all(meeting.roster == first.roster for meeting in others)
 
 
 def test_shared_file_leads_to_server_and_is_removed(start, key, tmp_path):
@@ -525,7 +534,7 @@ def test_shared_file_leads_to_server_and_is_removed(start, key, tmp_path):
         point = RendezvousPoint(key, host, "127.0.0.9", sure=False, simulated=True)
         start(World(rank, 3, 0), point, folder=tmp_path / "runs")
     first, *others = start.ended()
-    assert all(met.roster == first.roster for met in others)
+    assert all(meeting.roster == first.roster for meeting in others)
     assert not list(tmp_path.iterdir())
 
 
@@ -534,25 +543,25 @@ def test_unwritable_shared_folder_is_refused_with_the_fix(start, key, tmp_path):
     point = RendezvousPoint(key, "a", None, sure=False)
     start(World(0, 2, 0), point, folder=tmp_path / "file")
     (outcome,) = start.ended()
-    assert "cannot leave word" in outcome.found
+    assert "cannot publish its address" in outcome.found
     assert outcome.code == "HT203"
     assert "HPCTRAIN_MAIN_ADDRESS" in outcome.fixes[0]
 
 
-class Rendezvous(http.server.BaseHTTPRequestHandler):
-    """A stand-in for horovodrun's server, by its protocol; the real one takes a real Horovod."""
+class FakeHorovodrun(http.server.BaseHTTPRequestHandler):
+    """A stand-in for horovodrun's key-value server; the real one needs Horovod."""
 
     values = {}
 
     def do_PUT(self):
         self.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
-        self.answer(200, b"")
+        self.send(200, b"")
 
     def do_GET(self):
         value = self.values.get(self.path)
-        self.answer(404 if value is None else 200, value or b"")
+        self.send(404 if value is None else 200, value or b"")
 
-    def answer(self, code, value):
+    def send(self, code, value):
         self.send_response(code)
         self.send_header("Content-Length", str(len(value)))
         self.end_headers()
@@ -563,26 +572,26 @@ class Rendezvous(http.server.BaseHTTPRequestHandler):
 
 
 def test_horovodrun_key_value_store_leads_to_server(start, key):
-    with http.server.ThreadingHTTPServer((HOME, 0), Rendezvous) as server:
+    with http.server.ThreadingHTTPServer((HOME, 0), FakeHorovodrun) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        store = Store("horovodrun", HOME, server.server_address[1])
+        store = LauncherStore("horovodrun", HOME, server.server_address[1])
         for rank, host in enumerate("aab"):
             point = RendezvousPoint(key, host, None, sure=False, store=store, simulated=True)
             start(World(rank, 3, rank % 2), point)
         first, *others = start.ended()
         server.shutdown()
-    assert all(met.roster == first.roster for met in others)
+    assert all(meeting.roster == first.roster for meeting in others)
 
 
 @pytest.mark.parametrize(
-    ("resolves", "said"),
+    ("resolves", "message"),
     [
         (OSError(-2, "Name or service not known"), "node1 does not resolve: Name or"),
         (["127.0.1.1"], "node1 resolves to 127.0.1.1, which is this host"),
     ],
     ids=["unknown", "this-host"],
 )
-def test_client_gives_up_early_on_unresolvable_hostname(start, key, monkeypatch, resolves, said):
+def test_client_gives_up_early_on_unresolvable_hostname(start, key, monkeypatch, resolves, message):
     def getaddrinfo(host, *arguments, **keywords):
         if isinstance(resolves, OSError):
             raise resolves
@@ -593,7 +602,7 @@ def test_client_gives_up_early_on_unresolvable_hostname(start, key, monkeypatch,
     client.end(EARLY)
     (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
-    assert said in outcome.found
+    assert message in outcome.found
     assert "rank 1 on node2.cluster did not find rank 0 at node1" in outcome.found
 
 
@@ -613,7 +622,7 @@ def test_client_gives_up_early_where_server_died(start, key):
     point = rendezvous_point(key=key)
     with socket.create_server((HOME, ports(point)[0])) as dying:
         client = Client(start, World(1, 3, 1), point)
-        with answered(dying, Credentials(key, "")):
+        with accept_client(dying, Credentials(key, "")):
             pass
     client.end(EARLY)
     (outcome,) = start.ended()
@@ -639,7 +648,7 @@ def test_fixed_main_port_that_is_taken_is_refused(start, key):
     port = ports(rendezvous_point())[0]
     point = dataclasses.replace(rendezvous_point(key=key, port=port), only_port=True)
     assert ports(point) == [port]
-    with occupied(port, b""):
+    with occupied_port(port, b""):
         Server(start, 2, point)
         (outcome,) = start.ended()
     assert isinstance(outcome, StartError)
@@ -652,16 +661,16 @@ def test_fixed_main_port_that_is_taken_is_refused(start, key):
 
 
 def test_two_jobs_with_one_fixed_main_port_are_both_refused(start, key):
-    """The second's rank 1 could otherwise have come in the place of the first's."""
+    """Otherwise rank 1 of the second job could join the first one."""
     port = ports(rendezvous_point())[0]
     point = dataclasses.replace(rendezvous_point(key=key, port=port), only_port=True)
     first = Server(start, 2, point)
-    knock(port).close()
+    connect(port).close()
     start.ended(start(World(0, 2, 0), point))
-    first.end(NEWS_SECONDS)
+    first.end(STATUS_SECONDS)
     for outcome in start.ended():
         assert isinstance(outcome, UsageError)
-        assert "two processes say that they are rank 0: " in outcome.found
+        assert "two processes are rank 0: " in outcome.found
 
 
 def test_failed_roster_check_is_raised_on_every_rank(start, key):
@@ -683,8 +692,8 @@ def test_failed_roster_check_is_raised_on_every_rank(start, key):
 )
 def test_packed_roster_round_trips(entries):
     names = {name for entry in entries for name in entry}
-    whole = tuple({name: entry.get(name) for name in names} for entry in entries)
-    assert unpack(pack(entries), len(entries)) == whole
+    expected = tuple({name: entry.get(name) for name in names} for entry in entries)
+    assert unpack(pack(entries), len(entries)) == expected
 
 
 def test_packed_roster_stores_common_values_once():
@@ -696,31 +705,32 @@ def test_rank_that_resets_its_connection_is_named(start, key):
     server = Server(start, 3, rendezvous_point(key=key))
     start(World(1, 3, 0), rendezvous_point("b", key))
     server.waits_for("rank 2")
-    with introduced(rendezvous_point("c", key), 2, 3, host="c") as reader:
-        reader.readline()  # the roster is on its way
+    with join_as(rendezvous_point("c", key), 2, 3, host="c") as reader:
+        reader.readline()  # rank 0 has sent the roster
         reset = struct.pack("ii", 1, 0)
         reader.buffer.raw._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
     for outcome in start.ended():
         assert isinstance(outcome, StartError)
         assert outcome.code == "HT201"
-        assert "rank 2 of 3 came and was lost: the roster was not heard on c" in outcome.found
+        message = "rank 2 of 3 connected and was lost: no confirmation of the roster from c"
+        assert message in outcome.found
 
 
 @pytest.mark.parametrize("host", ["b", "a"], ids=["two-hosts", "one-hostname-and-pid"])
 def test_two_jobs_with_one_key_are_both_refused(start, key, host):
-    """Two trainings by hand with one MASTER_PORT; the second finds the first one's rank 0."""
+    """Start two trainings by hand with one MASTER_PORT; the second finds rank 0 of the first."""
     port = ports(rendezvous_point())[0]
     point = rendezvous_point(key=key, port=port)
     first = Server(start, 3, point)
     client = start(World(1, 3, 1), point)
-    knock(port).close()
+    connect(port).close()
     second = Server(start, 3, dataclasses.replace(point, host=host))
     start.ended(client)
     for server in (first, second):
-        server.end(NEWS_SECONDS)
+        server.end(STATUS_SECONDS)
     for outcome in start.ended():
         assert isinstance(outcome, ContradictionError | UsageError)
-        assert "two processes say that they are rank 0: " in outcome.found
+        assert "two processes are rank 0: " in outcome.found
         assert f"{host} pid " in outcome.found
         assert outcome.code == "HT205"
         assert "a port of its own" in outcome.fixes[0]
@@ -741,7 +751,7 @@ def test_unreadable_shared_file_is_read_again(start, key, tmp_path, text):
     point = RendezvousPoint(key, "a", None, sure=False, simulated=True)
     client = Client(start, World(1, 2, 1), point, folder=tmp_path)
     start(World(0, 2, 0), point, folder=tmp_path)
-    client.end(1.0)  # from one look to the next are two
+    client.end(1.0)  # the client reads the file every two seconds
     assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
 
 
@@ -764,7 +774,7 @@ def test_secret_may_hold_any_bytes(start, key):
 
 
 def test_hosts_with_one_hostname_keep_their_own_addresses(start, key):
-    """127.0.0.1 is this machine's only address here, but not every address that it has."""
+    """Connect over 127.0.0.1 here; the machine has other addresses, too."""
     for rank in range(3):
         world = World(rank, 3, 0, 1, rank, 3, ("n1", "n2", "n3"), "slurm")
         start(world, RendezvousPoint(key, "same", "127.0.0.2", simulated=True))
@@ -773,12 +783,12 @@ def test_hosts_with_one_hostname_keep_their_own_addresses(start, key):
 
 
 def test_tampered_message_is_ignored(start, key):
-    """From one that has rank 0's answers to the challenges, as who relays them would have."""
+    """Send it from a relay, which has rank 0's answers to the challenges."""
     point = dataclasses.replace(rendezvous_point(key=key), secret="s3cret")
     credentials = Credentials(key, "s3cret")
     with socket.create_server((HOME, ports(point)[0])) as relay:
         client = Client(start, World(1, 2, 1), point)
-        with answered(relay, credentials) as (connection, reader, challenge):
+        with accept_client(relay, credentials) as (connection, reader, challenge):
             genuine = encode({"roster": "", "addresses": [], "port": 1, "nonce": "1"})
             digest = hashlib.sha256(genuine).hexdigest()
             proof = credentials.proof("message", challenge + "1", digest)
@@ -793,10 +803,10 @@ def test_tampered_message_is_ignored(start, key):
 
 
 def test_open_files_limit_is_named_without_a_busy_loop(start, key, monkeypatch):
-    """A stand-in for a limit that is reached: accept fails as it does then."""
+    """Use a stand-in for accept, which fails as it does at the limit."""
     calls = []
 
-    class Full:
+    class FailingListener:
         def __init__(self, listener):
             self.listener = listener
 
@@ -809,18 +819,18 @@ def test_open_files_limit_is_named_without_a_busy_loop(start, key, monkeypatch):
 
     real = rendezvous.server.Peers
 
-    def callers(listener, *more):
-        return real(Full(listener), *more)
+    def failing_callers(listener, *more):
+        return real(FailingListener(listener), *more)
 
-    monkeypatch.setattr(rendezvous.server, "Peers", callers)
+    monkeypatch.setattr(rendezvous.server, "Peers", failing_callers)
     point, clock = rendezvous_point(key=key), Clock(time.monotonic)
     began = time.monotonic()
     start(World(0, 2, 0), point, timeout=NEVER, clock=clock)
-    with knock(ports(point)[0]):
+    with connect(ports(point)[0]):
         until(lambda: len(calls) > 3)
         clock.move(NEVER)
         (outcome,) = start.ended()
-    assert "callers were not let in: Too many open files (ulimit -n)" in outcome.found
+    assert "connections could not be accepted: Too many open files (ulimit -n)" in outcome.found
     assert len(calls) < 3 + (time.monotonic() - began) / rendezvous.peers._FULL_SECONDS
 
 
@@ -830,9 +840,9 @@ def test_rendezvous_leaks_no_file_descriptor(start, key, tmp_path):
     try:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(5):
-            for met in start_all(start, uuid.uuid4().hex, "aab", (0, 1, 0))[-3:]:
-                if met.listener is not None:
-                    met.listener.close()
+            for meeting in start_all(start, uuid.uuid4().hex, "aab", (0, 1, 0))[-3:]:
+                if meeting.listener is not None:
+                    meeting.listener.close()
         assert len(os.listdir("/proc/self/fd")) <= before
     finally:
         gc.enable()
@@ -850,13 +860,13 @@ def test_loopback_interface_is_refused_for_several_hosts(start, key):
 
 
 def test_authentication_answer_is_bound_to_side_challenge_and_text():
-    ours = Credentials("key", "secret")
-    proof = ours.proof("client", "challenge", "text")
-    assert ours.proves(proof, "client", "challenge", "text")
-    assert not ours.proves(proof, "host", "challenge", "text")
-    assert not ours.proves(proof, "client", "another", "text")
-    assert not ours.proves(proof, "client", "challenge", "another")
-    assert not ours.proves(None, "client", "challenge", "text")
+    credentials = Credentials("key", "secret")
+    proof = credentials.proof("client", "challenge", "text")
+    assert credentials.proves(proof, "client", "challenge", "text")
+    assert not credentials.proves(proof, "host", "challenge", "text")
+    assert not credentials.proves(proof, "client", "another", "text")
+    assert not credentials.proves(proof, "client", "challenge", "another")
+    assert not credentials.proves(None, "client", "challenge", "text")
     for other in (Credentials("another", "secret"), Credentials("key", "another")):
         assert not other.proves(proof, "client", "challenge", "text")
     assert Credentials("key", "a").start == Credentials("key", "b").start
@@ -865,13 +875,13 @@ def test_authentication_answer_is_bound_to_side_challenge_and_text():
 
 
 def test_replayed_hello_is_refused(start, key):
-    """A hello that somebody recorded, with its proof, to another challenge."""
+    """Send a recorded hello, whose proof answers another challenge."""
     point = rendezvous_point(key=key)
     start(World(0, 2, 0), point)
     credentials = Credentials(key, "")
     recorded = None
     for _ in range(2):
-        with knock(ports(point)[0]) as connection, connection.makefile() as reader:
+        with connect(ports(point)[0]) as connection, connection.makefile() as reader:
             challenge = greet(credentials, connection, reader)["challenge"]
             if recorded is None:
                 hello = json.dumps([1, 2, {"host": "evil"}])
@@ -879,7 +889,7 @@ def test_replayed_hello_is_refused(start, key):
                 recorded = encode({"hello": hello, "proof": proof})
             else:
                 connection.sendall(recorded)
-                assert is_sent_away(connection)
+                assert is_disconnected(connection)
     start(World(1, 2, 1), point)
     assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
 
@@ -887,9 +897,9 @@ def test_replayed_hello_is_refused(start, key):
 def test_every_rendezvous_has_its_own_nonce(start, key):
     nonces = set()
     for _ in range(2):
-        met = start_all(start, key, "aab", (0, 1, 0))[-3:]
-        met[0].listener.close()
-        nonces |= {one.nonce for one in met}
+        meetings = start_all(start, key, "aab", (0, 1, 0))[-3:]
+        meetings[0].listener.close()
+        nonces |= {one.nonce for one in meetings}
     assert len(nonces) == 2
     assert key not in nonces
 
@@ -897,35 +907,35 @@ def test_every_rendezvous_has_its_own_nonce(start, key):
 def test_silent_peer_is_disconnected_after_a_timeout(start, key):
     point = rendezvous_point(key=key)
     server = Server(start, 3, point)
-    with knock(ports(point)[0]) as silent:
+    with connect(ports(point)[0]) as silent:
         start(World(1, 3, 1), point)
         server.waits_for("rank 2")
-        server.move(NEWS_SECONDS)
-        assert is_sent_away(silent)
+        server.move(STATUS_SECONDS)
+        assert is_disconnected(silent)
     start(World(2, 3, 2), point)
     assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
 
 
-def test_oldest_unknown_peer_is_disconnected_where_there_are_too_many(start, key, monkeypatch):
-    monkeypatch.setattr(rendezvous.peers, "_STRANGERS", 2)
+def test_oldest_of_too_many_unknown_peers_is_disconnected(start, key, monkeypatch):
+    monkeypatch.setattr(rendezvous.peers, "_MORE_UNKNOWN", 2)
     point = rendezvous_point(key=key)
     start(World(0, 2, 0), point)
     with ExitStack() as stack:
-        silent = [stack.enter_context(knock(ports(point)[0])) for _ in range(8)]
-        assert is_sent_away(silent[0])
+        silent = [stack.enter_context(connect(ports(point)[0])) for _ in range(8)]
+        assert is_disconnected(silent[0])
         start(World(1, 2, 1), point)
         assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
 
 
 def test_rank_may_reconnect(start, key):
-    """Its first connection was lost on the way, and rank 0 does not know yet."""
+    """Lose the first connection of a rank without notice to rank 0, and connect again."""
     point = rendezvous_point(key=key)
     start(World(0, 3, 0), point)
-    with introduced(point, 1, 3), introduced(point, 1, 3) as reader:
+    with join_as(point, 1, 3), join_as(point, 1, 3) as reader:
         thread = start(World(2, 3, 2), point)
         reader.readline()
         assert "roster" in json.loads(reader.readline())
-        reader.buffer.raw._sock.sendall(encode({"heard": 1}))
+        reader.buffer.raw._sock.sendall(encode({"received": 1}))
         reader.readline()
         assert json.loads(reader.readline()) == {"begin": True}
         start.ended(thread)
@@ -935,7 +945,7 @@ def test_rank_may_reconnect(start, key):
 def test_ranks_of_one_host_listen_on_loopback_only(start, key):
     point = RendezvousPoint(key, "a")
     start(World(0, 2, 0, num_nodes=1), point)
-    knock(ports(point)[0]).close()
+    connect(ports(point)[0]).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", ports(point)[0]), timeout=PATIENCE)
     start(World(1, 2, 1, num_nodes=1), point)
@@ -953,7 +963,7 @@ def test_keepalive_ends_lost_connections():
         assert 0 < timeout <= 20_000
 
 
-def test_bridge_addresses_are_told_last(monkeypatch):
+def test_bridge_addresses_are_listed_last(monkeypatch):
     found = {
         "docker0": ["172.17.0.1"],
         "lo": ["127.0.0.1", "::1"],
@@ -964,25 +974,25 @@ def test_bridge_addresses_are_told_last(monkeypatch):
     assert interfaces.reachable() == ["10.0.0.1", "fd00::1", "172.17.0.1", "192.168.122.1"]
 
 
-def test_server_is_found_soon_among_many_hosts(start, key):
-    """Each of them is asked in every round, on the port that rank 0 nearly always has."""
+def test_server_is_found_quickly_among_many_hosts(start, key):
+    """Ask each host in every round, on the port that rank 0 nearly always has."""
     hosts = [f"127.0.{n // 200}.{n % 200 + 2}" for n in range(100)]
     point = RendezvousPoint(key, "a", None, sure=False, others=(*hosts, HOME), simulated=True)
-    asked = []
+    places = []
     real = rendezvous.client.Probe
 
     def knocks(place, *more):
-        asked.append(place)
+        places.append(place)
         return real(place, *more)
 
     rendezvous.client.Probe = knocks
     try:
         start(World(1, 2, 1), point)
-        until(lambda: (HOME, ports(point)[0]) in asked)
-        asked.clear()
+        until(lambda: (HOME, ports(point)[0]) in places)
+        places.clear()
         start(World(0, 2, 0), point)
         assert all(isinstance(outcome, rendezvous.Rendezvous) for outcome in start.ended())
-        # What was left of one round, and another one: two ports of each host.
-        assert len(asked) <= 2 * 2 * 101
+        # The rest of one round, and another one: two ports of each host.
+        assert len(places) <= 2 * 2 * 101
     finally:
         rendezvous.client.Probe = real

@@ -1,7 +1,7 @@
-"""Rendezvous on hosts with several networks: who joins, who is missing, what is cut off.
+"""Rendezvous on hosts with several networks: missing ranks, hosts that are cut off, addresses.
 
-Most starts have no torch: their ranks meet and tell the roster. Those that are about what gloo does
-open a whole Session.
+Most ranks do not import torch: they meet and return the roster. Ranks of tests about gloo open a
+Session.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.slurm
 HOSTS = ["node1", "node2", "node3"]
 SRUN = ("srun", "-N3", "-n3", "-w", "node[1-3]")
 JOB = ("sbatch", "--wait", "-N3", "-n3", "-w", "node[1-3]")
-START_TIMEOUT = 8  # where it has to run out; ranks of a busy machine come seconds apart
-GRACE = 18  # seconds after --start-timeout until the last rank has said what is wrong
-PATIENCE = 60  # seconds until a hang is called one; nothing that works comes near it
+START_TIMEOUT = 8  # where it must run out; ranks of a busy machine start seconds apart
+GRACE = 18  # seconds after --start-timeout until the last rank has printed its error
+PATIENCE = 60  # seconds until a hang is an error; all that works takes much less
 
-# A rank: its options are JSON. It says "here" before it meets the others, waits for a file where
-# it is told to be late, and leaves its outcome in a file, because its cable may be pulled.
+# A rank: its options are JSON. It makes a file before the rendezvous, waits for a file if it must
+# be late, and writes its outcome to a file, because its network may be cut.
 RANK = """
 import json, os, subprocess, sys, time
 from pathlib import Path
@@ -51,12 +51,12 @@ def wait_for(path):
 
 
 def meet():
-    met = rendezvous.meet(
+    meeting = rendezvous.meet(
         start.world, start.rendezvous_point, {}, options["start_timeout"], error=start.waste
     )
-    if met.listener is not None:
-        met.listener.close()
-    return {"hosts": met.world.hosts, "addresses": met.roster.addresses}
+    if meeting.listener is not None:
+        meeting.listener.close()
+    return {"hosts": meeting.world.hosts, "addresses": meeting.roster.addresses}
 
 
 def train():
@@ -97,12 +97,12 @@ def hold_before_the_backend(file):
 
     opened = backends.open_backend
 
-    def held(*arguments):
+    def wait_and_open(*arguments):
         touch(f"met-{rank}")
         wait_for(folder / file)
         return opened(*arguments)
 
-    backends.open_backend = held
+    backends.open_backend = wait_and_open
 
 
 start = launchers.survey()
@@ -111,7 +111,7 @@ if options["train"]:
     import hpctrain.training.session
 if "hold" in options:
     hold_before_the_backend(options["hold"])
-touch(f"here-{rank}")
+touch(f"began-{rank}")
 if str(rank) in options["late"]:
     wait_for(folder / options["late"][str(rank)])
 began = time.monotonic()
@@ -122,7 +122,7 @@ except errors.HpctrainError as error:
     outcome = {"error": str(error), "code": error.exit_code}
     raise
 except BaseException as error:
-    outcome = {"error": f"not ours: {error!r}", "code": -1}
+    outcome = {"error": f"another error: {error!r}", "code": -1}
     raise
 finally:
     outcome |= {"seconds": round(time.monotonic() - began, 1), "host": os.uname().nodename}
@@ -132,29 +132,29 @@ finally:
 
 
 class Start:
-    """The ranks that one command starts, and what they leave in a folder."""
+    """The ranks that one command starts, and the files that they write to a folder."""
 
     def __init__(self, folder, process):
         self.folder, self.process = folder, process
 
     def wait_for(self, *names):
-        """Until files are there."""
+        """Wait until files exist."""
         for name in names:
-            eventually((self.folder / name).exists, self)
+            wait_until((self.folder / name).exists, self)
 
     def touch(self, name):
         (self.folder / name).touch()
 
     def outcomes(self, *ranks):
-        """By rank what it met or said; the seconds go to the report."""
+        """Return the outcomes of ranks; print their seconds."""
         self.wait_for(*(f"outcome-{rank}" for rank in ranks))
         outcomes = [json.loads((self.folder / f"outcome-{rank}").read_text()) for rank in ranks]
         for rank, outcome in zip(ranks, outcomes, strict=True):
             print(f"{self.folder.name}: rank {rank} {outcome}")
         return outcomes
 
-    def met(self, size=3):
-        """What each of all ranks has, when all met at the right addresses of their hosts."""
+    def meetings(self, size=3):
+        """Return the outcomes of all ranks; check that they met at the addresses of their hosts."""
         outcomes = self.outcomes(*range(size))
         for outcome in outcomes:
             assert "error" not in outcome, outcome["error"]
@@ -163,7 +163,7 @@ class Start:
         return outcomes
 
     def errors(self, *ranks):
-        """By rank the message that it ended with, in time."""
+        """Return the error messages of ranks; check that they came in time."""
         outcomes = self.outcomes(*ranks)
         for outcome in outcomes:
             assert outcome.get("code", -1) > 0, outcome
@@ -174,16 +174,16 @@ class Start:
         return (self.folder / "log").read_text()
 
 
-def eventually(holds, made):
+def wait_until(condition, start):
     """Wait until a condition holds."""
     deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline, made.log()
+    while not condition():
+        assert time.monotonic() < deadline, start.log()
         time.sleep(0.02)
 
 
 def callers(cluster, host):
-    """The addresses of those who are connected to a port of the rendezvous on a host."""
+    """Return the addresses of the peers of a host's rendezvous port."""
     listing = cluster.run(["ss", "-Htn", "state", "established"], host).stdout
     pairs = [[end.rpartition(":") for end in line.split()[2:4]] for line in listing.splitlines()]
     return {
@@ -195,16 +195,16 @@ def callers(cluster, host):
 
 @pytest.fixture
 def start(cluster, tmp_path):
-    """Starts a command's ranks; what still runs at the end of the test is cancelled."""
+    """Return a function that starts ranks by a command; the end of the test cancels them."""
     processes = []
 
-    def one(launcher, name="start", env=None, train=False, late=None, **options):
+    def start_ranks(launcher, name="start", env=None, train=False, late=None, **options):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "rank.py").write_text(RANK)
-        told = {"folder": str(folder), "start_timeout": PATIENCE, "train": train}
-        told |= {"late": late or {}, "number": 1, "rounds": 1, **options}
-        command = [*launcher, launches.PYTHON, str(folder / "rank.py"), json.dumps(told)]
+        options_of_rank = {"folder": str(folder), "start_timeout": PATIENCE, "train": train}
+        options_of_rank |= {"late": late or {}, "number": 1, "rounds": 1, **options}
+        command = [*launcher, launches.PYTHON, str(folder / "rank.py"), json.dumps(options_of_rank)]
         if launcher[0].startswith("mpirun"):
             (folder / "job").write_text(f"#!/bin/sh\n{shlex.join(command)}\n")
             command = [*JOB, f"--output={folder / 'log'}", str(folder / "job")]
@@ -220,7 +220,7 @@ def start(cluster, tmp_path):
         return Start(folder, process)
 
     try:
-        yield one
+        yield start_ranks
     finally:
         if any(process.poll() is None for process in processes):
             cluster.clear()
@@ -230,26 +230,26 @@ def start(cluster, tmp_path):
 
 @pytest.mark.parametrize(("variable", "late"), [("HPCTRAIN_MAIN_PORT", "0"), ("MASTER_PORT", "2")])
 @pytest.mark.slow
-def test_two_jobs_on_one_port_train_at_once_and_never_mix(start, tmp_path, variable, late):
-    """B comes while A waits for one of its ranks; then they take turns in their sums."""
+def test_two_jobs_on_one_port_train_at_once_and_stay_separate(start, tmp_path, variable, late):
+    """Start B while A waits for a rank; then both run their sums in turns."""
     job = {"env": {variable: "23456"}, "train": True, "rounds": 4}
     first = start(SRUN, "A", late={late: "go"}, turns=[str(tmp_path / "B"), 1], **job)
-    first.wait_for("here-0", "here-1", "here-2")
+    first.wait_for("began-0", "began-1", "began-2")
     second = start(SRUN, "B", turns=[str(tmp_path / "A"), 0], number=1000, **job)
     second.wait_for("open-0")
     first.touch("go")
-    assert [outcome["sums"] for outcome in first.met()] == [[3] * 4] * 3
-    assert [outcome["sums"] for outcome in second.met()] == [[3000] * 4] * 3
+    assert [outcome["sums"] for outcome in first.meetings()] == [[3] * 4] * 3
+    assert [outcome["sums"] for outcome in second.meetings()] == [[3000] * 4] * 3
 
 
-# Where rank 0 is on another host than the first.
+# Rank 0 on another host than the first.
 
 
 @pytest.mark.slow
 def test_rank_0_on_the_host_that_slurm_hostfile_puts_it(start, tmp_path):
     (tmp_path / "hosts").write_text("node3\nnode1\nnode2\n")
     env = {"SLURM_HOSTFILE": str(tmp_path / "hosts")}
-    outcomes = start(["srun", "-n3", "-m", "arbitrary"], env=env, train=True).met()
+    outcomes = start(["srun", "-n3", "-m", "arbitrary"], env=env, train=True).meetings()
     assert [outcome["host"] for outcome in outcomes] == ["node3", "node1", "node2"]
 
 
@@ -260,7 +260,7 @@ def test_rank_0_on_the_host_that_slurm_hostfile_puts_it(start, tmp_path):
 @pytest.mark.slow
 def test_rendezvous_of_several_ranks_per_host(start, distribution, hosts):
     launcher = [*SRUN, "-n6", "--ntasks-per-node=2", "-m", distribution]
-    assert [outcome["host"] for outcome in start(launcher).met(6)] == hosts
+    assert [outcome["host"] for outcome in start(launcher).meetings(6)] == hosts
 
 
 @pytest.mark.parametrize(
@@ -277,15 +277,15 @@ def test_mpirun_with_rank_0_not_on_the_first_host(start, tmp_path, lacking, comm
     program, *options = command.split()
     if shutil.which(program) is None:
         lacking(part, f"no {program} here")
-    outcomes = start([program, *options]).met()
+    outcomes = start([program, *options]).meetings()
     assert outcomes[0]["host"] != "node1"
 
 
-# Who does not come.
+# Missing ranks.
 
 
 @contextlib.contextmanager
-def cable_pulled(cluster, host):
+def network_cut(cluster, host):
     cluster.cut(host)
     try:
         yield
@@ -300,28 +300,28 @@ CUT_OFF = [pytest.param("node1", marks=pytest.mark.slow), "node3"]
 @pytest.mark.parametrize("host", CUT_OFF)
 def test_host_cut_off_before_the_rendezvous_is_named_on_both_sides(cluster, start, host):
     made = start(SRUN, late=dict.fromkeys("012", "go"), start_timeout=START_TIMEOUT)
-    made.wait_for("here-0", "here-1", "here-2")
-    with cable_pulled(cluster, host):
+    made.wait_for("began-0", "began-1", "began-2")
+    with network_cut(cluster, host):
         made.touch("go")
         errors = made.errors(0, 1, 2)
     lost = (1, 2) if host == "node1" else (2,)
     for rank, error in enumerate(errors):
         if rank in lost:
             assert f"rank {rank} on {HOSTS[rank]} did not find rank 0 at node1" in error
-            # "No route to host", or nothing at all for as long as its Ethernet address is known.
+            # "No route to host", or no answer as long as its Ethernet address is in the cache.
             assert f"node1 = {slurm.address('node1')}: " in error
         else:
-            named = "ranks 1, 2" if host == "node1" else "rank 2"
-            assert f"{named} of 3 did not come within {START_TIMEOUT} s" in error
-            assert f"nothing was heard from {', '.join(HOSTS[r] for r in lost)}" in error
+            named = "ranks 1 and 2" if host == "node1" else "rank 2"
+            assert f"{named} of 3 did not connect within {START_TIMEOUT} s" in error
+            assert f"no connection from {', '.join(HOSTS[r] for r in lost)}" in error
 
 
 @pytest.mark.slow
 def test_host_of_rank_0_cut_off_during_the_rendezvous_is_named(cluster, start):
     made = start(SRUN, late={"2": "never"}, start_timeout=START_TIMEOUT)
-    made.wait_for("here-0", "here-1")
-    eventually(lambda: slurm.address("node2") in callers(cluster, "node1"), made)
-    with cable_pulled(cluster, "node1"):
+    made.wait_for("began-0", "began-1")
+    wait_until(lambda: slurm.address("node2") in callers(cluster, "node1"), made)
+    with network_cut(cluster, "node1"):
         (error,) = made.errors(1)
     assert "rank 1 on node2 did not find rank 0 at node1" in error
     assert f"{slurm.address('node1')} answered, then was lost" in error
@@ -332,7 +332,7 @@ def test_host_of_rank_0_cut_off_during_the_rendezvous_is_named(cluster, start):
 def test_host_cut_off_after_the_rendezvous_is_named_on_both_sides(cluster, start, host):
     made = start(SRUN, train=True, hold="go", start_timeout=START_TIMEOUT)
     made.wait_for("met-0", "met-1", "met-2")
-    with cable_pulled(cluster, host):
+    with network_cut(cluster, host):
         made.touch("go")
         errors = made.errors(0, 1, 2)
     lost = (1, 2) if host == "node1" else (2,)
@@ -361,16 +361,18 @@ def test_wrong_hosts_file_is_named_on_each_host(cluster, start):
             files.enter_context(cluster.hosts_file(host, with_node1(host, line)))
         made = start(["srun", "-N4", "-n4"], start_timeout=START_TIMEOUT)
         first, *others = made.errors(0, 1, 2, 3)
-    assert f"ranks 1, 2, 3 of 4 did not come within {START_TIMEOUT} s" in first
-    assert "nothing was heard from node2, node3, node4" in first
-    for (rank, error), (host, (_, said)) in zip(enumerate(others, 1), wrong.items(), strict=True):
+    assert f"ranks 1-3 of 4 did not connect within {START_TIMEOUT} s" in first
+    assert "no connection from node2, node3, node4" in first
+    for (rank, error), (host, (_, message)) in zip(
+        enumerate(others, 1), wrong.items(), strict=True
+    ):
         assert f"rank {rank} on {host} did not find rank 0 at node1" in error
-        assert said in error
+        assert message in error
 
 
 @pytest.mark.slow
-def test_address_without_an_answer_delays_nobody(cluster, start):
-    """Of the name's addresses the last one is right; the first ones swallow, refuse, lead back."""
+def test_address_without_an_answer_does_not_delay_the_rendezvous(cluster, start):
+    """Give rank 0's name four addresses: no answer, refused, this host, and the right one."""
     silent = f"{slurm.SLOW_NETWORK}.99"
     neighbour = [silent, "lladdr", "02:00:00:00:00:99", "dev", "eth1", "nud", "permanent"]
     addresses = [silent, slurm.address("node4"), "127.0.1.1", slurm.address("node1")]
@@ -380,22 +382,22 @@ def test_address_without_an_answer_delays_nobody(cluster, start):
         with cluster.hosts_file("node2", with_node1("node2", lines)):
             made = start(SRUN, late={"0": "go"})
             calls = ["ss", "-Htn", "state", "syn-sent", "dst", silent]
-            eventually(lambda: cluster.run(calls, "node2").stdout, made)
+            wait_until(lambda: cluster.run(calls, "node2").stdout, made)
             made.touch("go")
-            assert made.met()[0]["seconds"] < 10
+            assert made.meetings()[0]["seconds"] < 10
     finally:
         cluster.run(["ip", "neigh", "del", silent, "dev", "eth1"], "node2", check=True)
 
 
 def with_node1(host, lines):
-    """The hosts file of a host with other lines for node1."""
-    kept = [text for text in slurm.hosts_text(host).splitlines() if " node1" not in text]
-    return "\n".join([*kept, lines, ""])
+    """Return the hosts file of a host with other lines for node1."""
+    lines_of_others = [text for text in slurm.hosts_text(host).splitlines() if " node1" not in text]
+    return "\n".join([*lines_of_others, lines, ""])
 
 
 @pytest.fixture
 def ipv6_only(cluster, lacking):
-    """Lets the hosts' names be IPv6 addresses of a network: see `Cluster.ipv6`."""
+    """Return a context in which host names are IPv6 addresses of a network, see `Cluster.ipv6`."""
     if not slurm.has_ipv6():
         lacking("ipv6", "this kernel has none")
 

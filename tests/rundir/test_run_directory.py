@@ -1,4 +1,4 @@
-"""Files of a run are written whole or not at all, and read with what a crash can leave."""
+"""Files of a run directory: atomic writes, and reading after a crash."""
 
 import errno
 import os
@@ -7,14 +7,8 @@ import stat
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.rundir import (
-    RunDirectory,
-    append,
-    create,
-    read_exit_status,
-    replace,
-    write_exit_status,
-)
+from hpctrain.rundir import RunDirectory, append, create, replace
+from hpctrain.rundir.exit_status import read_exit_status, write_exit_status
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 75, 76])
@@ -31,9 +25,9 @@ def test_exit_status_file_round_trip(tmp_path, code):
 def test_exit_status_file_that_is_incomplete_is_none(tmp_path):
     path = tmp_path / "exit-status"
     write_exit_status(str(path), 75, "stopped")
-    whole = path.read_bytes()
-    for length in range(len(whole) - 1):  # the last byte ends the line
-        path.write_bytes(whole[:length])
+    complete = path.read_bytes()
+    for length in range(len(complete) - 1):  # the last byte ends the line
+        path.write_bytes(complete[:length])
         assert read_exit_status(path) is None
     for strange in (
         b"75",
@@ -93,11 +87,11 @@ def test_metrics_reader_leaves_out_a_truncated_line(tmp_path):
     lines = '{"step": 10, "loss": 0.5}\n{"step": 20, "loss": NaN}\n'
     run.metrics.write_text(lines)
     assert [row["step"] for row in run.rows()] == [10, 20]
-    whole = '{"step": 30, "loss": 0.25}'
-    for length in range(len(whole)):
-        run.metrics.write_text(lines + whole[:length])
+    complete = '{"step": 30, "loss": 0.25}'
+    for length in range(len(complete)):
+        run.metrics.write_text(lines + complete[:length])
         assert [row["step"] for row in run.rows()] == [10, 20]
-    run.metrics.write_text(lines + whole)
+    run.metrics.write_text(lines + complete)
     assert run.rows()[2] == {"step": 30, "loss": 0.25}
 
 

@@ -1,4 +1,4 @@
-"""What `pip install .` installs."""
+"""The files that `pip install .` installs."""
 
 import os
 import shutil

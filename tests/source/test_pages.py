@@ -1,4 +1,4 @@
-"""Pages whose tables are made from result files, and the rules for these files."""
+"""The tables of pages, made from result files, and the rules for these files."""
 
 import argparse
 import importlib.util
@@ -13,9 +13,9 @@ import pytest
 
 TOP = Path(__file__).resolve().parents[2]
 RECORDS = sorted((TOP / "benchmarks" / "results").glob("*.json"))
-# Records of before may have been made with uncommitted changes; the page says so beside them.
+# Older records may come from a tree with uncommitted changes; the page marks them.
 CLEAN_SINCE = "2026-11-22T20:00"
-# What is measured: an interval, a small difference, a time or size, a day.
+# Measured figures: an interval, a small difference, a time or size, a date.
 FIGURE = re.compile(
     r"\[-?[\d.,]+, -?[\d.,]+\]|\d\.\de-\d|\d ?(?:ms|µs|[kMG]B)\b|\d\.\d+ (?:s|times|×)|20\d\d-\d\d"
 )
@@ -23,7 +23,7 @@ FIGURE = re.compile(
 
 @pytest.fixture
 def load(monkeypatch):
-    """Import a module of the benchmarks or of this folder's parent, for one test."""
+    """Return a function that imports a module of benchmarks/ or tests/ for one test."""
     for folder in ("tests", "benchmarks", "benchmarks/pages"):
         monkeypatch.syspath_prepend(str(TOP / folder))
     before = set(sys.modules)
@@ -33,8 +33,8 @@ def load(monkeypatch):
             sys.modules.pop(name, None)
 
 
-def copied(folder, *names):
-    """A copy of files and folders of the repository."""
+def copy_of(folder, *names):
+    """Copy files and folders of the repository; return the folder of the copy."""
     for name in names:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -72,12 +72,12 @@ def test_pages_equal_their_result_files(load):
 
 def test_every_table_and_every_result_file_is_on_a_page(load):
     blocks, tables = load("blocks"), load("tables")
-    shown = {name for page in blocks.PAGES for name in blocks.names((TOP / page).read_text())}
-    assert shown == set(tables.TABLES)
-    assert {json.loads(path.read_text()).get("benchmark", path.stem) for path in RECORDS} <= shown
+    names = {name for page in blocks.PAGES for name in blocks.names((TOP / page).read_text())}
+    assert names == set(tables.TABLES)
+    assert {json.loads(path.read_text()).get("benchmark", path.stem) for path in RECORDS} <= names
 
 
-def test_no_measured_figure_stands_outside_of_the_tables(load):
+def test_measured_figures_are_in_tables_only(load):
     blocks = load("blocks")
     for name in blocks.PAGES:
         prose = re.sub(
@@ -87,17 +87,17 @@ def test_no_measured_figure_stands_outside_of_the_tables(load):
 
 
 def test_check_names_the_command_that_renews_a_page(tmp_path):
-    copied(tmp_path, "benchmarks", "docs")
+    copy_of(tmp_path, "benchmarks", "docs")
     page = tmp_path / "docs" / "status.md"
-    whole = page.read_text()
-    page.write_text(whole.replace("| never |", "| here |", 1))
-    assert page.read_text() != whole
+    text = page.read_text()
+    page.write_text(text.replace("| never |", "| here |", 1))
+    assert page.read_text() != text
     done = run(tmp_path, "benchmarks/pages", "--check")
     assert done.returncode == 1, done.stderr
     assert "docs/status.md: differs from its results" in done.stdout
     assert "fix: python benchmarks/pages" in done.stdout
     assert run(tmp_path, "benchmarks/pages").stdout == "docs/status.md: written\n"
-    assert page.read_text() == whole
+    assert page.read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_check_names_the_command_that_renews_a_page(tmp_path):
     ],
     ids=["no end", "no beginning", "no such table"],
 )
-def test_marks_of_a_table_without_partner_or_name_are_refused(load, page):
-    with pytest.raises(ValueError, match=r"other mark|no table is called x"):
+def test_marks_of_a_table_without_end_or_name_are_refused(load, page):
+    with pytest.raises(ValueError, match=r"other mark|no table has the name x"):
         load("blocks").renew(page, TOP)
 
 
@@ -132,23 +132,23 @@ def test_benchmark_page_shows_the_newest_run_of_each_arm(load, tmp_path):
             for arm, value in arms.items()
         }
         machine = {"cpu": "CPU", "cores": 2, "load": 0.1}
-        said = {"benchmark": "startup", "date": date, "machine": machine, "commit": "abc+"}
+        fields = {"benchmark": "startup", "date": date, "machine": machine, "commit": "abc+"}
         path = tmp_path / "benchmarks" / "results" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**said, "results": figures}))
+        path.write_text(json.dumps({**fields, "results": figures}))
 
     record("startup", "2026-01-01", fast=10, alone=20)
     record("startup_more", "2026-01-02", fast=30)
-    shown = tables.benchmark("startup", tmp_path)
-    assert "| fast | 30.0 [29.0, 31.0] |" in shown
-    assert "| alone | 20.0 [19.0, 21.0] |" in shown
-    assert "10.0" not in shown
-    assert shown.count("`abc`, uncommitted changes") == 2
+    table = tables.benchmark("startup", tmp_path)
+    assert "| fast | 30.0 [29.0, 31.0] |" in table
+    assert "| alone | 20.0 [19.0, 21.0] |" in table
+    assert "10.0" not in table
+    assert table.count("`abc`, uncommitted changes") == 2
     assert tables.benchmark("precision", tmp_path) == "Not measured yet."
 
 
 def test_results_are_refused_in_a_tree_with_uncommitted_changes(tmp_path, capsys):
-    top = copied(tmp_path / "top", "benchmarks/measure.py")
+    top = copy_of(tmp_path / "top", "benchmarks/measure.py")
     spec = importlib.util.spec_from_file_location("a_copy", top / "benchmarks" / "measure.py")
     measure = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(measure)
@@ -156,27 +156,27 @@ def test_results_are_refused_in_a_tree_with_uncommitted_changes(tmp_path, capsys
     parser = argparse.ArgumentParser()
     measure.add_save(parser)
 
-    def refused():
+    def refusal():
         with pytest.raises(SystemExit) as ended:
             parser.parse_args(["--save", str(inside)])
         assert ended.value.code == 2
         return capsys.readouterr().err
 
-    assert "is no git repository" in refused()
+    assert "is no git repository" in refusal()
     (top / ".gitignore").write_text("__pycache__\n")
     git(top, "init", "-q")
     git(top, "add", ".")
     git(top, "commit", "-qm", "all")
     (top / "benchmarks" / "new.py").touch()
-    assert "uncommitted changes" in refused()
+    assert "uncommitted changes" in refusal()
     with pytest.raises(SystemExit, match=r"not saved: .* uncommitted changes"):
         measure.save(inside, {})
     assert not inside.exists()
-    assert parser.parse_args(["--save", str(outside)]).save == outside  # elsewhere it is marked
+    assert parser.parse_args(["--save", str(outside)]).save == outside  # accepted
     assert measure.facts([])["commit"].endswith("+")
     git(top, "add", ".")
     git(top, "commit", "-qm", "new")
-    for _ in range(2):  # one result does not stand in the way of the next
+    for _ in range(2):  # a saved result does not refuse the next one
         measure.save(parser.parse_args(["--save", str(inside)]).save, measure.facts([]))
     assert re.fullmatch(r"[0-9a-f]{12}", json.loads(inside.read_text())["commit"])
 
@@ -190,7 +190,7 @@ JUNIT = """<testsuites><testsuite>
 FACTS = {"date": "2026-12-01", "machine": "a machine", "commit": "abc", "command": "a command"}
 
 
-def test_reliability_counts_tests_by_backend_and_keeps_what_was_not_run(load, tmp_path):
+def test_reliability_counts_tests_by_backend_and_keeps_other_rows(load, tmp_path):
     results = load("results")
     file = next(iter(results.SECTIONS))
     test = next(name for name in results.first_lines(TOP / file) if name.startswith("test_"))
@@ -228,7 +228,7 @@ def test_status_is_dated_where_all_tests_of_a_row_passed(load, tmp_path):
     assert others == rows[1:]
 
 
-def test_results_name_tests_that_exist(load):
+def test_results_name_files_of_tests_that_exist(load):
     folder = TOP / "docs" / "results"
     named = set(load("results").SECTIONS)
     named |= {row["file"] for row in json.loads((folder / "reliability.json").read_text())["rows"]}

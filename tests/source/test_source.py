@@ -1,4 +1,4 @@
-"""The source itself: format, lint, types, layers, scripts, and what a clone must not hold."""
+"""The source: format, lint, types, layers, scripts, and files that do not belong in it."""
 
 import re
 import shutil
@@ -44,7 +44,7 @@ def test_shellcheck_finds_nothing(script, lacking):
     assert done.returncode == 0, done.stdout
 
 
-def _tracked():
+def tracked_files():
     done = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"],
         cwd=TOP,
@@ -58,15 +58,15 @@ def _tracked():
 def test_top_level_folder_holds_known_files_only():
     expected = {"setup.cfg", "setup.py", "README.md", "hpctrain", "sbatch", "tests", "examples"}
     expected |= {"docs", "benchmarks", "LICENSE", "CHANGELOG.md"}
-    found = {path.relative_to(TOP).parts[0] for path in _tracked()}
+    found = {path.relative_to(TOP).parts[0] for path in tracked_files()}
     assert {name for name in found if not name.startswith(".")} == expected
 
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
-def test_links_between_pages_lead_somewhere():
-    pages = [path for path in _tracked() if path.suffix == ".md"]
+def test_links_between_pages_have_a_target():
+    pages = [path for path in tracked_files() if path.suffix == ".md"]
     assert len(pages) > 3
     dead = [
         f"{page.relative_to(TOP)}: {target}"

@@ -1,9 +1,9 @@
-"""The cluster of cluster.py with Slurm's accounting: slurmdbd and a MariaDB of its own.
+"""The cluster of cluster.py with Slurm's accounting: slurmdbd and MariaDB.
 
     apt-get install slurmdbd mariadb-server-core mariadb-client-core
 
-A cluster beside the one without: in another folder, in namespaces of its own. The database listens
-on the login host's loopback alone, and is removed with the cluster.
+A separate cluster, in another folder and other namespaces. The database listens only on the
+loopback interface of the login host, and is removed with the cluster.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import time
 from cluster import NAME, SYSTEM_PATH, Cluster, ClusterError, available
 
 PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db")
-# A job is forgotten after the first of these seconds, and after the next look for such jobs.
+# Slurm removes a job from its memory after these seconds, at its next check for such jobs.
 MIN_JOB_AGE = 2
 
-# The "password" is where munged listens.
+# The "password" is the socket of munged.
 SLURM_CONF = """\
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=login
@@ -45,7 +45,7 @@ MARIADB = (
 
 
 def missing() -> str:
-    """Say in one line why no accounting can run here; "" when it can."""
+    """Return in one line why no accounting can run here; "" if it can."""
     absent = [one for one in PROGRAMS if shutil.which(one, path=SYSTEM_PATH) is None]
     if absent:
         packages = "slurmdbd mariadb-server-core mariadb-client-core"
@@ -54,7 +54,7 @@ def missing() -> str:
 
 
 class AccountedCluster(Cluster):
-    """The one with accounting: an account physics, for root, beside that of root's own."""
+    """A cluster with accounting: root has the accounts root and physics."""
 
     def __init__(self) -> None:
         super().__init__(f"{NAME}-accounting")
@@ -64,7 +64,7 @@ class AccountedCluster(Cluster):
         with self.configuration.open("a") as file:
             file.write(SLURM_CONF.format(directory=self.directory, age=MIN_JOB_AGE))
         slurmdbd = self.directory / "slurmdbd.conf"
-        slurmdbd.touch(mode=0o600)  # it refuses one that others can read
+        slurmdbd.touch(mode=0o600)  # slurmdbd refuses a file that others can read
         slurmdbd.write_text(SLURMDBD_CONF.format(directory=self.directory))
 
     def _start_munge(self) -> None:
@@ -75,7 +75,7 @@ class AccountedCluster(Cluster):
         if done.returncode:
             raise ClusterError(f"mariadb-install-db failed: {done.stdout}{done.stderr}")
         files = [f"--{one}={data}/{one}" for one in ("socket", "pid-file", "log-error")]
-        # It stays in the foreground; its end comes with that of the host's other processes.
+        # It stays in the foreground, and ends with the other processes of the host.
         subprocess.Popen(
             self.command(["mariadbd", *MARIADB, f"--datadir={data}", *files]), env=self.environ(),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

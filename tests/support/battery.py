@@ -1,4 +1,4 @@
-"""A session, a model, data and a loop for tests of what every backend promises."""
+"""A session, a model, data and a loop for tests of every backend."""
 
 import os
 
@@ -18,7 +18,7 @@ HOROVOD_SLOW = pytest.mark.parametrize(
 
 
 def session(**options):
-    """Over the backend that the `run` fixture chose; outside of the battery, the default one."""
+    """Open a session over the backend of the `run` fixture; outside of it, over the default one."""
     return hpctrain.Session(backend=os.environ.get("TEST_BACKEND", "auto"), **options)
 
 
@@ -35,12 +35,12 @@ def images(count, seed=0):
 
 
 def fit(session, model, loader, after=lambda run: None, taken=lambda run, loss: loss):
-    """Train a prepared model to the end of a run: a step and a row for each batch; the run.
+    """Train a prepared model to the end of a run, a step and a row for each batch; return the run.
 
     Args:
-        session, model, loader: as the session gave them.
+        session, model, loader: the session, and the model and loader that it prepared.
         after: called after each batch.
-        taken: what a step takes for the loss.
+        taken: returns the loss that the step gets.
     """
     with session.run(name="battery") as run:
         for _ in run.epochs():
@@ -54,7 +54,7 @@ def fit(session, model, loader, after=lambda run: None, taken=lambda run, loss: 
 
 
 def train(session, steps, model=None, lr=0.05):
-    """Losses of the first steps, and the model."""
+    """Train; return the losses of the first steps, and the model."""
     model = model or small_model()
     model, _optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr, 0.9))
     losses = []
@@ -72,7 +72,7 @@ def identity():
 
 
 def by_world_size(run, sizes, program, folder, monkeypatch):
-    """What the ranks of each world return, each world in a folder of its own."""
+    """Run a program in worlds of several sizes, each in its own folder; return results by size."""
     found = {}
     for size in sizes:
         (folder / str(size)).mkdir()

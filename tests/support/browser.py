@@ -1,4 +1,4 @@
-"""A real browser that looks at a file, and says what it did for that."""
+"""A real browser that opens a file, and records messages and requests of the page."""
 
 import contextlib
 import shutil
@@ -14,7 +14,7 @@ _UNDECODED = """() => [...document.images].filter(image => !image.complete || !i
 
 
 def why_not() -> str:
-    """What is missing for a browser; empty where there is one."""
+    """Return how to install a missing part of the browser; "" if all are installed."""
     if not shutil.which(EXECUTABLE):
         return f"apt-get install {EXECUTABLE}"
     try:
@@ -25,14 +25,14 @@ def why_not() -> str:
 
 
 class Browser:
-    """Chromium, without a window.
+    """Chromium without a window.
 
     Args:
         driver: of playwright.
 
     Attributes:
-        said: errors and warnings of the page's console, and errors of its scripts.
-        asked: the addresses that were asked for since the last `open`, but data: ones.
+        messages: errors and warnings of the page's console, and errors of its scripts.
+        requests: the addresses requested since the last `open`, without data: ones.
         page: of playwright.
     """
 
@@ -42,55 +42,55 @@ class Browser:
             executable_path=shutil.which(EXECUTABLE), args=["--no-sandbox"]
         )
         self.page = self._chromium.new_page()
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.messages: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.messages.append(message.text))
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
         self.page.on("dialog", self._dialog)
         self.page.on("request", self._request)
 
     def _dialog(self, dialog: Any) -> None:
-        self.said.append(f"a dialog: {dialog.message}")
+        self.messages.append(f"a dialog: {dialog.message}")
         dialog.dismiss()
 
     def _request(self, request: Any) -> None:
         if not request.url.startswith("data:"):
-            self.asked.append(request.url)
+            self.requests.append(request.url)
 
     def open(
         self, path: Path, width: int = 1280, scheme: str = "light", media: str = "screen"
     ) -> Any:
-        """Open a file; the page.
+        """Open a file; return the page.
 
         Args:
             path: of an HTML file.
             width: of the window, in pixels.
-            scheme: light or dark, as the person has it.
+            scheme: light or dark, the preference of the user.
             media: screen or print.
         """
-        self.asked.clear()
-        self.said.clear()
+        self.requests.clear()
+        self.messages.clear()
         self.page.set_viewport_size({"width": width, "height": 800})
         self.page.emulate_media(media=media, color_scheme=scheme)
         self.page.goto(path.resolve().as_uri())
         return self.page
 
     def overflow(self) -> int:
-        """Pixels by which the page is wider than its window."""
+        """Return the pixels by which the page is wider than its window."""
         return self.page.evaluate(_OVERFLOW)
 
     def undecoded(self) -> list[str]:
-        """The images that are not there, by what stands in for them."""
+        """Return the alternative texts of images that are not shown."""
         return self.page.evaluate(_UNDECODED)
 
     def close(self) -> None:
-        """End it."""
+        """Close the browser."""
         self._chromium.close()
 
 
 @contextlib.contextmanager
 def browser() -> Iterator[Browser]:
-    """A browser for as long as the block lasts."""
+    """Run a browser for as long as the block lasts."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:

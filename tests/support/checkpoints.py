@@ -1,4 +1,4 @@
-"""Checkpoints of a few numbers, which say of which step they are."""
+"""Small checkpoints whose state shows their step."""
 
 import torch
 
@@ -14,7 +14,7 @@ def state_of(step, size=6):
 
 
 def two_checkpoints(path):
-    """A run with checkpoints of steps 1 and 2."""
+    """Make a run with checkpoints of steps 1 and 2; return its directory."""
     directory = RunDirectory(path)
     for step in (1, 2):
         save(directory, step, state_of(step), {})
@@ -22,7 +22,7 @@ def two_checkpoints(path):
 
 
 def newest(run):
-    """The step that is loaded; the state is that of the step."""
+    """Load the newest checkpoint; return its step, and check that the state is that of the step."""
     step, state = load_newest(run)
     assert state["position"] == {"step": step}
     assert (state["model"]["weight"] == float(step)).all()

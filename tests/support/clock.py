@@ -1,4 +1,4 @@
-"""A clock that tests move, for the `clock` argument of what has a time-out."""
+"""A clock that tests move, for the `clock` argument of objects with a time-out."""
 
 
 class Clock:
@@ -16,5 +16,5 @@ class Clock:
         return self._source() + self._moved
 
     def move(self, seconds):
-        """Let seconds go by at once."""
+        """Move the clock by some seconds."""
         self._moved += seconds

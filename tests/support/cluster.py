@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# What the directories of all clusters begin with.
+# The prefix of the directories of all clusters.
 NAME = "hpctrain-slurm"
 NODES = ("node1", "node2", "node3", "node4")
 SWITCH = "switch"
@@ -41,7 +41,7 @@ ADDRESSES = {"login": 100} | {node: number for number, node in enumerate(NODES, 
 CLUSTER_NETWORK = "10.77.0"
 SLOW_NETWORK = "192.168.77"
 DOCKER_ADDRESS = "172.17.0.1/16"
-# By interface, what an IPv6 address begins with; the host's number follows.
+# The prefix of IPv6 addresses by interface; the host's number follows.
 IPV6_NETWORKS = {"eth0": "fd77::", "eth1": "fd77:0:0:1::"}
 # What a cable is called at the host, and the bridge at its other end; the one that only keeps
 # docker0 up, as a running container would, ends in none.
@@ -191,7 +191,7 @@ class Cluster:
         self.ssh_folder = self.directory / "ssh" / "bin"
 
     def start(self) -> None:
-        """Remove whatever an earlier run has left and return when all nodes are idle."""
+        """Remove the remains of an earlier run; return when all nodes are idle."""
         if reason := available():
             raise ClusterError(reason)
         with self._locked():
@@ -208,7 +208,7 @@ class Cluster:
                 raise
 
     def stop(self) -> None:
-        """Kill every process on the hosts, with which the hosts vanish, and remove the files."""
+        """Kill every process on the hosts, which removes the hosts, and remove the files."""
         with self._locked():
             self._remove()
 
@@ -217,7 +217,7 @@ class Cluster:
         return ["sh", "-c", ENTER, str(self._holder(host)), *argv]
 
     def environ(self) -> dict[str, str]:
-        """Return the caller's environment with this Slurm and nothing of the caller's own."""
+        """Return the caller's environment with this Slurm instead of the caller's."""
         foreign = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "PMI")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         return kept | {"SLURM_CONF": str(self.configuration), "PATH": _path()}
@@ -262,15 +262,15 @@ class Cluster:
         return number, int(code) or (128 + int(cause) if int(cause) else 0)
 
     def cut(self, host: str) -> None:
-        """Pull the host's network cables; its processes run on, and Slurm takes 30 s to notice."""
+        """Disconnect a host's networks; its processes run on, and Slurm detects it after 30 s."""
         self._set_cables(host, "down")
 
     def mend(self, host: str) -> None:
-        """Plug them in; idle again within a minute, or at once after `scontrol reconfigure`."""
+        """Connect them again; the host is idle within a minute, or after `scontrol reconfigure`."""
         self._set_cables(host, "up")
 
     def power_off(self, host: str, silently: bool = False) -> None:
-        """Lose a host: nothing runs there any more, and it answers to nobody.
+        """Power a host off: it runs no process and does not answer.
 
         Args:
             host: which one.
@@ -284,19 +284,19 @@ class Cluster:
             self.cut(host)
 
     def crash(self, host: str) -> None:
-        """Kill what runs on a host, slurmd and its tasks; its kernel and network go on."""
+        """Kill all processes on a host, slurmd and its tasks; its kernel and network stay up."""
         self._kill({os.readlink(f"/proc/{self._holder(host)}/ns/net")}, {self._holder(host)})
 
     def power_on(self, host: str) -> None:
-        """Bring back a host that was lost; idle again within a minute, or when told to resume."""
+        """Power a lost host on; it is idle within a minute, or after `state=resume`."""
         self.mend(host)
         self._start_node(host)
 
     def clear(self) -> None:
         """Cancel all jobs and return when all nodes are idle."""
         self.run(["scancel", "--user=root"])
-        # Not hurried by `scontrol reconfigure`: a step that ends meanwhile is not heard then, and
-        # says so again only after a minute.
+        # Without `scontrol reconfigure`: Slurm would lose the message of a step that ends then,
+        # and get it again only after a minute.
         self._wait_until_idle(90)
 
     @contextlib.contextmanager
@@ -320,7 +320,7 @@ class Cluster:
 
         eth0 keeps what it has: Slurm talks over it.
         """
-        # Usable at once (nodad): nobody else can have it.
+        # Usable at once (nodad): no other host can have it.
         news = [f"address add {address6(host, interface)}/64 dev {interface} nodad"]
         olds = [f"address del {address6(host, interface)}/64 dev {interface}"]
         if interface == "eth1":
@@ -339,7 +339,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def _locked(self, timeout: float = 120) -> Iterator[None]:
-        """Let one process at a time start or stop; on the parent, so that no file stays behind."""
+        """Let one process at a time start or stop; lock the parent, so that no file remains."""
         descriptor = os.open(self.directory.parent, os.O_RDONLY)
         try:
             deadline = time.monotonic() + timeout
@@ -359,7 +359,7 @@ class Cluster:
             os.close(descriptor)
 
     def _remove(self, timeout: float = 20) -> None:
-        """Kill what runs in the hosts' network namespaces, job steps included, then the files.
+        """Kill the processes in the hosts' network namespaces, steps included; remove the files.
 
         A host's holder may be dead while its slurmd lives, so any process that has this
         cluster's SLURM_CONF gives its namespace away, and then takes all others in it along.
@@ -371,7 +371,7 @@ class Cluster:
             shutil.rmtree(self.directory)
 
     def _kill(self, networks: set[str], spared: set[int], timeout: float = 20) -> None:
-        """Kill what runs in network namespaces, but for the process ids that are spared."""
+        """Kill the processes in network namespaces, except those with the spared ids."""
 
         def left() -> list[int]:
             inside = [int(process.name) for process, network in _networks() if network in networks]
@@ -396,7 +396,7 @@ class Cluster:
         key.write_bytes(os.urandom(128))
         gpus = self.directory / "gpu"
         for number in range(GPUS_PER_NODE):
-            # Another /dev/null: there to be counted, and harmless to open.
+            # Like /dev/null: Slurm counts it, and opening it is harmless.
             os.mknod(f"{gpus}{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
         nodes = [NODE_LINE.format(node=node, address=address(node)) for node in NODES]
         self.configuration.write_text(
@@ -428,7 +428,7 @@ class Cluster:
                 raise ClusterError(f"ssh-keygen failed: {made.stderr.strip()}")
         (folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=folder))
         (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
-        # Where sshd puts the part of itself that a stranger talks to; Debian's service makes it.
+        # The folder for sshd's unprivileged process; Debian's service makes it.
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         ssh = self.ssh_folder / "ssh"
         real = shutil.which("ssh", path=_path())
@@ -509,7 +509,7 @@ class Cluster:
     def _start_node(self, node: str) -> None:
         self._daemon(node, ["slurmd"], self.directory / node / "slurmd.log")
         sshd = shutil.which("sshd", path=_path())
-        if sshd:  # it wants to be called by its whole name
+        if sshd:  # sshd must be started by its full path
             configuration = self.ssh_folder.parent / "sshd_config"
             log = self.directory / node / "sshd.log"
             self._daemon(node, [sshd, "-f", str(configuration), "-E", str(log)], log)
@@ -543,7 +543,7 @@ class Cluster:
 
 
 def _parent() -> Path:
-    """Return the folder of all clusters: /run, because munged wants one where only root writes."""
+    """Return the folder of all clusters: /run, because munged needs one where only root writes."""
     return Path(os.environ.get("HPCTRAIN_TEST_CLUSTER", "/run"))
 
 
@@ -553,7 +553,7 @@ def _capture(argv: Sequence[str], environ: dict[str, str]) -> subprocess.Complet
 
 
 def _networks() -> Iterator[tuple[Path, str]]:
-    """Go through the machine's living processes with the network namespace of each."""
+    """Yield the machine's running processes with the network namespace of each."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             yield process, os.readlink(process / "ns/net")
@@ -573,7 +573,7 @@ def _tail(log: Path, lines: int = 15) -> str:
 
 
 def _path() -> str:
-    """Return the caller's PATH with the directories of the daemons, which users' often lack."""
+    """Return the caller's PATH with the directories of the daemons, which may be missing there."""
     return os.pathsep.join(filter(None, [os.environ.get("PATH"), SYSTEM_PATH]))
 
 

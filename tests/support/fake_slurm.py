@@ -1,34 +1,34 @@
-"""Commands of Slurm's as scripts that print what a test has told them to."""
+"""Fakes of Slurm's commands: scripts that print the output that a test sets."""
 
 import json
 import sys
 from pathlib import Path
 
-# Prints the jobs of a JSON file as squeue would, by the columns and separators of --Format.
+# Prints the jobs of a JSON file as squeue does, by the columns and separators of --Format.
 _SQUEUE = """#!{python} -SE
 import json, sys
 jobs = json.load(open({jobs!r}))
 if jobs is None:
     sys.exit("slurm_load_jobs error: Unable to contact slurm controller")
-said = dict(one[2:].partition("=")[::2] for one in sys.argv[1:])
-if "job" in said:
-    wanted = said["job"].split(",")
+options = dict(one[2:].partition("=")[::2] for one in sys.argv[1:])
+if "job" in options:
+    wanted = options["job"].split(",")
     jobs = [one for one in jobs if {{one["JobArrayID"], one["ArrayJobID"]}} & set(wanted)]
     if not jobs:
         sys.exit("slurm_load_jobs error: Invalid job id specified")
-if "user" in said:
-    jobs = [one for one in jobs if one["UserID"] == said["user"]]
-columns = [one.partition(":0") for one in said["Format"].split(",")]
+if "user" in options:
+    jobs = [one for one in jobs if one["UserID"] == options["user"]]
+columns = [one.partition(":0") for one in options["Format"].split(",")]
 for job in jobs:
     print("".join(job[name] + end for name, _, end in columns))
 """
 
 
 class FakeSlurm:
-    """A folder for PATH in which no command of the real Slurm is found.
+    """A folder for PATH with fakes of Slurm's commands, which hide the real ones.
 
     Args:
-        folder: to make it in.
+        folder: the parent folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,7 +44,7 @@ class FakeSlurm:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment in which these commands are found, and a person without settings."""
+        """The environment with these commands on the PATH, and without user settings."""
         return {"PATH": f"{self.folder}:/usr/bin:/bin", "HOME": str(self.folder)}
 
     def installed(self, monkeypatch):
@@ -54,15 +54,15 @@ class FakeSlurm:
         return self
 
     def jobs(self, *jobs: dict[str, str] | None) -> None:
-        """What squeue knows, see `job`; None alone where it cannot reach the controller."""
+        """Set the jobs of squeue, see `job`; a single None if the controller is unreachable."""
         self._jobs.write_text(json.dumps(None if jobs == (None,) else jobs))
 
-    def command(self, name: str, says="", error="", code=0, more="") -> None:
-        """A command that prints, and keeps its arguments; `more` is done before, in sh."""
+    def command(self, name: str, output="", error="", code=0, more="") -> None:
+        """Write a command that prints and records its arguments; sh runs `more` before."""
         self._put(
             name,
             f'#!/bin/sh\necho "{name} $*" >> {self.calls}\n{more}\n'
-            f"cat <<'EOF'\n{says}\nEOF\ncat >&2 <<'EOF'\n{error}\nEOF\nexit {code}\n",
+            f"cat <<'EOF'\n{output}\nEOF\ncat >&2 <<'EOF'\n{error}\nEOF\nexit {code}\n",
         )
 
     def _put(self, name: str, text: str) -> None:
@@ -72,7 +72,7 @@ class FakeSlurm:
 
 
 def job(label: str, **more: str) -> dict[str, str]:
-    """A job that runs, by squeue's names of columns; exit_code is a wait status."""
+    """Return a running job, by squeue's names of columns; exit_code is a wait status."""
     array, _, task = label.partition("_")
     return {
         "JobArrayID": label, "JobID": array, "ArrayJobID": array, "ArrayTaskID": task or "N/A",

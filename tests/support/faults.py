@@ -1,9 +1,9 @@
-"""Runs of survivor.py with faults, and uninterrupted ones to compare them with.
+"""Runs of survivor.py with faults, and uninterrupted runs to compare with.
 
-Two runs are the same when final.pt has the same bits, every rank took every step with the same
+Two runs are the same if final.pt has the same bits, every rank took every step with the same
 samples, random numbers and weights, and the rows of metrics.jsonl agree. A deterministic run that
-never resumes ends in the same bits, too: so `same` and `resume` also hold every start to the newest
-checkpoint that it found (`check_begins`), and tests count the steps that were `repeated`.
+starts again from step 0 has the same bits, too. Therefore `same` and `resume` also check that every
+start began at the newest checkpoint (`check_begins`), and tests count the `repeated` steps.
 """
 
 import json
@@ -17,10 +17,12 @@ import survivor
 import torch
 
 from hpctrain import rundir
+from hpctrain.errors import exit_codes
+from hpctrain.rundir.exit_status import read_exit_status
 
-# Bit-equal repeats, and a checkpoint that is rarely the end of an epoch.
+# Bit-equal repeats, and checkpoints that are rarely at the end of an epoch.
 OPTIONS = ("--deterministic", "--global-batch", "12", "--checkpoint-every", "5", "--ema", "0.9")
-# What a row of metrics says of the day.
+# Values of a row of metrics that depend on the time.
 _OF_THE_DAY = ("time", "samples_per_second", "data_wait")
 
 
@@ -38,21 +40,21 @@ class Start:
 
     @property
     def code(self) -> int | None:
-        """Of the exit status."""
+        """The code of the exit status."""
         return self.exit_status[0] if self.exit_status else None
 
 
 def start(size, *options, hurt=(), run="run", label=None, env=None, timeout=180.0):
-    """Start survivor.py on ranks that are forked, in the current folder.
+    """Start survivor.py on forked ranks in the current folder.
 
     Args:
         size: ranks.
         options: of the script, besides OPTIONS.
-        hurt: its faults.
-        run: directory of the run.
-        label: in whose name the start has its stop file and its exit status (default: the run).
+        hurt: the faults.
+        run: the run directory.
+        label: the prefix of its stop file and exit status file (default: the run).
         env: more variables for all ranks.
-        timeout: seconds; a protection.
+        timeout: seconds.
     """
     label = label or run
     exit_status_file = Path(f"{label}.exit-status").absolute()
@@ -65,19 +67,19 @@ def start(size, *options, hurt=(), run="run", label=None, env=None, timeout=180.
     }
     argv = [*OPTIONS, *options, "--run-dir", run, *(f"--fault={fault}" for fault in hurt)]
     results = ranks.run(size, survivor.main, argv, env={**files, **(env or {})}, timeout=timeout)
-    return Start(results, rundir.read_exit_status(exit_status_file))
+    return Start(results, read_exit_status(exit_status_file))
 
 
 def resume(size, *options, run="run", **more):
-    """Resume a run in one start, to its end."""
+    """Resume a run in one start to its end."""
     resumed = start(size, "--resume", *options, run=run, **more)
-    assert resumed.code == rundir.DONE, resumed
+    assert resumed.code == exit_codes.DONE, resumed
     ranks.values(resumed.results)
     check_begins(run)
 
 
 class References:
-    """Undisturbed runs, one for each size and options.
+    """Uninterrupted runs, one for each size and options.
 
     Args:
         folders: pytest's `tmp_path_factory`.
@@ -88,9 +90,9 @@ class References:
         self._runs = {}
 
     def __call__(self, size, *options, hurt=()):
-        """The directory of the undisturbed run; `hurt` is what belongs to it all the same."""
+        """Return the directory of an uninterrupted run; `hurt` has faults that it also has."""
         if (size, options, hurt) not in self._runs:
-            path = self._folders.mktemp("undisturbed") / "run"
+            path = self._folders.mktemp("uninterrupted") / "run"
             here = os.getcwd()
             os.chdir(path.parent)
             try:
@@ -98,40 +100,40 @@ class References:
             finally:
                 os.chdir(here)
             ranks.values(done.results)
-            assert done.code == rundir.DONE
+            assert done.code == exit_codes.DONE
             self._runs[size, options, hurt] = path
         return self._runs[size, options, hurt]
 
 
 def same(run, reference, twice=None):
-    """Hold a run to another one, bit for bit.
+    """Check that a run is bit-equal to another one.
 
     Args:
         run: directory of the run with faults.
-        reference: of the other one.
-        twice: steps that it has to have taken a second time (default: any number).
+        reference: directory of the other run.
+        twice: number of steps that it must have repeated (default: any number).
     """
-    mine, its = Path(run), Path(reference)
-    check_begins(mine)
-    assert twice in (None, repeated(mine)), (repeated(mine), begins(mine))
-    unlike = sorted(differences(ledger(mine), ledger(its), "ledger"))
+    directory, other = Path(run), Path(reference)
+    check_begins(directory)
+    assert twice in (None, repeated(directory)), (repeated(directory), begins(directory))
+    unlike = sorted(differences(ledger(directory), ledger(other), "ledger"))
     assert not unlike, unlike[:5]
-    finals = [torch.load(path / "final.pt", weights_only=True) for path in (mine, its)]
+    finals = [torch.load(path / "final.pt", weights_only=True) for path in (directory, other)]
     unlike = sorted(differences(*finals, "final"))
     assert not unlike, unlike[:5]
-    assert rows(mine) == rows(its)
+    assert rows(directory) == rows(other)
 
 
 def begins(run):
-    """The steps at which the starts of a run began that came to their training."""
+    """Return the first step of each start of a run that began to train."""
     return [line["step"] for line in _lines(Path(run, "begins.jsonl"))]
 
 
 def check_begins(run):
-    """Hold each start to the newest checkpoint it found, and each rank to the steps from there."""
+    """Check that each start began at its newest checkpoint, and took all steps from there."""
     run = Path(run)
     lines = _lines(run / "begins.jsonl")
-    assert lines, f"no start in {run} came to its training"
+    assert lines, f"no start in {run} began to train"
     for line in lines:
         assert line["step"] == line["committed"], f"it did not begin at its checkpoint: {line}"
     began = {line["start"]: line["step"] for line in lines}
@@ -146,13 +148,13 @@ def check_begins(run):
 
 
 def started_at(run="run"):
-    """The steps at which the starts of any run went on, as starts.jsonl has them."""
+    """Return the first step of each start of any run, from starts.jsonl."""
     directory = rundir.RunDirectory(run)
     return [line["step"] for line in directory.lines(directory.starts)]
 
 
 def repeated(run):
-    """How many steps were taken more than once, each time counted, by the rank with the most."""
+    """Return how many times steps were repeated, by the rank with the most repeats."""
     steps = ([line["step"] for line in _lines(path)] for path in Path(run).glob("ledger-*.jsonl"))
     return max(len(taken) - len(set(taken)) for taken in steps)
 
@@ -162,7 +164,7 @@ def _lines(path):
 
 
 def last_steps(run):
-    """By rank, the step after the last one that it took: of a start that was stopped, the same."""
+    """Return, by rank, the step after its last one; all are equal if the start was stopped."""
     last = {}
     for step, lines in ledger(run).items():
         last.update(dict.fromkeys(lines, step + 1))
@@ -170,7 +172,7 @@ def last_steps(run):
 
 
 def differences(one, other, place):
-    """The places in which two nested values differ."""
+    """Yield the places in which two nested values differ."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         for key in one:
             yield from differences(one[key], other[key], f"{place}.{key}")
@@ -187,7 +189,7 @@ def differences(one, other, place):
 
 
 def rows(run):
-    """The rows of metrics, without what depends on the day."""
+    """Return the rows of metrics without the values that depend on the time."""
     return [
         {name: value for name, value in row.items() if name not in _OF_THE_DAY}
         for row in rundir.RunDirectory(run).rows()
@@ -195,7 +197,7 @@ def rows(run):
 
 
 def ledger(run):
-    """What counts of each step: by rank, the line of the last start that took it."""
+    """Return, by step and rank, the line of the last start that took the step."""
     starts = {}
     for path in Path(run).glob("ledger-*.jsonl"):
         rank = int(path.stem.partition("-")[2])
@@ -205,7 +207,7 @@ def ledger(run):
 
 
 def consumed(run, global_batch=12, steps_per_epoch=8):
-    """By epoch, the ids of the samples that were taken; every step has a whole global batch."""
+    """Return the ids of the samples by epoch; check that every step has a full global batch."""
     epochs = {}
     for step, lines in ledger(run).items():
         ids = [i for line in lines.values() for i in line["ids"]]

@@ -1,4 +1,4 @@
-"""Runs examples/mnist.py, unchanged, in fp64 and then in fp32: one start of the ranks for both."""
+"""Run examples/mnist.py, unchanged, in fp64 and then in fp32, in one start of the ranks."""
 
 import runpy
 import sys

@@ -1,9 +1,9 @@
-"""Environments as launchers leave them in a rank, to read and to spoil."""
+"""Environments of ranks, as launchers set them."""
 
 from hpctrain.cluster.launchers import LAUNCHERS
 from hpctrain.cluster.world import World
 
-# What sbatch gives to the shell that runs the script: 4 tasks on 2 hosts.
+# The variables of a batch script, set by sbatch: 4 tasks on 2 hosts.
 BATCH = {
     "SLURM_CLUSTER_NAME": "maple",
     "SLURM_JOB_ID": "815",
@@ -21,7 +21,7 @@ BATCH = {
     "SLURM_NODEID": "0",
     "SLURM_GTIDS": "0",
 }
-# What srun adds and changes in it: task 3, alone on the second host.
+# The same with those of srun: task 3, alone on the second host.
 STEP = {
     **BATCH,
     "SLURM_DISTRIBUTION": "block",
@@ -34,7 +34,7 @@ STEP = {
     "SLURM_NODEID": "1",
     "SLURM_GTIDS": "3",
 }
-# The second agent's first rank, two agents with two ranks each.
+# The first rank of the second agent; two agents with two ranks each.
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_RESTART_COUNT": "0",
@@ -73,13 +73,13 @@ HPCTRAIN = {
 
 
 def changed(env, **changes):
-    """The environment with some variables set, or unset by None."""
+    """Return the environment with some variables set, or unset by None."""
     merged = {**env, **changes}
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def started(name, **changes):
-    """Return what a launcher sets in rank 1 of 4, 3 of them on its host; None unsets."""
+def launcher_variables(name, **changes):
+    """Return the variables of a launcher in rank 1 of 4, 3 of them on its host; None unsets."""
     (launcher,) = (one for one in LAUNCHERS if one.name == name)
     world = World(1, 4, 1, 3, 0, 2, ("node1", "node2"), name)
     return changed(launcher.environ(world, (3, 1), 77), **changes)

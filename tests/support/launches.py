@@ -1,4 +1,4 @@
-"""Starts of examples/mnist.py as a person types them, and what they left in the run directory."""
+"""Starts of examples/mnist.py as a person types them, and the rows of their run directories."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ EXAMPLE = TOP / "examples" / "mnist.py"
 TWICE = Path(__file__).with_name("fp64_and_fp32.py")
 PYTHON = sys.executable
 BIN = Path(PYTHON).parent
-SAMENESS = ("--data", "digits", "--global-batch", "48", "--batch-size", "16")
+PARITY = ("--data", "digits", "--global-batch", "48", "--batch-size", "16")
 
 LOCAL = {
     "python": [PYTHON],
@@ -47,12 +47,12 @@ def on_cluster(cluster, **more):
 
 
 def environ(**more):
-    kept = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    return {**kept, "OMP_NUM_THREADS": "1", **more}
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {**env, "OMP_NUM_THREADS": "1", **more}
 
 
 def start(command, cwd, timeout=180, **more):
-    """Run a command to its end; kill all that it started when it takes too long."""
+    """Run a command to its end; kill it and its child processes after the time-out."""
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -80,7 +80,7 @@ def losses(run):
 
 
 def same_losses(folder, reference):
-    """Hold the two runs of fp64_and_fp32.py against those of one process."""
+    """Check that the two runs of fp64_and_fp32.py have the losses of one process."""
     fp64, fp32 = losses(folder / "fp64"), losses(folder / "fp32")
     assert len(fp64) == 50
     assert len(fp32) == 10

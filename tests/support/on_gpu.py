@@ -1,4 +1,4 @@
-"""Ranks on a GPU, whose results can be read without one."""
+"""Ranks on a GPU, with results on the host."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -12,18 +12,18 @@ from hpctrain.cluster.visible_gpus import CUDA
 from hpctrain.process.pytree import map_tensors
 
 DEVICE = torch.device("cuda")
-# Ranks start CUDA and NCCL, and torch.compile its compiler.
+# Ranks initialize CUDA and NCCL, and torch.compile starts its compiler.
 _TIMEOUT = 300.0
 
 
 def run(
     size: int, function: Callable[..., Any], *arguments: Any, env: dict[str, str] | None = None
 ) -> list[Any]:
-    """`ranks.run`, with time for CUDA to start, and with results on the host.
+    """Run `ranks.run` with time for CUDA to start; return the results on the host.
 
     Args:
         size: ranks.
-        function, arguments, env: as there; the GPUs are those that this process sees.
+        function, arguments, env: as of `ranks.run`; the GPUs are those that this process sees.
     """
     more = {CUDA: ",".join(visible()), **(env or {})}
     return ranks.run(size, _on_host, function, *arguments, timeout=_TIMEOUT, env=more)
@@ -34,17 +34,17 @@ def _on_host(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def visible() -> list[str]:
-    """The GPUs that this process sees, as CUDA names them."""
+    """Return the GPUs that this process sees, by their names for CUDA."""
     given = os.environ.get(CUDA)
     return given.split(",") if given else [str(n) for n in range(torch.cuda.device_count())]
 
 
 @contextmanager
 def never_waits() -> Iterator[None]:
-    """Within it whatever makes the host wait for the GPU raises an error.
+    """Raise an error where the host waits for the GPU, for as long as the block lasts.
 
-    torch knows of copies to and from the host and of what asks for a number on the GPU, not of
-    torch.distributed and of events.
+    torch detects copies to and from the host, and reads of a value on the GPU, but not
+    torch.distributed and events.
     """
     torch.cuda.set_sync_debug_mode("error")
     try:

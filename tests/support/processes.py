@@ -9,23 +9,23 @@ from pathlib import Path
 
 import launches
 
-PATIENCE = 60.0  # seconds until a hang is called one; nothing that works comes near it
+PATIENCE = 60.0  # seconds until a hang is an error; all that works takes much less
 
 
 def until(condition, meanwhile=lambda: None):
-    """Wait for a condition; what is done meanwhile may bring it about."""
+    """Wait for a condition; call `meanwhile` between the checks."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < deadline, "it does not come"
+        assert time.monotonic() < deadline, "the condition does not hold"
         meanwhile()
         time.sleep(0.01)
 
 
 def having(text, file="cmdline"):
-    """The ids of the processes that have a text in their command line, or in their environ."""
+    """Return the ids of processes with a text in their command line, or in their environ."""
     found = []
     for path in Path("/proc").glob(f"[0-9]*/{file}"):
-        with contextlib.suppress(OSError):  # it is gone by now
+        with contextlib.suppress(OSError):  # the process has ended
             if os.fsencode(text) in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
@@ -33,7 +33,7 @@ def having(text, file="cmdline"):
 
 @contextlib.contextmanager
 def background():
-    """A function that starts commands; they are killed at the end, should they still run."""
+    """Yield a function that starts commands; those that still run at the end are killed."""
     running = []
 
     def begin(command, **more):

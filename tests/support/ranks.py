@@ -1,4 +1,4 @@
-"""Ranks for tests: real processes that meet and talk, forked from a server that knows torch.
+"""Ranks for tests: real processes that communicate, forked from a server that has imported torch.
 
 Where the launcher is not the subject this takes 0.1 s instead of the seconds that importing torch
 costs each rank.
@@ -23,8 +23,8 @@ from hpctrain.cluster.launchers.hpctrain_run import HpctrainRun
 from hpctrain.cluster.world import World
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# What each rank would import for itself: for its test, to open a backend, at the first step of an
-# optimizer, to read a checkpoint. What is not there is left out.
+# Modules that each rank would import: for its test, to open a backend, at the first step of an
+# optimizer, to read a checkpoint. The server ignores missing ones.
 _CONTEXT.set_forkserver_preload(
     [
         *(
@@ -36,7 +36,7 @@ _CONTEXT.set_forkserver_preload(
         *("torch._dynamo", "torch.utils.serialization", "horovod.torch"),
     ]
 )
-# Tests start ranks in several threads, and a patch of the environment that overlaps another stays.
+# Tests start ranks in several threads; overlapping patches of the environment would remain.
 _STARTING = threading.Lock()
 
 
@@ -49,7 +49,7 @@ def run(
     absent: Sequence[int] = (),
     env: dict[str, str] | None = None,
 ) -> list[Any]:
-    """What a function of a test module returns on each rank; an exception is a result too.
+    """Run a function of a test module on each rank; return its results, or exceptions, by rank.
 
     Args:
         size: ranks.
@@ -61,7 +61,7 @@ def run(
         absent: ranks that are never started.
         env: more variables for all ranks.
     """
-    # OpenMP reads it as it is loaded, so in the server. Elsewhere ranks have it from their start.
+    # OpenMP reads this when it is loaded: in the server, or at the start of a rank.
     with _STARTING, mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
     layout = layout or (size,)
@@ -80,13 +80,13 @@ def run(
                 **(env or {}),
             }
             if rank not in absent:
-                ours, theirs = _CONTEXT.Pipe(duplex=False)
+                receiver, sender = _CONTEXT.Pipe(duplex=False)
                 process = _CONTEXT.Process(
-                    target=_rank, args=(theirs, os.getcwd(), environ, function, arguments)
+                    target=_rank, args=(sender, os.getcwd(), environ, function, arguments)
                 )
                 process.start()
-                theirs.close()
-                pipes[rank], processes[rank] = ours, process
+                sender.close()
+                pipes[rank], processes[rank] = receiver, process
             rank += 1
     try:
         return _collect(size, pipes, time.monotonic() + timeout)
@@ -120,7 +120,7 @@ def _collect(size: int, pipes: dict[int, Any], deadline: float) -> list[Any]:
 
 
 def values(results: Sequence[Any]) -> list[Any]:
-    """The results of ranks that all went well; otherwise the first error is raised."""
+    """Return the results of ranks; raise the first error, if any."""
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -130,7 +130,7 @@ def values(results: Sequence[Any]) -> list[Any]:
 def _rank(
     pipe: Any, folder: str, environ: dict[str, str], function: Any, arguments: tuple[Any, ...]
 ) -> None:
-    gc.freeze()  # the server's objects, which each collection would go through again
+    gc.freeze()  # else each collection would visit the server's objects again
     os.chdir(folder)
     os.environ.update(environ)
     sys.argv = ["test.py"]
@@ -145,7 +145,7 @@ def _rank(
         error.add_note(traceback.format_exc())
         result = error
     try:
-        # Plain pickle: multiprocessing shares tensors with a process that may be gone by then.
+        # Plain pickle: multiprocessing shares tensors with a process that may have ended by then.
         pipe.send_bytes(pickle.dumps(result))
     except Exception as error:
         pipe.send_bytes(pickle.dumps(RuntimeError(f"{result!r} cannot be sent: {error}")))

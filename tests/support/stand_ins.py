@@ -1,6 +1,6 @@
-"""A machine without Slurm on which batch scripts run: stand-ins that write down their calls.
+"""A machine without Slurm for batch scripts: stand-ins that record their calls.
 
-What they were given is kept byte for byte, words and environment.
+The records have the words and the environment of each call, byte for byte.
 """
 
 import os
@@ -9,7 +9,7 @@ import tarfile
 
 from hpctrain.jobs.script import render
 
-# Steps that copy or remove are done here; of all others only the words and variables are kept.
+# Runs steps that copy or remove files; of other steps, records only the words and variables.
 RECORD = """#!/bin/sh
 printf '%s\\0' "${{0##*/}}" "$@" >{folder}/$$.argv
 cat /proc/$$/environ >{folder}/$$.environ
@@ -22,7 +22,7 @@ exit ${{CODE:-0}}
 SCONTROL = """#!/bin/sh
 case "$1 $2" in
 "show hostnames") printf 'node1\\nnode2\\nnode3\\n' ;;
-"show job") # the task of an array that is one, unless it is told to be none
+"show job") # the array task in the environment, if any
     index="${SLURM_ARRAY_TASK_ID:+ ArrayJobId=$SLURM_ARRAY_JOB_ID ArrayTaskId=$SLURM_ARRAY_TASK_ID}"
     count=${SLURM_RESTART_COUNT:-0}
     if [ -n "${OUTER:-}" ]; then index='' count=0; fi
@@ -37,7 +37,7 @@ RECORDERS = ("srun", "horovodrun", "program", "python", "torchrun")
 
 
 class Machine:
-    """A folder to submit in, with stand-ins for what a script calls."""
+    """A folder to submit in, with stand-ins for the programs that a script calls."""
 
     def __init__(self, folder):
         self.folder = folder / "submit"
@@ -64,17 +64,17 @@ class Machine:
         }
 
     def program(self, name, text):
-        """Put a program on the PATH."""
+        """Write a program to a folder of the PATH."""
         path = self.bin / name
         path.write_text(text)
         path.chmod(0o755)
 
     def run(self, spec, *arguments, **env):
-        """Run the job's script to its end; exit code and what it said."""
+        """Run the job's script to its end; return its exit code and output."""
         return self.bash(render(spec), *arguments, **env)
 
     def bash(self, text, *arguments, cwd="/", **env):
-        """Run a text, with words after its name."""
+        """Run a text by bash with arguments; return its exit code and output."""
         path = self.folder.parent / "script.sh"
         path.write_bytes(os.fsencode(text))
         done = subprocess.run(
@@ -90,11 +90,11 @@ class Machine:
         return done.returncode, os.fsdecode(done.stdout)
 
     def calls(self):
-        """The words of each call of a recorder, in order."""
+        """Return the words of each recorded call, in order."""
         return [_entries(path) for path in self._paths()]
 
     def variables(self, number=-1):
-        """The environment of one call."""
+        """Return the environment of one call."""
         entries = _entries(self._paths()[number].with_suffix(".environ"))
         return dict(entry.split("=", 1) for entry in entries)
 
@@ -107,7 +107,7 @@ def _entries(path):
 
 
 def make_files(spec, folder):
-    """What a spec names: a virtual environment, code, data, an archive."""
+    """Make the files that a spec names: a virtual environment, code, data, an archive."""
     if spec.venv:
         (folder / spec.venv / "bin").mkdir(parents=True, exist_ok=True)
         (folder / spec.venv / "bin" / "activate").write_text("export ACTIVE=yes\n")

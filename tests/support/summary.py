@@ -1,4 +1,4 @@
-"""Print in a few lines what a JUnit file of pytest holds: passed, failed, left out, and why.
+"""Print a summary of a JUnit file of pytest: passed, failed, left out, and the reasons.
 
 python tests/support/summary.py tests.xml
 """

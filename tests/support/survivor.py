@@ -1,31 +1,31 @@
-"""A training script as a user would write one, that hurts itself when it is told to.
+"""A training script as a user writes one, with faults on request.
 
-Its loop draws from torch, NumPy and Python, its model has batch norm and dropout, its optimizer a
-schedule of its own. In the run directory it leaves
+Its loop draws random numbers from torch, NumPy and Python, its model has batch norm and dropout,
+and its optimizer has a schedule. In the run directory it writes
 
 ledger-RANK.jsonl  a line for each step that a rank has taken: `step` (from 0), the `ids` of its
-                   samples, `start` (from 0; of several lines of a step the last start's counts),
-                   `draws` and `state`, which say whether this rank's random numbers, weights and
-                   buffers are those of another run
-begins.jsonl       a line for each start that came to its training: `start`, the `step` at which it
-                   begins, and the newest step that had a `committed` checkpoint at that time
-final.pt           at the end, whole: model, optimizer, schedule and EMA of rank 0
+                   samples, `start` (from 0; of several lines of a step, that of the last start
+                   counts), `draws` and `state`, to compare this rank's random numbers, weights and
+                   buffers with another run
+begins.jsonl       a line for each start that began to train: `start`, its first `step`, and the
+                   newest step with a `committed` checkpoint at that time
+final.pt           at the end, atomically: model, optimizer, schedule and EMA of rank 0
 
-and takes the options of every training script, and `--fault KIND[=SECONDS]@PLACE[:rankN][:always]`,
-as often as wanted:
+and has the options of every training script, and `--fault KIND[=SECONDS]@PLACE[:rankN][:always]`,
+which may be repeated:
 
 KIND   kill, stop, term, usr1, usr2, int: a signal to this rank, SECONDS later by a thread
-       usr2-all, term-all: to all that it has started as well, as Slurm's to a step; kill-parent: to
-       the process that started it
+       usr2-all, term-all: also to its child processes, as Slurm does to a step; kill-parent: to its
+       parent process
        file: the stop file $HPCTRAIN_STOP_FILE; request: the file `stop` of the run directory
        crash: an exception; sleep, gil: for SECONDS, without and with Python's lock held; hold:
-       until somebody makes the file RUN.release
+       until the file RUN.release exists
        nan, overflow: a loss of NaN or infinity
 PLACE  N: before the backward pass of step N, from 0; imports, opened, entered: before the session,
        after it, and when the run has resumed; evalN: in the evaluation of epoch N; saveN: in the
        first save at step N or later
 
-A fault happens on all ranks but for `:rankN`, and in one start alone but for `:always`.
+A fault happens on all ranks, or with `:rankN` on one; and in one start, or with `:always` in all.
 """
 
 import ctypes
@@ -67,14 +67,14 @@ class Fault:
         self.seconds = float(seconds or 0)
         self.place, *more = place.split(":")
         self.always = "always" in more
-        self.here = not [m for m in more if m.startswith("rank")] or f"rank{rank}" in more
+        self.on_this_rank = not [m for m in more if m.startswith("rank")] or f"rank{rank}" in more
         self.run = Path(args.run_dir)
-        # Beside the run directory, which is not there before the run.
+        # Beside the run directory, which does not exist before the run.
         self.mark = Path(f"{args.run_dir}.faults", f"{text}-of-{rank}".replace("/", "_"))
 
     def due(self, place):
-        """Whether it happens at this place, and has not yet."""
-        if not self.here or not self._matches(place):
+        """Return whether the fault happens at this place, and has not happened yet."""
+        if not self.on_this_rank or not self._matches(place):
             return False
         if not self.always:
             self.mark.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class Fault:
         return self.place == place
 
     def happen(self):
-        """Do it; the factor that the loss is given."""
+        """Cause the fault; return the factor of the loss."""
         name, _, all_of_them = self.kind.partition("-")
         if name in _SIGNALS:
             if self.seconds:
@@ -102,7 +102,7 @@ class Fault:
         elif name == "request":
             (self.run / "stop").touch()
         elif name == "crash":
-            raise RuntimeError("this script crashes where it is told to")
+            raise RuntimeError("a planned crash of this script")
         elif name == "sleep":
             time.sleep(self.seconds)
         elif name == "hold":
@@ -116,15 +116,15 @@ class Fault:
         if whom == "parent":
             os.kill(os.getppid(), _SIGNALS[name])
         elif whom == "all":
-            # By another process: a worker may well obey the rank that started it.
-            everybody = map(str, [*descendants(os.getpid()), os.getpid()])
-            subprocess.run(["kill", f"-{name.upper()}", *everybody], check=True)
+            # By another process, because a worker obeys signals of the rank that started it.
+            pids = map(str, [*descendants(os.getpid()), os.getpid()])
+            subprocess.run(["kill", f"-{name.upper()}", *pids], check=True)
         else:
             os.kill(os.getpid(), _SIGNALS[name])
 
 
 def descendants(process):
-    """The ids of all that a process has started, and what those have, as far as they still run."""
+    """Return the ids of all running descendants of a process."""
     found = []
     for table in Path(f"/proc/{process}/task").glob("*/children"):
         for child in table.read_text().split():
@@ -133,13 +133,13 @@ def descendants(process):
 
 
 class Faults:
-    """All faults of this rank."""
+    """The faults of this rank."""
 
     def __init__(self, args, rank):
         self._faults = [Fault(text, args, rank) for text in args.fault]
 
     def at(self, place):
-        """Let those of a place happen; the factor that the loss is given there."""
+        """Cause the faults of a place; return the factor of the loss there."""
         factor = 1.0
         for fault in self._faults:
             if fault.due(str(place)):
@@ -148,12 +148,12 @@ class Faults:
 
 
 class Bars(Dataset):
-    """Noise with a bright bar whose row is the class, in another way each time; and the id.
+    """Noise with a bright bar whose row is the class, augmented; and the id of the sample.
 
     Args:
-        samples: how many.
+        samples: the number of samples.
         seed: of the images.
-        augmented: whether a sample is another one each time.
+        augmented: whether samples are augmented with random numbers.
     """
 
     def __init__(self, samples, seed, augmented):
@@ -175,7 +175,7 @@ class Bars(Dataset):
 
 
 class Net(nn.Sequential):
-    """Batch norm, dropout, and more than one layer for the sums over the ranks."""
+    """A model with batch norm, dropout, and several layers for the sums over the ranks."""
 
     def __init__(self):
         super().__init__(
@@ -185,11 +185,11 @@ class Net(nn.Sequential):
         )
 
 
-class Counted:
-    """A thing of the script's own in the checkpoint: how many samples this rank has seen.
+class SampleCounter:
+    """State of the script in the checkpoint: the number of samples that this rank has seen.
 
     Args:
-        faults: those of a save happen here.
+        faults: of this rank; those of a save happen here.
     """
 
     def __init__(self, faults):
@@ -207,7 +207,7 @@ class Counted:
 
 
 class Ledger:
-    """What this rank has consumed, a line for each step; rank 0 also notes where starts begin.
+    """The samples of this rank, a line for each step; rank 0 also records where starts begin.
 
     Args:
         session: of the run.
@@ -231,12 +231,12 @@ class Ledger:
         self._ids, self._draws = [], []
 
     def consumed(self, ids, *draws):
-        """Note a micro-batch, and what the loop drew for it."""
+        """Record a micro-batch, and the random numbers that the loop drew for it."""
         self._ids += ids.tolist()
         self._draws += draws
 
     def step(self, number, model):
-        """Write the line of a step that is done."""
+        """Write the line of a finished step."""
         state = hashlib.blake2b(digest_size=8)
         for tensor in model.state_dict().values():
             state.update(tensor.detach().cpu().double().numpy().tobytes())
@@ -248,7 +248,7 @@ class Ledger:
 
 
 def evaluate(session, model, loader, faults, epoch):
-    """Top-1 and loss over the whole test set, of the averaged weights where there are any."""
+    """Return top-1 and loss over the test set, of the averaged weights if there are any."""
     model.eval()
     correct = count = loss = 0
     with torch.no_grad(), session.averaged_weights():
@@ -264,8 +264,8 @@ def evaluate(session, model, loader, faults, epoch):
     return {"top1": correct / count, "eval_loss": loss / count}
 
 
-def leave_result(session, run, model, optimizer, schedule):
-    """Rank 0 writes final.pt, whole or not at all."""
+def write_result(session, run, model, optimizer, schedule):
+    """Write final.pt atomically on rank 0."""
     if not session.is_main:
         return
     result = {
@@ -280,7 +280,7 @@ def leave_result(session, run, model, optimizer, schedule):
 
 
 def options(argv):
-    parser = hpctrain.options(description="A training that hurts itself.")
+    parser = hpctrain.options(description="A training with faults on request.")
     own = parser.add_argument_group("of this script")
     own.add_argument("--optimizer", choices=("adam", "sgd"), default="sgd")
     own.add_argument("--samples", type=int, default=100, help="of the training set")
@@ -314,7 +314,7 @@ def train(session, args, faults):
     }
     model, optimizer = session.prepare(model, kinds[args.optimizer]())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
-    counted = Counted(faults)
+    counted = SampleCounter(faults)
     with session.run(state={"schedule": schedule, "counted": counted}, name="survivor") as run:
         counted.run = run
         ledger = Ledger(session, run)
@@ -336,7 +336,7 @@ def train(session, args, faults):
                     ledger.step(run.step - 1, model)
                     time.sleep(args.pace)
             run.log(**evaluate(session, model, test_loader, faults, epoch))
-        leave_result(session, run, model, optimizer, schedule)
+        write_result(session, run, model, optimizer, schedule)
 
 
 if __name__ == "__main__":

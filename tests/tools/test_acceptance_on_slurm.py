@@ -1,4 +1,4 @@
-"""The site's acceptance page, made on two hosts of a real Slurm by sbatch/acceptance.sh."""
+"""sbatch/acceptance.sh on two hosts of a real Slurm, and the page that it makes."""
 
 import re
 
@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 CHECKS = ["identity", "gpus", "all-reduce", "train", "kill", "resume", "preempt"]
 
-# A python that leaves one host's run directory elsewhere when the doctor asks.
+# A python that moves the run directory of one host elsewhere for the doctor.
 ELSEWHERE = """#!/bin/sh
 case "$(hostname) $*" in
     "node2 -m hpctrain doctor"*) set -- "$@" --run-dir {elsewhere};;
@@ -17,13 +17,13 @@ case "$(hostname) $*" in
 esac
 exec {python} "$@"
 """
-# Not longer than it takes: a task that Slurm does not reach while it starts runs to its own end.
+# Short: a task that Slurm cannot cancel while it starts runs to its own end.
 CANCELS = '*"examples/mnist.py"*) scancel $SLURM_JOB_ID; sleep 20;;'
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder that looks like the top of the repository, for scripts that write into it."""
+    """Return a folder that looks like the top of the repository, for scripts that write into it."""
     folder = tmp_path / "checkout"
     folder.mkdir()
     for name in ("sbatch", "examples"):
@@ -31,8 +31,8 @@ def checkout(tmp_path):
     return folder
 
 
-def broken(tmp_path, more=""):
-    """A folder with a python on which the doctor finds a problem on the second host."""
+def broken_python(tmp_path, more=""):
+    """Return a folder with a python with which the doctor finds a problem on the second host."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     program = tmp_path / "bin" / "python"
@@ -43,12 +43,12 @@ def broken(tmp_path, more=""):
 
 
 def accept(cluster, folder, tools, *arguments):
-    """Run the script as a job to its end: its number, exit code, page and log.
+    """Run the script as a job to its end; return its number, exit code, page and log.
 
     Args:
-        cluster: where.
-        folder: to submit it in.
-        tools: the folder that has its `python`.
+        cluster: the Slurm.
+        folder: in which it is submitted.
+        tools: the folder with its `python`.
         arguments: for sbatch.
     """
     env = cluster.environ()
@@ -60,12 +60,12 @@ def accept(cluster, folder, tools, *arguments):
 
 
 def outcomes(page):
-    """Return pass, FAIL, begun (and not ended) or not reached by check."""
+    """Return the outcome by check: pass, FAIL, begun (and not ended) or not reached."""
     return dict(re.findall(r"^\d  ([a-z-]+) +(pass|FAIL|begun|not reached)", page, re.MULTILINE))
 
 
 def details(page, name):
-    """The lines below a check's own, up to the next one or the end."""
+    """Return the lines below the line of a check, up to the next check or the end."""
     return re.search(rf"^\d  {name} .*\n((?: {{5}}.*\n)*)", page, re.MULTILINE)[1]
 
 
@@ -81,11 +81,12 @@ def test_acceptance_job_passes_all_checks_on_two_hosts(cluster, checkout):
     assert re.search(r"exact .* over gloo: .* GB/s.*\n.*memory copy", details(page, "all-reduce"))
     assert "rank 1 on node2 killed" in details(page, "kill")
     assert "node2: task 1: Killed" in details(page, "kill")
-    assert "nothing of it is left" in details(page, "kill")
+    assert "no process of the run remains" in details(page, "kill")
     metrics = details(page, "train").strip()
     assert "60 steps: loss" in metrics
     for name in ("resume", "preempt"):
-        assert re.search(r"went on from its last checkpoint at step [1-5]\d\n", details(page, name))
+        resumed = r"continued from its last checkpoint at step [1-5]\d\n"
+        assert re.search(resumed, details(page, name))
         assert "top1 equal" in details(page, name)
     assert metrics in details(page, "preempt")
     assert "requeued by Slurm" in details(page, "preempt")
@@ -94,7 +95,7 @@ def test_acceptance_job_passes_all_checks_on_two_hosts(cluster, checkout):
 
 
 def test_acceptance_job_fails_where_a_check_fails(cluster, checkout, tmp_path):
-    job, code, page, log = accept(cluster, checkout, broken(tmp_path), "--no-requeue")
+    job, code, page, log = accept(cluster, checkout, broken_python(tmp_path), "--no-requeue")
     failed = {"all-reduce": "FAIL", "preempt": "FAIL"}
     assert outcomes(page) == {**dict.fromkeys(CHECKS, "pass"), **failed}, page + log
     assert code == 1
@@ -106,7 +107,7 @@ def test_acceptance_job_fails_where_a_check_fails(cluster, checkout, tmp_path):
 
 
 def test_acceptance_job_cancelled_lists_checks_not_reached(cluster, checkout, tmp_path):
-    job, code, page, log = accept(cluster, checkout, broken(tmp_path, CANCELS))
+    job, code, page, log = accept(cluster, checkout, broken_python(tmp_path, CANCELS))
     first = {"identity": "pass", "gpus": "pass", "all-reduce": "FAIL", "train": "begun"}
     assert outcomes(page) == {**dict.fromkeys(CHECKS, "not reached"), **first}, page + log
     assert code != 0

@@ -1,4 +1,4 @@
-"""`hpctrain bench` in one process: what it refuses, what it finds, and that it leaves nothing."""
+"""`hpctrain bench` in one process: options, errors, records, and no files left."""
 
 import errno
 import itertools
@@ -15,21 +15,21 @@ import pytest
 import hpctrain
 from hpctrain.cli import main
 from hpctrain.errors import UsageError
-from hpctrain.tools.bench import allreduce, checkpoint, command, input, measure, models, step
+from hpctrain.tools.bench import allreduce, checkpoint, input, measure, models, runner, step
 
 
 @pytest.fixture(autouse=True)
-def _short(monkeypatch, tmp_path_factory):
-    """Blocks that take next to no time: here nobody looks at speeds."""
+def short_blocks(monkeypatch, tmp_path_factory):
+    """Make measurements short, because these tests do not compare speeds."""
     for module in (step, allreduce, input):
         monkeypatch.setattr(module, "_BLOCK_SECONDS", 0.01)
-    # Torch sets it, and makes the folder, with its compiler, which a first step imports.
+    # Torch's compiler, which a first step imports, sets this variable and makes the folder.
     compiled = tmp_path_factory.getbasetemp() / "compiled"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled))
 
 
 def bench(*words):
-    """A measurement; an exit code, whether it is returned or raised."""
+    """Run the command; return its exit code, also if it is raised."""
     try:
         return main(["bench", *words])
     except SystemExit as leave:
@@ -59,7 +59,7 @@ def record(tmp_path):
 )
 def test_bench_sizes_are_powers_of_ten(text, count):
     assert measure.size(text) == count
-    if count != 4004:  # people get three digits
+    if count != 4004:  # the output has three digits
         assert measure.size(measure.spell(count)) == count
 
 
@@ -117,12 +117,12 @@ def test_ratios_compare_values_of_one_round():
 
 @pytest.mark.parametrize("count", range(6, 60))
 def test_confidence_interval_of_the_median_covers_95_percent(count):
-    def held(left_out):
+    def coverage(left_out):
         return 1 - 2 * sum(math.comb(count, below) for below in range(left_out + 1)) / 2**count
 
     found = measure.summary(range(count))
     assert found["low"] + found["high"] == count - 1
-    assert held(found["low"]) >= 0.95 > held(found["low"] + 1)
+    assert coverage(found["low"]) >= 0.95 > coverage(found["low"] + 1)
 
 
 @pytest.mark.parametrize("count", range(2, 6))
@@ -158,20 +158,20 @@ def test_bench_json_never_replaces_a_device_pipe_or_loop(kind, tmp_path, monkeyp
         place.symlink_to({"a device": os.devnull, "a loop": place}.get(kind, kind))
     before = place.lstat()
     assert bench("step", "--json", "place") == 2
-    assert "--json place, which is there, and no file to replace" in capsys.readouterr().err
+    assert "--json place, which exists and is no file to replace" in capsys.readouterr().err
     assert (place.lstat().st_ino, place.lstat().st_mode) == (before.st_ino, before.st_mode)
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.parametrize("shown", ["> shown", "| cat"])
-def test_bench_json_never_replaces_standard_output(shown):
-    words = f"{sys.executable} -m hpctrain bench allreduce --json /dev/stdout {shown}"
+@pytest.mark.parametrize("redirection", ["> shown", "| cat"])
+def test_bench_json_never_replaces_standard_output(redirection):
+    words = f"{sys.executable} -m hpctrain bench allreduce --json /dev/stdout {redirection}"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", words], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 2
-    assert "--json /dev/stdout, which is there, and no file to replace" in done.stderr
+    assert "--json /dev/stdout, which exists and is no file to replace" in done.stderr
 
 
 @pytest.mark.slow
@@ -186,16 +186,16 @@ def test_bench_json_follows_a_link_to_a_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model", "meant"), [("resnet5", "--model resnet50"), ("smal", "--model resnet50")]
+    ("model", "suggestion"), [("resnet5", "--model resnet50"), ("smal", "--model resnet50")]
 )
-def test_bench_unknown_model_suggests_a_known_one(model, meant, capsys):
+def test_bench_unknown_model_suggests_a_known_one(model, suggestion, capsys):
     assert bench("step", "--model", model) == 2
-    assert meant in capsys.readouterr().err
+    assert suggestion in capsys.readouterr().err
 
 
 def test_bench_step_of_one_process(tmp_path, capsys):
     assert bench("step", "--seconds", "0.1", "--batch-size", "2", "--json", "found.json") == 0
-    found, shown = record(tmp_path), capsys.readouterr().out
+    found, output = record(tmp_path), capsys.readouterr().out
     assert (found["benchmark"], found["model"], found["batch_size"]) == ("step", "small", 2)
     assert found["world"]["world_size"] == 1
     assert list(found["arms"]) == ["by hand", "hpctrain"]
@@ -205,15 +205,15 @@ def test_bench_step_of_one_process(tmp_path, capsys):
     assert found["arms"]["by hand"]["ratio"]["median"] == 1.0
     assert found["command"].startswith(("python", "pytest", "hpctrain"))
     assert found["versions"]["torch"]
-    assert "hpctrain  " in shown
-    assert "peak memory" not in shown
+    assert "hpctrain  " in output
+    assert "peak memory" not in output
 
 
 @pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
 def test_bench_models_have_no_auxiliary_output(name, monkeypatch):
     from torchvision import models as zoo
 
-    # The real ones take seconds to make.
+    # The real models take seconds to make.
     monkeypatch.setattr(zoo, "get_model", lambda name, **more: more)
     assert models.maker(name)()["aux_logits"] is False
     assert "aux_logits" not in models.maker("resnet18")()
@@ -232,9 +232,9 @@ def test_bench_checkpoint_pause_is_shorter_than_the_write(tmp_path, capsys):
     found = record(tmp_path)
     assert found["bytes"] == 10**6
     assert found["path"] == str(tmp_path / "runs")
-    ours = found["arms"]["hpctrain"]
-    assert found["pause"]["seconds"]["median"] <= ours["seconds"]["median"]
-    assert found["pause"]["seconds"]["count"] == ours["seconds"]["count"] >= 3
+    own = found["arms"]["hpctrain"]
+    assert found["pause"]["seconds"]["median"] <= own["seconds"]["median"]
+    assert found["pause"]["seconds"]["count"] == own["seconds"]["count"] >= 3
     for arm in found["arms"].values():
         assert arm["gigabytes_per_second"] == pytest.approx(1e-3 / arm["seconds"]["median"])
     assert "Training waits" in capsys.readouterr().out
@@ -271,33 +271,33 @@ def test_bench_checkpoint_refuses_write_longer_than_the_timeout():
     checkpoint.refuse_slow(3 * 10**10, 3 * 10**8, 300.0)
 
 
-def fills_up(*_):
+def raise_no_space(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def is_cancelled(*_):
+def send_sigterm(*_):
     os.kill(os.getpid(), signal.SIGTERM)
     return 1.0
 
 
-def is_interrupted(*_):
+def send_sigint(*_):
     os.kill(os.getpid(), signal.SIGINT)
     return 1.0
 
 
 @pytest.mark.parametrize(
-    ("fault", "code"), [(fills_up, 2), (is_cancelled, 75), (is_interrupted, 130)]
+    ("fault", "code"), [(raise_no_space, 2), (send_sigterm, 75), (send_sigint, 130)]
 )
 def test_bench_leaves_no_files_after_error_or_signal(fault, code, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "write", fault)
-    # A shell's job in the background has it ignored, and these tests may be one.
+    # Jobs in the background of a shell ignore SIGINT; these tests may be one.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert bench("checkpoint", "--size", "1MB", "--json", "found.json") == code
     finally:
         signal.signal(signal.SIGINT, before)
     assert not list(tmp_path.iterdir())
-    assert ("No space left" in capsys.readouterr().err) == (fault is fills_up)
+    assert ("No space left" in capsys.readouterr().err) == (fault is raise_no_space)
 
 
 def test_bench_input_numbers_of_workers():
@@ -317,14 +317,14 @@ def test_bench_input_of_one_process(tmp_path, monkeypatch, capsys):
         assert rate == pytest.approx(2e3 / arm["ms_per_batch"]["median"])
         assert arm["images_per_second_of_a_rank"] == pytest.approx(rate)
     assert found["enough_workers"] == 0
-    assert "fed by --workers 0." in capsys.readouterr().out
+    assert "--workers 0 is enough." in capsys.readouterr().out
 
 
 @pytest.fixture
 def arms():
-    """Arms of `bench input`, over 10 pictures in batches of 4."""
+    """Yield the arms of `bench input`, over 10 pictures in batches of 4."""
     with hpctrain.Session(backend="single", precision="fp32", batch_size=4, workers=0) as session:
-        yield input._Arms(session, input.Pictures(10))
+        yield input._LoadingArms(session, input.Pictures(10))
 
 
 def test_bench_input_rate_does_not_depend_on_bursts_of_workers(arms, monkeypatch):
@@ -334,7 +334,7 @@ def test_bench_input_rate_does_not_depend_on_bursts_of_workers(arms, monkeypatch
     for first, seconds in itertools.product(range(1, 9), (0.01, 0.6, 1.7)):
 
         def bursts(*_, first=first, seconds=seconds, **__):
-            """Batches of 8 workers that end together; of the first burst not all come."""
+            """Yield batches of 8 workers that end together; the first burst is incomplete."""
             nonlocal now
             for count in itertools.chain([first], itertools.repeat(8)):
                 now += seconds
@@ -345,11 +345,11 @@ def test_bench_input_rate_does_not_depend_on_bursts_of_workers(arms, monkeypatch
 
 
 def test_bench_input_never_measures_across_epochs(arms):
-    batches = list(itertools.islice(iter(arms._anew()), 40))  # 2 in an epoch
+    batches = list(itertools.islice(iter(arms._new_order()), 40))  # 2 in an epoch
     epochs = [batches[start] + batches[start + 1] for start in range(0, 40, 2)]
     assert all(len(set(epoch)) == 8 for epoch in epochs)
     assert len(set(map(tuple, epochs))) > 1
-    assert next(iter(arms._anew())) != batches[0]
+    assert next(iter(arms._new_order())) != batches[0]
     assert arms.load(1) > 0
     assert arms.decode() > 0
 
@@ -373,7 +373,7 @@ def test_bench_input_refuses_too_few_images(tmp_path, capsys):
     (folder / "x.jpg").write_bytes(b"")
     assert bench("input", "--data", "images") == 2
     error = capsys.readouterr().err
-    assert "images/train has 1 images, and a batch of each rank takes 64" in error
+    assert "images/train has 1 images, but a batch of each rank takes 64" in error
     assert "--batch-size 1\n" in error
     assert "hpctrain explain HT909" in error
 
@@ -393,7 +393,7 @@ def test_bench_input_finds_the_workers_that_suffice():
 
 
 def test_bench_title_has_world_device_and_backend():
-    said = {
+    record_fields = {
         "benchmark": "step",
         "world": {"world_size": 8, "num_nodes": 2},
         "machine": {"cpu": "some CPU", "cores": 4},
@@ -403,5 +403,5 @@ def test_bench_title_has_world_device_and_backend():
         "versions": {"torch": "2.15.0"},
         "date": "2026-11-22T00:00:00+00:00",
     }
-    first, *_ = command.title(said).splitlines()
+    first, *_ = runner.title(record_fields).splitlines()
     assert first == ("step: 8 ranks on 2 hosts, ddp over nccl, NVIDIA H200, 4 cores of rank 0")

@@ -1,4 +1,4 @@
-"""`hpctrain bench` on a GPU: ResNet-50 in half precision, memory by arm, sums within the device."""
+"""`hpctrain bench` on a GPU: ResNet-50 in half precision, memory by arm, sums on one GPU."""
 
 import contextlib
 import io
@@ -12,14 +12,14 @@ from hpctrain.cli import main
 from hpctrain.tools.bench import allreduce, step
 
 
-def benches(*words):
+def run_bench(*words):
     """Run the command on a rank and return what it printed."""
     for module in (step, allreduce):
         module._BLOCK_SECONDS = 0.05
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         assert main(["bench", *words, "--seconds", "1", "--json", "found.json"]) == 0
-    return shown.getvalue()
+    return output.getvalue()
 
 
 def record():
@@ -28,34 +28,34 @@ def record():
 
 
 def test_bench_step_of_resnet50_in_half_precision(gpu):
-    (said,) = ranks.values(gpu(1, benches, "step", "--batch-size", "16"))
+    (output,) = ranks.values(gpu(1, run_bench, "step", "--batch-size", "16"))
     found = record()
-    assert found["model"] in ("resnet50", "small")  # without torchvision the small one
+    assert found["model"] in ("resnet50", "small")  # the small one without torchvision
     assert found["precision"] in ("bf16", "fp16")
     assert found["channels_last"]
-    baseline, ours = found["arms"]["by hand"], found["arms"]["hpctrain"]
-    # Weights, momenta, gradients and activations of one loop; those of the other do not count.
-    assert ours["peak_memory"] == pytest.approx(baseline["peak_memory"], rel=0.2)
-    assert "peak memory" in said
+    baseline, own = found["arms"]["by hand"], found["arms"]["hpctrain"]
+    # Weights, momenta, gradients and activations of one loop, without those of the other.
+    assert own["peak_memory"] == pytest.approx(baseline["peak_memory"], rel=0.2)
+    assert "peak memory" in output
 
 
 def test_bench_allreduce_over_one_gpu(nccl):
-    said, _ = ranks.values(nccl(2, benches, "allreduce", "--sizes", "4,1MB"))
+    output, _ = ranks.values(nccl(2, run_bench, "allreduce", "--sizes", "4,1MB"))
     found = record()
     assert found["transport"] == "nccl"
     for one in found["results"]:
-        ours = one["arms"]["hpctrain"]
-        assert ours["busbw"] == pytest.approx(ours["algbw"])  # 2(n-1)/n of two ranks
-    assert "copy GB/s" in said
+        own = one["arms"]["hpctrain"]
+        assert own["busbw"] == pytest.approx(own["algbw"])  # 2(n-1)/n of two ranks
+    assert "copy GB/s" in output
 
 
 def test_bench_checkpoint_of_state_on_gpu(gpu):
-    ranks.values(gpu(1, benches, "checkpoint", "--size", "10MB"))
+    ranks.values(gpu(1, run_bench, "checkpoint", "--size", "10MB"))
     found = record()
     assert found["bytes"] == 10**7
     assert found["pause"]["seconds"]["median"] <= found["arms"]["hpctrain"]["seconds"]["median"]
 
 
 def test_bench_input_on_gpu(gpu):
-    ranks.values(gpu(1, benches, "input", "--workers", "0,1", "--batch-size", "8"))
+    ranks.values(gpu(1, run_bench, "input", "--workers", "0,1", "--batch-size", "8"))
     assert list(record()["arms"]) == ["decoded, no loader", "0 workers", "1 worker"]

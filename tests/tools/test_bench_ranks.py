@@ -1,4 +1,4 @@
-"""`hpctrain bench` over several ranks: what it finds agrees with itself, and all leave together."""
+"""`hpctrain bench` over several ranks: consistent records, and all ranks end together."""
 
 import contextlib
 import io
@@ -15,12 +15,12 @@ from hpctrain.cli import main
 from hpctrain.tools.bench import allreduce, input, step
 
 
-def benches(*words, fault=None):
-    """Run the command on a rank: its exit code, and what it printed.
+def run_bench(*words, fault=None):
+    """Run the command on a rank; return its exit code and output.
 
     Args:
         words: of the command.
-        fault: a function that a rank calls before, with its number.
+        fault: a function that a rank calls first, with its number.
     """
     for module in (step, allreduce, input):
         module._BLOCK_SECONDS = 0.01
@@ -33,74 +33,74 @@ def benches(*words, fault=None):
     return code, out.getvalue()
 
 
-def told(results):
-    """Return what rank 0 printed, and check that the others printed nothing."""
-    (code, said), *others = ranks.values(results)
+def output_of_rank_0(results):
+    """Return the output of rank 0; check that the others printed nothing."""
+    (code, output), *others = ranks.values(results)
     assert [code, *others] == [0, *[(0, "")] * len(others)]
-    return said
+    return output
 
 
 @HOROVOD_SLOW
 def test_bench_allreduce_of_three_ranks(run, tmp_path):
     words = ("allreduce", "--sizes", "4B,64kB", "--seconds", "0.2", "--json", "found.json")
-    said = told(run(3, benches, *words))
+    output = output_of_rank_0(run(3, run_bench, *words))
     (saved,) = tmp_path.iterdir()
     found = json.loads(saved.read_text())
     assert found["world"]["world_size"] == 3
     assert found["transport"] == "gloo"
     assert [one["bytes"] for one in found["results"]] == [4, 64_000]
     for one in found["results"]:
-        raw, ours, copy = (one["arms"][name] for name in ("raw call", "hpctrain", "copy"))
-        for arm in (raw, ours):
+        raw, own, copy = (one["arms"][name] for name in ("raw call", "hpctrain", "copy"))
+        for arm in (raw, own):
             algbw = one["bytes"] / arm["us"]["median"] / 1e3
             assert arm["algbw"] == pytest.approx(algbw)
             assert arm["busbw"] == pytest.approx(algbw * 4 / 3)
         assert raw["ratio"]["median"] == 1.0
-        assert ours["ratio"]["low"] <= ours["ratio"]["median"] <= ours["ratio"]["high"]
-        assert ours["us"]["count"] == copy["us"]["count"] >= 3
-    assert "64 kB" in said
+        assert own["ratio"]["low"] <= own["ratio"]["median"] <= own["ratio"]["high"]
+        assert own["us"]["count"] == copy["us"]["count"] >= 3
+    assert "64 kB" in output
 
 
 @HOROVOD_SLOW
 def test_bench_step_of_three_ranks(run, tmp_path):
     words = ("step", "--batch-size", "2", "--seconds", "0.2", "--json", "found.json")
-    said = told(run(3, benches, *words, layout=(2, 1)))
+    output = output_of_rank_0(run(3, run_bench, *words, layout=(2, 1)))
     (saved,) = tmp_path.iterdir()
     found = json.loads(saved.read_text())
     assert found["world"]["num_nodes"] == 2
-    assert list(found["arms"]) == ["by hand", "hpctrain", "by hand, nothing exchanged"]
+    assert list(found["arms"]) == ["by hand", "hpctrain", "by hand, no communication"]
     for arm in found["arms"].values():
         assert arm["images_per_second"] == pytest.approx(3 * 2 / arm["ms"]["median"] * 1e3)
         assert arm["images_per_second"] == pytest.approx(3 * arm["images_per_second_of_a_rank"])
     assert found["scaling"]["count"] == found["arms"]["hpctrain"]["ms"]["count"]
-    assert "Scaling" in said
+    assert "Scaling" in output
 
 
 def test_bench_checkpoint_written_by_rank_0_alone(tmp_path):
     words = ("checkpoint", "--size", "1MB", "--seconds", "0.1", "--run-dir", "shared")
-    said = told(ranks.run(3, benches, *words))
-    assert f"1 MB, half weights and half momenta, in {tmp_path}/shared" in said
+    output = output_of_rank_0(ranks.run(3, run_bench, *words))
+    assert f"1 MB, half weights and half momenta, in {tmp_path}/shared" in output
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_bench_input_of_three_ranks(tmp_path):
     words = ("input", "--workers", "0", "--batch-size", "2", "--seconds", "0.1")
-    said = told(ranks.run(3, benches, *words))
-    assert "2 of a rank in a batch" in said
+    output = output_of_rank_0(ranks.run(3, run_bench, *words))
+    assert "2 of a rank in a batch" in output
     assert not list(tmp_path.iterdir())
 
 
-def fails(*words, fault=None):
-    """The exit code, and the lines of errors that a rank shows."""
-    shown = io.StringIO()
-    with contextlib.redirect_stderr(shown):
-        code, _ = benches(*words, fault=fault)
-    return code, [line for line in shown.getvalue().splitlines() if "error: " in line]
+def run_with_errors(*words, fault=None):
+    """Run the command on a rank; return its exit code and its error lines."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        code, _ = run_bench(*words, fault=fault)
+    return code, [line for line in errors.getvalue().splitlines() if "error: " in line]
 
 
 def test_bench_checkpoint_refuses_more_than_the_free_space_with_one_error(tmp_path):
-    first, *others = ranks.values(ranks.run(3, fails, "checkpoint", "--size", "900TB"))
+    first, *others = ranks.values(ranks.run(3, run_with_errors, "checkpoint", "--size", "900TB"))
     assert others == [(2, [])] * 2
     code, (line,) = first
     assert code == 2
@@ -109,42 +109,42 @@ def test_bench_checkpoint_refuses_more_than_the_free_space_with_one_error(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def measures(fault):
-    return fails("allreduce", "--sizes", "4", "--seconds", "30", fault=fault)
+def measure_allreduce(fault):
+    return run_with_errors("allreduce", "--sizes", "4", "--seconds", "30", fault=fault)
 
 
-def in_the_middle(what, rank):
-    """Let something happen to rank 1 while it measures."""
+def call_during_measurement(fault, rank):
+    """Call a function on rank 1 during its measurement."""
     timed, calls = allreduce.timed, []
 
-    def hurt(*arguments):
+    def time_with_fault(*arguments):
         calls.append(arguments)
         if rank == 1 and len(calls) == 3:
-            what()
+            fault()
         return timed(*arguments)
 
-    allreduce.timed = hurt
+    allreduce.timed = time_with_fault
 
 
-def is_cancelled():
+def send_sigterm():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def is_lost():
+def exit_at_once():
     os._exit(9)
 
 
 @HOROVOD_SLOW
 def test_bench_cancelled_ranks_exit_with_75(run, tmp_path):
-    results = run(3, measures, partial(in_the_middle, is_cancelled))
+    results = run(3, measure_allreduce, partial(call_during_measurement, send_sigterm))
     assert results == [("exit", 75)] * 3
     assert not list(tmp_path.iterdir())
 
 
 @HOROVOD_SLOW
 def test_bench_ends_when_a_rank_is_lost(run):
-    first, gone, last = run(3, measures, partial(in_the_middle, is_lost))
-    assert isinstance(gone, RuntimeError)  # of the test: no result came
+    first, lost, last = run(3, measure_allreduce, partial(call_during_measurement, exit_at_once))
+    assert isinstance(lost, RuntimeError)  # from the test: the rank sent no result
     for code, lines in (first, last):
         assert code == 1
         assert len(lines) == 1

@@ -1,4 +1,4 @@
-"""The programs in benchmarks/: they import anywhere, and what they save has one form."""
+"""The programs in benchmarks/: imports without the compared packages, and the form of records."""
 
 import ast
 import datetime
@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-# Modules that the extra `benchmark` brings, to compare with.
+# Modules of the extra `benchmark`, for comparison.
 PEERS = ("accelerate", "ignite", "lightning_fabric", "timm", "torchcodec")
 FIGURE = re.compile(r"-?[\d.]+ \[-?[\d.]+, -?[\d.]+\]")
 
 
 @pytest.fixture
 def modules(monkeypatch, tmp_path):
-    """The names of all modules beside the command, which can be imported."""
+    """Return the names of all modules of benchmarks/, which the test can import."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch's compiler sets it
     before = dict(sys.modules)

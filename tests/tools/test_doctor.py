@@ -1,4 +1,4 @@
-"""The doctor: what it concludes from facts, what it shows, and what it does without torch."""
+"""`hpctrain doctor`: its findings, its output, and its work without torch."""
 
 import json
 import os
@@ -16,27 +16,27 @@ from hpctrain.cluster import env_vars, visible_gpus
 from hpctrain.cluster.job import Allocation
 from hpctrain.rendezvous import Roster
 from hpctrain.tools.doctor import (
+    communication,
     devices,
-    exchange,
     findings,
     formatting,
     limits,
     network,
-    ranks,
+    rank_comparison,
     scheduler,
+    shown_variables,
     software,
     storage,
     subprocesses,
-    variables,
 )
-from hpctrain.tools.doctor.exchange import Pair
+from hpctrain.tools.doctor.communication import Pair
 from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding
 
 MIB, GIB = 2**20, 2**30
 
 
 def doctor(*arguments, **env):
-    """Run the command as a user does, with a few more variables."""
+    """Run the command as a user does, with more variables."""
     return subprocess.run(
         [sys.executable, "-m", "hpctrain", "doctor", *arguments],
         env={**env_vars.scrubbed(os.environ), **env},
@@ -47,7 +47,7 @@ def doctor(*arguments, **env):
 
 
 def level(finding, word=""):
-    """The level of a finding; what is not well says what to type."""
+    """Return the level of a finding; check that all but OK have a fix."""
     assert bool(finding.fixes) == (finding.level != OK)
     assert isinstance(finding.fixes, tuple)
     assert all(fix and "    " not in fix for fix in finding.fixes)
@@ -55,14 +55,14 @@ def level(finding, word=""):
     return finding.level
 
 
-# torch and what belongs to it
+# torch, CUDA and Horovod
 
 
 def test_doctor_torch_present_missing_or_broken():
-    there = {"version": "2.15.0", "cuda": "13.2", "hip": None, "nccl": "2.30.7"}
-    assert level(software.torch(there), "2.15.0, CUDA 13.2, NCCL 2.30.7") == OK
-    assert level(software.torch({**there, "cuda": None, "nccl": None}), "CPU build") == OK
-    assert level(software.torch({**there, "hip": "6.2"}), "ROCm 6.2, RCCL") == OK
+    facts = {"version": "2.15.0", "cuda": "13.2", "hip": None, "nccl": "2.30.7"}
+    assert level(software.torch(facts), "2.15.0, CUDA 13.2, NCCL 2.30.7") == OK
+    assert level(software.torch({**facts, "cuda": None, "nccl": None}), "CPU build") == OK
+    assert level(software.torch({**facts, "hip": "6.2"}), "ROCm 6.2, RCCL") == OK
     assert level(software.torch({}), "not installed") == PROBLEM
     assert level(software.torch({}, "OSError: libcuda\nis not"), "libcuda is not") == PROBLEM
 
@@ -72,7 +72,7 @@ def test_doctor_torch_present_missing_or_broken():
     [
         ((0, '{"version": "0.28.1", "gloo": true, "mpi": false, "nccl": false}'), OK, "gloo"),
         ((0, 'a warning\n{"version": "0.28.1", "mpi": true, "nccl": true}\n'), OK, "mpi, nccl"),
-        ((0, '{"version": "0.28.1"}'), WARNING, "nothing to talk over"),
+        ((0, '{"version": "0.28.1"}'), WARNING, "no transport"),
         ((0, "not JSON"), WARNING, "not JSON"),
         ((0, "[]"), WARNING, "[]"),
         ((1, "Traceback\nImportError: undefined symbol"), WARNING, "undefined symbol"),
@@ -93,7 +93,7 @@ def test_doctor_missing_horovod_is_ok():
 
 
 @pytest.mark.parametrize(
-    ("here", "shown", "seen", "job", "expected"),
+    ("on_host", "listed", "seen", "job", "expected"),
     [
         (0, None, 0, None, OK),
         (0, None, 0, 4, PROBLEM),
@@ -102,16 +102,18 @@ def test_doctor_missing_horovod_is_ok():
         (4, (), 0, None, OK),
         (4, (), 0, 4, OK),
         (4, ("0",), 1, None, OK),
-        (4, None, 1, 1, OK),  # the others are another job's
+        (4, None, 1, 1, OK),  # the others belong to another job
         (4, None, 3, None, WARNING),
         (4, ("0", "1"), 1, None, WARNING),
         (1, ("MIG-a", "MIG-b"), 1, None, OK),
     ],
 )
-def test_doctor_compares_gpus_seen_by_torch_with_those_visible(here, shown, seen, job, expected):
-    visible = None if shown is None else visible_gpus.Visible(shown, "CUDA_VISIBLE_DEVICES")
+def test_doctor_compares_gpus_seen_by_torch_with_those_visible(
+    on_host, listed, seen, job, expected
+):
+    visible = None if listed is None else visible_gpus.Visible(listed, "CUDA_VISIBLE_DEVICES")
     why = ("the driver is too old", ("install a newer driver",))
-    assert level(devices.judge_gpus(here, visible, seen, job, why)) == expected
+    assert level(devices.judge_gpus(on_host, visible, seen, job, why)) == expected
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_doctor_names_a_gpu_without_code_in_the_torch_build(tmp_path, monkeypatc
     )
     torch = SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda="12.8", hip=None))
     both, driver, new, old = devices.examine(torch, None, None, None)
-    assert level(both, "2 here, torch sees 2") == OK
+    assert level(both, "2 here, torch finds 2") == OK
     assert level(driver, "550.54.15") == OK
     assert (new.subject, level(new, "H100, 80 GiB: sm_90")) == ("GPU 0", OK)
     assert (old.subject, level(old, "V100")) == ("GPU 1", PROBLEM)
@@ -179,14 +181,14 @@ def test_doctor_names_a_gpu_without_code_in_the_torch_build(tmp_path, monkeypatc
     assert devices.examine(torch, None, None, refused)[0] is refused
 
 
-# what the system allows
+# limits of the system
 
 
 @pytest.mark.parametrize(
     ("soft", "hard", "size", "expected"),
     [
         (1024, 4096, 1, OK),
-        (1024, 4096, 2000, OK),  # the Session raises it
+        (1024, 4096, 2000, OK),  # the Session raises the limit
         (1024, None, 100_000, OK),
         (None, None, 100_000, OK),
         (1024, 1024, 2000, PROBLEM),
@@ -214,7 +216,7 @@ def test_doctor_process_limit():
         (8, 8, {}, OK, "8 of 8"),
         (8, 64, {"OMP_NUM_THREADS": "2"}, OK, "6 left for loader workers"),
         (8, 64, {"OMP_NUM_THREADS": "4,2"}, OK, "4 left"),
-        (2, 64, {"OMP_NUM_THREADS": "8"}, WARNING, "take turns"),
+        (2, 64, {"OMP_NUM_THREADS": "8"}, WARNING, "more threads than cores"),
         (2, 64, {"MKL_NUM_THREADS": "8"}, WARNING, "MKL_NUM_THREADS=8"),
         (8, 8, {"OMP_NUM_THREADS": "many"}, WARNING, "no number"),
         (8, 8, {"OMP_NUM_THREADS": "²"}, WARNING, "no number"),
@@ -233,12 +235,12 @@ def test_doctor_threads_and_cores(cores, on_host, env, expected, word):
 def test_doctor_ranks_that_share_cores():
     two = {"mask": "3", "threads": "1"}
     own = [{"mask": f"{1 << n:x}", "threads": "1"} for n in range(3)]
-    for said, hosts in ((own, "aaa"), ([two, two], "aa"), ([two] * 3, "abc"), ([two], "a")):
-        there = roster(*said, hosts=list(hosts))
-        assert not ranks.judge_cores(there.entries, ranks.rows(there))
-    there = roster(*[two] * 3, {"mask": "f", "threads": "not set"}, hosts=["n1", "n1", "n1", "n2"])
-    (finding,) = ranks.judge_cores(there.entries, ranks.rows(there))
-    assert level(finding, "ranks 0-2 of n1: 3 ranks of a host share 2 cores") == WARNING
+    for own_facts, hosts in ((own, "aaa"), ([two, two], "aa"), ([two] * 3, "abc"), ([two], "a")):
+        ranks = roster(*own_facts, hosts=list(hosts))
+        assert not rank_comparison.judge_cores(ranks.entries, rank_comparison.rows(ranks))
+    ranks = roster(*[two] * 3, {"mask": "f", "threads": "not set"}, hosts=["n1", "n1", "n1", "n2"])
+    (finding,) = rank_comparison.judge_cores(ranks.entries, rank_comparison.rows(ranks))
+    assert level(finding, "ranks 0-2 on n1: 3 ranks of a host share 2 cores") == WARNING
     assert "3 threads" in finding.found
     assert finding.ranks == (0, 1, 2)
 
@@ -246,7 +248,7 @@ def test_doctor_ranks_that_share_cores():
 @pytest.mark.parametrize(
     ("size", "free", "expected"),
     [
-        (64 * MIB, 64 * MIB, WARNING),  # what docker run gives
+        (64 * MIB, 64 * MIB, WARNING),  # the default of docker run
         (8 * GIB, 8 * GIB, OK),
         (8 * GIB, MIB, WARNING),
         (0, 0, WARNING),
@@ -262,14 +264,14 @@ def test_doctor_shared_memory(size, free, expected):
 
 def test_doctor_clock_synchronised():
     assert limits.judge_clock(None) == []
-    (kept,) = limits.judge_clock((0, 0x2001))
-    assert level(kept) == OK
+    (finding,) = limits.judge_clock((0, 0x2001))
+    assert level(finding) == OK
     for answer in ((5, 0x41), (0, 0x40), (5, 0)):
         (finding,) = limits.judge_clock(answer)
         assert level(finding) == WARNING
 
 
-# where a training writes
+# storage
 
 
 def place(kind="ext4", free=100 * GIB, inodes=10**6, error=""):
@@ -300,7 +302,7 @@ def test_doctor_storage_check_leaves_no_files(tmp_path):
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     (bad,) = storage.examine("run directory", tmp_path / "file")
-    assert level(bad, "no directory") == PROBLEM
+    assert level(bad, "not a directory") == PROBLEM
     (full,) = storage.examine("run directory", Path("/proc/self/runs"))
     assert level(full, "cannot be written") == PROBLEM
 
@@ -308,11 +310,11 @@ def test_doctor_storage_check_leaves_no_files(tmp_path):
 def test_doctor_reports_a_file_system_that_hangs(monkeypatch, tmp_path):
     import threading
 
-    gone = threading.Event()
+    released = threading.Event()
     monkeypatch.setattr(storage, "_HANGS_SECONDS", 0.05)
-    monkeypatch.setattr(storage, "_read", lambda path: gone.wait(20))
+    monkeypatch.setattr(storage, "_read", lambda path: released.wait(20))
     (finding,) = storage.examine("run directory", tmp_path)
-    gone.set()
+    released.set()
     assert level(finding, "no answer") == PROBLEM
 
 
@@ -327,7 +329,7 @@ cut off
 
 def test_doctor_file_system_of_a_path():
     assert storage.kind_of(Path("/home/my work/run"), MOUNTS) == "lustre"
-    assert storage.kind_of(Path("/home/other"), MOUNTS) == "fuse.sshfs"  # mounted over the nfs4
+    assert storage.kind_of(Path("/home/other"), MOUNTS) == "fuse.sshfs"  # on top of nfs4
     assert storage.kind_of(Path("/homes"), MOUNTS) == "ext4"
     assert storage.kind_of(Path("/anything"), "") == ""
 
@@ -374,12 +376,12 @@ def test_doctor_quota_from_the_tools_on_the_path(tmp_path, monkeypatch):
     assert storage.quotas([tmp_path]) == []
 
 
-# network, scheduler, other programs
+# the network, the scheduler, other programs
 
 
 def test_doctor_hostname_that_does_not_resolve():
     assert level(network.judge_name("node1", ["10.0.0.1"], ["10.0.0.1"]), "10.0.0.1") == OK
-    assert level(network.judge_name("node1", ["127.0.1.1"], []), "this host alone") == OK
+    assert level(network.judge_name("node1", ["127.0.1.1"], []), "loopback only") == OK
     missing = network.judge_name("node1", "Name or service not known", ["10.0.0.1"])
     assert level(missing, "does not resolve") == PROBLEM
     assert missing.fixes == ("as root: echo '10.0.0.1 node1' >> /etc/hosts",)
@@ -395,7 +397,7 @@ def test_doctor_network_interfaces():
 
 def test_doctor_slurm_and_its_job():
     assert level(scheduler.judge_slurm(False, None), "not installed") == OK
-    assert level(scheduler.judge_slurm(True, None), "does not answer") == WARNING
+    assert level(scheduler.judge_slurm(True, None), "no answer") == WARNING
     assert level(scheduler.judge_slurm(True, (1, "srun: error: no\nconfig"))) == WARNING
     nowhere = (1, "srun: error: a\nsrun: fatal: Could not establish a configuration source\n")
     assert level(scheduler.judge_slurm(True, nowhere), "no slurm.conf is found") == WARNING
@@ -407,8 +409,8 @@ def test_doctor_slurm_and_its_job():
         "slurm 815, restart 1, 2 h 2 min left, 4 tasks, 1 GPU on this host, 4096 MiB for a node"
     )
     endless = Allocation("slurm", "815", tasks=1)
-    said = scheduler.judge_job(endless, {}, 0.0, (0, "1-02:03:04\n")).found
-    assert said == ("slurm 815, restart 0, 1-02:03:04 left, 1 task")
+    found = scheduler.judge_job(endless, {}, 0.0, (0, "1-02:03:04")).found
+    assert found == ("slurm 815, restart 0, 1-02:03:04 left, 1 task")
     assert "left" not in scheduler.judge_job(endless, {}, 0.0, (1, "slurm_load_jobs error")).found
     assert "0 h 0 min left" in scheduler.judge_job(job, {}, 1e6).found
 
@@ -416,23 +418,23 @@ def test_doctor_slurm_and_its_job():
 def test_doctor_program_missing_slow_or_failing(tmp_path):
     assert subprocesses.ask([str(tmp_path / "absent")]) is None
     assert subprocesses.ask(["sleep", "30"], 0.05) is None
-    assert subprocesses.ask([sys.executable, "-c", "print('yes')"]) == (0, "yes\n")
-    assert subprocesses.ask(["sh", "-c", "echo no >&2; exit 3"]) == (3, "no\n")
+    assert subprocesses.ask([sys.executable, "-c", "print('yes')"]) == (0, "yes")
+    assert subprocesses.ask(["sh", "-c", "echo no >&2; exit 3"]) == (3, "no")
     assert subprocesses.ask(["sh", "-c", "kill -9 $$"]) == (-9, "")
 
 
-# all ranks
+# the comparison of ranks
 
 
-def roster(*said, hosts=None):
-    """A roll of ranks that said something else than the usual."""
-    usual = dict.fromkeys(ranks.COMPARED, "same") | {
+def roster(*own_facts, hosts=None):
+    """Return a roster of ranks with facts that differ from the usual ones."""
+    usual = dict.fromkeys(rank_comparison.COMPARED, "same") | {
         "gpu": None,
         "run": "/r",
         "token": "",
         "mask": "f",
     }
-    hosts = hosts or [f"node{n + 1}" for n in range(len(said))]
+    hosts = hosts or [f"node{n + 1}" for n in range(len(own_facts))]
     names = tuple(dict.fromkeys(hosts))
     entries = tuple(
         {
@@ -441,97 +443,101 @@ def roster(*said, hosts=None):
             "world": {"local_rank": hosts[:rank].count(host)},
             "doctor": {**usual, **own},
         }
-        for rank, (own, host) in enumerate(zip(said, hosts, strict=True))
+        for rank, (own, host) in enumerate(zip(own_facts, hosts, strict=True))
     )
     places = tuple(names.index(host) for host in hosts)
-    return Roster(entries, tuple("10.0.0.1" for _ in said), names, places, 0)
+    return Roster(entries, tuple("10.0.0.1" for _ in own_facts), names, places, 0)
 
 
 def test_doctor_table_marks_the_rank_that_differs():
-    table = ranks.rows(roster({}, {}, {}, {"torch": "2.14.0"}))
+    table = rank_comparison.rows(roster({}, {}, {}, {"torch": "2.14.0"}))
     assert [row.differs for row in table] == [[], [], [], ["torch"]]
-    (finding,) = ranks.differences(table)
-    assert level(finding, "same on ranks 0-2; 2.14.0 on rank 3 of node4") == WARNING
+    (finding,) = rank_comparison.differences(table)
+    assert level(finding, "same at ranks 0-2; 2.14.0 at rank 3 on node4") == WARNING
     assert finding.ranks == (3,)
-    shown = formatting.table(table)
-    assert "2.14.0 *" in shown
-    assert "unlike most ranks" in shown
-    assert max(map(len, shown.splitlines())) <= 100
+    text = formatting.table(table)
+    assert "2.14.0 *" in text
+    assert "differs from most ranks" in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_doctor_table_of_two_ranks_compares_with_rank_0():
-    table = ranks.rows(roster({"cores": "8"}, {"cores": "4"}))
+    table = rank_comparison.rows(roster({"cores": "8"}, {"cores": "4"}))
     assert [row.differs for row in table] == [[], ["cores"]]
 
 
 def test_doctor_table_of_equal_ranks_has_no_marks():
-    table = ranks.rows(roster({}, {}, {}))
-    assert ranks.differences(table) == []
+    table = rank_comparison.rows(roster({}, {}, {}))
+    assert rank_comparison.differences(table) == []
     assert "*" not in formatting.table(table)
 
 
 def test_doctor_table_accepts_one_visible_gpu_per_rank():
     own = [{"visible": str(n % 2)} for n in range(4)]
-    bound = ranks.rows(roster(*own, hosts=["a", "a", "b", "b"]))
-    assert ranks.differences(bound) == []
+    bound = rank_comparison.rows(roster(*own, hosts=["a", "a", "b", "b"]))
+    assert rank_comparison.differences(bound) == []
     own[3] = {"visible": "7"}
-    (finding,) = ranks.differences(ranks.rows(roster(*own, hosts=["a", "a", "b", "b"])))
+    (finding,) = rank_comparison.differences(
+        rank_comparison.rows(roster(*own, hosts=["a", "a", "b", "b"]))
+    )
     assert finding.ranks == (3,)
 
 
 def test_doctor_table_marks_a_rank_without_torch():
-    table = ranks.rows(roster({}, {"torch": ranks.NONE}, {}))
+    table = rank_comparison.rows(roster({}, {"torch": rank_comparison.NONE}, {}))
     assert table[1].differs == ["torch"]
-    assert ranks.differences(table) == []
+    assert rank_comparison.differences(table) == []
 
 
 def test_doctor_long_table_shows_the_ranks_that_differ():
     many = [{}] * 200
     many[150] = {"python": "3.10"}
-    shown = formatting.table(ranks.rows(roster(*many)))
-    assert "\n  150   " in shown
-    assert "and 135 more" in shown
+    text = formatting.table(rank_comparison.rows(roster(*many)))
+    assert "\n  150   " in text
+    assert "and 135 more" in text
 
 
 def test_doctor_clocks_apart():
-    table = ranks.rows(roster({}, {}, {}))
+    table = rank_comparison.rows(roster({}, {}, {}))
     table[0].clock, table[1].clock, table[2].clock = 0.0, 0.4, -3.25
-    (finding,) = ranks.judge_clocks(table)
+    (finding,) = rank_comparison.judge_clocks(table)
     assert level(finding, "node3 is 3.2 s behind node1") == WARNING
     table[2].clock = None
-    assert ranks.judge_clocks(table) == []
+    assert rank_comparison.judge_clocks(table) == []
 
 
 def test_doctor_judges_whether_the_run_directory_is_shared(tmp_path):
-    with ranks.token(0, tmp_path / "runs") as left:
-        assert ranks.sees(tmp_path / "runs", left)
+    with rank_comparison.token(0, tmp_path / "runs") as left:
+        assert rank_comparison.finds(tmp_path / "runs", left)
         (tmp_path / "other").mkdir()
-        assert not ranks.sees(tmp_path / "other", left)
+        assert not rank_comparison.finds(tmp_path / "other", left)
         (tmp_path / "link").symlink_to(tmp_path)
-        assert ranks.sees(tmp_path / "link" / "runs", left)
+        assert rank_comparison.finds(tmp_path / "link" / "runs", left)
     assert not Path(left["token"]).exists()
-    with ranks.token(1, tmp_path) as other:
+    with rank_comparison.token(1, tmp_path) as other:
         assert other["token"] == ""
-    told = roster({"token": "/r/t"}, {}, {})
-    table = ranks.rows(told)
-    (well,) = ranks.judge_shared(told.entries, table, [True] * 3)
-    assert level(well, "3 hosts see the same /r") == OK
-    (bad,) = ranks.judge_shared(told.entries, table, [True, True, False])
-    assert level(bad, "rank 2 of node3 cannot see what rank 0 writes there") == PROBLEM
+    ranks = roster({"token": "/r/t"}, {}, {})
+    table = rank_comparison.rows(ranks)
+    (well,) = rank_comparison.judge_shared(ranks.entries, table, [True] * 3)
+    assert level(well, "3 hosts have the same /r") == OK
+    (bad,) = rank_comparison.judge_shared(ranks.entries, table, [True, True, False])
+    assert level(bad, "the file of rank 0 is not visible at rank 2 on node3") == PROBLEM
     elsewhere = roster({"token": "/r/t"}, {"run": "/home/x"})
-    (bad,) = ranks.judge_shared(elsewhere.entries, ranks.rows(elsewhere), [True, False])
-    assert level(bad, "theirs is /home/x") == PROBLEM
-    assert ranks.judge_shared(roster({}, {}).entries, table, [True, False]) == []
+    (bad,) = rank_comparison.judge_shared(
+        elsewhere.entries, rank_comparison.rows(elsewhere), [True, False]
+    )
+    assert level(bad, "whose run directory is /home/x") == PROBLEM
+    assert rank_comparison.judge_shared(roster({}, {}).entries, table, [True, False]) == []
 
 
 def test_doctor_merges_findings_of_ranks():
     shared, own = Finding("clock", WARNING, "f", ("x", "z")), Finding("torch", PROBLEM, "g", ("y",))
-    told = [findings.to_tell([own, shared]), [], findings.to_tell([shared, Finding("a", OK, "")])]
-    one, two = findings.merged(json.loads(json.dumps(told)))
+    sent = [findings.to_send([own, shared]), [], findings.to_send([shared, Finding("a", OK, "")])]
+    one, two = findings.merged(json.loads(json.dumps(sent)))
     assert (one.subject, one.fixes, one.ranks) == ("clock", ("x", "z"), (0, 2))
     assert (two.subject, two.fixes, two.ranks) == ("torch", ("y",), (0,))
     assert formatting.remarks([one], ["a", "b", "c"]).splitlines() == [
-        "  warning           clock (ranks 0, 2 of a, c): f",
+        "  warning           clock (ranks 0 and 2 on a and c): f",
         "    fix:      x",
         "    or:       z",
     ]
@@ -539,21 +545,11 @@ def test_doctor_merges_findings_of_ranks():
     assert "(" not in formatting.remarks([one], ["a", "b"])
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, unique=True))
-def test_doctor_names_ranks_as_ranges(numbers):
-    said = findings.spans(numbers).partition(" ")[2]
-    named = []
-    for part in said.split(", "):
-        first, _, last = part.partition("-")
-        named += range(int(first), int(last or first) + 1)
-    assert named == sorted(numbers)
+# sums, and links between hosts
 
 
-# sums and ways
-
-
-class Wrong:
-    """A backend of three ranks whose sums are right, or one too much."""
+class WrongSums:
+    """A backend of three ranks whose sums are right, or too large in the last element."""
 
     rank, world_size, transport = 1, 3, "stand-in"
 
@@ -569,53 +565,53 @@ class Wrong:
 
 
 def test_doctor_all_reduce_checked_against_the_exact_sum():
-    assert exchange.checked(Wrong(0.0), 1000)
-    assert not exchange.checked(Wrong(1.0), 1000)
-    sums = exchange.Sums("nccl", [2, 3], {10**6: 0.5}, 10.0)
-    assert level(exchange.judge_sums(sums), "wrong sum over nccl at ranks 2-3") == PROBLEM
-    assert level(exchange.judge_sums(exchange.Sums("nccl", [], {}, 1.0))) == OK
+    assert communication.checked(WrongSums(0.0), 1000)
+    assert not communication.checked(WrongSums(1.0), 1000)
+    sums = communication.Sums("nccl", [2, 3], {10**6: 0.5}, 10.0)
+    assert level(communication.judge_sums(sums), "wrong sum over nccl at ranks 2 and 3") == PROBLEM
+    assert level(communication.judge_sums(communication.Sums("nccl", [], {}, 1.0))) == OK
 
 
 @pytest.mark.parametrize("count", range(1, 20))
 def test_doctor_host_pairs_meet_once(count):
-    games = exchange.rounds(count)
+    games = communication.rounds(count)
     for game in games:
         players = [player for pair in game for player in pair]
         assert len(players) == len(set(players))
-    met = sorted(pair for game in games for pair in game)
-    assert met == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    pairs = sorted(pair for game in games for pair in game)
+    assert pairs == [(a, b) for a in range(count) for b in range(a + 1, count)]
 
 
 def test_doctor_host_pairs_of_many_hosts_end_after_63_rounds():
-    games = exchange.rounds(101)
+    games = communication.rounds(101)
     assert len(games) == 63
     assert len({pair for game in games for pair in game}) == 63 * 50
 
 
 def ways(hosts, slow):
-    """Ways of 10 GB/s between all hosts, but for those that are slow."""
+    """Return links of 10 GB/s between all hosts, except slow ones."""
     return [Pair(x, y, 1.5 if slow(x, y) else 10.0) for x in hosts for y in hosts if x != y]
 
 
 @pytest.mark.parametrize("hosts", ["abc", "abcd", "abcdefgh"])
 def test_doctor_names_a_slow_host_or_link(hosts):
-    assert exchange.judge_pairs(ways(hosts, lambda x, y: False)) == []
-    (sends,) = exchange.judge_pairs(ways(hosts, lambda x, y: x == "b"))
+    assert communication.judge_pairs(ways(hosts, lambda x, y: False)) == []
+    (sends,) = communication.judge_pairs(ways(hosts, lambda x, y: x == "b"))
     assert level(sends, "b sends at most 1.5 GB/s") == WARNING
     assert "--exclude=b" in sends.fixes[0]
-    both = exchange.judge_pairs(ways(hosts, lambda x, y: "b" in (x, y)))
+    both = communication.judge_pairs(ways(hosts, lambda x, y: "b" in (x, y)))
     assert ["b sends" in both[0].found, "b receives" in both[1].found] == [True, True]
     assert len(both) == 2
-    (way,) = exchange.judge_pairs(ways(hosts, lambda x, y: (x, y) == ("b", "c")))
+    (way,) = communication.judge_pairs(ways(hosts, lambda x, y: (x, y) == ("b", "c")))
     assert level(way, "b to c: 1.5 GB/s") == WARNING
 
 
 def test_doctor_names_no_slow_host_of_two():
-    assert exchange.judge_pairs(ways("ab", lambda x, y: x == "b")) == []
-    assert exchange.judge_pairs([]) == []
+    assert communication.judge_pairs(ways("ab", lambda x, y: x == "b")) == []
+    assert communication.judge_pairs([]) == []
 
 
-# what is shown
+# the output
 
 SECRETS = {
     "WANDB_API_KEY": "wandb-8d1f",
@@ -632,20 +628,20 @@ SECRETS = {
 @given(st.dictionaries(st.text(max_size=20), st.text(max_size=20)))
 def test_doctor_shows_listed_environment_variables_only(env):
     known = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "HPCTRAIN_RUN_DIR": "/r"}
-    shown = variables.shown({**env, **SECRETS, **known})
+    variables = shown_variables.shown({**env, **SECRETS, **known})
     allowed = {"NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_NCCL_"}
-    assert known.items() <= shown.items()
-    assert not SECRETS.keys() & shown.keys()
-    for name in shown.keys() - known.keys():
-        assert name.startswith(tuple(allowed)) or name in variables._NAMES
-    assert all("\n" not in value and "\x1b" not in value for value in shown.values())
+    assert known.items() <= variables.items()
+    assert not SECRETS.keys() & variables.keys()
+    for name in variables.keys() - known.keys():
+        assert name.startswith(tuple(allowed)) or name in shown_variables._NAMES
+    assert all("\n" not in value and "\x1b" not in value for value in variables.values())
 
 
 @pytest.fixture
-def examined(monkeypatch, capsys):
-    """The doctor in this process: its exit code, and what it prints.
+def run_doctor(monkeypatch, capsys):
+    """Return a function that runs the doctor in this process: exit code, output, errors.
 
-    Horovod counts as not installed: another interpreter would import torch for it.
+    Horovod counts as not installed, because its check imports torch in another interpreter.
     """
     monkeypatch.setattr(software, "horovod", lambda: software.judge_horovod(False, None))
 
@@ -658,26 +654,26 @@ def examined(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_doctor_output_has_no_secret(examined, monkeypatch, tmp_path, options):
+def test_doctor_output_has_no_secret(run_doctor, monkeypatch, tmp_path, options):
     for name, value in {**SECRETS, "NCCL_DEBUG": "WARN"}.items():
         monkeypatch.setenv(name, value)
-    _, out, err = examined("--run-dir", str(tmp_path), *options)
+    _, out, err = run_doctor("--run-dir", str(tmp_path), *options)
     assert "NCCL_DEBUG" in out
     for value in SECRETS.values():
         assert value not in out + err
 
 
-def test_doctor_of_this_machine_in_json_and_text(examined, tmp_path):
-    code, out, _ = examined("--json", "--run-dir", str(tmp_path / "runs"))
-    told = json.loads(out)
-    assert told.keys() == {"machine", "findings", "ranks", "all_reduce", "pairs"}
-    assert (told["ranks"], told["all_reduce"], told["pairs"]) == ([], None, [])
-    for finding in told["findings"]:
+def test_doctor_of_this_machine_in_json_and_text(run_doctor, tmp_path):
+    code, out, _ = run_doctor("--json", "--run-dir", str(tmp_path / "runs"))
+    output = json.loads(out)
+    assert output.keys() == {"machine", "findings", "ranks", "all_reduce", "pairs"}
+    assert (output["ranks"], output["all_reduce"], output["pairs"]) == ([], None, [])
+    for finding in output["findings"]:
         assert finding.keys() == {"subject", "level", "found", "fixes", "ranks"}
         assert finding["ranks"] == [0]
         assert isinstance(finding["fixes"], list)
         assert bool(finding["fixes"]) == (finding["level"] != OK)
-    by_subject = {finding["subject"]: finding for finding in told["findings"]}
+    by_subject = {finding["subject"]: finding for finding in output["findings"]}
     assert by_subject.keys() >= {
         *("python", "torch", "GPUs", "horovod", "submitit", "Slurm", "job", "open files"),
         *("locked memory", "processes", "cores", "/dev/shm", "run directory", "cache"),
@@ -685,11 +681,11 @@ def test_doctor_of_this_machine_in_json_and_text(examined, tmp_path):
     }
     assert by_subject["torch"]["level"] == OK
     assert str(tmp_path / "runs") in by_subject["run directory"]["found"]
-    wrong = any(finding["level"] == PROBLEM for finding in told["findings"])
+    wrong = any(finding["level"] == PROBLEM for finding in output["findings"])
     assert code == int(wrong)
     assert list(tmp_path.iterdir()) == []
 
-    code, out, _ = examined("--run-dir", str(tmp_path / "runs"))
+    code, out, _ = run_doctor("--run-dir", str(tmp_path / "runs"))
     assert code == int(wrong)
     for subject in by_subject:
         assert subject in out
@@ -709,11 +705,11 @@ def test_doctor_without_a_working_torch(tmp_path, module, word):
     (tmp_path / "torch.py").write_text(module)
     done = doctor("--json", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stderr
-    told = {finding["subject"]: finding for finding in json.loads(done.stdout)["findings"]}
-    assert told["torch"]["level"] == PROBLEM
-    assert word in told["torch"]["found"]
-    assert "pip install" in told["torch"]["fixes"][0]
-    assert told["cores"]["level"] in (OK, WARNING)
+    by_subject = {finding["subject"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert by_subject["torch"]["level"] == PROBLEM
+    assert word in by_subject["torch"]["found"]
+    assert "pip install" in by_subject["torch"]["fixes"][0]
+    assert by_subject["cores"]["level"] in (OK, WARNING)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`hpctrain horovod build`: what it decides, changes, keeps and refuses, and (--all) the build."""
+"""`hpctrain horovod build`: its plan, patches, cache and errors, and with --all the build."""
 
 import errno
 import json
@@ -18,13 +18,20 @@ import pytest
 from hpctrain.cli import main
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.tools import horovod_build
-from hpctrain.tools.horovod_build import cache, commands, installed, recipe, source, toolchain
-from hpctrain.tools.horovod_build.recipe import Plan
+from hpctrain.tools.horovod_build import (
+    build_commands,
+    cache,
+    installed,
+    source,
+    toolchain,
+    wheel_build,
+)
 from hpctrain.tools.horovod_build.torch_facts import Torch, ask_torch, cxx_standard
+from hpctrain.tools.horovod_build.wheel_build import Plan
 
 TORCH = Torch("2.15.0+cu132", "13.2", True, Path("/torch/include"), None)
 CPU = Plan(TORCH, None, None)
-# The lines of Horovod 0.28.1 that have to be changed, in the words of its files.
+# The lines of Horovod 0.28.1 that the build patches, as in its files.
 HOROVOD = {
     "CMakeLists.txt": """\
 project(horovod CXX)
@@ -79,7 +86,7 @@ def extracted(tmp_path):
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """Pretended programs, alone on the PATH: a function that adds one by its script."""
+    """Return a function that adds a fake program to the PATH, which has no other programs."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -244,7 +251,7 @@ def test_wheel_cache_key_is_one_folder_name():
 
 @pytest.fixture
 def toolkit(programs, tmp_path):
-    """A simulated CUDA 13.0 in $CUDA_HOME."""
+    """Make a fake CUDA 13.0; return the environment with it in $CUDA_HOME."""
     home = tmp_path / "cuda"
     (home / "include").mkdir(parents=True)
     (home / "include" / "cuda_runtime.h").touch()
@@ -257,11 +264,11 @@ def toolkit(programs, tmp_path):
     [(None, "13.2", True), (True, "13.2", True), (False, "13.2", False), (None, None, False)],
 )
 def test_build_with_cuda_where_torch_and_machine_have_it(toolkit, cuda, built_with, on_gpus):
-    said = []
+    lines = []
     torch = replace(TORCH, cuda=built_with)
-    plan = horovod_build.decide(torch, cuda, False, toolkit, said.append)
+    plan = horovod_build.decide(torch, cuda, False, toolkit, lines.append)
     assert (plan.cuda is not None) is on_gpus
-    assert ("GPUs over NCCL" if on_gpus else "on CPUs") in said[0]
+    assert ("GPUs over NCCL" if on_gpus else "on CPUs") in lines[0]
 
 
 @pytest.mark.parametrize("built_with", [None, "12.8"])
@@ -333,7 +340,7 @@ def test_mpi_without_mpicxx_is_refused(programs, home):
     [
         ({}, "no C++ compiler"),
         ({"g++": "exit 0"}, "no make"),
-        ({"g++": "echo g++ 8.5; exit 1", "make": "exit 0"}, "knows no C++20"),
+        ({"g++": "echo g++ 8.5; exit 1", "make": "exit 0"}, "does not support C++20"),
     ],
 )
 def test_missing_compiler_or_make_is_named_with_the_package(programs, scripts, word):
@@ -378,42 +385,42 @@ def test_wheel_cache_not_writable_is_refused_before_the_build(tmp_path):
 
 
 def test_wheel_cache_has_no_partial_wheel_after_disk_full(tmp_path, monkeypatch):
-    def full(source, target):
+    def write_half(source, target):
         target.write(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     place = tmp_path / "place"
     place.mkdir()
-    monkeypatch.setattr(shutil, "copyfileobj", full)
-    built = wheel_in(tmp_path)
+    monkeypatch.setattr(shutil, "copyfileobj", write_half)
+    wheel = wheel_in(tmp_path)
     with pytest.raises(HpctrainError, match="No space left") as caught:
-        cache.store(built, place)
-    assert caught.value.fixes[1] == f"take the wheel from {built}"
+        cache.store(wheel, place)
+    assert caught.value.fixes[1] == f"take the wheel from {wheel}"
     assert not list(place.iterdir())
 
 
 def test_concurrent_builds_share_one_wheel(tmp_path):
-    place, said, order = tmp_path / "key", [], []
-    told = threading.Event()
+    place, lines, order = tmp_path / "key", [], []
+    waits = threading.Event()
 
-    def say(line):
-        said.append(line)
-        told.set()
+    def log(line):
+        lines.append(line)
+        waits.set()
 
-    def second():
-        with cache.locked(place, say):
+    def build_second():
+        with cache.locked(place, log):
             order.append(cache.find(place))
 
     with cache.locked(place, quiet):
-        waiting = threading.Thread(target=second)
+        waiting = threading.Thread(target=build_second)
         waiting.start()
-        assert told.wait(60)
+        assert waits.wait(60)
         stored = cache.store(wheel_in(tmp_path / "built"), place)
         order.append("built")
     waiting.join(60)
     assert order == ["built", stored]
-    assert len(said) == 1
-    assert str(place) in said[0]
+    assert len(lines) == 1
+    assert str(place) in lines[0]
 
 
 def test_wheel_cache_removes_leftovers_of_a_killed_build(tmp_path):
@@ -426,10 +433,10 @@ def test_wheel_cache_removes_leftovers_of_a_killed_build(tmp_path):
 def test_build_command_that_fails_or_times_out_leaves_no_process(tmp_path):
     log = tmp_path / "log"
     script = "echo $$; sleep 1000 & echo $!; wait"
-    assert commands.run(["sh", "-c", "echo said; exit 3"], os.environ, log, quiet) == 3
-    assert commands.run(["sh", "-c", script], os.environ, log, quiet, seconds=5) == -9
-    assert "said" in log.read_text()
-    assert commands.ask(["sh", "-c", f"exec > pids; {script}"], os.environ, 5) is None
+    assert build_commands.run(["sh", "-c", "echo output; exit 3"], os.environ, log, quiet) == 3
+    assert build_commands.run(["sh", "-c", script], os.environ, log, quiet, seconds=5) == -9
+    assert "output" in log.read_text()
+    assert build_commands.ask(["sh", "-c", f"exec > pids; {script}"], os.environ, 5) is None
     lines = log.read_text().splitlines() + (tmp_path / "pids").read_text().splitlines()
     pids = [int(line) for line in lines if line.isdecimal()]
     assert len(pids) == 4
@@ -449,11 +456,11 @@ def alive(pid):
 
 @pytest.mark.slow
 def test_build_prints_percent_compiled(tmp_path, monkeypatch):
-    monkeypatch.setattr(commands, "_SECONDS_BETWEEN_LINES", 0.0)
-    said = []
+    monkeypatch.setattr(build_commands, "_SECONDS_BETWEEN_LINES", 0.0)
+    lines = []
     script = "echo '[ 12%] Building CXX object'; sleep 1.5"
-    commands.run(["sh", "-c", script], os.environ, tmp_path / "log", said.append)
-    assert any("12 % compiled" in line for line in said)
+    build_commands.run(["sh", "-c", script], os.environ, tmp_path / "log", lines.append)
+    assert any("12 % compiled" in line for line in lines)
 
 
 @pytest.mark.slow
@@ -462,8 +469,8 @@ def test_unreachable_package_index_is_an_error_with_a_fix(tmp_path, monkeypatch)
     env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}
     env |= {"PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1"}
-    with pytest.raises(HpctrainError, match="could not fetch") as caught:
-        recipe.make(CPU, env, tmp_path, quiet)
+    with pytest.raises(HpctrainError, match="could not download") as caught:
+        wheel_build.make(CPU, env, tmp_path, quiet)
     assert caught.value.code == "HT913"
     assert "login node" in caught.value.fixes[0]
     assert "--wheel-only" in caught.value.fixes[0]
@@ -474,7 +481,7 @@ def test_failed_compilation_shows_its_first_error(tmp_path):
     log = tmp_path / "log"
     lines = ["fine"] * 50 + ["x.cc:1:2: error: no such thing"] + ["noise"] * 50
     log.write_text("\n".join(lines))
-    error = recipe._failed("HT915", "the build ended", log)
+    error = wheel_build._failed("HT915", "the build ended", log)
     assert "no such thing" in error.found
     assert len(error.found.splitlines()) < 20
     assert error.fixes == (f"look at the whole log: {log}",)
@@ -482,7 +489,7 @@ def test_failed_compilation_shows_its_first_error(tmp_path):
 
 @pytest.mark.slow
 def test_pip_refusal_is_an_error_with_a_fix(tmp_path):
-    # What Debian's own Python says; source: PEP 668.
+    # The refusal of Debian's Python; source: PEP 668.
     wheel = tmp_path / "no-wheel.whl"
     with pytest.raises(HpctrainError, match="did not install") as caught:
         installed.install(wheel, os.environ, tmp_path / "log", quiet)
@@ -493,7 +500,7 @@ def test_pip_refusal_is_an_error_with_a_fix(tmp_path):
 
 @pytest.mark.slow
 def test_trial_of_horovod_names_a_failing_rank_and_ends(tmp_path, monkeypatch):
-    """Rank 1 fails, rank 0 would wait for it for ever."""
+    """Fail rank 1; rank 0 would wait for it for ever."""
     package = tmp_path / "horovod"
     for name in ("", "runner", "runner/common", "runner/common/util", "runner/http"):
         (package / name).mkdir()
@@ -528,7 +535,7 @@ def test_horovod_build_wrong_use_exits_with_2(arguments, capsys):
 
 @pytest.fixture
 def simulated(tmp_path, monkeypatch):
-    """A build that takes no time: what it was asked to do, and what is installed meanwhile."""
+    """Simulate the build; return the steps that were done, and the installed Horovod."""
     done = []
     state = {"version": "", "key": "", "facts": {}, "done": done}
     monkeypatch.setenv("HPCTRAIN_CACHE", str(tmp_path / "cache"))
@@ -556,32 +563,32 @@ def simulated(tmp_path, monkeypatch):
     return state
 
 
-def built(*options):
+def run_build(*options):
     return main(["horovod", "build", "--cpu", *options])
 
 
 def test_second_build_only_checks_or_installs_the_cached_wheel(simulated, capsys):
-    assert built() == 0
-    assert built() == 0
+    assert run_build() == 0
+    assert run_build() == 0
     assert simulated["done"] == ["make", "install", "check", "check"]
     assert "is installed and works" in capsys.readouterr().err
     simulated.update(version="")
-    assert built() == 0
+    assert run_build() == 0
     assert simulated["done"][4:] == ["install", "check"]
     assert "found" in capsys.readouterr().err
 
 
 def test_wheel_cache_may_be_read_only(simulated, tmp_path):
-    built("--wheel-only")
+    run_build("--wheel-only")
     (folder,) = (tmp_path / "cache" / "horovod").iterdir()
     (folder / ".lock").unlink()
     before = sorted(folder.iterdir())
-    assert built() == 0
+    assert run_build() == 0
     assert sorted(folder.iterdir()) == before
 
 
-def test_wheel_only_prints_the_path_alone(simulated, capsys):
-    assert built("--wheel-only") == 0
+def test_wheel_only_prints_only_the_path(simulated, capsys):
+    assert run_build("--wheel-only") == 0
     path = Path(capsys.readouterr().out.rstrip("\n"))
     assert path.suffix == ".whl"
     assert path.is_file()
@@ -597,26 +604,26 @@ def test_wheel_only_prints_the_path_alone(simulated, capsys):
         ({"gloo": True}, "of-another-torch", ["make", "install", "check"]),
     ],
 )
-def test_working_horovod_from_elsewhere_is_kept(simulated, facts, key, steps):
+def test_working_horovod_of_another_build_is_kept(simulated, facts, key, steps):
     simulated.update(version="0.28.1", key=key, facts=facts)
-    assert built() == 0
+    assert run_build() == 0
     assert simulated["done"] == steps
 
 
 def test_installed_wheel_that_does_not_import_is_an_error(simulated, monkeypatch, capsys):
     monkeypatch.setattr(installed, "install", lambda *arguments: None)
-    assert built() == 1
-    said = capsys.readouterr().err
-    assert "undefined symbol" in said
-    assert "fix:" in said
-    assert "hpctrain explain HT918" in said
+    assert run_build() == 1
+    output = capsys.readouterr().err
+    assert "undefined symbol" in output
+    assert "fix:" in output
+    assert "hpctrain explain HT918" in output
 
 
 @pytest.mark.parametrize(
-    ("error", "kept"),
+    ("error", "count"),
     [(HpctrainError("HT915", "failed"), 1), (KeyboardInterrupt(), 0), (SystemExit(143), 0)],
 )
-def test_build_folder_is_kept_after_failure_only(simulated, tmp_path, monkeypatch, error, kept):
+def test_build_folder_is_kept_after_failure_only(simulated, tmp_path, monkeypatch, error, count):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def make(plan, env, work, say):
@@ -626,7 +633,7 @@ def test_build_folder_is_kept_after_failure_only(simulated, tmp_path, monkeypatc
     monkeypatch.setattr(horovod_build, "make", make)
     with pytest.raises(type(error)):
         horovod_build.build(False, False, True, os.environ, quiet)
-    assert len(list(tmp_path.glob("hpctrain-horovod-*"))) == kept
+    assert len(list(tmp_path.glob("hpctrain-horovod-*"))) == count
     assert not list((tmp_path / "cache").rglob("*.whl"))
 
 
@@ -645,10 +652,10 @@ def test_sigterm_ends_the_compilers_of_a_build(simulated, tmp_path, monkeypatch)
 
     def make(plan, env, work, say):
         threading.Thread(target=terminate).start()
-        commands.run(["sleep", "1000"], env, work / "log", say)
+        build_commands.run(["sleep", "1000"], env, work / "log", say)
 
     monkeypatch.setattr(horovod_build, "make", make)
-    monkeypatch.setattr(commands.subprocess, "Popen", Process)
+    monkeypatch.setattr(build_commands.subprocess, "Popen", Process)
     with pytest.raises(SystemExit) as caught:
         horovod_build.build(False, False, True, os.environ, quiet)
     assert caught.value.code == 128 + signal.SIGTERM
@@ -675,7 +682,7 @@ def test_installed_horovod_works_with_this_torch(lacking):
 
 @pytest.mark.slow
 def test_wheel_built_from_the_package_index(tmp_path, lacking):
-    """From the package index, with an empty cache: minutes."""
+    """Download and compile Horovod with an empty cache, which takes minutes."""
     if not installed.version():
         lacking("horovod", "hpctrain horovod build --cpu --mpi")
     env = {**os.environ, "HPCTRAIN_CACHE": str(tmp_path / "cache")}

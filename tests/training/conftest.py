@@ -1,4 +1,4 @@
-"""Undisturbed runs, to which resumed ones are compared."""
+"""Uninterrupted runs, with which tests compare resumed ones."""
 
 import pytest
 

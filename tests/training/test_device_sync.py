@@ -1,8 +1,8 @@
-"""Nothing in a step, in a row of metrics or in an evaluation waits for the device.
+"""Steps, rows of metrics and evaluations do not sync the device.
 
-The device is torch's "meta", whose tensors have shapes and no numbers: what needs one (`item()`,
-`tolist()`, an `if`, a boolean index, a copy to the host) cannot work there. So this holds without a
-GPU what the tests marked gpu hold with one, for all that does not depend on the kind of device.
+The device is torch's "meta", whose tensors have shapes and no values: what needs a value (`item()`,
+`tolist()`, an `if`, a boolean index, a copy to the host) raises an error. The tests marked gpu
+check the same on a GPU; this one needs none, and covers all that is equal for all devices.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ META = torch.device("meta")
 LOG_EVERY = 2
 
 
-class Waits(Exception):
-    """Something for which the host would wait for a GPU."""
+class DeviceSync(Exception):
+    """A call for which the host would wait for a GPU."""
 
 
-class NoWaits(TorchDispatchMode):
-    """Refuses what reads a number of the device, and copies that are waited for."""
+class NoDeviceSync(TorchDispatchMode):
+    """Raise an error for calls that read a value of the device, and for blocking copies."""
 
     READS = (
         *("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "bincount"),
@@ -41,7 +41,7 @@ class NoWaits(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self._waits(function.overloadpacket.__name__, args, kwargs):
-            raise Waits(f"the host waits for {function}")
+            raise DeviceSync(f"the host waits for {function}")
         return function(*args, **kwargs)
 
     def _waits(self, name, args, kwargs):
@@ -71,35 +71,35 @@ WAITS = {
 }
 
 
-def caught():
-    """Those of WAITS that are."""
+def find_waits():
+    """Return the names of WAITS for which the mode raises an error."""
     names = []
     for name, act in WAITS.items():
-        with NoWaits():
+        with NoDeviceSync():
             try:
                 act(torch.ones(3, device=META))
-            except Waits:
+            except DeviceSync:
                 names.append(name)
     return names
 
 
 def test_device_sync_detector_finds_each_wait():
-    (names,) = ranks.values(ranks.run(1, caught))
+    (names,) = ranks.values(ranks.run(1, find_waits))
     assert names == list(WAITS)
 
 
-def evaluation():
+def evaluate():
     scores = Classification(Single(None, META, None), 10)
     targets = torch.zeros(32, device=META, dtype=torch.int64)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         outputs = torch.zeros(32, 10, device=META, dtype=dtype)
-        with NoWaits():
+        with NoDeviceSync():
             scores.update(outputs, targets)
     return True
 
 
 def test_evaluation_does_not_sync_the_device():
-    assert ranks.values(ranks.run(1, evaluation)) == [True]
+    assert ranks.values(ranks.run(1, evaluate)) == [True]
 
 
 OPTIMIZERS = {
@@ -115,12 +115,12 @@ OPTIONS = {
 STEPS = 24
 
 
-class Done(Exception):
-    """The end of the loop, before a checkpoint reads the weights."""
+class EndOfLoop(Exception):
+    """Raised at the end of the loop, before a checkpoint reads the weights."""
 
 
-def loop(optimizer, options):
-    """For each sum that was read in training, the steps that began it and that read it."""
+def train(optimizer, options):
+    """Train; return the steps of beginning and reading of each sum that was read."""
     read = []
     run = mock.Mock(step=0)
 
@@ -137,8 +137,8 @@ def loop(optimizer, options):
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(META)
     with (
         mock.patch.object(hpctrain.process.device, "choose", return_value=META),
-        # Which looks for a checkpoint, and asks the ranks whether theirs is another.
-        mock.patch("hpctrain.training.run.restore", return_value=None),
+        # This looks for a checkpoint and compares it between ranks.
+        mock.patch("hpctrain.training.training_run.restore", return_value=None),
         mock.patch.object(Work, "__init__", init),
         mock.patch.object(Work, "values", values),
         mock.patch.object(Work, "ready", lambda later: run.step > later.begun),
@@ -148,17 +148,17 @@ def loop(optimizer, options):
         ) as session,
     ):  # fmt: skip
         model, _ = session.prepare(model, OPTIMIZERS[optimizer](model.parameters()))
-        with contextlib.suppress(Done), session.run() as run:
+        with contextlib.suppress(EndOfLoop), session.run() as run:
             for _ in run.epochs():
                 batches = run.batches(session.loader(samples))
                 while run.step < STEPS:
-                    with NoWaits():
+                    with NoDeviceSync():
                         inputs, targets = next(batches)
                         with session.autocast():
                             loss = nn.functional.cross_entropy(model(inputs), targets)
                         session.step(loss)
                         run.log(loss=loss, number=1.0)
-                raise Done
+                raise EndOfLoop
     return read
 
 
@@ -167,7 +167,7 @@ def loop(optimizer, options):
     [("SGD", "as it comes"), ("Adam", "much"), ("LARS", "a schedule")],
 )
 def test_training_loop_does_not_sync_the_device(optimizer, options):
-    (read,) = ranks.values(ranks.run(1, loop, optimizer, options))
-    # Those of the rows, and those of what the ranks have to know of each other.
+    (read,) = ranks.values(ranks.run(1, train, optimizer, options))
+    # The sums of the rows, and those of the consensus between ranks.
     assert len(read) >= 5
     assert all(begun < step for begun, step in read), read

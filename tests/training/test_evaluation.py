@@ -1,4 +1,4 @@
-"""Scores of a classifier in one process: against torchmetrics and NumPy, and without any wait."""
+"""Scores of a classifier in one process, compared with torchmetrics and NumPy."""
 
 import math
 
@@ -22,7 +22,7 @@ def classification(classes, device="cpu"):
 
 
 def data(classes, samples=997, dtype=torch.float32, steps=None):
-    """Outputs and targets; outputs of a few steps have many ties."""
+    """Return outputs and targets; outputs rounded to `steps` have many ties."""
     generator = torch.Generator().manual_seed(classes + samples)
     outputs = torch.randn(samples, classes, generator=generator, dtype=torch.float64)
     if steps:
@@ -40,7 +40,7 @@ def scores(outputs, targets, batch=64):
 
 
 def mean_loss(outputs, targets):
-    """The mean cross entropy, in NumPy's float64."""
+    """Return the mean cross entropy, computed in NumPy's float64."""
     logits = outputs.double().numpy()
     highest = logits.max(axis=1, keepdims=True)
     logarithms = np.log(np.exp(logits - highest).sum(axis=1)) + highest[:, 0]
@@ -51,9 +51,9 @@ def mean_loss(outputs, targets):
 def test_classification_equals_torchmetrics(classes):
     outputs, targets = data(classes)
     found = scores(outputs, targets)
-    kept = {"num_classes": classes, "average": "micro"}
-    top1 = multiclass_accuracy(outputs, targets, **kept)
-    top5 = multiclass_accuracy(outputs, targets, top_k=min(5, classes), **kept)
+    options = {"num_classes": classes, "average": "micro"}
+    top1 = multiclass_accuracy(outputs, targets, **options)
+    top5 = multiclass_accuracy(outputs, targets, top_k=min(5, classes), **options)
     each = multiclass_accuracy(outputs, targets, num_classes=classes, average="none")
     assert (found.count, found.ignored) == (997, 0)
     assert found.top1 == pytest.approx(top1.item(), rel=1e-6)
@@ -151,7 +151,7 @@ def test_scores_under_inference_mode_and_autocast(mode):
 
 
 @pytest.mark.parametrize(
-    ("outputs", "targets", "said"),
+    ("outputs", "targets", "message"),
     [
         (torch.zeros(4, 9), torch.zeros(4).long(), r"outputs of shape \(4, 9\)"),
         (torch.zeros(4, 10, 2), torch.zeros(4).long(), r"outputs of shape \(4, 10, 2\)"),
@@ -162,8 +162,8 @@ def test_scores_under_inference_mode_and_autocast(mode):
         (torch.zeros(4, 10, device="meta"), torch.zeros(4).long(), "outputs on meta"),
     ],
 )
-def test_shape_and_type_mismatches_are_refused(outputs, targets, said):
-    with pytest.raises(UsageError, match=said):
+def test_shape_and_type_mismatches_are_refused(outputs, targets, message):
+    with pytest.raises(UsageError, match=message):
         classification(10).update(outputs, targets)
 
 

@@ -1,29 +1,29 @@
-"""Scores of a classifier on a GPU: those of the CPU, and no batch waits for the device."""
+"""Scores of a classifier on a GPU equal those of the CPU, without a sync."""
 
 import on_gpu
 import pytest
 import ranks
 import torch
-from test_exact_evaluation import CASES, hold, samples, scored
+from test_exact_evaluation import CASES, check_equal, evaluate_cases, samples
 
 from hpctrain.backends.single import Single
 from hpctrain.training.evaluation import Classification
 
 
 def test_evaluation_on_gpu_equals_cpu(gpu):
-    (found,) = ranks.values(gpu(1, scored))
-    (expected,) = ranks.values(ranks.run(1, scored, env={"CUDA_VISIBLE_DEVICES": ""}))
-    # The loss of a sample is another in its last digits.
-    hold([found], expected, loss=1e-6)
+    (found,) = ranks.values(gpu(1, evaluate_cases))
+    (expected,) = ranks.values(ranks.run(1, evaluate_cases, env={"CUDA_VISIBLE_DEVICES": ""}))
+    # The loss of a sample differs in its last digits.
+    check_equal([found], expected, loss=1e-6)
 
 
 def test_evaluation_over_nccl_equals_one_process(nccl, gpu):
-    (alone,) = ranks.values(gpu(1, scored))
-    hold(ranks.values(nccl(2, scored)), alone)
+    (alone,) = ranks.values(gpu(1, evaluate_cases))
+    check_equal(ranks.values(nccl(2, evaluate_cases)), alone)
 
 
-def counted(deterministic, dtype):
-    """The scores of one case, whose batches are on the GPU before."""
+def count_samples(deterministic, dtype):
+    """Evaluate one case with batches on the GPU; return the number of samples."""
     case = "counts that divide by nothing"
     outputs, targets = (tensor.to(on_gpu.DEVICE) for tensor in samples(case))
     outputs = outputs.to(dtype)
@@ -39,4 +39,6 @@ def counted(deterministic, dtype):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_evaluation_does_not_sync_the_gpu(gpu, deterministic, dtype):
-    assert ranks.values(gpu(1, counted, deterministic, dtype)) == [997 - len(range(0, 997, 11))]
+    assert ranks.values(gpu(1, count_samples, deterministic, dtype)) == [
+        997 - len(range(0, 997, 11))
+    ]

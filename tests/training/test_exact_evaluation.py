@@ -1,4 +1,4 @@
-"""Scores of a classifier over ranks: the same numbers as in one process, over every backend."""
+"""Scores of a classifier over ranks equal those of one process, over every backend."""
 
 import pytest
 import ranks
@@ -12,7 +12,7 @@ from hpctrain.backends.single import Single
 from hpctrain.training.evaluation import Classification
 
 IGNORED = -100
-# Samples, classes, batch size, steps of a unit that outputs are rounded to (0: not at all).
+# Samples, classes, batch size, steps per unit to which outputs are rounded (0: not rounded).
 CASES = {
     "counts that divide by nothing": (997, 10, 64, 0),
     "small batches": (211, 7, 7, 0),
@@ -24,7 +24,7 @@ CASES = {
 
 
 def samples(case):
-    """Outputs and targets of a case; every eleventh target is ignored."""
+    """Return outputs and targets of a case; every eleventh target is ignored."""
     count, classes, _, steps = CASES[case]
     generator = torch.Generator().manual_seed(count)
     outputs = torch.randn(count, classes, generator=generator)
@@ -33,8 +33,8 @@ def samples(case):
     return (outputs * steps).round() / steps if steps else outputs, targets
 
 
-def scored():
-    """The scores of every case, over the loader that an evaluation has."""
+def evaluate_cases():
+    """Return the scores of every case, over the loader of an evaluation."""
     found = {}
     with session(batch_size=2) as opened:
         for case, (_, classes, batch, _) in CASES.items():
@@ -48,12 +48,12 @@ def scored():
 
 @pytest.fixture(scope="module")
 def alone():
-    """The scores that one process has."""
-    return ranks.values(ranks.run(1, scored))[0]
+    """Return the scores of one process."""
+    return ranks.values(ranks.run(1, evaluate_cases))[0]
 
 
-def hold(results, alone, loss=1e-12):
-    """The scores of all ranks to those of one process, the loss with a relative tolerance."""
+def check_equal(results, alone, loss=1e-12):
+    """Check the scores of all ranks against one process, the loss with a relative tolerance."""
     for case, (count, *_) in CASES.items():
         _, first = alone[case]
         for result in results:
@@ -73,29 +73,29 @@ def hold(results, alone, loss=1e-12):
 
 
 def test_evaluation_over_a_loader_equals_one_batch_of_all_samples(alone):
-    whole = {}
+    one_batch = {}
     for case, (count, classes, *_) in CASES.items():
         scores = Classification(Single(None, torch.device("cpu"), None), classes)
         scores.update(*samples(case))
-        whole[case] = (1, scores.compute())
-        assert whole[case][1].ignored == len(range(0, count, 11))
-    hold([alone], whole)
+        one_batch[case] = (1, scores.compute())
+        assert one_batch[case][1].ignored == len(range(0, count, 11))
+    check_equal([alone], one_batch)
 
 
 def test_evaluation_on_three_ranks_equals_one(run, alone):
-    hold(ranks.values(run(3, scored)), alone)
+    check_equal(ranks.values(run(3, evaluate_cases)), alone)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_evaluation_on_two_and_four_ranks_equals_one(size, alone):
-    results = ranks.values(ranks.run(size, scored))
+    results = ranks.values(ranks.run(size, evaluate_cases))
     batches = [result["a rank without a batch"][0] for result in results]
     assert (0 in batches) == (size == 4)
-    hold(results, alone)
+    check_equal(results, alone)
 
 
-def refused():
-    """What this rank is refused when only rank 1 has targets that are no class; and with none."""
+def refusals():
+    """Return the errors of this rank: for invalid targets on rank 1, and for no samples."""
     found = []
     with session(batch_size=2) as opened:
         for targets in ([0, 4, 1], []):
@@ -104,20 +104,20 @@ def refused():
                 scores.update(torch.zeros(len(targets), 4), torch.tensor(targets).long())
             with pytest.raises(hpctrain.errors.UsageError) as error:
                 scores.compute()
-            found.append((error.value.found, error.value.told_by_rank_0))
+            found.append((error.value.found, error.value.reported_by_rank_0))
     return found
 
 
 def test_evaluation_errors_are_raised_on_all_ranks(run):
-    results = ranks.values(run(3, refused))
+    results = ranks.values(run(3, refusals))
     for outside, nothing in results:
         assert "1 targets are 4 or more" in outside[0]
         assert "no sample to score" in nothing[0]
     assert [outside[1] for outside, _ in results] == [False, True, True]
 
 
-def running_means():
-    """Of the batch norm after a few steps, before an evaluation and in it."""
+def statistics_in_evaluation():
+    """Return the running mean of batch norm after a few steps, before and in an evaluation."""
     with session(global_batch=6, max_steps=3, log_every=1, run_dir="run") as opened:
         _, model = train(opened, 3)
         norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
@@ -128,6 +128,6 @@ def running_means():
 
 
 def test_evaluation_has_batch_norm_statistics_of_rank_0():
-    before, inside = zip(*ranks.values(ranks.run(3, running_means)), strict=True)
+    before, inside = zip(*ranks.values(ranks.run(3, statistics_in_evaluation)), strict=True)
     assert len(set(map(tuple, before))) == 3
     assert inside == (before[0],) * 3

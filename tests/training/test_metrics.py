@@ -1,4 +1,4 @@
-"""Rows of metrics on a disk that is full, and agreement between ranks."""
+"""Rows of metrics on a full disk, and consensus between ranks."""
 
 import json
 import os
@@ -21,8 +21,8 @@ def single():
 
 
 @pytest.fixture
-def full():
-    """Lets files of this process grow no further than so many bytes."""
+def limited_file_size():
+    """Return a function that limits the size of files of this process."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
@@ -34,18 +34,18 @@ def full():
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_metrics_on_a_full_disk_are_kept_and_no_line_is_cut(single, full, caplog):
+def test_metrics_on_a_full_disk_are_kept_and_no_line_is_cut(single, limited_file_size, caplog):
     directory = RunDirectory("run")
     trim(directory, 0)
     metrics = Metrics(single, directory, 0)
     metrics.write(1, 0, {"top1": 0.5})
     size = directory.metrics.stat().st_size
-    full(size + 20)
+    limited_file_size(size + 20)
     for step in (2, 3):
         metrics.write(step, 0, {"top1": 0.5})
         assert directory.metrics.stat().st_size == size
     assert caplog.text.count("df -h") == 1
-    full(1 << 20)
+    limited_file_size(1 << 20)
     metrics.write(4, 0, {"top1": 0.5})
     metrics.close()
     text = directory.metrics.read_text()
@@ -63,51 +63,51 @@ def test_metrics_at_a_step(single):
 
 
 def test_consensus_reads_each_value_once(single):
-    news = []
+    requests = []
     consensus = Consensus(single)
 
     def values():
-        return {"news": float(news.pop() if news else 0)}
+        return {"requests": float(requests.pop() if requests else 0)}
 
     def step():
         return consensus.step(values(), "") if consensus.due() else None
 
-    assert step() == {"news": 0.0}
-    news.append(1)
+    assert step() == {"requests": 0.0}
+    requests.append(1)
     sums = [step() for _ in range(600)]
-    assert [one["news"] for one in sums if one].count(1.0) == 1
-    news.append(1)
-    assert consensus.now(values(), "") == {"news": 1.0}
-    assert consensus.now(values(), "") == {"news": 0.0}
+    assert [one["requests"] for one in sums if one].count(1.0) == 1
+    requests.append(1)
+    assert consensus.now(values(), "") == {"requests": 1.0}
+    assert consensus.now(values(), "") == {"requests": 0.0}
 
 
-class Late:
-    """Sums that have not arrived yet; a fake of a backend of two ranks."""
+class LateSums:
+    """A fake backend of two ranks, whose sums have not arrived yet."""
 
     world_size = 2
 
     def __init__(self):
-        self.begun = []
+        self.started = []
 
     def sum_async(self, numbers):
-        self.begun.append(list(numbers))
+        self.started.append(list(numbers))
         return self
 
     def values(self):
-        return [2 * number for number in self.begun[-1]]
+        return [2 * number for number in self.started[-1]]
 
 
 def test_metrics_sums_are_read_one_row_later():
-    late, step = Late(), 0
+    late, step = LateSums(), 0
     consensus = Consensus(late)
-    heard = {}
+    read = {}
     for step in range(20):
         sums = consensus.step({"step": float(step)}, "") if consensus.due() else None
         if sums is not None:
-            heard[step] = sums["step"] / 2
-    begins = [int(numbers[0]) for numbers in late.begun]
-    assert heard == dict(zip(begins[1:], map(float, begins[:-1]), strict=True))
-    # Nothing that was begun is lost where ranks wait for each other.
+            read[step] = sums["step"] / 2
+    begins = [int(numbers[0]) for numbers in late.started]
+    assert read == dict(zip(begins[1:], map(float, begins[:-1]), strict=True))
+    # Sums that have begun are still read where ranks wait for each other.
     assert consensus.now({"step": float(step)}, "")["step"] == 2 * begins[-1] + 2 * 19
 
 

@@ -24,16 +24,16 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def watching(run):
-    """Makes a Preemption inside of a run; at the end the handlers are those of before."""
-    # The background of a shell's script, in which tests may run, ignores it.
+def make_preemption(run):
+    """Return a function that makes a Preemption in a run; handlers are restored at the end."""
+    # Jobs in the background of a shell ignore SIGINT; these tests may be one.
     found = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = {number: signal.getsignal(number) for number in (*signals.STOP, signal.SIGINT)}
     with ExitStack() as undo:
 
-        def make(rank=0, env=None, job=None, begun=True):
+        def make(rank=0, env=None, job=None, in_run=True):
             made = Preemption(rank, env or {}, job, undo, clock=lambda: NOW)
-            if begun:
+            if in_run:
                 made.opened()
                 made.begin(run)
             return made
@@ -44,68 +44,68 @@ def watching(run):
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT"])
-def test_signal_to_any_rank_requests_a_stop(watching, name):
-    preemption = watching(rank=3)
+def test_signal_to_any_rank_requests_a_stop(make_preemption, name):
+    preemption = make_preemption(rank=3)
     assert preemption.asked(save_margin=30.0) is None
     signal.raise_signal(getattr(signal, name))
     assert preemption.asked(save_margin=30.0) == name
     assert name in REASONS
 
 
-def test_ignored_signal_stays_ignored(watching):
+def test_ignored_signal_stays_ignored(make_preemption):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        preemption = watching()
+        preemption = make_preemption()
         signal.raise_signal(signal.SIGINT)
         assert preemption.asked(save_margin=30.0) is None
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def test_second_ctrl_c_leaves_at_once(watching):
-    watching()
+def test_second_ctrl_c_leaves_at_once(make_preemption):
+    make_preemption()
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
 
-# With an exit status file the job's script decides: after a failure elsewhere it is no stop.
+# With an exit status file, the job's script decides: after another failure it does not requeue.
 @pytest.mark.parametrize(
     ("env", "code"), [({}, 75), ({"HPCTRAIN_EXIT_STATUS_FILE": "file"}, 128 + signal.SIGUSR2)]
 )
-def test_exit_code_of_a_signal_before_the_session_is_open(watching, env, code):
-    watching(env=env, begun=False)
+def test_exit_code_of_a_signal_before_the_session_is_open(make_preemption, env, code):
+    make_preemption(env=env, in_run=False)
     with pytest.raises(Stopped) as caught:
         signal.raise_signal(signal.SIGUSR2)
     assert (caught.value.code, caught.value.together) == (code, False)
     assert "SIGUSR2" in caught.value.reason
 
 
-def test_second_signal_outside_of_a_run_ends_the_process(watching):
-    preemption = watching()
+def test_second_signal_outside_of_a_run_ends_the_process(make_preemption):
+    preemption = make_preemption()
     preemption.end()
-    signal.raise_signal(signal.SIGUSR2)  # before the session closes the others would miss this rank
+    signal.raise_signal(signal.SIGUSR2)  # an open session needs this rank
     with pytest.raises(Stopped):
         signal.raise_signal(signal.SIGTERM)
     preemption.close()
     signal.raise_signal(signal.SIGTERM)
 
 
-def test_signal_before_the_run_stops_the_run(watching, run):
-    preemption = watching(begun=False)
+def test_signal_before_the_run_stops_the_run(make_preemption, run):
+    preemption = make_preemption(in_run=False)
     preemption.opened()
     signal.raise_signal(signal.SIGUSR2)
     preemption.begin(run)
     assert preemption.asked(save_margin=30.0) == "SIGUSR2"
 
 
-def test_exit_code_is_0_where_an_exit_status_file_says_more():
+def test_exit_code_is_0_if_there_is_an_exit_status_file():
     assert Stopped("", {"HPCTRAIN_EXIT_STATUS_FILE": "file"}).code == 0
     assert Stopped("", {}).code == 75
 
 
-def test_unreadable_stop_file_ends_nothing(watching, run, caplog):
-    preemption = watching(env={"HPCTRAIN_STOP_FILE": "x" * 5000})
+def test_preemption_ignores_an_unreadable_stop_file(make_preemption, run, caplog):
+    preemption = make_preemption(env={"HPCTRAIN_STOP_FILE": "x" * 5000})
     assert preemption.asked(save_margin=30.0) is None
     run.stop.mkdir()
     assert preemption.asked(save_margin=30.0) == "a stop file"
@@ -113,9 +113,9 @@ def test_unreadable_stop_file_ends_nothing(watching, run, caplog):
     assert "the next start will stop as well" in caplog.text
 
 
-def test_stop_files_are_read_by_rank_0_alone(watching, run, tmp_path):
+def test_stop_files_are_read_by_rank_0_only(make_preemption, run, tmp_path):
     env = {"HPCTRAIN_STOP_FILE": str(tmp_path / "of-the-script")}
-    first, other = watching(env=env), watching(rank=1, env=env)
+    first, other = make_preemption(env=env), make_preemption(rank=1, env=env)
     assert first.asked(save_margin=30.0) is None
     run.stop.touch()
     assert first.asked(save_margin=30.0) == "a stop file"
@@ -125,20 +125,20 @@ def test_stop_files_are_read_by_rank_0_alone(watching, run, tmp_path):
     assert first.asked(save_margin=30.0) is None
     (tmp_path / "of-the-script").touch()
     assert first.asked(save_margin=30.0) == "a stop file"
-    first.obeyed(run)  # that of the script is the script's
+    first.obeyed(run)  # the stop file of the script belongs to the script
     assert first.asked(save_margin=30.0) == "a stop file"
 
 
-def test_time_limit_requests_a_stop_one_save_margin_ahead(watching):
+def test_time_limit_requests_a_stop_one_save_margin_ahead(make_preemption):
     soon = Allocation("slurm", "7", end_time=NOW + 60)
-    assert watching(job=soon).asked(save_margin=59.0) is None
-    assert watching(job=soon).asked(save_margin=60.0) == "the end of the job's time"
-    assert watching(rank=1, job=soon).asked(save_margin=60.0) is None
+    assert make_preemption(job=soon).asked(save_margin=59.0) is None
+    assert make_preemption(job=soon).asked(save_margin=60.0) == "the end of the job's time"
+    assert make_preemption(rank=1, job=soon).asked(save_margin=60.0) is None
 
 
-def test_late_preempt_signal_is_warned_about_with_a_better_lead(watching, caplog):
+def test_late_preempt_signal_is_a_warning_with_a_better_lead(make_preemption, caplog):
     soon = Allocation("slurm", "7", end_time=NOW + 60)
-    preemption = watching(job=soon)
+    preemption = make_preemption(job=soon)
     signal.raise_signal(signal.SIGUSR2)
     preemption.asked(save_margin=100.0)
     assert "SIGUSR2 came 60 s before the end of the job's time" in caplog.text
@@ -167,8 +167,8 @@ def test_earlier_signal_handler_is_called_after_the_session_on_rank_0():
 
 
 def test_preempt_signals_reach_the_rank_and_not_its_children():
-    heard = []
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    received = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
     try:
         with signals.blocked():
             child = subprocess.Popen(
@@ -176,25 +176,25 @@ def test_preempt_signals_reach_the_rank_and_not_its_children():
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
-            # To this thread: another one of this process, left by other tests, would hear it.
+            # To this thread: threads of other tests in this process could receive it.
             signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
-            assert heard == []
-        assert heard == [signal.SIGUSR2]
+            assert received == []
+        assert received == [signal.SIGUSR2]
         for number in (*signals.STOP, signal.SIGINT):
             child.send_signal(number)
-        said, _ = child.communicate(b"alive\n", timeout=60)
-        assert said == b"alive\n"
+        output, _ = child.communicate(b"alive\n", timeout=60)
+        assert output == b"alive\n"
     finally:
         signal.signal(signal.SIGUSR2, before)
 
 
-def test_loader_worker_heeds_sigterm_of_its_parent_alone():
+def test_loader_worker_ends_by_sigterm_of_its_parent_only():
     lines = (
         "import os, signal, subprocess, sys, time\n"
         "from hpctrain.process import signals\n"
         "signals.obey_parent(int(sys.argv[1]))\n"
         "subprocess.run(['kill', '-TERM', str(os.getpid())])\n"
-        "while signal.SIGTERM in signal.sigpending(): time.sleep(0.01)\n"  # two would be one
+        "while signal.SIGTERM in signal.sigpending(): time.sleep(0.01)\n"  # two count as one
         "print('alive', flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -210,7 +210,7 @@ def test_loader_worker_heeds_sigterm_of_its_parent_alone():
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_error_in_a_loader_worker_is_reported_last():
-    """Torch takes a worker that it has ended itself for a failed one, unless that ends with 0."""
+    """The exit code must be 0: else torch reports workers that it ended itself as failed."""
     lines = (
         "import hpctrain\n"
         "from torch.utils.data import Dataset\n"
@@ -228,14 +228,14 @@ def test_error_in_a_loader_worker_is_reported_last():
 
 
 def test_loader_worker_without_parent_exits_with_143():
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait(60)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(60)
     lines = (
         "import sys, time\n"
         "from hpctrain.process import signals\n"
-        "signals._SECONDS_BETWEEN_LOOKS = 0.01\n"
+        "signals._SECONDS_BETWEEN_CHECKS = 0.01\n"
         "signals.obey_parent(int(sys.argv[1]))\n"
         "time.sleep(600)\n"
     )
-    done = subprocess.run([sys.executable, "-c", lines, str(gone.pid)], timeout=60)
+    done = subprocess.run([sys.executable, "-c", lines, str(ended.pid)], timeout=60)
     assert done.returncode == 128 + signal.SIGTERM

@@ -18,36 +18,36 @@ import pytest
 import survivor
 
 from hpctrain import rundir
-from hpctrain.errors import NonFiniteError, UsageError
+from hpctrain.errors import NonFiniteError, UsageError, exit_codes
 
 SIZE = 3
-# A stop is agreed upon about once a second, and where the run saves: here it saves late.
+# The ranks agree on a stop about once a second, and where the run saves: here it saves late.
 SLOW = ("--pace", "0.2", "--checkpoint-every", "1000")
 LEFT = [("exit", 0)] * SIZE
-# Steps at which a run saves: each fifth one, and the end of each epoch.
+# Steps at which a run saves: every fifth one, and the end of each epoch.
 SAVES = (5, 8, 10, 15, 16, 20)
 
 
-def _slow(*values):
+def slow_cases(*values):
     return [pytest.param(*value, marks=pytest.mark.slow) for value in values]
 
 
-def _fault(name, *faults, marks=()):
+def fault_case(name, *faults, marks=()):
     return pytest.param(faults, id=name, marks=marks)
 
 
-@pytest.fixture(params=["ddp", *_slow(("horovod",))])
+@pytest.fixture(params=["ddp", *slow_cases(("horovod",))])
 def over(request, lacking):
-    """Options that choose the backend."""
+    """Return the options that choose the backend."""
     if request.param == "horovod" and importlib.util.find_spec("horovod") is None:
         lacking("horovod", "no module named horovod")
     return ("--backend", request.param)
 
 
-def _stopped(start, run="run"):
-    """Return the step of an orderly stop: all ranks left together, after a checkpoint of it."""
+def stopped_step(start, run="run"):
+    """Return the step of a stop; check that all ranks ended together, after its checkpoint."""
     assert start.results == LEFT, start
-    assert start.code == rundir.STOPPED, start.exit_status
+    assert start.code == exit_codes.STOPPED, start.exit_status
     directory = rundir.RunDirectory(run)
     summary = json.loads(directory.summary.read_text())
     assert summary["status"] == "stopped"
@@ -58,16 +58,17 @@ def _stopped(start, run="run"):
     return summary["step"]
 
 
-def _least_saved(step):
-    """Return the checkpoint that is committed at a step: a save waits for the one before it."""
-    begun = [0, 0, *(save for save in SAVES if save <= step)]
-    return begun[-2]
+def least_saved(step):
+    """Return the least checkpoint that is committed at a step: a save waits for the one before."""
+    started = [0, 0, *(save for save in SAVES if save <= step)]
+    return started[-2]
 
 
 @pytest.mark.parametrize("over", ["ddp", "horovod"], indirect=True)
 def test_resume_after_kill_9_of_one_rank(over, references):
+    """Kill one rank in a step with kill -9, then resume."""
     killed = faults.start(SIZE, *over, hurt=("kill@13:rank1",))
-    assert killed.code in (None, rundir.FAILED)
+    assert killed.code in (None, exit_codes.FAILED)
     assert all(isinstance(result, Exception) for result in killed.results)
     faults.resume(SIZE, *over)
     begin = faults.begins("run")[-1]
@@ -78,28 +79,30 @@ def test_resume_after_kill_9_of_one_rank(over, references):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 51))
 def test_resume_after_kill_9_of_a_random_rank_at_a_random_time(over, references, seed):
+    """Kill a random rank once or twice at a random time with kill -9, then resume; by seed."""
     draw = random.Random(seed)
     options = (*over, "--optimizer", draw.choice(("sgd", "adam")))
     for _ in range(draw.randint(1, 2)):
         step, rank = draw.randrange(24), draw.randrange(SIZE)
         fault = f"kill={draw.uniform(0, 0.02):.4f}@{step}:rank{rank}"
         killed = faults.start(SIZE, *options, "--resume", hurt=(fault,))
-        if killed.code == rundir.DONE:
-            break  # the run was over before the rank was
-        assert killed.code in (None, rundir.FAILED)
+        if killed.code == exit_codes.DONE:
+            break  # the run ended before the kill
+        assert killed.code in (None, exit_codes.FAILED)
         assert all(isinstance(result, Exception) for result in killed.results)
-    if killed.code != rundir.DONE:
+    if killed.code != exit_codes.DONE:
         faults.resume(SIZE, *options)
-        assert faults.begins("run")[-1] >= _least_saved(step)
+        assert faults.begins("run")[-1] >= least_saved(step)
     faults.same("run", references(SIZE, *options))
 
 
 @pytest.mark.parametrize(
     ("over", "step"),
-    [("ddp", 14), ("horovod", 14), *_slow(("ddp", 3), ("horovod", 3))],
+    [("ddp", 14), ("horovod", 14), *slow_cases(("ddp", 3), ("horovod", 3))],
     indirect=["over"],
 )
 def test_resume_after_kill_9_of_all_ranks(over, references, step):
+    """Kill all ranks at a step with kill -9, then resume."""
     killed = faults.start(SIZE, *over, hurt=(f"kill@{step}",))
     assert killed.code is None
     faults.resume(SIZE, *over)
@@ -112,14 +115,15 @@ def test_resume_after_kill_9_of_all_ranks(over, references, step):
     ("over", "how"),
     [
         *(("ddp", "usr2:1"), ("horovod", "usr2:1"), ("ddp", "file:1"), ("ddp", "request:2")),
-        *_slow(*(("ddp", how) for how in ("usr1:0", "term:2"))),
-        *_slow(*(("horovod", how) for how in ("file:1", "request:2", "usr1:0", "term:2"))),
+        *slow_cases(*(("ddp", how) for how in ("usr1:0", "term:2"))),
+        *slow_cases(*(("horovod", how) for how in ("file:1", "request:2", "usr1:0", "term:2"))),
     ],
     indirect=["over"],
 )
-def test_stop_saves_one_step_on_all_ranks_and_resumes_there(over, references, how):
+def test_preemption_saves_one_step_on_all_ranks_and_resumes_there(over, references, how):
+    """Send a signal to a rank, or make a stop file; all ranks save one step, then resume."""
     kind, rank = how.split(":")
-    stopped = _stopped(faults.start(SIZE, *over, *SLOW, hurt=(f"{kind}@3:rank{rank}",)))
+    stopped = stopped_step(faults.start(SIZE, *over, *SLOW, hurt=(f"{kind}@3:rank{rank}",)))
     assert 3 < stopped < 24
     assert not Path("run/stop").exists()
     faults.resume(SIZE, *over)
@@ -130,30 +134,32 @@ def test_stop_saves_one_step_on_all_ranks_and_resumes_there(over, references, ho
 @pytest.mark.parametrize(
     "hurt",
     [
-        _fault("collective", "sleep=1@3:rank1", "usr2=0.3@3:rank0", marks=pytest.mark.slow),
-        _fault("gathering-a-checkpoint", "usr2@save5:rank0", marks=pytest.mark.slow),
-        _fault("writing-a-checkpoint", "usr2=0.003@save5:rank0"),
-        _fault("evaluation", "usr2@eval0:rank1"),
-        _fault(
+        fault_case("collective", "sleep=1@3:rank1", "usr2=0.3@3:rank0", marks=pytest.mark.slow),
+        fault_case("gathering-a-checkpoint", "usr2@save5:rank0", marks=pytest.mark.slow),
+        fault_case("writing-a-checkpoint", "usr2=0.003@save5:rank0"),
+        fault_case("evaluation", "usr2@eval0:rank1"),
+        fault_case(
             "sum-of-evaluation",
             "sleep=1@eval0:rank2",
             "usr2=0.3@eval0:rank1",
             marks=pytest.mark.slow,
         ),
-        _fault("before-run", "usr2@opened:rank1"),
-        _fault("before-first-step", "usr2@entered:rank1", marks=pytest.mark.slow),
-        _fault("before-imports", "file@imports:rank0", marks=pytest.mark.slow),
+        fault_case("before-run", "usr2@opened:rank1"),
+        fault_case("before-first-step", "usr2@entered:rank1", marks=pytest.mark.slow),
+        fault_case("before-imports", "file@imports:rank0", marks=pytest.mark.slow),
     ],
 )
-def test_stop_signal_during(over, references, hurt):
-    stopped = _stopped(faults.start(SIZE, *over, hurt=hurt))
+def test_preemption_signal_during(over, references, hurt):
+    """Send USR2, or make a stop file, in different phases of a run, then resume."""
+    stopped = stopped_step(faults.start(SIZE, *over, hurt=hurt))
     assert stopped < 24
     faults.resume(SIZE, *over)
     assert faults.begins("run")[-1] == stopped
     faults.same("run", references(SIZE, *over), twice=0)
 
 
-def test_signal_before_session_ends_a_start_that_leaves_nothing(references):
+def test_preemption_signal_before_session_leaves_no_files(references):
+    """Send USR2 to all ranks before the session, then start again."""
     killed = faults.start(SIZE, hurt=("usr2@imports",))
     assert killed.exit_status is None
     assert not Path("run").exists()
@@ -161,18 +167,19 @@ def test_signal_before_session_ends_a_start_that_leaves_nothing(references):
     faults.same("run", references(SIZE), twice=0)
 
 
-def test_stop_after_last_step_of_an_epoch_and_of_the_run(references):
+def test_preemption_after_last_step_of_an_epoch_and_of_the_run(references):
+    """Stop a run by USR2 at the last step of an epoch, then of the run; resume each time."""
     for step, end in ((5, 8), (23, 24)):
         stopped = faults.start(
             SIZE, "--resume", "--checkpoint-every", "8", hurt=(f"usr2@{step}:rank1",)
         )
-        assert _stopped(stopped) == end
+        assert stopped_step(stopped) == end
     faults.resume(SIZE)
     assert faults.begins("run") == [0, 8, 24]
     faults.same("run", references(SIZE), twice=0)
 
 
-def _in_thread(found, *arguments, **keywords):
+def start_in_thread(found, *arguments, **keywords):
     def target():
         found.append(faults.start(*arguments, **keywords))
 
@@ -181,12 +188,12 @@ def _in_thread(found, *arguments, **keywords):
     return thread
 
 
-def _check_refused(start):
+def check_refused(start):
     assert all(isinstance(result, UsageError) for result in start.results), start
     assert start.code == UsageError.exit_code
 
 
-def _eventually(happened, seconds=120.0):
+def wait_until(happened, seconds=120.0):
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline, "it did not happen"
@@ -194,21 +201,23 @@ def _eventually(happened, seconds=120.0):
 
 
 def test_second_start_in_run_directory_is_refused(references):
+    """Start a second time in the same run directory while the first start trains."""
     found = []
-    first = _in_thread(found, SIZE, hurt=("hold@7:rank0",), label="first")
+    first = start_in_thread(found, SIZE, hurt=("hold@7:rank0",), label="first")
     try:
-        _eventually(Path("run.faults/hold@7:rank0-of-0").exists)
+        wait_until(Path("run.faults/hold@7:rank0-of-0").exists)
         second = faults.start(SIZE, "--resume", label="second")
     finally:
         Path("run.release").touch()
         first.join()
-    _check_refused(second)
-    assert found[0].code == rundir.DONE
+    check_refused(second)
+    assert found[0].code == exit_codes.DONE
     faults.same("run", references(SIZE), twice=0)
 
 
 def test_elastic_resume_takes_every_sample_once(references):
-    whole = faults.consumed(references(4))
+    """Kill a run of 4 ranks, and resume with --elastic on 3 and on 2 ranks."""
+    uninterrupted = faults.consumed(references(4))
     faults.start(4, hurt=("kill@11",))
     shutil.copytree("run", "also")
     assert faults.start(3, "--elastic", hurt=("kill@17",)).code is None
@@ -216,17 +225,18 @@ def test_elastic_resume_takes_every_sample_once(references):
     faults.resume(3, "--elastic", run="also")
     assert faults.begins("run")[1] == faults.begins("also")[1] in (8, 10)
     assert faults.begins("run")[2] in (15, 16)
-    assert faults.consumed("run") == faults.consumed("also") == whole
+    assert faults.consumed("run") == faults.consumed("also") == uninterrupted
 
 
 def test_repeated_crash_at_one_step_is_given_up(references):
+    """Crash at the same step in each restart of a job, until the run is given up; then resume."""
     crashed = []
     for restart in range(8):
         env = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(restart)}
         crashed.append(faults.start(SIZE, hurt=("crash@12:always",), env=env))
-        if crashed[-1].code == rundir.GIVEN_UP:
+        if crashed[-1].code == exit_codes.GIVEN_UP:
             break
-    assert [start.code for start in crashed] == [rundir.FAILED] * 4 + [rundir.GIVEN_UP]
+    assert [start.code for start in crashed] == [exit_codes.FAILED] * 4 + [exit_codes.GIVEN_UP]
     assert json.loads(Path("run/summary.json").read_text())["status"] == "given-up"
     faults.resume(SIZE)
     assert faults.begins("run") == [0, *[10] * 4]
@@ -235,6 +245,7 @@ def test_repeated_crash_at_one_step_is_given_up(references):
 
 @pytest.mark.slow
 def test_crashes_with_progress_are_never_given_up(references):
+    """Crash at a later step in each restart of a job, then resume."""
     for restart, step in enumerate((6, 11, 16, 21)):
         env = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(restart)}
         faults.start(SIZE, hurt=(f"crash@{step}",), env=env)
@@ -245,6 +256,7 @@ def test_crashes_with_progress_are_never_given_up(references):
 
 
 def test_nan_on_one_rank_ends_all_ranks_at_one_step(over, references):
+    """Let the loss of one rank be NaN, then resume without it."""
     ended = faults.start(SIZE, *over, hurt=("nan@11:rank1",))
     assert all(isinstance(result, NonFiniteError) for result in ended.results), ended
     assert len({result.found for result in ended.results}) == 1
@@ -256,6 +268,7 @@ def test_nan_on_one_rank_ends_all_ranks_at_one_step(over, references):
 
 
 def test_fp16_resume_between_overflows(over, references):
+    """Let fp16 steps overflow before and after a checkpoint, kill a rank, then resume."""
     overflow = ("overflow@9:always", "overflow@10:always", "overflow@11:always")
     options = (*over, "--precision", "fp16")
     faults.start(SIZE, *options, hurt=(*overflow, "kill@12:rank1"))
@@ -265,12 +278,13 @@ def test_fp16_resume_between_overflows(over, references):
 
 
 @pytest.mark.parametrize(
-    ("kind", "context"), [("term", "fork"), *_slow(("usr2", "fork"), ("usr2", "spawn"))]
+    ("kind", "context"), [("term", "fork"), *slow_cases(("usr2", "fork"), ("usr2", "spawn"))]
 )
-def test_stop_signal_to_all_processes_spares_loader_workers(over, references, kind, context):
+def test_preemption_signal_to_all_processes_spares_loader_workers(over, references, kind, context):
+    """Send a signal to all processes of all ranks, loader workers included, then resume."""
     options = (*over, "--workers", "2", "--context", context)
     stopped = faults.start(SIZE, *options, *SLOW, hurt=(f"{kind}-all@3",))
-    assert 3 < _stopped(stopped) < 24
+    assert 3 < stopped_step(stopped) < 24
     faults.resume(SIZE, *options)
     faults.same("run", references(SIZE, *over), twice=0)
 
@@ -278,20 +292,21 @@ def test_stop_signal_to_all_processes_spares_loader_workers(over, references, ki
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_ctrl_c_saves_and_stops_and_twice_ends_at_once(references):
+    """Press Ctrl-C once, resume, press it twice, and resume again; one process."""
     command = [sys.executable, survivor.__file__, *faults.OPTIONS, "--resume", *SLOW]
 
-    def interrupted(step, times):
+    def interrupt(step, times):
         process = subprocess.Popen(
             [*command, f"--fault=sleep=1@{step}"],
             env=launches.environ(),
-            # The background of a shell's script ignores Ctrl-C.
+            # Jobs in the background of a shell ignore Ctrl-C.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )
         try:
             mark = Path("run.faults", f"sleep=1@{step}-of-0")
-            _eventually(mark.exists)
+            wait_until(mark.exists)
             os.kill(process.pid, signal.SIGINT)
-            while times > 1 and process.poll() is None:  # two that come at once are one
+            while times > 1 and process.poll() is None:  # two signals at once may count as one
                 time.sleep(0.2)
                 os.kill(process.pid, signal.SIGINT)
             return process.wait(120)
@@ -299,10 +314,10 @@ def test_ctrl_c_saves_and_stops_and_twice_ends_at_once(references):
             process.kill()
             process.wait()
 
-    assert interrupted(3, 1) == rundir.STOPPED
+    assert interrupt(3, 1) == exit_codes.STOPPED
     (saved,) = faults.last_steps("run").values()
     assert rundir.RunDirectory("run").steps()[-1] == saved
     assert 3 < saved < 16
-    assert interrupted(saved + 2, 2) == -signal.SIGINT
+    assert interrupt(saved + 2, 2) == -signal.SIGINT
     faults.resume(1)
     faults.same("run", references(1))

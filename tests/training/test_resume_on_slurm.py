@@ -1,7 +1,7 @@
 """Jobs on a real Slurm that are stopped, preempted or lose a host resume by themselves.
 
-The job is sbatch/preemptible.sh around survivor.py, on three hosts. The uninterrupted runs to
-compare with have as many ranks on this machine.
+The job runs survivor.py by sbatch/preemptible.sh on three hosts. The uninterrupted runs to compare
+with have as many ranks on this machine.
 """
 
 import importlib.util
@@ -24,14 +24,14 @@ SIZE = 3
 SCRIPT = launches.TOP / "sbatch" / "preemptible.sh"
 SURVIVOR = Path(survivor.__file__)
 ON_THREE_HOSTS = ("--nodes=3", "--ntasks-per-node=1", "--job-name=survivor")
-# A stop is agreed upon about once a second: slow steps leave it time to come before the end.
+# The ranks agree on a stop about once a second: slow steps let it happen before the end.
 SLOW = ("--pace", "0.4")
 # Takes all hosts from the jobs of other partitions.
 URGENT = ("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null")
 
 
 @pytest.fixture(autouse=True)
-def _hosts_for_the_next(cluster):
+def clear_cluster(cluster):
     yield
     cluster.clear()
 
@@ -40,8 +40,8 @@ class Job:
     """A job of survivor.py in the current folder.
 
     Args:
-        cluster: where.
-        number: of the job; with its index, where it is an array's.
+        cluster: the Slurm.
+        number: of the job, with the index of an array task.
         run: directory of the run.
     """
 
@@ -58,23 +58,23 @@ class Job:
         return "".join(path.read_text() for path in Path().glob("*.log"))
 
     def steps(self):
-        """Steps that rank 0 has taken, those that were taken again included."""
+        """Return the number of steps that rank 0 took; repeated ones count again."""
         ledger = self.run.path / "ledger-0.jsonl"
         return len(ledger.read_text().splitlines()) if ledger.exists() else 0
 
     def begins(self):
-        """The steps at which the starts of the run began to train."""
+        """Return the first step of each start of the run."""
         return faults.begins(self.run.path)
 
     def until(self, condition, seconds=120.0):
-        """Wait for a moment of the job."""
+        """Wait until a condition of the job holds."""
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, f"{self.facts}\n{self.log}"
             time.sleep(0.05)
 
     def ended(self, seconds=240.0):
-        """Wait for its end; state, exit code and how often it was requeued."""
+        """Wait for the end of the job; return state, exit code and number of requeues."""
         _, code = self.cluster.ended(self.number, seconds)
         facts = self.facts
         return facts["JobState"], code, int(facts["Restarts"])
@@ -94,24 +94,26 @@ def submit(cluster):
     return submit
 
 
-def finished(job, references, options=(), twice=None):
-    """Hold the run in the job's directory to one that nothing happened to."""
+def check_finished(job, references, options=(), twice=None):
+    """Check that the run in the job's directory equals an uninterrupted one."""
     assert len(job.begins()) == 1 or job.begins()[-1] > 0
     faults.same(job.run.path, references(SIZE, *options), twice)
     assert json.loads(job.run.summary.read_text())["status"] == "done"
     assert not list(Path("runs").glob(f".*-{job.number}-*")), "stop file or exit_status_file left"
 
 
-def test_job_stopped_by_usr2_is_requeued_and_resumes(submit, references):
+def test_preemption_by_usr2_requeues_and_resumes(submit, references):
+    """Send USR2 to a single rank; the job is requeued and resumes."""
     short = ("--epochs", "2")
     job = submit(script=("--pace", "0.25", *short, "--fault=usr2@3:rank1"))
     assert job.ended() == ("COMPLETED", 0, 1), job.log
-    finished(job, references, short, twice=0)
+    check_finished(job, references, short, twice=0)
     assert len(job.begins()) == 2
 
 
 @pytest.mark.slow
 def test_job_cancelled_in_training_stays_cancelled_and_keeps_its_checkpoint(cluster, submit):
+    """Cancel a job during training."""
     job = submit()
     job.until(job.run.steps)
     cluster.run(["scancel", job.number], check=True)
@@ -123,21 +125,23 @@ def test_job_cancelled_in_training_stays_cancelled_and_keeps_its_checkpoint(clus
 
 @pytest.mark.slow
 def test_next_job_resumes_a_cancelled_one(cluster, submit, references):
-    # In the middle of a save, which ends with the job.
+    """Cancel a job during a save, and resume its run by a new job."""
+    # Cancelled during a save, which is lost.
     first = submit(script=(*SLOW, "--fault=sleep=30@save7:rank0"))
     first.until(lambda: list(Path("run.faults").glob("*")))
     cluster.run(["scancel", first.number], check=True)
     assert first.ended()[::2] == ("CANCELLED", 0), first.log
     assert first.run.steps() == [5]
-    # Its lock may be left, and is that of a job that has ended.
+    # Its lock may remain, but its job has ended.
     second = submit(script=("--resume",))
     assert second.ended() == ("COMPLETED", 0, 0), second.log
-    finished(second, references)
+    check_finished(second, references)
     assert second.begins() == [0, 5]
 
 
 @pytest.mark.slow
 def test_job_cancelled_while_requeued_stays_cancelled(cluster, submit):
+    """Cancel a job that was requeued and is pending."""
     job = submit(script=(*SLOW, "--fault=usr2@4"))
     job.until(lambda: job.facts["JobState"] == "PENDING" and job.facts["Restarts"] == "1")
     cluster.run(["scancel", job.number], check=True)
@@ -147,51 +151,56 @@ def test_job_cancelled_while_requeued_stays_cancelled(cluster, submit):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signal", ["USR1", "USR2", "TERM"])
-def test_signals_to_the_whole_step_spare_loader_workers(cluster, submit, references, signal):
+def test_preemption_signals_to_the_step_spare_loader_workers(cluster, submit, references, signal):
+    """Send a signal to all processes of the step, loader workers included."""
     workers = ("--workers", "2")
     job = submit(script=(*SLOW, *workers))
     job.until(lambda: job.steps() > 3)
     cluster.run(["scancel", f"--signal={signal}", job.number], check=True)
     assert job.ended() == ("COMPLETED", 0, 1), job.log
-    finished(job, references, workers, twice=0)
+    check_finished(job, references, workers, twice=0)
 
 
 @pytest.mark.slow
-def test_signal_before_imports_requeues(cluster, submit, references):
+def test_preemption_signal_before_imports_requeues(cluster, submit, references):
+    """Send USR2 while the ranks still import."""
     job = submit(script=("--fault=sleep=3@imports",))
     job.until(lambda: job.facts["JobState"] == "RUNNING" and "start 0" in job.log)
-    time.sleep(1)  # srun has to start the tasks; each imports for seconds
+    time.sleep(1)  # srun starts the tasks, which import for seconds
     cluster.run(["scancel", "--signal=USR2", job.number], check=True)
     assert job.ended() == ("COMPLETED", 0, 1), job.log
-    finished(job, references)
+    check_finished(job, references)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", ["main", "patient"])
 def test_preemption_by_a_higher_partition_requeues(cluster, submit, references, partition):
+    """Preempt the job by one of a higher partition, without and with a grace time."""
     job = submit(f"--partition={partition}", "--exclusive")
     job.until(lambda: job.steps() > 3)
     urgent = cluster.run(["sbatch", "--parsable", *URGENT, "--wrap", "sleep 2"], check=True)
     assert job.ended() == ("COMPLETED", 0, 1), job.log
     assert cluster.job(urgent.stdout.strip())["JobState"] == "COMPLETED"
-    # With a grace time ranks save, and Slurm waits for them.
-    finished(job, references, twice=0 if partition == "patient" else None)
+    # With a grace time, the ranks save and Slurm waits for them.
+    check_finished(job, references, twice=0 if partition == "patient" else None)
 
 
 @pytest.mark.slow
-def test_time_limit_that_is_hit_three_times_requeues(submit, references):
-    # Slurm warns up to a minute too early: a limit of one minute would leave time for imports only.
+def test_preemption_by_time_limit_three_times_requeues(submit, references):
+    """Let the job reach its time limit of two minutes three times or more."""
+    # Slurm signals up to a minute early: with a limit of one minute, the ranks would only import.
     more = ("--epochs", "9")
     job = submit("--time=2", "--signal=B:USR2@15", script=("--pace", "5", *more))
     ended = job.ended(900)
     assert ended == ("COMPLETED", 0, len(job.begins()) - 1), job.log
     assert len(job.begins()) > 3, job.log
-    finished(job, references, more, twice=0)
+    check_finished(job, references, more, twice=0)
 
 
 @pytest.mark.slow
-def test_array_task_requeues_itself_and_no_other(cluster, submit, references):
-    # The script has to choose the directory, as it says --run-dir.
+def test_preemption_of_an_array_task_requeues_no_other_task(cluster, submit, references):
+    """Send USR2 to one of two tasks of an array."""
+    # The script must set the directory, because it has the option --run-dir.
     launch = ("srun", "bash", "-c", 'exec "$@" --run-dir "run-$SLURM_ARRAY_TASK_ID"', "task")
     array = submit("--array=3,5", "--output=%A_%a.log", launch=launch)
     three, five = (Job(cluster, f"{array.number}_{task}", f"run-{task}") for task in (3, 5))
@@ -199,12 +208,13 @@ def test_array_task_requeues_itself_and_no_other(cluster, submit, references):
     cluster.run(["scancel", "--signal=USR2", three.number], check=True)
     assert three.ended() == ("COMPLETED", 0, 1), three.log
     assert five.ended() == ("COMPLETED", 0, 0), five.log
-    finished(three, references, twice=0)
-    finished(five, references, twice=0)
+    check_finished(three, references, twice=0)
+    check_finished(five, references, twice=0)
 
 
 @pytest.mark.slow
-def test_no_requeue_prints_the_command_that_resumes(cluster, submit, references):
+def test_preemption_without_requeue_prints_the_command_that_resumes(cluster, submit, references):
+    """Stop a job without the right to requeue, and run the sbatch command that it prints."""
     job = submit("--no-requeue", script=(*SLOW, "--fault=usr2@4:rank2"))
     assert job.ended() == ("FAILED", 75, 0), job.log
     assert job.run.steps()[-1] == json.loads(job.run.summary.read_text())["step"]
@@ -216,20 +226,21 @@ def test_no_requeue_prints_the_command_that_resumes(cluster, submit, references)
     assert done.returncode == 0, done.stderr
     second = Job(cluster, done.stdout.strip())
     assert second.ended() == ("COMPLETED", 0, 0), second.log
-    finished(second, references, twice=0)
+    check_finished(second, references, twice=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["crash", "power_off", "cut"])
 @pytest.mark.parametrize("host", ["node1", "node3"])
 def test_lost_host_requeues_without_it(cluster, submit, references, loss, host):
+    """Crash a host, power it off, or cut its network."""
     job = submit(script=("--pace", "0.8"))
     job.until(lambda: job.steps() > 6)
     assert job.facts["NodeList"] == "node[1-3]"
     getattr(cluster, loss)(host)
     try:
         assert job.ended() == ("COMPLETED", 0, 1), job.log
-        finished(job, references)
+        check_finished(job, references)
         last = json.loads(job.run.starts.read_text().splitlines()[-1])
         assert host not in last["world"]["hosts"]
     finally:
@@ -244,7 +255,7 @@ import sys
 import submitit
 import survivor
 executor = submitit.AutoExecutor(folder="log", cluster="slurm")
-# Of a job of ten minutes or less submitit believes that its time is over.
+# submitit takes a job of ten minutes or less for one whose time is over.
 executor.update_parameters(nodes=3, tasks_per_node=1, timeout_min=60)
 print(executor.submit(survivor.main, sys.argv[1:]).job_id)
 """
@@ -252,7 +263,8 @@ print(executor.submit(survivor.main, sys.argv[1:]).job_id)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signal", ["USR2", "TERM"])
-def test_submitit_job_is_requeued_by_submitit(cluster, references, lacking, signal):
+def test_preemption_of_a_submitit_job_is_requeued_by_submitit(cluster, references, lacking, signal):
+    """Send a signal to a job of submitit."""
     if importlib.util.find_spec("submitit") is None:
         lacking("submitit", "pip install submitit")
     tests = str(SURVIVOR.parent)
@@ -266,7 +278,7 @@ def test_submitit_job_is_requeued_by_submitit(cluster, references, lacking, sign
     ended = job.ended()
     logs = "".join(path.read_text() for path in Path("log").glob("*_log.*"))
     assert ended == ("COMPLETED", 0, 1), logs
-    finished(job, references, twice=0)
+    check_finished(job, references, twice=0)
     assert logs.count("Requeued job") == 1
 
 
@@ -274,7 +286,8 @@ BLOCK = re.compile(r"```bash\n(#!/bin/bash\n.*?)```", re.DOTALL)
 
 
 @pytest.mark.slow
-def test_torchrun_script_in_the_docs_requeues(cluster, references):
+def test_preemption_by_the_torchrun_script_of_the_docs_requeues(cluster, references):
+    """Send USR2 to a job of the torchrun script in docs/preemption.md."""
     text = (launches.TOP / "docs" / "preemption.md").read_text()
     block = BLOCK.search(text)[1]
     script = shlex.join(map(str, (SURVIVOR, *faults.OPTIONS, *SLOW)))
@@ -289,4 +302,4 @@ def test_torchrun_script_in_the_docs_requeues(cluster, references):
     job.until(lambda: job.steps() > 3)
     cluster.run(["scancel", "--batch", "--signal=USR2", job.number], check=True)
     assert job.ended() == ("COMPLETED", 0, 1), job.log
-    finished(job, references, twice=0)
+    check_finished(job, references, twice=0)

@@ -1,4 +1,4 @@
-"""A run directory: what is written, how a run goes on, and what is refused."""
+"""A run and its directory: files, resume, exit status, and refused directories."""
 
 import json
 import os
@@ -17,18 +17,18 @@ from battery import HOROVOD_SLOW, fit, images, session, small_model
 from torch import nn
 
 import hpctrain
-from hpctrain import rundir
 from hpctrain.errors import ReplacedError, UsageError
 from hpctrain.rundir import RunDirectory
+from hpctrain.rundir.exit_status import write_exit_status
 
 
-def dies_at(step):
-    """What ends a rank after a step, as a kill -9 would."""
+def die_at_step(step):
+    """Return a function that ends a rank after a step, as kill -9 does."""
     return lambda run: os._exit(9) if run.step - 1 == step else None
 
 
 def train(die_at=None, seed=0, width=None, name="example", **options):
-    """Four epochs of four steps, with a schedule; the weights at the end."""
+    """Train four epochs of four steps with a schedule; return the weights at the end."""
     with session(
         **{
             "global_batch": 12,
@@ -45,7 +45,7 @@ def train(die_at=None, seed=0, width=None, name="example", **options):
         )
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
         loader = opened.loader(images(50))
-        steps, die = [], dies_at(die_at)
+        steps, die = [], die_at_step(die_at)
         with opened.run(state={"schedule": schedule}, name=name) as run:
             for epoch in run.epochs():
                 for batch, targets in run.batches(loader):
@@ -117,10 +117,10 @@ def test_logged_loss_is_the_mean_over_the_global_batch(run):
 )
 @HOROVOD_SLOW
 def test_killed_run_resumes_at_its_checkpoint(run, size, die_at, tmp_path, monkeypatch):
-    (tmp_path / "whole").mkdir()
-    monkeypatch.chdir(tmp_path / "whole")
+    (tmp_path / "uninterrupted").mkdir()
+    monkeypatch.chdir(tmp_path / "uninterrupted")
     options = {"checkpoint_every": 3, "precision": "fp64"}
-    whole = ranks.values(run(size, partial(train, **options)))
+    uninterrupted = ranks.values(run(size, partial(train, **options)))
     expected = rows()
     monkeypatch.chdir(tmp_path)
     assert all(
@@ -128,26 +128,50 @@ def test_killed_run_resumes_at_its_checkpoint(run, size, die_at, tmp_path, monke
         for result in run(size, partial(train, **options, die_at=die_at))
     )
     resumed = ranks.values(run(size, partial(train, **options, resume=True)))
-    # The last one may have been on its way to the disk.
+    # The last checkpoint may not have been written completely.
     done = [step for step in (0, 3, 4, 6, 8, 9) if step <= die_at][-2:]
     assert resumed[0][0][0] in done
     assert resumed[0][0] == list(range(resumed[0][0][0], 16))
     assert [{**row, "loss": 0} for row in rows()] == [{**row, "loss": 0} for row in expected]
     for row, wanted in zip(rows(), expected, strict=True):
         assert row.get("loss", 0) == pytest.approx(wanted.get("loss", 0), rel=1e-9)
-    # At three ranks and more torch sums in another order after a restart.
-    assert torch.allclose(resumed[0][1], whole[0][1], rtol=1e-9, atol=0)
+    # With three ranks or more, torch sums in another order after a restart.
+    assert torch.allclose(resumed[0][1], uninterrupted[0][1], rtol=1e-9, atol=0)
     if size == 1:
-        assert torch.equal(resumed[0][1], whole[0][1])
+        assert torch.equal(resumed[0][1], uninterrupted[0][1])
     assert len(RunDirectory("run").starts.read_text().splitlines()) == 2
 
 
-def in_order(wide, x):
-    """Uses its layers in another order than it has them."""
+def draw_random_numbers(path, **options):
+    """Return a random number of each step, in epochs of five steps."""
+    with session(batch_size=4, run_dir=path, epochs=2, **options) as opened:
+        model = nn.Linear(1, 1)
+        model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        drawn = []
+        with opened.run() as run:
+            for _ in run.epochs():
+                for points in run.batches([torch.ones(4, 1)] * 5):
+                    drawn.append(torch.rand(1).item())
+                    opened.step(model(points).mean())
+        return drawn
+
+
+def test_resume_restores_random_numbers_inside_of_an_epoch(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
+    uninterrupted = draw_random_numbers("uninterrupted")
+    assert (
+        draw_random_numbers("cut", max_steps=3) + draw_random_numbers("cut", resume=True)
+        == uninterrupted
+    )
+    assert len(set(uninterrupted)) == 10
+
+
+def forward_in_order(wide, x):
+    """Call the layers in another order than that of their definition."""
     return wide["last"](torch.relu(wide["first"](torch.relu(wide["middle"](x)))))
 
 
-def trains_wide(die_at=None, **options):
+def train_wide(die_at=None, **options):
     with session(
         global_batch=12, epochs=2, run_dir="run", deterministic=True, precision="fp32", **options
     ) as opened:
@@ -156,7 +180,7 @@ def trains_wide(die_at=None, **options):
         )
 
         class Wide(nn.Module):
-            """Changes its input, assigns a buffer anew, and draws from Python's generator."""
+            """A model that changes its input, replaces a buffer, and draws random numbers."""
 
             def __init__(self):
                 super().__init__()
@@ -166,13 +190,13 @@ def trains_wide(die_at=None, **options):
             def forward(self, x):
                 x = x.sub_(0.1).flatten(1)
                 self.mean = 0.9 * self.mean + x.mean()
-                scores = in_order(self.layers, x - self.mean)
+                scores = forward_in_order(self.layers, x - self.mean)
                 return {"scores": scores * (1 + random.random()), "nothing": None}
 
         model = Wide()
         model, _optimizer = opened.prepare(model, torch.optim.Adam(model.parameters(), 1e-3))
         loader = opened.loader(images(50))
-        fit(opened, lambda batch: model(batch)["scores"], loader, dies_at(die_at))
+        fit(opened, lambda batch: model(batch)["scores"], loader, die_at_step(die_at))
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -184,21 +208,21 @@ def trains_wide(die_at=None, **options):
 @HOROVOD_SLOW
 def test_resumed_run_is_bit_equal(run, size, options, tmp_path, monkeypatch):
     options = {**options, "checkpoint_every": 3}
-    for folder in ("whole", "cut"):
+    for folder in ("uninterrupted", "cut"):
         (tmp_path / folder).mkdir()
-    monkeypatch.chdir(tmp_path / "whole")
-    whole = ranks.values(run(size, partial(trains_wide, **options)))
+    monkeypatch.chdir(tmp_path / "uninterrupted")
+    uninterrupted = ranks.values(run(size, partial(train_wide, **options)))
     monkeypatch.chdir(tmp_path / "cut")
-    run(size, partial(trains_wide, **options, die_at=4))
+    run(size, partial(train_wide, **options, die_at=4))
     committed = RunDirectory("run").steps()[-1]
     assert committed in (3, 4)
-    resumed = ranks.values(run(size, partial(trains_wide, **options, resume=True)))
+    resumed = ranks.values(run(size, partial(train_wide, **options, resume=True)))
     assert faults.started_at() == [0, committed]
-    assert torch.equal(resumed[0], whole[0])
+    assert torch.equal(resumed[0], uninterrupted[0])
 
 
-def does_not_fill_its_steps(die_at=None, **options):
-    """Seven batches an epoch, and two make a step."""
+def train_with_incomplete_steps(die_at=None, **options):
+    """Train with seven batches an epoch, of which two make a step."""
     with session(
         batch_size=4, accumulate=2, epochs=3, run_dir="run", precision="fp64", same_data=True,
         **options,
@@ -210,22 +234,22 @@ def does_not_fill_its_steps(die_at=None, **options):
             for _ in run.epochs():
                 for batch in run.batches(batches):
                     opened.step((model(batch) ** 2).mean() / 100)
-                    dies_at(die_at)(run)
+                    die_at_step(die_at)(run)
         return run.step, model.state_dict()["weight"]
 
 
 @HOROVOD_SLOW
 def test_incomplete_accumulation_is_dropped_at_the_end_of_an_epoch(run, tmp_path, monkeypatch):
-    (tmp_path / "whole").mkdir()
-    monkeypatch.chdir(tmp_path / "whole")
-    whole = ranks.values(run(2, does_not_fill_its_steps))
+    (tmp_path / "uninterrupted").mkdir()
+    monkeypatch.chdir(tmp_path / "uninterrupted")
+    uninterrupted = ranks.values(run(2, train_with_incomplete_steps))
     monkeypatch.chdir(tmp_path)
-    run(2, partial(does_not_fill_its_steps, die_at=4, checkpoint_every=1))
+    run(2, partial(train_with_incomplete_steps, die_at=4, checkpoint_every=1))
     committed = RunDirectory("run").steps()[-1]
-    resumed = ranks.values(run(2, partial(does_not_fill_its_steps, resume=True)))
+    resumed = ranks.values(run(2, partial(train_with_incomplete_steps, resume=True)))
     assert faults.started_at() == [0, committed]
-    assert resumed[0][0] == whole[0][0] == 9
-    assert torch.equal(resumed[0][1], whole[0][1])
+    assert resumed[0][0] == uninterrupted[0][0] == 9
+    assert torch.equal(resumed[0][1], uninterrupted[0][1])
     assert "1 of 2 micro-batches of a step are left out" in Path("run/logs/rank-0.log").read_text()
 
 
@@ -241,49 +265,49 @@ def test_checkpoint_of_another_run_is_not_resumed():
     assert "step-00000005 is of another run" in Path("run/logs/rank-0.log").read_text()
 
 
-def is_replaced():
-    """After its second step another start takes the directory over, as one on a new host would."""
+def train_until_replaced():
+    """Train until another start takes the directory over after a step."""
     with session(global_batch=12, max_steps=4000, run_dir="run", checkpoint_every=2) as opened:
         model = opened.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
         opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
 
-        def taken_over(run):
+        def take_over(run):
             if run.step == 3 and opened.is_main:
                 lock = Path("run/.lock")
                 lock.write_text(json.dumps(json.loads(lock.read_text()) | {"token": "x"}))
                 Path("run/summary.json").write_text("of the other start")
 
-        fit(opened, model, opened.loader(images(50)), taken_over)
+        fit(opened, model, opened.loader(images(50)), take_over)
 
 
 @HOROVOD_SLOW
 def test_replaced_start_ends_on_all_ranks_and_writes_nothing(run):
-    results = run(3, is_replaced)
+    results = run(3, train_until_replaced)
     assert all(isinstance(result, ReplacedError) for result in results), results
     assert "fenced off" in results[2].found
     assert RunDirectory("run").steps() in ([], [2])
     assert Path("run/summary.json").read_text() == "of the other start"
 
 
-def fails(run):
+def raise_error(run):
     raise ArithmeticError("of the script")
 
 
-def crashes_with_workers():
+def crash_with_workers():
     with session(batch_size=4, epochs=1, run_dir="run", workers=2) as opened:
         model = opened.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
         opened.prepare(torch.optim.SGD(model.parameters(), 0.1))
         loader = opened.loader(images(50), multiprocessing_context="forkserver")
-        fit(opened, model, loader, fails)
+        fit(opened, model, loader, raise_error)
 
 
 @pytest.mark.slow
-def test_failing_rank_is_not_held_back_by_loader_workers():
-    (result,) = ranks.run(1, crashes_with_workers)
+def test_failing_rank_does_not_wait_for_loader_workers():
+    (result,) = ranks.run(1, crash_with_workers)
     assert isinstance(result, ArithmeticError)
 
 
-def losses_in_micro_batches(die_at=None, **options):
+def train_in_micro_batches(die_at=None, **options):
     with hpctrain.Session(
         global_batch=12,
         batch_size=3,
@@ -294,22 +318,22 @@ def losses_in_micro_batches(die_at=None, **options):
     ) as opened:
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9))
-        fit(opened, model, opened.loader(images(50)), dies_at(die_at))
+        fit(opened, model, opened.loader(images(50)), die_at_step(die_at))
     return [(row["step"], row["loss"]) for row in RunDirectory("run").rows()]
 
 
-@pytest.mark.parametrize("left", [1, 2])
-def test_resume_with_another_world_size_needs_elastic(left, tmp_path, monkeypatch):
-    (tmp_path / "whole").mkdir()
-    monkeypatch.chdir(tmp_path / "whole")
-    (expected,) = ranks.values(ranks.run(1, losses_in_micro_batches))
+@pytest.mark.parametrize("size", [1, 2])
+def test_resume_with_another_world_size_needs_elastic(size, tmp_path, monkeypatch):
+    (tmp_path / "uninterrupted").mkdir()
+    monkeypatch.chdir(tmp_path / "uninterrupted")
+    (expected,) = ranks.values(ranks.run(1, train_in_micro_batches))
     monkeypatch.chdir(tmp_path)
-    ranks.run(4, partial(losses_in_micro_batches, die_at=5))
-    for result in ranks.run(left, partial(losses_in_micro_batches, resume=True)):
+    ranks.run(4, partial(train_in_micro_batches, die_at=5))
+    for result in ranks.run(size, partial(train_in_micro_batches, resume=True)):
         assert isinstance(result, UsageError), result
-        assert f"has 4 ranks, this start {left}" in result.found
+        assert f"has 4 ranks, this start {size}" in result.found
         assert any("--elastic" in fix for fix in result.fixes)
-    resumed = ranks.values(ranks.run(left, partial(losses_in_micro_batches, elastic=True)))[0]
+    resumed = ranks.values(ranks.run(size, partial(train_in_micro_batches, elastic=True)))[0]
     assert faults.started_at()[-1] in (3, 4)
     assert [step for step, _ in resumed] == [step for step, _ in expected] == list(range(1, 9))
     assert [loss for _, loss in resumed] == pytest.approx([x for _, x in expected], rel=1e-9)
@@ -332,9 +356,9 @@ def test_resume_of_a_finished_run_changes_nothing():
     ],
 )
 def test_finished_run_resumes_to_a_later_end(first, then, tmp_path, monkeypatch):
-    (tmp_path / "whole").mkdir()
-    monkeypatch.chdir(tmp_path / "whole")
-    whole = ranks.values(ranks.run(3, partial(train, deterministic=True)))
+    (tmp_path / "uninterrupted").mkdir()
+    monkeypatch.chdir(tmp_path / "uninterrupted")
+    uninterrupted = ranks.values(ranks.run(3, partial(train, deterministic=True)))
     expected = [row for row in rows() if "loss" in row]
     monkeypatch.chdir(tmp_path)
     ranks.values(ranks.run(3, partial(train, deterministic=True, **first)))
@@ -342,7 +366,7 @@ def test_finished_run_resumes_to_a_later_end(first, then, tmp_path, monkeypatch)
     more = ranks.values(ranks.run(3, again))
     end = first.get("max_steps", 8)
     assert [(steps[0], steps[-1]) for steps, _ in more] == [(end, 15)] * 3
-    for (_, weights), (_, known) in zip(more, whole, strict=True):
+    for (_, weights), (_, known) in zip(more, uninterrupted, strict=True):
         assert torch.equal(weights, known)
     assert [row for row in rows() if "loss" in row] == expected
     assert ranks.run(3, again) == [("exit", 0)] * 3
@@ -350,16 +374,16 @@ def test_finished_run_resumes_to_a_later_end(first, then, tmp_path, monkeypatch)
 
 
 def stop_early(**options):
-    """A script that leaves its loop before the end that was asked for."""
+    """Leave the loop of epochs before its end; return the step."""
     with session(global_batch=12, run_dir="run", **options) as opened:
         model, _ = opened.prepare(model := small_model(), torch.optim.SGD(model.parameters(), 0.05))
-        loader, here = opened.loader(images(50)), 0
+        loader, steps_taken = opened.loader(images(50)), 0
         with opened.run() as run:
             for _ in run.epochs():
                 for batch, targets in run.batches(loader):
                     opened.step(nn.functional.cross_entropy(model(batch), targets))
-                    here += 1
-                if here == 8:
+                    steps_taken += 1
+                if steps_taken == 8:
                     break
         return run.step
 
@@ -409,18 +433,18 @@ def test_run_directory_with_other_files_is_refused():
     assert os.listdir("run") == ["thesis.tex"]
 
 
-def without_end():
+def run_without_end():
     with hpctrain.Session(global_batch=12, run_dir="run") as session, session.run() as run:
         next(run.epochs())
 
 
 def test_run_without_epochs_or_max_steps_is_refused():
-    (result,) = ranks.run(1, without_end)
+    (result,) = ranks.run(1, run_without_end)
     assert isinstance(result, hpctrain.HpctrainError)
     assert result.fixes == ("--epochs N", "--max-steps N")
 
 
-def own_loader():
+def train_with_own_loader():
     with hpctrain.Session(
         batch_size=4, max_steps=7, precision="fp64", log_every=1, run_dir="run"
     ) as session:
@@ -440,7 +464,7 @@ def own_loader():
 
 
 def test_own_iterable_loader_and_break_in_an_epoch():
-    assert ranks.values(ranks.run(1, own_loader)) == [([1, 2, 3, 4, 5, 6, 7], 7)]
+    assert ranks.values(ranks.run(1, train_with_own_loader)) == [([1, 2, 3, 4, 5, 6, 7], 7)]
 
 
 def test_default_run_directory_has_job_id_or_date(monkeypatch):
@@ -467,11 +491,11 @@ def test_requeued_job_resumes_without_option():
     assert ranks.values(ranks.run(2, partial(train, **options), env=job))[0][0][0] in (4, 6)
 
 
-def leave_after_a_slow_write():
-    """Whether the exit status file is there when this rank has left."""
-    write = rundir.write_exit_status
-    with mock.patch.object(
-        rundir, "write_exit_status", lambda *told: time.sleep(0.5) or write(*told)
+def close_with_slow_write():
+    """Close a session; return whether the exit status file exists then."""
+    with mock.patch(
+        "hpctrain.training.session.write_exit_status",
+        lambda *exit_status: time.sleep(0.5) or write_exit_status(*exit_status),
     ):
         hpctrain.Session(global_batch=3).close()
     return os.path.exists(os.environ["HPCTRAIN_EXIT_STATUS_FILE"])
@@ -479,7 +503,7 @@ def leave_after_a_slow_write():
 
 def test_exit_status_file_is_written_before_any_rank_leaves(tmp_path):
     env = {"HPCTRAIN_EXIT_STATUS_FILE": str(tmp_path / "exit-status")}
-    assert ranks.values(ranks.run(3, leave_after_a_slow_write, env=env)) == [True] * 3
+    assert ranks.values(ranks.run(3, close_with_slow_write, env=env)) == [True] * 3
 
 
 def test_exit_status_file_has_code_and_reason(tmp_path):
@@ -493,7 +517,7 @@ def test_exit_status_file_has_code_and_reason(tmp_path):
     assert "has a run in it" in exit_status["reason"]
 
 
-def leaves_early():
+def break_at_step_3():
     with hpctrain.Session(global_batch=12, epochs=3, log_every=1, run_dir="run") as session:
         model = session.prepare(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
         optimizer = session.prepare(torch.optim.SGD(model.parameters(), 0.1))
@@ -510,13 +534,13 @@ def leaves_early():
 
 
 def test_break_out_of_training_keeps_the_last_step():
-    ranks.values(ranks.run(3, leaves_early))
+    ranks.values(ranks.run(3, break_at_step_3))
     assert [row["step"] for row in rows()] == [1, 2, 3]
     assert RunDirectory("run").steps() == [3]
     assert json.loads(Path("run/summary.json").read_text())["step"] == 3
 
 
-def twice_in_an_epoch():
+def call_batches_twice():
     with (
         hpctrain.Session(global_batch=12, epochs=1, run_dir="run") as session,
         session.run() as run,
@@ -529,11 +553,11 @@ def twice_in_an_epoch():
 
 
 def test_second_batches_in_an_epoch_is_refused():
-    (result,) = ranks.run(1, twice_in_an_epoch)
+    (result,) = ranks.run(1, call_batches_twice)
     assert "run.batches() for the second time in epoch 0" in str(result)
 
 
-class Stubborn:
+class UnloadableState:
     def state_dict(self):
         return {"best": Path("not plain")}
 
@@ -541,22 +565,22 @@ class Stubborn:
         raise AssertionError("never loaded")
 
 
-def unloadable():
+def save_unloadable_state():
     with (
         hpctrain.Session(global_batch=12, epochs=1, run_dir="run") as session,
-        session.run(state={"mine": Stubborn()}) as run,
+        session.run(state={"part": UnloadableState()}) as run,
     ):
         run.save()
 
 
 def test_unloadable_state_is_refused_at_save():
-    (result,) = ranks.run(1, unloadable)
+    (result,) = ranks.run(1, save_unloadable_state)
     assert isinstance(result, hpctrain.HpctrainError)
     assert "'state'" in str(result)
     assert RunDirectory("run").steps() == []
 
 
-def unlike_checkpoints():
+def resume_without_shared_checkpoints():
     if hpctrain.detect().rank == 2:
         from hpctrain import checkpoint
 
@@ -566,12 +590,12 @@ def unlike_checkpoints():
 
 def test_ranks_that_find_different_checkpoints_are_refused():
     ranks.run(3, partial(train, die_at=7, checkpoint_every=2))
-    for result in ranks.run(3, unlike_checkpoints):
+    for result in ranks.run(3, resume_without_shared_checkpoints):
         assert isinstance(result, hpctrain.HpctrainError)
         assert "1 of 3 ranks do not find" in str(result)
 
 
-def saves_within_a_step():
+def save_in_a_step():
     with (
         hpctrain.Session(global_batch=12, epochs=1, run_dir="run") as session,
         session.run() as run,
@@ -582,21 +606,21 @@ def saves_within_a_step():
 
 
 def test_save_inside_a_step_is_refused():
-    (result,) = ranks.run(1, saves_within_a_step)
+    (result,) = ranks.run(1, save_in_a_step)
     assert "--checkpoint-every STEPS" in str(result)
 
 
 def test_resume_takes_the_checkpoint_and_not_init_from(tmp_path):
     path = str(tmp_path / "weights.pt")
-    torch.manual_seed(7)  # a session of an earlier test may have left its seed, as `train` has it
+    torch.manual_seed(7)  # an earlier test in this process may have set the seed of `train`
     torch.save(small_model().state_dict(), path)
     resumes = partial(train, resume=True, init_from=path)
-    ((_, whole),) = ranks.values(ranks.run(1, resumes))
+    ((_, uninterrupted),) = ranks.values(ranks.run(1, resumes))
     shutil.rmtree("run")
     ranks.run(1, resumes, 10)
     ((steps, resumed),) = ranks.values(ranks.run(1, resumes))
     assert steps[0] in (4, 8)
-    assert torch.equal(resumed, whole)
+    assert torch.equal(resumed, uninterrupted)
     shutil.rmtree("run")
     ((_, without),) = ranks.values(ranks.run(1, train))
-    assert not torch.equal(without, whole)
+    assert not torch.equal(without, uninterrupted)

@@ -1,4 +1,4 @@
-"""Whole runs on GPUs: one process for all of them, and the example."""
+"""Runs on GPUs: dataparallel in one process, and the example."""
 
 import json
 
@@ -11,8 +11,8 @@ from on_gpu import visible
 from torch import nn
 
 
-def trained(precision):
-    """Losses; without batch norm, which would see the part of each GPU alone."""
+def train_without_batch_norm(precision):
+    """Train without batch norm, whose statistics would be those of each GPU; return losses."""
     with session(
         batch_size=24, max_steps=10, precision=precision, log_every=1, run_dir="run"
     ) as opened:
@@ -42,7 +42,9 @@ def test_dataparallel_equals_one_gpu(gpu, lacking, tmp_path, monkeypatch, precis
         (tmp_path / backend).mkdir()
         monkeypatch.chdir(tmp_path / backend)
         env = {"TEST_BACKEND": backend, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        ((found[backend], name, wrapped),) = ranks.values(gpu(1, trained, precision, env=env))
+        ((found[backend], name, wrapped),) = ranks.values(
+            gpu(1, train_without_batch_norm, precision, env=env)
+        )
         assert (name, wrapped) == (backend, backend == "dataparallel")
     assert len(found["single"]) == 10
     assert found["dataparallel"] == pytest.approx(found["single"], rel=tolerance)

@@ -1,4 +1,4 @@
-"""Save margin: a run stops as long before its job's time limit as saving takes."""
+"""Save margin: a run stops before the time limit of its job, by the time of a save."""
 
 import sys
 import threading
@@ -15,12 +15,13 @@ from battery import images, session, small_model
 from clock import Clock
 from torch import nn
 
-from hpctrain import rundir
 from hpctrain.checkpoint.folder import Folder
 from hpctrain.checkpoint.writer import Writer
 from hpctrain.cluster import slurm
 from hpctrain.cluster.job import Allocation
+from hpctrain.errors import exit_codes
 from hpctrain.rundir import RunDirectory
+from hpctrain.rundir.exit_status import read_exit_status
 from hpctrain.training import checkpoint_manager
 from hpctrain.training.preemption import Preemption
 
@@ -29,7 +30,7 @@ STEPS = 120
 
 
 def train(save_seconds, pause_seconds):
-    """Train on clocks that only saves and the pauses between epochs move; the steps taken."""
+    """Train on clocks that only saves and pauses between epochs move; return the steps taken."""
     saves, pauses, write = Clock(), Clock(), Folder.save
 
     def save(*arguments):
@@ -39,7 +40,7 @@ def train(save_seconds, pause_seconds):
     with (
         mock.patch.object(Folder, "save", save),
         mock.patch.object(checkpoint_manager, "Writer", partial(Writer, clock=saves)),
-        mock.patch("hpctrain.training.run.time", SimpleNamespace(monotonic=pauses)),
+        mock.patch("hpctrain.training.training_run.time", SimpleNamespace(monotonic=pauses)),
         mock.patch.object(
             sys.modules["hpctrain.training.session"],
             "Preemption",
@@ -66,10 +67,10 @@ def train(save_seconds, pause_seconds):
         pytest.param(100, 50, 5 + 2 * 100 + 50, id="slow-saves-and-evaluation"),
     ],
 )
-def test_run_stops_before_the_time_limit_by_what_a_save_takes(
+def test_preemption_stops_the_run_one_save_margin_before_the_time_limit(
     save_seconds, pause_seconds, margin, spare
 ):
-    """Five seconds, twice the longest save (a guess of ten before there was one), and a pause."""
+    """The margin is 5 s, twice the longest save (10 s before the first one), and a pause."""
     env = {
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_END_TIME": str(NOW + margin + spare),
@@ -79,9 +80,9 @@ def test_run_stops_before_the_time_limit_by_what_a_save_takes(
     if spare:
         assert results == [STEPS] * 3
         return
-    assert results == [("exit", 0)] * 3  # the exit status says more
-    code, reason = rundir.read_exit_status("exit-status")
-    assert code == rundir.STOPPED
+    assert results == [("exit", 0)] * 3  # the exit status file has the code
+    code, reason = read_exit_status("exit-status")
+    assert code == exit_codes.STOPPED
     assert reason.startswith("the end of the job's time, ")
     steps = RunDirectory("run").steps()
     if save_seconds:
@@ -117,12 +118,12 @@ SHOWN = (
 
 @pytest.fixture
 def scontrol(tmp_path):
-    """A function that puts a fake scontrol on the PATH, and gives the environment with it."""
+    """Return a function that makes a fake scontrol, and returns the environment with it."""
 
-    def put(end, code=0):
+    def make(end, code=0):
         program = tmp_path / "bin" / "scontrol"
         program.parent.mkdir(exist_ok=True)
-        # As the real one: times are as people write them, where no format is asked for.
+        # Like the real scontrol, which prints times in SLURM_TIME_FORMAT.
         program.write_text(
             "#!/bin/sh\n"
             '[ "$*" = "show job --oneliner 70_3" ] || exit 2\n'
@@ -132,7 +133,7 @@ def scontrol(tmp_path):
         program.chmod(0o755)
         return {"PATH": str(program.parent), "SLURM_TIME_FORMAT": "standard"}
 
-    return put
+    return make
 
 
 def test_slurm_end_time_is_read_from_scontrol(scontrol):
@@ -149,7 +150,7 @@ def test_slurm_end_time_is_unknown_without_slurm(tmp_path, label):
     assert slurm.end_time(label, {"PATH": str(tmp_path)}) is None
 
 
-def test_run_asks_slurm_where_the_job_does_not_know_its_end_time(scontrol, tmp_path):
+def test_run_asks_slurm_for_an_end_time_that_the_job_does_not_set(scontrol, tmp_path):
     job = Allocation("slurm", "73", array_job_id="70", array_task=3)
     with ExitStack() as undo:
         preemption = Preemption(0, scontrol(NOW + 60), job, undo, clock=lambda: NOW)

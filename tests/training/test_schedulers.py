@@ -1,4 +1,4 @@
-"""Learning-rate schedulers of a script's own are in the checkpoints without being named."""
+"""Learning-rate schedulers of a script are saved in checkpoints without being named."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hpctrain.errors import UsageError
 
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch, tmp_path):
-    """torch's compiler, which the first checkpoint of a process imports, sets a variable."""
+    """Set the variable that torch's compiler sets when the first checkpoint imports it."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
 
 
@@ -32,7 +32,7 @@ def one_cycle(optimizer):
 
 
 class Plateau:
-    """Steps by a metric, and gets its number here."""
+    """A scheduler that steps by a metric."""
 
     def __init__(self, optimizer):
         self.scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
@@ -42,7 +42,7 @@ class Plateau:
 
 
 def train(make, path, late=False, named=False, **options):
-    """The rate of each step."""
+    """Return the rate of each step."""
     with session(batch_size=4, run_dir=path, **options) as opened:
         model = nn.Linear(1, 1)
         model, optimizer = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1, 0.9))
@@ -65,45 +65,45 @@ def train(make, path, late=False, named=False, **options):
     ids=["before the run", "inside of the run", "named"],
 )
 @pytest.mark.parametrize("make", [warm_up, sequence, one_cycle, Plateau], ids=lambda m: m.__name__)
-def test_scheduler_goes_on_after_a_resume(make, late, named):
-    whole = train(make, "whole", late, named, max_steps=14)
+def test_scheduler_continues_after_a_resume(make, late, named):
+    uninterrupted = train(make, "uninterrupted", late, named, max_steps=14)
     cut = train(make, "cut", late, named, max_steps=7)
     rest = train(make, "cut", late, named, max_steps=14, resume=True)
-    assert cut + rest == pytest.approx(whole, rel=1e-12)
-    assert len(set(whole)) > 2
+    assert cut + rest == pytest.approx(uninterrupted, rel=1e-12)
+    assert len(set(uninterrupted)) > 2
 
 
-def two(optimizer):
+def make_two(optimizer):
     return lr_scheduler.StepLR(optimizer, 2), lr_scheduler.StepLR(optimizer, 3)
 
 
-def test_two_schedulers_of_a_kind_for_one_optimizer_have_to_be_named():
+def test_two_schedulers_of_one_class_for_one_optimizer_must_be_named():
     with pytest.raises(UsageError, match="two schedulers of the kind StepLR"):
-        train(two, "run", max_steps=2)
+        train(make_two, "run", max_steps=2)
 
 
-def made_once(optimizer):
+def make_one(optimizer):
     return lr_scheduler.StepLR(optimizer, 3)
 
 
-def made_twice(optimizer):
+def make_again(optimizer):
     """Leave an unused scheduler in a reference cycle, as a notebook cell that runs again does."""
     first = lr_scheduler.StepLR(optimizer, 2)
     first.itself = first
-    return made_once(optimizer)
+    return make_one(optimizer)
 
 
 def test_unused_scheduler_is_not_counted():
-    assert len(set(train(made_twice, "run", max_steps=8))) == 3
+    assert len(set(train(make_again, "run", max_steps=8))) == 3
 
 
 def test_unused_scheduler_beside_a_named_one_is_not_saved(caplog):
-    train(made_twice, "run", named=True, max_steps=3)
-    train(made_once, "run", named=True, max_steps=4, resume=True)
+    train(make_again, "run", named=True, max_steps=3)
+    train(make_one, "run", named=True, max_steps=4, resume=True)
     assert "the checkpoint has" not in caplog.text
 
 
-def test_checkpoint_with_a_scheduler_that_the_script_no_longer_has_is_said(caplog):
+def test_scheduler_of_a_checkpoint_that_the_script_lacks_is_logged(caplog):
     train(warm_up, "run", max_steps=3)
     with session(batch_size=4, run_dir="run", resume=True, max_steps=4) as opened:
         model = nn.Linear(1, 1)

@@ -1,4 +1,4 @@
-"""A step is counted where an optimizer steps; rows of metrics belong to the steps they came of."""
+"""The step counter: steps of optimizers, and rows of metrics at the right steps."""
 
 import json
 from functools import partial
@@ -17,12 +17,12 @@ LOSS = nn.functional.cross_entropy
 
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch, tmp_path):
-    """torch's compiler, which the first checkpoint of a process imports, sets a variable."""
+    """Set the variable that torch's compiler sets when the first checkpoint imports it."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
 
 
-def loop(body, count=96, **options):
-    """Train on a few images with a body of the loop; rank 0's steps, rows, and checkpoints."""
+def train(body, count=96, **options):
+    """Train with a body of the loop; return its results, rank 0's rows, checkpoints and step."""
     options = {"global_batch": 12, "max_steps": 8, "run_dir": "run", "seed": 2, **options}
     with session(**options) as opened:
         model = small_model()
@@ -32,17 +32,17 @@ def loop(body, count=96, **options):
         with opened.run() as run:
             for _ in run.epochs():
                 for number, (batch, targets) in enumerate(run.batches(loader)):
-                    loss = partial(_loss, model, batch, targets)
+                    loss = partial(loss_of, model, batch, targets)
                     seen.append(body(opened, run, number, loss))
-        kept = run.directory
-        return seen, kept.rows(), kept.steps(), run.step
+        directory = run.directory
+        return seen, directory.rows(), directory.steps(), run.step
 
 
-def _loss(model, batch, targets):
+def loss_of(model, batch, targets):
     return LOSS(model(batch), targets)
 
 
-def skips(opened, run, number, loss):
+def step_and_skip(opened, run, number, loss):
     if number % 3 == 1:
         return None
     opened.step(loss())
@@ -50,8 +50,8 @@ def skips(opened, run, number, loss):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_skipped_batch_is_no_step(size):
-    for seen, _, _, step in ranks.values(ranks.run(size, loop, skips, 300)):
+def test_skipped_batch_is_not_a_step(size):
+    for seen, _, _, step in ranks.values(ranks.run(size, train, step_and_skip, 300)):
         taken = [one for one in seen if one is not None]
         assert taken == list(range(1, 9))
         assert len(seen) == 12
@@ -60,27 +60,27 @@ def test_skipped_batch_is_no_step(size):
 
 def test_skipped_micro_batch_does_not_shift_the_next_step():
     options = {"global_batch": 12, "batch_size": 4, "max_steps": 4, "checkpoint_every": 1}
-    seen, _, kept, step = loop(skips, 200, **options, keep_checkpoints=9)
-    # Three micro-batches of those that are taken make a step.
+    seen, _, checkpoints, step = train(step_and_skip, 200, **options, keep_checkpoints=9)
+    # Three micro-batches that are not skipped make a step.
     assert [one for one in seen if one is not None] == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4]
-    assert (step, kept[-4:]) == (4, [1, 2, 3, 4])
+    assert (step, checkpoints[-4:]) == (4, [1, 2, 3, 4])
 
 
-def interrupted(body, at, **options):
-    """The rows of a whole run, and those of one that began again at a checkpoint."""
-    whole = loop(body, run_dir="whole", **options)
-    loop(body, run_dir="cut", **{**options, "max_steps": at})
-    rest = loop(body, run_dir="cut", resume=True, **options)
-    return whole, rest
+def train_and_resume(body, at, **options):
+    """Return the results of an uninterrupted run, and of one resumed at a checkpoint."""
+    uninterrupted = train(body, run_dir="uninterrupted", **options)
+    train(body, run_dir="cut", **{**options, "max_steps": at})
+    rest = train(body, run_dir="cut", resume=True, **options)
+    return uninterrupted, rest
 
 
 def rows(found):
-    """Rows without what depends on time."""
+    """Return rows without the values that depend on time."""
     times = {"time", "samples_per_second", "data_wait"}
     return [{k: v for k, v in row.items() if k not in times} for row in found]
 
 
-def skips_and_logs(opened, run, number, loss):
+def skip_once_and_log(opened, run, number, loss):
     if run.step == 3 and not Path(f"{run.directory.path}.skipped").exists():
         Path(f"{run.directory.path}.skipped").touch()
         return
@@ -90,15 +90,15 @@ def skips_and_logs(opened, run, number, loss):
     return
 
 
-def test_resumed_run_goes_on_after_skipped_batches():
-    whole, rest = interrupted(
-        skips_and_logs, 5, log_every=1, checkpoint_every=1, deterministic=True, max_steps=7
+def test_resumed_run_continues_after_skipped_batches():
+    uninterrupted, rest = train_and_resume(
+        skip_once_and_log, 5, log_every=1, checkpoint_every=1, deterministic=True, max_steps=7
     )
-    assert rows(rest[1]) == rows(whole[1])
+    assert rows(rest[1]) == rows(uninterrupted[1])
 
 
-def baseline(opened, run, number, loss):
-    """The script goes backward and steps itself; two micro-batches make a step."""
+def step_by_hand(opened, run, number, loss):
+    """Call backward and step without the session; two micro-batches make a step."""
     (0.5 * loss()).backward()
     if number % 2:
         opened.optimizers[0].step()
@@ -107,12 +107,12 @@ def baseline(opened, run, number, loss):
 
 
 def test_optimizer_steps_by_hand_are_counted():
-    seen, _, _, step = loop(baseline, 300)
+    seen, _, _, step = train(step_by_hand, 300)
     assert seen == [n // 2 for n in range(1, 17)]
     assert step == 8
 
 
-def logs(opened, run, number, loss):
+def log_metrics(opened, run, number, loss):
     value = loss()
     opened.step(value)
     run.log(loss=run.step)
@@ -122,9 +122,9 @@ def logs(opened, run, number, loss):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_rows_are_means_and_what_is_logged_now_and_then_has_its_own(size):
-    _, found, _, _ = ranks.values(ranks.run(size, loop, logs))[0]
-    # --log-every is 10, so the end of the run ends the row.
+def test_rows_are_means_and_occasional_metrics_have_their_own_row(size):
+    _, found, _, _ = ranks.values(ranks.run(size, train, log_metrics))[0]
+    # With --log-every 10, the end of the run ends the row.
     assert rows(found) == [
         {"step": 3, "epoch": 0, "eval_loss": 30.0, "top1": 0.5},
         {"step": 4, "epoch": 0, "eval_loss": 40.0, "top1": 0.5},
@@ -133,15 +133,15 @@ def test_rows_are_means_and_what_is_logged_now_and_then_has_its_own(size):
     ]
 
 
-def logs_rows_of_4(opened, run, number, loss):
+def log_rows_of_4(opened, run, number, loss):
     opened.step(loss())
     run.log(loss=run.step)
     if run.step % 4 == 1:
         run.log(first=run.step)
 
 
-def test_names_that_are_logged_at_the_first_step_of_a_row_alone():
-    _, found, _, _ = loop(logs_rows_of_4, log_every=4)
+def test_names_logged_only_at_the_first_step_of_a_row():
+    _, found, _, _ = train(log_rows_of_4, log_every=4)
     assert [(row["step"], row.get("loss"), row.get("first")) for row in found] == [
         (1, None, 1.0),
         (4, 2.5, None),
@@ -152,23 +152,25 @@ def test_names_that_are_logged_at_the_first_step_of_a_row_alone():
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_resumed_run_has_the_rows_of_an_uninterrupted_one(size):
-    found = ranks.values(ranks.run(size, rows_of_both))
-    whole, rest = found[0]
-    assert rows(rest) == rows(whole)
+    found = ranks.values(ranks.run(size, rows_with_and_without_resume))
+    uninterrupted, rest = found[0]
+    assert rows(rest) == rows(uninterrupted)
 
 
-def rows_of_both():
-    whole, rest = interrupted(logs_loss, 5, log_every=4, deterministic=True, checkpoint_every=5)
-    return whole[1], rest[1]
+def rows_with_and_without_resume():
+    uninterrupted, rest = train_and_resume(
+        log_loss, 5, log_every=4, deterministic=True, checkpoint_every=5
+    )
+    return uninterrupted[1], rest[1]
 
 
-def logs_loss(opened, run, number, loss):
+def log_loss(opened, run, number, loss):
     value = loss()
     opened.step(value)
     run.log(loss=value)
 
 
-def saves(opened, run, number, loss):
+def save_at_step_5(opened, run, number, loss):
     opened.step(loss())
     if run.step == 5:
         run.log(top1=0.75)
@@ -178,10 +180,10 @@ def saves(opened, run, number, loss):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_save_inside_of_an_epoch(size):
-    ranks.values(ranks.run(size, loop, saves))
-    kept = RunDirectory("run")
-    assert kept.steps() == [5, 8]
-    manifest = json.loads((kept.checkpoint(5) / "manifest.json").read_text())
+    ranks.values(ranks.run(size, train, save_at_step_5))
+    directory = RunDirectory("run")
+    assert directory.steps() == [5, 8]
+    manifest = json.loads((directory.checkpoint(5) / "manifest.json").read_text())
     assert manifest["metrics"] == {"top1": 0.75}
 
 
@@ -194,8 +196,8 @@ def test_run_saved_inside_of_an_epoch_resumes_at_the_next_batch():
             run.save()
         return value.item()
 
-    whole = loop(body, run_dir="whole", deterministic=True, log_every=1)
-    loop(body, run_dir="cut", deterministic=True, log_every=1, max_steps=5)
-    rest = loop(body, run_dir="cut", deterministic=True, log_every=1, resume=True)
-    assert rest[0] == whole[0][5:]
-    assert rows(rest[1]) == rows(whole[1])
+    uninterrupted = train(body, run_dir="uninterrupted", deterministic=True, log_every=1)
+    train(body, run_dir="cut", deterministic=True, log_every=1, max_steps=5)
+    rest = train(body, run_dir="cut", deterministic=True, log_every=1, resume=True)
+    assert rest[0] == uninterrupted[0][5:]
+    assert rows(rest[1]) == rows(uninterrupted[1])

@@ -1,6 +1,6 @@
-"""What a start and a step cost in Python: calls that hpctrain makes, and memory that it keeps.
+"""The overhead of a start and a step: Python calls of hpctrain, and memory that it keeps.
 
-Calls do not depend on how busy the machine is, so a few more in every step are seen at once.
+The number of calls does not depend on the load of the machine, so a few more are detected.
 """
 
 import gc
@@ -29,14 +29,14 @@ OPTIONS = {
         "lr_schedule": "cosine", "deterministic": True,
     },
 }  # fmt: skip
-# Calls of Python and C functions that code of hpctrain makes or receives in one step. Is a larger
-# number worth it? Then write it here, and say in the commit why.
+# Calls of Python and C functions that code of hpctrain makes or receives in one step. If a larger
+# number is worth it, write it here and state the reason in the commit.
 CALLS = {"fp32": 72, "fp16": 95, "accumulate, clip, EMA, schedule": 219}
 UPWARD = 1.03
-# The same from the opening of a session to the end of the first step; files and threads differ.
+# The same from the opening of a session to the end of the first step, whose files and threads vary.
 CALLS_OF_A_START, UPWARD_OF_A_START = 2450, 1.25
-# Blocks of memory that a step may leave behind: one time of a step, kept for half a minute, and one
-# or two that torch keeps where hpctrain makes a tensor. Whatever else each step keeps is a leak.
+# Blocks of memory that a step may keep: one time of a step, for half a minute, and one or two of
+# torch where hpctrain makes a tensor. All others are a leak.
 BLOCKS = 2.9
 
 
@@ -60,7 +60,7 @@ def steps(options, warm_up=WARM_UP):
 
 
 @contextmanager
-def counted():
+def count_package_calls():
     """Count calls; yield a function that returns how many there were since its last call."""
     count = 0
 
@@ -88,16 +88,16 @@ def counted():
 
 
 def count_calls(options):
-    """Return the median over the steps; now and then one has more to do, such as a check."""
+    """Return the median over the steps; some steps do more, such as a check."""
     training = steps(options)
     next(training)
-    with counted() as take:
+    with count_package_calls() as take:
         return statistics.median([take() for _ in training])
 
 
 def count_calls_of_a_start():
     training = steps("fp32", warm_up=0)
-    with counted() as take:
+    with count_package_calls() as take:
         next(training)
         calls = take()
     training.close()
@@ -119,14 +119,14 @@ def test_python_calls_of_a_training_step(options):
 
 
 def count_blocks(options):
-    """Return the blocks that lines of hpctrain have allocated and keep, more in each step."""
+    """Return the memory blocks that hpctrain allocates and keeps in each step."""
     tracemalloc.start()
     blocks = []
     for number, _ in enumerate(steps(options)):
         if number in (0, STEPS // 2):
             gc.collect()
-            ours = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, INSIDE)])
-            blocks.append(sum(entry.count for entry in ours.statistics("lineno")))
+            snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, INSIDE)])
+            blocks.append(sum(entry.count for entry in snapshot.statistics("lineno")))
     tracemalloc.stop()
     return (blocks[1] - blocks[0]) / (STEPS // 2)
 

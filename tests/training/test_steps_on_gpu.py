@@ -1,4 +1,4 @@
-"""A step on a GPU: nothing in it waits for the device, and the optimizers are those of the CPU."""
+"""Steps on a GPU: no sync, and the results of optimizers and EMA equal those of the CPU."""
 
 import copy
 from itertools import pairwise
@@ -26,7 +26,7 @@ OPTIMIZERS = {
 
 
 def steps(precision, optimizer, options):
-    """By step whether it moved the weights, and how many were left out."""
+    """Return whether each step changed the weights, and how many steps were skipped."""
     with session(batch_size=16, precision=precision, **options) as opened:
         model = small_model()
         model, _ = opened.prepare(model, OPTIMIZERS[optimizer](model.parameters()))
@@ -67,7 +67,7 @@ def test_training_step_does_not_sync_the_gpu(gpu, precision, optimizer, options)
     assert skipped == (1 if scaled else 0)
 
 
-def compiled(precision, compile):
+def train_compiled(precision, compile):
     with session(
         batch_size=12, max_steps=8, precision=precision, log_every=1, run_dir=str(compile),
         compile=compile,
@@ -78,22 +78,22 @@ def compiled(precision, compile):
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 0.05)])
 def test_compiled_model_trains_the_same_on_gpu(gpu, tmp_path, precision, tolerance):
-    # In the ranks themselves, and with nothing left outside of the test's folder.
+    # Compile in the ranks, and write only to the folder of the test.
     env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    ((losses, names, yes),) = ranks.values(gpu(1, compiled, precision, True, env=env))
-    ((expected, plain, no),) = ranks.values(gpu(1, compiled, precision, False))
+    ((losses, names, yes),) = ranks.values(gpu(1, train_compiled, precision, True, env=env))
+    ((expected, plain, no),) = ranks.values(gpu(1, train_compiled, precision, False))
     assert (yes, no) == (True, False)
     assert names == plain == list(small_model().state_dict())
     assert losses == pytest.approx(expected, rel=tolerance)
     assert len(losses) == 8
 
 
-def moved(kind, settings, tensor_lr, device):
-    """The weights after the steps of the unit tests."""
-    weights = [[w.to(device) for w in group] for group in test_optimizers.beginning()]
+def weights_after_steps(kind, settings, tensor_lr, device):
+    """Return the weights after the steps of the unit tests."""
+    weights = [[w.to(device) for w in group] for group in test_optimizers.first_weights()]
     gradients = [
         [None if gradient is None else gradient.to(device) for gradient in step]
-        for step in test_optimizers.slopes()
+        for step in test_optimizers.gradients_of_steps()
     ]
     make = {"LARS": lambda g: LARS(g, 1.0, **settings), "LAMB": lambda g: LAMB(g, **settings)}
     with on_gpu.never_waits():
@@ -112,18 +112,20 @@ def moved(kind, settings, tensor_lr, device):
     ],
 )
 def test_lars_and_lamb_on_gpu_equal_cpu_without_sync(gpu, kind, settings, tensor_lr):
-    ((found, expected),) = ranks.values(gpu(1, on_both, moved, kind, settings, tensor_lr))
+    ((found, expected),) = ranks.values(
+        gpu(1, run_on_gpu_and_cpu, weights_after_steps, kind, settings, tensor_lr)
+    )
     for own, other in zip(found, expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)
 
 
-def on_both(function, *arguments):
-    """On the GPU and on the CPU; the modules are imported by then, and nothing else is done."""
+def run_on_gpu_and_cpu(function, *arguments):
+    """Return the results of a function on the GPU and on the CPU."""
     return [function(*arguments, device) for device in (on_gpu.DEVICE, torch.device("cpu"))]
 
 
-def averaged(decay, device):
-    """The averages after ten changes of the weights."""
+def averages_after_changes(decay, device):
+    """Return the averages after ten changes of the weights."""
     torch.manual_seed(0)
     model = Net().double()
     changes = [[torch.randn_like(p) for p in model.parameters()] for _ in range(10)]
@@ -139,6 +141,6 @@ def averaged(decay, device):
 
 
 def test_ema_on_gpu_equals_cpu_without_sync(gpu):
-    ((found, expected),) = ranks.values(gpu(1, on_both, averaged, 0.9))
+    ((found, expected),) = ranks.values(gpu(1, run_on_gpu_and_cpu, averages_after_changes, 0.9))
     for own, other in zip(found, expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)

@@ -1,4 +1,4 @@
-"""What the options of a training do: accumulation, clipping, rates, decay, averages, formats."""
+"""Options of a training: accumulation, clipping, rates, decay, averages, memory formats."""
 
 import json
 import math
@@ -17,12 +17,12 @@ from hpctrain.rundir import RunDirectory
 
 
 def plain_model():
-    """Without batch norm, so that a micro-batch may have any size."""
+    """Return a model without batch norm, so that a micro-batch may have any size."""
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10))
 
 
-def trained(options, data=None, before=lambda model: None, **loading):
-    """Rows of metrics, and the weights at the end."""
+def train_plain(options, data=None, before=lambda model: None, **loading):
+    """Train; return rows of metrics, and the weights at the end."""
     with session(**{"log_every": 1, "run_dir": "run", "precision": "fp64", **options}) as opened:
         model = plain_model()
         before(model)
@@ -33,7 +33,7 @@ def trained(options, data=None, before=lambda model: None, **loading):
 
 
 def in_folders(run, tmp_path, monkeypatch, function, *cases):
-    """Rank 0's result of each case (ranks, arguments), each in a folder of its own."""
+    """Run each case (ranks, arguments) in its own folder; return the results of rank 0."""
     results = []
     for number, (size, *arguments) in enumerate(cases):
         (tmp_path / str(number)).mkdir()
@@ -42,28 +42,30 @@ def in_folders(run, tmp_path, monkeypatch, function, *cases):
     return results
 
 
-def steps_of_twelve(batch_size):
-    return trained({"global_batch": 12, "batch_size": batch_size, "max_steps": 6})
+def train_steps_of_12(batch_size):
+    return train_plain({"global_batch": 12, "batch_size": batch_size, "max_steps": 6})
 
 
 def test_accumulated_micro_batches_equal_one_large_batch(tmp_path, monkeypatch):
     cases = [(1, 12), (1, 4), (1, 1), (3, 2)]
-    (rows, weights), *others = in_folders(ranks.run, tmp_path, monkeypatch, steps_of_twelve, *cases)
+    (rows, weights), *others = in_folders(
+        ranks.run, tmp_path, monkeypatch, train_steps_of_12, *cases
+    )
     for other_rows, other_weights in others:
         losses = [row["loss"] for row in rows]
         assert [row["loss"] for row in other_rows] == pytest.approx(losses, rel=1e-12)
-        for mine, theirs in zip(weights, other_weights, strict=True):
-            assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-14)
+        for weight, other_weight in zip(weights, other_weights, strict=True):
+            assert torch.allclose(weight, other_weight, rtol=1e-12, atol=1e-14)
 
 
-def uneven_epochs(batch_size):
-    """Two epochs of 12 + 12 + 7 samples."""
+def train_uneven_epochs(batch_size):
+    """Train two epochs of 12 + 12 + 7 samples."""
     options = {"global_batch": 12, "batch_size": batch_size, "epochs": 2}
-    return trained(options, images(31), drop_last=False)
+    return train_plain(options, images(31), drop_last=False)
 
 
-def uneven_by_hand():
-    """The same steps, each as one batch."""
+def train_uneven_by_hand():
+    """Take the same steps, each with one batch."""
     with session(batch_size=1) as opened:
         order = hpctrain.data.TrainingSampler
         torch.manual_seed(0)
@@ -89,17 +91,19 @@ def uneven_by_hand():
 
 @HOROVOD_SLOW
 def test_uneven_last_step_counts_each_sample_once(run, tmp_path, monkeypatch):
-    """12 + 12 + 7 samples, in micro-batches of 3: the last step has 3 + 3 + 1, and a rank none."""
-    expected, weights = ranks.values(ranks.run(1, uneven_by_hand))[0]
-    found = in_folders(run, tmp_path, monkeypatch, uneven_epochs, (1, 3), (2, 3), (4, 3), (1, 12))
-    for rows, ours in found:
+    """Use 12 + 12 + 7 samples in micro-batches of 3: the last step has 3 + 3 + 1, one rank none."""
+    expected, weights = ranks.values(ranks.run(1, train_uneven_by_hand))[0]
+    found = in_folders(
+        run, tmp_path, monkeypatch, train_uneven_epochs, (1, 3), (2, 3), (4, 3), (1, 12)
+    )
+    for rows, weights_found in found:
         assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-12)
-        for mine, theirs in zip(ours, weights, strict=True):
-            assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-14)
+        for weight, expected_weight in zip(weights_found, weights, strict=True):
+            assert torch.allclose(weight, expected_weight, rtol=1e-12, atol=1e-14)
 
 
 class Jittered(Dataset):
-    """Augmented by all three generators, one sample at a time."""
+    """Images that are augmented one by one with random numbers of all generators."""
 
     def __init__(self, count):
         self.images = images(count)
@@ -112,21 +116,21 @@ class Jittered(Dataset):
         return pixels * (1 + torch.rand(())) + random.random(), target
 
 
-def augmented(workers):
+def train_augmented(workers):
     options = {"global_batch": 12, "batch_size": 2, "max_steps": 8, "workers": workers}
     first = []
 
     def copy(model):
         first.extend(p.detach().clone() for p in model.parameters())
 
-    rows, _ = trained(options, Jittered(60), copy)
+    rows, _ = train_plain(options, Jittered(60), copy)
     return [row["loss"] for row in rows], first
 
 
 @HOROVOD_SLOW
 def test_seed_gives_the_same_weights_and_augmentation_in_every_world(run, tmp_path, monkeypatch):
     (losses, first), *others = in_folders(
-        run, tmp_path, monkeypatch, augmented, (1, 0), (3, 0), (2, 1)
+        run, tmp_path, monkeypatch, train_augmented, (1, 0), (3, 0), (2, 1)
     )
     assert len(set(losses)) == 8
     for other_losses, other_first in others:
@@ -134,7 +138,7 @@ def test_seed_gives_the_same_weights_and_augmentation_in_every_world(run, tmp_pa
         assert other_losses == pytest.approx(losses, rel=1e-12)
 
 
-def clipped(options):
+def clipped_step(options):
     with session(batch_size=4, **options) as opened:
         model = plain_model()
         before = [p.detach().clone() for p in model.parameters()]
@@ -154,41 +158,45 @@ def clipped(options):
 def test_clipping_applies_to_averaged_unscaled_gradients(run, precision, accumulate):
     scale = {} if precision == "fp64" else {"loss_scale": 8.0}
     options = {"precision": precision, "accumulate": accumulate, **scale}
-    close = {"rel": 1e-2 if precision == "O2" else 1e-4}  # half weights round what is moved
-    for moved in ranks.values(run(3, clipped, {**options, "clip_value": 0.25})):
+    close = {"rel": 1e-2 if precision == "O2" else 1e-4}  # half weights round the change
+    for moved in ranks.values(run(3, clipped_step, {**options, "clip_value": 0.25})):
         assert moved.abs().max().item() == pytest.approx(0.25, **close)
-    for moved in ranks.values(run(3, clipped, {**options, "clip_value": 0.25, "clip_norm": 0.125})):
+    for moved in ranks.values(
+        run(3, clipped_step, {**options, "clip_value": 0.25, "clip_norm": 0.125})
+    ):
         assert moved.double().norm().item() == pytest.approx(0.125, **close)
 
 
-def with_rates(options):
+def train_with_rates(options):
     options = {"batch_size": 4, "lr": 0.02, **options}
-    return trained(options)[0], json.loads(RunDirectory("run").summary.read_text())["learning_rate"]
+    return train_plain(options)[0], json.loads(RunDirectory("run").summary.read_text())[
+        "learning_rate"
+    ]
 
 
 def test_lr_schedule_options_are_followed_and_logged(tmp_path, monkeypatch):
-    """Twenty steps an epoch on three ranks."""
+    """Train on three ranks, with twenty steps an epoch."""
     warm = {"lr_warmup_epochs": 0.25, "epochs": 2}
     cosine = {**warm, "lr_schedule": "cosine", "lr_scaling": "linear", "lr_reference_batch": 24}
     step = {"lr_schedule": "step", "lr_step_epochs": 1, "lr_step_factor": 0.5, "epochs": 3}
     polynomial = {"lr_schedule": "polynomial", "lr_power": 2.0, "max_steps": 25}
     found = in_folders(
-        ranks.run, tmp_path, monkeypatch, with_rates, (3, cosine), (3, step), (3, polynomial)
+        ranks.run, tmp_path, monkeypatch, train_with_rates, (3, cosine), (3, step), (3, polynomial)
     )
     rates = [[row["lr"] for row in rows] for rows, _ in found]
-    half = 0.05 * 12 / 24  # of the optimizer's own rate, not of --lr
+    half = 0.05 * 12 / 24  # of the optimizer's rate, not of --lr
     curve = [half * (1 + math.cos(math.pi * (s - 5) / 35)) / 2 for s in range(5, 40)]
     assert rates[0] == pytest.approx([half * (s + 1) / 5 for s in range(5)] + curve)
     assert rates[1] == pytest.approx([0.05] * 20 + [0.025] * 20 + [0.0125] * 20)
     assert rates[2] == pytest.approx([0.05 * (1 - s / 25) ** 2 for s in range(25)])
-    assert [said for _, said in found] == [
+    assert [description for _, description in found] == [
         "warm-up 5 steps, cosine over 40 steps",
         "times 0.5 every 20 steps",
         "polynomial of power 2 over 25 steps",
     ]
 
 
-def resumed_rates(die_at, resume):
+def rates_with_resume(die_at, resume):
     options = {
         "batch_size": 4, "epochs": 2, "lr_warmup_epochs": 0.5, "lr_schedule": "cosine",
         "lr_scaling": "sqrt", "checkpoint_every": 7, "resume": resume,
@@ -196,49 +204,49 @@ def resumed_rates(die_at, resume):
 
     def die(model):
         if die_at is not None:
-            model.register_forward_pre_hook(dying(die_at))
+            model.register_forward_pre_hook(raise_at_step(die_at))
 
-    return [row["lr"] for row in trained(options, before=die)[0]]
+    return [row["lr"] for row in train_plain(options, before=die)[0]]
 
 
-def dying(step):
+def raise_at_step(step):
     seen = iter(range(step))
 
     def hook(*_):
         if next(seen, None) is None:
-            raise RuntimeError("as planned")
+            raise RuntimeError("a planned error")
 
     return hook
 
 
 def test_resumed_run_has_the_lr_schedule_of_an_uninterrupted_one(tmp_path, monkeypatch):
-    (expected,) = in_folders(ranks.run, tmp_path, monkeypatch, resumed_rates, (1, None, False))
+    (expected,) = in_folders(ranks.run, tmp_path, monkeypatch, rates_with_resume, (1, None, False))
     monkeypatch.chdir(tmp_path)
-    (error,) = ranks.run(1, resumed_rates, 70, False)
-    assert "as planned" in str(error)
-    assert ranks.values(ranks.run(1, resumed_rates, None, True)) == [expected]
+    (error,) = ranks.run(1, rates_with_resume, 70, False)
+    assert "a planned error" in str(error)
+    assert ranks.values(ranks.run(1, rates_with_resume, None, True)) == [expected]
     assert faults.started_at() == [0, 70]
     assert len(expected) == 120
 
 
-def two_schedules():
+def open_two_schedules():
     with session(batch_size=4, max_steps=2, lr_schedule="cosine") as opened:
         model = plain_model()
         model, optimizer = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        mine = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        with opened.run(state={"mine": mine}) as run:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        with opened.run(state={"scheduler": scheduler}) as run:
             for _ in run.epochs():
                 for _batch in run.batches(opened.loader(images(24))):
                     pass
 
 
 def test_two_lr_schedules_are_refused():
-    (error,) = ranks.run(1, two_schedules)
+    (error,) = ranks.run(1, open_two_schedules)
     assert isinstance(error, hpctrain.errors.UsageError)
     assert "a scheduler of the script's own" in error.found
 
 
-def endless(options):
+def train_with_endless_loader(options):
     with session(batch_size=4, **options) as opened:
         model = plain_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -257,12 +265,12 @@ def endless(options):
     ],
 )
 def test_lr_schedule_over_a_loader_without_length_is_refused(options):
-    (error,) = ranks.run(1, endless, options)
+    (error,) = ranks.run(1, train_with_endless_loader, options)
     assert isinstance(error, hpctrain.errors.UsageError)
     assert "over a loader without a length" in error.found
 
 
-def decayed(decay):
+def decayed_parameters(decay):
     with session(batch_size=4, decay=decay) as opened:
         model = small_model()
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -274,13 +282,13 @@ def decayed(decay):
 
 @HOROVOD_SLOW
 def test_weight_decay_of_weights_only(run):
-    for names in ranks.values(run(3, decayed, "weights")):
+    for names in ranks.values(run(3, decayed_parameters, "weights")):
         assert [name for name, moved in names.items() if moved] == ["0.weight", "4.weight"]
-    for names in ranks.values(run(3, decayed, "all")):
+    for names in ranks.values(run(3, decayed_parameters, "all")):
         assert sum(names.values()) > 2
 
 
-def averaged(decay):
+def evaluate_averages(decay):
     with session(batch_size=4, precision="fp64", ema=decay) as opened:
         model = plain_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.5))
@@ -301,16 +309,16 @@ def averaged(decay):
 
 @HOROVOD_SLOW
 def test_ema_weights_in_an_evaluation(run):
-    for inside, expected, last in ranks.values(run(3, averaged, 0.75)):
-        for mine, theirs, now in zip(inside, expected, last, strict=True):
-            assert torch.allclose(mine, theirs, rtol=1e-13, atol=1e-15)
-            assert not torch.equal(mine, now)
-    for inside, _, last in ranks.values(run(1, averaged, None)):
+    for inside, expected, last in ranks.values(run(3, evaluate_averages, 0.75)):
+        for average, expected_average, weight in zip(inside, expected, last, strict=True):
+            assert torch.allclose(average, expected_average, rtol=1e-13, atol=1e-15)
+            assert not torch.equal(average, weight)
+    for inside, _, last in ranks.values(run(1, evaluate_averages, None)):
         assert all(torch.equal(a, b) for a, b in zip(inside, last, strict=True))
 
 
 def formats(channels_last, **options):
-    """Whether channels are last in batches, and in weights before and after a step."""
+    """Return whether batches, and weights before and after a step, have channels last."""
     with session(batch_size=4, channels_last=channels_last, **options) as opened:
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 10))
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -331,7 +339,7 @@ def test_channels_last_only_where_asked_for_on_cpu(run):
     assert ranks.values(run(3, formats, None)) == [(False, False)] * 3
 
 
-def compiled(compile):
+def train_compiled(compile):
     options = {"batch_size": 8, "max_steps": 4, "compile": compile, "run_dir": str(compile)}
     with session(precision="fp32", log_every=1, **options) as opened:
         losses, model = train(opened, 4, nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
@@ -341,8 +349,8 @@ def compiled(compile):
 
 @pytest.mark.slow
 def test_compiled_model_trains_and_keeps_its_names():
-    names, graphs, losses = ranks.values(ranks.run(1, compiled, True, timeout=120))[0]
-    plain, none, expected = ranks.values(ranks.run(1, compiled, False))[0]
+    names, graphs, losses = ranks.values(ranks.run(1, train_compiled, True, timeout=120))[0]
+    plain, none, expected = ranks.values(ranks.run(1, train_compiled, False))[0]
     assert names == plain == ["1.weight", "1.bias"]
     assert (graphs > 0, none) == (True, 0)
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -350,24 +358,24 @@ def test_compiled_model_trains_and_keeps_its_names():
 
 def test_compile_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    (error,) = ranks.run(1, compiled, True, env={"PATH": "/nowhere"})
+    (error,) = ranks.run(1, train_compiled, True, env={"PATH": "/nowhere"})
     assert isinstance(error, hpctrain.errors.UsageError)
     assert "no g++ and no clang++" in error.found
 
 
-def wrong_loader(options):
+def open_wrong_loader(options):
     with session(batch_size=4) as opened:
         opened.loader(images(24), **options)
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_drop_last_for_an_evaluation_is_refused(drop_last):
-    (error,) = ranks.run(1, wrong_loader, {"train": False, "drop_last": drop_last})
+    (error,) = ranks.run(1, open_wrong_loader, {"train": False, "drop_last": drop_last})
     assert "drop_last=…) for an evaluation" in error.found
 
 
-class Wrapped:
-    """What a progress bar makes of a loader."""
+class WrappedLoader:
+    """A wrapper of a loader, as of a progress bar."""
 
     def __init__(self, loader):
         self.loader = loader
@@ -379,27 +387,27 @@ class Wrapped:
         yield from self.loader
 
 
-def orders(wrap):
+def sample_orders(wrap):
     with session(batch_size=4, epochs=3, run_dir=f"run-{wrap}") as opened:
         opened.prepare(plain_model())
         loader = opened.loader(images(24))
         seen = []
         with opened.run(name="orders") as run:
             for _ in run.epochs():
-                batches = run.batches(Wrapped(loader) if wrap else loader)
+                batches = run.batches(WrappedLoader(loader) if wrap else loader)
                 seen.append([targets.tolist() for _, targets in batches])
         return seen
 
 
 def test_wrapped_loader_shuffles_each_epoch():
-    (plain,) = ranks.values(ranks.run(1, orders, False))
-    (wrapped,) = ranks.values(ranks.run(1, orders, True))
+    (plain,) = ranks.values(ranks.run(1, sample_orders, False))
+    (wrapped,) = ranks.values(ranks.run(1, sample_orders, True))
     assert wrapped == plain
     assert len({str(epoch) for epoch in plain}) == 3
 
 
-def saved_in_odd_places():
-    """By a break, and while the averages are in the place of the weights."""
+def save_in_averaged_weights():
+    """Save at a break, and while the model has the averaged weights."""
     with session(batch_size=4, ema=0.5, run_dir="run", epochs=2) as opened:
         model = plain_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.5))
@@ -421,17 +429,17 @@ def saved_in_odd_places():
 
 
 def test_checkpoint_taken_inside_averaged_weights_has_the_weights():
-    ((inside, weights),) = ranks.values(ranks.run(1, saved_in_odd_places))
+    ((inside, weights),) = ranks.values(ranks.run(1, save_in_averaged_weights))
     assert all(inside)
-    kept = RunDirectory("run")
-    assert kept.steps() == [3]
-    position = torch.load(kept.checkpoint(3) / "position.pt", weights_only=True)
+    directory = RunDirectory("run")
+    assert directory.steps() == [3]
+    position = torch.load(directory.checkpoint(3) / "position.pt", weights_only=True)
     assert (position["step"], position["epoch_step"]) == (3, 3)
-    (model,) = torch.load(kept.checkpoint(3) / "model.pt", weights_only=True)
+    (model,) = torch.load(directory.checkpoint(3) / "model.pt", weights_only=True)
     assert all(torch.equal(a, b) for a, b in zip(model.values(), weights, strict=True))
 
 
-def misused(how):
+def misuse_optimizer(how):
     with session(batch_size=4, decay="weights") as opened:
         model = plain_model()
         optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
@@ -449,7 +457,7 @@ def misused(how):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("stranger", "1 parameters of the SGD are in no prepared model"),
         ("scheduler", "a scheduler was made before session.prepare()"),
@@ -458,22 +466,22 @@ def misused(how):
         ("nothing", "no optimizer was prepared"),
     ],
 )
-def test_misused_optimizers_are_refused(how, said):
-    (error,) = ranks.run(1, misused, how)
+def test_misused_optimizers_are_refused(how, message):
+    (error,) = ranks.run(1, misuse_optimizer, how)
     assert isinstance(error, hpctrain.errors.UsageError), error
-    assert said in error.found
+    assert message in error.found
 
 
-def three_dimensions():
+def forward_3d():
     with session(batch_size=2, channels_last=True) as opened:
         return opened.prepare(nn.Conv3d(1, 2, 3))(torch.ones(1, 1, 4, 4, 4)).shape
 
 
 def test_channels_last_leaves_3d_models_alone():
-    assert ranks.values(ranks.run(1, three_dimensions)) == [torch.Size([1, 2, 2, 2, 2])]
+    assert ranks.values(ranks.run(1, forward_3d)) == [torch.Size([1, 2, 2, 2, 2])]
 
 
-def without_an_order():
+def open_iterable_dataset():
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             return iter(range(8))
@@ -483,7 +491,7 @@ def without_an_order():
 
 
 def test_iterable_dataset_is_refused():
-    (error,) = ranks.run(1, without_an_order)
+    (error,) = ranks.run(1, open_iterable_dataset)
     assert isinstance(error, hpctrain.errors.UsageError)
     assert "a Stream, which has no length" in error.found
     assert "run.batches(loader)" in error.fixes[0]

@@ -1,4 +1,4 @@
-"""Leftovers of a loop by hand, and values that are none, are refused at the first step."""
+"""Mistakes in a training loop are refused at the first step."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ LOSS = nn.functional.cross_entropy
 
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch, tmp_path):
-    """torch's compiler, which the first step of a process imports, sets a variable."""
+    """Set the variable that torch's compiler sets when the first step imports it."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiler"))
 
 
@@ -30,89 +30,89 @@ def loop(body, **options):
                     body(opened, run, model, optimizer, LOSS(model(batch), targets))
 
 
-def backward(opened, run, model, optimizer, loss):
+def call_backward(opened, run, model, optimizer, loss):
     (2 * loss).backward(retain_graph=True)
     opened.step(loss)
 
 
-def backward_of_a_part(opened, run, model, optimizer, loss):
-    """The convolution alone has a gradient, and it is not the last parameter."""
+def call_backward_of_a_part(opened, run, model, optimizer, loss):
+    """Give a gradient to the convolution only, which is not the last parameter."""
     (model[0].weight ** 2).sum().backward()
     opened.step(loss)
 
 
-def zero_grad(opened, run, model, optimizer, loss):
+def call_zero_grad(opened, run, model, optimizer, loss):
     optimizer.zero_grad()
     opened.step(loss)
 
 
-def zeroed_in_place(opened, run, model, optimizer, loss):
+def zero_in_place(opened, run, model, optimizer, loss):
     optimizer.zero_grad(set_to_none=False)
     opened.step(loss)
 
 
-def clips_norm(opened, run, model, optimizer, loss):
+def clip_norm(opened, run, model, optimizer, loss):
     opened.step(loss)
     clip_grad_norm_(model.parameters(), 1.0)
 
 
-def clips_value(opened, run, model, optimizer, loss):
+def clip_value(opened, run, model, optimizer, loss):
     opened.step(loss)
     clip_grad_value_(model.parameters(), 1.0)
 
 
-def of_each_sample(opened, run, model, optimizer, loss):
+def step_with_losses_of_samples(opened, run, model, optimizer, loss):
     opened.step(loss.repeat(3))
 
 
-def detached(opened, run, model, optimizer, loss):
+def step_with_detached_loss(opened, run, model, optimizer, loss):
     opened.step(loss.detach())
 
 
-def number(opened, run, model, optimizer, loss):
+def step_with_a_number(opened, run, model, optimizer, loss):
     opened.step(loss.item())
 
 
-def logs_a_list(opened, run, model, optimizer, loss):
+def log_a_list(opened, run, model, optimizer, loss):
     opened.step(loss)
     run.log(losses=[1.0, 2.0])
 
 
-def logs_a_tensor(opened, run, model, optimizer, loss):
+def log_a_tensor(opened, run, model, optimizer, loss):
     opened.step(loss)
     run.log(losses=torch.ones(3))
 
 
-def sums_a_list(opened, run, model, optimizer, loss):
+def sum_a_list(opened, run, model, optimizer, loss):
     opened.sum([1, 2])
 
 
 @pytest.mark.parametrize(
-    ("body", "options", "said"),
+    ("body", "options", "message"),
     [
-        (backward, {}, "has a gradient before session.step()"),
-        (backward_of_a_part, {}, "0.weight has a gradient before session.step()"),
-        (zero_grad, {"batch_size": 4}, "cleared between the micro-batches"),
-        (zeroed_in_place, {"batch_size": 4}, "cleared between the micro-batches"),
-        (clips_norm, {}, "--clip-norm"),
-        (clips_value, {}, "--clip-value"),
-        (of_each_sample, {}, "a loss of shape (3,)"),
-        (detached, {}, "a loss without a gradient"),
-        (number, {}, "session.step() with a float"),
-        (logs_a_list, {}, "losses is a list"),
-        (logs_a_tensor, {}, "losses is a Tensor of shape (3,)"),
-        (sums_a_list, {}, "session.sum() of a list"),
+        (call_backward, {}, "has a gradient before session.step()"),
+        (call_backward_of_a_part, {}, "0.weight has a gradient before session.step()"),
+        (call_zero_grad, {"batch_size": 4}, "cleared between the micro-batches"),
+        (zero_in_place, {"batch_size": 4}, "cleared between the micro-batches"),
+        (clip_norm, {}, "--clip-norm"),
+        (clip_value, {}, "--clip-value"),
+        (step_with_losses_of_samples, {}, "a loss of shape (3,)"),
+        (step_with_detached_loss, {}, "a loss without a gradient"),
+        (step_with_a_number, {}, "session.step() with a float"),
+        (log_a_list, {}, "losses is a list"),
+        (log_a_tensor, {}, "losses is a Tensor of shape (3,)"),
+        (sum_a_list, {}, "session.sum() of a list"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_mistake_in_a_loop_is_refused_at_the_first_step(body, options, said):
+def test_mistake_in_a_loop_is_refused_at_the_first_step(body, options, message):
     with pytest.raises(UsageError) as caught:
         loop(body, **options)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("body", [zero_grad, zeroed_in_place])
-def test_zero_grad_where_a_step_begins_changes_nothing(body):
+@pytest.mark.parametrize("body", [call_zero_grad, zero_in_place])
+def test_zero_grad_at_the_begin_of_a_step_changes_nothing(body):
     loop(body)
 
 
@@ -123,10 +123,10 @@ def test_clipping_works_again_after_the_run():
 
 def test_step_outside_of_the_batches_of_a_run_is_refused():
     with pytest.raises(UsageError, match=r"outside of run.batches\(\)"):
-        without_run_batches()
+        step_without_run_batches()
 
 
-def without_run_batches():
+def step_without_run_batches():
     with session(batch_size=4, run_dir="run") as opened:
         model = small_model()
         model, _ = opened.prepare(model, torch.optim.SGD(model.parameters(), 0.05))
@@ -142,9 +142,9 @@ def test_state_without_state_dict_is_refused_when_the_run_is_made(value):
         opened.run(state={"best": value})
 
 
-def test_option_that_is_there_already_is_refused_with_what_to_type(capsys):
+def test_option_that_exists_already_is_refused_with_a_fix(capsys):
     parser = hpctrain.options()
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as caught:
         parser.add_argument("--epochs", type=int, default=14)
-    assert left.value.code == 2
+    assert caught.value.code == 2
     assert "parser.set_defaults(epochs=…)" in capsys.readouterr().err

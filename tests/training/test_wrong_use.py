@@ -1,4 +1,4 @@
-"""Bad input: one clear error, found, expected and what to type, exit code 2, no traceback."""
+"""Wrong use: one clear error with a fix, exit code 2, and no traceback."""
 
 import os
 import runpy
@@ -16,7 +16,7 @@ import hpctrain
 from hpctrain import backends
 
 
-def refused(done, *words):
+def check_refused(done, *words):
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     for word in words:
@@ -29,7 +29,7 @@ TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "
 
 WRONG = [
     (["--data", "no-such-set"], {}, ["--data no-such-set", "fashion-mnist", "/usr/share"]),
-    (["--global-batch", "10", "--batch-size", "4"], {}, ["--global-batch 8 or 12"]),
+    (["--global-batch", "10", "--batch-size", "4"], {}, ["--global-batch 8", "--global-batch 12"]),
     (["--global-batch", "9999"], {}, ["1437 samples", "--global-batch 1437"]),
     ([], {"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, ["RANK=4", "WORLD_SIZE=4"]),
     (["--backend", "single"], TWO_RANKS, ["--backend single in a world of 2 ranks"]),
@@ -37,12 +37,12 @@ WRONG = [
 ]
 
 
-def example(pipe, folder):
-    """Run examples/mnist.py in this process, with one wrong use after the other."""
+def run_example(pipe, folder):
+    """Run examples/mnist.py in this process, with one wrong use after another."""
     os.chdir(folder)
     for options, variables, _ in WRONG:
         sys.argv = [str(launches.EXAMPLE), "--max-steps", "1", *options]
-        # A child of multiprocessing has to say that it trains alone.
+        # A child of multiprocessing must set that it is a single process.
         env = variables or {"HPCTRAIN_LAUNCHER": "none"}
         os.environ.update(env)
         try:
@@ -53,30 +53,30 @@ def example(pipe, folder):
             del os.environ[name]
 
 
-def test_example_refuses_wrong_use_before_it_trains(tmp_path):
-    ours, theirs = ranks._CONTEXT.Pipe(duplex=False)
-    process = ranks._CONTEXT.Process(target=example, args=(theirs, tmp_path))
+def test_example_refuses_wrong_use_before_training(tmp_path):
+    receiver, sender = ranks._CONTEXT.Pipe(duplex=False)
+    process = ranks._CONTEXT.Process(target=run_example, args=(sender, tmp_path))
     process.start()
-    theirs.close()
+    sender.close()
     try:
         for options, _, words in WRONG:
-            assert ours.poll(120), f"{options} is not refused"
-            code, said = ours.recv()
-            assert code == 2, said
+            assert receiver.poll(120), f"{options} is not refused"
+            code, message = receiver.recv()
+            assert code == 2, message
             for word in words:
-                assert word in said
+                assert word in message
         process.join(120)
         assert process.exitcode == 0
     finally:
         process.kill()
         process.join()
         process.close()
-        ours.close()
+        receiver.close()
     assert not list(tmp_path.iterdir())
 
 
-def on_gpus(visible, uuids):
-    """A rank whose torch claims to see GPUs: there are none here to see."""
+def open_on_gpus(visible, uuids):
+    """Open a session with a torch that reports GPUs, which need not exist."""
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: visible
     torch.cuda.set_device = lambda device: None
@@ -92,56 +92,56 @@ def on_gpus(visible, uuids):
     ("visible", "uuids", "words"),
     [
         (2, ["a", "b", "c"], ["rank 2 on", "2 visible GPUs"]),
-        (1, ["a", "b", "a"], ["one GPU (a) is shared by ranks 0, 2 ("]),
+        (1, ["a", "b", "a"], ["one GPU (a) is shared by ranks 0 and 2 on "]),
     ],
 )
 def test_two_ranks_on_one_gpu_are_refused_on_all_ranks(visible, uuids, words):
-    for result in ranks.run(3, on_gpus, visible, uuids):
+    for result in ranks.run(3, open_on_gpus, visible, uuids):
         assert isinstance(result, hpctrain.HpctrainError)
         assert result.exit_code == 2
         assert all(word in str(result) for word in words)
 
 
-def waits():
+def open_with_short_timeout():
     hpctrain.Session(batch_size=1, start_timeout=5.5)
 
 
 def test_rendezvous_timeout_names_the_missing_ranks_on_all_ranks():
-    results = ranks.run(4, waits, absent=(1, 3))
+    results = ranks.run(4, open_with_short_timeout, absent=(1, 3))
     for rank in (0, 2):
         assert isinstance(results[rank], hpctrain.HpctrainError)
-        assert "ranks 1, 3 of 4 did not come within 6 s" in str(results[rank])
+        assert "ranks 1 and 3 of 4 did not connect within 6 s" in str(results[rank])
     assert results[0].exit_code == 1
 
 
-def with_another(what):
-    """Rank 2 differs from the others."""
+def open_with_difference(difference):
+    """Open a session in which rank 2 differs from the others."""
     rank = hpctrain.detect().rank
-    if rank == 2 and what == "torch":
+    if rank == 2 and difference == "torch":
         torch.__version__ = "2.6.0"
-    sys.argv = ["other.py"] if rank == 2 and what == "script" else ["train.py"]
-    hpctrain.Session(batch_size=1, seed=int(rank == 2 and what == "--seed"), start_timeout=20)
+    sys.argv = ["other.py"] if rank == 2 and difference == "script" else ["train.py"]
+    hpctrain.Session(batch_size=1, seed=int(rank == 2 and difference == "--seed"), start_timeout=20)
 
 
-@pytest.mark.parametrize("what", ["torch", "script", "--seed"])
-def test_consistency_check_refuses_another_torch_script_or_option(what):
-    for result in ranks.run(3, with_another, what):
+@pytest.mark.parametrize("difference", ["torch", "script", "--seed"])
+def test_consistency_check_refuses_another_torch_script_or_option(difference):
+    for result in ranks.run(3, open_with_difference, difference):
         assert isinstance(result, hpctrain.HpctrainError), result
         assert result.exit_code == 2
-        assert what in str(result)
-        assert "on rank 2 (node1)" in str(result)
+        assert difference in str(result)
+        assert "at rank 2 on node1" in str(result)
 
 
-def never_connects():
-    """Rank 2 stops between the rendezvous and the backend, until the others have given it up."""
+def stop_before_backend():
+    """Stop rank 2 between the rendezvous and the backend, until the others give it up."""
 
-    def stops(*arguments):
+    def wait_for_errors(*arguments):
         while len(list(Path().glob("given-up-*"))) < 3:
             time.sleep(0.02)
 
     rank = hpctrain.detect().rank
     if rank == 2:
-        backends.open_backend = stops
+        backends.open_backend = wait_for_errors
     try:
         hpctrain.Session(batch_size=1, start_timeout=5)
     finally:
@@ -150,10 +150,10 @@ def never_connects():
 
 @pytest.mark.slow
 def test_rank_lost_between_rendezvous_and_backend_is_named_by_all_ranks():
-    results = ranks.run(4, never_connects)
+    results = ranks.run(4, stop_before_backend)
     for rank in (0, 1, 3):
         assert isinstance(results[rank], hpctrain.HpctrainError)
-        assert "rank 2 on node1 came to the rendezvous and was lost" in str(results[rank])
+        assert "rank 2 on node1 took part in the rendezvous and was lost" in str(results[rank])
 
 
 UNCAUGHT = """
@@ -167,13 +167,13 @@ hpctrain.Session(precision="fp12")
 def test_uncaught_error_exits_with_its_code_and_no_traceback(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(UNCAUGHT)
-    refused(launches.start([sys.executable, script], tmp_path), "--precision fp12", "fp16")
+    check_refused(launches.start([sys.executable, script], tmp_path), "--precision fp12", "fp16")
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_error_after_torch_distributed_started_is_printed_once(tmp_path):
-    """torch.distributed holds back what an exception hook prints."""
+    """torch.distributed suppresses the output of an exception hook."""
     command = [launches.BIN / "hpctrain", "run", "--nproc-per-node", "3", launches.EXAMPLE]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years")
@@ -185,7 +185,7 @@ def test_error_after_torch_distributed_started_is_printed_once(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-class Flowers(torch.utils.data.Dataset):
+class ConstantImages(torch.utils.data.Dataset):
     def __init__(self, length, classes):
         self.length, self.classes = length, classes
 
@@ -196,13 +196,13 @@ class Flowers(torch.utils.data.Dataset):
         return torch.ones(2), index % 2
 
 
-def with_own_data(lengths, classes, folder):
-    """A rank with a copy of the data of its own."""
+def train_with_own_data(lengths, classes, folder):
+    """Train with a different copy of the data on each rank."""
     rank = hpctrain.detect().rank
     with hpctrain.Session(batch_size=2, max_steps=2, start_timeout=30, run_dir=folder) as session:
         model = torch.nn.Linear(2, 2)
         model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        loader = session.loader(Flowers(lengths[rank], classes[rank]))
+        loader = session.loader(ConstantImages(lengths[rank], classes[rank]))
         with session.run(name="own") as run:
             for _ in run.epochs():
                 for images, targets in run.batches(loader):
@@ -219,8 +219,8 @@ def with_own_data(lengths, classes, folder):
 )
 def test_consistency_check_refuses_hosts_with_different_data(lengths, classes, found):
     classes = [list(names) for names in classes]
-    for result in ranks.run(3, with_own_data, lengths, classes, "refused"):
+    for result in ranks.run(3, train_with_own_data, lengths, classes, "refused"):
         assert isinstance(result, hpctrain.HpctrainError)
         assert found in result.found
         assert "find PATH" in result.fixes[0]
-    ranks.values(ranks.run(3, with_own_data, (24, 24, 24), [["a", "b"]] * 3, "run"))
+    ranks.values(ranks.run(3, train_with_own_data, (24, 24, 24), [["a", "b"]] * 3, "run"))

@@ -3,7 +3,7 @@
 The only folder that uses torch.distributed.
 """
 
-from hpctrain.backends.ddp.group import DDP, TransparentDDP
+from hpctrain.backends.ddp.ddp_backend import DDP, TransparentDDP
 from hpctrain.backends.ddp.store import AgentStore
 
 __all__ = ["DDP", "AgentStore", "TransparentDDP"]

@@ -37,7 +37,9 @@ def rehearse(
     random, synchronizes = random_states.capture(device), wrapped.require_backward_grad_sync
     wrapped.require_backward_grad_sync = True
     found = DistributedDataParallel.forward(  # type: ignore[no-untyped-call]
-        wrapped, *map_tensors(_apart, list(inputs)), **map_tensors(_apart, dict(keywords))
+        wrapped,
+        *map_tensors(_detached_copy, list(inputs)),
+        **map_tensors(_detached_copy, dict(keywords)),
     )
     outputs: list[Tensor] = []
     map_tensors(outputs.append, found)
@@ -50,8 +52,8 @@ def rehearse(
     torch.clear_autocast_cache()
     for parameter in wrapped.module.parameters():
         parameter.grad = None
-    for one in buffers:
-        one.put_back()
+    for saved in buffers:
+        saved.put_back()
 
 
 def rehearse_loss(models: Sequence[DistributedDataParallel], loss: Tensor) -> None:
@@ -73,20 +75,20 @@ def rehearse_loss(models: Sequence[DistributedDataParallel], loss: Tensor) -> No
     for model in models:
         for parameter in model.module.parameters():
             parameter.grad = None
-    for one in buffers:
-        one.put_back()
+    for saved in buffers:
+        saved.put_back()
 
 
 def reaches(loss: Tensor, module: nn.Module) -> bool:
     """Check whether a loss depends on parameters of a model."""
-    wanted = {id(parameter) for parameter in module.parameters()}
-    nodes, seen = [loss.grad_fn], set()
+    parameter_ids = {id(parameter) for parameter in module.parameters()}
+    nodes, visited = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in wanted:
+        visited.add(node)
+        if id(getattr(node, "variable", None)) in parameter_ids:
             return True
         nodes += [before for before, _ in node.next_functions]
     return False
@@ -100,19 +102,19 @@ class _Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._places = module._buffers
-        self._were = [
+        self._saved = [
             (name, buffer, None if buffer is None else buffer.detach().clone())
             for name, buffer in module._buffers.items()
         ]
 
     def put_back(self) -> None:
-        for name, buffer, value in self._were:
+        for name, buffer, value in self._saved:
             self._places[name] = buffer
             if buffer is not None and value is not None:
                 with torch.no_grad():
                     buffer.copy_(value)
 
 
-def _apart(tensor: Tensor) -> Tensor:
+def _detached_copy(tensor: Tensor) -> Tensor:
     """Return a copy that the model may change, without the graph, which the real pass needs."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)

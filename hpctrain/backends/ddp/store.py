@@ -26,7 +26,7 @@ class AgentStore:
         StartError: the store does not answer.
     """
 
-    def __init__(self, place: launching.Store, timeout: float) -> None:
+    def __init__(self, place: launching.LauncherStore, timeout: float) -> None:
         self.where = f"torchrun's store at {place.address} port {place.port}"
         try:
             self.store = TCPStore(
@@ -44,10 +44,10 @@ class AgentStore:
                 "look for the first error of the torchrun on that host",
             ) from None
 
-    def write(self, name: str, word: bytes) -> None:
+    def write(self, name: str, value: bytes) -> None:
         """Publish a value under a name."""
         try:
-            self.store.set(f"hpctrain/{name}", word.decode())
+            self.store.set(f"hpctrain/{name}", value.decode())
         except RuntimeError as error:
             raise OSError(f"{self.where} is gone: {first_line(error)}") from None
 
@@ -92,7 +92,7 @@ def open_store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
             f"rank {world.rank} on {host_of(rendezvous, world.rank)} cannot open the store of "
             f"rank 0 at {roster.addresses[0]} port {roster.port}, on {host_of(rendezvous, 0)}, "
             f"within {timeout.total_seconds():.0f} s",
-            "the way that it met the others by",
+            "the address that was used for the rendezvous",
             "look for the first error in the log of rank 0, and whether its host can be reached",
         ) from None
 

@@ -5,6 +5,6 @@ variables for this process, `rendezvous` serves the values that its ranks need t
 `gradients` averages, `group` combines these.
 """
 
-from hpctrain.backends.horovod.group import Horovod
+from hpctrain.backends.horovod.horovod_backend import Horovod
 
 __all__ = ["Horovod"]

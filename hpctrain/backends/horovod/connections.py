@@ -16,11 +16,11 @@ class Connections:
     """The TCP connections that a process opens between `__enter__` and `__exit__`.
 
     Args:
-        but: port to exclude; connections from or to it do not belong to Horovod's ranks.
+        excluded_port: port to exclude; connections from or to it do not belong to Horovod's ranks.
     """
 
-    def __init__(self, but: int) -> None:
-        self._but = but
+    def __init__(self, excluded_port: int) -> None:
+        self._excluded_port = excluded_port
         self._before: set[int] = set()
         self._found: dict[int, tuple[object, object]] = {}
 
@@ -30,15 +30,18 @@ class Connections:
     def __exit__(self, *error: object) -> None:
         for number in _open_files() - self._before:
             ends = _ends(number)
-            if ends is not None and not any(self._but in end[1:2] for end in ends):
+            if ends is not None and not any(self._excluded_port in end[1:2] for end in ends):
                 self._found[number] = ends
 
     def cut(self) -> None:
         """Shut down the connections: every wait for data on them ends with an error."""
         for number, ends in self._found.items():
             if _ends(number) == ends:  # the number is not reused
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
-                    one.shutdown(socket.SHUT_RDWR)
+                with (
+                    contextlib.suppress(OSError),
+                    socket.socket(fileno=os.dup(number)) as duplicate,
+                ):
+                    duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def _open_files() -> set[int]:
@@ -52,9 +55,9 @@ def _ends(number: int) -> tuple[tuple[object, ...], tuple[object, ...]] | None:
     try:
         if not stat.S_ISSOCK(os.fstat(number).st_mode):
             return None
-        with socket.socket(fileno=os.dup(number)) as one:
-            if one.family not in (socket.AF_INET, socket.AF_INET6):
+        with socket.socket(fileno=os.dup(number)) as duplicate:
+            if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
-            return one.getsockname(), one.getpeername()
+            return duplicate.getsockname(), duplicate.getpeername()
     except OSError:  # closed by now, or it only listens
         return None

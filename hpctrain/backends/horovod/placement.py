@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 from hpctrain.backends.borrowed_env import Environment
-from hpctrain.backends.settings import Settings
+from hpctrain.backends.settings import BackendSettings
 from hpctrain.cluster.launchers.base import MPI
 from hpctrain.rendezvous import Rendezvous
 from hpctrain.rendezvous.interfaces import interface_of
 
-__all__ = ["controller", "slot", "tell"]
+__all__ = ["controller", "set_variables", "slot"]
 
 # Horovod warns about ranks that wait after this part of the time-out, at most after these seconds.
 _WARN_PART, _WARN_SECONDS = 0.1, 60
@@ -27,9 +27,9 @@ def controller(env: Mapping[str, str], launcher: str, mpi_built: bool) -> str:
     MPI launcher started the ranks and Horovod was built with MPI. Otherwise it is gloo, which needs
     only rank 0.
     """
-    said = env.get("HOROVOD_CONTROLLER", "").lower()
-    if said in ("gloo", "mpi"):
-        return said
+    chosen = env.get("HOROVOD_CONTROLLER", "").lower()
+    if chosen in ("gloo", "mpi"):
+        return chosen
     return "mpi" if mpi_built and launcher in MPI else "gloo"
 
 
@@ -56,7 +56,9 @@ def slot(rank: int, host_of_rank: Sequence[int]) -> dict[str, str]:
     }
 
 
-def tell(environment: Environment, over: str, rendezvous: Rendezvous, settings: Settings) -> None:
+def set_variables(
+    environment: Environment, over: str, rendezvous: Rendezvous, settings: BackendSettings
+) -> None:
     """Set the variables that Horovod reads; time-outs that the user has set stay.
 
     Args:

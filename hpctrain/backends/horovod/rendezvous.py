@@ -26,7 +26,7 @@ from urllib.parse import quote
 
 from hpctrain.rendezvous.messages import keep_alive
 
-__all__ = ["Client", "NoAnswerError", "Server", "be_present"]
+__all__ = ["Client", "RankZeroTimeoutError", "Server", "be_present"]
 
 _LONGEST_VALUE = 1 << 20  # bytes; gloo's values have some hundred
 _REQUEST_SECONDS = 10.0  # for a client to send its request
@@ -34,7 +34,7 @@ _PRESENCE = "/hpctrain/presence/"
 _WAIT_SECONDS = 30  # longest wait of one request for a value that does not exist yet
 
 
-class NoAnswerError(RuntimeError):
+class RankZeroTimeoutError(RuntimeError):
     """Rank 0 is running, but does not answer."""
 
 
@@ -50,7 +50,7 @@ class Server:
         self._presences = self._http.presences
         self._threads = [
             threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True),
-            threading.Thread(target=self._presences.attend, daemon=True),
+            threading.Thread(target=self._presences.watch, daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -70,9 +70,9 @@ class Server:
         with self._http.changed:
             return set(self._presences.left)
 
-    def say(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         """Send a line to all ranks that are present."""
-        self._presences.say(line.encode() + b"\n")
+        self._presences.send_line(line.encode() + b"\n")
 
     def read(self, scope: str) -> dict[str, bytes]:
         """Return the values that hpctrain has stored in a scope, by key."""
@@ -127,7 +127,7 @@ class _Presences:
         with self._changed:
             return number in self._open
 
-    def attend(self) -> None:
+    def watch(self) -> None:
         """Record the connections that end, until `close`."""
         while True:
             for number, _ in self._poll.poll():
@@ -139,17 +139,17 @@ class _Presences:
                 with self._changed:
                     rank, connection = self._open.pop(number)
                     self._poll.unregister(number)
-                    word = b""
+                    notice = b""
                     with contextlib.suppress(OSError):  # its host is lost
-                        word = connection.recv(1)
+                        notice = connection.recv(1)
                     connection.close()
-                    (self.left if word else self.gone).add(rank)
+                    (self.left if notice else self.gone).add(rank)
                     self._changed.notify_all()
 
-    def say(self, line: bytes) -> None:
+    def send_line(self, line: bytes) -> None:
         with self._changed:
             for _, connection in self._open.values():
-                with contextlib.suppress(OSError):  # it is gone, which `attend` records
+                with contextlib.suppress(OSError):  # it is gone, which `watch` records
                     connection.sendall(line)
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def be_present(address: str, port: int, rank: int) -> socket.socket:
-    """Open a connection whose end tells rank 0 that this rank is gone, whatever the cause.
+    """Open a connection whose end shows rank 0 that this rank is gone, whatever the cause.
 
     One byte before the end means that the rank leaves normally. Rank 0 sends lines over it.
 
@@ -268,11 +268,11 @@ class Client:
 
     def set(self, key: str, value: str) -> None:
         """Store a value under a key."""
-        self._ask("PUT", key, value.encode())
+        self._request("PUT", key, value.encode())
 
     def get(self, key: str) -> bytes:
         """Return the value of a key; raise RuntimeError if there is none."""
-        value = self._ask("GET", key)
+        value = self._request("GET", key)
         if value is None:
             raise RuntimeError(f"no value under {key}")
         return value
@@ -281,15 +281,15 @@ class Client:
         """Wait until all keys exist; raise RuntimeError if they do not exist in time."""
         end = time.monotonic() + timeout.total_seconds()
         for key in keys:
-            while self._ask("GET", key, wait=(left := end - time.monotonic())) is None:
+            while self._request("GET", key, wait=(left := end - time.monotonic())) is None:
                 if left <= 0:
                     raise RuntimeError(f"no value under {key} in time")
 
     def check(self, keys: list[str]) -> bool:
         """Check whether all keys exist."""
-        return all(self._ask("GET", key) is not None for key in keys)
+        return all(self._request("GET", key) is not None for key in keys)
 
-    def _ask(
+    def _request(
         self, method: str, key: str, body: bytes | None = None, wait: float = 0.0
     ) -> bytes | None:
         path = quote(f"/hpctrain/{self._scope}/{key}")
@@ -301,7 +301,7 @@ class Client:
             answer = connection.getresponse()
             value = answer.read()
         except TimeoutError:
-            raise NoAnswerError("rank 0 does not answer") from None
+            raise RankZeroTimeoutError("rank 0 does not answer") from None
         except (OSError, http.client.HTTPException) as error:
             raise RuntimeError(f"rank 0 is gone: {error}") from None
         finally:

@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Watch"]
+__all__ = ["StallTimer"]
 
-_LOOK_PART, _LOOK_SECONDS = 0.1, 5.0  # interval of the checks: a part of the limit, at most 5 s
+_CHECK_PART, _CHECK_SECONDS = 0.1, 5.0  # interval of the checks: a part of the limit, at most 5 s
 
 
-class Watch:
-    """A timer around every wait of the main thread: `with watch("gradients"): …`.
+class StallTimer:
+    """A timer around every wait of the main thread: `with stall_timer("gradients"): …`.
 
     Args:
         limit: seconds that a wait may take.
@@ -27,13 +27,13 @@ class Watch:
         self._since: float | None = None
         self._what = ""
         self._closed = threading.Event()
-        threading.Thread(target=self._look, name="horovod watch", daemon=True).start()
+        threading.Thread(target=self._check, name="horovod watch", daemon=True).start()
 
     def waiting(self) -> str:
         """Return what the main thread waits for now; empty if it does not wait."""
         return self._what if self._since is not None else ""
 
-    def __call__(self, what: str) -> "Watch":
+    def __call__(self, what: str) -> "StallTimer":
         """Set what the next wait is for."""
         self._what = what
         return self
@@ -48,8 +48,8 @@ class Watch:
         """Stop the timer."""
         self._closed.set()
 
-    def _look(self) -> None:
-        pause = min(self._limit * _LOOK_PART, _LOOK_SECONDS)
+    def _check(self) -> None:
+        pause = min(self._limit * _CHECK_PART, _CHECK_SECONDS)
         while not self._closed.wait(pause):
             since = self._since
             if since is not None and time.monotonic() - since > self._limit:

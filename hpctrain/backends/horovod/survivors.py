@@ -8,9 +8,9 @@ connections, so that no rank waits any longer.
 
     rank → rank 0   a connection that stays open; one byte means that the rank leaves normally
     rank → rank 0   end/RANK: what failed there, and what the rank waits for
-    rank 0 → rank   over that connection, a line: "asked"; ranks that wait for others now answer
+    rank 0 → rank   over that connection, a line: "report"; a rank that waits for others reports
     rank 0 → rank   a line: the findings as JSON
-    rank → rank 0   end/RANK-knows
+    rank → rank 0   end/RANK-received
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from hpctrain.backends.barrier import host_of, named
-from hpctrain.backends.horovod.rendezvous import Client, NoAnswerError, Server, be_present
+from hpctrain.backends.horovod.rendezvous import Client, RankZeroTimeoutError, Server, be_present
 from hpctrain.errors import HpctrainError, RankLostError
 from hpctrain.rendezvous import Rendezvous
 
@@ -29,7 +29,7 @@ __all__ = ["Survivors"]
 _SCOPE = "end"
 _SHOWN = 8  # maximum number of failed or waiting ranks in a message
 _SETTLE_SECONDS = 0.5  # from the first known failure to the findings
-_SILENT_SECONDS = 3.0  # for ranks to report that they wait, if no failure is known
+_REPORT_SECONDS = 3.0  # for ranks to report that they wait, if no failure is known
 _PATIENCE_SECONDS = 8.0  # for rank 0 to find the cause
 _SHUTDOWN_SECONDS = 1.0  # for Horovod's ranks to end together, if all of them can
 _GRACE_SECONDS = 5.0  # for the other ranks to receive the findings, before rank 0 may leave
@@ -41,13 +41,13 @@ class _Findings:
 
     Attributes:
         lost: ranks whose process is gone.
-        silent: ranks that keep the others waiting.
+        unresponsive: ranks that keep the others waiting.
         failed: pairs of a rank and what failed there.
         waits: pairs of a rank and what it waits for, if nothing else is known.
     """
 
     lost: list[int] = field(default_factory=list)
-    silent: list[int] = field(default_factory=list)
+    unresponsive: list[int] = field(default_factory=list)
     failed: list[tuple[int, str]] = field(default_factory=list)
     waits: list[tuple[int, str]] = field(default_factory=list)
 
@@ -87,36 +87,36 @@ class Survivors:
         """Whether rank 0 has found the cause of a failure, or is gone."""
         return self._known.is_set()
 
-    def complain(self) -> None:
+    def report_wait(self) -> None:
         """Report that a wait of this rank for others is too long."""
-        self._say()
+        self._report()
 
-    def tell(self, reason: str) -> bool:
+    def report_failure(self, reason: str) -> bool:
         """Report what failed on this rank; return whether rank 0 has received it."""
-        return self._say(reason[:1000])
+        return self._report(reason[:1000])
 
-    def ask(self) -> HpctrainError | None:
+    def find_error(self) -> HpctrainError | None:
         """Return an error about lost or failed ranks, or None if all of them are there."""
         known, found = self._known.is_set(), _Findings(lost=[0])
         if not known:
             try:
                 self._store.set(str(self._rank), json.dumps(["", self._waiting()]))
                 known = self._known.wait(_PATIENCE_SECONDS)
-            except NoAnswerError:
-                found = _Findings(silent=[0])
+            except RankZeroTimeoutError:
+                found = _Findings(unresponsive=[0])
             except RuntimeError:  # rank 0 is gone; it may have sent its findings before
                 known = self._known.wait(_SETTLE_SECONDS)
         return self._error(self._findings if known and self._findings else found)
 
-    def leave(self, in_peace: bool) -> None:
+    def leave(self, normally: bool) -> None:
         """End the presence of this rank. Rank 0, which serves the others, leaves last.
 
         Args:
-            in_peace: whether all ranks leave normally, without a failure.
+            normally: whether all ranks leave normally, without a failure.
         """
         self._leaving.set()
         if self._presence is not None:
-            if in_peace:
+            if normally:
                 with contextlib.suppress(OSError):  # rank 0 is gone
                     self._presence.sendall(b".")
             self._presence.close()
@@ -124,16 +124,16 @@ class Survivors:
             return
         others = set(range(1, self._size))
 
-        def through() -> bool:
+        def received_by_all() -> bool:
             answers = server.read(_SCOPE)
-            told = {rank for rank in others if f"{rank}-knows" in answers}
-            told |= server.left() | server.gone() | _reasons(server, told=True).keys()
-            silent = self._findings.silent if self._findings else []
-            return others <= told.union(silent)
+            received = {rank for rank in others if f"{rank}-received" in answers}
+            received |= server.left() | server.gone() | _reasons(server, stated=True).keys()
+            unresponsive = self._findings.unresponsive if self._findings else []
+            return others <= received.union(unresponsive)
 
-        server.wait(through, _GRACE_SECONDS)
+        server.wait(received_by_all, _GRACE_SECONDS)
 
-    def _say(self, reason: str = "") -> bool:
+    def _report(self, reason: str = "") -> bool:
         try:
             self._store.set(str(self._rank), json.dumps([reason, self._waiting()]))
         except RuntimeError:
@@ -145,15 +145,15 @@ class Survivors:
         assert self._presence is not None
         with contextlib.suppress(OSError, ValueError), self._presence.makefile("r") as lines:
             for line in lines:
-                if line == "asked\n":
-                    self._answer()
+                if line == "report\n":
+                    self._report_if_waiting()
                 else:
                     self._findings = _Findings(**json.loads(line))
                     break
         self._known.set()
         if self._findings is not None and not self._leaving.is_set():
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"{self._rank}-knows", "")
+                self._store.set(f"{self._rank}-received", "")
         self._end_waiting()
 
     def _end_waiting(self) -> None:
@@ -161,43 +161,43 @@ class Survivors:
 
         A rank that is cut off while Horovod shuts down waits until gloo's time-out.
         """
-        told = self._findings is not None and self._findings.failed
-        if not self._leaving.wait(_SHUTDOWN_SECONDS if told else 0.0):
+        failed = self._findings is not None and self._findings.failed
+        if not self._leaving.wait(_SHUTDOWN_SECONDS if failed else 0.0):
             self._cut()
 
-    def _answer(self) -> None:
+    def _report_if_waiting(self) -> None:
         with contextlib.suppress(RuntimeError):  # rank 0 is gone
             if self._waiting() and not self._store.check([str(self._rank)]):
-                self._say()
+                self._report()
 
     def _find_out(self) -> None:
         """Wait for the first sign of a failure, find the cause, and send it; for rank 0."""
         server, everyone = self._server, set(range(self._size))
         assert server is not None
 
-        def sign() -> bool:
+        def has_failure() -> bool:
             return bool(server.gone() or _reasons(server))
 
-        def known() -> bool:
-            return complete() or bool(server.gone() or _reasons(server, told=True))
+        def has_cause() -> bool:
+            return complete() or bool(server.gone() or _reasons(server, stated=True))
 
         def complete() -> bool:
             return everyone <= _reasons(server).keys() | server.gone()
 
-        while not server.wait(sign, _PATIENCE_SECONDS):
+        while not server.wait(has_failure, _PATIENCE_SECONDS):
             if server.closed:
                 return
-        server.say("asked")
-        self._answer()
-        if server.wait(known, _SILENT_SECONDS):
+        server.send_line("report")
+        self._report_if_waiting()
+        if server.wait(has_cause, _REPORT_SECONDS):
             server.wait(complete, _SETTLE_SECONDS)
-        reasons = _reasons(server, told=True)
+        reasons = _reasons(server, stated=True)
         failed = sorted(reasons.items())[:_SHOWN]
         lost = sorted(server.gone() - reasons.keys())
-        silent = [] if lost or failed else sorted(everyone - _reasons(server).keys())
-        waits = [] if lost or failed or silent else sorted(_waits(server).items())
-        self._findings = _Findings(lost, silent, failed, waits)
-        server.say(json.dumps(asdict(self._findings)))
+        unresponsive = [] if lost or failed else sorted(everyone - _reasons(server).keys())
+        waits = [] if lost or failed or unresponsive else sorted(_waits(server).items())
+        self._findings = _Findings(lost, unresponsive, failed, waits)
+        server.send_line(json.dumps(asdict(self._findings)))
         self._known.set()
         self._end_waiting()
 
@@ -210,10 +210,10 @@ class Survivors:
         ]
         if found.lost:
             parts.append(f"{named(rendezvous, found.lost)}: the process is gone")
-        if self._rank in found.silent:
-            parts.append("the other ranks have waited for this one in vain")
-        elif found.silent:
-            parts.append(f"{named(rendezvous, found.silent)}: no answer")
+        if self._rank in found.unresponsive:
+            parts.append("the other ranks waited for this rank, which did not answer in time")
+        elif found.unresponsive:
+            parts.append(f"{named(rendezvous, found.unresponsive)}: no answer")
         if len(set(dict(found.waits).values())) > 1:
             parts += [f"rank {rank} waits for {what}" for rank, what in found.waits[:_SHOWN]]
         if not parts:
@@ -221,27 +221,27 @@ class Survivors:
         return RankLostError(
             "HT309",
             "; ".join(parts),
-            "all ranks, to the end",
+            "all ranks until the end of the run",
             "look for the first error in the log of that rank, and whether its host is up",
         )
 
 
-def _reasons(server: Server, told: bool = False) -> dict[int, str]:
+def _reasons(server: Server, stated: bool = False) -> dict[int, str]:
     """Return the reason of each rank's failure; empty if another rank is the cause.
 
     Args:
         server: server on rank 0.
-        told: whether to leave out the empty reasons.
+        stated: whether to leave out the empty reasons.
     """
-    reasons = {rank: reason for rank, (reason, _) in _said(server).items()}
-    return {rank: reason for rank, reason in reasons.items() if reason or not told}
+    reasons = {rank: reason for rank, (reason, _) in _reports(server).items()}
+    return {rank: reason for rank, reason in reasons.items() if reason or not stated}
 
 
 def _waits(server: Server) -> dict[int, str]:
     """Return what each rank waits for."""
-    return {rank: what for rank, (_, what) in _said(server).items() if what}
+    return {rank: what for rank, (_, what) in _reports(server).items() if what}
 
 
-def _said(server: Server) -> dict[int, tuple[str, str]]:
-    said = [(key, value) for key, value in server.read(_SCOPE).items() if key.isdecimal()]
-    return {int(key): tuple(json.loads(value)) for key, value in said}
+def _reports(server: Server) -> dict[int, tuple[str, str]]:
+    reports = [(key, value) for key, value in server.read(_SCOPE).items() if key.isdecimal()]
+    return {int(key): tuple(json.loads(value)) for key, value in reports}

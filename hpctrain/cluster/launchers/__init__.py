@@ -74,14 +74,14 @@ class Reading:
         variable, value: name and value of the variable.
         field: field of World.
         launcher: launcher that the variable belongs to.
-        lost: reason why the variable was ignored; "" if it was used.
+        reason: why the variable was ignored; "" if it was used.
     """
 
     variable: str
     value: str
     field: str
     launcher: str
-    lost: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
         if other.name not in launcher.inside:
             _compare(launcher, other, env)
     claims, job = launcher.claims(env), detect_job(env)
-    meant = bool(env.get(env_vars.LAUNCHER))
+    named_by_user = bool(env.get(env_vars.LAUNCHER))
     point = launcher.rendezvous_point(env, world)
     names = [other.name for other in others]
     return Start(
@@ -151,27 +151,27 @@ def survey(env: Mapping[str, str] | None = None, process: Process | None = None)
         claims=claims,
         rendezvous_point=point,
         allocation=job,
-        overruled=meant and launcher.name == "none" and bool(others),
+        overruled=named_by_user and launcher.name == "none" and bool(others),
         stray=checks.nameless(world, point)
         or checks.reset(world, env, process)
-        or (None if meant else checks.child(claims, env, process))
-        or (None if meant else checks.stale(launcher.name, names, process))
-        or (None if meant else checks.dropped(world, job, process)),
-        waste=None if meant else checks.idle(world, job, _in_step(others, env), process),
+        or (None if named_by_user else checks.child(claims, env, process))
+        or (None if named_by_user else checks.stale(launcher.name, names, process))
+        or (None if named_by_user else checks.dropped(world, job, process)),
+        waste=None if named_by_user else checks.idle(world, job, _in_step(others, env), process),
     )
 
 
 def _choose(env: Environ) -> Launcher:
     """Return the launcher that the user named, else the first in the table that matches."""
-    wanted = env.get(env_vars.LAUNCHER)
-    if wanted:
+    name = env.get(env_vars.LAUNCHER)
+    if name:
         for launcher in LAUNCHERS:
-            if launcher.name == wanted:
+            if launcher.name == name:
                 return launcher
         names = ", ".join(launcher.name for launcher in LAUNCHERS)
         raise UsageError(
             "HT103",
-            f"{env_vars.LAUNCHER}={wanted!r}",
+            f"{env_vars.LAUNCHER}={name!r}",
             f"one of {names}",
             f"unset {env_vars.LAUNCHER}",
         )
@@ -204,16 +204,16 @@ def _compare(launcher: Launcher, other: Launcher, env: Environ) -> None:
                 f"one {field.replace('_', ' ')}",
                 f"unset {' '.join(unwanted)}",
                 f"env {env_vars.LAUNCHER}="
-                f"{other.name if _speaks(other, env) else launcher.name} COMMAND",
+                f"{other.name if _is_complete(other, env) else launcher.name} COMMAND",
             )
 
 
 def _in_step(others: Sequence[Launcher], env: Environ) -> bool:
     """Check whether this is a task of a step, and not an interactive shell of `srun --pty`."""
-    return any(one.name == "slurm" for one in others) and not env.get("SLURM_PTY_PORT")
+    return any(launcher.name == "slurm" for launcher in others) and not env.get("SLURM_PTY_PORT")
 
 
-def _speaks(launcher: Launcher, env: Environ) -> bool:
+def _is_complete(launcher: Launcher, env: Environ) -> bool:
     """Check whether a launcher's variables are complete and valid."""
     try:
         launcher.rendezvous_point(env, launcher.world(env))
@@ -228,30 +228,34 @@ def readings(env: Environ) -> Iterator[Reading]:
         chosen = _choose(env)
     except UsageError:
         chosen = LAUNCHERS[-1]
-    counted: dict[str, str] = {}  # by field, the variable that is used
-    taken: set[str] = set()
+    used: dict[str, str] = {}  # by field, the variable that is used
+    assigned: set[str] = set()
     # Several launchers set PMI variables: they are assigned to a launcher that is recognised.
-    others = sorted(LAUNCHERS, key=lambda one: (one is not chosen, not one.matches(env)))
-    for launcher, field, name in ((one, *pair) for one in others for pair in one.readable()):
-        if not env.get(name) or name in taken:
+    candidates = sorted(
+        LAUNCHERS, key=lambda candidate: (candidate is not chosen, not candidate.matches(env))
+    )
+    for launcher, field, name in (
+        (candidate, *pair) for candidate in candidates for pair in candidate.readable()
+    ):
+        if not env.get(name) or name in assigned:
             continue
-        taken.add(name)
-        if launcher is chosen and field not in counted:
-            counted[field], lost = name, ""
-        elif field in counted and env[name] == env[counted[field]]:
-            lost = f"says the same as {counted[field]}"
+        assigned.add(name)
+        if launcher is chosen and field not in used:
+            used[field], reason = name, ""
+        elif field in used and env[name] == env[used[field]]:
+            reason = f"same value as {used[field]}"
         elif launcher is chosen:
-            lost = f"{counted[field]} is nearer"
+            reason = f"{used[field]} has precedence"
         else:
-            lost = _why(chosen, launcher, env)
-        yield Reading(name, env[name], field, launcher.name, lost)
+            reason = _reason_ignored(chosen, launcher, env)
+        yield Reading(name, env[name], field, launcher.name, reason)
 
 
-def _why(chosen: Launcher, other: Launcher, env: Environ) -> str:
+def _reason_ignored(chosen: Launcher, other: Launcher, env: Environ) -> str:
     if not other.matches(env):
         return f"no {other.recognised_by}"
     if other.name in chosen.inside:
-        return f"speaks of the process in which {chosen.name} was started"
+        return f"describes the process that started {chosen.name}"
     if env.get(env_vars.LAUNCHER):
         return f"{env_vars.LAUNCHER}={chosen.name}"
-    return f"{chosen.name} comes first, and they have to agree"
+    return f"{chosen.name} has precedence, and the values have to agree"

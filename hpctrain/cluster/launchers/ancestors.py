@@ -9,8 +9,10 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+
+from hpctrain.cluster import proc
 
 __all__ = ["CONTROL_PORT", "LOCAL_RANK_ARGUMENT", "PARENT", "SLURM_STEP", "Ancestor", "Process"]
 
@@ -114,32 +116,23 @@ def _local_rank(arguments: tuple[str, ...]) -> str | None:
 
 def _ancestors(pid: int) -> Iterator[int]:
     """Yield the parent, its parent, and so on, as far as /proc is readable."""
-    while pid > 1:
-        try:
-            # The program's name is in brackets and may contain brackets itself. It is cut at 15
-            # bytes, possibly inside a character. Source: proc(5).
-            stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        except OSError:
-            return
-        pid = int(stat.rpartition(")")[2].split()[1])
-        yield pid
+    with suppress(OSError):
+        while pid > 1:
+            pid = proc.stat(pid).parent
+            yield pid
 
 
 def _launched_by(pid: int) -> Ancestor | None:
     for parent in _ancestors(pid):
         found = _launches(parent)
         if found:
-            return replace(found, started=_environ(pid) or {})
+            return replace(found, started=proc.environment(pid) or {})
         pid = parent
     return None
 
 
 def _launches(pid: int) -> Ancestor | None:
-    try:
-        name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return None
+    name, command = proc.text(f"{pid}/comm"), proc.text(f"{pid}/cmdline").split("\0")
     # The title of slurmstepd has a colon after the name.
     names = [name, command[0].rpartition("/")[2].partition(":")[0]]
     if names[1].startswith("python"):
@@ -171,14 +164,4 @@ def _inherited() -> dict[str, str] | None:
     process = sys.modules.get("multiprocessing.process")
     parent = process.parent_process() if process else None
     # The initial environment of the parent: later changes are values it set for its children.
-    return None if parent is None else _environ(parent.pid)
-
-
-def _environ(pid: int) -> dict[str, str] | None:
-    """Return the environment with which a process was started; None if it is not readable."""
-    try:
-        block = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return None
-    pairs = (entry.partition(b"=") for entry in block.split(b"\0") if entry)
-    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+    return None if parent is None else proc.environment(parent.pid)

@@ -21,8 +21,8 @@ __all__ = [
     "Claims",
     "Environ",
     "Launcher",
+    "LauncherStore",
     "RendezvousPoint",
-    "Store",
     "host_list",
     "hosts_of_job",
     "is_loopback",
@@ -59,7 +59,7 @@ Claims = dict[str, Claim]
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class LauncherStore:
     """Key-value store that the launcher serves for its ranks.
 
     Attributes:
@@ -97,7 +97,7 @@ class RendezvousPoint:
     sure: bool = True
     others: tuple[str, ...] = ()
     only_port: bool = False
-    store: Store | None = None
+    store: LauncherStore | None = None
     interface: str | None = None
     simulated: bool = False
     secret: str = dataclasses.field(default="", repr=False)
@@ -219,14 +219,14 @@ class Launcher(ABC):
         missing = [field for field in _REQUIRED if field not in claims]
         if missing:
             names = [self.variables[field] for field in missing]
-            seen = dict.fromkeys((*self.marks, *(claim.source for claim in claims.values())))
-            present = ", ".join(f"{name}={env[name]}" for name in seen if env.get(name))
+            variables = dict.fromkeys((*self.marks, *(claim.source for claim in claims.values())))
+            present = ", ".join(f"{name}={env[name]}" for name in variables if env.get(name))
             raise ContradictionError(
                 "HT102",
                 f"{present or 'no value'}, but no {' and no '.join(map(' or '.join, names))}: "
-                f"{self.name} left no {' and no '.join(missing)}",
+                f"{self.name} did not set {' and '.join(missing)}",
                 "all of rank, world size and local rank",
-                f"export {' '.join(f'{one[0]}=…' for one in names)}",
+                f"export {' '.join(f'{alternatives[0]}=…' for alternatives in names)}",
                 f"to train as a single process: env {env_vars.LAUNCHER}=none COMMAND",
             )
         try:
@@ -245,19 +245,19 @@ class Launcher(ABC):
                 or two interfaces are set.
         """
         address, port = self.main(env, world)
-        given = env.get(env_vars.MAIN_ADDRESS)
+        set_address = env.get(env_vars.MAIN_ADDRESS)
         simulated = bool(env.get(env_vars.HOSTNAME))
         if not simulated:
-            self._refuse_loopback(env, world, given or address)
+            self._refuse_loopback(env, world, set_address or address)
         return RendezvousPoint(
             key=self.key(env),
             host=env.get(env_vars.HOSTNAME) or socket.gethostname(),
-            address=given or address,
+            address=set_address or address,
             port=port_in(env, env_vars.MAIN_PORT) or port,
-            sure=bool(given or env.get("MASTER_ADDR") or (self.knows_rank_0 and address)),
-            others=() if given else self.others(env, world),
+            sure=bool(set_address or env.get("MASTER_ADDR") or (self.knows_rank_0 and address)),
+            others=() if set_address else self.others(env, world),
             only_port=self.only_port(env),
-            store=None if given else self.store(env),
+            store=None if set_address else self.store(env),
             interface=_interface(env),
             simulated=simulated,
             secret=env.get(env_vars.SECRET, ""),
@@ -273,7 +273,7 @@ class Launcher(ABC):
         del world
         return () if env.get("MASTER_ADDR") or self.knows_rank_0 else hosts_of_job(env)
 
-    def store(self, env: Environ) -> Store | None:
+    def store(self, env: Environ) -> LauncherStore | None:
         """Return the key-value store that the launcher serves, or None."""
         del env
         return None
@@ -291,7 +291,7 @@ class Launcher(ABC):
             raise ContradictionError(
                 "HT106",
                 f"{name}={address}, and the ranks of {self.name} are on "
-                f"{world.num_nodes or 'several'} hosts: from each of them it leads to itself",
+                f"{world.num_nodes or 'several'} hosts: on each of them this is the host itself",
                 "an address of rank 0's host that the others reach",
                 f"unset {name}"
                 if self.knows_rank_0 or hosts_of_job(env)

@@ -39,34 +39,34 @@ def idle(
     """
     if world.launcher == "slurm" or job is None or not job.tasks:
         return None
-    meant = f"if it is meant: env {env_vars.LAUNCHER}={world.launcher} COMMAND"
+    intended = f"if this is intended: env {env_vars.LAUNCHER}={world.launcher} COMMAND"
     if in_step and world.launcher in _AGENTS and (world.num_nodes or 1) < job.tasks:
         return UsageError(
             "HT111",
             f"{job.tasks} tasks of a step of job {job.label} each started {world.launcher}, and "
-            f"the one of this process knows {world.num_nodes or 1}: several trainings at once",
-            "agents that know each other, one on each host",
+            f"the group of this process has {world.num_nodes or 1}: several trainings at once",
+            "one agent on each host, all with the same rendezvous",
             _AGENTS[world.launcher],
-            meant,
+            intended,
         )
     if job.tasks <= world.world_size:
         return None
     if world.launcher == "none":
-        who, fixes = "this process trains alone", [_corrected(process)]
+        situation, fixes = "this process trains alone", [_corrected(process)]
     else:
         ranks = f"{world.world_size} rank" + "s" * (world.world_size > 1)
-        who = f"{world.launcher} started {ranks}"
+        situation = f"{world.launcher} started {ranks}"
         fixes = [
             f"start {job.tasks} ranks",
             f"ask for as many tasks as ranks: {world.world_size}",
         ]
     return UsageError(
         "HT110",
-        f"{who}, and {job.tasks - world.world_size} of the {job.tasks} tasks of job {job.label} "
-        "are idle",
+        f"{situation}, and {job.tasks - world.world_size} of the {job.tasks} tasks of job "
+        f"{job.label} are idle",
         "a rank for each task",
         *fixes,
-        meant,
+        intended,
     )
 
 
@@ -77,7 +77,7 @@ def nameless(world: World, point: RendezvousPoint) -> UsageError | None:
     return UsageError(
         "HT102",
         f"RANK={world.rank} and WORLD_SIZE={world.world_size}, but no MASTER_PORT",
-        "a port of its own for each start, the same on all of its ranks",
+        "another port for each start, the same on all of its ranks",
         "export MASTER_ADDR=… MASTER_PORT=…",
     )
 
@@ -96,8 +96,8 @@ def reset(world: World, env: Environ, process: Process) -> UsageError | None:
     return UsageError(
         "HT112",
         f"HOROVOD_ELASTIC={value}: horovodrun was given --min-np, --max-np or "
-        "--host-discovery-script, and would change the ranks of processes that go on living",
-        "ranks that stay what they are; where hosts are lost, new ones that resume",
+        "--host-discovery-script, and would change the ranks of running processes",
+        "ranks that do not change; after the loss of a host, new processes that resume",
         f"hpctrain run --elastic --hosts HOST:SLOTS,HOST:SLOTS {script}",
     )
 
@@ -112,19 +112,19 @@ def _corrected(process: Process) -> str:
 
 def dropped(world: World, job: Allocation | None, process: Process) -> UsageError | None:
     """Return an error if a launcher started this process, but its variables were lost."""
-    found = process.launched_by
-    if world.launcher != "none" or found is None or (found.launcher == "slurm" and job):
+    ancestor = process.launched_by
+    if world.launcher != "none" or ancestor is None or (ancestor.launcher == "slurm" and job):
         return None
     if process.facts().get(SLURM_STEP, "").endswith(".batch"):
         # The batch script is one process: its first environment has the number of tasks.
-        meant = detect_job(found.started)
-        if meant is None or not meant.tasks or meant.tasks == 1:
+        batch_job = detect_job(ancestor.started)
+        if batch_job is None or not batch_job.tasks or batch_job.tasks == 1:
             return None
     return UsageError(
         "HT108",
-        f"no launcher's variable is set, but this process descends from {found.program} (pid "
-        f"{found.pid}): a container, sudo or env -i dropped the environment",
-        f"the variables of {found.launcher}, or every rank would train alone",
+        f"no launcher's variable is set, but this process descends from {ancestor.program} (pid "
+        f"{ancestor.pid}): a container, sudo or env -i dropped the environment",
+        f"the variables of {ancestor.launcher}, or every rank would train alone",
         "pass the environment on (apptainer exec without --cleanenv, sudo -E)",
         f"to train alone: env {env_vars.LAUNCHER}=none COMMAND",
     )
@@ -138,30 +138,32 @@ def stale(name: str, others: Sequence[str], process: Process) -> UsageError | No
         others: other launchers whose variables are set.
         process: facts about this process, with its ancestors.
     """
-    found = process.launched_by
+    ancestor = process.launched_by
     # A launcher that is never visible among the ancestors may run inside the one that is.
-    if found is None or found.launcher not in others or name not in LAUNCHING.values():
+    if ancestor is None or ancestor.launcher not in others or name not in LAUNCHING.values():
         return None
     return UsageError(
         "HT104",
-        f"the variables of {name} are there, but this process was started by {found.program} (pid "
-        f"{found.pid}), and has those of {found.launcher} too: {name}'s are of an outer process",
-        f"the variables of {found.launcher} alone",
-        f"env {env_vars.LAUNCHER}={found.launcher} COMMAND",
+        f"the variables of {name} are set, but {ancestor.program} (pid {ancestor.pid}) started "
+        f"this process and set those of {ancestor.launcher}: {name} started an outer process",
+        f"the variables of {ancestor.launcher} alone",
+        f"env {env_vars.LAUNCHER}={ancestor.launcher} COMMAND",
     )
 
 
 def child(claims: Claims, env: Environ, process: Process) -> UsageError | None:
     """Return an error for a multiprocessing child with its parent's rank, or with no rank."""
-    before = process.inherited
+    parent_env = process.inherited
     rank, size = claims["rank"], claims["world_size"]
-    if before is None or any(env.get(c.source) != before.get(c.source) for c in (rank, size)):
+    if parent_env is None or any(
+        env.get(c.source) != parent_env.get(c.source) for c in (rank, size)
+    ):
         return None
     return UsageError(
         "HT109",
         "this process was started by multiprocessing (mp.spawn, Process, Pool), and its place is "
         f"that of its parent: rank {rank.value} ({rank.source})",
-        "ranks that a launcher starts, each with a place of its own",
+        "ranks that a launcher starts, each with its own variables",
         "hpctrain run --nproc-per-node N SCRIPT",
         "hpctrain.spawn(FUNCTION, N)",
         f"to train alone: env {env_vars.LAUNCHER}=none COMMAND",

@@ -23,7 +23,7 @@ class EnvLauncher(Launcher):
     """The variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT."""
 
     name = "env"
-    reason = "after the launchers that say more: scripts export these on top of them"
+    reason = "after the launchers with more variables: scripts export these in addition"
     marks = ("RANK", "WORLD_SIZE")
     variables = {
         "rank": ("RANK",),
@@ -51,14 +51,14 @@ class EnvLauncher(Launcher):
         """
         claims = super().claims(env)
         names = self.variables["local_rank"]
-        said = {name: env[name] for name in names if env.get(name)}
-        if len(set(said.values())) > 1:
+        local_ranks = {name: env[name] for name in names if env.get(name)}
+        if len(set(local_ranks.values())) > 1:
             raise ContradictionError(
                 "HT104",
-                " and ".join(f"{name}={value}" for name, value in said.items()),
+                " and ".join(f"{name}={value}" for name, value in local_ranks.items()),
                 "one local rank",
-                f"take {LOCAL_RANK_ARGUMENT} out of the command",
-                "where the old torch.distributed.launch gives it: unset LOCAL_RANK",
+                f"remove {LOCAL_RANK_ARGUMENT} from the command",
+                "if the old torch.distributed.launch sets the argument: unset LOCAL_RANK",
             )
         return claims
 

@@ -5,7 +5,7 @@ Source: horovod/runner/gloo_run.py, Horovod 0.28.1.
 
 from collections.abc import Sequence
 
-from hpctrain.cluster.launchers.base import SCHEDULERS, Environ, Launcher, Store, port_in
+from hpctrain.cluster.launchers.base import SCHEDULERS, Environ, Launcher, LauncherStore, port_in
 from hpctrain.cluster.world import World
 
 __all__ = ["Horovodrun"]
@@ -30,11 +30,11 @@ class Horovodrun(Launcher):
     }
     starts = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
-    def store(self, env: Environ) -> Store | None:
+    def store(self, env: Environ) -> LauncherStore | None:
         """Return horovodrun's rendezvous server, or None."""
         address = env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
         port = port_in(env, "HOROVOD_GLOO_RENDEZVOUS_PORT")
-        return Store(self.name, address, port) if address and port else None
+        return LauncherStore(self.name, address, port) if address and port else None
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """Return the variables that horovodrun sets; derive the port from `start`.

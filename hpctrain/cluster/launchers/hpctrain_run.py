@@ -13,7 +13,7 @@ class HpctrainRun(Launcher):
     """The variables that `hpctrain run` and `hpctrain.spawn` set."""
 
     name = "hpctrain"
-    reason = "first: it scrubs what others set before it starts a rank, so it is the nearest"
+    reason = "first: it removes the variables of other launchers, so it is the closest to the ranks"
     marks = ("HPCTRAIN_RANK", "HPCTRAIN_WORLD_SIZE")
     # The variables of the Slurm job and its step id stay in the environment.
     inside = frozenset({"slurm"})

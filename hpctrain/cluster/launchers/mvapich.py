@@ -15,7 +15,7 @@ class MVAPICH2(Launcher):
     """The variables MV2_COMM_WORLD_*; other MV2_* variables are settings of the library."""
 
     name = "mvapich2"
-    reason = "before hydra: with its mpiexec both are set, and this one says the same"
+    reason = "before hydra: its mpiexec sets the variables of both, with the same values"
     marks = ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE")
     inside = SCHEDULERS
     variables = {

@@ -12,7 +12,7 @@ class NoLauncher(Launcher):
     """A single process that trains alone."""
 
     name = "none"
-    reason = "last: it recognises everything"
+    reason = "last: it matches every environment"
     variables = {}
 
     def matches(self, env: Environ) -> bool:
@@ -23,7 +23,7 @@ class NoLauncher(Launcher):
     @property
     def recognised_by(self) -> str:
         """The text for messages: no variable identifies this case."""
-        return "nothing of the others"
+        return "other launcher"
 
     def claims(self, env: Environ) -> Claims:
         """Return the values of rank 0 in a world of size 1."""

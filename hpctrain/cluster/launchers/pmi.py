@@ -19,7 +19,7 @@ class UnknownPMI(Launcher):
     """An unsupported launcher that sets variables of PMI or PMIx."""
 
     name = "pmi"
-    reason = "after all that set these variables too: refused for what is missing, never guessed"
+    reason = "after all launchers that also set these variables; missing values are never guessed"
     marks: ClassVar[tuple[str, ...]] = ("PMI_RANK", "PMI_SIZE", "PMIX_RANK")
     variables: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "rank": ("PMI_RANK", "PMIX_RANK"),

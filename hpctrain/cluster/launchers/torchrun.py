@@ -5,7 +5,14 @@ Source: the section "Environment Variables" of torch.distributed.run's documenta
 
 from collections.abc import Sequence
 
-from hpctrain.cluster.launchers.base import MPI, SCHEDULERS, Environ, Launcher, Store, port_in
+from hpctrain.cluster.launchers.base import (
+    MPI,
+    SCHEDULERS,
+    Environ,
+    Launcher,
+    LauncherStore,
+    port_in,
+)
 from hpctrain.cluster.world import World
 
 __all__ = ["Torchrun"]
@@ -41,12 +48,12 @@ class Torchrun(Launcher):
         del world
         return env.get("MASTER_ADDR") or None, None
 
-    def store(self, env: Environ) -> Store | None:
+    def store(self, env: Environ) -> LauncherStore | None:
         """Return the store of the first agent if the ranks may use it, else None."""
         port = port_in(env, "MASTER_PORT")
         if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not env.get("MASTER_ADDR"):
             return None
-        return Store(self.name, env["MASTER_ADDR"], port) if port else None
+        return LauncherStore(self.name, env["MASTER_ADDR"], port) if port else None
 
     def environ(self, world: World, tasks_per_node: Sequence[int], start: int) -> dict[str, str]:
         """Return the variables that an agent sets; derive the run id from `start`."""

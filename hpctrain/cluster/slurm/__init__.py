@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hpctrain.cluster.slurm.accounting import Ended, accounts, ended
     from hpctrain.cluster.slurm.batch import Answer, batch_script, cancel, requeue, sbatch
     from hpctrain.cluster.slurm.command import NoAnswerError
-    from hpctrain.cluster.slurm.queue import Job, jobs
+    from hpctrain.cluster.slurm.queue import QueuedJob, jobs
     from hpctrain.cluster.slurm.sinfo import Partition, partitions
     from hpctrain.cluster.slurm.states import (
         ENDED,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         hosts_left,
         is_label,
         job_state,
-        step_lives,
+        step_is_active,
     )
 
 __all__ = [
@@ -32,10 +32,10 @@ __all__ = [
     "FORGOTTEN",
     "Answer",
     "Ended",
-    "Job",
     "JobState",
     "NoAnswerError",
     "Partition",
+    "QueuedJob",
     "accounts",
     "batch_script",
     "cancel",
@@ -48,7 +48,7 @@ __all__ = [
     "partitions",
     "requeue",
     "sbatch",
-    "step_lives",
+    "step_is_active",
 ]
 
 __getattr__ = lazy(
@@ -58,10 +58,10 @@ __getattr__ = lazy(
         "batch": ("Answer", "batch_script", "cancel", "requeue", "sbatch"),
         "command": ("NoAnswerError",),
         "sinfo": ("Partition", "partitions"),
-        "queue": ("Job", "jobs"),
+        "queue": ("QueuedJob", "jobs"),
         "states": (
             *("ENDED", "FORGOTTEN", "JobState", "end_time", "hosts_left", "is_label", "job_state"),
-            "step_lives",
+            "step_is_active",
         ),
     },
 )

@@ -14,12 +14,12 @@ class Ended:
 
     Attributes:
         label: label of the job, such as 70 or 70_3.
-        word: state of the job; one of the end states, unless the accounting is late.
+        state: state of the job; one of the end states, unless the accounting is late.
         code: exit code, or 128 plus the signal that ended the job.
     """
 
     label: str
-    word: str
+    state: str
     code: int
 
 
@@ -33,20 +33,20 @@ def ended(label: str, env: Mapping[str, str]) -> list[Ended]:
     Raises:
         NoAnswerError: there is no accounting, or it did not answer.
     """
-    said = ask(
+    output = ask(
         ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={label}",
          "--format=JobID,State,ExitCode"], env,
     )  # fmt: skip
-    found = []
-    for line in said.splitlines():
+    records = []
+    for line in output.splitlines():
         try:
-            job, word, codes = line.split("|")
-            code, cause = (int(number) for number in codes.split(":"))
+            job, state, codes = line.split("|")
+            code, signal = (int(number) for number in codes.split(":"))
         except ValueError:
             raise NoAnswerError(f"sacct: no answer that can be read: {line[:200]!r}") from None
         # "CANCELLED by 1000"
-        found.append(Ended(job, word.partition(" ")[0], code or (128 + cause if cause else 0)))
-    return found
+        records.append(Ended(job, state.partition(" ")[0], code or (128 + signal if signal else 0)))
+    return records
 
 
 def accounts(user: str, env: Mapping[str, str]) -> list[str]:
@@ -56,6 +56,6 @@ def accounts(user: str, env: Mapping[str, str]) -> list[str]:
         NoAnswerError: there is no accounting, or it did not answer.
     """
     argv = ["sacctmgr", "--noheader", "--parsable2", "--readonly", "show"]
-    own = ask([*argv, "associations", f"user={user}", "format=Account"], env).split("\n")
+    names = ask([*argv, "associations", f"user={user}", "format=Account"], env).split("\n")
     default = ask([*argv, "user", user, "format=DefaultAccount"], env).strip()
-    return sorted({name for name in own if name}, key=lambda name: (name != default, name))
+    return sorted({name for name in names if name}, key=lambda name: (name != default, name))

@@ -1,11 +1,11 @@
 """Commands that submit a script, and cancel or requeue a job."""
 
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpctrain.cluster.slurm.command import NoAnswerError, ask
+from hpctrain.cluster.commands import LateAnswerError, NoAnswerError, run
+from hpctrain.cluster.slurm.command import ask
 
 __all__ = ["Answer", "batch_script", "cancel", "requeue", "sbatch"]
 
@@ -20,12 +20,12 @@ class Answer:
     Attributes:
         code: exit code of sbatch; 0 if the job was accepted.
         job: id of the job; empty if there is none.
-        said: standard error of sbatch, to show to the user.
+        message: standard error of sbatch, to show to the user.
     """
 
     code: int
     job: str
-    said: str
+    message: str
 
 
 def sbatch(script: bytes, env: Mapping[str, str], options: Sequence[str] = ()) -> Answer:
@@ -40,22 +40,12 @@ def sbatch(script: bytes, env: Mapping[str, str], options: Sequence[str] = ()) -
         NoAnswerError: there is no sbatch, or it did not answer within two minutes.
     """
     try:
-        done = subprocess.run(
-            ["sbatch", "--parsable", *options], env=dict(env), input=script, capture_output=True,
-            timeout=_SECONDS_TO_SUBMIT, check=False,
-        )  # fmt: skip
-    except FileNotFoundError:
-        raise NoAnswerError("no sbatch on the PATH") from None
-    except subprocess.TimeoutExpired:
-        raise NoAnswerError(
-            f"sbatch has not answered for {_SECONDS_TO_SUBMIT:.0f} s; the job may be accepted still"
-        ) from None
-    except (OSError, subprocess.SubprocessError) as error:
-        raise NoAnswerError(f"sbatch: {error}") from None
-    said = done.stderr.decode(errors="replace").strip()
+        done = run(["sbatch", "--parsable", *options], _SECONDS_TO_SUBMIT, env, text=script)
+    except LateAnswerError as error:
+        raise NoAnswerError(f"{error}; the job may be accepted still") from None
     # JOBID or JOBID;CLUSTER; a site's wrapper may print more text before it.
-    job = re.search(rb"^([0-9]+)(?:;\S*)?\s*\Z", done.stdout, re.MULTILINE)
-    return Answer(done.returncode, job[1].decode() if job else "", said)
+    job = re.search(r"^([0-9]+)(?:;\S*)?\s*\Z", done.stdout, re.MULTILINE)
+    return Answer(done.returncode, job[1] if job else "", done.stderr.strip())
 
 
 def batch_script(number: str, env: Mapping[str, str]) -> str:

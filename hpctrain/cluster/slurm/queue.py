@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from hpctrain.cluster.slurm.command import NoAnswerError, ask
 from hpctrain.cluster.slurm.states import ENDED
 
-__all__ = ["Job", "jobs"]
+__all__ = ["QueuedJob", "jobs"]
 
-# Names for --Format of squeue(1), in the order of the fields of Job.
+# Names for --Format of squeue(1), in the order of the fields of QueuedJob.
 _COLUMNS = (
     *("JobArrayID", "JobID", "ArrayJobID", "ArrayTaskID", "UserName", "UserID", "Name", "State"),
     *("Reason", "RestartCnt", "exit_code", "TimeUsed", "TimeLeft", "StartTime", "NumNodes"),
@@ -18,7 +18,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class QueuedJob:
     """A job, a task of an array, or the waiting tasks of an array.
 
     Attributes:
@@ -28,7 +28,7 @@ class Job:
         task: index in the array, or indices of the waiting tasks; "N/A" without an array.
         user, uid: name and id of the user.
         name: name of the job; any text, possibly with line ends and control characters.
-        word: state of the job, such as RUNNING.
+        state: state of the job, such as RUNNING.
         reason: Slurm's reason for the waiting or the end of the job; "None" if there is none.
         restarts: number of times that the job was requeued.
         code: exit code, or 128 plus the signal that ended the job; 0 before the end, and for a
@@ -48,7 +48,7 @@ class Job:
     user: str
     uid: str
     name: str
-    word: str
+    state: str
     reason: str
     restarts: int
     code: int
@@ -61,17 +61,19 @@ class Job:
     partition: str
 
     @property
-    def lives(self) -> bool:
+    def active(self) -> bool:
         """Whether the job has processes or waits to start."""
-        return self.word not in ENDED
+        return self.state not in ENDED
 
     @property
     def refused(self) -> bool:
         """Whether the job failed before it had a host, like a job that sbatch gave no id for."""
-        return self.word == "FAILED" and not self.hosts
+        return self.state == "FAILED" and not self.hosts
 
 
-def jobs(env: Mapping[str, str], labels: Sequence[str] = (), uid: int | None = None) -> list[Job]:
+def jobs(
+    env: Mapping[str, str], labels: Sequence[str] = (), uid: int | None = None
+) -> list[QueuedJob]:
     """Return the jobs with given labels, or of one user, with one command; the oldest first.
 
     Args:
@@ -84,35 +86,35 @@ def jobs(env: Mapping[str, str], labels: Sequence[str] = (), uid: int | None = N
     """
     # A job's name may contain any text, so the separators are random.
     cut, end = (f"<{os.urandom(8).hex()}>" for _ in range(2))
-    wanted = ",".join(f"{column}:0{cut}" for column in _COLUMNS[:-1]) + f",{_COLUMNS[-1]}:0{end}"
-    argv = ["squeue", "--noheader", "--states=all", f"--Format={wanted}"]
+    columns = ",".join(f"{column}:0{cut}" for column in _COLUMNS[:-1]) + f",{_COLUMNS[-1]}:0{end}"
+    argv = ["squeue", "--noheader", "--states=all", f"--Format={columns}"]
     argv += [f"--job={','.join(labels)}"] if labels else []
     argv += [f"--user={uid}"] if uid is not None else []
     try:
-        said = ask(argv, env)
+        output = ask(argv, env)
     except NoAnswerError as error:
         if labels and "Invalid job id" in str(error):
             return []
         raise
-    rows = [row.removeprefix("\n").split(cut) for row in said.split(end)[:-1]]
-    if any(len(row) != len(_COLUMNS) for row in rows) or (said.strip() and not rows):
-        raise NoAnswerError(f"squeue: no answer that can be read: {said[:200]!r}")
+    rows = [row.removeprefix("\n").split(cut) for row in output.split(end)[:-1]]
+    if any(len(row) != len(_COLUMNS) for row in rows) or (output.strip() and not rows):
+        raise NoAnswerError(f"squeue: no answer that can be read: {output[:200]!r}")
     try:
         return sorted((_job(row) for row in rows), key=_order)
     except ValueError as error:
         raise NoAnswerError(f"squeue: no answer that can be read: {error}") from None
 
 
-def _job(row: Sequence[str]) -> Job:
+def _job(row: Sequence[str]) -> QueuedJob:
     restarts, status = int(row[9] or 0), int(row[10] or 0)
     code = status >> 8 & 0xFF or (128 + (status & 0x7F) if status & 0x7F else 0)
     texts = [*row[:9], *row[11:]]
-    names = [one.name for one in fields(Job) if one.name not in ("restarts", "code")]
-    job = Job(restarts=restarts, code=code, **dict(zip(names, texts, strict=True)))
+    names = [field.name for field in fields(QueuedJob) if field.name not in ("restarts", "code")]
+    job = QueuedJob(restarts=restarts, code=code, **dict(zip(names, texts, strict=True)))
     # Slurm sets the status to 1 for such a job, which would be read as a signal.
     return replace(job, code=0) if job.refused else job
 
 
-def _order(job: Job) -> tuple[int, bool, int]:
+def _order(job: QueuedJob) -> tuple[int, bool, int]:
     """Return the sort key: by job id, then by array index, with waiting tasks last."""
     return int(job.array), not job.task.isdigit(), int(job.task) if job.task.isdigit() else 0

@@ -35,15 +35,15 @@ def partitions(env: Mapping[str, str]) -> list[Partition]:
     Raises:
         NoAnswerError: Slurm is absent or did not answer.
     """
-    said = ask(["sinfo", "--noheader", "--format=%P|%l|%D|%a|%G"], env)
-    found = []
-    for line in said.splitlines():
-        words = line.split("|", 4)
-        if len(words) != 5:
+    output = ask(["sinfo", "--noheader", "--format=%P|%l|%D|%a|%G"], env)
+    rows = []
+    for line in output.splitlines():
+        columns = line.split("|", 4)
+        if len(columns) != 5:
             raise NoAnswerError(f"sinfo: no answer that can be read: {line[:200]!r}")
-        name, limit, nodes, up, gres = words
-        gpus = ",".join(one.partition("(")[0] for one in gres.split(",") if one.startswith("gpu"))
-        found.append(
-            Partition(name.rstrip("*"), name.endswith("*"), limit, nodes, gpus, up == "up")
+        name, limit, nodes, up, gres = columns
+        gpus = ",".join(
+            entry.partition("(")[0] for entry in gres.split(",") if entry.startswith("gpu")
         )
-    return found
+        rows.append(Partition(name.rstrip("*"), name.endswith("*"), limit, nodes, gpus, up == "up"))
+    return rows

@@ -14,7 +14,7 @@ __all__ = [
     "hosts_left",
     "is_label",
     "job_state",
-    "step_lives",
+    "step_is_active",
 ]
 
 # Longer timeout for the host list, because a wrong guess without it would lose hosts.
@@ -29,13 +29,13 @@ ENDED = frozenset(
 )
 # Slurm forgets a job some minutes after its end (MinJobAge).
 FORGOTTEN = "unknown to Slurm"
-_NOT_THERE = re.compile(r"Invalid job id|not found|Invalid job array", re.IGNORECASE)
+_UNKNOWN_ID = re.compile(r"Invalid job id|not found|Invalid job array", re.IGNORECASE)
 
 _LABEL = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?\Z", re.ASCII)
 _STEP = re.compile(r"[0-9]{1,12}\Z", re.ASCII)
 # The patterns include Slurm's adjacent keys, so that a job's name is not read as its state.
 _END = re.compile(r" EndTime=([0-9]{1,12}) Deadline=")
-_SHOWN = re.compile(r" JobState=([A-Z_]+) Reason=.* Restarts=([0-9]+) BatchFlag=")
+_STATE_AND_RESTARTS = re.compile(r" JobState=([A-Z_]+) Reason=.* Restarts=([0-9]+) BatchFlag=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +43,28 @@ class JobState:
     """The state of one job in Slurm.
 
     Attributes:
-        word: Slurm's name of the state, such as RUNNING; "unknown to Slurm" if there is no such
+        name: Slurm's name of the state, such as RUNNING; "unknown to Slurm" if there is no such
             job.
         restarts: number of times that the job was requeued.
     """
 
-    word: str
+    name: str
     restarts: int = 0
 
     @property
     def known(self) -> bool:
         """Whether the job is in Slurm's list; Slurm removes a job some time after its end."""
-        return self.word != FORGOTTEN
+        return self.name != FORGOTTEN
 
     @property
-    def lives(self) -> bool:
+    def active(self) -> bool:
         """Whether the job has processes or waits to start."""
-        return self.known and self.word not in ENDED
+        return self.known and self.name not in ENDED
 
 
-def is_label(word: str) -> bool:
+def is_label(text: str) -> bool:
     """Check whether a word is `JOBID` or `JOBID_TASK`."""
-    return bool(_LABEL.match(word))
+    return bool(_LABEL.match(text))
 
 
 def job_state(label: str, env: Mapping[str, str]) -> JobState | None:
@@ -81,21 +81,21 @@ def job_state(label: str, env: Mapping[str, str]) -> JobState | None:
     # squeue as a second attempt: some sites reserve scontrol for administrators.
     squeue = ["squeue", "--noheader", "--states=all", f"--job={label}"]
     for argv, pattern in (
-        (["scontrol", "show", "job", "--oneliner", label], _SHOWN),
+        (["scontrol", "show", "job", "--oneliner", label], _STATE_AND_RESTARTS),
         ([*squeue, "--Format=State:30,RestartCnt:12"], re.compile(r"([A-Z_]+) +([0-9]+)")),
     ):
         try:
-            found = pattern.search(ask(argv, env))
+            match = pattern.search(ask(argv, env))
         except NoAnswerError as error:
-            if _NOT_THERE.search(str(error)):
+            if _UNKNOWN_ID.search(str(error)):
                 return JobState(FORGOTTEN)
             continue
-        if found:
-            return JobState(found[1], int(found[2]))
+        if match:
+            return JobState(match[1], int(match[2]))
     return None
 
 
-def step_lives(job_id: str, step: str, env: Mapping[str, str]) -> bool | None:
+def step_is_active(job_id: str, step: str, env: Mapping[str, str]) -> bool | None:
     """Check whether a step has not ended; return None if Slurm is absent or does not answer.
 
     Args:
@@ -108,7 +108,7 @@ def step_lives(job_id: str, step: str, env: Mapping[str, str]) -> bool | None:
     try:
         ask(["scontrol", "show", "step", "--oneliner", f"{job_id}.{step}"], env)
     except NoAnswerError as error:
-        return False if _NOT_THERE.search(str(error)) else None
+        return False if _UNKNOWN_ID.search(str(error)) else None
     return True
 
 
@@ -125,13 +125,13 @@ def end_time(label: str, env: Mapping[str, str]) -> int | None:
         return None
     try:
         # The format is that of strftime(3). Source: "ENVIRONMENT VARIABLES" of scontrol(1).
-        shown = ask(
+        output = ask(
             ["scontrol", "show", "job", "--oneliner", label], {**env, "SLURM_TIME_FORMAT": "%s"}
         )
     except NoAnswerError:
         return None
-    found = _END.search(shown)
-    return int(found[1]) if found else None
+    match = _END.search(output)
+    return int(match[1]) if match else None
 
 
 def hosts_left(job_id: str, env: Mapping[str, str]) -> str:

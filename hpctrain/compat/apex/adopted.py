@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hpctrain.compat.apex.models import Mastered
+from hpctrain.compat.apex.model_conversion import Mastered
 from hpctrain.compat.apex.scale import Scale
 from hpctrain.errors import UsageError
 from hpctrain.precision import Precision
@@ -70,7 +70,8 @@ class Adopted:
         if not isinstance(known, cls):
             raise UsageError(
                 "HT413",
-                f"amp.scale_loss() got a {type(optimizer).__name__} that amp does not know",
+                f"amp.scale_loss() got a {type(optimizer).__name__} that is not from "
+                "amp.initialize()",
                 "optimizers from amp.initialize(), one or a list of them",
                 "model, optimizer = amp.initialize(model, optimizer, opt_level=…)",
             )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.compat.apex import models as conversion
+from hpctrain.compat.apex import model_conversion as conversion
 from hpctrain.compat.apex.adopted import Adopted
 from hpctrain.compat.apex.properties import settle
 from hpctrain.compat.apex.scale import Scale
@@ -187,7 +187,7 @@ def scale_loss(
         raise UsageError(
             "HT415",
             "amp.scale_loss(…, delay_overflow_check=True)",
-            "a step that knows whether there was an overflow",
+            "an overflow check before each step",
             "leave delay_overflow_check out",
         )
     scale = state.scale(loss_id)
@@ -249,7 +249,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         )
     if len(state_dict) != len(scales):
         logger.warning(
-            "the checkpoint has the scales of %d losses, amp.initialize() was told of %d",
+            "the checkpoint has the scales of %d losses, amp.initialize() got num_losses=%d",
             len(state_dict),
             len(scales),
         )
@@ -262,7 +262,7 @@ def _started(call: str) -> _State:
         raise UsageError(
             "HT413",
             f"{call} before amp.initialize()",
-            "models and optimizers that amp knows",
+            "models and optimizers from amp.initialize()",
             "model, optimizer = amp.initialize(model, optimizer, opt_level=…)",
         )
     return _state

@@ -123,12 +123,12 @@ def _loads_apex(optimizer: Optimizer) -> Optimizer:
 
 def _translate(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """Convert a state of Apex, which counts steps by group and has fewer settings than torch."""
-    mine, saved = optimizer.param_groups, state_dict["param_groups"]
-    if len(mine) != len(saved):
+    own_groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+    if len(own_groups) != len(saved_groups):
         return None  # torch raises an error for it
     state = {number: dict(entry) for number, entry in state_dict["state"].items()}
     groups = []
-    for own, group in zip(mine, saved, strict=True):
+    for own, group in zip(own_groups, saved_groups, strict=True):
         step = group.get("step")
         groups.append({**own, **{name: group[name] for name in group if name != "step"}})
         for number in state.keys() & set(group["params"]) if step is not None else ():

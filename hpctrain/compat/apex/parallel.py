@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpctrain.compat.apex.models import take_from_copies
+from hpctrain.compat.apex.model_conversion import take_from_copies
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
 
@@ -83,7 +83,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 def _warn(argument: str, what: str) -> None:
-    logger.warning("DistributedDataParallel(…, %s): torch's has no such thing, %s", argument, what)
+    logger.warning(
+        "DistributedDataParallel(…, %s): torch's class has no such argument, %s", argument, what
+    )
 
 
 def convert_syncbn_model(

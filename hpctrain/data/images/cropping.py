@@ -160,8 +160,8 @@ class CenterCrop:
         height, width = (self.resize * side // short for side in (height, width))
         if decoder.refuses(height * width):
             raise CorruptError(
-                f"its shorter side of {short} pixels brought to {self.resize} gives an image of "
-                f"{height} × {width} pixels"
+                f"resizing its shorter side from {short} to {self.resize} pixels would make an "
+                f"image of {height} × {width} pixels"
             )
         image = _resized(pixels, height, width)
         # Round half to even, as torchvision does.

@@ -102,7 +102,7 @@ class Pillow:
         except MemoryError:
             raise
         except self._image.UnidentifiedImageError:
-            raise CorruptError("no kind of image" if data else "it is empty") from None
+            raise CorruptError("unknown image format" if data else "it is empty") from None
         except Exception as error:  # Pillow's plugins raise exceptions of all types
             raise CorruptError(str(error) or type(error).__name__) from None
 
@@ -199,7 +199,7 @@ def _module(name: str) -> Any:
     except ImportError as error:
         raise UsageError(
             "HT515",
-            f"images, and {name} cannot be imported: {error}",
-            "what decodes them",
+            f"images are read, but {name} cannot be imported: {error}",
+            "a package that decodes images",
             "pip install 'hpctrain[vision]'",
         ) from None

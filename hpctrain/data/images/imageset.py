@@ -64,8 +64,8 @@ class ImageSet(Dataset[tuple[Tensor, bool, int]]):
         if max_corrupt and not isinstance(getattr(transform, "size", None), int):
             raise UsageError(
                 "HT516",
-                f"ImageSet(max_corrupt={max_corrupt}), and a transform without a size",
-                "its attribute `size`, the pixels of a side of what stands for a corrupt image",
+                f"ImageSet(max_corrupt={max_corrupt}), but a transform without a size",
+                "an attribute `size`: side length in pixels of the replacement of a corrupt image",
                 "transform.size = 224",
                 "leave max_corrupt out",
             )
@@ -94,23 +94,25 @@ class ImageSet(Dataset[tuple[Tensor, bool, int]]):
             return self._replaced(index, str(error))
         return image, flip, self.source.target(index)
 
-    def _replaced(self, index: int, why: str) -> tuple[Tensor, bool, int]:
+    def _replaced(self, index: int, reason: str) -> tuple[Tensor, bool, int]:
         """Return the replacement of a corrupt image."""
         name = self.source.name(index)
         if index not in self._corrupt:
             if len(self._corrupt) >= self.max_corrupt:
                 raise DataError(
                     "HT517",
-                    f"{name} is no image that can be decoded: {why}"
-                    + (f"; {self.max_corrupt} others before it" if self.max_corrupt else ""),
+                    f"{name} is no image that can be decoded: {reason}"
+                    + (f"; {self.max_corrupt} other images before it" if self.max_corrupt else ""),
                     f"at most {self.max_corrupt} such files in the whole data set"
                     if self.max_corrupt
                     else "an image",
                     "fetch it again",
-                    f"--max-corrupt {max(2 * self.max_corrupt, 10)} to go on without such files, "
-                    "if the data set has no more of them",
+                    f"--max-corrupt {max(2 * self.max_corrupt, 10)} to continue without such "
+                    "files, if the data set has no more of them",
                 )
             self._corrupt.add(index)
-            logger.warning("%s is no image that can be decoded, and is not counted: %s", name, why)
+            logger.warning(
+                "%s is no image that can be decoded, and is not counted: %s", name, reason
+            )
         size = self.transform.size
         return torch.full((3, size, size), _GREY, dtype=torch.uint8), False, IGNORED

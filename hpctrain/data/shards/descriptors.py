@@ -66,10 +66,10 @@ def make_room(files: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
-    wanted = soft + min(files, _MOST)
+    limit = soft + min(files, _MOST)
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
@@ -78,7 +78,7 @@ def _unreadable(path: Path, error: OSError) -> DataError:
         return DataError(
             "HT512",
             f"{path} cannot be read: this process has {soft} files open, and may not open more",
-            f"room for {_MOST} tar files beside what else is open",
+            f"a limit that allows {_MOST} tar files in addition to the other open files",
             f"ulimit -n {hard} (before the ranks start)"
             if hard > soft
             else "ask for a higher limit (LimitNOFILE of slurmd, /etc/security/limits.conf)",

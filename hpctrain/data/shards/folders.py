@@ -111,7 +111,7 @@ def _classes(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
         shown = [entry for entry in entries if not entry.name.startswith(".")]
     classes = sorted(entry.name for entry in shown if entry.is_dir())
-    _refuse_lost(shown)
+    _refuse_broken_links(shown)
     if not classes:
         flat = sum(is_image(entry.name) for entry in shown)
         raise UsageError(
@@ -126,15 +126,15 @@ def _classes(folder: Path) -> list[str]:
     return classes
 
 
-def _refuse_lost(entries: Sequence["os.DirEntry[str]"]) -> None:
+def _refuse_broken_links(entries: Sequence["os.DirEntry[str]"]) -> None:
     """Raise an error for a broken link, which may have been a folder of images."""
     for entry in entries:
         if entry.is_symlink() and not os.path.exists(entry.path):
             raise UsageError(
                 "HT518",
-                f"{entry.path} is a link to {os.readlink(entry.path)}, where nothing is",
-                "links to folders or files that are there",
-                "fetch what is missing",
+                f"{entry.path} is a link to {os.readlink(entry.path)}, which does not exist",
+                "links to existing folders or files",
+                "fetch the missing files",
                 f"rm {entry.path}",
             )
 
@@ -142,23 +142,23 @@ def _refuse_lost(entries: Sequence["os.DirEntry[str]"]) -> None:
 def _files(folder: str, below: str) -> Iterator[str]:
     """Yield the images in a folder, then in its subfolders, as paths in the split's folder."""
     with os.scandir(os.path.join(folder, below)) as entries:
-        rising = sorted(entries, key=lambda entry: entry.name)
-    deeper = []
-    _refuse_lost([entry for entry in rising if not is_image(entry.name)])
-    for entry in rising:
+        ordered = sorted(entries, key=lambda entry: entry.name)
+    subfolders = []
+    _refuse_broken_links([entry for entry in ordered if not is_image(entry.name)])
+    for entry in ordered:
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
-            deeper.append(entry.name)
+            subfolders.append(entry.name)
         elif is_image(entry.name):
             # A broken link stays in the list, so that reading it raises an error.
             if not entry.is_file() and os.path.exists(entry.path):
                 raise UsageError(
                     "HT518",
                     f"{entry.path} is no file",
-                    "files, and nothing that a reader would wait at, such as a pipe",
+                    "regular files; a reader could wait without end at a pipe",
                     f"rm {entry.path}",
                 )
             yield f"{below}/{entry.name}"
-    for name in deeper:
+    for name in subfolders:
         yield from _files(folder, f"{below}/{name}")

@@ -139,7 +139,7 @@ class Index:
         digest, _, rest = rest.partition(b"\n")
         try:
             if magic + b"\n" != _MAGIC:
-                raise ValueError("its first line is another")
+                raise ValueError("its first line differs")
             if _digest(rest) != digest:
                 raise ValueError("its digest does not fit")
             line, _, body = rest.partition(b"\n")

@@ -59,11 +59,11 @@ def build_index(folder: Path, split: str) -> Index:
         first = len(index.offsets)
         try:
             for sample in _samples(path):
-                image, label, target = _whole(path, sample)
+                image, label, target = _complete(path, sample)
                 index.add(image.offset_data, image.size, target, label.offset_data)
                 place = os.path.dirname(sample.key.removeprefix("./"))
-                _note(outer, target, place.partition("/")[0])
-                _note(inner, target, place.rpartition("/")[2])
+                _record_name(outer, target, place.partition("/")[0])
+                _record_name(inner, target, place.rpartition("/")[2])
         except DAMAGE as error:
             raise _damaged(path, str(error) or type(error).__name__) from None
         if len(index.offsets) == first:
@@ -78,19 +78,21 @@ def _refuse_gaps(paths: list[Path]) -> None:
     numbers = [int(path.stem.rpartition("-")[2]) for path in paths]
     missing = sorted({*range(len(paths))} - {*numbers})
     if missing:
-        one = re.sub(r"\d+(?=\.tar$)", lambda old: f"{missing[0]:0{len(old[0])}d}", str(paths[0]))
+        example = re.sub(
+            r"\d+(?=\.tar$)", lambda old: f"{missing[0]:0{len(old[0])}d}", str(paths[0])
+        )
         raise UsageError(
             "HT513",
-            f"{one} is missing: there are {len(paths)} tar files, with numbers up to "
+            f"{example} is missing: there are {len(paths)} tar files, with numbers up to "
             f"{max(numbers)}",
-            "numbers from 0 on without a gap, or an index that says which tar files are meant",
+            "numbers from 0 on without a gap, or an index that lists the tar files",
             "copy it again",
-            "rename the others, if there never was one",
+            "rename the other files, if this file never existed",
         )
 
 
-def _note(names: dict[int, str], target: int, name: str) -> None:
-    """Keep the name of a class while all its images have the same; else set it to empty."""
+def _record_name(names: dict[int, str], target: int, name: str) -> None:
+    """Record the name of a class; it becomes empty if its images have different names."""
     if names.setdefault(target, name) != name:
         names[target] = ""
 
@@ -125,25 +127,25 @@ def _samples(path: Path) -> Iterator[_Sample]:
         yield sample
 
 
-def _refuse_two(path: Path, one: tarfile.TarInfo | None, other: tarfile.TarInfo) -> None:
-    if one is not None:
+def _refuse_two(path: Path, first: tarfile.TarInfo | None, second: tarfile.TarInfo) -> None:
+    if first is not None:
         raise UsageError(
             "HT520",
-            f"{path}: {one.name} and {other.name} are of one sample",
-            "one image and one class in a sample, whose files have one name up to the first dot",
-            "make tar files without the others",
-            "give each a name of its own",
+            f"{path}: {first.name} and {second.name} belong to the same sample",
+            "one image and one class in a sample; its files have the same name up to the first dot",
+            "make tar files without the other files",
+            "give each sample a different name",
         )
 
 
-def _whole(path: Path, sample: _Sample) -> tuple[tarfile.TarInfo, tarfile.TarInfo, int]:
+def _complete(path: Path, sample: _Sample) -> tuple[tarfile.TarInfo, tarfile.TarInfo, int]:
     """Return image, .cls and class of a sample, or raise an error if one is missing."""
     target = sample.target()
     if sample.image is None or sample.label is None or target is None:
-        lacks = "no image" if sample.image is None else "no number of a class in a .cls"
+        missing = "no image" if sample.image is None else "no number of a class in a .cls"
         raise UsageError(
             "HT520",
-            f"{path}: {sample.key} has {lacks}",
+            f"{path}: {sample.key} has {missing}",
             "KEY.jpg and KEY.cls, with the number of the class, for each sample",
             "hpctrain shards make FOLDER TARGET (makes such tar files of a folder)",
         )
@@ -186,11 +188,11 @@ def _refuse_other_end(path: Path, end: int) -> None:
     with open(path, "rb") as file:
         rest = os.pread(file.fileno(), most + 1, end)
     if rest[:BLOCK] != bytes(BLOCK):
-        raise _damaged(path, f"it ends, or is no tar file any more, at byte {end:,}")
+        raise _damaged(path, f"it ends, or is no longer a tar file, at byte {end:,}")
     if len(rest) > most or rest.strip(b"\0"):
         raise _damaged(
-            path, f"its files end at byte {end:,} of {path.stat().st_size:,}: a copy that did not "
-            "come to its end, or several tar files in one"
+            path, f"its files end at byte {end:,} of {path.stat().st_size:,}: an incomplete "
+            "copy, or several tar files in one"
         )  # fmt: skip
 
 
@@ -198,7 +200,7 @@ def _damaged(path: Path, why: str) -> UsageError:
     return UsageError(
         "HT513",
         f"{path} is damaged: {why}",
-        "one whole tar file, not compressed, in records of 10,240 bytes as tar makes them",
+        "one complete tar file, not compressed, in records of 10,240 bytes as tar makes them",
         "copy it again",
         "make it again with hpctrain shards make",
     )

@@ -73,30 +73,26 @@ def image_source(
         ) from None
 
 
-def same_classes(one: Source, other: Source) -> list[str]:
+def same_classes(first: Source, second: Source) -> list[str]:
     """Return the classes that two splits share.
 
     Raises:
         UsageError: the classes differ, so a target would have another meaning in each split.
     """
-    if one.classes == other.classes:
-        return one.classes
-    only, also = (
-        sorted(set(mine.classes) - set(theirs.classes))
-        for mine, theirs in ((one, other), (other, one))
-    )
+    if first.classes == second.classes:
+        return first.classes
     found = [
-        f"{len(names)} in {source.place} alone, such as {names[0]}"
-        for names, source in ((only, one), (also, other))
-        if names
+        f"{len(names)} only in {source.place}, such as {names[0]}"
+        for source, other in ((first, second), (second, first))
+        if (names := sorted(set(source.classes) - set(other.classes)))
     ]
     raise UsageError(
         "HT519",
-        f"{one.place} has {len(one.classes)} classes and {other.place} {len(other.classes)}: "
+        f"{first.place} has {len(first.classes)} classes and {second.place} {len(second.classes)}: "
         + ("; ".join(found) or "in another order"),
         "the same classes in both",
         "fetch the missing folders",
-        "remove those that are too many",
+        "remove the surplus folders",
     )
 
 

@@ -69,15 +69,17 @@ class ShardSource:
         first, offset = self._firsts[number], self._index.offsets[index]
         # A long name is stored before the header, so search from the end of the previous sample.
         before, size = self._index.span(index - 1) if index > first else (0, 0)
-        member = f"sample {index - first}"
+        name = f"sample {index - first}"
         try:
             with open(path, "rb") as file:
                 file.seek(-(-(before + size) // BLOCK) * BLOCK)
                 with tarfile.open(fileobj=file, mode="r:") as tar:
-                    member = next((one.name for one in tar if one.offset_data == offset), member)
+                    name = next(
+                        (member.name for member in tar if member.offset_data == offset), name
+                    )
         except (OSError, *DAMAGE):
             pass  # the name is only for a message
-        return f"{path}: {member}"
+        return f"{path}: {name}"
 
     def read(self, index: int) -> bytes:
         """Return the bytes of an image.
@@ -93,8 +95,8 @@ class ShardSource:
         if len(data) != size or self._index.sign(index, data) != self._index.signs[index]:
             raise self._misfit(
                 number,
-                f"it is another tar file, as sample {index - self._firsts[number]} in it is "
-                "another, or has another class",
+                f"it is a different tar file: its sample {index - self._firsts[number]} "
+                "differs, or has a different class",
             )
         return self._index.image(index, data)
 
@@ -103,22 +105,22 @@ class ShardSource:
             raise IndexError(index)
         return bisect.bisect_right(self._firsts, index) - 1
 
-    def _compare(self, there: list[Path]) -> None:
+    def _compare(self, paths: list[Path]) -> None:
         """Compare the existing tar files with those of the index."""
-        names, shards = {path.name for path in there}, self._index.shards
-        known = {shard.name for shard in shards}
+        names, shards = {path.name for path in paths}, self._index.shards
+        indexed = {shard.name for shard in shards}
         for number, shard in enumerate(shards):
             if shard.name not in names:
-                raise self._misfit(number, "it is not there")
+                raise self._misfit(number, "the file does not exist")
             size = (self._folder / shard.name).stat().st_size
             if size != shard.bytes:
                 raise self._misfit(number, f"it has {size:,} bytes and not {shard.bytes:,}")
-        if names - known:
+        if names - indexed:
             raise UsageError(
                 "HT521",
-                f"{self._path} does not know {min(names - known)}",
+                f"{self._path} does not list {min(names - indexed)}",
                 "an index of all tar files",
-                self._renew(),
+                self._rebuild_command(),
             )
 
     def _misfit(self, number: int, why: str) -> UsageError:
@@ -128,8 +130,8 @@ class ShardSource:
             f"{self._path} does not fit {path}: {why}",
             "the tar files that the index was made of",
             "copy the tar files again",
-            self._renew(),
+            self._rebuild_command(),
         )
 
-    def _renew(self) -> str:
+    def _rebuild_command(self) -> str:
         return f"rm {self._path} && hpctrain shards index {self._folder}"

@@ -75,7 +75,7 @@ def _refuse_target(target: Path) -> None:
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(
-            "HT522", f"{target} is there", "a new folder", "choose another", "remove this one"
+            "HT522", f"{target} exists", "a new folder", "choose another", "remove this one"
         )
 
 
@@ -83,15 +83,15 @@ def _refuse_splits(source: Path, splits: Sequence[str]) -> None:
     """Refuse an empty list of splits, and splits that are not folders of the source."""
     if not splits:
         raise UsageError("HT510", "no splits", "names of folders in SOURCE", "--splits train,val")
-    there = [split for split in splits if os.sep not in split and (source / split).is_dir()]
+    existing = [split for split in splits if os.sep not in split and (source / split).is_dir()]
     for split in splits:
-        if split not in there or split in (".", ".."):
+        if split not in existing or split in (".", ".."):
             raise UsageError(
                 "HT510",
                 f"{source} has no folder {split}",
                 f"{source / split}/CLASS/*.jpg" if os.sep not in split else "--splits NAME,NAME",
-                f"--splits {','.join(there)}" if there else "other --splits",
-                "" if there else "another SOURCE",
+                f"--splits {','.join(existing)}" if existing else "other --splits",
+                "" if existing else "another SOURCE",
             )
 
 
@@ -103,9 +103,9 @@ def _make_part(part: Path, target: Path) -> None:
     except FileExistsError:
         raise UsageError(
             "HT522",
-            f"{part} is there: of a writer that was killed, or that is writing now",
-            "one writer",
-            f"rm -r {part} (if no other is writing)",
+            f"{part} exists: another process is writing, or was killed",
+            "one writer at a time",
+            f"rm -r {part} (if no other process is writing)",
         ) from None
     except OSError as error:
         raise _unwritable(target, error) from None
@@ -116,7 +116,7 @@ def _unwritable(target: Path, error: OSError) -> HpctrainError:
         "HT522",
         f"{target} cannot be written: {error.strerror}",
         f"room for all images, and a folder {target.parent} in which you may write",
-        "choose another TARGET; nothing was left of this one",
+        "choose another TARGET; no files of this one remain",
     )
 
 
@@ -145,20 +145,20 @@ class _Keys:
 
     def __init__(self, images: FolderSource) -> None:
         self._images = images
-        self._target, self._given = -1, set[str]()  # names begin with the class, so one class only
+        self._target, self._used = -1, set[str]()  # names begin with the class, so one class only
 
     def next(self, number: int) -> str:
         """Return the name of the next sample, without a suffix."""
         target = self._images.target(number)
         if target != self._target:
-            self._target, self._given = target, set()
+            self._target, self._used = target, set()
         folder, name = os.path.split(os.path.splitext(self._images.member(number))[0])
         key = os.path.join(folder, name.replace(".", "_"))
-        if "." in name or key in self._given:  # a.b.jpg, which may lose its dot; a.jpg and a.png
+        if "." in name or key in self._used:  # a.b.jpg, which may lose its dot; a.jpg and a.png
             key += f"-{number}"
-        while key in self._given:  # a.b.jpg, which became a_b-0, and a_b-0.jpg
+        while key in self._used:  # a.b.jpg, which became a_b-0, and a_b-0.jpg
             key += "-"
-        self._given.add(key)
+        self._used.add(key)
         return key
 
 

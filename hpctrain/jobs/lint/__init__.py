@@ -13,12 +13,12 @@ from hpctrain.jobs.lint import (
     about_signals,
     about_steps,
 )
-from hpctrain.jobs.lint.findings import Finding
-from hpctrain.jobs.lint.job import load
+from hpctrain.jobs.lint.lint_finding import LintFinding
+from hpctrain.jobs.lint.linted_script import load
 
-__all__ = ["Finding", "lint"]
+__all__ = ["LintFinding", "lint"]
 
-# A rule is a function of the job that yields findings; its docstring names where it is written.
+# A rule is a function of the script that yields findings; its docstring names where it is written.
 RULES = (
     *about_directives.RULES,
     *about_steps.RULES,
@@ -28,7 +28,7 @@ RULES = (
 )
 
 
-def lint(text: str, folder: Path) -> list[Finding]:
+def lint(text: str, folder: Path) -> list[LintFinding]:
     """Return the findings of a script, sorted by line.
 
     Args:
@@ -40,13 +40,13 @@ def lint(text: str, folder: Path) -> list[Finding]:
     if carriage >= 0:
         line = text.count("\n", 0, carriage) + 1
         findings.append(
-            Finding(
+            LintFinding(
                 line,
                 "dos-line-ends",
                 "lines end in \\r\\n, and sbatch refuses the script",
                 ("sed -i 's/\\r$//' SCRIPT",),
             )
         )
-    job = load(text.replace("\r\n", "\n"), folder)
-    findings += [finding for rule in RULES for finding in rule(job)]
+    script = load(text.replace("\r\n", "\n"), folder)
+    findings += [finding for rule in RULES for finding in rule(script)]
     return sorted(set(findings))

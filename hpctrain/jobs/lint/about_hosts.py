@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hpctrain.jobs.lint.bash import read
-from hpctrain.jobs.lint.findings import Finding, shown
-from hpctrain.jobs.lint.job import Job
 from hpctrain.jobs.lint.launches import Launch, launches
+from hpctrain.jobs.lint.lint_finding import LintFinding, shown
+from hpctrain.jobs.lint.linted_script import LintedScript
 from hpctrain.jobs.lint.variables import Variables
 
 __all__ = ["OF_A_TASK", "RULES", "srun_of_agents"]
@@ -21,7 +21,7 @@ _MODULES = frozenset(("torch.distributed.run", "torch.distributed.launch"))
 _FLAGS = frozenset(
     ("standalone", "no-python", "run-path", "use-env", "virtual-local-rank", "h", "help")
 )
-_MEETING = frozenset(
+_RENDEZVOUS_OPTIONS = frozenset(
     (
         *("nnodes", "node-rank", "standalone", "rdzv-backend", "rdzv-endpoint"),
         *("master-addr", "master-port"),
@@ -29,7 +29,7 @@ _MEETING = frozenset(
 )
 _LOOPBACK = re.compile(r"(localhost|127\.[\d.]+|::1|\[::1\])(:\d+)?\Z")
 _FIRST_HOST = "$(scontrol show hostnames | head -n 1)"
-_MEET = (
+_RENDEZVOUS = (
     '--nnodes="$SLURM_JOB_NUM_NODES" --rdzv-backend=c10d '
     f'--rdzv-endpoint="{_FIRST_HOST}:$((20000 + SLURM_JOB_ID % 10000))"'
 )
@@ -57,13 +57,13 @@ class _Torchrun:
     @property
     def meets_itself(self) -> bool:
         """Whether each agent searches for the others on its own host, torchrun's default."""
-        where = self.options.get("rdzv-endpoint") or self.options.get("master-addr")
-        return not where or bool(_LOOPBACK.match(where))
+        address = self.options.get("rdzv-endpoint") or self.options.get("master-addr")
+        return not address or bool(_LOOPBACK.match(address))
 
     @property
-    def mended(self) -> str:
+    def corrected(self) -> str:
         """Command line with which the agents of all hosts find each other."""
-        return f"{shown(' '.join(self.name))} {_MEET} {shown(' '.join(self.others))}"
+        return f"{shown(' '.join(self.name))} {_RENDEZVOUS} {shown(' '.join(self.others))}"
 
 
 def _torchrun(argv: Sequence[str]) -> _Torchrun | None:
@@ -75,9 +75,9 @@ def _torchrun(argv: Sequence[str]) -> _Torchrun | None:
     for option, text in itertools.pairwise(argv):
         if re.match(r"-[a-z]*c\Z", option):
             shell = read(text)
-            for one in launches(shell, Variables(shell)):
-                if one.kind == "agent" and not one.by:
-                    return _torchrun(one.argv)
+            for launch in launches(shell, Variables(shell)):
+                if launch.kind == "agent" and not launch.by:
+                    return _torchrun(launch.argv)
     return None
 
 
@@ -93,7 +93,7 @@ def _parsed(name: list[str], rest: list[str]) -> _Torchrun | None:
         if not equals and option not in _FLAGS and rest:
             value = rest.pop(0)
             taken.append(value)
-        if option in _MEETING:
+        if option in _RENDEZVOUS_OPTIONS:
             options[option] = value
         else:
             others += taken
@@ -103,34 +103,34 @@ def _parsed(name: list[str], rest: list[str]) -> _Torchrun | None:
     return _Torchrun(name, options, others + rest)
 
 
-def srun_of_agents(job: Job, one: Launch) -> str:
+def srun_of_agents(script: LintedScript, launch: Launch) -> str:
     """Return the line that starts torchrun or a similar launcher with srun on all hosts of a job.
 
     Args:
-        job: facts of the script.
-        one: launch of kind "agent", without srun.
+        script: facts of the script.
+        launch: launch of kind "agent", without srun.
     """
     srun = 'srun --kill-on-bad-exit=1 --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1'
-    cpus = job.options.number("cpus-per-task")
+    cpus = script.options.number("cpus-per-task")
     if cpus and cpus > 1:
         # One agent has the CPUs of all tasks of its host.
-        srun += f" --cpus-per-task={cpus * (job.tasks_per_node or 1)}"
-    command = shown(" ".join(one.argv))
-    if os.path.basename(one.argv[0]) == "accelerate":
+        srun += f" --cpus-per-task={cpus * (script.tasks_per_node or 1)}"
+    command = shown(" ".join(launch.argv))
+    if os.path.basename(launch.argv[0]) == "accelerate":
         return (
             f"{srun} bash -c 'accelerate launch --num_machines=$SLURM_JOB_NUM_NODES "
             "--machine_rank=$SLURM_NODEID --main_process_ip=FIRST_HOST --main_process_port=PORT …'"
         )
-    found = _torchrun(one.argv)
-    if found:
-        meets = not found.alone and not found.meets_itself
-        tells = "node-rank" in found.options
-        return f"{srun} {command if meets and not tells else found.mended}"
+    torchrun = _torchrun(launch.argv)
+    if torchrun:
+        has_rendezvous = not torchrun.alone and not torchrun.meets_itself
+        has_node_rank = "node-rank" in torchrun.options
+        return f"{srun} {command if has_rendezvous and not has_node_rank else torchrun.corrected}"
     # Its options are not known, and may be right.
-    return f"{srun} {command}, where it has {_MEET}"
+    return f"{srun} {command}, where it has {_RENDEZVOUS}"
 
 
-def hosts_apart(job: Job) -> Iterator[Finding]:
+def hosts_apart(script: LintedScript) -> Iterator[LintFinding]:
     """Find steps whose ranks on several hosts do not find each other.
 
     Without --nnodes an agent does not wait for others. torchrun's default address is 127.0.0.1,
@@ -138,47 +138,47 @@ def hosts_apart(job: Job) -> Iterator[Finding]:
     Source: torch.distributed.run, Usage, and torch.distributed, Environment variable
     initialization.
     """
-    for one in job.steps:
-        total, each = job.step_tasks(one)
+    for step in script.steps:
+        total, each = script.step_tasks(step)
         several = (
-            total and each and total > each and not {"nodelist", "relative"} & set(one.options)
+            total and each and total > each and not {"nodelist", "relative"} & set(step.options)
         )
-        # Another training on each host may be meant, and options may come from the environment.
-        meant = OF_A_TASK.search(" ".join(one.program)) or "PET_" in job.text
-        if not several or one.command.conditional:
+        # Another training on each host may be intended, and options may come from the environment.
+        intended = OF_A_TASK.search(" ".join(step.program)) or "PET_" in script.text
+        if not several or step.command.conditional:
             continue
-        if one.kind == "python":
-            yield from _address(job, one)
-        elif one.kind == "agent" and not meant and (found := _torchrun(one.program)):
-            yield from _agents(one, found)
+        if step.kind == "python":
+            yield from _address(script, step)
+        elif step.kind == "agent" and not intended and (torchrun := _torchrun(step.program)):
+            yield from _agents(step, torchrun)
 
 
-def _agents(one: Launch, found: _Torchrun) -> Iterator[Finding]:
-    if found.alone or found.meets_itself:
-        yield Finding(
-            one.command.line,
+def _agents(step: Launch, torchrun: _Torchrun) -> Iterator[LintFinding]:
+    if torchrun.alone or torchrun.meets_itself:
+        yield LintFinding(
+            step.command.line,
             "hosts-apart",
             "srun starts torchrun on several hosts, and without --nnodes each host trains alone, "
             "and writes the same files"
-            if found.alone
-            else "each host's torchrun looks for the others on its own host, and finds nobody",
-            (f"srun … {found.mended}",),
+            if torchrun.alone
+            else "each host's torchrun searches for the others on its own host, and finds none",
+            (f"srun … {torchrun.corrected}",),
         )
 
 
-def _address(job: Job, one: Launch) -> Iterator[Finding]:
+def _address(script: LintedScript, step: Launch) -> Iterator[LintFinding]:
     """Find a MASTER_ADDR that is a different host on each host."""
-    value = job.variables.get("MASTER_ADDR")
-    line, text = one.command.line, ""
-    if value and "MASTER_ADDR" in job.variables.exported:
+    value = script.variables.get("MASTER_ADDR")
+    line, text = step.command.line, ""
+    if value and "MASTER_ADDR" in script.variables.exported:
         line, text = value.line, value.text
-    for word in one.command.assignments:
+    for word in step.command.assignments:
         name, _, inline = word.text.partition("=")
         if name == "MASTER_ADDR":
             line, text = word.line, inline
     # A program may set it anew, as bash -c 'MASTER_ADDR=…' does.
-    if _LOOPBACK.match(text) and not any("MASTER_ADDR" in word for word in one.program):
-        yield Finding(
+    if _LOOPBACK.match(text) and not any("MASTER_ADDR" in word for word in step.program):
+        yield LintFinding(
             line,
             "hosts-apart",
             f"MASTER_ADDR is {shown(text)}, which on each host is that host itself: its ranks do "

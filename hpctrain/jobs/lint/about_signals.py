@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator
 
 from hpctrain.jobs.lint.bash import read
-from hpctrain.jobs.lint.findings import Finding, shown
-from hpctrain.jobs.lint.job import Job
 from hpctrain.jobs.lint.launches import Launch, launches
-from hpctrain.jobs.lint.units import seconds, signal_request
+from hpctrain.jobs.lint.lint_finding import LintFinding, shown
+from hpctrain.jobs.lint.linted_script import LintedScript
+from hpctrain.jobs.lint.option_values import seconds, signal_request
 from hpctrain.jobs.lint.variables import Variables
 
 __all__ = ["RULES"]
@@ -17,28 +17,30 @@ _LEAST_LEAD = 60
 _HARMLESS = frozenset(("CHLD", "CONT", "URG", "WINCH"))
 
 
-def signal(job: Job) -> Iterator[Finding]:
+def signal(script: LintedScript) -> Iterator[LintFinding]:
     """Find signals that do not reach a trap in time (sbatch(1), --signal; bash(1), SIGNALS)."""
-    asked = job.options.get("signal")
-    request = signal_request(asked.value) if asked else None
+    option = script.options.get("signal")
+    request = signal_request(option.value) if option else None
     # A script that is sourced may set traps, and a program in another language handlers.
-    if not asked or not request or not job.commands or _sources(job):
+    if not option or not request or not script.commands or _sources(script):
         return
     to_shell, name, _ = request
-    traps = [trap for trap in job.traps if name in trap.signals and not trap.ignores]
-    trapped = any(name in trap.signals or "EXIT" in trap.signals for trap in job.traps)
-    replaced = next((one for one in job.commands if one.replaces_shell and _main(one)), None)
+    traps = [trap for trap in script.traps if name in trap.signals and not trap.ignores]
+    trapped = any(name in trap.signals or "EXIT" in trap.signals for trap in script.traps)
+    replaced = next(
+        (launch for launch in script.commands if launch.replaces_shell and _main(launch)), None
+    )
     if not to_shell:
         if traps:
-            yield Finding(
-                asked.line,
+            yield LintFinding(
+                option.line,
                 "signal-not-to-shell",
-                f"--signal={shown(asked.value)} goes to the steps and not to the batch shell, so "
+                f"--signal={shown(option.value)} goes to the steps and not to the batch shell, so "
                 f"its trap in line {traps[0].command.line} never runs",
-                (f"type --signal=B:{shown(asked.value)}",),
+                (f"type --signal=B:{shown(option.value)}",),
             )
     elif replaced and traps:
-        yield Finding(
+        yield LintFinding(
             replaced.command.line,
             "trap-lost",
             f"exec puts {shown(replaced.argv[0])} in the place of the shell, and of its trap in "
@@ -46,40 +48,47 @@ def signal(job: Job) -> Iterator[Finding]:
             (f'type {shown(" ".join(replaced.argv))} & and wait "$!" in the place of exec',),
         )
     elif not trapped and not replaced and name not in _HARMLESS:
-        others = sorted({one for trap in job.traps for one in trap.signals})
-        there = f" (there are traps for {shown(', '.join(others))})" if others else ""
-        yield Finding(
-            asked.line,
+        others = sorted({signal for trap in script.traps for signal in trap.signals})
+        hint = f" (there are traps for {shown(', '.join(others))})" if others else ""
+        yield LintFinding(
+            option.line,
             "signal-without-trap",
-            f"no trap for {name}{there}: it ends the batch shell, and with it the job",
+            f"no trap for {name}{hint}: it ends the batch shell, and with it the job",
             (f"type trap 'touch \"$HPCTRAIN_STOP_FILE\"' {name} before the start", "leave out B:"),
         )
     elif traps:
-        yield from _waits(job, name)
+        yield from _waits(script, name)
 
 
-def _sources(job: Job) -> bool:
+def _sources(script: LintedScript) -> bool:
     """Check whether the script sources one that may set traps: with arguments, or a .sh."""
     return any(
-        one.argv[0] in (".", "source") and (len(one.argv) > 2 or one.argv[-1].endswith(".sh"))
-        for one in job.commands
+        launch.argv[0] in (".", "source")
+        and (len(launch.argv) > 2 or launch.argv[-1].endswith(".sh"))
+        for launch in script.commands
     )
 
 
-def _main(one: Launch) -> bool:
-    return not one.command.function and not one.command.substituted
+def _main(launch: Launch) -> bool:
+    return not launch.command.function and not launch.command.substituted
 
 
-def _waits(job: Job, name: str) -> Iterator[Finding]:
+def _waits(script: LintedScript, name: str) -> Iterator[LintFinding]:
     """Find a program for which bash waits in the foreground, so that its trap runs too late."""
-    starts = [one for one in job.commands if (one.by or one.trains) and one.kind != "small"]
-    if job.opaque or any(one.command.background or one.command.function for one in starts):
+    starts = [
+        launch
+        for launch in script.commands
+        if (launch.by or launch.trains) and launch.kind != "small"
+    ]
+    if script.opaque or any(
+        launch.command.background or launch.command.function for launch in starts
+    ):
         return
-    first = min(t.command.line for t in job.traps if name in t.signals)
-    starts = [one for one in starts if one.command.line > first and _main(one)]
+    first = min(t.command.line for t in script.traps if name in t.signals)
+    starts = [launch for launch in starts if launch.command.line > first and _main(launch)]
     if starts:
         last = starts[-1]
-        yield Finding(
+        yield LintFinding(
             last.command.line,
             "trap-waits",
             f"bash runs its trap for {name} only when {shown(last.argv[0])} has ended, so the "
@@ -91,94 +100,94 @@ def _waits(job: Job, name: str) -> Iterator[Finding]:
         )
 
 
-def no_wait(job: Job) -> Iterator[Finding]:
+def no_wait(script: LintedScript) -> Iterator[LintFinding]:
     """Find a script that ends while its step runs in the background, which ends the job.
 
     Source: sbatch(1). Tested with 22.05: the step does not start, and the job is COMPLETED.
     """
-    if not job.commands:
+    if not script.commands:
         return
-    last = job.commands[-1]
+    last = script.commands[-1]
     if last.by == "srun" and last.command.background and _main(last):
-        words = {word for one in job.commands for word in one.argv[:1]}
-        if not words & {"wait", "fg", "sleep", "tail"}:
-            yield Finding(
+        programs = {word for launch in script.commands for word in launch.argv[:1]}
+        if not programs & {"wait", "fg", "sleep", "tail"}:
+            yield LintFinding(
                 last.command.line,
                 "no-wait",
-                "the script ends here, and with it the job: nobody waits for what & has started",
+                "the script and the job end here: no command waits for the background process",
                 ("type wait in the last line",),
             )
 
 
-def lead(job: Job) -> Iterator[Finding]:
+def lead(script: LintedScript) -> Iterator[LintFinding]:
     """Find a signal that is sent too early or too late to save.
 
     sbatch(1), --signal: SECONDS before the end of the time, and up to 60 s earlier.
     """
-    asked, time = job.options.get("signal"), job.options.get("time")
-    request = signal_request(asked.value) if asked else None
-    if not asked or not request:
+    option, time = script.options.get("signal"), script.options.get("time")
+    request = signal_request(option.value) if option else None
+    if not option or not request:
         return
     limit = seconds(time.value) if time else None
     if limit is not None and request[2] >= limit:
-        yield Finding(
-            asked.line,
+        yield LintFinding(
+            option.line,
             "no-time-to-train",
             f"the signal comes {request[2]} s before the end of a job of {limit:.0f} s: at once",
             ("type a longer --time", "type fewer seconds after @"),
         )
     elif request[2] < _LEAST_LEAD:
-        yield Finding(
-            asked.line,
+        yield LintFinding(
+            option.line,
             "no-time-to-save",
             f"the signal comes {request[2]} s before the end: too late to save",
-            (f"type --signal={shown(asked.value.partition('@')[0])}@120",),
+            (f"type --signal={shown(option.value.partition('@')[0])}@120",),
         )
 
 
-def truncated_log(job: Job) -> Iterator[Finding]:
+def truncated_log(script: LintedScript) -> Iterator[LintFinding]:
     """Find a log that a requeued job truncates, which is the default (sbatch(1), --open-mode)."""
-    asked = job.options.get("requeue")
-    calls = [one for one in job.commands if one.argv[:2] == ["scontrol", "requeue"]]
+    option = script.options.get("requeue")
+    calls = [launch for launch in script.commands if launch.argv[:2] == ["scontrol", "requeue"]]
     # Without any #SBATCH line the options are elsewhere.
-    known = calls and job.options.directives
-    line = asked.line if asked else calls[0].command.line if known else 0
-    mode, output = job.options.value("open-mode").lower(), job.options.value("output")
+    known = calls and script.options.directives
+    line = option.line if option else calls[0].command.line if known else 0
+    mode, output = script.options.value("open-mode").lower(), script.options.value("output")
     if line and not mode.startswith("a") and output != "/dev/null":
-        yield Finding(
+        yield LintFinding(
             line,
             "log-truncated",
-            "a job that is requeued empties its log, and with it what was said before",
+            "a job that is requeued overwrites its log, so that earlier output is lost",
             ("type #SBATCH --open-mode=append",),
         )
 
 
-def revived(job: Job) -> Iterator[Finding]:
+def revived(script: LintedScript) -> Iterator[LintFinding]:
     """Find a requeue that also restarts a cancelled job (scontrol(1), requeue)."""
-    asks = any(
-        one.argv[0] in ("squeue", "sacct") or one.argv[:2] == ["scontrol", "show"]
-        for one in job.commands
-        if "hostnames" not in one.argv
+    checks_state = any(
+        launch.argv[0] in ("squeue", "sacct") or launch.argv[:2] == ["scontrol", "show"]
+        for launch in script.commands
+        if "hostnames" not in launch.argv
     )
-    if asks or "JobState" in job.text:
+    if checks_state or "JobState" in script.text:
         return
-    harmless = _only_at_a_signal(job)
-    for one in job.commands:
-        if one.argv[:2] == ["scontrol", "requeue"] and one.command.function not in harmless:
-            yield _revived(one.command.line)
-    for trap in job.traps:
+    harmless = _only_at_a_signal(script)
+    for launch in script.commands:
+        if launch.argv[:2] == ["scontrol", "requeue"] and launch.command.function not in harmless:
+            yield _revived(launch.command.line)
+    for trap in script.traps:
         if "TERM" in trap.signals and re.search(r"\bscontrol\s+requeue\b", trap.body):
             yield _revived(trap.command.line)
 
 
-def _only_at_a_signal(job: Job) -> set[str]:
+def _only_at_a_signal(script: LintedScript) -> set[str]:
     """Return the functions that only run as the trap of a signal that no cancelled job gets."""
     signals: dict[str, set[str]] = {}
-    for trap in job.traps:
+    for trap in script.traps:
         shell = read(trap.body)
-        for one in launches(shell, Variables(shell)):
-            signals.setdefault(one.argv[0], set()).update(trap.signals)
-    called = {one.argv[0] for one in job.commands}
+        for launch in launches(shell, Variables(shell)):
+            signals.setdefault(launch.argv[0], set()).update(trap.signals)
+    called = {launch.argv[0] for launch in script.commands}
     return {
         name
         for name, names in signals.items()
@@ -186,11 +195,11 @@ def _only_at_a_signal(job: Job) -> set[str]:
     }
 
 
-def _revived(line: int) -> Finding:
-    return Finding(
+def _revived(line: int) -> LintFinding:
+    return LintFinding(
         line,
         "requeue-revives",
-        "a job that was cancelled is started again, as nobody asks for its state first",
+        "a job that was cancelled is started again, as the script does not check its state first",
         (
             'if scontrol show job -o "$SLURM_JOB_ID" | grep -qE "JobState=(RUNNING|SIGNALING) "; '
             'then scontrol requeue "$SLURM_JOB_ID"; fi',

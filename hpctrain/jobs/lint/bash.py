@@ -26,7 +26,7 @@ _BEFORE_COMMAND = frozenset(
     ("then", "do", "else", "elif", "!", "time", "if", "while", "until", "{")
 )
 _COPROC = re.compile(r"[ \t]+(?:[A-Za-z_]\w*[ \t]+)?(?=\{)")
-# Of substitutions and of groups; beyond, nobody reads them.
+# Limits for nested substitutions and groups; deeper ones are ignored.
 _DEEPEST = 40
 _MOST_GROUPS = 100
 
@@ -101,7 +101,7 @@ class _Reader(WordReader):
         self.shell, self.depth = shell, depth
         self.groups: list[_Group] = []
         self.here_documents: list[tuple[str, bool]] = []
-        self.mine: list[Command] = []
+        self.commands: list[Command] = []
         self.list_first = 0
         self.function = self.pending_function = ""
         self.current = Command(0)
@@ -131,7 +131,7 @@ class _Reader(WordReader):
             else:
                 self.take(self.word())
         self.end(";")
-        self.shell.commands += self.mine
+        self.shell.commands += self.commands
         return self.at
 
     def nested(self, text: str, starts: list[int], first_line: int, at: int) -> int:
@@ -223,7 +223,7 @@ class _Reader(WordReader):
         self.groups.append(_Group(closed_by, self.list_first, self.function))
         if self.pending_function:
             self.function, self.pending_function = self.pending_function, ""
-        self.list_first = len(self.mine)
+        self.list_first = len(self.commands)
 
     def close(self, closed_by: str) -> None:
         """End a group: an operator after it, such as &, applies to all of its commands."""
@@ -234,14 +234,14 @@ class _Reader(WordReader):
     def end(self, operator: str) -> None:
         """End a simple command and, with most operators, its list."""
         if self.current.words or self.current.assignments:
-            self.mine.append(self.current)
+            self.commands.append(self.current)
         self.current = Command(0)
         if operator == "&":
-            for command in self.mine[self.list_first :]:
+            for command in self.commands[self.list_first :]:
                 command.background = True
         self.after_and_or = operator in ("&&", "||")
         if operator not in ("&&", "||", "|", "|&"):
-            self.list_first = len(self.mine)
+            self.list_first = len(self.commands)
         if operator in (";;", ";&", ";;&"):
             self.pattern = True
 

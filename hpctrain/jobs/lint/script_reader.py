@@ -132,8 +132,10 @@ class WordReader:
             elif char == "\\":
                 escaped = self.text[self.at + 1 : self.at + 2]
                 self.at += 2
-                kept = {"\n": ""}.get(escaped, escaped if escaped in '$`"\\' else "\\" + escaped)
-                pieces.append(Piece(kept, quoted=True))
+                character = {"\n": ""}.get(
+                    escaped, escaped if escaped in '$`"\\' else "\\" + escaped
+                )
+                pieces.append(Piece(character, quoted=True))
             else:
                 pieces.append(Piece(self._match(_IN_DOUBLE_QUOTES)[0], quoted=True))
         self.at = min(self.at + 1, len(self.text))

@@ -30,11 +30,11 @@ class Variables:
         self.appended: dict[str, list[Word]] = {}
         self.written: list[tuple[str, Word, bool]] = []
         self.exported: dict[str, int] = {}
-        # Without these, variables that name each other many times would take for ever.
+        # Caches, as variables that refer to each other many times would take too long.
         self._texts: dict[tuple[str, int], str] = {}
         self._arrays: dict[tuple[str, int], list[str]] = {}
         for command in shell.commands:
-            # In a branch or a function, nobody knows whether it is done, and when.
+            # In a branch or a function, it is not certain whether and when it runs.
             sure = not command.conditional and not command.function and not command.words
             for word in command.assignments:
                 self._assign(word, sure)

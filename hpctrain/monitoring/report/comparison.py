@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from hpctrain.monitoring.report import tables
-from hpctrain.monitoring.report.run_reader import Run
+from hpctrain.monitoring.report.run_reader import RecordedRun
 from hpctrain.monitoring.report.tables import Table
 
 __all__ = ["compare", "results"]
@@ -13,7 +13,7 @@ _NOTHING = "–"
 _OF_THE_MACHINE = ("lr", "samples_per_second", "data_wait", "gpu_memory")
 
 
-def compare(runs: Sequence[Run]) -> list[Table]:
+def compare(runs: Sequence[RecordedRun]) -> list[Table]:
     """Compare options and systems of runs; rows that differ come first."""
     return [
         _side_by_side("Options", runs, tables.options, sort=True),
@@ -21,12 +21,12 @@ def compare(runs: Sequence[Run]) -> list[Table]:
     ]
 
 
-def results(runs: Sequence[Run]) -> Table:
+def results(runs: Sequence[RecordedRun]) -> Table:
     """Compare the results of runs."""
     return _side_by_side("Results", runs, _results, sort=False)
 
 
-def _results(run: Run) -> dict[str, str]:
+def _results(run: RecordedRun) -> dict[str, str]:
     found = tables.summary(run)
     for name, last, low, high, _ in tables.metrics(run).rows:
         found[f"{name}, last"] = last
@@ -37,7 +37,10 @@ def _results(run: Run) -> dict[str, str]:
 
 
 def _side_by_side(
-    caption: str, runs: Sequence[Run], facts: Callable[[Run], Mapping[str, str]], sort: bool
+    caption: str,
+    runs: Sequence[RecordedRun],
+    facts: Callable[[RecordedRun], Mapping[str, str]],
+    sort: bool,
 ) -> Table:
     columns = [facts(run) for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))

@@ -12,7 +12,7 @@ from hpctrain.monitoring import drawing
 from hpctrain.monitoring.report import figures, wording
 from hpctrain.monitoring.report.bands import Band, band
 from hpctrain.monitoring.report.figures import Drawn
-from hpctrain.monitoring.report.run_reader import Run
+from hpctrain.monitoring.report.run_reader import RecordedRun
 
 __all__ = ["MOST_PANELS", "draw_all"]
 
@@ -46,13 +46,13 @@ class _Curve:
     band: Band
 
 
-def draw_all(runs: Sequence[Run]) -> tuple[list[Drawn], int]:
+def draw_all(runs: Sequence[RecordedRun]) -> tuple[list[Drawn], int]:
     """Draw the metrics over steps; return the figures and the number of omitted ones.
 
     For one run, all losses share a figure and so do all accuracies. For several runs, each figure
     shows one metric.
     """
-    members: dict[str, list[tuple[Run, int, str]]] = {}
+    members: dict[str, list[tuple[RecordedRun, int, str]]] = {}
     for number, run in enumerate(runs):
         for name in run.series:
             title = drawing.panel_of(name) if len(runs) == 1 else name
@@ -92,7 +92,7 @@ def _stems(titles: Sequence[str]) -> list[str]:
     return stems
 
 
-def _draw(stem: str, name: str, curves: Sequence[_Curve], runs: Sequence[Run]) -> Drawn:
+def _draw(stem: str, name: str, curves: Sequence[_Curve], runs: Sequence[RecordedRun]) -> Drawn:
     sheet = figures.sheet("step")
     axes = sheet.axes[0]
     lines = []
@@ -122,7 +122,7 @@ def _draw(stem: str, name: str, curves: Sequence[_Curve], runs: Sequence[Run]) -
     return sheet.done(stem, title, alt, _caption(curves, runs))
 
 
-def _mark_restarts(axes: Any, curves: Sequence[_Curve], runs: Sequence[Run]) -> None:
+def _mark_restarts(axes: Any, curves: Sequence[_Curve], runs: Sequence[RecordedRun]) -> None:
     """Draw a dotted line at each restart; for several runs in the colour of the run."""
     for run, number in _shown(curves, runs):
         color = figures.color(number) if len(runs) > 1 else figures.color(4)
@@ -130,7 +130,7 @@ def _mark_restarts(axes: Any, curves: Sequence[_Curve], runs: Sequence[Run]) -> 
             axes.axvline(step, color=color, linestyle=(0, (1, 2)), linewidth=1.0)
 
 
-def _shown(curves: Sequence[_Curve], runs: Sequence[Run]) -> list[tuple[Run, int]]:
+def _shown(curves: Sequence[_Curve], runs: Sequence[RecordedRun]) -> list[tuple[RecordedRun, int]]:
     """Return the runs in a figure, with their numbers."""
     if len(runs) == 1:
         return [(runs[0], 0)]
@@ -163,7 +163,7 @@ def _describe(curve: _Curve) -> str:
     return f"{curve.label}: {first} at step {begin}, {last} at step {end}."
 
 
-def _caption(curves: Sequence[_Curve], runs: Sequence[Run]) -> str:
+def _caption(curves: Sequence[_Curve], runs: Sequence[RecordedRun]) -> str:
     """Return the explanation of the marks in a figure."""
     sentences = []
     thick = [curve.band.per_point for curve in curves if curve.band.per_point > 1]

@@ -13,6 +13,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from hpctrain.cluster.texts import printable
 from hpctrain.monitoring import drawing
 
 __all__ = ["DASHES", "MARK", "PALETTE", "Drawn", "Sheet", "color", "sheet", "sketching", "style"]
@@ -159,7 +160,7 @@ class Sheet:
         self._place(_TITLE)
         self._figure.patch.set_visible(True)
         self._figure.dpi = _DPI
-        self.axes[0].set_title(drawing.plain(_shortened(title, 60)), size=9, parse_math=False)
+        self.axes[0].set_title(printable(_shortened(title, 60)), size=9, parse_math=False)
         pixels = io.BytesIO()
         canvas = FigureCanvasAgg(self._figure)
         canvas.print_png(pixels, metadata={"Software": MARK})

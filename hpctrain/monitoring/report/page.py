@@ -12,7 +12,7 @@ import jinja2
 from hpctrain._version import __version__
 from hpctrain.monitoring.report import comparison, curves, figures, steps, tables, wording
 from hpctrain.monitoring.report.figures import Drawn
-from hpctrain.monitoring.report.run_reader import Run
+from hpctrain.monitoring.report.run_reader import RecordedRun
 from hpctrain.monitoring.report.tables import Table
 
 __all__ = ["Section", "render", "sections"]
@@ -39,7 +39,7 @@ class Section:
     tables: list[Table] = field(default_factory=list)
 
 
-def sections(runs: Sequence[Run]) -> list[Section]:
+def sections(runs: Sequence[RecordedRun]) -> list[Section]:
     """Draw all figures of a report and return the sections with them."""
     with figures.sketching():
         drawn, more = curves.draw_all(runs)
@@ -58,7 +58,7 @@ def sections(runs: Sequence[Run]) -> list[Section]:
     return [over_steps, time_of_steps]
 
 
-def render(runs: Sequence[Run], shown: Sequence[Section]) -> str:
+def render(runs: Sequence[RecordedRun], shown: Sequence[Section]) -> str:
     """Return the page in ASCII, so that names of runs cause no encoding errors.
 
     Args:
@@ -113,14 +113,14 @@ def _data(image: str) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(image.encode(errors="replace")).decode()
 
 
-def _title(runs: Sequence[Run]) -> str:
+def _title(runs: Sequence[RecordedRun]) -> str:
     if len(runs) > 1:
         return f"{len(runs)} runs compared"
     name = runs[0].identity.get("name")
     return f"{wording.text(name)}: {runs[0].label}" if name else runs[0].label
 
 
-def _tiles(run: Run) -> dict[str, str]:
+def _tiles(run: RecordedRun) -> dict[str, str]:
     """Return the summary: status, best accuracy if it was measured, then the rest."""
     finite = {name: run.series[name].finite()[1] for name in _BEST if name in run.series}
     best = {f"best {k}": wording.number(float(v.max())) for k, v in finite.items() if len(v)}
@@ -128,7 +128,7 @@ def _tiles(run: Run) -> dict[str, str]:
     return {"status": found.pop("status"), **best, **found}
 
 
-def _notes(run: Run, now: float) -> list[str]:
+def _notes(run: RecordedRun, now: float) -> list[str]:
     """Return notes for the top of the page, about unreadable files or an unfinished run."""
     notes = [f"{run.label}: {wording.text(error.found)}" for error in run.unread.values()]
     if not run.summary and not run.end_unread:
@@ -145,7 +145,7 @@ def _notes(run: Run, now: float) -> list[str]:
     return notes
 
 
-def _starts(run: Run, alone: bool) -> Table:
+def _starts(run: RecordedRun, alone: bool) -> Table:
     found = tables.starts(run)
     if alone:
         return found

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError
 from hpctrain.monitoring import drawing
-from hpctrain.monitoring.report.step_times import Timings, gather, is_step
+from hpctrain.monitoring.report.step_times import TimingsSummary, gather, is_step
 from hpctrain.rundir import RunDirectory
 
-__all__ = ["Floats", "Run", "Series", "mapping", "read"]
+__all__ = ["Floats", "RecordedRun", "Series", "mapping", "read"]
 
 Floats = NDArray[np.float64]
 
@@ -50,7 +51,7 @@ class Series:
 
 
 @dataclass(slots=True)
-class Run:
+class RecordedRun:
     """Content of a run directory, read once.
 
     Attributes:
@@ -73,7 +74,7 @@ class Run:
     starts: list[dict[str, Any]]
     summary: dict[str, Any]
     series: dict[str, Series]
-    timings: Timings
+    timings: TimingsSummary
     rows: int
     last: dict[str, Any]
     unread: dict[str, UsageError]
@@ -110,7 +111,7 @@ def mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def read(paths: Sequence[str]) -> list[Run]:
+def read(paths: Sequence[str]) -> list[RecordedRun]:
     """Read run directories; a directory that is named twice is read once.
 
     Args:
@@ -151,11 +152,11 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     for length in range(1, longest + 1):
         labels = ["/".join(part[-length:]) for part in parts]
         if len(set(labels)) == len(labels):
-            return [drawing.plain(label) for label in labels]
-    return [drawing.plain(str(path)) for path in paths]
+            return [printable(label) for label in labels]
+    return [printable(path) for path in paths]
 
 
-def _run(path: Path, label: str) -> Run:
+def _run(path: Path, label: str) -> RecordedRun:
     directory = RunDirectory(path)
     try:
         starts = directory.lines(directory.starts)
@@ -175,7 +176,7 @@ def _run(path: Path, label: str) -> Run:
             content[file] = directory.read(file) or {}
         except UsageError as error:
             content[file], unread[file.name] = {}, error
-    return Run(
+    return RecordedRun(
         path,
         label,
         content[directory.identity],

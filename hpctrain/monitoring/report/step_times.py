@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from hpctrain import rundir
 from hpctrain.monitoring import drawing
+from hpctrain.monitoring.slow_ranks import slow_ranks
 
-__all__ = ["Rank", "Timings", "edge", "gather", "is_step", "quantile"]
+__all__ = ["RankTimes", "TimingsSummary", "edge", "gather", "is_step", "quantile"]
 
 # Bucket k begins at 10^(k/20) microseconds; the last one has steps of about a quarter of an hour.
 _PER_DECADE = 20
@@ -20,7 +20,7 @@ _LONGEST = 1e10  # seconds, more than three centuries
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankTimes:
     """Mean times of one rank per step.
 
     Attributes:
@@ -38,7 +38,7 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
+class TimingsSummary:
     """Sum of all intervals of a run.
 
     Attributes:
@@ -48,7 +48,7 @@ class Timings:
     """
 
     buckets: Counter[int] = field(default_factory=Counter)
-    ranks: tuple[Rank, ...] = ()
+    ranks: tuple[RankTimes, ...] = ()
     steps: int = 0
 
 
@@ -73,7 +73,7 @@ def is_step(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= _MOST_STEPS
 
 
-def gather(lines: Iterable[Mapping[str, Any]]) -> Timings:
+def gather(lines: Iterable[Mapping[str, Any]]) -> TimingsSummary:
     """Add up the intervals; invalid entries of a line are left out.
 
     Args:
@@ -93,19 +93,19 @@ def gather(lines: Iterable[Mapping[str, Any]]) -> Timings:
         if tuple(names) != hosts:  # other ranks than before: restart the means
             hosts, steps = tuple(names), 0
             data, forward = [0.0] * len(names), [0.0] * len(names)
-        data = _sums(data, count, data_means)
-        forward = _sums(forward, count, forward_means)
+        data = [total + count * mean for total, mean in zip(data, data_means, strict=True)]
+        forward = [total + count * mean for total, mean in zip(forward, forward_means, strict=True)]
         steps += count
     if not steps:
-        return Timings(buckets)
+        return TimingsSummary(buckets)
     step = quantile(buckets, 0.5) if buckets else 0.0
     means = [[total / steps for total in totals] for totals in (data, forward)]
-    slow = [set(rundir.slow_ranks(seconds, step)) for seconds in means]
+    slow = [set(slow_ranks(seconds, step)) for seconds in means]
     ranks = (
-        Rank(host, wait, work, number in slow[0], number in slow[1])
+        RankTimes(host, wait, work, number in slow[0], number in slow[1])
         for number, (host, wait, work) in enumerate(zip(hosts, *means, strict=True))
     )
-    return Timings(buckets, tuple(ranks), steps)
+    return TimingsSummary(buckets, tuple(ranks), steps)
 
 
 def _buckets(found: Any) -> dict[int, int]:
@@ -128,5 +128,7 @@ def _fit(hosts: Any, *means: Any) -> bool:
         and len({len(values) for values in lists}) == 1
         and bool(hosts)
         and all(isinstance(host, str) for host in hosts)
-        and all(drawing.is_number(mean) and 0 <= mean < _LONGEST for values in means for mean in values)
+        and all(
+            drawing.is_number(mean) and 0 <= mean < _LONGEST for values in means for mean in values
+        )
     )

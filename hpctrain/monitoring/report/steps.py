@@ -6,18 +6,18 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import EngFormatter, LogLocator
 
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.monitoring.report import figures, wording
 from hpctrain.monitoring.report.figures import Drawn
-from hpctrain.monitoring.report.run_reader import Run
+from hpctrain.monitoring.report.run_reader import RecordedRun
 from hpctrain.monitoring.report.step_times import edge, quantile
 
 __all__ = ["draw_ranks", "draw_times"]
 
 _FEW = 16  # maximum number of ranks that each have a number
-_MOST_NAMED = 8  # slow ranks that are named in a figure
 
 
-def draw_times(runs: Sequence[Run]) -> Drawn | None:
+def draw_times(runs: Sequence[RecordedRun]) -> Drawn | None:
     """Draw a histogram of rank 0's step times; return None if no run has them."""
     shown = [(number, run) for number, run in enumerate(runs) if run.timings.buckets]
     if not shown:
@@ -52,7 +52,7 @@ def draw_times(runs: Sequence[Run]) -> Drawn | None:
     return sheet.done("step-times", "time of a step, rank 0", f"Histogram. {text}", text)
 
 
-def draw_ranks(run: Run, number: int, alone: bool) -> Drawn | None:
+def draw_ranks(run: RecordedRun, number: int, alone: bool) -> Drawn | None:
     """Draw data wait and forward time of each rank; return None with fewer than two ranks.
 
     Args:
@@ -74,9 +74,7 @@ def draw_ranks(run: Run, number: int, alone: bool) -> Drawn | None:
     caption = f"Means of {wording.number(run.timings.steps)} steps."
     for name, slow in (("data", slow_data), ("the forward pass", slow_forward)):
         if slow:
-            named = ", ".join(map(str, slow[:_MOST_NAMED]))
-            more = f" and {len(slow) - _MOST_NAMED} more" if len(slow) > _MOST_NAMED else ""
-            caption += f" Slow by {name}, marked: rank {named}{more}."
+            caption += f" Slow by {name}, marked: {ranks_text(slow)}."
     if not slow_data and not slow_forward:
         caption += " No rank is slow."
     title = "ranks" if alone else f"ranks of {run.label}"
@@ -91,10 +89,10 @@ def _bars(axes: Any, label: str, seconds: list[float], slow: list[int]) -> None:
     axes.yaxis.set_major_formatter(EngFormatter("s"))
     # One outline of bars and gaps, because thousands of patches would be slow.
     edges = np.sort(np.concatenate([np.arange(len(seconds)) - 0.4, np.arange(len(seconds)) + 0.4]))
-    for color, ranks in ((0, set(range(len(seconds))) - set(slow)), (1, set(slow))):
+    for number, ranks in ((0, set(range(len(seconds))) - set(slow)), (1, set(slow))):
         heights = np.zeros(2 * len(seconds) - 1)
         heights[::2] = [value if rank in ranks else 0.0 for rank, value in enumerate(seconds)]
-        axes.stairs(heights, edges, fill=True, color=figures.color(color))
+        axes.stairs(heights, edges, fill=True, color=figures.color(number))
     if slow:
         tops = [seconds[rank] + 0.08 * max(seconds) for rank in slow]
         axes.plot(slow, tops, linestyle="", marker="v", color=figures.color(1))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.monitoring.report import wording
-from hpctrain.monitoring.report.run_reader import Run, Series, mapping
+from hpctrain.monitoring.report.run_reader import RecordedRun, Series, mapping
 from hpctrain.monitoring.report.step_times import is_step
 
 __all__ = ["Table", "metrics", "options", "ranks", "starts", "summary", "system"]
@@ -39,7 +39,7 @@ class Table:
     note: str = ""
 
 
-def summary(run: Run) -> dict[str, str]:
+def summary(run: RecordedRun) -> dict[str, str]:
     """Return the main results of a run as short texts by name."""
     results = run.summary
     elapsed = _between(run.start.get("time"), run.last.get("time"))
@@ -63,7 +63,7 @@ def _count(value: Any) -> str:
     return wording.number(value) if is_step(value) else wording.text(value)
 
 
-def status(run: Run) -> str:
+def status(run: RecordedRun) -> str:
     """Return how a run ended; a run without summary continues or was killed."""
     if run.end_unread:
         return "not known"
@@ -78,7 +78,7 @@ def _between(begin: Any, end: Any) -> float | None:
         return None
 
 
-def _speed(run: Run) -> str:
+def _speed(run: RecordedRun) -> str:
     speed = run.summary.get("samples_per_second")
     if speed is None and (series := run.series.get("samples_per_second")):
         speeds = series.finite()[1]
@@ -88,7 +88,7 @@ def _speed(run: Run) -> str:
     return f"{wording.number(speed)} samples/s"
 
 
-def metrics(run: Run) -> Table:
+def metrics(run: RecordedRun) -> Table:
     """Return a table with the last, lowest and highest value of each metric."""
     rows = []
     for name, series in list(run.series.items())[:_MOST_METRICS]:
@@ -105,7 +105,9 @@ def metrics(run: Run) -> Table:
         )
     heads = ("metric", "last", "lowest", "highest", "values")
     more = len(run.series) - len(rows)
-    return Table("Metrics", heads, rows, note=f"{more:,} more metrics are not shown." if more else "")
+    return Table(
+        "Metrics", heads, rows, note=f"{more:,} more metrics are not shown." if more else ""
+    )
 
 
 def _extremes(series: Series) -> tuple[str, str, int]:
@@ -120,7 +122,7 @@ def _extremes(series: Series) -> tuple[str, str, int]:
     return low, high, len(values)
 
 
-def system(run: Run) -> dict[str, str]:
+def system(run: RecordedRun) -> dict[str, str]:
     """Return facts about the system of a run, at its last start."""
     world, start, results = run.world, run.start, run.summary
     facts = {
@@ -138,13 +140,13 @@ def system(run: Run) -> dict[str, str]:
     return facts | {wording.text(name): wording.text(value) for name, value in versions.items()}
 
 
-def options(run: Run) -> dict[str, str]:
+def options(run: RecordedRun) -> dict[str, str]:
     """Return the options of the last start by name, including the script's own options."""
     own = mapping(run.start.get("own_options"))
     return {wording.text(name): wording.text(value) for name, value in (run.options | own).items()}
 
 
-def starts(run: Run) -> Table:
+def starts(run: RecordedRun) -> Table:
     """Return a table of the starts: time, place, settings, and changes since the start before."""
     rows = []
     before: Mapping[str, Any] | None = None
@@ -199,7 +201,7 @@ def _command(command: Any) -> str:
     return wording.text(shlex.join(map(str, command)) if isinstance(command, list) else command)
 
 
-def ranks(run: Run) -> Table | None:
+def ranks(run: RecordedRun) -> Table | None:
     """Return a table of ranks: all if they are few, otherwise the slow ones; None if unknown."""
     all_ranks = run.timings.ranks
     if not all_ranks:

@@ -5,6 +5,7 @@ import math
 import time
 from typing import Any
 
+from hpctrain.cluster.texts import printable
 from hpctrain.monitoring import drawing
 
 __all__ = ["duration", "moment", "number", "text"]
@@ -60,4 +61,4 @@ def text(value: Any) -> str:
     line = value if isinstance(value, str) else json.dumps(value)
     if len(line) > _MOST_CHARACTERS:
         line = f"{line[:_MOST_CHARACTERS]} … ({len(line):,} characters)"
-    return drawing.plain(line)
+    return printable(line)

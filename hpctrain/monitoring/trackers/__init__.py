@@ -4,14 +4,13 @@ To add one, write a module with a subclass of `Tracker`, and add a line to `TRAC
 """
 
 import contextlib
-import difflib
 import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpctrain import rundir
-from hpctrain.errors import UsageError
+from hpctrain.cluster.texts import nearest
+from hpctrain.errors import UsageError, exit_codes
 from hpctrain.monitoring.trackers.base import About, Tracker
 from hpctrain.monitoring.trackers.mlflow import MLflow
 from hpctrain.monitoring.trackers.outlet import Outlet
@@ -50,12 +49,11 @@ def parse(text: str | None, here: bool) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(","))) if text else []
     for name in names:
         if name not in TRACKERS:
-            near = difflib.get_close_matches(name, TRACKERS, 1)
             raise UsageError(
                 "HT652",
                 f"--track {text}: no tracker is called {name!r}",
                 f"one or several of {', '.join(TRACKERS)}",
-                f"--track {near[0] if near else next(iter(TRACKERS))}",
+                f"--track {nearest(name, TRACKERS) or next(iter(TRACKERS))}",
             )
         if here and not _installed(name):
             raise UsageError(
@@ -100,7 +98,7 @@ class Tracking:
         """
         for outlet in self._outlets:
             outlet.end(status)
-        done = status == rundir.STATUS[rundir.DONE]
+        done = status == exit_codes.STATUS[exit_codes.DONE]
         limit = _SECONDS_AT_THE_END if done else _SECONDS_TO_STOP
         seconds = min(limit, timeout * _PART_OF_THE_TIMEOUT)
         begun = time.monotonic()

@@ -3,14 +3,14 @@
 import os
 from collections.abc import Mapping
 
-from hpctrain import rundir
+from hpctrain.errors import exit_codes
 from hpctrain.monitoring.trackers.base import About, Tracker
 
 __all__ = ["MLflow"]
 
 _STATUS = {
-    rundir.STATUS[rundir.DONE]: "FINISHED",
-    rundir.STATUS[rundir.STOPPED]: "KILLED",
+    exit_codes.STATUS[exit_codes.DONE]: "FINISHED",
+    exit_codes.STATUS[exit_codes.STOPPED]: "KILLED",
 }
 # Maximum length of a parameter's value. Source: mlflow.utils.validation.
 _LONGEST = 500

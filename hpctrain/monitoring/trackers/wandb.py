@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain import rundir
+from hpctrain.cluster import proc
+from hpctrain.errors import exit_codes
 from hpctrain.monitoring.trackers.base import About, Tracker
 from hpctrain.process import signals
 
@@ -62,24 +63,16 @@ class WandB(Tracker):
 
     def close(self, status: str) -> None:
         """Send the remaining data and end the run."""
-        self._run.finish(exit_code=int(status == rundir.STATUS[rundir.FAILED]))
+        self._run.finish(exit_code=int(status == exit_codes.STATUS[exit_codes.FAILED]))
 
     def abandon(self) -> None:
         """Kill W&B's service: it retries without end, and W&B waits for it at the exit."""
         for task in Path("/proc/self/task").glob("*"):
-            for process in _children(task):
-                with suppress(OSError):  # already ended
-                    if Path("/proc", process, "comm").read_text().strip() == _SERVICE:
+            for process in proc.text(f"{task}/children").split():
+                if proc.text(f"{process}/comm") == _SERVICE:
+                    with suppress(OSError):  # already ended
                         os.kill(int(process), signal.SIGKILL)
         sys.unraisablehook = partial(_hide_wandb_errors, sys.unraisablehook)
-
-
-def _children(task: Path) -> list[str]:
-    """Return the child processes of a thread; none if the thread has ended."""
-    try:
-        return (task / "children").read_text().split()
-    except OSError:
-        return []
 
 
 def _hide_wandb_errors(hook: Callable[[Any], Any], error: Any) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpctrain.cluster.texts import listed, ranks_text
 from hpctrain.monitoring.watchdog.processes import STATES
 from hpctrain.process.phases import BACKWARD, CLOSED, PHASES, UPDATING, WAITING
 
@@ -55,7 +56,8 @@ class Blame:
 
 def suspended(sightings: Sequence[Sighting], world_size: int) -> bool:
     """Return whether every rank is stopped: then the run was suspended and nothing hangs."""
-    return len(sightings) == world_size and all(one.state in ("T", "t") for one in sightings)
+    stopped = [sighting for sighting in sightings if sighting.state in ("T", "t")]
+    return len(stopped) == len(sightings) == world_size
 
 
 def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) -> Blame:
@@ -70,23 +72,23 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
         world_size: number of ranks.
         hosts: names of all hosts.
     """
-    seen = sorted(sightings, key=lambda one: one.rank)
-    inside = [one for one in seen if one.phase != CLOSED]
-    alive = [one for one in inside if one.state]
-    missing = sorted(set(range(world_size)) - {one.rank for one in seen})
-    absent = [host for host in hosts if host not in {one.host for one in seen}]
-    unheard = _unheard(missing, absent)
-    if gone := [one for one in inside if not one.state]:
-        silence = max((one.silence for one in alive), default=0.0)
+    sightings = sorted(sightings, key=lambda sighting: sighting.rank)
+    inside = [sighting for sighting in sightings if sighting.phase != CLOSED]
+    alive = [sighting for sighting in inside if sighting.state]
+    missing = sorted(set(range(world_size)) - {sighting.rank for sighting in sightings})
+    absent = [host for host in hosts if host not in {sighting.host for sighting in sightings}]
+    unobserved = _without_observation(missing, absent)
+    if gone := [sighting for sighting in inside if not sighting.state]:
+        silence = max((sighting.silence for sighting in alive), default=0.0)
         found = f"{_names(gone)} gone, last seen at {place(gone[0])}; the others are silent for "
         return Blame(
             _ranks(gone),
             "HT657",
             f"{found}{silence:.0f} s",
-            ("look at the end of its log in logs/, and of the system's: out of memory, a kill",),
+            ("look at the end of its log in logs/ and at the system log: out of memory, a kill",),
         )
-    if stopped := [one for one in alive if one.state in ("T", "t")]:
-        pids = " ".join(str(one.pid) for one in stopped[:_MOST_NAMED])
+    if stopped := [sighting for sighting in alive if sighting.state in ("T", "t")]:
+        pids = " ".join(str(sighting.pid) for sighting in stopped[:_MOST_NAMED])
         return Blame(
             _ranks(stopped),
             "HT658",
@@ -97,22 +99,22 @@ def judge(sightings: Sequence[Sighting], world_size: int, hosts: Sequence[str]) 
                 "the next time, before the time-out: kill -CONT PROCESS",
             ),
         )
-    places = sorted({(one.step, one.phase) for one in alive})
-    behind = [one for one in alive if (one.step, one.phase) == places[0]]
-    in_kernel = [one for one in alive if one.state == "D"]
+    places = sorted({(sighting.step, sighting.phase) for sighting in alive})
+    behind = [sighting for sighting in alive if (sighting.step, sighting.phase) == places[0]]
+    in_kernel = [sighting for sighting in alive if sighting.state == "D"]
     if len(behind) == len(alive) and 0 < len(in_kernel) < len(alive):
         behind = in_kernel
     waits = PHASES[behind[0].phase].waits
-    left = [one for one in seen if one.phase == CLOSED]
+    left = [sighting for sighting in sightings if sighting.phase == CLOSED]
     if len(behind) < len(alive) or world_size == 1 or ((missing or left) and not waits):
-        found = _silent(behind) + _kernel(behind) + unheard
+        found = _silent(behind) + _kernel(behind) + unobserved
         return Blame(_ranks(behind), "HT659", found, _LONG)
     if missing and waits:
-        found = f"{_silent(alive)}: they wait{unheard}"
+        found = f"{_silent(alive)}: they wait{unobserved}"
         return Blame(tuple(missing), "HT660", found, _NETWORK)
     if left and waits:
         found = f"{_silent(alive)}: they wait, and {_names(left)} no longer in the run"
-        return Blame(_ranks(left), "HT661", found, ("do as many steps on every rank",))
+        return Blame(_ranks(left), "HT661", found, ("do the same number of steps on every rank",))
     found = f"all {len(alive)} ranks are silent for {_seconds(alive)} s at {place(alive[0])}"
     if waits:
         found += ": they wait for each other"
@@ -132,26 +134,26 @@ def apart(sightings: Sequence[Sighting], world_size: int) -> Blame | None:
         sightings: observations of all ranks.
         world_size: number of ranks.
     """
-    inside = [one for one in sightings if one.state and one.phase != CLOSED]
+    inside = [sighting for sighting in sightings if sighting.state and sighting.phase != CLOSED]
     if len(inside) < world_size:
         return None
-    training = [one for one in inside if one.phase in (BACKWARD, UPDATING)]
-    others = [one for one in inside if one.phase == WAITING]
+    training = [sighting for sighting in inside if sighting.phase in (BACKWARD, UPDATING)]
+    others = [sighting for sighting in inside if sighting.phase == WAITING]
     if not training or not others or len(training) + len(others) < world_size:
         return None
-    if max(one.step for one in others) > min(one.step for one in training):
+    if max(sighting.step for sighting in others) > min(sighting.step for sighting in training):
         return None
     found = "; ".join(
-        f"{_numbers(_ranks(those))} {'is' if len(those) == 1 else 'are'} at {place(those[0])}"
-        for those in (training, others)
+        f"{ranks_text(_ranks(group))} {'is' if len(group) == 1 else 'are'} at {place(group[0])}"
+        for group in (training, others)
     )
     return Blame(
         _ranks(others if len(others) < len(training) else training),
         "HT661",
         f"the ranks wait for each other at two places: {found}",
         (
-            "give all ranks as many batches, and break, save, log and evaluate on all of them, not "
-            "under `if session.is_main`",
+            "give all ranks the same number of batches; break, save, log and evaluate on all of "
+            "them, not under `if session.is_main`",
         ),
     )
 
@@ -166,51 +168,40 @@ _NETWORK = (
 )
 
 
-def place(one: Sighting) -> str:
+def place(sighting: Sighting) -> str:
     """Return step and phase of a rank, for messages."""
-    return f"step {one.step}, {PHASES[one.phase].words}"
+    return f"step {sighting.step}, {PHASES[sighting.phase].description}"
 
 
-def _ranks(those: Sequence[Sighting]) -> tuple[int, ...]:
-    return tuple(one.rank for one in those)
+def _ranks(sightings: Sequence[Sighting]) -> tuple[int, ...]:
+    return tuple(sighting.rank for sighting in sightings)
 
 
-def _names(those: Sequence[Sighting]) -> str:
+def _names(sightings: Sequence[Sighting]) -> str:
     """Return subject and verb: "rank 2 on node3 is", "ranks 2 and 3 on node3 are"."""
-    hosts = list(dict.fromkeys(one.host for one in those))
-    verb = "is" if len(those) == 1 else "are"
-    return f"{_numbers(_ranks(those))} on {_list(hosts)} {verb}"
+    hosts = {sighting.rank: sighting.host for sighting in sightings}
+    return f"{ranks_text(hosts, hosts)} {'is' if len(sightings) == 1 else 'are'}"
 
 
-def _silent(those: Sequence[Sighting]) -> str:
-    return f"{_names(those)} silent for {_seconds(those)} s at {place(those[0])}"
+def _silent(sightings: Sequence[Sighting]) -> str:
+    return f"{_names(sightings)} silent for {_seconds(sightings)} s at {place(sightings[0])}"
 
 
-def _seconds(those: Sequence[Sighting]) -> str:
-    return f"{max(one.silence for one in those):.0f}"
+def _seconds(sightings: Sequence[Sighting]) -> str:
+    return f"{max(sighting.silence for sighting in sightings):.0f}"
 
 
-def _numbers(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {_list([str(rank) for rank in ranks])}"
-
-
-def _list(words: Sequence[str]) -> str:
-    if len(words) > _MOST_NAMED:
-        words = [*words[: _MOST_NAMED - 1], f"{len(words) - _MOST_NAMED + 1} more"]
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _kernel(those: Sequence[Sighting]) -> str:
+def _kernel(sightings: Sequence[Sighting]) -> str:
     """Describe the first process in state D: its file system or device does not respond."""
-    for one in those:
-        if one.state == "D":
-            where = f" in {one.waits_in}" if one.waits_in else ""
-            return f"; process {one.pid} {STATES['D']}{where} (state D)"
+    for sighting in sightings:
+        if sighting.state == "D":
+            where = f" in {sighting.waits_in}" if sighting.waits_in else ""
+            return f"; process {sighting.pid} {STATES['D']}{where} (state D)"
     return ""
 
 
-def _unheard(missing: Sequence[int], absent: Sequence[str]) -> str:
+def _without_observation(missing: Sequence[int], absent: Sequence[str]) -> str:
     if not missing:
         return ""
-    hosts = f" ({_list(absent)})" if absent else ""
-    return f"; nothing is heard of {_numbers(missing)}{hosts}: not silent, or cut off"
+    hosts = f" ({listed(absent)})" if absent else ""
+    return f"; no observation of {ranks_text(missing)}{hosts}: not silent, or cut off"

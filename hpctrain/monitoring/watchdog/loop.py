@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain import rundir
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, exit_codes
 from hpctrain.monitoring.watchdog import slots, stacks
 from hpctrain.monitoring.watchdog.blame import Blame, Sighting, apart, judge, place, suspended
-from hpctrain.monitoring.watchdog.exchange import Aside, HelperExchange, append
-from hpctrain.monitoring.watchdog.processes import STATES, Process
+from hpctrain.monitoring.watchdog.helper_exchange import Aside, HelperExchange, append
+from hpctrain.monitoring.watchdog.processes import STATES, WatchedProcess
 from hpctrain.process.phases import CLOSED, IDLE
+from hpctrain.rundir.exit_status import write_exit_status
 
 __all__ = ["Watch"]
 
@@ -37,7 +38,7 @@ class _Watched:
     facts: slots.Facts
     slot: int
     stack: int
-    process: Process
+    process: WatchedProcess
     state: str = "R"
     step: int = 0
     phase: int = IDLE
@@ -98,7 +99,7 @@ class Watch:
         self._posted: float | None = None  # when silence was last published
         self._last = clock()  # time of the last look at the ranks
         self._suspended = False  # whether all ranks of the run were stopped
-        self._files, self._voice = Aside(), Aside()
+        self._files, self._standard_error = Aside(), Aside()
 
     def run(self) -> None:
         """Watch until no rank is left."""
@@ -115,14 +116,14 @@ class Watch:
         now = self._clock()
         self._look(now, min(now - self._last, 2 * self._interval))
         self._last = now
-        if not any(one.inside for one in self._ranks.values()):
+        if not any(rank.inside for rank in self._ranks.values()):
             return self._leave()
         self._consider()
         return False
 
     def _sleep(self) -> None:
         """Wait until the next look, or until a rank ends or leaves."""
-        ends = [one.process.handle for one in self._ranks.values() if one.inside]
+        ends = [rank.process.handle for rank in self._ranks.values() if rank.inside]
         ready, _, _ = select.select(
             [self._bell, *(handle for handle in ends if handle is not None)],
             [],
@@ -133,26 +134,26 @@ class Watch:
             os.read(self._bell, 1 << 16)
 
     def _find(self) -> None:
-        """Add the ranks that have new slots; remove the folder after the last one."""
+        """Add the ranks that have new slots; remove the folder after the last rank."""
         if len(self._ranks) == self._expected:
             return
         for path in slots.paths(self._folder):
             if path.name not in self._ranks:
                 facts, slot, stack = slots.read(path)
-                process = Process(facts.pid, facts.started)
+                process = WatchedProcess(facts.pid, facts.started)
                 self._ranks[path.name] = _Watched(facts, slot, stack, process)
         if len(self._ranks) == self._expected:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _look(self, now: float, elapsed: float) -> None:
-        for one in self._ranks.values():
-            lived = one.inside
-            if lived:
-                one.look(now, elapsed)
-            if lived and not one.state and one.phase != CLOSED:
+        for rank in self._ranks.values():
+            was_inside = rank.inside
+            if was_inside:
+                rank.look(now, elapsed)
+            if was_inside and not rank.state and rank.phase != CLOSED:
                 self._note(
-                    f"rank {one.facts.rank} is gone, process {one.facts.pid}, at "
-                    f"{place(self._sighting(one))}"
+                    f"rank {rank.facts.rank} is gone, process {rank.facts.pid}, at "
+                    f"{place(self._sighting(rank))}"
                 )
 
     def _leave(self) -> bool:
@@ -171,7 +172,7 @@ class Watch:
 
     def _consider(self) -> None:
         """Publish silence to the other helpers, and judge if it is too long."""
-        silence = max((one.silence for one in self._ranks.values() if one.counts), default=0.0)
+        silence = max((rank.silence for rank in self._ranks.values() if rank.counts), default=0.0)
         if silence >= _SECONDS_APART:
             self._look_apart()
         else:
@@ -201,16 +202,16 @@ class Watch:
         """End ranks that wait for each other at two places; the first helper checks all ranks."""
         if not (self._first or self._alone()):
             return
-        seen = self._sightings()
+        sightings = self._sightings()
         if not self._alone():
-            seen += self._files(self._exchange.others, _SECONDS_FOR_FILES) or []
-        blame, now = apart(seen, self._world_size), self._clock()
+            sightings += self._files(self._exchange.others, _SECONDS_FOR_FILES) or []
+        blame, now = apart(sightings, self._world_size), self._clock()
         if blame is None:
             self._apart = None
         elif self._apart is None:
-            self._apart = now, seen
-        elif now - self._apart[0] >= _SECONDS_APART and _longer(self._apart[1], seen):
-            self._end(blame, seen)
+            self._apart = now, sightings
+        elif now - self._apart[0] >= _SECONDS_APART and _longer(self._apart[1], sightings):
+            self._end(blame, sightings)
 
     def _alone(self) -> bool:
         """Return whether this helper watches all ranks."""
@@ -221,99 +222,102 @@ class Watch:
         self._files(lambda: self._exchange.post(own), _SECONDS_FOR_FILES)
 
     def _judge(self) -> None:
-        seen = self._sightings()
+        sightings = self._sightings()
         if not self._alone():
             self._post()
-            seen += self._files(self._exchange.others, _SECONDS_FOR_FILES) or []
+            sightings += self._files(self._exchange.others, _SECONDS_FOR_FILES) or []
         # The hosts of a suspended job do not continue at the same time, so wait one more look.
-        before, self._suspended = self._suspended, suspended(seen, self._world_size)
+        before, self._suspended = self._suspended, suspended(sightings, self._world_size)
         if before or self._suspended:
-            for one in self._ranks.values():
-                one.silence = min(one.silence, self._timeout / 2)
+            for rank in self._ranks.values():
+                rank.silence = min(rank.silence, self._timeout / 2)
             return
-        self._end(judge(seen, self._world_size, self._hosts), seen)
+        self._end(judge(sightings, self._world_size, self._hosts), sightings)
 
-    def _end(self, blame: Blame, seen: Sequence[Sighting]) -> None:
+    def _end(self, blame: Blame, sightings: Sequence[Sighting]) -> None:
         """Publish and report the judgement, then kill the ranks."""
-        expected = f"a sign of life from every rank; {self._limit()}"
+        expected = f"a heartbeat from every rank; {self._limit()}"
         judgement = str(HpctrainError(blame.code, blame.found, expected, *blame.fixes))
         if not self._alone():
-            mine = judgement
+            own = judgement
             judgement = (
-                self._files(lambda: self._exchange.settle(mine), _SECONDS_FOR_FILES) or judgement
+                self._files(lambda: self._exchange.settle(own), _SECONDS_FOR_FILES) or judgement
             )
         end = time.monotonic() + (0.0 if self._alone() else _SECONDS_TO_AGREE)
         try:
-            self._tell(judgement, seen)
+            self._report(judgement, sightings)
             time.sleep(max(0.0, end - time.monotonic()))
         finally:
             self._kill()
 
-    def _tell(self, judgement: str, seen: Sequence[Sighting]) -> None:
+    def _report(self, judgement: str, sightings: Sequence[Sighting]) -> None:
         """Write the judgement to the log, standard error and the exit status file."""
         error = f"hpctrain: error: {judgement}\n"
         shown = self._show()
         # Stop the ranks, so that they print no follow-up errors, for example about lost ranks.
         self._send(signal.SIGSTOP)
-        elsewhere = [one for one in seen if one.host != self._host]
-        lines = [f"{one.host}: {_describe(one)}\n" for one in elsewhere]
+        elsewhere = [sighting for sighting in sightings if sighting.host != self._host]
+        lines = [f"{sighting.host}: {_describe(sighting)}\n" for sighting in elsewhere]
         self._note("".join([error, *shown, *lines]).rstrip())
-        told = [
-            one.facts.exit_status_file for one in self._ranks.values() if one.facts.exit_status_file
+        status_files = [
+            rank.facts.exit_status_file
+            for rank in self._ranks.values()
+            if rank.facts.exit_status_file
         ]
-        if told:
+        if status_files:
             reason = judgement.partition("\n")[0]
             self._files(
-                lambda: rundir.write_exit_status(told[0], rundir.FAILED, reason), _SECONDS_FOR_FILES
+                lambda: write_exit_status(status_files[0], exit_codes.FAILED, reason),
+                _SECONDS_FOR_FILES,
             )
-        self._voice(
-            lambda: _say("".join([error, *shown, f"This is kept in {self._log}\n"])),
+        self._standard_error(
+            lambda: _write_error("".join([error, *shown, f"This text is also in {self._log}\n"])),
             _SECONDS_FOR_FILES,
         )
 
     def _show(self) -> list[str]:
         """Return lines with the ranks of this host and their stacks."""
-        seen = [one for one in self._ranks.values() if one.inside]
-        found = stacks.collect({one.stack: one.process for one in seen})
+        inside = [rank for rank in self._ranks.values() if rank.inside]
+        found = stacks.collect({rank.stack: rank.process for rank in inside})
         lines = []
-        for one in seen:
-            stack = found[one.stack] or "no stack: it did not answer\n"
-            lines.append(f"{_describe(self._sighting(one))}\n")
+        for rank in inside:
+            stack = found[rank.stack] or "no stack: the process did not respond\n"
+            lines.append(f"{_describe(self._sighting(rank))}\n")
             lines += [f"  {line}\n" if line else "\n" for line in stack.splitlines()]
         return lines
 
     def _kill(self) -> None:
-        victims = self._send(signal.SIGKILL)
+        killed = self._send(signal.SIGKILL)
         end = time.monotonic() + _SECONDS_TO_DIE
-        while any(one.process.state() for one in victims) and time.monotonic() < end:
+        while any(rank.process.state() for rank in killed) and time.monotonic() < end:
             time.sleep(0.01)
-        for one in victims:
-            if one.process.state():
-                self._note(f"rank {one.facts.rank}, process {one.facts.pid}, cannot be killed")
-            one.state = ""
+        for rank in killed:
+            if rank.process.state():
+                self._note(f"rank {rank.facts.rank}, process {rank.facts.pid}, cannot be killed")
+            rank.state = ""
         self._posted = None  # keep the posts for the helpers of other hosts
 
     def _send(self, number: int) -> list[_Watched]:
         """Send a signal to all ranks of this host that are in the run; return these ranks."""
-        inside = [one for one in self._ranks.values() if one.inside]
-        for one in inside:
-            one.process.send(number)
+        inside = [rank for rank in self._ranks.values() if rank.inside]
+        for rank in inside:
+            rank.process.send(number)
         return inside
 
     def _sightings(self) -> list[Sighting]:
-        return [self._sighting(one) for one in self._ranks.values()]
+        return [self._sighting(rank) for rank in self._ranks.values()]
 
-    def _sighting(self, one: _Watched) -> Sighting:
-        waits_in = one.process.waits_in() if one.state == "D" else ""
-        facts = one.facts
+    def _sighting(self, rank: _Watched) -> Sighting:
+        waits_in = rank.process.waits_in() if rank.state == "D" else ""
+        facts = rank.facts
         return Sighting(
             facts.rank,
             self._host,
-            one.step,
-            one.phase,
-            one.silence,
+            rank.step,
+            rank.phase,
+            rank.silence,
             facts.pid,
-            one.state,
+            rank.state,
             waits_in,
         )
 
@@ -328,21 +332,26 @@ class Watch:
 
 def _longer(before: Sequence[Sighting], now: Sequence[Sighting]) -> bool:
     """Return whether all ranks are still silent at the same places; observations may be old."""
-    were = {one.rank: one for one in before}
+    earlier = {sighting.rank: sighting for sighting in before}
     return all(
-        (were[one.rank].step, were[one.rank].phase) == (one.step, one.phase)
-        and one.silence > were[one.rank].silence
-        for one in now
-        if one.rank in were
+        (earlier[sighting.rank].step, earlier[sighting.rank].phase)
+        == (sighting.step, sighting.phase)
+        and sighting.silence > earlier[sighting.rank].silence
+        for sighting in now
+        if sighting.rank in earlier
     )
 
 
-def _describe(one: Sighting) -> str:
-    state = STATES.get(one.state, one.state)
-    how = f"process {one.pid} {state} (state {one.state})" if one.state else "its process has ended"
-    return f"rank {one.rank}: silent for {one.silence:.0f} s at {place(one)}; {how}"
+def _describe(sighting: Sighting) -> str:
+    state = sighting.state
+    how = (
+        f"process {sighting.pid} {STATES.get(state, state)} (state {state})"
+        if state
+        else "its process has ended"
+    )
+    return f"rank {sighting.rank}: silent for {sighting.silence:.0f} s at {place(sighting)}; {how}"
 
 
-def _say(text: str) -> None:
+def _write_error(text: str) -> None:
     sys.stderr.write(text)
     sys.stderr.flush()

@@ -2,9 +2,10 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
-__all__ = ["Process", "namespace", "start_time"]
+from hpctrain.cluster import proc
+
+__all__ = ["WatchedProcess"]
 
 STATES = {
     "R": "runs",
@@ -15,37 +16,13 @@ STATES = {
 }
 
 
-def namespace() -> int:
-    """Return the number of this process's pid namespace; 0 if the system has none."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
-
-
-def start_time(pid: int) -> int:
-    """Return the start time of a process in clock ticks; with its id, it identifies the process.
-
-    Raises:
-        OSError: there is no such process.
-    """
-    return _stat(pid)[1]
-
-
-def _stat(pid: int) -> tuple[str, int]:
-    """Return the state letter and the start time of a process."""
-    # The name in parentheses may contain any characters.
-    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return fields[0], int(fields[19])
-
-
 @dataclass(slots=True)
-class Process:
+class WatchedProcess:
     """A watched process, distinct from a later process with the same id.
 
     Args:
         pid: process id.
-        started: `start_time` of the process.
+        started: `Stat.started` of the process.
         handle: file descriptor that becomes readable when the process ends; set automatically.
     """
 
@@ -63,17 +40,14 @@ class Process:
     def state(self) -> str:
         """Return the state letter of proc(5); empty if the process has ended."""
         try:
-            state, started = _stat(self.pid)
+            now = proc.stat(self.pid)
         except OSError:
             return ""
-        return state if started == self.started and state not in "ZX" else ""
+        return now.state if now.started == self.started else ""
 
     def waits_in(self) -> str:
         """Return the kernel function in which the process waits; empty if unknown."""
-        try:
-            name = Path(f"/proc/{self.pid}/wchan").read_text().strip()
-        except OSError:
-            return ""
+        name = proc.text(f"{self.pid}/wchan")
         return name if name != "0" else ""
 
     def send(self, number: int) -> None:

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hpctrain.cluster import proc
 from hpctrain.cluster.world import World
 from hpctrain.monitoring.watchdog import slots
-from hpctrain.monitoring.watchdog.processes import start_time
 from hpctrain.monitoring.watchdog.stacks import SIGNAL
 from hpctrain.process.logging import logger
 from hpctrain.process.phases import IDLE, PHASES
@@ -72,7 +72,7 @@ class Watchdog:
         self._memory: bytearray | mmap.mmap = bytearray(slots.PLACE.size)
         self.step = 0
         self.seconds = [0.0] * len(PHASES)
-        self.heartbeat = self._pulse()
+        self.heartbeat = self._make_heartbeat()
         settings = {
             "host": host,
             "hosts": world.hosts or (host,),
@@ -86,8 +86,8 @@ class Watchdog:
         }
         try:
             pid = os.getpid()
-            told = os.path.abspath(exit_status_file) if exit_status_file else None
-            facts = slots.Facts(world.rank, pid, start_time(pid), told)
+            status_file = os.path.abspath(exit_status_file) if exit_status_file else None
+            facts = slots.Facts(world.rank, pid, proc.stat(pid).started, status_file)
             folder = slots.name(key, node_rank)
             self._slot, new = slots.take(folder, facts, settings)
             self._memory = self._slot.memory
@@ -96,9 +96,9 @@ class Watchdog:
                 self._helper = _start(self._slot.folder)
                 self._alone = world.local_world_size == 1
         except OSError as error:
-            logger.warning("no watch for hangs on %s: %s", host, error)
+            logger.warning("no watchdog on %s: %s", host, error)
 
-    def _pulse(self) -> Callable[[int], None]:
+    def _make_heartbeat(self) -> Callable[[int], None]:
         """Return the heartbeat function, which reads the clock once for all uses of a phase.
 
         Between the kernels of a model this code is never in the processor's cache, so each
@@ -128,7 +128,7 @@ class Watchdog:
             faulthandler.unregister(SIGNAL)
             slot.close()
             if helper is not None:
-                _part(helper, self._alone)
+                _wait_for_end(helper, self._alone)
 
 
 def _start(folder: Path) -> "subprocess.Popen[bytes]":
@@ -154,7 +154,7 @@ def _start(folder: Path) -> "subprocess.Popen[bytes]":
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _part(helper: "subprocess.Popen[bytes]", alone: bool) -> None:
+def _wait_for_end(helper: "subprocess.Popen[bytes]", alone: bool) -> None:
     """Wait for the helper's end if this rank is alone on the host; otherwise use a thread."""
     if alone:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hpctrain.monitoring.watchdog.processes import namespace
+from hpctrain.cluster import proc
 from hpctrain.process.phases import CLOSED, IDLE
 
 __all__ = ["PLACE", "Facts", "Slot", "name", "paths", "read", "read_settings", "take"]
@@ -46,7 +46,7 @@ class Facts:
     Attributes:
         rank: number of the rank.
         pid: process id of the rank.
-        started: `processes.start_time` of the process.
+        started: `Stat.started` of the process.
         exit_status_file: absolute path of the exit status file, on rank 0 only; None elsewhere.
     """
 
@@ -64,7 +64,7 @@ def name(key: str, node_rank: int) -> str:
         node_rank: number of the host; several simulated hosts may share a machine.
     """
     start = hashlib.sha256(key.encode()).hexdigest()[:16]
-    return f"{_PREFIX}-{os.getuid()}-{start}-{node_rank}-{namespace()}"
+    return f"{_PREFIX}-{os.getuid()}-{start}-{node_rank}-{proc.namespace()}"
 
 
 def _bases() -> list[Path]:
@@ -120,7 +120,7 @@ def _make(folder: Path, settings: dict[str, Any]) -> bool:
 def _check(folder: Path) -> None:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} belongs to somebody else")
+        raise PermissionError(f"{folder} belongs to another user")
 
 
 class Slot:
@@ -200,11 +200,11 @@ def remove_stale() -> None:
             # Another helper may do the same.
             with contextlib.suppress(OSError):
                 old = time.time() - folder.stat().st_mtime > _SECONDS_TO_FILL
-                if old and not any(_held(path) for path in paths(folder)):
+                if old and not any(_is_locked(path) for path in paths(folder)):
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _held(path: Path) -> bool:
+def _is_locked(path: Path) -> bool:
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

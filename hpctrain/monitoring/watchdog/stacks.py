@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Mapping
 
-from hpctrain.monitoring.watchdog.processes import Process
+from hpctrain.monitoring.watchdog.processes import WatchedProcess
 
 __all__ = ["SIGNAL", "collect"]
 
@@ -21,14 +21,14 @@ _SECONDS_BETWEEN_LOOKS = 0.005
 _MOST_BYTES = 1 << 20
 
 
-def collect(processes: Mapping[int, Process]) -> dict[int, str]:
+def collect(processes: Mapping[int, WatchedProcess]) -> dict[int, str]:
     """Return the stacks of the ranks; empty for a rank that does not respond.
 
     Args:
         processes: processes by the descriptor of the file into which the rank writes.
     """
-    stopped = {file: one for file, one in processes.items() if one.state() == "T"}
-    running = {file: one for file, one in processes.items() if file not in stopped}
+    stopped = {file: process for file, process in processes.items() if process.state() == "T"}
+    running = {file: process for file, process in processes.items() if file not in stopped}
     for process in running.values():
         process.send(SIGNAL)
     _wait(running)
@@ -42,12 +42,12 @@ def collect(processes: Mapping[int, Process]) -> dict[int, str]:
     return {file: _text(file) for file in processes}
 
 
-def _wait(processes: Mapping[int, Process]) -> None:
+def _wait(processes: Mapping[int, WatchedProcess]) -> None:
     """Wait until all processes have finished writing, at most two seconds."""
     end = time.monotonic() + _SECONDS
     before: dict[int, str] = {}
     while time.monotonic() < end:
-        now = {file: _text(file) for file, one in processes.items() if one.state()}
+        now = {file: _text(file) for file, process in processes.items() if process.state()}
         if now == before and all(now.values()):
             return
         before = now

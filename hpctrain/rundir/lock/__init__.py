@@ -28,7 +28,7 @@ from typing import Self
 from hpctrain.cluster.job import Allocation
 from hpctrain.errors import CheckpointError, ReplacedError, UsageError
 from hpctrain.rundir import RunDirectory
-from hpctrain.rundir.lock.liveness import refuse_living
+from hpctrain.rundir.lock.liveness import refuse_if_alive
 from hpctrain.rundir.lock.mutex import turn
 from hpctrain.rundir.lock.record import CAREFULLY, Owner, look, myself, put
 
@@ -73,18 +73,19 @@ class Lock:
                 compete for it; or it cannot be written.
         """
         path = _path(directory)
-        mine = myself(job, env)
-        text = json.dumps(asdict(mine)) + "\n"
+        this_start = myself(job, env)
+        text = json.dumps(asdict(this_start)) + "\n"
         try:
             directory.path.mkdir(parents=True, exist_ok=True)
             for _ in range(_ATTEMPTS):
-                seen = look(path)
-                if seen is not None:
-                    refuse_living(seen, mine, path, env)
+                found = look(path)
+                if found is not None:
+                    refuse_if_alive(found, this_start, path, env)
                 with turn(path, clock):
-                    now = look(path)
-                    if (now and now.mark) == (seen and seen.mark) and put(path, now, text, mine):
-                        return cls(directory, mine, clock)
+                    current = look(path)
+                    unchanged = (current and current.mark) == (found and found.mark)
+                    if unchanged and put(path, current, text, this_start):
+                        return cls(directory, this_start, clock)
         except OSError as error:
             raise UsageError(
                 "HT702",
@@ -94,7 +95,7 @@ class Lock:
             ) from None
         raise UsageError(
             "HT703",
-            f"several starts want {directory.path} at once, and this one was not the first",
+            f"several starts lock {directory.path} at the same time, and another one was first",
             "one start at a time in a run directory",
             "--run-dir DIR for another directory",
         )
@@ -119,32 +120,34 @@ class Lock:
         self._thread.join(timeout=1.0)  # the heartbeat may hang with the file system
         with contextlib.suppress(OSError), turn(self._path, self._clock):
             os.close(self._file)
-            seen = look(self._path)
-            if seen and seen.owner and seen.owner.token == self._owner.token:
+            found = look(self._path)
+            if found and found.owner and found.owner.token == self._owner.token:
                 self._path.unlink()
 
     def _refuse_fenced(self) -> None:
         try:
-            seen = look(self._path)
+            found = look(self._path)
         except OSError as error:
             raise CheckpointError(
                 "HT702",
-                f"whose the run directory is cannot be read: {error}",
+                f"the owner of the run directory cannot be read: {error}",
                 f"{self._path}, as this start wrote it",
                 f"ls -l {self._path}",
             ) from None
-        if seen and seen.owner and seen.owner.token == self._owner.token:
+        if found and found.owner and found.owner.token == self._owner.token:
             return
-        if seen is None:
-            found = f"fenced off: {self._path} is gone, as others had the directory or removed it"
+        if found is None:
+            reason = f"{self._path} is gone: another start used the directory, or removed the file"
+        elif found.owner is None:
+            reason = f"{self._path} is {found.foreign}"
         else:
-            found = f"fenced off: {self._path.parent} is now that of {seen.owner or seen.foreign}"
+            reason = f"{self._path.parent} now belongs to {found.owner}"
         raise ReplacedError(
             "HT704",
-            f"{found}; nothing more of this start ({self._owner}) is kept",
-            "that nobody else takes the directory while this start runs",
-            "leave it to the newer start",
-            "start again with --resume when that has ended",
+            f"fenced off: {reason}; this start ({self._owner}) saves nothing more",
+            "no other start takes the directory while this start runs",
+            "leave the directory to the newer start",
+            "start again with --resume when the newer start has ended",
         )
 
     def _heartbeat(self) -> None:

@@ -5,45 +5,45 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.cluster import slurm
+from hpctrain.cluster import proc, slurm
 from hpctrain.errors import UsageError
 from hpctrain.process.logging import logger
-from hpctrain.rundir.lock.record import Owner, Seen, started, text_of
+from hpctrain.rundir.lock.record import Owner, Seen
 
-__all__ = ["refuse_living"]
+__all__ = ["refuse_if_alive"]
 
 _SILENCE = 300.0
 
 
-def refuse_living(seen: Seen, mine: Owner, path: Path, env: Mapping[str, str]) -> None:
+def refuse_if_alive(found: Seen, this_start: Owner, path: Path, env: Mapping[str, str]) -> None:
     """Raise an error if the owner of the directory may be alive; otherwise log the takeover.
 
     Args:
-        seen: lock file as found.
-        mine: this start.
+        found: lock file as found.
+        this_start: this start.
         path: path of the lock file.
         env: environment for the commands that query Slurm.
 
     Raises:
         UsageError: the owner is alive, or may be alive.
     """
-    age = abs(_now(path.parent) - seen.renewed)  # a time in the future is no heartbeat either
-    owner = seen.owner
-    lives, why = _standing(owner, mine, age, env) if owner else (None, "")
-    if lives is None:
-        lives = age < _SILENCE
-        why = f"{why + ', ' if why else ''}last heard of {age:.0f} s ago"
+    age = abs(_now(path.parent) - found.renewed)  # a time in the future is no heartbeat either
+    owner = found.owner
+    alive, why = _standing(owner, this_start, age, env) if owner else (None, "")
+    if alive is None:
+        alive = age < _SILENCE
+        why = f"{why + ', ' if why else ''}last heartbeat {age:.0f} s ago"
     if owner is None:
-        if lives:
+        if alive:
             raise UsageError(
                 "HT703",
-                f"{path} is {seen.foreign}, {age:.0f} s old",
+                f"{path} is {found.foreign}, {age:.0f} s old",
                 "a lock file that hpctrain wrote, or none",
                 f"rm -r {path} (where no other start has the directory)",
                 "--run-dir DIR",
             )
-        logger.warning("%s is %s, %.0f s old, and is replaced", path, seen.foreign, age)
-    elif lives:
+        logger.warning("%s is %s, %.0f s old, and is replaced", path, found.foreign, age)
+    elif alive:
         end = f"scancel {owner.job}" if owner.job else f"kill {owner.pid} on {owner.host}"
         raise UsageError(
             "HT703",
@@ -58,57 +58,66 @@ def refuse_living(seen: Seen, mine: Owner, path: Path, env: Mapping[str, str]) -
 
 
 def _standing(
-    owner: Owner, mine: Owner, age: float, env: Mapping[str, str]
+    owner: Owner, this_start: Owner, age: float, env: Mapping[str, str]
 ) -> tuple[bool | None, str]:
     """Return whether a start is alive, and why; None if only the age of its heartbeat can decide.
 
     Args:
         owner: start that owns the directory.
-        mine: this start.
+        this_start: this start.
         age: seconds since the owner's last heartbeat.
         env: environment for the commands that query Slurm.
     """
-    if owner.launch and owner.launch == mine.launch:
+    if owner.launch and owner.launch == this_start.launch:
         return False, "an earlier start of the same hpctrain run --elastic"
-    same = bool(mine.job) and (owner.cluster, owner.job) == (mine.cluster, mine.job)
-    if same and owner.restart != mine.restart:
-        if owner.restart < mine.restart:
+    same_job = bool(this_start.job) and (owner.cluster, owner.job) == (
+        this_start.cluster,
+        this_start.job,
+    )
+    if same_job and owner.restart != this_start.restart:
+        if owner.restart < this_start.restart:
             return False, "the job was requeued since"
-        return True, f"the job was requeued since, and this is its start {mine.restart}"
-    if owner.job and not same:
-        lives, why = _job_lives(owner, mine, env)
-        if lives is not None:
-            return lives, why
-    lives, why = _process_lives(owner, mine, age)
-    if lives is None and same and owner.step != mine.step:
-        lives = slurm.step_lives(owner.job_id, owner.step, env)
-        why = f"Slurm says that step {owner.step} {'runs' if lives else 'has ended'}"
-    return lives, why if lives is not None else ""
+        return True, f"the job was requeued since, and this is its start {this_start.restart}"
+    if owner.job and not same_job:
+        alive, why = _job_is_alive(owner, this_start, env)
+        if alive is not None:
+            return alive, why
+    alive, why = _process_is_alive(owner, this_start, age)
+    if alive is None and same_job and owner.step != this_start.step:
+        alive = slurm.step_is_active(owner.job_id, owner.step, env)
+        why = f"Slurm reports that step {owner.step} {'runs' if alive else 'has ended'}"
+    return alive, why if alive is not None else ""
 
 
-def _job_lives(owner: Owner, mine: Owner, env: Mapping[str, str]) -> tuple[bool | None, str]:
+def _job_is_alive(
+    owner: Owner, this_start: Owner, env: Mapping[str, str]
+) -> tuple[bool | None, str]:
     """Return whether another job is alive according to Slurm, and why; None if unknown."""
-    if mine.cluster and owner.cluster != mine.cluster:
+    if this_start.cluster and owner.cluster != this_start.cluster:
         return None, ""  # another Slurm cluster uses the same numbers for other jobs
     state = slurm.job_state(owner.job, env)
     # If jobs are private, Slurm does not show those of other users.
-    if state is None or not (state.known or owner.user == mine.user):
+    if state is None or not (state.known or owner.user == this_start.user):
         return None, ""
-    return state.lives, f"Slurm says that job {owner.job} is {state.word}"
+    return state.active, f"Slurm reports that job {owner.job} is {state.name}"
 
 
-def _process_lives(owner: Owner, mine: Owner, age: float) -> tuple[bool | None, str]:
+def _process_is_alive(owner: Owner, this_start: Owner, age: float) -> tuple[bool | None, str]:
     """Return whether a process of this host is alive; None for other hosts and containers."""
-    if owner.host != mine.host or not (owner.boot and mine.boot):
+    if owner.host != this_start.host or not (owner.boot and this_start.boot):
         return None, ""
-    if owner.boot != mine.boot:
+    if owner.boot != this_start.boot:
         # A heartbeat since this host's boot came from another host of the same name.
-        gone = age > _uptime()
-        return (False, f"{owner.host} has been rebooted since") if gone else (None, "")
-    if (owner.namespace, owner.pid, owner.started) == (mine.namespace, mine.pid, mine.started):
+        before_boot = age > _uptime()
+        return (False, f"{owner.host} has been rebooted since") if before_boot else (None, "")
+    if (owner.namespace, owner.pid, owner.started) == (
+        this_start.namespace,
+        this_start.pid,
+        this_start.started,
+    ):
         return False, "an earlier run of this process"
-    lives = _alive(owner.pid, owner.started) if owner.namespace == mine.namespace else None
-    return lives, "its process runs" if lives else "its process is gone"
+    alive = _alive(owner.pid, owner.started) if owner.namespace == this_start.namespace else None
+    return alive, "its process runs" if alive else "its process has ended"
 
 
 def _alive(pid: int, since: int) -> bool | None:
@@ -121,13 +130,13 @@ def _alive(pid: int, since: int) -> bool | None:
         return False
     except PermissionError:
         pass  # a process of another user, which is alive
-    now = started(pid)
+    now = proc.started(pid)
     return None if now is None else now == since  # /proc may hide processes of other users
 
 
 def _uptime() -> float:
     """Return the seconds since this host booted."""
-    return float(text_of("/proc/uptime").split()[0])
+    return float(proc.text("uptime").split()[0])
 
 
 def _now(folder: Path) -> float:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster import env_vars
+from hpctrain.cluster import env_vars, proc
 from hpctrain.cluster.job import Allocation
 from hpctrain.rundir import create, replace
 
-__all__ = ["CAREFULLY", "Owner", "Seen", "look", "myself", "put", "started", "text_of"]
+__all__ = ["CAREFULLY", "Owner", "Seen", "look", "myself", "put"]
 
 _MOST_BYTES = 1 << 16
 _LONGEST = 200
@@ -47,7 +47,7 @@ class Owner:
     launch: str
     host: str
     boot: str
-    namespace: str
+    namespace: int
     pid: int
     started: int
     user: str
@@ -91,7 +91,7 @@ def look(path: Path) -> Seen | None:
         try:
             with open(os.open(path, os.O_RDONLY | CAREFULLY), "rb") as file:
                 owner = _parse(file.read(_MOST_BYTES))
-            foreign = "not whole, or not written by hpctrain"
+            foreign = "incomplete, or not written by hpctrain"
         except FileNotFoundError:
             return None
         except PermissionError as error:
@@ -102,8 +102,8 @@ def look(path: Path) -> Seen | None:
 def _parse(content: bytes) -> Owner | None:
     """Parse the content of a lock file; return None if it is not valid."""
     try:
-        said = json.loads(content)
-        values: dict[str, Any] = {field.name: said[field.name] for field in fields(Owner)}
+        entries = json.loads(content)
+        values: dict[str, Any] = {field.name: entries[field.name] for field in fields(Owner)}
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     for field in fields(Owner):
@@ -116,27 +116,27 @@ def _parse(content: bytes) -> Owner | None:
     return Owner(**values)
 
 
-def put(path: Path, seen: Seen | None, text: str, mine: Owner) -> bool:
-    """Write the lock file over the one that was seen, and return whether this start owns it.
+def put(path: Path, found: Seen | None, text: str, this_start: Owner) -> bool:
+    """Write the lock file in place of the found one; return whether this start owns it.
 
     Args:
         path: path of the lock file.
-        seen: lock file as found; None if there was none.
+        found: lock file as found; None if there was none.
         text: content to write.
-        mine: this start.
+        this_start: this start.
     """
-    if seen is None:
+    if found is None:
         try:
             create(path, text)
         except FileExistsError:
             return False
     else:
         if path.is_dir() and not path.is_symlink():
-            path.rename(path.with_name(f".lock.{mine.token}"))
+            path.rename(path.with_name(f".lock.{this_start.token}"))
         replace(path, text)
     # Without flock on the file system, another start may have written at the same time.
-    now = look(path)
-    return bool(now and now.owner and now.owner.token == mine.token)
+    current = look(path)
+    return bool(current and current.owner and current.owner.token == this_start.token)
 
 
 def myself(job: Allocation | None, env: Mapping[str, str]) -> Owner:
@@ -157,29 +157,13 @@ def myself(job: Allocation | None, env: Mapping[str, str]) -> Owner:
         # Without --elastic it is an address, which a later start may reuse.
         launch="" if ":" in launch else launch,
         host=socket.gethostname(),
-        boot=text_of("/proc/sys/kernel/random/boot_id"),
-        namespace=_namespace(),
+        boot=proc.text("sys/kernel/random/boot_id"),
+        namespace=proc.namespace(),
         pid=os.getpid(),
-        started=started(os.getpid()) or 0,
+        started=proc.started(os.getpid()) or 0,
         user=_user(),
         since=time.strftime("%Y-%m-%d %H:%M:%S %z"),
     )
-
-
-def text_of(path: str) -> str:
-    """Return the content of a file in /proc; empty if it cannot be read."""
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
-def _namespace() -> str:
-    """Return the pid namespace, because a container may have its own process ids."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 def _user() -> str:
@@ -187,15 +171,3 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())  # the container has no name for this user
-
-
-def started(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks since the boot; 0 if it is already dead.
-
-    None if /proc does not show it. Source: /proc/PID/stat of proc(5), fields 3 and 22.
-    """
-    # The name, in parentheses, may contain spaces and parentheses.
-    words = text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    if len(words) < 20:
-        return None
-    return 0 if words[0] in ("Z", "X") else int(words[19])

@@ -46,7 +46,7 @@ def _refuse(sizes: Sequence[int], world: int) -> None:
     if world == 1:
         raise UsageError(
             "HT903",
-            "bench allreduce of one rank, which has nobody to talk to",
+            "bench allreduce of one rank: there is no other rank to communicate with",
             "two ranks or more",
             "srun -n 2 hpctrain bench allreduce",
             "hpctrain run --nproc-per-node 2 -m hpctrain bench allreduce",
@@ -108,11 +108,11 @@ def show(found: dict[str, Any]) -> str:
         "copy GB/s",
     )
     rows = [head]
-    for one in found["results"]:
-        raw, ours, copy = (one["arms"][name] for name in (RAW, OURS, COPY))
+    for result in found["results"]:
+        raw, ours, copy = (result["arms"][name] for name in (RAW, OURS, COPY))
         rows.append(
             (
-                spell(one["bytes"]),
+                spell(result["bytes"]),
                 describe(raw["us"]),
                 describe(ours["us"]),
                 describe(ours["ratio"], ".3f"),

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 BASE, OURS, WRITE, COPY = "torch.save, fsync", "hpctrain", "raw write, fsync", "memory copy"
 _TENSORS = 160  # about the number of weight tensors of ResNet-50
-_USUAL, _TRIAL, _SECONDS_OF_A_WRITE = 10**9, 64 * 10**6, 2.0
+_LARGEST, _TRIAL, _SECONDS_OF_A_WRITE = 10**9, 64 * 10**6, 2.0
 # The previous checkpoint stays until the new one is complete.
 _ROOM = 2.2
 # The state, its copy in the writer, the bytes of the raw write, and their copy.
@@ -43,7 +43,7 @@ _LEAST = 10**4
 _SLOWER = 3
 
 
-class _Arms:
+class _SavingArms:
     """Arms that save a state; each returns the seconds until it is on the disk.
 
     Args:
@@ -112,7 +112,7 @@ def _new_state(size: int, device: torch.device) -> dict[str, Any]:
     count = max(size // 4 // 2 // _TENSORS, 1)
     tensors = [torch.full((count,), 0.1, device=device) for _ in range(2 * _TENSORS)]
     weights = {f"layer{n}.weight": tensor for n, tensor in enumerate(tensors[:_TENSORS])}
-    momenta = {n: {"momentum_buffer": one} for n, one in enumerate(tensors[_TENSORS:])}
+    momenta = {n: {"momentum_buffer": tensor} for n, tensor in enumerate(tensors[_TENSORS:])}
     return {"model": weights, "optimizer": {"state": momenta, "param_groups": []}}
 
 
@@ -146,7 +146,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: disk space, memory or time does not suffice, or the directory is not writable.
     """
-    opened: list[_Arms] = []  # empty at all ranks but rank 0
+    opened: list[_SavingArms] = []  # empty at all ranks but rank 0
 
     def open_arms() -> tuple[str, int]:
         path, folder = _make_folder(arguments.run_dir, undo)
@@ -154,16 +154,16 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
         refuse_size(size, path, shutil.disk_usage(folder).free, available())
         if arguments.size and session.world.world_size > 1:
             refuse_slow(size, _speed(folder, min(size, _TRIAL)), session.options.timeout)
-        opened.append(_Arms(folder, size, session.device))
+        opened.append(_SavingArms(folder, size, session.device))
         undo.callback(opened[0].close)
         return str(path), size
 
     def turn(name: str) -> float:
-        seconds: float = on_rank_zero(session.backend, lambda: _told(opened[0].all[name]))
+        seconds: float = on_rank_zero(session.backend, lambda: _as_usage_error(opened[0].all[name]))
         return seconds
 
     with ExitStack() as undo:
-        path, size = on_rank_zero(session.backend, lambda: _told(open_arms))
+        path, size = on_rank_zero(session.backend, lambda: _as_usage_error(open_arms))
         arms = {name: partial(turn, name) for name in (BASE, OURS, WRITE, COPY)}
         in_turns(session, arms, 0.0, 1)  # warm-up: memory is allocated, and directories are created
         times = in_turns(session, arms, arguments.seconds)
@@ -172,14 +172,14 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
         return {"path": path, "bytes": size, **evaluate(size, times, opened[0].pauses[1:])}
 
 
-def _told(act: Callable[[], T]) -> T:
+def _as_usage_error(function: Callable[[], T]) -> T:
     """Return the result of a function; turn an error of the file system into a UsageError.
 
     Raises:
         UsageError: the function raised an error.
     """
     try:
-        return act()
+        return function()
     except (OSError, RuntimeError, CheckpointError) as error:
         # torch.save raises a RuntimeError on a full disk.
         raise UsageError(
@@ -202,7 +202,7 @@ def _make_folder(run: str | None, undo: ExitStack) -> tuple[Path, Path]:
 def _fitting(folder: Path) -> int:
     """Return a size that fits and takes about two seconds; one digit and zeros, at most 1 GB."""
     free = shutil.disk_usage(folder).free
-    most = min(_USUAL, free / _ROOM / 2, _speed(folder, _TRIAL) * _SECONDS_OF_A_WRITE)
+    most = min(_LARGEST, free / _ROOM / 2, _speed(folder, _TRIAL) * _SECONDS_OF_A_WRITE)
     memory = available()
     if memory is not None:
         most = min(most, memory / _COPIES / 2)
@@ -237,19 +237,19 @@ def refuse_size(size: int, path: Path, free: int, memory: int | None) -> None:
     """
     if size < _LEAST:
         raise UsageError("HT902", f"--size {size}B", f"{spell(_LEAST)} or more", "--size 100MB")
-    for there, needed, where in (
+    for free_bytes, needed, where in (
         (free, size * _ROOM, f"on the file system of {path}"),
         (memory, size * _COPIES, "of memory"),
     ):
-        if there is not None and there < needed:
+        if free_bytes is not None and free_bytes < needed:
             raise UsageError(
                 "HT901",
-                f"{spell(there)} are free {where}, and a state of {spell(size)} needs "
+                f"{spell(free_bytes)} are free {where}, but a state of {spell(size)} needs "
                 f"{spell(needed)}",
-                "room for the checkpoint that is written and the one before"
+                "room for the new checkpoint and the previous one"
                 if where != "of memory"
-                else "room for the state, its copy, and what the yardsticks write",
-                f"--size {spell(_rounded(there / needed * size)).replace(' ', '')}",
+                else "room for the state, its copy, and the bytes of the reference writes",
+                f"--size {spell(_rounded(free_bytes / needed * size)).replace(' ', '')}",
                 "" if where == "of memory" else "--run-dir DIR on another file system",
             )
 
@@ -269,7 +269,7 @@ def refuse_slow(size: int, speed: float, timeout: float) -> None:
     if size > most:
         raise UsageError(
             "HT901",
-            f"to write {spell(size)} takes about {size / speed:.0f} s here, and the other ranks "
+            f"to write {spell(size)} takes about {size / speed:.0f} s here, but the other ranks "
             f"wait for {timeout:.0f} s",
             f"{timeout / _SLOWER:.0f} s or less, as torch.save may take several times as long",
             f"--size {spell(_rounded(most)).replace(' ', '')}",

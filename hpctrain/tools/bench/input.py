@@ -34,7 +34,7 @@ _LEAST_ROUNDS = 3
 
 
 class _Endless(data.TrainingSampler):
-    """Sampler that never ends: between two epochs, the workers would run dry and start again."""
+    """Sampler that never ends: between two epochs, the workers would stop and start again."""
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
@@ -42,7 +42,7 @@ class _Endless(data.TrainingSampler):
             self.epoch += 1
 
 
-class _Arms:
+class _LoadingArms:
     """Arms that load images, started again in every block; each returns the seconds per image.
 
     Args:
@@ -63,7 +63,7 @@ class _Arms:
             DataError: an image cannot be read or decoded.
         """
         begin, count, seconds = time.perf_counter(), 0, 0.0
-        for index in itertools.chain.from_iterable(self._anew()):
+        for index in itertools.chain.from_iterable(self._new_order()):
             try:
                 self._decoder.decode(self._source.read(index))
             except CorruptError as error:
@@ -92,7 +92,7 @@ class _Arms:
         session = self._session
         loader = data.Loader(
             self._set,
-            self._anew(),
+            self._new_order(),
             session.placement,
             workers,
             session.options.seed,
@@ -111,7 +111,7 @@ class _Arms:
         samples = rounds * a_round * session.batches.batch_size
         return (time.perf_counter() - begin) / samples
 
-    def _anew(self) -> data.TrainingSampler:
+    def _new_order(self) -> data.TrainingSampler:
         """Return the samples of this rank in a new order, so that each block starts with others."""
         self._sampler.epoch += 1
         return self._sampler
@@ -139,7 +139,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
     """
     source = _source(arguments.data)
     _refuse_few(source, session)
-    arms = _Arms(session, source)
+    arms = _LoadingArms(session, source)
     cores = min(len(os.sched_getaffinity(0)), session.workers + 1)
     numbers = on_rank_zero(session.backend, lambda: arguments.workers or numbers_of_workers(cores))
     turns = {DECODE: arms.decode}
@@ -169,7 +169,7 @@ def _refuse_few(source: Source, session: Session) -> None:
     if len(source) < ranks * size:
         raise UsageError(
             "HT909",
-            f"{source.place} has {len(source)} images, and a batch of each rank takes "
+            f"{source.place} has {len(source)} images, but a batch of each rank takes "
             f"{ranks * size}",
             "at least as many images",
             f"--batch-size {len(source) // ranks}"
@@ -207,8 +207,8 @@ def evaluate(
         slowest(ranks), DECODE, "ms_per_batch", 1e3 * batch_size
     )
     for name, arm in arms.items():
-        rounds = zip(*(one[name] for one in ranks), strict=True)
-        arm["images_per_second"] = summary([sum(1 / own for own in one) for one in rounds])
+        rounds = zip(*(times[name] for times in ranks), strict=True)
+        arm["images_per_second"] = summary([sum(1 / own for own in row) for row in rounds])
         arm["images_per_second_of_a_rank"] = 1e3 * batch_size / arm["ms_per_batch"]["median"]
         del arm["ratio"]
     found: dict[str, Any] = {"arms": arms}
@@ -242,6 +242,6 @@ def show(found: Mapping[str, Any]) -> str:
     ]
     if found["need"]:
         workers = found["enough_workers"]
-        said = f"--workers {workers}" if workers is not None else "none of these numbers of workers"
-        lines.append(f"{found['need']:,} images/s of a rank are fed by {said}.")
+        option = f"--workers {workers}" if workers is not None else "none of these numbers"
+        lines.append(f"{found['need']:,} images/s for a rank: {option} is enough.")
     return "\n".join(lines)

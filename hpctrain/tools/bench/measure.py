@@ -6,13 +6,14 @@ import platform
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from hpctrain.cluster import commands
 
 __all__ = [
     "busbw",
@@ -36,16 +37,16 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     Other jobs on the machine would distort a mean. The interval is that of the sign test, which
     assumes no distribution. With fewer than six values it is their range, at a lower confidence.
     """
-    rising = sorted(values)
-    count = len(rising)
-    quarters = statistics.quantiles(rising, n=4, method="inclusive")
+    ordered = sorted(values)
+    count = len(ordered)
+    quarters = statistics.quantiles(ordered, n=4, method="inclusive")
     below = _left_out(count)
     return {
-        "median": statistics.median(rising),
+        "median": statistics.median(ordered),
         "first_quartile": quarters[0],
         "third_quartile": quarters[2],
-        "low": rising[below],
-        "high": rising[count - 1 - below],
+        "low": ordered[below],
+        "high": ordered[count - 1 - below],
         "count": count,
     }
 
@@ -77,7 +78,7 @@ def compare(
     """
     return {
         name: {
-            unit: summary([one * factor for one in own]),
+            unit: summary([time * factor for time in own]),
             "ratio": summary([a / b for a, b in zip(own, times[base], strict=True)]),
         }
         for name, own in times.items()
@@ -91,8 +92,8 @@ def order(names: Sequence[str], number: int) -> list[str]:
     within a round affects all arms equally.
     """
     start = number // 2 % len(names)
-    turned = [*names[start:], *names[:start]]
-    return turned[::-1] if number % 2 else turned
+    rotated = [*names[start:], *names[:start]]
+    return rotated[::-1] if number % 2 else rotated
 
 
 def busbw(bytes_per_second: float, ranks: int) -> float:
@@ -143,10 +144,10 @@ def facts(packages: Sequence[str]) -> dict[str, Any]:
     """
     program = Path(sys.argv[0])
     ours = program.name == "hpctrain" or program.parts[-2:] == ("hpctrain", "__main__.py")
-    words = ["hpctrain", *sys.argv[1:]] if ours else [Path(sys.executable).name, *sys.argv]
+    command = ["hpctrain", *sys.argv[1:]] if ours else [Path(sys.executable).name, *sys.argv]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(words),
+        "command": shlex.join(command),
         "machine": {
             "cpu": _cpu(),
             "cores": len(os.sched_getaffinity(0)),
@@ -190,25 +191,11 @@ def _version(package: str) -> str | None:
 def _commit() -> str | None:
     """Return the commit of this file, with a + if its repository has changes.
 
-    None where no repository tracks the file, as in an installed package, even if that is inside of
-    another repository.
+    None if no repository tracks the file, as in an installed package, even if another repository
+    contains the package.
     """
-    commands = (
-        ["git", "ls-files", "--error-unmatch", Path(__file__).name],
-        ["git", "--no-optional-locks", "describe", "--always", "--dirty=+", "--abbrev=12"],
-    )
-    try:
-        answers = [
-            subprocess.run(
-                command,
-                cwd=Path(__file__).parent,
-                capture_output=True,
-                text=True,
-                timeout=5,
-                check=True,
-            ).stdout
-            for command in commands
-        ]
-    except (OSError, subprocess.SubprocessError):
+    file = Path(__file__)
+    if commands.git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
         return None
-    return answers[-1].strip()
+    describe = ("--no-optional-locks", "describe", "--always", "--dirty=+", "--abbrev=12")
+    return commands.git(file.parent, *describe)

@@ -1,12 +1,12 @@
 """Models of the step benchmark, and random batches for them."""
 
-import difflib
 from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
+from hpctrain.cluster.texts import nearest
 from hpctrain.errors import UsageError
 from hpctrain.training.session import Session
 
@@ -34,19 +34,18 @@ def choose(given: str | None, device: torch.device) -> str:
     if zoo is None:
         raise UsageError(
             "HT905",
-            f"--model {given}, and torchvision cannot be imported",
+            f"--model {given}, but torchvision cannot be imported",
             "torchvision, which has the model",
             "pip install 'hpctrain[vision]'",
             "--model small",
         )
     names = zoo.list_models(module=zoo)
     if given not in names:
-        near = difflib.get_close_matches(given, names, 1)
         raise UsageError(
             "HT906",
             f"--model {given}",
             "a model of torchvision.models, or small",
-            f"--model {near[0] if near else _LARGE}",
+            f"--model {nearest(given, names) or _LARGE}",
         )
     return given
 
@@ -66,12 +65,12 @@ def maker(name: str) -> Callable[[], nn.Module]:
     if zoo is None:  # missing on this rank, but not at rank 0
         raise UsageError(
             "HT905",
-            "torchvision cannot be imported here, and can be at rank 0",
+            "torchvision cannot be imported here, but it can at rank 0",
             "the same packages on all hosts",
             "pip install 'hpctrain[vision]'",
             "--model small",
         )
-    # Leave out their second output, which serves training only: the step's loss does not use it.
+    # Leave out their second output, which is for training only: the step's loss does not use it.
     two = name in ("googlenet", "inception_v3")
     more = {"aux_logits": False, "init_weights": True} if two else {}
     return lambda: zoo.get_model(name, weights=None, **more)  # type: ignore[no-any-return]

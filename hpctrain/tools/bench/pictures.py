@@ -64,8 +64,8 @@ def _file(number: int) -> bytes:
     except ImportError as error:
         raise UsageError(
             "HT905",
-            f"synthetic images, and Pillow cannot be imported: {error}",
-            "what makes them",
+            f"synthetic images, but Pillow cannot be imported: {error}",
+            "Pillow, which creates them",
             "pip install 'hpctrain[vision]'",
         ) from None
     generator = torch.Generator().manual_seed(number)
@@ -73,7 +73,7 @@ def _file(number: int) -> bytes:
     for grain, amplitude in _GRAINS.items():
         noise = torch.rand(1, 3, _HEIGHT // grain, _WIDTH // grain, generator=generator)
         pixels += amplitude * F.interpolate(noise, (_HEIGHT, _WIDTH), mode="bilinear")
-    box = io.BytesIO()
+    buffer = io.BytesIO()
     rows = (pixels[0] * 255).to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
-    image.fromarray(rows).save(box, "JPEG", quality=_QUALITY)
-    return box.getvalue()
+    image.fromarray(rows).save(buffer, "JPEG", quality=_QUALITY)
+    return buffer.getvalue()

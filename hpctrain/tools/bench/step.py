@@ -21,7 +21,7 @@ from hpctrain.training.session import Session
 
 __all__ = ["evaluate", "measure", "show"]
 
-BY_HAND, OURS, ALONE = "by hand", "hpctrain", "by hand, nothing exchanged"
+BY_HAND, OURS, ALONE = "by hand", "hpctrain", "by hand, no communication"
 _BLOCK_SECONDS, _MOST_STEPS = 0.25, 100
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,7 +34,7 @@ class _Loop(Protocol):
         """Read the loss, as a log does from time to time."""
 
 
-class _Baseline:
+class _HandWrittenLoop:
     """Baseline: the loop that an expert writes without hpctrain.
 
     Args:
@@ -131,8 +131,8 @@ class _Arm:
         self._device = session.device
         before = self._allocated()
         self._loop = make()
-        found = calls_for(session, self._loop.step, _BLOCK_SECONDS, _MOST_STEPS)
-        self.steps = steps or found
+        default = calls_for(session, self._loop.step, _BLOCK_SECONDS, _MOST_STEPS)
+        self.steps = steps or default
         self._loop.read()
         self._own = self._allocated() - before
         self.peak = 0
@@ -187,7 +187,7 @@ def measure(session: Session, arguments: argparse.Namespace) -> dict[str, Any]:
         "precision": precision,
         "compile": session.options.compile,
         "channels_last": session.placement.channels_last,
-        **evaluate(slowest([one[0] for one in ranks]), [one[1] for one in ranks], size),
+        **evaluate(slowest([own[0] for own in ranks]), [own[1] for own in ranks], size),
     }
 
 
@@ -196,16 +196,16 @@ def _measure(session: Session, name: str, seconds: float) -> tuple[Times, dict[s
     make, batch = models.maker(name), models.batch_of(name, session)
     baseline = session.backend.baseline()
     loops: dict[str, Callable[[], _Loop]] = {
-        BY_HAND: lambda: _Baseline(session, make, batch, baseline),
+        BY_HAND: lambda: _HandWrittenLoop(session, make, batch, baseline),
         OURS: lambda: _Ours(session, make, batch),
     }
     if session.world.world_size > 1:
-        loops[ALONE] = lambda: _Baseline(session, make, batch, Baseline())
+        loops[ALONE] = lambda: _HandWrittenLoop(session, make, batch, Baseline())
     arms: dict[str, _Arm] = {}
-    for arm, loop in loops.items():
-        arms[arm] = _Arm(session, loop, arms[BY_HAND].steps if arms else None)
-    times = in_turns(session, {arm: one.block for arm, one in arms.items()}, seconds)
-    return times, {arm: one.peak for arm, one in arms.items()}
+    for arm_name, loop in loops.items():
+        arms[arm_name] = _Arm(session, loop, arms[BY_HAND].steps if arms else None)
+    times = in_turns(session, {name: arm.block for name, arm in arms.items()}, seconds)
+    return times, {name: arm.peak for name, arm in arms.items()}
 
 
 def evaluate(
@@ -222,7 +222,7 @@ def evaluate(
     for name, arm in arms.items():
         arm["images_per_second"] = samples * len(peaks) / arm["ms"]["median"] * 1e3
         arm["images_per_second_of_a_rank"] = arm["images_per_second"] / len(peaks)
-        arm["peak_memory"] = max(one[name] for one in peaks) or None
+        arm["peak_memory"] = max(peak[name] for peak in peaks) or None
     found: dict[str, Any] = {"arms": arms, "scaling": None}
     if ALONE in times:
         scaling = compare({OURS: times[ALONE], BY_HAND: times[OURS]}, BY_HAND, "ms")
@@ -257,7 +257,7 @@ def show(found: dict[str, Any]) -> str:
     ]
     if found["scaling"]:
         lines.append(
-            "Scaling: where nothing is exchanged a step takes "
+            "Scaling: without communication, a step takes "
             f"{describe(found['scaling'], '.3f')} of hpctrain's time."
         )
     return "\n".join(lines)

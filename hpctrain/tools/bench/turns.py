@@ -48,9 +48,9 @@ def _together(session: Session, enough: bool) -> bool:
     Raises:
         Stopped: a rank received a stop request.
     """
-    asked = session.preemption.asked(save_margin=0.0)
-    said = [float(enough and session.is_main), *(float(reason == asked) for reason in REASONS)]
-    over, *reasons = session.backend.sum_async(said).values()
+    request = session.preemption.asked(save_margin=0.0)
+    flags = [float(enough and session.is_main), *(float(reason == request) for reason in REASONS)]
+    over, *reasons = session.backend.sum_async(flags).values()
     for reason, ranks in zip(REASONS, reasons, strict=True):
         if ranks:
             raise Stopped(f"{reason}, while it was measured", os.environ)
@@ -90,8 +90,8 @@ def calls_for(session: Session, action: Callable[[], Any], seconds: float, most:
         most: largest number of calls.
     """
     timed(session.device, action, 2)
-    one = timed(session.device, action, 2)
-    calls: int = session.backend.broadcast_object(max(1, min(int(seconds / one), most)))
+    one_call = timed(session.device, action, 2)
+    calls: int = session.backend.broadcast_object(max(1, min(int(seconds / one_call), most)))
     return calls
 
 
@@ -102,6 +102,6 @@ def slowest(ranks: Sequence[Times]) -> Times:
         ranks: result of `in_turns` at each rank.
     """
     return {
-        name: [max(times) for times in zip(*(one[name] for one in ranks), strict=True)]
+        name: [max(row) for row in zip(*(times[name] for times in ranks), strict=True)]
         for name in ranks[0]
     }

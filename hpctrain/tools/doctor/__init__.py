@@ -42,5 +42,5 @@ def examine(run: str | None, start_timeout: float, as_json: bool) -> int:
         report = Report(own, start.world, as_json)
         if start.world.world_size > 1:
             return cluster_checks.examine(report, own, start, directory, start_timeout, os.environ)
-        report.tell(worst_last(own.findings))
+        report.machines(worst_last(own.findings))
         return report.end()

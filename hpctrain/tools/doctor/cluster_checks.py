@@ -11,18 +11,18 @@ from hpctrain import backends, rendezvous
 from hpctrain._version import __version__
 from hpctrain.cluster import visible_gpus
 from hpctrain.cluster.launchers import Start
+from hpctrain.cluster.texts import printable
 from hpctrain.errors import HpctrainError
 from hpctrain.process.logging import logger
 from hpctrain.rendezvous import Rendezvous
-from hpctrain.tools.doctor import ranks
+from hpctrain.tools.doctor import rank_comparison
 from hpctrain.tools.doctor.findings import (
     OK,
     PROBLEM,
     WARNING,
     Finding,
     merged,
-    plain,
-    to_tell,
+    to_send,
     worst_last,
 )
 from hpctrain.tools.doctor.machine import Machine
@@ -40,12 +40,12 @@ _COLLECTIVE_SECONDS = 120.0
 _NOT_TRIED = Finding(
     "all-reduce",
     WARNING,
-    "not tried, nor clocks and run directory compared: not all ranks could take part",
-    ("mend the rest first",),
+    "not tried, and clocks and run directory not compared: not all ranks could take part",
+    ("fix the other problems first",),
 )
 _NO_SUM = (
     "look for a firewall between the hosts",
-    "export HPCTRAIN_INTERFACE=NAME, where the ranks use a wrong interface",
+    "export HPCTRAIN_INTERFACE=NAME, if the ranks use a wrong interface",
     "export NCCL_DEBUG=INFO, for the messages of NCCL",
 )
 
@@ -72,27 +72,27 @@ def examine(
         HpctrainError: the rendezvous failed, this is not rank 0, and rank 0 did not report it.
     """
     rank = start.world.rank
-    with ranks.token(rank, run) as left:
+    with rank_comparison.token(rank, run) as token:
         try:
-            met = _meet(start, own, _entry(own, left, env), run, timeout)
+            met = _meet(start, own, _entry(own, token, env), run, timeout)
         except HpctrainError as error:
-            if rank != 0 and not error.told_by_rank_0:
+            if rank != 0 and not error.reported_by_rank_0:
                 raise
             found = Finding("start", PROBLEM, error.found, error.fixes, (rank,))
-            report.tell([*worst_last(own.findings), found])
+            report.machines([*worst_last(own.findings), found])
             report.end()
             return error.exit_code
-        told = merged([entry["doctor"]["findings"] for entry in met.roster.entries])
-        table = ranks.rows(met.roster)
-        well = [one for one in own.findings if one.level == OK]
-        report.tell([*well, *told], [row.host for row in table])
-        unlike = _differences(met, table)
-        wrong = any(one.level == PROBLEM for one in unlike)
-        if own.device is not None and _can_talk(met) and not wrong:
-            return _talk(report, met, own.device, run, table, unlike, timeout)
+        others = merged([entry["doctor"]["findings"] for entry in met.roster.entries])
+        table = rank_comparison.rows(met.roster)
+        passed = [finding for finding in own.findings if finding.level == OK]
+        report.machines([*passed, *others], [row.host for row in table])
+        differing = _differences(met, table)
+        wrong = any(finding.level == PROBLEM for finding in differing)
+        if own.device is not None and _can_communicate(met) and not wrong:
+            return _check_communication(report, met, own.device, run, table, differing, timeout)
         if met.listener is not None:
             met.listener.close()
-        report.table(table, [_NOT_TRIED, *unlike])
+        report.table(table, [_NOT_TRIED, *differing])
         return report.end()
 
 
@@ -112,40 +112,41 @@ def _meet(
     )
 
 
-def _entry(own: Machine, left: Mapping[str, str], env: Mapping[str, str]) -> dict[str, Any]:
+def _entry(own: Machine, token: Mapping[str, str], env: Mapping[str, str]) -> dict[str, Any]:
     """Return the entry that this rank sends to the others at the rendezvous."""
-    said: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if own.device is not None:
         from hpctrain.rendezvous import consistency
 
-        said = consistency.entry(own.device, {})
+        values = consistency.entry(own.device, {})
     shown = visible_gpus.visible(env)
     return {
-        **said,
+        **values,
         "doctor": {
-            **left,
-            "findings": to_tell(own.findings),
+            **token,
+            "findings": to_send(own.findings),
             "kind": own.device.type if own.device is not None else None,
-            "gpu": said.get("gpu"),
-            "device": said.get("gpu_name") or (own.device.type if own.device else ranks.NONE),
+            "gpu": values.get("gpu"),
+            "device": values.get("gpu_name")
+            or (own.device.type if own.device else rank_comparison.NONE),
             "visible": ",".join(shown.names) or "hidden" if shown else "all",
             "cores": str(own.cores),
             "mask": f"{sum(1 << core for core in os.sched_getaffinity(0)):x}",
             "threads": env.get("OMP_NUM_THREADS") or env.get("MKL_NUM_THREADS") or "not set",
-            "torch": own.torch_version or ranks.NONE,
+            "torch": own.torch_version or rank_comparison.NONE,
             "python": platform.python_version(),
             "hpctrain": __version__,
         },
     }
 
 
-def _can_talk(met: Rendezvous) -> bool:
+def _can_communicate(met: Rendezvous) -> bool:
     """Return whether all ranks have a device, and all devices are of one kind."""
     kinds = {entry["doctor"]["kind"] for entry in met.roster.entries}
     return None not in kinds and len(kinds) == 1
 
 
-def _differences(met: Rendezvous, table: Sequence[ranks.Row]) -> list[Finding]:
+def _differences(met: Rendezvous, table: Sequence[rank_comparison.Row]) -> list[Finding]:
     """Return the differences between the ranks, problems last."""
     entries = met.roster.entries
     found = []
@@ -155,78 +156,87 @@ def _differences(met: Rendezvous, table: Sequence[ranks.Row]) -> list[Finding]:
 
         hosts = [row.host for row in table]
         found = [
-            Finding(one.subject, PROBLEM if one.wrong else WARNING, plain(one.found), one.fixes)
-            for one in consistency.differences(entries, hosts)
+            Finding(
+                difference.subject,
+                PROBLEM if difference.wrong else WARNING,
+                printable(difference.found),
+                difference.fixes,
+            )
+            for difference in consistency.differences(entries, hosts)
         ]
-    subjects = {one.subject for one in found}
-    found += [one for one in ranks.differences(table) if one.subject not in subjects]
-    return worst_last([*found, *ranks.judge_cores(entries, table)])
+    subjects = {finding.subject for finding in found}
+    found += [
+        finding for finding in rank_comparison.differences(table) if finding.subject not in subjects
+    ]
+    return worst_last([*found, *rank_comparison.judge_cores(entries, table)])
 
 
-def _talk(
+def _check_communication(
     report: Report,
     met: Rendezvous,
     device: "torch.device",
     run: Path,
-    table: Sequence[ranks.Row],
-    unlike: Sequence[Finding],
+    table: Sequence[rank_comparison.Row],
+    differing: Sequence[Finding],
     timeout: float,
 ) -> int:
     """Check clocks, run directory, sums and transfers between hosts; return an exit code."""
     backend = None
-    told = False
+    table_printed = False
     try:
         name = backends.choose("auto", met.world.world_size)
         backend = backends.open_backend(
-            name, met, device, backends.Settings(_COLLECTIVE_SECONDS, timeout)
+            name, met, device, backends.BackendSettings(_COLLECTIVE_SECONDS, timeout)
         )
-        found = _look_around(backend, met, run, table)
-        report.table(table, [*unlike, *found])
-        told = True
-        _add_up(report, backend, met)
+        found = _compare_machines(backend, met, run, table)
+        report.table(table, [*differing, *found])
+        table_printed = True
+        _measure_communication(report, backend, met)
         # No rank closes the backend while another rank still uses it.
         backend.barrier()
         backend.close()
     except (HpctrainError, RuntimeError) as error:
-        if not told:
-            report.table(table, unlike)
-        found_text, fixes = (
-            (error.found, error.fixes)
-            if isinstance(error, HpctrainError)
-            else (f"the ranks cannot compute a sum: {plain(error)}", _NO_SUM)
-        )
+        if not table_printed:
+            report.table(table, differing)
+        if isinstance(error, HpctrainError):
+            message, fixes = error.found, error.fixes
+        else:
+            text = printable(" ".join(str(error).split()))
+            message, fixes = f"the ranks cannot compute a sum: {text}", _NO_SUM
         if met.world.rank != 0:
-            logger.error("%s", found_text)
-        report.add([Finding("all-reduce", PROBLEM, found_text, fixes)])
+            logger.error("%s", message)
+        report.add([Finding("all-reduce", PROBLEM, message, fixes)])
         if backend is not None:
-            backend.close(found_text)
+            backend.close(message)
     return report.end()
 
 
-def _look_around(
-    backend: "Backend", met: Rendezvous, run: Path, table: Sequence[ranks.Row]
+def _compare_machines(
+    backend: "Backend", met: Rendezvous, run: Path, table: Sequence[rank_comparison.Row]
 ) -> list[Finding]:
     """Compare the clocks, and check whether all ranks find rank 0's file in the run directory."""
-    from hpctrain.tools.doctor import exchange
+    from hpctrain.tools.doctor import communication
 
-    said = met.roster.entries[0]["doctor"]
-    there = bool(said["token"]) and ranks.sees(run, said)
+    token = met.roster.entries[0]["doctor"]
+    found = bool(token["token"]) and rank_comparison.finds(run, token)
     backend.barrier()
-    told = exchange.tell(backend, [time.time(), float(there)])
-    for row, (clock, _) in zip(table, told, strict=True):
-        row.clock = clock - told[0][0]
-    shared = ranks.judge_shared(met.roster.entries, table, [bool(row[1]) for row in told])
-    return worst_last([*shared, *ranks.judge_clocks(table)])
+    numbers = communication.gather_numbers(backend, [time.time(), float(found)])
+    for row, (clock, _) in zip(table, numbers, strict=True):
+        row.clock = clock - numbers[0][0]
+    shared = rank_comparison.judge_shared(
+        met.roster.entries, table, [bool(row[1]) for row in numbers]
+    )
+    return worst_last([*shared, *rank_comparison.judge_clocks(table)])
 
 
-def _add_up(report: Report, backend: "Backend", met: Rendezvous) -> None:
+def _measure_communication(report: Report, backend: "Backend", met: Rendezvous) -> None:
     """Check and time the sums, and time the transfers between hosts."""
-    from hpctrain.tools.doctor import exchange
+    from hpctrain.tools.doctor import communication
 
-    sums = exchange.run_sums(backend)
-    pairs = exchange.run_pairs(backend, met.roster)
+    sums = communication.run_sums(backend)
+    pairs = communication.run_pairs(backend, met.roster)
     report.exchanged(
         sums.as_json(),
         [pair.as_json() for pair in pairs],
-        [exchange.judge_sums(sums), *exchange.judge_pairs(pairs)],
+        [communication.judge_sums(sums), *communication.judge_pairs(pairs)],
     )

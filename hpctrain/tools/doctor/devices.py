@@ -1,4 +1,4 @@
-"""Checks of the GPUs: torch sees them and has code for them, and the driver is new enough."""
+"""Checks of the GPUs: torch finds them and has code for them, and the driver is new enough."""
 
 import re
 import warnings
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from hpctrain.cluster import visible_gpus
 from hpctrain.cluster.launchers import Start
+from hpctrain.cluster.texts import printable
 from hpctrain.errors import UsageError
-from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding, plain
+from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding
 from hpctrain.tools.doctor.subprocesses import ask
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def choose(
         return None, Finding("GPUs", PROBLEM, error.found, error.fixes)
     except RuntimeError as error:  # from CUDA
         fix = "look at nvidia-smi: the GPU may be in use by another process, or broken"
-        return None, Finding("GPUs", PROBLEM, plain(error).split("  ")[0], (fix,))
+        return None, Finding("GPUs", PROBLEM, printable(str(error).partition("\n")[0]), (fix,))
 
 
 def examine(
@@ -55,22 +56,22 @@ def examine(
     """
     here = visible_gpus.here()
     driver = nvidia_driver() if here else None
-    seen = 0
+    count = 0
     why: tuple[str, tuple[str, ...]] = ("", ())
     if torch is not None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if here and not seen:
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if here and not count:
             from hpctrain.process import device
 
-            why = device.why_not([str(warning.message) for warning in caught])
-    found = [refused or judge_gpus(len(here), shown, seen, of_job, why)]
+            why = device.no_gpu_reason([str(warning.message) for warning in caught])
+    found = [refused or judge_gpus(len(here), shown, count, of_job, why)]
     if torch is not None and driver and torch.version.cuda:
         found.append(judge_driver(*driver, torch.version.cuda))
     if torch is not None:
-        built = torch.cuda.get_arch_list() if seen else []
-        for index in range(seen):
+        built = torch.cuda.get_arch_list() if count else []
+        for index in range(count):
             found.append(_architecture(torch, index, built))
     return found
 
@@ -78,22 +79,22 @@ def examine(
 def judge_gpus(
     here: int,
     shown: visible_gpus.Visible | None,
-    seen: int,
+    count: int,
     of_job: int | None = None,
     why: tuple[str, tuple[str, ...]] = ("", ()),
 ) -> Finding:
-    """Return a finding on whether torch sees the GPUs that it should see.
+    """Return a finding on whether torch finds the GPUs that it should find.
 
     Args:
         here: number of GPUs of this machine.
         shown: GPUs that the environment shows to this process; None without such a variable.
-        seen: number of GPUs that torch sees.
+        count: number of GPUs that torch finds.
         of_job: number of GPUs of the scheduler's job on this host; None where unknown.
-        why: reason why torch sees none, and the fixes.
+        why: reason why torch finds none, and the fixes.
     """
     hidden = f", {shown.source} shows {len(shown.names)}" if shown else ""
-    found = f"{here} here{hidden}, torch sees {seen}"
-    if not here and not seen:
+    found = f"{here} here{hidden}, torch finds {count}"
+    if not here and not count:
         if of_job:
             found = f"the job has {of_job} on this host, none here"
             fixes = ("in a container: apptainer exec --nv", "in a container: docker run --gpus all")
@@ -101,11 +102,11 @@ def judge_gpus(
         return Finding("GPUs", OK, "none on this machine: training on the CPU")
     if shown and not shown.names:
         return Finding("GPUs", OK, f"{found}: hidden on purpose, training on the CPU")
-    if not seen:
-        return Finding("GPUs", PROBLEM, f"{found}: {plain(why[0])}", why[1])
+    if not count:
+        return Finding("GPUs", PROBLEM, f"{found}: {printable(why[0])}", why[1])
     expected = min(here, len(shown.names)) if shown else of_job or here
     # Device files do not count slices of one GPU, or devices that a container passes in.
-    if seen < expected:
+    if count < expected:
         fix = "nvidia-smi (rocm-smi for AMD's), which shows whether one of them has failed"
         return Finding("GPUs", WARNING, f"{found}, {expected} expected", (fix,))
     return Finding("GPUs", OK, found)
@@ -117,7 +118,7 @@ def _architecture(torch: ModuleType, index: int, built: Sequence[str]) -> Findin
     if torch.version.hip:
         own = str(getattr(properties, "gcnArchName", own)).partition(":")[0]
     found = judge_architecture(own, built)
-    name = f"{plain(properties.name)}, {properties.total_memory / 2**30:.0f} GiB: {found.found}"
+    name = f"{printable(properties.name)}, {properties.total_memory / 2**30:.0f} GiB: {found.found}"
     return Finding(f"GPU {index}", found.level, name, found.fixes)
 
 
@@ -148,7 +149,7 @@ def judge_architecture(own: str, built: Sequence[str]) -> Finding:
     return Finding(
         "GPU",
         PROBLEM,
-        f"{own}, and this torch has code for {', '.join(built) or 'no GPU'} only",
+        f"{own}, but this torch has code for {', '.join(built) or 'no GPU'} only",
         (
             "install a torch that was built for this GPU: another CUDA build, an older torch for "
             "an older GPU, a newer one for a newer GPU",
@@ -173,9 +174,9 @@ def nvidia_driver() -> tuple[str, tuple[int, int] | None] | None:
     return read_driver(answer[1])
 
 
-def read_driver(said: str) -> tuple[str, tuple[int, int] | None] | None:
+def read_driver(text: str) -> tuple[str, tuple[int, int] | None] | None:
     """Read both versions from the head of nvidia-smi's table; None where it is no such table."""
-    driver, cuda = _DRIVER.search(said), _MAX_CUDA.search(said)
+    driver, cuda = _DRIVER.search(text), _MAX_CUDA.search(text)
     if driver is None:
         return None
     return driver[1], (int(cuda[1]), int(cuda[2])) if cuda else None
@@ -199,7 +200,7 @@ def judge_driver(driver: str, newest: tuple[int, int] | None, built: str) -> Fin
         return Finding(
             "driver",
             PROBLEM,
-            f"{found}, and torch was built with CUDA {built}",
+            f"{found}, but torch was built with CUDA {built}",
             (f"install a torch for CUDA {newest[0]}.x", "ask for a newer driver"),
         )
     return Finding("driver", OK, found)

@@ -11,9 +11,7 @@ __all__ = [
     "Finding",
     "merged",
     "of_rank",
-    "plain",
-    "spans",
-    "to_tell",
+    "to_send",
     "worst_last",
 ]
 
@@ -33,7 +31,7 @@ class Finding:
         subject: subject of the check, such as "torch".
         level: "ok", "warning" or "problem".
         found: one line of text for people.
-        fixes: commands or advice, each on its own enough; none where all is well.
+        fixes: commands or advice; each one alone is enough. Empty for level ok.
         ranks: ranks whose machine or process has this finding.
     """
 
@@ -48,53 +46,36 @@ class Finding:
         return {**asdict(self), "fixes": list(self.fixes), "ranks": list(self.ranks)}
 
 
-def to_tell(findings: Iterable[Finding]) -> list[list[Any]]:
+def to_send(findings: Iterable[Finding]) -> list[list[Any]]:
     """Return the warnings and problems that one rank sends to the others, as JSON values."""
-    wrong = [one for one in findings if one.level != OK]
+    wrong = [finding for finding in findings if finding.level != OK]
     return [
-        [one.subject, one.level, one.found[:_LONGEST], [fix[:_LONGEST] for fix in one.fixes]]
-        for one in wrong[:_MOST]
+        [f.subject, f.level, f.found[:_LONGEST], [fix[:_LONGEST] for fix in f.fixes]]
+        for f in wrong[:_MOST]
     ]
 
 
-def merged(told: Sequence[Sequence[Sequence[Any]]]) -> list[Finding]:
+def merged(sent: Sequence[Sequence[Sequence[Any]]]) -> list[Finding]:
     """Combine equal findings of several ranks into one; warnings first, problems last.
 
     Args:
-        told: for each rank in order, the result of `to_tell`.
+        sent: for each rank in order, the result of `to_send`.
     """
-    seen: dict[tuple[str, str, str, tuple[str, ...]], list[int]] = {}
-    for rank, findings in enumerate(told):
+    ranks_of: dict[tuple[str, str, str, tuple[str, ...]], list[int]] = {}
+    for rank, findings in enumerate(sent):
         for subject, level, text, fixes in findings:
-            seen.setdefault((subject, level, text, tuple(fixes)), []).append(rank)
+            ranks_of.setdefault((subject, level, text, tuple(fixes)), []).append(rank)
     found = []
-    for (subject, level, text, fixes), ranks in seen.items():
+    for (subject, level, text, fixes), ranks in ranks_of.items():
         found.append(Finding(subject, level, text, fixes, tuple(ranks)))
     return worst_last(found)
 
 
 def worst_last(findings: Iterable[Finding]) -> list[Finding]:
     """Sort findings by level, problems last; keep the order within a level."""
-    return sorted(findings, key=lambda one: _ORDER.index(one.level))
+    return sorted(findings, key=lambda finding: _ORDER.index(finding.level))
 
 
 def of_rank(findings: Iterable[Finding], rank: int) -> list[Finding]:
     """Return copies of the findings that belong to one rank."""
-    return [replace(one, ranks=(rank,)) for one in findings]
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Format rank numbers as `rank 3` or `ranks 0-2, 5`."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
-    return f"rank {text}" if len(numbers) == 1 else f"ranks {text}"
-
-
-def plain(value: object) -> str:
-    """Return a value as one line of text without control characters, for a terminal."""
-    return "".join(c if c.isprintable() else " " for c in str(value)).strip()
+    return [replace(finding, ranks=(rank,)) for finding in findings]

@@ -5,10 +5,11 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding, spans
-from hpctrain.tools.doctor.ranks import COMPARED, Row
+from hpctrain.cluster.texts import ranks_text
+from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding
+from hpctrain.tools.doctor.rank_comparison import COMPARED, Row
 
-__all__ = ["closing", "exchanged", "machine", "remarks", "table", "well"]
+__all__ = ["closing", "exchanged", "machine", "passed", "remarks", "table"]
 
 _COLUMNS = 100
 _SUBJECT = 18
@@ -28,14 +29,14 @@ def _line(subject: str, text: str) -> str:
     )
 
 
-def well(findings: Iterable[Finding]) -> list[str]:
+def passed(findings: Iterable[Finding]) -> list[str]:
     """Return one line for each finding of level ok."""
-    return [_line(one.subject, one.found) for one in findings if one.level == OK]
+    return [_line(f.subject, f.found) for f in findings if f.level == OK]
 
 
 def machine(host: str, findings: Iterable[Finding], environment: Mapping[str, str]) -> str:
     """Return the findings of level ok on this machine, and the environment variables."""
-    lines = [f"this machine: {host}", *well(findings)]
+    lines = [f"this machine: {host}", *passed(findings)]
     if environment:
         values = " ".join(f"{name}={value}" for name, value in environment.items())
         lines.append(_line("variables", values))
@@ -50,14 +51,14 @@ def remarks(findings: Iterable[Finding], hosts: Sequence[str]) -> str:
         hosts: host name of each rank, in the order of ranks.
     """
     lines = []
-    for one in findings:
-        if one.level == OK:
+    for finding in findings:
+        if finding.level == OK:
             continue
-        where = _where(one.ranks, hosts)
-        label = "PROBLEM" if one.level == PROBLEM else one.level
-        lines.append(_line(label, f"{one.subject}{where}: {one.found}"))
+        where = _where(finding.ranks, hosts)
+        label = "PROBLEM" if finding.level == PROBLEM else finding.level
+        lines.append(_line(label, f"{finding.subject}{where}: {finding.found}"))
         # Do not wrap a command that the user copies.
-        lines += [f"{_OR if number else _FIX}{fix}" for number, fix in enumerate(one.fixes)]
+        lines += [f"{_OR if number else _FIX}{fix}" for number, fix in enumerate(finding.fixes)]
     return "\n".join(lines)
 
 
@@ -68,15 +69,13 @@ def _where(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     # Only the first rank of a host checks what its ranks share.
     if list(ranks) == [hosts.index(host) for host in dict.fromkeys(hosts)]:
         return " (every host)" if len(ranks) > 1 else ""
-    there = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    more = ", …" if len(there) > 8 else ""
-    return f" ({spans(ranks)} of {', '.join(there[:8])}{more})"
+    return f" ({ranks_text(ranks, hosts)})"
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return a table with a row for each rank; equal values of all ranks are in one line above."""
-    alike = [name for name in COMPARED if len({row.values[name] for row in rows}) == 1]
-    varying = [name for name in COMPARED if name not in alike]
+    same = [name for name in COMPARED if len({row.values[name] for row in rows}) == 1]
+    varying = [name for name in COMPARED if name not in same]
     head = ["rank", "host", "local", "pid", "address", "clock"]
     if any(row.gpu for row in rows):
         head.append("GPU")
@@ -92,16 +91,16 @@ def table(rows: Sequence[Row]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     count = len({row.host for row in rows})
     lines = [f"{len(rows)} ranks on {count} host{'s' if count > 1 else ''}"]
-    if alike:
-        common = ", ".join(f"{name} {rows[0].values[name]}" for name in alike)
-        lines.append(_line("alike", common))
+    if same:
+        common = ", ".join(f"{name} {rows[0].values[name]}" for name in same)
+        lines.append(_line("same values", common))
     for line in cells:
         padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         lines.append(f"  {'  '.join(padded)}".rstrip())
     if len(shown) < len(rows):
-        lines.append(f"  … and {len(rows) - len(shown)} more like these; --json has all")
+        lines.append(f"  … and {len(rows) - len(shown)} more like these; --json lists all")
     if any(row.differs for row in rows):
-        lines.append("  * unlike most ranks")
+        lines.append("  * differs from most ranks")
     return "\n".join(lines)
 
 
@@ -113,19 +112,19 @@ def exchanged(sums: Mapping[str, Any], pairs: Sequence[Mapping[str, Any]]) -> st
     """
     right = "exact at all ranks" if sums["correct"] else "WRONG"
     lines = [_line("all-reduce", f"{right}, over {sums['transport']}")]
-    for one in sums["bus_bandwidth"]:
-        text = f"{one['gigabytes_per_second']:.3g} GB/s bus bandwidth"
-        lines.append(_line(f"  of {one['bytes'] // 10**6} MB", text))
+    for result in sums["bus_bandwidth"]:
+        text = f"{result['gigabytes_per_second']:.3g} GB/s bus bandwidth"
+        lines.append(_line(f"  of {result['bytes'] // 10**6} MB", text))
     text = f"{sums['copy_gigabytes_per_second']:.3g} GB/s within rank 0's own device"
     lines.append(_line("  a copy", text))
     if pairs:
         speeds = [pair["gigabytes_per_second"] for pair in pairs]
         if len(speeds) == 2:
-            there = f"{pairs[0]['source']} to {pairs[0]['target']} {speeds[0]:.3g}"
-            text = f"{there}, back {speeds[1]:.3g} GB/s"
+            way = f"{pairs[0]['source']} to {pairs[0]['target']}"
+            text = f"{way} {speeds[0]:.3g}, back {speeds[1]:.3g} GB/s"
         else:
             text = (
-                f"{len(speeds)} ways: {min(speeds):.3g} to {max(speeds):.3g} GB/s, "
+                f"{len(speeds)} transfers: {min(speeds):.3g} to {max(speeds):.3g} GB/s, "
                 f"median {statistics.median(speeds):.3g}"
             )
         lines.append(_line("between hosts", text))
@@ -136,9 +135,9 @@ def closing(findings: Sequence[Finding]) -> str:
     """Return the last line: the numbers of problems and warnings."""
     parts = []
     for level in (PROBLEM, WARNING):
-        subjects = list(dict.fromkeys(one.subject for one in findings if one.level == level))
-        count = sum(one.level == level for one in findings)
+        subjects = list(dict.fromkeys(f.subject for f in findings if f.level == level))
+        count = sum(finding.level == level for finding in findings)
         if count:
             plural = "s" if count > 1 else ""
             parts.append(f"{count} {level}{plural} ({', '.join(subjects)})")
-    return "; ".join(parts) or "all is well"
+    return "; ".join(parts) or "no problems, no warnings"

@@ -24,7 +24,7 @@ _MIB, _GIB = 2**20, 2**30
 # Other sockets of rank 0 and of rings, and open files of Python, torch and a data set.
 _OTHER_FILES = 64
 _FEW_PROCESSES = 1024
-# Least memory that InfiniBand verbs register; NCCL's documentation asks for no limit.
+# Least memory that InfiniBand verbs register; NCCL's documentation recommends no limit.
 _LITTLE_LOCKED = 64 * _MIB
 _DOCKER_SHARED = 64 * _MIB
 # From linux/timex.h: a return value of adjtimex(2), and a bit of its status.
@@ -70,12 +70,12 @@ def judge_open_files(soft: Limit, hard: Limit, world_size: int) -> Finding:
     if soft is None or soft >= need:
         return Finding("open files", OK, found)
     if hard is None or hard >= need:
-        return Finding("open files", OK, f"{found}; the Session raises it to what it needs")
+        return Finding("open files", OK, f"{found}; the Session raises the soft limit")
     fixes = (
         f"ask for a hard limit of {need} or more: LimitNOFILE of slurmd",
         f"docker run --ulimit nofile={need} …",
     )
-    found = f"{found}, and {world_size} ranks need about {need}"
+    found = f"{found}, but {world_size} ranks need about {need}"
     return Finding("open files", PROBLEM, found, fixes)
 
 
@@ -94,10 +94,10 @@ def judge_locked_memory(soft: Limit, infiniband: bool) -> Finding:
     return Finding(
         "locked memory",
         WARNING,
-        f"{found} (ulimit -l), and InfiniBand needs more",
+        f"{found} (ulimit -l), but InfiniBand needs more",
         (
             "ulimit -l unlimited",
-            "where that is refused: LimitMEMLOCK=infinity of slurmd",
+            "if that is refused: LimitMEMLOCK=infinity of slurmd",
             "docker run --ulimit memlock=-1 …",
         ),
     )
@@ -131,8 +131,10 @@ def judge_cores(cores: int, on_host: int, env: Mapping[str, str], alone: bool) -
         alone: whether no other rank shares the cores.
     """
     found = f"{cores} of {on_host} may be used"
-    asked = {name: env[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if env.get(name)}
-    for name, value in asked.items():
+    requested = {
+        name: env[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if env.get(name)
+    }
+    for name, value in requested.items():
         # OpenMP also accepts a list with a number for each nesting level.
         first = value.partition(",")[0].strip()
         found += f", {name}={value[:40]}"
@@ -140,15 +142,15 @@ def judge_cores(cores: int, on_host: int, env: Mapping[str, str], alone: bool) -
             return Finding("cores", WARNING, f"{found}, no number", (f"export {name}={cores}",))
         if int(first) > cores:
             fixes = (f"export {name}={cores}", f"under Slurm: srun --cpus-per-task={int(first)}")
-            return Finding("cores", WARNING, f"{found}: threads that take turns", fixes)
+            return Finding("cores", WARNING, f"{found}: more threads than cores", fixes)
     if cores == 1 < on_host:
         return Finding(
             "cores",
             WARNING,
-            f"{found}: loader workers take turns with the training",
+            f"{found}: loader workers share the core with the training",
             ("srun --cpus-per-task=N", "mpirun --bind-to none"),
         )
-    threads = min((int(value.partition(",")[0]) for value in asked.values()), default=None)
+    threads = min((int(value.partition(",")[0]) for value in requested.values()), default=None)
     if threads is not None and alone:
         found += f": {cores - threads} left for loader workers"
     return Finding("cores", OK, found)
@@ -170,13 +172,15 @@ def judge_shared_memory(size: int | None, free: int | None) -> Finding:
     """
     docker = ("docker run --shm-size=8g …", "docker run --ipc=host …")
     if size is None or free is None:
-        return Finding(_SHARED, WARNING, "not there: loader workers need it", docker)
+        return Finding(_SHARED, WARNING, "missing: loader workers need it", docker)
     found = f"{free / _GIB:.1f} of {size / _GIB:.1f} GiB free"
     if size <= _DOCKER_SHARED:
         found = f"{size / _MIB:.0f} MiB: too small for loader workers"
         return Finding(_SHARED, WARNING, found, docker)
     if free < _DOCKER_SHARED:
-        fix = f"ls -l {_SHARED}, and remove what dead processes left (torch_*, nccl-*)"
+        fix = (
+            f"ls -l {_SHARED}, and remove the files of processes that have ended (torch_*, nccl-*)"
+        )
         return Finding(_SHARED, WARNING, f"nearly full: {found}", (fix,))
     return Finding(_SHARED, OK, found)
 
@@ -188,13 +192,13 @@ def _clock() -> tuple[int, int] | None:
     """
     try:
         library = ctypes.CDLL(None)
-        answer = ctypes.create_string_buffer(_TIMEX_BYTES)
-        state = library.adjtimex(answer)
+        buffer = ctypes.create_string_buffer(_TIMEX_BYTES)
+        state = library.adjtimex(buffer)
     except (OSError, AttributeError):
         return None
     if state < 0:
         return None
-    return state, ctypes.c_int.from_buffer(answer, _STATUS_OFFSET).value
+    return state, ctypes.c_int.from_buffer(buffer, _STATUS_OFFSET).value
 
 
 def judge_clock(answer: tuple[int, int] | None) -> list[Finding]:
@@ -208,5 +212,5 @@ def judge_clock(answer: tuple[int, int] | None) -> list[Finding]:
     state, status = answer
     if state == _TIME_ERROR or status & _UNSYNCHRONISED:
         fixes = ("as root: timedatectl set-ntp true", "look at chronyc tracking")
-        return [Finding("clock", WARNING, "the kernel calls it not synchronised", fixes)]
+        return [Finding("clock", WARNING, "not synchronised, according to the kernel", fixes)]
     return [Finding("clock", OK, "synchronised")]

@@ -12,7 +12,15 @@ from hpctrain.cluster import visible_gpus
 from hpctrain.cluster.launchers import Start
 from hpctrain.errors import UsageError
 from hpctrain.process import file_limit
-from hpctrain.tools.doctor import devices, limits, network, scheduler, software, storage, variables
+from hpctrain.tools.doctor import (
+    devices,
+    limits,
+    network,
+    scheduler,
+    shown_variables,
+    software,
+    storage,
+)
 from hpctrain.tools.doctor.findings import WARNING, Finding, of_rank
 
 if TYPE_CHECKING:
@@ -75,7 +83,7 @@ def examine(start: Start, run: Path, env: MutableMapping[str, str], undo: ExitSt
         "host": start.rendezvous_point.host,
         "system": platform.platform(),
         "launcher": world.launcher,
-        "environment": variables.shown(env),
+        "environment": shown_variables.shown(env),
     }
     version = str(module.__version__) if module is not None else None
     cores = len(os.sched_getaffinity(0))

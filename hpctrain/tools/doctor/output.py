@@ -9,7 +9,7 @@ from hpctrain.cluster.world import World
 from hpctrain.tools.doctor import formatting
 from hpctrain.tools.doctor.findings import PROBLEM, Finding
 from hpctrain.tools.doctor.machine import Machine
-from hpctrain.tools.doctor.ranks import Row
+from hpctrain.tools.doctor.rank_comparison import Row
 
 __all__ = ["Report"]
 
@@ -33,7 +33,7 @@ class Report:
         self._sums: dict[str, Any] | None = None
         self._pairs: list[dict[str, Any]] = []
 
-    def tell(self, findings: Sequence[Finding], hosts: Sequence[str] = ()) -> None:
+    def machines(self, findings: Sequence[Finding], hosts: Sequence[str] = ()) -> None:
         """Add and print the findings of the machines; must be called once, before the rest.
 
         Args:
@@ -42,7 +42,7 @@ class Report:
         """
         self._findings += findings
         self._hosts = hosts or self._hosts
-        self._say(
+        self._print(
             formatting.machine(self._own.facts["host"], findings, self._own.facts["environment"]),
             formatting.remarks(findings, self._hosts),
         )
@@ -51,37 +51,37 @@ class Report:
         """Add and print the table of all ranks and the findings on their differences."""
         self._rows = rows
         self._findings += findings
-        lines = formatting.well(findings)
-        self._say("", formatting.table(rows), *lines, formatting.remarks(findings, self._hosts))
+        lines = formatting.passed(findings)
+        self._print("", formatting.table(rows), *lines, formatting.remarks(findings, self._hosts))
 
     def exchanged(
         self, sums: dict[str, Any], pairs: list[dict[str, Any]], findings: Sequence[Finding]
     ) -> None:
         """Add and print the results of the sums and of the transfers between hosts."""
         self._sums, self._pairs = sums, pairs
-        self._say("", formatting.exchanged(sums, pairs))
+        self._print("", formatting.exchanged(sums, pairs))
         self.add(findings)
 
     def add(self, findings: Sequence[Finding]) -> None:
         """Add and print more findings."""
         self._findings += findings
-        self._say(formatting.remarks(findings, self._hosts))
+        self._print(formatting.remarks(findings, self._hosts))
 
     def end(self) -> int:
         """Print the end of the report; return 1 where rank 0 has a problem, else 0."""
-        self._say("", formatting.closing(self._findings))
+        self._print("", formatting.closing(self._findings))
         if self._as_json and not self._silent:
-            told = {
+            report = {
                 "machine": self._own.facts,
-                "findings": [one.as_json() for one in self._findings],
+                "findings": [finding.as_json() for finding in self._findings],
                 "ranks": [row.as_json() for row in self._rows],
                 "all_reduce": self._sums,
                 "pairs": self._pairs,
             }
-            sys.stdout.write(json.dumps(told) + "\n")
-        return int(not self._silent and any(one.level == PROBLEM for one in self._findings))
+            sys.stdout.write(json.dumps(report) + "\n")
+        return int(not self._silent and any(f.level == PROBLEM for f in self._findings))
 
-    def _say(self, *parts: str) -> None:
+    def _print(self, *parts: str) -> None:
         """Print text at once, because a later check may end this process."""
         if not self._silent and not self._as_json and any(parts):
             sys.stdout.write("\n".join(parts).rstrip("\n") + "\n")

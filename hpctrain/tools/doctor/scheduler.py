@@ -5,8 +5,9 @@ import time
 from collections.abc import Mapping
 
 from hpctrain.cluster.job import Allocation
+from hpctrain.cluster.texts import printable
 from hpctrain.cluster.world import World
-from hpctrain.tools.doctor.findings import OK, WARNING, Finding, plain
+from hpctrain.tools.doctor.findings import OK, WARNING, Finding
 from hpctrain.tools.doctor.subprocesses import ask
 
 __all__ = ["examine", "judge_job", "judge_slurm"]
@@ -18,27 +19,27 @@ def examine(job: Allocation | None, env: Mapping[str, str], world: World) -> lis
     Args:
         job: allocation of the scheduler; None outside of a job.
         env: environment variables, for the memory of the job.
-        world: world of this process. Only rank 0 asks the controller for the time left, because
+        world: world of this process. Only rank 0 queries the controller for the time left, because
             the answer is the same for all ranks.
     """
     found = []
     if world.local_rank == 0:
-        there = shutil.which("srun") is not None
-        found.append(judge_slurm(there, ask(["srun", "--version"]) if there else None))
+        installed = shutil.which("srun") is not None
+        found.append(judge_slurm(installed, ask(["srun", "--version"]) if installed else None))
     left = None
     if job is not None and world.rank == 0 and job.scheduler == "slurm":
         left = ask(["squeue", "--noheader", "--jobs", job.job_id, "--format", "%L"])
     return [*found, judge_job(job, env, time.time(), left)]
 
 
-def judge_slurm(there: bool, answer: tuple[int, str] | None) -> Finding:
+def judge_slurm(installed: bool, answer: tuple[int, str] | None) -> Finding:
     """Return a finding with Slurm's version.
 
     Args:
-        there: whether srun is installed.
+        installed: whether srun is installed.
         answer: exit code and output of `srun --version`; None without an answer in time.
     """
-    if not there:
+    if not installed:
         return Finding("Slurm", OK, "not installed")
     if answer is not None and "configuration source" in answer[1]:
         return Finding(
@@ -48,10 +49,10 @@ def judge_slurm(there: bool, answer: tuple[int, str] | None) -> Finding:
             ("export SLURM_CONF=/PATH/slurm.conf, if this machine is in a cluster",),
         )
     if answer is None or answer[0] != 0:
-        found = plain(answer[1].partition("\n")[0])[:200] if answer else "it does not answer"
-        fix = "scontrol ping, which shows whether the controller answers"
+        found = printable(answer[1].partition("\n")[0])[:200] if answer else "no answer"
+        fix = "scontrol ping, which shows whether the controller responds"
         return Finding("Slurm", WARNING, f"srun --version: {found}", (fix,))
-    return Finding("Slurm", OK, plain(answer[1]))
+    return Finding("Slurm", OK, printable(answer[1]))
 
 
 def judge_job(
@@ -70,12 +71,12 @@ def judge_job(
     """
     if job is None:
         return Finding("job", OK, "none")
-    parts = [f"{job.scheduler} {plain(job.label)}", f"restart {job.restart_count}"]
+    parts = [f"{job.scheduler} {printable(job.label)}", f"restart {job.restart_count}"]
     if job.end_time is not None:
         seconds = max(0.0, job.end_time - now)
         parts.append(f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min left")
     elif left is not None and left[0] == 0 and left[1].strip():
-        parts.append(f"{plain(left[1])} left")
+        parts.append(f"{printable(left[1])} left")
     if job.tasks is not None:
         parts.append(f"{job.tasks} task{'s' if job.tasks != 1 else ''}")
     if job.gpus is not None:

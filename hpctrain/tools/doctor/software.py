@@ -12,7 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from hpctrain._version import __version__
-from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding, plain
+from hpctrain.cluster.texts import printable
+from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding
 from hpctrain.tools.doctor.subprocesses import ask
 
 __all__ = ["horovod", "import_torch", "python", "submitit", "torch"]
@@ -71,7 +72,7 @@ def torch(facts: Mapping[str, Any], error: str = "") -> Finding:
         return Finding(
             "torch",
             PROBLEM,
-            f"import torch fails: {plain(error)}",
+            f"import torch fails: {printable(' '.join(str(error).split()))}",
             (
                 f"{sys.executable} -m pip install --force-reinstall torch",
                 "try without LD_LIBRARY_PATH: env -u LD_LIBRARY_PATH hpctrain doctor",
@@ -105,8 +106,8 @@ def judge_horovod(installed: bool, answer: tuple[int, str] | None) -> Finding:
     if answer is None:
         found = f"import horovod.torch takes more than {_IMPORT_SECONDS:.0f} s"
         return Finding("horovod", WARNING, found, fixes)
-    code, said = answer
-    lines = said.strip().splitlines() or [""]
+    code, output = answer
+    lines = output.strip().splitlines() or [""]
     if code < 0:
         found = f"import horovod.torch crashes with {_signal(-code)}: built for another torch"
         return Finding("horovod", WARNING, found, fixes)
@@ -115,10 +116,12 @@ def judge_horovod(installed: bool, answer: tuple[int, str] | None) -> Finding:
     except ValueError:
         facts = None
     if not isinstance(facts, dict):
-        return Finding("horovod", WARNING, f"import horovod.torch fails: {plain(lines[-1])}", fixes)
-    carriers = [name for name in ("gloo", "mpi", "nccl") if facts.get(name)]
-    built = ", ".join(carriers) or "nothing to talk over"
-    level = OK if {"gloo", "mpi"} & set(carriers) else WARNING
+        return Finding(
+            "horovod", WARNING, f"import horovod.torch fails: {printable(lines[-1])}", fixes
+        )
+    transports = [name for name in ("gloo", "mpi", "nccl") if facts.get(name)]
+    built = ", ".join(transports) or "no transport"
+    level = OK if {"gloo", "mpi"} & set(transports) else WARNING
     found = f"{facts.get('version')}, built with {built}"
     return Finding("horovod", level, found, () if level == OK else fixes)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster import env_vars
-from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding, plain
+from hpctrain.cluster.texts import printable
+from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding
 from hpctrain.tools.doctor.subprocesses import SECONDS, ask, within
 
 __all__ = [
@@ -47,7 +48,7 @@ def cache(env: Mapping[str, str]) -> Path:
 
 def nearest(path: Path) -> Path:
     """Return the directory itself, or the nearest existing directory above it."""
-    return next((one for one in (path, *path.parents) if os.path.isdir(one)), Path("/"))
+    return next((folder for folder in (path, *path.parents) if os.path.isdir(folder)), Path("/"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,11 @@ class Place:
 
 
 def examine(subject: str, path: Path) -> list[Finding]:
-    """Check one directory; a file system that does not answer is a finding as well."""
+    """Check one directory; a file system that does not respond is a finding as well."""
     place = within(_HANGS_SECONDS, lambda: _read(path))
     if place is None:
-        found = f"{plain(path)}: no answer within {_HANGS_SECONDS:.0f} s"
-        fix = f"ls {plain(path)}, which hangs as well: the file server is gone or overloaded"
+        found = f"{printable(path)}: no answer within {_HANGS_SECONDS:.0f} s"
+        fix = f"ls {printable(path)}, which hangs as well: the file server is down or overloaded"
         return [Finding(subject, PROBLEM, found, (fix,))]
     return [judge(subject, place)]
 
@@ -97,7 +98,7 @@ def _read(path: Path) -> Place:
 def _try(path: Path, folder: Path) -> str:
     """Write a small file to the disk and remove it; return the error, or "" if there is none."""
     if os.path.exists(path) and not os.path.isdir(path):
-        return "it is no directory"
+        return "it is not a directory"
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".hpctrain-doctor-") as file:
             file.write(bytes(_TRIAL_BYTES))
@@ -137,7 +138,7 @@ def kind_of(folder: Path, mounts: str) -> str:
 
 def judge(subject: str, place: Place) -> Finding:
     """Return a finding on whether a training can write to a directory and has enough space."""
-    where = f"{plain(place.path)} ({place.kind or 'file system not known'})"
+    where = f"{printable(place.path)} ({place.kind or 'unknown file system'})"
     run_directory = subject == "run directory"
     fix = "--run-dir DIR" if run_directory else f"export {env_vars.CACHE}=DIR"
     if place.error:
@@ -149,11 +150,13 @@ def judge(subject: str, place: Place) -> Finding:
     few = place.inodes is not None and place.inodes < _FEW_INODES
     if place.free < _LITTLE_BYTES or few:
         level = PROBLEM if run_directory and place.free < _NO_BYTES else WARNING
-        what = "few inodes left" if few else "little room"
+        what = "few inodes left" if few else "little space left"
         return Finding(subject, level, f"{found}: {what}", (f"{fix} on another file system",))
     if run_directory and place.kind in ("tmpfs", "ramfs"):
-        found = f"{found}: in memory, and gone with it"
-        return Finding(subject, WARNING, found, (f"{fix} on a disk that outlives the job",))
+        found = f"{found}: in memory, not on a disk"
+        return Finding(
+            subject, WARNING, found, (f"{fix} on a disk that keeps the files after the job",)
+        )
     return Finding(subject, OK, found)
 
 
@@ -184,12 +187,12 @@ def read_quota(lines: Sequence[str]) -> list[tuple[str, str, int, int]]:
     Returns:
         File system, kind ("KiB" or "files"), used and limit, for each limit that is set.
     """
-    words = " ".join(line for line in lines if not line.startswith("Disk quotas for")).split()
-    if "Filesystem" in words:
-        words = words[words.index("Filesystem") + 9 :]  # skip the nine titles
+    columns = " ".join(line for line in lines if not line.startswith("Disk quotas for")).split()
+    if "Filesystem" in columns:
+        columns = columns[columns.index("Filesystem") + 9 :]  # skip the nine titles
     found = []
-    for start in range(0, len(words) - 8, 9):
-        row = words[start : start + 9]
+    for start in range(0, len(columns) - 8, 9):
+        row = columns[start : start + 9]
         for kind, used, soft, hard in (("KiB", *row[1:4]), ("files", *row[5:8])):
             numbers = [text.strip("*[]") for text in (used, soft, hard)]
             if not all(number.isascii() and number.isdecimal() for number in numbers):
@@ -200,18 +203,18 @@ def read_quota(lines: Sequence[str]) -> list[tuple[str, str, int, int]]:
     return found
 
 
-def judge_quota(said: Sequence[Sequence[str]]) -> list[Finding]:
+def judge_quota(outputs: Sequence[Sequence[str]]) -> list[Finding]:
     """Return a finding for each limit that is near, else one for the limit that is nearest.
 
     Args:
-        said: lines that each tool printed; without limits in them there is no finding.
+        outputs: lines that each tool printed; without limits in them there is no finding.
     """
-    rows = list(dict.fromkeys(row for lines in said for row in read_quota(lines)))
+    rows = list(dict.fromkeys(row for lines in outputs for row in read_quota(lines)))
     near = [
         Finding(
             "quota",
             PROBLEM if used >= limit else WARNING,
-            f"{plain(system)}: {used} of {limit} {kind} used",
+            f"{printable(system)}: {used} of {limit} {kind} used",
             (
                 "remove what is not needed",
                 "--run-dir DIR on another file system",
@@ -224,4 +227,4 @@ def judge_quota(said: Sequence[Sequence[str]]) -> list[Finding]:
     if near or not rows:
         return near
     system, kind, used, limit = max(rows, key=lambda row: row[2] / row[3])
-    return [Finding("quota", OK, f"{plain(system)}: {used} of {limit} {kind} used")]
+    return [Finding("quota", OK, f"{printable(system)}: {used} of {limit} {kind} used")]

@@ -1,12 +1,11 @@
 """Calls with a time limit, for other programs and for file systems that hang."""
 
 import os
-import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from hpctrain.cluster import env_vars
+from hpctrain.cluster import commands, env_vars
 
 __all__ = ["SECONDS", "ask", "within"]
 
@@ -23,29 +22,22 @@ def ask(command: Sequence[str], seconds: float = SECONDS) -> tuple[int, str] | N
         seconds: time limit in seconds, after which the program is killed.
 
     Returns:
-        Exit code and standard output, or standard error where standard output is empty. A negative
-        code is a signal. None where the program does not start, or does not end in time.
+        Exit code and standard output, or standard error where standard output is empty, without
+        white space around it. A negative code is a signal. None where the program does not start,
+        or does not end in time.
     """
+    # With a launcher's variables, the program could take itself for one of the ranks.
+    env = {**env_vars.scrubbed(os.environ), "LC_ALL": "C"}
+
+    def run() -> tuple[int, str] | None:
+        try:
+            done = commands.run(command, seconds, env)
+        except commands.NoAnswerError:
+            return None
+        return done.returncode, (done.stdout.strip() or done.stderr).strip()
+
     # A program that waits for a dead file server cannot be killed, so limit the wait as well.
-    return within(seconds + _KILLED_SECONDS, lambda: _run(command, seconds))
-
-
-def _run(command: Sequence[str], seconds: float) -> tuple[int, str] | None:
-    try:
-        done = subprocess.run(
-            command,
-            # With a launcher's variables, the program could take itself for one of the ranks.
-            env={**env_vars.scrubbed(os.environ), "LC_ALL": "C"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.returncode, done.stdout if done.stdout.strip() else done.stderr
+    return within(seconds + _KILLED_SECONDS, run)
 
 
 def within(seconds: float, function: Callable[[], T]) -> T | None:

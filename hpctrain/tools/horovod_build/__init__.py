@@ -1,6 +1,6 @@
 """Build, cache and installation of a Horovod that fits the installed torch.
 
-Horovod's last release, 0.28.1, does not compile against torch 2.1 or later, as it asks for C++14.
+Horovod's last release, 0.28.1, does not compile against torch 2.1 or later, as it requires C++14.
 pip fetches its source package. hpctrain changes a few lines, compiles it once for each combination
 of versions, and keeps the wheel in the cache.
 """
@@ -20,18 +20,18 @@ from types import FrameType
 from hpctrain.cluster import env_vars
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.tools.horovod_build import cache, installed, source, toolchain
-from hpctrain.tools.horovod_build.commands import Say
-from hpctrain.tools.horovod_build.recipe import Plan, make
+from hpctrain.tools.horovod_build.build_commands import PrintLine
 from hpctrain.tools.horovod_build.torch_facts import Torch, ask_torch
+from hpctrain.tools.horovod_build.wheel_build import Plan, make
 
 __all__ = ["build", "decide", "key"]
 
-# Version of the recipe: increase it when wheels of an earlier hpctrain must not be used any more.
+# Version of the recipe: increase it when wheels of an earlier hpctrain must no longer be used.
 _RECIPE = 3
 
 
 def build(
-    cuda: bool | None, mpi: bool, wheel_only: bool, env: Mapping[str, str], say: Say
+    cuda: bool | None, mpi: bool, wheel_only: bool, env: Mapping[str, str], print_line: PrintLine
 ) -> Path | None:
     """Build the wheel or find it in the cache, install it, and test it with two ranks.
 
@@ -40,7 +40,7 @@ def build(
         mpi: whether to build with MPI as well.
         wheel_only: whether to skip the installation and the test.
         env: environment of this process.
-        say: function that prints one line for each step.
+        print_line: function that prints one line for each step.
 
     Returns:
         Path of the wheel; None if the installed Horovod fits and the cache has no wheel of it.
@@ -53,32 +53,34 @@ def build(
         raise HpctrainError(
             "HT910",
             f"{sys.executable} has no pip",
-            "pip, to fetch and to install",
+            "pip, to download and install",
             f"{sys.executable} -m ensurepip",
             "uv pip install pip",
         )
-    # Horovod's build reads Horovod's variables too. Only the NCCL that the user set is kept.
+    # Horovod's build reads Horovod's variables too. Of them, keep only the NCCL that the user set.
     nccl = {name: env[name] for name in env if name.startswith("HOROVOD_NCCL_")}
     env = {**env_vars.scrubbed(env), **nccl}
     torch = ask_torch(env)
-    plan = decide(torch, cuda, mpi, env, say)
+    plan = decide(torch, cuda, mpi, env, print_line)
     place = cache.folder(key(plan), env)
-    if not wheel_only and _fits(plan, place.name, env, say):
+    if not wheel_only and _fits(plan, place.name, env, print_line):
         return cache.find(place)
     with _ended_by_signals(), contextlib.ExitStack() as stack:
         wheel = cache.find(place)
         if wheel is None:
-            stack.enter_context(cache.locked(place, say))
+            stack.enter_context(cache.locked(place, print_line))
             # Another process may have built it while this one waited.
-            wheel = cache.find(place) or _make(plan, place, env, say)
+            wheel = cache.find(place) or _make(plan, place, env, print_line)
         else:
-            say(f"found {wheel}")
+            print_line(f"found {wheel}")
         if not wheel_only:
-            _install(wheel, plan, env, say)
+            _install(wheel, plan, env, print_line)
     return wheel
 
 
-def decide(torch: Torch, cuda: bool | None, mpi: bool, env: Mapping[str, str], say: Say) -> Plan:
+def decide(
+    torch: Torch, cuda: bool | None, mpi: bool, env: Mapping[str, str], print_line: PrintLine
+) -> Plan:
     """Decide what to build: by default for GPUs if torch and this machine support them.
 
     Raises:
@@ -87,7 +89,7 @@ def decide(torch: Torch, cuda: bool | None, mpi: bool, env: Mapping[str, str], s
     """
     toolkit = None if cuda is False else toolchain.find_cuda(env)
     built = f"is built with CUDA {torch.cuda}" if torch.cuda else "is no CUDA build"
-    found = f"torch {torch.version} {built}, nvcc is {toolkit.version if toolkit else 'not there'}"
+    found = f"torch {torch.version} {built}, nvcc is {toolkit.version if toolkit else 'missing'}"
     if not torch.cuda or not toolkit or toolkit.version.split(".")[0] != torch.cuda.split(".")[0]:
         if cuda:
             raise UsageError(
@@ -103,7 +105,9 @@ def decide(torch: Torch, cuda: bool | None, mpi: bool, env: Mapping[str, str], s
     chosen = f" ({found})" if cuda is None else ""
     device = f"on {'GPUs over NCCL' if toolkit else 'CPUs'}{chosen}"
     over = f"gloo and {plan.mpi}, {plan.mpi.compilers[0]}" if plan.mpi else "gloo"
-    say(f"Horovod {source.VERSION} for torch {torch.version}, {device}; ranks meet over {over}")
+    print_line(
+        f"Horovod {source.VERSION} for torch {torch.version}, {device}; communication over {over}"
+    )
     return plan
 
 
@@ -122,25 +126,25 @@ def key(plan: Plan) -> str:
     return re.sub(r"[^\w.+-]", "_", "-".join(parts))
 
 
-def _fits(plan: Plan, wanted: str, env: Mapping[str, str], say: Say) -> bool:
+def _fits(plan: Plan, wheel_key: str, env: Mapping[str, str], print_line: PrintLine) -> bool:
     """Check whether the installed Horovod is this build, or another with its features."""
-    there = installed.version()
-    if not there or installed.key() not in (wanted, ""):
+    version = installed.version()
+    if not version or installed.key() not in (wheel_key, ""):
         return False
-    facts, why = installed.try_out(env)
-    lacking = _lacking(facts, plan)
-    if facts and not lacking:
-        say(f"Horovod {there} is installed and works: {_described(facts)}")
+    facts, output = installed.try_out(env)
+    missing = _missing(facts, plan)
+    if facts and not missing:
+        print_line(f"Horovod {version} is installed and works: {_described(facts)}")
         return True
-    what = f"has no {', '.join(lacking)}" if facts else f"does not work:{why}"
-    say(f"the installed Horovod {there} {what}")
+    what = f"has no {', '.join(missing)}" if facts else f"does not work:{output}"
+    print_line(f"the installed Horovod {version} {what}")
     return False
 
 
-def _lacking(facts: Mapping[str, object], plan: Plan) -> list[str]:
+def _missing(facts: Mapping[str, object], plan: Plan) -> list[str]:
     """Return the features that the plan needs and Horovod lacks."""
-    wanted = {"gloo": True, "mpi": plan.mpi is not None, "nccl": plan.cuda is not None}
-    return [name for name, needed in wanted.items() if needed and not facts.get(name)]
+    features = {"gloo": True, "mpi": plan.mpi is not None, "nccl": plan.cuda is not None}
+    return [name for name, needed in features.items() if needed and not facts.get(name)]
 
 
 def _described(facts: Mapping[str, object]) -> str:
@@ -148,11 +152,11 @@ def _described(facts: Mapping[str, object]) -> str:
     return f"built with {over}; two ranks computed a sum over gloo"
 
 
-def _make(plan: Plan, place: Path, env: Mapping[str, str], say: Say) -> Path:
+def _make(plan: Plan, place: Path, env: Mapping[str, str], print_line: PrintLine) -> Path:
     """Build in a temporary folder, and keep the folder with its log if the build fails."""
     work = Path(tempfile.mkdtemp(prefix="hpctrain-horovod-"))
     try:
-        wheel = cache.store(make(plan, env, work, say), place)
+        wheel = cache.store(make(plan, env, work, print_line), place)
     except HpctrainError:
         if not (work / "log").exists():
             shutil.rmtree(work, ignore_errors=True)
@@ -161,25 +165,25 @@ def _make(plan: Plan, place: Path, env: Mapping[str, str], say: Say) -> Path:
         shutil.rmtree(work, ignore_errors=True)
         raise
     shutil.rmtree(work, ignore_errors=True)
-    say(f"built {wheel} ({wheel.stat().st_size / 1e6:.1f} MB)")
+    print_line(f"built {wheel} ({wheel.stat().st_size / 1e6:.1f} MB)")
     return wheel
 
 
-def _install(wheel: Path, plan: Plan, env: Mapping[str, str], say: Say) -> None:
-    say(f"installing it for {sys.executable}")
+def _install(wheel: Path, plan: Plan, env: Mapping[str, str], print_line: PrintLine) -> None:
+    print_line(f"installing it for {sys.executable}")
     with tempfile.TemporaryDirectory(prefix="hpctrain-horovod-") as folder:
-        installed.install(wheel, env, Path(folder) / "log", say)
-    facts, why = installed.try_out(env)
-    lacking = _lacking(facts, plan)
-    if not facts or lacking:
-        found = f"has no {', '.join(lacking)}" if facts else f"does not work:{why}"
+        installed.install(wheel, env, Path(folder) / "log", print_line)
+    facts, output = installed.try_out(env)
+    missing = _missing(facts, plan)
+    if not facts or missing:
+        found = f"has no {', '.join(missing)}" if facts else f"does not work:{output}"
         raise HpctrainError(
             "HT918",
             f"the Horovod of {wheel} {found}",
             "two ranks of this machine that compute a sum",
             f"rm -r {wheel.parent}, and build it again",
         )
-    say(f"installed Horovod {facts['version']}, {_described(facts)}")
+    print_line(f"installed Horovod {facts['version']}, {_described(facts)}")
 
 
 @contextlib.contextmanager
@@ -191,8 +195,8 @@ def _ended_by_signals() -> Iterator[None]:
 
     numbers = (signal.SIGTERM, signal.SIGHUP)
     # Signals that nohup ignores stay ignored.
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, leave) for number in heard}
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in handled}
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.cluster import env_vars
 from hpctrain.errors import HpctrainError
-from hpctrain.tools.horovod_build.commands import Say
+from hpctrain.tools.horovod_build.build_commands import PrintLine
 
 __all__ = ["find", "folder", "locked", "store"]
 
@@ -39,7 +39,7 @@ def find(place: Path) -> Path | None:
 
 
 @contextlib.contextmanager
-def locked(place: Path, say: Say) -> Iterator[None]:
+def locked(place: Path, print_line: PrintLine) -> Iterator[None]:
     """Hold the lock of a folder, so that only one process at a time builds its wheel.
 
     The kernel releases the lock of a killed process. On a file system without locks, two builds may
@@ -54,23 +54,23 @@ def locked(place: Path, say: Say) -> Iterator[None]:
     except OSError as error:
         raise _unwritable(place, error) from None
     with lock:
-        alone = _wait(lock.fileno(), place, say)
-        if alone:
-            for left in place.glob(f"{_UNFINISHED}*"):
-                left.unlink(missing_ok=True)
+        has_lock = _wait(lock.fileno(), place, print_line)
+        if has_lock:
+            for file in place.glob(f"{_UNFINISHED}*"):
+                file.unlink(missing_ok=True)
         yield
 
 
-def _wait(lock: int, place: Path, say: Say) -> bool:
+def _wait(lock: int, place: Path, print_line: PrintLine) -> bool:
     """Wait for the lock; return False if the file system has no locks."""
-    told = False
+    printed = False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not told:
-                say(f"another process builds this wheel in {place}: waiting for it")
-                told = True
+            if not printed:
+                print_line(f"another process builds this wheel in {place}: waiting for it")
+                printed = True
             time.sleep(_SECONDS_BETWEEN_TRIES)
         except OSError:
             return False

@@ -10,9 +10,9 @@ from urllib.parse import unquote, urlsplit
 
 from hpctrain.errors import HpctrainError
 from hpctrain.tools.horovod_build import check
-from hpctrain.tools.horovod_build.commands import Say, ask, run
-from hpctrain.tools.horovod_build.recipe import pip
+from hpctrain.tools.horovod_build.build_commands import PrintLine, ask, run
 from hpctrain.tools.horovod_build.source import VERSION
+from hpctrain.tools.horovod_build.wheel_build import pip
 
 __all__ = ["install", "key", "try_out", "version"]
 
@@ -36,8 +36,8 @@ def key() -> str:
     a Horovod from elsewhere: a package index, a repository, or a wheel outside of a cache.
     """
     try:
-        said = importlib.metadata.distribution("horovod").read_text("direct_url.json")
-        path = Path(unquote(urlsplit(json.loads(said or "{}").get("url", "")).path))
+        origin = importlib.metadata.distribution("horovod").read_text("direct_url.json")
+        path = Path(unquote(urlsplit(json.loads(origin or "{}").get("url", "")).path))
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return ""
     cached = path.parent.name.startswith(f"{VERSION}-") and path.parents[1].name == "horovod"
@@ -52,8 +52,8 @@ def try_out(env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
         no facts and the last lines of the output.
     """
     answer = ask([sys.executable, "-P", check.__file__], env, _CHECK_SECONDS)
-    code, said = answer or (1, f"two ranks were not ready after {_CHECK_SECONDS:.0f} s")
-    lines = said.strip().splitlines() or ["it says nothing"]
+    code, output = answer or (1, f"two ranks were not ready after {_CHECK_SECONDS:.0f} s")
+    lines = output.strip().splitlines() or ["no output"]
     if code == 0:
         for line in reversed(lines):
             if line.startswith("{"):
@@ -61,7 +61,7 @@ def try_out(env: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     return {}, "".join(f"\n    {line[:300]}" for line in lines[-_SHOWN_LINES:])
 
 
-def install(wheel: Path, env: Mapping[str, str], log: Path, say: Say) -> None:
+def install(wheel: Path, env: Mapping[str, str], log: Path, print_line: PrintLine) -> None:
     """Install a wheel for this Python, and its requirements that are missing.
 
     Raises:
@@ -70,14 +70,16 @@ def install(wheel: Path, env: Mapping[str, str], log: Path, say: Say) -> None:
     # pip replaces an installation of the same release only with --force-reinstall. Without
     # --no-deps that would reinstall the requirements too, so a second call adds the missing ones.
     for options in (("--force-reinstall", "--no-deps"), ()):
-        code = run(pip("install", "-q", *options, str(wheel)), env, log, say, _INSTALL_SECONDS)
+        code = run(
+            pip("install", "-q", *options, str(wheel)), env, log, print_line, _INSTALL_SECONDS
+        )
         if code != 0:
             lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            said = "".join(f"\n    {line[:300]}" for line in lines[-_SHOWN_LINES:])
+            excerpt = "".join(f"\n    {line[:300]}" for line in lines[-_SHOWN_LINES:])
             raise HpctrainError(
                 "HT917",
-                f"pip did not install {wheel}: exit code {code}{said}",
-                f"an environment that may be written, for {sys.executable}",
-                "python3 -m venv --system-site-packages VENV, and the hpctrain of that",
+                f"pip did not install {wheel}: exit code {code}{excerpt}",
+                f"write access to the environment of {sys.executable}",
+                "python3 -m venv --system-site-packages VENV, and an hpctrain in it",
                 f"hpctrain horovod build --wheel-only, and pip install --user {wheel}",
             )

@@ -56,7 +56,7 @@ def patches(
             '"${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")',
             'set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O3 -DNDEBUG")',
         ),
-        # Python 3.12 has no distutils any more.
+        # Python 3.12 no longer has distutils.
         Patch(
             _TORCH,
             "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
@@ -67,7 +67,7 @@ def patches(
             "from distutils.spawn import find_executable",
             "from shutil import which as find_executable",
         ),
-        *_mistakes(),
+        *_fixes(),
         *_sleep_while_waiting(),
     ]
     if cuda:
@@ -91,8 +91,8 @@ def patches(
     return changes
 
 
-def _mistakes() -> list[Patch]:
-    """Return fixes for errors of this release with gloo, and a mark.
+def _fixes() -> list[Patch]:
+    """Return fixes for errors of this release with gloo, and a mark of a patched Horovod.
 
     `hpctrain.backends.horovod` reads the mark.
     """
@@ -166,6 +166,6 @@ def apply(changes: Sequence[Patch], folder: Path) -> None:
                 "HT914",
                 f"Horovod's {change.file} has no {change.old!r}",
                 f"the source package of Horovod {VERSION} as it was released",
-                "pip cache remove horovod, and see where pip finds it: pip config list",
+                "pip cache remove horovod, and check where pip finds it: pip config list",
             )
         file.write_text(text.replace(change.old, change.new))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError
-from hpctrain.tools.horovod_build.commands import ask
+from hpctrain.tools.horovod_build.build_commands import ask
 
 __all__ = ["Cuda", "Mpi", "check_compiler", "find_cuda", "find_mpi", "jobs"]
 
@@ -33,10 +33,10 @@ def check_compiler(standard: int, env: Mapping[str, str]) -> None:
     Raises:
         HpctrainError: one of them is missing; the error includes how to install it.
     """
-    path = env.get("PATH")
+    search_path = env.get("PATH")
     given = shlex.split(env.get("CXX", ""))
     names = [given[0]] if given else _COMPILERS
-    compiler = next((one for name in names if (one := shutil.which(name, path=path))), "")
+    compiler = next((path for name in names if (path := shutil.which(name, path=search_path))), "")
     expected = f"a C++ compiler and make, to build Horovod for C++{standard}"
     fixes = (
         "on Debian or Ubuntu: sudo apt-get install g++ make",
@@ -45,7 +45,7 @@ def check_compiler(standard: int, env: Mapping[str, str]) -> None:
     if not compiler:
         found = f"found no C++ compiler: {', '.join(names)}"
         raise HpctrainError("HT912", found, expected, *fixes)
-    if not shutil.which("make", path=path):
+    if not shutil.which("make", path=search_path):
         raise HpctrainError("HT912", "found no make", expected, *fixes)
     macro = _MACROS[standard]
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
@@ -56,7 +56,7 @@ def check_compiler(standard: int, env: Mapping[str, str]) -> None:
     if answer is None or answer[0] != 0:
         version = (ask([compiler, "--version"], env, _SECONDS) or (0, "?"))[1].partition("\n")[0]
         gcc = f"GCC {_FIRST_GCC.get(standard, 0)} or newer"
-        found = f"{compiler} ({version}) knows no C++{standard}"
+        found = f"{compiler} ({version}) does not support C++{standard}"
         fix = f"export CXX=PATH CC=PATH of {gcc}"
         raise HpctrainError("HT912", found, gcc, "module load gcc", fix)
     headers = Path(sysconfig.get_path("include"))
@@ -84,9 +84,9 @@ def find_cuda(env: Mapping[str, str]) -> Cuda | None:
     """Find a toolkit: in $CUDA_HOME, in $CUDA_PATH, around nvcc on the PATH, in /usr/local/cuda."""
     nvcc = shutil.which("nvcc", path=env.get("PATH"))
     # nvcc may be a link to the nvcc of the toolkit, or a script that calls it.
-    beside = [Path(nvcc).parent.parent, Path(os.path.realpath(nvcc)).parent.parent] if nvcc else []
+    around = [Path(nvcc).parent.parent, Path(os.path.realpath(nvcc)).parent.parent] if nvcc else []
     given = [Path(env[name]) for name in ("CUDA_HOME", "CUDA_PATH") if env.get(name)]
-    for home in (*given, *beside, Path("/usr/local/cuda")):
+    for home in (*given, *around, Path("/usr/local/cuda")):
         if (home / "include" / "cuda_runtime.h").is_file():
             answer = ask([str(home / "bin" / "nvcc"), "--version"], env, _SECONDS)
             found = re.search(r"release (\d+\.\d+)", answer[1]) if answer else None
@@ -130,9 +130,9 @@ def find_mpi(env: Mapping[str, str]) -> Mpi:
     path = env.get("PATH")
     home = env.get("MPI_HOME")
     mpirun = "" if home else shutil.which("mpirun", path=path) or ""
-    said = ask([mpirun, "--version"], env, _SECONDS) if mpirun else None
-    kind = _kind(said[1]) if said else ""
-    folders = [Path(home) / "bin"] if home else [Path(one) for one in (path or "").split(":")]
+    answer = ask([mpirun, "--version"], env, _SECONDS) if mpirun else None
+    kind = _kind(answer[1]) if answer else ""
+    folders = [Path(home) / "bin"] if home else [Path(folder) for folder in (path or "").split(":")]
     if mpirun:
         folders.insert(0, Path(mpirun).parent)
     for folder in folders:
@@ -156,13 +156,13 @@ def find_mpi(env: Mapping[str, str]) -> Mpi:
 
 def _kind(text: str) -> str:
     """Return the kind of MPI that a text names; "" if it names no known MPI."""
-    return next((kind for kind, words in _KINDS if re.search(words, text.lower())), "")
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, text.lower())), "")
 
 
 def _identify(compiler: Path, ending: str, env: Mapping[str, str]) -> Mpi:
     """Find out to which MPI a compiler belongs: Open MPI's accepts --showme, the others' -v."""
-    beside = compiler.with_name(f"mpicc{ending}")
-    compilers = (compiler, beside) if beside.is_file() else (compiler,)
+    for_c = compiler.with_name(f"mpicc{ending}")
+    compilers = (compiler, for_c) if for_c.is_file() else (compiler,)
     for option in ("--showme:version", "-v"):
         answer = ask([str(compiler), option], env, _SECONDS)
         if answer and answer[0] == 0 and (kind := _kind(answer[1])):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import HpctrainError
-from hpctrain.tools.horovod_build.commands import ask
+from hpctrain.tools.horovod_build.build_commands import ask
 
 __all__ = ["Torch", "ask_torch", "cxx_standard"]
 
@@ -24,9 +24,9 @@ print(json.dumps({
     "nccl": list(nccl.submodule_search_locations)[0] if nccl else None,
 }))
 """
-_DEMAND = re.compile(r"__cplusplus\s*<\s*(20\d\d)\d\dL")
+_REQUIRED = re.compile(r"__cplusplus\s*<\s*(20\d\d)\d\dL")
 _STANDARDS = {2014: 14, 2017: 17, 2020: 20, 2023: 23}
-_NEWEST_DEMANDED = 20
+_NEWEST_REQUIRED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,11 @@ def ask_torch(env: Mapping[str, str]) -> Torch:
             nccl=Path(facts["nccl"]) if facts["nccl"] else None,
         )
     except (ValueError, TypeError, KeyError, IndexError):
-        found = f"import torch fails: {lines[-1] if lines else 'it says nothing'}"
+        found = f"import torch fails: {lines[-1] if lines else 'no output'}"
         fix = f"{sys.executable} -m pip install torch"
-        raise HpctrainError("HT910", found, "a torch for Horovod to fit", fix) from None
+        raise HpctrainError(
+            "HT910", found, "an installed torch, for which Horovod is built", fix
+        ) from None
 
 
 def cxx_standard(include: Path) -> int:
@@ -80,6 +82,6 @@ def cxx_standard(include: Path) -> int:
     try:
         header = (include / "ATen" / "ATen.h").read_text(errors="replace")
     except OSError:
-        return _NEWEST_DEMANDED
-    demanded = [_STANDARDS.get(int(year), _NEWEST_DEMANDED) for year in _DEMAND.findall(header)]
-    return max(demanded, default=_NEWEST_DEMANDED)
+        return _NEWEST_REQUIRED
+    required = [_STANDARDS.get(int(year), _NEWEST_REQUIRED) for year in _REQUIRED.findall(header)]
+    return max(required, default=_NEWEST_REQUIRED)

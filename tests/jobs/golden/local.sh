@@ -5,13 +5,13 @@ command=(
     python -m hpctrain run --nodes 2 --nproc-per-node 2 train.py --data 'my data' --lr 0.1 "$@"
 )
 
-# What all jobs on this cluster need. Such files are not written for -e and -u.
+# Settings for all jobs on this cluster. Such files often fail with -e and -u.
 site=${HPCTRAIN_SITE:-${HOME:-}/.config/hpctrain/site.sh}
 if [ -n "${HPCTRAIN_SITE:-}" ] || [ -e "$site" ]; then
-    case $site in */*) ;; *) site=./$site ;; esac # or the dot looks along the PATH
+    case $site in */*) ;; *) site=./$site ;; esac # or the dot command searches the PATH
     code=0
     set +eu
-    trap 'echo "$site has an exit, where return was meant: it ends the job" >&2; exit 2' EXIT
+    trap 'echo "$site calls exit, which ends the job; it may use return" >&2; exit 2' EXIT
     # shellcheck source=/dev/null
     . "$site" || code=$?
     trap - EXIT

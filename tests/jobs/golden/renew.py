@@ -1,4 +1,4 @@
-"""Write the golden scripts anew: those of sbatch/, and those of this folder.
+"""Write the golden scripts again: those of sbatch/, and those of this folder.
 
 python tests/jobs/golden/renew.py
 """
@@ -13,7 +13,7 @@ from hpctrain.jobs.spec import JobSpec
 HERE = Path(__file__).resolve().parent
 SBATCH = HERE.parents[2] / "sbatch"
 COMMAND = "python train.py --data 'my data' --lr 0.1"
-# By file, what each shows beside the scripts of sbatch/.
+# Specs by file name; each shows what the scripts of sbatch/ do not have.
 SPECS: Mapping[str, JobSpec] = {
     "everything": JobSpec(
         about="Everything at once.\n\nTwo paragraphs.", name="every thing", comment='a "comment"',
@@ -34,7 +34,7 @@ SPECS: Mapping[str, JobSpec] = {
         command="python -m my.train", launcher="horovodrun", elastic=True, nodes=2
     ),
 }  # fmt: skip
-# Held to shellcheck and lint alone: their parts stand in a golden file, or bash runs them in
+# Checked by shellcheck and lint only: their parts are in a golden file, or bash runs them in
 # test_sbatch_script_runs.py.
 MORE: Mapping[str, JobSpec] = {
     "pyxis": JobSpec(
@@ -59,7 +59,7 @@ LOCAL: Mapping[str, JobSpec] = {
 
 
 def scripts() -> dict[Path, str]:
-    """Return, by path, what each golden script has to be."""
+    """Return, by path, the expected text of each golden script."""
     made = {
         path.with_suffix(".sh"): render(JobSpec(**job_files.read(path)))
         for path in sorted(SBATCH.glob("*.toml"))

@@ -4,14 +4,14 @@
     python -m environments                 # the names, and what each one needs
     python -m environments srun-block …    # capture again and write the files
 
-A program is one script on one host of the test cluster, and starts `train.py` as a person would,
-once or more. Each process writes down its host, its arguments, its ancestors and its environment.
-Which rank belongs on which host is known from the layout that the command line asks for; that each
-rank is there is checked with the host's own name.
+A program is one script on one host of the test cluster, and starts `train.py` as a person does,
+once or more. Each process records its host, its arguments, its ancestors and its environment. The
+command line determines the layout of ranks on hosts; the capture checks it by the names of the
+hosts.
 
-`starts` says what a start is, `table` holds them all. `record` is what the ranks run, `capture`
-runs the programs, `parts` is what they need, `keep` what stays of an environment. `compare` says
-in what two captures differ.
+`starts` defines a start, `table` has all of them. The ranks run `record`, `capture` runs the
+programs, `parts` has the required parts, `keep` selects and neutralises variables. `compare` finds
+the differences of two captures.
 """
 
 import json
@@ -42,18 +42,18 @@ FOLDER = Path(__file__).parents[2] / "cluster" / "env"
 
 
 def load(name: str) -> dict[str, Any]:
-    """The document of one file."""
+    """Return the document of one file."""
     document: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
     return document
 
 
 def names() -> list[str]:
-    """The names of all files."""
+    """Return the names of all files."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def all() -> dict[str, dict[str, Any]]:
-    """The documents of all files."""
+    """Return the documents of all files."""
     return {name: load(name) for name in names()}
 
 

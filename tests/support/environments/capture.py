@@ -1,4 +1,4 @@
-"""Run programs on the test cluster, and write down what their ranks have."""
+"""Run programs on the test cluster, and record the environments of their ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ exec env -i PATH="$PATH" HOME="$HOME" {mark}=1 HPCTRAIN_TEST_CLUSTER={parent} \\
     {python} {script} run --name {name} --host "$host" -- sh -c "$*"
 """
 
-# The variable that holds the rank.
+# The variable with the rank.
 RANK = {
     "slurm": "SLURM_PROCID",
     "hpctrain": "HPCTRAIN_RANK",
@@ -55,22 +55,22 @@ RANK = {
 
 
 class CaptureError(RuntimeError):
-    """A start did not come about as the command line asked for it."""
+    """A start has not the layout that its command line sets."""
 
 
 Documents = dict[str, dict[str, Any] | CaptureError]
 
 
 def capture(wanted: Iterable[str], cluster: Cluster, folder: Path) -> Documents:
-    """Run the programs that make the wanted starts, and give their documents.
+    """Run the programs that make the wanted starts; return their documents.
 
     Args:
-        wanted: the names of starts whose programs do not lack anything.
+        wanted: the names of starts whose programs have all their parts.
         cluster: a cluster that is idle.
-        folder: an empty one.
+        folder: an empty folder.
 
     Returns:
-        for each start its document, or what went wrong.
+        For each start its document, or the error.
     """
     wanted = set(wanted)
     programs = [program for program in PROGRAMS if wanted & {one.name for one in program.starts}]
@@ -84,7 +84,7 @@ def capture(wanted: Iterable[str], cluster: Cluster, folder: Path) -> Documents:
 
 
 def _separate_folders_for_pmix(programs: Sequence[Program], cluster: Cluster) -> None:
-    """Slurm's plugin wants a folder that the hosts do not share, and the cluster's share /tmp."""
+    """Make a folder that the hosts do not share, as Slurm's plugin needs; they share /tmp."""
     folder = _pmix_folder(cluster)
     if any("pmix" in program.needs for program in programs):
         folder.mkdir(exist_ok=True)
@@ -98,7 +98,7 @@ def _pmix_folder(cluster: Cluster) -> Path:
 
 
 def _run(program: Program, cluster: Cluster, folder: Path, with_: Mapping[str, str]) -> Documents:
-    """Run one program in a folder of its own."""
+    """Run one program in its own folder."""
     work = folder / program.name
     _lay_out(program, work, cluster)
     argv = program.typed.split() or ["bash", "job.sh"]
@@ -153,7 +153,7 @@ def _lay_out(program: Program, work: Path, cluster: Cluster) -> None:
 
 
 def _environ(program: Program, work: Path, cluster: Cluster) -> dict[str, str]:
-    """The environment of the shell in which a program is typed."""
+    """Return the environment of the shell in which a program is typed."""
     site = cluster.environ()
     env = {
         "PATH": f"{work}/bin:{BIN}:{site['PATH']}",
@@ -181,41 +181,41 @@ def _complete(program: Program, work: Path) -> bool:
 
 
 def _ranks(start: Start, work: Path, cluster: Cluster) -> list[dict[str, Any]]:
-    """What the ranks of one start wrote down, by rank, with their true places.
+    """Return the records of the ranks of one start, by rank, with their true places.
 
     Raises:
         CaptureError: not every rank is there, once and on its host.
     """
-    seen = [json.loads(path.read_text()) for path in _records(start, work)]
-    by_rank = {_rank(one, start): one for one in seen}
-    if sorted(by_rank) != list(range(len(start.layout))) or len(seen) != len(by_rank):
-        places = sorted((str(_rank(one, start)), one["host"]) for one in seen)
+    records = [json.loads(path.read_text()) for path in _records(start, work)]
+    by_rank = {_rank(entry, start): entry for entry in records}
+    if sorted(by_rank) != list(range(len(start.layout))) or len(records) != len(by_rank):
+        places = sorted((str(_rank(entry, start)), entry["host"]) for entry in records)
         raise CaptureError(f"{start.name}: not each of {start.layout} once: {places}")
     neutral = {f"train.py {start.name}": "train.py", **_neutral(work, cluster)}
     ranks = []
-    for rank, one in sorted(by_rank.items()):
-        if not start.simulated and one["host"] != start.layout[rank]:
-            raise CaptureError(f"{start.name}: rank {rank} is on {one['host']}")
+    for rank, entry in sorted(by_rank.items()):
+        if not start.simulated and entry["host"] != start.layout[rank]:
+            raise CaptureError(f"{start.name}: rank {rank} is on {entry['host']}")
         ranks.append(
             {
-                "world": start.told_world(rank),
-                **({"argv": one["argv"]} if one["argv"] else {}),
-                "parents": one["parents"],
-                "env": keep.kept(one["env"], neutral),
+                "world": start.known_world(rank),
+                **({"argv": entry["argv"]} if entry["argv"] else {}),
+                "parents": entry["parents"],
+                "env": keep.kept(entry["env"], neutral),
             }
         )
     return ranks
 
 
-def _rank(one: Mapping[str, Any], start: Start) -> int:
+def _rank(entry: Mapping[str, Any], start: Start) -> int:
     if start.launcher == "none":
         return 0
-    text = one["env"].get(RANK[start.launcher], "")
+    text = entry["env"].get(RANK[start.launcher], "")
     return int(text) if text.isdecimal() else -1
 
 
 def _neutral(work: Path, cluster: Cluster) -> dict[str, str]:
-    """What to write in place of this machine's folders, those inside of others first."""
+    """Return replacements for this machine's folders, inner folders first."""
     return {
         str(work / "tmp"): "/tmp",
         str(work): keep.WORK,

@@ -1,4 +1,4 @@
-"""In what a new capture differs from a file, as far as hpctrain reads it."""
+"""Differences between a new capture and a file, as far as hpctrain reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.cluster.launchers import LAUNCHERS
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError
 
-# The same form in every capture, another value.
+# Variables whose value differs in every capture, but not its form.
 VOLATILE = {
     "HOROVOD_GLOO_RENDEZVOUS_ADDR",
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
@@ -54,30 +54,32 @@ VOLATILE = {
 }
 
 
-def differences(start: Start, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """One line for each difference of two documents of a start: the file's and a new one."""
-    found = _unlike(ours, theirs, ("launcher", "how", "layout"))
-    if ours["layout"] != theirs["layout"]:
+def differences(start: Start, kept: Mapping[str, Any], captured: Mapping[str, Any]) -> list[str]:
+    """Return a line for each difference of two documents of a start: of the file and a new one."""
+    found = _unlike(kept, captured, ("launcher", "how", "layout"))
+    if kept["layout"] != captured["layout"]:
         return found
-    for rank, (old, new) in enumerate(zip(ours["ranks"], theirs["ranks"], strict=True)):
+    for rank, (old, new) in enumerate(zip(kept["ranks"], captured["ranks"], strict=True)):
         world = World(**start.world(rank))
-        asked = names_read(old["env"], world) | names_read(new["env"], world)
+        names_asked = names_read(old["env"], world) | names_read(new["env"], world)
         found += [
             f"rank {rank}: {line}"
             for line in (
                 *_unlike(old, new, ("world", "argv")),
                 *_unlike(_titles(old), _titles(new), ("parents",)),
-                *_unlike(_formed(old["env"]), _formed(new["env"]), sorted(asked)),
+                *_unlike(_formed(old["env"]), _formed(new["env"]), sorted(names_asked)),
             )
         ]
     return found
 
 
-def _unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+def _unlike(
+    kept: Mapping[str, Any], captured: Mapping[str, Any], names: Iterable[str]
+) -> list[str]:
     return [
-        f"{name}: {ours.get(name)} and now {theirs.get(name)}"
+        f"{name}: {kept.get(name)} and now {captured.get(name)}"
         for name in names
-        if ours.get(name) != theirs.get(name)
+        if kept.get(name) != captured.get(name)
     ]
 
 
@@ -90,12 +92,12 @@ def _formed(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def form(value: str) -> str:
-    """A value without what another start has otherwise: numbers, and words of hex digits."""
+    """Return a value without the parts that differ by start: numbers, and words of hex digits."""
     return re.sub(r"\b[0-9a-f]{6,}(?:-[0-9a-f]+)*\b|\d+", "#", value)
 
 
 def names_read(env: Mapping[str, str], world: World) -> set[str]:
-    """The variables that any launcher, or the allocation, asks for in this environment."""
+    """Return the variables that any launcher, or the allocation, reads in this environment."""
     recorder = Recorder(env)
     with contextlib.suppress(HpctrainError):
         job.detect(recorder)
@@ -104,30 +106,30 @@ def names_read(env: Mapping[str, str], world: World) -> set[str]:
             launcher.matches,
             launcher.claims,
             launcher.key,
-            lambda asked, one=launcher: one.main(asked, world),
+            lambda names_asked, one=launcher: one.main(names_asked, world),
         ):
             with contextlib.suppress(HpctrainError, LookupError, ValueError):
                 ask(recorder)
-        recorder.asked.update(*launcher.variables.values())
-    return recorder.asked
+        recorder.names_asked.update(*launcher.variables.values())
+    return recorder.names_asked
 
 
 class Recorder(dict[str, str]):
-    """An environment that remembers the names that were asked for."""
+    """An environment that records the names that are read."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         super().__init__(env)
-        self.asked: set[str] = set()
+        self.names_asked: set[str] = set()
 
     def __getitem__(self, name: str) -> str:
-        self.asked.add(name)
+        self.names_asked.add(name)
         return super().__getitem__(name)
 
     def __contains__(self, name: object) -> bool:
-        self.asked.add(str(name))
+        self.names_asked.add(str(name))
         return super().__contains__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As a dictionary's, remembered."""
-        self.asked.add(name)
+        """Return a value, and record its name."""
+        self.names_asked.add(name)
         return super().get(name, default)

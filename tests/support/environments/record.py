@@ -1,4 +1,4 @@
-"""What the ranks run as train.py: write down who this process is."""
+"""The train.py of the ranks: records the process."""
 
 import json
 import os
@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# In the environment of everything that belongs to a start.
+# A variable of all processes of a start.
 MARK = "HPCTRAIN_CAPTURE"
 
 
 def parents() -> list[str]:
-    """What the ancestors call themselves, as far as they belong to the start."""
+    """Return the titles of the ancestors that belong to the start."""
     found: list[str] = []
     pid = os.getpid()
     while True:
@@ -20,18 +20,18 @@ def parents() -> list[str]:
         if pid <= 1:
             return found
         title = Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\0").split("\0")
-        ours = f"{MARK}=1".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if ours or title[0].startswith("slurmstepd"):
+        marked = f"{MARK}=1".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if marked or title[0].startswith("slurmstepd"):
             words = [word.rpartition("/")[2] for word in title[:3] if len(word) < 80]
             # A virtual environment's programs name python or python3 in their first line.
             words[0] = words[0].replace("python3", "python")
             found.append(title[0] if title[0].startswith("slurmstepd") else " ".join(words))
-        if not ours:
+        if not marked:
             return found
 
 
 def record(name: str, arguments: Sequence[str] = ()) -> None:
-    """Write one file of the folder that is named for the start."""
+    """Write one file to the folder of the start."""
     seen = {
         "host": socket.gethostname(),
         "argv": list(arguments),

@@ -1,4 +1,4 @@
-"""What starts the ranks of submitit, as start.py next to train.py."""
+"""The start.py that starts the ranks of submitit, next to train.py."""
 
 import sys
 

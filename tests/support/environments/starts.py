@@ -1,4 +1,4 @@
-"""What a start of ranks is, and a program that makes some."""
+"""The description of a start of ranks, and of a program that makes starts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# What each launcher's variables tell of the world; the rest is null in the files.
+# The fields of World that each launcher's variables have; the others are null in the files.
 BASICS = ("rank", "world_size", "local_rank")
 LOCAL = (*BASICS, "local_world_size")
 PLACE = (*LOCAL, "node_rank", "num_nodes")
-TOLD = {
+KNOWN = {
     "slurm": (*PLACE, "hosts"),
     "hpctrain": (*PLACE, "hosts"),
     "torchrun": PLACE,
@@ -31,15 +31,15 @@ class Start:
 
     Attributes:
         name: of the file, and the last argument of train.py.
-        launcher: what `hpctrain.detect` has to say.
+        launcher: that `hpctrain.detect` must return.
         layout: the host of each rank, by rank.
-        hosts: the hosts by node rank, where that is not the order in which the layout has them.
-        how: the command line, where it is no line of the program's texts.
-        where: the shell or script that it is typed in, where that is not the program's own.
-        through_ssh: it enters another host with the script that stands in ssh's place.
-        told: the fields of World that the variables tell, where not all that is in TOLD.
-        local_ranks: by rank, where a launcher does not number the ranks of a host by rank.
-        simulated: all ranks are on one host, and the launcher says otherwise.
+        hosts: the hosts by node rank, if not in the order of the layout.
+        how: the command line, if it is not a line of the program's texts.
+        where: the shell or script that it is typed in, if not that of the program.
+        through_ssh: whether it enters another host by the script in place of ssh.
+        known: the fields of World in the variables, if not those of KNOWN.
+        local_ranks: by rank, if a launcher does not number the ranks of a host by rank.
+        simulated: whether all ranks are on one host, but the variables show several.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Start:
     how: str = ""
     where: str = ""
     through_ssh: bool = False
-    told: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
     local_ranks: tuple[int, ...] = ()
     simulated: bool = False
 
     def world(self, rank: int) -> dict[str, Any]:
-        """The true place of a rank, all of it."""
+        """Return all fields of a rank's World."""
         true = place(self.layout, self.hosts or tuple(dict.fromkeys(self.layout)), rank)
         if self.local_ranks:
             true["local_rank"] = self.local_ranks[rank]
@@ -62,10 +62,10 @@ class Start:
             true["world_size"] = 1
         return true
 
-    def told_world(self, rank: int) -> dict[str, Any]:
-        """The true place of a rank, as far as the launcher's variables tell."""
-        told = self.told or TOLD[self.launcher]
-        return {name: true if name in told else None for name, true in self.world(rank).items()}
+    def known_world(self, rank: int) -> dict[str, Any]:
+        """Return the fields of a rank's World that the launcher's variables have."""
+        known = self.known or KNOWN[self.launcher]
+        return {name: true if name in known else None for name, true in self.world(rank).items()}
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class Program:
         name: of its folder.
         script: the commands.
         starts: what they start.
-        typed: what is typed to run the script, `sbatch … job.sh` or `salloc … bash job.sh`; ""
+        typed: the command that runs the script, `sbatch … job.sh` or `salloc … bash job.sh`; ""
             for a script that is typed line by line.
-        host: where it is typed: the login host, which is a cluster's, or a host by itself.
-        needs: the programs without which it cannot run, by the part that a test names.
+        host: where it is typed: the login host of a cluster, or a separate host.
+        needs: the parts without which it cannot run.
         files: other files in its folder.
     """
 
@@ -93,11 +93,11 @@ class Program:
 
     @property
     def in_background(self) -> bool:
-        """Whether the command returns before the ranks have run."""
+        """Return whether the command ends before the ranks have run."""
         return self.typed.startswith("sbatch") or self.name == "submitit-slurm"
 
     def how(self, start: Start) -> str:
-        """The command line of a start as a person types it, and where."""
+        """Return the command line of a start as a person types it, and where."""
         parts = [start.how or self._line(start)]
         if start.where:
             parts.append(start.where)
@@ -113,7 +113,7 @@ class Program:
         return how
 
     def _line(self, start: Start) -> str:
-        """The one line that makes a start, without its name."""
+        """Return the line that makes a start, without its name."""
         mark = re.compile(rf"(train\.py) {re.escape(start.name)}(?![\w-])")
         lines = [
             line.strip()
@@ -125,7 +125,7 @@ class Program:
 
 
 def place(layout: Sequence[str], hosts: Sequence[str], rank: int) -> dict[str, Any]:
-    """All of World for one rank of a layout."""
+    """Return all fields of World for one rank of a layout."""
     host = layout[rank]
     return {
         "rank": rank,

@@ -1,7 +1,7 @@
-"""Every start that can be captured: how to make it, and what it is.
+"""Every start that can be captured: the program that makes it, and its layout.
 
-A script's lines name the start last, `… train.py NAME`, and are what the file says of it, without
-that name.
+Each line of a script ends with the name of its start, `… train.py NAME`; the file has the line
+without that name.
 """
 
 from pathlib import Path
@@ -10,12 +10,12 @@ from environments.starts import LOCAL, Program, Start
 
 
 def _on(*hosts: str | int) -> tuple[str, ...]:
-    """`_on(1, 1, 2)` is node1, node1, node2."""
+    """Return a layout: `_on(1, 1, 2)` is node1, node1, node2."""
     return tuple(host if isinstance(host, str) else f"node{host}" for host in hosts)
 
 
 def _alike(launcher: str, layout: tuple[str, ...], *names: str) -> tuple[Start, ...]:
-    """Starts that differ in nothing but the command line."""
+    """Return starts that differ only in the command line."""
     return tuple(Start(name, launcher, layout) for name in names)
 
 
@@ -23,7 +23,7 @@ ONE, THREE = _on(1), _on(1, 1, 1)
 UNEVEN, BLOCK, CYCLIC = _on(1, 1, 2), _on(1, 1, 2, 2), _on(1, 2, 1, 2)
 FIVE, SEVEN = _on(1, 1, 2, 2, 3), _on(1, 1, 2, 2, 3, 3, 4)
 
-# What is typed more than once.
+# Options and commands of several programs.
 TWO = "-w node[1-2] -N2 -n4 --ntasks-per-node=2"
 LAST_TWO = "-w node[3-4] -N2 -n3 --ntasks-per-node=2"
 BATCH = "sbatch -w node[1-3] -N3 -n6 --ntasks-per-node=2 job.sh"
@@ -35,7 +35,7 @@ PRTERUN = "prterun --allow-run-as-root"
 WITH_OPENMPI5 = "export PATH=$OPENMPI5/bin:$PATH"
 WITH_INTELMPI = "export PATH=$INTELMPI/bin:$PATH I_MPI_ROOT=$INTELMPI"
 
-# Where it is typed, if not in the program's own script.
+# Places of commands that are not in the script of the program.
 INTERACTIVE = (
     f"in the shell of `salloc {LAST_TWO}`, which is a step where slurm.conf has "
     "LaunchParameters=use_interactive_step; the shell reads a file, and salloc runs"
@@ -332,9 +332,9 @@ OPENMPI = (
         {PRTERUN} --prefix $OPENMPI5 --host node1:2,node2:1 -np 3 python train.py prterun-ssh
         """,
         (
-            Start("openmpi5", "openmpi", THREE, told=LOCAL),
-            Start("openmpi5-more", "openmpi", THREE, told=LOCAL, local_ranks=(0, 2, 1)),
-            Start("openmpi5-ssh", "openmpi", UNEVEN, told=LOCAL, through_ssh=True),
+            Start("openmpi5", "openmpi", THREE, known=LOCAL),
+            Start("openmpi5-more", "openmpi", THREE, known=LOCAL, local_ranks=(0, 2, 1)),
+            Start("openmpi5-ssh", "openmpi", UNEVEN, known=LOCAL, through_ssh=True),
             Start("prterun", "prterun", THREE),
             Start("prterun-ssh", "prterun", UNEVEN, through_ssh=True),
         ),
@@ -349,7 +349,7 @@ OPENMPI = (
         {PRTERUN} -np 5 python train.py prterun-in-batch
         """,
         (
-            Start("openmpi5-in-batch", "openmpi", FIVE, told=LOCAL),
+            Start("openmpi5-in-batch", "openmpi", FIVE, known=LOCAL),
             Start("prterun-in-batch", "prterun", FIVE),
         ),
         typed=BATCH,
@@ -361,7 +361,7 @@ OPENMPI = (
         {WITH_OPENMPI5}
         {MPIRUN} -np 3 python train.py openmpi5-in-salloc
         """,
-        (Start("openmpi5-in-salloc", "openmpi", UNEVEN, told=LOCAL),),
+        (Start("openmpi5-in-salloc", "openmpi", UNEVEN, known=LOCAL),),
         typed=SALLOC,
         needs=("openmpi5",),
     ),

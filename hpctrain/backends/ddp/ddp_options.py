@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.backends.settings import Settings
+from hpctrain.backends.settings import BackendSettings
 from hpctrain.errors import UsageError
 
 __all__ = ["arguments", "check_model", "compress", "refuse_options"]
@@ -20,7 +20,7 @@ _BUCKET_MB = 25.0  # torch's default; its first bucket has 1 MB
 _FIRST_START = 2  # before this step DistributedDataParallel rearranges its buckets
 
 
-def refuse_options(settings: Settings, transport: str) -> None:
+def refuse_options(settings: BackendSettings, transport: str) -> None:
     """Raise an error for options that this torch does not support.
 
     Args:
@@ -56,14 +56,14 @@ def refuse_options(settings: Settings, transport: str) -> None:
         raise UsageError(
             "HT316",
             "--ddp-compression bf16, and the installed torch was built without NCCL",
-            "a torch with NCCL, which its hook asks for even where gloo sums the gradients",
+            "a torch with NCCL, which torch's bf16 hook needs even with gloo",
             "--ddp-compression fp16",
         )
     if name == "powersgd":
         _refuse_powersgd(settings, transport)
 
 
-def _refuse_powersgd(settings: Settings, transport: str) -> None:
+def _refuse_powersgd(settings: BackendSettings, transport: str) -> None:
     own = settings.own
     if own["powersgd_start"] < _FIRST_START:
         raise UsageError(
@@ -78,15 +78,15 @@ def _refuse_powersgd(settings: Settings, transport: str) -> None:
             "HT313",
             "--ddp-compression powersgd with a precision in which steps may overflow",
             "a precision without a loss scale: PowerSGD adds what it left out of a gradient to "
-            "the next one, and an overflow would stay in there for good",
+            "the next one, and an overflow would remain in it",
             "--precision bf16",
         )
     if transport == "gloo" and own["bucket_mb"] != _BUCKET_MB:
         raise UsageError(
             "HT311",
             f"--ddp-bucket-mb {own['bucket_mb']:g} with --ddp-compression powersgd over gloo",
-            "one message for all gradients: torch's PowerSGD sends those of several in another "
-            "order on each rank, which gloo cannot tell apart",
+            "one message for all gradients: torch's PowerSGD sends several messages in another "
+            "order on each rank, and gloo confuses them",
             "leave --ddp-bucket-mb out",
         )
 
@@ -109,7 +109,7 @@ def check_model(model: nn.Module, name: str, transport: str) -> None:
             raise UsageError(
                 "HT312",
                 f"--ddp-compression {name}, and {where or 'the model'} has sparse gradients",
-                "dense ones, as torch compresses no others",
+                "dense gradients, as torch compresses no sparse ones",
                 "sparse=False",
                 "--ddp-compression none",
             )
@@ -119,15 +119,15 @@ def check_model(model: nn.Module, name: str, transport: str) -> None:
         raise UsageError(
             "HT312",
             f"--ddp-compression {name} for gradients in {_names(kinds)}",
-            "some in float32, none in another type than that and the compressed one: of float64 "
-            "the precision would be lost, of others nothing gained",
+            "gradients in float32, and no type besides that and the compressed one: float64 would "
+            "lose precision, and other types would gain nothing",
             "--ddp-compression none",
         )
     if name == "powersgd" and transport == "gloo" and len(kinds) > 1:
         raise UsageError(
             "HT312",
             f"--ddp-compression powersgd over gloo for gradients in {_names(kinds)}",
-            "one type, so that one message takes them all",
+            "one type, so that one message has all gradients",
             "--ddp-compression none",
         )
 

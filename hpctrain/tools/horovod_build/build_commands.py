@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Say", "ask", "run"]
+__all__ = ["PrintLine", "ask", "run"]
 
 #: Function that prints one line for the user.
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 _SECONDS_BETWEEN_LINES = 30.0
 _PERCENT = re.compile(rb"\[ *(\d+)%\]")  # progress that CMake's makefiles print
@@ -24,6 +24,7 @@ def ask(command: Sequence[str], env: Mapping[str, str], seconds: float) -> tuple
 
     A command that still runs at the end of this function is killed with its process group.
     """
+    # `cluster.commands.run` would leave the command's own child processes, such as compilers.
     try:
         process = subprocess.Popen(
             command,
@@ -39,16 +40,20 @@ def ask(command: Sequence[str], env: Mapping[str, str], seconds: float) -> tuple
         return None
     with process:
         try:
-            said, _ = process.communicate(timeout=seconds)
+            output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             return None
         finally:
             _kill(process)
-    return process.returncode, said
+    return process.returncode, output
 
 
 def run(
-    command: Sequence[str], env: Mapping[str, str], log: Path, say: Say, seconds: float = 7200.0
+    command: Sequence[str],
+    env: Mapping[str, str],
+    log: Path,
+    print_line: PrintLine,
+    seconds: float = 7200.0,
 ) -> int:
     """Run a program to its end and return its exit code.
 
@@ -58,10 +63,10 @@ def run(
         command: program and its arguments.
         env: environment of the program.
         log: file to which the output of the program is appended.
-        say: function that prints, every 30 s, the elapsed time and the compiled percentage.
+        print_line: function that prints, every 30 s, the elapsed time and the compiled percentage.
         seconds: time limit in seconds; then the program is killed, and its exit code is -9.
     """
-    begun = told = time.monotonic()
+    begun = last_line = time.monotonic()
     with log.open("ab") as output:
         output.write(f"$ {' '.join(command)}\n".encode(errors="replace"))
         output.flush()
@@ -78,9 +83,9 @@ def run(
                 try:
                     return process.wait(timeout=1.0)
                 except subprocess.TimeoutExpired:
-                    if time.monotonic() - told >= _SECONDS_BETWEEN_LINES:
-                        told = time.monotonic()
-                        say(f"  {told - begun:.0f} s{_progress(log)}")
+                    if time.monotonic() - last_line >= _SECONDS_BETWEEN_LINES:
+                        last_line = time.monotonic()
+                        print_line(f"  {last_line - begun:.0f} s{_progress(log)}")
         finally:
             _kill(process)
     return process.returncode

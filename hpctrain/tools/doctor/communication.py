@@ -10,10 +10,20 @@ import torch
 from torch import Tensor
 
 from hpctrain.backends.base import Backend
+from hpctrain.cluster.texts import printable, ranks_text
 from hpctrain.rendezvous import Roster
-from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding, plain, spans
+from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding
 
-__all__ = ["Pair", "Sums", "judge_pairs", "judge_sums", "rounds", "run_pairs", "run_sums", "tell"]
+__all__ = [
+    "Pair",
+    "Sums",
+    "gather_numbers",
+    "judge_pairs",
+    "judge_sums",
+    "rounds",
+    "run_pairs",
+    "run_sums",
+]
 
 _MB = 10**6
 _CHECKED = (1, 1000, 100_003)  # elements; 2, 4, 8 … ranks cannot share the last evenly
@@ -22,7 +32,7 @@ _PAIR_REPEATS = 3
 _MOST_ROUNDS = 63
 
 
-def tell(backend: Backend, numbers: Sequence[float]) -> list[list[float]]:
+def gather_numbers(backend: Backend, numbers: Sequence[float]) -> list[list[float]]:
     """Return the numbers of all ranks, a list for each rank; all ranks must call this together."""
     table = torch.zeros(
         backend.world_size, len(numbers), dtype=torch.float64, device=backend.device
@@ -79,12 +89,12 @@ def run_sums(backend: Backend) -> Sums:
     carried = [2 * (n - 1) / n * size / _time_sum(backend, size) / 1e9 for size in sizes]
     # The other ranks wait in the meantime, so that nothing else uses the memory.
     copy = _time_copy(backend.device, sizes[-1]) if backend.rank == 0 else 0.0
-    told = tell(backend, [float(exact), *carried, copy])
+    rows = gather_numbers(backend, [float(exact), *carried, copy])
     return Sums(
         backend.transport,
-        [rank for rank, row in enumerate(told) if not row[0]],
-        {size: min(row[1 + i] for row in told) for i, size in enumerate(sizes)},
-        told[0][-1],
+        [rank for rank, row in enumerate(rows) if not row[0]],
+        {size: min(row[1 + i] for row in rows) for i, size in enumerate(sizes)},
+        rows[0][-1],
     )
 
 
@@ -179,9 +189,9 @@ def run_pairs(backend: Backend, roster: Roster) -> list[Pair]:
                     speed = _time_way(backend, first[source], first[target], size)
                     if backend.rank == first[target]:
                         received[2 * number + back] = speed
-    told = tell(backend, received)
+    speeds = gather_numbers(backend, received)
     return [
-        Pair(roster.hosts[source], roster.hosts[target], told[first[target]][2 * number + back])
+        Pair(roster.hosts[source], roster.hosts[target], speeds[first[target]][2 * number + back])
         for number, game in enumerate(games)
         for pair in game
         for back, (source, target) in enumerate((pair, pair[::-1]))
@@ -191,10 +201,10 @@ def run_pairs(backend: Backend, roster: Roster) -> list[Pair]:
 def _time_way(backend: Backend, source: int, target: int, size: int) -> float:
     """Return the transfer speed in GB/s, valid at the target; both ranks must call this."""
     load = torch.zeros(size // 4, device=backend.device)
-    word = torch.zeros(1, device=backend.device)
+    signal = torch.zeros(1, device=backend.device)
 
     def send() -> Tensor:
-        backend.send_recv(word, target, source)  # from here on, the target waits
+        backend.send_recv(signal, target, source)  # from here on, the target waits
         backend.send_recv(load, source, target)
         return load
 
@@ -208,9 +218,12 @@ def judge_sums(sums: Sums) -> Finding:
         return Finding(
             "all-reduce",
             PROBLEM,
-            f"a wrong sum over {sums.transport} at {spans(sums.wrong)}: training there computes "
-            "wrong gradients",
-            ("leave the hosts of these ranks out (srun --exclude=HOSTS), and tell who runs them",),
+            f"a wrong sum over {sums.transport} at {ranks_text(sums.wrong)}: training there "
+            "computes wrong gradients",
+            (
+                "leave the hosts of these ranks out (srun --exclude=HOSTS); report them to the "
+                "administrators",
+            ),
             tuple(sums.wrong),
         )
     return Finding("all-reduce", OK, f"exact sums at all ranks over {sums.transport}", ranks=(0,))
@@ -229,7 +242,7 @@ def judge_pairs(pairs: Sequence[Pair]) -> list[Finding]:
         return []
     found = []
     rest = list(pairs)
-    for end, does in (("source", "sends"), ("target", "receives")):
+    for end, verb in (("source", "sends"), ("target", "receives")):
         best: dict[str, float] = {}
         for pair in pairs:
             host = getattr(pair, end)
@@ -238,22 +251,23 @@ def judge_pairs(pairs: Sequence[Pair]) -> list[Finding]:
         for host, speed in best.items():
             if speed < median / 2:
                 rest = [pair for pair in rest if getattr(pair, end) != host]
-                text = f"{host} {does} at most {speed:.3g} GB/s, half of the hosts {median:.3g}"
+                text = f"{host} {verb} at most {speed:.3g} GB/s; the median host {median:.3g} GB/s"
                 found.append(_slow(text, host))
     median = statistics.median(pair.speed for pair in rest)
     return found + [
         _slow(
-            f"{one.source} to {one.target}: {one.speed:.3g} GB/s, half of the ways {median:.3g}",
-            one.target,
+            f"{pair.source} to {pair.target}: {pair.speed:.3g} GB/s; the median pair "
+            f"{median:.3g} GB/s",
+            pair.target,
         )
-        for one in rest
-        if one.speed < median / 2
+        for pair in rest
+        if pair.speed < median / 2
     ]
 
 
 def _slow(text: str, host: str) -> Finding:
     fixes = (
-        f"leave it out: srun --exclude={plain(host)}",
+        f"leave it out: srun --exclude={printable(host)}",
         "look at its link with ethtool or ibstat",
     )
-    return Finding("slow network", WARNING, plain(f"{text} or more"), fixes)
+    return Finding("slow network", WARNING, printable(text), fixes)

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hpctrain import data, optim, rundir
-from hpctrain.errors import CheckpointError, ReplacedError, UsageError
+from hpctrain import data, optim
+from hpctrain.errors import CheckpointError, ReplacedError, UsageError, exit_codes
 from hpctrain.monitoring.watchdog import Watchdog
 from hpctrain.process import random_states, seeds
 from hpctrain.process.logging import logger
@@ -112,7 +112,7 @@ class Run:
                 "larger --epochs or --max-steps goes on with it, and --run-dir DIR begins another",
                 self.directory.path,
             )
-            raise SystemExit(rundir.DONE)
+            raise SystemExit(exit_codes.DONE)
         context.preemption.begin(self.directory)
         self._watchdog = watchdog = Watchdog(
             context.world,
@@ -153,7 +153,7 @@ class Run:
         Also restore schedulers that the script created after the run was opened.
         """
         kept = list(self._state.values())
-        for name, scheduler in optim.attached(self._context.optimizers, but=kept).items():
+        for name, scheduler in optim.attached(self._context.optimizers, excluded=kept).items():
             self._state[name] = scheduler
             if name in self._left:
                 scheduler.load_state_dict(self._left.pop(name))
@@ -258,7 +258,7 @@ class Run:
                 phase(LOADING)
                 batch = next(iterator, _END)
                 if batch is _END:
-                    break
+                    return
                 phase(COMPUTING)
                 if self._index == 0 and self._schedule is not None:
                     optim.apply(context.optimizers, self._schedule.factor(self.step))
@@ -272,10 +272,7 @@ class Run:
                 finally:
                     self._in_body = False
                 self._settle()
-            else:
-                self._cut_short = next(iterator, _END) is not _END
-            if self._enough() or self.epoch + 1 == self._epochs:
-                self._end_row()  # before the rows of the last evaluation
+            self._cut_short = next(iterator, _END) is not _END
         finally:
             phase(IDLE)
             self._paused = time.monotonic()
@@ -463,7 +460,7 @@ class Run:
         if self._stop is None:
             self._stop = next((reason for reason in REASONS if sums[reason]), None)
         self._metrics.poll()
-        self._watch.hear(sums[_MEASURED] > 0, self.step, self.epoch)
+        self._watch.exchange_timings(sums[_MEASURED] > 0, self.step, self.epoch)
         return sums[_OVERDUE] > 0
 
     def _stop_here(self) -> None:
@@ -596,7 +593,7 @@ class Run:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if code_of(error) == rundir.DONE:
+            if code_of(error) == exit_codes.DONE:
                 self._finish()
         except BaseException as late:
             self._close(late)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hpctrain.compat.apex.properties import Properties
 from hpctrain.errors import UsageError
-from hpctrain.precision import Precision, Settings
+from hpctrain.precision import Precision, PrecisionSettings
 from hpctrain.precision.full import ApexO0
 from hpctrain.precision.half import ApexO2, ApexO3
 from hpctrain.precision.masters import Masters
@@ -28,7 +28,7 @@ class Mastered(ApexO2):
     loaded stay unchanged, so a resumed script continues with the same bits.
     """
 
-    def __init__(self, device: torch.device, settings: Settings) -> None:
+    def __init__(self, device: torch.device, settings: PrecisionSettings) -> None:
         super().__init__(device, settings)
         self.stale = True
         self._loaded: dict[Tensor, Tensor] = {}
@@ -49,7 +49,7 @@ class Mastered(ApexO2):
         super().convert(model)
         # torch sets an attribute on the hook, which a method does not allow.
         model.register_state_dict_post_hook(partial(self._save))  # type: ignore[no-untyped-call]
-        model.register_load_state_dict_pre_hook(self._meet)  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(self._collect_loaded)  # type: ignore[no-untyped-call]
         # It runs after the hook of ApexO2, which sets the masters from their copies.
         model.register_load_state_dict_post_hook(self._load)  # type: ignore[no-untyped-call]
         _LEVELS[model] = self
@@ -63,7 +63,9 @@ class Mastered(ApexO2):
             if isinstance(value, Tensor) and value.dtype == torch.float16:
                 state[name] = value.float()
 
-    def _meet(self, model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _collect_loaded(
+        self, model: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+    ) -> None:
         for name, parameter in model.named_parameters():
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -91,7 +93,7 @@ def open_level(properties: Properties, device: torch.device) -> Precision:
     """Return the precision of a level, without loss scales, as each loss has its own scale."""
     kinds: dict[str, type[Precision]] = {"O0": ApexO0, "O1": ApexO1}
     kind = kinds.get(properties.level, Mastered if properties.masters else ApexO3)
-    return kind(device, Settings(1.0, properties.keep_batchnorm_fp32))
+    return kind(device, PrecisionSettings(1.0, properties.keep_batchnorm_fp32))
 
 
 def check(model: nn.Module) -> None:

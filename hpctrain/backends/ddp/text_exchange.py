@@ -16,60 +16,60 @@ __all__ = ["by_messages", "by_store"]
 _TAG = 0x6870  # "hp"; gloo separates messages with tags from collectives
 
 
-def by_messages(rank: int, size: int, words: str) -> list[str]:
-    """Return the words of all ranks, sent over gloo, which notices at once when a rank is gone.
+def by_messages(rank: int, size: int, text: str) -> list[str]:
+    """Return the texts of all ranks, sent over gloo, which fails at once when a rank is gone.
 
     Args:
         rank, size: rank of this process, and number of ranks in the default group.
-        words: words of this rank.
+        text: text of this rank.
 
     Raises:
         RuntimeError: a rank is gone, or did not call this within the group's time-out.
     """
-    return _through_rank_0(rank, size, words, _send, _receive)
+    return _through_rank_0(rank, size, text, _send, _receive)
 
 
-def by_store(store: Store, number: int, rank: int, size: int, words: str) -> list[str]:
-    """Return the words of all ranks, sent over a store; for NCCL, whose messages have no tags.
+def by_store(store: Store, number: int, rank: int, size: int, text: str) -> list[str]:
+    """Return the texts of all ranks, sent over a store; for NCCL, whose messages have no tags.
 
     Args:
         store: store without other keys.
         number: number of this exchange, which all ranks count alike.
         rank, size: rank of this process, and number of ranks.
-        words: words of this rank.
+        text: text of this rank.
 
     Raises:
         RuntimeError: a rank did not call this within the store's time-out, or rank 0 is gone.
     """
-    said = _through_rank_0(
+    texts = _through_rank_0(
         rank,
         size,
-        words,
-        lambda text, to: store.set(f"{number}/{rank}-{to}", text),
+        text,
+        lambda data, to: store.set(f"{number}/{rank}-{to}", data),
         lambda other: store.get(f"{number}/{other}-{rank}").decode(),
     )
     if rank == 0:  # all ranks have called this, so older values are not read again
         for other in range(1, size):
             store.delete_key(f"{number}/{other}-0")
             store.delete_key(f"{number - 1}/0-{other}")
-    return said
+    return texts
 
 
 def _through_rank_0(
     rank: int,
     size: int,
-    words: str,
+    text: str,
     send: Callable[[str, int], None],
     receive: Callable[[int], str],
 ) -> list[str]:
     if rank:
-        send(words, 0)
-        said: list[str] = json.loads(receive(0))
-        return said
-    said = [words, *(receive(other) for other in range(1, size))]
+        send(text, 0)
+        texts: list[str] = json.loads(receive(0))
+        return texts
+    texts = [text, *(receive(other) for other in range(1, size))]
     for other in range(1, size):
-        send(json.dumps(said), other)
-    return said
+        send(json.dumps(texts), other)
+    return texts
 
 
 def _send(text: str, to: int) -> None:

@@ -46,7 +46,7 @@ class HelperExchange:
 
     def post(self, sightings: Sequence[Sighting]) -> None:
         """Publish the observations of this helper."""
-        replace(self._own, json.dumps([asdict(one) for one in sightings]))
+        replace(self._own, json.dumps([asdict(sighting) for sighting in sightings]))
 
     def withdraw(self) -> None:
         """Remove the published observations of this helper."""
@@ -56,12 +56,12 @@ class HelperExchange:
 
     def others(self) -> list[Sighting]:
         """Return the observations that the other helpers have published."""
-        told: list[Sighting] = []
+        sightings: list[Sighting] = []
         for path in self._folder.iterdir():
             if path != self._own and not path.name.startswith(".") and path.name != _JUDGED:
                 with contextlib.suppress(OSError, ValueError, TypeError):
-                    told += [Sighting(**one) for one in json.loads(path.read_text())]
-        return told
+                    sightings += [Sighting(**entry) for entry in json.loads(path.read_text())]
+        return sightings
 
     def judged(self) -> bool:
         """Return whether a helper has published a judgement."""
@@ -97,16 +97,16 @@ class Aside:
         """
         if self._thread is not None and self._thread.is_alive():
             return None
-        answers: list[T] = []
+        results: list[T] = []
 
         def call() -> None:
             with contextlib.suppress(OSError):
-                answers.append(function())
+                results.append(function())
 
         self._thread = threading.Thread(target=call, daemon=True)
         self._thread.start()
         self._thread.join(seconds)
-        return answers[0] if answers else None
+        return results[0] if results else None
 
 
 def append(path: Path, text: str) -> None:

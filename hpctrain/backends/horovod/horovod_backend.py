@@ -19,13 +19,13 @@ from hpctrain.backends.barrier import assemble
 from hpctrain.backends.base import Backend, Work, vector
 from hpctrain.backends.borrowed_env import Environment
 from hpctrain.backends.horovod import gradients, placement
-from hpctrain.backends.horovod.baseline import HorovodBaseline
 from hpctrain.backends.horovod.connections import Connections
-from hpctrain.backends.horovod.installed import load, refuse_options, refuse_own_name
+from hpctrain.backends.horovod.horovod_baseline import HorovodBaseline
+from hpctrain.backends.horovod.horovod_import import load, refuse_options, refuse_own_name
 from hpctrain.backends.horovod.rendezvous import Client, Server
-from hpctrain.backends.horovod.stall_timer import Watch
+from hpctrain.backends.horovod.stall_timer import StallTimer
 from hpctrain.backends.horovod.survivors import Survivors
-from hpctrain.backends.settings import Settings
+from hpctrain.backends.settings import BackendSettings
 from hpctrain.backends.trained_parameters import Trained
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, StartError, UsageError
@@ -37,7 +37,7 @@ __all__ = ["Horovod"]
 T = TypeVar("T")
 _MOST_LATER = 64
 _SHUTDOWN_SECONDS = 5.0
-_LOOK_SECONDS = 0.1  # interval of the check for lost ranks while Horovod connects
+_CHECK_SECONDS = 0.1  # interval of the check for lost ranks while Horovod connects
 
 
 class Horovod(Backend):
@@ -53,7 +53,9 @@ class Horovod(Backend):
     _mpi_was_used = False  # MPI can start only once in a process
     _abandoned: ClassVar[list[Server]] = []
 
-    def __init__(self, rendezvous: Rendezvous, device: torch.device, settings: Settings) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, device: torch.device, settings: BackendSettings
+    ) -> None:
         self._hvd = hvd = load()
         self._rendezvous, self._settings, self.device = rendezvous, settings, device
         world = rendezvous.world
@@ -64,7 +66,7 @@ class Horovod(Backend):
         if world.world_size > 1 and ":" in rendezvous.roster.addresses[0]:
             raise StartError(
                 "HT307",
-                f"rank 0 is at {rendezvous.roster.addresses[0]}: Horovod takes IPv4 alone",
+                f"rank 0 is at {rendezvous.roster.addresses[0]}: Horovod supports only IPv4",
                 "an interface with an IPv4 address",
                 "export HPCTRAIN_INTERFACE=NAME",
                 "--backend ddp",
@@ -75,18 +77,18 @@ class Horovod(Backend):
         self._gradients: list[gradients.Gradients] = []
         self._compressor = gradients.compression(hvd, settings.own["compression"])
         self._later = 0
-        self._told = False  # whether the other ranks have the reason of the failure
+        self._reported = False  # whether the other ranks have the reason of the failure
         self._survivors: Survivors | None = None
-        self._connections = Connections(but=rendezvous.roster.port)
-        self._watch = Watch(settings.timeout, self._complain)
+        self._connections = Connections(excluded_port=rendezvous.roster.port)
+        self._stall_timer = StallTimer(settings.timeout, self._report_wait)
         try:
             if world.world_size > 1:
                 store = Client(rendezvous.roster.addresses[0], rendezvous.roster.port, "start")
                 assemble(store, rendezvous, settings.start_timeout)
                 self._survivors = Survivors(
-                    rendezvous, self._server, self._watch.waiting, self._connections.cut
+                    rendezvous, self._server, self._stall_timer.waiting, self._connections.cut
                 )
-            placement.tell(self._environment, over, rendezvous, settings)
+            placement.set_variables(self._environment, over, rendezvous, settings)
             # MPI handles its own connections, and ends all ranks when one fails.
             with self._connections if over == "gloo" else nullcontext():
                 self._start(over)
@@ -102,14 +104,14 @@ class Horovod(Backend):
             )
 
     @classmethod
-    def check(cls, world: World, device: torch.device, settings: Settings) -> None:
+    def check(cls, world: World, device: torch.device, settings: BackendSettings) -> None:
         """Check whether Horovod is installed and supports the options."""
         hvd = load()
         if hvd.is_initialized():
             raise UsageError(
                 "HT308",
                 "Horovod is initialized already",
-                "that the Session does it",
+                "the Session initializes it",
                 "remove the script's own hvd.init()",
                 "close the earlier Session first",
             )
@@ -178,13 +180,13 @@ class Horovod(Backend):
         thread = threading.Thread(target=start, name="hvd.init", daemon=True)
         Horovod._mpi_was_used |= over == "mpi"
         thread.start()
-        end, others = time.monotonic() + limit, self._survivors
+        end, survivors = time.monotonic() + limit, self._survivors
         while thread.is_alive() and time.monotonic() < end:
-            thread.join(_LOOK_SECONDS)
-            if others is not None and others.known:
+            thread.join(_CHECK_SECONDS)
+            if survivors is not None and survivors.known:
                 break
         if thread.is_alive() or failed:
-            lost = others.ask() if others is not None and others.known else None
+            lost = survivors.find_error() if survivors is not None and survivors.known else None
             if lost is not None:
                 raise lost
             # At the end of the process, Horovod's shutdown would wait for hvd.init().
@@ -207,7 +209,7 @@ class Horovod(Backend):
         Raises:
             UsageError: Horovod cannot average the type of a weight, or two models share weights.
         """
-        if any(one.has(p) for p in model.parameters() for one in self._gradients):
+        if any(averager.has(p) for p in model.parameters() for averager in self._gradients):
             raise UsageError(
                 "HT317",
                 "two prepared models share parameters, whose gradients would be averaged twice",
@@ -249,7 +251,7 @@ class Horovod(Backend):
                     [
                         (name, parameter)
                         for name, parameter in trained.refresh()
-                        if not any(one.has(parameter) for one in self._gradients)
+                        if not any(averager.has(parameter) for averager in self._gradients)
                     ]
                 )
         return loss
@@ -259,26 +261,26 @@ class Horovod(Backend):
 
     def forget(self) -> None:
         """Reset the count of the hooks."""
-        for one in self._gradients:
-            one.forget()
+        for averager in self._gradients:
+            averager.forget()
 
     def sync_gradients(self) -> None:
         """Wait for the sums that the backward pass began."""
-        with self._watch("gradients"):
-            for one in self._gradients:
-                one.average()
+        with self._stall_timer("gradients"):
+            for averager in self._gradients:
+                averager.average()
 
     def update(self, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> None:
         """Take the optimizer step; with Adasum, combine the steps of all ranks."""
         if self._settings.own["op"] == "adasum" and self.world_size > 1:
-            with self._watch("updates"):
+            with self._stall_timer("updates"):
                 gradients.combine_updates(self._hvd, optimizer, step, self._compressor)
         else:
             step(optimizer)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum the tensor with an all-reduce."""
-        with self._watch("a sum"):
+        with self._stall_timer("a sum"):
             self._hvd.allreduce_(tensor, name="sum", op=self._hvd.Sum)
         return tensor
 
@@ -289,34 +291,34 @@ class Horovod(Backend):
         self._later = (self._later + 1) % _MOST_LATER
         name = f"sum_async.{self._later}"
         handle = self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum)
-        return Work(tensor, _Work(self._hvd, handle, self._watch))
+        return Work(tensor, _Work(self._hvd, handle, self._stall_timer))
 
     def broadcast_object(self, thing: T) -> T:
         """Broadcast rank 0's object."""
         # Without a name Horovod uses that of the object's class, which may differ by rank.
-        with self._watch("something of rank 0's"):
+        with self._stall_timer("an object of rank 0"):
             shared: T = self._hvd.broadcast_object(thing, 0, name="share")
         return shared
 
     def gather_object(self, thing: T) -> list[T]:
         """Gather with an all-gather of pickles, as Horovod has no gather."""
-        with self._watch("the states of all ranks"):
+        with self._stall_timer("the states of all ranks"):
             things: list[T] = self._hvd.allgather_object(thing, name="gather")
         return things if self.rank == 0 else []
 
-    def meet(self, words: str) -> list[str]:
-        """Exchange the words with an all-gather, which its name separates from others."""
-        with self._watch("the other ranks"):
-            return list(self._hvd.allgather_object(words, name="meet"))
+    def all_gather_text(self, text: str) -> list[str]:
+        """Exchange the texts with an all-gather, which its name separates from others."""
+        with self._stall_timer("the other ranks"):
+            return list(self._hvd.allgather_object(text, name="text"))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast all tensors at the same time, as bytes."""
-        with self._watch("weights or buffers of rank 0"):
+        with self._stall_timer("weights or buffers of rank 0"):
             gradients.broadcast(self._hvd, tensors)
 
     def barrier(self) -> None:
         """Wait at Horovod's barrier."""
-        with self._watch("a barrier"):
+        with self._stall_timer("a barrier"):
             self._hvd.barrier()
 
     def baseline(self) -> HorovodBaseline:
@@ -332,21 +334,21 @@ class Horovod(Backend):
         internal = self._hvd.mpi_ops.HorovodInternalError
         if self._survivors is None or not isinstance(error, internal):
             return None
-        found = self._survivors.ask()
-        self._told = found is not None
+        found = self._survivors.find_error()
+        self._reported = found is not None
         return found
 
     def close(self, failure: str | None = None) -> None:
         """Shut Horovod down and restore the environment."""
-        others = None if self._told else self._survivors
-        if others is not None and failure is not None and not others.tell(failure):
-            # Rank 0 is gone or silent, so shutting down together would wait for it.
+        survivors = None if self._reported else self._survivors
+        if survivors is not None and failure is not None and not survivors.report_failure(failure):
+            # Rank 0 is gone or does not answer, so shutting down together would wait for it.
             self._connections.cut()
         if failure is None:
             self._hvd.shutdown()
         else:
             self._shut_down_alone()
-        self._let_go(failure)
+        self._release(failure)
 
     def _shut_down_alone(self) -> None:
         """Shut Horovod down after a failure, with a time limit.
@@ -360,38 +362,38 @@ class Horovod(Backend):
         thread.start()
         thread.join(_SHUTDOWN_SECONDS)
         if thread.is_alive():
-            logger.warning("Horovod does not shut down, so this process leaves without")
+            logger.warning("Horovod does not shut down, so this process ends without its shutdown")
             atexit.unregister(shutdown)
-            atexit.register(_leave)
+            atexit.register(_exit_process)
 
-    def _complain(self) -> None:
+    def _report_wait(self) -> None:
         """Report that a wait of this rank is too long; rank 0 finds the missing ranks."""
         if self._survivors is not None:
-            self._survivors.complain()
+            self._survivors.report_wait()
 
     def _give_up(self, failure: str) -> None:
         """Report to the other ranks that Horovod did not start on this one."""
         self._environment.put_back()
-        self._watch.close()
+        self._stall_timer.close()
         if self._survivors is not None:
-            self._survivors.tell(failure)
-            self._survivors.leave(in_peace=False)
+            self._survivors.report_failure(failure)
+            self._survivors.leave(normally=False)
         if self._server is not None:
             # A thread of Horovod that still looks for other ranks ends the process when the
             # server does not answer, so the server stays open.
             Horovod._abandoned.append(self._server)
 
-    def _let_go(self, failure: str | None) -> None:
+    def _release(self, failure: str | None) -> None:
         self._environment.put_back()
-        self._watch.close()
+        self._stall_timer.close()
         if self._survivors is not None:
-            self._survivors.leave(in_peace=failure is None)
+            self._survivors.leave(normally=failure is None)
         if self._server is not None:
             self._server.close()
             self._server = None
 
 
-def _leave() -> None:
+def _exit_process() -> None:
     """End a failed process without the destructors of its libraries."""
     logging.shutdown()
     sys.stdout.flush()
@@ -402,8 +404,8 @@ def _leave() -> None:
 class _Work:
     """A handle of Horovod with the methods of torch.distributed's works."""
 
-    def __init__(self, hvd: ModuleType, handle: int, watch: Watch) -> None:
-        self._hvd, self._handle, self._watch = hvd, handle, watch
+    def __init__(self, hvd: ModuleType, handle: int, stall_timer: StallTimer) -> None:
+        self._hvd, self._handle, self._stall_timer = hvd, handle, stall_timer
 
     def is_completed(self) -> bool:
         """Check whether `wait` returns at once."""
@@ -411,7 +413,7 @@ class _Work:
 
     def wait(self) -> None:
         """Wait until the sum is done."""
-        with self._watch("sums of metrics"):
+        with self._stall_timer("sums of metrics"):
             self._hvd.synchronize(self._handle)
 
 

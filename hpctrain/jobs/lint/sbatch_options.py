@@ -1,8 +1,8 @@
 """Options of sbatch as data, and lookup of their names as in getopt_long(3)."""
 
-import difflib
+from hpctrain.cluster.texts import nearest
 
-__all__ = ["SHORT", "SRUN_ONLY", "argument", "long_name", "nearest"]
+__all__ = ["SHORT", "SRUN_ONLY", "argument", "long_name", "similar"]
 
 
 def _listed(names: str) -> list[str]:
@@ -121,10 +121,10 @@ def argument(name: str) -> str:
     return _KINDS[name]
 
 
-def nearest(given: str) -> list[str]:
-    """Return the names that a misspelt name may mean, the nearest first.
+def similar(given: str) -> list[str]:
+    """Return the names that a misspelt name may mean.
 
     The list is empty if no name is near: the option may be one of a plugin of the site (spank(7)).
     """
     ahead = [name for name in _NAMES if given and name.startswith(given)]
-    return ahead or difflib.get_close_matches(given.replace("_", "-"), _NAMES, 3, cutoff=0.8)
+    return ahead or [name for name in [nearest(given, _NAMES, cutoff=0.8)] if name]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpctrain.errors import HpctrainError
 from hpctrain.tools.horovod_build import source, toolchain
-from hpctrain.tools.horovod_build.commands import Say, run
+from hpctrain.tools.horovod_build.build_commands import PrintLine, run
 from hpctrain.tools.horovod_build.torch_facts import Torch, cxx_standard
 
 __all__ = ["Plan", "make", "pip"]
@@ -45,14 +45,14 @@ def pip(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
 
 
-def make(plan: Plan, env: Mapping[str, str], work: Path, say: Say) -> Path:
+def make(plan: Plan, env: Mapping[str, str], work: Path, print_line: PrintLine) -> Path:
     """Build the wheel.
 
     Args:
         plan: versions and options of the build.
         env: environment with the user's settings for pip and the compiler.
         work: empty folder for all files of the build; the programs' output goes to `log` in it.
-        say: function that prints one line for each step.
+        print_line: function that prints one line for each step.
 
     Returns:
         Path of the wheel, in `work`.
@@ -64,31 +64,35 @@ def make(plan: Plan, env: Mapping[str, str], work: Path, say: Say) -> Path:
     env = {name: value for name, value in env.items() if name not in ("PIP_USER", "PIP_TARGET")}
     toolchain.check_compiler(standard, env)
     log, tools = work / "log", work / "tools"
-    say("fetching the build tools, for this build alone")
-    _fetch(pip("install", "-q", "--target", str(tools), *_TOOLS), env, log, say)
+    print_line("downloading the build tools, for this build only")
+    _fetch(pip("install", "-q", "--target", str(tools), *_TOOLS), env, log, print_line)
     env = _environment(plan, env, tools)
-    folder = _source(plan, standard, env, work, say)
-    say(f"compiling for C++{standard} with {env['MAKEFLAGS']}: some minutes")
+    folder = _source(plan, standard, env, work, print_line)
+    print_line(f"compiling for C++{standard} with {env['MAKEFLAGS']}: some minutes")
     wheels = work / "wheels"
     # Without -v, pip hides the progress of the compilers.
     options = ["-v", "--no-deps", "--no-build-isolation", "-w", str(wheels)]
-    code = run(pip("wheel", *options, str(folder)), env, log, say)
+    code = run(pip("wheel", *options, str(folder)), env, log, print_line)
     wheel = next(wheels.glob("*.whl"), None)
     if code != 0 or wheel is None:
         raise _failed("HT915", f"the build of Horovod ended with exit code {code}", log)
     return wheel
 
 
-def _source(plan: Plan, standard: int, env: Mapping[str, str], work: Path, say: Say) -> Path:
+def _source(
+    plan: Plan, standard: int, env: Mapping[str, str], work: Path, print_line: PrintLine
+) -> Path:
     """Fetch Horovod's source, apply the changes of this build, and return the folder."""
-    say(f"fetching the source package of Horovod {source.VERSION}")
+    print_line(f"downloading the source package of Horovod {source.VERSION}")
     # pip runs the package's setup.py for its metadata, with the build tools in `env`.
     options = ["--no-deps", "--no-build-isolation", "--no-binary", "horovod"]
-    wanted = f"horovod=={source.VERSION}"
-    _fetch(pip("download", "-q", *options, "-d", str(work), wanted), env, work / "log", say)
+    requirement = f"horovod=={source.VERSION}"
+    _fetch(
+        pip("download", "-q", *options, "-d", str(work), requirement), env, work / "log", print_line
+    )
     archive = next(work.glob("horovod-*.tar.gz"), None)
     if archive is None:
-        raise _failed("HT914", f"pip left no source package of {wanted}", work / "log")
+        raise _failed("HT914", f"pip downloaded no source package of {requirement}", work / "log")
     shutil.unpack_archive(archive, work)
     folder = work / f"horovod-{source.VERSION}"
     compilers = plan.mpi.compilers if plan.mpi else ()
@@ -98,15 +102,15 @@ def _source(plan: Plan, standard: int, env: Mapping[str, str], work: Path, say: 
     return folder
 
 
-def _fetch(command: list[str], env: Mapping[str, str], log: Path, say: Say) -> None:
+def _fetch(command: list[str], env: Mapping[str, str], log: Path, print_line: PrintLine) -> None:
     """Run a pip command that downloads packages."""
-    code = run(command, env, log, say)
+    code = run(command, env, log, print_line)
     if code != 0:
         raise _failed(
             "HT913",
-            f"pip could not fetch what the build needs: exit code {code}",
+            f"pip could not download the packages for the build: exit code {code}",
             log,
-            "a package index that pip reaches",
+            "a package index that pip can reach",
             "on a cluster: hpctrain horovod build --wheel-only on a login node",
             "with a proxy: export HTTPS_PROXY=URL",
             "with a mirror: pip config set global.index-url URL",
@@ -125,7 +129,7 @@ def _environment(plan: Plan, env: Mapping[str, str], tools: Path) -> dict[str, s
         # Horovod's gloo needs <cstdint>, which other headers no longer include since GCC 13.
         "CXXFLAGS": f"-include cstdint {env.get('CXXFLAGS', '')}".strip(),
         "CMAKE_GENERATOR": "Unix Makefiles",
-        # Later releases of pip always build in this way. A variable, as they have no such option.
+        # A variable, because later releases of pip, which always build so, have no such option.
         "PIP_USE_PEP517": "1",
         "MAKEFLAGS": f"-j{toolchain.jobs()}",
         "HOROVOD_WITH_PYTORCH": "1",
@@ -146,5 +150,7 @@ def _failed(code: str, found: str, log: Path, expected: str = "", *fixes: str) -
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     first = next((i for i, line in enumerate(lines) if _ERROR.search(line)), len(lines))
     shown = lines[first:][:_ERROR_LINES] or lines[-_ERROR_LINES:]
-    said = "".join(f"\n    {line[:300]}" for line in shown)
-    return HpctrainError(code, f"{found}{said}", expected, *fixes, f"look at the whole log: {log}")
+    excerpt = "".join(f"\n    {line[:300]}" for line in shown)
+    return HpctrainError(
+        code, f"{found}{excerpt}", expected, *fixes, f"look at the whole log: {log}"
+    )

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cluster.texts import printable, ranks_text
 from hpctrain.rendezvous import Roster
-from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding, plain, spans
+from hpctrain.tools.doctor.findings import OK, PROBLEM, WARNING, Finding
 from hpctrain.tools.doctor.storage import nearest
 from hpctrain.tools.doctor.subprocesses import SECONDS, within
 
@@ -19,11 +20,11 @@ __all__ = [
     "NONE",
     "Row",
     "differences",
+    "finds",
     "judge_clocks",
     "judge_cores",
     "judge_shared",
     "rows",
-    "sees",
     "token",
 ]
 
@@ -94,7 +95,7 @@ def rows(roster: Roster) -> list[Row]:
             entry["pid"],
             roster.addresses[rank],
             entry["doctor"]["gpu"],
-            {name: plain(entry["doctor"][name]) for name in COMPARED},
+            {name: printable(entry["doctor"][name]) for name in COMPARED},
         )
         for rank, entry in enumerate(roster.entries)
     ]
@@ -134,29 +135,28 @@ def differences(table: Sequence[Row]) -> list[Finding]:
     found = []
     for name, fixes in COMPARED.items():
         # A rank without a value has a separate problem finding.
-        unlike = [row for row in table if name in row.differs and row.values[name] != NONE]
-        if not unlike:
+        differing = [row for row in table if name in row.differs and row.values[name] != NONE]
+        if not differing:
             continue
         holders: dict[str, list[Row]] = {}
         for row in table:
-            if row not in unlike and row.values[name] != NONE:
+            if row not in differing and row.values[name] != NONE:
                 holders.setdefault(row.values[name], []).append(row)
-        for row in unlike:
+        for row in differing:
             holders.setdefault(row.values[name], []).append(row)
         parts = [
-            f"{value} on {_places(several, several[0] in unlike)}"
-            for value, several in holders.items()
+            f"{value} at {_ranks_text(rows, named=rows[0] in differing)}"
+            for value, rows in holders.items()
         ]
         text = "; ".join(parts[:4]) + ("; …" if len(parts) > 4 else "")
-        found.append(Finding(name, WARNING, text, fixes, tuple(row.rank for row in unlike)))
+        found.append(Finding(name, WARNING, text, fixes, tuple(row.rank for row in differing)))
     return found
 
 
-def _places(several: Sequence[Row], named: bool) -> str:
-    """Return the numbers of some ranks as text, with their hosts if `named`."""
-    hosts = list(dict.fromkeys(row.host for row in several))
-    of = f" of {', '.join(hosts[:4])}{', …' if len(hosts) > 4 else ''}" if named else ""
-    return spans([row.rank for row in several]) + of
+def _ranks_text(rows: Sequence[Row], named: bool = True) -> str:
+    """Return the ranks of some rows as text, with their hosts if `named`."""
+    hosts = {row.rank: row.host for row in rows}
+    return ranks_text(hosts, hosts if named else None)
 
 
 def judge_cores(entries: Sequence[Mapping[str, Any]], table: Sequence[Row]) -> list[Finding]:
@@ -174,15 +174,15 @@ def judge_cores(entries: Sequence[Mapping[str, Any]], table: Sequence[Row]) -> l
     short: dict[tuple[int, int, int], list[Row]] = {}
     for (_, mask), several in sharing.items():
         cores = int(mask, 16).bit_count()
-        said = [row.values["threads"] for row in several]
-        threads = sum(int(one) if one.isdecimal() else 1 for one in said)
+        settings = [row.values["threads"] for row in several]
+        threads = sum(int(text) if text.isdecimal() else 1 for text in settings)
         if len(several) > 1 and threads > cores:
             short.setdefault((len(several), threads, cores), []).extend(several)
     return [
         Finding(
             "cores",
             WARNING,
-            f"{_places(several, True)}: {count} ranks of a host share {cores} "
+            f"{_ranks_text(several)}: {count} ranks of a host share {cores} "
             f"core{'s' if cores > 1 else ''} and have {threads} threads, before any loader worker",
             (
                 "start fewer ranks on each host",
@@ -232,7 +232,7 @@ def token(rank: int, run: Path) -> Iterator[dict[str, str]]:
     if rank != 0:
         yield {"run": str(run), "token": ""}
         return
-    path = within(SECONDS, lambda: _leave(run))
+    path = within(SECONDS, lambda: _create(run))
     try:
         yield {"run": str(run), "token": str(path or "")}
     finally:
@@ -240,7 +240,7 @@ def token(rank: int, run: Path) -> Iterator[dict[str, str]]:
             within(SECONDS, lambda: path.unlink(missing_ok=True))
 
 
-def _leave(run: Path) -> Path | None:
+def _create(run: Path) -> Path | None:
     """Create a file; None on an error, which the finding about the run directory reports."""
     path = nearest(run) / f".hpctrain-doctor-{secrets.token_hex(8)}"
     try:
@@ -250,47 +250,47 @@ def _leave(run: Path) -> Path | None:
     return path
 
 
-def sees(run: Path, said: Mapping[str, str]) -> bool:
+def finds(run: Path, values: Mapping[str, str]) -> bool:
     """Return whether rank 0's file is in this rank's run directory, which may have another path.
 
     Args:
         run: run directory of this rank.
-        said: values that `token` yielded at rank 0.
+        values: values that `token` yielded at rank 0.
     """
-    left = Path(said["token"])
-    same = str(run) == said["run"]
-    there = within(SECONDS, lambda: os.path.exists(left if same else nearest(run) / left.name))
-    return bool(there)
+    file = Path(values["token"])
+    same = str(run) == values["run"]
+    exists = within(SECONDS, lambda: os.path.exists(file if same else nearest(run) / file.name))
+    return bool(exists)
 
 
 def judge_shared(
-    entries: Sequence[Mapping[str, Any]], table: Sequence[Row], seen: Sequence[bool]
+    entries: Sequence[Mapping[str, Any]], table: Sequence[Row], found: Sequence[bool]
 ) -> list[Finding]:
     """Return a finding on whether all ranks have the same run directory.
 
     Args:
         entries: entry of each rank, with the values that `token` yielded under "doctor".
         table: row of each rank, with its host.
-        seen: for each rank, whether it found rank 0's file.
+        found: for each rank, whether it found rank 0's file.
 
     Returns:
         No finding where rank 0 could not create the file.
     """
     if not entries[0]["doctor"]["token"]:
         return []
-    subject, own = "shared directory", plain(entries[0]["doctor"]["run"])
-    without = [row for row, there in zip(table, seen, strict=True) if not there]
+    subject, own = "shared directory", printable(entries[0]["doctor"]["run"])
+    without = [row for row, exists in zip(table, found, strict=True) if not exists]
     if not without:
         hosts = len({row.host for row in table})
-        text = f"all ranks on {hosts} host{'s' if hosts > 1 else ''} see the same {own}"
+        text = f"all ranks on {hosts} host{'s' if hosts > 1 else ''} have the same {own}"
         return [Finding(subject, OK, text, ranks=(0,))]
-    theirs = plain(entries[without[0].rank]["doctor"]["run"])
-    what = "what rank 0 writes there" if theirs == own else f"that of rank 0: theirs is {theirs}"
+    theirs = printable(entries[without[0].rank]["doctor"]["run"])
+    other = "" if theirs == own else f", whose run directory is {theirs}"
     return [
         Finding(
             subject,
             PROBLEM,
-            f"{own}: {_places(without, True)} cannot see {what}",
+            f"{own}: the file of rank 0 is not visible at {_ranks_text(without)}{other}",
             (
                 "--run-dir DIR, an absolute path on a file system that all hosts share",
                 "export HPCTRAIN_RUN_DIR=DIR, with such a path",

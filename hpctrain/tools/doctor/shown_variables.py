@@ -7,7 +7,7 @@ settings of the network libraries whose names do not suggest a secret.
 from collections.abc import Mapping
 
 from hpctrain.cluster import env_vars, visible_gpus
-from hpctrain.tools.doctor.findings import plain
+from hpctrain.cluster.texts import printable
 
 __all__ = ["shown"]
 
@@ -58,4 +58,4 @@ _NAMES = frozenset(
 def shown(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that may be shown, by name."""
     found = {name: env[name] for name in _NAMES if name in env} | env_vars.of_the_network(env)
-    return {name: plain(value) for name, value in sorted(found.items())}
+    return {name: printable(value) for name, value in sorted(found.items())}

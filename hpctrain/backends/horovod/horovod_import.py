@@ -50,7 +50,7 @@ def load() -> ModuleType:
         raise UsageError(
             "HT316",
             "--backend horovod, and the installed Horovod was built without gloo and without MPI",
-            "one of them, to talk over",
+            "one of them, for the communication between the ranks",
             BUILD,
         )
     return module
@@ -72,8 +72,8 @@ def refuse_own_name(world: World, env: Mapping[str, str]) -> None:
         address = socket.gethostbyname(name)
     except OSError as error:
         address = str(error)
-    mended = getattr(importlib.import_module("horovod"), "mended_by_hpctrain", False)
-    if not mended and (is_loopback(address) or not address[:1].isdigit()):
+    patched = getattr(importlib.import_module("horovod"), "mended_by_hpctrain", False)
+    if not patched and (is_loopback(address) or not address[:1].isdigit()):
         raise UsageError(
             "HT307",
             f"Horovod as it was released listens at the address of the host's own name, and {name} "
@@ -111,7 +111,7 @@ def refuse_options(hvd: ModuleType, options: Mapping[str, Any], world_size: int)
         if name not in known:
             raise UsageError(
                 "HT316",
-                f"{_flag(name)}, and the installed Horovod does not know {name}",
+                f"{_flag(name)}, and the installed Horovod has no argument {name}",
                 "Horovod 0.28.1",
                 BUILD,
             )

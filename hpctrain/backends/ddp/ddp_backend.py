@@ -16,14 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from hpctrain.backends.barrier import absent, assemble, host_of
 from hpctrain.backends.base import Backend, Work, vector
 from hpctrain.backends.borrowed_env import Environment
-from hpctrain.backends.ddp import exchange, options
-from hpctrain.backends.ddp.baseline import DDPBaseline
+from hpctrain.backends.ddp import ddp_options, text_exchange
+from hpctrain.backends.ddp.ddp_baseline import DDPBaseline
 from hpctrain.backends.ddp.rehearsal import reaches, rehearse, rehearse_loss
 from hpctrain.backends.ddp.store import first_line, open_store
-from hpctrain.backends.settings import Settings
+from hpctrain.backends.settings import BackendSettings
 from hpctrain.backends.trained_parameters import Trained
 from hpctrain.backends.transparent import Transparent
 from hpctrain.cluster.env_vars import GLOO_INTERFACE
+from hpctrain.cluster.texts import ranks_text
 from hpctrain.cluster.world import World
 from hpctrain.errors import HpctrainError, RankLostError, StartError, UsageError
 from hpctrain.rendezvous import Rendezvous
@@ -39,12 +40,14 @@ class DDP(Backend):
 
     name = "ddp"
 
-    def __init__(self, rendezvous: Rendezvous, device: torch.device, settings: Settings) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, device: torch.device, settings: BackendSettings
+    ) -> None:
         if dist.is_initialized():
             raise UsageError(
                 "HT308",
                 "torch.distributed is initialized already",
-                "that the Session does it",
+                "the Session initializes it",
                 "remove the script's own init_process_group()",
                 "close the earlier Session first",
             )
@@ -82,7 +85,7 @@ class DDP(Backend):
             assemble(connected, rendezvous, start_timeout)
             _set_timeout(limits[1])
             store.set_timeout(limits[1])
-            self._store, self._met = PrefixStore(f"{rendezvous.nonce}/met", store), 0
+            self._store, self._exchanges = PrefixStore(f"{rendezvous.nonce}/texts", store), 0
         except StartError:
             self._environment.put_back()
             raise
@@ -100,10 +103,10 @@ class DDP(Backend):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     @classmethod
-    def check(cls, world: World, device: torch.device, settings: Settings) -> None:
+    def check(cls, world: World, device: torch.device, settings: BackendSettings) -> None:
         """Check whether this torch supports the options."""
         del world
-        options.refuse_options(settings, _transport(device))
+        ddp_options.refuse_options(settings, _transport(device))
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model in DistributedDataParallel, or itself if no parameter is trained.
@@ -120,9 +123,9 @@ class DDP(Backend):
         return wrapped
 
     def _wrap(self, model: nn.Module, init_sync: bool) -> "TransparentDDP":
-        options.check_model(model, self._own["compression"], self.transport)
+        ddp_options.check_model(model, self._own["compression"], self.transport)
         wrapped = TransparentDDP(model, {**self._arguments(model), "init_sync": init_sync})
-        options.compress(wrapped, self._own)
+        ddp_options.compress(wrapped, self._own)
         wrapped.rehearses = self._deterministic
         self._wrapped.append(wrapped)
         return wrapped
@@ -130,7 +133,7 @@ class DDP(Backend):
     def _arguments(self, model: nn.Module) -> dict[str, Any]:
         return {
             "device_ids": [self.device] if self.device.type == "cuda" else None,
-            **options.arguments(model, self._own, self.transport),
+            **ddp_options.arguments(model, self._own, self.transport),
             **_NO_BUFFERS_IN_FORWARD,
         }
 
@@ -162,22 +165,22 @@ class DDP(Backend):
 
         Called by all ranks alike.
         """
-        wrapped = [one for one in self._wrapped if one.module is trained.model]
+        wrapped = [model for model in self._wrapped if model.module is trained.model]
         if wrapped and not wrapped[0].require_backward_grad_sync:
             return idle  # the last micro-batch of the step is early enough
         trained.refresh()
         if not any(parameter.requires_grad for parameter in trained.model.parameters()):
-            for one in wrapped:
-                self._wrapped.remove(one)
+            for model in wrapped:
+                self._wrapped.remove(model)
         elif wrapped:
             # The weights are equal on all ranks, and a write to them would break the next
             # backward pass.
             wrapped[0].renew({**self._arguments(trained.model), "init_sync": False})
             wrapped[0].rehearses = self._deterministic
-            options.compress(wrapped[0], self._own)
+            ddp_options.compress(wrapped[0], self._own)
         else:
             wrapped = [self._wrap(trained.model, init_sync=False)]
-        return [*(one for one in idle if one not in wrapped), *wrapped]
+        return [*(model for model in idle if model not in wrapped), *wrapped]
 
     def synchronize(self, model: nn.Module, wanted: bool) -> None:
         """Switch the flag of DistributedDataParallel.no_sync() without its context manager."""
@@ -206,12 +209,14 @@ class DDP(Backend):
         dist.gather_object(thing, box if self.rank == 0 else None, dst=0)
         return box if self.rank == 0 else []
 
-    def meet(self, words: str) -> list[str]:
-        """Exchange the words by messages with their own tag, or by the store with NCCL."""
+    def all_gather_text(self, text: str) -> list[str]:
+        """Exchange the texts by messages with their own tag, or by the store with NCCL."""
         if self.transport == "gloo":
-            return exchange.by_messages(self.rank, self.world_size, words)
-        self._met += 1
-        return exchange.by_store(self._store, self._met, self.rank, self.world_size, words)
+            return text_exchange.by_messages(self.rank, self.world_size, text)
+        self._exchanges += 1
+        return text_exchange.by_store(
+            self._store, self._exchanges, self.rank, self.world_size, text
+        )
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast all tensors at the same time."""
@@ -239,7 +244,7 @@ class DDP(Backend):
         return DDPBaseline(self.device, _NO_BUFFERS_IN_FORWARD)
 
     def explain(self, error: BaseException) -> HpctrainError | None:
-        """Return an error for a lost or silent rank, or for missing gradients; else None."""
+        """Return an error for a lost or unresponsive rank, or for missing gradients; else None."""
         if not isinstance(error, RuntimeError):
             return None
         if "Expected to have finished reduction" in str(error):
@@ -249,9 +254,9 @@ class DDP(Backend):
         return RankLostError(
             "HT309",
             f"rank {self.rank} lost another rank: {_named(error, self._rendezvous)}",
-            "all ranks, to the end",
-            "look for the first error in the logs of the others, and whether their hosts are up",
-            "--resume (it goes on from the newest checkpoint)",
+            "all ranks until the end of the run",
+            "look for the first error in the logs of the other ranks, and check their hosts",
+            "--resume (it continues from the newest checkpoint)",
         )
 
     def _unused(self, text: str) -> HpctrainError:
@@ -270,11 +275,11 @@ class DDP(Backend):
             shown = "parameters that the model no longer has"
         return UsageError(
             "HT310",
-            f"no gradient came for {shown}{', …' if len(numbers) > _SHOWN else ''}: the loss does "
-            "not depend on them, so the ranks wait for each other's",
-            "a loss that every trained parameter of the model has a part in; the same layers as in "
+            f"no gradient was computed for {shown}{', …' if len(numbers) > _SHOWN else ''}: the "
+            "loss does not depend on them, so the ranks wait for each other",
+            "a loss that depends on every trained parameter; the same layers as in "
             "session.prepare()",
-            "requires_grad_(False) for what is not trained",
+            "requires_grad_(False) for parameters that are not trained",
             "loss + 0 * sum(p.sum() for p in PART.parameters()) for a part that some steps leave "
             "out",
             "--backend horovod",
@@ -380,9 +385,8 @@ def _named(error: Exception, rendezvous: Rendezvous) -> str:
     if len(set(roster.addresses)) == 1:
         return text
     for address in dict.fromkeys(roster.addresses):
-        there = [rank for rank, other in enumerate(roster.addresses) if other == address]
-        host = host_of(rendezvous, there[0])
+        ranks = [rank for rank, other in enumerate(roster.addresses) if other == address]
+        host = host_of(rendezvous, ranks[0])
         if address in text and host not in text:
-            ranks = ", ".join(map(str, there[:8]))
-            text += f" ({address} is {host}, with rank{'s' if len(there) > 1 else ''} {ranks})"
+            text += f" ({address} is {host}, with {ranks_text(ranks)})"
     return text

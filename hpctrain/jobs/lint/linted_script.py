@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.jobs.lint.bash import Command, Comment, Shell, read
-from hpctrain.jobs.lint.directives import Component, read_directives
-from hpctrain.jobs.lint.findings import Finding
+from hpctrain.jobs.lint.directive_reader import Component, read_directives
 from hpctrain.jobs.lint.launches import Launch, launches
+from hpctrain.jobs.lint.lint_finding import LintFinding
 from hpctrain.jobs.lint.variables import Variables
 
-__all__ = ["Job", "Trap", "load"]
+__all__ = ["LintedScript", "Trap", "load"]
 
 _SHELLS = re.compile(r"#!\s*(/\S*/)?(env\s+(-\S+\s+)*)?(/\S*/)?(ba|da|k|z)?sh\b")
 _GPUS = re.compile(r"(?:gres/)?gpu(?::[A-Za-z]\w*(?:[.-]\w+)*)?(?:[:=](\d{1,6}))?\Z", re.ASCII)
@@ -35,7 +35,7 @@ class Trap:
 
 
 @dataclass(frozen=True)
-class Job:
+class LintedScript:
     """A script and the facts of its job.
 
     Attributes:
@@ -53,7 +53,7 @@ class Job:
     text: str
     folder: Path
     components: list[Component]
-    refused: list[Finding]
+    refused: list[LintFinding]
     end: int
     comments: list[Comment]
     commands: list[Launch]
@@ -158,7 +158,7 @@ def _count(text: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def load(text: str, folder: Path) -> Job:
+def load(text: str, folder: Path) -> LintedScript:
     """Read a script.
 
     Args:
@@ -172,7 +172,9 @@ def load(text: str, folder: Path) -> Job:
     variables = Variables(shell)
     commands = launches(shell, variables)
     traps = [trap for one in commands if (trap := _trap(one))]
-    return Job(text, folder, components, refused, end, shell.comments, commands, variables, traps)
+    return LintedScript(
+        text, folder, components, refused, end, shell.comments, commands, variables, traps
+    )
 
 
 def _trap(launch: Launch) -> Trap | None:

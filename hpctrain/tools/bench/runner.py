@@ -65,7 +65,7 @@ def execute(arguments: argparse.Namespace) -> int:
                 sys.stdout.flush()
                 _save(target, record)
     except HpctrainError as error:
-        if not error.told_by_rank_0:
+        if not error.reported_by_rank_0:
             raise
         return error.exit_code
     except KeyboardInterrupt:
@@ -82,10 +82,10 @@ def _open(arguments: argparse.Namespace) -> Session:
     if arguments.what == "step":
         # In half precision, ResNet-50 with 128 samples fills a GPU of 16 GB and keeps larger GPUs
         # busy. Do not use torch here: it would look for GPUs before the Session chooses one.
-        meant = visible_gpus.visible(os.environ)
-        size = 128 if visible_gpus.here() and (meant is None or meant.names) else 32
-    usual = {"precision": "fp32", "batch_size": size, "workers": workers, "timeout": _TIMEOUT}
-    return Session(**{**usual, **options})
+        shown = visible_gpus.visible(os.environ)
+        size = 128 if visible_gpus.here() and (shown is None or shown.names) else 32
+    defaults = {"precision": "fp32", "batch_size": size, "workers": workers, "timeout": _TIMEOUT}
+    return Session(**{**defaults, **options})
 
 
 def _about(session: Session) -> dict[str, Any]:
@@ -127,11 +127,11 @@ def _target(path: str | None) -> str | None:
         return None
     target = os.path.realpath(path)
     # The resolved path of a pipe behind /dev/fd does not exist, but the given path does.
-    there = os.path.exists(path) or os.path.lexists(target)
-    if there and (not os.path.isfile(target) or _printed_to(target)):
+    exists = os.path.exists(path) or os.path.lexists(target)
+    if exists and (not os.path.isfile(target) or _printed_to(target)):
         raise UsageError(
             "HT904",
-            f"--json {path}, which is there, and no file to replace",
+            f"--json {path}, which exists and is no file to replace",
             "a new file, or one that is replaced",
             "--json FILE",
         )
@@ -139,7 +139,7 @@ def _target(path: str | None) -> str | None:
         raise UsageError(
             "HT904",
             f"--json {path} cannot be written",
-            "a file in a folder that is there and can be written",
+            "a file in an existing folder with write access",
             "--json FILE",
         )
     return target

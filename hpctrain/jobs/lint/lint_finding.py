@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Finding", "shown"]
+from hpctrain.cluster.texts import printable
+
+__all__ = ["LintFinding", "shown"]
 
 _LONGEST = 60
 
 
 @dataclass(frozen=True, order=True)
-class Finding:
+class LintFinding:
     """One error in a script.
 
     Attributes:
@@ -26,5 +28,5 @@ class Finding:
 
 def shown(text: str) -> str:
     """Return a part of the script for messages: one short line without control characters."""
-    clean = "".join(c if c.isprintable() else "?" for c in text)
+    clean = printable(text)
     return clean if len(clean) <= _LONGEST else clean[: _LONGEST - 1] + "…"

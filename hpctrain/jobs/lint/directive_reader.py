@@ -8,13 +8,13 @@ import re
 from collections import deque
 from dataclasses import dataclass, field
 
-from hpctrain.jobs.lint.findings import Finding, shown
-from hpctrain.jobs.lint.options import SHORT, SRUN_ONLY, argument, long_name, nearest
+from hpctrain.jobs.lint.lint_finding import LintFinding, shown
+from hpctrain.jobs.lint.sbatch_options import SHORT, SRUN_ONLY, argument, long_name, similar
 
 __all__ = ["Component", "Directive", "read_directives"]
 
 _MARK = "#SBATCH"
-# More than anybody writes; what follows is not looked at.
+# More than a script has; further lines are ignored.
 _MOST_LINES = 1000
 # White space, then a word of plain characters, quoted ones and escaped ones, to # or white space.
 # A backslash goes, in quotes as well, and keeps a quote or a # after it, but no space.
@@ -65,7 +65,7 @@ class Component:
         return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else None
 
 
-def read_directives(lines: list[str]) -> tuple[list[Component], list[Finding], int]:
+def read_directives(lines: list[str]) -> tuple[list[Component], list[LintFinding], int]:
     """Return the parts of the job, findings, and the end of the #SBATCH lines.
 
     Args:
@@ -106,8 +106,8 @@ def _continues(before: str, line: str) -> bool:
     return before.startswith(_MARK) and before.endswith("\\") and line.lstrip().startswith("-")
 
 
-def _not_continued(line: int) -> Finding:
-    return Finding(
+def _not_continued(line: int) -> LintFinding:
+    return LintFinding(
         line,
         "directive-ignored",
         "a backslash does not continue a #SBATCH line: this is a command, which does not exist",
@@ -115,7 +115,7 @@ def _not_continued(line: int) -> Finding:
     )
 
 
-def _words(text: str, line: int) -> tuple[list[str], Finding | None]:
+def _words(text: str, line: int) -> tuple[list[str], LintFinding | None]:
     """Split as sbatch does, and return a finding for an open quote or a word that # cuts."""
     words: list[str] = []
     at = 0
@@ -139,16 +139,16 @@ def _words(text: str, line: int) -> tuple[list[str], Finding | None]:
     return words, None
 
 
-def _cut(rest: str, line: int) -> Finding:
-    return Finding(
+def _cut(rest: str, line: int) -> LintFinding:
+    return LintFinding(
         line,
         "directive-cut",
-        f"sbatch takes {shown(rest)} for a comment, though no space stands before it",
+        f"sbatch reads {shown(rest)} as a comment, although there is no space before it",
         ("put the value into quotes", "put a space before the comment"),
     )
 
 
-def _options(words: list[str], line: int) -> tuple[list[Directive], list[Finding]]:
+def _options(words: list[str], line: int) -> tuple[list[Directive], list[LintFinding]]:
     found: list[Directive] = []
     rest = deque(words)
     while rest:
@@ -164,14 +164,16 @@ def _options(words: list[str], line: int) -> tuple[list[Directive], list[Finding
     return found, []
 
 
-def _no_option(word: str, line: int) -> Finding:
-    fix = "an option begins with - or --, and stands in its line as --name=value"
+def _no_option(word: str, line: int) -> LintFinding:
+    fix = "an option begins with - or --, such as --name=value"
     if word.startswith(("–", "—", "−")):
         fix = f"type two hyphens in place of the dash: --{shown(word.lstrip('–—−'))}"
-    return Finding(line, "directive-refused", f"sbatch refuses {shown(word)}: no option", (fix,))
+    return LintFinding(
+        line, "directive-refused", f"sbatch refuses {shown(word)}: no option", (fix,)
+    )
 
 
-def _long(text: str, rest: deque[str], line: int, found: list[Directive]) -> Finding | None:
+def _long(text: str, rest: deque[str], line: int, found: list[Directive]) -> LintFinding | None:
     given, equals, value = text.partition("=")
     name = long_name(given)
     if name is None:
@@ -189,24 +191,24 @@ def _long(text: str, rest: deque[str], line: int, found: list[Directive]) -> Fin
     return None
 
 
-def _unknown(given: str, line: int, rest: deque[str]) -> Finding | None:
+def _unknown(given: str, line: int, rest: deque[str]) -> LintFinding | None:
     """Return a finding for an unknown option, unless it may be one of a plugin.
 
     The word after such an option may be its value, and is skipped.
     """
     if given in SRUN_ONLY:
-        return Finding(
+        return LintFinding(
             line,
             "unknown-option",
             f"sbatch refuses --{given}",
             (f"type {SRUN_ONLY[given]}",),
         )
-    meant = nearest(given)
+    meant = similar(given)
     if meant:
-        return Finding(
+        return LintFinding(
             line,
             "unknown-option",
-            f"sbatch knows no --{shown(given)}",
+            f"sbatch has no option --{shown(given)}",
             tuple(f"type --{name}" for name in meant),
         )
     if rest and not rest[0].startswith("-"):
@@ -214,13 +216,13 @@ def _unknown(given: str, line: int, rest: deque[str]) -> Finding | None:
     return None
 
 
-def _short(word: str, rest: deque[str], line: int, found: list[Directive]) -> Finding | None:
+def _short(word: str, rest: deque[str], line: int, found: list[Directive]) -> LintFinding | None:
     """Read one or several short options, as in -Hv or -N2."""
     for index, letter in enumerate(word[1:], 1):
         name = SHORT.get(letter)
         if name is None:
             fix = "one that sbatch --help lists"
-            return _refused(line, f"sbatch knows no -{shown(letter)}", fix)
+            return _refused(line, f"sbatch has no option -{shown(letter)}", fix)
         if argument(name) == "required":
             wrong = _short_value(letter, word[index + 1 :], word, rest, line)
             if not wrong:
@@ -233,7 +235,9 @@ def _short(word: str, rest: deque[str], line: int, found: list[Directive]) -> Fi
     return None
 
 
-def _short_value(letter: str, value: str, word: str, rest: deque[str], line: int) -> Finding | None:
+def _short_value(
+    letter: str, value: str, word: str, rest: deque[str], line: int
+) -> LintFinding | None:
     if "=" in word and long_name(word[1:].partition("=")[0]):
         return _refused(line, f"{shown(word)} has one hyphen", f"-{shown(word)}")
     if value.startswith("="):
@@ -244,8 +248,8 @@ def _short_value(letter: str, value: str, word: str, rest: deque[str], line: int
     return None
 
 
-def _refused(line: int, why: str, *fixes: str) -> Finding:
-    return Finding(
+def _refused(line: int, why: str, *fixes: str) -> LintFinding:
+    return LintFinding(
         line,
         "directive-refused",
         f"sbatch refuses this line: {why}",

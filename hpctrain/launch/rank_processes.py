@@ -17,13 +17,13 @@ from hpctrain.launch import guard
 from hpctrain.launch.rank_output import TRACEBACK, Tail
 from hpctrain.process.failure_record import Failure
 
-__all__ = ["Guard", "Rank", "die_with_parent"]
+__all__ = ["Guard", "Rank", "end_with_parent"]
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def die_with_parent() -> None:
+def end_with_parent() -> None:
     """Let the system kill this process when its parent ends, also after kill -9: prctl(2)."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -61,7 +61,7 @@ class Rank:
             number: number of the rank.
             command: program and arguments.
             environ: environment of the rank.
-            bind: whether to call `die_with_parent` in the new process; only if this process has no
+            bind: whether to call `end_with_parent` in the new process; only if this process has no
                 other threads.
 
         Raises:
@@ -75,7 +75,7 @@ class Rank:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=die_with_parent if bind else None,  # noqa: PLW1509, see above
+                preexec_fn=end_with_parent if bind else None,  # noqa: PLW1509, see above
             )
         except OSError as error:
             raise StartError(
@@ -115,7 +115,7 @@ class Rank:
             if close and stream is not None:
                 stream.close()
 
-    def how(self, brief: bool = False, only: bool = False) -> str:
+    def describe_end(self, brief: bool = False, only: bool = False) -> str:
         """Describe how the rank ended, with its last lines.
 
         Args:
@@ -128,12 +128,14 @@ class Rank:
         how = f"with exit code {code}" if code >= 0 else f"with signal {_name(-code)}"
         if brief and self.failure is not None:
             text = self.failure.traceback if not self.shown else ""
-            return f"{how}: {self.failure.words}" + (f"\n{text.rstrip()}" if text else "")
-        said = self.tail.text()
-        if brief and only and TRACEBACK in said:
-            return f"{how}: {said.splitlines()[-1]}"
-        lines = "".join(f"\n  {line}" for line in said.splitlines())
-        return f"{how}. It said:{lines}" if said else f"{how}. It said nothing on standard error."
+            return f"{how}: {self.failure.description}" + (f"\n{text.rstrip()}" if text else "")
+        output = self.tail.text()
+        if brief and only and TRACEBACK in output:
+            return f"{how}: {output.splitlines()[-1]}"
+        lines = "".join(f"\n  {line}" for line in output.splitlines())
+        if not output:
+            return f"{how}, without output on standard error"
+        return f"{how}. Its last lines:{lines}"
 
 
 def _name(number: int) -> str:
@@ -171,19 +173,19 @@ class Guard:
             start_new_session=True,
         )
 
-    def know(self, rank: Rank) -> None:
+    def add(self, rank: Rank) -> None:
         """Add a rank to the guard's list."""
-        self._say(str(rank.process.pid))
+        self._write_line(str(rank.process.pid))
 
     def end(self) -> None:
         """Make the guard end all remaining processes; call this before any rank is reaped."""
-        self._say("end")
+        self._write_line("end")
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._process.wait()
 
-    def _say(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # the guard was killed; the start works without it
             self._process.stdin.write(f"{line}\n".encode())

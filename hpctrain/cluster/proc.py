@@ -1,0 +1,77 @@
+"""Facts about processes of this host, from Linux's /proc. Source: proc(5)."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Stat", "environment", "ignores", "namespace", "started", "stat", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """The fields of /proc/PID/stat that are used.
+
+    Attributes:
+        state: state letter, such as R, S, D or T; empty if the process has ended.
+        parent: process id of the parent.
+        started: start time in clock ticks since the boot; with the process id, it identifies the
+            process.
+    """
+
+    state: str
+    parent: int
+    started: int
+
+
+def stat(pid: int) -> Stat:
+    """Return the state, parent and start time of a process.
+
+    Raises:
+        OSError: /proc does not show the process.
+    """
+    # The name, in parentheses, may contain any characters. It is cut at 15 bytes.
+    content = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    state, parent, *others = content.rpartition(")")[2].split()
+    return Stat("" if state in "ZX" else state, int(parent), int(others[17]))
+
+
+def started(pid: int) -> int | None:
+    """Return `Stat.started`; 0 if the process has ended, None if /proc does not show it."""
+    try:
+        found = stat(pid)
+    except OSError:
+        return None
+    return found.started if found.state else 0
+
+
+def environment(pid: int) -> dict[str, str] | None:
+    """Return the environment with which a process was started; None if it is not readable."""
+    try:
+        block = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    pairs = (entry.partition(b"=") for entry in block.split(b"\0") if entry)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+
+
+def ignores(pid: int, number: int) -> bool:
+    """Return whether a process ignores a signal."""
+    mask = re.search(r"^SigIgn:\s*([0-9a-f]+)", text(f"{pid}/status"), re.MULTILINE)
+    return mask is not None and bool(int(mask[1], 16) >> (number - 1) & 1)
+
+
+def namespace() -> int:
+    """Return the number of this process's pid namespace; 0 if the system has none."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def text(path: str) -> str:
+    """Return the content of a file below /proc; empty if it is not readable."""
+    try:
+        return Path("/proc", path).read_text(errors="replace").strip()
+    except OSError:
+        return ""

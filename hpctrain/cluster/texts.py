@@ -1,0 +1,62 @@
+"""Texts that the messages of several packages have in common."""
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+__all__ = ["listed", "nearest", "printable", "ranks_text"]
+
+_MOST_WORDS = 8
+
+
+def listed(words: Sequence[str]) -> str:
+    """Join words as `a`, `a and b` or `a, b and c`; after eight words there is only `…`."""
+    if len(words) > _MOST_WORDS:
+        return f"{', '.join(words[:_MOST_WORDS])}, …"
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+def ranks_text(
+    ranks: Collection[int], hosts: Mapping[int, str] | Sequence[str] | None = None
+) -> str:
+    """Format ranks as `rank 3`, `ranks 3, 5 and 7-9` or `ranks 3 and 5 on node7`.
+
+    Args:
+        ranks: numbers of the ranks.
+        hosts: host name by rank, if the text has to name the hosts too.
+    """
+    numbers = sorted(ranks)
+    spans: list[str] = []
+    # In successive numbers, all have the same distance to their positions.
+    for _, row in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        span = [str(rank) for _, rank in row]
+        spans += [f"{span[0]}-{span[-1]}"] if len(span) > 2 else span
+    text = f"rank{'s' if len(numbers) > 1 else ''} {listed(spans)}"
+    if len(spans) > _MOST_WORDS:
+        text += f" ({len(numbers)} ranks)"
+    if hosts is None:
+        return text
+    return f"{text} on {listed(list(dict.fromkeys(hosts[rank] for rank in numbers)))}"
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the known word that a misspelt word may mean; empty if none is similar.
+
+    Args:
+        word: misspelt word; upper case, - and _ make no difference.
+        known: words to choose from.
+        cutoff: smallest similarity, from 0 to 1.
+    """
+    import difflib  # seldom needed
+
+    by_form = {_form(one): one for one in known}
+    near = difflib.get_close_matches(_form(word), by_form, 1, cutoff)
+    return by_form[near[0]] if near else ""
+
+
+def _form(word: str) -> str:
+    return word.lower().replace("_", "-")
+
+
+def printable(value: object) -> str:
+    r"""Return a value as one line of text that is safe on a terminal, with escapes such as \x1b."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))

@@ -1,0 +1,127 @@
+"""Status of a job and of its run: facts from Slurm and from the run directory."""
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.cluster import slurm
+from hpctrain.cluster.hostlist import expand
+from hpctrain.errors import UsageError
+from hpctrain.jobs.run_progress import Progress, progress, run_of
+from hpctrain.jobs.slurm_reasons import bare, explained
+from hpctrain.jobs.units import slurm_seconds
+
+__all__ = ["JobStatus", "as_json", "of_ended", "of_queued", "of_run"]
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """Status of a job, or of a run without a job in Slurm.
+
+    Attributes:
+        label: label of the job; empty if no job is known for the run.
+        queued: record in the controller's list, or None.
+        ended: record in Slurm's accounting, or None.
+        run_dir: run directory, or None.
+        progress: progress of the run; None if the run directory has no run yet.
+    """
+
+    label: str
+    queued: slurm.QueuedJob | None = None
+    ended: slurm.Ended | None = None
+    run_dir: Path | None = None
+    progress: Progress | None = None
+
+    @property
+    def run_status(self) -> str:
+        """Status of the run, if it has a directory."""
+        return "no run yet" if self.progress is None else self.progress.status or "not ended"
+
+
+def of_queued(job: slurm.QueuedJob, env: Mapping[str, str], named: bool = True) -> JobStatus:
+    """Return the status of a job in the controller's list; `named` is as in `run_of`."""
+    run = run_of(job, env, named)
+    return JobStatus(job.label, job, None, run, progress(run) if run else None)
+
+
+def of_ended(job: slurm.Ended, run: Path | None) -> JobStatus:
+    """Return the status of a job that only Slurm's accounting has."""
+    return JobStatus(job.label, None, job, run, progress(run) if run else None)
+
+
+def of_run(run: Path, label: str) -> JobStatus:
+    """Return the status of a run whose job is not in Slurm."""
+    return JobStatus(label, None, None, run, progress(run))
+
+
+def as_json(status: JobStatus) -> dict[str, Any]:
+    """Return the entry of `hpctrain status --json`; unknown values are None."""
+    record = status.queued or status.ended
+    values = {
+        "job": status.label or None,
+        "state": record.state if record else None,
+        "exit_code": status.ended.code if status.ended else None,
+        "name": None,
+        "nodes": None,
+        "hosts": None,
+        "restarts": None,
+        "elapsed_seconds": None,
+        "remaining_seconds": None,
+        "start_time": None,
+        "reason": None,
+        "explanation": None,
+    }
+    if status.queued is not None:
+        values |= _queued(status.queued)
+    return {**values, "run": _run(status) if status.run_dir else None}
+
+
+def _queued(job: slurm.QueuedJob) -> dict[str, Any]:
+    return {
+        "exit_code": None if job.active or job.refused else job.code,
+        "name": job.name,
+        "nodes": int(job.nodes) if job.nodes.isascii() and job.nodes.isdigit() else None,
+        "hosts": _hosts(job.hosts),
+        "restarts": job.restarts,
+        "elapsed_seconds": None if job.state == "PENDING" else slurm_seconds(job.used),
+        "remaining_seconds": slurm_seconds(job.left) if job.active else None,
+        "start_time": _unix_time(job.start),
+        "reason": bare(job.reason) or None,
+        "explanation": explained(job) or None,
+    }
+
+
+def _run(status: JobStatus) -> dict[str, Any]:
+    recorded = status.progress
+    return {
+        "path": os.path.abspath(status.run_dir or ""),
+        "status": status.run_status,
+        "step": recorded.step if recorded else None,
+        "epoch": recorded.epoch + 1 if recorded and recorded.epoch is not None else None,
+        "loss": _finite(recorded.loss) if recorded else None,
+        "samples_per_second": _finite(recorded.speed) if recorded else None,
+        "reason": recorded.reason or None if recorded else None,
+    }
+
+
+def _hosts(hosts: str) -> list[str] | None:
+    try:
+        return expand(hosts)
+    except UsageError:
+        return None
+
+
+def _unix_time(text: str) -> int | None:
+    """Return the seconds since 1970 of a local time in Slurm's format; None for another text."""
+    try:
+        return int(time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S")))
+    except (ValueError, OverflowError):
+        return None
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,131 @@
+"""Tables of jobs and of the progress of their runs, as plain text."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain.cluster import slurm
+from hpctrain.cluster.texts import printable
+from hpctrain.jobs.job_status import JobStatus
+from hpctrain.jobs.run_progress import Progress, progress
+from hpctrain.jobs.slurm_reasons import notes
+
+__all__ = ["HEADS", "aligned", "of_array", "place", "row_of"]
+
+HEADS = (
+    *("JOB", "NAME", "STATE", "NODES", "RESTARTS", "USED", "LEFT"),
+    *("STEP", "EPOCH", "LOSS", "SAMPLES/S", "RUN, OR WHY IT WAITS"),
+)
+_RIGHT = ("NODES", "RESTARTS", "USED", "LEFT", "STEP", "EPOCH", "LOSS", "SAMPLES/S")
+_LONGEST_NAME = 32
+_LONGEST_REASON = 500
+_MOST_DIGITS = 10**9
+
+
+def row_of(status: JobStatus) -> tuple[str, ...]:
+    """Return the row of a job or a run, by `HEADS`."""
+    texts = [place(status.run_dir)] if status.run_dir else []
+    figures = _figures(status.progress)
+    if status.queued is not None:
+        cells, text = _queued(status.queued)
+        return (status.label, *cells, *figures, "; ".join([*texts, *text]))
+    if status.ended is not None:
+        state = printable(status.ended.state).lower()
+        texts += [f"exit code {status.ended.code}"] if status.ended.code else []
+    else:
+        state = _cut(printable(status.run_status), _LONGEST_NAME)
+        reason = status.progress.reason if status.progress else ""
+        texts += [_cut(printable(reason), _LONGEST_REASON)] if reason else []
+    return (status.label, "", state, *[""] * 4, *figures, "; ".join(texts))
+
+
+def _queued(job: slurm.QueuedJob) -> tuple[tuple[str, ...], list[str]]:
+    """Return the cells from NAME to LEFT, and the texts of the last cell."""
+    waits = job.state == "PENDING"
+    texts = [text] if (text := notes(job)) else []
+    if waits and "T" in job.start:
+        texts.append(f"expected start {job.start.replace('T', ' ')}")
+    return (
+        _cut(printable(job.name), _LONGEST_NAME),
+        printable(job.state).lower(),
+        job.nodes if waits or not job.hosts else f"{job.nodes} {printable(job.hosts)}",
+        str(job.restarts or ""),
+        "" if waits else job.used,
+        job.left if job.active else "",
+    ), texts
+
+
+def of_array(rows: Sequence[tuple[str, str, str, Path]]) -> list[tuple[str, ...]]:
+    """Return a table of the tasks of an array: setting, state, last step and metrics of each.
+
+    Args:
+        rows: label, setting, state and run directory of each task.
+    """
+    runs = [progress(path) for _, _, _, path in rows]
+    names = list(dict.fromkeys(name for run in runs if run for name in run.metrics))
+    heads = [_cut(printable(name), _LONGEST_NAME).upper() for name in names]
+    table = [("TASK", "SETTING", "STATE", "STEP", *heads)]
+    for (label, setting, state, _), run in zip(rows, runs, strict=True):
+        step = "" if run is None or run.step is None else str(run.step)
+        values = [_value(run.metrics.get(name)) if run else "" for name in names]
+        table.append((label, printable(setting), printable(state).lower(), step, *values))
+    return table
+
+
+def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """Return the rows in columns; the first row is the head. Empty columns are left out.
+
+    Args:
+        rows: rows of printable text.
+        width: characters of a line; longer lines are cut. None for no limit.
+    """
+    used = [
+        index for index in range(len(rows[0])) if any(row[index] for row in rows[1:]) or index == 0
+    ]
+    widths = {index: max(len(row[index]) for row in rows) for index in used}
+    right = {index for index in used if rows[0][index] in _RIGHT}
+    lines = []
+    for row in rows:
+        cells = [
+            row[index].rjust(widths[index]) if index in right else row[index].ljust(widths[index])
+            for index in used
+        ]
+        line = "  ".join(cells).rstrip()
+        lines.append(_cut(line, width) if width else line)
+    return "\n".join(lines) + "\n"
+
+
+def _figures(run: Progress | None) -> tuple[str, str, str, str]:
+    if run is None:
+        return "", "", "", ""
+    return (
+        "" if run.step is None else str(run.step),
+        "" if run.epoch is None else str(run.epoch + 1),
+        _value(run.loss),
+        _speed(run.speed),
+    )
+
+
+def _speed(value: float | None) -> str:
+    as_integer = value is not None and abs(value) < _MOST_DIGITS
+    return f"{value:.0f}" if as_integer else _value(value)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else _cut(printable(value), _LONGEST_NAME)
+
+
+def place(path: Path) -> str:
+    """Return a path, relative to the current folder if it is below."""
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:  # the current folder was removed
+        return printable(path)
+    text = os.path.normpath(os.path.join(folder, path))
+    return printable(os.path.relpath(text, folder) if text.startswith(folder + os.sep) else text)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
