@@ -171,8 +171,9 @@ class Session:
 
         Raises:
             UsageError: an object is neither a model nor an optimizer; a model does not fit the file
-                of `--init-from`; or an optimizer has parameters of no prepared model, needs a
-                closure, or has a scheduler that has already read values which an option changes.
+                of `--init-from`; an optimizer has parameters of no prepared model, needs a closure,
+                or has a scheduler that has already read values which an option changes; or another
+                rank does something else.
         """
         for thing in things:
             if not isinstance(thing, (nn.Module, Optimizer)):
@@ -182,6 +183,7 @@ class Session:
                     "models (torch.nn.Module) and optimizers (torch.optim.Optimizer)",
                     "session.loader(dataset) is for data",
                 )
+        meet(self.backend, "session.prepare()")
         context, prepared = self._context, list(things)
         models, optimizers = context.models, context.optimizers
         for place, thing in enumerate(things):
@@ -431,7 +433,7 @@ class Session:
         together = code == exit_codes.DONE if together is None else together
         try:
             if together:
-                self.backend.barrier()
+                meet(self.backend, "the end of the session")
             self._write_exit_status(code, reason)
             if together:
                 self.backend.barrier()

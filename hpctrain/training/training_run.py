@@ -104,6 +104,7 @@ class Run:
 
     def _open(self) -> None:
         context = self._context
+        meet(context.backend, "session.run()")
         self._journal = journal = RunJournal(context, self._name)
         self.directory = journal.directory
         if journal.finished:
@@ -242,9 +243,6 @@ class Run:
         self._begun = True
         context = self._context
         options, world = context.options, context.world
-        if not self._compared:
-            self._compared = True
-            self._look_around()
         number = seeds.derive("epoch", options.seed, self.epoch, world.rank)
         random_states.seed(number, context.device, options.seed_everything)
         iterator, length = self._begin(loader)
@@ -291,6 +289,9 @@ class Run:
         self._events.phase(WAITING)
         meet(context.backend, f"the batches of epoch {self.epoch}, {steps} steps")
         self._events.phase(IDLE)
+        if not self._compared:
+            self._compared = True
+            self._look_around()
         self._plan(length)
         iterator = data.begin_epoch(
             loader, context.samplers, context.placement, self.epoch, self._batches

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 # How a rank fails: in Python, in C, by a signal, by an exit, or by a sum on this rank alone.
 KINDS = ("exception", "kill", "abort", "segfault", "exit", "missing", "mismatch")
 RANKS, STEPS = 3, 6
+TIMEOUT = 180  # seconds until a start counts as a hang
 
 SCRIPT = """
 import os, signal, sys
@@ -68,25 +70,29 @@ def start(kind, victim, moment, backend="ddp"):
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
         script.write_text(SCRIPT)
-        done = subprocess.run(
+        process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "hpctrain", "run", "--nproc-per-node", str(RANKS)),
                 *(str(script), kind, str(victim), moment),
             ],
             cwd=folder,
             env={**os.environ, "BLAMED_BACKEND": backend, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             text=True,
-            timeout=180,
-            check=False,
         )
+        with process:
+            hang = threading.Timer(TIMEOUT, process.terminate)  # `hpctrain run` ends its ranks
+            hang.start()
+            _, output = process.communicate()
+            hang.cancel()
     patterns = [r"^hpctrain: rank (\d+) failed first"]
     if kind == "mismatch":  # all ranks fail; the message names the one that differs
         patterns = [r"(?:same: |; )rank (\d+): ", r"(?:places: |; )rank (\d+) is at", *patterns]
     for pattern in patterns:
-        if named := re.findall(pattern, done.stderr, re.MULTILINE):
-            return int(named[-1]), done.stderr
-    return None, done.stderr
+        if named := re.findall(pattern, output, re.MULTILINE):
+            return int(named[-1]), output
+    return None, output
 
 
 def main():

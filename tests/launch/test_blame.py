@@ -10,6 +10,7 @@ pytestmark = pytest.mark.e2e
     ("kind", "victim", "moment"),
     [
         ("kill", 1, "after 3"),
+        ("mismatch", 2, "open"),
         *(
             pytest.param(kind, victim, moment, marks=pytest.mark.slow)
             for kind, victim, moment in [
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.e2e
                 ("exit", 1, "step 0"),
                 ("missing", 2, "before"),
                 ("mismatch", 1, "step 3"),
+                ("mismatch", 0, "run"),
+                ("mismatch", 2, "end"),
                 ("kill", 0, "end"),
             ]
         ),
