@@ -34,7 +34,7 @@ BACKENDS = ("ddp", "horovod")
 # Name: count of float32 numbers, calls per block.
 SIZES = {"1 number": (1, 20), "1 MB": (250_000, 4), "25 MB": (6_250_000, 1)}
 GRADIENTS, BACKWARD_PASSES = "161 gradients, 2 MB", 2
-BY_HAND, HPCTRAIN = "by hand", "hpctrain"
+BASELINE, HPCTRAIN = "baseline", "hpctrain"
 TARGET_RATIO = 1.02
 DEFAULT = "default"
 # Name: options of the session, environment variables.
@@ -63,16 +63,16 @@ class ManyTensors(nn.Module):
         return torch.stack([tensor.sum() for tensor in self.tensors]).sum()
 
 
-def sum_by_hand(session: hpctrain.Session) -> Callable[[Tensor], Any]:
+def sum_baseline(session: hpctrain.Session) -> Callable[[Tensor], Any]:
     """Return the baseline: a direct call of torch or Horovod."""
     if session.backend.name == "ddp":
         return dist.all_reduce
     import horovod.torch as hvd
 
-    return lambda tensor: hvd.allreduce_(tensor, name=BY_HAND, op=hvd.Sum)
+    return lambda tensor: hvd.allreduce_(tensor, name=BASELINE, op=hvd.Sum)
 
 
-def gradients_by_hand() -> Callable[[], Any]:
+def gradients_baseline() -> Callable[[], Any]:
     """Return a backward pass whose gradients are averaged by DDP or Horovod directly."""
     model = ManyTensors()
     if dist.is_initialized():
@@ -105,15 +105,15 @@ def block(session: hpctrain.Session, call: Callable[[], Any], calls: int) -> flo
 def take_turns(session: hpctrain.Session, rounds: int) -> Times:
     """Return the times by subject and arm, one per round."""
     subjects: dict[str, tuple[dict[str, Callable[[], Any]], int]] = {}
-    baseline = sum_by_hand(session)
+    baseline = sum_baseline(session)
     for name, (numbers, calls) in SIZES.items():
         tensor = torch.zeros(numbers)
         arms = {
-            BY_HAND: lambda tensor=tensor: baseline(tensor),
+            BASELINE: lambda tensor=tensor: baseline(tensor),
             HPCTRAIN: lambda tensor=tensor: session.backend.sum(tensor),
         }
         subjects[name] = arms, calls
-    arms = {BY_HAND: gradients_by_hand(), HPCTRAIN: gradients_with_hpctrain(session)}
+    arms = {BASELINE: gradients_baseline(), HPCTRAIN: gradients_with_hpctrain(session)}
     subjects[GRADIENTS] = arms, BACKWARD_PASSES
     times: Times = {}
     for name, (arms, calls) in subjects.items():
@@ -194,7 +194,7 @@ def show(title: str, results: dict[str, dict[str, Any]]) -> str:
     rows = [(title, "µs", "×", "target", "")]
     for name, result in results.items():
         target = f"≤ {result['target']:g}" if "target" in result else ""
-        ratio = describe(result["ratio"], ".3f") if name not in (BY_HAND, DEFAULT) else ""
+        ratio = describe(result["ratio"], ".3f") if name not in (BASELINE, DEFAULT) else ""
         rows.append((name, describe(result["us"]), ratio, target, result.get("outcome", "")))
     return table(rows) + "\n"
 
@@ -220,7 +220,7 @@ def main() -> None:
             print(f"{backend}: left out, because it is not installed: hpctrain horovod build\n")
             continue
         times = start("--backend", backend, "--rounds", str(arguments.rounds))
-        subjects = {name: compare(own, BY_HAND) for name, own in times.items()}
+        subjects = {name: compare(own, BASELINE) for name, own in times.items()}
         if backend == "horovod":
             settings = settings_in_turns(max(arguments.rounds // 10, 2))
             subjects[f"{GRADIENTS}, settings"] = compare(settings, DEFAULT)

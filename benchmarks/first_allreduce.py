@@ -23,7 +23,7 @@ from measure import add_save, describe, facts, order, outcome, save, summary, ta
 RANKS = 2
 TIMEOUT = 120.0
 SUM_LINE = b"first all-reduce: 2.0"
-BY_HAND = """\
+BASELINE = """\
 import torch
 import torch.distributed as dist
 
@@ -42,18 +42,18 @@ with hpctrain.Session() as session:
     tensor = session.backend.sum(torch.ones(1))
     print(f"first all-reduce: {tensor.item()}", flush=True)
 """
-SCRIPTS = {"by_hand.py": BY_HAND, "with_session.py": WITH_SESSION}
+SCRIPTS = {"baseline.py": BASELINE, "with_session.py": WITH_SESSION}
 TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", str(RANKS))
 RUN = (sys.executable, "-m", "hpctrain", "run", "--nproc-per-node", str(RANKS))
-BASE = "torchrun, by hand"
+BASE = "torchrun, baseline"
 TARGET_ARM, TARGET_RATIO = "hpctrain run, Session", 1.0
 # To add an arm, add a line: its name and its command.
 ARMS = {
-    BASE: (*TORCHRUN, "by_hand.py"),
+    BASE: (*TORCHRUN, "baseline.py"),
     "torchrun, Session": (*TORCHRUN, "with_session.py"),
     TARGET_ARM: (*RUN, "with_session.py"),
     # --as torchrun gives the ranks the variables of torchrun, which env:// reads.
-    "hpctrain run --as torchrun, by hand": (*RUN, "--as", "torchrun", "by_hand.py"),
+    "hpctrain run --as torchrun, baseline": (*RUN, "--as", "torchrun", "baseline.py"),
 }
 
 

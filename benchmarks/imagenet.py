@@ -4,9 +4,9 @@
 
 All arms run in one process on one GPU. They take turns, a block of steps each:
 
-- by hand (the baseline): channels last, bf16 autocast, a fused optimizer, nothing read from the
+- baseline: channels last, bf16 autocast, a fused optimizer, nothing read from the
   device;
-- by hand, compiled, and hpctrain, compiled: the same with torch.compile;
+- baseline, compiled, and hpctrain, compiled: the same with torch.compile;
 - hpctrain: `session.autocast()` and `session.step()`, as in examples/imagenet.py;
 - like torchvision's script, like timm's script: the step of references/classification/train.py
   (torchvision 0.29) and of timm's train.py (1.0) with `--amp` and otherwise their defaults, written
@@ -39,9 +39,9 @@ from hpctrain import data
 
 CLASSES = 1000
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-BASE = {"hpctrain": "by hand", "hpctrain, compiled": "by hand, compiled"}
+BASE = {"hpctrain": "baseline", "hpctrain, compiled": "baseline, compiled"}
 BASE |= {"like torchvision's script": "hpctrain", "like timm's script": "hpctrain"}
-BASE |= {"files, hpctrain": "hpctrain", "files, torchvision's way": "by hand"}
+BASE |= {"files, hpctrain": "hpctrain", "files, torchvision's way": "baseline"}
 Batches = Iterator[tuple[Tensor, Tensor]]
 Step = Callable[[], Any]
 
@@ -154,13 +154,13 @@ def arms(opened: dict[bool, hpctrain.Session], arguments: argparse.Namespace) ->
     old = {"half": torch.float16 if fused else torch.bfloat16, "channels_last": False}
     old["fused"] = False
     steps = {
-        "by hand": baseline(device, batches, name, fused=fused),
+        "baseline": baseline(device, batches, name, fused=fused),
         "hpctrain": with_hpctrain(session, batches, name),
         "like torchvision's script": baseline(device, batches, name, **old, read=accuracies),
         "like timm's script": baseline(device, batches, name, **old),
     }
     if True in opened:
-        steps["by hand, compiled"] = baseline(device, batches, name, compiled=True)
+        steps["baseline, compiled"] = baseline(device, batches, name, compiled=True)
         steps["hpctrain, compiled"] = with_hpctrain(opened[True], batches, name)
     if arguments.data:
         path, size = arguments.data, arguments.size
@@ -195,7 +195,7 @@ def show(model: str, results: dict[str, Any]) -> str:
     for arm, result in results.items():
         speed, base = describe(result["images_per_second"]), result.get("base", "")
         ratio = describe(result["ratio"], ".3f") if base else ""
-        has_target = base.startswith("by hand") and arm.startswith("hpctrain")
+        has_target = base.startswith("baseline") and arm.startswith("hpctrain")
         rows.append((arm, speed, ratio, base, reached(result["ratio"]) if has_target else ""))
     return table(rows)
 

@@ -2,11 +2,11 @@
 
 Each loop is a function that takes a `Setup` and yields after each step. Logged every 10 steps:
 
-- by hand (the baseline): the mean loss of these steps over all ranks, the learning rate and the
+- baseline: the mean loss of these steps over all ranks, the learning rate and the
   samples per second, as a line of JSON
 - bare: nothing
-- hpctrain: the same as by hand, and the time spent waiting for data
-- accelerate, Lightning Fabric, ignite: the same as by hand
+- hpctrain: the same as the baseline, and the time spent waiting for data
+- accelerate, Lightning Fabric, ignite: the same as the baseline
 """
 
 import dataclasses
@@ -149,7 +149,7 @@ class Setup:
 def baseline(setup: Setup) -> Iterator[None]:
     """Run the baseline: a loop that uses torch or Horovod directly, with a log."""
     model, optimizer = setup.shared(*setup.parts())
-    with setup.log("by-hand", optimizer) as log:
+    with setup.log("manual", optimizer) as log:
         for inputs, targets in setup.baseline():
             loss = cross_entropy(model(inputs), targets)
             loss.backward()
@@ -285,7 +285,7 @@ class Arm:
     package: str | None = None
 
 
-BASE = "by hand"
+BASE = "baseline"
 # To add an arm, write a function that yields after each step, and add a line here.
 ARMS = {
     BASE: Arm(baseline),

@@ -28,7 +28,7 @@ import hpctrain
 
 CLASSES, BATCHES = 1000, 4
 TARGET = 0.99
-BY_HAND, HPCTRAIN = "by hand", "hpctrain"
+BASELINE, HPCTRAIN = "baseline", "hpctrain"
 # Precision, whether the model is compiled, dtype of the baseline's autocast, and whether the target
 # applies.
 Case = tuple[str, bool, torch.dtype | None, bool]
@@ -119,7 +119,7 @@ def measure(case: Case, arguments: argparse.Namespace, folder: str) -> dict[str,
             for _ in range(BATCHES)
         ]
         arms = {
-            BY_HAND: baseline(session, case, arguments.model, batches),
+            BASELINE: baseline(session, case, arguments.model, batches),
             HPCTRAIN: with_hpctrain(session, arguments.model, batches),
         }
         for step in arms.values():
@@ -129,7 +129,7 @@ def measure(case: Case, arguments: argparse.Namespace, folder: str) -> dict[str,
             for arm in order(list(arms), number):
                 seconds = block(arms[arm], arguments.steps, session.device)
                 speeds[arm].append(count / seconds)
-    pairs = zip(speeds[HPCTRAIN], speeds[BY_HAND], strict=True)
+    pairs = zip(speeds[HPCTRAIN], speeds[BASELINE], strict=True)
     ratio = summary([own / other for own, other in pairs])
     result = {**{arm: summary(speed) for arm, speed in speeds.items()}, "ratio": ratio}
     if has_target and session.device.type == "cuda":
@@ -145,9 +145,9 @@ def reached(ratio: dict[str, float]) -> str:
 
 def show(model: str, results: dict[str, dict[str, Any]]) -> str:
     """Return the results as a text table."""
-    rows = [(f"{model}, images/s", BY_HAND, HPCTRAIN, "× by hand", f"at least {TARGET}")]
+    rows = [(f"{model}, images/s", BASELINE, HPCTRAIN, "× baseline", f"at least {TARGET}")]
     for name, result in results.items():
-        speeds = (describe(result[BY_HAND]), describe(result[HPCTRAIN]))
+        speeds = (describe(result[BASELINE]), describe(result[HPCTRAIN]))
         reached_target = result["target"]["outcome"] if "target" in result else ""
         rows.append((name, *speeds, describe(result["ratio"], ".3f"), reached_target))
     return table(rows)

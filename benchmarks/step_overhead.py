@@ -122,7 +122,7 @@ def evaluate(times: Times) -> dict[str, dict[str, Any]]:
 
 def show(world: str, results: dict[str, dict[str, Any]]) -> str:
     """Return the results of one world as a text table."""
-    rows = [(world, "µs per step", "× by hand", "µs more", "µs more, processor")]
+    rows = [(world, "µs per step", "× baseline", "µs more", "µs more, processor")]
     outcomes = []
     for name, result in results.items():
         cells = (

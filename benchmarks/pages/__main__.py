@@ -3,7 +3,7 @@
     python benchmarks/pages [--check]
 
 A table is in a page between `<!-- results: NAME -->` and `<!-- end of results -->`; NAME is a key
-of `tables.TABLES`. The rest of a page is written by hand and contains no measured figure.
+of `tables.TABLES`. The rest of a page is written manually and contains no measured figure.
 """
 
 import argparse

@@ -256,7 +256,7 @@ def status(top: Path) -> str:
     return _markdown(("component", "where", "what was run", "never run", "recorded"), rows)
 
 
-def recorded_by_hand(name: str, top: Path) -> str:
+def recorded_baseline(name: str, top: Path) -> str:
     """Return a table that a result file contains as `head` and `rows`."""
     record = _read(top / OTHERS / f"{name}.json")
     return f"{_markdown(record['head'], record['rows'])}\n\n{source(record)}"
@@ -294,8 +294,8 @@ TABLES: dict[str, Table] = {
     **{name: functools.partial(benchmark, name) for name in _BENCHMARKS},
     **{f"reliability, {name}": functools.partial(reliability, name) for name in _SECTIONS},
     "parity": parity,
-    "repeats": functools.partial(recorded_by_hand, "repeats"),
-    "by launcher": functools.partial(recorded_by_hand, "by_launcher"),
+    "repeats": functools.partial(recorded_baseline, "repeats"),
+    "by launcher": functools.partial(recorded_baseline, "by_launcher"),
     "status": status,
     "errors": errors,
 }

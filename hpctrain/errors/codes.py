@@ -34,7 +34,7 @@ CODES: dict[str, Code] = {
     "HT101": Code(
         "The values of one launcher contradict each other.",
         (
-            "A script or a shell exported one of the launcher's variables by hand.",
+            "A script or a shell exported one of the launcher's variables manually.",
             "Variables of an earlier start are still set.",
         ),
         "Run `hpctrain explain` in place of the script: it shows the variable of each value. "
@@ -43,7 +43,7 @@ CODES: dict[str, Code] = {
     "HT102": Code(
         "Some of the variables that a rank needs are not set.",
         (
-            "Variables were set by hand, and one of them was left out.",
+            "Variables were set manually, and one of them was left out.",
             "The launcher gives no local rank, as with PMI or PMIx alone.",
             "A container or sudo passed on only a part of the environment.",
         ),
@@ -214,7 +214,7 @@ CODES: dict[str, Code] = {
     "HT205": Code(
         "Two processes have the same rank of one start.",
         (
-            "Two starts by hand use the same MASTER_PORT or --main-port.",
+            "Two manual starts use the same MASTER_PORT or --main-port.",
             "A rank was started twice, or two hosts have the same RANK or --node-rank.",
         ),
         "Start each rank once. Give each start a port or an HPCTRAIN_SECRET of its own.",
@@ -835,7 +835,7 @@ CODES: dict[str, Code] = {
         "Pass logits of shape (N, C) and classes of shape (N,), as session.loader() gives them.",
     ),
     "HT604": Code(
-        "A part of a loop that was written by hand interferes with session.step().",
+        "A part of a manual loop interferes with session.step().",
         (
             "The script calls loss.backward() besides session.step(loss).",
             "The script clears or clips the gradients itself.",
@@ -1084,7 +1084,7 @@ CODES: dict[str, Code] = {
     "HT701": Code(
         "A file in the run directory cannot be read.",
         (
-            "A file that was edited by hand, or that was copied incompletely.",
+            "A file that was edited manually, or that was copied incompletely.",
             "A file that this user may not read.",
             "A folder, a pipe or a device in place of the file.",
         ),
@@ -1115,7 +1115,7 @@ CODES: dict[str, Code] = {
         (
             "A job that Slurm requeued while its former start still ran on a disconnected host.",
             "A start without a heartbeat for five minutes, which another start then replaced.",
-            "A `.lock` that was removed or replaced by hand.",
+            "A `.lock` that was removed or replaced manually.",
         ),
         "Leave the run to the newer start. When that has ended, continue with --resume.",
     ),
@@ -1153,7 +1153,7 @@ CODES: dict[str, Code] = {
         "A checkpoint in the run directory belongs to another run.",
         (
             "A checkpoint that was copied from another run directory.",
-            "A run.json that was changed or replaced by hand.",
+            "A run.json that was changed or replaced manually.",
         ),
         "Move the checkpoint back to its run directory. To begin with the weights of another run, "
         "use --init-from.",

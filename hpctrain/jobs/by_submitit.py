@@ -212,7 +212,9 @@ def _start_on_this_machine(work: Function | Script, spec: JobSpec, env: Mapping[
         with _environ({**environment, **spec.environment, **rank_variables}):
             executor = submitit.LocalExecutor(folder, python=python if spec.venv else None)
             executor.update_parameters(
-                tasks_per_node=spec.tasks, timeout_min=seconds / 60, signal_delay_s=spec.lead
+                tasks_per_node=spec.tasks,
+                timeout_min=seconds / 60,
+                signal_delay_s=spec.signal_seconds,
             )
             submitit_job = executor.submit(SubmititRank(work, devices, warned=signal.SIGUSR2))
         job_id, start_time = submitit_job.job_id, proc.started(int(submitit_job.job_id))

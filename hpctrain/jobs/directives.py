@@ -26,9 +26,9 @@ def _options(spec: JobSpec) -> Iterator[tuple[str, str | None]]:
     yield "output", spec.output or (LOG_OF_ARRAY if spec.indices else LOG)
     # Without it, each start empties the log.
     yield "open-mode", "append"
-    if spec.lead:
+    if spec.signal_seconds:
         # B: signal only the batch shell, which has the trap.
-        yield "signal", f"B:{spec.signal}@{spec.lead}"
+        yield "signal", f"B:{spec.signal}@{spec.signal_seconds}"
     yield "requeue" if spec.requeue else "no-requeue", None
     if spec.elastic:
         yield "no-kill", None

@@ -34,7 +34,7 @@ _CAUSES: dict[str, tuple[str, ...]] = {
         "it was cancelled",
         "submit it again with JobSpec(run_dir={run!r}) and Session(resume=True)",
     ),
-    "TIMEOUT": ("it was still running at its time limit", "a longer time", "a longer signal_lead"),
+    "TIMEOUT": ("it was still running at its time limit", "a longer time", "a longer signal_time"),
     "OUT_OF_MEMORY": ("it used more memory than it had", "JobSpec(memory=…)"),
     "NODE_FAIL": (
         "a host was lost",

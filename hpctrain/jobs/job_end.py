@@ -62,7 +62,7 @@ exit "$code\""""
 def ending(spec: JobSpec) -> str:
     """Return the lines from the end of the ranks to the end of the script."""
     traps = "trap - TERM"
-    if spec.lead and spec.signal != "TERM":
+    if spec.signal_seconds and spec.signal != "TERM":
         traps = f"trap '' {spec.signal}\n{traps}"
     command = _CONTINUE.format(array='"--array=$SLURM_ARRAY_TASK_ID" ' if spec.indices else "")
     return f"{_EXIT_STATUS.format(traps=traps)}\n\n{_after(spec)}\n{command}"

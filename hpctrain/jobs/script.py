@@ -220,7 +220,7 @@ def _run(path: str, base: str) -> str:
 
 
 def _signals(spec: JobSpec) -> str:
-    return "TERM" if not spec.lead or spec.signal == "TERM" else f"{spec.signal} TERM"
+    return "TERM" if not spec.signal_seconds or spec.signal == "TERM" else f"{spec.signal} TERM"
 
 
 def _early_trap(spec: JobSpec) -> str:

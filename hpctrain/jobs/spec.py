@@ -14,7 +14,7 @@ from hpctrain.jobs import units, values
 
 __all__ = ["BACKENDS", "LAUNCHERS", "JobSpec", "complaint", "names", "unknown"]
 
-_LEAD = 120
+_SIGNAL_SECONDS = 120
 LAUNCHERS = ("srun", "torchrun", "horovodrun", "none")
 BACKENDS = ("auto", "single", "ddp", "horovod", "dataparallel")
 RUNTIMES = ("apptainer", "pyxis")
@@ -131,7 +131,7 @@ class JobSpec:
     )
 
     signal: str = _field(values.one_of(SIGNALS), "USR2", "signal at which the script saves", "NAME")
-    signal_lead: int | None = _field(
+    signal_time: int | None = _field(
         values.integer(0, 65535),
         None,
         "save margin: seconds from the signal to the end of the time (default: 120, or half of the "
@@ -214,11 +214,11 @@ class JobSpec:
         return self.tasks_per_node or self.gpus or 1
 
     @property
-    def lead(self) -> int:
+    def signal_seconds(self) -> int:
         """Save margin: seconds from the signal to the end of the time; 0 for no signal."""
-        if self.signal_lead is not None:
-            return self.signal_lead
-        return min(_LEAD, units.seconds(self.time) // 2) if self.time else _LEAD
+        if self.signal_time is not None:
+            return self.signal_time
+        return min(_SIGNAL_SECONDS, units.seconds(self.time) // 2) if self.time else _SIGNAL_SECONDS
 
     @property
     def title(self) -> str:
@@ -312,8 +312,8 @@ class JobSpec:
                 "one of them, as stage_data sets this variable",
             ),
             (
-                self.time and self.lead >= units.seconds(self.time),
-                f"signal_lead = {self.lead} and time = {self.time}",
+                self.time and self.signal_seconds >= units.seconds(self.time),
+                f"signal_time = {self.signal_seconds} and time = {self.time}",
                 "less than the whole time, in seconds",
             ),
         )

@@ -273,7 +273,7 @@ OWN_OPTIONS = {
     "time": "time", "partition": "partition", "account": "account", "qos": "qos",
     "constraint": "constraint", "exclude": "exclude", "dependency": "dependency",
     "array": "array", "mail-user": "mail", "mail-type": "mail_events", "output": "output",
-    "signal": "signal and signal_lead", "requeue": "requeue", "no-requeue": "requeue",
+    "signal": "signal and signal_time", "requeue": "requeue", "no-requeue": "requeue",
     "open-mode": "append, always", "no-kill": "elastic", "export": "environment",
     "wrap": "command", "parsable": "what submit does", "test-only": "submit --dry-run",
     "wait": "submit --wait", "gpus-per-task": "gpus_per_node: all GPUs of a node are for NCCL",

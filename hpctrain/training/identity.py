@@ -65,7 +65,7 @@ def claim(
     directory = RunDirectory(path)
     before = directory.read(directory.identity)
     if before is None:
-        _refuse_strangers(directory)
+        _refuse_other_files(directory)
     else:
         _refuse_other_runs(directory, before, own, resume)
         if _finished(directory, options):
@@ -173,7 +173,7 @@ def refuse_fruitless(directory: RunDirectory, job: Allocation | None, step: int)
         )
 
 
-def _refuse_strangers(directory: RunDirectory) -> None:
+def _refuse_other_files(directory: RunDirectory) -> None:
     """Refuse a directory with files but without run.json: it belongs to something else."""
     try:
         names = sorted(os.listdir(directory.path))
@@ -188,11 +188,11 @@ def _refuse_strangers(directory: RunDirectory) -> None:
         ) from None
     # Log files may be there first: a batch script opens them before any rank starts.
     logs = directory.logs.name if directory.logs.is_dir() else None
-    strangers = [name for name in names if not name.startswith(".") and name != logs]
-    if strangers:
+    other_files = [name for name in names if not name.startswith(".") and name != logs]
+    if other_files:
         raise UsageError(
             "HT618",
-            f"{directory.path} is not empty ({', '.join(strangers[:5])}), and no run is in it",
+            f"{directory.path} is not empty ({', '.join(other_files[:5])}), and no run is in it",
             "an empty or new run directory",
             "--run-dir DIR for another",
         )

@@ -131,11 +131,11 @@ def prepare_optimizer(
             scheduler that has already read values which an option changes.
     """
     known = {parameter for model in models for parameter in model.parameters()}
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
-    if strangers:
+    unprepared = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+    if unprepared:
         raise UsageError(
             "HT606",
-            f"{len(strangers)} parameters of the {type(optimizer).__name__} are in no prepared "
+            f"{len(unprepared)} parameters of the {type(optimizer).__name__} are in no prepared "
             "model, so each rank would keep its own gradients of them",
             "parameters of prepared models",
             "session.prepare(model, optimizer), with such parameters in a module",

@@ -191,10 +191,10 @@ def test_horovod_start_names_a_rank_lost_in_hvd_init():
         assert result.found == "rank 1 on node1: the process is gone"
 
 
-# Options: the same as Horovod by hand, bit for bit.
+# Options: the same as the baseline, bit for bit.
 
 
-def train_by_hand(options, accumulate):
+def train_baseline(options, accumulate):
     """Run the loop of Horovod's documentation in a session, which has called hvd.init()."""
     import horovod.torch as hvd
 
@@ -242,24 +242,24 @@ OPTIONS = [
 
 
 def train_both_ways(accumulate):
-    """Return, for each set of options, the weights by hand and with hpctrain."""
+    """Return, for each set of options, the weights of the baseline and with hpctrain."""
     return [
-        (train_by_hand(options, accumulate), train_with_session(options, accumulate))
+        (train_baseline(options, accumulate), train_with_session(options, accumulate))
         for options in OPTIONS
     ]
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_horovod_options_are_bit_equal_to_horovod_by_hand(accumulate):
+def test_horovod_options_are_bit_equal_to_horovod_baseline(accumulate):
     # With two ranks, the sum has the same bits however Horovod fuses gradients.
     first, second = ranks.values(ranks.run(2, train_both_ways, accumulate))
     plain, _ = first[0]
-    for options, (by_hand, session_weights), of_rank_1 in zip(OPTIONS, first, second, strict=True):
-        assert all(torch.equal(weights, by_hand) for weights in (session_weights, *of_rank_1)), (
+    for options, (baseline, session_weights), of_rank_1 in zip(OPTIONS, first, second, strict=True):
+        assert all(torch.equal(weights, baseline) for weights in (session_weights, *of_rank_1)), (
             options
         )
         changes = options.keys() & {"op", "compression"}
-        assert torch.equal(plain, by_hand) == (not changes), options
+        assert torch.equal(plain, baseline) == (not changes), options
 
 
 # By number of ranks: options, part of the message, code, and the first fix.

@@ -24,7 +24,7 @@ def mpirun(horovod, lacking):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_adasum_over_mpi_equals_horovod_by_hand(mpirun, ranks):
+def test_adasum_over_mpi_equals_horovod_baseline(mpirun, ranks):
     command = [*mpirun["openmpi"], "-np", str(ranks), launches.PYTHON, PROGRAM]
     done = launches.start(command, ".")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,7 +14,7 @@ import ranks as forked
 from fake_slurm import job
 from hypothesis import given
 from hypothesis import strategies as st
-from launcher_env import BATCH, BY_HAND, HPCTRAIN, STEP, TORCHRUN, changed
+from launcher_env import BATCH, ENV_LAUNCHER, HPCTRAIN, STEP, TORCHRUN, changed
 from test_captured_environments import process
 from test_doctor import SECRETS, roster, ways
 from test_doctor_ranks import examines, loses_torch, miscounts, output_of_rank_0
@@ -38,7 +38,7 @@ VARYING = ("sources", "environment")
 CONTRADICTION = {"RANK": "1"}
 # The shell of a batch job of four tasks, which would train alone, and a rank without an address.
 WASTE = changed(BATCH, SLURM_PROCID=None, SLURM_LOCALID=None, SLURM_NODEID=None)
-STRAY = changed(BY_HAND, MASTER_PORT=None)
+STRAY = changed(ENV_LAUNCHER, MASTER_PORT=None)
 ARRAY_TASK = {**STEP, "SLURM_ARRAY_JOB_ID": "812", "SLURM_ARRAY_TASK_ID": "3"}
 BY_KIND = {
     "alone": {},
@@ -46,23 +46,23 @@ BY_KIND = {
     "array task": ARRAY_TASK,
     "restarted": {**STEP, "SLURM_RESTART_COUNT": "2"},
     "torchrun in a step": {**STEP, **TORCHRUN},
-    "by hand": BY_HAND,
+    "manually": ENV_LAUNCHER,
     "hpctrain run": HPCTRAIN,
     "waste": WASTE,
     "stray": STRAY,
     "contradiction": CONTRADICTION,
     "unknown launcher": {**STEP, "HPCTRAIN_LAUNCHER": "pbs"},
-    "wrong port": {**BY_HAND, "MASTER_PORT": "70000"},
+    "wrong port": {**ENV_LAUNCHER, "MASTER_PORT": "70000"},
 }
 WARNED = ("torchrun in a step", "waste", "stray")
 REFUSED = ("contradiction", "unknown launcher", "wrong port")
 
 
-def hold(name, said):
+def hold(name, document):
     """Check an output against its schema and return it as JSON has it."""
-    said = json.loads(said if isinstance(said, str) else json.dumps(said))
-    jsonschema.Draft202012Validator(SCHEMAS[name]).validate(said)
-    return said
+    document = json.loads(document if isinstance(document, str) else json.dumps(document))
+    jsonschema.Draft202012Validator(SCHEMAS[name]).validate(document)
+    return document
 
 
 def explained(env, of=None):
@@ -90,34 +90,37 @@ def parts(schema, name=""):
             yield from parts(part, name)
 
 
-def spoiled(said, path=()):
+def spoiled(document, path=()):
     """Yield copies with one more key, one less, or one value of another type, and its path."""
     others = [{"another": "type"}, True]
-    if said is not None:  # null may stand for any of these
+    if document is not None:  # null may stand for any of these
         others += ["another type", 7, 0.5, [0.5]]
-    alike = (int, float) if type(said) is float else (type(said),)
+    alike = (int, float) if type(document) is float else (type(document),)
     yield from ((path, other) for other in others if type(other) not in alike)
-    if isinstance(said, dict):
-        yield (*path, "+"), {**said, "more": {}}
-        for name, value in said.items():
+    if isinstance(document, dict):
+        yield (*path, "+"), {**document, "more": {}}
+        for name, value in document.items():
             if path[-1:] and path[-1] in VARYING:
-                yield (*path, name), {**said, name: 7}
+                yield (*path, name), {**document, name: 7}
                 continue
-            yield (*path, "-", name), {other: said[other] for other in said if other != name}
+            yield (
+                (*path, "-", name),
+                {other: document[other] for other in document if other != name},
+            )
             for deeper, bad in spoiled(value, (*path, name)):
-                yield deeper, {**said, name: bad}
-    elif isinstance(said, list):
-        yield (*path, "+"), [*said, {"more": {}}]
-        for place, value in enumerate(said):
+                yield deeper, {**document, name: bad}
+    elif isinstance(document, list):
+        yield (*path, "+"), [*document, {"more": {}}]
+        for place, value in enumerate(document):
             for deeper, bad in spoiled(value, (*path, place)):
-                yield deeper, [*said[:place], bad, *said[place + 1 :]]
+                yield deeper, [*document[:place], bad, *document[place + 1 :]]
 
 
-def refuses_all_changes(name, said):
+def refuses_all_changes(name, document):
     """Check that the schema accepts an output and none of its spoiled copies."""
     validator = jsonschema.Draft202012Validator(SCHEMAS[name])
-    validator.validate(said)
-    places = [place for place, bad in spoiled(said) if validator.is_valid(bad)]
+    validator.validate(document)
+    places = [place for place, bad in spoiled(document) if validator.is_valid(bad)]
     assert not places, f"{name}.json accepts changes at {places}"
 
 
@@ -167,15 +170,15 @@ def test_json_schemas_know_every_launcher_field_and_compared_value():
 
 @pytest.mark.parametrize("kind", BY_KIND)
 def test_explain_json_fits_its_schema(monkeypatch, capsys, kind):
-    said = explained(BY_KIND[kind])
-    assert bool(said["warnings"]) == (kind in WARNED)
-    assert (said["launcher"] is None) == (kind in REFUSED)
-    refuses_all_changes("explain", said)
+    document = explained(BY_KIND[kind])
+    assert bool(document["warnings"]) == (kind in WARNED)
+    assert (document["launcher"] is None) == (kind in REFUSED)
+    refuses_all_changes("explain", document)
     # And as the command prints it, here in a process that may be a stray one as well.
     for variable, value in BY_KIND[kind].items():
         monkeypatch.setenv(variable, value)
     assert main(["explain", "--json"]) == (2 if kind in REFUSED else 0)
-    assert hold("explain", capsys.readouterr().out).keys() == said.keys()
+    assert hold("explain", capsys.readouterr().out).keys() == document.keys()
 
 
 @pytest.mark.parametrize("name", environments.names())
@@ -210,9 +213,9 @@ def test_explain_code_json_fits_its_schema(monkeypatch, capsys, code):
     causes = ("one cause", "another") if code == "HT999" else ()
     monkeypatch.setitem(CODES, code, Code("What went wrong.", causes, "What to do."))
     assert main(["explain", code.lower(), "--json"]) == 0
-    said = hold("explain-code", capsys.readouterr().out)
-    assert said["causes"] == list(causes)
-    refuses_all_changes("explain-code", said)
+    document = hold("explain-code", capsys.readouterr().out)
+    assert document["causes"] == list(causes)
+    refuses_all_changes("explain-code", document)
 
 
 def test_explain_code_json_of_every_code_fits_its_schema(capsys):
@@ -235,14 +238,14 @@ def test_lint_json_of_findings_fits_its_schema(monkeypatch, capsys, tmp_path):
     Path("a.sh").write_text("#!/bin/bash\n#SBATCH --output=logs/%j\n#SBATCH --mem=64\n")
     Path("b.sh").write_text("#SBATCH --nodes=2\n")
     Path("empty.sh").write_text("")
-    said = linted(capsys, "a.sh", "empty.sh", "b.sh", code=2)
-    assert [(one["file"], one["line"], one["rule"]) for one in said] == [
+    document = linted(capsys, "a.sh", "empty.sh", "b.sh", code=2)
+    assert [(one["file"], one["line"], one["rule"]) for one in document] == [
         ("a.sh", 2, "log-folder-missing"),
         ("a.sh", 3, "memory-in-megabytes"),
         ("b.sh", 1, "no-shebang"),
     ]
-    assert linted(capsys, "a.sh", "b.sh", code=1) == said
-    refuses_all_changes("lint", said)
+    assert linted(capsys, "a.sh", "b.sh", code=1) == document
+    refuses_all_changes("lint", document)
 
 
 def test_lint_json_without_findings_is_an_empty_list(capsys, tmp_path):
@@ -294,9 +297,9 @@ def test_status_json_of_jobs_fits_its_schema(slurm, capsys):
         job("74_[0-3%2]", State="PENDING", NodeList="", TimeLeft="UNLIMITED", NumNodes="?"),
         job("75", NodeList="node[1", TimeUsed="INVALID"),
     )
-    said = status(capsys)
-    running, pending, failed, refused, array, odd = said["jobs"]
-    assert said["slurm_error"] is None
+    document = status(capsys)
+    running, pending, failed, refused, array, odd = document["jobs"]
+    assert document["slurm_error"] is None
     assert running == {
         "job": "70",
         "state": "RUNNING",
@@ -327,7 +330,7 @@ def test_status_json_of_jobs_fits_its_schema(slurm, capsys):
     assert (refused["exit_code"], refused["reason"]) == (None, "BadConstraints")
     assert (array["job"], array["remaining_seconds"], array["nodes"]) == ("74_[0-3%2]", None, None)
     assert (odd["hosts"], odd["elapsed_seconds"]) == (None, None)
-    refuses_all_changes("status", said)
+    refuses_all_changes("status", document)
 
 
 def test_status_json_of_accounting_and_of_runs_without_slurm_fits_its_schema(slurm, capsys):
@@ -338,26 +341,26 @@ def test_status_json_of_accounting_and_of_runs_without_slurm_fits_its_schema(slu
     assert (ended["job"], ended["state"], ended["exit_code"]) == ("69", "FAILED", 3)
     assert (ended["name"], ended["run"]["step"], ended["run"]["loss"]) == (None, 3, None)
     slurm.jobs(None)
-    said = status(capsys)
-    assert "Unable to contact" in said["slurm_error"]
-    other, train = said["jobs"]
+    document = status(capsys)
+    assert "Unable to contact" in document["slurm_error"]
+    other, train = document["jobs"]
     assert (other["job"], other["run"]["status"]) == (None, "no run yet")
     assert (train["job"], train["state"]) == ("69", None)
     assert train["run"]["path"] == str(path.absolute())
-    refuses_all_changes("status", said)
+    refuses_all_changes("status", document)
     validator = jsonschema.Draft202012Validator(SCHEMAS["status"])
     for name in ended.keys() - {"job", "state", "run"}:
         known = {**train, name: {"hosts": [], "nodes": 1}.get(name, 7)}
-        assert not validator.is_valid({**said, "jobs": [known]})
+        assert not validator.is_valid({**document, "jobs": [known]})
 
 
 def test_status_json_of_nothing_is_one_document(slurm, capsys):
     assert status(capsys) == {"slurm_error": None, "jobs": []}
     slurm.jobs(None)
-    said = status(capsys)
-    assert said["jobs"] == []
-    assert said["slurm_error"]
-    refuses_all_changes("status", said)
+    document = status(capsys)
+    assert document["jobs"] == []
+    assert document["slurm_error"]
+    refuses_all_changes("status", document)
 
 
 # doctor
@@ -401,40 +404,40 @@ def test_doctor_json_of_ranks_that_differ_fits_its_schema(capsys):
     other = dict.fromkeys(of_ranks.COMPARED, "another")
     entries = roster(gpu, gpu, {**gpu, **other, "gpu": None}, hosts=["a", "a", "b"])
     sums = Sums("nccl", [2], {10**6: 0.5, 64 * 10**6: 3.0}, 1200.0)
-    said = report(capsys, entries, sums, ways("abc", lambda x, y: x == "b"))
-    assert {one["subject"] for one in said["findings"]} == {
+    document = report(capsys, entries, sums, ways("abc", lambda x, y: x == "b"))
+    assert {one["subject"] for one in document["findings"]} == {
         *("horovod", "Slurm", *of_ranks.COMPARED, "shared directory", "clocks"),
         *("all-reduce", "slow network"),
     }
-    assert said["ranks"][2]["differs"] == list(of_ranks.COMPARED)
-    assert [row["gpu"] for row in said["ranks"]] == ["GPU-1b2c", "GPU-1b2c", None]
-    assert said["machine"]["environment"] == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
-    refuses_all_changes("doctor", said)
+    assert document["ranks"][2]["differs"] == list(of_ranks.COMPARED)
+    assert [row["gpu"] for row in document["ranks"]] == ["GPU-1b2c", "GPU-1b2c", None]
+    assert document["machine"]["environment"] == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4"}
+    refuses_all_changes("doctor", document)
 
 
 def test_doctor_json_without_a_sum_fits_its_schema(capsys):
-    said = report(capsys, roster({}, {"torch": of_ranks.NONE}, {}))
-    assert (said["all_reduce"], said["pairs"]) == (None, [])
-    assert [row["clock_offset"] for row in said["ranks"]] == [None] * 3
-    refuses_all_changes("doctor", said)
+    document = report(capsys, roster({}, {"torch": of_ranks.NONE}, {}))
+    assert (document["all_reduce"], document["pairs"]) == (None, [])
+    assert [row["clock_offset"] for row in document["ranks"]] == [None] * 3
+    refuses_all_changes("doctor", document)
 
 
 def test_doctor_json_of_this_machine_fits_its_schema(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(software, "horovod", lambda: software.judge_horovod(False, None))
     code = main(["doctor", "--json", "--run-dir", str(tmp_path)])
-    said = hold("doctor", capsys.readouterr().out)
-    assert code == int(any(one["level"] == "problem" for one in said["findings"]))
-    assert (said["machine"]["launcher"], said["ranks"]) == ("none", [])
-    refuses_all_changes("doctor", said)
+    document = hold("doctor", capsys.readouterr().out)
+    assert code == int(any(one["level"] == "problem" for one in document["findings"]))
+    assert (document["machine"]["launcher"], document["ranks"]) == ("none", [])
+    refuses_all_changes("doctor", document)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("fault", [miscounts, loses_torch])
 def test_doctor_json_of_three_ranks_fits_its_schema(fault):
     code, line = output_of_rank_0(forked.run(3, examines, None, fault, layout=(1, 1, 1)))
-    said = hold("doctor", line)
+    document = hold("doctor", line)
     assert code == 1
-    assert len(said["ranks"]) == 3
-    assert len(said["pairs"]) == (6 if fault is miscounts else 0)
-    assert bool(said["all_reduce"]) == (fault is miscounts)
-    refuses_all_changes("doctor", said)
+    assert len(document["ranks"]) == 3
+    assert len(document["pairs"]) == (6 if fault is miscounts else 0)
+    assert bool(document["all_reduce"]) == (fault is miscounts)
+    refuses_all_changes("doctor", document)

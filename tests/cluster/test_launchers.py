@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launcher_env import BATCH, BY_HAND, HPCTRAIN, STEP, TORCHRUN, changed
+from launcher_env import BATCH, ENV_LAUNCHER, HPCTRAIN, STEP, TORCHRUN, changed
 
 from hpctrain.cli.explain import as_json
 from hpctrain.cluster.launchers import LAUNCHERS, detect, readings, survey
@@ -42,13 +42,13 @@ ALONE = World(0, 1, 0, 1, 0, 1, launcher="none")
         (TORCHRUN, World(2, 4, 0, 2, 1, 2, None, "torchrun")),
         ({**STEP, **TORCHRUN}, World(2, 4, 0, 2, 1, 2, None, "torchrun")),
         ({**BATCH, **TORCHRUN}, World(2, 4, 0, 2, 1, 2, None, "torchrun")),
-        (BY_HAND, World(1, 2, 1, launcher="env")),
-        (changed(BY_HAND, LOCAL_WORLD_SIZE="2"), World(1, 2, 1, 2, launcher="env")),
+        (ENV_LAUNCHER, World(1, 2, 1, launcher="env")),
+        (changed(ENV_LAUNCHER, LOCAL_WORLD_SIZE="2"), World(1, 2, 1, 2, launcher="env")),
         (
-            changed(BY_HAND, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"),
+            changed(ENV_LAUNCHER, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0"),
             World(0, 1, 0, launcher="env"),
         ),
-        ({**BATCH, **BY_HAND}, World(1, 2, 1, launcher="env")),
+        ({**BATCH, **ENV_LAUNCHER}, World(1, 2, 1, launcher="env")),
         (HPCTRAIN, World(2, 3, 0, 1, 1, 2, ("node1", "node2"), "hpctrain")),
     ],
 )
@@ -59,7 +59,7 @@ def test_launcher_is_detected_with_its_world(env, world):
 def test_detect_reads_the_environment_of_the_process(monkeypatch):
     for name in [*STEP, *TORCHRUN, *HPCTRAIN, "HPCTRAIN_LAUNCHER"]:
         monkeypatch.delenv(name, raising=False)
-    for name, value in BY_HAND.items():
+    for name, value in ENV_LAUNCHER.items():
         monkeypatch.setenv(name, value)
     assert detect() == World(1, 2, 1, launcher="env")
 
@@ -158,9 +158,9 @@ def test_rendezvous_key_differs_for_each_slurm_step_and_restart(name, other):
         (changed(STEP, MASTER_ADDR="node9", MASTER_PORT="1234"), "node9", 1234),
         # The agent itself listens on its port.
         (TORCHRUN, "node1", None),
-        (BY_HAND, "node1", 29500),
-        (changed(BY_HAND, HPCTRAIN_MAIN_ADDRESS="ib-node1"), "ib-node1", 29500),
-        (changed(BY_HAND, HPCTRAIN_MAIN_PORT="1234"), "node1", 1234),
+        (ENV_LAUNCHER, "node1", 29500),
+        (changed(ENV_LAUNCHER, HPCTRAIN_MAIN_ADDRESS="ib-node1"), "ib-node1", 29500),
+        (changed(ENV_LAUNCHER, HPCTRAIN_MAIN_PORT="1234"), "node1", 1234),
         (HPCTRAIN, "127.0.0.1", None),
         ({}, None, None),
     ],
@@ -207,7 +207,7 @@ HOROVODRUN = {
         (changed(OPENMPI, HPCTRAIN_MAIN_ADDRESS="node3", **JOB), True, (), None),
         (HOROVODRUN, False, (), LauncherStore("horovodrun", "10.0.0.1", 2001)),
         (changed(HOROVODRUN, HPCTRAIN_MAIN_ADDRESS="node3"), True, (), None),
-        (BY_HAND, True, (), None),
+        (ENV_LAUNCHER, True, (), None),
     ],
 )
 def test_rendezvous_asks_more_hosts_if_the_host_of_rank_0_is_uncertain(env, sure, others, store):
@@ -237,7 +237,7 @@ def test_openmpi_impossible_number_of_hosts_is_ignored():
     ],
 )
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "HPCTRAIN_MAIN_ADDRESS"])
-@pytest.mark.parametrize("env", [STEP, changed(BY_HAND, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")])
+@pytest.mark.parametrize("env", [STEP, changed(ENV_LAUNCHER, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")])
 def test_loopback_address_is_refused_for_several_hosts(env, name, address):
     with pytest.raises(ContradictionError, match=f"{name}={address}") as caught:
         survey({**env, name: address})
@@ -253,9 +253,9 @@ def test_torchrun_agents_may_use_localhost():
 
 
 def test_rendezvous_key_without_launcher_is_port_and_job():
-    alone = survey(BY_HAND).rendezvous_point
+    alone = survey(ENV_LAUNCHER).rendezvous_point
     assert alone.only_port
-    jobs = [survey({**BY_HAND, "SLURM_JOB_ID": job}).rendezvous_point for job in ("7", "8")]
+    jobs = [survey({**ENV_LAUNCHER, "SLURM_JOB_ID": job}).rendezvous_point for job in ("7", "8")]
     assert not any(point.only_port for point in jobs)
     assert jobs[0].key != jobs[1].key != alone.key
 
@@ -321,7 +321,7 @@ def test_torch_variables_that_disagree_with_srun_are_refused(exported, names):
 
 
 def test_launcher_variable_overrides_detection():
-    exported = {**BY_HAND, "RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}
+    exported = {**ENV_LAUNCHER, "RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}
     assert detect({**STEP, **exported, "HPCTRAIN_LAUNCHER": "env"}).rank == 2
     assert detect({**STEP, **exported, "HPCTRAIN_LAUNCHER": "slurm"}).rank == 3
     assert detect({**STEP, **exported, "HPCTRAIN_LAUNCHER": "none"}) == ALONE
@@ -341,7 +341,7 @@ def test_launcher_variable_overrides_detection():
             ["0", "1", "2", "3", "4", "-1", "", "x", "²", "1(x2)", "node[1-2]", "9" * 30]
         ),
     ),
-    st.sampled_from([{}, STEP, TORCHRUN, BY_HAND, HPCTRAIN]),
+    st.sampled_from([{}, STEP, TORCHRUN, ENV_LAUNCHER, HPCTRAIN]),
 )
 def test_any_environment_gives_a_world_or_exit_code_2(noise, env):
     output, error = explain({**env, **noise})
@@ -412,7 +412,7 @@ def test_explain_json_has_the_source_of_each_value():
     }
 
 
-@pytest.mark.parametrize("env", [{}, TORCHRUN, BY_HAND, HPCTRAIN, {"RANK": "0"}])
+@pytest.mark.parametrize("env", [{}, TORCHRUN, ENV_LAUNCHER, HPCTRAIN, {"RANK": "0"}])
 def test_explain_json_has_every_key_for_any_environment(env):
     output, _ = explain(env)
     assert output.keys() == explain(STEP)[0].keys()

@@ -181,12 +181,16 @@ def test_detect_never_refuses_idle_tasks():
     assert launchers.detect({**STEP, **launcher_variables("torchrun", 2)}).world_size == 2
 
 
-BY_HAND = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
+ENV_LAUNCHER = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
 
 
 def test_local_rank_argument_of_torch_distributed_launch_is_read():
     process = Process(("python", "train.py", "--local_rank", "2"))
-    for env in (BY_HAND, {**BY_HAND, "LOCAL_RANK": "2"}, {**BY_HAND, "LOCAL_RANK": ""}):
+    for env in (
+        ENV_LAUNCHER,
+        {**ENV_LAUNCHER, "LOCAL_RANK": "2"},
+        {**ENV_LAUNCHER, "LOCAL_RANK": ""},
+    ):
         start = survey(env, process)
         assert (start.world.local_rank, start.stray, start.waste) == (2, None, None)
     # Ignored without the variables: a script may have an argument of that name.
@@ -197,14 +201,14 @@ def test_local_rank_argument_of_torch_distributed_launch_is_read():
 def test_local_rank_argument_and_variable_that_disagree_are_refused():
     process = Process(("python", "train.py", "--local_rank=2"))
     with pytest.raises(ContradictionError) as caught:
-        survey({**BY_HAND, "LOCAL_RANK": "1"}, process)
+        survey({**ENV_LAUNCHER, "LOCAL_RANK": "1"}, process)
     assert "LOCAL_RANK=1" in caught.value.found
     assert "--local-rank=2" in caught.value.found
     assert caught.value.code == "HT104"
     take_out, unset = caught.value.fixes
     assert take_out == "remove --local-rank from the command"
     assert unset.endswith("unset LOCAL_RANK")
-    assert survey(BY_HAND, process).world.local_rank == 2
+    assert survey(ENV_LAUNCHER, process).world.local_rank == 2
 
 
 @pytest.mark.parametrize(

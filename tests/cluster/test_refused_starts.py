@@ -65,7 +65,7 @@ def cases_of_every_launcher():
         yield Case(f"{name} {variable} no number", env, words, code="HT103")
 
 
-BY_HAND = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}
+ENV_LAUNCHER = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}
 
 # Whole numbers for `int`, but not for a launcher.
 HOSTILE = ("1\n", "\n1", "1_0", "+1", " 1", "1 ", "0x1", "1e0", "²", "٣", "\uff11", "9" * 21, "\t")
@@ -154,12 +154,12 @@ SINGLE = (
     Case("a launcher that is not there", {"HPCTRAIN_LAUNCHER": "flux"}, ("FLUX_TASK_RANK",)),
     Case(
         "another launcher than the one there",
-        {**BY_HAND, "HPCTRAIN_LAUNCHER": "openmpi"},
+        {**ENV_LAUNCHER, "HPCTRAIN_LAUNCHER": "openmpi"},
         ("OMPI_COMM_WORLD_RANK",),
     ),
     malformed("a port of one alone", {"MASTER_PORT": "tcp"}, "MASTER_PORT='tcp'"),
     *(
-        malformed(f"hostile {value[:6]!r}", {**BY_HAND, "RANK": value}, f"RANK={value!r}")
+        malformed(f"hostile {value[:6]!r}", {**ENV_LAUNCHER, "RANK": value}, f"RANK={value!r}")
         for value in HOSTILE
     ),
 )
@@ -191,10 +191,12 @@ DISAGREE = (
     two_launchers("mvapich2", "hydra", ("MV2_COMM_WORLD_RANK=1", "PMI_RANK=2"), PMI_RANK="2"),
     two_launchers("pals", "slurm", ("PALS_RANKID=1", "SLURM_PROCID=3"), SLURM_PROCID="3"),
     two_launchers("submitit", "env", ("SUBMITIT_LOCAL_GLOBALID=1", "RANK=0"), RANK="0"),
-    Case("env and PMIx", {**BY_HAND, "PMIX_RANK": "2"}, ("RANK=1", "PMIX_RANK=2"), code="HT104"),
+    Case(
+        "env and PMIx", {**ENV_LAUNCHER, "PMIX_RANK": "2"}, ("RANK=1", "PMIX_RANK=2"), code="HT104"
+    ),
     Case(
         "half a step under whole variables",
-        {**BY_HAND, "SLURM_STEP_ID": "0"},
+        {**ENV_LAUNCHER, "SLURM_STEP_ID": "0"},
         ("no SLURM_PROCID",),
     ),
 )
@@ -206,7 +208,7 @@ def incomplete(env, present, missing):
     return Case(f"{present} without {missing}", env, words, f"export {missing.split()[0]}=")
 
 
-PAIR = {**BY_HAND, "WORLD_SIZE": "2"}
+PAIR = {**ENV_LAUNCHER, "WORLD_SIZE": "2"}
 HALF = (
     incomplete({"RANK": "1"}, "RANK=1", "WORLD_SIZE"),
     incomplete({"WORLD_SIZE": "2"}, "WORLD_SIZE=2", "RANK"),
@@ -455,7 +457,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("method", "env"),
-    [("fork", launcher_variables("slurm")), ("forkserver", BY_HAND), ("spawn", {})],
+    [("fork", launcher_variables("slurm")), ("forkserver", ENV_LAUNCHER), ("spawn", {})],
 )
 def test_multiprocessing_child_error_shows_how_to_start_ranks(method, env, tmp_path):
     (tmp_path / "train.py").write_text(CHILDREN)

@@ -68,7 +68,7 @@ def run_as_rank(script, options, variables):
 def test_migrate_page_has_each_script_before_and_after():
     assert list(SCRIPTS) == [
         *("common.py", "ported.py", "single.py", "data_parallel.py", "ddp.py", "spawned.py"),
-        *("slurm_by_hand.py", "mixed.py", "apex_o2.py", "horovod_by_hand.py"),
+        *("slurm_manual.py", "mixed.py", "apex_o2.py", "horovod_manual.py"),
     ]
     assert len(AFTER) == len(SCRIPTS) - 2
     assert all(" ported.py" in command for command in AFTER)
@@ -84,7 +84,7 @@ def master_variables():
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", ["single", "data_parallel", "mixed", "slurm_by_hand"])
+@pytest.mark.parametrize("name", ["single", "data_parallel", "mixed", "slurm_manual"])
 def test_migrate_scripts_of_one_rank_a_process_train(name, scripts):
     script = f"{name}.py"
     size, variables = (2, {**SLURM, **master_variables()}) if "slurm" in name else (1, {})
@@ -112,7 +112,7 @@ def test_migrate_apex_script_trains_with_compat_imports(scripts):
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.parametrize("script", ["ddp.py", "spawned.py", "horovod_by_hand.py"])
+@pytest.mark.parametrize("script", ["ddp.py", "spawned.py", "horovod_manual.py"])
 def test_migrate_scripts_that_start_their_ranks_train(script, scripts, request):
     if "horovod" in script:
         request.getfixturevalue("horovod")

@@ -78,7 +78,7 @@ def test_job_spec_reports_all_problems_at_once():
         ({"gpus_per_node": 4, "tasks_per_node": 2}, "tasks_per_node = 2 with 4 GPUs"),
         ({"elastic": True, "launcher": "torchrun"}, "elastic with launcher = torchrun"),
         ({"container": "a.sif", "launcher": "horovodrun"}, "container with launcher = horovodrun"),
-        ({"time": "1m", "signal_lead": 60}, "signal_lead = 60 and time = 00:01:00"),
+        ({"time": "1m", "signal_time": 60}, "signal_time = 60 and time = 00:01:00"),
         ({"nodes": True}, "nodes = True"),
         ({"nodes": "٣"}, "nodes = '٣'"),
         ({"command": 'python "x'}, "its quotes closed"),
@@ -149,10 +149,10 @@ def test_job_spec_unknown_fields_suggest_names():
     assert found["'x'"] == f"another name; all names: {', '.join(names())}"
 
 
-def test_signal_lead_of_short_job_is_half_its_time():
-    assert JobSpec().lead == JobSpec(time="4h").lead == 120
-    assert JobSpec(time="2m").lead == 60
-    assert JobSpec(time="2m", signal_lead=0).lead == 0
+def test_signal_time_of_short_job_is_half_its_time():
+    assert JobSpec().signal_seconds == JobSpec(time="4h").signal_seconds == 120
+    assert JobSpec(time="2m").signal_seconds == 60
+    assert JobSpec(time="2m", signal_time=0).signal_seconds == 0
 
 
 def test_saved_job_toml_keeps_explicit_defaults():

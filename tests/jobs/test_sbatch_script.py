@@ -62,7 +62,7 @@ def test_lint_finds_nothing_in_rendered_scripts(tmp_path):
 
 
 def test_render_without_requeue_and_signal_leaves_them_out():
-    less = render(JobSpec(command="python train.py", requeue=False, signal_lead=0))
+    less = render(JobSpec(command="python train.py", requeue=False, signal_time=0))
     assert "scontrol requeue" not in less
     assert "--signal" not in less
     assert "USR2 TERM" not in less

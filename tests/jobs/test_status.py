@@ -314,7 +314,7 @@ def test_cancel_and_requeue_refuse_ambiguous_or_foreign_jobs(fake, capsys, comma
 
 
 def test_cancel_refuses_run_without_a_job(fake, capsys):
-    make_run("exp-70")  # started by hand: that of the job is runs/train-70
+    make_run("exp-70")  # started manually: that of the job is runs/train-70
     make_run("train-71").joinpath("starts.jsonl").write_text('{"job": null}\n')
     Path("train").mkdir()  # a folder of sources, with the name of the job
     fake.jobs(job("70", WorkDir=os.getcwd()), job("71", Name="other"))

@@ -264,7 +264,7 @@ def sleep():
     time.sleep(600)
 
 if __name__ == "__main__":
-    job = hpctrain.submit(sleep, hpctrain.JobSpec(time="1m", signal_lead=10))
+    job = hpctrain.submit(sleep, hpctrain.JobSpec(time="1m", signal_time=10))
     try:
         job.result()
     except HpctrainError as error:

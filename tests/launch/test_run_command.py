@@ -82,7 +82,7 @@ def options_of_host(rank, nodes, counts, port):
     return [*RUN, *place, "--main-address", "127.0.0.1", "--main-port", str(port)]
 
 
-def test_run_by_hand_on_three_hosts_is_one_world_with_the_exit_code_of_rank_0(script, background):
+def test_manual_run_on_three_hosts_is_one_world_with_the_exit_code_of_rank_0(script, background):
     path, port = script(PRINT_WORLD), 20000 + os.getpid() % 10000
     starts = [
         background(
@@ -102,7 +102,7 @@ def test_run_by_hand_on_three_hosts_is_one_world_with_the_exit_code_of_rank_0(sc
     assert {world["key"] for world in worlds_of_ranks} == {f"hpctrain/127.0.0.1:{port}"}
 
 
-def test_run_by_hand_with_different_nproc_names_both_numbers(script, background):
+def test_manual_run_with_different_nproc_names_both_numbers(script, background):
     path, port = script(PRINT_WORLD), 20000 + (os.getpid() + 1) % 10000
     first = background([*options_of_host(0, 2, "2", port), path], HPCTRAIN_HOSTNAME="real0")
     second = background([*options_of_host(1, 2, "1", port), path], HPCTRAIN_HOSTNAME="real1")

@@ -374,9 +374,9 @@ def test_report_replaces_only_its_own_files(full_run, capsys):
     (beside / "loss.png").write_bytes(b"\x89PNG of a person's")
     assert report(full_run) == 2
     assert f"{beside / 'loss.png'} exists and is no report" in capsys.readouterr().err
-    (full_run / "report.html").write_text("<p>by hand</p>")
+    (full_run / "report.html").write_text("<p>manually</p>")
     assert report(full_run) == 2
-    assert (full_run / "report.html").read_text() == "<p>by hand</p>"
+    assert (full_run / "report.html").read_text() == "<p>manually</p>"
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_autocast_equals_the_loop_that_torch_documents(name, half, clip):
     check_equal_to_torch(half, results, expected)
 
 
-def train_masters_by_hand(clip):
+def train_masters_baseline(clip):
     """Train as in arXiv 1710.03740: half weights, fp32 masters, a scaled loss."""
     with session(batch_size=4) as opened:
         batches = list(opened.loader(images(240)))[:STEPS]
@@ -130,7 +130,9 @@ def train_masters_by_hand(clip):
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_o2_steps_fp32_masters_and_keeps_batch_norm_in_fp32(clip):
     losses, weights, masters, row = ranks.values(ranks.run(1, train_by_session, "O2", clip))[0]
-    expected, by_name, expected_masters = ranks.values(ranks.run(1, train_masters_by_hand, clip))[0]
+    expected, by_name, expected_masters = ranks.values(ranks.run(1, train_masters_baseline, clip))[
+        0
+    ]
     assert losses == expected
     assert {n: p.dtype for n, p in weights.items()} == {n: p.dtype for n, p in by_name.items()}
     assert {p.dtype for n, p in weights.items() if n.startswith("1.")} == {torch.float32}

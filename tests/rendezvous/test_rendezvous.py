@@ -206,19 +206,19 @@ def is_disconnected(connection):
     ],
 )
 def test_all_ranks_get_the_same_roster_and_a_complete_world(start, key, hosts, local_ranks, nodes):
-    meetings = start_all(start, key, hosts, local_ranks)
+    results = start_all(start, key, hosts, local_ranks)
     names = tuple(dict.fromkeys(hosts))
-    for rank, meeting in enumerate(meetings):
+    for rank, result in enumerate(results):
         place = (local_ranks[rank], hosts.count(hosts[rank]), nodes[rank])
-        assert meeting.world == World(rank, len(hosts), *place, len(names), names, "env")
-        assert meeting.roster == meetings[0].roster
-        assert meeting.nonce == meetings[0].nonce
-        assert (meeting.listener is None) == (rank > 0)
-    roster = meetings[0].roster
+        assert result.world == World(rank, len(hosts), *place, len(names), names, "env")
+        assert result.roster == results[0].roster
+        assert result.nonce == results[0].nonce
+        assert (result.listener is None) == (rank > 0)
+    roster = results[0].roster
     assert [entry["note"] for entry in roster.entries] == list(range(len(hosts)))
     assert [entry["host"] for entry in roster.entries] == list(hosts)
     assert roster.addresses == (HOME,) * len(hosts)
-    assert roster.port == meetings[0].listener.getsockname()[1]
+    assert roster.port == results[0].listener.getsockname()[1]
     socket.create_connection((HOME, roster.port), timeout=PATIENCE).close()
 
 
@@ -227,11 +227,11 @@ def test_node_ranks_and_hostnames_of_the_launcher_take_precedence(start, key):
     for rank, node in enumerate((1, 0, 1)):
         world = World(rank, 3, rank // 2, (1, 2)[node], node, 2, hosts, "slurm")
         start(world, rendezvous_point("the-same-name-everywhere", key))
-    meetings = start.ended()
-    places = [(meeting.world.node_rank, meeting.world.local_world_size) for meeting in meetings]
+    results = start.ended()
+    places = [(result.world.node_rank, result.world.local_world_size) for result in results]
     assert places == [(1, 2), (0, 1), (1, 2)]
-    assert {m.world.hosts for m in meetings} == {hosts}
-    assert all(meeting.roster == meetings[0].roster for meeting in meetings)
+    assert {m.world.hosts for m in results} == {hosts}
+    assert all(result.roster == results[0].roster for result in results)
 
 
 STRANGERS = {
@@ -251,12 +251,12 @@ STRANGERS = {
 def test_unknown_peers_are_disconnected_and_silent_ones_do_not_delay_ranks(start, key, words):
     point = rendezvous_point(key=key)
     start(World(0, 2, 0), point)
-    with connect(ports(point)[0]) as silent, connect(ports(point)[0]) as stranger:
-        stranger.sendall(words)
-        assert is_disconnected(stranger)
+    with connect(ports(point)[0]) as silent, connect(ports(point)[0]) as unknown:
+        unknown.sendall(words)
+        assert is_disconnected(unknown)
         start(World(1, 2, 1), rendezvous_point(key=key))
-        for meeting in start.ended():
-            assert [entry["host"] for entry in meeting.roster.entries] == ["a", "a"]
+        for result in start.ended():
+            assert [entry["host"] for entry in result.roster.entries] == ["a", "a"]
         assert is_disconnected(silent)
 
 
@@ -291,8 +291,8 @@ def occupied_port(port, answer):
 def test_occupied_port_is_skipped_by_all_ranks(start, key, answer):
     given_port = ports(rendezvous_point())[0]
     with occupied_port(given_port, answer):
-        meetings = start_all(start, key, "aab", (0, 1, 0), given_port)
-        assert all(meeting.roster == meetings[0].roster for meeting in meetings)
+        results = start_all(start, key, "aab", (0, 1, 0), given_port)
+        assert all(result.roster == results[0].roster for result in results)
 
 
 def test_two_jobs_on_one_port_stay_separate(start):
@@ -310,8 +310,8 @@ def test_two_jobs_on_one_port_stay_separate(start):
     for thread in [start_rank("B", number) for number in range(3)]:
         start.ended(thread)
     start_rank("A", 2)
-    for job, meeting in zip("AABBBA", start.ended(), strict=True):
-        assert [entry["job"] for entry in meeting.roster.entries] == [job] * 3
+    for job, result in zip("AABBBA", start.ended(), strict=True):
+        assert [entry["job"] for entry in result.roster.entries] == [job] * 3
 
 
 @pytest.mark.parametrize(
@@ -429,10 +429,10 @@ def test_world_of_one_opens_no_socket(monkeypatch):
         raise AssertionError("a socket")
 
     monkeypatch.setattr(socket, "socket", fail)
-    meeting = meet(World(0, 1, 0), RendezvousPoint("key", "laptop"), {"note": 1})
-    assert meeting.world == World(0, 1, 0, 1, 0, 1, ("laptop",))
-    assert meeting.listener is None
-    assert meeting.roster.entries[0]["note"] == 1
+    result = meet(World(0, 1, 0), RendezvousPoint("key", "laptop"), {"note": 1})
+    assert result.world == World(0, 1, 0, 1, 0, 1, ("laptop",))
+    assert result.listener is None
+    assert result.roster.entries[0]["note"] == 1
     with pytest.raises(UsageError, match=r"^torch is too old"):
         meet(
             World(0, 1, 0),
@@ -526,7 +526,7 @@ def test_server_is_found_on_any_host_of_the_job(start, key):
     for rank in range(3):
         start(World(rank, 3, rank), point)
     first, *others = start.ended()
-    assert all(meeting.roster == first.roster for meeting in others)
+    assert all(result.roster == first.roster for result in others)
 
 
 def test_shared_file_leads_to_server_and_is_removed(start, key, tmp_path):
@@ -534,7 +534,7 @@ def test_shared_file_leads_to_server_and_is_removed(start, key, tmp_path):
         point = RendezvousPoint(key, host, "127.0.0.9", sure=False, simulated=True)
         start(World(rank, 3, 0), point, folder=tmp_path / "runs")
     first, *others = start.ended()
-    assert all(meeting.roster == first.roster for meeting in others)
+    assert all(result.roster == first.roster for result in others)
     assert not list(tmp_path.iterdir())
 
 
@@ -580,7 +580,7 @@ def test_horovodrun_key_value_store_leads_to_server(start, key):
             start(World(rank, 3, rank % 2), point)
         first, *others = start.ended()
         server.shutdown()
-    assert all(meeting.roster == first.roster for meeting in others)
+    assert all(result.roster == first.roster for result in others)
 
 
 @pytest.mark.parametrize(
@@ -718,7 +718,7 @@ def test_rank_that_resets_its_connection_is_named(start, key):
 
 @pytest.mark.parametrize("host", ["b", "a"], ids=["two-hosts", "one-hostname-and-pid"])
 def test_two_jobs_with_one_key_are_both_refused(start, key, host):
-    """Start two trainings by hand with one MASTER_PORT; the second finds rank 0 of the first."""
+    """Start two trainings manually with one MASTER_PORT; the second finds rank 0 of the first."""
     port = ports(rendezvous_point())[0]
     point = rendezvous_point(key=key, port=port)
     first = Server(start, 3, point)
@@ -840,9 +840,9 @@ def test_rendezvous_leaks_no_file_descriptor(start, key, tmp_path):
     try:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(5):
-            for meeting in start_all(start, uuid.uuid4().hex, "aab", (0, 1, 0))[-3:]:
-                if meeting.listener is not None:
-                    meeting.listener.close()
+            for result in start_all(start, uuid.uuid4().hex, "aab", (0, 1, 0))[-3:]:
+                if result.listener is not None:
+                    result.listener.close()
         assert len(os.listdir("/proc/self/fd")) <= before
     finally:
         gc.enable()
@@ -897,9 +897,9 @@ def test_replayed_hello_is_refused(start, key):
 def test_every_rendezvous_has_its_own_nonce(start, key):
     nonces = set()
     for _ in range(2):
-        meetings = start_all(start, key, "aab", (0, 1, 0))[-3:]
-        meetings[0].listener.close()
-        nonces |= {one.nonce for one in meetings}
+        results = start_all(start, key, "aab", (0, 1, 0))[-3:]
+        results[0].listener.close()
+        nonces |= {one.nonce for one in results}
     assert len(nonces) == 2
     assert key not in nonces
 

@@ -51,12 +51,12 @@ def wait_for(path):
 
 
 def meet():
-    meeting = rendezvous.meet(
+    result = rendezvous.meet(
         start.world, start.rendezvous_point, {}, options["start_timeout"], error=start.waste
     )
-    if meeting.listener is not None:
-        meeting.listener.close()
-    return {"hosts": meeting.world.hosts, "addresses": meeting.roster.addresses}
+    if result.listener is not None:
+        result.listener.close()
+    return {"hosts": result.world.hosts, "addresses": result.roster.addresses}
 
 
 def train():
@@ -153,7 +153,7 @@ class Start:
             print(f"{self.folder.name}: rank {rank} {outcome}")
         return outcomes
 
-    def meetings(self, size=3):
+    def results(self, size=3):
         """Return the outcomes of all ranks; check that they met at the addresses of their hosts."""
         outcomes = self.outcomes(*range(size))
         for outcome in outcomes:
@@ -238,8 +238,8 @@ def test_two_jobs_on_one_port_train_at_once_and_stay_separate(start, tmp_path, v
     second = start(SRUN, "B", turns=[str(tmp_path / "A"), 0], number=1000, **job)
     second.wait_for("open-0")
     first.touch("go")
-    assert [outcome["sums"] for outcome in first.meetings()] == [[3] * 4] * 3
-    assert [outcome["sums"] for outcome in second.meetings()] == [[3000] * 4] * 3
+    assert [outcome["sums"] for outcome in first.results()] == [[3] * 4] * 3
+    assert [outcome["sums"] for outcome in second.results()] == [[3000] * 4] * 3
 
 
 # Rank 0 on another host than the first.
@@ -249,7 +249,7 @@ def test_two_jobs_on_one_port_train_at_once_and_stay_separate(start, tmp_path, v
 def test_rank_0_on_the_host_that_slurm_hostfile_puts_it(start, tmp_path):
     (tmp_path / "hosts").write_text("node3\nnode1\nnode2\n")
     env = {"SLURM_HOSTFILE": str(tmp_path / "hosts")}
-    outcomes = start(["srun", "-n3", "-m", "arbitrary"], env=env, train=True).meetings()
+    outcomes = start(["srun", "-n3", "-m", "arbitrary"], env=env, train=True).results()
     assert [outcome["host"] for outcome in outcomes] == ["node3", "node1", "node2"]
 
 
@@ -260,7 +260,7 @@ def test_rank_0_on_the_host_that_slurm_hostfile_puts_it(start, tmp_path):
 @pytest.mark.slow
 def test_rendezvous_of_several_ranks_per_host(start, distribution, hosts):
     launcher = [*SRUN, "-n6", "--ntasks-per-node=2", "-m", distribution]
-    assert [outcome["host"] for outcome in start(launcher).meetings(6)] == hosts
+    assert [outcome["host"] for outcome in start(launcher).results(6)] == hosts
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_mpirun_with_rank_0_not_on_the_first_host(start, tmp_path, lacking, comm
     program, *options = command.split()
     if shutil.which(program) is None:
         lacking(part, f"no {program} here")
-    outcomes = start([program, *options]).meetings()
+    outcomes = start([program, *options]).results()
     assert outcomes[0]["host"] != "node1"
 
 
@@ -384,7 +384,7 @@ def test_address_without_an_answer_does_not_delay_the_rendezvous(cluster, start)
             calls = ["ss", "-Htn", "state", "syn-sent", "dst", silent]
             wait_until(lambda: cluster.run(calls, "node2").stdout, made)
             made.touch("go")
-            assert made.meetings()[0]["seconds"] < 10
+            assert made.results()[0]["seconds"] < 10
     finally:
         cluster.run(["ip", "neigh", "del", silent, "dev", "eth1"], "node2", check=True)
 

@@ -198,7 +198,7 @@ def test_reliability_counts_tests_by_backend_and_keeps_other_rows(load, tmp_path
     path.write_text(JUNIT.format(file=file, test=test))
     cases = results.read(path)
     old = [
-        {"file": file, "case": "by hand"},
+        {"file": file, "case": "manually"},
         {"file": file, "test": test, "case": "measured before"},
         {"file": "tests/other.py", "case": "of another file"},
     ]
@@ -219,7 +219,7 @@ def test_status_is_dated_where_all_tests_of_a_row_passed(load, tmp_path):
         {"component": "passed", "tests": ["tests/cli"]},
         {"component": "failed", "tests": ["tests/monitoring"]},
         {"component": "not run", "tests": ["tests/cli", "tests/data"]},
-        {"component": "by hand", "date": "2026-01-01"},
+        {"component": "manually", "date": "2026-01-01"},
     ]
     cases = results.read(path)
     paths = [TOP / "tests" / "cli", TOP / "tests" / "monitoring"]

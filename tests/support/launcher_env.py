@@ -51,7 +51,7 @@ TORCHRUN = {
     "MASTER_PORT": "29500",
     "OMP_NUM_THREADS": "1",
 }
-BY_HAND = {
+ENV_LAUNCHER = {
     "RANK": "1",
     "WORLD_SIZE": "2",
     "LOCAL_RANK": "1",

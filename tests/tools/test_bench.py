@@ -198,11 +198,11 @@ def test_bench_step_of_one_process(tmp_path, capsys):
     found, output = record(tmp_path), capsys.readouterr().out
     assert (found["benchmark"], found["model"], found["batch_size"]) == ("step", "small", 2)
     assert found["world"]["world_size"] == 1
-    assert list(found["arms"]) == ["by hand", "hpctrain"]
+    assert list(found["arms"]) == ["baseline", "hpctrain"]
     for arm in found["arms"].values():
         assert arm["images_per_second"] == pytest.approx(2 / arm["ms"]["median"] * 1e3)
         assert arm["peak_memory"] is None
-    assert found["arms"]["by hand"]["ratio"]["median"] == 1.0
+    assert found["arms"]["baseline"]["ratio"]["median"] == 1.0
     assert found["command"].startswith(("python", "pytest", "hpctrain"))
     assert found["versions"]["torch"]
     assert "hpctrain  " in output

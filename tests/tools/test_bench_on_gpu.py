@@ -33,7 +33,7 @@ def test_bench_step_of_resnet50_in_half_precision(gpu):
     assert found["model"] in ("resnet50", "small")  # the small one without torchvision
     assert found["precision"] in ("bf16", "fp16")
     assert found["channels_last"]
-    baseline, own = found["arms"]["by hand"], found["arms"]["hpctrain"]
+    baseline, own = found["arms"]["baseline"], found["arms"]["hpctrain"]
     # Weights, momenta, gradients and activations of one loop, without those of the other.
     assert own["peak_memory"] == pytest.approx(baseline["peak_memory"], rel=0.2)
     assert "peak memory" in output

@@ -68,7 +68,7 @@ def test_bench_step_of_three_ranks(run, tmp_path):
     (saved,) = tmp_path.iterdir()
     found = json.loads(saved.read_text())
     assert found["world"]["num_nodes"] == 2
-    assert list(found["arms"]) == ["by hand", "hpctrain", "by hand, no communication"]
+    assert list(found["arms"]) == ["baseline", "hpctrain", "baseline, no communication"]
     for arm in found["arms"].values():
         assert arm["images_per_second"] == pytest.approx(3 * 2 / arm["ms"]["median"] * 1e3)
         assert arm["images_per_second"] == pytest.approx(3 * arm["images_per_second_of_a_rank"])

@@ -97,7 +97,7 @@ def test_resumed_run_continues_after_skipped_batches():
     assert rows(rest[1]) == rows(uninterrupted[1])
 
 
-def step_by_hand(opened, run, number, loss):
+def step_manually(opened, run, number, loss):
     """Call backward and step without the session; two micro-batches make a step."""
     (0.5 * loss()).backward()
     if number % 2:
@@ -106,8 +106,8 @@ def step_by_hand(opened, run, number, loss):
     return run.step
 
 
-def test_optimizer_steps_by_hand_are_counted():
-    seen, _, _, step = train(step_by_hand, 300)
+def test_manual_optimizer_steps_are_counted():
+    seen, _, _, step = train(step_manually, 300)
     assert seen == [n // 2 for n in range(1, 17)]
     assert step == 8
 

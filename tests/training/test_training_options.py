@@ -64,7 +64,7 @@ def train_uneven_epochs(batch_size):
     return train_plain(options, images(31), drop_last=False)
 
 
-def train_uneven_by_hand():
+def train_uneven_baseline():
     """Take the same steps, each with one batch."""
     with session(batch_size=1) as opened:
         order = hpctrain.data.TrainingSampler
@@ -92,7 +92,7 @@ def train_uneven_by_hand():
 @HOROVOD_SLOW
 def test_uneven_last_step_counts_each_sample_once(run, tmp_path, monkeypatch):
     """Use 12 + 12 + 7 samples in micro-batches of 3: the last step has 3 + 3 + 1, one rank none."""
-    expected, weights = ranks.values(ranks.run(1, train_uneven_by_hand))[0]
+    expected, weights = ranks.values(ranks.run(1, train_uneven_baseline))[0]
     found = in_folders(
         run, tmp_path, monkeypatch, train_uneven_epochs, (1, 3), (2, 3), (4, 3), (1, 12)
     )
@@ -445,7 +445,7 @@ def misuse_optimizer(how):
         optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
         if how == "closure":
             optimizer = torch.optim.LBFGS(model.parameters())
-        if how == "stranger":
+        if how == "unprepared":
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
         if how == "scheduler":
             torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -459,7 +459,7 @@ def misuse_optimizer(how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("stranger", "1 parameters of the SGD are in no prepared model"),
+        ("unprepared", "1 parameters of the SGD are in no prepared model"),
         ("scheduler", "a scheduler was made before session.prepare()"),
         ("closure", "a LBFGS, whose step calls a closure"),
         ("unprepared", "an optimizer that was not prepared"),

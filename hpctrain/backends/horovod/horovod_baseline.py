@@ -23,7 +23,7 @@ class HorovodBaseline(Baseline):
 
     def sum(self, tensor: Tensor) -> None:
         """Sum the tensor with Horovod's all-reduce."""
-        self._hvd.allreduce_(tensor, name="by hand", op=self._hvd.Sum)
+        self._hvd.allreduce_(tensor, name="baseline", op=self._hvd.Sum)
 
     def share(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Return the same model, and the optimizer in a DistributedOptimizer."""

@@ -25,7 +25,7 @@ _COUNT = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,5})\))?\Z")
 # Distributions that put rank 0 on the first host of the list; "arbitrary" uses a file.
 _FIRST_HOST_FIRST = ("block", "cyclic", "plane", "unknown", "")
 
-_FIX = "start the ranks with srun, and do not export SLURM_* by hand"
+_FIX = "start the ranks with srun, and do not export SLURM_* manually"
 
 
 class SlurmStep(Launcher):

@@ -63,7 +63,7 @@ def nested_sbatch(script: LintedScript) -> Iterator[LintFinding]:
             )
 
 
-def rank_by_hand(script: LintedScript) -> Iterator[LintFinding]:
+def manual_rank(script: LintedScript) -> Iterator[LintFinding]:
     """Find rank variables that the batch shell sets to one value for all tasks.
 
     Source: srun(1), OUTPUT ENVIRONMENT VARIABLES.
@@ -77,7 +77,7 @@ def rank_by_hand(script: LintedScript) -> Iterator[LintFinding]:
         if value and fixed and name in script.variables.exported:
             yield LintFinding(
                 value.line,
-                "rank-by-hand",
+                "manual-rank",
                 f"{name} is set once, in the batch shell, so all tasks have the same",
                 (
                     "leave it out: each task has SLURM_PROCID, SLURM_LOCALID and SLURM_NODEID, as "
@@ -90,7 +90,7 @@ def rank_by_hand(script: LintedScript) -> Iterator[LintFinding]:
     if alone and value and given.isdigit() and given not in tasks:
         yield LintFinding(
             value.line,
-            "rank-by-hand",
+            "manual-rank",
             f"WORLD_SIZE is {shown(given)}, and srun starts another number of tasks",
             ('export WORLD_SIZE="$SLURM_NTASKS"',),
         )
@@ -116,7 +116,7 @@ def rank_of_batch_shell(script: LintedScript) -> Iterator[LintFinding]:
             )
 
 
-def gpus_by_hand(script: LintedScript) -> Iterator[LintFinding]:
+def manual_gpus(script: LintedScript) -> Iterator[LintFinding]:
     """Find a CUDA_VISIBLE_DEVICES that the script sets, although Slurm sets it for the job's GPUs.
 
     If cgroups hide the other GPUs, the job's GPUs are 0 to N-1, so these numbers are accepted.
@@ -130,7 +130,7 @@ def gpus_by_hand(script: LintedScript) -> Iterator[LintFinding]:
     if max(int(number) for number in value.text.split(",")) >= gpus:
         yield LintFinding(
             value.line,
-            "gpus-by-hand",
+            "manual-gpus",
             f"of the job's {gpus} GPUs on a node, none is surely called {shown(value.text)}: Slurm "
             "sets CUDA_VISIBLE_DEVICES to those that it gave",
             ("leave it out",),
@@ -217,6 +217,6 @@ def _mentions(word: Word) -> set[str]:
 
 
 RULES = (
-    *(not_exported, nested_sbatch, rank_by_hand, rank_of_batch_shell),
-    *(gpus_by_hand, fixed_port, secret, script_path),
+    *(not_exported, nested_sbatch, manual_rank, rank_of_batch_shell),
+    *(manual_gpus, fixed_port, secret, script_path),
 )

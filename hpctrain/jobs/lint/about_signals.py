@@ -12,7 +12,7 @@ from hpctrain.jobs.lint.variables import Variables
 
 __all__ = ["RULES"]
 
-_LEAST_LEAD = 60
+_LEAST_SECONDS = 60
 # Signals that bash survives without a trap.
 _HARMLESS = frozenset(("CHLD", "CONT", "URG", "WINCH"))
 
@@ -119,7 +119,7 @@ def no_wait(script: LintedScript) -> Iterator[LintFinding]:
             )
 
 
-def lead(script: LintedScript) -> Iterator[LintFinding]:
+def signal_time(script: LintedScript) -> Iterator[LintFinding]:
     """Find a signal that is sent too early or too late to save.
 
     sbatch(1), --signal: SECONDS before the end of the time, and up to 60 s earlier.
@@ -136,7 +136,7 @@ def lead(script: LintedScript) -> Iterator[LintFinding]:
             f"the signal comes {request[2]} s before the end of a job of {limit:.0f} s: at once",
             ("type a longer --time", "type fewer seconds after @"),
         )
-    elif request[2] < _LEAST_LEAD:
+    elif request[2] < _LEAST_SECONDS:
         yield LintFinding(
             option.line,
             "no-time-to-save",
@@ -207,4 +207,4 @@ def _revived(line: int) -> LintFinding:
     )
 
 
-RULES = (signal, no_wait, lead, truncated_log, revived)
+RULES = (signal, no_wait, signal_time, truncated_log, revived)

@@ -34,12 +34,12 @@ def signal_request(text: str) -> tuple[bool, str, int] | None:
     match = _SIGNAL.match(text)
     if not match:
         return None
-    flags, name, lead = match[1] or "", match[2].upper().removeprefix("SIG"), int(match[3] or 60)
+    flags, name, seconds = match[1] or "", match[2].upper().removeprefix("SIG"), int(match[3] or 60)
     if name.isdigit():
         try:
             name = signal.Signals(int(name)).name.removeprefix("SIG")
         except ValueError:
             return None
-    if not hasattr(signal, f"SIG{name}") or lead > 65535:
+    if not hasattr(signal, f"SIG{name}") or seconds > 65535:
         return None
-    return "B" in flags, name, lead
+    return "B" in flags, name, seconds

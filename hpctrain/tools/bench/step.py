@@ -21,7 +21,7 @@ from hpctrain.training.session import Session
 
 __all__ = ["evaluate", "measure", "show"]
 
-BY_HAND, OURS, ALONE = "by hand", "hpctrain", "by hand, no communication"
+BASELINE, OURS, ALONE = "baseline", "hpctrain", "baseline, no communication"
 _BLOCK_SECONDS, _MOST_STEPS = 0.25, 100
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,7 +56,7 @@ class _HandWrittenLoop:
         model = make().to(device, memory_format=layout)  # type: ignore[call-overload]
         if session.options.compile:
             model.compile()
-        self._batch, self._by_hand = batch, baseline
+        self._batch, self._baseline = batch, baseline
         self._model, self._optimizer = baseline.share(model, _optimizer(model))
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self._device, self._half = device, _AUTOCAST.get(precision)
@@ -67,7 +67,7 @@ class _HandWrittenLoop:
         with self._autocast():
             loss = cross_entropy(self._model(images), targets)
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        self._by_hand.step(self._optimizer, self._scaler)
+        self._baseline.step(self._optimizer, self._scaler)
         self._scaler.update()
         self._optimizer.zero_grad()
         self._loss = loss.detach()
@@ -196,14 +196,14 @@ def _measure(session: Session, name: str, seconds: float) -> tuple[Times, dict[s
     make, batch = models.maker(name), models.batch_of(name, session)
     baseline = session.backend.baseline()
     loops: dict[str, Callable[[], _Loop]] = {
-        BY_HAND: lambda: _HandWrittenLoop(session, make, batch, baseline),
+        BASELINE: lambda: _HandWrittenLoop(session, make, batch, baseline),
         OURS: lambda: _Ours(session, make, batch),
     }
     if session.world.world_size > 1:
         loops[ALONE] = lambda: _HandWrittenLoop(session, make, batch, Baseline())
     arms: dict[str, _Arm] = {}
     for arm_name, loop in loops.items():
-        arms[arm_name] = _Arm(session, loop, arms[BY_HAND].steps if arms else None)
+        arms[arm_name] = _Arm(session, loop, arms[BASELINE].steps if arms else None)
     times = in_turns(session, {name: arm.block for name, arm in arms.items()}, seconds)
     return times, {name: arm.peak for name, arm in arms.items()}
 
@@ -218,14 +218,14 @@ def evaluate(
         peaks: for each rank, the peak bytes on the device of each arm; 0 where unknown.
         samples: number of samples of a rank in a step.
     """
-    arms: dict[str, dict[str, Any]] = compare(times, BY_HAND, "ms", 1e3)
+    arms: dict[str, dict[str, Any]] = compare(times, BASELINE, "ms", 1e3)
     for name, arm in arms.items():
         arm["images_per_second"] = samples * len(peaks) / arm["ms"]["median"] * 1e3
         arm["images_per_second_of_a_rank"] = arm["images_per_second"] / len(peaks)
         arm["peak_memory"] = max(peak[name] for peak in peaks) or None
     found: dict[str, Any] = {"arms": arms, "scaling": None}
     if ALONE in times:
-        scaling = compare({OURS: times[ALONE], BY_HAND: times[OURS]}, BY_HAND, "ms")
+        scaling = compare({OURS: times[ALONE], BASELINE: times[OURS]}, BASELINE, "ms")
         found["scaling"] = scaling[OURS]["ratio"]
     return found
 
@@ -240,7 +240,7 @@ def show(found: dict[str, Any]) -> str:
             [
                 name,
                 describe(arm["ms"], ".2f"),
-                describe(arm["ratio"], ".3f") if name != BY_HAND else "",
+                describe(arm["ratio"], ".3f") if name != BASELINE else "",
                 f"{arm['images_per_second']:,.0f}",
                 f"{arm['images_per_second_of_a_rank']:,.0f}",
                 *([spell(arm["peak_memory"])] if on_gpu else []),

@@ -21,7 +21,7 @@ SPECS: Mapping[str, JobSpec] = {
         cpus_per_task=8, memory="64G", time="1d12h", partition="gpu", account="abc", qos="normal",
         constraint="a100&nvlink", exclude="node[7-8]", dependency="afterok:123", array="1,3,7",
         throttle=2, mail="ada@example.org", mail_events="END,FAIL,REQUEUE",
-        output="logs/%x-%A_%a.log", signal="USR1", signal_lead=300, max_restarts=5,
+        output="logs/%x-%A_%a.log", signal="USR1", signal_time=300, max_restarts=5,
         environment={"NCCL_DEBUG": "INFO", "GREETING": "it's me"}, modules=("gcc/12", "cuda"),
         setup=("ulimit -n 65536",), venv="my env", stage_code=".",
         extra={"exclusive": True, "hint": "nomultithread"},

@@ -255,19 +255,19 @@ TORCH = (
         needs=("openmpi", "horovod"),
     ),
 )
-BY_HAND = (
+ENV_LAUNCHER = (
     Program(
-        "by-hand",
+        "manual",
         """
         export MASTER_ADDR=node1 MASTER_PORT=29500 WORLD_SIZE=3; \\
-        for i in 0 1 2; do RANK=$i LOCAL_RANK=$i python train.py by-hand & done; wait
+        for i in 0 1 2; do RANK=$i LOCAL_RANK=$i python train.py manual & done; wait
         unset MASTER_ADDR MASTER_PORT WORLD_SIZE
         python train.py alone
         hpctrain run --nproc-per-node 3 train.py hpctrain-run
         hpctrain run --nodes 2 --nproc-per-node 2,1 train.py hpctrain-run-two-nodes
         """,
         (
-            Start("by-hand", "env", THREE),
+            Start("manual", "env", THREE),
             Start("alone", "none", ONE),
             Start("hpctrain-run", "hpctrain", THREE),
             Start("hpctrain-run-two-nodes", "hpctrain", UNEVEN, simulated=True),
@@ -459,5 +459,5 @@ SUBMITIT = (
         files=START_SUBMITIT,
     ),
 )
-PROGRAMS = (*SLURM, *TORCH, *BY_HAND, *OPENMPI, *HYDRA, *SUBMITIT)
+PROGRAMS = (*SLURM, *TORCH, *ENV_LAUNCHER, *OPENMPI, *HYDRA, *SUBMITIT)
 BY_START = {start.name: (program, start) for program in PROGRAMS for start in program.starts}

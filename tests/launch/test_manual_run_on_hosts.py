@@ -10,7 +10,7 @@ import pytest
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def test_hpctrain_run_by_hand_on_three_hosts_has_the_losses_of_one_process(
+def test_hpctrain_manual_run_on_three_hosts_has_the_losses_of_one_process(
     cluster, reproducibility_reference, tmp_path
 ):
     running = []
